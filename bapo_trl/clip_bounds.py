@@ -1,0 +1,423 @@
+"""Choose the clip bounds of one optimizer update: Algorithm 1 of BAPO as pure functions over tensors.
+
+The positive side of the policy loss depends on the upper bound alone and the negative side on the lower bound alone.
+So the search needs two curves, the positive contribution over the upper grid and the negative contribution over the
+lower grid. Both are sums over tokens: they add up over micro-batches and ranks, and the search is a look-up on them.
+
+Nothing here waits for the device: no function reads a tensor value back to the host.
+
+All bounds are in ratio space (`0.8`, `1.2`), never `1 - epsilon`. Legend: `B` rows, `T` completion tokens, `K_low` and
+`K_high` grid points of the lower and upper bound.
+
+References:
+    BAPO: Stabilizing Off-Policy Reinforcement Learning for LLMs via Balanced Policy Optimization with Adaptive
+    Clipping, https://huggingface.co/papers/2510.18927, Algorithm 1 and Eq. 8.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+
+MEASURES = ("gradient", "surrogate")
+ORDERS = ("upper_first", "lower_first")
+
+# Tokens are summed in blocks of this size, so that intermediates stay far below a token-sized tensor.
+_TOKENS_PER_BLOCK = 1 << 16
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Return `torch.float64`, or `torch.float32` on devices that have no double precision (MPS)."""
+    return torch.float32 if torch.device(device).type == "mps" else torch.float64
+
+
+@lru_cache(maxsize=64)
+def _grid_axis(start: float, maximum: float, step: float, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    # Made on the device (a copy from the host would wait for it) and by index arithmetic: repeated addition of 0.05
+    # misses 3.0.
+    num_steps = math.floor((maximum - start) / step + 1e-9)
+    return start + step * torch.arange(num_steps + 1, device=device, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class BoundGrid:
+    """
+    Candidate values of both clip bounds, in ratio space.
+
+    Each axis holds `start + k * step` for `k = 0 .. floor((max - start) / step)`. An axis may be a single point
+    (`start == max`): that bound is then fixed. Error messages name the fields as [`BAPOConfig`] does (`ratio_` in
+    front).
+
+    Args:
+        lower_start (`float`, *optional*, defaults to `0.6`):
+            Lowest lower bound, where each search starts. In (0, 1].
+        lower_max (`float`, *optional*, defaults to `0.9`):
+            Highest lower bound. In [`lower_start`, 1].
+        lower_step (`float`, *optional*, defaults to `0.02`):
+            Step of the lower bound, `> 0`.
+        upper_start (`float`, *optional*, defaults to `1.2`):
+            Lowest upper bound, where each search starts. At least 1.
+        upper_max (`float`, *optional*, defaults to `3.0`):
+            Highest upper bound. At least `upper_start`.
+        upper_step (`float`, *optional*, defaults to `0.05`):
+            Step of the upper bound, `> 0`.
+
+    Raises:
+        ValueError: If a value is not finite, a start lies above its maximum, a step is not positive, a lower bound
+            lies outside (0, 1] or an upper bound below 1.
+
+    Example:
+
+    ```python
+    >>> grid = BoundGrid(lower_start=0.8, lower_max=0.9, lower_step=0.05, upper_start=1.2, upper_max=1.2)
+    >>> grid.lower
+    tensor([0.8000, 0.8500, 0.9000], dtype=torch.float64)
+    >>> grid.upper
+    tensor([1.2000], dtype=torch.float64)
+
+    ```
+    """
+
+    lower_start: float = 0.6
+    lower_max: float = 0.9
+    lower_step: float = 0.02
+    upper_start: float = 1.2
+    upper_max: float = 3.0
+    upper_step: float = 0.05
+
+    def __post_init__(self):
+        for side in ("lower", "upper"):
+            start, maximum, step = (getattr(self, f"{side}_{part}") for part in ("start", "max", "step"))
+            for part, value in (("start", start), ("max", maximum), ("step", step)):
+                if not math.isfinite(value):
+                    raise ValueError(f"`ratio_{side}_{part}` is {value}: set it to a finite number.")
+            if step <= 0:
+                raise ValueError(f"`ratio_{side}_step` is {step}: set it to a positive step, e.g. 0.05.")
+            if start > maximum:
+                raise ValueError(
+                    f"`ratio_{side}_start` is {start}, above `ratio_{side}_max`, which is {maximum}: lower "
+                    f"`ratio_{side}_start` or raise `ratio_{side}_max` (equal values fix the bound)."
+                )
+        if self.lower_start <= 0:
+            raise ValueError(
+                f"`ratio_lower_start` is {self.lower_start}: lower bounds are ratios in (0, 1], e.g. 0.6 (not "
+                "`1 - epsilon` offsets)."
+            )
+        if self.lower_max > 1:
+            raise ValueError(
+                f"`ratio_lower_max` is {self.lower_max}: lower bounds are ratios in (0, 1], e.g. 0.9, because a ratio "
+                "of 1 (on-policy) must not be clipped."
+            )
+        if self.upper_start < 1:
+            raise ValueError(
+                f"`ratio_upper_start` is {self.upper_start}: upper bounds are ratios of at least 1, e.g. 1.2 (not "
+                "`epsilon` offsets)."
+            )
+
+    @property
+    def lower(self) -> torch.Tensor:
+        """Candidates of the lower bound, shape `(K_low,)`, float64 on the CPU, ascending."""
+        return self.lower_on("cpu")
+
+    @property
+    def upper(self) -> torch.Tensor:
+        """Candidates of the upper bound, shape `(K_high,)`, float64 on the CPU, ascending."""
+        return self.upper_on("cpu")
+
+    def lower_on(self, device: torch.device | str) -> torch.Tensor:
+        """Return [`BoundGrid.lower`] on `device`, in the widest floating type the device has."""
+        device = torch.device(device)
+        return _grid_axis(self.lower_start, self.lower_max, self.lower_step, device, sum_dtype(device))
+
+    def upper_on(self, device: torch.device | str) -> torch.Tensor:
+        """Return [`BoundGrid.upper`] on `device`, in the widest floating type the device has."""
+        device = torch.device(device)
+        return _grid_axis(self.upper_start, self.upper_max, self.upper_step, device, sum_dtype(device))
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether there is a single pair of bounds, so that nothing is left to search."""
+        return len(self.lower) == 1 and len(self.upper) == 1
+
+
+@dataclass(frozen=True)
+class Contributions:
+    """
+    What positive- and negative-advantage tokens contribute to the policy loss, over the grid.
+
+    Contributions of disjoint sets of tokens on the same grid add up with `+`.
+
+    Args:
+        positive (`torch.Tensor`):
+            Contribution of the tokens with a positive advantage, shape `(K_high,)`, at least 0, one value for each
+            upper bound.
+        negative (`torch.Tensor`):
+            Size of the contribution of the tokens with a negative advantage, shape `(K_low,)`, at least 0, one value
+            for each lower bound.
+    """
+
+    positive: torch.Tensor
+    negative: torch.Tensor
+
+    def __add__(self, other: "Contributions") -> "Contributions":
+        if self.positive.shape != other.positive.shape or self.negative.shape != other.negative.shape:
+            raise ValueError("Contributions add up on the same grid only: the numbers of grid points differ.")
+        return Contributions(self.positive + other.positive, self.negative + other.negative)
+
+    def as_vector(self) -> torch.Tensor:
+        """Return both curves in one tensor of shape `(K_high + K_low,)`, for one reduction over ranks."""
+        return torch.cat([self.positive, self.negative])
+
+    @classmethod
+    def from_vector(cls, vector: torch.Tensor, grid: BoundGrid) -> "Contributions":
+        """Return the contributions on `grid` that [`Contributions.as_vector`] packed into `vector`."""
+        return cls(*vector.split([len(grid.upper), len(grid.lower)]))
+
+
+@dataclass(frozen=True)
+class ClipBounds:
+    """
+    Outcome of one search. All fields are 0-dim tensors on the device of the contributions.
+
+    Args:
+        low (`torch.Tensor`):
+            Lower clip bound in ratio space.
+        high (`torch.Tensor`):
+            Upper clip bound in ratio space.
+        positive_share (`torch.Tensor`):
+            Share `P / (P + N)` of the positive tokens under the chosen bounds, in [0, 1]; NaN where no token
+            contributes.
+        initial_positive_share (`torch.Tensor`):
+            The same share under the start bounds.
+        target_met (`torch.Tensor`):
+            Boolean, whether `positive_share` reached the target.
+        steps (`torch.Tensor`):
+            Integer, number of times a bound moved.
+    """
+
+    low: torch.Tensor
+    high: torch.Tensor
+    positive_share: torch.Tensor
+    initial_positive_share: torch.Tensor
+    target_met: torch.Tensor
+    steps: torch.Tensor
+
+
+def contributions(
+    ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    weights: torch.Tensor,
+    grid: BoundGrid,
+    measure: str = "gradient",
+    delta: float | None = None,
+) -> Contributions:
+    """
+    Sum what every token contributes to the policy loss, for all candidate bounds in one pass over the tokens.
+
+    With weight `w`, importance ratio `r` and advantage `A` of a token, upper bound `h` and lower bound `l`:
+
+        gradient:   P(h) = sum over A > 0, r <= h of w r A         N(l) = sum over A < 0, r >= l of w r |A|
+        surrogate:  P(h) = sum over A > 0 of w min(r, h) A         N(l) = sum over A < 0 of w max(r, l) |A|
+
+    Under `"gradient"`, P and N are the L1 norms of the gradient of the loss with respect to the log-probabilities,
+    over positive and over negative tokens. Tokens of weight 0 or advantage 0 count nowhere, whatever their ratio. An
+    empty batch gives zeros. Ratios are compared with the bounds in the type of `ratio`, as the loss does when it
+    clips.
+
+    Args:
+        ratio (`torch.Tensor`):
+            Importance ratios, shape `(B, T)`, or `(B, 1)` for sequence-level ratios; at least 0.
+        advantages (`torch.Tensor`):
+            Advantages, shape `(B,)` for one a row or `(B, T)` for one a token.
+        weights (`torch.Tensor`):
+            Weight that the loss gives each token, shape `(B, T)`, at least 0; 0 for padding.
+        grid (`BoundGrid`):
+            Candidate bounds.
+        measure (`str`, *optional*, defaults to `"gradient"`):
+            `"gradient"` counts the tokens whose gradient passes the clip, `"surrogate"` the value of the clipped
+            term, also of clipped tokens.
+        delta (`float`, *optional*):
+            Cap on the unclipped ratio (TRL's two-sided clipping), at least the highest upper bound. Tokens above it
+            pass no gradient; their value is that of the cap.
+
+    Returns:
+        [`Contributions`]: `.positive` of shape `(K_high,)` and `.negative` of shape `(K_low,)`, float64 where the
+        device has it.
+
+    Raises:
+        ValueError: If the shapes do not go together or `measure` is unknown.
+
+    References:
+        https://huggingface.co/papers/2510.18927, Eq. 8 (the `"surrogate"` measure).
+
+    Example:
+
+    ```python
+    >>> grid = BoundGrid(lower_start=0.5, lower_max=0.5, upper_start=1.0, upper_max=2.0, upper_step=1.0)
+    >>> curves = contributions(
+    ...     ratio=torch.tensor([[1.5, 0.5]]),
+    ...     advantages=torch.tensor([[1.0, -1.0]]),
+    ...     weights=torch.ones(1, 2),
+    ...     grid=grid,
+    ... )
+    >>> curves.positive, curves.negative
+    (tensor([0.0000, 1.5000], dtype=torch.float64), tensor([0.5000], dtype=torch.float64))
+
+    ```
+    """
+    if measure not in MEASURES:
+        raise ValueError(f"`measure` is {measure!r}: choose one of {', '.join(map(repr, MEASURES))}.")
+    if weights.dim() != 2:
+        raise ValueError(f"`weights` has shape {tuple(weights.shape)}: expected (B, T).")
+    rows, length = weights.shape
+    if ratio.shape not in {(rows, length), (rows, 1)}:
+        raise ValueError(
+            f"`ratio` has shape {tuple(ratio.shape)}: expected (B, T) = ({rows}, {length}) as `weights`, or (B, 1)."
+        )
+    if advantages.shape not in {(rows,), (rows, 1), (rows, length)}:
+        raise ValueError(
+            f"`advantages` has shape {tuple(advantages.shape)}: expected (B,) = ({rows},) or (B, T) = ({rows}, "
+            f"{length})."
+        )
+    if advantages.dim() == 1:
+        advantages = advantages.unsqueeze(1)
+
+    device, dtype = weights.device, sum_dtype(weights.device)
+    upper, lower = grid.upper_on(device), grid.lower_on(device)
+    num_upper, num_lower = len(upper), len(lower)
+
+    # One histogram for both signs: slots 0 .. K_high hold positive tokens by the first upper bound that lets them
+    # through, the K_low + 1 slots behind them hold negative tokens by the number of lower bounds at or below them.
+    value = torch.zeros(num_upper + num_lower + 2, dtype=dtype, device=device)  # sum of w r |A| in each slot
+    mass = torch.zeros_like(value)  # sum of w |A| in each slot
+
+    flat_ratio = ratio.expand(rows, length).reshape(-1)
+    flat_advantages = advantages.expand(rows, length).reshape(-1)
+    flat_weights = weights.reshape(-1)
+    for first in range(0, rows * length, _TOKENS_PER_BLOCK):
+        block = slice(first, first + _TOKENS_PER_BLOCK)
+        block_ratio, block_advantages = flat_ratio[block], flat_advantages[block]
+        is_positive = block_advantages > 0
+        slot = torch.where(
+            is_positive,
+            _count_points_below(block_ratio, grid.upper_start, grid.upper_step, num_upper, or_equal=False),
+            _count_points_below(block_ratio, grid.lower_start, grid.lower_step, num_lower, or_equal=True)
+            + (num_upper + 1),
+        )
+        token_mass = block_advantages.abs().to(dtype) * flat_weights[block]
+        token_value = token_mass * block_ratio if delta is None else token_mass * block_ratio.clamp(max=delta)
+        counts = token_mass > 0
+        if delta is not None and measure == "gradient":
+            counts &= block_ratio <= delta
+        # Not a product with a mask: an infinite ratio on a padded token would turn into NaN.
+        value.index_add_(0, slot, torch.where(counts, token_value, 0.0))
+        if measure == "surrogate":
+            mass.index_add_(0, slot, token_mass)
+
+    positive = value[: num_upper + 1].cumsum(0)[:-1]
+    negative = _sum_from(value[num_upper + 1 :])[1:]
+    if measure == "surrogate":
+        positive = positive + upper * _sum_from(mass[: num_upper + 1])[1:]
+        negative = negative + lower * mass[num_upper + 1 :].cumsum(0)[:-1]
+    return Contributions(positive, negative)
+
+
+def _count_points_below(
+    values: torch.Tensor, start: float, step: float, num_points: int, or_equal: bool
+) -> torch.Tensor:
+    """
+    Count the points `start + k * step`, `k < num_points`, below each value (or equal to it, if `or_equal`).
+
+    `torch.bucketize` for an evenly spaced axis, several times faster on a CPU: the nearest point by arithmetic, then
+    one comparison with that very point in the type of `values`. A NaN is below all points.
+    """
+    nearest = (values.to(sum_dtype(values.device)) - start).div_(step).round_()
+    nearest.nan_to_num_(nan=0.0).clamp_(0, num_points - 1)
+    index = nearest.int()
+    point = nearest.mul_(step).add_(start).to(values.dtype)
+    return index + (values >= point if or_equal else values > point)
+
+
+def _sum_from(values: torch.Tensor) -> torch.Tensor:
+    """Return the sums of `values` from each position to the end, shape as given."""
+    return values.flip(0).cumsum(0).flip(0)
+
+
+def search_bounds(
+    contributions: Contributions, grid: BoundGrid, target: float, order: str = "upper_first"
+) -> ClipBounds:
+    """
+    Walk from the start bounds until the positive share reaches the target.
+
+    The path goes to the end of one bound's axis before it moves the other; the first pair on it with
+    `P / (P + N) >= target` is taken, or the last pair where there is none. Where nothing contributes under the start
+    bounds (`P + N = 0`), those are kept and the share is NaN; further on, a pair under which nothing contributes
+    does not meet the target.
+
+    Args:
+        contributions ([`Contributions`]):
+            Curves on `grid`, summed over all tokens of the update.
+        grid ([`BoundGrid`]):
+            Candidate bounds.
+        target (`float`):
+            Share of the policy loss that positive tokens are to contribute, in (0, 1].
+        order (`str`, *optional*, defaults to `"upper_first"`):
+            `"upper_first"` raises the upper bound to its end before the lower one moves, `"lower_first"` the other
+            way round.
+
+    Returns:
+        [`ClipBounds`]: 0-dim tensors on the device of the contributions; nothing is read back to the host.
+
+    Raises:
+        ValueError: If `order` is unknown, `target` is outside (0, 1] or the curves are not those of `grid`.
+
+    References:
+        https://huggingface.co/papers/2510.18927, Algorithm 1.
+
+    Example:
+
+    ```python
+    >>> grid = BoundGrid(lower_start=0.5, lower_max=0.5, upper_start=1.0, upper_max=2.0, upper_step=1.0)
+    >>> curves = Contributions(positive=torch.tensor([0.0, 1.5]), negative=torch.tensor([0.5]))
+    >>> bounds = search_bounds(curves, grid, target=0.5)
+    >>> bounds.high.item(), bounds.positive_share.item(), bounds.steps.item()
+    (2.0, 0.75, 1)
+
+    ```
+    """
+    if order not in ORDERS:
+        raise ValueError(f"`order` is {order!r}: choose one of {', '.join(map(repr, ORDERS))}.")
+    if not 0 < target <= 1:
+        raise ValueError(f"`target` is {target}: set it to a share in (0, 1].")
+    device = contributions.positive.device
+    upper, lower = grid.upper_on(device), grid.lower_on(device)
+    if contributions.positive.shape != upper.shape or contributions.negative.shape != lower.shape:
+        raise ValueError(
+            f"The contributions have {len(contributions.positive)} upper and {len(contributions.negative)} lower "
+            f"points, the grid has {len(upper)} and {len(lower)}: compute them on the same grid."
+        )
+
+    last_upper, last_lower = len(upper) - 1, len(lower) - 1
+    last_step = last_upper + last_lower
+    position = torch.arange(last_step + 1, device=device)
+    if order == "upper_first":
+        upper_index, lower_index = position.clamp(max=last_upper), (position - last_upper).clamp(min=0)
+    else:
+        upper_index, lower_index = (position - last_lower).clamp(min=0), position.clamp(max=last_lower)
+
+    positive, negative = contributions.positive.take(upper_index), contributions.negative.take(lower_index)
+    share = positive / (positive + negative)  # NaN where nothing contributes
+    met = share >= target
+    first_met = met.int().argmax()
+    step = torch.where(met.any(), first_met, last_step)
+    step = torch.where(share[0].isnan(), 0, step)
+    return ClipBounds(
+        low=lower.take(lower_index.take(step)),
+        high=upper.take(upper_index.take(step)),
+        positive_share=share.take(step),
+        initial_positive_share=share[0],
+        target_met=met.take(step),
+        steps=step,
+    )

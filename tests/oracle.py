@@ -1,0 +1,55 @@
+"""Slow and obvious versions of the search: what the fast one is held against."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass
+class OracleBounds:
+    low: float
+    high: float
+    positive_share: float
+    initial_positive_share: float
+    target_met: bool
+    steps: int
+
+
+def token_contributions(tokens, low: float, high: float, measure: str) -> tuple[float, float]:
+    """P and N of a list of (ratio, advantage, weight), one token after the other."""
+    positive, negative = [], []
+    for ratio, advantage, weight in tokens:
+        if measure == "gradient":
+            if advantage > 0 and ratio <= high:
+                positive.append(weight * ratio * advantage)
+            if advantage < 0 and ratio >= low:
+                negative.append(weight * ratio * -advantage)
+        else:
+            if advantage > 0:
+                positive.append(weight * min(ratio, high) * advantage)
+            if advantage < 0:
+                negative.append(weight * max(ratio, low) * -advantage)
+    return math.fsum(positive), math.fsum(negative)
+
+
+def search(tokens, grid, target: float, measure: str, order: str) -> OracleBounds:
+    """Algorithm 1 as it is printed: move one bound by one step until the share is reached or nothing can move."""
+    uppers, lowers = grid.upper.tolist(), grid.lower.tolist()
+    i, j, steps = 0, 0, 0
+
+    def share() -> float:
+        positive, negative = token_contributions(tokens, lowers[j], uppers[i], measure)
+        return positive / (positive + negative) if positive + negative > 0 else math.nan
+
+    initial = rho = share()
+    if not math.isnan(initial):
+        while not rho >= target:
+            upper_can_move, lower_can_move = i + 1 < len(uppers), j + 1 < len(lowers)
+            if not upper_can_move and not lower_can_move:
+                break
+            if upper_can_move and (order == "upper_first" or not lower_can_move):
+                i += 1
+            else:
+                j += 1
+            steps += 1
+            rho = share()
+    return OracleBounds(lowers[j], uppers[i], rho, initial, rho >= target, steps)

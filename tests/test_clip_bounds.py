@@ -1,0 +1,386 @@
+"""The search against a plain loop over Algorithm 1, hand-worked values, autograd, and its invariances."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from bapo_trl.clip_bounds import (
+    MEASURES,
+    ORDERS,
+    BoundGrid,
+    Contributions,
+    contributions,
+    search_bounds,
+    sum_dtype,
+)
+from tests import oracle
+
+
+def as_tensors(rows):
+    """Rows of (ratio, advantage, weight) tokens, all of one length, as three (B, T) float64 tensors."""
+    tokens = torch.tensor(rows, dtype=torch.float64)
+    return tokens[..., 0], tokens[..., 1], tokens[..., 2]
+
+
+def random_batch(rows=5, length=11, seed=0, sigma=0.5):
+    generator = torch.Generator().manual_seed(seed)
+    ratio = torch.exp(sigma * torch.randn(rows, length, generator=generator, dtype=torch.float64))
+    advantages = torch.randn(rows, generator=generator, dtype=torch.float64)
+    mask = (torch.rand(rows, length, generator=generator) < 0.8).double()
+    return ratio, advantages, mask
+
+
+# Grids
+
+
+def test_default_grid_has_the_papers_candidates():
+    grid = BoundGrid()
+    assert grid.lower.dtype == grid.upper.dtype == torch.float64
+    assert grid.upper.shape == (37,)
+    assert grid.lower.shape == (16,)
+    assert grid.upper[-1] == 3.0  # 36 repeated additions of 0.05 to 1.2 give 3.0000000000000013
+    torch.testing.assert_close(grid.lower[[0, 1, -1]], torch.tensor([0.6, 0.62, 0.9], dtype=torch.float64))
+
+
+def test_a_step_that_does_not_divide_the_range_stops_below_its_end():
+    grid = BoundGrid(upper_start=1.0, upper_max=2.0, upper_step=0.3)
+    torch.testing.assert_close(grid.upper, torch.tensor([1.0, 1.3, 1.6, 1.9], dtype=torch.float64))
+
+
+def test_a_range_of_one_point_is_allowed_and_the_other_bound_still_moves():
+    grid = BoundGrid(lower_start=0.8, lower_max=0.8, upper_start=1.0, upper_max=2.0, upper_step=1.0)
+    assert grid.lower.tolist() == [0.8]
+    assert not grid.is_fixed
+    assert BoundGrid(lower_start=0.8, lower_max=0.8, upper_start=1.2, upper_max=1.2).is_fixed
+    bounds = search_bounds(Contributions(torch.tensor([1.0, 3.0]), torch.tensor([3.0])), grid, target=0.5)
+    assert (bounds.low, bounds.high, bounds.steps) == (0.8, 2.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lower_start": 0.95}, "ratio_lower_start.*0.95.*ratio_lower_max.*0.9"),
+        ({"upper_start": 3.5}, "ratio_upper_start.*3.5.*ratio_upper_max.*3.0"),
+        ({"lower_step": 0.0}, "ratio_lower_step.*0.0.*positive"),
+        ({"upper_step": -0.05}, "ratio_upper_step.*-0.05.*positive"),
+        ({"lower_start": 0.0}, r"ratio_lower_start.*0.0.*\(0, 1\]"),
+        ({"lower_start": -0.2}, r"ratio_lower_start.*-0.2.*\(0, 1\]"),
+        ({"lower_max": 1.1}, r"ratio_lower_max.*1.1.*\(0, 1\]"),
+        ({"upper_start": 0.2}, "ratio_upper_start.*0.2.*at least 1"),
+        ({"upper_max": math.inf}, "ratio_upper_max.*inf.*finite"),
+        ({"lower_step": math.nan}, "ratio_lower_step.*nan.*finite"),
+    ],
+)
+def test_bad_grids_are_refused_with_field_and_value(fields, message):
+    with pytest.raises(ValueError, match=message):
+        BoundGrid(**fields)
+
+
+# Golden values
+
+
+SMALL_GRID = BoundGrid(lower_start=0.5, lower_max=1.0, lower_step=0.25, upper_start=1.0, upper_max=2.0, upper_step=0.5)
+# Two rows of (ratio, advantage, weight):
+SMALL_BATCH = [
+    [(0.75, 2.0, 1.0), (1.5, 2.0, 0.5), (4.0, 2.0, 1.0)],
+    [(0.25, -1.0, 2.0), (0.75, -1.0, 1.0), (2.0, -1.0, 0.0)],
+]
+
+
+def test_gradient_measure_by_hand():
+    curves = contributions(*as_tensors(SMALL_BATCH), SMALL_GRID, "gradient")
+    # upper 1.0: 1 * 0.75 * 2 = 1.5; upper 1.5 and 2.0: + 0.5 * 1.5 * 2 = 1.5 (ratio 1.5 counts at 1.5); 4.0 never
+    assert curves.positive.tolist() == [1.5, 3.0, 3.0]
+    # lower 0.5 and 0.75: 1 * 0.75 * 1 (ratio 0.75 counts at 0.75); lower 1.0: nothing; 0.25 never; weight 0 nowhere
+    assert curves.negative.tolist() == [0.75, 0.75, 0.0]
+
+
+def test_surrogate_measure_by_hand():
+    curves = contributions(*as_tensors(SMALL_BATCH), SMALL_GRID, "surrogate")
+    # upper h: 2 * (min(0.75, h) + 0.5 * min(1.5, h) + min(4, h)) = 2 * (.75 + .5 + 1), 2 * (.75 + .75 + 1.5), ... + 2
+    assert curves.positive.tolist() == [4.5, 6.0, 7.0]
+    # lower l: 2 * max(0.25, l) + 1 * max(0.75, l) = 1 + 0.75, 1.5 + 0.75, 2 + 1
+    assert curves.negative.tolist() == [1.75, 2.25, 3.0]
+
+
+def test_delta_caps_what_passes():
+    ratio, advantages, weights = as_tensors([[(3.0, -1.0, 1.0), (2.0, -1.0, 1.0), (2.5, 1.0, 1.0)]])
+    # gradient: ratio 3.0 > delta passes no gradient, 2.0 does; the positive token lies above every upper bound
+    gradient = contributions(ratio, advantages, weights, SMALL_GRID, "gradient", delta=2.0)
+    assert (gradient.negative.tolist(), gradient.positive.tolist()) == ([2.0] * 3, [0.0] * 3)
+    # surrogate: min(3, 2) + min(2, 2) = 4
+    surrogate = contributions(ratio, advantages, weights, SMALL_GRID, "surrogate", delta=2.0)
+    assert (surrogate.negative.tolist(), surrogate.positive.tolist()) == ([4.0] * 3, [1.0, 1.5, 2.0])
+
+
+def test_search_moves_the_upper_bound_first_or_the_lower():
+    curves = Contributions(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 3.0, 2.0]))
+    # upper first: 1/5, 2/6, 3/7, then 3/6 = 0.5; lower first: 1/5, 1/4, 1/3, 2/4 = 0.5
+    upper_first = search_bounds(curves, SMALL_GRID, 0.5, "upper_first")
+    lower_first = search_bounds(curves, SMALL_GRID, 0.5, "lower_first")
+    assert (upper_first.low, upper_first.high, upper_first.steps) == (0.75, 2.0, 3)
+    assert (lower_first.low, lower_first.high, lower_first.steps) == (1.0, 1.5, 3)
+    for bounds in (upper_first, lower_first):
+        assert bounds.target_met
+        assert bounds.positive_share == 0.5
+        assert bounds.initial_positive_share == 0.2
+
+
+def test_a_target_out_of_reach_ends_the_path():
+    curves = Contributions(torch.tensor([0.0, 0.0, 0.5]), torch.tensor([4.0, 3.0, 2.0]))
+    bounds = search_bounds(curves, SMALL_GRID, 0.5)
+    assert (bounds.low, bounds.high, bounds.steps) == (1.0, 2.0, 4)
+    assert not bounds.target_met
+    assert bounds.positive_share == 0.2  # 0.5 / 2.5
+
+
+def test_no_positives_end_the_path_even_where_the_last_negatives_drop_out():
+    ratio, advantages, weights = as_tensors([[(0.6, -1.0, 1.0)]])
+    bounds = search_bounds(contributions(ratio, advantages, weights, SMALL_GRID), SMALL_GRID, 0.5)
+    assert (bounds.low, bounds.high, bounds.steps) == (1.0, 2.0, 4)
+    assert not bounds.target_met
+    assert bounds.initial_positive_share == 0
+    assert bounds.positive_share.isnan()  # nothing is left at lower bound 1.0
+
+
+def test_no_negatives_keep_the_start_bounds():
+    ratio, advantages, weights = as_tensors([[(0.6, 1.0, 1.0)]])
+    bounds = search_bounds(contributions(ratio, advantages, weights, SMALL_GRID), SMALL_GRID, 1.0)
+    assert (bounds.low, bounds.high, bounds.steps) == (0.5, 1.0, 0)
+    assert bounds.target_met
+    assert bounds.positive_share == 1
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (3, 5)])
+def test_nothing_to_count_keeps_the_start_bounds_with_an_undefined_share(measure, order, shape):
+    curves = contributions(torch.ones(shape), torch.zeros(shape[0]), torch.ones(shape), BoundGrid(), measure)
+    bounds = search_bounds(curves, BoundGrid(), 0.5, order)
+    assert (bounds.low.item(), bounds.high.item(), bounds.steps.item()) == (0.6, 1.2, 0)
+    assert bounds.positive_share.isnan()
+    assert bounds.initial_positive_share.isnan()
+    assert not bounds.target_met
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_tokens_of_weight_or_advantage_zero_count_nowhere_whatever_their_ratio(measure):
+    ratio = torch.tensor([[1.0, math.inf, math.nan], [1.0, 1.0, math.inf]])
+    advantages = torch.tensor([[1.0, 1.0, -1.0], [-1.0, -1.0, 0.0]])
+    weights = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 1.0]])
+    if measure == "surrogate":
+        ratio = ratio.nan_to_num(nan=5.0)
+    curves = contributions(ratio, advantages, weights, BoundGrid(), measure)
+    assert torch.equal(curves.positive, torch.ones(37, dtype=torch.float64))
+    assert torch.equal(curves.negative, torch.ones(16, dtype=torch.float64))
+
+
+# Against the oracle
+
+
+tokens_strategy = st.integers(1, 4).flatmap(
+    lambda length: st.lists(
+        st.lists(
+            st.tuples(
+                # Grid points of both axes are among the ratios, so ties are common
+                st.one_of(
+                    st.sampled_from([0.0, *BoundGrid().lower.tolist(), 1.0, *BoundGrid().upper.tolist()]),
+                    st.floats(0.0, 10.0),
+                ),
+                st.one_of(st.sampled_from([-1.0, 0.0, 1.0]), st.floats(-5.0, 5.0)),
+                st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0.0, 3.0)),
+            ),
+            min_size=length,
+            max_size=length,
+        ),
+        min_size=1,
+        max_size=5,
+    )
+)
+grid_strategy = st.sampled_from(
+    [
+        BoundGrid(),
+        SMALL_GRID,
+        BoundGrid(lower_start=0.8, lower_max=0.8),
+        BoundGrid(upper_start=1.2, upper_max=1.2),
+        BoundGrid(lower_start=0.8, lower_max=0.8, upper_start=1.2, upper_max=1.2),
+        BoundGrid(lower_start=1.0, lower_max=1.0, upper_start=1.0, upper_max=5.0, upper_step=0.1),
+    ]
+)
+
+
+def close(left: float, right: float) -> bool:
+    return math.isclose(left, right, rel_tol=1e-9, abs_tol=1e-12) or (math.isnan(left) and math.isnan(right))
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    tokens_strategy, grid_strategy, st.sampled_from([0.1, 0.4, 0.5, 0.75, 1.0]), st.sampled_from(MEASURES),
+    st.sampled_from(ORDERS),
+)  # fmt: skip
+def test_search_equals_a_plain_loop_over_algorithm_1(rows, grid, target, measure, order):
+    flat = [token for row in rows for token in row]
+    # Sums in another order differ in the last bits: leave out the batches in which that decides.
+    for high in grid.upper.tolist():
+        for low in grid.lower.tolist():
+            positive, negative = oracle.token_contributions(flat, low, high, measure)
+            total = positive + negative
+            assume(not 0 < total < 1e-200)
+            assume(not 0 < abs(positive - target * total) < 1e-9 * total)
+            if positive == target * total and total > 0:
+                assume(positive == round(positive, 3) and negative == round(negative, 3) and total < 1e3)
+    expected = oracle.search(flat, grid, target, measure, order)
+    curves = contributions(*as_tensors(rows), grid, measure)
+    bounds = search_bounds(curves, grid, target, order)
+    assert bounds.low.item() == expected.low
+    assert bounds.high.item() == expected.high
+    assert bounds.steps.item() == expected.steps
+    assert bounds.target_met.item() == expected.target_met
+    assert close(bounds.positive_share.item(), expected.positive_share)
+    assert close(bounds.initial_positive_share.item(), expected.initial_positive_share)
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_curves_equal_one_pass_for_each_bound_on_many_tokens(measure, dtype):
+    ratio, advantages, weights = random_batch(rows=60, length=2000)  # more than one block
+    grid = BoundGrid()
+    ratio = ratio.to(dtype)
+    ratio[0, :37], ratio[1, :16] = grid.upper.to(dtype), grid.lower.to(dtype)  # ties, in the type of the ratio
+    advantage = advantages.unsqueeze(1)
+    curves = contributions(ratio, advantages, weights, grid, measure)
+    value, mass = weights * ratio.double() * advantage.abs(), weights * advantage.abs()
+    for k, high in enumerate(grid.upper):
+        if measure == "gradient":
+            expected = value[(advantage > 0) & (ratio <= high.to(dtype))].sum()
+        else:
+            clipped = torch.where(ratio <= high.to(dtype), ratio.double(), high)
+            expected = (mass * clipped)[(advantage > 0).expand_as(ratio)].sum()
+        torch.testing.assert_close(curves.positive[k], expected, rtol=1e-12, atol=0)
+    for k, low in enumerate(grid.lower):
+        if measure == "gradient":
+            expected = value[(advantage < 0) & (ratio >= low.to(dtype))].sum()
+        else:
+            clipped = torch.where(ratio >= low.to(dtype), ratio.double(), low)
+            expected = (mass * clipped)[(advantage < 0).expand_as(ratio)].sum()
+        torch.testing.assert_close(curves.negative[k], expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("delta", [None, 3.5])
+def test_gradient_measure_is_the_gradient_norm_of_the_clipped_loss(delta):
+    ratio, advantages, weights = random_batch(sigma=0.9)
+    grid = BoundGrid()
+    curves = contributions(ratio, advantages, weights, grid, "gradient", delta)
+    old_logps = torch.zeros_like(ratio)
+    for low_index, high_index in ((0, 0), (7, 20), (15, 36)):
+        logps = ratio.log().requires_grad_()
+        current = torch.exp(logps - old_logps)
+        clipped = current.clamp(grid.lower[low_index], grid.upper[high_index])
+        capped = current if delta is None else current.clamp(max=delta)
+        advantage = advantages.unsqueeze(1)
+        loss = -(weights * torch.min(capped * advantage, clipped * advantage)).sum()
+        (gradient,) = torch.autograd.grad(loss, logps)
+        norms = gradient.abs().sum(dim=1)
+        torch.testing.assert_close(curves.positive[high_index], norms[advantages > 0].sum())
+        torch.testing.assert_close(curves.negative[low_index], norms[advantages < 0].sum())
+
+
+# Invariances
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_permutation_and_padding_change_nothing(measure):
+    ratio, advantages, weights = random_batch()
+    curves = contributions(ratio, advantages, weights, BoundGrid(), measure)
+    rows, columns = torch.randperm(5), torch.randperm(11)
+    shuffled = contributions(
+        ratio[rows][:, columns], advantages[rows], weights[rows][:, columns], BoundGrid(), measure
+    )
+    pad = (0, 3, 0, 2)
+    padded = contributions(
+        torch.nn.functional.pad(ratio, pad, value=1.0),
+        torch.nn.functional.pad(advantages, (0, 2), value=-1.0),
+        torch.nn.functional.pad(weights, pad),
+        BoundGrid(),
+        measure,
+    )
+    for other in (shuffled, padded):
+        torch.testing.assert_close(other.as_vector(), curves.as_vector(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_contributions_of_parts_add_up(measure):
+    ratio, advantages, weights = random_batch(rows=7)
+    whole = contributions(ratio, advantages, weights, BoundGrid(), measure)
+    parts = [
+        contributions(ratio[s], advantages[s], weights[s], BoundGrid(), measure) for s in (slice(0, 2), slice(2, 7))
+    ]
+    torch.testing.assert_close((parts[0] + parts[1]).as_vector(), whole.as_vector(), rtol=1e-12, atol=1e-12)
+    unpacked = Contributions.from_vector(whole.as_vector(), BoundGrid())
+    assert torch.equal(unpacked.positive, whole.positive)
+    assert torch.equal(unpacked.negative, whole.negative)
+
+
+def test_sequence_ratios_and_token_advantages_broadcast():
+    ratio, _, weights = random_batch()
+    advantages = torch.randn(5, 11, dtype=torch.float64)
+    sequence_ratio = ratio[:, :1]
+    curves = contributions(sequence_ratio, advantages, weights, BoundGrid())
+    expected = contributions(sequence_ratio.expand(5, 11).clone(), advantages, weights, BoundGrid())
+    assert torch.equal(curves.as_vector(), expected.as_vector())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_inputs_are_left_as_they_were(dtype):
+    inputs = [tensor.to(dtype) for tensor in random_batch()]
+    copies = [tensor.clone() for tensor in inputs]
+    for measure in MEASURES:
+        contributions(*inputs, BoundGrid(), measure, delta=4.0)
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(inputs, copies, strict=True))
+
+
+def test_search_reads_nothing_back_to_the_host():
+    # On the meta device there are no values: reading one back raises.
+    curves = contributions(
+        torch.ones(4, 6, device="meta"), torch.ones(4, device="meta"), torch.ones(4, 6, device="meta"), BoundGrid()
+    )
+    bounds = search_bounds(curves, BoundGrid(), 0.5)
+    assert all(getattr(bounds, name).device.type == "meta" for name in ("low", "high", "positive_share", "steps"))
+    assert all(getattr(bounds, name).shape == () for name in ("low", "high", "target_met", "steps"))
+
+
+def test_sums_are_double_precision_where_the_device_has_it():
+    assert sum_dtype("cpu") == torch.float64
+    assert sum_dtype("mps") == torch.float32
+    ratio, advantages, weights = (tensor.float() for tensor in random_batch())
+    assert contributions(ratio, advantages, weights, BoundGrid()).positive.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"measure": "odds"}, "measure.*odds.*gradient"),
+        ({"ratio": torch.ones(3, 4)}, r"ratio.*\(3, 4\).*\(2, 4\)"),
+        ({"advantages": torch.ones(4)}, r"advantages.*\(4,\).*\(2,\)"),
+        ({"weights": torch.ones(2)}, r"weights.*\(2,\).*\(B, T\)"),
+    ],
+)
+def test_wrong_shapes_and_measures_are_refused(arguments, message):
+    good = {"ratio": torch.ones(2, 4), "advantages": torch.ones(2), "weights": torch.ones(2, 4), "grid": BoundGrid()}
+    with pytest.raises(ValueError, match=message):
+        contributions(**{**good, **arguments})
+
+
+def test_a_search_on_foreign_curves_or_settings_is_refused():
+    curves = Contributions(torch.ones(3), torch.ones(3))
+    with pytest.raises(ValueError, match="3 upper and 3 lower.*37 and 16"):
+        search_bounds(curves, BoundGrid(), 0.5)
+    with pytest.raises(ValueError, match="order.*sideways.*upper_first"):
+        search_bounds(curves, SMALL_GRID, 0.5, "sideways")
+    with pytest.raises(ValueError, match=r"target.*1.5.*\(0, 1\]"):
+        search_bounds(curves, SMALL_GRID, 1.5)
+    with pytest.raises(ValueError, match="same grid"):
+        curves + Contributions(torch.ones(37), torch.ones(16))
