@@ -1,0 +1,220 @@
+"""Configuration of `BAPOTrainer`: TRL's `GRPOConfig` and the knobs of the bound search."""
+
+from dataclasses import dataclass, field, fields
+
+from trl import GRPOConfig
+
+from .clip_bounds import MEASURES, ORDERS, BoundGrid
+from .policy_tokens import WEIGHTINGS
+
+
+SCOPES = ("batch", "micro_batch")
+CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+
+
+@dataclass
+class BAPOConfig(GRPOConfig):
+    """
+    Configuration class for [`BAPOTrainer`].
+
+    Takes all parameters of [`~trl.GRPOConfig`] and those below. `epsilon` and `epsilon_high` have no effect under
+    BAPO and must be left alone: the search chooses the clip bounds.
+
+    Parameters:
+        positive_contribution_target (`float`, *optional*, defaults to `0.5`):
+            Share of the policy loss that positive-advantage tokens are to contribute, in (0, 1]. An odds target
+            `tau` (positive over negative) is the share `tau / (1 + tau)`.
+        ratio_lower_start (`float`, *optional*, defaults to `0.6`):
+            Lower clip bound at which each search starts, in ratio space.
+        ratio_lower_max (`float`, *optional*, defaults to `0.9`):
+            Highest lower clip bound. Equal to `ratio_lower_start`, the lower bound is fixed.
+        ratio_lower_step (`float`, *optional*, defaults to `0.02`):
+            Step of the lower clip bound.
+        ratio_upper_start (`float`, *optional*, defaults to `1.2`):
+            Upper clip bound at which each search starts, in ratio space.
+        ratio_upper_max (`float`, *optional*, defaults to `3.0`):
+            Highest upper clip bound. Equal to `ratio_upper_start`, the upper bound is fixed.
+        ratio_upper_step (`float`, *optional*, defaults to `0.05`):
+            Step of the upper clip bound.
+        contribution_measure (`str`, *optional*, defaults to `"gradient"`):
+            What a token contributes: `"gradient"`, its part in the gradient if the clip lets it through, or
+            `"surrogate"`, the value of its clipped term.
+        contribution_weighting (`str`, *optional*, defaults to `"uniform"`):
+            Weight of a token in the share: `"uniform"`, or `"behavior_prob"`, its probability under the policy that
+            sampled it, as the paper's Eq. 8 prints it.
+        search_order (`str`, *optional*, defaults to `"upper_first"`):
+            Which bound moves first: `"upper_first"` or `"lower_first"`.
+        search_scope (`str`, *optional*, defaults to `"batch"`):
+            Tokens of one search: `"batch"`, all micro-batches of the optimizer step on all ranks, or
+            `"micro_batch"`, the current micro-batch of all ranks, which needs no extra forward pass.
+
+    Raises:
+        ValueError: If a value is out of its range or does not go with another; the message names the parameter, the
+            value and the fix.
+    """
+
+    do_train: bool = field(
+        default=True,
+        metadata={"help": "Whether `train_bapo.py` trains. `False` evaluates only (and sets `do_eval`)."},
+    )
+    epsilon: float | None = field(
+        default=None,
+        metadata={"help": "Not used: BAPO searches the clip bounds. See `ratio_lower_start` and `ratio_lower_max`."},
+    )
+    epsilon_high: float | None = field(
+        default=None,
+        metadata={"help": "Not used: BAPO searches the clip bounds. See `ratio_upper_start` and `ratio_upper_max`."},
+    )
+
+    # Parameters of the bound search
+    positive_contribution_target: float = field(
+        default=0.5,
+        metadata={
+            "help": "Share of the policy loss that positive-advantage tokens are to contribute, in (0, 1]. An odds "
+            "target tau (positive over negative) is the share tau / (1 + tau)."
+        },
+    )
+    ratio_lower_start: float = field(
+        default=0.6,
+        metadata={"help": "Lower clip bound at which each search starts, in ratio space."},
+    )
+    ratio_lower_max: float = field(
+        default=0.9,
+        metadata={"help": "Highest lower clip bound. Equal to `ratio_lower_start`, the lower bound is fixed."},
+    )
+    ratio_lower_step: float = field(default=0.02, metadata={"help": "Step of the lower clip bound."})
+    ratio_upper_start: float = field(
+        default=1.2,
+        metadata={"help": "Upper clip bound at which each search starts, in ratio space."},
+    )
+    ratio_upper_max: float = field(
+        default=3.0,
+        metadata={"help": "Highest upper clip bound. Equal to `ratio_upper_start`, the upper bound is fixed."},
+    )
+    ratio_upper_step: float = field(default=0.05, metadata={"help": "Step of the upper clip bound."})
+    contribution_measure: str = field(
+        default="gradient",
+        metadata={
+            "help": "What a token contributes: 'gradient', its part in the gradient if the clip lets it through, or "
+            "'surrogate', the value of its clipped term.",
+            "choices": list(MEASURES),
+        },
+    )
+    contribution_weighting: str = field(
+        default="uniform",
+        metadata={
+            "help": "Weight of a token in the share: 'uniform', or 'behavior_prob', its probability under the policy "
+            "that sampled it.",
+            "choices": list(WEIGHTINGS),
+        },
+    )
+    search_order: str = field(
+        default="upper_first",
+        metadata={"help": "Which bound moves first: 'upper_first' or 'lower_first'.", "choices": list(ORDERS)},
+    )
+    search_scope: str = field(
+        default="batch",
+        metadata={
+            "help": "Tokens of one search: 'batch', all micro-batches of the optimizer step on all ranks, or "
+            "'micro_batch', the current micro-batch of all ranks, which needs no extra forward pass.",
+            "choices": list(SCOPES),
+        },
+    )
+
+    def __post_init__(self):
+        if not self.do_train:
+            self.do_eval = True
+        super().__post_init__()
+        self._validate()
+
+    @classmethod
+    def from_grpo_config(cls, args: GRPOConfig) -> "BAPOConfig":
+        """
+        Return `args` with the search's parameters at their defaults.
+
+        Raises:
+            ValueError: If a value does not go with BAPO, e.g. an `epsilon` other than TRL's default.
+        """
+        config = cls.__new__(cls)  # `args` went through `__post_init__` already: a second pass would refuse it
+        config.__dict__.update(vars(args))
+        trl_defaults = {f.name: f.default for f in fields(GRPOConfig)}
+        for f in fields(cls):
+            if f.name not in trl_defaults:
+                setattr(config, f.name, f.default)
+            elif f.name in ("epsilon", "epsilon_high") and getattr(args, f.name) == trl_defaults[f.name]:
+                setattr(config, f.name, None)
+        config._validate()
+        return config
+
+    @property
+    def bound_grid(self) -> BoundGrid:
+        """Candidate clip bounds of the search."""
+        return BoundGrid(
+            lower_start=self.ratio_lower_start,
+            lower_max=self.ratio_lower_max,
+            lower_step=self.ratio_lower_step,
+            upper_start=self.ratio_upper_start,
+            upper_max=self.ratio_upper_max,
+            upper_step=self.ratio_upper_step,
+        )
+
+    @property
+    def micro_batches_per_generation(self) -> int:
+        """Number of micro-batches (backward passes) that a rank trains on between two generations."""
+        return self.steps_per_generation * self.num_iterations
+
+    @property
+    def is_always_on_policy(self) -> bool:
+        """Whether each sample is trained on by the very policy that sampled it, so that every ratio is 1."""
+        return self.gradient_accumulation_steps % self.micro_batches_per_generation == 0
+
+    def _validate(self):
+        for name in ("epsilon", "epsilon_high"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"`{name}` is {getattr(self, name)}, but it has no effect under BAPO, which searches the clip "
+                    "bounds. Remove it; to fix both bounds as in GRPO, set `ratio_lower_start` = `ratio_lower_max` "
+                    "(1 - epsilon) and `ratio_upper_start` = `ratio_upper_max` (1 + epsilon_high)."
+                )
+        if not 0 < self.positive_contribution_target <= 1:
+            raise ValueError(
+                f"`positive_contribution_target` is {self.positive_contribution_target}: set it to a share in (0, 1] "
+                "(odds tau are the share tau / (1 + tau))."
+            )
+        for name, choices in (
+            ("contribution_measure", MEASURES),
+            ("contribution_weighting", WEIGHTINGS),
+            ("search_order", ORDERS),
+            ("search_scope", SCOPES),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"`{name}` is {getattr(self, name)!r}: choose one of {', '.join(map(repr, choices))}."
+                )
+        if self.loss_type not in CLIPPED_LOSS_TYPES:
+            raise ValueError(
+                f"`loss_type` is {self.loss_type!r}, which has no clip bounds to adapt: choose one of "
+                f"{', '.join(map(repr, CLIPPED_LOSS_TYPES))}."
+            )
+        generations_eval = self.num_generations_eval or self.num_generations
+        if self.do_eval and self.per_device_eval_batch_size * self.world_size % generations_eval != 0:
+            raise ValueError(
+                f"`per_device_eval_batch_size` is {self.per_device_eval_batch_size} on {self.world_size} processes: "
+                f"their product must be a multiple of `num_generations_eval` ({generations_eval}), so that all "
+                "rollouts of a prompt are in one batch."
+            )
+        grid = self.bound_grid  # checks the bounds
+        if self.delta is not None and self.delta < self.ratio_upper_max:
+            raise ValueError(
+                f"`delta` is {self.delta}, below `ratio_upper_max`, which is {self.ratio_upper_max}: it would cap "
+                "positive tokens before the upper bound does. Raise `delta` to at least that, or unset it."
+            )
+        window, generation = self.gradient_accumulation_steps, self.micro_batches_per_generation
+        if self.search_scope == "batch" and not grid.is_fixed and generation % window != 0:
+            raise ValueError(
+                f"`search_scope` is 'batch', but an optimizer step of {window} micro-batches "
+                f"(`gradient_accumulation_steps`) would span two generations of {generation} micro-batches "
+                "(`steps_per_generation` x `num_iterations`), and the second is not sampled yet when the search runs. "
+                f"Set `gradient_accumulation_steps` to a divisor of {generation}, make `steps_per_generation` a "
+                f"multiple of {window}, or set `search_scope` to 'micro_batch'."
+            )

@@ -1,0 +1,265 @@
+"""`BAPOTrainer`: TRL's `GRPOTrainer` with clip bounds that are searched for each optimizer update."""
+
+import textwrap
+import warnings
+
+import torch
+from trl import GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import get_config_model_id
+
+from . import trl_compat
+from .bapo_config import BAPOConfig
+from .clip_bounds import ClipBounds, Contributions, contributions, search_bounds
+from .diagnostics import UpdateLog, measure_tokens
+from .policy_tokens import PolicyTokens, policy_tokens
+
+
+trl_compat.check_trl()
+
+
+class BAPOTrainer(GRPOTrainer):
+    """
+    Trainer for Balanced Policy Optimization with Adaptive Clipping (BAPO).
+
+    BAPO (https://huggingface.co/papers/2510.18927) keeps off-policy training stable by choosing the clip bounds anew
+    for every optimizer update, such that positive-advantage tokens contribute a set share of the policy loss.
+
+    What differs from [`~trl.GRPOTrainer`], each time around a call to the parent's method:
+
+    - `_compute_loss`: where the optimizer step has several micro-batches, searches the bounds over all of them before
+      the first (`"batch"` scope); at the last, logs the update, or stops if a log-probability is NaN or infinite.
+    - `_get_per_token_logps_and_entropies`: inside the loss, shows the log-probabilities to the search and to the log
+      before TRL clips with `epsilon_low` and `epsilon_high`.
+    - `_generate_and_score_completions`: stamps each row with the policy version that sampled it.
+    - `_calculate_rewards`: logs the best of k rollouts in evaluation.
+
+    Args:
+        model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Model to train, as in [`~trl.GRPOTrainer`].
+        reward_funcs (`RewardFunc` or `list[RewardFunc]`, *optional*):
+            Reward functions, as in [`~trl.GRPOTrainer`].
+        args ([`BAPOConfig`], *optional*):
+            Configuration of the trainer. A [`~trl.GRPOConfig`] is taken with the default search. If `None`, a default
+            configuration is used.
+        *positional, **kwargs:
+            All other arguments of [`~trl.GRPOTrainer`], unchanged: `train_dataset`, `eval_dataset`,
+            `processing_class`, `peft_config`, ...
+
+    Attributes:
+        clip_bounds ([`ClipBounds`]):
+            Outcome of the latest search; before the first one, the start bounds.
+
+    Raises:
+        ValueError: If the settings contradict one another or a dataset has no `prompt` column.
+        RuntimeError: During training, if a log-probability or an advantage is NaN or infinite.
+    """
+
+    _tag_names = ["trl", "bapo"]
+    _name = "BAPO"
+    _paper = {
+        "title": "BAPO: Stabilizing Off-Policy Reinforcement Learning for LLMs via Balanced Policy Optimization with "
+        "Adaptive Clipping",
+        "id": "2510.18927",
+        # docstyle-ignore
+        "citation": textwrap.dedent("""\
+            @article{xi2025bapo,
+                title        = {{BAPO: Stabilizing Off-Policy Reinforcement Learning for LLMs via Balanced Policy
+                                Optimization with Adaptive Clipping}},
+                author       = {Zhiheng Xi and Xin Guo and Yang Nan and Enyu Zhou and Junrui Shen and Wenxiang Chen and
+                                Jiaqi Liu and Jixuan Huang and Zhihao Zhang and Honglin Guo and Xun Deng and Zhikai Lei
+                                and Miao Zheng and Guoteng Wang and Shuo Zhang and Peng Sun and Rui Zheng and Hang Yan
+                                and Tao Gui and Qi Zhang and Xuanjing Huang},
+                year         = 2025,
+                eprint       = {arXiv:2510.18927},
+            }"""),
+    }
+
+    def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
+        if args is None:
+            model_name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = BAPOConfig(f"{model_name.split('/')[-1]}-BAPO")
+        elif not isinstance(args, BAPOConfig):
+            args = BAPOConfig.from_grpo_config(args)
+
+        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+
+        if self.environment_factories is None:
+            self._check_prompts()
+        self._grid = args.bound_grid
+        self._inputs_in_loss = None  # the micro-batch whose loss is being computed, else `None`
+        self._update_log = UpdateLog()
+        self._curves: Contributions | None = None  # of the micro-batches that wait for their search
+        device = self.accelerator.device
+        no_tokens = Contributions(
+            torch.zeros_like(self._grid.upper_on(device)), torch.zeros_like(self._grid.lower_on(device))
+        )
+        self._set_clip_bounds(search_bounds(no_tokens, self._grid, args.positive_contribution_target))
+        if args.is_always_on_policy and self.accelerator.is_main_process:
+            warnings.warn(
+                "All samples will be trained on by the policy that sampled them: the importance ratio is always 1 and "
+                "no clip bound has any effect. To train off-policy, make `steps_per_generation` "
+                f"({args.steps_per_generation}) a multiple of `gradient_accumulation_steps` "
+                f"({args.gradient_accumulation_steps}), or raise `num_iterations` ({args.num_iterations}): their "
+                "product over `gradient_accumulation_steps` is the number of updates per generation.",
+                stacklevel=2,
+            )
+
+    def _check_prompts(self):
+        eval_datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
+        for name, dataset in {"train": self.train_dataset, **eval_datasets}.items():
+            columns = getattr(dataset, "column_names", None)  # unknown for some iterable datasets
+            if columns is not None and "prompt" not in columns:
+                raise ValueError(
+                    f"The {name} dataset has no `prompt` column, only {columns}: rename the column with the prompts, "
+                    "e.g. `dataset.rename_column('question', 'prompt')`."
+                )
+
+    # Generation
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        if self.model.training:
+            # On the CPU: rows are aged on the host, without waiting for the device.
+            output["policy_version"] = torch.full((len(output["prompt_ids"]),), self.state.global_step)
+        return output
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if not self.model.training and self.num_generations_eval > 1:
+            rewards = (rewards_per_func * self.reward_weights.to(rewards_per_func.device)).nansum(dim=1)
+            rewards[rewards_per_func.isnan().all(dim=1)] = -torch.inf  # not scored by any function
+            best = rewards.view(-1, self.num_generations_eval).amax(dim=1)
+            best_mean = best[best.isfinite()].mean().item()
+            self._metrics["eval"][f"reward_best_of_{self.num_generations_eval}"].append(best_mean)
+        return rewards_per_func
+
+    # Loss
+
+    def _compute_loss(self, model, inputs):
+        if not self.model.training:  # evaluation keeps the latest bounds
+            return super()._compute_loss(model, inputs)
+        if self._searches_ahead and not self._update_log.is_open:
+            self._search_ahead()
+        self._inputs_in_loss = inputs
+        try:
+            loss = super()._compute_loss(model, inputs)
+        finally:
+            self._inputs_in_loss = None
+        if self.accelerator.sync_gradients:
+            metrics = self._update_log.close(self.accelerator.gather, update=self.state.global_step + 1)
+            for name, value in metrics.items():
+                self._metrics["train"][name].append(value)
+        return loss
+
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        if self._inputs_in_loss is not None:
+            per_token_logps, entropies, *_ = output
+            self._before_clipping(self._inputs_in_loss, per_token_logps.detach(), entropies)
+        return output
+
+    @torch.no_grad()
+    def _before_clipping(self, inputs, per_token_logps, entropies):
+        tokens = self._policy_tokens(inputs, per_token_logps, entropies)
+        guarded = {name: inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps")}
+        ages = self.state.global_step - inputs["policy_version"]
+        self._update_log.add(measure_tokens(tokens, ages, {"per_token_logps": per_token_logps, **guarded}))
+        if not self._searches_ahead:
+            self._add_curves(tokens)
+            if self.args.search_scope == "micro_batch" or self.accelerator.sync_gradients:
+                self._search()
+
+    # Bound search
+
+    @property
+    def _searches_ahead(self) -> bool:
+        """Whether the bounds are due before the log-probabilities of all tokens they depend on are known."""
+        several_micro_batches = self.current_gradient_accumulation_steps > 1
+        return self.args.search_scope == "batch" and several_micro_batches and not self._grid.is_fixed
+
+    @torch.no_grad()
+    def _search_ahead(self):
+        first, count = self._step, self.current_gradient_accumulation_steps
+        window = [self._buffered_inputs[(first + i) % self.args.steps_per_generation] for i in range(count)]
+        ratios_are_one = all((inputs["policy_version"] == self.state.global_step).all() for inputs in window)
+        needs_logps = self.top_entropy_quantile < 1 or (
+            self.args.contribution_weighting == "behavior_prob" and "old_per_token_logps" not in window[0]
+        )
+        with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            for inputs in window:
+                if ratios_are_one and not needs_logps:
+                    per_token_logps = inputs.get(
+                        "old_per_token_logps", torch.zeros_like(inputs["completion_mask"], dtype=torch.float32)
+                    )
+                    entropies = None
+                else:
+                    per_token_logps, entropies, *_ = self._get_per_token_logps_and_entropies(
+                        self.model,
+                        torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+                        torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+                        inputs["completion_ids"].size(1),
+                        compute_entropy=self.top_entropy_quantile < 1,
+                        **{key: inputs.get(key) for key in trl_compat.FORWARD_KEYS},
+                    )
+                self._add_curves(self._policy_tokens(inputs, per_token_logps, entropies))
+        self._search()
+
+    def _policy_tokens(self, inputs, per_token_logps, entropies) -> PolicyTokens:
+        """Read off TRL's batch the tokens of the policy loss, weighed as `_compute_loss` weighs them."""
+        mask = inputs["completion_mask"]
+        if "tool_mask" in inputs:
+            mask = mask * inputs["tool_mask"]
+        advantages = inputs["advantages"]
+        old_per_token_logps = inputs.get("old_per_token_logps", per_token_logps)  # absent: sampled by this policy
+        factors = []
+        if self.off_policy_mask_threshold is not None:
+            off_policy_mask = self.get_off_policy_mask(
+                advantages=advantages if advantages.dim() == 2 else advantages.unsqueeze(1),
+                per_token_logps=per_token_logps,
+                sampling_per_token_logps=inputs.get("sampling_per_token_logps", old_per_token_logps),
+                mask=mask,
+                off_policy_threshold=self.off_policy_mask_threshold,
+            )
+            factors.append(off_policy_mask)
+        if self.top_entropy_quantile < 1:
+            factors.append(self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile))
+        if self.use_vllm and self.vllm_importance_sampling_correction:
+            factors.append(inputs["importance_sampling_ratio"])
+        return policy_tokens(
+            per_token_logps,
+            old_per_token_logps,
+            advantages,
+            mask,
+            loss_type=self.loss_type,
+            importance_sampling_level=self.importance_sampling_level,
+            weighting=self.args.contribution_weighting,
+            factors=factors,
+        )
+
+    def _add_curves(self, tokens: PolicyTokens):
+        curves = contributions(
+            tokens.ratio,
+            tokens.advantages,
+            tokens.weights,
+            self._grid,
+            measure=self.args.contribution_measure,
+            delta=self.args.delta,
+        )
+        self._curves = curves if self._curves is None else self._curves + curves
+
+    def _search(self):
+        """Choose the bounds for the tokens seen since the last search, of all ranks."""
+        curves = Contributions.from_vector(
+            self.accelerator.reduce(self._curves.as_vector(), reduction="sum"), self._grid
+        )
+        self._curves = None
+        bounds = search_bounds(curves, self._grid, self.args.positive_contribution_target, self.args.search_order)
+        self._update_log.searches.append(bounds)
+        self._set_clip_bounds(bounds)
+
+    def _set_clip_bounds(self, bounds: ClipBounds):
+        # TRL clips with, and logs the clip ratios of, these two. As tensors, they keep the host out of the search.
+        self.clip_bounds = bounds
+        self.epsilon_low = 1 - bounds.low
+        self.epsilon_high = bounds.high - 1

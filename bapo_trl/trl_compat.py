@@ -1,0 +1,97 @@
+"""The TRL versions known to work, and the private TRL names the trainer relies on, checked at import.
+
+`BAPOTrainer` hooks into `GRPOTrainer` instead of copying it. What the hooks touch is listed here, so that a TRL
+release that renames one of them fails at import with the name, not in the middle of a training run.
+"""
+
+import inspect
+
+import trl
+from trl import GRPOTrainer
+
+
+TESTED_VERSIONS = ("1.14", "1.15", "1.16")
+"""TRL minor versions on which the test suite passes."""
+
+OVERRIDDEN_METHODS = (
+    "_calculate_rewards",
+    "_compute_loss",
+    "_generate_and_score_completions",
+    "_get_per_token_logps_and_entropies",
+)
+"""Methods of `GRPOTrainer` that the trainer overrides and calls through `super()`."""
+
+CALLED_METHODS = ("get_high_entropy_mask", "get_off_policy_mask")
+"""Methods of `GRPOTrainer` that the trainer calls."""
+
+ATTRIBUTES = {
+    "_compute_loss": (
+        "_get_per_token_logps_and_entropies",
+        "current_gradient_accumulation_steps",
+        "epsilon_low",
+        "epsilon_high",
+        "importance_sampling_level",
+        "loss_type",
+        "off_policy_mask_threshold",
+        "top_entropy_quantile",
+        "use_vllm",
+        "vllm_importance_sampling_correction",
+        "_metrics",
+    ),
+    "_prepare_inputs": ("_buffered_inputs", "_generate_and_score_completions", "_step", "num_iterations"),
+    "_generate_and_score_completions": ("_calculate_rewards", "num_generations_eval", "reward_weights"),
+}
+"""Attributes of the trainer that the trainer relies on, by the `GRPOTrainer` method that must use them too."""
+
+FORWARD_KEYS = (
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
+"""Keys of TRL's batch that go into the model's forward as they are."""
+
+
+def missing_names(trainer_class: type = GRPOTrainer) -> list[str]:
+    """Return the relied-on names that `trainer_class` lacks, as dotted names; empty if all is well."""
+    missing = [
+        name for name in (*OVERRIDDEN_METHODS, *CALLED_METHODS) if not callable(getattr(trainer_class, name, None))
+    ]
+    for method_name, attributes in ATTRIBUTES.items():
+        method = getattr(trainer_class, method_name, None)
+        if method is None:
+            missing.append(method_name)
+            continue
+        used = _names_used(inspect.unwrap(method).__code__)
+        missing += [f"{method_name}: self.{attribute}" for attribute in attributes if attribute not in used]
+    return sorted(set(missing))
+
+
+def check_trl(trainer_class: type = GRPOTrainer, version: str = trl.__version__) -> None:
+    """
+    Check that `trainer_class` has everything [`BAPOTrainer`] relies on.
+
+    Raises:
+        ImportError: If a name is gone, with the names and the TRL versions that work.
+    """
+    missing = missing_names(trainer_class)
+    if missing:
+        raise ImportError(
+            f"bapo_trl relies on names that trl {version} does not have: {', '.join(missing)}. Install a version "
+            f"it is tested with ({', '.join(f'{minor}.*' for minor in TESTED_VERSIONS)}), e.g. "
+            f'pip install "trl~={TESTED_VERSIONS[-1]}.0".'
+        )
+
+
+def _names_used(code) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if inspect.iscode(constant):
+            names |= _names_used(constant)
+    return names

@@ -1,0 +1,114 @@
+"""Every knob's range and the combinations that are refused."""
+
+import dataclasses
+import math
+
+import pytest
+from trl import GRPOConfig, TrlParser
+
+from bapo_trl import BAPOConfig
+from bapo_trl.clip_bounds import BoundGrid
+from tests.toy import CPU
+
+
+def config(**args) -> BAPOConfig:
+    return BAPOConfig("unused", **{**CPU, "per_device_train_batch_size": 8, **args})
+
+
+def test_defaults_are_those_of_the_contract():
+    args = config()
+    assert args.positive_contribution_target == 0.5
+    assert args.bound_grid == BoundGrid(0.6, 0.9, 0.02, 1.2, 3.0, 0.05)
+    assert (args.contribution_measure, args.contribution_weighting) == ("gradient", "uniform")
+    assert (args.search_order, args.search_scope) == ("upper_first", "batch")
+
+
+def test_every_new_field_has_help_and_is_documented():
+    inherited = {field.name for field in dataclasses.fields(GRPOConfig)}
+    new = [field for field in dataclasses.fields(BAPOConfig) if field.name not in inherited]
+    assert len(new) == 11
+    for field in new:
+        assert field.metadata["help"]
+        assert f"        {field.name} (`" in BAPOConfig.__doc__, field.name
+        assert f"defaults to `{field.default!r}`".replace("'", '"') in BAPOConfig.__doc__, field.name
+    TrlParser(BAPOConfig).format_help()  # a bare % in a help text raises
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"positive_contribution_target": 0.0}, r"positive_contribution_target.*0.0.*\(0, 1\]"),
+        ({"positive_contribution_target": 1.2}, r"positive_contribution_target.*1.2.*\(0, 1\]"),
+        ({"positive_contribution_target": math.nan}, r"positive_contribution_target.*nan.*\(0, 1\]"),
+        ({"ratio_lower_start": 0.95}, "ratio_lower_start.*0.95.*ratio_lower_max"),
+        ({"ratio_upper_start": 4.0}, "ratio_upper_start.*4.0.*ratio_upper_max"),
+        ({"ratio_lower_step": 0}, "ratio_lower_step.*0.*positive"),
+        ({"ratio_upper_step": -1}, "ratio_upper_step.*-1.*positive"),
+        ({"ratio_lower_start": 0}, r"ratio_lower_start.*0.*\(0, 1\]"),
+        ({"ratio_lower_max": 1.5}, r"ratio_lower_max.*1.5.*\(0, 1\]"),
+        ({"ratio_upper_start": 0.9}, "ratio_upper_start.*0.9.*at least 1"),
+        ({"contribution_measure": "odds"}, "contribution_measure.*odds.*'gradient'"),
+        ({"contribution_weighting": "none"}, "contribution_weighting.*none.*'uniform'"),
+        ({"search_order": "both"}, "search_order.*both.*'upper_first'"),
+        ({"search_scope": "epoch"}, "search_scope.*epoch.*'batch'"),
+        ({"loss_type": "cispo"}, "loss_type.*cispo.*no clip bounds.*'dapo'"),
+        ({"loss_type": "sapo"}, "loss_type.*sapo.*no clip bounds"),
+        ({"loss_type": "vespo"}, "loss_type.*vespo.*no clip bounds"),
+        ({"delta": 2.0}, "delta.*2.0.*ratio_upper_max.*3.0"),
+        ({"epsilon": 0.2}, "epsilon.*0.2.*no effect.*ratio_lower_start"),
+        ({"epsilon_high": 0.28}, "epsilon_high.*0.28.*no effect.*ratio_upper_start"),
+        (
+            {"gradient_accumulation_steps": 4, "steps_per_generation": 2},
+            "search_scope.*'batch'.*gradient_accumulation_steps.*steps_per_generation.*'micro_batch'",
+        ),
+        (
+            {"gradient_accumulation_steps": 2, "steps_per_generation": 3},
+            "search_scope.*gradient_accumulation_steps.*divisor of 3",
+        ),
+        (
+            {"do_eval": True, "per_device_eval_batch_size": 6, "num_generations_eval": 4},
+            "per_device_eval_batch_size.*6.*num_generations_eval.*4",
+        ),
+    ],
+)
+def test_bad_settings_are_refused_with_field_value_and_fix(args, message):
+    with pytest.raises(ValueError, match=message):
+        config(**args)
+
+
+def test_settings_at_the_edges_are_accepted():
+    config(
+        positive_contribution_target=1.0, delta=3.0, ratio_lower_start=1.0, ratio_lower_max=1.0, ratio_upper_start=1
+    )
+    config(gradient_accumulation_steps=4, steps_per_generation=2, num_iterations=2)
+    config(gradient_accumulation_steps=2, steps_per_generation=3, num_iterations=2)
+    config(gradient_accumulation_steps=4, steps_per_generation=2, search_scope="micro_batch")
+    fixed = {"ratio_lower_start": 0.8, "ratio_lower_max": 0.8, "ratio_upper_start": 1.2, "ratio_upper_max": 1.2}
+    config(gradient_accumulation_steps=4, steps_per_generation=2, **fixed)  # nothing to search ahead for
+
+
+@pytest.mark.parametrize(
+    ("args", "always_on_policy"),
+    [
+        ({}, True),
+        ({"gradient_accumulation_steps": 4}, True),
+        ({"gradient_accumulation_steps": 4, "num_iterations": 2}, False),
+        ({"gradient_accumulation_steps": 2, "steps_per_generation": 4}, False),
+        ({"gradient_accumulation_steps": 4, "steps_per_generation": 2, "num_iterations": 2}, True),
+    ],
+)
+def test_knows_when_every_sample_is_on_policy(args, always_on_policy):
+    assert config(**args).is_always_on_policy == always_on_policy
+
+
+def test_a_grpo_config_is_taken_over():
+    grpo = GRPOConfig("somewhere", **CPU, per_device_train_batch_size=8, generation_batch_size=32, learning_rate=3e-4)
+    args = BAPOConfig.from_grpo_config(grpo)
+    assert isinstance(args, BAPOConfig)
+    assert (args.output_dir, args.learning_rate, args.steps_per_generation) == ("somewhere", 3e-4, 4)
+    assert args.positive_contribution_target == 0.5
+    assert args.epsilon is None
+    with pytest.raises(ValueError, match="epsilon.*0.3.*no effect"):
+        BAPOConfig.from_grpo_config(GRPOConfig("unused", **CPU, epsilon=0.3))
+    with pytest.raises(ValueError, match="loss_type.*cispo"):
+        BAPOConfig.from_grpo_config(GRPOConfig("unused", **CPU, loss_type="cispo"))

@@ -1,0 +1,75 @@
+"""Toy parts that many tests share: a model of a few thousand weights, prompts, a reward, trainers on them."""
+
+import torch
+from datasets import Dataset
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.tasks import character_tokenizer
+
+
+CPU = {
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "dataloader_pin_memory": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+
+# Sizes all differ: 6 rows a micro-batch, 3 generations a prompt, up to 7 tokens, 2 micro-batches an update, 2 updates
+# on the samples of a generation, twice over.
+OFF_POLICY = {
+    "per_device_train_batch_size": 6,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 4,
+    "num_iterations": 2,
+    "num_generations": 3,
+    "max_completion_length": 7,
+    "learning_rate": 2e-2,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "max_steps": 4,
+}
+
+
+def toy_model(seed: int = 0, **overrides) -> Qwen2ForCausalLM:
+    tokenizer = character_tokenizer()
+    torch.manual_seed(seed)
+    settings = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "initializer_range": 0.3,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
+    return Qwen2ForCausalLM(Qwen2Config(**{**settings, **overrides}))
+
+
+def toy_dataset(size: int = 40) -> Dataset:
+    return Dataset.from_dict({"prompt": [f"{i}+{i + 1}=" for i in range(size)]})
+
+
+def digits_reward(completions, **kwargs) -> list[float]:
+    """Reward digits, with a bit of spread so that groups seldom tie."""
+    return [sum(c.isdigit() for c in text) - 0.1 * len(text) + 0.01 * (len(text) % 3) for text in completions]
+
+
+def toy_trainer(output_dir, model=None, trainer_class=BAPOTrainer, config_class=BAPOConfig, trainer_args=None, **args):
+    return trainer_class(
+        model if model is not None else toy_model(),
+        reward_funcs=digits_reward,
+        args=config_class(str(output_dir), **{**CPU, **OFF_POLICY, **args}),
+        **{"train_dataset": toy_dataset(), "processing_class": character_tokenizer(), **(trainer_args or {})},
+    )
+
+
+def training_logs(trainer) -> list[dict]:
+    """Logs of the updates, without those of evaluation and the closing summary."""
+    return [log for log in trainer.state.log_history if "loss" in log]
