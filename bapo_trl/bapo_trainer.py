@@ -13,6 +13,7 @@ from .bapo_config import BAPOConfig
 from .clip_bounds import ClipBounds, Contributions, contributions, search_bounds
 from .diagnostics import UpdateLog, measure_tokens
 from .policy_tokens import PolicyTokens, policy_tokens
+from .resume import EpochShuffleCallback
 
 
 trl_compat.check_trl()
@@ -32,6 +33,7 @@ class BAPOTrainer(GRPOTrainer):
     - `_get_per_token_logps_and_entropies`: inside the loss, shows the log-probabilities to the search and to the log
       before TRL clips with `epsilon_low` and `epsilon_high`.
     - `_generate_and_score_completions`: stamps each row with the policy version that sampled it.
+    - `_get_train_sampler`: lets a resumed run continue the shuffles of the prompts.
     - `_calculate_rewards`: logs the best of k rollouts in evaluation.
 
     Args:
@@ -86,6 +88,8 @@ class BAPOTrainer(GRPOTrainer):
 
         if self.environment_factories is None:
             self._check_prompts()
+        self._epoch_shuffles = EpochShuffleCallback()
+        self.add_callback(self._epoch_shuffles)
         self._grid = args.bound_grid
         self._inputs_in_loss = None  # the micro-batch whose loss is being computed, else `None`
         self._update_log = UpdateLog()
@@ -115,7 +119,11 @@ class BAPOTrainer(GRPOTrainer):
                     "e.g. `dataset.rename_column('question', 'prompt')`."
                 )
 
-    # Generation
+    # Data and generation
+
+    def _get_train_sampler(self, dataset=None):
+        self._epoch_shuffles.sampler = super()._get_train_sampler(dataset)
+        return self._epoch_shuffles.sampler
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)

@@ -18,6 +18,7 @@ OVERRIDDEN_METHODS = (
     "_compute_loss",
     "_generate_and_score_completions",
     "_get_per_token_logps_and_entropies",
+    "_get_train_sampler",
 )
 """Methods of `GRPOTrainer` that the trainer overrides and calls through `super()`."""
 

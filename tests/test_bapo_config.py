@@ -108,7 +108,7 @@ def test_a_grpo_config_is_taken_over():
     assert (args.output_dir, args.learning_rate, args.steps_per_generation) == ("somewhere", 3e-4, 4)
     assert args.positive_contribution_target == 0.5
     assert args.epsilon is None
-    with pytest.raises(ValueError, match="epsilon.*0.3.*no effect"):
+    with pytest.raises(ValueError, match=r"epsilon.*0.3.*no effect"):
         BAPOConfig.from_grpo_config(GRPOConfig("unused", **CPU, epsilon=0.3))
-    with pytest.raises(ValueError, match="loss_type.*cispo"):
+    with pytest.raises(ValueError, match=r"loss_type.*cispo"):
         BAPOConfig.from_grpo_config(GRPOConfig("unused", **CPU, loss_type="cispo"))

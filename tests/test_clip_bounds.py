@@ -376,11 +376,11 @@ def test_wrong_shapes_and_measures_are_refused(arguments, message):
 
 def test_a_search_on_foreign_curves_or_settings_is_refused():
     curves = Contributions(torch.ones(3), torch.ones(3))
-    with pytest.raises(ValueError, match="3 upper and 3 lower.*37 and 16"):
+    with pytest.raises(ValueError, match=r"3 upper and 3 lower.*37 and 16"):
         search_bounds(curves, BoundGrid(), 0.5)
-    with pytest.raises(ValueError, match="order.*sideways.*upper_first"):
+    with pytest.raises(ValueError, match=r"order.*sideways.*upper_first"):
         search_bounds(curves, SMALL_GRID, 0.5, "sideways")
     with pytest.raises(ValueError, match=r"target.*1.5.*\(0, 1\]"):
         search_bounds(curves, SMALL_GRID, 1.5)
-    with pytest.raises(ValueError, match="same grid"):
+    with pytest.raises(ValueError, match=r"same grid"):
         curves + Contributions(torch.ones(37), torch.ones(16))

@@ -1,0 +1,31 @@
+"""Run commands in the tests, such that nothing they start outlives them."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_command(
+    command: list[str], cwd: Path = ROOT, timeout_s: float = 240, **env: str
+) -> subprocess.CompletedProcess:
+    """Run a command and return what it printed; at the time limit, end it with all its children and fail."""
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        stdout, stderr = process.communicate()
+        raise AssertionError(f"{command} did not end in {timeout_s} s:\n{stdout}\n{stderr}") from None
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)

@@ -1,0 +1,460 @@
+"""The trainer through `train()`: which bounds it chooses, what it logs, what it refuses."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import TrainerCallback
+from trl import GRPOConfig
+
+from bapo_trl import BAPOConfig, BAPOTrainer, diagnostics
+from bapo_trl.clip_bounds import MEASURES, ORDERS, BoundGrid, contributions, search_bounds
+from bapo_trl.tasks import character_tokenizer
+from tests.toy import CPU, OFF_POLICY, digits_reward, toy_dataset, toy_model, toy_trainer, training_logs
+
+
+class Recorder(BAPOTrainer):
+    """Keeps, for each micro-batch, what the loss saw: its batch, log-probs, token losses' gradient, bounds."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.updates = [[]]
+        self.look_ahead_calls = 0
+
+    def _compute_loss(self, model, inputs):
+        self._record = {"inputs": inputs}
+        loss = super()._compute_loss(model, inputs)
+        logps = self._record["logps"]
+        (gradient,) = torch.autograd.grad(loss, logps, retain_graph=True)
+        self._record.update(gradient=gradient, bounds=self.clip_bounds, logps=logps.detach())
+        self.updates[-1].append(self._record)
+        if self.accelerator.sync_gradients:
+            self.updates.append([])
+        return loss
+
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        if output[0].requires_grad:
+            self._record["logps"] = output[0]
+        elif self._inputs_in_loss is None and self.model.training and not self._generating:
+            self.look_ahead_calls += 1
+        return output
+
+    _generating = False
+
+    def _generate_and_score_completions(self, inputs):
+        self._generating = True
+        try:
+            return super()._generate_and_score_completions(inputs)
+        finally:
+            self._generating = False
+
+
+def trained(tmp_path, **args) -> Recorder:
+    trainer = toy_trainer(tmp_path, trainer_class=Recorder, **args)
+    trainer.train()
+    trainer.updates.pop()  # opened after the last update
+    return trainer
+
+
+def expected_bounds(records, args):
+    """Search over the concatenated tokens of the records, weights written out from the definition."""
+    curves = []
+    for record in records:
+        inputs = record["inputs"]
+        mask = inputs["completion_mask"].float()
+        old = inputs.get("old_per_token_logps", record["logps"])
+        log_ratio = record["logps"] - old
+        if args.importance_sampling_level == "sequence":
+            log_ratio = ((log_ratio * mask).sum(1) / mask.sum(1).clamp(min=1)).unsqueeze(1).expand_as(mask)
+        weights = mask / mask.sum(1, keepdim=True).clamp(min=1) if args.loss_type == "grpo" else mask
+        if args.contribution_weighting == "behavior_prob":
+            weights = weights * old.exp()
+        curves.append((log_ratio.exp(), inputs["advantages"].unsqueeze(1).expand_as(mask), weights))
+    ratio, advantages, weights = (
+        torch.cat([part.reshape(-1) for part in parts]).unsqueeze(0) for parts in zip(*curves, strict=True)
+    )
+    return search_bounds(
+        contributions(ratio, advantages, weights, args.bound_grid, args.contribution_measure, args.delta),
+        args.bound_grid,
+        args.positive_contribution_target,
+        args.search_order,
+    )
+
+
+def assert_same_bounds(bounds, expected):
+    assert bounds.low.item() == expected.low.item()
+    assert bounds.high.item() == expected.high.item()
+    assert bounds.steps.item() == expected.steps.item()
+    torch.testing.assert_close(bounds.positive_share, expected.positive_share, rtol=1e-5, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("weighting", ["uniform", "behavior_prob"])
+def test_batch_scope_searches_over_all_micro_batches_of_the_update(tmp_path, measure, order, weighting):
+    trainer = trained(
+        tmp_path, contribution_measure=measure, search_order=order, contribution_weighting=weighting,
+        positive_contribution_target=0.55,
+    )  # fmt: skip
+    assert [len(update) for update in trainer.updates] == [2] * 4
+    moved = 0
+    for update in trainer.updates:
+        assert update[0]["bounds"] is update[1]["bounds"]
+        expected = expected_bounds(update, trainer.args)
+        assert_same_bounds(update[0]["bounds"], expected)
+        moved += expected.steps.item() > 0
+    assert moved > 0  # otherwise this shows nothing
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_gradient_measure_is_what_autograd_says_of_the_actual_loss(tmp_path, loss_type, level):
+    trainer = trained(
+        tmp_path, loss_type=loss_type, importance_sampling_level=level, gradient_accumulation_steps=1,
+        steps_per_generation=2, delta=3.5,
+    )  # fmt: skip
+    for (record,) in trainer.updates:
+        gradient = record["gradient"].double().abs()
+        positive = gradient[record["inputs"]["advantages"] > 0].sum()
+        negative = gradient[record["inputs"]["advantages"] < 0].sum()
+        share, expected = record["bounds"].positive_share, positive / (positive + negative)
+        torch.testing.assert_close(share, expected, rtol=1e-5, atol=0, equal_nan=True)
+    assert any(0 < record["bounds"].positive_share < 1 for (record,) in trainer.updates)
+
+
+def test_gradient_measure_counts_neither_kl_nor_masked_tokens(tmp_path):
+    # With beta the loss has a KL term besides: compare with the same batch without it.
+    trainer = trained(tmp_path, beta=0.1, gradient_accumulation_steps=1, model=saved_model(tmp_path))
+    for (record,) in trainer.updates:
+        assert_same_bounds(record["bounds"], expected_bounds([record], trainer.args))
+
+
+def saved_model(tmp_path) -> str:
+    path = tmp_path / "start"
+    toy_model().save_pretrained(path)
+    character_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("scope", ["batch", "micro_batch"])
+def test_top_entropy_and_off_policy_masks_weigh_the_tokens(tmp_path, scope):
+    trainer = trained(
+        tmp_path, top_entropy_quantile=0.5, off_policy_mask_threshold=0.02, search_scope=scope,
+        gradient_accumulation_steps=1, steps_per_generation=2,
+    )  # fmt: skip
+    shares, plain = [], []
+    for (record,) in trainer.updates:
+        gradient = record["gradient"].double().abs()
+        positive = gradient[record["inputs"]["advantages"] > 0].sum()
+        negative = gradient[record["inputs"]["advantages"] < 0].sum()
+        shares.append((positive / (positive + negative)).item())
+        assert record["bounds"].positive_share.item() == pytest.approx(shares[-1], rel=1e-5)
+        plain.append(expected_bounds([record], trainer.args).positive_share.item())
+    assert shares != pytest.approx(plain, rel=1e-3)  # the masks do take tokens away
+
+
+def test_look_ahead_sees_the_top_entropy_mask_of_each_micro_batch(tmp_path):
+    trainer = trained(tmp_path, top_entropy_quantile=0.5, loss_type="dr_grpo")
+    for update in trainer.updates:
+        gradients = torch.cat([record["gradient"].double().abs().sum(1) for record in update])
+        advantages = torch.cat([record["inputs"]["advantages"] for record in update])
+        positive, negative = gradients[advantages > 0].sum(), gradients[advantages < 0].sum()
+        share = update[0]["bounds"].positive_share
+        torch.testing.assert_close(share, positive / (positive + negative), rtol=1e-5, atol=0)
+
+
+class ToolMasked(Recorder):
+    """As a tool would, marks every second completion token as not written by the policy, and weighs the rest."""
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        output["tool_mask"] = torch.ones_like(output["completion_mask"])
+        output["tool_mask"][:, 1::2] = 0
+        output["importance_sampling_ratio"] = 0.25 + torch.rand(output["completion_mask"].shape)
+        self.use_vllm = False
+        return output
+
+    def _compute_loss(self, model, inputs):
+        self.use_vllm = True  # the loss and the search read it; generation must not
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self.use_vllm = False
+
+
+def test_tool_mask_and_vllm_correction_weigh_the_tokens(tmp_path):
+    trainer = toy_trainer(tmp_path, trainer_class=ToolMasked, loss_type="dr_grpo")
+    trainer.train()
+    for update in trainer.updates[:-1]:
+        gradients = torch.cat([record["gradient"].double().abs() for record in update])
+        assert not gradients[:, 1::2].any()
+        advantages = torch.cat([record["inputs"]["advantages"] for record in update])
+        positive, negative = gradients[advantages > 0].sum(), gradients[advantages < 0].sum()
+        share = update[0]["bounds"].positive_share
+        torch.testing.assert_close(share, positive / (positive + negative), rtol=1e-5, atol=0)
+
+
+def test_micro_batch_scope_searches_each_micro_batch_without_another_forward(tmp_path):
+    trainer = trained(tmp_path, search_scope="micro_batch")
+    assert trainer.look_ahead_calls == 0
+    bounds = []
+    for update, log in zip(trainer.updates, training_logs(trainer), strict=True):
+        for record in update:
+            assert_same_bounds(record["bounds"], expected_bounds([record], trainer.args))
+            bounds.append((record["bounds"].low.item(), record["bounds"].high.item()))
+        highs = [record["bounds"].high.item() for record in update]
+        assert log["bapo/clip_high"] == pytest.approx(sum(highs) / 2)  # the mean, not the last
+    assert len(set(bounds)) > 1
+
+
+def test_look_ahead_is_skipped_where_every_ratio_is_one(tmp_path):
+    trainer = trained(tmp_path)
+    # 4 updates on one generation, 2 micro-batches each; the first update's samples are those of the current policy
+    assert trainer.look_ahead_calls == 3 * 2
+    assert not trained(tmp_path, gradient_accumulation_steps=1, steps_per_generation=2).look_ahead_calls
+
+
+def test_a_fixed_grid_needs_no_look_ahead_and_still_logs_the_share_of_the_whole_update(tmp_path):
+    fixed = {"ratio_lower_start": 0.8, "ratio_lower_max": 0.8, "ratio_upper_start": 1.2, "ratio_upper_max": 1.2}
+    trainer = trained(tmp_path, **fixed)
+    assert trainer.look_ahead_calls == 0
+    for update, log in zip(trainer.updates, training_logs(trainer), strict=True):
+        share = expected_bounds(update, trainer.args).positive_share.item()
+        assert log["bapo/positive_share"] == pytest.approx(share, rel=1e-5)
+
+
+class ShortLastWindow(Recorder):
+    """An epoch of 6 micro-batches with 4 an update: the last window has 2."""
+
+    def get_train_dataloader(self):
+        batches = list(super().get_train_dataloader())[:6]
+        return batches
+
+
+def test_a_short_last_window_is_searched_over_its_own_micro_batches(tmp_path):
+    trainer = toy_trainer(
+        tmp_path, trainer_class=ShortLastWindow, gradient_accumulation_steps=4, num_iterations=2, max_steps=-1,
+        num_train_epochs=1,
+    )  # fmt: skip
+    trainer.train()
+    trainer.updates.pop()
+    assert [len(update) for update in trainer.updates] == [4, 2]
+    for update in trainer.updates:
+        assert_same_bounds(update[0]["bounds"], expected_bounds(update, trainer.args))
+
+
+# Logs
+
+
+def test_every_metric_is_logged_at_every_update_and_agrees_with_its_definition(tmp_path):
+    trainer = trained(tmp_path)
+    logs = training_logs(trainer)
+    assert len(logs) == 4
+    for age, (update, log) in enumerate(zip(trainer.updates, logs, strict=True)):
+        assert set(diagnostics.METRICS) <= set(log)
+        bounds = update[-1]["bounds"]
+        assert log["bapo/clip_low"] == bounds.low.item()
+        assert log["bapo/clip_high"] == bounds.high.item()
+        assert log["bapo/positive_share"] == bounds.positive_share.item()
+        assert log["bapo/positive_share_initial"] == bounds.initial_positive_share.item()
+        assert log["bapo/target_met"] == float(bounds.target_met)
+        assert log["bapo/search_steps"] == bounds.steps.item()
+        ratio = torch.cat(
+            [
+                (record["logps"] - record["inputs"]["old_per_token_logps"])[
+                    record["inputs"]["completion_mask"].bool()
+                ].exp()
+                for record in update
+            ]
+        ).double()
+        assert log["ratio/mean"] == pytest.approx(ratio.mean().item(), rel=1e-6)
+        assert log["ratio/min"] == pytest.approx(ratio.min().item(), rel=1e-6)
+        assert log["ratio/max"] == pytest.approx(ratio.max().item(), rel=1e-6)
+        assert log["ratio/ess"] == pytest.approx((ratio.sum() ** 2 / (ratio**2).sum() / len(ratio)).item(), rel=1e-6)
+        assert log["ratio/kl"] == pytest.approx((ratio - 1 - ratio.log()).mean().item(), rel=1e-4, abs=1e-7)
+        assert log["ratio/chi2"] == pytest.approx((ratio**2 - 1).mean().item(), rel=1e-4, abs=1e-6)
+        assert 0 < log["ratio/ess"] <= 1 + 1e-9
+        assert (log["staleness/mean"], log["staleness/max"]) == (age, age)
+        clipped = [self_clipped(record) for record in update]
+        assert log["clip_ratio/region_mean"] == pytest.approx(sum(clipped) / len(clipped), rel=1e-5)
+    assert logs[-1]["ratio/max"] > 1.2  # off-policy enough to mean something
+
+
+def self_clipped(record) -> float:
+    inputs = record["inputs"]
+    ratio = (record["logps"] - inputs["old_per_token_logps"]).exp()
+    advantage, mask = inputs["advantages"].unsqueeze(1), inputs["completion_mask"].bool()
+    low, high = record["bounds"].low.float(), record["bounds"].high.float()
+    clipped = ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))
+    return clipped[mask].float().mean().item()
+
+
+def test_without_advantages_the_share_is_logged_as_missing(tmp_path):
+    def constant_reward(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    trainer = BAPOTrainer(
+        toy_model(), constant_reward, BAPOConfig(str(tmp_path), **CPU, **OFF_POLICY),
+        train_dataset=toy_dataset(), processing_class=character_tokenizer(),
+    )  # fmt: skip
+    trainer.train()
+    for log in training_logs(trainer):
+        assert log["bapo/positive_share"] is None
+        assert (log["bapo/clip_low"], log["bapo/clip_high"], log["bapo/search_steps"]) == (0.6, 1.2, 0)
+        assert log["bapo/target_met"] == 0
+
+
+def test_clip_bounds_are_the_start_bounds_before_and_the_latest_after_training(tmp_path):
+    trainer = toy_trainer(tmp_path)
+    assert (trainer.clip_bounds.low, trainer.clip_bounds.high) == (0.6, 1.2)
+    assert trainer.clip_bounds.positive_share.isnan()
+    trainer.train()
+    assert trainer.clip_bounds.high.item() == training_logs(trainer)[-1]["bapo/clip_high"]
+    assert 1 + trainer.epsilon_high == trainer.clip_bounds.high
+
+
+# What a TRL user does with a trainer
+
+
+def test_takes_the_place_of_grpo_trainer_with_its_arguments_as_they_are(tmp_path):
+    trainer = BAPOTrainer(
+        toy_model(), digits_reward, GRPOConfig(str(tmp_path), **CPU, **OFF_POLICY), toy_dataset(), None,
+        character_tokenizer(),
+    )  # fmt: skip
+    trainer.train()
+    assert "bapo/clip_high" in training_logs(trainer)[-1]
+
+
+def test_model_id_without_args(tmp_path, monkeypatch):
+    class CPUConfig(BAPOConfig):
+        def __init__(self, output_dir):
+            super().__init__(output_dir, **CPU)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("bapo_trl.bapo_trainer.BAPOConfig", CPUConfig)
+    with pytest.warns(UserWarning, match="always 1"):  # TRL's defaults are on-policy
+        trainer = BAPOTrainer(saved_model(tmp_path), digits_reward, train_dataset=toy_dataset())
+    assert trainer.args.output_dir == "start-BAPO"
+    assert trainer.model.config.hidden_size == 16
+
+
+def test_lora_trains_the_adapter_only(tmp_path):
+    model = toy_model()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    trainer = toy_trainer(
+        tmp_path, model=model, trainer_args={"peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"])}
+    )
+    trainer.train()
+    for name, weight in trainer.model.get_base_model().state_dict().items():
+        if "lora" not in name:
+            assert torch.equal(weight, before[name.replace(".base_layer", "")]), name
+    assert any("lora_B" in name and weight.any() for name, weight in trainer.model.named_parameters())
+    trainer.save_model(str(tmp_path / "adapter"))
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_evaluation_logs_mean_and_best_of_k_and_leaves_bounds_and_search_alone(tmp_path):
+    rewards = []
+
+    def counting_reward(completions, **kwargs):
+        values = digits_reward(completions)
+        rewards.append(values)
+        return values
+
+    trainer = BAPOTrainer(
+        toy_model(), counting_reward,
+        BAPOConfig(str(tmp_path), **CPU, **OFF_POLICY, per_device_eval_batch_size=8, num_generations_eval=4),
+        train_dataset=toy_dataset(), eval_dataset=toy_dataset(6), processing_class=character_tokenizer(),
+    )  # fmt: skip
+    trainer.train()
+    bounds = trainer.clip_bounds
+    rewards.clear()
+    metrics = trainer.evaluate()
+    groups = torch.tensor([value for batch in rewards for value in batch]).view(-1, 4)
+    assert groups.shape == (6, 4)
+    assert metrics["eval_reward"] == pytest.approx(groups.mean().item(), rel=1e-5)
+    assert metrics["eval_reward_best_of_4"] == pytest.approx(groups.amax(1).mean().item(), rel=1e-5)
+    assert trainer.clip_bounds is bounds
+    assert not any(key.startswith("eval_bapo") for key in metrics)
+
+
+def test_model_card_names_the_paper_and_the_tags(tmp_path):
+    trainer = toy_trainer(tmp_path)
+    trainer.create_model_card("toy")
+    card = (tmp_path / "README.md").read_text()
+    assert "2510.18927" in card
+    assert "Balanced Policy" in card
+    assert "BAPO" in card
+    for tag in ("- trl", "- bapo"):
+        assert tag in card
+    assert "- grpo" not in card
+
+
+# Warnings and errors
+
+
+def test_one_warning_says_which_knob_makes_data_off_policy(tmp_path):
+    with pytest.warns(UserWarning, match=r"always 1.*`steps_per_generation`.*`num_iterations`") as caught:
+        toy_trainer(tmp_path, steps_per_generation=2, num_iterations=1)
+    assert sum("always 1" in str(warning.message) for warning in caught) == 1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        toy_trainer(tmp_path)
+    assert not any("always 1" in str(warning.message) for warning in caught)
+
+
+def test_a_dataset_without_prompts_is_refused(tmp_path):
+    questions = Dataset.from_dict({"question": ["1+1="]})
+    with pytest.raises(ValueError, match=r"train dataset has no `prompt` column, only \['question'\].*rename_column"):
+        toy_trainer(tmp_path, trainer_args={"train_dataset": questions})
+    with pytest.raises(ValueError, match=r"held_out dataset has no `prompt` column"):
+        toy_trainer(tmp_path, trainer_args={"eval_dataset": {"held_out": questions}})
+
+
+class Breaks(BAPOTrainer):
+    """Puts a value that is not finite into one tensor of the second update."""
+
+    tensor, value = None, math.nan
+
+    def _compute_loss(self, model, inputs):
+        if self.state.global_step == 1 and self.tensor in inputs:
+            inputs[self.tensor] = inputs[self.tensor].clone()
+            inputs[self.tensor][0] = self.value
+        return super()._compute_loss(model, inputs)
+
+
+@pytest.mark.parametrize("scope", ["batch", "micro_batch"])
+@pytest.mark.parametrize("tensor", ["old_per_token_logps", "ref_per_token_logps", "advantages"])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_value_that_is_not_finite_stops_before_the_optimizer_step(tmp_path, scope, tensor, value):
+    class Broken(Breaks):
+        pass
+
+    Broken.tensor, Broken.value = tensor, value
+    model = saved_model(tmp_path)
+    trainer = toy_trainer(tmp_path, model=model, trainer_class=Broken, search_scope=scope, beta=0.1)
+    with pytest.raises(RuntimeError, match=rf"`{tensor}`.*at update 2, before its optimizer step"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_a_broken_weight_names_the_log_probabilities(tmp_path):
+    class BreakWeight(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 2:
+                model.model.norm.weight.data[0] = math.nan
+
+    trainer = toy_trainer(tmp_path, trainer_args={"callbacks": [BreakWeight()]})
+    with pytest.raises(RuntimeError, match=r"`per_token_logps` \(\d+ values\).*at update 3"):
+        trainer.train()
+
+
+def test_grid_of_the_trainer_is_that_of_the_config(tmp_path):
+    trainer = toy_trainer(tmp_path, ratio_upper_max=2.0, ratio_lower_start=0.7, positive_contribution_target=1.0)
+    trainer.train()
+    assert trainer.clip_bounds.high.item() in BoundGrid(0.7, 0.9, 0.02, 1.2, 2.0, 0.05).upper.tolist()
+    assert training_logs(trainer)[-1]["bapo/clip_high"] == 2.0  # the target cannot be met with negatives about

@@ -1,0 +1,108 @@
+"""Metrics of an update: hand-worked values, merging, what stops the training."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from bapo_trl.clip_bounds import BoundGrid, Contributions, search_bounds
+from bapo_trl.diagnostics import GUARDED_TENSORS, METRICS, UpdateLog, measure_tokens, merge
+from bapo_trl.policy_tokens import policy_tokens
+
+
+GRID = BoundGrid(lower_start=0.5, lower_max=1.0, lower_step=0.25, upper_start=1.0, upper_max=2.0, upper_step=0.5)
+BOUNDS = search_bounds(Contributions(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 3.0, 2.0])), GRID, 0.5)
+
+
+def measured(ratios, ages, mask=None, advantages=None, **guarded):
+    logps = torch.log(torch.tensor(ratios))
+    mask = torch.ones_like(logps, dtype=torch.int64) if mask is None else torch.tensor(mask)
+    advantages = torch.ones(len(logps)) if advantages is None else torch.tensor(advantages)
+    tokens = policy_tokens(logps, torch.zeros_like(logps), advantages, mask, loss_type="dapo")
+    return measure_tokens(tokens, torch.tensor(ages), {"per_token_logps": logps, **guarded})
+
+
+def closed(measurements, gather=lambda tensor: tensor, searches=(BOUNDS,)):
+    log = UpdateLog()
+    log.searches.extend(searches)
+    for measurement in measurements:
+        log.add(measurement)
+    metrics = log.close(gather, update=7)
+    assert not log.is_open
+    return metrics
+
+
+def test_metrics_by_hand():
+    metrics = closed([measured([[0.5, 1.0, 2.0], [1.0, 100.0, 0.5]], ages=[0, 3], mask=[[1, 1, 1], [1, 0, 0]])])
+    assert list(metrics) == list(METRICS)
+    ratios = [0.5, 1.0, 2.0, 1.0]
+    assert metrics["ratio/mean"] == pytest.approx(4.5 / 4)
+    assert (metrics["ratio/min"], metrics["ratio/max"]) == (0.5, 2.0)
+    assert metrics["ratio/ess"] == pytest.approx(4.5**2 / (4 * 6.25))  # squares: .25 + 1 + 4 + 1
+    assert metrics["ratio/chi2"] == pytest.approx(6.25 / 4 - 1)
+    assert metrics["ratio/kl"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / 4, rel=1e-5)
+    assert (metrics["staleness/mean"], metrics["staleness/max"]) == (1.5, 3)
+    assert (metrics["bapo/clip_low"], metrics["bapo/clip_high"]) == (0.75, 2.0)
+    assert metrics["bapo/positive_share"] == 0.5
+    assert metrics["bapo/positive_share_initial"] == pytest.approx(0.2)
+    assert (metrics["bapo/target_met"], metrics["bapo/search_steps"]) == (1, 3)
+
+
+def test_micro_batches_and_ranks_merge_to_the_whole():
+    rows = [[0.5, 1.5, 3.0], [0.25, 1.0, 1.0], [2.0, 2.0, 0.125], [1.0, 0.75, 4.0]]
+    whole = closed([measured(rows, ages=[0, 5, 2, 1])])
+    parts = [measured(rows[:1], [0]), measured(rows[1:3], [5, 2]), measured(rows[3:], [1])]
+    other_rank = merge(torch.stack(parts[1:])).unsqueeze(0)
+    for metrics in (closed(parts), closed(parts[:1], gather=lambda own: torch.cat([own, other_rank]))):
+        assert metrics == pytest.approx(whole, rel=1e-12)
+
+
+def test_one_gather_serves_all_metrics():
+    calls = []
+    closed([measured([[1.0]], [0])], gather=lambda tensor: calls.append(tensor.shape) or tensor)
+    assert calls == [(1, 14)]
+
+
+def test_several_searches_are_averaged_and_an_undefined_share_is_left_out():
+    empty = search_bounds(Contributions(torch.zeros(3), torch.zeros(3)), GRID, 0.5)
+    metrics = closed([measured([[1.0]], [0])], searches=[BOUNDS, empty])
+    assert metrics["bapo/clip_high"] == (2.0 + 1.0) / 2
+    assert metrics["bapo/positive_share"] == 0.5
+    assert metrics["bapo/target_met"] == 0.5
+    assert math.isnan(closed([measured([[1.0]], [0])], searches=[empty])["bapo/positive_share"])
+
+
+def test_without_a_token_ratios_are_undefined():
+    metrics = closed([measured([[1.0, 2.0]], [4], mask=[[0, 0]])])
+    for name in ("mean", "min", "max", "ess", "kl", "chi2"):
+        assert math.isnan(metrics[f"ratio/{name}"]), name
+    assert metrics["staleness/mean"] == 4
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("name", GUARDED_TENSORS)
+def test_values_that_are_not_finite_are_named_with_their_number_and_the_update(name, value):
+    if name == "advantages":
+        measurement = measured([[1.0, 1.0]], [0], advantages=[value])
+        count = 2
+    elif name == "importance_ratio":
+        measurement = measured([[1.0, value]], [0], per_token_logps=torch.zeros(1, 2))
+        count = 1
+    else:
+        measurement = measured([[1.0, 1.0]], [0], **{name: torch.tensor([[0.0, value]])})
+        count = 1
+    with pytest.raises(RuntimeError, match=rf"`{name}` \({count} values\) at update 7, before its optimizer step"):
+        closed([measured([[1.0]], [0]), measurement])
+
+
+def test_values_outside_the_mask_stop_nothing():
+    closed([measured([[1.0, math.nan]], [0], mask=[[1, 0]], old_per_token_logps=torch.tensor([[0.0, math.inf]]))])
+
+
+def test_every_metric_has_its_definition_in_the_docs():
+    root = Path(__file__).resolve().parents[1]
+    for page in ("docs/metrics.md", "README.md"):
+        named = set(re.findall(r"`((?:bapo|ratio|staleness)/\w+)`", (root / page).read_text()))
+        assert named >= set(METRICS), page
