@@ -1,0 +1,19 @@
+"""The embedded default: a small verifiable task and the tiny model that starts it, made locally from a seed."""
+
+from .arithmetic import EmbeddedTask, exact_match_reward, load_task
+from .evaluation import HeldOutAccuracy, held_out_accuracy
+from .model import tiny_model
+from .tokenizer import character_tokenizer
+from .warm_start import warm_start_path
+
+
+__all__ = [
+    "EmbeddedTask",
+    "HeldOutAccuracy",
+    "character_tokenizer",
+    "exact_match_reward",
+    "held_out_accuracy",
+    "load_task",
+    "tiny_model",
+    "warm_start_path",
+]

@@ -1,0 +1,45 @@
+"""A causal language model small enough to train on a laptop."""
+
+import torch
+from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+
+
+MODEL_SETTINGS = {
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+}
+
+
+def tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> Qwen2ForCausalLM:
+    """
+    Make a randomly initialised Qwen2 model for a tokenizer.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Gives the vocabulary size and the padding and end tokens.
+        seed (`int`):
+            Seed of the initial weights. The global random state is left as it was.
+
+    Returns:
+        [`~transformers.Qwen2ForCausalLM`]: Model in float32 on the CPU, in evaluation mode.
+    """
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+        **MODEL_SETTINGS,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(seed)
+        model = Qwen2ForCausalLM(config).float().eval()
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return model

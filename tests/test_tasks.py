@@ -1,0 +1,308 @@
+"""The embedded task, its tokenizer and model, the cached warm start and the accuracy measure."""
+
+import dataclasses
+import random
+import re
+import string
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bapo_trl import tasks
+from bapo_trl.tasks import warm_start
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tasks.character_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def task():
+    return tasks.load_task(seed=0)
+
+
+@pytest.fixture
+def quick_builds(tmp_path, monkeypatch):
+    """An empty cache and warm starts of two updates; gives the cache folder."""
+    monkeypatch.setenv("BAPO_TRL_CACHE", str(tmp_path))
+    monkeypatch.setattr(warm_start, "SETTINGS", dataclasses.replace(warm_start.SETTINGS, num_steps=2, batch_size=3))
+    return tmp_path
+
+
+# --- tokenizer -------------------------------------------------------------------------------------------------------
+
+
+@given(text=st.text(alphabet=string.printable.replace("<", "")))  # no spelled-out special tokens
+def test_tokenizer_gives_one_token_a_character_and_the_text_back(tokenizer, text):
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(text)
+    assert tokenizer.decode(ids) == text
+
+
+def test_batch_decode_skips_special_tokens_and_inserts_no_spaces(tokenizer):
+    batch = tokenizer(["37+58=", "1+2=", ""], padding=True, return_tensors="pt")
+    assert batch["attention_mask"].tolist() == [[1] * 6, [0, 0, 1, 1, 1, 1], [0] * 6]
+    ends = torch.full((3, 1), tokenizer.eos_token_id)
+    ids = torch.cat([batch["input_ids"], ends], dim=1)
+    assert tokenizer.batch_decode(ids, skip_special_tokens=True) == ["37+58=", "1+2=", ""]
+
+
+def test_tokenizer_special_tokens(tokenizer):
+    assert tokenizer.bos_token is None
+    assert len(tokenizer) == 256 + 2
+    assert len({tokenizer.pad_token_id, tokenizer.eos_token_id}) == 2
+    assert tokenizer("5" + tokenizer.eos_token)["input_ids"] == [*tokenizer("5")["input_ids"], tokenizer.eos_token_id]
+
+
+def test_tokenizer_keeps_characters_beyond_ascii(tokenizer):
+    ids = tokenizer("é+1=")["input_ids"]
+    assert len(ids) == 5  # é is two bytes in UTF-8
+    assert tokenizer.decode(ids) == "é+1="
+
+
+# --- task ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_sum_is_there_once_and_its_answer_is_right(task):
+    rows = [*task.train_dataset, *task.test_dataset]
+    assert task.train_dataset.column_names == task.test_dataset.column_names == ["prompt", "answer"]
+    assert {row["prompt"] for row in rows} == {f"{a}+{b}=" for a in range(100) for b in range(100)}
+    assert len(rows) == 100 * 100
+    for row in rows:
+        a, b = re.fullmatch(r"(\d+)\+(\d+)=", row["prompt"]).groups()
+        assert row["answer"] == str(int(a) + int(b))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_no_test_problem_is_in_train_even_with_its_numbers_swapped(seed):
+    task = tasks.load_task(seed)
+    assert len(task.test_dataset) in (512, 513)
+    train = set(task.train_dataset["prompt"])
+    for prompt in task.test_dataset["prompt"]:
+        a, b = prompt.rstrip("=").split("+")
+        assert f"{a}+{b}=" not in train
+        assert f"{b}+{a}=" not in train
+
+
+def test_problems_depend_on_the_seed_alone(task):
+    again, other = tasks.load_task(seed=0), tasks.load_task(seed=1)
+    assert again.train_dataset.to_dict() == task.train_dataset.to_dict()
+    assert again.test_dataset.to_dict() == task.test_dataset.to_dict()
+    assert set(other.test_dataset["prompt"]) != set(task.test_dataset["prompt"])
+
+
+def test_reward_is_one_for_the_exact_answer_and_zero_for_all_else(task):
+    completions = ["95", "095", "9", "95 ", "", "59"]
+    rewards = task.reward_func(completions=completions, answer=["95"] * 6, prompts=["37+58="] * 6, trainer_state=None)
+    assert rewards == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert task.reward_func(completions=[], answer=[]) == []
+    assert task.reward_func.__name__ == "exact_match_reward"
+
+
+# --- model -----------------------------------------------------------------------------------------------------------
+
+
+def test_model_fits_the_tokenizer(tokenizer):
+    model = tasks.tiny_model(tokenizer, seed=0)
+    assert model.config.model_type == "qwen2"
+    assert model.config.vocab_size == len(tokenizer)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    for config in (model.config, model.generation_config):
+        assert (config.pad_token_id, config.eos_token_id) == (tokenizer.pad_token_id, tokenizer.eos_token_id)
+        assert config.bos_token_id is None
+
+
+def test_model_weights_depend_on_the_seed_alone_and_leave_the_random_state(tokenizer):
+    state = torch.get_rng_state()
+    first = tasks.tiny_model(tokenizer, seed=0).lm_head.weight
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(1)
+    assert torch.equal(tasks.tiny_model(tokenizer, seed=0).lm_head.weight, first)
+    assert not torch.equal(tasks.tiny_model(tokenizer, seed=1).lm_head.weight, first)
+
+
+# --- warm start ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rate", "answers"),
+    [
+        (0.0, {"37+58=": "95", "97+58=": "155", "12+34=": "46", "99+99=": "198", "0+0=": "0"}),
+        # 7+8 leaves 5 and 3+5 gives 8; 97+58: 5 and 9+5=14 leaves 4; 99+99: 8 and 9+9=18 leaves 8.
+        (1.0, {"37+58=": "85", "97+58=": "45", "12+34=": "46", "99+99=": "88", "0+0=": "0"}),
+    ],
+)
+def test_demonstrations_forget_carries_at_the_given_rate(monkeypatch, rate, answers):
+    settings = dataclasses.replace(warm_start.SETTINGS, forgotten_carry_rate=rate)
+    monkeypatch.setattr(warm_start, "SETTINGS", settings)
+    assert {prompt: warm_start._demonstrate(prompt, random.Random(0)) for prompt in answers} == answers
+
+
+def test_only_the_answer_and_its_end_carry_labels(tokenizer):
+    batch = warm_start._collate(tokenizer, ["1+2=", "37+58="], ["3", "95"])
+    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+    one, two, three, nine, five, plus, equals = tokenizer("12395+=")["input_ids"]
+    seven, eight = tokenizer("78")["input_ids"]
+    assert batch["input_ids"].tolist() == [
+        [pad, pad, one, plus, two, equals, three, eos, pad],
+        [three, seven, plus, five, eight, equals, nine, five, eos],
+    ]
+    assert batch["position_ids"].tolist() == [[0, 0, 0, 1, 2, 3, 4, 5, 5], list(range(9))]
+    assert batch["labels"].tolist() == [[-100] * 6 + [three, eos, -100], [-100] * 6 + [nine, five, eos]]
+
+
+def test_second_call_reuses_the_folder_and_it_loads(quick_builds, tokenizer, capfd):
+    path = tasks.warm_start_path(seed=0)
+    assert capfd.readouterr().out.count("\n") == 1
+    built_at = (path / "model.safetensors").stat().st_mtime_ns
+    assert tasks.warm_start_path(seed=0) == path
+    assert capfd.readouterr().out == ""
+    assert (path / "model.safetensors").stat().st_mtime_ns == built_at
+    assert list(quick_builds.iterdir()) == [path]
+
+    loaded = AutoTokenizer.from_pretrained(path, padding_side="left")
+    assert loaded.get_vocab() == tokenizer.get_vocab()
+    assert loaded.decode(loaded("37 + 58 =")["input_ids"]) == "37 + 58 ="
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert model.config.vocab_size == len(loaded)
+    for config in (model.config, model.generation_config):
+        assert (config.pad_token_id, config.eos_token_id) == (loaded.pad_token_id, loaded.eos_token_id)
+
+
+def test_built_weights_depend_on_the_seed_alone(quick_builds, tmp_path, monkeypatch):
+    state = torch.get_rng_state()
+    first = (tasks.warm_start_path(seed=0) / "model.safetensors").read_bytes()
+    other = (tasks.warm_start_path(seed=1) / "model.safetensors").read_bytes()
+    assert torch.equal(torch.get_rng_state(), state)
+    monkeypatch.setenv("BAPO_TRL_CACHE", str(tmp_path / "elsewhere"))
+    torch.rand(1)
+    assert (tasks.warm_start_path(seed=0) / "model.safetensors").read_bytes() == first
+    assert other != first
+
+
+@pytest.mark.parametrize("change", [{"num_steps": 3}, {"learning_rate": 1e-4}, {"forgotten_carry_rate": 0.5}])
+def test_other_settings_get_another_folder(quick_builds, monkeypatch, change):
+    path = tasks.warm_start_path()
+    monkeypatch.setattr(warm_start, "SETTINGS", dataclasses.replace(warm_start.SETTINGS, **change))
+    assert tasks.warm_start_path() != path
+
+
+def test_interrupted_build_is_not_taken_as_complete(quick_builds, monkeypatch):
+    path = tasks.warm_start_path()
+    left_over = path.rename(quick_builds / f"{path.name}.unfinished-killed")
+    (left_over / "model.safetensors").unlink()
+    assert tasks.warm_start_path() == path
+    assert (path / "model.safetensors").is_file()
+
+
+def test_failed_build_leaves_nothing_behind(quick_builds, monkeypatch):
+    def save_half(folder, seed):
+        (folder / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(warm_start, "_build", save_half)
+    with pytest.raises(KeyboardInterrupt):
+        tasks.warm_start_path()
+    assert list(quick_builds.iterdir()) == []
+
+
+def test_build_that_finishes_second_takes_what_the_first_one_left(quick_builds, monkeypatch):
+    build = warm_start._build
+
+    def build_while_another_process_finishes(folder, seed):
+        monkeypatch.setattr(warm_start, "_build", build)
+        finished_first.append(tasks.warm_start_path(seed))
+        build(folder, seed)
+
+    finished_first = []
+    monkeypatch.setattr(warm_start, "_build", build_while_another_process_finishes)
+    path = tasks.warm_start_path()
+    assert finished_first == [path]
+    assert list(quick_builds.iterdir()) == [path]
+
+
+# --- accuracy --------------------------------------------------------------------------------------------------------
+
+
+class ScriptedPupil(torch.nn.Module):
+    """Answers greedily by one rule; a sample is right when a fair coin drawn from torch says so."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, tokenizer, knows):
+        super().__init__()
+        self.tokenizer, self.knows = tokenizer, knows
+        self.calls = []
+
+    def generate(self, input_ids, attention_mask, do_sample, **generation):
+        self.calls.append(SimpleNamespace(rows=len(input_ids), training=self.training, grad=torch.is_grad_enabled()))
+        texts = []
+        for prompt in self.tokenizer.batch_decode(input_ids, skip_special_tokens=True):
+            a, b = map(int, prompt.rstrip("=").split("+"))
+            right = bool(torch.rand(()) < 0.5) if do_sample else self.knows(a, b)
+            texts.append(f"{a + b if right else a - b}{self.tokenizer.eos_token}")
+        answers = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")["input_ids"]
+        return torch.cat([input_ids, answers], dim=1)
+
+
+PROBLEMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(1, 31)]  # 150
+
+
+def test_accuracy_of_a_scripted_pupil(tokenizer):
+    pupil = ScriptedPupil(tokenizer, knows=lambda a, b: a == 3)  # 30 of 150 problems
+    accuracy = tasks.held_out_accuracy(pupil, tokenizer, PROBLEMS, num_samples=7, batch_size=40)
+    assert accuracy.greedy == 30 / 150
+    # 1050 fair coins: standard deviation 0.015
+    assert accuracy.sampled == pytest.approx(0.5, abs=0.06)
+    assert sum(call.rows for call in pupil.calls) == 150 + 7 * 150
+    assert max(call.rows for call in pupil.calls) == 40
+    assert not any(call.training or call.grad for call in pupil.calls)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_accuracy_repeats_and_leaves_the_random_state_and_mode(tokenizer, task, training):
+    model = tasks.tiny_model(tokenizer, seed=0).train(training)
+    problems = [{"prompt": "1+1=", "answer": ""}] * 300  # an untrained model ends at once now and then
+    state = torch.get_rng_state()
+    first = tasks.held_out_accuracy(model, tokenizer, problems, num_samples=2, seed=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training is training
+    torch.rand(1)
+    assert tasks.held_out_accuracy(model, tokenizer, problems, num_samples=2, seed=1) == first
+    others = [tasks.held_out_accuracy(model, tokenizer, problems, num_samples=2, seed=seed) for seed in (2, 3)]
+    assert any(other.sampled != first.sampled for other in others)
+
+
+def test_accuracy_restores_the_mode_after_an_error(tokenizer):
+    pupil = ScriptedPupil(tokenizer, knows=lambda a, b: 1 / 0).train()
+    with pytest.raises(ZeroDivisionError):
+        tasks.held_out_accuracy(pupil, tokenizer, PROBLEMS)
+    assert pupil.training
+
+
+def test_accuracy_samples_from_the_whole_distribution(tokenizer, monkeypatch):
+    model = tasks.tiny_model(tokenizer, seed=0)
+    seen = []
+    monkeypatch.setattr(model, "generate", lambda **kwargs: seen.append(kwargs) or kwargs["input_ids"])
+    tasks.held_out_accuracy(model, tokenizer, PROBLEMS[:2], num_samples=1, temperature=0.7)
+    greedy, sampled = seen
+    assert greedy["do_sample"] is False
+    assert (sampled["do_sample"], sampled["temperature"]) == (True, 0.7)
+    assert (sampled["top_k"], sampled["top_p"]) == (0, 1.0)
+
+
+def test_accuracy_refuses_what_it_cannot_measure(tokenizer):
+    model = tasks.tiny_model(tokenizer, seed=0)
+    with pytest.raises(ValueError, match=r"empty"):
+        tasks.held_out_accuracy(model, tokenizer, [])
+    with pytest.raises(ValueError, match=r"num_samples.*0"):
+        tasks.held_out_accuracy(model, tokenizer, PROBLEMS, num_samples=0)
+    right_padding = tasks.character_tokenizer()
+    right_padding.padding_side = "right"
+    with pytest.raises(ValueError, match=r"'right'"):
+        tasks.held_out_accuracy(model, right_padding, PROBLEMS)
