@@ -1,0 +1,59 @@
+"""The training report: one figure of how reward, entropy, bounds and positive share went over the updates."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def save_report(log_history: Sequence[Mapping[str, float]], path: str | Path) -> Path:
+    """
+    Draw the training report and save it as an image.
+
+    Args:
+        log_history (sequence of mappings):
+            Logs of the run, as in `trainer.state.log_history`. Logs without bounds (evaluation, summary) are left
+            out; missing values leave a gap.
+        path (`str` or `Path`):
+            Image file to write.
+
+    Returns:
+        `Path` of the image.
+
+    Raises:
+        ImportError: If matplotlib is not installed (extra `plots`).
+        ValueError: If no log holds bounds.
+    """
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
+
+    logs = [log for log in log_history if "bapo/clip_low" in log]
+    if not logs:
+        raise ValueError("`log_history` has no update with `bapo/clip_low`: nothing to draw.")
+
+    def series(name: str) -> tuple[list[int], list[float]]:
+        points = [(log["step"], log[name]) for log in logs if log.get(name) is not None]
+        return [step for step, _ in points], [value for _, value in points]
+
+    figure, ((reward, entropy), (bounds, share)) = plt.subplots(
+        2, 2, figsize=(10, 6), sharex=True, layout="constrained"
+    )
+    reward.plot(*series("reward"), color="tab:blue")
+    reward.set_title("Mean reward of the generated samples")
+    entropy.plot(*series("entropy"), color="tab:purple")
+    entropy.set_title("Entropy of the policy (nats per token)")
+    bounds.plot(*series("bapo/clip_high"), color="tab:red", label="upper bound")
+    bounds.plot(*series("bapo/clip_low"), color="tab:green", label="lower bound")
+    bounds.axhline(1.0, color="grey", linewidth=0.8, linestyle=":")
+    bounds.set_title("Clip bounds (importance ratio)")
+    share.plot(*series("bapo/positive_share"), color="tab:orange", label="chosen bounds")
+    share.plot(*series("bapo/positive_share_initial"), color="grey", linewidth=0.8, label="start bounds")
+    share.set_ylim(0, 1)
+    share.set_title("Share of positive-advantage tokens in the loss")
+    for axes in (bounds, share):
+        axes.set_xlabel("optimizer update")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.legend(loc="best", fontsize="small")
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path

@@ -1,0 +1,148 @@
+"""`train_bapo.py` as users start it: in a process of its own, on the embedded task and on their own data."""
+
+import json
+import re
+import sys
+
+import pytest
+from datasets import Dataset, DatasetDict
+from transformers import AutoModelForCausalLM
+
+from bapo_trl.tasks import load_task, warm_start_path
+from tests.commands import ROOT, run_command
+
+
+SHORT = {
+    "max_steps": 2,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 2,
+    "num_iterations": 1,
+    "num_generations": 4,
+    "logging_steps": 1,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm_start():
+    warm_start_path()  # once, so that the scripts find it
+
+
+def train(output_dir, *flags, cwd=ROOT, **settings):
+    arguments = [f"--{name}={value}" for name, value in {**SHORT, **settings}.items()]
+    command = [sys.executable, str(ROOT / "train_bapo.py"), "--output_dir", str(output_dir), *arguments, *flags]
+    return run_command(command, cwd=cwd, HF_HUB_OFFLINE="1")
+
+
+def succeeded(result):
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def logs(output_dir):
+    return json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
+
+
+def test_two_updates_on_the_embedded_task(tmp_path):
+    out = succeeded(train(tmp_path / "run"))
+    for line in (
+        r"samples per generation +16 \(4 per prompt\)",
+        r"samples per update +8 \(1 x 8 x 1\)",
+        r"updates per generation +2\n",
+        r"oldest age of a sample +1 policy versions",
+        r"clip bounds +low 0.6 .. 0.9, high 1.2 .. 3\n",
+        r"bound search +upper_first, over each batch",
+        r"update +1 .*reward 0\.\d+.*clip \[0\.\d+, \d\.\d+\].*positive share",
+        r"Held-out accuracy, greedy 0\.\d+ -> 0\.\d+, mean of 4 samples 0\.\d+ -> 0\.\d+",
+        rf"Model: {tmp_path / 'run'}\n",
+        rf"Report: {tmp_path / 'run' / 'report.png'}\n",
+    ):
+        assert re.search(line, out), (line, out)
+    assert (tmp_path / "run" / "report.png").read_bytes()[:4] == b"\x89PNG"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run").config.model_type == "qwen2"
+    assert [log["step"] for log in logs(tmp_path / "run") if "bapo/clip_low" in log] == [1, 2]
+
+
+def test_lora_saves_the_adapter_alone(tmp_path):
+    succeeded(train(tmp_path, "--use_peft", lora_r=4, lora_target_modules="q_proj"))
+    assert (tmp_path / "adapter_model.safetensors").exists()
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_resume_trains_on_from_the_latest_checkpoint(tmp_path):
+    succeeded(train(tmp_path / "stopped", max_steps=2, save_strategy="steps", save_steps=2))
+    out = succeeded(train(tmp_path / "stopped", max_steps=4, resume_from_checkpoint="true"))
+    succeeded(train(tmp_path / "straight", max_steps=4))
+    assert [log["step"] for log in logs(tmp_path / "stopped") if "bapo/clip_low" in log] == [1, 2, 3, 4]
+    for resumed, straight in zip(logs(tmp_path / "stopped"), logs(tmp_path / "straight"), strict=True):
+        assert resumed.get("grad_norm") == straight.get("grad_norm")
+        assert resumed.get("bapo/positive_share") == straight.get("bapo/positive_share")
+    assert "Held-out accuracy" in out
+
+
+def test_evaluation_alone(tmp_path):
+    out = succeeded(
+        train(tmp_path, do_train="false", per_device_eval_batch_size=64, num_generations_eval=4, resume_from_checkpoint="false")
+    )  # fmt: skip
+    metrics = json.loads((tmp_path / "eval_results.json").read_text())
+    assert 0 < metrics["eval_reward"] < metrics["eval_reward_best_of_4"] <= 1
+    assert re.search(r"Evaluation: update +0  eval reward 0\.\d+  reward best of 4 0\.\d+", out)
+    assert not (tmp_path / "model.safetensors").exists()
+    assert "Held-out accuracy" not in out
+
+
+def test_evaluation_during_training_on_a_users_own_data_and_reward(tmp_path):
+    (tmp_path / "my_rewards.py").write_text(
+        "def prefers_short(completions, **kwargs):\n    return [-float(len(text)) for text in completions]\n"
+    )
+    task = load_task()
+    data = DatasetDict(train=task.train_dataset.select(range(32)), test=task.test_dataset.select(range(8)))
+    data.save_to_disk(tmp_path / "data")
+    out = succeeded(
+        train(
+            "out", cwd=tmp_path, dataset_name="data", reward_funcs="my_rewards.prefers_short",
+            model_name_or_path=warm_start_path(), use_cpu="true", bf16="false", gradient_checkpointing="false",
+            eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8, max_completion_length=4,
+            report_to="tensorboard",
+        )
+    )  # fmt: skip
+    history = logs(tmp_path / "out")
+    assert [log["step"] for log in history if "eval_reward" in log] == [1, 2, 2]  # and once more at the end
+    assert all(log["eval_rewards/prefers_short/mean"] < 0 for log in history if "eval_reward" in log)
+    assert "Held-out accuracy" not in out
+    assert list((tmp_path / "out").rglob("events.out.tfevents*"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dataset_name": "./missing.jsonl"}, "`dataset_name` is './missing.jsonl'.*no such file or folder"),
+        ({"dataset_name": "embedded", "reward_funcs": "accuracy"}, "`reward_funcs` has 'accuracy'.*accuracy_reward"),
+        ({"dataset_name": "questions.jsonl", "reward_funcs": "think_format_reward"}, "no `prompt` column.*question"),
+        ({"dataset_name": "questions.jsonl"}, "`reward_funcs` is not set"),
+        ({"dataset_name": "embedded", "model_name_or_path": None}, "`model_name_or_path` is not set"),
+        ({"dataset_name": "questions.jsonl", "dataset_train_split": "trein"}, "`dataset_train_split` is 'trein'.*train"),
+        ({"dataset_name": "questions.jsonl", "do_eval": "true"}, "`dataset_test_split` is 'test'.*train"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_argument_the_value_and_the_fix(tmp_path, settings, message, monkeypatch):
+    import train_bapo
+
+    Dataset.from_dict({"question": ["1+1="]}).to_json(tmp_path / "questions.jsonl")
+    monkeypatch.chdir(tmp_path)
+    settings = {
+        **SHORT, "output_dir": "out", "use_cpu": "true", "bf16": "false", "gradient_checkpointing": "false",
+        "model_name_or_path": warm_start_path(), **settings,
+    }  # fmt: skip
+    arguments = [part for name, value in settings.items() if value for part in (f"--{name}", str(value))]
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        train_bapo.main(arguments)
+
+
+def test_a_recipe_without_a_dataset_is_refused(tmp_path):
+    import train_bapo
+
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"output_dir: {tmp_path}\nuse_cpu: true\nbf16: false\n")
+    with pytest.raises(ValueError, match="`dataset_name` is not set.*embedded"):
+        train_bapo.main(["--config", str(recipe)])

@@ -1,0 +1,179 @@
+"""
+Train a model with BAPO.
+
+The embedded arithmetic task, on a laptop without a GPU:
+
+    python train_bapo.py
+
+One of the recipes, or your own; flags override its values:
+
+    accelerate launch train_bapo.py --config recipes/math_7b.yaml --learning_rate 1e-6
+
+Your own data and reward, all settings from the command line:
+
+    python train_bapo.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name prompts.jsonl \
+        --reward_funcs my_rewards.is_short --output_dir out --steps_per_generation 8 --num_iterations 2
+
+`--help` lists all settings: those of this script, of `BAPOConfig` (a `GRPOConfig`), of TRL's `ModelConfig` (LoRA flags
+among them) and of TRL's dataset mixtures.
+"""
+
+import importlib.util
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import ProgressCallback
+from trl import (
+    DatasetMixtureConfig,
+    ModelConfig,
+    ScriptArguments,
+    TrlParser,
+    get_dataset,
+    get_peft_config,
+    get_quantization_config,
+)
+
+from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.data import load_splits, pick_split
+from bapo_trl.distributed import end_training
+from bapo_trl.progress import BoundsProgressCallback, log_line, settings_table
+from bapo_trl.report import save_report
+from bapo_trl.rewards import resolve_reward_funcs
+from bapo_trl.tasks import held_out_accuracy, load_task, warm_start_path
+
+
+EMBEDDED = "embedded"
+QUICKSTART = Path(__file__).resolve().parent / "recipes" / "quickstart.yaml"
+
+
+@dataclass
+class BAPOScriptArguments(ScriptArguments):
+    """
+    Arguments of this script. `--dataset_name` is a file (json, jsonl, parquet), a folder, a Hub id or `embedded`.
+
+    Args:
+        reward_funcs (`list[str]`, *optional*):
+            Reward functions: names of TRL's, or import paths `package.module.function`. The embedded task brings its
+            own.
+    """
+
+    reward_funcs: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Reward functions: accuracy_reward, reasoning_accuracy_reward, think_format_reward, "
+            "get_soft_overlong_punishment, or import paths such as my_package.rewards.my_reward."
+        },
+    )
+
+
+def parse_arguments(arguments: list[str]):
+    if "--config" not in arguments and "--dataset_name" not in arguments:
+        arguments = ["--config", str(QUICKSTART), *arguments]
+    parser = TrlParser((BAPOScriptArguments, BAPOConfig, ModelConfig, DatasetMixtureConfig))
+    return parser.parse_args_and_config(arguments)
+
+
+def load_data(script_args, training_args, dataset_args, task):
+    """Return the train split and, if the run evaluates, the test split."""
+    if task is not None:
+        return task.train_dataset, task.test_dataset
+    if dataset_args.datasets:
+        splits = get_dataset(dataset_args)
+    elif script_args.dataset_name:
+        splits = load_splits(script_args.dataset_name, script_args.dataset_config, script_args.dataset_streaming)
+    else:
+        raise ValueError(
+            "`dataset_name` is not set: give a json, jsonl or parquet file, a dataset folder, an id on the Hub, or "
+            f"'{EMBEDDED}' for the built-in task (or list `datasets` in the config file)."
+        )
+    train_dataset = pick_split(splits, script_args.dataset_train_split, "dataset_train_split")
+    if not training_args.do_eval:
+        return train_dataset, None
+    return train_dataset, pick_split(splits, script_args.dataset_test_split, "dataset_test_split")
+
+
+def main(arguments: list[str]):
+    script_args, training_args, model_args, dataset_args = parse_arguments(arguments)
+
+    # Data, rewards and model
+    task = load_task() if script_args.dataset_name == EMBEDDED else None
+    train_dataset, eval_dataset = load_data(script_args, training_args, dataset_args, task)
+    if script_args.reward_funcs:
+        reward_funcs = resolve_reward_funcs(script_args.reward_funcs)
+    elif task is not None:
+        reward_funcs = [task.reward_func]
+    else:
+        raise ValueError("`reward_funcs` is not set: name a reward of TRL's or an import path, see --help.")
+    model = model_args.model_name_or_path
+    if model is None:
+        raise ValueError("`model_name_or_path` is not set: give a folder, an id on the Hub, or 'embedded'.")
+    if model == EMBEDDED:
+        torch.set_num_threads(1)  # so small a model gains nothing from more, and loses a lot on a busy machine
+        with training_args.main_process_first(desc="warm start"):
+            model = str(warm_start_path())
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(training_args.model_init_kwargs or {}),
+    }
+
+    # Trainer
+    trainer = BAPOTrainer(
+        model,
+        reward_funcs,
+        training_args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset if training_args.do_eval else None,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
+    if not training_args.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(BoundsProgressCallback)
+    say = trainer.accelerator.print
+    say(f"BAPO on {script_args.dataset_name or 'a dataset mixture'}\n{settings_table(training_args)}")
+
+    # Train
+    if training_args.do_train:
+        scores_itself = task is not None and trainer.accelerator.num_processes == 1
+        before = (
+            held_out_accuracy(trainer.model, trainer.processing_class, task.test_dataset) if scores_itself else None
+        )
+        trainer.train(resume_from_checkpoint=resume_argument(training_args.resume_from_checkpoint))
+        trainer.save_model(training_args.output_dir)
+        trainer.save_state()
+        if scores_itself:
+            after = held_out_accuracy(trainer.model, trainer.processing_class, task.test_dataset)
+            say(
+                f"Held-out accuracy, greedy {before.greedy:.3f} -> {after.greedy:.3f}, "
+                f"mean of 4 samples {before.sampled:.3f} -> {after.sampled:.3f}"
+            )
+        say(f"Model: {training_args.output_dir}")
+        if trainer.accelerator.is_main_process and importlib.util.find_spec("matplotlib"):
+            report = save_report(trainer.state.log_history, Path(training_args.output_dir) / "report.png")
+            say(f"Report: {report}")
+        elif trainer.accelerator.is_main_process:
+            say("Report: not drawn, matplotlib is not installed (pip install 'bapo-trl[plots]')")
+
+    # Evaluate
+    if training_args.do_eval:
+        metrics = trainer.evaluate()
+        trainer.save_metrics("eval", metrics)
+        say(f"Evaluation: {log_line(trainer.state.global_step, metrics)}")
+
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+        say(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}")
+    end_training(trainer)
+
+
+def resume_argument(value: str | None) -> str | bool | None:
+    """Return what `Trainer.train` resumes from: the latest checkpoint for "true", none for "false", else a folder."""
+    return {"true": True, "false": None}.get(value.lower(), value) if value is not None else None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
