@@ -13,7 +13,8 @@ def table(**args):
 
 
 def test_settings_table_says_what_the_settings_mean():
-    # 6 rows x 4 steps = 24 rows a generation; 2 micro-batches an update; 4 x 2 / 2 = 4 updates, the last 3 versions old
+    # 6 rows x 4 steps = 24 rows a generation; 2 micro-batches an update: 4 x 2 / 2 = 4 updates, the last on
+    # samples of 3 versions ago
     lines = dict(line.strip().split("  ", 1) for line in table().splitlines())
     assert {name: value.strip() for name, value in lines.items()} == {
         "samples per generation": "24 (3 per prompt)",
@@ -40,7 +41,8 @@ def test_log_lines():
         "bapo/positive_share_initial": 0.41, "entropy": 0.777, "staleness/mean": 2.5,
     }  # fmt: skip
     assert log_line(12, train) == (
-        "update   12  reward 0.250  clip [0.60, 1.85]  positive share 0.50  (start bounds: 0.41)  entropy 0.78  age 2.5"
+        "update   12  reward 0.250  clip [0.60, 1.85]  positive share 0.50  (start bounds: 0.41)  entropy 0.78"
+        "  age 2.5"
     )
     undefined = {"bapo/clip_low": 0.6, "bapo/clip_high": 1.2, "bapo/positive_share": None, "entropy": 0.5}
     assert log_line(3, undefined) == "update    3  clip [0.60, 1.20]  entropy 0.50"

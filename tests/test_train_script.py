@@ -64,7 +64,7 @@ def test_two_updates_on_the_embedded_task(tmp_path):
 
 
 def test_lora_saves_the_adapter_alone(tmp_path):
-    succeeded(train(tmp_path, "--use_peft", lora_r=4, lora_target_modules="q_proj"))
+    succeeded(train(tmp_path, "--use_peft", "--lora_target_modules", "q_proj", "v_proj", lora_r=4))
     assert (tmp_path / "adapter_model.safetensors").exists()
     assert not (tmp_path / "model.safetensors").exists()
 
@@ -82,7 +82,10 @@ def test_resume_trains_on_from_the_latest_checkpoint(tmp_path):
 
 def test_evaluation_alone(tmp_path):
     out = succeeded(
-        train(tmp_path, do_train="false", per_device_eval_batch_size=64, num_generations_eval=4, resume_from_checkpoint="false")
+        train(
+            tmp_path, do_train="false", per_device_eval_batch_size=64, num_generations_eval=4,
+            resume_from_checkpoint="false",
+        )
     )  # fmt: skip
     metrics = json.loads((tmp_path / "eval_results.json").read_text())
     assert 0 < metrics["eval_reward"] < metrics["eval_reward_best_of_4"] <= 1
@@ -107,7 +110,8 @@ def test_evaluation_during_training_on_a_users_own_data_and_reward(tmp_path):
         )
     )  # fmt: skip
     history = logs(tmp_path / "out")
-    assert [log["step"] for log in history if "eval_reward" in log] == [1, 2, 2]  # and once more at the end
+    assert [log["step"] for log in history if "eval_reward" in log] == [1, 2]
+    assert (tmp_path / "out" / "eval_results.json").exists()  # once more at the end
     assert all(log["eval_rewards/prefers_short/mean"] < 0 for log in history if "eval_reward" in log)
     assert "Held-out accuracy" not in out
     assert list((tmp_path / "out").rglob("events.out.tfevents*"))
@@ -121,7 +125,10 @@ def test_evaluation_during_training_on_a_users_own_data_and_reward(tmp_path):
         ({"dataset_name": "questions.jsonl", "reward_funcs": "think_format_reward"}, "no `prompt` column.*question"),
         ({"dataset_name": "questions.jsonl"}, "`reward_funcs` is not set"),
         ({"dataset_name": "embedded", "model_name_or_path": None}, "`model_name_or_path` is not set"),
-        ({"dataset_name": "questions.jsonl", "dataset_train_split": "trein"}, "`dataset_train_split` is 'trein'.*train"),
+        (
+            {"dataset_name": "questions.jsonl", "dataset_train_split": "trein"},
+            "`dataset_train_split` is 'trein'.*'train'",
+        ),
         ({"dataset_name": "questions.jsonl", "do_eval": "true"}, "`dataset_test_split` is 'test'.*train"),
     ],
 )  # fmt: skip
@@ -144,5 +151,5 @@ def test_a_recipe_without_a_dataset_is_refused(tmp_path):
 
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"output_dir: {tmp_path}\nuse_cpu: true\nbf16: false\n")
-    with pytest.raises(ValueError, match="`dataset_name` is not set.*embedded"):
+    with pytest.raises(ValueError, match=r"`dataset_name` is not set.*embedded"):
         train_bapo.main(["--config", str(recipe)])

@@ -1,0 +1,194 @@
+"""
+Measure the bound search: time against the step-by-step loop of Algorithm 1, and extra memory at its peak.
+
+    python benchmarks/search_cost.py
+    python benchmarks/search_cost.py --device cuda
+
+About a million tokens, three in four negative, and a target out of reach: the loop walks all 52 candidate pairs.
+Rounds of the search and of both loops alternate in one process; a figure is the median of the rounds' ratios.
+
+- `recomputed`, the loop as Algorithm 1 reads: at every pair it computes the contribution of every token anew. The
+  target is set against this one.
+- `hoisted`, a loop that computes all that does not depend on the bounds once, before it starts.
+
+On a CPU the loops also pay for memory that is given back to the system and fetched again at each of their steps. How
+often that happens depends on all that the process did before. So everything is measured under the default allocator
+and, then, with freed memory kept in the process, which leaves arithmetic only (as on a GPU).
+
+Extra memory is what is allocated above the inputs. On the CPU, the allocator's own record of each allocation and
+release (`torch.profiler`), so that tensors inside of kernels count; on a GPU, `torch.cuda.max_memory_allocated`.
+"""
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable
+
+import torch
+from measuring import keep_freed_memory, num_cores, save_result, spread, synchronize
+
+from bapo_trl.clip_bounds import MEASURES, BoundGrid, contributions, search_bounds
+
+
+ROWS, LENGTH_TOKENS = 512, 2048
+OUT_OF_REACH = 0.99
+SPEEDUP_TARGET = 10.0
+MEMORY_TARGET = 4.0
+GRID = BoundGrid()
+
+
+def make_tokens(device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return ratios (B, T), advantages (B,) and weights (B, T): a quarter of the rows positive, uneven lengths."""
+    generator = torch.Generator().manual_seed(0)
+    ratio = torch.exp(0.35 * torch.randn(ROWS, LENGTH_TOKENS, generator=generator))
+    advantages = torch.where(torch.arange(ROWS) % 4 == 0, 1.0, -1.0)
+    lengths = torch.randint(LENGTH_TOKENS // 2, LENGTH_TOKENS + 1, (ROWS, 1), generator=generator)
+    weights = (torch.arange(LENGTH_TOKENS) < lengths).float()
+    return ratio.to(device), advantages.to(device), weights.to(device)
+
+
+def fast_search(ratio, advantages, weights, measure: str, target: float) -> tuple[float, float]:
+    """Return the bounds that the package finds."""
+    bounds = search_bounds(contributions(ratio, advantages, weights, GRID, measure=measure), GRID, target)
+    return bounds.low.item(), bounds.high.item()
+
+
+def recomputed_loop(ratio, advantages, weights, measure: str, target: float) -> tuple[float, float]:
+    """Return the bounds that Algorithm 1 finds, with all contributions computed anew at each pair of bounds."""
+    advantages = advantages.unsqueeze(1)
+
+    def share(low: float, high: float) -> float:
+        if measure == "gradient":
+            passes = torch.where(advantages > 0, ratio <= high, ratio >= low)
+            terms = ratio * advantages * weights * passes
+        else:
+            terms = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages) * weights
+        positive, negative = terms.clamp(min=0).sum(), -terms.clamp(max=0).sum()
+        return (positive / (positive + negative)).item()
+
+    return _walk(share, target)
+
+
+def hoisted_loop(ratio, advantages, weights, measure: str, target: float) -> tuple[float, float]:
+    """Return the bounds that Algorithm 1 finds, with the parts that no bound enters computed once."""
+    size = weights * advantages.abs().unsqueeze(1)
+    of_positive = torch.where(advantages.unsqueeze(1) > 0, size, 0.0)
+    of_negative = torch.where(advantages.unsqueeze(1) < 0, size, 0.0)
+    if measure == "gradient":
+        of_positive, of_negative = of_positive * ratio, of_negative * ratio
+
+    def share(low: float, high: float) -> float:
+        if measure == "gradient":
+            positive = (of_positive * (ratio <= high)).sum()
+            negative = (of_negative * (ratio >= low)).sum()
+        else:
+            positive = (of_positive * ratio.clamp(max=high)).sum()
+            negative = (of_negative * ratio.clamp(min=low)).sum()
+        return (positive / (positive + negative)).item()
+
+    return _walk(share, target)
+
+
+LOOPS = {"recomputed": recomputed_loop, "hoisted": hoisted_loop}
+
+
+def _walk(share: Callable[[float, float], float], target: float) -> tuple[float, float]:
+    uppers, lowers = GRID.upper.tolist(), GRID.lower.tolist()
+    pairs = [(lowers[0], high) for high in uppers] + [(low, uppers[-1]) for low in lowers[1:]]
+    for low, high in pairs:
+        if share(low, high) >= target:
+            break
+    return low, high
+
+
+def check_same_bounds(tokens, measure: str):
+    """Raise `RuntimeError` if the search and a loop choose different bounds, for targets all along the path."""
+    for target in (0.1, 0.25, 0.3, 0.33, 0.36, 0.4, OUT_OF_REACH):
+        expected = fast_search(*tokens, measure, target)
+        for name, loop in LOOPS.items():
+            found = loop(*tokens, measure, target)
+            if found != expected:
+                raise RuntimeError(f"target {target}, {measure}: search {expected}, {name} loop {found}.")
+
+
+def time_s(function: Callable, device: str) -> float:
+    """Return the seconds that one call takes."""
+    synchronize(device)
+    start = time.perf_counter()
+    function()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def peak_extra_bytes(function: Callable, device: str) -> int:
+    """Return the most bytes that `function` holds at any time, above what was allocated before the call."""
+    if torch.device(device).type == "cuda":
+        synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        function()
+        synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
+        function()
+    held = peak = 0
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def measure_setting(measure: str, num_threads: int, memory: str, rounds: int, device: str) -> dict:
+    """Return one row of the results: speed-up over each loop, and extra memory in token-sized tensors."""
+    torch.set_num_threads(num_threads)
+    tokens = make_tokens(device)
+    check_same_bounds(tokens, measure)  # warms up, too
+    speedups = {name: [] for name in LOOPS}
+    for _ in range(rounds):
+        search_s = time_s(lambda: fast_search(*tokens, measure, OUT_OF_REACH), device)
+        for name, loop in LOOPS.items():
+            speedups[name].append(time_s(lambda loop=loop: loop(*tokens, measure, OUT_OF_REACH), device) / search_s)
+    extra_bytes = peak_extra_bytes(lambda: fast_search(*tokens, measure, OUT_OF_REACH), device)
+    token_bytes = tokens[0].numel() * tokens[0].element_size()
+    return {
+        "measure": measure,
+        "threads": num_threads,
+        "freed_memory": memory,
+        "speedup": {name: spread(ratios) for name, ratios in speedups.items()},
+        "speedup_target": SPEEDUP_TARGET,
+        "extra_memory_tensors": round(extra_bytes / token_bytes, 3),
+        "extra_memory_target": MEMORY_TARGET,
+        "same_bounds": True,  # else `check_same_bounds` has raised
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    parser.add_argument("--rounds", type=int, default=9, help="paired rounds of each setting")
+    args = parser.parse_args()
+
+    thread_counts = sorted({1, num_cores()}) if args.device == "cpu" else [1]
+    results = []
+    print("freed memory  measure    threads  recomputed loop  hoisted loop  extra tensors")
+    for memory in ("default", "kept") if args.device == "cpu" else ("kept",):
+        if memory == "kept":
+            keep_freed_memory()  # for good
+        for measure, num_threads in itertools.product(MEASURES, thread_counts):
+            row = measure_setting(measure, num_threads, memory, args.rounds, args.device)
+            results.append(row)
+            recomputed, hoisted = (row["speedup"][name]["median"] for name in LOOPS)
+            print(
+                f"{memory:<12}  {measure:<10} {num_threads:>7} {recomputed:>15.1f}x {hoisted:>12.1f}x "
+                f"{row['extra_memory_tensors']:>14.2f}",
+                flush=True,
+            )
+    num_pairs = len(GRID.upper) + len(GRID.lower) - 1
+    settings = {"tokens": ROWS * LENGTH_TOKENS, "rows": ROWS, "pairs": num_pairs, "target_share": OUT_OF_REACH}
+    save_result("search_cost", args.device, settings, results)
+
+
+if __name__ == "__main__":
+    main()
