@@ -10,7 +10,7 @@ import trl
 from trl import GRPOTrainer
 
 
-TESTED_VERSIONS = ("1.14", "1.15", "1.16")
+TESTED_VERSIONS = ("1.14", "1.16")
 """TRL minor versions on which the test suite passes."""
 
 OVERRIDDEN_METHODS = (

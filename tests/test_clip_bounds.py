@@ -324,6 +324,18 @@ def test_contributions_of_parts_add_up(measure):
     assert torch.equal(unpacked.negative, whole.negative)
 
 
+def test_only_the_gradient_measure_gains_from_a_higher_lower_bound():
+    """Why `gradient` is the default: under `surrogate`, the second half of the search moves away from the target."""
+    ratio, advantages, weights = random_batch(rows=40, length=500)
+    gradient, surrogate = (contributions(ratio, advantages, weights, BoundGrid(), measure) for measure in MEASURES)
+    assert (gradient.negative.diff() <= 0).all()
+    assert gradient.negative[-1] < 0.9 * gradient.negative[0]
+    assert (surrogate.negative.diff() >= 0).all()
+    assert surrogate.negative[-1] > 1.05 * surrogate.negative[0]
+    assert (gradient.positive.diff() >= 0).all()
+    assert (surrogate.positive.diff() >= 0).all()
+
+
 def test_sequence_ratios_and_token_advantages_broadcast():
     ratio, _, weights = random_batch()
     advantages = torch.randn(5, 11, dtype=torch.float64)
