@@ -30,6 +30,7 @@ style: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/quickstart.py
 	$(BIN)/python benchmarks/search_cost.py
 	$(BIN)/python benchmarks/update_cost.py
 	$(BIN)/python benchmarks/render_results.py

@@ -18,6 +18,7 @@ Your own data and reward, all settings from the command line:
 among them) and of TRL's dataset mixtures.
 """
 
+import argparse
 import importlib.util
 import sys
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from pathlib import Path
 
 import torch
 from transformers import ProgressCallback
+from transformers.trainer_utils import get_last_checkpoint
 from trl import (
     DatasetMixtureConfig,
     ModelConfig,
@@ -69,9 +71,16 @@ class BAPOScriptArguments(ScriptArguments):
 
 
 def parse_arguments(arguments: list[str]):
-    if "--config" not in arguments and "--dataset_name" not in arguments:
+    # argparse takes `--name=value` and `--dataset-name` as well, but TrlParser `--config PATH` alone.
+    arguments = [part for a in arguments for part in (a.split("=", 1) if a.startswith("--config=") else [a])]
+    named = {argument.partition("=")[0].replace("-", "_") for argument in arguments}
+    if not named & {"__config", "__dataset_name", "__help", "_h"}:
         arguments = ["--config", str(QUICKSTART), *arguments]
-    parser = TrlParser((BAPOScriptArguments, BAPOConfig, ModelConfig, DatasetMixtureConfig))
+    parser = TrlParser(
+        (BAPOScriptArguments, BAPOConfig, ModelConfig, DatasetMixtureConfig),
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     return parser.parse_args_and_config(arguments)
 
 
@@ -151,7 +160,12 @@ def main(arguments: list[str]):
                 f"Held-out accuracy, greedy {before.greedy:.3f} -> {after.greedy:.3f}, "
                 f"mean of 4 samples {before.sampled:.3f} -> {after.sampled:.3f}"
             )
+        elif task is not None:
+            say("Held-out accuracy: measured on one process only; `--do_eval true` evaluates on several.")
         say(f"Model: {training_args.output_dir}")
+        checkpoint = get_last_checkpoint(training_args.output_dir)
+        if checkpoint is not None:
+            say(f"Checkpoint: {checkpoint}")
         if trainer.accelerator.is_main_process and importlib.util.find_spec("matplotlib"):
             report = save_report(trainer.state.log_history, Path(training_args.output_dir) / "report.png")
             say(f"Report: {report}")

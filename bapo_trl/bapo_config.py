@@ -10,6 +10,7 @@ from .policy_tokens import WEIGHTINGS
 
 SCOPES = ("batch", "micro_batch")
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+_BOUND_PARTS = tuple(part.name for part in fields(BoundGrid))
 
 
 @dataclass
@@ -149,14 +150,7 @@ class BAPOConfig(GRPOConfig):
     @property
     def bound_grid(self) -> BoundGrid:
         """Candidate clip bounds of the search."""
-        return BoundGrid(
-            lower_start=self.ratio_lower_start,
-            lower_max=self.ratio_lower_max,
-            lower_step=self.ratio_lower_step,
-            upper_start=self.ratio_upper_start,
-            upper_max=self.ratio_upper_max,
-            upper_step=self.ratio_upper_step,
-        )
+        return BoundGrid(**{part: getattr(self, f"ratio_{part}") for part in _BOUND_PARTS})
 
     @property
     def micro_batches_per_generation(self) -> int:
@@ -176,6 +170,11 @@ class BAPOConfig(GRPOConfig):
                     "bounds. Remove it; to fix both bounds as in GRPO, set `ratio_lower_start` = `ratio_lower_max` "
                     "(1 - epsilon) and `ratio_upper_start` = `ratio_upper_max` (1 + epsilon_high)."
                 )
+        for name in ("positive_contribution_target", *(f"ratio_{part}" for part in _BOUND_PARTS)):
+            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), (int, float)):
+                raise ValueError(f"`{name}` is {getattr(self, name)!r}: set it to a number.")
+        if self.num_iterations < 1:
+            raise ValueError(f"`num_iterations` is {self.num_iterations}: set it to at least 1.")
         if not 0 < self.positive_contribution_target <= 1:
             raise ValueError(
                 f"`positive_contribution_target` is {self.positive_contribution_target}: set it to a share in (0, 1] "
@@ -204,7 +203,7 @@ class BAPOConfig(GRPOConfig):
                 "rollouts of a prompt are in one batch."
             )
         grid = self.bound_grid  # checks the bounds
-        if self.delta is not None and self.delta < self.ratio_upper_max:
+        if self.delta is not None and not self.delta >= self.ratio_upper_max:
             raise ValueError(
                 f"`delta` is {self.delta}, below `ratio_upper_max`, which is {self.ratio_upper_max}: it would cap "
                 "positive tokens before the upper bound does. Raise `delta` to at least that, or unset it."

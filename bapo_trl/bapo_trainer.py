@@ -5,8 +5,6 @@ import warnings
 
 import torch
 from trl import GRPOTrainer
-from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer.utils import get_config_model_id
 
 from . import trl_compat
 from .bapo_config import BAPOConfig
@@ -14,6 +12,7 @@ from .clip_bounds import ClipBounds, Contributions, contributions, search_bounds
 from .diagnostics import UpdateLog, measure_tokens
 from .policy_tokens import PolicyTokens, policy_tokens
 from .resume import EpochShuffleCallback
+from .trl_compat import disable_gradient_checkpointing, get_config_model_id
 
 
 trl_compat.check_trl()
@@ -28,6 +27,7 @@ class BAPOTrainer(GRPOTrainer):
 
     What differs from [`~trl.GRPOTrainer`], each time around a call to the parent's method:
 
+    - `train`: starts over when it is called again.
     - `_compute_loss`: where the optimizer step has several micro-batches, searches the bounds over all of them before
       the first (`"batch"` scope); at the last, logs the update, or stops if a log-probability is NaN or infinite.
     - `_get_per_token_logps_and_entropies`: inside the loss, shows the log-probabilities to the search and to the log
@@ -91,6 +91,10 @@ class BAPOTrainer(GRPOTrainer):
         self._epoch_shuffles = EpochShuffleCallback()
         self.add_callback(self._epoch_shuffles)
         self._grid = args.bound_grid
+        self._has_dropout = not args.disable_dropout and any(
+            (isinstance(module, torch.nn.Dropout) and module.p > 0) or getattr(module, "attention_dropout", 0)
+            for module in self.model.modules()
+        )
         self._inputs_in_loss = None  # the micro-batch whose loss is being computed, else `None`
         self._update_log = UpdateLog()
         self._curves: Contributions | None = None  # of the micro-batches that wait for their search
@@ -126,6 +130,8 @@ class BAPOTrainer(GRPOTrainer):
         return self._epoch_shuffles.sampler
 
     def _generate_and_score_completions(self, inputs):
+        if self.environment_factories is None and "prompt" not in inputs[0]:
+            raise ValueError(f"A row of the dataset has no `prompt`, only {sorted(inputs[0])}: rename the column.")
         output = super()._generate_and_score_completions(inputs)
         if self.model.training:
             # On the CPU: rows are aged on the host, without waiting for the device.
@@ -142,7 +148,13 @@ class BAPOTrainer(GRPOTrainer):
             self._metrics["eval"][f"reward_best_of_{self.num_generations_eval}"].append(best_mean)
         return rewards_per_func
 
-    # Loss
+    # Training
+
+    def train(self, *args, **kwargs):
+        # A second call starts over at version 0: samples and measurements of the first one would be taken for new.
+        self._step, self._buffered_inputs = 0, None
+        self._update_log, self._curves = UpdateLog(), None
+        return super().train(*args, **kwargs)
 
     def _compute_loss(self, model, inputs):
         if not self.model.training:  # evaluation keeps the latest bounds
@@ -172,7 +184,8 @@ class BAPOTrainer(GRPOTrainer):
         tokens = self._policy_tokens(inputs, per_token_logps, entropies)
         guarded = {name: inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps")}
         ages = self.state.global_step - inputs["policy_version"]
-        self._update_log.add(measure_tokens(tokens, ages, {"per_token_logps": per_token_logps, **guarded}))
+        guarded["per_token_logps"] = per_token_logps
+        self._update_log.add(measure_tokens(tokens, ages, guarded, inputs["completion_mask"]))
         if not self._searches_ahead:
             self._add_curves(tokens)
             if self.args.search_scope == "micro_batch" or self.accelerator.sync_gradients:
@@ -188,9 +201,18 @@ class BAPOTrainer(GRPOTrainer):
 
     @torch.no_grad()
     def _search_ahead(self):
+        # The forward passes of the loss come in the same order: from the same random state they drop out the same.
+        device = self.accelerator.device
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+            self._add_curves_of_update()
+        self._search()
+
+    def _add_curves_of_update(self):
         first, count = self._step, self.current_gradient_accumulation_steps
         window = [self._buffered_inputs[(first + i) % self.args.steps_per_generation] for i in range(count)]
-        ratios_are_one = all((inputs["policy_version"] == self.state.global_step).all() for inputs in window)
+        # The same on every rank, as all rows of a generation have one version: the forward passes have collectives.
+        is_fresh = all((inputs["policy_version"] == self.state.global_step).all() for inputs in window)
+        ratios_are_one = is_fresh and not self._has_dropout
         needs_logps = self.top_entropy_quantile < 1 or (
             self.args.contribution_weighting == "behavior_prob" and "old_per_token_logps" not in window[0]
         )
@@ -211,7 +233,6 @@ class BAPOTrainer(GRPOTrainer):
                         **{key: inputs.get(key) for key in trl_compat.FORWARD_KEYS},
                     )
                 self._add_curves(self._policy_tokens(inputs, per_token_logps, entropies))
-        self._search()
 
     def _policy_tokens(self, inputs, per_token_logps, entropies) -> PolicyTokens:
         """Read off TRL's batch the tokens of the policy loss, weighed as `_compute_loss` weighs them."""

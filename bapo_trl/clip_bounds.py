@@ -25,7 +25,7 @@ MEASURES = ("gradient", "surrogate")
 ORDERS = ("upper_first", "lower_first")
 
 # Tokens are summed in blocks of this size, so that intermediates stay far below a token-sized tensor.
-_TOKENS_PER_BLOCK = 1 << 16
+_TOKENS_PER_BLOCK = 1 << 15
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
@@ -37,8 +37,12 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 def _grid_axis(start: float, maximum: float, step: float, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     # Made on the device (a copy from the host would wait for it) and by index arithmetic: repeated addition of 0.05
     # misses 3.0.
-    num_steps = math.floor((maximum - start) / step + 1e-9)
-    return start + step * torch.arange(num_steps + 1, device=device, dtype=dtype)
+    with torch.inference_mode(False):  # kept for later calls, which may need gradients
+        return start + step * torch.arange(_num_points(start, maximum, step), device=device, dtype=dtype)
+
+
+def _num_points(start: float, maximum: float, step: float) -> int:
+    return math.floor((maximum - start) / step + 1e-9) + 1  # 0.15 / 0.05 is 2.9999999999999996
 
 
 @dataclass(frozen=True)
@@ -119,27 +123,37 @@ class BoundGrid:
     @property
     def lower(self) -> torch.Tensor:
         """Candidates of the lower bound, shape `(K_low,)`, float64 on the CPU, ascending."""
-        return self.lower_on("cpu")
+        return self.lower_on("cpu").clone()
 
     @property
     def upper(self) -> torch.Tensor:
         """Candidates of the upper bound, shape `(K_high,)`, float64 on the CPU, ascending."""
-        return self.upper_on("cpu")
+        return self.upper_on("cpu").clone()
+
+    @property
+    def num_lower(self) -> int:
+        """Number of candidates of the lower bound, `K_low`."""
+        return _num_points(self.lower_start, self.lower_max, self.lower_step)
+
+    @property
+    def num_upper(self) -> int:
+        """Number of candidates of the upper bound, `K_high`."""
+        return _num_points(self.upper_start, self.upper_max, self.upper_step)
 
     def lower_on(self, device: torch.device | str) -> torch.Tensor:
-        """Return [`BoundGrid.lower`] on `device`, in the widest floating type the device has."""
+        """Return [`BoundGrid.lower`] on `device`, in the widest floating type the device has. Shared: do not write."""
         device = torch.device(device)
         return _grid_axis(self.lower_start, self.lower_max, self.lower_step, device, sum_dtype(device))
 
     def upper_on(self, device: torch.device | str) -> torch.Tensor:
-        """Return [`BoundGrid.upper`] on `device`, in the widest floating type the device has."""
+        """Return [`BoundGrid.upper`] on `device`, in the widest floating type the device has. Shared: do not write."""
         device = torch.device(device)
         return _grid_axis(self.upper_start, self.upper_max, self.upper_step, device, sum_dtype(device))
 
     @property
     def is_fixed(self) -> bool:
         """Whether there is a single pair of bounds, so that nothing is left to search."""
-        return len(self.lower) == 1 and len(self.upper) == 1
+        return self.num_lower == self.num_upper == 1
 
 
 @dataclass(frozen=True)
@@ -173,7 +187,7 @@ class Contributions:
     @classmethod
     def from_vector(cls, vector: torch.Tensor, grid: BoundGrid) -> "Contributions":
         """Return the contributions on `grid` that [`Contributions.as_vector`] packed into `vector`."""
-        return cls(*vector.split([len(grid.upper), len(grid.lower)]))
+        return cls(*vector.split([grid.num_upper, grid.num_lower]))
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,10 @@ _MAXIMA = ("ratio_max", "negative_ratio_min", "age_max")
 
 
 def measure_tokens(
-    tokens: PolicyTokens, ages: torch.Tensor, guarded: Mapping[str, torch.Tensor | None]
+    tokens: PolicyTokens,
+    ages: torch.Tensor,
+    guarded: Mapping[str, torch.Tensor | None],
+    completion_mask: torch.Tensor,
 ) -> torch.Tensor:
     """
     Sum up one micro-batch.
@@ -51,8 +54,11 @@ def measure_tokens(
         ages (`torch.Tensor`):
             Age of each row in policy versions, shape `(B,)`, integer.
         guarded (mapping of `str` to `torch.Tensor`):
-            Log-probabilities by name, shape `(B, T)`; the NaNs and infinities on tokens of the loss are counted.
+            Log-probabilities by name, shape `(B, T)`; their NaNs and infinities on completion tokens are counted.
             `None` for a tensor that the batch does not have.
+        completion_mask (`torch.Tensor`):
+            1 for completion tokens, those that a tool wrote included, shape `(B, T)`. The loss multiplies tool tokens
+            by 0, which does not stop a NaN.
 
     Returns:
         `torch.Tensor` of shape `(14,)`: sums, then maxima, to be combined with [`merge`].
@@ -64,7 +70,7 @@ def measure_tokens(
     log_ratio = torch.where(valid, tokens.log_ratio, 0.0).to(dtype)
     ages = ages.to(device, dtype, non_blocking=True)
 
-    mask = tokens.mask.bool()
+    mask = completion_mask.bool()
     advantages = tokens.advantages if tokens.advantages.dim() == 2 else tokens.advantages.unsqueeze(1)
     suspects = {**guarded, "advantages": advantages.expand(mask.shape)}
     nonfinite = [
@@ -176,9 +182,9 @@ class UpdateLog:
         broken = [f"`{name}` ({counts[name]:.0f} values)" for name in GUARDED_TENSORS if counts[name]]
         if broken:
             raise RuntimeError(
-                f"NaN or infinity in {', '.join(broken)} at update {update}, before its optimizer step: the weights "
-                "are those of the update before. Look for a learning rate that is too high, a reward that is not "
-                "finite or half precision without loss scaling, and resume from the last checkpoint."
+                f"NaN or infinity in {', '.join(broken)} at update {update}, before its optimizer step: nothing of "
+                "this update was applied. Look for a learning rate that is too high, a reward that is not finite or "
+                "half precision without loss scaling, and resume from a checkpoint."
             )
         return update_metrics(values[: len(bounds)], tokens)
 

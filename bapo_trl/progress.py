@@ -1,5 +1,6 @@
 """What a training run says on the terminal: the settings once, then a line for each log."""
 
+import math
 from collections.abc import Mapping
 
 from transformers import ProgressCallback
@@ -16,7 +17,10 @@ def settings_table(args: BAPOConfig) -> str:
             Settings of the run, in a process that knows the number of processes.
     """
     window = args.gradient_accumulation_steps
-    updates = args.micro_batches_per_generation / window
+    generation = args.micro_batches_per_generation
+    updates = generation / window
+    # A generation starts at most `window - gcd` micro-batches into an update, and ends that much further on.
+    oldest_age = math.ceil((generation + window - math.gcd(generation, window)) / window) - 1
     rows_per_update = args.per_device_train_batch_size * args.world_size * window
     low = _range(args.ratio_lower_start, args.ratio_lower_max)
     high = _range(args.ratio_upper_start, args.ratio_upper_max)
@@ -27,7 +31,7 @@ def settings_table(args: BAPOConfig) -> str:
             f"{rows_per_update} ({args.world_size} x {args.per_device_train_batch_size} x {window})",
         ),
         ("updates per generation", f"{updates:g}"),
-        ("oldest age of a sample", f"{max(0, -(-args.micro_batches_per_generation // window) - 1)} policy versions"),
+        ("oldest age of a sample", f"{oldest_age} policy versions"),
         ("clip bounds", f"low {low}, high {high}"),
         ("target share of positives", f"{args.positive_contribution_target:g} ({args.contribution_measure})"),
         ("bound search", f"{args.search_order}, over each {args.search_scope.replace('_', '-')}"),

@@ -2,7 +2,8 @@
 
 import torch
 from transformers import TrainerCallback
-from trl.trainer.utils import RepeatSampler
+
+from .trl_compat import RepeatSampler
 
 
 class EpochShuffleCallback(TrainerCallback):

@@ -13,17 +13,37 @@ from trl import GRPOTrainer
 TESTED_VERSIONS = ("1.14", "1.16")
 """TRL minor versions on which the test suite passes."""
 
+
+def _missing(names: str, version: str = trl.__version__) -> ImportError:
+    return ImportError(
+        f"bapo_trl relies on names that trl {version} does not have: {names}. Install a version it is tested with "
+        f"({', '.join(f'{minor}.*' for minor in TESTED_VERSIONS)}), e.g. "
+        f'pip install "trl~={TESTED_VERSIONS[-1]}.0".'
+    )
+
+
+try:  # helpers of TRL that the package uses, from here
+    from trl.models.utils import disable_gradient_checkpointing  # noqa: F401
+    from trl.trainer.utils import RepeatSampler, get_config_model_id  # noqa: F401
+except ImportError as error:
+    raise _missing(str(error)) from error
+
+
 OVERRIDDEN_METHODS = (
     "_calculate_rewards",
     "_compute_loss",
     "_generate_and_score_completions",
     "_get_per_token_logps_and_entropies",
     "_get_train_sampler",
+    "train",
 )
 """Methods of `GRPOTrainer` that the trainer overrides and calls through `super()`."""
 
 CALLED_METHODS = ("get_high_entropy_mask", "get_off_policy_mask")
 """Methods of `GRPOTrainer` that the trainer calls."""
+
+CLASS_ATTRIBUTES = ("_name", "_paper", "_tag_names")
+"""Class attributes that the trainer sets for TRL's model card."""
 
 ATTRIBUTES = {
     "_compute_loss": (
@@ -40,7 +60,7 @@ ATTRIBUTES = {
         "_metrics",
     ),
     "_prepare_inputs": ("_buffered_inputs", "_generate_and_score_completions", "_step", "num_iterations"),
-    "_generate_and_score_completions": ("_calculate_rewards", "num_generations_eval", "reward_weights"),
+    "_generate_and_score_completions": ("_calculate_rewards", "environment_factories", "reward_weights"),
 }
 """Attributes of the trainer that the trainer relies on, by the `GRPOTrainer` method that must use them too."""
 
@@ -64,6 +84,7 @@ def missing_names(trainer_class: type = GRPOTrainer) -> list[str]:
     missing = [
         name for name in (*OVERRIDDEN_METHODS, *CALLED_METHODS) if not callable(getattr(trainer_class, name, None))
     ]
+    missing += [name for name in CLASS_ATTRIBUTES if not hasattr(trainer_class, name)]
     for method_name, attributes in ATTRIBUTES.items():
         method = getattr(trainer_class, method_name, None)
         if method is None:
@@ -83,11 +104,7 @@ def check_trl(trainer_class: type = GRPOTrainer, version: str = trl.__version__)
     """
     missing = missing_names(trainer_class)
     if missing:
-        raise ImportError(
-            f"bapo_trl relies on names that trl {version} does not have: {', '.join(missing)}. Install a version "
-            f"it is tested with ({', '.join(f'{minor}.*' for minor in TESTED_VERSIONS)}), e.g. "
-            f'pip install "trl~={TESTED_VERSIONS[-1]}.0".'
-        )
+        raise _missing(", ".join(missing), version)
 
 
 def _names_used(code) -> set[str]:

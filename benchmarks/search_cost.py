@@ -25,9 +25,9 @@ import time
 from collections.abc import Callable
 
 import torch
-from measuring import keep_freed_memory, num_cores, save_result, spread, synchronize
 
 from bapo_trl.clip_bounds import MEASURES, BoundGrid, contributions, search_bounds
+from measuring import keep_freed_memory, num_cores, save_result, spread, synchronize
 
 
 ROWS, LENGTH_TOKENS = 512, 2048
@@ -63,7 +63,7 @@ def recomputed_loop(ratio, advantages, weights, measure: str, target: float) -> 
             terms = ratio * advantages * weights * passes
         else:
             terms = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages) * weights
-        positive, negative = terms.clamp(min=0).sum(), -terms.clamp(max=0).sum()
+        positive, negative = _sum(terms.clamp(min=0)), -_sum(terms.clamp(max=0))
         return (positive / (positive + negative)).item()
 
     return _walk(share, target)
@@ -79,17 +79,22 @@ def hoisted_loop(ratio, advantages, weights, measure: str, target: float) -> tup
 
     def share(low: float, high: float) -> float:
         if measure == "gradient":
-            positive = (of_positive * (ratio <= high)).sum()
-            negative = (of_negative * (ratio >= low)).sum()
+            positive = _sum(of_positive * (ratio <= high))
+            negative = _sum(of_negative * (ratio >= low))
         else:
-            positive = (of_positive * ratio.clamp(max=high)).sum()
-            negative = (of_negative * ratio.clamp(min=low)).sum()
+            positive = _sum(of_positive * ratio.clamp(max=high))
+            negative = _sum(of_negative * ratio.clamp(min=low))
         return (positive / (positive + negative)).item()
 
     return _walk(share, target)
 
 
 LOOPS = {"recomputed": recomputed_loop, "hoisted": hoisted_loop}
+
+
+def _sum(terms: torch.Tensor) -> torch.Tensor:
+    """Sum in double precision, as the search does."""
+    return terms.sum(dtype=torch.float64)
 
 
 def _walk(share: Callable[[float, float], float], target: float) -> tuple[float, float]:

@@ -36,12 +36,12 @@ from unittest.mock import patch
 
 import torch
 from datasets import Dataset
-from measuring import keep_freed_memory, save_result, spread, synchronize
 from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import character_tokenizer
+from measuring import keep_freed_memory, save_result, spread, synchronize
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,10 @@ def test_every_new_field_has_help_and_is_documented():
     [
         ({"positive_contribution_target": 0.0}, r"positive_contribution_target.*0.0.*\(0, 1\]"),
         ({"positive_contribution_target": 1.2}, r"positive_contribution_target.*1.2.*\(0, 1\]"),
+        ({"positive_contribution_target": "0.5"}, "positive_contribution_target.*'0.5'.*number"),
+        ({"ratio_lower_step": None}, "ratio_lower_step.*None.*number"),
+        ({"num_iterations": 0}, "num_iterations.*0.*at least 1"),
+        ({"delta": math.nan}, "delta.*nan.*ratio_upper_max"),
         ({"positive_contribution_target": math.nan}, r"positive_contribution_target.*nan.*\(0, 1\]"),
         ({"ratio_lower_start": 0.95}, "ratio_lower_start.*0.95.*ratio_lower_max"),
         ({"ratio_upper_start": 4.0}, "ratio_upper_start.*4.0.*ratio_upper_max"),
@@ -99,6 +103,14 @@ def test_settings_at_the_edges_are_accepted():
 )
 def test_knows_when_every_sample_is_on_policy(args, always_on_policy):
     assert config(**args).is_always_on_policy == always_on_policy
+
+
+def test_evaluation_batches_are_checked_over_all_processes(monkeypatch):
+    two = {"do_eval": True, "per_device_eval_batch_size": 2, "num_generations_eval": 4}
+    with pytest.raises(ValueError, match=r"2 on 1 processes"):
+        config(**two)
+    monkeypatch.setattr(BAPOConfig, "world_size", 2)
+    config(**two)
 
 
 def test_a_grpo_config_is_taken_over():

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import GRPOConfig
@@ -124,6 +124,117 @@ def test_gradient_measure_is_what_autograd_says_of_the_actual_loss(tmp_path, los
         share, expected = record["bounds"].positive_share, positive / (positive + negative)
         torch.testing.assert_close(share, expected, rtol=1e-5, atol=0, equal_nan=True)
     assert any(0 < record["bounds"].positive_share < 1 for (record,) in trainer.updates)
+
+
+def shares_of_loss_and_log(trainer):
+    """Share of the positive tokens in the gradient of the actual loss, and the share the search found, by update."""
+    pairs = []
+    for update in trainer.updates:
+        positive = negative = 0.0
+        for record in update:
+            gradient = record["gradient"].double().abs()
+            advantages = record["inputs"]["advantages"]
+            positive += gradient[advantages > 0].sum().item()
+            negative += gradient[advantages < 0].sum().item()
+        total = positive + negative
+        pairs.append((positive / total if total else math.nan, update[0]["bounds"].positive_share.item()))
+    return pairs
+
+
+def assert_logged_shares_are_those_of_the_loss(trainer):
+    pairs = shares_of_loss_and_log(trainer)
+    assert any(0 < share < 1 for share, _ in pairs)
+    for of_loss, logged in pairs:
+        assert logged == pytest.approx(of_loss, rel=1e-5, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"loss_type": "grpo"},
+        {"loss_type": "luspo"},
+        {"loss_type": "dr_grpo"},
+        {"gradient_checkpointing": True},
+        {"delta": 1.3, "ratio_upper_max": 1.25, "learning_rate": 5e-2},
+        {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "num_iterations": 4},
+    ],
+    ids=lambda args: "-".join(args),
+)
+def test_look_ahead_finds_the_share_of_the_actual_loss(tmp_path, args):
+    trainer = trained(tmp_path, **args)
+    if "delta" in args:
+        negative_ratios = [
+            (record["logps"] - record["inputs"]["old_per_token_logps"]).exp()[record["inputs"]["advantages"] < 0]
+            for update in trainer.updates
+            for record in update
+        ]
+        assert torch.cat([ratios.flatten() for ratios in negative_ratios]).max() > args["delta"]
+    assert_logged_shares_are_those_of_the_loss(trainer)
+
+
+def test_dropout_is_the_same_in_the_look_ahead_and_in_the_loss(tmp_path):
+    model = toy_model(attention_dropout=0.3)
+    assert_logged_shares_are_those_of_the_loss(trained(tmp_path / "attention", model=model))
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.5, init_lora_weights=False)
+    trainer = trained(tmp_path / "lora", trainer_args={"peft_config": lora})
+    assert_logged_shares_are_those_of_the_loss(trainer)
+    assert trainer.look_ahead_calls == 4 * 2  # not skipped after generation: under dropout no ratio is 1
+
+
+def test_behaviour_probabilities_weigh_on_policy_samples_too(tmp_path):
+    with pytest.warns(UserWarning, match="always 1"):
+        trainer = trained(
+            tmp_path, contribution_weighting="behavior_prob", steps_per_generation=2, num_iterations=1, max_steps=3
+        )
+    for update in trainer.updates:
+        assert "old_per_token_logps" not in update[0]["inputs"]
+        assert_same_bounds(update[0]["bounds"], expected_bounds(update, trainer.args))
+
+
+class SampledElsewhere(Recorder):
+    """The generation backend reports log-probabilities of its own, as vLLM does."""
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        noise = 0.3 * torch.randn(output["old_per_token_logps"].shape)
+        output["sampling_per_token_logps"] = output["old_per_token_logps"] + noise
+        return output
+
+
+def test_off_policy_mask_reads_the_log_probs_of_the_sampler(tmp_path):
+    trainer = toy_trainer(tmp_path, trainer_class=SampledElsewhere, off_policy_mask_threshold=0.0)
+    trainer.train()
+    trainer.updates.pop()
+    assert_logged_shares_are_those_of_the_loss(trainer)
+
+
+def test_look_ahead_passes_the_models_other_inputs_on(tmp_path):
+    class WithTokenTypes(Recorder):
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            shape = (len(output["prompt_ids"]), output["prompt_ids"].shape[1] + output["completion_ids"].shape[1])
+            output["token_type_ids"] = torch.zeros(shape, dtype=torch.int64)
+            return output
+
+        def _get_per_token_logps_and_entropies(self, model, *args, token_type_ids=None, **kwargs):
+            if not self._generating:
+                seen.append(token_type_ids is not None)
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+
+    seen = []
+    toy_trainer(tmp_path, trainer_class=WithTokenTypes).train()
+    assert all(seen)
+    assert len(seen) == 4 * 2 + 3 * 2  # losses, and look-aheads but that of the first update
+
+
+def test_a_second_call_to_train_starts_over(tmp_path):
+    trainer = trained(tmp_path, max_steps=2)
+    trainer.updates = [[]]
+    trainer.train()
+    trainer.updates.pop()
+    assert_logged_shares_are_those_of_the_loss(trainer)
+    assert [log["staleness/max"] for log in training_logs(trainer)] == [0, 1]
+    assert training_logs(trainer)[0]["ratio/max"] == 1
 
 
 def test_gradient_measure_counts_neither_kl_nor_masked_tokens(tmp_path):
@@ -382,6 +493,34 @@ def test_evaluation_logs_mean_and_best_of_k_and_leaves_bounds_and_search_alone(t
     assert not any(key.startswith("eval_bapo") for key in metrics)
 
 
+def test_best_of_k_weighs_rewards_and_leaves_out_what_nothing_scored(tmp_path):
+    def sometimes(prompts, completions, **kwargs):
+        return [None if prompt.startswith("0") else 10.0 for prompt in prompts]
+
+    def only_some_lengths(prompts, completions, **kwargs):
+        lengths.extend(zip(prompts, map(len, completions), strict=True))
+        return [
+            None if prompt.startswith("0") else float(len(c)) for prompt, c in zip(prompts, completions, strict=True)
+        ]
+
+    lengths = []
+    trainer = BAPOTrainer(
+        toy_model(), [only_some_lengths, sometimes],
+        BAPOConfig(
+            str(tmp_path), **CPU, **OFF_POLICY, per_device_eval_batch_size=12, num_generations_eval=4,
+            reward_weights=[2.0, 1.0],
+        ),
+        train_dataset=toy_dataset(), eval_dataset=toy_dataset(3), processing_class=character_tokenizer(),
+    )  # fmt: skip
+    metrics = trainer.evaluate()
+    best = {}
+    for prompt, length in lengths:
+        if not prompt.startswith("0"):
+            best[prompt] = max(best.get(prompt, 0), 2.0 * length + 10.0)
+    assert len(best) == 2
+    assert metrics["eval_reward_best_of_4"] == pytest.approx(sum(best.values()) / 2)
+
+
 def test_model_card_names_the_paper_and_the_tags(tmp_path):
     trainer = toy_trainer(tmp_path)
     trainer.create_model_card("toy")
@@ -413,6 +552,26 @@ def test_a_dataset_without_prompts_is_refused(tmp_path):
         toy_trainer(tmp_path, trainer_args={"train_dataset": questions})
     with pytest.raises(ValueError, match=r"held_out dataset has no `prompt` column"):
         toy_trainer(tmp_path, trainer_args={"eval_dataset": {"held_out": questions}})
+
+
+def test_a_stream_without_prompts_is_refused_at_its_first_row(tmp_path):
+    stream = IterableDataset.from_generator(lambda: ({"question": "1+1="} for _ in range(100)))
+    trainer = toy_trainer(tmp_path, trainer_args={"train_dataset": stream})
+    with pytest.raises(ValueError, match=r"no `prompt`, only \['question'\]"):
+        trainer.train()
+
+
+def test_a_nan_on_a_tool_token_stops_before_the_optimizer_step(tmp_path):
+    class BrokenTool(ToolMasked):
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            output["old_per_token_logps"][0, 1] = math.nan
+            return output
+
+    trainer = toy_trainer(tmp_path, trainer_class=BrokenTool, loss_type="dr_grpo")
+    with pytest.raises(RuntimeError, match=r"`old_per_token_logps` \(1 values\).*at update [12]"):
+        trainer.train()
+    assert all(weight.isfinite().all() for weight in trainer.model.parameters())
 
 
 class Breaks(BAPOTrainer):

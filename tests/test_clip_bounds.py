@@ -50,6 +50,28 @@ def test_a_step_that_does_not_divide_the_range_stops_below_its_end():
     torch.testing.assert_close(grid.upper, torch.tensor([1.0, 1.3, 1.6, 1.9], dtype=torch.float64))
 
 
+def test_rounding_loses_no_step():
+    # 0.15 / 0.05 is 2.9999999999999996
+    grid = BoundGrid(lower_start=0.8, lower_max=0.95, lower_step=0.05)
+    torch.testing.assert_close(grid.lower, torch.tensor([0.8, 0.85, 0.9, 0.95], dtype=torch.float64))
+    assert (grid.num_lower, grid.num_upper) == (4, 37)
+
+
+def test_writing_to_a_grids_candidates_changes_no_other_grid():
+    BoundGrid().lower.zero_()
+    BoundGrid().upper.zero_()
+    assert BoundGrid().lower[0] == 0.6
+    assert BoundGrid().upper[0] == 1.2
+
+
+def test_a_grid_first_used_in_inference_mode_serves_training_too():
+    grid = BoundGrid(upper_max=2.7)
+    with torch.inference_mode():
+        contributions(torch.ones(1, 1), torch.ones(1), torch.ones(1, 1), grid)
+    weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+    (weight * grid.upper_on("cpu")).sum().backward()
+
+
 def test_a_range_of_one_point_is_allowed_and_the_other_bound_still_moves():
     grid = BoundGrid(lower_start=0.8, lower_max=0.8, upper_start=1.0, upper_max=2.0, upper_step=1.0)
     assert grid.lower.tolist() == [0.8]

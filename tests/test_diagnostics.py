@@ -21,7 +21,7 @@ def measured(ratios, ages, mask=None, advantages=None, **guarded):
     mask = torch.ones_like(logps, dtype=torch.int64) if mask is None else torch.tensor(mask)
     advantages = torch.ones(len(logps)) if advantages is None else torch.tensor(advantages)
     tokens = policy_tokens(logps, torch.zeros_like(logps), advantages, mask, loss_type="dapo")
-    return measure_tokens(tokens, torch.tensor(ages), {"per_token_logps": logps, **guarded})
+    return measure_tokens(tokens, torch.tensor(ages), {"per_token_logps": logps, **guarded}, mask)
 
 
 def closed(measurements, gather=lambda tensor: tensor, searches=(BOUNDS,)):
@@ -35,13 +35,13 @@ def closed(measurements, gather=lambda tensor: tensor, searches=(BOUNDS,)):
 
 
 def test_metrics_by_hand():
-    metrics = closed([measured([[0.5, 1.0, 2.0], [1.0, 100.0, 0.5]], ages=[0, 3], mask=[[1, 1, 1], [1, 0, 0]])])
+    metrics = closed([measured([[0.5, 1.0, 3.0], [1.0, 100.0, 0.5]], ages=[0, 3], mask=[[1, 1, 1], [1, 0, 0]])])
     assert list(metrics) == list(METRICS)
-    ratios = [0.5, 1.0, 2.0, 1.0]
-    assert metrics["ratio/mean"] == pytest.approx(4.5 / 4)
-    assert (metrics["ratio/min"], metrics["ratio/max"]) == (0.5, 2.0)
-    assert metrics["ratio/ess"] == pytest.approx(4.5**2 / (4 * 6.25))  # squares: .25 + 1 + 4 + 1
-    assert metrics["ratio/chi2"] == pytest.approx(6.25 / 4 - 1)
+    ratios = [0.5, 1.0, 3.0, 1.0]
+    assert metrics["ratio/mean"] == pytest.approx(5.5 / 4)
+    assert (metrics["ratio/min"], metrics["ratio/max"]) == pytest.approx((0.5, 3.0))
+    assert metrics["ratio/ess"] == pytest.approx(5.5**2 / (4 * 11.25))  # squares: .25 + 1 + 9 + 1
+    assert metrics["ratio/chi2"] == pytest.approx(11.25 / 4 - 1)
     assert metrics["ratio/kl"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / 4, rel=1e-5)
     assert (metrics["staleness/mean"], metrics["staleness/max"]) == (1.5, 3)
     assert (metrics["bapo/clip_low"], metrics["bapo/clip_high"]) == (0.75, 2.0)

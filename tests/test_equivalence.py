@@ -108,10 +108,9 @@ def test_sharding_does_not_change_the_bounds(tmp_path, loss_type):
 # Resume
 
 
-@pytest.mark.parametrize(
-    "dataset_size", [40, 8]
-)  # 8 prompts: one generation an epoch, so the resume is in a later one
-def test_a_resumed_run_equals_a_straight_one(tmp_path, dataset_size):
+# With 8 prompts an epoch is one generation, so that the resume is in a later one.
+@pytest.mark.parametrize(("dataset_size", "shuffle"), [(40, True), (8, True), (8, False)])
+def test_a_resumed_run_equals_a_straight_one(tmp_path, dataset_size, shuffle):
     def run(output_dir, resume=None, max_steps=12):
         trainer = toy_trainer(
             output_dir,
@@ -119,6 +118,7 @@ def test_a_resumed_run_equals_a_straight_one(tmp_path, dataset_size):
             max_steps=max_steps,
             save_strategy="steps",
             save_steps=8,
+            shuffle_dataset=shuffle,
             trainer_args={"train_dataset": toy_dataset(dataset_size)},
         )
         trainer.train(resume_from_checkpoint=resume)

@@ -12,6 +12,10 @@ from bapo_trl.tasks import load_task, warm_start_path
 from tests.commands import ROOT, run_command
 
 
+sys.path.insert(0, str(ROOT))
+import train_bapo
+
+
 SHORT = {
     "max_steps": 2,
     "per_device_train_batch_size": 8,
@@ -28,9 +32,17 @@ def _warm_start():
     warm_start_path()  # once, so that the scripts find it
 
 
-def train(output_dir, *flags, cwd=ROOT, **settings):
+def train(output_dir, *flags, cwd=ROOT, launcher=(), **settings):
     arguments = [f"--{name}={value}" for name, value in {**SHORT, **settings}.items()]
-    command = [sys.executable, str(ROOT / "train_bapo.py"), "--output_dir", str(output_dir), *arguments, *flags]
+    command = [
+        sys.executable,
+        *launcher,
+        str(ROOT / "train_bapo.py"),
+        "--output_dir",
+        str(output_dir),
+        *arguments,
+        *flags,
+    ]
     return run_command(command, cwd=cwd, HF_HUB_OFFLINE="1")
 
 
@@ -55,6 +67,7 @@ def test_two_updates_on_the_embedded_task(tmp_path):
         r"update +1 .*reward 0\.\d+.*clip \[0\.\d+, \d\.\d+\].*positive share",
         r"Held-out accuracy, greedy 0\.\d+ -> 0\.\d+, mean of 4 samples 0\.\d+ -> 0\.\d+",
         rf"Model: {tmp_path / 'run'}\n",
+        rf"Checkpoint: {tmp_path / 'run' / 'checkpoint-2'}\n",
         rf"Report: {tmp_path / 'run' / 'report.png'}\n",
     ):
         assert re.search(line, out), (line, out)
@@ -105,8 +118,8 @@ def test_evaluation_during_training_on_a_users_own_data_and_reward(tmp_path):
         train(
             "out", cwd=tmp_path, dataset_name="data", reward_funcs="my_rewards.prefers_short",
             model_name_or_path=warm_start_path(), use_cpu="true", bf16="false", gradient_checkpointing="false",
-            eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8, max_completion_length=4,
-            report_to="tensorboard",
+            dataloader_pin_memory="false", eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8,
+            max_completion_length=4, report_to="tensorboard",
         )
     )  # fmt: skip
     history = logs(tmp_path / "out")
@@ -115,6 +128,67 @@ def test_evaluation_during_training_on_a_users_own_data_and_reward(tmp_path):
     assert all(log["eval_rewards/prefers_short/mean"] < 0 for log in history if "eval_reward" in log)
     assert "Held-out accuracy" not in out
     assert list((tmp_path / "out").rglob("events.out.tfevents*"))
+
+
+@pytest.mark.parametrize(
+    "spelling", ["--dataset_name=data.jsonl", "--dataset-name data.jsonl", "--dataset_name data.jsonl"]
+)
+def test_own_data_takes_nothing_from_the_quickstart(spelling):
+    flags = ["--output_dir", "out", "--use_cpu", "true", "--bf16", "false"]
+    script_args, training_args, model_args, _ = train_bapo.parse_arguments([*spelling.split(), *flags])
+    assert script_args.dataset_name == "data.jsonl"
+    assert (training_args.max_completion_length, training_args.learning_rate) == (512, 1e-6)
+    assert model_args.model_name_or_path is None
+
+
+def test_recipes_in_either_spelling():
+    for flags in (["--config=recipes/quickstart.yaml"], ["--config", "recipes/quickstart.yaml"], ["--max_steps=480"]):
+        assert train_bapo.parse_arguments(flags)[1].learning_rate == 5e-4
+
+
+def test_help_shows_the_defaults_of_the_settings_not_of_a_recipe(capsys):
+    with pytest.raises(SystemExit):
+        train_bapo.parse_arguments(["--help"])
+    out = capsys.readouterr().out
+    assert "Train a model with BAPO." in out
+    assert "--positive_contribution_target" in out
+    assert "(default: embedded)" not in out
+
+
+def test_push_to_hub_pushes_the_trained_model(tmp_path, monkeypatch):
+    pushed = []
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(
+        "transformers.Trainer.init_hf_repo", lambda self, *args: setattr(self, "hub_model_id", "me/run")
+    )
+    monkeypatch.setattr(train_bapo.BAPOTrainer, "push_to_hub", lambda self, **kwargs: pushed.append(kwargs))
+    settings = {**SHORT, "output_dir": tmp_path, "push_to_hub": "true", "save_strategy": "no"}
+    train_bapo.main([part for name, value in settings.items() for part in (f"--{name}", str(value))])
+    assert pushed[-1] == {"dataset_name": "embedded"}  # after the push of `save_model`
+
+
+def test_two_processes_share_the_work(tmp_path):
+    flags = ["--multi_gpu", "--num_machines", "1", "--num_processes", "2", "--mixed_precision", "no"]
+    launcher = ["-m", "accelerate.commands.launch", *flags, "--dynamo_backend", "no", "--main_process_port", "0"]
+    out = succeeded(train(tmp_path, launcher=launcher))
+    assert re.search(r"samples per update +16 \(2 x 8 x 1\)", out)
+    assert out.count("BAPO on embedded") == 1
+    assert [log["step"] for log in logs(tmp_path) if "bapo/clip_low" in log] == [1, 2]
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_a_dataset_mixture_from_a_recipe(tmp_path):
+    for name, size in (("a", 5), ("b", 11)):
+        load_task().train_dataset.select(range(size)).to_json(tmp_path / f"{name}.jsonl")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"datasets: [{{path: json, data_files: {tmp_path}/a.jsonl}}, {{path: json, data_files: {tmp_path}/b.jsonl}}]\n"
+        f"model_name_or_path: {warm_start_path()}\nreward_funcs: [bapo_trl.tasks.exact_match_reward]\n"
+        "use_cpu: true\nbf16: false\ngradient_checkpointing: false\nmax_completion_length: 4\n"
+    )
+    out = succeeded(train(tmp_path / "out", "--config", str(recipe)))
+    assert "BAPO on a dataset mixture" in out
+    assert [log["step"] for log in logs(tmp_path / "out") if "bapo/clip_low" in log] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -133,8 +207,6 @@ def test_evaluation_during_training_on_a_users_own_data_and_reward(tmp_path):
     ],
 )  # fmt: skip
 def test_errors_name_the_argument_the_value_and_the_fix(tmp_path, settings, message, monkeypatch):
-    import train_bapo
-
     Dataset.from_dict({"question": ["1+1="]}).to_json(tmp_path / "questions.jsonl")
     monkeypatch.chdir(tmp_path)
     settings = {
@@ -147,8 +219,6 @@ def test_errors_name_the_argument_the_value_and_the_fix(tmp_path, settings, mess
 
 
 def test_a_recipe_without_a_dataset_is_refused(tmp_path):
-    import train_bapo
-
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"output_dir: {tmp_path}\nuse_cpu: true\nbf16: false\n")
     with pytest.raises(ValueError, match=r"`dataset_name` is not set.*embedded"):
