@@ -203,7 +203,8 @@ class BAPOTrainer(GRPOTrainer):
     def _search_ahead(self):
         # The forward passes of the loss come in the same order: from the same random state they drop out the same.
         device = self.accelerator.device
-        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+        devices = [] if device.type in ("cpu", "mps") else [device]
+        with torch.random.fork_rng(devices, device_type=device.type):
             self._add_curves_of_update()
         self._search()
 
