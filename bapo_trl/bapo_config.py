@@ -6,6 +6,7 @@ from trl import GRPOConfig
 
 from .clip_bounds import MEASURES, ORDERS, BoundGrid
 from .policy_tokens import WEIGHTINGS
+from .replay_queue import ORDERS as REPLAY_ORDERS
 
 
 SCOPES = ("batch", "micro_batch")
@@ -48,6 +49,27 @@ class BAPOConfig(GRPOConfig):
         search_scope (`str`, *optional*, defaults to `"batch"`):
             Tokens of one search: `"batch"`, all micro-batches of the optimizer step on all ranks, or
             `"micro_batch"`, the current micro-batch of all ranks, which needs no extra forward pass.
+        replay_fraction (`float`, *optional*, defaults to `0.0`):
+            Share of each batch taken from the queue of past samples, in [0, 1]. With 0, and without
+            `replay_zero_advantage`, there is no queue. With a queue and `num_iterations` above 1, each later pass
+            over a generation draws its whole batch anew from the queue, in place of the same samples again.
+        replay_zero_advantage (`bool`, *optional*, defaults to `False`):
+            Whether fresh samples with advantage 0 (all answers of a group right, or all wrong) give their place to
+            queued samples.
+        replay_capacity (`int`, *optional*, defaults to `4096`):
+            Largest number of samples in the queue of each rank; beyond it, the first to enter leave.
+        replay_max_staleness (`int`, *optional*, defaults to `None`):
+            Largest age of a sample when it is trained, in policy versions. `None` for no limit.
+        replay_min_staleness (`int`, *optional*, defaults to `0`):
+            Smallest age of a sample when it is drawn from the queue. With `replay_fraction` 1.0, all samples are at
+            least this old once the queue is filled.
+        replay_max_reuse (`int`, *optional*, defaults to `None`):
+            Number of times a sample may be trained, the first included. `None` for no limit.
+        replay_order (`str`, *optional*, defaults to `"fifo"`):
+            Which queued samples are drawn first: `"fifo"`, those trained least often, and of these the ones that have
+            waited longest; `"newest"`, those sampled last; `"uniform"`, any, at random.
+        replay_discard_saved (`bool`, *optional*, defaults to `False`):
+            Whether a resumed run starts with an empty queue, whatever the checkpoint holds.
 
     Raises:
         ValueError: If a value is out of its range or does not go with another; the message names the parameter, the
@@ -122,6 +144,47 @@ class BAPOConfig(GRPOConfig):
         },
     )
 
+    # Parameters of the replay queue
+    replay_fraction: float = field(
+        default=0.0,
+        metadata={"help": "Share of each batch taken from the queue of past samples, in [0, 1]. 0 turns it off."},
+    )
+    replay_zero_advantage: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether fresh samples with advantage 0 (all answers of a group right, or all wrong) give their "
+            "place to queued samples."
+        },
+    )
+    replay_capacity: int = field(
+        default=4096,
+        metadata={"help": "Largest number of samples in the queue of each rank; beyond it, the first to enter leave."},
+    )
+    replay_max_staleness: int | None = field(
+        default=None,
+        metadata={"help": "Largest age of a sample when it is trained, in policy versions. `None` for no limit."},
+    )
+    replay_min_staleness: int = field(
+        default=0,
+        metadata={"help": "Smallest age of a sample when it is drawn from the queue, in policy versions."},
+    )
+    replay_max_reuse: int | None = field(
+        default=None,
+        metadata={"help": "Number of times a sample may be trained, the first included. `None` for no limit."},
+    )
+    replay_order: str = field(
+        default="fifo",
+        metadata={
+            "help": "Which queued samples are drawn first: 'fifo', those trained least often, and of these the ones "
+            "that have waited longest; 'newest', those sampled last; 'uniform', any, at random.",
+            "choices": list(REPLAY_ORDERS),
+        },
+    )
+    replay_discard_saved: bool = field(
+        default=False,
+        metadata={"help": "Whether a resumed run starts with an empty queue, whatever the checkpoint holds."},
+    )
+
     def __post_init__(self):
         if not self.do_train:
             self.do_eval = True
@@ -158,9 +221,19 @@ class BAPOConfig(GRPOConfig):
         return self.steps_per_generation * self.num_iterations
 
     @property
+    def uses_replay(self) -> bool:
+        """Whether there is a replay queue."""
+        return self.replay_fraction > 0 or self.replay_zero_advantage
+
+    @property
+    def updates_per_pass(self) -> int:
+        """Number of optimizer updates in one pass over a batch of `steps_per_generation` micro-batches, at least 1."""
+        return max(1, self.steps_per_generation // self.gradient_accumulation_steps)
+
+    @property
     def is_always_on_policy(self) -> bool:
         """Whether each sample is trained on by the very policy that sampled it, so that every ratio is 1."""
-        return self.gradient_accumulation_steps % self.micro_batches_per_generation == 0
+        return not self.uses_replay and self.gradient_accumulation_steps % self.micro_batches_per_generation == 0
 
     def _validate(self):
         for name in ("epsilon", "epsilon_high"):
@@ -208,6 +281,7 @@ class BAPOConfig(GRPOConfig):
                 f"`delta` is {self.delta}, below `ratio_upper_max`, which is {self.ratio_upper_max}: it would cap "
                 "positive tokens before the upper bound does. Raise `delta` to at least that, or unset it."
             )
+        self._validate_replay()
         window, generation = self.gradient_accumulation_steps, self.micro_batches_per_generation
         if self.search_scope == "batch" and not grid.is_fixed and generation % window != 0:
             raise ValueError(
@@ -216,4 +290,47 @@ class BAPOConfig(GRPOConfig):
                 "(`steps_per_generation` x `num_iterations`), and the second is not sampled yet when the search runs. "
                 f"Set `gradient_accumulation_steps` to a divisor of {generation}, make `steps_per_generation` a "
                 f"multiple of {window}, or set `search_scope` to 'micro_batch'."
+            )
+
+    def _validate_replay(self):
+        if not 0 <= self.replay_fraction <= 1:
+            raise ValueError(f"`replay_fraction` is {self.replay_fraction}: set it to a share in [0, 1].")
+        if self.replay_order not in REPLAY_ORDERS:
+            raise ValueError(
+                f"`replay_order` is {self.replay_order!r}: choose one of {', '.join(map(repr, REPLAY_ORDERS))}."
+            )
+        for name, smallest in (("replay_capacity", 1), ("replay_max_reuse", 1), ("replay_max_staleness", 0)):
+            value = getattr(self, name)
+            if value is not None and value < smallest:
+                raise ValueError(f"`{name}` is {value}: set it to at least {smallest}.")
+        if self.replay_min_staleness < 0:
+            raise ValueError(f"`replay_min_staleness` is {self.replay_min_staleness}: set it to at least 0.")
+        if not self.uses_replay:
+            return
+        if self.steps_per_generation % self.gradient_accumulation_steps != 0:
+            raise ValueError(
+                f"`steps_per_generation` is {self.steps_per_generation}: with a replay queue it must be a multiple of "
+                f"`gradient_accumulation_steps` ({self.gradient_accumulation_steps}), so that each optimizer step is "
+                "drawn at once."
+            )
+        rows = self.per_device_train_batch_size * self.steps_per_generation
+        if self.replay_capacity < rows:
+            raise ValueError(
+                f"`replay_capacity` is {self.replay_capacity}, less than the {rows} samples of a generation on each "
+                f"rank: set it to at least {rows}."
+            )
+        last_update = self.updates_per_pass - 1
+        if self.replay_max_staleness is not None and self.replay_max_staleness < max(
+            last_update, self.replay_min_staleness + last_update
+        ):
+            raise ValueError(
+                f"`replay_max_staleness` is {self.replay_max_staleness}: a sample drawn at `replay_min_staleness` "
+                f"({self.replay_min_staleness}) is {last_update} versions older at the last of the "
+                f"{self.updates_per_pass} updates of a pass. Set it to at least "
+                f"{self.replay_min_staleness + last_update}."
+            )
+        if self.replay_max_reuse is not None and self.replay_max_reuse < self.num_iterations:
+            raise ValueError(
+                f"`replay_max_reuse` is {self.replay_max_reuse}, but `num_iterations` ({self.num_iterations}) passes "
+                f"train each sample that many times on average: set it to at least {self.num_iterations}."
             )

@@ -1,9 +1,11 @@
 """`BAPOTrainer`: TRL's `GRPOTrainer` with clip bounds that are searched for each optimizer update."""
 
+import os
 import textwrap
 import warnings
 
 import torch
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from . import trl_compat
@@ -11,8 +13,14 @@ from .bapo_config import BAPOConfig
 from .clip_bounds import ClipBounds, Contributions, contributions, search_bounds
 from .diagnostics import UpdateLog, measure_tokens
 from .policy_tokens import PolicyTokens, policy_tokens
+from .replay import Replay
 from .resume import EpochShuffleCallback
-from .trl_compat import disable_gradient_checkpointing, get_config_model_id
+from .trl_compat import (
+    disable_gradient_checkpointing,
+    get_config_model_id,
+    shuffle_sequence_dict,
+    split_tensor_dict,
+)
 
 
 trl_compat.check_trl()
@@ -32,7 +40,10 @@ class BAPOTrainer(GRPOTrainer):
       the first (`"batch"` scope); at the last, logs the update, or stops if a log-probability is NaN or infinite.
     - `_get_per_token_logps_and_entropies`: inside the loss, shows the log-probabilities to the search and to the log
       before TRL clips with `epsilon_low` and `epsilon_high`.
-    - `_generate_and_score_completions`: stamps each row with the policy version that sampled it.
+    - `_generate_and_score_completions`: stamps each row with the policy version that sampled it, and trades fresh rows
+      for queued ones.
+    - `_prepare_inputs`: with a replay queue, draws the batches of later passes over a generation from it.
+    - `_save_checkpoint`, `_load_optimizer_and_scheduler`: keep the replay queue in the checkpoint.
     - `_get_train_sampler`: lets a resumed run continue the shuffles of the prompts.
     - `_calculate_rewards`: logs the best of k rollouts in evaluation.
 
@@ -90,6 +101,10 @@ class BAPOTrainer(GRPOTrainer):
             self._check_prompts()
         self._epoch_shuffles = EpochShuffleCallback()
         self.add_callback(self._epoch_shuffles)
+        self._buffer_version: int | None = (
+            None  # version that sampled all rows of the buffer, on all ranks, if one did
+        )
+        self._replay = self._make_replay() if args.uses_replay else None
         self._grid = args.bound_grid
         self._has_dropout = not args.disable_dropout and any(
             (isinstance(module, torch.nn.Dropout) and module.p > 0) or getattr(module, "attention_dropout", 0)
@@ -123,6 +138,14 @@ class BAPOTrainer(GRPOTrainer):
                     "e.g. `dataset.rename_column('question', 'prompt')`."
                 )
 
+    def _make_replay(self) -> Replay:
+        if self._is_vlm:
+            raise ValueError("A replay queue keeps text only: set `replay_fraction` to 0 for multimodal models.")
+        metrics = self._metrics["train"]
+        return Replay(
+            self.args, self._tokenizer.pad_token_id, self.accelerator, lambda name, value: metrics[name].append(value)
+        )
+
     # Data and generation
 
     def _get_train_sampler(self, dataset=None):
@@ -133,10 +156,30 @@ class BAPOTrainer(GRPOTrainer):
         if self.environment_factories is None and "prompt" not in inputs[0]:
             raise ValueError(f"A row of the dataset has no `prompt`, only {sorted(inputs[0])}: rename the column.")
         output = super()._generate_and_score_completions(inputs)
-        if self.model.training:
-            # On the CPU: rows are aged on the host, without waiting for the device.
-            output["policy_version"] = torch.full((len(output["prompt_ids"]),), self.state.global_step)
+        if not self.model.training:
+            return output
+        # On the CPU: rows are aged on the host, without waiting for the device.
+        output["policy_version"] = torch.full((len(output["prompt_ids"]),), self.state.global_step)
+        self._buffer_version = self.state.global_step
+        if self._replay is not None:
+            if "old_per_token_logps" not in output:  # TRL leaves them out where it takes the run to be on-policy
+                batch_size = self.args.per_device_train_batch_size
+                output["old_per_token_logps"], _ = self._score(output, batch_size=batch_size)
+            output = self._take_batch(self._replay.mix(output, self.state.global_step))
         return output
+
+    def _prepare_inputs(self, generation_batch):
+        step = self._step % self.args.micro_batches_per_generation
+        starts_later_pass = step > 0 and step % self.args.steps_per_generation == 0
+        if self._replay is not None and self.model.training and starts_later_pass and self._buffered_inputs:
+            batch = self._take_batch(self._replay.redraw(self.state.global_step))
+            self._buffered_inputs = split_tensor_dict(shuffle_sequence_dict(batch), self.args.steps_per_generation)
+        return super()._prepare_inputs(generation_batch)
+
+    def _take_batch(self, batch_and_whether_fresh):
+        batch, is_fresh = batch_and_whether_fresh
+        self._buffer_version = self.state.global_step if is_fresh else None
+        return batch
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -152,7 +195,9 @@ class BAPOTrainer(GRPOTrainer):
 
     def train(self, *args, **kwargs):
         # A second call starts over at version 0: samples and measurements of the first one would be taken for new.
-        self._step, self._buffered_inputs = 0, None
+        self._step, self._buffered_inputs, self._buffer_version = 0, None, None
+        if self.args.uses_replay:
+            self._replay = self._make_replay()
         self._update_log, self._curves = UpdateLog(), None
         return super().train(*args, **kwargs)
 
@@ -191,6 +236,21 @@ class BAPOTrainer(GRPOTrainer):
             if self.args.search_scope == "micro_batch" or self.accelerator.sync_gradients:
                 self._search()
 
+    # Checkpoints
+
+    def _save_checkpoint(self, model, trial):
+        if self._replay is not None:  # first, as the parent may remove older checkpoints
+            folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            self._replay.save(os.path.join(self._get_output_dir(trial=trial), folder))
+        super()._save_checkpoint(model, trial)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self._replay is None or checkpoint is None or self.args.replay_discard_saved:
+            return
+        if not self._replay.load(checkpoint):
+            warnings.warn(f"The checkpoint {checkpoint} holds no replay queue: starting with an empty one.")
+
     # Bound search
 
     @property
@@ -211,29 +271,35 @@ class BAPOTrainer(GRPOTrainer):
     def _add_curves_of_update(self):
         first, count = self._step, self.current_gradient_accumulation_steps
         window = [self._buffered_inputs[(first + i) % self.args.steps_per_generation] for i in range(count)]
-        # The same on every rank, as all rows of a generation have one version: the forward passes have collectives.
-        is_fresh = all((inputs["policy_version"] == self.state.global_step).all() for inputs in window)
+        is_fresh = self._buffer_version == self.state.global_step
         ratios_are_one = is_fresh and not self._has_dropout
         needs_logps = self.top_entropy_quantile < 1 or (
             self.args.contribution_weighting == "behavior_prob" and "old_per_token_logps" not in window[0]
         )
+        for inputs in window:
+            if ratios_are_one and not needs_logps:
+                per_token_logps = inputs.get(
+                    "old_per_token_logps", torch.zeros_like(inputs["completion_mask"], dtype=torch.float32)
+                )
+                entropies = None
+            else:
+                per_token_logps, entropies = self._score(inputs, self.top_entropy_quantile < 1)
+            self._add_curves(self._policy_tokens(inputs, per_token_logps, entropies))
+
+    @torch.no_grad()
+    def _score(self, inputs, compute_entropy=False, batch_size=None):
+        """Return log-probabilities and entropies, `(B, T)` each, of a batch under the current policy."""
         with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            for inputs in window:
-                if ratios_are_one and not needs_logps:
-                    per_token_logps = inputs.get(
-                        "old_per_token_logps", torch.zeros_like(inputs["completion_mask"], dtype=torch.float32)
-                    )
-                    entropies = None
-                else:
-                    per_token_logps, entropies, *_ = self._get_per_token_logps_and_entropies(
-                        self.model,
-                        torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-                        torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-                        inputs["completion_ids"].size(1),
-                        compute_entropy=self.top_entropy_quantile < 1,
-                        **{key: inputs.get(key) for key in trl_compat.FORWARD_KEYS},
-                    )
-                self._add_curves(self._policy_tokens(inputs, per_token_logps, entropies))
+            per_token_logps, entropies, *_ = self._get_per_token_logps_and_entropies(
+                self.model,
+                torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+                torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+                inputs["completion_ids"].size(1),
+                batch_size=batch_size,
+                compute_entropy=compute_entropy,
+                **{key: inputs.get(key) for key in trl_compat.FORWARD_KEYS},
+            )
+        return per_token_logps, entropies
 
     def _policy_tokens(self, inputs, per_token_logps, entropies) -> PolicyTokens:
         """Read off TRL's batch the tokens of the policy loss, weighed as `_compute_loss` weighs them."""

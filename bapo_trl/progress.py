@@ -22,6 +22,10 @@ def settings_table(args: BAPOConfig) -> str:
     # A generation starts at most `window - gcd` micro-batches into an update, and ends that much further on.
     oldest_age = math.ceil((generation + window - math.gcd(generation, window)) / window) - 1
     rows_per_update = args.per_device_train_batch_size * args.world_size * window
+    age = f"{oldest_age} policy versions"
+    if args.uses_replay:
+        limit = args.replay_max_staleness
+        age = "no limit (replay queue)" if limit is None else f"{limit} policy versions (replay queue)"
     low = _range(args.ratio_lower_start, args.ratio_lower_max)
     high = _range(args.ratio_upper_start, args.ratio_upper_max)
     rows = [
@@ -31,11 +35,14 @@ def settings_table(args: BAPOConfig) -> str:
             f"{rows_per_update} ({args.world_size} x {args.per_device_train_batch_size} x {window})",
         ),
         ("updates per generation", f"{updates:g}"),
-        ("oldest age of a sample", f"{oldest_age} policy versions"),
+        ("oldest age of a sample", age),
         ("clip bounds", f"low {low}, high {high}"),
         ("target share of positives", f"{args.positive_contribution_target:g} ({args.contribution_measure})"),
         ("bound search", f"{args.search_order}, over each {args.search_scope.replace('_', '-')}"),
     ]
+    if args.uses_replay:
+        kept = f"{args.replay_fraction:g} of each batch, {args.replay_capacity} samples a rank at most"
+        rows.append(("replay queue", f"{kept}, {args.replay_order}"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 

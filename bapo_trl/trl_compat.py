@@ -24,7 +24,12 @@ def _missing(names: str, version: str = trl.__version__) -> ImportError:
 
 try:  # helpers of TRL that the package uses, from here
     from trl.models.utils import disable_gradient_checkpointing  # noqa: F401
-    from trl.trainer.utils import RepeatSampler, get_config_model_id  # noqa: F401
+    from trl.trainer.utils import (  # noqa: F401
+        RepeatSampler,
+        get_config_model_id,
+        shuffle_sequence_dict,
+        split_tensor_dict,
+    )
 except ImportError as error:
     raise _missing(str(error)) from error
 
@@ -35,6 +40,9 @@ OVERRIDDEN_METHODS = (
     "_generate_and_score_completions",
     "_get_per_token_logps_and_entropies",
     "_get_train_sampler",
+    "_load_optimizer_and_scheduler",
+    "_prepare_inputs",
+    "_save_checkpoint",
     "train",
 )
 """Methods of `GRPOTrainer` that the trainer overrides and calls through `super()`."""

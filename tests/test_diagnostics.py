@@ -10,6 +10,7 @@ import torch
 from bapo_trl.clip_bounds import BoundGrid, Contributions, search_bounds
 from bapo_trl.diagnostics import GUARDED_TENSORS, METRICS, UpdateLog, measure_tokens, merge
 from bapo_trl.policy_tokens import policy_tokens
+from bapo_trl.replay import METRICS as REPLAY
 
 
 GRID = BoundGrid(lower_start=0.5, lower_max=1.0, lower_step=0.25, upper_start=1.0, upper_max=2.0, upper_step=0.5)
@@ -106,3 +107,7 @@ def test_every_metric_has_its_definition_in_the_docs():
     for page in ("docs/metrics.md", "README.md"):
         named = set(re.findall(r"`((?:bapo|ratio|staleness)/\w+)`", (root / page).read_text()))
         assert named >= set(METRICS), page
+    page = (root / "docs" / "metrics.md").read_text()
+    assert all(
+        f"| `{name}` | {definition[0].lower()}{definition[1:-1]} |" in page for name, definition in REPLAY.items()
+    )

@@ -42,6 +42,13 @@ def test_settings_table_of_on_policy_and_fixed_settings():
     assert "over each micro-batch" in text
 
 
+def test_settings_table_with_a_replay_queue():
+    text = table(replay_fraction=0.25)
+    assert "oldest age of a sample     no limit (replay queue)" in text
+    assert "replay queue               0.25 of each batch, 4096 samples a rank at most, fifo" in text
+    assert "6 policy versions (replay queue)" in table(replay_fraction=0.25, replay_max_staleness=6)
+
+
 def test_log_lines():
     train = {
         "reward": 0.25, "bapo/clip_low": 0.6, "bapo/clip_high": 1.85, "bapo/positive_share": 0.5034,

@@ -1,0 +1,287 @@
+"""The stale-sample replay queue: finished samples of past updates, with what they were sampled with.
+
+One queue a rank, on the CPU, rows without padding; it owns no model and does no communication. Invariants:
+
+- Every row that enters leaves once: by use (`max_reuse`), by age (`max_staleness`) or by capacity, each counted.
+- No row is drawn more than `max_reuse` times, nor for updates at which it would be older than `max_staleness`.
+- The same calls on the same contents give the same rows. Draws at random come from the queue's own generator, which a
+  checkpoint holds with the rows.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .batching import Row, masked_copy
+
+
+ORDERS = ("fifo", "newest", "uniform")
+
+
+@dataclass(frozen=True)
+class ReplayBatch:
+    """
+    Rows to train on next.
+
+    Args:
+        rows (`list[Row]`):
+            The rows.
+        from_queue (`int`):
+            How many of them waited in the queue.
+        zero_advantage_filled (`int`):
+            How many of those stand in for fresh rows without advantage.
+        masked (`int`):
+            How many rows only keep the shape: copies without a token that counts, where the queue had too few.
+        uses (`int`):
+            Sum over the other rows of the number of times they have been drawn, this time included.
+    """
+
+    rows: list[Row]
+    from_queue: int
+    zero_advantage_filled: int
+    masked: int
+    uses: int
+
+
+@dataclass
+class Departures:
+    """Rows that have left the queue, by reason."""
+
+    used: int = 0
+    expired: int = 0
+    overflowed: int = 0
+
+
+@dataclass
+class _Ledger:
+    """What the queue knows of each row, in the order of entry: arrays of one length."""
+
+    version: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # policy that sampled it
+    uses: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # number of draws
+    turn: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # counts entries and draws
+
+    def keep(self, mask: np.ndarray) -> None:
+        self.version, self.uses, self.turn = self.version[mask], self.uses[mask], self.turn[mask]
+
+    def extend(self, version: Sequence[int], uses: Sequence[int], turn: Sequence[int]) -> None:
+        self.version = np.concatenate([self.version, np.asarray(version, dtype=np.int64)])
+        self.uses = np.concatenate([self.uses, np.asarray(uses, dtype=np.int64)])
+        self.turn = np.concatenate([self.turn, np.asarray(turn, dtype=np.int64)])
+
+
+class ReplayQueue:
+    """
+    Queue of the rows of one rank.
+
+    Args:
+        capacity (`int`):
+            Largest number of rows; beyond it, the rows that entered first leave.
+        max_staleness (`int`, *optional*):
+            Largest age of a row when it is trained, in policy versions. `None` for no limit.
+        min_staleness (`int`, *optional*, defaults to `0`):
+            Smallest age of a row when it is drawn from the queue.
+        max_reuse (`int`, *optional*):
+            Number of times a row may be trained, the first time included. `None` for no limit.
+        order (`str`, *optional*, defaults to `"fifo"`):
+            Which rows are drawn first: `"fifo"`, those drawn least often, and of these the ones that have waited
+            longest since they entered or were last drawn; `"newest"`, those sampled last; `"uniform"`, any, at random.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the draws at random.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        max_staleness: int | None = None,
+        min_staleness: int = 0,
+        max_reuse: int | None = None,
+        order: str = "fifo",
+        seed: int = 0,
+    ):
+        if order not in ORDERS:
+            raise ValueError(f"`order` is {order!r}: choose one of {', '.join(map(repr, ORDERS))}.")
+        self.capacity = capacity
+        self.max_staleness = max_staleness
+        self.min_staleness = min_staleness
+        self.max_reuse = max_reuse
+        self.order = order
+        self.departures = Departures()
+        self._random = np.random.default_rng(seed)
+        self._rows: list[Row] = []
+        self._ledger = _Ledger()
+        self._next_turn = 0
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the rows' tensors."""
+        return self._num_bytes
+
+    def enter(self, rows: Sequence[Row], uses: int = 0) -> None:
+        """
+        Let rows in. Beyond `capacity`, the rows that entered first leave.
+
+        Args:
+            rows (sequence of rows):
+                Rows with a `policy_version`.
+            uses (`int`, *optional*, defaults to `0`):
+                Number of times that they have been drawn already.
+        """
+        if self.max_reuse is not None and uses >= self.max_reuse:
+            self.departures.used += len(rows)
+            return
+        versions = [int(row["policy_version"]) for row in rows]
+        turns = range(self._next_turn, self._next_turn + len(rows))
+        self._next_turn += len(rows)
+        self._rows.extend(rows)
+        self._num_bytes += _bytes_of(rows)
+        self._ledger.extend(versions, [uses] * len(rows), turns)
+        excess = max(0, len(self) - self.capacity)
+        self._keep(np.arange(len(self)) >= excess)
+        self.departures.overflowed += excess
+
+    def expire(self, last_version: int) -> None:
+        """Let the rows leave that are older than `max_staleness` at the policy version `last_version`."""
+        if self.max_staleness is not None:
+            keep = last_version - self._ledger.version <= self.max_staleness
+            self.departures.expired += int((~keep).sum())
+            self._keep(keep)
+
+    def draw(self, count: int, policy_version: int, last_version: int) -> tuple[list[Row], int]:
+        """
+        Draw rows, for updates from `policy_version` to `last_version`. With its last use, a row leaves.
+
+        Args:
+            count (`int`):
+                Number of rows wanted, at least 0.
+            policy_version (`int`):
+                Policy version at the first update on the rows.
+            last_version (`int`):
+                Policy version at the last update on the rows.
+
+        Returns:
+            Up to `count` rows, fewer where not enough may be drawn, and the sum of their uses, this one included.
+        """
+        self.expire(last_version)
+        ledger = self._ledger
+        candidates = np.flatnonzero(policy_version - ledger.version >= self.min_staleness)
+        if self.order == "uniform":
+            candidates = self._random.permutation(candidates)
+        elif self.order == "fifo":
+            candidates = candidates[np.lexsort((ledger.turn[candidates], ledger.uses[candidates]))]
+        else:
+            candidates = candidates[np.argsort(-ledger.version[candidates], kind="stable")]
+        drawn = candidates[:count]
+        rows = [self._rows[index] for index in drawn]
+        ledger.uses[drawn] += 1
+        ledger.turn[drawn] = np.arange(self._next_turn, self._next_turn + len(drawn))
+        self._next_turn += len(drawn)
+        uses = int(ledger.uses[drawn].sum())
+        if self.max_reuse is not None:
+            keep = ledger.uses < self.max_reuse
+            self.departures.used += int((~keep).sum())
+            self._keep(keep)
+        return rows, uses
+
+    def mix(
+        self,
+        fresh: Sequence[Row],
+        fraction: float,
+        replaces_zero_advantage: bool,
+        policy_version: int,
+        last_version: int,
+    ) -> ReplayBatch:
+        """
+        Take in the rows of a generation and give back as many to train on, fresh and queued ones.
+
+        Fresh rows that queued ones displace stay in the queue. While the queue cannot fill its share, fresh rows do.
+
+        Args:
+            fresh (sequence of rows):
+                Rows that the current policy sampled.
+            fraction (`float`):
+                Share of the batch taken from the queue, in [0, 1].
+            replaces_zero_advantage (`bool`):
+                Whether fresh rows without advantage give their place to queued rows. They do not enter the queue.
+            policy_version (`int`):
+                Policy version at the first update on the batch.
+            last_version (`int`):
+                Policy version at the last update on the batch.
+
+        Returns:
+            [`ReplayBatch`] of `len(fresh)` rows.
+        """
+        has_signal = [not replaces_zero_advantage or bool((row["advantages"] != 0).any()) for row in fresh]
+        useful = list(itertools.compress(fresh, has_signal))
+        without = [row for row, useful_row in zip(fresh, has_signal, strict=True) if not useful_row]
+        share = round(fraction * len(fresh))
+        queued, uses = self.draw(min(share + len(without), len(fresh)), policy_version, last_version)
+        places = len(fresh) - len(queued)
+        trained, displaced = useful[:places], useful[places:]
+        self.enter(displaced)
+        self.enter(trained, uses=1)
+        fillers = without[: places - len(trained)]
+        return ReplayBatch(
+            rows=[*queued, *trained, *fillers],
+            from_queue=len(queued),
+            zero_advantage_filled=min(len(without) - len(fillers), len(queued)),
+            masked=0,
+            uses=uses + len(trained) + len(fillers),
+        )
+
+    def redraw(self, count: int, shape_from: Sequence[Row], policy_version: int, last_version: int) -> ReplayBatch:
+        """
+        Draw a whole batch from the queue, for a later pass over a generation.
+
+        Args:
+            count (`int`):
+                Number of rows.
+            shape_from (sequence of rows):
+                At least one row. Where the queue has too few, masked copies of these keep the shape; they train
+                nothing.
+            policy_version (`int`):
+                Policy version at the first update on the batch.
+            last_version (`int`):
+                Policy version at the last update on the batch.
+
+        Returns:
+            [`ReplayBatch`] of `count` rows.
+        """
+        rows, uses = self.draw(count, policy_version, last_version)
+        missing = count - len(rows)
+        masked = [masked_copy(row) for row in itertools.islice(itertools.cycle(shape_from), missing)]
+        return ReplayBatch([*rows, *masked], from_queue=len(rows), zero_advantage_filled=0, masked=missing, uses=uses)
+
+    def state(self) -> tuple[list[Row], dict]:
+        """Return the rows in the order of entry, and all else that a later run needs to go on, fit for JSON."""
+        ledger = {name: getattr(self._ledger, name).tolist() for name in ("version", "uses", "turn")}
+        return self._rows, {
+            "ledger": ledger,
+            "next_turn": self._next_turn,
+            "departures": vars(self.departures),
+            "random": self._random.bit_generator.state,
+        }
+
+    def restore(self, rows: Sequence[Row], state: dict) -> None:
+        """Take over what [`ReplayQueue.state`] returned. Beyond `capacity`, the rows that entered first leave."""
+        self._rows, self._ledger, self._num_bytes = list(rows), _Ledger(), _bytes_of(rows)
+        self._ledger.extend(**state["ledger"])
+        self._next_turn = state["next_turn"]
+        self.departures = Departures(**state["departures"])
+        self._random.bit_generator.state = state["random"]
+        self.enter([])
+
+    def _keep(self, mask: np.ndarray) -> None:
+        if not mask.all():
+            self._num_bytes -= _bytes_of(itertools.compress(self._rows, ~mask))
+            self._rows = list(itertools.compress(self._rows, mask))
+            self._ledger.keep(mask)
+
+
+def _bytes_of(rows: Iterable[Row]) -> int:
+    return sum(tensor.nbytes for row in rows for tensor in row.values())

@@ -1,0 +1,275 @@
+"""The replay queue through `train()`: what is trained was generated, stays within the limits, survives a resume."""
+
+import json
+import signal
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.replay import METRICS, Replay
+from tests.commands import run_command
+from tests.test_equivalence import TIMES
+from tests.toy import CPU, OFF_POLICY, toy_dataset, toy_model, toy_trainer, training_logs
+
+
+# 2 updates a pass; 24 rows a generation
+REPLAY = {"replay_fraction": 0.5, "num_iterations": 1, "max_steps": 12, "replay_capacity": 200}
+
+
+def fingerprint(batch, index) -> tuple:
+    """All that a row carries, as bytes; the padding left out."""
+    mask = batch["completion_mask"][index].bool()
+    parts = [batch["prompt_ids"][index][batch["prompt_mask"][index].bool()], batch["completion_ids"][index][mask]]
+    parts += [
+        batch[key][index][mask]
+        for key in ("old_per_token_logps", "sampling_per_token_logps", "ref_per_token_logps")
+        if key in batch
+    ]
+    parts += [batch["advantages"][index], batch["policy_version"][index]]
+    return tuple(part.cpu().numpy().tobytes() for part in parts)
+
+
+class SpyReplay(Replay):
+    def mix(self, batch, policy_version):
+        self.generated.append(([fingerprint(batch, i) for i in range(len(batch["advantages"]))], batch["advantages"]))
+        return super().mix(batch, policy_version)
+
+
+class Spy(BAPOTrainer):
+    """Keeps fingerprints of what was generated and of what each update trained on."""
+
+    def __init__(self, *args, **kwargs):
+        self.generated, self.trained, self.items = [], [], []
+        super().__init__(*args, **kwargs)
+
+    def _make_replay(self):
+        replay = super()._make_replay()
+        replay.__class__, replay.generated = SpyReplay, self.generated
+        return replay
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        for index in range(len(inputs["advantages"])):
+            if inputs["completion_mask"][index].any():
+                age = self.state.global_step - int(inputs["policy_version"][index])
+                self.trained.append((fingerprint(inputs, index), age, float(inputs["advantages"][index])))
+        self.items.append((int(inputs["num_items_in_batch"]), int(inputs["completion_mask"].sum())))
+        return loss
+
+
+def spied(tmp_path, **args):
+    trainer = toy_trainer(tmp_path, trainer_class=Spy, **{**REPLAY, **args})
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {},
+        {"replay_order": "uniform", "replay_max_staleness": 5, "replay_fraction": 0.75},
+        {"num_iterations": 3, "replay_max_reuse": 3, "replay_order": "newest"},
+        {"replay_zero_advantage": True, "replay_fraction": 0.0, "num_iterations": 2},
+        {"gradient_accumulation_steps": 4, "beta": 0.0},
+        {"loss_type": "grpo", "search_scope": "micro_batch", "num_iterations": 2, "replay_max_reuse": 2},
+    ],
+    ids=lambda args: "-".join(args) or "half",
+)
+def test_every_trained_row_was_generated_and_stays_within_the_limits(tmp_path, args):
+    trainer = spied(tmp_path, **args)
+    generated = [name for names, _ in trainer.generated for name in names]
+    uses = {}
+    for name, age, _ in trainer.trained:
+        assert name in generated
+        uses[name] = uses.get(name, 0) + 1
+        if trainer.args.replay_max_staleness is not None:
+            assert age <= trainer.args.replay_max_staleness
+    # A fingerprint can be generated twice: the same prompt may get the same answer.
+    limit = trainer.args.replay_max_reuse or trainer.args.max_steps
+    assert all(uses[name] <= limit * generated.count(name) for name in uses)
+    logs = training_logs(trainer)
+    assert len(logs) == 12
+    ages = [age for _, age, _ in trainer.trained]
+    assert max(log["staleness/max"] for log in logs) == max(ages)
+    assert any(log.get("replay/fraction", 0) > 0 for log in logs)
+
+
+def test_displaced_rows_are_trained_later_and_none_is_lost(tmp_path):
+    trainer = spied(tmp_path)
+    trained = {name for name, _, _ in trainer.trained}
+    *earlier, _ = trainer.generated  # the rows that the last generation displaced still wait
+    assert all(name in trained for names, _ in earlier for name in names)
+    assert max(age for _, age, _ in trainer.trained) == 3  # displaced at version v, trained at v + 2 and v + 3
+
+
+def test_num_items_is_that_of_the_batch_that_is_trained(tmp_path):
+    trainer = spied(tmp_path, num_iterations=2)
+    for start in range(0, len(trainer.items), 4):  # 4 micro-batches a pass
+        of_pass = trainer.items[start : start + 4]
+        assert {items for items, _ in of_pass} == {sum(tokens for _, tokens in of_pass)}
+
+
+def test_controlled_staleness(tmp_path):
+    trainer = spied(tmp_path, replay_fraction=1.0, replay_min_staleness=4, max_steps=20)
+    ages = [age for _, age, _ in trainer.trained]
+    assert min(ages[-24:]) >= 4
+    assert ages[0] == 0  # until the queue is filled, fresh rows train
+
+
+def test_rows_without_advantage_are_replaced(tmp_path):
+    def coarse_reward(completions, **kwargs):
+        return [float(text[:1].isdigit()) for text in completions]
+
+    settings = {**CPU, **OFF_POLICY, **REPLAY, "replay_fraction": 0.0, "replay_zero_advantage": True}
+    trainer = Spy(
+        toy_model(), coarse_reward, BAPOConfig(str(tmp_path), **settings),
+        train_dataset=toy_dataset(), processing_class=toy_trainer(tmp_path).processing_class,
+    )  # fmt: skip
+    trainer.train()
+    zero_generated = sum(int((advantages == 0).sum()) for _, advantages in trainer.generated)
+    zero_trained = sum(advantage == 0 for _, _, advantage in trainer.trained)
+    filled = sum(log.get("replay/zero_advantage_filled", 0) for log in training_logs(trainer))
+    assert filled > 0
+    assert zero_trained == zero_generated - filled
+
+
+def test_metrics_of_the_queue(tmp_path):
+    trainer = spied(tmp_path, num_iterations=2, replay_capacity=60)
+    drawn = [log for log in training_logs(trainer) if "replay/size" in log]
+    assert len(drawn) == 6  # one at each pass of two updates
+    assert all(set(METRICS) <= set(log) for log in drawn)
+    assert [log["replay/fraction"] for log in drawn] == [0, 1, 0.5, 1, 0.5, 1]
+    assert max(log["replay/size"] for log in drawn) == 60
+    assert sum(log["replay/overflowed"] for log in drawn) == 3 * 24 - 60
+    assert drawn[-1]["replay/bytes"] == trainer._replay.queue.num_bytes > 0
+    assert drawn[0]["replay/reuse_mean"] == 1
+
+
+def test_a_replayed_ratio_is_taken_against_the_policy_that_sampled_the_row(tmp_path):
+    class Ratios(Spy):
+        def _before_clipping(self, inputs, per_token_logps, entropies):
+            records.append((self.state.global_step, inputs, per_token_logps.clone()))
+            return super()._before_clipping(inputs, per_token_logps, entropies)
+
+    records = []
+    toy_trainer(tmp_path, trainer_class=Ratios, **{**REPLAY, "save_strategy": "steps", "save_steps": 1}).train()
+
+    def logps(version, inputs):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{version}")
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        with torch.no_grad():
+            logits = model(input_ids=ids, attention_mask=mask).logits[:, -inputs["completion_ids"].shape[1] - 1 : -1]
+        return logits.log_softmax(-1).gather(2, inputs["completion_ids"].unsqueeze(2)).squeeze(2)
+
+    checked = 0
+    for step, inputs, now in records:
+        for version in set(inputs["policy_version"].tolist()) - {0, step}:
+            rows = inputs["policy_version"] == version
+            mask = inputs["completion_mask"][rows].bool()
+            expected = (logps(step, inputs) - logps(version, inputs))[rows].exp()[mask]
+            used = (now - inputs["old_per_token_logps"])[rows].exp()[mask]
+            torch.testing.assert_close(used, expected, rtol=1e-5, atol=1e-5)
+            checked += int(mask.sum())
+    assert checked > 50
+
+
+@pytest.mark.parametrize("order", ["fifo", "uniform"])
+def test_a_resumed_run_draws_the_same_rows(tmp_path, order):
+    def run(folder, max_steps, resume=None):
+        args = {**REPLAY, "num_iterations": 2, "replay_order": order, "save_strategy": "steps", "save_steps": 8}
+        trainer = toy_trainer(tmp_path / folder, trainer_class=Spy, **{**args, "max_steps": max_steps})
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    straight = run("straight", 16)
+    run("stopped", 8)
+    resumed = run("stopped", 16, resume=str(tmp_path / "stopped" / "checkpoint-8"))
+    assert len(resumed.trained) == 8 * 12
+    assert resumed.trained == straight.trained[-len(resumed.trained) :]
+    for left, right in zip(training_logs(straight)[-8:], training_logs(resumed)[-8:], strict=True):
+        keys = [key for key in left if key not in TIMES]
+        assert {key: right[key] for key in keys} == {key: left[key] for key in keys}
+
+
+def test_resume_without_a_saved_queue_warns_and_with_the_flag_starts_empty(tmp_path):
+    saving = {**REPLAY, "save_strategy": "steps", "save_steps": 4, "max_steps": 4}
+    spied(tmp_path, **saving)
+    checkpoint = tmp_path / "checkpoint-4"
+    (queue_file,) = checkpoint.glob("replay_queue_*")
+
+    def resumed(**args):
+        trainer = toy_trainer(tmp_path, **{**saving, "max_steps": 6, **args})
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+        return next(log for log in training_logs(trainer) if log["step"] == 5)["replay/fraction"]
+
+    assert resumed() == 0.5
+    assert resumed(replay_discard_saved=True) == 0
+    queue_file.write_bytes(queue_file.read_bytes()[:100])
+    with pytest.raises(ValueError, match=f"{queue_file.name} is damaged"):
+        resumed()
+    queue_file.unlink()
+    with pytest.warns(UserWarning, match="holds no replay queue: starting with an empty one"):
+        assert resumed() == 0
+
+
+def test_without_a_knob_there_is_no_queue(tmp_path):
+    trainer = toy_trainer(tmp_path, save_strategy="steps", save_steps=4, replay_capacity=30, replay_order="uniform")
+    assert trainer._replay is None
+    trainer.train()
+    assert not list((tmp_path / "checkpoint-4").glob("replay_queue_*"))
+    assert not any("replay/size" in log for log in training_logs(trainer))
+
+
+def test_on_policy_settings_with_a_queue_have_behaviour_log_probs_and_no_warning(tmp_path, recwarn):
+    trainer = spied(tmp_path, gradient_accumulation_steps=4, num_iterations=1)
+    assert not any("always 1" in str(warning.message) for warning in recwarn)
+    assert max(log["ratio/max"] for log in training_logs(trainer)) > 1.05
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"replay_fraction": 1.5}, r"replay_fraction.*1.5.*\[0, 1\]"),
+        ({"replay_order": "lifo"}, r"replay_order.*lifo.*'fifo'"),
+        ({"replay_capacity": 20}, r"replay_capacity.*20.*24"),
+        ({"replay_max_staleness": 0}, r"replay_max_staleness.*0.*at least 1"),
+        ({"replay_max_staleness": 4, "replay_min_staleness": 4}, r"replay_max_staleness.*4.*at least 5"),
+        ({"replay_min_staleness": -1}, r"replay_min_staleness.*-1.*at least 0"),
+        ({"replay_max_reuse": 0}, r"replay_max_reuse.*0.*at least 1"),
+        ({"replay_max_reuse": 1, "num_iterations": 2}, r"replay_max_reuse.*1.*num_iterations.*2"),
+        (
+            {"gradient_accumulation_steps": 8, "num_iterations": 2},
+            r"steps_per_generation.*4.*multiple of.*gradient_accumulation_steps",
+        ),
+    ],
+)
+def test_bad_settings_are_refused(args, message):
+    with pytest.raises(ValueError, match=message):
+        BAPOConfig("unused", **{**CPU, **OFF_POLICY, **REPLAY, **args})
+
+
+def test_two_ranks_with_unequal_queues_stay_in_step(tmp_path):
+    flags = ["--multi_gpu", "--num_machines", "1", "--num_processes", "2", "--mixed_precision", "no"]
+    launcher = ["-m", "accelerate.commands.launch", *flags, "--dynamo_backend", "no", "--main_process_port", "0"]
+    result = run_command([sys.executable, *launcher, "-m", "tests.replay_worker", str(tmp_path)])
+    assert result.returncode == 0, result.stdout + result.stderr
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [rank["num_processes"] for rank in ranks] == [2, 2]
+    assert ranks[0]["sizes"] != ranks[1]["sizes"]
+    assert ranks[0]["bounds"] == ranks[1]["bounds"]
+    assert len(ranks[0]["bounds"]) == 12
+    assert ranks[0]["weights"] == ranks[1]["weights"]
+
+
+def test_killed_in_the_middle_of_a_checkpoint_the_one_before_still_loads(tmp_path):
+    result = run_command([sys.executable, "-m", "tests.replay_killed_worker", str(tmp_path)])
+    assert result.returncode == -signal.SIGKILL, result.stdout + result.stderr
+    assert list((tmp_path / "checkpoint-8").glob("*.unfinished"))
+    assert not list((tmp_path / "checkpoint-8").glob("replay_queue_*.safetensors"))
+    trainer = toy_trainer(tmp_path, **REPLAY)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert next(log for log in training_logs(trainer) if log["step"] == 5)["replay/fraction"] == 0.5

@@ -1,0 +1,275 @@
+"""The replay queue against a plain list, its limits, and its checkpoint."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from safetensors.torch import save_file
+
+from bapo_trl.queue_checkpoint import load_queue, save_queue
+from bapo_trl.replay_queue import ReplayQueue
+
+
+def make_rows(version, count, first=0, advantages=None):
+    return [
+        {
+            "policy_version": torch.tensor(version),
+            "completion_ids": torch.arange(first + index, first + index + 1 + index % 3, dtype=torch.int32),
+            "completion_mask": torch.ones(1 + index % 3, dtype=torch.bool),
+            "advantages": torch.tensor(1.0 if advantages is None else advantages[index]),
+        }
+        for index in range(count)
+    ]
+
+
+def names(rows):
+    return [int(row["completion_ids"][0]) for row in rows]
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Every call on the queue is made on a list of [name, version, uses, turn] too."""
+
+    @initialize(
+        capacity=st.integers(1, 12),
+        max_staleness=st.none() | st.integers(0, 5),
+        min_staleness=st.integers(0, 3),
+        max_reuse=st.none() | st.integers(1, 3),
+        order=st.sampled_from(["fifo", "newest"]),
+    )
+    def start(self, capacity, max_staleness, min_staleness, max_reuse, order):
+        self.limits = (capacity, max_staleness, min_staleness, max_reuse, order)
+        self.queue = ReplayQueue(capacity, max_staleness, min_staleness, max_reuse, order)
+        self.model, self.version, self.turn, self.entered, self.name = [], 0, 0, 0, 0
+        self.left = {"used": 0, "expired": 0, "overflowed": 0}
+
+    @rule(count=st.integers(0, 6), uses=st.integers(0, 1))
+    def enter(self, count, uses):
+        capacity, _, _, max_reuse, _ = self.limits
+        self.queue.enter(make_rows(self.version, count, self.name), uses)
+        self.entered += count
+        if max_reuse is not None and uses >= max_reuse:
+            self.left["used"] += count
+        else:
+            for index in range(count):
+                self.model.append([self.name + index, self.version, uses, self.turn])
+                self.turn += 1
+            while len(self.model) > capacity:
+                self.model.pop(0)
+                self.left["overflowed"] += 1
+        self.name += count
+
+    @rule(updates=st.integers(1, 3))
+    def update(self, updates):
+        self.version += updates
+
+    @rule(count=st.integers(0, 6), more_updates=st.integers(0, 2))
+    def draw(self, count, more_updates):
+        _, max_staleness, min_staleness, max_reuse, order = self.limits
+        last = self.version + more_updates
+        rows, uses = self.queue.draw(count, self.version, last)
+        if max_staleness is not None:
+            self.left["expired"] += sum(last - row[1] > max_staleness for row in self.model)
+            self.model = [row for row in self.model if last - row[1] <= max_staleness]
+        allowed = [row for row in self.model if self.version - row[1] >= min_staleness]
+        allowed.sort(key=(lambda row: (row[2], row[3])) if order == "fifo" else (lambda row: -row[1]))
+        expected = allowed[:count]
+        assert names(rows) == [row[0] for row in expected]
+        for row in expected:
+            row[2] += 1
+            row[3] = self.turn
+            self.turn += 1
+        assert uses == sum(row[2] for row in expected)
+        if max_reuse is not None:
+            self.left["used"] += sum(row[2] >= max_reuse for row in self.model)
+            self.model = [row for row in self.model if row[2] < max_reuse]
+
+    @rule()
+    def save_and_load(self):
+        rows, state = self.queue.state()
+        self.queue = ReplayQueue(*self.limits)
+        self.queue.restore(rows, json.loads(json.dumps(state)))
+
+    @invariant()
+    def same_rows_and_every_departure_counted(self):
+        if hasattr(self, "model"):
+            assert names(self.queue.state()[0]) == [row[0] for row in self.model]
+            assert vars(self.queue.departures) == self.left
+            assert self.entered == len(self.queue) + sum(self.left.values())
+            rows = self.queue.state()[0]
+            assert self.queue.num_bytes == sum(tensor.nbytes for row in rows for tensor in row.values())
+
+
+QueueMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=20, deadline=None)
+TestQueueMachine = QueueMachine.TestCase
+
+
+def test_uniform_draws_come_from_the_seed_and_differ_by_it():
+    def drawn(seed):
+        queue = ReplayQueue(100, order="uniform", seed=seed)
+        queue.enter(make_rows(0, 50))
+        return names(queue.draw(10, 1, 1)[0]) + names(queue.draw(10, 1, 1)[0])
+
+    assert drawn(1) == drawn(1)
+    assert drawn(1) != drawn(2)
+    assert drawn(1) != sorted(drawn(1))
+
+
+def test_mix_trades_the_last_fresh_rows_for_queued_ones():
+    queue = ReplayQueue(100)
+    first = queue.mix(make_rows(0, 4), 0.5, False, 0, 1)
+    assert (names(first.rows), first.from_queue) == ([0, 1, 2, 3], 0)  # nothing queued yet: fresh rows fill
+    second = queue.mix(make_rows(2, 4, first=10), 0.5, False, 2, 3)
+    assert (names(second.rows), second.from_queue, second.uses) == ([0, 1, 10, 11], 2, 2 + 2 + 1 + 1)
+    # never trained: the displaced 12 and 13; of those trained once, 2 and 3 have waited longest
+    third = queue.mix(make_rows(4, 4, first=20), 0.5, False, 4, 5)
+    assert names(third.rows) == [12, 13, 20, 21]
+    assert names(queue.draw(4, 6, 7)[0]) == [22, 23, 2, 3]
+
+
+def test_rows_without_advantage_give_their_place_and_do_not_enter():
+    queue = ReplayQueue(100)
+    queue.enter(make_rows(0, 3))
+    batch = queue.mix(make_rows(2, 4, first=10, advantages=[1.0, 0.0, 0.0, -1.0]), 0.0, True, 2, 2)
+    assert (names(batch.rows), batch.from_queue, batch.zero_advantage_filled) == ([0, 1, 10, 13], 2, 2)
+    assert sorted(names(queue.state()[0])) == [0, 1, 2, 10, 13]
+    alone = ReplayQueue(100).mix(make_rows(2, 3, first=10, advantages=[0.0, 1.0, 0.0]), 0.0, True, 2, 2)
+    assert (names(alone.rows), alone.zero_advantage_filled) == ([11, 10, 12], 0)  # an empty queue: they fill the shape
+
+
+def test_rows_rest_until_min_staleness_and_leave_at_max_staleness():
+    queue = ReplayQueue(100, max_staleness=4, min_staleness=2)
+    queue.enter(make_rows(0, 2))
+    assert queue.draw(2, 1, 1)[0] == []
+    assert names(queue.draw(1, 2, 3)[0]) == [0]
+    assert queue.draw(2, 4, 5)[0] == []  # they would be 5 versions old at the last update
+    assert (len(queue), queue.departures.expired) == (0, 2)
+
+
+def test_a_later_pass_that_finds_too_few_rows_keeps_the_shape_with_masked_ones():
+    queue = ReplayQueue(100, max_reuse=2)
+    fresh = make_rows(0, 3)
+    queue.mix(fresh, 0.5, True, 0, 0)
+    queue.draw(2, 1, 1)
+    batch = queue.redraw(3, fresh, 1, 1)
+    assert (len(batch.rows), batch.from_queue, batch.masked, batch.uses) == (3, 1, 2, 2)
+    assert [bool(row["completion_mask"].any()) for row in batch.rows] == [True, False, False]
+
+
+# Checkpoint
+
+
+def queues_with(counts):
+    queues = []
+    for rank, count in enumerate(counts):
+        queue = ReplayQueue(1000, order="uniform", seed=rank)
+        queue.enter(make_rows(5, count, first=100 * rank))
+        queue.draw(count // 2, 6, 6)
+        queues.append(queue)
+    return queues
+
+
+def assert_same(queue, other):
+    rows, state = queue.state()
+    other_rows, other_state = other.state()
+    assert state == other_state
+    for row, other_row in zip(rows, other_rows, strict=True):
+        assert set(row) == set(other_row)
+        for key in row:
+            assert row[key].dtype == other_row[key].dtype
+            assert torch.equal(row[key], other_row[key])
+
+
+@pytest.mark.parametrize("counts", [[7], [5, 0, 3]])
+def test_a_restored_queue_is_the_same_and_draws_the_same(tmp_path, counts):
+    for rank, queue in enumerate(queues_with(counts)):
+        save_queue(queue, tmp_path, rank, len(counts))
+    for rank, queue in enumerate(queues_with(counts)):
+        restored = ReplayQueue(1000, order="uniform", seed=99)
+        assert load_queue(restored, tmp_path, rank, len(counts))
+        assert_same(restored, queue)
+        assert names(restored.draw(3, 7, 7)[0]) == names(queue.draw(3, 7, 7)[0])
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_another_number_of_ranks_deals_the_rows_out_and_loses_none(tmp_path, ranks):
+    for rank, queue in enumerate(queues_with([5, 0, 4])):
+        save_queue(queue, tmp_path, rank, 3)
+    dealt = []
+    for rank in range(ranks):
+        queue = ReplayQueue(1000)
+        load_queue(queue, tmp_path, rank, ranks)
+        dealt.append(names(queue.state()[0]))
+    in_order = [0, 1, 2, 3, 4, 200, 201, 202, 203]
+    assert dealt == [in_order[rank::ranks] for rank in range(ranks)]
+
+
+def test_no_queue_in_the_folder_is_told(tmp_path):
+    queue = ReplayQueue(10)
+    assert not load_queue(queue, tmp_path, 0, 1)
+    assert len(queue) == 0
+
+
+def damage_truncate(path: Path):
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def damage_foreign(path: Path):
+    save_file({"weights": torch.ones(3)}, path)
+
+
+def damage_remove(path: Path):
+    path.unlink()
+
+
+def damage_garbage(path: Path):
+    path.write_bytes(b"not a tensor file")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_truncate, "damaged"),
+        (damage_garbage, "damaged"),
+        (damage_foreign, "not written by this version"),
+        (damage_remove, "missing, while other ranks' are there"),
+    ],
+)
+def test_damaged_foreign_and_missing_files_are_refused_by_name(tmp_path, damage, message):
+    for rank, queue in enumerate(queues_with([5, 4])):
+        save_queue(queue, tmp_path, rank, 2)
+    damage(tmp_path / "replay_queue_00001_of_00002.safetensors")
+    with pytest.raises(ValueError, match=f"replay_queue_00001_of_00002.safetensors.*{message}"):
+        load_queue(ReplayQueue(10), tmp_path, 1, 2)
+
+
+def test_files_of_two_runs_are_refused(tmp_path):
+    save_queue(queues_with([3])[0], tmp_path, 0, 1)
+    save_queue(queues_with([3])[0], tmp_path, 0, 2)
+    with pytest.raises(ValueError, match=r"\[1, 2\] processes"):
+        load_queue(ReplayQueue(10), tmp_path, 0, 1)
+
+
+def test_an_interrupted_save_leaves_the_file_before_it(tmp_path, monkeypatch):
+    (queue,) = queues_with([5])
+    save_queue(queue, tmp_path, 0, 1)
+
+    def interrupted(tensors, path, metadata):
+        Path(path).write_bytes(b"half of")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bapo_trl.queue_checkpoint.save_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_queue(ReplayQueue(10), tmp_path, 0, 1)
+    restored = ReplayQueue(1000)
+    load_queue(restored, tmp_path, 0, 1)
+    assert len(restored) == 5
+
+
+def test_unknown_order_is_refused():
+    with pytest.raises(ValueError, match=r"`order` is 'lifo'.*'fifo'"):
+        ReplayQueue(10, order="lifo")
