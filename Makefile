@@ -45,9 +45,10 @@ test-with-trl-%: constraints.txt
 CONSTRAINTS ?= constraints.txt
 $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
+	@echo "Installing into $(VENV), once: this takes a minute or more ..."
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --constraint $(CONSTRAINTS) $(TORCH_FLAGS) torch
-	$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) --config-settings editable_mode=compat --editable '.[dev]'
 	touch $@
 
 clean:

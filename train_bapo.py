@@ -79,6 +79,8 @@ def parse_arguments(arguments: list[str]):
     parser = TrlParser(
         (BAPOScriptArguments, BAPOConfig, ModelConfig, DatasetMixtureConfig),
         description=__doc__,
+        usage="train_bapo.py [--config RECIPE] [--NAME VALUE ...]",
+        allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     return parser.parse_args_and_config(arguments)
@@ -106,6 +108,12 @@ def load_data(script_args, training_args, dataset_args, task):
 def main(arguments: list[str]):
     script_args, training_args, model_args, dataset_args = parse_arguments(arguments)
 
+    if not training_args.do_train and training_args.resume_from_checkpoint not in (None, "false"):
+        raise ValueError(
+            f"`resume_from_checkpoint` is '{training_args.resume_from_checkpoint}', but `do_train` is false and "
+            "evaluation is of `model_name_or_path`: set that to the checkpoint's folder."
+        )
+
     # Data, rewards and model
     task = load_task() if script_args.dataset_name == EMBEDDED else None
     train_dataset, eval_dataset = load_data(script_args, training_args, dataset_args, task)
@@ -118,8 +126,9 @@ def main(arguments: list[str]):
     model = model_args.model_name_or_path
     if model is None:
         raise ValueError("`model_name_or_path` is not set: give a folder, an id on the Hub, or 'embedded'.")
-    if model == EMBEDDED:
+    if task is not None and training_args.use_cpu:
         torch.set_num_threads(1)  # so small a model gains nothing from more, and loses a lot on a busy machine
+    if model == EMBEDDED:
         with training_args.main_process_first(desc="warm start"):
             model = str(warm_start_path())
     training_args.model_init_kwargs = {
@@ -143,7 +152,19 @@ def main(arguments: list[str]):
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(BoundsProgressCallback)
     say = trainer.accelerator.print
-    say(f"BAPO on {script_args.dataset_name or 'a dataset mixture'}\n{settings_table(training_args)}")
+
+    resume = resume_argument(training_args.resume_from_checkpoint)
+    data = "the embedded task (sums of two numbers)" if task else script_args.dataset_name or "a dataset mixture"
+    if training_args.do_train:
+        say(f"BAPO on {data}\n{settings_table(training_args)}")
+        say(f"Each line below: means over the last {training_args.logging_steps:g} updates, age in policy versions.")
+        has_folder = Path(training_args.output_dir).is_dir()
+        earlier = get_last_checkpoint(training_args.output_dir) if has_folder else None
+        if earlier is not None and resume is None:
+            say(
+                f"Note: {earlier} is of an earlier run and may be overwritten. `--resume_from_checkpoint true` goes on "
+                "from it, another `--output_dir` keeps it."
+            )
 
     # Train
     if training_args.do_train:
@@ -151,20 +172,21 @@ def main(arguments: list[str]):
         before = (
             held_out_accuracy(trainer.model, trainer.processing_class, task.test_dataset) if scores_itself else None
         )
-        trainer.train(resume_from_checkpoint=resume_argument(training_args.resume_from_checkpoint))
+        trainer.train(resume_from_checkpoint=resume)
         trainer.save_model(training_args.output_dir)
         trainer.save_state()
         if scores_itself:
             after = held_out_accuracy(trainer.model, trainer.processing_class, task.test_dataset)
+            since = " since the warm start" if resume else ""
             say(
-                f"Held-out accuracy, greedy {before.greedy:.3f} -> {after.greedy:.3f}, "
+                f"Held-out accuracy{since}, greedy {before.greedy:.3f} -> {after.greedy:.3f}, "
                 f"mean of 4 samples {before.sampled:.3f} -> {after.sampled:.3f}"
             )
         elif task is not None:
             say("Held-out accuracy: measured on one process only; `--do_eval true` evaluates on several.")
         say(f"Model: {training_args.output_dir}")
-        checkpoint = get_last_checkpoint(training_args.output_dir)
-        if checkpoint is not None:
+        checkpoint = Path(training_args.output_dir) / f"checkpoint-{trainer.state.global_step}"
+        if checkpoint.is_dir():
             say(f"Checkpoint: {checkpoint}")
         if trainer.accelerator.is_main_process and importlib.util.find_spec("matplotlib"):
             report = save_report(trainer.state.log_history, Path(training_args.output_dir) / "report.png")
@@ -176,7 +198,8 @@ def main(arguments: list[str]):
     if training_args.do_eval:
         metrics = trainer.evaluate()
         trainer.save_metrics("eval", metrics)
-        say(f"Evaluation: {log_line(trainer.state.global_step, metrics)}")
+        say(f"Evaluation of {model} on {data}: {log_line(trainer.state.global_step, metrics)}")
+        say(f"Metrics: {Path(training_args.output_dir) / 'eval_results.json'}")
 
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)

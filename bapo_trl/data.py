@@ -3,9 +3,11 @@
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset, load_from_disk
+from datasets.exceptions import DatasetsError
 
 
 _FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+_DATA_SUFFIXES = (*_FILE_BUILDERS, ".csv", ".tsv", ".txt", ".arrow")
 
 
 def load_splits(name: str, config: str | None = None, streaming: bool = False) -> DatasetDict | IterableDatasetDict:
@@ -25,7 +27,7 @@ def load_splits(name: str, config: str | None = None, streaming: bool = False) -
         Splits by name.
 
     Raises:
-        ValueError: If `name` looks like a path and there is nothing to load.
+        ValueError: If there is no such file or folder, or the Hub does not give the dataset.
     """
     path = Path(name)
     if path.is_file():
@@ -37,12 +39,18 @@ def load_splits(name: str, config: str | None = None, streaming: bool = False) -
     if path.is_dir() and ((path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()):
         loaded = load_from_disk(name)
         return DatasetDict(train=loaded) if isinstance(loaded, Dataset) else loaded
-    if not path.is_dir() and (path.is_absolute() or name.startswith(".") or path.suffix in _FILE_BUILDERS):
+    if not path.is_dir() and (path.is_absolute() or name.startswith(".") or path.suffix in _DATA_SUFFIXES):
         raise ValueError(
             f"`dataset_name` is '{name}', but there is no such file or folder: correct the path, or give an id on the "
             "Hub such as 'org/dataset'."
         )
-    return load_dataset(name, name=config, streaming=streaming)
+    try:
+        return load_dataset(name, name=config, streaming=streaming)
+    except (OSError, DatasetsError) as error:
+        raise ValueError(
+            f"`dataset_name` is '{name}', which is neither a file nor a folder here, and the Hub did not give it "
+            f"either: {error}"
+        ) from error
 
 
 def pick_split(splits: DatasetDict | IterableDatasetDict, split: str, parameter: str) -> Dataset | IterableDataset:

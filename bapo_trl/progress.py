@@ -89,8 +89,5 @@ class BoundsProgressCallback(ProgressCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         line = log_line(state.global_step, logs)
-        if line is not None and state.is_world_process_zero:
-            if self.training_bar is not None:
-                self.training_bar.write(line)
-            else:
-                print(line)
+        if line is not None and self.training_bar is not None and state.is_world_process_zero:
+            self.training_bar.write(line)

@@ -45,9 +45,20 @@ def test_missing_and_foreign_files_are_refused(tmp_path):
     (tmp_path / "data.csv").write_text("prompt\n")
     with pytest.raises(ValueError, match=r"data\.csv.*\.jsonl"):
         load_splits(str(tmp_path / "data.csv"))
-    for name in ("missing.parquet", "./missing", str(tmp_path / "missing")):
+    for name in ("missing.parquet", "missing.csv", "./missing", str(tmp_path / "missing")):
         with pytest.raises(ValueError, match="no such file or folder"):
             load_splits(name)
+
+
+def test_what_the_hub_does_not_give_is_told_with_its_answer(monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("Couldn't reach it")
+
+    monkeypatch.setattr("bapo_trl.data.load_dataset", unreachable)
+    with pytest.raises(
+        ValueError, match=r"'data/promts', which is neither a file nor a folder here.*Couldn't reach it"
+    ):
+        load_splits("data/promts")
 
 
 def test_a_missing_split_is_named_with_those_there_are():

@@ -158,7 +158,7 @@ def test_only_the_answer_and_its_end_carry_labels(tokenizer):
 
 def test_second_call_reuses_the_folder_and_it_loads(quick_builds, tokenizer, capfd):
     path = tasks.warm_start_path(seed=0)
-    assert capfd.readouterr().out.count("\n") == 1
+    assert capfd.readouterr().out.count("\n") == 2
     built_at = (path / "model.safetensors").stat().st_mtime_ns
     assert tasks.warm_start_path(seed=0) == path
     assert capfd.readouterr().out == ""

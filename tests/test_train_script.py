@@ -85,12 +85,17 @@ def test_lora_saves_the_adapter_alone(tmp_path):
 def test_resume_trains_on_from_the_latest_checkpoint(tmp_path):
     succeeded(train(tmp_path / "stopped", max_steps=2, save_strategy="steps", save_steps=2))
     out = succeeded(train(tmp_path / "stopped", max_steps=4, resume_from_checkpoint="true"))
+    assert "may be overwritten" not in out
     succeeded(train(tmp_path / "straight", max_steps=4))
     assert [log["step"] for log in logs(tmp_path / "stopped") if "bapo/clip_low" in log] == [1, 2, 3, 4]
     for resumed, straight in zip(logs(tmp_path / "stopped"), logs(tmp_path / "straight"), strict=True):
         assert resumed.get("grad_norm") == straight.get("grad_norm")
         assert resumed.get("bapo/positive_share") == straight.get("bapo/positive_share")
-    assert "Held-out accuracy" in out
+    assert "Held-out accuracy since the warm start" in out
+    assert f"Checkpoint: {tmp_path / 'stopped' / 'checkpoint-4'}" in out
+    again = succeeded(train(tmp_path / "stopped", max_steps=2))
+    assert f"Note: {tmp_path / 'stopped' / 'checkpoint-4'} is of an earlier run" in again
+    assert f"Checkpoint: {tmp_path / 'stopped' / 'checkpoint-2'}" in again
 
 
 def test_evaluation_alone(tmp_path):
@@ -102,7 +107,7 @@ def test_evaluation_alone(tmp_path):
     )  # fmt: skip
     metrics = json.loads((tmp_path / "eval_results.json").read_text())
     assert 0 < metrics["eval_reward"] < metrics["eval_reward_best_of_4"] <= 1
-    assert re.search(r"Evaluation: update +0  eval reward 0\.\d+  reward best of 4 0\.\d+", out)
+    assert re.search(r"Evaluation of .*: update +0  eval reward 0\.\d+  reward best of 4 0\.\d+", out)
     assert not (tmp_path / "model.safetensors").exists()
     assert "Held-out accuracy" not in out
 
@@ -127,6 +132,7 @@ def test_evaluation_during_training_on_a_users_own_data_and_reward(tmp_path):
     assert (tmp_path / "out" / "eval_results.json").exists()  # once more at the end
     assert all(log["eval_rewards/prefers_short/mean"] < 0 for log in history if "eval_reward" in log)
     assert "Held-out accuracy" not in out
+    assert out.count("eval reward") == 3  # two while training, one at the end
     assert list((tmp_path / "out").rglob("events.out.tfevents*"))
 
 
@@ -139,6 +145,11 @@ def test_own_data_takes_nothing_from_the_quickstart(spelling):
     assert script_args.dataset_name == "data.jsonl"
     assert (training_args.max_completion_length, training_args.learning_rate) == (512, 1e-6)
     assert model_args.model_name_or_path is None
+
+
+def test_an_abbreviated_flag_is_refused(capsys):
+    with pytest.raises(ValueError, match="--positive_contribution'"):
+        train_bapo.parse_arguments(["--positive_contribution", "0.5"])
 
 
 def test_recipes_in_either_spelling():
@@ -172,7 +183,7 @@ def test_two_processes_share_the_work(tmp_path):
     launcher = ["-m", "accelerate.commands.launch", *flags, "--dynamo_backend", "no", "--main_process_port", "0"]
     out = succeeded(train(tmp_path, launcher=launcher))
     assert re.search(r"samples per update +16 \(2 x 8 x 1\)", out)
-    assert out.count("BAPO on embedded") == 1
+    assert out.count("BAPO on the embedded task") == 1
     assert [log["step"] for log in logs(tmp_path) if "bapo/clip_low" in log] == [1, 2]
     assert (tmp_path / "model.safetensors").exists()
 
@@ -202,6 +213,10 @@ def test_a_dataset_mixture_from_a_recipe(tmp_path):
         (
             {"dataset_name": "questions.jsonl", "dataset_train_split": "trein"},
             "`dataset_train_split` is 'trein'.*'train'",
+        ),
+        (
+            {"dataset_name": "embedded", "do_train": "false", "resume_from_checkpoint": "true"},
+            "`resume_from_checkpoint` is 'true', but `do_train` is false.*`model_name_or_path`",
         ),
         ({"dataset_name": "questions.jsonl", "do_eval": "true"}, "`dataset_test_split` is 'test'.*train"),
     ],

@@ -76,6 +76,7 @@ def warm_start_path(seed: int = 0) -> Path:
         return path
 
     root.mkdir(parents=True, exist_ok=True)
+    print("Building the warm-start model, once (about 20 s) ...", flush=True)
     started = time.perf_counter()
     unfinished = Path(tempfile.mkdtemp(prefix=f"{path.name}.unfinished-", dir=root))
     try:
