@@ -162,8 +162,8 @@ def main(arguments: list[str]):
         earlier = get_last_checkpoint(training_args.output_dir) if has_folder else None
         if earlier is not None and resume is None:
             say(
-                f"Note: {earlier} is of an earlier run and may be overwritten. `--resume_from_checkpoint true` goes on "
-                "from it, another `--output_dir` keeps it."
+                f"Note: {earlier} is of an earlier run and may be overwritten. `--resume_from_checkpoint true` goes "
+                "on from it, another `--output_dir` keeps it."
             )
 
     # Train
