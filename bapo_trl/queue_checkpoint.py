@@ -133,4 +133,5 @@ def _read(path: Path) -> tuple[list[Row], dict]:
         raise ValueError(
             f"The replay queue {path} is damaged: its tensors and its ledger differ in their number of rows."
         )
-    return [{key: columns[key][index] for key in sorted(columns)} for index in range(size)], state
+    keys = sorted(columns)
+    return [{key: columns[key][index] for key in keys} for index in range(size)], state
