@@ -319,15 +319,20 @@ class BAPOConfig(GRPOConfig):
                 f"`replay_capacity` is {self.replay_capacity}, less than the {rows} samples of a generation on each "
                 f"rank: set it to at least {rows}."
             )
-        last_update = self.updates_per_pass - 1
-        if self.replay_max_staleness is not None and self.replay_max_staleness < max(
-            last_update, self.replay_min_staleness + last_update
-        ):
+        if 0 < self.replay_fraction < 0.5 / rows:
             raise ValueError(
-                f"`replay_max_staleness` is {self.replay_max_staleness}: a sample drawn at `replay_min_staleness` "
-                f"({self.replay_min_staleness}) is {last_update} versions older at the last of the "
-                f"{self.updates_per_pass} updates of a pass. Set it to at least "
-                f"{self.replay_min_staleness + last_update}."
+                f"`replay_fraction` is {self.replay_fraction}, less than one of the {rows} samples of a batch on each "
+                f"rank: set it to at least {1 / rows:.3g}, or to 0."
+            )
+        # Rows are drawn at the start of a pass, and grow older until its last update.
+        updates = self.updates_per_pass
+        passes = max(1, -(-self.replay_min_staleness // updates), self.num_iterations - 1)
+        oldest = passes * updates + updates - 1
+        if self.replay_max_staleness is not None and self.replay_max_staleness < oldest:
+            raise ValueError(
+                f"`replay_max_staleness` is {self.replay_max_staleness}, but with {updates} updates in a pass, "
+                f"`num_iterations` {self.num_iterations} and `replay_min_staleness` {self.replay_min_staleness} a "
+                f"queued sample is {oldest} versions old before it has been trained: set it to at least {oldest}."
             )
         if self.replay_max_reuse is not None and self.replay_max_reuse < self.num_iterations:
             raise ValueError(

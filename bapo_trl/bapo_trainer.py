@@ -239,9 +239,10 @@ class BAPOTrainer(GRPOTrainer):
     # Checkpoints
 
     def _save_checkpoint(self, model, trial):
-        if self._replay is not None:  # first, as the parent may remove older checkpoints
+        if self._replay is not None and not self.args.save_only_model:
             folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             self._replay.save(os.path.join(self._get_output_dir(trial=trial), folder))
+            self.accelerator.wait_for_everyone()  # the parent may remove older checkpoints
         super()._save_checkpoint(model, trial)
 
     def _load_optimizer_and_scheduler(self, checkpoint):

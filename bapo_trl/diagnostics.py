@@ -52,7 +52,7 @@ def measure_tokens(
         tokens ([`PolicyTokens`]):
             Ratios, advantages and mask of the micro-batch.
         ages (`torch.Tensor`):
-            Age of each row in policy versions, shape `(B,)`, integer.
+            Age of each row in policy versions, shape `(B,)`, integer. Rows without a token of the loss do not count.
         guarded (mapping of `str` to `torch.Tensor`):
             Log-probabilities by name, shape `(B, T)`; their NaNs and infinities on completion tokens are counted.
             `None` for a tensor that the batch does not have.
@@ -68,7 +68,8 @@ def measure_tokens(
     valid = tokens.ratio_mask
     ratio = torch.where(valid, tokens.ratio, 0.0).to(dtype)
     log_ratio = torch.where(valid, tokens.log_ratio, 0.0).to(dtype)
-    ages = ages.to(device, dtype, non_blocking=True)
+    is_trained = tokens.mask.any(dim=1)
+    ages = torch.where(is_trained, ages.to(device, dtype, non_blocking=True), 0.0)
 
     mask = completion_mask.bool()
     advantages = tokens.advantages if tokens.advantages.dim() == 2 else tokens.advantages.unsqueeze(1)
@@ -81,7 +82,7 @@ def measure_tokens(
 
     count = valid.sum()
     k3 = torch.where(valid, ratio - 1 - log_ratio, 0.0).sum()
-    sums = [count, ratio.sum(), ratio.square().sum(), k3, torch.full((), len(ages), device=device), ages.sum()]
+    sums = [count, ratio.sum(), ratio.square().sum(), k3, is_trained.sum(), ages.sum()]
     maxima = [
         torch.where(valid, tokens.ratio, -math.inf).amax(),
         torch.where(valid, -tokens.ratio, -math.inf).amax(),

@@ -47,6 +47,11 @@ def save_queue(queue: ReplayQueue, folder: str | Path, rank: int, num_processes:
         tensors[f"{key}.lengths"] = torch.tensor([len(value) if value.dim() else -1 for value in values])
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    if rank == 0:  # a run that was resumed from before may have had another number of ranks
+        for other in folder.iterdir():
+            match = _PATTERN.fullmatch(other.name)
+            if match and int(match[2]) != num_processes:
+                other.unlink()
     path = folder / _NAME.format(rank=rank, world=num_processes)
     unfinished = path.with_suffix(".unfinished")
     save_file(tensors, unfinished, metadata={"format": FORMAT, "state": json.dumps(state)})
@@ -84,24 +89,33 @@ def load_queue(queue: ReplayQueue, folder: str | Path, rank: int, num_processes:
     sizes = {int(match[2]) for match in found.values()}
     if len(sizes) > 1:
         raise ValueError(
-            f"{folder} holds replay queues of runs with {sorted(sizes)} processes: remove the foreign ones."
+            f"{folder} holds replay queues of runs with {sorted(sizes)} processes: remove the foreign ones, or set "
+            "`replay_discard_saved` to start with an empty queue."
         )
     (saved,) = sizes
     paths = [Path(folder) / _NAME.format(rank=index, world=saved) for index in range(saved)]
     if saved == num_processes:
-        queue.restore(*_read(paths[rank]))
+        _restore(queue, *_read(paths[rank]), paths[rank])
         return True
     rows, states = [], []
     for path in paths:
         its_rows, state = _read(path)
         rows.extend(zip(its_rows, *state["ledger"].values(), strict=True))
         states.append(state)
-    own = rows[rank::num_processes]
+    # In the order of entry again, which is that of the versions: beyond its capacity, a queue lets the first go.
+    own = sorted(rows[rank::num_processes], key=lambda entry: int(entry[0]["policy_version"]))
     state = {**states[rank % saved], "next_turn": max(state["next_turn"] for state in states)}
     names = state["ledger"]
     state["ledger"] = {name: [entry[1 + index] for entry in own] for index, name in enumerate(names)}
-    queue.restore([entry[0] for entry in own], state)
+    _restore(queue, [entry[0] for entry in own], state, paths[rank % saved])
     return True
+
+
+def _restore(queue: ReplayQueue, rows: list[Row], state: dict, path: Path) -> None:
+    try:
+        queue.restore(rows, state)
+    except (LookupError, TypeError, ValueError) as error:
+        raise _damaged(path, error) from error
 
 
 def _read(path: Path) -> tuple[list[Row], dict]:
@@ -112,26 +126,34 @@ def _read(path: Path) -> tuple[list[Row], dict]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise ValueError(
-                    f"The replay queue {path} has the format {metadata.get('format')!r}, not {FORMAT!r}: it was not "
-                    "written by this version of bapo_trl."
-                )
-            state = json.loads(metadata["state"])
-            columns = {}
-            for key in {name.rpartition(".")[0] for name in file.keys()}:  # noqa: SIM118
-                lengths = file.get_tensor(f"{key}.lengths").tolist()
-                parts = file.get_tensor(f"{key}.values").split([abs(length) for length in lengths])
-                columns[key] = [
-                    part.clone() if length >= 0 else part.reshape(()).clone()
-                    for part, length in zip(parts, lengths, strict=True)
-                ]
-    except (SafetensorError, RuntimeError, KeyError, json.JSONDecodeError) as error:
-        raise ValueError(f"The replay queue {path} is damaged: {error}") from error
-    size = len(state["ledger"]["version"])
-    if any(len(column) != size for column in columns.values()):
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+        raise _damaged(path, error) from error
+    if metadata.get("format") != FORMAT:
         raise ValueError(
-            f"The replay queue {path} is damaged: its tensors and its ledger differ in their number of rows."
+            f"The replay queue {path} has the format {metadata.get('format')!r}, not {FORMAT!r}: it was not written by "
+            "this version of bapo_trl."
         )
-    keys = sorted(columns)
-    return [{key: columns[key][index] for key in keys} for index in range(size)], state
+    try:
+        state = json.loads(metadata["state"])
+        keys = sorted({name.rpartition(".")[0] for name in tensors})
+        columns = {key: _column(tensors[f"{key}.values"], tensors[f"{key}.lengths"].tolist()) for key in keys}
+        sizes = {len(column) for column in (*state["ledger"].values(), *columns.values())}
+        if set(state["ledger"]) != {"version", "uses", "turn"} or len(sizes) != 1:
+            raise ValueError("its tensors and its ledger do not go together")
+    except (LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+        raise _damaged(path, error) from error
+    return [{key: columns[key][index] for key in keys} for index in range(*sizes)], state
+
+
+def _column(values: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
+    parts = values.split([abs(length) for length in lengths])
+    return [
+        part.clone() if length >= 0 else part.reshape(()).clone() for part, length in zip(parts, lengths, strict=True)
+    ]
+
+
+def _damaged(path: Path, error: Exception) -> ValueError:
+    return ValueError(
+        f"The replay queue {path} is damaged ({error}): set `replay_discard_saved` to start with an empty queue."
+    )

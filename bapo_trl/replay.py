@@ -19,6 +19,7 @@ METRICS = {
     "replay/expired": "Samples that left the queue since the last draw because they were too old.",
     "replay/overflowed": "Samples that left the queue since the last draw because it was full.",
     "replay/reuse_mean": "Mean number of times that the samples of the batch have been drawn, this time included.",
+    "replay/masked": "Rows that keep the shape of the batch and train nothing, where the queues had too few.",
     "replay/bytes": "Bytes of the queued samples, of all ranks.",
 }
 """Definition of each metric logged at each draw."""
@@ -114,7 +115,16 @@ class Replay:
         total = self._accelerator.gather(counts.unsqueeze(0)).sum(dim=0)
         _, stale, size, from_queue, filled, expired, overflowed, uses, num_bytes, rows, masked = total.tolist()
         batch["num_items_in_batch"] = total[0]
-        values = (size, from_queue / rows, filled, expired, overflowed, uses / max(1, rows - masked), num_bytes)
+        values = (
+            size,
+            from_queue / rows,
+            filled,
+            expired,
+            overflowed,
+            uses / max(1, rows - masked),
+            masked,
+            num_bytes,
+        )
         for name, value in zip(METRICS, values, strict=True):
             self._log(name, value)
         return batch, stale == 0

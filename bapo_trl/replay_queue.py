@@ -152,7 +152,9 @@ class ReplayQueue:
             self.departures.expired += int((~keep).sum())
             self._keep(keep)
 
-    def draw(self, count: int, policy_version: int, last_version: int) -> tuple[list[Row], int]:
+    def draw(
+        self, count: int, policy_version: int, last_version: int, fill_with_young: bool = False
+    ) -> tuple[list[Row], int]:
         """
         Draw rows, for updates from `policy_version` to `last_version`. With its last use, a row leaves.
 
@@ -163,29 +165,25 @@ class ReplayQueue:
                 Policy version at the first update on the rows.
             last_version (`int`):
                 Policy version at the last update on the rows.
+            fill_with_young (`bool`, *optional*, defaults to `False`):
+                Whether rows younger than `min_staleness` are drawn where there are too few others.
 
         Returns:
             Up to `count` rows, fewer where not enough may be drawn, and the sum of their uses, this one included.
         """
         self.expire(last_version)
         ledger = self._ledger
-        candidates = np.flatnonzero(policy_version - ledger.version >= self.min_staleness)
-        if self.order == "uniform":
-            candidates = self._random.permutation(candidates)
-        elif self.order == "fifo":
-            candidates = candidates[np.lexsort((ledger.turn[candidates], ledger.uses[candidates]))]
-        else:
-            candidates = candidates[np.argsort(-ledger.version[candidates], kind="stable")]
+        has_rested = policy_version - ledger.version >= self.min_staleness
+        candidates = self._in_order(np.flatnonzero(has_rested))
+        if fill_with_young:
+            candidates = np.concatenate([candidates, self._in_order(np.flatnonzero(~has_rested))])
         drawn = candidates[:count]
         rows = [self._rows[index] for index in drawn]
         ledger.uses[drawn] += 1
         ledger.turn[drawn] = np.arange(self._next_turn, self._next_turn + len(drawn))
         self._next_turn += len(drawn)
         uses = int(ledger.uses[drawn].sum())
-        if self.max_reuse is not None:
-            keep = ledger.uses < self.max_reuse
-            self.departures.used += int((~keep).sum())
-            self._keep(keep)
+        self._leave_used()
         return rows, uses
 
     def mix(
@@ -252,7 +250,7 @@ class ReplayQueue:
         Returns:
             [`ReplayBatch`] of `count` rows.
         """
-        rows, uses = self.draw(count, policy_version, last_version)
+        rows, uses = self.draw(count, policy_version, last_version, fill_with_young=True)
         missing = count - len(rows)
         masked = [masked_copy(row) for row in itertools.islice(itertools.cycle(shape_from), missing)]
         return ReplayBatch([*rows, *masked], from_queue=len(rows), zero_advantage_filled=0, masked=missing, uses=uses)
@@ -274,7 +272,22 @@ class ReplayQueue:
         self._next_turn = state["next_turn"]
         self.departures = Departures(**state["departures"])
         self._random.bit_generator.state = state["random"]
+        self._leave_used()  # the limits may have changed since
         self.enter([])
+
+    def _in_order(self, candidates: np.ndarray) -> np.ndarray:
+        ledger = self._ledger
+        if self.order == "uniform":
+            return self._random.permutation(candidates)
+        if self.order == "fifo":
+            return candidates[np.lexsort((ledger.turn[candidates], ledger.uses[candidates]))]
+        return candidates[np.argsort(-ledger.version[candidates], kind="stable")]
+
+    def _leave_used(self) -> None:
+        if self.max_reuse is not None:
+            keep = self._ledger.uses < self.max_reuse
+            self.departures.used += int((~keep).sum())
+            self._keep(keep)
 
     def _keep(self, mask: np.ndarray) -> None:
         if not mask.all():

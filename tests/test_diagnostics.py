@@ -79,7 +79,13 @@ def test_without_a_token_ratios_are_undefined():
     metrics = closed([measured([[1.0, 2.0]], [4], mask=[[0, 0]])])
     for name in ("mean", "min", "max", "ess", "kl", "chi2"):
         assert math.isnan(metrics[f"ratio/{name}"]), name
-    assert metrics["staleness/mean"] == 4
+    assert math.isnan(metrics["staleness/mean"])
+    assert metrics["staleness/max"] == 0
+
+
+def test_only_rows_that_train_have_an_age():
+    metrics = closed([measured([[1.0, 2.0], [1.0, 2.0], [1.0, 2.0]], [4, 9, 1], mask=[[1, 0], [0, 0], [1, 1]])])
+    assert (metrics["staleness/mean"], metrics["staleness/max"]) == (2.5, 4)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

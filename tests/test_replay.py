@@ -119,6 +119,21 @@ def test_controlled_staleness(tmp_path):
     assert ages[0] == 0  # until the queue is filled, fresh rows train
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"replay_fraction": 1.0, "replay_min_staleness": 4, "num_iterations": 2},
+        {"gradient_accumulation_steps": 1, "num_iterations": 3, "replay_max_staleness": 11},
+        {"num_iterations": 2, "replay_max_staleness": 3},
+    ],
+)
+def test_no_update_is_left_without_rows(tmp_path, args):
+    logs = training_logs(spied(tmp_path, **args))
+    assert all(log["grad_norm"] > 0 for log in logs)
+    assert all(log.get("replay/masked", 0) == 0 for log in logs)
+    assert any(log.get("replay/fraction", 0) > 0 for log in logs)
+
+
 def test_rows_without_advantage_are_replaced(tmp_path):
     def coarse_reward(completions, **kwargs):
         return [float(text[:1].isdigit()) for text in completions]
@@ -236,8 +251,11 @@ def test_on_policy_settings_with_a_queue_have_behaviour_log_probs_and_no_warning
         ({"replay_fraction": 1.5}, r"replay_fraction.*1.5.*\[0, 1\]"),
         ({"replay_order": "lifo"}, r"replay_order.*lifo.*'fifo'"),
         ({"replay_capacity": 20}, r"replay_capacity.*20.*24"),
-        ({"replay_max_staleness": 0}, r"replay_max_staleness.*0.*at least 1"),
-        ({"replay_max_staleness": 4, "replay_min_staleness": 4}, r"replay_max_staleness.*4.*at least 5"),
+        ({"replay_fraction": 0.01}, r"replay_fraction.*0.01.*24 samples.*at least 0.0417"),
+        # 2 updates in a pass: a displaced row is drawn 2 versions later, and 3 old at the last update
+        ({"replay_max_staleness": 2}, r"replay_max_staleness.*2.*at least 3"),
+        ({"replay_max_staleness": 4, "num_iterations": 3}, r"replay_max_staleness.*4.*at least 5"),
+        ({"replay_max_staleness": 4, "replay_min_staleness": 3}, r"replay_max_staleness.*4.*at least 5"),
         ({"replay_min_staleness": -1}, r"replay_min_staleness.*-1.*at least 0"),
         ({"replay_max_reuse": 0}, r"replay_max_reuse.*0.*at least 1"),
         ({"replay_max_reuse": 1, "num_iterations": 2}, r"replay_max_reuse.*1.*num_iterations.*2"),

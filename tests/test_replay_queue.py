@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from safetensors.torch import save_file
 
-from bapo_trl.queue_checkpoint import load_queue, save_queue
+from bapo_trl.queue_checkpoint import FORMAT, load_queue, save_queue
 from bapo_trl.replay_queue import ReplayQueue
 
 
@@ -208,6 +208,45 @@ def test_another_number_of_ranks_deals_the_rows_out_and_loses_none(tmp_path, ran
     assert dealt == [in_order[rank::ranks] for rank in range(ranks)]
 
 
+def test_dealt_out_rows_are_in_the_order_of_entry_so_that_the_first_leave(tmp_path):
+    for rank in range(2):
+        queue = ReplayQueue(100)
+        for version in range(3):
+            queue.enter(make_rows(version, 2, first=100 * rank + 10 * version))
+        save_queue(queue, tmp_path, rank, 2)
+    queue = ReplayQueue(4)
+    load_queue(queue, tmp_path, 0, 1)
+    assert names(queue.state()[0]) == [20, 21, 120, 121]
+    assert queue.departures.overflowed == 8
+
+
+def test_a_lower_limit_of_reuse_holds_after_a_resume(tmp_path):
+    queue = ReplayQueue(10, max_reuse=3)
+    queue.enter(make_rows(0, 3))
+    queue.draw(2, 1, 1)
+    save_queue(queue, tmp_path, 0, 1)
+    restored = ReplayQueue(10, max_reuse=1)
+    load_queue(restored, tmp_path, 0, 1)
+    assert names(restored.state()[0]) == [2]
+
+
+def test_a_checkpoint_written_again_by_fewer_ranks_loads(tmp_path):
+    for rank, queue in enumerate(queues_with([3, 4])):
+        save_queue(queue, tmp_path, rank, 2)
+    save_queue(queues_with([5])[0], tmp_path, 0, 1)
+    queue = ReplayQueue(100)
+    assert load_queue(queue, tmp_path, 0, 1)
+    assert len(queue) == 5
+
+
+@pytest.mark.parametrize("state", ["{}", "[]", '{"ledger": {"version": [1]}}', '{"ledger": 3}', "{"])
+def test_a_header_that_makes_no_sense_is_refused_by_name(tmp_path, state):
+    path = tmp_path / "replay_queue_00000_of_00001.safetensors"
+    save_file({"a.values": torch.ones(1), "a.lengths": torch.ones(1)}, path, {"format": FORMAT, "state": state})
+    with pytest.raises(ValueError, match=f"{path.name} is damaged"):
+        load_queue(ReplayQueue(10), tmp_path, 0, 1)
+
+
 def test_no_queue_in_the_folder_is_told(tmp_path):
     queue = ReplayQueue(10)
     assert not load_queue(queue, tmp_path, 0, 1)
@@ -249,7 +288,7 @@ def test_damaged_foreign_and_missing_files_are_refused_by_name(tmp_path, damage,
 
 def test_files_of_two_runs_are_refused(tmp_path):
     save_queue(queues_with([3])[0], tmp_path, 0, 1)
-    save_queue(queues_with([3])[0], tmp_path, 0, 2)
+    save_queue(queues_with([3])[0], tmp_path, 1, 2)
     with pytest.raises(ValueError, match=r"\[1, 2\] processes"):
         load_queue(ReplayQueue(10), tmp_path, 0, 1)
 
