@@ -131,8 +131,8 @@ def _read(path: Path) -> tuple[list[Row], dict]:
         raise _damaged(path, error) from error
     if metadata.get("format") != FORMAT:
         raise ValueError(
-            f"The replay queue {path} has the format {metadata.get('format')!r}, not {FORMAT!r}: it was not written by "
-            "this version of bapo_trl."
+            f"The replay queue {path} has the format {metadata.get('format')!r}, not {FORMAT!r}: it was not written "
+            "by this version of bapo_trl."
         )
     try:
         state = json.loads(metadata["state"])
