@@ -101,18 +101,13 @@ class BAPOTrainer(GRPOTrainer):
             self._check_prompts()
         self._epoch_shuffles = EpochShuffleCallback()
         self.add_callback(self._epoch_shuffles)
-        self._buffer_version: int | None = (
-            None  # version that sampled all rows of the buffer, on all ranks, if one did
-        )
-        self._replay = self._make_replay() if args.uses_replay else None
         self._grid = args.bound_grid
         self._has_dropout = not args.disable_dropout and any(
             (isinstance(module, torch.nn.Dropout) and module.p > 0) or getattr(module, "attention_dropout", 0)
             for module in self.model.modules()
         )
         self._inputs_in_loss = None  # the micro-batch whose loss is being computed, else `None`
-        self._update_log = UpdateLog()
-        self._curves: Contributions | None = None  # of the micro-batches that wait for their search
+        self._start_over()
         device = self.accelerator.device
         no_tokens = Contributions(
             torch.zeros_like(self._grid.upper_on(device)), torch.zeros_like(self._grid.lower_on(device))
@@ -195,11 +190,16 @@ class BAPOTrainer(GRPOTrainer):
 
     def train(self, *args, **kwargs):
         # A second call starts over at version 0: samples and measurements of the first one would be taken for new.
-        self._step, self._buffered_inputs, self._buffer_version = 0, None, None
-        if self.args.uses_replay:
-            self._replay = self._make_replay()
-        self._update_log, self._curves = UpdateLog(), None
+        self._start_over()
         return super().train(*args, **kwargs)
+
+    def _start_over(self):
+        self._step, self._buffered_inputs = 0, None  # TRL's
+        # The version that sampled all rows of the buffer, on all ranks; `None` if they differ
+        self._buffer_version: int | None = None
+        self._replay = self._make_replay() if self.args.uses_replay else None
+        self._update_log = UpdateLog()
+        self._curves: Contributions | None = None  # of the micro-batches that wait for their search
 
     def _compute_loss(self, model, inputs):
         if not self.model.training:  # evaluation keeps the latest bounds
