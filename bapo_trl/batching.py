@@ -1,17 +1,16 @@
 """Cut TRL's padded batch into rows and put rows together into a batch again: the only code that pads, cuts or merges.
 
-A row holds the tensors of one sample without padding, on the CPU, token ids and masks in the smallest type that keeps
+A row holds the values of one sample without padding, on the CPU, token ids and masks in the smallest type that keeps
 their values. Cutting and putting together again gives every value back, bit for bit. Legend: `B` rows, `P` prompt
 tokens, `T` completion tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-
-
-Row = dict[str, torch.Tensor]
+from torch.nn.utils.rnn import pad_sequence
 
 
 @dataclass(frozen=True)
@@ -21,6 +20,7 @@ class _Field:
     side: str | None  # side of the padding; `None` for one value a row
     padding: float = 0
     kept_as: torch.dtype | None = None
+    may_be_per_row: bool = False  # shape (B, 1) holds one value a row, not rows of one token
 
 
 # What TRL pads with, by key. Prompts are padded on the left, completions on the right.
@@ -32,8 +32,9 @@ _FIELDS = {
     "tool_mask": _Field("right", padding=1, kept_as=torch.bool),
     "old_per_token_logps": _Field("right"),
     "sampling_per_token_logps": _Field("right"),
-    "ref_per_token_logps": _Field("right"),
-    "importance_sampling_ratio": _Field("right", padding=1),
+    # Far below any other: with 0, the KL term could overflow where the policy is sure that there is no padding
+    "ref_per_token_logps": _Field("right", padding=-1e4),
+    "importance_sampling_ratio": _Field("right", padding=1, may_be_per_row=True),
     "advantages": _Field("right"),
     "policy_version": _Field(None),
 }
@@ -52,7 +53,136 @@ _MULTIMODAL = (
 )
 
 
-def cut_into_rows(batch: Mapping[str, torch.Tensor], pad_token_id: int) -> list[Row]:
+class Column:
+    """
+    The values of one key, of all rows, one row after the other.
+
+    Args:
+        values (`torch.Tensor`):
+            Shape `(sum(lengths),)`; without lengths `(B,)` or `(B, 1)`.
+        lengths (sequence of `int`, *optional*):
+            Number of values of each row. `None` for one value a row.
+
+    Raises:
+        ValueError: If there are more or fewer values than the lengths say.
+    """
+
+    def __init__(self, values: torch.Tensor, lengths: Sequence[int] | np.ndarray | None = None):
+        self.values = values
+        self.lengths = None if lengths is None else np.asarray(lengths, dtype=np.int64)
+        if lengths is not None:
+            if self.lengths.sum() != len(values) or (self.lengths < 0).any():
+                raise ValueError(f"{len(values)} values do not make rows of {self.lengths.sum()} values")
+            self._ends = np.cumsum(self.lengths)
+
+    def __len__(self) -> int:
+        return len(self.values) if self.lengths is None else len(self.lengths)
+
+    def pieces(self, indices: Sequence[int] | np.ndarray) -> list[torch.Tensor]:
+        """Return views of the values of some rows, one a row."""
+        if self.lengths is None:
+            return [self.values.narrow(0, index, 1) for index in np.asarray(indices).tolist()]
+        lengths = self.lengths[indices]
+        starts = self._ends[indices] - lengths
+        return [self.values.narrow(0, *place) for place in zip(starts.tolist(), lengths.tolist(), strict=True)]
+
+    def row_bytes(self) -> np.ndarray:
+        """Return the number of bytes of each row, shape `(B,)`."""
+        lengths = np.ones(len(self), dtype=np.int64) if self.lengths is None else self.lengths
+        return lengths * self.values.element_size()
+
+
+class Rows:
+    """
+    Samples without padding.
+
+    Args:
+        columns (mapping of `str` to [`Column`]):
+            The values by key, each of the same number of rows. `policy_version` must be there.
+
+    Raises:
+        ValueError: If the columns differ in their number of rows, or a key is not known.
+    """
+
+    def __init__(self, columns: Mapping[str, Column]):
+        unknown = sorted(set(columns) - set(_FIELDS))
+        sizes = {key: len(column) for key, column in columns.items()}
+        if unknown or len(set(sizes.values())) > 1:
+            raise ValueError(f"columns of {sizes} rows, of which {unknown} are not known, do not go together")
+        self.columns = dict(columns)
+
+    def __len__(self) -> int:
+        return len(self.columns["policy_version"])
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Return the values of one row by key: of shape `(length,)`, or `()` or `(1,)` for one value a row."""
+        return {
+            key: column.values[index] if column.lengths is None else column.pieces([index])[0]
+            for key, column in self.columns.items()
+        }
+
+    @property
+    def policy_versions(self) -> np.ndarray:
+        """Policy version that sampled each row, shape `(B,)`."""
+        return self.columns["policy_version"].values.numpy()
+
+    def row_bytes(self) -> np.ndarray:
+        """Return the number of bytes of each row's values, shape `(B,)`."""
+        return sum(column.row_bytes() for column in self.columns.values())
+
+    def has_advantage(self) -> np.ndarray:
+        """Return whether a row has an advantage other than 0, for any of its tokens; shape `(B,)`."""
+        column = self.columns["advantages"]
+        is_other = (column.values != 0).numpy()
+        if column.lengths is None:
+            return is_other
+        return np.array([part.any() for part in np.split(is_other, np.cumsum(column.lengths)[:-1])], dtype=bool)
+
+    def select(self, indices: Sequence[int] | np.ndarray) -> "Rows":
+        """Return a copy of some rows, in the order of `indices`."""
+        return join([(self, indices)])
+
+    def masked(self) -> "Rows":
+        """Return the rows with no token that counts: they keep the shape of a batch and train nothing."""
+        mask = self.columns["completion_mask"]
+        return Rows({**self.columns, "completion_mask": Column(torch.zeros_like(mask.values), mask.lengths)})
+
+
+def join(parts: Iterable[tuple[Rows, Sequence[int] | np.ndarray]]) -> Rows:
+    """
+    Copy rows of several collections into one.
+
+    Args:
+        parts (iterable of pairs):
+            At least one collection, each with the indices of the rows to take from it, in their order.
+
+    Raises:
+        ValueError: If one has a key that another has not.
+    """
+    parts = [(rows, np.asarray(indices, dtype=np.int64)) for rows, indices in parts]
+    keys = parts[0][0].columns.keys()
+    for rows, _ in parts:
+        if rows.columns.keys() != keys:
+            raise ValueError(
+                f"The rows differ in {sorted(keys ^ rows.columns.keys())}: they come from runs with different "
+                "settings. If a checkpoint brought the other ones, set `replay_discard_saved`."
+            )
+    columns = {}
+    for key in keys:
+        sources = [(rows.columns[key], indices) for rows, indices in parts]
+        is_per_row = all(column.lengths is None for column, _ in sources)
+        pieces = [piece for column, indices in sources for piece in column.pieces(indices)]
+        if is_per_row:
+            values = torch.cat(pieces) if pieces else sources[0][0].values[:0].clone()
+            columns[key] = Column(values)
+        else:  # rows of one token each are of both kinds
+            pieces = [piece.reshape(-1) for piece in pieces]
+            values = torch.cat(pieces) if pieces else sources[0][0].values[:0].reshape(-1).clone()
+            columns[key] = Column(values, [len(piece) for piece in pieces])
+    return Rows(columns)
+
+
+def cut_into_rows(batch: Mapping[str, torch.Tensor], pad_token_id: int) -> Rows:
     """
     Cut a padded batch into rows.
 
@@ -65,7 +195,7 @@ def cut_into_rows(batch: Mapping[str, torch.Tensor], pad_token_id: int) -> list[
             Token that pads `completion_ids`. Masked tokens at the end that are not padding are kept.
 
     Returns:
-        `B` rows.
+        [`Rows`]: `B` rows that share no memory with the batch.
 
     Raises:
         ValueError: If the batch has images, or a key that nobody knows how to cut into rows.
@@ -81,34 +211,35 @@ def cut_into_rows(batch: Mapping[str, torch.Tensor], pad_token_id: int) -> list[
         if key in batch:
             tensor = batch[key].detach().cpu()
             kept[key] = tensor if field.kept_as is None else tensor.to(field.kept_as)
-    prompt_starts = kept["prompt_mask"].int().argmax(dim=1).tolist()
+    prompt_length, completion_length = kept["prompt_mask"].shape[1], kept["completion_mask"].shape[1]
+    prompt_starts = kept["prompt_mask"].int().argmax(dim=1)
     is_token = kept["completion_mask"] | (kept["completion_ids"] != pad_token_id)
-    completion_tokens = (is_token * torch.arange(1, is_token.shape[1] + 1)).amax(dim=1).tolist()
+    completion_ends = (is_token * torch.arange(1, completion_length + 1)).amax(dim=1).clamp(min=1)
 
-    length, completion_length = len(is_token), is_token.shape[1]
-    rows: list[Row] = [{} for _ in range(length)]
+    columns = {}
     for key, tensor in kept.items():
-        side = _FIELDS[key].side
-        for index, row in enumerate(rows):
-            if side == "left":
-                value = tensor[index, prompt_starts[index] :]
-            elif side == "right" and tensor.dim() == 2 and tensor.shape[1] == completion_length > 1:
-                value = tensor[index, : completion_tokens[index]]
-            else:
-                value = tensor[index]
-            row[key] = value.clone()  # a view would keep the whole batch alive
-    return rows
+        field = _FIELDS[key]
+        is_per_row = tensor.dim() == 1 or (field.may_be_per_row and tensor.shape[1] == 1)
+        if is_per_row:
+            columns[key] = Column(tensor.clone())
+        elif field.side == "left":
+            pieces = [row[start:] for row, start in zip(tensor, prompt_starts.tolist(), strict=True)]
+            columns[key] = Column(torch.cat(pieces), (prompt_length - prompt_starts).numpy())
+        else:
+            pieces = [row[:end] for row, end in zip(tensor, completion_ends.tolist(), strict=True)]
+            columns[key] = Column(torch.cat(pieces), completion_ends.numpy())
+    return Rows(columns)
 
 
 def put_together(
-    rows: Sequence[Row], pad_token_id: int, device: torch.device | str, pad_to_multiple_of: int | None = None
+    rows: Rows, pad_token_id: int, device: torch.device | str, pad_to_multiple_of: int | None = None
 ) -> dict[str, torch.Tensor]:
     """
     Put rows together into a padded batch, as TRL would have made it.
 
     Args:
-        rows (sequence of rows):
-            At least one row; all with the same keys.
+        rows ([`Rows`]):
+            At least one row.
         pad_token_id (`int`):
             Token that pads `prompt_ids` and `completion_ids`.
         device (`torch.device`):
@@ -118,50 +249,23 @@ def put_together(
 
     Returns:
         The batch, without values of the whole batch such as `num_items_in_batch`.
-
-    Raises:
-        ValueError: If a row lacks a key that another has.
     """
-    keys = set(rows[0])
-    for row in rows:
-        if set(row) != keys:
-            raise ValueError(
-                f"The rows differ in {sorted(keys ^ set(row))}: do not mix samples of different settings."
-            )
     batch = {}
-    for key in rows[0]:
-        field, values = _FIELDS[key], [row[key] for row in rows]
-        if values[0].dim() == 0 or field.side is None or (values[0].dim() == 1 and _is_row_value(key, rows)):
-            tensor = torch.stack(values)
+    for key, column in rows.columns.items():
+        field = _FIELDS[key]
+        if column.lengths is None:
+            tensor = column.values
         else:
             padding = pad_token_id if key in ("prompt_ids", "completion_ids") else field.padding
-            tensor = _pad(values, padding, field.side, pad_to_multiple_of)
+            tensor = _pad(column, padding, field.side, pad_to_multiple_of)
         if field.kept_as is not None:
             tensor = tensor.to(torch.int64)
         batch[key] = tensor if key == "policy_version" else tensor.to(device)
     return batch
 
 
-def _is_row_value(key: str, rows: Sequence[Row]) -> bool:
-    """Whether a one-dimensional tensor holds one value for the row (sequence-level ratios), not one a token."""
-    return any(row[key].shape != row["completion_ids"].shape for row in rows) and all(
-        row[key].shape == (1,) for row in rows
-    )
-
-
-def _pad(values: Sequence[torch.Tensor], padding: float, side: str, multiple: int | None) -> torch.Tensor:
-    length = max(len(value) for value in values)
-    if multiple is not None:
-        length = -(-length // multiple) * multiple
-    padded = values[0].new_full((len(values), length), padding)
-    for row, value in zip(padded, values, strict=True):
-        if side == "left":
-            row[length - len(value) :] = value
-        else:
-            row[: len(value)] = value
-    return padded
-
-
-def masked_copy(row: Row) -> Row:
-    """Return the row with no token that counts: it keeps the shape of a batch and trains nothing."""
-    return {**row, "completion_mask": torch.zeros_like(row["completion_mask"])}
+def _pad(column: Column, padding: float, side: str, multiple: int | None) -> torch.Tensor:
+    pieces = list(column.values.split(column.lengths.tolist()))
+    padded = pad_sequence(pieces, batch_first=True, padding_value=padding, padding_side=side)
+    excess = 0 if multiple is None else -padded.shape[1] % multiple
+    return torch.nn.functional.pad(padded, (excess, 0) if side == "left" else (0, excess), value=padding)

@@ -1,6 +1,7 @@
 """Keep replay queues in a checkpoint folder: one safetensors file a rank, with JSON in its header. No pickle.
 
-A file is written under a temporary name and renamed: under its final name it is complete.
+A file is written under a temporary name and renamed: under its final name it is complete. A checksum tells of values
+that have changed since.
 """
 
 import json
@@ -8,15 +9,17 @@ import os
 import re
 from pathlib import Path
 
+import numpy as np
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from .batching import Row
+from .batching import Column, Rows, join
 from .replay_queue import ReplayQueue
 
 
-FORMAT = "bapo_trl replay queue 1"
+FORMAT = "bapo_trl replay queue 2"
 _NAME = "replay_queue_{rank:05d}_of_{world:05d}.safetensors"
 _PATTERN = re.compile(r"replay_queue_(\d{5})_of_(\d{5})\.safetensors")
 
@@ -38,13 +41,14 @@ def save_queue(queue: ReplayQueue, folder: str | Path, rank: int, num_processes:
     Returns:
         `Path` of the file.
     """
-    rows, state = queue.state()
+    chunks, state = queue.state()
     tensors = {}
-    for key in rows[0] if rows else ():
-        values = [row[key] for row in rows]
-        tensors[f"{key}.values"] = torch.cat([value.reshape(-1) for value in values])
-        # A single value has no length of its own: -1
-        tensors[f"{key}.lengths"] = torch.tensor([len(value) if value.dim() else -1 for value in values])
+    for number, rows in enumerate(chunks):
+        for key, column in rows.columns.items():
+            tensors[f"{number}.{key}"] = column.values
+            if column.lengths is not None:
+                tensors[f"{number}.{key}.lengths"] = torch.from_numpy(column.lengths)
+    metadata = {"format": FORMAT, "state": json.dumps(state), "checksum": _checksum(tensors)}
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if rank == 0:  # a run that was resumed from before may have had another number of ranks
@@ -54,7 +58,9 @@ def save_queue(queue: ReplayQueue, folder: str | Path, rank: int, num_processes:
                 other.unlink()
     path = folder / _NAME.format(rank=rank, world=num_processes)
     unfinished = path.with_suffix(".unfinished")
-    save_file(tensors, unfinished, metadata={"format": FORMAT, "state": json.dumps(state)})
+    save_file(tensors, unfinished, metadata=metadata)
+    with open(unfinished, "rb+") as file:
+        os.fsync(file.fileno())  # else the new name could reach the disk before the values
     os.replace(unfinished, path)
     return path
 
@@ -64,8 +70,9 @@ def load_queue(queue: ReplayQueue, folder: str | Path, rank: int, num_processes:
     Restore the queue of one rank from a checkpoint folder.
 
     With another number of ranks than at saving, the rows of all ranks are dealt out again: in the order of the ranks,
-    within a rank in the order of entry, the i-th row goes to rank i modulo the number of ranks. What else a queue
-    knows (turns, departures, random state) then comes from the rank `rank` modulo the number of files.
+    within a rank in the order of entry, the i-th row goes to rank i modulo the number of ranks. A rank then goes on
+    with the random state of the saved rank of its number, if there is one, and counts the departures of the saved
+    ranks `rank`, `rank + num_processes`, ...
 
     Args:
         queue ([`ReplayQueue`]):
@@ -97,28 +104,39 @@ def load_queue(queue: ReplayQueue, folder: str | Path, rank: int, num_processes:
     if saved == num_processes:
         _restore(queue, *_read(paths[rank]), paths[rank])
         return True
-    rows, states = [], []
-    for path in paths:
-        its_rows, state = _read(path)
-        rows.extend(zip(its_rows, *state["ledger"].values(), strict=True))
-        states.append(state)
-    # In the order of entry again, which is that of the versions: beyond its capacity, a queue lets the first go.
-    own = sorted(rows[rank::num_processes], key=lambda entry: int(entry[0]["policy_version"]))
-    state = {**states[rank % saved], "next_turn": max(state["next_turn"] for state in states)}
-    names = state["ledger"]
-    state["ledger"] = {name: [entry[1 + index] for entry in own] for index, name in enumerate(names)}
-    _restore(queue, [entry[0] for entry in own], state, paths[rank % saved])
+    _restore(queue, *_deal_out([_read(path) for path in paths], rank, num_processes), paths[rank % saved])
     return True
 
 
-def _restore(queue: ReplayQueue, rows: list[Row], state: dict, path: Path) -> None:
+def _deal_out(queues: list[tuple[list[Rows], dict]], rank: int, num_processes: int) -> tuple[list[Rows], dict]:
+    """Return what one rank takes over from the queues of another number of ranks."""
+    chunks = [rows for its_chunks, _ in queues for rows in its_chunks]
+    states = [state for _, state in queues]
+    sizes = [len(rows) for rows in chunks]
+    chunk = np.repeat(np.arange(len(chunks)), sizes)
+    place = np.concatenate([np.empty(0, dtype=np.int64), *map(np.arange, sizes)])
+    ledger = {name: np.concatenate([state["ledger"][name] for state in states]) for name in states[0]["ledger"]}
+    own = np.arange(len(chunk))[rank::num_processes]
+    # In the order of entry again, which is that of the versions: beyond its capacity, a queue lets the first go.
+    own = own[np.argsort(ledger["version"][own], kind="stable")]
+    rows = [join([(chunks[chunk[index]], [place[index]]) for index in own])] if len(own) else []
+    departures = [state["departures"] for state in states[rank::num_processes]]
+    return rows, {
+        "ledger": {name: values[own].tolist() for name, values in ledger.items()},
+        "next_turn": max(state["next_turn"] for state in states),
+        "departures": {name: sum(counts[name] for counts in departures) for name in states[0]["departures"]},
+        "random": states[rank]["random"] if rank < len(states) else None,
+    }
+
+
+def _restore(queue: ReplayQueue, chunks: list[Rows], state: dict, path: Path) -> None:
     try:
-        queue.restore(rows, state)
+        queue.restore(chunks, state)
     except (LookupError, TypeError, ValueError) as error:
         raise _damaged(path, error) from error
 
 
-def _read(path: Path) -> tuple[list[Row], dict]:
+def _read(path: Path) -> tuple[list[Rows], dict]:
     if not path.exists():
         raise ValueError(
             f"The replay queue {path} is missing, while other ranks' are there: the checkpoint is damaged."
@@ -126,31 +144,41 @@ def _read(path: Path) -> tuple[list[Row], dict]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            # Copies: the tensors are windows on the file
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, RuntimeError, ValueError) as error:
         raise _damaged(path, error) from error
     if metadata.get("format") != FORMAT:
         raise ValueError(
             f"The replay queue {path} has the format {metadata.get('format')!r}, not {FORMAT!r}: it was not written "
-            "by this version of bapo_trl."
+            "by this version of bapo_trl. Set `replay_discard_saved` to start with an empty queue."
         )
     try:
+        if _checksum(tensors) != metadata["checksum"]:
+            raise ValueError("its values have changed since it was written")
         state = json.loads(metadata["state"])
-        keys = sorted({name.rpartition(".")[0] for name in tensors})
-        columns = {key: _column(tensors[f"{key}.values"], tensors[f"{key}.lengths"].tolist()) for key in keys}
-        sizes = {len(column) for column in (*state["ledger"].values(), *columns.values())}
-        if set(state["ledger"]) != {"version", "uses", "turn"} or len(sizes) != 1:
-            raise ValueError("its tensors and its ledger do not go together")
+        columns: dict[int, dict[str, Column]] = {}
+        for name, values in tensors.items():
+            number, key, *is_lengths = name.split(".")
+            if not is_lengths:
+                lengths = tensors.get(f"{name}.lengths")
+                columns.setdefault(int(number), {})[key] = Column(values, None if lengths is None else lengths.numpy())
+        chunks = [Rows(columns[number]) for number in sorted(columns)]
+        sizes = {sum(map(len, chunks)), *map(len, state["ledger"].values())}
+        is_complete = {"next_turn", "departures", "random"} <= set(state)
+        if not is_complete or set(state["ledger"]) != {"version", "uses", "turn"} or len(sizes) != 1:
+            raise ValueError("its values and its ledger do not go together")
     except (LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
         raise _damaged(path, error) from error
-    return [{key: columns[key][index] for key in keys} for index in range(*sizes)], state
+    return chunks, state
 
 
-def _column(values: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
-    parts = values.split([abs(length) for length in lengths])
-    return [
-        part.clone() if length >= 0 else part.reshape(()).clone() for part, length in zip(parts, lengths, strict=True)
-    ]
+def _checksum(tensors: dict[str, torch.Tensor]) -> str:
+    digest = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _damaged(path: Path, error: Exception) -> ValueError:

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 
 from .bapo_config import BAPOConfig
-from .batching import Row, cut_into_rows, put_together
+from .batching import Rows, cut_into_rows, put_together
 from .queue_checkpoint import load_queue, save_queue
 from .replay_queue import ReplayBatch, ReplayQueue
 
@@ -57,7 +57,7 @@ class Replay:
         self._pad_token_id = pad_token_id
         self._accelerator = accelerator
         self._log = log
-        self._latest: list[Row] = []  # rows of the latest generation
+        self._latest: Rows | None = None  # of the latest generation
 
     def mix(self, batch: dict[str, torch.Tensor], policy_version: int) -> tuple[dict[str, torch.Tensor], bool]:
         """

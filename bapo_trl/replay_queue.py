@@ -8,13 +8,13 @@ One queue a rank, on the CPU, rows without padding; it owns no model and does no
   checkpoint holds with the rows.
 """
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from .batching import Row, masked_copy
+from .batching import Rows, join
+from .row_store import RowStore
 
 
 ORDERS = ("fifo", "newest", "uniform")
@@ -26,7 +26,7 @@ class ReplayBatch:
     Rows to train on next.
 
     Args:
-        rows (`list[Row]`):
+        rows ([`~batching.Rows`]):
             The rows.
         from_queue (`int`):
             How many of them waited in the queue.
@@ -38,7 +38,7 @@ class ReplayBatch:
             Sum over the other rows of the number of times they have been drawn, this time included.
     """
 
-    rows: list[Row]
+    rows: Rows
     from_queue: int
     zero_advantage_filled: int
     masked: int
@@ -109,41 +109,38 @@ class ReplayQueue:
         self.order = order
         self.departures = Departures()
         self._random = np.random.default_rng(seed)
-        self._rows: list[Row] = []
+        self._store = RowStore()
         self._ledger = _Ledger()
         self._next_turn = 0
-        self._num_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._ledger.version)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rows' tensors."""
-        return self._num_bytes
+        """Bytes of memory that the rows' values take."""
+        return self._store.num_bytes
 
-    def enter(self, rows: Sequence[Row], uses: int = 0) -> None:
+    def enter(self, rows: Rows, uses: Sequence[int] | np.ndarray | int = 0) -> None:
         """
         Let rows in. Beyond `capacity`, the rows that entered first leave.
 
         Args:
-            rows (sequence of rows):
-                Rows with a `policy_version`.
-            uses (`int`, *optional*, defaults to `0`):
-                Number of times that they have been drawn already.
+            rows ([`~batching.Rows`]):
+                The rows. The queue keeps them as they are: they must share no memory with what will change.
+            uses (sequence of `int`, or `int`, *optional*, defaults to `0`):
+                Number of times that each, or all, have been drawn already.
         """
-        if self.max_reuse is not None and uses >= self.max_reuse:
-            self.departures.used += len(rows)
-            return
-        versions = [int(row["policy_version"]) for row in rows]
+        uses = np.broadcast_to(np.asarray(uses, dtype=np.int64), (len(rows),))
+        if self.max_reuse is not None and (uses >= self.max_reuse).any():
+            stays = np.flatnonzero(uses < self.max_reuse)
+            self.departures.used += len(rows) - len(stays)
+            rows, uses = rows.select(stays), uses[stays]
         turns = range(self._next_turn, self._next_turn + len(rows))
         self._next_turn += len(rows)
-        self._rows.extend(rows)
-        self._num_bytes += _bytes_of(rows)
-        self._ledger.extend(versions, [uses] * len(rows), turns)
-        excess = max(0, len(self) - self.capacity)
-        self._keep(np.arange(len(self)) >= excess)
-        self.departures.overflowed += excess
+        self._store.append(rows)
+        self._ledger.extend(rows.policy_versions, uses, turns)
+        self._overflow()
 
     def expire(self, last_version: int) -> None:
         """Let the rows leave that are older than `max_staleness` at the policy version `last_version`."""
@@ -154,7 +151,7 @@ class ReplayQueue:
 
     def draw(
         self, count: int, policy_version: int, last_version: int, fill_with_young: bool = False
-    ) -> tuple[list[Row], int]:
+    ) -> tuple[list[tuple[Rows, np.ndarray]], np.ndarray]:
         """
         Draw rows, for updates from `policy_version` to `last_version`. With its last use, a row leaves.
 
@@ -169,7 +166,8 @@ class ReplayQueue:
                 Whether rows younger than `min_staleness` are drawn where there are too few others.
 
         Returns:
-            Up to `count` rows, fewer where not enough may be drawn, and the sum of their uses, this one included.
+            Up to `count` rows, fewer where not enough may be drawn, as what [`~batching.join`] copies them from; and
+            how often each has been drawn, this time included.
         """
         self.expire(last_version)
         ledger = self._ledger
@@ -178,17 +176,17 @@ class ReplayQueue:
         if fill_with_young:
             candidates = np.concatenate([candidates, self._in_order(np.flatnonzero(~has_rested))])
         drawn = candidates[:count]
-        rows = [self._rows[index] for index in drawn]
+        rows = self._store.take(drawn)
         ledger.uses[drawn] += 1
         ledger.turn[drawn] = np.arange(self._next_turn, self._next_turn + len(drawn))
         self._next_turn += len(drawn)
-        uses = int(ledger.uses[drawn].sum())
+        uses = ledger.uses[drawn]
         self._leave_used()
         return rows, uses
 
     def mix(
         self,
-        fresh: Sequence[Row],
+        fresh: Rows,
         fraction: float,
         replaces_zero_advantage: bool,
         policy_version: int,
@@ -200,7 +198,7 @@ class ReplayQueue:
         Fresh rows that queued ones displace stay in the queue. While the queue cannot fill its share, fresh rows do.
 
         Args:
-            fresh (sequence of rows):
+            fresh ([`~batching.Rows`]):
                 Rows that the current policy sampled.
             fraction (`float`):
                 Share of the batch taken from the queue, in [0, 1].
@@ -214,32 +212,30 @@ class ReplayQueue:
         Returns:
             [`ReplayBatch`] of `len(fresh)` rows.
         """
-        has_signal = [not replaces_zero_advantage or bool((row["advantages"] != 0).any()) for row in fresh]
-        useful = list(itertools.compress(fresh, has_signal))
-        without = [row for row, useful_row in zip(fresh, has_signal, strict=True) if not useful_row]
+        has_signal = fresh.has_advantage() | (not replaces_zero_advantage)
+        useful, without = np.flatnonzero(has_signal), np.flatnonzero(~has_signal)
         share = round(fraction * len(fresh))
         queued, uses = self.draw(min(share + len(without), len(fresh)), policy_version, last_version)
-        places = len(fresh) - len(queued)
+        places = len(fresh) - len(uses)
         trained, displaced = useful[:places], useful[places:]
-        self.enter(displaced)
-        self.enter(trained, uses=1)
+        self.enter(fresh.select(np.concatenate([displaced, trained])), uses=[0] * len(displaced) + [1] * len(trained))
         fillers = without[: places - len(trained)]
         return ReplayBatch(
-            rows=[*queued, *trained, *fillers],
-            from_queue=len(queued),
-            zero_advantage_filled=min(len(without) - len(fillers), len(queued)),
+            rows=join([*queued, (fresh, np.concatenate([trained, fillers]))]),
+            from_queue=len(uses),
+            zero_advantage_filled=min(len(without) - len(fillers), len(uses)),
             masked=0,
-            uses=uses + len(trained) + len(fillers),
+            uses=int(uses.sum()) + len(trained) + len(fillers),
         )
 
-    def redraw(self, count: int, shape_from: Sequence[Row], policy_version: int, last_version: int) -> ReplayBatch:
+    def redraw(self, count: int, shape_from: Rows, policy_version: int, last_version: int) -> ReplayBatch:
         """
         Draw a whole batch from the queue, for a later pass over a generation.
 
         Args:
             count (`int`):
                 Number of rows.
-            shape_from (sequence of rows):
+            shape_from ([`~batching.Rows`]):
                 At least one row. Where the queue has too few, masked copies of these keep the shape; they train
                 nothing.
             policy_version (`int`):
@@ -250,30 +246,43 @@ class ReplayQueue:
         Returns:
             [`ReplayBatch`] of `count` rows.
         """
-        rows, uses = self.draw(count, policy_version, last_version, fill_with_young=True)
-        missing = count - len(rows)
-        masked = [masked_copy(row) for row in itertools.islice(itertools.cycle(shape_from), missing)]
-        return ReplayBatch([*rows, *masked], from_queue=len(rows), zero_advantage_filled=0, masked=missing, uses=uses)
+        queued, uses = self.draw(count, policy_version, last_version, fill_with_young=True)
+        missing = count - len(uses)
+        fillers = [(shape_from.masked(), np.arange(missing) % len(shape_from))] if missing else []
+        return ReplayBatch(
+            rows=join([*queued, *fillers]),
+            from_queue=len(uses),
+            zero_advantage_filled=0,
+            masked=missing,
+            uses=int(uses.sum()),
+        )
 
-    def state(self) -> tuple[list[Row], dict]:
+    def state(self) -> tuple[list[Rows], dict]:
         """Return the rows in the order of entry, and all else that a later run needs to go on, fit for JSON."""
         ledger = {name: getattr(self._ledger, name).tolist() for name in ("version", "uses", "turn")}
-        return self._rows, {
+        return self._store.chunks(), {
             "ledger": ledger,
             "next_turn": self._next_turn,
             "departures": vars(self.departures),
             "random": self._random.bit_generator.state,
         }
 
-    def restore(self, rows: Sequence[Row], state: dict) -> None:
-        """Take over what [`ReplayQueue.state`] returned. Beyond `capacity`, the rows that entered first leave."""
-        self._rows, self._ledger, self._num_bytes = list(rows), _Ledger(), _bytes_of(rows)
+    def restore(self, chunks: Sequence[Rows], state: dict) -> None:
+        """
+        Take over what [`ReplayQueue.state`] returned. Beyond `capacity`, the rows that entered first leave.
+
+        Without a random state (`None`), the queue goes on with its own.
+        """
+        self._store, self._ledger = RowStore(), _Ledger()
+        for rows in chunks:
+            self._store.append(rows)
         self._ledger.extend(**state["ledger"])
         self._next_turn = state["next_turn"]
         self.departures = Departures(**state["departures"])
-        self._random.bit_generator.state = state["random"]
+        if state["random"] is not None:
+            self._random.bit_generator.state = state["random"]
         self._leave_used()  # the limits may have changed since
-        self.enter([])
+        self._overflow()
 
     def _in_order(self, candidates: np.ndarray) -> np.ndarray:
         ledger = self._ledger
@@ -289,12 +298,12 @@ class ReplayQueue:
             self.departures.used += int((~keep).sum())
             self._keep(keep)
 
+    def _overflow(self) -> None:
+        excess = max(0, len(self) - self.capacity)
+        self.departures.overflowed += excess
+        self._keep(np.arange(len(self)) >= excess)
+
     def _keep(self, mask: np.ndarray) -> None:
         if not mask.all():
-            self._num_bytes -= _bytes_of(itertools.compress(self._rows, ~mask))
-            self._rows = list(itertools.compress(self._rows, mask))
+            self._store.keep(mask)
             self._ledger.keep(mask)
-
-
-def _bytes_of(rows: Iterable[Row]) -> int:
-    return sum(tensor.nbytes for row in rows for tensor in row.values())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bapo_trl.batching import cut_into_rows, masked_copy, put_together
+from bapo_trl.batching import Rows, cut_into_rows, join, put_together
 
 
 PAD = 0
@@ -41,7 +41,15 @@ def test_cutting_and_putting_together_gives_every_value_back(extra):
     assert set(again) == set(whole)
     for key, tensor in whole.items():
         assert again[key].dtype == tensor.dtype, key
-        assert torch.equal(again[key], tensor), key
+        counts = whole["completion_mask"] == 1 if key == "ref_per_token_logps" else torch.ones_like(tensor).bool()
+        assert torch.equal(again[key][counts], tensor[counts]), key
+
+
+def test_padded_reference_log_probabilities_cannot_make_the_kl_term_overflow():
+    again = put_together(cut_into_rows(batch(**EXTRAS), PAD), PAD, "cpu")
+    difference = again["ref_per_token_logps"] - torch.tensor(-100.0)  # a policy that is sure of another token
+    k3 = difference.exp() - difference - 1
+    assert k3[again["completion_ids"] == PAD].isfinite().all()
 
 
 def test_token_advantages_are_cut_and_padded_with_zeros():
@@ -59,15 +67,16 @@ def test_rows_have_no_padding_and_share_no_memory_with_the_batch():
     whole["advantages"].zero_()
     whole["old_per_token_logps"].zero_()
     assert rows[2]["advantages"] == 2.0
-    assert rows[0]["old_per_token_logps"].untyped_storage().nbytes() == 3 * 4
+    assert rows.columns["old_per_token_logps"].values.untyped_storage().nbytes() == (3 + 1 + 5) * 4
+    assert rows.row_bytes().sum() == sum(tensor.nbytes for row in rows for tensor in row.values())
 
 
 def test_rows_of_different_batches_are_padded_to_the_longest():
     rows = cut_into_rows(batch(), PAD)
-    mixed = put_together([rows[1], rows[0]], PAD, "cpu")
+    mixed = put_together(rows.select([1, 0]), PAD, "cpu")
     assert mixed["prompt_ids"].tolist() == [[7, 8, 9, 5], [0, 0, 5, 6]]
     assert mixed["completion_ids"].tolist() == [[9, 0, 0], [5, 6, 1]]
-    assert put_together(rows[:1], PAD, "cpu", pad_to_multiple_of=4)["completion_ids"].shape == (1, 4)
+    assert put_together(rows.select([0]), PAD, "cpu", pad_to_multiple_of=4)["completion_ids"].shape == (1, 4)
 
 
 def test_one_token_completions_and_sequence_ratios_do_not_get_mixed_up():
@@ -84,15 +93,36 @@ def test_unknown_and_multimodal_keys_are_refused_by_name():
         cut_into_rows(batch(pixel_values=torch.ones(3, 2)), PAD)
 
 
+def test_one_token_rows_go_with_longer_ones_and_keep_a_value_a_token():
+    ratio = torch.tensor([[0.5, 2, 1, 1, 1], [0.7, 1, 1, 1, 1], [1, 1, 0.1, 1, 0.3]])
+    rows = cut_into_rows(batch(importance_sampling_ratio=ratio), PAD)
+    short = {key: value[1:2, :1] if value.dim() == 2 else value[1:2] for key, value in batch().items() if value.dim()}
+    one_token = cut_into_rows({**short, "importance_sampling_ratio": torch.tensor([[0.25]])}, PAD)
+    mixed = put_together(join([(one_token, [0]), (rows, [2, 0])]), PAD, "cpu")
+    assert torch.equal(
+        mixed["importance_sampling_ratio"],
+        torch.tensor([[0.25, 1, 1, 1, 1], [1, 1, 0.1, 1, 0.3], [0.5, 2, 1, 1, 1]]),
+    )
+
+
 def test_rows_of_different_settings_are_not_mixed():
     rows = cut_into_rows(batch(), PAD)
-    with pytest.raises(ValueError, match=r"\['old_per_token_logps'\]"):
-        put_together([rows[0], {k: v for k, v in rows[1].items() if k != "old_per_token_logps"}], PAD, "cpu")
+    fewer = Rows({key: column for key, column in rows.columns.items() if key != "old_per_token_logps"})
+    with pytest.raises(ValueError, match=r"\['old_per_token_logps'\].*`replay_discard_saved`"):
+        join([(rows, [0]), (fewer, [0])])
 
 
-def test_a_masked_copy_keeps_the_shape_and_counts_nothing():
-    row = cut_into_rows(batch(), PAD)[0]
-    copy = masked_copy(row)
-    assert copy["completion_ids"] is row["completion_ids"]
-    assert not copy["completion_mask"].any()
-    assert row["completion_mask"].all()
+def test_masked_rows_keep_the_shape_and_count_nothing():
+    rows = cut_into_rows(batch(), PAD)
+    masked = rows.masked()
+    assert masked[0]["completion_ids"].tolist() == rows[0]["completion_ids"].tolist()
+    assert not masked[0]["completion_mask"].any()
+    assert rows[0]["completion_mask"].all()
+
+
+def test_rows_with_an_advantage_are_told_by_row_and_by_token():
+    assert cut_into_rows(batch(advantages=torch.tensor([0.0, -1.0, 0.0])), PAD).has_advantage().tolist() == [0, 1, 0]
+    token_advantages = torch.tensor(
+        [[0.0, 0, 0, 9, 9], [4, 0, 0, 0, 0], [0, 0, 0, 0, 9]]
+    )  # the 9s of row 0 are padding
+    assert cut_into_rows(batch(advantages=token_advantages), PAD).has_advantage().tolist() == [False, True, True]

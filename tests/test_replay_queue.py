@@ -1,5 +1,6 @@
 """The replay queue against a plain list, its limits, and its checkpoint."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -10,24 +11,38 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from safetensors.torch import save_file
 
-from bapo_trl.queue_checkpoint import FORMAT, load_queue, save_queue
+from bapo_trl.batching import Column, Rows, join
+from bapo_trl.queue_checkpoint import FORMAT, _checksum, load_queue, save_queue
 from bapo_trl.replay_queue import ReplayQueue
 
 
 def make_rows(version, count, first=0, advantages=None):
-    return [
+    """Row i has 1 + i % 3 tokens; its first is its name."""
+    lengths = [1 + index % 3 for index in range(count)]
+    tokens = [torch.arange(first + index, first + index + length) for index, length in enumerate(lengths)]
+    return Rows(
         {
-            "policy_version": torch.tensor(version),
-            "completion_ids": torch.arange(first + index, first + index + 1 + index % 3, dtype=torch.int32),
-            "completion_mask": torch.ones(1 + index % 3, dtype=torch.bool),
-            "advantages": torch.tensor(1.0 if advantages is None else advantages[index]),
+            "policy_version": Column(torch.full((count,), version)),
+            "completion_ids": Column(torch.cat([torch.empty(0), *tokens]).int(), lengths),
+            "completion_mask": Column(torch.ones(sum(lengths), dtype=torch.bool), lengths),
+            "advantages": Column(torch.tensor([1.0] * count if advantages is None else advantages)),
         }
-        for index in range(count)
-    ]
+    )
 
 
 def names(rows):
     return [int(row["completion_ids"][0]) for row in rows]
+
+
+def contents(queue):
+    """Names of the rows in the queue, in the order of entry."""
+    return [name for rows in queue.state()[0] for name in names(rows)]
+
+
+def drawn(queue, *args, **kwargs):
+    """Names of the rows that a draw gives."""
+    parts, _ = queue.draw(*args, **kwargs)
+    return names(join(parts)) if parts else []
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -70,37 +85,37 @@ class QueueMachine(RuleBasedStateMachine):
     def draw(self, count, more_updates):
         _, max_staleness, min_staleness, max_reuse, order = self.limits
         last = self.version + more_updates
-        rows, uses = self.queue.draw(count, self.version, last)
+        parts, uses = self.queue.draw(count, self.version, last)
         if max_staleness is not None:
             self.left["expired"] += sum(last - row[1] > max_staleness for row in self.model)
             self.model = [row for row in self.model if last - row[1] <= max_staleness]
         allowed = [row for row in self.model if self.version - row[1] >= min_staleness]
         allowed.sort(key=(lambda row: (row[2], row[3])) if order == "fifo" else (lambda row: -row[1]))
         expected = allowed[:count]
-        assert names(rows) == [row[0] for row in expected]
+        assert (names(join(parts)) if parts else []) == [row[0] for row in expected]
         for row in expected:
             row[2] += 1
             row[3] = self.turn
             self.turn += 1
-        assert uses == sum(row[2] for row in expected)
+        assert uses.tolist() == [row[2] for row in expected]
         if max_reuse is not None:
             self.left["used"] += sum(row[2] >= max_reuse for row in self.model)
             self.model = [row for row in self.model if row[2] < max_reuse]
 
     @rule()
     def save_and_load(self):
-        rows, state = self.queue.state()
+        chunks, state = self.queue.state()
         self.queue = ReplayQueue(*self.limits)
-        self.queue.restore(rows, json.loads(json.dumps(state)))
+        self.queue.restore(chunks, json.loads(json.dumps(state)))
 
     @invariant()
     def same_rows_and_every_departure_counted(self):
         if hasattr(self, "model"):
-            assert names(self.queue.state()[0]) == [row[0] for row in self.model]
+            assert contents(self.queue) == [row[0] for row in self.model]
             assert vars(self.queue.departures) == self.left
             assert self.entered == len(self.queue) + sum(self.left.values())
-            rows = self.queue.state()[0]
-            assert self.queue.num_bytes == sum(tensor.nbytes for row in rows for tensor in row.values())
+            live = sum(tensor.nbytes for rows in self.queue.state()[0] for row in rows for tensor in row.values())
+            assert live <= self.queue.num_bytes <= 1.15 * live
 
 
 QueueMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=20, deadline=None)
@@ -108,14 +123,14 @@ TestQueueMachine = QueueMachine.TestCase
 
 
 def test_uniform_draws_come_from_the_seed_and_differ_by_it():
-    def drawn(seed):
+    def drawn_with(seed):
         queue = ReplayQueue(100, order="uniform", seed=seed)
         queue.enter(make_rows(0, 50))
-        return names(queue.draw(10, 1, 1)[0]) + names(queue.draw(10, 1, 1)[0])
+        return drawn(queue, 10, 1, 1) + drawn(queue, 10, 1, 1)
 
-    assert drawn(1) == drawn(1)
-    assert drawn(1) != drawn(2)
-    assert drawn(1) != sorted(drawn(1))
+    assert drawn_with(1) == drawn_with(1)
+    assert drawn_with(1) != drawn_with(2)
+    assert drawn_with(1) != sorted(drawn_with(1))
 
 
 def test_mix_trades_the_last_fresh_rows_for_queued_ones():
@@ -127,7 +142,7 @@ def test_mix_trades_the_last_fresh_rows_for_queued_ones():
     # never trained: the displaced 12 and 13; of those trained once, 2 and 3 have waited longest
     third = queue.mix(make_rows(4, 4, first=20), 0.5, False, 4, 5)
     assert names(third.rows) == [12, 13, 20, 21]
-    assert names(queue.draw(4, 6, 7)[0]) == [22, 23, 2, 3]
+    assert drawn(queue, 4, 6, 7) == [22, 23, 2, 3]
 
 
 def test_rows_without_advantage_give_their_place_and_do_not_enter():
@@ -135,7 +150,7 @@ def test_rows_without_advantage_give_their_place_and_do_not_enter():
     queue.enter(make_rows(0, 3))
     batch = queue.mix(make_rows(2, 4, first=10, advantages=[1.0, 0.0, 0.0, -1.0]), 0.0, True, 2, 2)
     assert (names(batch.rows), batch.from_queue, batch.zero_advantage_filled) == ([0, 1, 10, 13], 2, 2)
-    assert sorted(names(queue.state()[0])) == [0, 1, 2, 10, 13]
+    assert sorted(contents(queue)) == [0, 1, 2, 10, 13]
     alone = ReplayQueue(100).mix(make_rows(2, 3, first=10, advantages=[0.0, 1.0, 0.0]), 0.0, True, 2, 2)
     assert (names(alone.rows), alone.zero_advantage_filled) == ([11, 10, 12], 0)  # an empty queue: they fill the shape
 
@@ -143,9 +158,9 @@ def test_rows_without_advantage_give_their_place_and_do_not_enter():
 def test_rows_rest_until_min_staleness_and_leave_at_max_staleness():
     queue = ReplayQueue(100, max_staleness=4, min_staleness=2)
     queue.enter(make_rows(0, 2))
-    assert queue.draw(2, 1, 1)[0] == []
-    assert names(queue.draw(1, 2, 3)[0]) == [0]
-    assert queue.draw(2, 4, 5)[0] == []  # they would be 5 versions old at the last update
+    assert drawn(queue, 2, 1, 1) == []
+    assert drawn(queue, 1, 2, 3) == [0]
+    assert drawn(queue, 2, 4, 5) == []  # they would be 5 versions old at the last update
     assert (len(queue), queue.departures.expired) == (0, 2)
 
 
@@ -173,10 +188,10 @@ def queues_with(counts):
 
 
 def assert_same(queue, other):
-    rows, state = queue.state()
-    other_rows, other_state = other.state()
+    chunks, state = queue.state()
+    other_chunks, other_state = other.state()
     assert state == other_state
-    for row, other_row in zip(rows, other_rows, strict=True):
+    for row, other_row in zip(itertools.chain(*chunks), itertools.chain(*other_chunks), strict=True):
         assert set(row) == set(other_row)
         for key in row:
             assert row[key].dtype == other_row[key].dtype
@@ -191,7 +206,7 @@ def test_a_restored_queue_is_the_same_and_draws_the_same(tmp_path, counts):
         restored = ReplayQueue(1000, order="uniform", seed=99)
         assert load_queue(restored, tmp_path, rank, len(counts))
         assert_same(restored, queue)
-        assert names(restored.draw(3, 7, 7)[0]) == names(queue.draw(3, 7, 7)[0])
+        assert drawn(restored, 3, 7, 7) == drawn(queue, 3, 7, 7)
     assert not list(tmp_path.glob("*.unfinished"))
 
 
@@ -203,9 +218,19 @@ def test_another_number_of_ranks_deals_the_rows_out_and_loses_none(tmp_path, ran
     for rank in range(ranks):
         queue = ReplayQueue(1000)
         load_queue(queue, tmp_path, rank, ranks)
-        dealt.append(names(queue.state()[0]))
+        dealt.append(contents(queue))
     in_order = [0, 1, 2, 3, 4, 200, 201, 202, 203]
     assert dealt == [in_order[rank::ranks] for rank in range(ranks)]
+
+
+def test_ranks_that_a_resume_adds_draw_at_random_of_their_own(tmp_path):
+    save_queue(queues_with([5])[0], tmp_path, 0, 1)
+    states = []
+    for rank in range(2):
+        queue = ReplayQueue(100, order="uniform", seed=rank)
+        load_queue(queue, tmp_path, rank, 2)
+        states.append(queue.state()[1]["random"])
+    assert states[0] == queues_with([5])[0].state()[1]["random"] != states[1]
 
 
 def test_dealt_out_rows_are_in_the_order_of_entry_so_that_the_first_leave(tmp_path):
@@ -216,7 +241,7 @@ def test_dealt_out_rows_are_in_the_order_of_entry_so_that_the_first_leave(tmp_pa
         save_queue(queue, tmp_path, rank, 2)
     queue = ReplayQueue(4)
     load_queue(queue, tmp_path, 0, 1)
-    assert names(queue.state()[0]) == [20, 21, 120, 121]
+    assert contents(queue) == [20, 21, 120, 121]
     assert queue.departures.overflowed == 8
 
 
@@ -227,7 +252,7 @@ def test_a_lower_limit_of_reuse_holds_after_a_resume(tmp_path):
     save_queue(queue, tmp_path, 0, 1)
     restored = ReplayQueue(10, max_reuse=1)
     load_queue(restored, tmp_path, 0, 1)
-    assert names(restored.state()[0]) == [2]
+    assert contents(restored) == [2]
 
 
 def test_a_checkpoint_written_again_by_fewer_ranks_loads(tmp_path):
@@ -242,7 +267,8 @@ def test_a_checkpoint_written_again_by_fewer_ranks_loads(tmp_path):
 @pytest.mark.parametrize("state", ["{}", "[]", '{"ledger": {"version": [1]}}', '{"ledger": 3}', "{"])
 def test_a_header_that_makes_no_sense_is_refused_by_name(tmp_path, state):
     path = tmp_path / "replay_queue_00000_of_00001.safetensors"
-    save_file({"a.values": torch.ones(1), "a.lengths": torch.ones(1)}, path, {"format": FORMAT, "state": state})
+    tensors = {"0.policy_version": torch.ones(1)}
+    save_file(tensors, path, {"format": FORMAT, "state": state, "checksum": _checksum(tensors)})
     with pytest.raises(ValueError, match=f"{path.name} is damaged"):
         load_queue(ReplayQueue(10), tmp_path, 0, 1)
 
@@ -255,6 +281,12 @@ def test_no_queue_in_the_folder_is_told(tmp_path):
 
 def damage_truncate(path: Path):
     path.write_bytes(path.read_bytes()[:-20])
+
+
+def damage_values(path: Path):
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(bytes(content))
 
 
 def damage_foreign(path: Path):
@@ -274,6 +306,7 @@ def damage_garbage(path: Path):
     [
         (damage_truncate, "damaged"),
         (damage_garbage, "damaged"),
+        (damage_values, "damaged .its values have changed"),
         (damage_foreign, "not written by this version"),
         (damage_remove, "missing, while other ranks' are there"),
     ],
