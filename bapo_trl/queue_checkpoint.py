@@ -47,7 +47,7 @@ def save_queue(queue: ReplayQueue, folder: str | Path, rank: int, num_processes:
         for key, column in rows.columns.items():
             tensors[f"{number}.{key}"] = column.values
             if column.lengths is not None:
-                tensors[f"{number}.{key}.lengths"] = torch.from_numpy(column.lengths)
+                tensors[f"{number}.{key}.lengths"] = torch.tensor(column.lengths)  # a copy: columns share theirs
     metadata = {"format": FORMAT, "state": json.dumps(state), "checksum": _checksum(tensors)}
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -16,11 +16,12 @@ METRICS = {
     "replay/size": "Samples in the queues of all ranks, after the draw.",
     "replay/fraction": "Share of the batch that was drawn from the queue.",
     "replay/zero_advantage_filled": "Samples without advantage that gave their place to queued ones.",
+    "replay/used": "Samples that left the queue since the last draw with their last use.",
     "replay/expired": "Samples that left the queue since the last draw because they were too old.",
     "replay/overflowed": "Samples that left the queue since the last draw because it was full.",
     "replay/reuse_mean": "Mean number of times that the samples of the batch have been drawn, this time included.",
     "replay/masked": "Rows that keep the shape of the batch and train nothing, where the queues had too few.",
-    "replay/bytes": "Bytes of the queued samples, of all ranks.",
+    "replay/bytes": "Bytes of memory that the queues take, of all ranks.",
 }
 """Definition of each metric logged at each draw."""
 
@@ -102,6 +103,7 @@ class Replay:
                 len(self.queue),
                 drawn.from_queue,
                 drawn.zero_advantage_filled,
+                departures.used,
                 departures.expired,
                 departures.overflowed,
                 drawn.uses,
@@ -111,14 +113,15 @@ class Replay:
             ],
             device=self._accelerator.device,
         )
-        departures.expired = departures.overflowed = 0
+        departures.used = departures.expired = departures.overflowed = 0
         total = self._accelerator.gather(counts.unsqueeze(0)).sum(dim=0)
-        _, stale, size, from_queue, filled, expired, overflowed, uses, num_bytes, rows, masked = total.tolist()
+        _, stale, size, from_queue, filled, used, expired, overflowed, uses, num_bytes, rows, masked = total.tolist()
         batch["num_items_in_batch"] = total[0]
         values = (
             size,
             from_queue / rows,
             filled,
+            used,
             expired,
             overflowed,
             uses / max(1, rows - masked),

@@ -9,7 +9,9 @@ it stopped.
 """
 
 import argparse
+import itertools
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 from training_run import FIXED_CLIP, run_all
@@ -19,7 +21,7 @@ from measuring import save_result
 
 GENERATIONS, PILOT_GENERATIONS = 24, 16
 SEEDS, PILOT_SEED = (0, 1, 2, 3, 4), 1000
-LEARNING_RATES = (2.5e-4, 5e-4, 1e-3)
+LEARNING_RATES = (1.25e-4, 2.5e-4, 5e-4, 1e-3)
 BOUNDS = {"BAPO": {}, "GRPO": FIXED_CLIP}
 QUEUE = {"replay_fraction": 0.5, "replay_capacity": 8192}
 ZERO_ADVANTAGE = {"replay_zero_advantage": True, "replay_capacity": 8192}
@@ -78,6 +80,66 @@ def choose_learning_rates(finished: Path, jobs: int) -> dict[tuple[str, str], fl
     }
 
 
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Return the means of three neighbours, two at the ends."""
+    return [statistics.mean(values[max(0, index - 1) : index + 2]) for index in range(len(values))]
+
+
+def curve(result: dict) -> tuple[list[int], list[float]]:
+    """Return generated tokens and smoothed held-out accuracy (sampled answers) of a run."""
+    tokens = [result["generated_tokens"][point["generations"] - 1] for point in result["held_out"]]
+    return tokens, smoothed([point["sampled"] for point in result["held_out"]])
+
+
+def tokens_to_reach(result: dict, accuracy: float) -> float | None:
+    """Return the generated tokens at which a run first has an accuracy, between two points by interpolation."""
+    points = list(zip(*curve(result), strict=True))
+    if points[0][1] >= accuracy:
+        return points[0][0]
+    for (tokens, low), (next_tokens, high) in itertools.pairwise(points):
+        if high >= accuracy:
+            return tokens + (next_tokens - tokens) * (accuracy - low) / (high - low)
+    return None
+
+
+def summarize(results: Sequence[dict]) -> list[dict]:
+    """Return a row for each bounds, arm and `replay_zero_advantage`: means and spread over the seeds."""
+    final = {}
+    for row in results:
+        if row["arm"] == "one pass" and not row["replay_zero_advantage"]:
+            tokens, accuracies = curve(row)
+            final[row["bounds"], row["seed"]] = (accuracies[-1], tokens[-1])
+    groups: dict[tuple, list[dict]] = {}
+    for row in results:
+        groups.setdefault((row["bounds"], row["arm"], row["replay_zero_advantage"]), []).append(row)
+    summary = []
+    for (bounds, arm, is_with), rows in groups.items():
+        reached = [(tokens_to_reach(row, final[bounds, row["seed"]][0]), row["seed"]) for row in rows]
+        ratios = [tokens / final[bounds, seed][1] for tokens, seed in reached if tokens is not None]
+        summary.append(
+            {
+                "bounds": bounds,
+                "arm": arm,
+                "replay_zero_advantage": is_with,
+                "learning_rate": rows[0]["learning_rate"],
+                "updates": rows[0]["updates"],
+                "greedy": _mean_and_deviation([row["held_out"][-1]["greedy"] for row in rows]),
+                "sampled": _mean_and_deviation([curve(row)[1][-1] for row in rows]),
+                "generated_tokens": round(statistics.mean(row["generated_tokens"][-1] for row in rows)),
+                "tokens_ratio": _mean_and_deviation(ratios) if len(ratios) > 1 else None,
+                "reached": len(ratios),
+                "seeds": len(rows),
+                "staleness": round(statistics.mean(row["means"]["staleness/mean"] for row in rows), 1),
+                "seconds": _mean_and_deviation([row["seconds"] for row in rows]),
+            }
+        )
+    return summary
+
+
+def _mean_and_deviation(values: Sequence[float]) -> dict[str, float]:
+    return {"mean": round(statistics.mean(values), 4), "deviation": round(statistics.stdev(values), 4)}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
@@ -105,7 +167,18 @@ def main():
         }
         for (seed, bounds, arm, is_with), run in zip(named, runs, strict=True)
     ]
-    save_result("replay_study", "cpu", {"generations": GENERATIONS, "threads": 1, "queue": QUEUE}, results)
+    settings = {
+        "generations": GENERATIONS,
+        "held_out_answers": 1024,
+        "learning_rates": LEARNING_RATES,
+        "pilot_seed": PILOT_SEED,
+        "pilot_generations": PILOT_GENERATIONS,
+        "queue": QUEUE,
+        "threads": 1,
+        "target_tokens_ratio": 0.6,
+        "summary": summarize(results),
+    }
+    save_result("replay_study", "cpu", settings, results)
 
 
 if __name__ == "__main__":

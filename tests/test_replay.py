@@ -52,6 +52,8 @@ class Spy(BAPOTrainer):
 
     def _compute_loss(self, model, inputs):
         loss = super()._compute_loss(model, inputs)
+        if not self.model.training:
+            return loss
         for index in range(len(inputs["advantages"])):
             if inputs["completion_mask"][index].any():
                 age = self.state.global_step - int(inputs["policy_version"][index])
@@ -161,6 +163,46 @@ def test_metrics_of_the_queue(tmp_path):
     assert sum(log["replay/overflowed"] for log in drawn) == 3 * 24 - 60
     assert drawn[-1]["replay/bytes"] == trainer._replay.queue.num_bytes > 0
     assert drawn[0]["replay/reuse_mean"] == 1
+
+
+@pytest.mark.parametrize(
+    ("reason", "limit"),
+    [
+        ("used", {"replay_max_reuse": 2, "num_iterations": 2}),
+        ("expired", {"replay_max_staleness": 3, "replay_fraction": 0.25}),
+        ("overflowed", {"replay_capacity": 30}),
+    ],
+)
+def test_every_departure_is_counted(tmp_path, reason, limit):
+    trainer = spied(tmp_path, **limit)
+    drawn = [log for log in training_logs(trainer) if "replay/size" in log]
+    left = {name: sum(log[f"replay/{name}"] for log in drawn) for name in ("used", "expired", "overflowed")}
+    entered = sum(len(names) for names, _ in trainer.generated)
+    assert left[reason] > 0
+    assert entered == drawn[-1]["replay/size"] + sum(left.values())
+
+
+def test_evaluation_in_between_changes_nothing(tmp_path):
+    class Evaluating(Spy):
+        evaluations = 0
+
+        def evaluate(self, *args, **kwargs):
+            self.evaluations += 1
+            with torch.random.fork_rng(devices=[]):  # its samples take random numbers
+                return super().evaluate(*args, **kwargs)
+
+    plain = spied(tmp_path / "plain", num_iterations=2)
+    evaluation = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 6}
+    trainer = toy_trainer(
+        tmp_path / "evaluating",
+        trainer_class=Evaluating,
+        trainer_args={"eval_dataset": toy_dataset(6)},
+        **{**REPLAY, "num_iterations": 2, **evaluation},
+    )
+    trainer.train()
+    assert trainer.evaluations == 6
+    assert [names for names, _ in trainer.generated] == [names for names, _ in plain.generated]
+    assert trainer.trained == plain.trained
 
 
 def test_a_replayed_ratio_is_taken_against_the_policy_that_sampled_the_row(tmp_path):

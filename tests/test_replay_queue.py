@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from safetensors.torch import save_file
 
-from bapo_trl.batching import Column, Rows, join
+from bapo_trl.batching import Column, Rows, cut_into_rows, join
 from bapo_trl.queue_checkpoint import FORMAT, _checksum, load_queue, save_queue
 from bapo_trl.replay_queue import ReplayQueue
+from tests.test_batching import PAD, batch
 
 
 def make_rows(version, count, first=0, advantages=None):
@@ -208,6 +209,15 @@ def test_a_restored_queue_is_the_same_and_draws_the_same(tmp_path, counts):
         assert_same(restored, queue)
         assert drawn(restored, 3, 7, 7) == drawn(queue, 3, 7, 7)
     assert not list(tmp_path.glob("*.unfinished"))
+
+
+def test_rows_as_they_are_cut_from_a_batch_are_saved_and_loaded(tmp_path):
+    queue = ReplayQueue(10)
+    queue.enter(cut_into_rows(batch(), PAD))
+    save_queue(queue, tmp_path, 0, 1)
+    restored = ReplayQueue(10)
+    load_queue(restored, tmp_path, 0, 1)
+    assert_same(restored, queue)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
