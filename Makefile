@@ -33,6 +33,8 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/quickstart.py
 	$(BIN)/python benchmarks/search_cost.py
 	$(BIN)/python benchmarks/update_cost.py
+	$(BIN)/python benchmarks/replay_queue.py
+	$(BIN)/python benchmarks/replay_study.py --jobs 2
 	$(BIN)/python benchmarks/render_results.py
 
 test-compat: $(OLDER_TRL:%=test-with-trl-%)

@@ -7,7 +7,11 @@ A new benchmark adds a function to `SECTIONS`, under the name that its JSON file
 """
 
 import json
+import statistics
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import matplotlib.pyplot as plt
 
 from measuring import RESULTS, ROOT
 
@@ -175,10 +179,139 @@ def render_quickstart(content: dict) -> str:
     )
 
 
+def render_replay_queue(content: dict) -> str:
+    """Return the section on memory, time and disk rate of a replay queue."""
+    settings, targets = content["settings"], content["settings"]["targets"]
+    (row,) = content["results"]
+    memory, saving, loading = row["memory_over_payload"], row["save_rate_over_plain"], row["load_rate_over_plain"]
+    figures = [["Memory over the bytes of the rows", f"{memory:.3f}", "at most 1.15", verdict(memory <= 1.15)]]
+    for order, parts in row["turn_ms"].items():
+        inner, turn = parts["enter and draw"], parts["turn"]
+        is_met = inner["median"] <= targets["enter_and_draw_ms"]
+        target = f"at most {targets['enter_and_draw_ms']} ms"
+        figures.append([f"Enter and draw, `{order}`", with_quartiles(inner, 1, " ms"), target, verdict(is_met)])
+        figures.append([f"With cutting and padding, `{order}`", with_quartiles(turn, 1, " ms"), "-", "-"])
+    for name, rate in (("Saving", saving), ("Loading", loading)):
+        is_met = rate["median"] >= targets["rate_over_plain"]
+        target = f"at least {targets['rate_over_plain']}"
+        figures.append([f"{name}, rate over the disk's", with_quartiles(rate, 2), target, verdict(is_met)])
+    return "\n\n".join(
+        [
+            "## Cost of the replay queue",
+            f"A queue of {settings['rows']:,} rows of {settings['tokens']:,} tokens on average, with the "
+            f"log-probabilities of policy, sampler and reference model. Generations of {settings['batch']} rows enter "
+            "and as many rows are drawn. Memory is what the process grew by. Saving and loading are set against "
+            "writing and reading a file of the same size in one go, in the same run, both with waiting for the disk.",
+            table(["What", "Measured", "Target", "Met"], figures),
+            provenance(content),
+        ]
+    )
+
+
+def render_replay_study(content: dict) -> str:
+    """Return the section on several passes with and without the queue, and draw its figure."""
+    settings = content["settings"]
+    draw_replay_study(content, PAGE.parent / "replay_study.png")
+    target = settings["target_tokens_ratio"]
+    rows = []
+    for row in settings["summary"]:
+        ratio = row["tokens_ratio"]
+        reached = f"{row['reached']} of {row['seeds']}"
+        rows.append(
+            [
+                row["bounds"],
+                row["arm"],
+                "yes" if row["replay_zero_advantage"] else "no",
+                f"{row['learning_rate']:g}",
+                f"{row['greedy']['mean']:.3f} ± {row['greedy']['deviation']:.3f}",
+                f"{row['sampled']['mean']:.3f} ± {row['sampled']['deviation']:.3f}",
+                "-" if ratio is None else f"{ratio['mean']:.2f} ± {ratio['deviation']:.2f} ({reached})",
+                f"{row['staleness']:.1f}",
+                str(row["updates"]),
+                f"{row['seconds']['mean']:.0f}",
+            ]
+        )
+    queue = [row for row in settings["summary"] if row["arm"].startswith("queue") and row["tokens_ratio"] is not None]
+    best = min(queue, key=lambda row: row["tokens_ratio"]["mean"])
+    tokens = [row["generated_tokens"] for row in settings["summary"]]
+    return "\n\n".join(
+        [
+            "## Replay at equal generated tokens",
+            f"The embedded task, {settings['generations']} generations of 1,024 answers in every run ({min(tokens):,} "
+            f"to {max(tokens):,} generated tokens), 5 seeds, mean ± standard deviation. One pass; several passes over "
+            "the same rows, TRL's `num_iterations`; several passes with the queue, `replay_fraction` "
+            f"{settings['queue']['replay_fraction']}. GRPO means the fixed clip range 0.8 to 1.2 in the same code. "
+            "With `replay_zero_advantage` there is a queue, and later passes are drawn from it: the nearest to TRL's "
+            'passes with it are "queue in later passes only". The learning rate of each arm is the best of '
+            f"{', '.join(f'{rate:g}' for rate in settings['learning_rates'])} on seed {settings['pilot_seed']} "
+            f"({settings['pilot_generations']} generations); it is the same with and without `replay_zero_advantage`.",
+            "Tokens to same accuracy: generated tokens until the accuracy on held-out problems (sampled answers, mean "
+            "of three neighbouring measurements) reaches the final one of one pass with the same bounds and seed, "
+            "over the tokens of that pass; in parentheses, how many seeds reached it. Staleness is in policy versions; "
+            "seconds are those of training and generation, other runs beside.",
+            f"Aim: the queue needs at most {target} of the tokens of one pass. The best of its arms, {best['arm']} "
+            f"with {best['bounds']} bounds{' and' if best['replay_zero_advantage'] else ' without'} "
+            f"`replay_zero_advantage`, needs {best['tokens_ratio']['mean']:.2f}: "
+            + ("met." if best["tokens_ratio"]["mean"] <= target else "**missed**."),
+            table(
+                [
+                    "Bounds",
+                    "Arm",
+                    "`replay_zero_advantage`",
+                    "Learning rate",
+                    "Greedy",
+                    "Sampled",
+                    "Tokens to same accuracy",
+                    "Staleness",
+                    "Updates",
+                    "Seconds",
+                ],
+                rows,
+            ),
+            "![Held-out accuracy by generated tokens](replay_study.png)",
+            provenance(content),
+        ]
+    )
+
+
+def draw_replay_study(content: dict, path: Path) -> None:
+    """Draw held-out accuracy against generated tokens, mean over the seeds, a panel for each bounds."""
+    runs: dict[tuple, list[dict]] = {}
+    for row in content["results"]:
+        runs.setdefault((row["bounds"], row["arm"], row["replay_zero_advantage"]), []).append(row)
+    drawn = {
+        ("one pass", False): ("black", "-"),
+        ("same rows, 2 passes", False): ("tab:blue", "-"),
+        ("same rows, 4 passes", False): ("tab:blue", "--"),
+        ("queue, 2 passes", False): ("tab:orange", "-"),
+        ("queue, 4 passes", False): ("tab:orange", "--"),
+        ("queue, 2 passes", True): ("tab:red", "-"),
+        ("queue, 4 passes", True): ("tab:red", "--"),
+    }
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
+    for panel, bounds in zip(panels, ("BAPO", "GRPO"), strict=True):
+        for (arm, is_with), (color, style) in drawn.items():
+            points = [[point["sampled"] for point in run["held_out"]] for run in runs[bounds, arm, is_with]]
+            means = [statistics.mean(values) for values in zip(*points, strict=True)]
+            first = runs[bounds, arm, is_with][0]
+            tokens = [first["generated_tokens"][point["generations"] - 1] / 1000 for point in first["held_out"]]
+            label = arm + (", zero advantage replaced" if is_with else "")
+            panel.plot(tokens, means, color=color, linestyle=style, label=label)
+        panel.set_title(f"{bounds} bounds")
+        panel.set_xlabel("generated tokens (thousands)")
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("held-out accuracy (sampled answers)")
+    panels[1].legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 SECTIONS = {
     "quickstart": render_quickstart,
     "update_cost": render_update_cost,
     "search_cost": render_search_cost,
+    "replay_study": render_replay_study,
+    "replay_queue": render_replay_queue,
 }
 
 
