@@ -1,8 +1,20 @@
 """BAPO (Balanced Policy Optimization with Adaptive Clipping, arXiv 2510.18927) as a TRL trainer."""
 
-from .bapo_config import BAPOConfig
-from .bapo_trainer import BAPOTrainer
+import importlib
 
 
 __all__ = ["BAPOConfig", "BAPOTrainer"]
 __version__ = "0.1.0"
+
+_HOMES = {"BAPOConfig": "bapo_config", "BAPOTrainer": "bapo_trainer"}
+
+
+def __getattr__(name: str):
+    # Loaded at first use: a vLLM server that finds the plugin of this package needs nothing of TRL.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

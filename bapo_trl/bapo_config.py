@@ -70,6 +70,10 @@ class BAPOConfig(GRPOConfig):
             waited longest; `"newest"`, those sampled last; `"uniform"`, any, at random.
         replay_discard_saved (`bool`, *optional*, defaults to `False`):
             Whether a resumed run starts with an empty queue, whatever the checkpoint holds.
+        vllm_logp_tolerance (`float`, *optional*, defaults to `0.1`):
+            Largest mean absolute difference between the log-probabilities of vLLM and of the trainer on the samples
+            of a generation, in nats a token. Beyond it the training stops: vLLM does not sample from the trainer's
+            weights. `None` for no check.
 
     Raises:
         ValueError: If a value is out of its range or does not go with another; the message names the parameter, the
@@ -185,6 +189,15 @@ class BAPOConfig(GRPOConfig):
         metadata={"help": "Whether a resumed run starts with an empty queue, whatever the checkpoint holds."},
     )
 
+    # Parameters of the sampler
+    vllm_logp_tolerance: float | None = field(
+        default=0.1,
+        metadata={
+            "help": "Largest mean absolute difference between the log-probabilities of vLLM and of the trainer on the "
+            "samples of a generation, in nats a token; beyond it the training stops. `None` for no check."
+        },
+    )
+
     def __post_init__(self):
         if not self.do_train:
             self.do_eval = True
@@ -280,6 +293,11 @@ class BAPOConfig(GRPOConfig):
             raise ValueError(
                 f"`delta` is {self.delta}, below `ratio_upper_max`, which is {self.ratio_upper_max}: it would cap "
                 "positive tokens before the upper bound does. Raise `delta` to at least that, or unset it."
+            )
+        if self.vllm_logp_tolerance is not None and not self.vllm_logp_tolerance > 0:
+            raise ValueError(
+                f"`vllm_logp_tolerance` is {self.vllm_logp_tolerance}: set it above 0, in nats a token, or to None "
+                "for no check."
             )
         self._validate_replay()
         window, generation = self.gradient_accumulation_steps, self.micro_batches_per_generation

@@ -3,6 +3,7 @@
 import os
 import textwrap
 import warnings
+from contextlib import nullcontext
 
 import torch
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -14,7 +15,8 @@ from .clip_bounds import ClipBounds, Contributions, contributions, search_bounds
 from .diagnostics import UpdateLog, measure_tokens
 from .policy_tokens import PolicyTokens, policy_tokens
 from .replay import Replay
-from .resume import EpochShuffleCallback
+from .resume import EpochShuffleCallback, load_onto_numbered_cpus
+from .sampler import biased_settings, check_difference, client_for, compare_with_sampler
 from .trl_compat import (
     disable_gradient_checkpointing,
     get_config_model_id,
@@ -95,7 +97,9 @@ class BAPOTrainer(GRPOTrainer):
         elif not isinstance(args, BAPOConfig):
             args = BAPOConfig.from_grpo_config(args)
 
-        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        uses_server = args.use_vllm and args.vllm_mode == "server"
+        with client_for(args.device) if uses_server else nullcontext():
+            super().__init__(model, reward_funcs, args, *positional, **kwargs)
 
         if self.environment_factories is None:
             self._check_prompts()
@@ -113,6 +117,13 @@ class BAPOTrainer(GRPOTrainer):
             torch.zeros_like(self._grid.upper_on(device)), torch.zeros_like(self._grid.lower_on(device))
         )
         self._set_clip_bounds(search_bounds(no_tokens, self._grid, args.positive_contribution_target))
+        biased = biased_settings(args)
+        if biased and self.accelerator.is_main_process:
+            warnings.warn(
+                f"Samples are drawn with {', '.join(biased)}: not from the policy whose probabilities the importance "
+                "ratios compare, so that these are biased. Leave them neutral for off-policy training.",
+                stacklevel=2,
+            )
         if args.is_always_on_policy and self.accelerator.is_main_process:
             warnings.warn(
                 "All samples will be trained on by the policy that sampled them: the importance ratio is always 1 and "
@@ -156,10 +167,17 @@ class BAPOTrainer(GRPOTrainer):
         # On the CPU: rows are aged on the host, without waiting for the device.
         output["policy_version"] = torch.full((len(output["prompt_ids"]),), self.state.global_step)
         self._buffer_version = self.state.global_step
+        needs_logps = self._replay is not None or "sampling_per_token_logps" in output
+        if needs_logps and "old_per_token_logps" not in output:  # TRL leaves them out where it sees an on-policy run
+            batch_size = self.args.per_device_train_batch_size
+            output["old_per_token_logps"], _ = self._score(output, batch_size=batch_size)
+        if "sampling_per_token_logps" in output:
+            is_per_sequence = self.vllm_importance_sampling_mode.startswith("sequence")
+            metrics, difference = compare_with_sampler(output, is_per_sequence, self.accelerator.gather)
+            for name, value in metrics.items():
+                self._metrics["train"][name].append(value)
+            check_difference(difference, self.args.vllm_logp_tolerance)
         if self._replay is not None:
-            if "old_per_token_logps" not in output:  # TRL leaves them out where it takes the run to be on-policy
-                batch_size = self.args.per_device_train_batch_size
-                output["old_per_token_logps"], _ = self._score(output, batch_size=batch_size)
             output = self._take_batch(self._replay.mix(output, self.state.global_step))
         return output
 
@@ -246,6 +264,7 @@ class BAPOTrainer(GRPOTrainer):
         super()._save_checkpoint(model, trial)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
+        load_onto_numbered_cpus()
         super()._load_optimizer_and_scheduler(checkpoint)
         if self._replay is None or checkpoint is None or self.args.replay_discard_saved:
             return

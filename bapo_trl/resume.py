@@ -1,4 +1,6 @@
-"""Restore on resume what TRL does not."""
+"""Restore on resume what TRL and transformers do not."""
+
+import functools
 
 import torch
 from transformers import TrainerCallback
@@ -25,3 +27,18 @@ class EpochShuffleCallback(TrainerCallback):
         if self.sampler is not None and self.sampler.shuffle:
             for _ in range(int(state.epoch or 0)):
                 torch.randperm(self.sampler.num_samples, generator=self.sampler.generator)
+
+
+@functools.cache
+def load_onto_numbered_cpus() -> None:
+    """
+    Let `torch.load` put tensors on "cpu:0".
+
+    In several processes on CPUs, accelerate's device has a number, and transformers hands it to `torch.load` for the
+    optimizer's state. torch 2.13 knows "cpu" only, so that no such run could be resumed.
+    """
+
+    def restore(storage, location: str):
+        return storage if location.startswith("cpu:") else None
+
+    torch.serialization.register_package(0, lambda storage: None, restore)

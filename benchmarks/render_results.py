@@ -243,7 +243,7 @@ def render_replay_study(content: dict) -> str:
             f"{settings['queue']['replay_fraction']}. GRPO means the fixed clip range 0.8 to 1.2 in the same code. "
             "With `replay_zero_advantage` there is a queue, and later passes are drawn from it: the nearest to TRL's "
             'passes with it are "queue in later passes only". The learning rate of each arm is the best of '
-            f"{', '.join(f'{rate:g}' for rate in settings['learning_rates'])} on seed {settings['pilot_seed']} "
+            f"{', '.join(f'{rate:g}' for rate in settings['learning_rates'])} on two other seeds "
             f"({settings['pilot_generations']} generations), the same with and without `replay_zero_advantage`.",
             "Tokens to same accuracy: generated tokens until the accuracy on held-out problems (sampled answers, "
             "mean of three neighbouring measurements) reaches the final one of one pass with the same bounds and "

@@ -4,7 +4,7 @@ way), several passes drawn from the queue; under BAPO's bounds and under GRPO's 
 
     python benchmarks/replay_study.py --jobs 2
 
-Each arm's learning rate is chosen from a small grid on a seed that is not reported. An interrupted study goes on where
+Each arm's learning rate is chosen from a small grid on seeds that are not reported. An interrupted study goes on where
 it stopped.
 """
 
@@ -20,7 +20,7 @@ from measuring import save_result
 
 
 GENERATIONS, PILOT_GENERATIONS = 24, 16
-SEEDS, PILOT_SEED = (0, 1, 2, 3, 4), 1000
+SEEDS, PILOT_SEEDS = (0, 1, 2, 3, 4), (1000, 1001)
 LEARNING_RATES = (1.25e-4, 2.5e-4, 5e-4, 1e-3)
 BOUNDS = {"BAPO": {}, "GRPO": FIXED_CLIP}
 QUEUE = {"replay_fraction": 0.5, "replay_capacity": 8192}
@@ -39,11 +39,13 @@ ARMS = {
         {**QUEUE, "num_iterations": 4},
         {**QUEUE, **ZERO_ADVANTAGE, "num_iterations": 4},
     ),
+    "queue, 8 passes": (None, {**QUEUE, **ZERO_ADVANTAGE, "num_iterations": 8}),
     "queue in later passes only, 2 passes": (None, {**ZERO_ADVANTAGE, "num_iterations": 2}),
     "queue in later passes only, 4 passes": (None, {**ZERO_ADVANTAGE, "num_iterations": 4}),
 }
 # With `replay_zero_advantage` there is a queue, and later passes are drawn from it: the nearest to "same rows" with it
 LEARNING_RATE_OF = {
+    "queue, 8 passes": "queue, 4 passes",
     "queue in later passes only, 2 passes": "queue, 2 passes",
     "queue in later passes only, 4 passes": "queue, 4 passes",
 }
@@ -56,19 +58,20 @@ def spec(bounds: str, settings: dict, learning_rate: float, seed: int, generatio
 
 
 def choose_learning_rates(finished: Path, jobs: int) -> dict[tuple[str, str], float]:
-    """Return the learning rate of each bounds and arm: the best mean reward of the last quarter, on the pilot seed."""
+    """Return the learning rate of each bounds and arm: the best mean reward of the last quarter, on the pilot seeds."""
     named = {
-        (bounds, arm, rate): spec(bounds, ARMS[arm][0], rate, PILOT_SEED, PILOT_GENERATIONS)
+        (bounds, arm, rate, seed): spec(bounds, ARMS[arm][0], rate, seed, PILOT_GENERATIONS)
         for arm in ARMS
         if arm not in LEARNING_RATE_OF
         for bounds in BOUNDS
         for rate in LEARNING_RATES
+        for seed in PILOT_SEEDS
     }
     runs = run_all(list(named.values()), finished, jobs)
-    scores = {
-        key: statistics.mean(run["result"]["reward"][-PILOT_GENERATIONS // 4 :])
-        for key, run in zip(named, runs, strict=True)
-    }
+    rewards: dict[tuple, list[float]] = {}
+    for (*key, _), run in zip(named, runs, strict=True):
+        rewards.setdefault(tuple(key), []).extend(run["result"]["reward"][-PILOT_GENERATIONS // 4 :])
+    scores = {key: statistics.mean(values) for key, values in rewards.items()}
     for key, score in scores.items():
         print(f"  {' / '.join(map(str, key))}: {score:.3f}")
     chosen = {
@@ -171,7 +174,7 @@ def main():
         "generations": GENERATIONS,
         "held_out_answers": 1024,
         "learning_rates": LEARNING_RATES,
-        "pilot_seed": PILOT_SEED,
+        "pilot_seeds": PILOT_SEEDS,
         "pilot_generations": PILOT_GENERATIONS,
         "queue": QUEUE,
         "threads": 1,

@@ -1,0 +1,102 @@
+"""Samples of vLLM: the client that suits the device, and how far its log-probabilities are from the trainer's.
+
+The log-probabilities differ a little by arithmetic. They differ a lot when the server samples from other weights than
+the trainer's, which nothing else would tell: training goes on, on wrong ratios.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from trl.generation import vllm_generation
+
+
+METRICS = {
+    "sampling/raw_importance_sampling_ratio/mean": "Mean of the trainer's over the sampler's probability, before "
+    "truncation or masking; of tokens or sequences, by `vllm_importance_sampling_mode`.",
+    "sampling/raw_importance_sampling_ratio/min": "Smallest of these.",
+    "sampling/raw_importance_sampling_ratio/max": "Largest of these.",
+    "sampling/truncated_share": "Share of them that `vllm_importance_sampling_mode` replaced by another value.",
+    "sampling/masked_share": "Share of them that were set to 0: their tokens train nothing.",
+}
+"""Definition of each metric logged at a generation with the log-probabilities of a sampler."""
+
+
+@contextmanager
+def client_for(device: torch.device) -> Iterator[None]:
+    """Have TRL talk to a vLLM server with the client that suits `device`: on a CPU, the one that sends over gloo."""
+    if device.type != "cpu":
+        yield
+        return
+    from .vllm_cpu.client import GlooVLLMClient
+
+    original = vllm_generation.VLLMClient
+    vllm_generation.VLLMClient = GlooVLLMClient
+    try:
+        yield
+    finally:
+        vllm_generation.VLLMClient = original
+
+
+def biased_settings(args) -> list[str]:
+    """Return the settings of a [`~trl.GRPOConfig`] that make samples of another policy, each with its value."""
+    neutral = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (0.0, None), "repetition_penalty": (1.0,)}
+    return [f"`{name}` {getattr(args, name)}" for name, values in neutral.items() if getattr(args, name) not in values]
+
+
+def compare_with_sampler(
+    batch: dict[str, torch.Tensor], is_per_sequence: bool, gather: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[dict[str, float], float]:
+    """
+    Compare the log-probabilities of trainer and sampler on the samples just drawn, on all ranks.
+
+    Args:
+        batch (`dict`):
+            TRL's batch, with `old_per_token_logps` (trainer), `sampling_per_token_logps` (sampler; NaN where it gave
+            none) and, if TRL corrects for the difference, `importance_sampling_ratio`.
+        is_per_sequence (`bool`):
+            Whether that ratio is one of sequences.
+        gather (`Callable`):
+            Concatenates a tensor of all ranks along the first dimension.
+
+    Returns:
+        `dict` with the names of [`METRICS`] (NaN without a token), and the mean absolute difference in nats a token.
+    """
+    mask = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
+    difference = batch["old_per_token_logps"] - batch["sampling_per_token_logps"]
+    mask = mask & ~difference.isnan()
+    difference = torch.where(mask, difference, 0.0).double()
+    if is_per_sequence:
+        raw, counts = difference.sum(dim=1, keepdim=True).exp(), mask.any(dim=1, keepdim=True)
+    else:
+        raw, counts = difference.exp(), mask
+    used = batch.get("importance_sampling_ratio", raw).to(raw)
+    is_other = ~torch.isclose(used, raw, rtol=1e-5) & counts
+    sums = [mask.sum(), difference.abs().sum(), counts.sum(), (raw * counts).sum(), is_other.sum()]
+    sums.append(((used == 0) & counts).sum())
+    extremes = [torch.where(counts, raw, -math.inf).amax(), torch.where(counts, -raw, -math.inf).amax()]
+    total = gather(torch.stack([value.double() for value in (*sums, *extremes)]).unsqueeze(0))
+    tokens, absolute, count, ratio, other, masked = total[:, : len(sums)].sum(dim=0).tolist()
+    largest, negative_smallest = total[:, len(sums) :].amax(dim=0).tolist()
+    if not count:
+        return dict.fromkeys(METRICS, math.nan), 0.0
+    values = (ratio / count, -negative_smallest, largest, other / count, masked / count)
+    return dict(zip(METRICS, values, strict=True)), absolute / tokens
+
+
+def check_difference(mean_difference: float, tolerance: float | None) -> None:
+    """
+    Refuse samples whose log-probabilities differ too much.
+
+    Raises:
+        RuntimeError: If `mean_difference`, in nats a token, is above `tolerance`.
+    """
+    if tolerance is not None and mean_difference > tolerance:
+        raise RuntimeError(
+            f"The log-probabilities of vLLM and of the trainer differ by {mean_difference:.3g} nats a token on the "
+            f"samples just drawn, on average; `vllm_logp_tolerance` is {tolerance:g}. Either the server's weights are "
+            "not the trainer's (another model, a weight transfer that failed), or it reports other log-probabilities "
+            "than those it samples from: start it with `scripts/serve_vllm.sh MODEL` or with "
+            "`--logprobs-mode processed_logprobs`. If the difference comes from low precision, raise the tolerance."
+        )

@@ -1,0 +1,32 @@
+"""Server side of the weight transfer over gloo. Imported in the workers of a vLLM server only."""
+
+import torch
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from .weight_group import broadcast, join_weight_group
+
+
+class GlooWeightTransferEngine(NCCLWeightTransferEngine):
+    """vLLM's engine for NCCL with the group replaced: one tensor at a time over gloo, received on the CPU."""
+
+    def init_transfer_engine(self, init_info) -> None:
+        parallel = self.parallel_config
+        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank + init_info.rank_offset
+        self.model_update_group = join_weight_group(
+            init_info.master_address, init_info.master_port, rank, init_info.world_size
+        )
+
+    def receive_weights(self, update_info) -> None:
+        for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True):
+            weight = torch.empty(shape, dtype=getattr(torch, dtype))
+            broadcast(self.model_update_group, weight)
+            self.model.load_weights([(name, weight)])
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()
+        # On CPUs, vLLM multiplies with a packed copy of the output weights. When they are tied to the embeddings,
+        # which a reload replaces, nobody else renews that copy: the old weights would go on sampling.
+        for module in self.model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)

@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+# Serve MODEL with vLLM for `use_vllm: true`, `vllm_mode: server`, and say when it is ready. Stop it with Ctrl-C or
+# SIGTERM to this script.
+#
+#   scripts/serve_vllm.sh MODEL [flags of `vllm serve`, e.g. --tensor-parallel-size 2]
+#
+# Chosen here: the device (a GPU if there is one), the weight transfer that goes with it (NCCL or gloo), log-probs as
+# the trainer needs them. Environment:
+#
+#   HOST     address to listen on (127.0.0.1)
+#   PORT     port to listen on (8000); the trainer's `vllm_server_port`
+#   DEVICE   cuda or cpu, instead of looking for a GPU
+#   PYTHON   Python that has vLLM and bapo-trl (python)
+#   TIMEOUT  seconds to wait for the server (1800)
+#   TRUSTED_NETWORK  1: allow a HOST that is not the loopback address. The trainer needs vLLM's development endpoints,
+#                    through which whoever reaches the port can replace the weights.
+set -euo pipefail
+
+if [[ $# -lt 1 || $1 == -* ]]; then
+    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0" >&2
+    exit 2
+fi
+model=$1
+shift
+host=${HOST:-127.0.0.1}
+port=${PORT:-8000}
+python=${PYTHON:-python}
+case $host in
+    127.0.0.1 | localhost | ::1) ;;
+    *)
+        if [[ ${TRUSTED_NETWORK:-0} != 1 ]]; then
+            echo "HOST is $host: whoever reaches port $port there could replace the weights. Set HOST=127.0.0.1, or" \
+                "TRUSTED_NETWORK=1 where only the trainers' nodes reach it." >&2
+            exit 2
+        fi
+        ;;
+esac
+if [[ -z ${DEVICE:-} ]]; then
+    if nvidia-smi -L 2>/dev/null | grep -q GPU; then DEVICE=cuda; else DEVICE=cpu; fi
+fi
+
+flags=(--host "$host" --port "$port" --logprobs-mode processed_logprobs --max-logprobs -1)
+case $DEVICE in
+    cuda) flags+=(--weight-transfer-config '{"backend": "nccl"}') ;;
+    cpu)
+        # In float32 the trainer's and the server's log-probs agree. Memory of the cache: 256 MiB unless told.
+        flags+=(--weight-transfer-config '{"backend": "gloo"}' --dtype float32 --enforce-eager)
+        flags+=(--gpu-memory-utilization 0.1 --kv-cache-memory-bytes 268435456)
+        ;;
+    *)
+        echo "DEVICE is '$DEVICE': choose cuda or cpu." >&2
+        exit 2
+        ;;
+esac
+
+export VLLM_SERVER_DEV_MODE=1
+"$python" -m vllm.entrypoints.openai.api_server --model "$model" "${flags[@]}" "$@" &
+server=$!
+trap 'kill -TERM "$server" 2>/dev/null || true; wait "$server" || true' EXIT
+trap 'exit 143' TERM
+trap 'exit 130' INT
+
+"$python" - "$host" "$port" "$server" "${TIMEOUT:-1800}" <<'PY'
+import os, sys, time, urllib.error, urllib.request
+
+host, port, server, timeout_s = sys.argv[1], *map(int, sys.argv[2:])
+deadline = time.monotonic() + timeout_s
+while time.monotonic() < deadline:
+    try:
+        with urllib.request.urlopen(f"http://{host}:{port}/health", timeout=5) as answer:
+            if answer.status == 200:
+                sys.exit(0)
+    except (urllib.error.URLError, OSError):
+        pass
+    try:
+        os.kill(server, 0)
+        with open(f"/proc/{server}/stat") as stat:
+            if stat.read().rpartition(")")[2].split()[0] == "Z":
+                sys.exit("The vLLM server ended before it was ready: see its messages above.")
+    except ProcessLookupError:
+        sys.exit("The vLLM server ended before it was ready: see its messages above.")
+    time.sleep(1)
+sys.exit(f"The vLLM server was not ready after {timeout_s} seconds.")
+PY
+echo "vLLM serves $model on $DEVICE: http://$host:$port (--use_vllm true --vllm_mode server --vllm_server_host $host --vllm_server_port $port)"
+wait "$server"

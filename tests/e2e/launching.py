@@ -1,0 +1,74 @@
+"""Start trainers with `accelerate launch` and the repository's own configs, and vLLM servers with its script."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.commands import ROOT, run_command
+
+
+def launch(config: str, arguments: list[str], num_processes: int = 2, timeout_s: float = 400) -> str:
+    """Run `accelerate launch` with one of `accelerate_configs/`; return what it printed, or fail."""
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", f"accelerate_configs/{config}.yaml", "--num_processes", str(num_processes)]
+    result = run_command([*command, *arguments], timeout_s=timeout_s)
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output[-8000:]
+    return output
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@contextmanager
+def vllm_server(model: Path, log: Path, timeout_s: int = 300) -> Iterator[int]:
+    """Serve a model with `scripts/serve_vllm.sh`; give its port once it says that it is ready, end it afterwards."""
+    port = free_port()
+    environment = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "DEVICE": "cpu",
+        "PORT": str(port),
+        "TIMEOUT": str(timeout_s),
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    flags = ["--max-model-len", "64", "--kv-cache-memory-bytes", "67108864"]
+    process = subprocess.Popen(
+        ["scripts/serve_vllm.sh", str(model), *flags],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    lines: list[str] = []
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("vLLM serves"):
+                break
+        else:
+            raise AssertionError("The server did not start:\n" + "".join(lines[-60:]))
+        drain = threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True)  # it must not block on us
+        drain.start()
+        yield port
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        log.write_text("".join(lines))

@@ -1,0 +1,52 @@
+"""Trains with the replay queue on scripted completions, so that every engine and sharding sees the same rows."""
+
+import json
+import sys
+from pathlib import Path
+
+from peft import LoraConfig
+
+from bapo_trl.distributed import end_training
+from tests.sharding_worker import Scripted
+from tests.toy import toy_dataset, toy_model, toy_trainer, training_logs
+
+
+def main(out: str, micro_batches: str, uses_lora: str, checkpoint: str = "") -> None:
+    # A pass is one update on a whole generation, drawn from the queue: the same rows however they are sharded.
+    folder = Path(out)
+    lora = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    trainer = toy_trainer(
+        folder,
+        model=toy_model(),
+        trainer_class=Scripted,
+        optim="sgd",  # Adam would turn the rounding of a tiny gradient into a full step
+        learning_rate=0.2 if uses_lora == "lora" else 2.0,
+        max_grad_norm=0.0,
+        gradient_accumulation_steps=int(micro_batches),
+        steps_per_generation=int(micro_batches),
+        per_device_train_batch_size=2,
+        num_generations=4,
+        num_iterations=2,
+        replay_fraction=1.0,
+        max_steps=6,
+        save_strategy="steps",
+        save_steps=4,
+        trainer_args={"train_dataset": toy_dataset(8), "peft_config": lora if uses_lora == "lora" else None},
+    )
+    trainer.train(resume_from_checkpoint=checkpoint or None)
+    engine, optimizer = trainer.model_wrapped, trainer.optimizer
+    result = {
+        "num_processes": trainer.accelerator.num_processes,
+        "distributed_type": trainer.accelerator.distributed_type.value,
+        "engine": type(engine).__name__,
+        "sharding": type(getattr(engine, "optimizer", None)).__name__,
+        "optimizer": type(optimizer).__name__,
+        "logs": training_logs(trainer),
+    }
+    (folder / f"rank-{trainer.accelerator.process_index}.json").write_text(json.dumps(result))
+    trainer.save_model(str(folder / "final"))
+    end_training(trainer)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,137 @@
+"""DDP and DeepSpeed ZeRO-3 in two processes, with the replay queue on: same bounds, same weights, exact resume."""
+
+import json
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from bapo_trl.diagnostics import METRICS
+from tests.commands import run_command
+from tests.e2e.launching import launch
+
+
+ENGINES = {
+    "cpu_ddp": {"distributed_type": "MULTI_CPU", "engine": "DistributedDataParallel"},
+    "cpu_zero3": {
+        "distributed_type": "DEEPSPEED", "engine": "DeepSpeedEngine", "sharding": "DeepSpeedZeroOptimizer_Stage3",
+    },
+}  # fmt: skip
+BOUNDS = ("bapo/clip_low", "bapo/clip_high", "bapo/search_steps")
+
+
+class Runs:
+    """Scripted runs, each made once: by engine (`None` for one process), with or without LoRA, resumed or straight."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __call__(self, engine, uses_lora=False, resumes=False):
+        lora = "lora" if uses_lora else "full"
+        out = self.folder / f"{engine}-{lora}-{'resumed' if resumes else 'straight'}"
+        if not out.exists():
+            checkpoint = []
+            if resumes:
+                self(engine, uses_lora)
+                checkpoint = [str(self.folder / f"{engine}-{lora}-straight" / "checkpoint-4")]
+            worker = ["-m", "tests.e2e.scripted_worker", str(out), "4" if engine else "8", lora, *checkpoint]
+            if engine is None:
+                result = run_command([sys.executable, *worker])
+                assert result.returncode == 0, result.stdout + result.stderr
+            else:
+                launch(engine, worker)
+        return out
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return Runs(tmp_path_factory.mktemp("scripted"))
+
+
+def read(out, rank=0):
+    return json.loads((out / f"rank-{rank}.json").read_text())
+
+
+def weights(out, name="model"):
+    return load_file(out / "final" / f"{name}.safetensors")
+
+
+def assert_close(left, right, atol):
+    assert left.keys() == right.keys()
+    for key in left:
+        torch.testing.assert_close(left[key], right[key], rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("uses_lora", [False, True], ids=["full", "lora"])
+def test_two_processes_of_the_engine_choose_the_bounds_of_one(runs, engine, uses_lora):
+    out = runs(engine, uses_lora)
+    alone = read(runs(None, uses_lora))
+    assert alone["num_processes"] == 1
+    for rank in range(2):
+        result = read(out, rank)
+        assert result["num_processes"] == 2
+        assert {key: result[key] for key in ENGINES[engine]} == ENGINES[engine]
+    logs, expected = read(out)["logs"], alone["logs"]
+    assert len(logs) == len(expected) == 6
+    assert [[log[name] for name in BOUNDS] for log in logs] == [[log[name] for name in BOUNDS] for log in expected]
+    assert len({log["bapo/clip_low"] for log in logs} | {log["bapo/clip_high"] for log in logs}) > 2  # they move
+    assert max(log["staleness/max"] for log in logs) > 1
+    for log, expected_log in zip(logs, expected, strict=True):
+        for name in METRICS:
+            assert log[name] == pytest.approx(expected_log[name], rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize("uses_lora", [False, True], ids=["full", "lora"])
+def test_zero3_ends_with_the_weights_of_ddp(runs, uses_lora):
+    name = "adapter_model" if uses_lora else "model"
+    ddp, zero3 = (weights(runs(engine, uses_lora), name) for engine in ENGINES)
+    assert_close(ddp, zero3, atol=1e-5)
+    start = load_file(runs("cpu_ddp", uses_lora) / "checkpoint-4" / f"{name}.safetensors")
+    assert max((ddp[key] - start[key]).abs().max() for key in ddp) > 1e-3  # they moved
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("uses_lora", [False, True], ids=["full", "lora"])
+def test_a_resumed_run_equals_the_straight_one(runs, engine, uses_lora):
+    straight, resumed = runs(engine, uses_lora), runs(engine, uses_lora, resumes=True)
+    name = "adapter_model" if uses_lora else "model"
+    assert_close(weights(straight, name), weights(resumed, name), atol=0)
+    for log, expected in zip(read(resumed)["logs"][-2:], read(straight)["logs"][-2:], strict=True):
+        names = [*METRICS, "replay/size", "replay/fraction", "grad_norm", "loss"]
+        assert {key: log.get(key) for key in names} == {key: expected.get(key) for key in names}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_checkpoints_hold_all_weights_or_the_adapter_alone(runs, engine):
+    checkpoint = runs(engine) / "checkpoint-4"
+    saved = load_file(checkpoint / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert {key: tensor.shape for key, tensor in saved.items()} == {
+        key: tensor.shape for key, tensor in model.state_dict().items() if key in saved
+    }
+    assert sum(tensor.numel() for tensor in saved.values()) >= sum(weight.numel() for weight in model.parameters())
+    assert {path.name for path in checkpoint.glob("replay_queue_*")} == {
+        f"replay_queue_0000{rank}_of_00002.safetensors" for rank in range(2)
+    }
+    adapter = runs(engine, uses_lora=True) / "checkpoint-4"
+    assert (adapter / "adapter_model.safetensors").is_file()
+    assert not (adapter / "model.safetensors").exists()
+    assert all("lora_" in key for key in load_file(adapter / "adapter_model.safetensors"))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_script_trains_and_resumes(tmp_path, engine):
+    arguments = ["train_bapo.py", "--replay_fraction", "0.5", "--num_iterations", "2", "--gradient_accumulation_steps"]
+    arguments += ["1", "--steps_per_generation", "2", "--logging_steps", "1", "--save_steps", "4"]
+    arguments += ["--per_device_train_batch_size", "16", "--output_dir", str(tmp_path)]
+    launch(engine, [*arguments, "--max_steps", "4"])
+    launch(engine, [*arguments, "--max_steps", "6", "--resume_from_checkpoint", "true"])
+    history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
+    assert [log["step"] for log in history if "bapo/clip_low" in log] == [1, 2, 3, 4, 5, 6]
+    assert next(log for log in history if log["step"] == 5)["replay/fraction"] == 0.5
+    trained = load_file(tmp_path / "model.safetensors")
+    assert {tensor.ndim for tensor in trained.values()} == {1, 2}  # not the empty shards of ZeRO-3
+    AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -1,0 +1,65 @@
+"""Trains the embedded task over a live vLLM server, and hands the server the last weights."""
+
+import json
+import sys
+from pathlib import Path
+
+from peft import LoraConfig
+
+from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.distributed import end_training
+from bapo_trl.tasks import load_task
+from tests.toy import CPU, training_logs
+
+
+class Deaf(BAPOTrainer):
+    """The server never hears of new weights after the first ones, and nothing says so."""
+
+    def _generate_single_turn(self, *args, **kwargs):
+        if self.state.global_step > 0:
+            self._last_loaded_step = self.state.global_step
+        return super()._generate_single_turn(*args, **kwargs)
+
+
+def main(out: str, settings: str) -> None:
+    folder, settings = Path(out), json.loads(settings)
+    task = load_task()
+    lora = LoraConfig(r=8, lora_alpha=32, target_modules="all-linear") if settings.pop("uses_lora", False) else None
+    trainer_class = Deaf if settings.pop("is_deaf", False) else BAPOTrainer
+    model = settings.pop("model")
+    args = BAPOConfig(
+        str(folder),
+        **{
+            **CPU,
+            "use_vllm": True,
+            "vllm_mode": "server",
+            "vllm_server_host": "127.0.0.1",
+            "vllm_importance_sampling_mode": "token_truncate",
+            "per_device_train_batch_size": 64,
+            "gradient_accumulation_steps": 1,
+            "steps_per_generation": 4,
+            "num_generations": 8,
+            "max_completion_length": 4,
+            "learning_rate": 5e-4,
+            "lr_scheduler_type": "constant",
+            "logging_steps": 1,
+            **settings,
+        },
+    )
+    trainer = trainer_class(model, task.reward_func, args, train_dataset=task.train_dataset, peft_config=lora)
+    trainer.train()
+    trainer.vllm_generation.sync_weights()
+    trainer.save_model(str(folder / "final"))
+    engine = trainer.model_wrapped
+    result = {
+        "num_processes": trainer.accelerator.num_processes,
+        "engine": type(engine).__name__,
+        "sharding": type(getattr(engine, "optimizer", None)).__name__,
+        "logs": training_logs(trainer),
+    }
+    (folder / f"rank-{trainer.accelerator.process_index}.json").write_text(json.dumps(result))
+    end_training(trainer)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
