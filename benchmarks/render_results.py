@@ -306,12 +306,58 @@ def draw_replay_study(content: dict, path: Path) -> None:
     plt.close(figure)
 
 
+def render_generators(content: dict) -> str:
+    """Return the section on the simulated number of generators."""
+    settings = content["settings"]
+    rows = [
+        [
+            str(row["passes"]),
+            str(row["servers"]),
+            f"{row['sampling_s']:.0f}",
+            f"{row['slots_in_use']:.0%}",
+            f"{row['updates_per_hour']:.0f}",
+            f"{row['trainers_wait']:.0%}",
+            "{} / {}".format(*row["staleness_same_rows"]),
+            "{} / {}".format(*row["staleness_queue"]),
+        ]
+        for row in content["results"]
+    ]
+    return "\n\n".join(
+        [
+            "## More generators (a simulation)",
+            "Nothing is measured here but arithmetic: TRL's server mode, in which servers and trainers wait for each "
+            f"other. {settings['rows']} answers a generation of {settings['mean_tokens']} tokens on average "
+            f"(log-normal, at most {settings['longest']}), {settings['slots']} at a time on a server at "
+            f"{settings['tokens_per_second']} tokens a second each; {settings['updates_per_pass']} updates of "
+            f"{settings['update_s']:.0f} s a pass, {settings['sync_s']:.0f} s to send the weights. Beyond a number of "
+            "servers the longest answer sets the time, and they idle. Staleness does not depend on the servers: it "
+            "comes from the updates between two generations, and from the queue (`replay_fraction` 0.5, mean / "
+            "largest). More passes raise the updates an hour and the staleness together.",
+            table(
+                [
+                    "Passes",
+                    "Servers",
+                    "Sampling (s)",
+                    "Slots in use",
+                    "Updates an hour",
+                    "Trainers wait",
+                    "Staleness, same rows",
+                    "Staleness, queue",
+                ],
+                rows,
+            ),
+            f"Command: `{content['command']}`.",
+        ]
+    )
+
+
 SECTIONS = {
     "quickstart": render_quickstart,
     "update_cost": render_update_cost,
     "search_cost": render_search_cost,
     "replay_study": render_replay_study,
     "replay_queue": render_replay_queue,
+    "generators": render_generators,
 }
 
 

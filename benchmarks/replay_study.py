@@ -58,7 +58,7 @@ def spec(bounds: str, settings: dict, learning_rate: float, seed: int, generatio
 
 
 def choose_learning_rates(finished: Path, jobs: int) -> dict[tuple[str, str], float]:
-    """Return the learning rate of each bounds and arm: the best mean reward of the last quarter, on the pilot seeds."""
+    """Return the learning rate of each bounds and arm: the best mean reward at the end, over the pilot seeds."""
     named = {
         (bounds, arm, rate, seed): spec(bounds, ARMS[arm][0], rate, seed, PILOT_GENERATIONS)
         for arm in ARMS

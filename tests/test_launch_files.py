@@ -1,15 +1,18 @@
 """Every YAML file in the repository parses with the parser that reads it."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
 from bapo_trl import BAPOConfig
-from tests.commands import ROOT
+from bapo_trl.sampler import biased_settings
+from tests.commands import ROOT, run_command
 
 
 sys.path.insert(0, str(ROOT))
@@ -17,6 +20,19 @@ import train_bapo
 
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+ACCELERATE_CONFIGS = sorted((ROOT / "accelerate_configs").iterdir())
+DEEPSPEED_CONFIGS = sorted((ROOT / "deepspeed_configs").iterdir())
+ZERO2, ZERO3 = "deepspeed_configs/zero2.json", "deepspeed_configs/zero3.json"
+LAUNCHES = {  # processes, engine, DeepSpeed's file
+    "single_gpu": (1, None, None),
+    "multi_gpu": (8, "ddp", None),
+    "zero2": (8, "deepspeed", ZERO2),
+    "zero3": (8, "deepspeed", ZERO3),
+    "zero3_multinode": (32, "deepspeed", ZERO3),
+    "fsdp2": (8, "fsdp", None),
+    "cpu_ddp": (2, "ddp", None),
+    "cpu_zero3": (2, "deepspeed", ZERO3),
+}
 
 
 def parse(recipe: Path):
@@ -38,6 +54,66 @@ def test_every_recipe_parses_and_trains_off_policy(recipe):
     assert script_args.reward_funcs or script_args.dataset_name == train_bapo.EMBEDDED
     assert model_args.model_name_or_path
     assert not training_args.is_always_on_policy
+
+
+@pytest.mark.parametrize("path", ACCELERATE_CONFIGS, ids=lambda path: path.stem)
+def test_accelerate_reads_every_config_of_its_own(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    arguments = launch_command_parser().parse_args(["--config_file", str(path), "train_bapo.py"])
+    arguments, _, _ = _validate_launch_command(arguments)
+    processes, engine, deepspeed_config = LAUNCHES[path.stem]
+    assert arguments.num_processes == processes
+    engines = {"ddp": arguments.multi_gpu, "deepspeed": arguments.use_deepspeed, "fsdp": arguments.use_fsdp}
+    assert [name for name, is_on in engines.items() if is_on] == ([engine] if engine else [])
+    assert arguments.deepspeed_config_file == deepspeed_config
+    if deepspeed_config:
+        assert (ROOT / deepspeed_config).is_file()
+
+
+def test_every_launch_config_is_accounted_for_and_no_setting_has_two_homes():
+    assert {path.stem for path in ACCELERATE_CONFIGS} == set(LAUNCHES)
+    assert {path.stem for path in DEEPSPEED_CONFIGS} == {"zero2", "zero3", "zero3_offload"}
+    for path in ACCELERATE_CONFIGS:
+        config = yaml.safe_load(path.read_text())
+        assert "mixed_precision" not in config  # the trainer's `bf16`
+        assert set(config.get("deepspeed_config", {})) <= {
+            "deepspeed_config_file", "zero3_init_flag", "deepspeed_multinode_launcher",
+        }  # fmt: skip
+    trainers_own = {"gradient_accumulation_steps", "gradient_clipping", "train_batch_size"}
+    trainers_own |= {"train_micro_batch_size_per_gpu"}
+    for path in DEEPSPEED_CONFIGS:
+        config = json.loads(path.read_text())
+        assert {config[name] for name in trainers_own} == {"auto"}
+        assert config["bf16"] == config["fp16"] == {"enabled": "auto"}
+        assert not {"optimizer", "scheduler"} & set(config)
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "scripts").iterdir()), ids=lambda path: path.name)
+def test_every_script_is_valid_bash(script):
+    assert run_command(["bash", "-n", str(script)]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        ([], {}, "scripts/serve_vllm.sh MODEL"),
+        (["model"], {"HOST": "0.0.0.0"}, "TRUSTED_NETWORK=1"),
+        (["model"], {"DEVICE": "tpu"}, "choose cuda or cpu"),
+        (["model"], {"DEVICE": "cpu", "PYTHON": "false"}, ""),
+    ],
+)
+def test_the_server_script_refuses_what_cannot_work(arguments, environment, message):
+    result = run_command(["scripts/serve_vllm.sh", *arguments], **environment)
+    assert result.returncode != 0
+    assert message in result.stderr
+
+
+def test_recipes_with_vllm_keep_stale_data_usable():
+    for recipe in RECIPES:
+        _, args, _, _ = parse(recipe)
+        if args.use_vllm:
+            assert args.vllm_importance_sampling_mode == "token_truncate"
+            assert biased_settings(args) == []
 
 
 def test_every_other_yaml_is_a_mapping():

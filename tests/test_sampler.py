@@ -1,0 +1,133 @@
+"""Log-probabilities of a sampler that is not the trainer: metrics, the check, settings that bias."""
+
+import math
+
+import pytest
+import torch
+
+from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.resume import load_onto_numbered_cpus
+from bapo_trl.sampler import METRICS, biased_settings, compare_with_sampler
+from tests.toy import CPU, toy_trainer, training_logs
+
+
+def batch(**extra):
+    """Two rows of 3 and 2 tokens; the trainer's probabilities are e^0.1, 1, e^-0.2 and 2, 0.5 times the sampler's."""
+    two = math.log(2)
+    return {
+        "completion_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
+        "old_per_token_logps": torch.tensor([[-1.0, -2.0, -3.0], [-1.0, -1.0, 50.0]]),
+        "sampling_per_token_logps": torch.tensor([[-1.1, -2.0, -2.8], [-1.0 - two, -1.0 + two, 0.0]]),
+        **extra,
+    }
+
+
+def compare(batch, is_per_sequence=False):
+    metrics, difference = compare_with_sampler(batch, is_per_sequence, lambda tensor: tensor)
+    return {name.removeprefix("sampling/"): value for name, value in metrics.items()}, difference
+
+
+def test_raw_ratios_of_tokens():
+    metrics, difference = compare(batch())
+    ratios = [math.exp(0.1), 1, math.exp(-0.2), 2, 0.5]
+    assert metrics["raw_importance_sampling_ratio/mean"] == pytest.approx(sum(ratios) / 5)
+    assert metrics["raw_importance_sampling_ratio/min"] == pytest.approx(0.5)
+    assert metrics["raw_importance_sampling_ratio/max"] == pytest.approx(2)
+    assert metrics["truncated_share"] == metrics["masked_share"] == 0
+    assert difference == pytest.approx((0.1 + 0 + 0.2 + 2 * math.log(2)) / 5)
+
+
+def test_raw_ratios_of_sequences():
+    metrics, _ = compare(batch(importance_sampling_ratio=torch.tensor([[math.exp(-0.1)], [0.0]])), True)
+    assert metrics["raw_importance_sampling_ratio/min"] == pytest.approx(math.exp(-0.1))  # 0.1 + 0 - 0.2
+    assert metrics["raw_importance_sampling_ratio/max"] == pytest.approx(1)  # log 2 - log 2
+    assert (metrics["truncated_share"], metrics["masked_share"]) == (0.5, 0.5)
+
+
+def test_truncated_and_masked_tokens_are_counted():
+    used = torch.tensor([[math.exp(0.1), 1, math.exp(-0.2)], [1.5, 0.0, 1.0]])
+    metrics, _ = compare(batch(importance_sampling_ratio=used))
+    assert (metrics["truncated_share"], metrics["masked_share"]) == (2 / 5, 1 / 5)
+
+
+def test_tokens_of_tools_and_tokens_without_log_probs_do_not_count():
+    without = batch(tool_mask=torch.tensor([[1, 1, 0], [1, 1, 1]]))
+    without["sampling_per_token_logps"][0, 0] = math.nan
+    metrics, difference = compare(without)
+    assert metrics["raw_importance_sampling_ratio/mean"] == pytest.approx((1 + 2 + 0.5) / 3)
+    assert difference == pytest.approx(2 * math.log(2) / 3)
+
+
+def test_no_token_at_all():
+    metrics, difference = compare(batch(completion_mask=torch.zeros(2, 3, dtype=torch.long)))
+    assert all(math.isnan(value) for value in metrics.values())
+    assert difference == 0
+
+
+class Sampler(BAPOTrainer):
+    """Reports, as vLLM would, the trainer's log-probabilities of before, with an error."""
+
+    error = 0.0
+
+    def _generate_and_score_completions(self, inputs):
+        self.sampler_error = torch.tensor(self.error)
+        return super()._generate_and_score_completions(inputs)
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        completion_ids, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        logps = []
+        for prompt, completion in zip(prompt_ids, completion_ids, strict=True):
+            ids = torch.tensor([[*prompt, *completion]])
+            with torch.no_grad():
+                logits = self.model(ids).logits[0, len(prompt) - 1 : -1]
+            own = logits.log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1)
+            logps.append((own + self.sampler_error).tolist())
+        return completion_ids, logps
+
+
+class Wrong(Sampler):
+    error = 0.2
+
+
+@pytest.mark.parametrize("steps_per_generation", [4, 2])  # the second is on-policy: TRL leaves old log-probs out
+def test_the_sampler_is_compared_at_every_generation(tmp_path, steps_per_generation):
+    args = {"num_iterations": 1, "steps_per_generation": steps_per_generation}
+    trainer = toy_trainer(tmp_path, trainer_class=Sampler, **args)
+    trainer.train()
+    generations = [log for log in training_logs(trainer) if "reward" in log]
+    assert len(generations) == 8 // steps_per_generation
+    for log in generations:
+        assert set(METRICS) <= set(log)
+        assert log["sampling/raw_importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-4)
+
+
+def test_a_difference_beyond_the_tolerance_stops_the_training(tmp_path):
+    with pytest.raises(RuntimeError, match=r"differ by 0\.2 nats a token .*`vllm_logp_tolerance` is 0\.1"):
+        toy_trainer(tmp_path, trainer_class=Wrong).train()
+    toy_trainer(tmp_path, trainer_class=Wrong, vllm_logp_tolerance=0.3).train()
+    toy_trainer(tmp_path, trainer_class=Wrong, vllm_logp_tolerance=None).train()
+
+
+@pytest.mark.parametrize("tolerance", [0.0, -1.0, math.nan])
+def test_a_tolerance_that_is_none_is_refused(tolerance):
+    with pytest.raises(ValueError, match=r"`vllm_logp_tolerance` is .*above 0"):
+        BAPOConfig("unused", **CPU, vllm_logp_tolerance=tolerance)
+
+
+@pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"repetition_penalty": 1.1}])
+def test_settings_that_bias_the_ratio_are_warned_of(tmp_path, setting):
+    ((name, value),) = setting.items()
+    with pytest.warns(UserWarning, match=f"drawn with `{name}` {value}: not from the policy"):
+        toy_trainer(tmp_path, **setting)
+
+
+def test_neutral_settings_are_not(recwarn, tmp_path):
+    trainer = toy_trainer(tmp_path, temperature=0.7)
+    assert biased_settings(trainer.args) == []
+    assert not any("not from the policy" in str(warning.message) for warning in recwarn)
+
+
+def test_tensors_load_onto_a_cpu_with_a_number(tmp_path):
+    torch.save(torch.arange(3), tmp_path / "tensor.pt")
+    load_onto_numbered_cpus()
+    assert torch.load(tmp_path / "tensor.pt", map_location=torch.device("cpu", 0)).tolist() == [0, 1, 2]
