@@ -13,6 +13,15 @@ from pathlib import Path
 from tests.commands import ROOT, run_command
 
 
+# What a run says of itself, by the config that launched it: the exit code alone would not tell a silent fallback.
+ENGINES = {
+    "cpu_ddp": {"distributed_type": "MULTI_CPU", "engine": "DistributedDataParallel"},
+    "cpu_zero3": {
+        "distributed_type": "DEEPSPEED", "engine": "DeepSpeedEngine", "sharding": "DeepSpeedZeroOptimizer_Stage3",
+    },
+}  # fmt: skip
+
+
 def launch(config: str, arguments: list[str], num_processes: int = 2, timeout_s: float = 400) -> str:
     """Run `accelerate launch` with one of `accelerate_configs/`; return what it printed, or fail."""
     command = [sys.executable, "-m", "accelerate.commands.launch"]

@@ -10,15 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from bapo_trl.diagnostics import METRICS
 from tests.commands import run_command
-from tests.e2e.launching import launch
+from tests.e2e.launching import ENGINES, launch
 
 
-ENGINES = {
-    "cpu_ddp": {"distributed_type": "MULTI_CPU", "engine": "DistributedDataParallel"},
-    "cpu_zero3": {
-        "distributed_type": "DEEPSPEED", "engine": "DeepSpeedEngine", "sharding": "DeepSpeedZeroOptimizer_Stage3",
-    },
-}  # fmt: skip
 BOUNDS = ("bapo/clip_low", "bapo/clip_high", "bapo/search_steps")
 
 

@@ -9,7 +9,7 @@ from peft import LoraConfig
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.distributed import end_training
 from bapo_trl.tasks import load_task
-from tests.toy import CPU, training_logs
+from tests.toy import CPU, digits_reward, training_logs
 
 
 class Deaf(BAPOTrainer):
@@ -27,6 +27,7 @@ def main(out: str, settings: str) -> None:
     lora = LoraConfig(r=8, lora_alpha=32, target_modules="all-linear") if settings.pop("uses_lora", False) else None
     trainer_class = Deaf if settings.pop("is_deaf", False) else BAPOTrainer
     model = settings.pop("model")
+    reward = digits_reward if settings.pop("rewards_digits", False) else task.reward_func
     args = BAPOConfig(
         str(folder),
         **{
@@ -46,13 +47,14 @@ def main(out: str, settings: str) -> None:
             **settings,
         },
     )
-    trainer = trainer_class(model, task.reward_func, args, train_dataset=task.train_dataset, peft_config=lora)
+    trainer = trainer_class(model, reward, args, train_dataset=task.train_dataset, peft_config=lora)
     trainer.train()
     trainer.vllm_generation.sync_weights()
     trainer.save_model(str(folder / "final"))
     engine = trainer.model_wrapped
     result = {
         "num_processes": trainer.accelerator.num_processes,
+        "distributed_type": trainer.accelerator.distributed_type.value,
         "engine": type(engine).__name__,
         "sharding": type(getattr(engine, "optimizer", None)).__name__,
         "logs": training_logs(trainer),
