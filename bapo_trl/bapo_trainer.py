@@ -14,6 +14,7 @@ from .bapo_config import BAPOConfig
 from .clip_bounds import ClipBounds, Contributions, contributions, search_bounds
 from .diagnostics import UpdateLog, measure_tokens
 from .policy_tokens import PolicyTokens, policy_tokens
+from .queue_checkpoint import remove_queues
 from .replay import Replay
 from .resume import EpochShuffleCallback, load_onto_numbered_cpus
 from .sampler import biased_settings, check_difference, client_for, compare_with_sampler
@@ -213,6 +214,7 @@ class BAPOTrainer(GRPOTrainer):
 
     def _start_over(self):
         self._step, self._buffered_inputs = 0, None  # TRL's
+        self._last_loaded_step = -1  # TRL's: vLLM gets the weights before the next generation
         # The version that sampled all rows of the buffer, on all ranks; `None` if they differ
         self._buffer_version: int | None = None
         self._replay = self._make_replay() if self.args.uses_replay else None
@@ -257,10 +259,13 @@ class BAPOTrainer(GRPOTrainer):
     # Checkpoints
 
     def _save_checkpoint(self, model, trial):
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        folder = os.path.join(self._get_output_dir(trial=trial), name)
         if self._replay is not None and not self.args.save_only_model:
-            folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            self._replay.save(os.path.join(self._get_output_dir(trial=trial), folder))
+            self._replay.save(folder)
             self.accelerator.wait_for_everyone()  # the parent may remove older checkpoints
+        elif self.accelerator.is_main_process:
+            remove_queues(folder)  # of an earlier run
         super()._save_checkpoint(model, trial)
 
     def _load_optimizer_and_scheduler(self, checkpoint):

@@ -53,27 +53,51 @@ _MULTIMODAL = (
 )
 
 
+class Spans:
+    """
+    Where each row's values lie in a column. Columns of the same lengths share one.
+
+    Args:
+        lengths (sequence of `int`):
+            Number of values of each row.
+    """
+
+    def __init__(self, lengths: Sequence[int] | np.ndarray):
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.ends = np.cumsum(self.lengths)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that a row takes here."""
+        return self.lengths.itemsize + self.ends.itemsize
+
+
 class Column:
     """
     The values of one key, of all rows, one row after the other.
 
     Args:
         values (`torch.Tensor`):
-            Shape `(sum(lengths),)`; without lengths `(B,)` or `(B, 1)`.
-        lengths (sequence of `int`, *optional*):
+            Shape `(sum(lengths),)`; without spans `(B,)` or `(B, 1)`.
+        spans ([`Spans`] or sequence of `int`, *optional*):
             Number of values of each row. `None` for one value a row.
 
     Raises:
         ValueError: If there are more or fewer values than the lengths say.
     """
 
-    def __init__(self, values: torch.Tensor, lengths: Sequence[int] | np.ndarray | None = None):
+    def __init__(self, values: torch.Tensor, spans: Spans | Sequence[int] | None = None):
         self.values = values
-        self.lengths = None if lengths is None else np.asarray(lengths, dtype=np.int64)
-        if lengths is not None:
-            if self.lengths.sum() != len(values) or (self.lengths < 0).any():
-                raise ValueError(f"{len(values)} values do not make rows of {self.lengths.sum()} values")
-            self._ends = np.cumsum(self.lengths)
+        self.spans = spans if spans is None or isinstance(spans, Spans) else Spans(spans)
+        if self.spans is not None and (
+            self.spans.lengths.sum() != len(values) or (self.spans.lengths < 0).any() or values.dim() != 1
+        ):
+            raise ValueError(f"{tuple(values.shape)} values do not make rows of {self.spans.lengths.sum()} values")
+
+    @property
+    def lengths(self) -> np.ndarray | None:
+        """Number of values of each row; `None` for one value a row."""
+        return None if self.spans is None else self.spans.lengths
 
     def __len__(self) -> int:
         return len(self.values) if self.lengths is None else len(self.lengths)
@@ -83,7 +107,7 @@ class Column:
         if self.lengths is None:
             return [self.values.narrow(0, index, 1) for index in np.asarray(indices).tolist()]
         lengths = self.lengths[indices]
-        starts = self._ends[indices] - lengths
+        starts = self.spans.ends[indices] - lengths
         return [self.values.narrow(0, *place) for place in zip(starts.tolist(), lengths.tolist(), strict=True)]
 
     def row_bytes(self) -> np.ndarray:
@@ -127,8 +151,10 @@ class Rows:
         return self.columns["policy_version"].values.numpy()
 
     def row_bytes(self) -> np.ndarray:
-        """Return the number of bytes of each row's values, shape `(B,)`."""
-        return sum(column.row_bytes() for column in self.columns.values())
+        """Return the number of bytes that each row takes, shape `(B,)`: its values, and where they lie."""
+        spans = {id(column.spans): column.spans for column in self.columns.values() if column.spans is not None}
+        values = sum(column.row_bytes() for column in self.columns.values())
+        return values + sum(span.row_bytes for span in spans.values())
 
     def has_advantage(self) -> np.ndarray:
         """Return whether a row has an advantage other than 0, for any of its tokens; shape `(B,)`."""
@@ -145,7 +171,7 @@ class Rows:
     def masked(self) -> "Rows":
         """Return the rows with no token that counts: they keep the shape of a batch and train nothing."""
         mask = self.columns["completion_mask"]
-        return Rows({**self.columns, "completion_mask": Column(torch.zeros_like(mask.values), mask.lengths)})
+        return Rows({**self.columns, "completion_mask": Column(torch.zeros_like(mask.values), mask.spans)})
 
 
 def join(parts: Iterable[tuple[Rows, Sequence[int] | np.ndarray]]) -> Rows:
@@ -168,17 +194,20 @@ def join(parts: Iterable[tuple[Rows, Sequence[int] | np.ndarray]]) -> Rows:
                 "settings. If a checkpoint brought the other ones, set `replay_discard_saved`."
             )
     columns = {}
+    shared: dict[str, Spans] = {}  # by the side of the padding: prompts and completions
     for key in keys:
         sources = [(rows.columns[key], indices) for rows, indices in parts]
-        is_per_row = all(column.lengths is None for column, _ in sources)
         pieces = [piece for column, indices in sources for piece in column.pieces(indices)]
-        if is_per_row:
-            values = torch.cat(pieces) if pieces else sources[0][0].values[:0].clone()
-            columns[key] = Column(values)
-        else:  # rows of one token each are of both kinds
-            pieces = [piece.reshape(-1) for piece in pieces]
-            values = torch.cat(pieces) if pieces else sources[0][0].values[:0].reshape(-1).clone()
-            columns[key] = Column(values, [len(piece) for piece in pieces])
+        empty = sources[0][0].values[:0].clone()
+        if all(column.lengths is None for column, _ in sources):
+            columns[key] = Column(torch.cat(pieces) if pieces else empty)
+            continue
+        pieces = [piece.reshape(-1) for piece in pieces]  # rows of one token may hold it either way
+        lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
+        spans = shared.setdefault(_FIELDS[key].side, Spans(lengths))
+        if not np.array_equal(spans.lengths, lengths):
+            raise ValueError(f"`{key}` has rows of other lengths than the keys before it")
+        columns[key] = Column(torch.cat(pieces) if pieces else empty.reshape(-1), spans)
     return Rows(columns)
 
 
@@ -216,6 +245,7 @@ def cut_into_rows(batch: Mapping[str, torch.Tensor], pad_token_id: int) -> Rows:
     is_token = kept["completion_mask"] | (kept["completion_ids"] != pad_token_id)
     completion_ends = (is_token * torch.arange(1, completion_length + 1)).amax(dim=1).clamp(min=1)
 
+    spans = {"left": Spans((prompt_length - prompt_starts).numpy()), "right": Spans(completion_ends.numpy())}
     columns = {}
     for key, tensor in kept.items():
         field = _FIELDS[key]
@@ -224,10 +254,10 @@ def cut_into_rows(batch: Mapping[str, torch.Tensor], pad_token_id: int) -> Rows:
             columns[key] = Column(tensor.clone())
         elif field.side == "left":
             pieces = [row[start:] for row, start in zip(tensor, prompt_starts.tolist(), strict=True)]
-            columns[key] = Column(torch.cat(pieces), (prompt_length - prompt_starts).numpy())
+            columns[key] = Column(torch.cat(pieces), spans["left"])
         else:
             pieces = [row[:end] for row, end in zip(tensor, completion_ends.tolist(), strict=True)]
-            columns[key] = Column(torch.cat(pieces), completion_ends.numpy())
+            columns[key] = Column(torch.cat(pieces), spans["right"])
     return Rows(columns)
 
 

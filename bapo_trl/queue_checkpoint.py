@@ -1,7 +1,7 @@
 """Keep replay queues in a checkpoint folder: one safetensors file a rank, with JSON in its header. No pickle.
 
-A file is written under a temporary name and renamed: under its final name it is complete. A checksum tells of values
-that have changed since.
+A file is written under a temporary name and renamed: under its final name it is complete. A checksum over all that it
+holds, and over its name, tells of what has changed since.
 """
 
 import json
@@ -15,7 +15,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from .batching import Column, Rows, join
+from .batching import Column, Rows, Spans, join
 from .replay_queue import ReplayQueue
 
 
@@ -48,21 +48,27 @@ def save_queue(queue: ReplayQueue, folder: str | Path, rank: int, num_processes:
             tensors[f"{number}.{key}"] = column.values
             if column.lengths is not None:
                 tensors[f"{number}.{key}.lengths"] = torch.tensor(column.lengths)  # a copy: columns share theirs
-    metadata = {"format": FORMAT, "state": json.dumps(state), "checksum": _checksum(tensors)}
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if rank == 0:  # a run that was resumed from before may have had another number of ranks
-        for other in folder.iterdir():
-            match = _PATTERN.fullmatch(other.name)
-            if match and int(match[2]) != num_processes:
-                other.unlink()
+        remove_queues(folder, except_of=num_processes)
     path = folder / _NAME.format(rank=rank, world=num_processes)
+    text = json.dumps(state)
+    metadata = {"format": FORMAT, "state": text, "checksum": _checksum(path.name, text, tensors)}
     unfinished = path.with_suffix(".unfinished")
     save_file(tensors, unfinished, metadata=metadata)
     with open(unfinished, "rb+") as file:
         os.fsync(file.fileno())  # else the new name could reach the disk before the values
     os.replace(unfinished, path)
     return path
+
+
+def remove_queues(folder: str | Path, except_of: int | None = None) -> None:
+    """Remove the replay queues in a checkpoint folder, if there is one, but those of `except_of` ranks."""
+    for path in Path(folder).glob("replay_queue_*"):
+        match = _PATTERN.fullmatch(path.name)
+        if match and int(match[2]) != except_of:
+            path.unlink()
 
 
 def load_queue(queue: ReplayQueue, folder: str | Path, rank: int, num_processes: int) -> bool:
@@ -104,25 +110,30 @@ def load_queue(queue: ReplayQueue, folder: str | Path, rank: int, num_processes:
     if saved == num_processes:
         _restore(queue, *_read(paths[rank]), paths[rank])
         return True
-    _restore(queue, *_deal_out([_read(path) for path in paths], rank, num_processes), paths[rank % saved])
+    _restore(queue, *_deal_out(paths, rank, num_processes), paths[rank % saved])
     return True
 
 
-def _deal_out(queues: list[tuple[list[Rows], dict]], rank: int, num_processes: int) -> tuple[list[Rows], dict]:
-    """Return what one rank takes over from the queues of another number of ranks."""
-    chunks = [rows for its_chunks, _ in queues for rows in its_chunks]
-    states = [state for _, state in queues]
-    sizes = [len(rows) for rows in chunks]
-    chunk = np.repeat(np.arange(len(chunks)), sizes)
-    place = np.concatenate([np.empty(0, dtype=np.int64), *map(np.arange, sizes)])
-    ledger = {name: np.concatenate([state["ledger"][name] for state in states]) for name in states[0]["ledger"]}
-    own = np.arange(len(chunk))[rank::num_processes]
+def _deal_out(paths: list[Path], rank: int, num_processes: int) -> tuple[list[Rows], dict]:
+    """Return what one rank takes over from the files of another number of ranks, one file in memory at a time."""
+    own, ledgers, states, before = [], [], [], 0
+    for path in paths:
+        chunks, state = _read(path)
+        ledger = {name: np.array(values, dtype=np.int64) for name, values in state["ledger"].items()}
+        places = np.arange((rank - before) % num_processes, len(ledger["version"]), num_processes)
+        before += len(ledger["version"])
+        ends = np.cumsum([len(rows) for rows in chunks])
+        for rows, end in zip(chunks, ends, strict=True):
+            here = places[(places >= end - len(rows)) & (places < end)]
+            own.append(rows.select(here - (end - len(rows))))
+        ledgers.append({name: values[places] for name, values in ledger.items()})
+        states.append(state)
+    ledger = {name: np.concatenate([each[name] for each in ledgers]) for name in ledgers[0]}
     # In the order of entry again, which is that of the versions: beyond its capacity, a queue lets the first go.
-    own = own[np.argsort(ledger["version"][own], kind="stable")]
-    rows = [join([(chunks[chunk[index]], [place[index]]) for index in own])] if len(own) else []
+    order = np.argsort(ledger["version"], kind="stable")
     departures = [state["departures"] for state in states[rank::num_processes]]
-    return rows, {
-        "ledger": {name: values[own].tolist() for name, values in ledger.items()},
+    return [join([(rows, np.arange(len(rows))) for rows in own]).select(order)] if len(order) else [], {
+        "ledger": {name: values[order].tolist() for name, values in ledger.items()},
         "next_turn": max(state["next_turn"] for state in states),
         "departures": {name: sum(counts[name] for counts in departures) for name in states[0]["departures"]},
         "random": states[rank]["random"] if rank < len(states) else None,
@@ -154,30 +165,39 @@ def _read(path: Path) -> tuple[list[Rows], dict]:
             "by this version of bapo_trl. Set `replay_discard_saved` to start with an empty queue."
         )
     try:
-        if _checksum(tensors) != metadata["checksum"]:
-            raise ValueError("its values have changed since it was written")
+        if _checksum(path.name, metadata["state"], tensors) != metadata["checksum"]:
+            raise ValueError("what it holds is not what was written under this name")
         state = json.loads(metadata["state"])
-        columns: dict[int, dict[str, Column]] = {}
-        for name, values in tensors.items():
-            number, key, *is_lengths = name.split(".")
-            if not is_lengths:
-                lengths = tensors.get(f"{name}.lengths")
-                columns.setdefault(int(number), {})[key] = Column(values, None if lengths is None else lengths.numpy())
-        chunks = [Rows(columns[number]) for number in sorted(columns)]
-        sizes = {sum(map(len, chunks)), *map(len, state["ledger"].values())}
-        is_complete = {"next_turn", "departures", "random"} <= set(state)
-        if not is_complete or set(state["ledger"]) != {"version", "uses", "turn"} or len(sizes) != 1:
+        chunks = _chunks(tensors)
+        if len({sum(map(len, chunks)), *map(len, state["ledger"].values())}) != 1:
             raise ValueError("its values and its ledger do not go together")
     except (LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
         raise _damaged(path, error) from error
     return chunks, state
 
 
-def _checksum(tensors: dict[str, torch.Tensor]) -> str:
-    digest = xxhash.xxh3_128()
-    for name in sorted(tensors):
-        digest.update(name.encode())
-        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy())
+def _chunks(tensors: dict[str, torch.Tensor]) -> list[Rows]:
+    columns: dict[int, dict[str, Column]] = {}
+    for name, values in tensors.items():
+        number, key, *is_lengths = name.split(".")
+        if is_lengths:
+            continue
+        chunk = columns.setdefault(int(number), {})
+        spans = None
+        if f"{name}.lengths" in tensors:
+            spans = Spans(tensors[f"{name}.lengths"].numpy())
+            for other in chunk.values():  # columns of the same lengths share them
+                if other.spans is not None and np.array_equal(other.lengths, spans.lengths):
+                    spans = other.spans
+        chunk[key] = Column(values, spans)
+    return [Rows(columns[number]) for number in sorted(columns)]
+
+
+def _checksum(name: str, state: str, tensors: dict[str, torch.Tensor]) -> str:
+    digest = xxhash.xxh3_128(f"{name} {state}".encode())
+    for key in sorted(tensors):
+        digest.update(f"{key} {tensors[key].dtype} {tuple(tensors[key].shape)}".encode())
+        digest.update(tensors[key].reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
 

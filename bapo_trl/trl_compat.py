@@ -68,6 +68,7 @@ ATTRIBUTES = {
         "vllm_importance_sampling_correction",
         "_metrics",
     ),
+    "_generate_single_turn": ("_last_loaded_step",),
     "_prepare_inputs": ("_buffered_inputs", "_generate_and_score_completions", "_step", "num_iterations"),
     "_generate_and_score_completions": ("_calculate_rewards", "environment_factories", "reward_weights"),
 }

@@ -22,11 +22,19 @@ if [[ $# -lt 1 || $1 == -* ]]; then
 fi
 model=$1
 shift
+for flag in "$@"; do
+    case ${flag%%=*} in
+        --host | --port | --uds | --model)
+            echo "$flag: set HOST and PORT in the environment, and give MODEL first." >&2
+            exit 2
+            ;;
+    esac
+done
 host=${HOST:-127.0.0.1}
 port=${PORT:-8000}
 python=${PYTHON:-python}
 case $host in
-    127.0.0.1 | localhost | ::1) ;;
+    127.0.0.1 | localhost) ;;
     *)
         if [[ ${TRUSTED_NETWORK:-0} != 1 ]]; then
             echo "HOST is $host: whoever reaches port $port there could replace the weights. Set HOST=127.0.0.1, or" \
@@ -36,7 +44,7 @@ case $host in
         ;;
 esac
 if [[ -z ${DEVICE:-} ]]; then
-    if nvidia-smi -L 2>/dev/null | grep -q GPU; then DEVICE=cuda; else DEVICE=cpu; fi
+    if [[ $(nvidia-smi -L 2>/dev/null) == *GPU* ]]; then DEVICE=cuda; else DEVICE=cpu; fi
 fi
 
 flags=(--host "$host" --port "$port" --logprobs-mode processed_logprobs --max-logprobs -1)
@@ -53,6 +61,16 @@ case $DEVICE in
         ;;
 esac
 
+timeout=${TIMEOUT:-1800}
+if [[ ! $timeout =~ ^[0-9]+$ ]]; then
+    echo "TIMEOUT is '$timeout': give a number of seconds." >&2
+    exit 2
+fi
+if (exec 3<>"/dev/tcp/${host/0.0.0.0/127.0.0.1}/$port") 2>/dev/null; then
+    echo "PORT is $port, where something listens already: choose another." >&2
+    exit 2
+fi
+
 export VLLM_SERVER_DEV_MODE=1
 "$python" -m vllm.entrypoints.openai.api_server --model "$model" "${flags[@]}" "$@" &
 server=$!
@@ -60,27 +78,24 @@ trap 'kill -TERM "$server" 2>/dev/null || true; wait "$server" || true' EXIT
 trap 'exit 143' TERM
 trap 'exit 130' INT
 
-"$python" - "$host" "$port" "$server" "${TIMEOUT:-1800}" <<'PY'
-import os, sys, time, urllib.error, urllib.request
+is_healthy() {
+    "$python" - "http://${host/0.0.0.0/127.0.0.1}:$port/health" 2>/dev/null <<'PY'
+import sys, urllib.request
 
-host, port, server, timeout_s = sys.argv[1], *map(int, sys.argv[2:])
-deadline = time.monotonic() + timeout_s
-while time.monotonic() < deadline:
-    try:
-        with urllib.request.urlopen(f"http://{host}:{port}/health", timeout=5) as answer:
-            if answer.status == 200:
-                sys.exit(0)
-    except (urllib.error.URLError, OSError):
-        pass
-    try:
-        os.kill(server, 0)
-        with open(f"/proc/{server}/stat") as stat:
-            if stat.read().rpartition(")")[2].split()[0] == "Z":
-                sys.exit("The vLLM server ended before it was ready: see its messages above.")
-    except ProcessLookupError:
-        sys.exit("The vLLM server ended before it was ready: see its messages above.")
-    time.sleep(1)
-sys.exit(f"The vLLM server was not ready after {timeout_s} seconds.")
+urllib.request.build_opener(urllib.request.ProxyHandler({})).open(sys.argv[1], timeout=5)
 PY
+}
+
+until is_healthy; do
+    if ! kill -0 "$server" 2>/dev/null; then
+        echo "The vLLM server ended before it was ready: see its messages above." >&2
+        exit 1
+    fi
+    if ((SECONDS >= timeout)); then
+        echo "The vLLM server was not ready after $timeout seconds." >&2
+        exit 1
+    fi
+    sleep 1
+done
 echo "vLLM serves $model on $DEVICE: http://$host:$port (--use_vllm true --vllm_mode server --vllm_server_host $host --vllm_server_port $port)"
 wait "$server"

@@ -68,7 +68,8 @@ def test_rows_have_no_padding_and_share_no_memory_with_the_batch():
     whole["old_per_token_logps"].zero_()
     assert rows[2]["advantages"] == 2.0
     assert rows.columns["old_per_token_logps"].values.untyped_storage().nbytes() == (3 + 1 + 5) * 4
-    assert rows.row_bytes().sum() == sum(tensor.nbytes for row in rows for tensor in row.values())
+    values = sum(tensor.nbytes for row in rows for tensor in row.values())
+    assert rows.row_bytes().sum() == values + 3 * 32  # lengths and ends of prompt and completion
 
 
 def test_rows_of_different_batches_are_padded_to_the_longest():
@@ -129,8 +130,8 @@ def test_rows_with_an_advantage_are_told_by_row_and_by_token():
 
 
 def test_bytes_of_a_row_as_the_docs_give_them():
-    """docs/distributed.md: 5 p + (5 + 4 k) t + 12 for p prompt and t completion tokens, k log-probability tensors."""
+    """docs/distributed.md: 5 p + (5 + 4 k) t + 44 for p prompt and t completion tokens, k tensors of log-probs."""
     rows = cut_into_rows(batch(ref_per_token_logps=EXTRAS["ref_per_token_logps"]), PAD)
     prompts, completions, k = (2, 4, 1), (3, 1, 5), 2
-    expected = [5 * p + (5 + 4 * k) * t + 12 for p, t in zip(prompts, completions, strict=True)]
+    expected = [5 * p + (5 + 4 * k) * t + 44 for p, t in zip(prompts, completions, strict=True)]
     assert rows.row_bytes().tolist() == expected

@@ -1,6 +1,9 @@
 """Every YAML file in the repository parses with the parser that reads it."""
 
 import json
+import os
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -98,14 +101,62 @@ def test_every_script_is_valid_bash(script):
     [
         ([], {}, "scripts/serve_vllm.sh MODEL"),
         (["model"], {"HOST": "0.0.0.0"}, "TRUSTED_NETWORK=1"),
+        (["model", "--host", "0.0.0.0"], {}, "--host: set HOST and PORT"),
+        (["model", "--port=9"], {}, "--port=9: set HOST and PORT"),
         (["model"], {"DEVICE": "tpu"}, "choose cuda or cpu"),
-        (["model"], {"DEVICE": "cpu", "PYTHON": "false"}, ""),
+        (["model"], {"DEVICE": "cpu", "TIMEOUT": "soon"}, "TIMEOUT is 'soon'"),
     ],
 )
 def test_the_server_script_refuses_what_cannot_work(arguments, environment, message):
     result = run_command(["scripts/serve_vllm.sh", *arguments], **environment)
-    assert result.returncode != 0
+    assert result.returncode == 2
     assert message in result.stderr
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+    """A Python whose `-m vllm...` does what a script says, and the environment to serve with it."""
+
+    def make(server: str) -> dict[str, str]:
+        python = tmp_path / "python"
+        python.write_text(f'#!/usr/bin/env bash\nif [[ $1 == -m ]]; then\n{server}\nfi\nexec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            return {"PYTHON": str(python), "DEVICE": "cpu", "PORT": str(listener.getsockname()[1])}
+
+    return make
+
+
+def test_the_server_script_tells_of_a_server_that_ends(stand_in):
+    result = run_command(["scripts/serve_vllm.sh", "model"], **stand_in("echo out of memory >&2; exit 3"))
+    assert result.returncode == 1
+    assert "out of memory" in result.stderr
+    assert "ended before it was ready" in result.stderr
+
+
+def test_the_server_script_does_not_take_another_server_for_its_own(stand_in):
+    environment = stand_in("sleep 60")
+    with socket.create_server(("127.0.0.1", int(environment["PORT"]))):
+        result = run_command(["scripts/serve_vllm.sh", "model"], **environment)
+    assert result.returncode == 2
+    assert "something listens already" in result.stderr
+
+
+def test_the_server_script_ends_its_server_when_it_is_told_to_before_it_is_ready(stand_in, tmp_path):
+    environment = stand_in(f"echo $$ > {tmp_path / 'pid'}; echo started; exec sleep 600")
+    process = subprocess.Popen(
+        ["scripts/serve_vllm.sh", "model"],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "started\n"
+    process.terminate()
+    assert process.wait(timeout=60) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 def test_recipes_with_vllm_keep_stale_data_usable():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from safetensors.torch import save_file
 
-from bapo_trl.batching import Column, Rows, cut_into_rows, join
+from bapo_trl.batching import Column, Rows, Spans, cut_into_rows, join
 from bapo_trl.queue_checkpoint import FORMAT, _checksum, load_queue, save_queue
 from bapo_trl.replay_queue import ReplayQueue
 from tests.test_batching import PAD, batch
@@ -21,11 +21,12 @@ def make_rows(version, count, first=0, advantages=None):
     """Row i has 1 + i % 3 tokens; its first is its name."""
     lengths = [1 + index % 3 for index in range(count)]
     tokens = [torch.arange(first + index, first + index + length) for index, length in enumerate(lengths)]
+    spans = Spans(lengths)
     return Rows(
         {
             "policy_version": Column(torch.full((count,), version)),
-            "completion_ids": Column(torch.cat([torch.empty(0), *tokens]).int(), lengths),
-            "completion_mask": Column(torch.ones(sum(lengths), dtype=torch.bool), lengths),
+            "completion_ids": Column(torch.cat([torch.empty(0), *tokens]).int(), spans),
+            "completion_mask": Column(torch.ones(sum(lengths), dtype=torch.bool), spans),
             "advantages": Column(torch.tensor([1.0] * count if advantages is None else advantages)),
         }
     )
@@ -115,7 +116,8 @@ class QueueMachine(RuleBasedStateMachine):
             assert contents(self.queue) == [row[0] for row in self.model]
             assert vars(self.queue.departures) == self.left
             assert self.entered == len(self.queue) + sum(self.left.values())
-            live = sum(tensor.nbytes for rows in self.queue.state()[0] for row in rows for tensor in row.values())
+            values = sum(tensor.nbytes for rows in self.queue.state()[0] for row in rows for tensor in row.values())
+            live = values + 16 * len(self.queue)  # length and end of each row, shared by ids and mask
             assert live <= self.queue.num_bytes <= 1.15 * live
 
 
@@ -278,7 +280,7 @@ def test_a_checkpoint_written_again_by_fewer_ranks_loads(tmp_path):
 def test_a_header_that_makes_no_sense_is_refused_by_name(tmp_path, state):
     path = tmp_path / "replay_queue_00000_of_00001.safetensors"
     tensors = {"0.policy_version": torch.ones(1)}
-    save_file(tensors, path, {"format": FORMAT, "state": state, "checksum": _checksum(tensors)})
+    save_file(tensors, path, {"format": FORMAT, "state": state, "checksum": _checksum(path.name, state, tensors)})
     with pytest.raises(ValueError, match=f"{path.name} is damaged"):
         load_queue(ReplayQueue(10), tmp_path, 0, 1)
 
@@ -293,10 +295,32 @@ def damage_truncate(path: Path):
     path.write_bytes(path.read_bytes()[:-20])
 
 
+def replace_bytes(path: Path, old: bytes, new: bytes):
+    content = path.read_bytes()
+    assert content.count(old) >= 1
+    path.write_bytes(content.replace(old, new, 1))
+
+
 def damage_values(path: Path):
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(bytes(content))
+
+
+def damage_ledger(path: Path):
+    replace_bytes(path, b'version\\": [5', b'version\\": [4')
+
+
+def damage_ledger_name(path: Path):
+    replace_bytes(path, b"overflowed", b"overflower")
+
+
+def damage_dtype(path: Path):
+    replace_bytes(path, b'"F32"', b'"I32"')
+
+
+def swap_ranks(path: Path):
+    path.write_bytes(path.with_name("replay_queue_00000_of_00002.safetensors").read_bytes())
 
 
 def damage_foreign(path: Path):
@@ -311,22 +335,26 @@ def damage_garbage(path: Path):
     path.write_bytes(b"not a tensor file")
 
 
+CHANGES = (damage_values, damage_ledger, damage_ledger_name, damage_dtype, swap_ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (damage_truncate, "damaged"),
         (damage_garbage, "damaged"),
-        (damage_values, "damaged .its values have changed"),
+        *((damage, "damaged .what it holds is not what was written") for damage in CHANGES),
         (damage_foreign, "not written by this version"),
         (damage_remove, "missing, while other ranks' are there"),
     ],
 )
-def test_damaged_foreign_and_missing_files_are_refused_by_name(tmp_path, damage, message):
+def test_damaged_foreign_and_missing_files_are_refused_by_name(tmp_path, damage, message, ranks):
     for rank, queue in enumerate(queues_with([5, 4])):
         save_queue(queue, tmp_path, rank, 2)
     damage(tmp_path / "replay_queue_00001_of_00002.safetensors")
     with pytest.raises(ValueError, match=f"replay_queue_00001_of_00002.safetensors.*{message}"):
-        load_queue(ReplayQueue(10), tmp_path, 1, 2)
+        load_queue(ReplayQueue(10), tmp_path, 1, ranks)
 
 
 def test_files_of_two_runs_are_refused(tmp_path):

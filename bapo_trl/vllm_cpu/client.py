@@ -2,15 +2,18 @@
 
 import atexit
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 
 import torch
 from trl.generation.vllm_client import VLLMClient
 from vllm.utils.network_utils import get_ip
 
-from .weight_group import broadcast, join_weight_group
+from .weight_group import broadcast, join_weight_group, open_weight_store
 
+
+if not hasattr(VLLMClient, "get_server_info"):
+    raise ImportError('Weights go to a vLLM server on a CPU with trl 1.16 or newer: pip install "trl~=1.16.0".')
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
 
@@ -45,13 +48,10 @@ class GlooVLLMClient(VLLMClient):
             "rank_offset": 1,
             "world_size": world_size,
         }
+        store = open_weight_store(address, self.group_port, world_size)
         # The server answers when its workers have joined, for which the trainer must have come too.
-        with ThreadPoolExecutor(max_workers=1) as executor:
-            joined = executor.submit(
-                self._post, f"{self.base_url}/init_weight_transfer_engine", json={"init_info": init_info}
-            )
-            self.communicator = join_weight_group(address, self.group_port, rank=0, world_size=world_size)
-            joined.result()
+        with self._posting("init_weight_transfer_engine", {"init_info": init_info}) as answer:
+            self.communicator = join_weight_group(store, 0, world_size, check=lambda: _raise_if_failed(answer))
         atexit.register(self.close_communicator)
 
     def update_named_params(
@@ -61,14 +61,28 @@ class GlooVLLMClient(VLLMClient):
         names, dtype_names, shapes = (list(field) for field in zip(*metadata, strict=True))
         update_info = {"names": names, "dtype_names": dtype_names, "shapes": shapes}
         update = nullcontext() if self._updating_weights else self.weight_update()
-        with update, ThreadPoolExecutor(max_workers=1) as executor:
-            received = executor.submit(
-                self._post, f"{self.base_url}/update_weights", json={"update_info": update_info}
-            )
+        with update, self._posting("update_weights", {"update_info": update_info}) as answer:
             for _, tensor in named_params:
+                _raise_if_failed(answer)
                 broadcast(self.communicator, tensor.detach().cpu().contiguous())
-            received.result()
 
     def close_communicator(self):
         """Leave the group."""
         self.communicator = None
+
+    @contextmanager
+    def _posting(self, endpoint: str, body: dict) -> Iterator[Future]:
+        """Ask the server for something that needs the trainer to do its part meanwhile, and wait for its answer."""
+        executor = ThreadPoolExecutor(max_workers=1)
+        answer = executor.submit(self._post, f"{self.base_url}/{endpoint}", json=body)
+        try:
+            yield answer
+            answer.result()
+        finally:
+            executor.shutdown(wait=False)  # after an error, the server may never answer
+
+
+def _raise_if_failed(answer: Future) -> None:
+    """Raise the server's error, if it has answered with one."""
+    if answer.done():
+        answer.result()

@@ -1,10 +1,11 @@
 """Server side of the weight transfer over gloo. Imported in the workers of a vLLM server only."""
 
 import torch
+from torch.distributed import TCPStore
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from .weight_group import broadcast, join_weight_group
+from .weight_group import TIMEOUT, broadcast, join_weight_group
 
 
 class GlooWeightTransferEngine(NCCLWeightTransferEngine):
@@ -13,9 +14,8 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
     def init_transfer_engine(self, init_info) -> None:
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank + init_info.rank_offset
-        self.model_update_group = join_weight_group(
-            init_info.master_address, init_info.master_port, rank, init_info.world_size
-        )
+        store = TCPStore(init_info.master_address, init_info.master_port, is_master=False, timeout=TIMEOUT)
+        self.model_update_group = join_weight_group(store, rank, init_info.world_size)
 
     def receive_weights(self, update_info) -> None:
         for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True):

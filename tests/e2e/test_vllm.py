@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bapo_trl.tasks import character_tokenizer, load_task, tiny_model, warm_start_path
 from bapo_trl.tasks.model import MODEL_SETTINGS
 from bapo_trl.vllm_cpu.client import GlooVLLMClient
+from bapo_trl.vllm_cpu.weight_group import open_weight_store
 from tests.commands import run_command
 from tests.e2e.launching import ENGINES, free_port, launch, vllm_server
 
@@ -139,3 +140,30 @@ def test_a_server_that_cannot_send_over_gloo_is_refused(config):
 
     with pytest.raises(RuntimeError, match=r"127.0.0.1:1 transfers weights by (None|'nccl').*serve_vllm.sh"):
         Client().init_communicator("cpu")
+
+
+def test_an_error_of_the_server_is_raised_at_once_and_as_it_is(tmp_path):
+    class Client(GlooVLLMClient):
+        def __init__(self):
+            self.base_url, self.host, self.group_port = "http://127.0.0.1:1", "127.0.0.1", free_port()
+
+        def get_server_info(self):
+            return {"weight_transfer_config": {"backend": "gloo"}}
+
+        def get_world_size(self):
+            return 1
+
+        def _post(self, url, **kwargs):
+            raise RuntimeError("Request failed: 500, out of memory")
+
+    with pytest.raises(RuntimeError, match="500, out of memory"):
+        Client().init_communicator("cpu")
+
+
+def test_the_port_for_the_weights_is_open_on_its_address_alone():
+    port = free_port()
+    store = open_weight_store("127.0.0.1", port, world_size=2)
+    with open("/proc/net/tcp") as v4, open("/proc/net/tcp6") as v6:
+        listening = [line.split()[1] for line in (*v4, *v6) if line.split()[3] == "0A"]
+    assert [address for address in listening if address.endswith(f":{port:04X}")] == [f"0100007F:{port:04X}"]
+    del store
