@@ -337,7 +337,7 @@ class BAPOConfig(GRPOConfig):
                 f"`replay_capacity` is {self.replay_capacity}, less than the {rows} samples of a generation on each "
                 f"rank: set it to at least {rows}."
             )
-        if 0 < self.replay_fraction < 0.5 / rows:
+        if 0 < self.replay_fraction <= 0.5 / rows:
             raise ValueError(
                 f"`replay_fraction` is {self.replay_fraction}, less than one of the {rows} samples of a batch on each "
                 f"rank: set it to at least {1 / rows:.3g}, or to 0."

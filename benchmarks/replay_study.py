@@ -31,6 +31,7 @@ ARMS = {
     "one pass": ({}, ZERO_ADVANTAGE),
     "same rows, 2 passes": ({"num_iterations": 2}, None),
     "same rows, 4 passes": ({"num_iterations": 4}, None),
+    "same rows, 8 passes": ({"num_iterations": 8}, None),
     "queue, 2 passes": (
         {**QUEUE, "num_iterations": 2},
         {**QUEUE, **ZERO_ADVANTAGE, "num_iterations": 2},
@@ -43,8 +44,10 @@ ARMS = {
     "queue in later passes only, 2 passes": (None, {**ZERO_ADVANTAGE, "num_iterations": 2}),
     "queue in later passes only, 4 passes": (None, {**ZERO_ADVANTAGE, "num_iterations": 4}),
 }
-# With `replay_zero_advantage` there is a queue, and later passes are drawn from it: the nearest to "same rows" with it
+# Not chosen again. With `replay_zero_advantage` there is a queue, and later passes are drawn from it: the nearest to
+# "same rows" with it is the queue in later passes only.
 LEARNING_RATE_OF = {
+    "same rows, 8 passes": "same rows, 4 passes",
     "queue, 8 passes": "queue, 4 passes",
     "queue in later passes only, 2 passes": "queue, 2 passes",
     "queue in later passes only, 4 passes": "queue, 4 passes",

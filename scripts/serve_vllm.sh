@@ -7,13 +7,13 @@
 # Chosen here: the device (a GPU if there is one), the weight transfer that goes with it (NCCL or gloo), log-probs as
 # the trainer needs them. Environment:
 #
-#   HOST     address to listen on (127.0.0.1)
-#   PORT     port to listen on (8000); the trainer's `vllm_server_port`
-#   DEVICE   cuda or cpu, instead of looking for a GPU
-#   PYTHON   Python that has vLLM and bapo-trl (python)
-#   TIMEOUT  seconds to wait for the server (1800)
-#   TRUSTED_NETWORK  1: allow a HOST that is not the loopback address. The trainer needs vLLM's development endpoints,
-#                    through which whoever reaches the port can replace the weights.
+#   SERVE_HOST  address to listen on (127.0.0.1)
+#   SERVE_PORT  port to listen on (8000); the trainer's `vllm_server_port`
+#   DEVICE      cuda or cpu, instead of looking for a GPU
+#   PYTHON      Python that has vLLM and bapo-trl (python)
+#   TIMEOUT     seconds to wait for the server (1800)
+#   TRUSTED_NETWORK  1: allow a SERVE_HOST that is not the loopback address. The trainer needs vLLM's development
+#                    endpoints, through which whoever reaches the port can replace the weights.
 set -euo pipefail
 
 if [[ $# -lt 1 || $1 == -* ]]; then
@@ -25,19 +25,19 @@ shift
 for flag in "$@"; do
     case ${flag%%=*} in
         --host | --port | --uds | --model)
-            echo "$flag: set HOST and PORT in the environment, and give MODEL first." >&2
+            echo "$flag: set SERVE_HOST and SERVE_PORT in the environment, and give MODEL first." >&2
             exit 2
             ;;
     esac
 done
-host=${HOST:-127.0.0.1}
-port=${PORT:-8000}
+host=${SERVE_HOST:-127.0.0.1}
+port=${SERVE_PORT:-8000}
 python=${PYTHON:-python}
 case $host in
     127.0.0.1 | localhost) ;;
     *)
         if [[ ${TRUSTED_NETWORK:-0} != 1 ]]; then
-            echo "HOST is $host: whoever reaches port $port there could replace the weights. Set HOST=127.0.0.1, or" \
+            echo "SERVE_HOST is $host: whoever reaches port $port there could replace the weights. Set SERVE_HOST=127.0.0.1, or" \
                 "TRUSTED_NETWORK=1 where only the trainers' nodes reach it." >&2
             exit 2
         fi
@@ -67,7 +67,7 @@ if [[ ! $timeout =~ ^[0-9]+$ ]]; then
     exit 2
 fi
 if (exec 3<>"/dev/tcp/${host/0.0.0.0/127.0.0.1}/$port") 2>/dev/null; then
-    echo "PORT is $port, where something listens already: choose another." >&2
+    echo "SERVE_PORT is $port, where something listens already: choose another." >&2
     exit 2
 fi
 

@@ -100,9 +100,9 @@ def test_every_script_is_valid_bash(script):
     ("arguments", "environment", "message"),
     [
         ([], {}, "scripts/serve_vllm.sh MODEL"),
-        (["model"], {"HOST": "0.0.0.0"}, "TRUSTED_NETWORK=1"),
-        (["model", "--host", "0.0.0.0"], {}, "--host: set HOST and PORT"),
-        (["model", "--port=9"], {}, "--port=9: set HOST and PORT"),
+        (["model"], {"SERVE_HOST": "0.0.0.0"}, "TRUSTED_NETWORK=1"),
+        (["model", "--host", "0.0.0.0"], {}, "--host: set SERVE_HOST and SERVE_PORT"),
+        (["model", "--port=9"], {}, "--port=9: set SERVE_HOST and SERVE_PORT"),
         (["model"], {"DEVICE": "tpu"}, "choose cuda or cpu"),
         (["model"], {"DEVICE": "cpu", "TIMEOUT": "soon"}, "TIMEOUT is 'soon'"),
     ],
@@ -123,7 +123,7 @@ def stand_in(tmp_path):
         python.chmod(0o755)
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
-            return {"PYTHON": str(python), "DEVICE": "cpu", "PORT": str(listener.getsockname()[1])}
+            return {"PYTHON": str(python), "DEVICE": "cpu", "SERVE_PORT": str(listener.getsockname()[1])}
 
     return make
 
@@ -137,7 +137,7 @@ def test_the_server_script_tells_of_a_server_that_ends(stand_in):
 
 def test_the_server_script_does_not_take_another_server_for_its_own(stand_in):
     environment = stand_in("sleep 60")
-    with socket.create_server(("127.0.0.1", int(environment["PORT"]))):
+    with socket.create_server(("127.0.0.1", int(environment["SERVE_PORT"]))):
         result = run_command(["scripts/serve_vllm.sh", "model"], **environment)
     assert result.returncode == 2
     assert "something listens already" in result.stderr

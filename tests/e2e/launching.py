@@ -47,7 +47,7 @@ def vllm_server(model: Path, log: Path, timeout_s: int = 300) -> Iterator[int]:
         **os.environ,
         "PYTHON": sys.executable,
         "DEVICE": "cpu",
-        "PORT": str(port),
+        "SERVE_PORT": str(port),
         "TIMEOUT": str(timeout_s),
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
