@@ -231,7 +231,7 @@ def render_replay_study(content: dict) -> str:
                 f"{row['seconds']['mean']:.0f}",
             ]
         )
-    queue = [row for row in settings["summary"] if row["arm"].startswith("queue") and row["tokens_ratio"] is not None]
+    queue = [row for row in settings["summary"] if row["arm"].startswith("queue") and row["reached"] == row["seeds"]]
     best = min(queue, key=lambda row: row["tokens_ratio"]["mean"])
     tokens = [row["generated_tokens"] for row in settings["summary"]]
     return "\n\n".join(
@@ -249,7 +249,8 @@ def render_replay_study(content: dict) -> str:
             "mean of three neighbouring measurements) reaches the final one of one pass with the same bounds and "
             "seed, over the tokens of that pass; in parentheses, how many seeds reached it. Staleness is in policy "
             "versions; seconds are those of training and generation, other runs beside.",
-            f"Aim: the queue needs at most {target} of the tokens of one pass. The best of its arms, {best['arm']} "
+            f"Aim: the queue needs at most {target} of the tokens of one pass. The best of its {len(queue)} arms in which "
+            f"all seeds got there, {best['arm']} "
             f"with {best['bounds']} bounds{' and' if best['replay_zero_advantage'] else ' without'} "
             f"`replay_zero_advantage`, needs {best['tokens_ratio']['mean']:.2f}: "
             + ("met." if best["tokens_ratio"]["mean"] <= target else "**missed**."),
@@ -283,10 +284,12 @@ def draw_replay_study(content: dict, path: Path) -> None:
         ("one pass", False): ("black", "-"),
         ("same rows, 2 passes", False): ("tab:blue", "-"),
         ("same rows, 4 passes", False): ("tab:blue", "--"),
+        ("same rows, 8 passes", False): ("tab:blue", ":"),
         ("queue, 2 passes", False): ("tab:orange", "-"),
         ("queue, 4 passes", False): ("tab:orange", "--"),
         ("queue, 2 passes", True): ("tab:red", "-"),
         ("queue, 4 passes", True): ("tab:red", "--"),
+        ("queue, 8 passes", True): ("tab:red", ":"),
     }
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
     for panel, bounds in zip(panels, ("BAPO", "GRPO"), strict=True):
