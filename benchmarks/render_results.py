@@ -249,8 +249,8 @@ def render_replay_study(content: dict) -> str:
             "mean of three neighbouring measurements) reaches the final one of one pass with the same bounds and "
             "seed, over the tokens of that pass; in parentheses, how many seeds reached it. Staleness is in policy "
             "versions; seconds are those of training and generation, other runs beside.",
-            f"Aim: the queue needs at most {target} of the tokens of one pass. The best of its {len(queue)} arms in which "
-            f"all seeds got there, {best['arm']} "
+            f"Aim: the queue needs at most {target} of the tokens of one pass. The best of its {len(queue)} arms in "
+            f"which all seeds got there, {best['arm']} "
             f"with {best['bounds']} bounds{' and' if best['replay_zero_advantage'] else ' without'} "
             f"`replay_zero_advantage`, needs {best['tokens_ratio']['mean']:.2f}: "
             + ("met." if best["tokens_ratio"]["mean"] <= target else "**missed**."),
