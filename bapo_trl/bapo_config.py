@@ -248,6 +248,31 @@ class BAPOConfig(GRPOConfig):
         """Whether each sample is trained on by the very policy that sampled it, so that every ratio is 1."""
         return not self.uses_replay and self.gradient_accumulation_steps % self.micro_batches_per_generation == 0
 
+    @property
+    def biased_settings(self) -> list[str]:
+        """Settings, with their values, that draw samples from another policy than the ratios compare."""
+        neutral = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (0.0, None), "repetition_penalty": (1.0,)}
+        settings = {**vars(self), **(self.generation_kwargs or {})}  # these override
+        return [f"`{name}` {settings[name]}" for name, values in neutral.items() if settings[name] not in values]
+
+    def warnings(self) -> list[str]:
+        """Return what a user should know of these settings before a run, in whole sentences."""
+        messages = []
+        if self.biased_settings:
+            messages.append(
+                f"Samples are drawn with {', '.join(self.biased_settings)}: not from the policy whose probabilities "
+                "the importance ratios compare, so that these are biased. Leave them neutral for off-policy training."
+            )
+        if self.is_always_on_policy:
+            messages.append(
+                "All samples will be trained on by the policy that sampled them: the importance ratio is always 1 and "
+                "no clip bound has any effect. To train off-policy, make `steps_per_generation` "
+                f"({self.steps_per_generation}) a multiple of `gradient_accumulation_steps` "
+                f"({self.gradient_accumulation_steps}), or raise `num_iterations` ({self.num_iterations}): their "
+                "product over `gradient_accumulation_steps` is the number of updates per generation."
+            )
+        return messages
+
     def _validate(self):
         for name in ("epsilon", "epsilon_high"):
             if getattr(self, name) is not None:

@@ -11,13 +11,14 @@ from trl import GRPOTrainer
 
 from . import trl_compat
 from .bapo_config import BAPOConfig
-from .clip_bounds import ClipBounds, Contributions, contributions, search_bounds
+from .bound_search import BoundSearch
+from .clip_bounds import ClipBounds
 from .diagnostics import UpdateLog, measure_tokens
 from .policy_tokens import PolicyTokens, policy_tokens
 from .queue_checkpoint import remove_queues
 from .replay import Replay
 from .resume import EpochShuffleCallback, load_onto_numbered_cpus
-from .sampler import biased_settings, check_difference, client_for, compare_with_sampler
+from .sampler import check_difference, client_for, compare_with_sampler
 from .trl_compat import (
     disable_gradient_checkpointing,
     get_config_model_id,
@@ -106,34 +107,16 @@ class BAPOTrainer(GRPOTrainer):
             self._check_prompts()
         self._epoch_shuffles = EpochShuffleCallback()
         self.add_callback(self._epoch_shuffles)
-        self._grid = args.bound_grid
         self._has_dropout = not args.disable_dropout and any(
             (isinstance(module, torch.nn.Dropout) and module.p > 0) or getattr(module, "attention_dropout", 0)
             for module in self.model.modules()
         )
         self._inputs_in_loss = None  # the micro-batch whose loss is being computed, else `None`
         self._start_over()
-        device = self.accelerator.device
-        no_tokens = Contributions(
-            torch.zeros_like(self._grid.upper_on(device)), torch.zeros_like(self._grid.lower_on(device))
-        )
-        self._set_clip_bounds(search_bounds(no_tokens, self._grid, args.positive_contribution_target))
-        biased = biased_settings(args)
-        if biased and self.accelerator.is_main_process:
-            warnings.warn(
-                f"Samples are drawn with {', '.join(biased)}: not from the policy whose probabilities the importance "
-                "ratios compare, so that these are biased. Leave them neutral for off-policy training.",
-                stacklevel=2,
-            )
-        if args.is_always_on_policy and self.accelerator.is_main_process:
-            warnings.warn(
-                "All samples will be trained on by the policy that sampled them: the importance ratio is always 1 and "
-                "no clip bound has any effect. To train off-policy, make `steps_per_generation` "
-                f"({args.steps_per_generation}) a multiple of `gradient_accumulation_steps` "
-                f"({args.gradient_accumulation_steps}), or raise `num_iterations` ({args.num_iterations}): their "
-                "product over `gradient_accumulation_steps` is the number of updates per generation.",
-                stacklevel=2,
-            )
+        self._set_clip_bounds(self._search.start_bounds())
+        if self.accelerator.is_main_process:
+            for message in args.warnings():
+                warnings.warn(message, stacklevel=2)
 
     def _check_prompts(self):
         eval_datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
@@ -219,7 +202,7 @@ class BAPOTrainer(GRPOTrainer):
         self._buffer_version: int | None = None
         self._replay = self._make_replay() if self.args.uses_replay else None
         self._update_log = UpdateLog()
-        self._curves: Contributions | None = None  # of the micro-batches that wait for their search
+        self._search = BoundSearch(self.args, self.accelerator.device, self._sum_over_ranks)
 
     def _compute_loss(self, model, inputs):
         if not self.model.training:  # evaluation keeps the latest bounds
@@ -252,9 +235,9 @@ class BAPOTrainer(GRPOTrainer):
         guarded["per_token_logps"] = per_token_logps
         self._update_log.add(measure_tokens(tokens, ages, guarded, inputs["completion_mask"]))
         if not self._searches_ahead:
-            self._add_curves(tokens)
+            self._search.add(tokens)
             if self.args.search_scope == "micro_batch" or self.accelerator.sync_gradients:
-                self._search()
+                self._choose_bounds()
 
     # Checkpoints
 
@@ -282,7 +265,7 @@ class BAPOTrainer(GRPOTrainer):
     def _searches_ahead(self) -> bool:
         """Whether the bounds are due before the log-probabilities of all tokens they depend on are known."""
         several_micro_batches = self.current_gradient_accumulation_steps > 1
-        return self.args.search_scope == "batch" and several_micro_batches and not self._grid.is_fixed
+        return self.args.search_scope == "batch" and several_micro_batches and not self._search.grid.is_fixed
 
     @torch.no_grad()
     def _search_ahead(self):
@@ -291,7 +274,7 @@ class BAPOTrainer(GRPOTrainer):
         devices = [] if device.type in ("cpu", "mps") else [device]
         with torch.random.fork_rng(devices, device_type=device.type):
             self._add_curves_of_update()
-        self._search()
+        self._choose_bounds()
 
     def _add_curves_of_update(self):
         first, count = self._step, self.current_gradient_accumulation_steps
@@ -309,7 +292,7 @@ class BAPOTrainer(GRPOTrainer):
                 entropies = None
             else:
                 per_token_logps, entropies = self._score(inputs, self.top_entropy_quantile < 1)
-            self._add_curves(self._policy_tokens(inputs, per_token_logps, entropies))
+            self._search.add(self._policy_tokens(inputs, per_token_logps, entropies))
 
     @torch.no_grad()
     def _score(self, inputs, compute_entropy=False, batch_size=None):
@@ -358,26 +341,13 @@ class BAPOTrainer(GRPOTrainer):
             factors=factors,
         )
 
-    def _add_curves(self, tokens: PolicyTokens):
-        curves = contributions(
-            tokens.ratio,
-            tokens.advantages,
-            tokens.weights,
-            self._grid,
-            measure=self.args.contribution_measure,
-            delta=self.args.delta,
-        )
-        self._curves = curves if self._curves is None else self._curves + curves
-
-    def _search(self):
-        """Choose the bounds for the tokens seen since the last search, of all ranks."""
-        curves = Contributions.from_vector(
-            self.accelerator.reduce(self._curves.as_vector(), reduction="sum"), self._grid
-        )
-        self._curves = None
-        bounds = search_bounds(curves, self._grid, self.args.positive_contribution_target, self.args.search_order)
+    def _choose_bounds(self):
+        bounds = self._search.choose()
         self._update_log.searches.append(bounds)
         self._set_clip_bounds(bounds)
+
+    def _sum_over_ranks(self, tensor):
+        return self.accelerator.reduce(tensor, reduction="sum")
 
     def _set_clip_bounds(self, bounds: ClipBounds):
         # TRL clips with, and logs the clip ratios of, these two. As tensors, they keep the host out of the search.

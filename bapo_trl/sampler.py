@@ -44,13 +44,6 @@ def client_for(device: torch.device) -> Iterator[None]:
         vllm_generation.VLLMClient = original
 
 
-def biased_settings(args) -> list[str]:
-    """Return the settings of a [`~trl.GRPOConfig`] that make samples of another policy, each with its value."""
-    neutral = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (0.0, None), "repetition_penalty": (1.0,)}
-    settings = {**vars(args), **(args.generation_kwargs or {})}  # these override
-    return [f"`{name}` {settings[name]}" for name, values in neutral.items() if settings[name] not in values]
-
-
 def compare_with_sampler(
     batch: dict[str, torch.Tensor], is_per_sequence: bool, gather: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[dict[str, float], float]:

@@ -7,7 +7,7 @@ import torch
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.resume import load_onto_numbered_cpus
-from bapo_trl.sampler import METRICS, biased_settings, check_difference, client_for, compare_with_sampler
+from bapo_trl.sampler import METRICS, check_difference, client_for, compare_with_sampler
 from tests.toy import CPU, toy_trainer, training_logs
 
 
@@ -139,7 +139,7 @@ def test_settings_that_bias_the_ratio_are_warned_of(tmp_path, setting):
 
 def test_generation_settings_that_override_are_seen(tmp_path):
     args = BAPOConfig(str(tmp_path), **CPU, generation_kwargs={"top_p": 0.5})
-    assert biased_settings(args) == ["`top_p` 0.5"]
+    assert args.biased_settings == ["`top_p` 0.5"]
 
 
 def test_a_second_train_sends_the_weights_again(tmp_path):
@@ -157,7 +157,7 @@ def test_vllm_that_is_not_there_is_named():
 
 def test_neutral_settings_are_not(recwarn, tmp_path):
     trainer = toy_trainer(tmp_path, temperature=0.7)
-    assert biased_settings(trainer.args) == []
+    assert trainer.args.biased_settings == []
     assert not any("not from the policy" in str(warning.message) for warning in recwarn)
 
 
