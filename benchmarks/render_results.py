@@ -245,8 +245,8 @@ def render_replay_study(content: dict) -> str:
             'passes with it are "queue in later passes only". The learning rate of each arm is the best of '
             f"{', '.join(f'{rate:g}' for rate in settings['learning_rates'])} on two other seeds "
             f"({settings['pilot_generations']} generations), the same with and without `replay_zero_advantage`. The "
-            "arms of 8 passes take that of 4, which for BAPO with the queue is the smallest of the grid; those with the "
-            "queue in later passes only take that of the queue.",
+            "arms of 8 passes take that of 4, which for BAPO with the queue is the smallest of the grid; those with "
+            "the queue in later passes only take that of the queue.",
             "Tokens to same accuracy: generated tokens until the accuracy on held-out problems (sampled answers, "
             "mean of three neighbouring measurements) reaches the final one of one pass with the same bounds and "
             "seed, over the tokens of that pass; in parentheses, how many seeds reached it, over which the mean is "
