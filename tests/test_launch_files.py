@@ -104,6 +104,8 @@ def test_every_script_is_valid_bash(script):
         (["model", "--port=9"], {}, "--port=9: set SERVE_HOST and SERVE_PORT"),
         (["model"], {"DEVICE": "tpu"}, "choose cuda or cpu"),
         (["model"], {"DEVICE": "cpu", "TIMEOUT": "soon"}, "TIMEOUT is 'soon'"),
+        (["model"], {"DEVICE": "cpu", "SERVE_PORT": "http"}, "SERVE_PORT 'http'"),
+        (["model"], {"DEVICE": "cpu", "PYTHON": sys.executable}, "has no vllm"),
     ],
 )
 def test_the_server_script_refuses_what_cannot_work(arguments, environment, message):
@@ -118,7 +120,8 @@ def stand_in(tmp_path):
 
     def make(server: str) -> dict[str, str]:
         python = tmp_path / "python"
-        python.write_text(f'#!/usr/bin/env bash\nif [[ $1 == -m ]]; then\n{server}\nfi\nexec {sys.executable} "$@"\n')
+        script = f'[[ $1 == -c ]] && exit 0\nif [[ $1 == -m ]]; then\n{server}\nfi\nexec {sys.executable} "$@"\n'
+        python.write_text(f"#!/usr/bin/env bash\n{script}")
         python.chmod(0o755)
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))

@@ -112,7 +112,7 @@ def test_the_server_has_the_trainers_weights_throughout(tmp_path, server):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_lora_adapters_reach_the_server_merged(tmp_path, server, engine):
-    settings = {"max_steps": 8, "uses_lora": True, "learning_rate": 5e-3, "rewards_digits": True}
+    settings = {"max_steps": 8, "uses_lora": True, "learning_rate": 1e-3, "rewards_digits": True}
     logs = run(tmp_path, server, 2, engine, model=str(server.untrained), **settings)
     assert max(log["sampling/sampling_logp_difference/max"] for log in logs if "reward" in log) < 1e-5
     assert not (tmp_path / "final" / "model.safetensors").exists()
