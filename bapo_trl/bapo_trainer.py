@@ -14,7 +14,7 @@ from .bapo_config import BAPOConfig
 from .bound_search import BoundSearch
 from .clip_bounds import ClipBounds
 from .diagnostics import UpdateLog, measure_tokens
-from .policy_tokens import PolicyTokens, policy_tokens
+from .policy_tokens import PolicyTokens, policy_mask, policy_tokens
 from .queue_checkpoint import remove_queues
 from .replay import Replay
 from .resume import EpochShuffleCallback, load_onto_numbered_cpus
@@ -311,9 +311,7 @@ class BAPOTrainer(GRPOTrainer):
 
     def _policy_tokens(self, inputs, per_token_logps, entropies) -> PolicyTokens:
         """Read off TRL's batch the tokens of the policy loss, weighed as `_compute_loss` weighs them."""
-        mask = inputs["completion_mask"]
-        if "tool_mask" in inputs:
-            mask = mask * inputs["tool_mask"]
+        mask = policy_mask(inputs)
         advantages = inputs["advantages"]
         old_per_token_logps = inputs.get("old_per_token_logps", per_token_logps)  # absent: sampled by this policy
         factors = []

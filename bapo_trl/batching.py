@@ -162,7 +162,7 @@ class Rows:
         is_other = (column.values != 0).numpy()
         if column.lengths is None:
             return is_other
-        return np.array([part.any() for part in np.split(is_other, np.cumsum(column.lengths)[:-1])], dtype=bool)
+        return np.array([part.any() for part in np.split(is_other, column.spans.ends[:-1])], dtype=bool)
 
     def select(self, indices: Sequence[int] | np.ndarray) -> "Rows":
         """Return a copy of some rows, in the order of `indices`."""
@@ -246,18 +246,19 @@ def cut_into_rows(batch: Mapping[str, torch.Tensor], pad_token_id: int) -> Rows:
     completion_ends = (is_token * torch.arange(1, completion_length + 1)).amax(dim=1).clamp(min=1)
 
     spans = {"left": Spans((prompt_length - prompt_starts).numpy()), "right": Spans(completion_ends.numpy())}
+    places = {
+        "left": [slice(start, None) for start in prompt_starts.tolist()],
+        "right": [slice(end) for end in completion_ends.tolist()],
+    }
     columns = {}
     for key, tensor in kept.items():
         field = _FIELDS[key]
         is_per_row = tensor.dim() == 1 or (field.may_be_per_row and tensor.shape[1] == 1)
         if is_per_row:
             columns[key] = Column(tensor.clone())
-        elif field.side == "left":
-            pieces = [row[start:] for row, start in zip(tensor, prompt_starts.tolist(), strict=True)]
-            columns[key] = Column(torch.cat(pieces), spans["left"])
         else:
-            pieces = [row[:end] for row, end in zip(tensor, completion_ends.tolist(), strict=True)]
-            columns[key] = Column(torch.cat(pieces), spans["right"])
+            pieces = [row[place] for row, place in zip(tensor, places[field.side], strict=True)]
+            columns[key] = Column(torch.cat(pieces), spans[field.side])
     return Rows(columns)
 
 

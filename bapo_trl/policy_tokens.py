@@ -3,13 +3,18 @@
 Pure: plain tensors and values in, tensors out. Legend: `B` rows, `T` completion tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 
 WEIGHTINGS = ("uniform", "behavior_prob")
+
+
+def policy_mask(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return 1 for the completion tokens of TRL's batch that the policy wrote, not a tool; shape `(B, T)`."""
+    return batch["completion_mask"] * batch.get("tool_mask", 1)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from accelerate import Accelerator
 
 from .bapo_config import BAPOConfig
 from .batching import Rows, cut_into_rows, put_together
+from .policy_tokens import policy_mask
 from .queue_checkpoint import load_queue, save_queue
 from .replay_queue import ReplayBatch, ReplayQueue
 
@@ -94,11 +95,10 @@ class Replay:
 
     def _finish(self, drawn: ReplayBatch, policy_version: int) -> tuple[dict[str, torch.Tensor], bool]:
         batch = put_together(drawn.rows, self._pad_token_id, self._accelerator.device, self._args.pad_to_multiple_of)
-        loss_mask = batch["completion_mask"] * batch.get("tool_mask", 1)
         departures = self.queue.departures
         counts = torch.tensor(
             [
-                int(loss_mask.sum()),
+                int(policy_mask(batch).sum()),
                 int((batch["policy_version"] != policy_version).sum()),
                 len(self.queue),
                 drawn.from_queue,

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .batching import Rows, join
+from .batching import Rows
 
 
 LARGEST_WASTE = 0.13
@@ -57,8 +57,7 @@ class RowStore:
         # Neighbours from one chunk go together
         starts = np.flatnonzero(np.diff(owners, prepend=-1))
         taken = []
-        for run in np.split(positions, starts[1:]) if len(positions) else []:
-            number = int(np.searchsorted(ends, run[0], side="right"))
+        for number, run in zip(owners[starts], np.split(positions, starts[1:]), strict=False):  # none for no positions
             chunk = self._chunks[number]
             taken.append((chunk.rows, chunk.places[run - (ends[number] - len(chunk.places))]))
         return taken
@@ -66,7 +65,7 @@ class RowStore:
     def chunks(self) -> list[Rows]:
         """Return all rows, in the order of entry, in the chunks that hold them; copied where some have left."""
         return [
-            chunk.rows if len(chunk.places) == len(chunk.rows) else join([(chunk.rows, chunk.places)])
+            chunk.rows if len(chunk.places) == len(chunk.rows) else chunk.rows.select(chunk.places)
             for chunk in self._chunks
         ]
 

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 import torch
 from trl.generation import vllm_generation
 
+from .policy_tokens import policy_mask
+
 
 METRICS = {
     "sampling/raw_importance_sampling_ratio/mean": "Mean of the trainer's over the sampler's probability, before "
@@ -64,7 +66,7 @@ def compare_with_sampler(
         `dict` with the names of [`METRICS`] (NaN without a token), and the mean absolute difference in nats a token
         (0 without a token of the policy, NaN if the sampler gave no log-probability of any).
     """
-    mask = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
+    mask = policy_mask(batch).bool()
     difference = batch["old_per_token_logps"] - batch["sampling_per_token_logps"]
     policy_tokens = mask.sum()
     mask = mask & ~batch["sampling_per_token_logps"].isnan()

@@ -184,7 +184,8 @@ def render_replay_queue(content: dict) -> str:
     settings, targets = content["settings"], content["settings"]["targets"]
     (row,) = content["results"]
     memory, saving, loading = row["memory_over_payload"], row["save_rate_over_plain"], row["load_rate_over_plain"]
-    figures = [["Memory over the bytes of the rows", f"{memory:.3f}", "at most 1.15", verdict(memory <= 1.15)]]
+    limit = targets["memory_over_payload"]
+    figures = [["Memory over the bytes of the rows", f"{memory:.3f}", f"at most {limit}", verdict(memory <= limit)]]
     for order, parts in row["turn_ms"].items():
         inner, turn = parts["enter and draw"], parts["turn"]
         is_met = inner["median"] <= targets["enter_and_draw_ms"]

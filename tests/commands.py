@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
@@ -29,3 +30,16 @@ def run_command(
         stdout, stderr = process.communicate()
         raise AssertionError(f"{command} did not end in {timeout_s} s:\n{stdout}\n{stderr}") from None
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def accelerate_launcher(config: str, num_processes: int = 2) -> list[str]:
+    """Return the arguments of Python that launch a script in processes, by one of `accelerate_configs/`."""
+    path = ROOT / "accelerate_configs" / f"{config}.yaml"
+    return ["-m", "accelerate.commands.launch", "--config_file", str(path), "--num_processes", str(num_processes)]
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

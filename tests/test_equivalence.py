@@ -2,13 +2,12 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.commands import run_command
+from tests.commands import accelerate_launcher, run_command
 from tests.toy import toy_dataset, toy_model, toy_trainer, training_logs
 
 
@@ -64,15 +63,8 @@ def test_grpo_and_adaptive_bounds_do_part(tmp_path):
 
 
 def launch(script_arguments: list[str], num_processes: int) -> None:
-    command = [sys.executable, "-m", "tests.sharding_worker", *script_arguments]
-    if num_processes > 1:
-        command = [
-            *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1"),
-            *("--num_processes", str(num_processes), "--mixed_precision", "no", "--dynamo_backend", "no"),
-            *("--main_process_port", "0", "-m", "tests.sharding_worker", *script_arguments),
-        ]
-    root = Path(__file__).resolve().parents[1]
-    result = run_command(command, cwd=root)
+    launcher = accelerate_launcher("cpu_ddp", num_processes) if num_processes > 1 else []
+    result = run_command([sys.executable, *launcher, "-m", "tests.sharding_worker", *script_arguments])
     assert result.returncode == 0, result.stdout + result.stderr
 
 

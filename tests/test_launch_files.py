@@ -14,7 +14,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
 from bapo_trl import BAPOConfig
-from tests.commands import ROOT, run_command
+from tests.commands import ROOT, free_port, run_command
 
 
 sys.path.insert(0, str(ROOT))
@@ -123,9 +123,7 @@ def stand_in(tmp_path):
         script = f'[[ $1 == -c ]] && exit 0\nif [[ $1 == -m ]]; then\n{server}\nfi\nexec {sys.executable} "$@"\n'
         python.write_text(f"#!/usr/bin/env bash\n{script}")
         python.chmod(0o755)
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            return {"PYTHON": str(python), "DEVICE": "cpu", "SERVE_PORT": str(listener.getsockname()[1])}
+        return {"PYTHON": str(python), "DEVICE": "cpu", "SERVE_PORT": str(free_port())}
 
     return make
 

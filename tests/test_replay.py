@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.replay import METRICS, Replay
-from tests.commands import run_command
+from tests.commands import accelerate_launcher, run_command
 from tests.test_equivalence import TIMES
 from tests.toy import CPU, OFF_POLICY, toy_dataset, toy_model, toy_trainer, training_logs
 
@@ -314,9 +314,7 @@ def test_bad_settings_are_refused(args, message):
 
 
 def test_two_ranks_with_unequal_queues_stay_in_step(tmp_path):
-    flags = ["--multi_gpu", "--num_machines", "1", "--num_processes", "2", "--mixed_precision", "no"]
-    launcher = ["-m", "accelerate.commands.launch", *flags, "--dynamo_backend", "no", "--main_process_port", "0"]
-    result = run_command([sys.executable, *launcher, "-m", "tests.replay_worker", str(tmp_path)])
+    result = run_command([sys.executable, *accelerate_launcher("cpu_ddp"), "-m", "tests.replay_worker", str(tmp_path)])
     assert result.returncode == 0, result.stdout + result.stderr
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert [rank["num_processes"] for rank in ranks] == [2, 2]

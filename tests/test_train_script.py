@@ -9,7 +9,7 @@ from datasets import Dataset, DatasetDict
 from transformers import AutoModelForCausalLM
 
 from bapo_trl.tasks import load_task, warm_start_path
-from tests.commands import ROOT, run_command
+from tests.commands import ROOT, accelerate_launcher, run_command
 
 
 sys.path.insert(0, str(ROOT))
@@ -182,9 +182,7 @@ def test_push_to_hub_pushes_the_trained_model(tmp_path, monkeypatch):
 
 
 def test_two_processes_share_the_work(tmp_path):
-    flags = ["--multi_gpu", "--num_machines", "1", "--num_processes", "2", "--mixed_precision", "no"]
-    launcher = ["-m", "accelerate.commands.launch", *flags, "--dynamo_backend", "no", "--main_process_port", "0"]
-    out = succeeded(train(tmp_path, launcher=launcher))
+    out = succeeded(train(tmp_path, launcher=accelerate_launcher("cpu_ddp")))
     assert re.search(r"samples per update +16 \(2 x 8 x 1\)", out)
     assert out.count("BAPO on the embedded task") == 1
     assert [log["step"] for log in logs(tmp_path) if "bapo/clip_low" in log] == [1, 2]

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -10,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.commands import ROOT, run_command
+from tests.commands import ROOT, accelerate_launcher, free_port, run_command
 
 
 # What a run says of itself, by the config that launched it: the exit code alone would not tell a silent fallback.
@@ -24,19 +23,11 @@ ENGINES = {
 
 def launch(config: str, arguments: list[str], num_processes: int = 2, timeout_s: float = 400) -> str:
     """Run `accelerate launch` with one of `accelerate_configs/`; return what it printed, or fail."""
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += ["--config_file", f"accelerate_configs/{config}.yaml", "--num_processes", str(num_processes)]
-    result = run_command([*command, *arguments], timeout_s=timeout_s)
+    command = [sys.executable, *accelerate_launcher(config, num_processes), *arguments]
+    result = run_command(command, timeout_s=timeout_s)
     output = result.stdout + result.stderr
     assert result.returncode == 0, output[-8000:]
     return output
-
-
-def free_port() -> int:
-    """Return a port of the loopback interface that nothing listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @contextmanager

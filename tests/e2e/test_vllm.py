@@ -17,8 +17,8 @@ from bapo_trl.tasks import character_tokenizer, load_task, tiny_model, warm_star
 from bapo_trl.tasks.model import MODEL_SETTINGS
 from bapo_trl.vllm_cpu.client import GlooVLLMClient
 from bapo_trl.vllm_cpu.weight_group import open_weight_store
-from tests.commands import run_command
-from tests.e2e.launching import ENGINES, free_port, launch, vllm_server
+from tests.commands import free_port, run_command
+from tests.e2e.launching import ENGINES, launch, vllm_server
 
 
 class Server(NamedTuple):
