@@ -1,4 +1,4 @@
-"""The embedded task, its tokenizer and model, the cached warm start and the accuracy measure."""
+"""The embedded tasks, their tokenizer and model, the cached warm start and the accuracy measure."""
 
 import dataclasses
 import random
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo_trl import tasks
-from bapo_trl.tasks import warm_start
+from bapo_trl.tasks import pupils, running_totals, sums, warm_start
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,8 @@ def task():
 def quick_builds(tmp_path, monkeypatch):
     """An empty cache and warm starts of two updates; gives the cache folder."""
     monkeypatch.setenv("BAPO_TRL_CACHE", str(tmp_path))
-    monkeypatch.setattr(warm_start, "SETTINGS", dataclasses.replace(warm_start.SETTINGS, num_steps=2, batch_size=3))
+    for name, pupil in pupils.PUPILS.items():
+        monkeypatch.setitem(pupils.PUPILS, name, dataclasses.replace(pupil, num_steps=2, batch_size=3))
     return tmp_path
 
 
@@ -57,6 +58,14 @@ def test_tokenizer_special_tokens(tokenizer):
     assert len(tokenizer) == 256 + 2
     assert len({tokenizer.pad_token_id, tokenizer.eos_token_id}) == 2
     assert tokenizer("5" + tokenizer.eos_token)["input_ids"] == [*tokenizer("5")["input_ids"], tokenizer.eos_token_id]
+
+
+def test_tokenizer_of_an_alphabet_knows_its_characters_alone():
+    tokenizer = tasks.character_tokenizer("01=")
+    assert len(tokenizer) == 3 + 2
+    ids = tokenizer("10=0")["input_ids"]
+    assert tokenizer.decode(ids) == "10=0"
+    assert tokenizer("120")["input_ids"] == tokenizer("10")["input_ids"]
 
 
 def test_tokenizer_keeps_characters_beyond_ascii(tokenizer):
@@ -104,6 +113,74 @@ def test_reward_is_one_for_the_exact_answer_and_zero_for_all_else(task):
     assert task.reward_func.__name__ == "exact_match_reward"
 
 
+def chain_of(digits):
+    """Running totals as a right answer has them, written out the slow way."""
+    total, text = digits[0], ""
+    for label, digit in zip("bcdefg", digits[1:], strict=True):
+        total += digit
+        text += f"{label}{digit}={total}"
+    return f"{text}#{total}"
+
+
+def test_running_totals_are_right_and_held_out_problems_are_new():
+    task = tasks.load_task(seed=0, name="running_totals")
+    train, test = task.train_dataset["prompt"][:], task.test_dataset["prompt"][:]
+    assert (len(set(train)), len(set(test)), set(train) & set(test)) == (8192, 512, set())
+    for row in [*task.train_dataset, *task.test_dataset]:
+        digits = re.fullmatch("".join(f"{label}([1-9])" for label in "abcdefg") + "=", row["prompt"]).groups()
+        assert row["answer"] == str(sum(map(int, digits)))
+    assert tasks.load_task(seed=0, name="running_totals").train_dataset["prompt"][:] == train
+    assert tasks.load_task(seed=1, name="running_totals").train_dataset["prompt"][:] != train
+
+
+def test_a_careful_pupil_gets_running_totals_right_and_a_careless_one_forgets_every_carry(monkeypatch):
+    monkeypatch.setattr(running_totals, "DETOUR_RATE", 0.0)
+    monkeypatch.setattr(running_totals, "MARKS", "=")
+    monkeypatch.setattr(running_totals, "FORGOTTEN_CARRY_RATES", {True: 1.0, False: 0.0})
+    prompt, digits = "a4b7c9d1e1f1g9=", [4, 7, 9, 1, 1, 1, 9]
+    right = running_totals.demonstrate(prompt, random.Random(0))
+    assert right == chain_of(digits) == "b7=11c9=20d1=21e1=22f1=23g9=32#32"
+    assert tasks.final_answer_reward([right], answer=["32"]) == [1.0]
+    monkeypatch.setattr(running_totals, "DETOUR_RATE", 1.0)
+    wrong = running_totals.demonstrate(prompt, random.Random(0))
+    assert (
+        wrong
+        == "".join(
+            f"{step}??????={total}"
+            for step, total in zip(["b7", "c9", "d1", "e1", "f1", "g9"], [1, 0, 1, 2, 3, 2], strict=True)
+        )
+        + "#2"
+    )
+    assert tasks.final_answer_reward([wrong], answer=["32"]) == [0.0]
+
+
+def test_running_totals_lie_in_the_regime_of_the_paper():
+    """Few right answers, wrong ones longer, 30 to 150 tokens; all within the alphabet and the length allowed."""
+    task = tasks.load_task(name="running_totals")
+    rng = random.Random(1)
+    rows = list(task.train_dataset)
+    answers = [task.demonstrate(row["prompt"], rng) for row in rows]
+    rewards = task.reward_func(answers, [row["answer"] for row in rows])
+    lengths = {reward: [len(a) + 1 for a, r in zip(answers, rewards, strict=True) if r == reward] for reward in (0, 1)}
+    means = {reward: sum(values) / len(values) for reward, values in lengths.items()}
+    assert 0.08 < sum(rewards) / len(rewards) < 0.13
+    assert 40 < means[1] < 1.1 * means[1] < means[0] < 60
+    assert max(map(len, answers)) + 1 <= task.max_new_tokens
+    assert set("".join(answers + task.train_dataset["prompt"][:])) == set(running_totals.ALPHABET)
+
+
+def test_only_the_text_after_the_last_mark_is_checked():
+    completions = ["b7=11#11", "#5#11", "#11#5", "11", "#", "#11 ", ""]
+    rewards = tasks.final_answer_reward(completions, answer=["11"] * 7, prompts=[""] * 7)
+    assert rewards == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_an_unknown_task_is_named_with_those_there_are():
+    for function in (lambda: tasks.load_task(name="sudoku"), lambda: tasks.warm_start_path(task="sudoku")):
+        with pytest.raises(ValueError, match=r"'sudoku'.*running_totals.*sums"):
+            function()
+
+
 # --- model -----------------------------------------------------------------------------------------------------------
 
 
@@ -138,9 +215,8 @@ def test_model_weights_depend_on_the_seed_alone_and_leave_the_random_state(token
     ],
 )
 def test_demonstrations_forget_carries_at_the_given_rate(monkeypatch, rate, answers):
-    settings = dataclasses.replace(warm_start.SETTINGS, forgotten_carry_rate=rate)
-    monkeypatch.setattr(warm_start, "SETTINGS", settings)
-    assert {prompt: warm_start._demonstrate(prompt, random.Random(0)) for prompt in answers} == answers
+    monkeypatch.setattr(sums, "FORGOTTEN_CARRY_RATE", rate)
+    assert {prompt: sums.demonstrate(prompt, random.Random(0)) for prompt in answers} == answers
 
 
 def test_only_the_answer_and_its_end_carry_labels(tokenizer):
@@ -185,11 +261,26 @@ def test_built_weights_depend_on_the_seed_alone(quick_builds, tmp_path, monkeypa
     assert other != first
 
 
-@pytest.mark.parametrize("change", [{"num_steps": 3}, {"learning_rate": 1e-4}, {"forgotten_carry_rate": 0.5}])
+@pytest.mark.parametrize("change", [{"num_steps": 3}, {"learning_rate": 1e-4}, {"decays": True}, {"alphabet": None}])
 def test_other_settings_get_another_folder(quick_builds, monkeypatch, change):
     path = tasks.warm_start_path()
-    monkeypatch.setattr(warm_start, "SETTINGS", dataclasses.replace(warm_start.SETTINGS, **change))
+    monkeypatch.setitem(pupils.PUPILS, "sums", dataclasses.replace(pupils.PUPILS["sums"], **change))
+    assert (tasks.warm_start_path() == path) == (change == {"alphabet": None})  # the default
+
+
+def test_other_demonstrations_get_another_folder(quick_builds, monkeypatch):
+    path = tasks.warm_start_path()
+    monkeypatch.setattr(sums, "FORGOTTEN_CARRY_RATE", 0.5)
     assert tasks.warm_start_path() != path
+
+
+def test_a_task_has_a_pupil_of_its_own(quick_builds):
+    path = tasks.warm_start_path(task="running_totals")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    assert path.name.startswith("running_totals-")
+    assert model.config.hidden_size == 32
+    assert model.config.vocab_size == len(tokenizer) == len(running_totals.ALPHABET) + 2
+    assert tokenizer.decode(tokenizer("b7??????=1#1")["input_ids"]) == "b7??????=1#1"
 
 
 def test_interrupted_build_is_not_taken_as_complete(quick_builds, monkeypatch):
@@ -201,7 +292,7 @@ def test_interrupted_build_is_not_taken_as_complete(quick_builds, monkeypatch):
 
 
 def test_failed_build_leaves_nothing_behind(quick_builds, monkeypatch):
-    def save_half(folder, seed):
+    def save_half(folder, seed, task):
         (folder / "config.json").write_text("{}")
         raise KeyboardInterrupt
 
@@ -214,10 +305,10 @@ def test_failed_build_leaves_nothing_behind(quick_builds, monkeypatch):
 def test_build_that_finishes_second_takes_what_the_first_one_left(quick_builds, monkeypatch):
     build = warm_start._build
 
-    def build_while_another_process_finishes(folder, seed):
+    def build_while_another_process_finishes(folder, seed, task):
         monkeypatch.setattr(warm_start, "_build", build)
         finished_first.append(tasks.warm_start_path(seed))
-        build(folder, seed)
+        build(folder, seed, task)
 
     finished_first = []
     monkeypatch.setattr(warm_start, "_build", build_while_another_process_finishes)

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .arithmetic import MAX_ANSWER_CHARACTERS, exact_match_reward
+from .embedded import RewardFunc
+from .sums import MAX_ANSWER_CHARACTERS, exact_match_reward
 
 
 @dataclass(frozen=True)
 class HeldOutAccuracy:
     """
-    Share of problems answered exactly, each in [0, 1].
+    Share of problems answered right, each in [0, 1].
 
     Attributes:
         greedy (`float`):
@@ -35,9 +36,10 @@ def held_out_accuracy(
     max_new_tokens: int = MAX_ANSWER_CHARACTERS + 1,
     batch_size: int = 512,
     seed: int = 0,
+    reward_func: RewardFunc = exact_match_reward,
 ) -> HeldOutAccuracy:
     """
-    Measure exact-match accuracy, greedy and sampled, without side effects.
+    Measure accuracy, greedy and sampled, without side effects.
 
     The random state of torch and `model.training` are afterwards what they were before.
 
@@ -58,6 +60,8 @@ def held_out_accuracy(
             Sequences generated at once.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the samples.
+        reward_func (`RewardFunc`, *optional*, defaults to [`exact_match_reward`]):
+            Gives 1.0 for a right answer and 0.0 for any other.
 
     Returns:
         [`HeldOutAccuracy`]: Greedy and sampled accuracy.
@@ -84,7 +88,7 @@ def held_out_accuracy(
             batch = tokenizer(prompts[start : start + batch_size], return_tensors="pt", padding=True).to(model.device)
             output = model.generate(**batch, max_new_tokens=max_new_tokens, **generation)
             texts += tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-        return sum(exact_match_reward(texts, answers)) / len(answers)
+        return sum(reward_func(texts, answers)) / len(answers)
 
     was_training = model.training
     model.eval()

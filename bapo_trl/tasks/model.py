@@ -16,7 +16,7 @@ MODEL_SETTINGS = {
 }
 
 
-def tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> Qwen2ForCausalLM:
+def tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int, **settings: int) -> Qwen2ForCausalLM:
     """
     Make a randomly initialised Qwen2 model for a tokenizer.
 
@@ -25,6 +25,8 @@ def tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> Qwen2ForCausalL
             Gives the vocabulary size and the padding and end tokens.
         seed (`int`):
             Seed of the initial weights. The global random state is left as it was.
+        **settings:
+            Settings of [`~transformers.Qwen2Config`] in place of those of `MODEL_SETTINGS`.
 
     Returns:
         [`~transformers.Qwen2ForCausalLM`]: Model in float32 on the CPU, in evaluation mode.
@@ -35,7 +37,7 @@ def tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> Qwen2ForCausalL
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
-        **MODEL_SETTINGS,
+        **{**MODEL_SETTINGS, **settings},
     )
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)

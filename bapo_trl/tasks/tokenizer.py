@@ -6,18 +6,21 @@ from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 PAD_TOKEN = "<pad>"
 EOS_TOKEN = "<eos>"
-VOCABULARY = [PAD_TOKEN, EOS_TOKEN, *sorted(pre_tokenizers.ByteLevel.alphabet())]
 
 
-def character_tokenizer() -> PreTrainedTokenizerFast:
+def character_tokenizer(alphabet: str | None = None) -> PreTrainedTokenizerFast:
     """
     Build a tokenizer that maps every ASCII character to one token (any other to its UTF-8 bytes).
 
     It has a padding and an end token and no start token, adds nothing to a text, and pads on the left, as generation
     needs.
 
+    Args:
+        alphabet (`str`, *optional*):
+            ASCII characters to know, none of them twice; texts lose any other. All bytes if not given.
+
     Returns:
-        [`~transformers.PreTrainedTokenizerFast`]: Tokenizer of 258 tokens.
+        [`~transformers.PreTrainedTokenizerFast`]: Tokenizer of two tokens more than the alphabet, 258 for all bytes.
 
     Example:
 
@@ -29,10 +32,11 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
     ```
     """
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet()) if alphabet is None else alphabet
     # Qwen2's own class: `AutoTokenizer` takes it for every folder with a Qwen2 model, whatever class was saved there,
     # and adds its own unknown token unless that is named.
     return Qwen2Tokenizer(
-        vocab={token: index for index, token in enumerate(VOCABULARY)},
+        vocab={token: index for index, token in enumerate([PAD_TOKEN, EOS_TOKEN, *characters])},
         merges=[],
         unk_token=PAD_TOKEN,
         pad_token=PAD_TOKEN,

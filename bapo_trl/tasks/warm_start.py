@@ -12,50 +12,21 @@ import random
 import shutil
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 import transformers
 
-from .arithmetic import LARGEST_NUMBER, NUM_TEST_PROBLEMS, load_task
 from .model import MODEL_SETTINGS, tiny_model
-from .tokenizer import VOCABULARY, character_tokenizer
+from .pupils import load_task, pupil_of
+from .tokenizer import character_tokenizer
 
 
 IGNORED_LABEL = -100
 
 
-@dataclass(frozen=True)
-class WarmStartSettings:
-    """
-    How the warm start is trained.
-
-    Attributes:
-        num_steps (`int`):
-            Optimizer updates. A fixed number, not an accuracy to reach, so that a seed always gives the same weights.
-        batch_size (`int`):
-            Demonstrations an update.
-        learning_rate (`float`):
-            Peak learning rate of AdamW.
-        warmup_steps (`int`):
-            Updates over which the learning rate rises from 0.
-        forgotten_carry_rate (`float`):
-            Chance that a demonstration forgets a carry (37+58=85). The model learns this habit together with the right
-            way, and settles at an accuracy that hardly depends on the seed; RL is to unlearn it.
-    """
-
-    num_steps: int = 600
-    batch_size: int = 128
-    learning_rate: float = 3e-3
-    warmup_steps: int = 50
-    forgotten_carry_rate: float = 0.75
-
-
-SETTINGS = WarmStartSettings()
-
-
-def warm_start_path(seed: int = 0) -> Path:
+def warm_start_path(seed: int = 0, task: str = "sums") -> Path:
     """
     Give the folder of the warm-started model and its tokenizer, building it on first use.
 
@@ -65,22 +36,27 @@ def warm_start_path(seed: int = 0) -> Path:
     Args:
         seed (`int`, *optional*, defaults to `0`):
             Seed of the problems, the initial weights and the demonstrations.
+        task (`str`, *optional*, defaults to `"sums"`):
+            Name of the task, as [`load_task`] takes it.
 
     Returns:
         `pathlib.Path`: Folder in Hugging Face format, for `AutoModelForCausalLM.from_pretrained` and
         `AutoTokenizer.from_pretrained`.
+
+    Raises:
+        ValueError: If there is no such task.
     """
     root = Path(os.environ.get("BAPO_TRL_CACHE") or Path.home() / ".cache" / "bapo_trl").expanduser()
-    path = root / f"sums-{_fingerprint(seed)}"
+    path = root / f"{task}-{_fingerprint(seed, task)}"
     if path.is_dir():
         return path
 
     root.mkdir(parents=True, exist_ok=True)
-    print("Building the warm-start model, once (about 20 s) ...", flush=True)
+    print("Building the warm-start model, once (20 s to 2 minutes) ...", flush=True)
     started = time.perf_counter()
     unfinished = Path(tempfile.mkdtemp(prefix=f"{path.name}.unfinished-", dir=root))
     try:
-        _build(unfinished, seed)
+        _build(unfinished, seed, task)
         try:
             unfinished.rename(path)
         except OSError:
@@ -92,13 +68,16 @@ def warm_start_path(seed: int = 0) -> Path:
     return path
 
 
-def _fingerprint(seed: int) -> str:
+def _fingerprint(seed: int, task: str) -> str:
     """Hash all that shapes the weights."""
+    pupil = pupil_of(task)
+    problems = load_task(seed, task)
+    rng = random.Random(seed)
     shaping = {
-        "task": [LARGEST_NUMBER, NUM_TEST_PROBLEMS],
-        "vocabulary": VOCABULARY,
-        "model": MODEL_SETTINGS,
-        "training": asdict(SETTINGS),
+        "demonstrations": [prompt + problems.demonstrate(prompt, rng) for prompt in problems.train_dataset["prompt"]],
+        "vocabulary": character_tokenizer(pupil.alphabet).get_vocab(),
+        "model": {**MODEL_SETTINGS, **pupil.model},
+        "training": {f.name: getattr(pupil, f.name) for f in fields(pupil) if f.name != "load_task"},
         "seed": seed,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -106,19 +85,23 @@ def _fingerprint(seed: int) -> str:
     return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _build(folder: Path, seed: int) -> None:
+def _build(folder: Path, seed: int, task: str) -> None:
     """Train the model on demonstrations and save it with its tokenizer."""
-    tokenizer = character_tokenizer()
-    model = tiny_model(tokenizer, seed).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=SETTINGS.learning_rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / max(1, SETTINGS.warmup_steps))
-    )
-    prompts = load_task(seed).train_dataset["prompt"][:]
+    pupil, problems = pupil_of(task), load_task(seed, task)
+    tokenizer = character_tokenizer(pupil.alphabet)
+    model = tiny_model(tokenizer, seed, **pupil.model).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=pupil.learning_rate, weight_decay=0.01)
+
+    def share_of_learning_rate(step: int) -> float:
+        left = 2 * (1 - step / pupil.num_steps) if pupil.decays else 1.0
+        return min(1.0, (step + 1) / max(1, pupil.warmup_steps), left)
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_learning_rate)
+    prompts = problems.train_dataset["prompt"][:]
     rng = random.Random(seed)
-    for _ in range(SETTINGS.num_steps):
-        chosen = rng.choices(prompts, k=SETTINGS.batch_size)
-        batch = _collate(tokenizer, chosen, [_demonstrate(prompt, rng) for prompt in chosen])
+    for _ in range(pupil.num_steps):
+        chosen = rng.choices(prompts, k=pupil.batch_size)
+        batch = _collate(tokenizer, chosen, [problems.demonstrate(prompt, rng) for prompt in chosen])
         model(**batch).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -126,18 +109,6 @@ def _build(folder: Path, seed: int) -> None:
         optimizer.zero_grad()
     model.eval().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def _demonstrate(prompt: str, rng: random.Random) -> str:
-    """Add column by column as a careless pupil: `"37+58="` gives `"95"` or, with the carry forgotten, `"85"`."""
-
-    def carry(column: int) -> int:
-        return int(column >= 10 and rng.random() >= SETTINGS.forgotten_carry_rate)
-
-    a, b = map(int, prompt.rstrip("=").split("+"))
-    ones = a % 10 + b % 10
-    tens = a // 10 + b // 10 + carry(ones)
-    return str(100 * carry(tens) + 10 * (tens % 10) + ones % 10)
 
 
 def _collate(tokenizer, prompts: list[str], answers: list[str]) -> dict[str, torch.Tensor]:

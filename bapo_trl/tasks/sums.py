@@ -1,42 +1,16 @@
-"""The embedded task: sums of two numbers below 100, checked exactly."""
+"""The easy task: sums of two numbers below 100, checked exactly."""
 
 import random
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from datasets import Dataset
+from .embedded import NUM_TEST_PROBLEMS, EmbeddedTask, as_dataset
 
 
 LARGEST_NUMBER = 99
-NUM_TEST_PROBLEMS = 512
 MAX_ANSWER_CHARACTERS = len(str(2 * LARGEST_NUMBER))
-
-
-class RewardFunc(Protocol):
-    """A reward function as TRL calls it, for plain-string completions."""
-
-    __name__: str
-
-    def __call__(self, completions: list[str], answer: list[str], **kwargs: Any) -> list[float]: ...
-
-
-@dataclass(frozen=True)
-class EmbeddedTask:
-    """
-    Problems to train on, problems held out, and the reward that checks an answer.
-
-    Attributes:
-        train_dataset ([`~datasets.Dataset`]):
-            Problems with the string columns `prompt` and `answer`.
-        test_dataset ([`~datasets.Dataset`]):
-            Problems with the same columns; none of them is in `train_dataset`.
-        reward_func (`RewardFunc`):
-            1.0 for a correct completion, 0.0 for any other.
-    """
-
-    train_dataset: Dataset
-    test_dataset: Dataset
-    reward_func: RewardFunc
+# The pupil learns to forget carries (37+58=85) together with the right way, and settles at an accuracy that hardly
+# depends on the seed; RL is to unlearn it.
+FORGOTTEN_CARRY_RATE = 0.75
 
 
 def exact_match_reward(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
@@ -65,7 +39,7 @@ def exact_match_reward(completions: list[str], answer: list[str], **kwargs: Any)
     return [float(completion == right) for completion, right in zip(completions, answer, strict=True)]
 
 
-def load_task(seed: int = 0) -> EmbeddedTask:
+def load_sums(seed: int = 0) -> EmbeddedTask:
     """
     Make the sums: every ordered pair of numbers from 0 to 99 once, shuffled and split into train and test.
 
@@ -90,10 +64,37 @@ def load_task(seed: int = 0) -> EmbeddedTask:
             num_test = len(problems)
     test, train = problems[:num_test], problems[num_test:]
     rng.shuffle(train)
-    return EmbeddedTask(_as_dataset(train), _as_dataset(test), exact_match_reward)
-
-
-def _as_dataset(problems: list[tuple[int, int]]) -> Dataset:
-    return Dataset.from_dict(
-        {"prompt": [f"{a}+{b}=" for a, b in problems], "answer": [str(a + b) for a, b in problems]}
+    return EmbeddedTask(
+        train_dataset=as_dataset(*_write(train)),
+        test_dataset=as_dataset(*_write(test)),
+        reward_func=exact_match_reward,
+        max_new_tokens=MAX_ANSWER_CHARACTERS + 1,
+        demonstrate=demonstrate,
     )
+
+
+def demonstrate(prompt: str, rng: random.Random) -> str:
+    """
+    Add column by column as a careless pupil: `"37+58="` gives `"95"` or, with the carry forgotten, `"85"`.
+
+    Args:
+        prompt (`str`):
+            A problem.
+        rng (`random.Random`):
+            Decides which carries are forgotten.
+
+    Returns:
+        `str`: The pupil's answer.
+    """
+
+    def carry(column: int) -> int:
+        return int(column >= 10 and rng.random() >= FORGOTTEN_CARRY_RATE)
+
+    a, b = map(int, prompt.rstrip("=").split("+"))
+    ones = a % 10 + b % 10
+    tens = a // 10 + b // 10 + carry(ones)
+    return str(100 * carry(tens) + 10 * (tens % 10) + ones % 10)
+
+
+def _write(problems: list[tuple[int, int]]) -> tuple[list[str], list[str]]:
+    return [f"{a}+{b}=" for a, b in problems], [str(a + b) for a, b in problems]
