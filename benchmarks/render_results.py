@@ -8,10 +8,12 @@ A new benchmark adds a function to `SECTIONS`, under the name that its JSON file
 
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+from page_parts import provenance, table, verdict, with_quartiles
+from render_stability import render_stability
 
 from measuring import RESULTS, ROOT
 
@@ -23,37 +25,6 @@ INTRODUCTION = (
     "than seconds do: the median over the rounds, and the quartiles in parentheses. Targets that were missed are "
     "listed as such. A load average above the number of busy threads of the benchmark tells of other work beside it."
 )
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
-def with_quartiles(spread: dict, decimals: int, unit: str = "") -> str:
-    """Return the median of a spread, and its quartiles in parentheses."""
-    median, lower, upper = (
-        f"{spread[key]:.{decimals}f}{unit}" for key in ("median", "lower_quartile", "upper_quartile")
-    )
-    return f"{median} ({lower} to {upper})"
-
-
-def verdict(is_met: bool) -> str:
-    """Return the word for a target that is met or missed."""
-    return "yes" if is_met else "**no**"
-
-
-def provenance(content: dict) -> str:
-    """Return the sentences on how, when and where a result was made."""
-    machine, threads = content["machine"], content["settings"].get("threads")
-    place = f"{machine['device']} ({machine['cpu']}, {machine['cores']} cores, load average {machine['load_average']})"
-    if threads is not None:
-        place += f", {threads} CPU thread{'s' if threads > 1 else ''}"
-    return (
-        f"Command: `{content['command']}`. Measured on {content['date']} on {place}, with torch {machine['torch']}, "
-        f"trl {machine['trl']}, transformers {machine['transformers']}, Python {machine['python']}."
-    )
 
 
 def render_update_cost(content: dict) -> str:
@@ -361,6 +332,7 @@ SECTIONS = {
     "quickstart": render_quickstart,
     "update_cost": render_update_cost,
     "search_cost": render_search_cost,
+    "stability": lambda content: render_stability(content, PAGE.parent),
     "replay_study": render_replay_study,
     "replay_queue": render_replay_queue,
     "generators": render_generators,

@@ -1,5 +1,5 @@
 """
-One training run on the embedded task in a process of its own, and a pool that makes many of them.
+One training run on an embedded task in a process of its own, and a pool that makes many of them.
 
     python benchmarks/training_run.py '{"seed": 0, "generations": 2, "args": {"learning_rate": 5e-4}}'
 
@@ -20,19 +20,15 @@ from pathlib import Path
 
 import torch
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.tasks import held_out_accuracy, load_task, warm_start_path
-from measuring import ROOT
+from bapo_trl.tasks import EmbeddedTask, held_out_accuracy, load_task, warm_start_path
+from measuring import ROOT, keep_freed_memory
 
 
-# A generation of 1,024 answers, 8 updates of 128 in one pass over it
 SETTINGS = {
-    "per_device_train_batch_size": 128,
     "gradient_accumulation_steps": 1,
-    "steps_per_generation": 8,
-    "num_generations": 8,
-    "max_completion_length": 4,
     "lr_scheduler_type": "constant",
     "logging_steps": 1,
     "save_strategy": "no",
@@ -43,6 +39,31 @@ SETTINGS = {
     "gradient_checkpointing": False,
     "dataloader_pin_memory": False,
 }
+TASK_SETTINGS = {
+    # A generation of 1,024 answers, 8 updates of 128 in one pass over it
+    "sums": {"per_device_train_batch_size": 128, "steps_per_generation": 8, "num_generations": 8},
+    # More than 20,000 tokens an update
+    "running_totals": {
+        "per_device_train_batch_size": 416,
+        "steps_per_generation": 8,
+        "num_generations": 16,
+        "cache_implementation": "static",  # takes less time
+    },
+}
+# Metrics of which a run returns the value of every update
+SERIES = (
+    "grad_norm",
+    "entropy",
+    "clip_ratio/region_mean",
+    "bapo/clip_low",
+    "bapo/clip_high",
+    "bapo/positive_share",
+    "bapo/positive_share_initial",
+    "ratio/min",
+    "ratio/max",
+    "ratio/ess",
+    "ratio/kl",
+)
 FIXED_CLIP = {  # of GRPO: nothing left to search
     "ratio_lower_start": 0.8,
     "ratio_lower_max": 0.8,
@@ -52,20 +73,57 @@ FIXED_CLIP = {  # of GRPO: nothing left to search
 
 
 class HeldOut(TrainerCallback):
-    """Measures held-out accuracy every so many updates, outside the clock of the run."""
+    """Measures accuracy and entropy on held-out problems every so many updates, outside the clock of the run."""
 
-    def __init__(self, every: int, test_dataset):
+    def __init__(self, every: int, task: EmbeddedTask):
         self.every = every
-        self.test_dataset = test_dataset
+        self.task = task
         self.points: list[dict] = []
         self.seconds = 0.0
 
+    def measure(self, update: int, model, tokenizer) -> None:
+        started = time.perf_counter()
+        accuracy = held_out_accuracy(
+            model,
+            tokenizer,
+            self.task.test_dataset,
+            num_samples=2,
+            max_new_tokens=self.task.max_new_tokens,
+            reward_func=self.task.reward_func,
+        )
+        entropy = sampled_entropy(model, tokenizer, self.task)
+        self.points.append({"update": update, **vars(accuracy), "entropy": entropy})
+        self.seconds += time.perf_counter() - started
+
+    def on_train_begin(self, args, state, control, model=None, processing_class=None, **kwargs):
+        self.measure(0, model, processing_class)
+
     def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs):
         if state.global_step % self.every == 0:
-            started = time.perf_counter()
-            accuracy = held_out_accuracy(model, processing_class, self.test_dataset, num_samples=2)
-            self.points.append({"update": state.global_step, **vars(accuracy)})
-            self.seconds += time.perf_counter() - started
+            self.measure(state.global_step, model, processing_class)
+
+
+@torch.no_grad()
+def sampled_entropy(model, tokenizer, task: EmbeddedTask) -> float:
+    """Return the mean entropy (nats) of the model's next token along answers that it samples to held-out problems."""
+    prompts = tokenizer(task.test_dataset["prompt"][:], return_tensors="pt", padding=True)
+    was_training = model.training
+    model.eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(0)
+        output = model.generate(
+            **prompts,
+            max_new_tokens=task.max_new_tokens,
+            do_sample=True,
+            top_k=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+    model.train(was_training)
+    entropies = torch.distributions.Categorical(logits=torch.stack(output.logits, dim=1)).entropy()
+    answers = output.sequences[:, prompts["input_ids"].shape[1] :]
+    ended = (answers == tokenizer.eos_token_id).cumsum(dim=1) - (answers == tokenizer.eos_token_id).long()
+    return entropies[ended == 0].mean().item()
 
 
 def run(spec: dict) -> dict:
@@ -74,23 +132,33 @@ def run(spec: dict) -> dict:
 
     Args:
         spec (`dict`):
-            `seed`; `generations`, how many batches of answers to generate; `held_out_every`, generations between two
-            measurements (default 2); `args`, settings of [`BAPOConfig`] on top of `SETTINGS`.
+            `seed`; `generations`, how many batches of answers to generate; `held_out_every`, updates between two
+            measurements (default: those of two generations); `task`, `"sums"` (default) or `"running_totals"`;
+            `trainer`, `"BAPO"` (default) or `"GRPO"`, TRL's own; `args`, settings of its config on top of `SETTINGS`.
 
     Returns:
-        `dict` with one value a generation for `reward` and `generated_tokens` (so far), held-out accuracy by
-        generation, means of the update metrics, and the seconds of training.
+        `dict` with one value a generation for `reward` and `generated_tokens` (so far), held-out accuracy by update,
+        `series` of the metrics of each update, means of them, and the seconds of training.
     """
     torch.set_num_threads(1)
-    task = load_task()
-    settings = {**SETTINGS, **spec["args"]}
+    keep_freed_memory()  # takes 25 % less time on long answers
+    name = spec.get("task", "sums")
+    task = load_task(name=name)
+    trainer_class, config_class = {"BAPO": (BAPOTrainer, BAPOConfig), "GRPO": (GRPOTrainer, GRPOConfig)}[
+        spec.get("trainer", "BAPO")
+    ]
+    settings = {**SETTINGS, **TASK_SETTINGS[name], "max_completion_length": task.max_new_tokens, **spec["args"]}
     with tempfile.TemporaryDirectory() as folder:
-        args = BAPOConfig(folder, seed=spec["seed"], **settings)
-        updates = args.updates_per_pass * args.num_iterations
+        args = config_class(folder, seed=spec["seed"], **settings)
+        updates = args.steps_per_generation * args.num_iterations
         args.max_steps = spec["generations"] * updates
-        held_out = HeldOut(spec.get("held_out_every", 2) * updates, task.test_dataset)
-        trainer = BAPOTrainer(
-            str(warm_start_path()), task.reward_func, args, train_dataset=task.train_dataset, callbacks=[held_out]
+        held_out = HeldOut(spec.get("held_out_every", 2 * updates), task)
+        trainer = trainer_class(
+            str(warm_start_path(task=name)),
+            task.reward_func,
+            args,
+            train_dataset=task.train_dataset,
+            callbacks=[held_out],
         )
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
@@ -105,8 +173,8 @@ def run(spec: dict) -> dict:
         tokens += round(log["completions/mean_length"] * rows)
         generated.append(tokens)
     means = {
-        name: _mean([log[name] for log in logs if name in log])
-        for name in (
+        key: _mean([log[key] for log in logs if key in log])
+        for key in (
             "frac_reward_zero_std",
             "staleness/mean",
             "staleness/max",
@@ -125,13 +193,18 @@ def run(spec: dict) -> dict:
         "entropy_first_last": [logs[0]["entropy"], logs[-1]["entropy"]],
         "held_out": [
             {
+                "update": point["update"],
                 "generations": point["update"] // updates,
-                "greedy": round(point["greedy"], 4),
-                "sampled": round(point["sampled"], 4),
+                **{key: round(point[key], 4) for key in ("greedy", "sampled", "entropy")},
             }
             for point in held_out.points
         ],
-        "means": {name: value for name, value in means.items() if value is not None},
+        "series": {
+            key: [None if math.isnan(log[key]) else round(log[key], 4) for log in logs]
+            for key in SERIES
+            if all(key in log for log in logs)
+        },
+        "means": {key: value for key, value in means.items() if value is not None},
     }
 
 
@@ -153,7 +226,8 @@ def run_all(specs: Sequence[dict], finished: Path, jobs: int) -> list[dict]:
     Raises:
         RuntimeError: If a run fails, with what it printed.
     """
-    warm_start_path()
+    for task in sorted({spec.get("task", "sums") for spec in specs}):
+        warm_start_path(task=task)
     finished.parent.mkdir(parents=True, exist_ok=True)
     results = {}
     if finished.exists():
