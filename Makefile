@@ -18,7 +18,7 @@ E2E_CACHE ?= $(HOME)/.cache/bapo_trl/e2e-$(shell cksum < constraints-e2e.txt | c
 E2E_BIN := $(E2E_CACHE)/venv/bin
 E2E_ENV := $(OFFLINE) OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR=$(E2E_CACHE)/torch_extensions
 
-.PHONY: demo test test-e2e test-compat quality style bench clean
+.PHONY: demo test test-e2e test-compat quality style bench bench-stability clean
 
 demo: $(VENV)/.installed
 	$(OFFLINE) $(BIN)/python train_bapo.py
@@ -61,6 +61,11 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/replay_queue.py
 	$(BIN)/python benchmarks/replay_study.py --jobs 2
 	$(BIN)/python benchmarks/generators.py
+	$(BIN)/python benchmarks/render_results.py
+
+# Hours, so not part of `bench`; goes on where it was interrupted
+bench-stability: $(VENV)/.installed
+	$(OFFLINE) $(BIN)/python benchmarks/stability.py --preset full --jobs 2
 	$(BIN)/python benchmarks/render_results.py
 
 test-compat: $(OLDER_TRL:%=test-with-trl-%)
