@@ -244,8 +244,8 @@ def render_replay_study(content: dict) -> str:
                 rows,
             ),
             "The figure shows accuracy against generated tokens and against wall time (the mean of a generation and "
-            "its updates, times the generations so far). Generation is cheap in this task, at 4 tokens an answer: here "
-            "several passes save tokens and not time.",
+            "its updates, times the generations so far). Generation is cheap in this task, at 4 tokens an answer: "
+            "here several passes save tokens and not time.",
             "![Held-out accuracy by generated tokens and by wall time](replay_study.png)",
             provenance(content),
         ]
