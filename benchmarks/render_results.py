@@ -272,9 +272,9 @@ def draw_replay_study(content: dict, path: Path) -> None:
     for column, bounds in zip(panels.T, ("BAPO", "GRPO"), strict=True):
         for (arm, is_with), (color, style) in drawn.items():
             group = runs[bounds, arm, is_with]
-            points = [[point["sampled"] for point in run["held_out"]] for run in group]
+            generations = [point["generations"] for point in group[0]["held_out"] if point["generations"]]
+            points = [[point["sampled"] for point in run["held_out"] if point["generations"]] for run in group]
             means = [statistics.mean(values) for values in zip(*points, strict=True)]
-            generations = [point["generations"] for point in group[0]["held_out"]]
             tokens = [group[0]["generated_tokens"][generation - 1] / 1000 for generation in generations]
             seconds_each = statistics.mean(run["seconds"] / len(run["generated_tokens"]) for run in group)
             label = arm + (", zero advantage replaced" if is_with else "")

@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from training_run import FIXED_CLIP, run_all
+from training_run import fixed_clip, run_all
 
 from measuring import save_result
 
@@ -22,7 +22,7 @@ from measuring import save_result
 GENERATIONS, PILOT_GENERATIONS = 24, 16
 SEEDS, PILOT_SEEDS = (0, 1, 2, 3, 4), (1000, 1001)
 LEARNING_RATES = (1.25e-4, 2.5e-4, 5e-4, 1e-3)
-BOUNDS = {"BAPO": {}, "GRPO": FIXED_CLIP}
+BOUNDS = {"BAPO": {}, "GRPO": fixed_clip(0.8, 1.2)}
 QUEUE = {"replay_fraction": 0.5, "replay_capacity": 8192}
 ZERO_ADVANTAGE = {"replay_zero_advantage": True, "replay_capacity": 8192}
 
@@ -93,8 +93,9 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 def curve(result: dict) -> tuple[list[int], list[float]]:
     """Return generated tokens and smoothed held-out accuracy (sampled answers) of a run."""
-    tokens = [result["generated_tokens"][point["generations"] - 1] for point in result["held_out"]]
-    return tokens, smoothed([point["sampled"] for point in result["held_out"]])
+    points = [point for point in result["held_out"] if point["generations"]]  # without the one before training
+    tokens = [result["generated_tokens"][point["generations"] - 1] for point in points]
+    return tokens, smoothed([point["sampled"] for point in points])
 
 
 def tokens_to_reach(result: dict, accuracy: float) -> float | None:

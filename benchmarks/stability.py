@@ -6,38 +6,35 @@ Stability under staleness: BAPO against what users would pick instead, by the up
     python benchmarks/stability.py --preset gpu            # the same on a GPU, with four times the updates
 
 Each run is a process of its own on one thread. All arms share task, warm start, order of the problems, generated
-tokens and updates; each has its learning rate chosen from one grid, on seeds that are not reported. An interrupted
-study goes on where it stopped.
+answers and updates; each has its learning rate chosen from one grid, on seeds that are not reported. An interrupted
+study goes on where it stopped; after a change to what a run does, begin with another `--finished` file.
 """
 
 import argparse
 import itertools
+import json
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from training_run import TASK_SETTINGS, run_all
+import torch
+from training_run import TASK_SETTINGS, fixed_clip, run_all
 
-from measuring import save_result
+from measuring import ROOT, save_result
 
 
 ROWS = {task: settings["per_device_train_batch_size"] for task, settings in TASK_SETTINGS.items()}
 
 
-def fixed(low: float, high: float) -> dict:
-    """Return the settings of a fixed clip range."""
-    return {"ratio_lower_start": low, "ratio_lower_max": low, "ratio_upper_start": high, "ratio_upper_max": high}
-
-
 # Settings of each arm. Those of TRL's other losses are the ones that TRL's documentation gives for their papers.
 ARMS = {
-    "GRPO": fixed(0.8, 1.2),
-    "clip-higher": fixed(0.8, 1.28),
+    "GRPO": fixed_clip(0.8, 1.2),
+    "clip-higher": fixed_clip(0.8, 1.28),
     "BAPO": {},
     "BAPO, target 0.4": {"positive_contribution_target": 0.4},
     "BAPO, surrogate": {"contribution_measure": "surrogate"},
-    "released recipe": {  # the bounds of recipes/released_recipe.yaml
+    "released recipe's bounds": {  # those of recipes/released_recipe.yaml
         "positive_contribution_target": 0.33333333,
         "ratio_lower_start": 0.8,
         "ratio_lower_max": 0.95,
@@ -50,20 +47,20 @@ ARMS = {
         "search_scope": "micro_batch",
         "delta": 3.0,
     },
-    "GSPO": {**fixed(1 - 3e-4, 1 + 4e-4), "importance_sampling_level": "sequence", "loss_type": "grpo"},
+    "GSPO": {**fixed_clip(1 - 3e-4, 1 + 4e-4), "importance_sampling_level": "sequence", "loss_type": "grpo"},
     "CISPO": {"loss_type": "cispo", "epsilon_high": 5.0},
     "SAPO": {"loss_type": "sapo"},
     "VESPO": {"loss_type": "vespo"},
 }
 LOSSES_WITHOUT_BOUNDS = ("cispo", "sapo", "vespo")  # trained by TRL's own GRPOTrainer
 MAIN = ("GRPO", "clip-higher", "BAPO")
-# What the search consists of, one part changed at a time; learning rate of BAPO
+# One part of the search changed at a time, at BAPO's learning rate
 ABLATION = {
     "target 0.6": {"positive_contribution_target": 0.6},
     "lower bound first": {"search_order": "lower_first"},
     "coarse grid": {"ratio_lower_step": 0.1, "ratio_upper_step": 0.3},
-    "fixed at start": fixed(0.6, 1.2),
-    "fixed at end": fixed(0.9, 3.0),
+    "fixed at start": fixed_clip(0.6, 1.2),
+    "fixed at end": fixed_clip(0.9, 3.0),
     "4 micro-batches, batch scope": {"gradient_accumulation_steps": 4},
     "4 micro-batches, micro-batch scope": {"gradient_accumulation_steps": 4, "search_scope": "micro_batch"},
 }
@@ -80,7 +77,8 @@ class Cell:
         num_iterations (`int`):
             Passes over a generation that these updates make.
         is_replayed (`bool`):
-            Whether half of each batch comes from the replay queue, and is at least 16 updates old.
+            Whether half of each batch comes from the replay queue, where it holds samples that are at least 16
+            updates old: at first it holds none.
     """
 
     updates_per_generation: int
@@ -103,7 +101,6 @@ class Cell:
         return f"{self.updates_per_generation}{passes}{', queue' if self.is_replayed else ''}"
 
 
-FRESH = [Cell(4), Cell(1)]
 STALE = [Cell(16), Cell(64)]
 OTHERS = [Cell(4, num_iterations=4), Cell(16, num_iterations=4), Cell(64, num_iterations=4), Cell(4, is_replayed=True)]
 
@@ -150,10 +147,9 @@ class Preset:
         """Return what [`training_run.run`] takes, with so many measurements in `updates`."""
         settings = {**ARMS, **ABLATION}[run.arm]
         updates = self.updates[run.task] * (2 if run.cell.updates_per_generation == 64 else 1)
-        args = {**settings, **run.cell.settings(1), **self.args, "learning_rate": run.learning_rate}
         micro_batches = settings.get("gradient_accumulation_steps", 1)
+        args = {**settings, **run.cell.settings(micro_batches), **self.args, "learning_rate": run.learning_rate}
         if micro_batches > 1:
-            args |= run.cell.settings(micro_batches)
             args["per_device_train_batch_size"] = ROWS[run.task] // micro_batches
         return {
             "task": run.task,
@@ -173,41 +169,69 @@ FULL = Preset(
     pilot_seeds=(1000,),
 )
 PRESETS = {
-    "quick": Preset({"sums": 64}, {"sums": (5e-4,)}, seeds=(0, 1), few_seeds=(0,), pilot_seeds=(1000,)),
+    "quick": Preset({"sums": 64}, {"sums": (5e-4,)}, seeds=(0,), few_seeds=(), pilot_seeds=()),
     "full": FULL,
     "gpu": replace(
-        FULL, updates={"running_totals": 256, "sums": 512}, args={"use_cpu": False, "dataloader_pin_memory": True}
+        FULL,
+        updates={"running_totals": 256, "sums": 512},
+        args={"use_cpu": False, "dataloader_pin_memory": True, "cache_implementation": None},
     ),
 }
 
 
-def pilots(preset: Preset, task: str, arms: Iterable[str]) -> Iterator[Run]:
-    """Yield the runs that choose the learning rates."""
-    for cell, seed, rate, arm in itertools.product(STALE, preset.pilot_seeds, preset.learning_rates[task], arms):
-        yield Run(task, arm, cell, rate, seed)
+def choose_learning_rates(
+    task: str, arms: Sequence[str], preset: Preset, make: Callable[[list[Run], int], list[tuple[Run, dict]]]
+) -> dict[tuple[str, int], float]:
+    """
+    Return the learning rate of each arm at staleness 16 and 64: the best accuracy at the end, over the pilot seeds.
+
+    Where the best lies at an end of the grid, the grid goes on beyond it, up to twice.
+    """
+    grids = {(arm, cell): preset.learning_rates[task] for cell in STALE for arm in arms}
+    if len(preset.learning_rates[task]) == 1:
+        (rate,) = preset.learning_rates[task]
+        return {(arm, cell.updates_per_generation): rate for arm, cell in grids}
+    for extension in range(3):
+        runs = [
+            Run(task, arm, cell, rate, seed)
+            for (arm, cell), grid in grids.items()
+            for rate in grid
+            for seed in preset.pilot_seeds
+        ]
+        ends: dict[tuple, dict[float, list[float]]] = {}
+        for run, result in make(runs, 4):
+            by_rate = ends.setdefault((run.arm, run.cell), {})
+            by_rate.setdefault(run.learning_rate, []).extend(accuracies_of(result)[-2:])
+        best = {
+            key: max(by_rate, key=lambda rate, by_rate=by_rate: statistics.mean(by_rate[rate]))
+            for key, by_rate in ends.items()
+        }
+        for (arm, cell), by_rate in ends.items():
+            means = ", ".join(f"{rate:g}: {statistics.mean(by_rate[rate]):.3f}" for rate in sorted(by_rate))
+            print(f"  {arm}, {cell.name}: {means}", flush=True)
+        beyond = {key: {min(ends[key]): 0.5, max(ends[key]): 2.0}.get(rate) for key, rate in best.items()}
+        if extension == 2 or not any(beyond.values()):
+            break
+        grids |= {key: (*grids[key], best[key] * factor) for key, factor in beyond.items() if factor}
+    return {(arm, cell.updates_per_generation): rate for (arm, cell), rate in best.items()}
 
 
-def choose_learning_rates(runs: Iterable[Run], results: Iterable[dict]) -> dict[tuple[str, int], float]:
-    """Return the learning rate of each arm and staleness: the best accuracy at the end, over the pilot seeds."""
-    scores: dict[tuple[str, int], dict[float, list[float]]] = {}
-    for run, result in zip(runs, results, strict=True):
-        by_rate = scores.setdefault((run.arm, run.cell.updates_per_generation), {})
-        by_rate.setdefault(run.learning_rate, []).extend(point["sampled"] for point in result["held_out"][-2:])
-    means = {key: {rate: statistics.mean(values) for rate, values in scores[key].items()} for key in scores}
-    for key, by_rate in means.items():
-        print(f"  {key}: " + ", ".join(f"{rate:g}: {mean:.3f}" for rate, mean in by_rate.items()), flush=True)
-    return {key: max(by_rate, key=by_rate.get) for key, by_rate in means.items()}
+def accuracies_of(result: dict) -> list[float]:
+    """Return the held-out accuracies of a run, with 0 for the end of one that broke off."""
+    return [point["sampled"] for point in result["held_out"]] + ([0.0] if "failure" in result else [])
 
 
 def reported(preset: Preset, task: str, rates: dict[tuple[str, int], float]) -> Iterator[Run]:
-    """Yield the runs that are reported, the most telling first."""
+    """Yield the runs that are reported and whose arms have a learning rate, the most telling first."""
 
     def runs(arms: Iterable[str], cells: Iterable[Cell], seeds: Iterable[int]) -> Iterator[Run]:
         for cell, seed, arm in itertools.product(cells, seeds, arms):
-            staleness = 64 if cell.updates_per_generation == 64 else 16
-            yield Run(task, arm, cell, rates["BAPO" if arm in ABLATION else arm, staleness], seed)
+            rate = rates.get(("BAPO" if arm in ABLATION else arm, 64 if cell.updates_per_generation == 64 else 16))
+            if rate is not None:
+                yield Run(task, arm, cell, rate, seed)
 
-    yield from runs(MAIN, [*STALE, *FRESH], preset.seeds)
+    yield from runs(MAIN, [*STALE, Cell(4)], preset.seeds)
+    yield from runs(["GRPO"], [Cell(1)], preset.seeds)  # on-policy, where no bound has any effect
     yield from runs([arm for arm in ARMS if arm not in MAIN], STALE, preset.few_seeds)
     yield from runs(ABLATION, STALE, preset.few_seeds)
     yield from runs(MAIN, OTHERS, preset.seeds)
@@ -216,12 +240,11 @@ def reported(preset: Preset, task: str, rates: dict[tuple[str, int], float]) -> 
 def condense(run: Run, result: dict) -> dict:
     """Return the row of a run: its figures, its held-out measurements and its metrics as means over 16 stretches."""
     series, points = result["series"], result["held_out"]
-    accuracies = [point["sampled"] for point in points]
-    norms = [norm for norm in series["grad_norm"] if norm is not None]
-    updates = [point["update"] for point in points]
+    accuracies = accuracies_of(result)
+    norms = [norm for norm in series["grad_norm"] if norm]
     area = sum(
-        (right - left) * (low + high) / 2
-        for (left, low), (right, high) in itertools.pairwise(zip(updates, accuracies, strict=True))
+        (right["update"] - left["update"]) * (left["sampled"] + right["sampled"]) / 2
+        for left, right in itertools.pairwise(points)
     )
     return {
         "task": run.task,
@@ -231,9 +254,9 @@ def condense(run: Run, result: dict) -> dict:
         "seed": run.seed,
         "final": accuracies[-1],
         "greedy": points[-1]["greedy"],
-        "area": round(area / updates[-1], 4),
+        "area": round(area / points[-1]["update"], 4),
         "entropy_ratio": round(points[-1]["entropy"] / points[0]["entropy"], 4),
-        "gradient_peak": round(max(norms) / statistics.median(norms), 2),
+        "gradient_peak": round(max(norms) / statistics.median(norms), 2) if norms else None,
         "is_collapsed": accuracies[-1] < max(accuracies) / 2,
         "updates": result["updates"],
         "generated_tokens": result["generated_tokens"][-1],
@@ -246,22 +269,24 @@ def condense(run: Run, result: dict) -> dict:
 
 
 def stretches(values: Sequence[float | None], count: int = 16) -> list[float | None]:
-    """Return the means of the defined values in `count` stretches of equal length."""
-    length = -(-len(values) // count)
-    parts = [[v for v in values[i : i + length] if v is not None] for i in range(0, len(values), length)]
+    """Return the means of the defined values in `count` stretches, as even as can be, fewer if values are fewer."""
+    count = min(count, len(values))
+    ends = [index * len(values) // count for index in range(count + 1)]
+    parts = [[v for v in values[start:end] if v is not None] for start, end in itertools.pairwise(ends)]
     return [round(statistics.mean(part), 4) if part else None for part in parts]
 
 
-# Factors of the standard error for 95 % intervals, by the number of seeds (Student's t)
+# Factors of the standard error for 95 % intervals, by the number of seeds (Student's t), which may be 10 at most
 INTERVAL_FACTORS = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 
 
-def mean_and_interval(values: Sequence[float]) -> dict[str, float | None]:
-    """Return the mean and half the width of its 95 % interval, which a single value does not have."""
+def mean_and_interval(values: Sequence[float | None]) -> dict[str, float | None]:
+    """Return the mean of the defined values and half the width of its 95 % interval; one value has none."""
+    defined = [value for value in values if value is not None]
     half = None
-    if len(values) > 1:
-        half = round(INTERVAL_FACTORS[len(values)] * statistics.stdev(values) / len(values) ** 0.5, 4)
-    return {"mean": round(statistics.mean(values), 4), "half_width": half}
+    if len(defined) > 1:
+        half = round(INTERVAL_FACTORS[len(defined)] * statistics.stdev(defined) / len(defined) ** 0.5, 4)
+    return {"mean": round(statistics.mean(defined), 4) if defined else None, "half_width": half}
 
 
 def summarize(rows: Sequence[dict]) -> list[dict]:
@@ -295,30 +320,34 @@ def summarize(rows: Sequence[dict]) -> list[dict]:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, default="full", help="size of the study")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
-    parser.add_argument("--finished", type=Path, default=Path("outputs/stability.jsonl"), help="finished runs")
-    parser.add_argument("--tasks", nargs="+", help="these tasks only")
-    parser.add_argument("--arms", nargs="+", help="these arms only")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; 0: report what is finished")
+    parser.add_argument("--finished", type=Path, help="file of finished runs (outputs/stability_<preset>.jsonl)")
     arguments = parser.parse_args()
     preset = PRESETS[arguments.preset]
+    device = "cpu" if preset.args.get("use_cpu", True) else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("the preset gpu needs a GPU, and torch sees none.")
+    finished = arguments.finished or ROOT / "outputs" / f"stability_{arguments.preset}.jsonl"
 
     rows, chosen = [], {}
-    for task in arguments.tasks or preset.updates:
-        arms = [arm for arm in ARMS if arguments.arms is None or arm in arguments.arms]
+    for task in preset.updates:
 
-        def make(runs: list[Run], measurements: int) -> list[dict]:
+        def make(runs: list[Run], measurements: int) -> list[tuple[Run, dict]]:
             specs = [preset.spec(run, measurements) for run in runs]
-            return [run["result"] for run in run_all(specs, arguments.finished, arguments.jobs)]
+            results = [made["result"] for made in run_all(specs, finished, arguments.jobs)]
+            return [(run, result) for run, result in zip(runs, results, strict=True) if result is not None]
 
-        pilot_runs = list(pilots(preset, task, arms))
-        rates = choose_learning_rates(pilot_runs, make(pilot_runs, measurements=4))
+        rates = choose_learning_rates(task, ARMS if preset.few_seeds else MAIN, preset, make)
         chosen[task] = {f"{arm}, {staleness}": rate for (arm, staleness), rate in rates.items()}
-        runs = [run for run in reported(preset, task, rates) if arguments.arms is None or run.arm in arguments.arms]
-        rows += [condense(run, result) for run, result in zip(runs, make(runs, measurements=8), strict=True)]
+        rows += [condense(run, result) for run, result in make(list(reported(preset, task, rates)), 8)]
 
-    device = "cpu" if preset.args.get("use_cpu", True) else "cuda"
     settings = {**asdict(preset), "chosen_learning_rates": chosen, "threads": 1, "summary": summarize(rows)}
-    save_result("stability", device, settings, rows)
+    if arguments.preset == "quick":
+        path = finished.with_suffix(".json")
+        path.write_text(json.dumps({"settings": settings, "results": rows}, indent=2) + "\n")
+        print(f"Written: {path}")
+    else:
+        save_result("stability", device, settings, rows)
 
 
 if __name__ == "__main__":

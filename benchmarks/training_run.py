@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import EmbeddedTask, held_out_accuracy, load_task, warm_start_path
+from bapo_trl.tasks.evaluation import seeded
 from measuring import ROOT, keep_freed_memory
 
 
@@ -42,7 +43,7 @@ SETTINGS = {
 TASK_SETTINGS = {
     # A generation of 1,024 answers, 8 updates of 128 in one pass over it
     "sums": {"per_device_train_batch_size": 128, "steps_per_generation": 8, "num_generations": 8},
-    # More than 20,000 tokens an update
+    # About 20,000 tokens an update
     "running_totals": {
         "per_device_train_batch_size": 416,
         "steps_per_generation": 8,
@@ -64,12 +65,11 @@ SERIES = (
     "ratio/ess",
     "ratio/kl",
 )
-FIXED_CLIP = {  # of GRPO: nothing left to search
-    "ratio_lower_start": 0.8,
-    "ratio_lower_max": 0.8,
-    "ratio_upper_start": 1.2,
-    "ratio_upper_max": 1.2,
-}
+
+
+def fixed_clip(low: float, high: float) -> dict:
+    """Return the settings of a fixed clip range in ratio space, which leave nothing to search."""
+    return {"ratio_lower_start": low, "ratio_lower_max": low, "ratio_upper_start": high, "ratio_upper_max": high}
 
 
 class HeldOut(TrainerCallback):
@@ -106,11 +106,10 @@ class HeldOut(TrainerCallback):
 @torch.no_grad()
 def sampled_entropy(model, tokenizer, task: EmbeddedTask) -> float:
     """Return the mean entropy (nats) of the model's next token along answers that it samples to held-out problems."""
-    prompts = tokenizer(task.test_dataset["prompt"][:], return_tensors="pt", padding=True)
+    prompts = tokenizer(task.test_dataset["prompt"][:], return_tensors="pt", padding=True).to(model.device)
     was_training = model.training
     model.eval()
-    with torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(0)
+    with seeded(model.device, 0):
         output = model.generate(
             **prompts,
             max_new_tokens=task.max_new_tokens,
@@ -138,7 +137,8 @@ def run(spec: dict) -> dict:
 
     Returns:
         `dict` with one value a generation for `reward` and `generated_tokens` (so far), held-out accuracy by update,
-        `series` of the metrics of each update, means of them, and the seconds of training.
+        `series` of the metrics of each update, means of them, and the seconds of training. `failure` is there if the
+        run broke off because a NaN came up.
     """
     torch.set_num_threads(1)
     keep_freed_memory()  # takes 25 % less time on long answers
@@ -150,7 +150,7 @@ def run(spec: dict) -> dict:
     settings = {**SETTINGS, **TASK_SETTINGS[name], "max_completion_length": task.max_new_tokens, **spec["args"]}
     with tempfile.TemporaryDirectory() as folder:
         args = config_class(folder, seed=spec["seed"], **settings)
-        updates = args.steps_per_generation * args.num_iterations
+        updates = args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps
         args.max_steps = spec["generations"] * updates
         held_out = HeldOut(spec.get("held_out_every", 2 * updates), task)
         trainer = trainer_class(
@@ -162,11 +162,19 @@ def run(spec: dict) -> dict:
         )
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
+        failure = None
         started = time.perf_counter()
-        trainer.train()
+        try:
+            trainer.train()
+        except RuntimeError as error:
+            if "nan" not in str(error).lower():
+                raise
+            failure = str(error)  # the policy is broken: a result, not a mistake
         seconds = time.perf_counter() - started - held_out.seconds
     logs = [log for log in trainer.state.log_history if "loss" in log]
     generations = [log for log in logs if "reward" in log]
+    if failure is None and (len(logs), len(generations)) != (args.max_steps, spec["generations"]):
+        raise AssertionError(f"{len(logs)} updates and {len(generations)} generations, not as {spec} has them.")
     rows = args.per_device_train_batch_size * args.steps_per_generation
     tokens, generated = 0, []
     for log in generations:
@@ -186,6 +194,7 @@ def run(spec: dict) -> dict:
         )
     }
     return {
+        **({} if failure is None else {"failure": failure}),
         "updates": len(logs),
         "seconds": round(seconds, 1),
         "generated_tokens": generated,
@@ -200,7 +209,7 @@ def run(spec: dict) -> dict:
             for point in held_out.points
         ],
         "series": {
-            key: [None if math.isnan(log[key]) else round(log[key], 4) for log in logs]
+            key: [float(f"{log[key]:.4g}") if math.isfinite(log[key]) else None for log in logs]
             for key in SERIES
             if all(key in log for log in logs)
         },
@@ -216,9 +225,10 @@ def run_all(specs: Sequence[dict], finished: Path, jobs: int) -> list[dict]:
         specs (sequence of `dict`):
             What [`run`] takes, and anything else that names the run.
         finished (`Path`):
-            File of finished runs, a line of JSON each. Runs that it holds are not made again.
+            File of finished runs, a line of JSON each. Runs that it holds are not made again, so it must not hold
+            those of another version of this code.
         jobs (`int`):
-            Number of processes at a time.
+            Number of processes at a time. With 0, no run is made, and the result of one that is missing is `None`.
 
     Returns:
         The specs in their order, each with its `result`.
@@ -226,21 +236,35 @@ def run_all(specs: Sequence[dict], finished: Path, jobs: int) -> list[dict]:
     Raises:
         RuntimeError: If a run fails, with what it printed.
     """
-    for task in sorted({spec.get("task", "sums") for spec in specs}):
-        warm_start_path(task=task)
     finished.parent.mkdir(parents=True, exist_ok=True)
-    results = {}
-    if finished.exists():
-        results = {line["key"]: line["result"] for line in map(json.loads, finished.read_text().splitlines())}
+    results = _read(finished)
     missing = {_key(spec): spec for spec in specs if _key(spec) not in results}
     print(f"{len(specs) - len(missing)} of {len(specs)} runs are there.", flush=True)
+    if not jobs:
+        return [{**spec, "result": results.get(_key(spec))} for spec in specs]
+    for task in sorted({spec.get("task", "sums") for spec in missing.values()}):
+        warm_start_path(task=task)
     with ThreadPoolExecutor(jobs) as pool, open(finished, "a") as file:
-        for key, result in zip(missing, pool.map(_run_in_process, missing.values()), strict=True):
-            results[key] = result
-            file.write(json.dumps({"key": key, "spec": missing[key], "result": result}) + "\n")
-            file.flush()
-            print(f"{len(results)}: {missing[key]} -> {result['held_out'][-1]}, {result['seconds']} s", flush=True)
+        keys = {pool.submit(_run_in_process, spec): key for key, spec in missing.items()}
+        try:
+            for future in as_completed(keys):
+                key = keys[future]
+                results[key] = result = future.result()
+                file.write(json.dumps({"key": key, "spec": missing[key], "result": result}) + "\n")
+                file.flush()
+                print(f"{len(results)}: {missing[key]} -> {result['held_out'][-1]}, {result['seconds']} s", flush=True)
+        finally:
+            pool.shutdown(cancel_futures=True)
     return [{**spec, "result": results[_key(spec)]} for spec in specs]
+
+
+def _read(finished: Path) -> dict[str, dict]:
+    """Return the results of finished runs by key. A last line that was cut off is left out, and removed."""
+    lines = finished.read_text().splitlines(keepends=True) if finished.exists() else []
+    if lines and not lines[-1].endswith("\n"):
+        print(f"{finished} ends in the middle of a run, which is made again.")
+        finished.write_text("".join(lines := lines[:-1]))
+    return {line["key"]: line["result"] for line in map(json.loads, lines)}
 
 
 def _run_in_process(spec: dict) -> dict:

@@ -34,16 +34,15 @@ def arm_rates(stability):
 # --- plan ------------------------------------------------------------------------------------------------------------
 
 
-def test_all_arms_of_a_cell_share_seeds_updates_and_generated_answers(stability, full):
+def test_all_arms_of_a_cell_share_updates_and_generated_answers(stability, full):
     for task in full.updates:
         sizes: dict[str, set] = {}
         for run in stability.reported(full, task, arm_rates(stability)):
             args = (spec := full.spec(run, measurements=8))["args"]
             rows = args.get("per_device_train_batch_size", stability.ROWS[task])
-            updates = spec["generations"] * args["steps_per_generation"] * args["num_iterations"]
-            answers = spec["generations"] * args["steps_per_generation"] * rows
             micro_batches = args.get("gradient_accumulation_steps", 1)
-            sizes.setdefault(run.cell.name, set()).add((updates / micro_batches, answers, rows * micro_batches))
+            answers = spec["generations"] * args["steps_per_generation"] * rows
+            sizes.setdefault(run.cell.name, set()).add((answers, spec["held_out_every"], rows * micro_batches))
         assert {len(values) for values in sizes.values()} == {1}
         assert len(sizes) == 8
 
@@ -51,24 +50,57 @@ def test_all_arms_of_a_cell_share_seeds_updates_and_generated_answers(stability,
 def test_the_main_arms_run_everywhere_and_the_others_where_samples_are_stale(stability, full):
     runs = list(stability.reported(full, "running_totals", arm_rates(stability)))
     assert len(set(runs)) == len(runs)
-    seeds: dict[tuple, int] = {}
+    seeds: dict[tuple, list[int]] = {}
     for run in runs:
-        seeds[run.arm, run.cell.name] = seeds.get((run.arm, run.cell.name), 0) + 1
+        seeds.setdefault((run.arm, run.cell.name), []).append(run.seed)
     for arm in ("GRPO", "clip-higher", "BAPO"):
-        cells = {cell for (name, cell) in seeds if name == arm}
-        assert cells == {"1", "4", "16", "64", "4, 4 passes", "16, 4 passes", "64, 4 passes", "4, queue"}
-        assert {seeds[arm, cell] for cell in cells} == {5}
-    for arm in ("GSPO", "CISPO", "SAPO", "VESPO", "released recipe", "BAPO, surrogate", "BAPO, target 0.4"):
-        assert {cell: count for (name, cell), count in seeds.items() if name == arm} == {"16": 3, "64": 3}
+        cells = {cell for (name, cell) in seeds if name == arm} - {"1"}
+        assert cells == {"4", "16", "64", "4, 4 passes", "16, 4 passes", "64, 4 passes", "4, queue"}
+        assert {tuple(seeds[arm, cell]) for cell in cells} == {(0, 1, 2, 3, 4)}
+    assert [(arm, len(values)) for (arm, cell), values in seeds.items() if cell == "1"] == [("GRPO", 5)]
+    for arm in {*stability.ARMS, *stability.ABLATION} - {"GRPO", "clip-higher", "BAPO"}:
+        assert {cell: tuple(values) for (name, cell), values in seeds.items() if name == arm} == {
+            "16": (0, 1, 2),
+            "64": (0, 1, 2),
+        }
     assert not set(full.pilot_seeds) & set(full.seeds)
 
 
-def test_learning_rates_are_the_best_of_the_pilots(stability):
-    cell = stability.Cell(16)
-    runs = [stability.Run("sums", "BAPO", cell, rate, seed) for rate in (0.1, 0.2, 0.3) for seed in (0, 1)]
-    ends = [(0.1, 0.2), (0.1, 0.2), (0.9, 0.1), (0.3, 0.5), (0.2, 0.3), (0.4, 0.4)]  # means 0.15, 0.45, 0.325
-    results = [{"held_out": [{"sampled": 1.0}, {"sampled": a}, {"sampled": b}]} for a, b in ends]
-    assert stability.choose_learning_rates(runs, results) == {("BAPO", 16): 0.2}
+def pilots_with(accuracy):
+    """Stand in for runs, whose last two measurements are what `accuracy` says of their learning rate."""
+    made = []
+
+    def make(runs, measurements):
+        made.extend(runs)
+        ends = [accuracy(run.learning_rate) for run in runs]
+        return [
+            (run, {"held_out": [{"sampled": 1.0}, {"sampled": e}, {"sampled": e}]})
+            for run, e in zip(runs, ends, strict=True)
+        ]
+
+    return made, make
+
+
+@pytest.mark.parametrize(
+    ("peak", "chosen", "tried"),
+    [
+        (5e-4, 5e-4, {2.5e-4, 5e-4, 1e-3}),
+        (1e-3, 1e-3, {2.5e-4, 5e-4, 1e-3, 2e-3}),  # at the end of the grid: one step beyond it
+        (0, 6.25e-5, {6.25e-5, 1.25e-4, 2.5e-4, 5e-4, 1e-3}),  # no more than two
+    ],
+)
+def test_learning_rates_are_the_best_of_the_pilots(stability, full, peak, chosen, tried):
+    made, make = pilots_with(lambda rate: -abs(rate - peak))
+    rates = stability.choose_learning_rates("sums", ["BAPO"], full, make)
+    assert rates == {("BAPO", 16): chosen, ("BAPO", 64): chosen}
+    assert {run.learning_rate for run in made} == tried
+    assert {run.seed for run in made} == set(full.pilot_seeds)
+
+
+def test_no_pilots_where_there_is_one_learning_rate(stability):
+    made, make = pilots_with(lambda rate: 1.0)
+    rates = stability.choose_learning_rates("sums", ["BAPO"], stability.PRESETS["quick"], make)
+    assert (rates, made) == ({("BAPO", 16): 5e-4, ("BAPO", 64): 5e-4}, [])
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -97,9 +129,18 @@ def test_figures_of_a_run(stability):
     assert not stability.condense(run, finished_run([0.2, 0.5, 0.3], [1.0] * 20))["is_collapsed"]
 
 
+def test_a_run_that_broke_off_counts_as_collapsed_with_accuracy_0(stability):
+    run = stability.Run("sums", "BAPO", stability.Cell(4), 1e-3, seed=0)
+    row = stability.condense(run, {**finished_run([0.2, 0.5, 0.6], [0.0] * 20), "failure": "NaN or infinity in ..."})
+    assert (row["final"], row["is_collapsed"], row["gradient_peak"]) == (0.0, True, None)
+    (summary,) = stability.summarize([row])
+    assert summary["gradient_peak"] == {"mean": None, "half_width": None}
+
+
 def test_stretches_are_means_of_what_is_defined(stability):
     assert stability.stretches([1.0, 3.0, None, 5.0, None, None], count=3) == [2.0, 5.0, None]
     assert stability.stretches([1.0, 2.0], count=16) == [1.0, 2.0]
+    assert stability.stretches([1.0, 2.0, 3.0, 4.0, 5.0], count=2) == [1.5, 4.0]
 
 
 def test_intervals_are_those_of_student_s_t(stability):
@@ -125,20 +166,77 @@ def test_a_summary_row_covers_the_seeds_of_an_arm_in_a_cell(stability):
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arm", ["BAPO", "CISPO"])
+def run_for_real(spec):
+    command = [sys.executable, str(BENCHMARKS / "training_run.py"), json.dumps(spec)]
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("arm", ["BAPO", "CISPO", "4 micro-batches, micro-batch scope"])
 def test_a_run_gives_what_the_study_reports(stability, arm):
-    """A real run in a process of its own, with each of the two trainers."""
+    """A real run in a process of its own, with each of the two trainers, and with updates of several micro-batches."""
     preset = stability.Preset({"sums": 4}, {"sums": (1e-3,)}, (0,), (), (1000,))
     run = stability.Run("sums", arm, stability.Cell(2), 1e-3, seed=0)
     spec = preset.spec(run, measurements=2)
-    assert spec["trainer"] == {"BAPO": "BAPO", "CISPO": "GRPO"}[arm]
-    command = [sys.executable, str(BENCHMARKS / "training_run.py"), json.dumps(spec)]
-    process = subprocess.run(command, capture_output=True, text=True, check=True)
-    row = stability.condense(run, json.loads(process.stdout.splitlines()[-1]))
-    assert row["updates"] == 4
+    assert spec["trainer"] == ("GRPO" if arm == "CISPO" else "BAPO")
+    row = stability.condense(run, result := run_for_real(spec))
+    assert (row["updates"], len(result["reward"])) == (4, 2)
     assert [point[0] for point in row["held_out"]] == [0, 2, 4]
     assert 0.3 < row["held_out"][0][1] < 0.6  # what the warm start can do
-    assert row["generated_tokens"] > 4 * 128 * 2
-    assert ("bapo/clip_low" in row["stretches"]) == (arm == "BAPO")
+    assert 4 * 128 * 2 < row["generated_tokens"] < 4 * 128 * 4
+    assert ("bapo/clip_low" in row["stretches"]) == (arm != "CISPO")
     assert len(row["stretches"]["grad_norm"]) == 4
     assert stability.summarize([row])[0]["seeds"] == 1
+
+
+def test_measuring_in_between_changes_nothing_of_a_run(stability):
+    spec = {"seed": 0, "generations": 2, "args": {"steps_per_generation": 1, "learning_rate": 1e-3}}
+    often, seldom = (run_for_real({**spec, "held_out_every": every}) for every in (1, 2))
+    assert len(often["held_out"]) > len(seldom["held_out"])
+    for key in ("reward", "generated_tokens", "series"):
+        assert often[key] == seldom[key]
+
+
+def test_a_run_whose_policy_breaks_is_a_result(stability):
+    spec = {"seed": 0, "generations": 3, "args": {"steps_per_generation": 1, "learning_rate": 1e30}}
+    result = run_for_real(spec)
+    assert "nan" in result["failure"].lower()
+    assert result["updates"] < 3
+
+
+def test_finished_runs_are_not_made_again_and_a_cut_off_line_is(stability, tmp_path, monkeypatch):
+    import training_run
+
+    made = []
+
+    def run_in_process(spec):
+        made.append(spec["seed"])
+        return {"held_out": [spec["seed"]], "seconds": 0.0}
+
+    monkeypatch.setattr(training_run, "_run_in_process", run_in_process)
+    monkeypatch.setattr(training_run, "warm_start_path", lambda task: None)
+    finished, specs = tmp_path / "runs.jsonl", [{"seed": seed} for seed in range(4)]
+    training_run.run_all(specs[:3], finished, jobs=2)
+    finished.write_text(finished.read_text()[:-5])  # interrupted while it wrote the last of them
+    assert len([run for run in training_run.run_all(specs, finished, jobs=0) if run["result"] is None]) == 2
+    results = training_run.run_all(specs, finished, jobs=2)
+    assert [run["result"]["held_out"] for run in results] == [[0], [1], [2], [3]]
+    assert sorted(made[:3]) == [0, 1, 2]
+    assert len(made) == 3 + 2
+
+
+def test_the_quick_preset_leaves_the_reported_results_alone(stability, tmp_path, monkeypatch, capsys):
+    seen = []
+
+    def run_all(specs, finished, jobs):
+        seen.extend(specs)
+        return [{**spec, "result": finished_run([0.4, 0.5, 0.6], [1.0] * 20)} for spec in specs]
+
+    monkeypatch.setattr(stability, "run_all", run_all)
+    monkeypatch.setattr(stability, "save_result", lambda *args: pytest.fail("would overwrite the reported results"))
+    monkeypatch.setattr(sys, "argv", ["stability.py", "--preset", "quick", "--finished", str(tmp_path / "q.jsonl")])
+    stability.main()
+    content = json.loads((tmp_path / "q.json").read_text())
+    assert len(content["results"]) == len(seen) == 22
+    assert {row["arm"] for row in content["settings"]["summary"]} == {"GRPO", "clip-higher", "BAPO"}
+    assert "q.json" in capsys.readouterr().out

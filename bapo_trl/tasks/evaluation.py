@@ -93,7 +93,7 @@ def held_out_accuracy(
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), _seeded(model.device, seed):
+        with torch.no_grad(), seeded(model.device, seed):
             return HeldOutAccuracy(
                 greedy=accuracy(prompts, answers, do_sample=False),
                 sampled=accuracy(prompts * num_samples, answers * num_samples, **sampling),
@@ -103,7 +103,7 @@ def held_out_accuracy(
 
 
 @contextmanager
-def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
     """Seed the generators that sampling on `device` draws from, and restore them at the end."""
     on_cuda = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if on_cuda else []):

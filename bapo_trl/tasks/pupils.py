@@ -29,7 +29,7 @@ class Pupil:
         alphabet (`str` or `None`):
             Characters of the tokenizer; `None` for all bytes.
         model (`Mapping[str, int]`):
-            Settings of the model other than those of [`~tasks.tiny_model`].
+            Settings of the model that differ from those of [`tiny_model`].
     """
 
     load_task: Callable[[int], EmbeddedTask]

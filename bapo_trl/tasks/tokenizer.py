@@ -17,7 +17,8 @@ def character_tokenizer(alphabet: str | None = None) -> PreTrainedTokenizerFast:
 
     Args:
         alphabet (`str`, *optional*):
-            ASCII characters to know, none of them twice; texts lose any other. All bytes if not given.
+            Printable ASCII characters other than the space, none of them twice; texts lose any other. All bytes if not
+            given.
 
     Returns:
         [`~transformers.PreTrainedTokenizerFast`]: Tokenizer of two tokens more than the alphabet, 258 for all bytes.
