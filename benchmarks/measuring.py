@@ -94,7 +94,8 @@ def save_result(name: str, device: str, settings: dict, results: list[dict]):
     RESULTS.mkdir(exist_ok=True)
     suffix = "" if torch.device(device).type == "cpu" else f"_{torch.device(device).type}"
     path = RESULTS / f"{name}{suffix}.json"
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    rows = ",\n".join("    " + json.dumps(row) for row in content.pop("results"))
+    path.write_text(json.dumps(content, indent=2)[:-2] + f',\n  "results": [\n{rows}\n  ]\n}}\n')
     print(f"Written: benchmarks/results/{path.name}")
 
 

@@ -5,12 +5,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-from page_parts import provenance, table
+from page_parts import provenance, table, verdict
 
 
-TASK_TITLES = {"running_totals": "Running totals (the hard task)", "sums": "Sums (the easy task)"}
+TASK_TITLES = {"running_totals": "running totals (the hard task)", "sums": "sums (the easy task)"}
 ARM_COLORS = {"GRPO": "tab:blue", "clip-higher": "tab:orange", "BAPO": "tab:red"}
 STALENESS_COLORS = {"1": "black", "4": "tab:blue", "16": "tab:orange", "64": "tab:red"}
+
+
+SURROGATE_ARMS = ("BAPO, surrogate", "released recipe's bounds")
 
 
 def render_stability(content: dict, folder: Path) -> str:
@@ -24,81 +27,141 @@ def render_stability(content: dict, folder: Path) -> str:
             Where the figures go.
     """
     settings, rows = content["settings"], content["results"]
+    suffix = "" if content["machine"]["device"] == "CPU" else "_cuda"
     hard = [row for row in rows if row["task"] == "running_totals"]
-    draw_staleness(hard, folder / "stability_grpo.png")
-    draw_arms(hard, folder / "stability_bapo.png")
-    draw_bounds(hard, folder / "stability_bounds.png")
+    figures = {
+        f"stability_{name}{suffix}.png": (draw, title)
+        for name, draw, title in (
+            ("grpo", draw_staleness, "GRPO by staleness"),
+            ("arms", draw_arms, "GRPO, clip-higher and BAPO"),
+            ("bounds", draw_bounds, "Bounds and positive share"),
+        )
+    }
+    for name, (draw, _) in figures.items():
+        draw(hard, folder / name)
     return "\n\n".join(
         [
-            "## Stability under staleness",
-            *introduction(settings),
+            f"## Stability under staleness ({content['machine']['device']})",
+            *([] if settings["runs_left"] == 0 else [f"**Unfinished: {settings['runs_left']} runs are to come.**"]),
+            *introduction(settings, rows),
             *(part for task in settings["updates"] for part in task_part(task, settings["summary"])),
-            "![GRPO by staleness](stability_grpo.png)",
-            "![GRPO, clip-higher and BAPO](stability_bapo.png)",
-            "![Bounds and positive share](stability_bounds.png)",
+            *(f"![{title}]({name})" for name, (_, title) in figures.items()),
             provenance(content),
         ]
     )
 
 
-def introduction(settings: dict) -> list[str]:
+def introduction(settings: dict, rows: Sequence[dict]) -> list[str]:
     """Return the paragraphs on what was run."""
+    start = {
+        task: statistics.mean(row["held_out"][0][1] for row in rows if row["task"] == task)
+        for task in settings["updates"]
+        if any(row["task"] == task for row in rows)
+    }
+    tokens = {task: [row["tokens_per_update"] for row in settings["summary"] if row["task"] == task] for task in start}
+    tasks = "; ".join(
+        f"{TASK_TITLES[task]}, {start[task]:.0%} of sampled answers right at the start, "
+        f"{min(tokens[task]):,} to {max(tokens[task]):,} answer tokens an update, {settings['updates'][task]} updates"
+        for task in start
+    )
+    grids = ", ".join(
+        f"{' / '.join(f'{rate:g}' for rate in rates)} ({task.replace('_', ' ')})"
+        for task, rates in settings["learning_rates"].items()
+    )
     return [
-        "The paper's claim is that with stale samples GRPO's fixed bounds degrade and BAPO's do not. Staleness is the "
-        "number of optimizer updates between two generations (with one pass over a generation, samples are up to that"
-        "many updates old). Two embedded tasks: running totals, in the regime the paper describes (10 % of answers "
-        "right at the start, about 50 tokens an answer, wrong ones 12 % longer than right ones, more than 20,000 "
-        "tokens an update), and sums, the quickstart's task (44 % right at the start, up to 4 tokens an answer, 128 "
-        f"answers an update). Runs on running totals have {settings['updates']['running_totals']} updates, on sums "
-        f"{settings['updates']['sums']}; twice as many at staleness 64, so that there are at least two generations. "
-        "All arms run through the same code (GRPO, clip-higher and GSPO as fixed bounds in `BAPOTrainer`, which is "
-        "`GRPOTrainer` bit for bit; CISPO, SAPO and VESPO in TRL's `GRPOTrainer` with the settings of TRL's "
-        "documentation), from the same warm start, with the same problems in the same order and the same number of "
-        "generated answers.",
-        "Each arm has its own learning rate for up to 16 updates per generation and for 64, the best of "
-        + ", ".join(
-            f"{' / '.join(f'{rate:g}' for rate in rates)} ({task.replace('_', ' ')})"
-            for task, rates in settings["learning_rates"].items()
-        )
-        + f" on {len(settings['pilot_seeds'])} seed that is not reported. Accuracy is that of sampled answers "
-        "(temperature 1) to 512 held-out problems, two each. Mean ± half the width of the 95 % interval over the "
-        "seeds (Student's t). Area: under the held-out accuracy, over the updates. Entropy: at the end over the "
-        "start, on answers that the policy samples to held-out problems. Gradient peak: largest norm over the median. "
-        "Collapsed: share of runs that end under half of their own best accuracy. Share: the positive-advantage "
-        "tokens' part in the policy loss, mean over the updates. Bounds: mean over the updates.",
+        "The paper's claim is that with stale samples GRPO's fixed bounds degrade and BAPO's do not. Staleness is set "
+        "by the number of optimizer updates between two generations: at 64, the last update of a generation trains on "
+        f"samples that are 63 updates old. Tasks: {tasks}. With 64 updates per generation, runs have twice as many "
+        "updates, so that there are at least two generations. In running totals an answer has several steps, only the "
+        "last total is checked, and wrong answers are longer than right ones, so that tokens of negative advantage "
+        "outnumber the positive ones.",
+        "All arms share warm start, problems and their order, generated answers and updates. Those with bounds run in "
+        "`BAPOTrainer`, which with fixed bounds is `GRPOTrainer` bit for bit; CISPO, SAPO and VESPO run in TRL's "
+        "`GRPOTrainer`, with the settings of TRL's documentation, as does GSPO. GSPO and SAPO average the loss over "
+        "each answer first, the others over all tokens, as TRL's recipes have it; GSPO's bounds (0.9997 to 1.0004) "
+        "were published for large models. With 1 update per generation every ratio is 1, and no bound has an effect. "
+        "In the queue's cell half of each batch is drawn from the replay queue once that holds samples of at least 16 "
+        "updates of age.",
+        f"Each arm has two learning rates, for up to 16 updates per generation and for 64: the best of {grids} on "
+        f"seed {', '.join(map(str, settings['pilot_seeds']))}, which is not reported; where the best lies at an "
+        "end of the grid, the grid goes on by factors of 2, up to twice. The ablation takes BAPO's. They are chosen on the "
+        "same held-out problems as are reported. Accuracy is that of sampled answers (temperature 1) to 512 held-out "
+        "problems, two each. Mean ± half the width of the 95 % interval over the seeds (Student's t). Area: under the "
+        "held-out accuracy, over the updates. Entropy: at the end over the start, on answers that the policy samples "
+        "to held-out problems. Gradient peak: largest norm (before it is cut to 1) over the median. Collapsed: runs "
+        "that end under half of their own best accuracy, or break off. Share: of the positive-advantage tokens in the "
+        "policy loss, under the `gradient` measure, mean over the updates. Bounds and age of the samples: means over "
+        "the updates. Seconds: median, generation included, with other work on the machine.",
     ]
 
 
 def task_part(task: str, summary: Sequence[dict]) -> list[str]:
-    """Return the heading and the table of a task."""
+    """Return the heading, the verdicts on the aim and the tables of a task."""
     rows = [row for row in summary if row["task"] == task]
     if not rows:
         return []
+    header = [
+        "Updates per generation",
+        "Arm",
+        "Learning rate",
+        "Seeds",
+        "Final accuracy",
+        "Area",
+        "Entropy",
+        "Gradient peak",
+        "Collapsed",
+        "Share",
+        "Bounds",
+        "Age",
+        "Seconds an update",
+    ]
     return [
-        f"### {TASK_TITLES[task]}",
-        table(
-            [
-                "Updates per generation",
-                "Arm",
-                "Learning rate",
-                "Seeds",
-                "Final accuracy",
-                "Area",
-                "Entropy",
-                "Gradient peak",
-                "Collapsed",
-                "Share",
-                "Bounds",
-                "Tokens an update",
-                "Seconds an update",
-            ],
-            [cells(row) for row in sorted(rows, key=order)],
-        ),
+        f"### {TASK_TITLES[task].capitalize()}",
+        *verdicts(rows),
+        table(header, [cells(row) for row in sorted(rows, key=order)]),
     ]
 
 
+def verdicts(rows: Sequence[dict]) -> list[str]:
+    """Return what the rows of a task say of the aim at staleness 16 and 64."""
+    lines = []
+    for cell in ("16", "64"):
+        arms = {row["arm"]: row for row in rows if row["cell"] == cell}
+        if not {"BAPO", "GRPO", "clip-higher"} <= set(arms):
+            continue
+        bapo = arms.pop("BAPO")
+        others = {name: row for name, row in arms.items() if not is_variant(name)}
+        apart = [name for name in ("GRPO", "clip-higher") if are_apart(bapo, others[name])]
+        best = max(others, key=lambda name: others[name]["final"]["mean"])
+        entropy = bapo["entropy_ratio"]["mean"] / others["GRPO"]["entropy_ratio"]["mean"]
+        lines.append(
+            f"- {cell} updates per generation: BAPO ends at {with_interval(bapo['final'], 3)}, GRPO at "
+            f"{with_interval(others['GRPO']['final'], 3)}, clip-higher at "
+            f"{with_interval(others['clip-higher']['final'], 3)}; the best of the {len(others)} other methods is "
+            f"{best} ({with_interval(others[best]['final'], 3)}). BAPO above every other: "
+            f"{verdict(bapo['final']['mean'] > others[best]['final']['mean'])}. Intervals apart from GRPO and "
+            f"clip-higher, and above: {verdict(len(apart) == 2)}. No collapsed run: "
+            f"{verdict(not bapo['collapsed'])}. Entropy at least 1.5 times GRPO's: {verdict(entropy >= 1.5)} "
+            f"({entropy:.2f})."
+        )
+    return ["Aims:\n\n" + "\n".join(lines)] if lines else []
+
+
+def is_variant(arm: str) -> bool:
+    """Return whether an arm is a variant of BAPO, or a part of it taken away."""
+    return arm not in ("GRPO", "clip-higher", "GSPO", "CISPO", "SAPO", "VESPO")
+
+
+def are_apart(higher: dict, lower: dict) -> bool:
+    """Return whether one interval of the final accuracy lies wholly above the other."""
+    high, low = higher["final"], lower["final"]
+    if high["half_width"] is None or low["half_width"] is None:
+        return False
+    return high["mean"] - high["half_width"] > low["mean"] + low["half_width"]
+
+
 def order(row: dict) -> tuple:
-    """Return the place of a row in its table: by staleness, then by arm as they were run."""
+    """Return the place of a row in its table: by what makes samples stale; arms stay as they were run."""
     updates, _, rest = row["cell"].partition(",")
     return (rest, int(updates))
 
@@ -106,9 +169,12 @@ def order(row: dict) -> tuple:
 def cells(row: dict) -> list[str]:
     """Return the cells of a row of the table."""
     means = row["means"]
+    share = means.get("bapo/positive_share") if row["arm"] not in SURROGATE_ARMS else None
     bounds = "-"
     if "bapo/clip_low" in means:
         bounds = f"{means['bapo/clip_low']:.2f} to {means['bapo/clip_high']:.2f}"
+        if row["arm"] == "GSPO":
+            bounds = f"{means['bapo/clip_low']:.4f} to {means['bapo/clip_high']:.4f}"
     return [
         row["cell"],
         row["arm"],
@@ -119,15 +185,17 @@ def cells(row: dict) -> list[str]:
         with_interval(row["entropy_ratio"], 2),
         with_interval(row["gradient_peak"], 1),
         f"{row['collapsed']:.0%}",
-        f"{means['bapo/positive_share']:.3f}" if "bapo/positive_share" in means else "-",
+        "-" if share is None else f"{share:.3f}",
         bounds,
-        f"{row['tokens_per_update']:,}",
+        f"{means['staleness/mean']:.1f}" if "staleness/mean" in means else "-",
         f"{row['seconds_per_update']:.2f}",
     ]
 
 
 def with_interval(value: dict, decimals: int) -> str:
     """Return a mean, and half the width of its interval if it has one."""
+    if value["mean"] is None:
+        return "-"
     half = "" if value["half_width"] is None else f" ± {value['half_width']:.{decimals}f}"
     return f"{value['mean']:.{decimals}f}{half}"
 
@@ -173,8 +241,7 @@ def draw_bounds(rows: Sequence[dict], path: Path) -> None:
         panel.set_title(title)
         panel.set_xlabel("updates")
         panel.grid(alpha=0.3)
-    for arm in ("GRPO",):
-        draw_line(panels[2], stretches(select(rows, arm, "64"), "bapo/positive_share"), "64, GRPO", "gray")
+    draw_line(panels[2], stretches(select(rows, "GRPO", "64"), "bapo/positive_share"), "64, GRPO", "gray")
     panels[2].axhline(0.5, color="black", linewidth=0.8, linestyle="--")
     panels[2].legend(fontsize="small", title="updates per generation")
     save(figure, path)

@@ -264,8 +264,11 @@ def condense(run: Run, result: dict) -> dict:
         "seconds": result["seconds"],
         "means": result["means"],
         "held_out": [[point[key] for key in ("update", "sampled", "greedy", "entropy")] for point in points],
-        "stretches": {name: stretches(values) for name, values in series.items()},
+        "stretches": {name: stretches(series[name]) for name in DRAWN if name in series},
     }
+
+
+DRAWN = ("grad_norm", "bapo/clip_low", "bapo/clip_high", "bapo/positive_share_initial", "bapo/positive_share")
 
 
 def stretches(values: Sequence[float | None], count: int = 16) -> list[float | None]:
@@ -308,7 +311,7 @@ def summarize(rows: Sequence[dict]) -> list[dict]:
             "collapsed": statistics.mean(row["is_collapsed"] for row in group),
             "tokens_per_update": round(statistics.mean(row["tokens_per_update"] for row in group)),
             "generated_tokens": round(statistics.mean(row["generated_tokens"] for row in group)),
-            "seconds_per_update": round(statistics.mean(row["seconds"] / row["updates"] for row in group), 3),
+            "seconds_per_update": round(statistics.median(row["seconds"] / row["updates"] for row in group), 3),
             "means": {
                 name: round(statistics.mean(row["means"][name] for row in group), 4) for name in group[0]["means"]
             },
@@ -329,7 +332,7 @@ def main():
         parser.error("the preset gpu needs a GPU, and torch sees none.")
     finished = arguments.finished or ROOT / "outputs" / f"stability_{arguments.preset}.jsonl"
 
-    rows, chosen = [], {}
+    rows, chosen, runs_left = [], {}, 0
     for task in preset.updates:
 
         def make(runs: list[Run], measurements: int) -> list[tuple[Run, dict]]:
@@ -339,9 +342,18 @@ def main():
 
         rates = choose_learning_rates(task, ARMS if preset.few_seeds else MAIN, preset, make)
         chosen[task] = {f"{arm}, {staleness}": rate for (arm, staleness), rate in rates.items()}
-        rows += [condense(run, result) for run, result in make(list(reported(preset, task, rates)), 8)]
+        runs = list(reported(preset, task, rates))
+        made = make(runs, 8)
+        runs_left += len(runs) - len(made)
+        rows += [condense(run, result) for run, result in made]
 
-    settings = {**asdict(preset), "chosen_learning_rates": chosen, "threads": 1, "summary": summarize(rows)}
+    settings = {
+        **asdict(preset),
+        "chosen_learning_rates": chosen,
+        "runs_left": runs_left,
+        "threads": 1,
+        "summary": summarize(rows),
+    }
     if arguments.preset == "quick":
         path = finished.with_suffix(".json")
         path.write_text(json.dumps({"settings": settings, "results": rows}, indent=2) + "\n")
