@@ -84,14 +84,15 @@ def introduction(settings: dict, rows: Sequence[dict]) -> list[str]:
         "updates of age.",
         f"Each arm has two learning rates, for up to 16 updates per generation and for 64: the best of {grids} on "
         f"seed {', '.join(map(str, settings['pilot_seeds']))}, which is not reported; where the best lies at an "
-        "end of the grid, the grid goes on by factors of 2, up to twice. The ablation takes BAPO's. They are chosen on the "
-        "same held-out problems as are reported. Accuracy is that of sampled answers (temperature 1) to 512 held-out "
-        "problems, two each. Mean ± half the width of the 95 % interval over the seeds (Student's t). Area: under the "
-        "held-out accuracy, over the updates. Entropy: at the end over the start, on answers that the policy samples "
-        "to held-out problems. Gradient peak: largest norm (before it is cut to 1) over the median. Collapsed: runs "
-        "that end under half of their own best accuracy, or break off. Share: of the positive-advantage tokens in the "
-        "policy loss, under the `gradient` measure, mean over the updates. Bounds and age of the samples: means over "
-        "the updates. Seconds: median, generation included, with other work on the machine.",
+        "end of the grid, the grid goes on by factors of 2, up to twice. The ablation takes BAPO's. They are chosen "
+        "on the same held-out problems as are reported. Accuracy is that of sampled answers (temperature 1) to 512 "
+        "held-out problems, two each. Mean ± half the width of the 95 % interval over the seeds (Student's t). Area: "
+        "under the held-out accuracy, over the updates. Entropy: at the end over the start, on answers that the "
+        "policy samples to held-out problems. Gradient peak: largest norm (before it is cut to 1) over the median. "
+        "Collapsed: runs that end under half of their own best accuracy, or break off. Share: of the "
+        "positive-advantage tokens in the policy loss, under the `gradient` measure, mean over the updates. Bounds "
+        "and age of the samples: means over the updates. Seconds: median, generation included, with other work on the"
+        " machine.",
     ]
 
 
