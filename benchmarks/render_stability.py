@@ -91,8 +91,8 @@ def introduction(settings: dict, rows: Sequence[dict]) -> list[str]:
         "policy samples to held-out problems. Gradient peak: largest norm (before it is cut to 1) over the median. "
         "Collapsed: runs that end under half of their own best accuracy, or break off. Share: of the "
         "positive-advantage tokens in the policy loss, under the `gradient` measure, mean over the updates. Bounds "
-        "and age of the samples: means over the updates. Seconds: median, generation included, with other work on the"
-        " machine.",
+        "and age of the samples: means over the updates; in parentheses, shares of the updates whose search stayed at "
+        "its start and went to its end. Seconds: median, generation included, with other work on the machine.",
     ]
 
 
@@ -176,6 +176,8 @@ def cells(row: dict) -> list[str]:
         bounds = f"{means['bapo/clip_low']:.2f} to {means['bapo/clip_high']:.2f}"
         if row["arm"] == "GSPO":
             bounds = f"{means['bapo/clip_low']:.4f} to {means['bapo/clip_high']:.4f}"
+        if "at_start" in row:
+            bounds += f" ({row['at_start']:.0%}, {row['at_end']:.0%})"
     return [
         row["cell"],
         row["arm"],

@@ -13,14 +13,16 @@ study goes on where it stopped; after a change to what a run does, begin with an
 import argparse
 import itertools
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
 from training_run import TASK_SETTINGS, fixed_clip, run_all
 
+from bapo_trl import BAPOConfig
 from measuring import ROOT, save_result
 
 
@@ -258,6 +260,7 @@ def condense(run: Run, result: dict) -> dict:
         "entropy_ratio": round(points[-1]["entropy"] / points[0]["entropy"], 4),
         "gradient_peak": round(max(norms) / statistics.median(norms), 2) if norms else None,
         "is_collapsed": accuracies[-1] < max(accuracies) / 2,
+        **ends_of_path(run.arm, series),
         "updates": result["updates"],
         "generated_tokens": result["generated_tokens"][-1],
         "tokens_per_update": round(result["generated_tokens"][-1] * run.cell.num_iterations / result["updates"]),
@@ -265,6 +268,22 @@ def condense(run: Run, result: dict) -> dict:
         "means": result["means"],
         "held_out": [[point[key] for key in ("update", "sampled", "greedy", "entropy")] for point in points],
         "stretches": {name: stretches(series[name]) for name in DRAWN if name in series},
+    }
+
+
+def ends_of_path(arm: str, series: dict[str, list]) -> dict[str, float]:
+    """Return the shares of updates whose search stayed at its start and went to its end, for arms that search."""
+    settings = {f.name: f.default for f in fields(BAPOConfig)} | ARMS.get(arm, {}) | ABLATION.get(arm, {})
+    ends = {
+        name: (settings[f"ratio_lower_{end}"], settings[f"ratio_upper_{end}"])
+        for name, end in (("at_start", "start"), ("at_end", "max"))
+    }
+    if "bapo/clip_low" not in series or ends["at_start"] == ends["at_end"]:
+        return {}
+    chosen = list(zip(series["bapo/clip_low"], series["bapo/clip_high"], strict=True))
+    return {
+        name: round(statistics.mean(math.dist(bounds, end) < 1e-3 for bounds in chosen), 4)
+        for name, end in ends.items()
     }
 
 
@@ -309,6 +328,11 @@ def summarize(rows: Sequence[dict]) -> list[dict]:
                 for key in ("final", "greedy", "area", "entropy_ratio", "gradient_peak")
             },
             "collapsed": statistics.mean(row["is_collapsed"] for row in group),
+            **{
+                key: round(statistics.mean(row[key] for row in group), 4)
+                for key in ("at_start", "at_end")
+                if key in group[0]
+            },
             "tokens_per_update": round(statistics.mean(row["tokens_per_update"] for row in group)),
             "generated_tokens": round(statistics.mean(row["generated_tokens"] for row in group)),
             "seconds_per_update": round(statistics.median(row["seconds"] / row["updates"] for row in group), 3),

@@ -129,6 +129,13 @@ def test_figures_of_a_run(stability):
     assert not stability.condense(run, finished_run([0.2, 0.5, 0.3], [1.0] * 20))["is_collapsed"]
 
 
+def test_updates_at_the_ends_of_the_path_are_counted(stability):
+    series = {"bapo/clip_low": [0.6, 0.9, 0.9, 0.9], "bapo/clip_high": [1.2, 3.0, 3.0, 2.0]}
+    assert stability.ends_of_path("BAPO", series) == {"at_start": 0.25, "at_end": 0.5}
+    assert stability.ends_of_path("released recipe's bounds", series) == {"at_start": 0.0, "at_end": 0.0}
+    assert stability.ends_of_path("GRPO", series) == stability.ends_of_path("CISPO", {}) == {}
+
+
 def test_a_run_that_broke_off_counts_as_collapsed_with_accuracy_0(stability):
     run = stability.Run("sums", "BAPO", stability.Cell(4), 1e-3, seed=0)
     row = stability.condense(run, {**finished_run([0.2, 0.5, 0.6], [0.0] * 20), "failure": "NaN or infinity in ..."})
