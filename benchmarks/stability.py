@@ -63,6 +63,7 @@ ABLATION = {
     "coarse grid": {"ratio_lower_step": 0.1, "ratio_upper_step": 0.3},
     "fixed at start": fixed_clip(0.6, 1.2),
     "fixed at end": fixed_clip(0.9, 3.0),
+    "fixed at the widest": fixed_clip(0.6, 3.0),
     "4 micro-batches, batch scope": {"gradient_accumulation_steps": 4},
     "4 micro-batches, micro-batch scope": {"gradient_accumulation_steps": 4, "search_scope": "micro_batch"},
 }
