@@ -214,7 +214,7 @@ def draw_staleness(rows: Sequence[dict], path: Path) -> None:
     }
     figure, panels = plt.subplots(1, 4, figsize=(15, 3.8), layout="constrained")
     draw_dynamics(panels, lines)
-    panels[0].legend(fontsize="small")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(lines))
     figure.suptitle("GRPO (bounds 0.8 to 1.2) by staleness")
     save(figure, path)
 
@@ -246,7 +246,7 @@ def draw_bounds(rows: Sequence[dict], path: Path) -> None:
         panel.grid(alpha=0.3)
     draw_line(panels[2], stretches(select(rows, "GRPO", "64"), "bapo/positive_share"), "64, GRPO", "gray")
     panels[2].axhline(0.5, color="black", linewidth=0.8, linestyle="--")
-    panels[2].legend(fontsize="small", title="updates per generation")
+    panels[2].legend(fontsize="small", title="updates per generation", loc="lower right")
     save(figure, path)
 
 

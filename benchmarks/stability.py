@@ -59,6 +59,7 @@ MAIN = ("GRPO", "clip-higher", "BAPO")
 # One part of the search changed at a time, at BAPO's learning rate
 ABLATION = {
     "target 0.6": {"positive_contribution_target": 0.6},
+    "upper bound alone": {"ratio_lower_max": 0.6},
     "lower bound first": {"search_order": "lower_first"},
     "coarse grid": {"ratio_lower_step": 0.1, "ratio_upper_step": 0.3},
     "fixed at start": fixed_clip(0.6, 1.2),
