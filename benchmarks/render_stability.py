@@ -44,7 +44,7 @@ def render_stability(content: dict, folder: Path) -> str:
             f"## Stability under staleness ({content['machine']['device']})",
             *([] if settings["runs_left"] == 0 else [f"**Unfinished: {settings['runs_left']} runs are to come.**"]),
             *introduction(settings, rows),
-            *(part for task in settings["updates"] for part in task_part(task, settings["summary"])),
+            *(part for task in settings["updates"] for part in task_part(task, settings["summary"], rows)),
             *(f"![{title}]({name})" for name, (_, title) in figures.items()),
             provenance(content),
         ]
@@ -96,7 +96,7 @@ def introduction(settings: dict, rows: Sequence[dict]) -> list[str]:
     ]
 
 
-def task_part(task: str, summary: Sequence[dict]) -> list[str]:
+def task_part(task: str, summary: Sequence[dict], runs: Sequence[dict]) -> list[str]:
     """Return the heading, the verdicts on the aim and the tables of a task."""
     rows = [row for row in summary if row["task"] == task]
     if not rows:
@@ -120,7 +120,38 @@ def task_part(task: str, summary: Sequence[dict]) -> list[str]:
         f"### {TASK_TITLES[task].capitalize()}",
         *verdicts(rows),
         table(header, [cells(row) for row in sorted(rows, key=order)]),
+        *search_part([run for run in runs if run["task"] == task and run["arm"] == "BAPO"]),
     ]
+
+
+def search_part(runs: Sequence[dict]) -> list[str]:
+    """Return the table on what BAPO's search did."""
+    groups: dict[str, list[dict]] = {}
+    for run in sorted(runs, key=order):
+        groups.setdefault(run["cell"], []).append(run)
+    rows = [
+        [
+            cell,
+            f"{statistics.mean(run['at_start'] for run in group):.0%}",
+            f"{statistics.mean(run['at_end'] for run in group):.0%}",
+            f"{statistics.mean(run['initial_share_deviation'] for run in group):.3f}",
+            f"{min(run['initial_share_range'][0] for run in group):.2f} to "
+            f"{max(run['initial_share_range'][1] for run in group):.2f}",
+            f"{max(run['largest_share_gain'] for run in group):.3f}",
+            ", ".join(f"{run['ratio_at_gradient_peak']:.1f}" for run in group),
+        ]
+        for cell, group in groups.items()
+    ]
+    header = [
+        "Updates per generation",
+        "Stayed at start",
+        "Went to end",
+        "Share under start bounds: deviation",
+        "Range",
+        "Largest gain by the search",
+        "Largest ratio at the gradient's peak, each seed",
+    ]
+    return ["What BAPO's search did, over all updates of all seeds:", table(header, rows)] if rows else []
 
 
 def verdicts(rows: Sequence[dict]) -> list[str]:

@@ -262,7 +262,7 @@ def condense(run: Run, result: dict) -> dict:
         "entropy_ratio": round(points[-1]["entropy"] / points[0]["entropy"], 4),
         "gradient_peak": round(max(norms) / statistics.median(norms), 2) if norms else None,
         "is_collapsed": accuracies[-1] < max(accuracies) / 2,
-        **ends_of_path(run.arm, series),
+        **describe_search(run.arm, series),
         "updates": result["updates"],
         "generated_tokens": result["generated_tokens"][-1],
         "tokens_per_update": round(result["generated_tokens"][-1] * run.cell.num_iterations / result["updates"]),
@@ -273,8 +273,14 @@ def condense(run: Run, result: dict) -> dict:
     }
 
 
-def ends_of_path(arm: str, series: dict[str, list]) -> dict[str, float]:
-    """Return the shares of updates whose search stayed at its start and went to its end, for arms that search."""
+def describe_search(arm: str, series: dict[str, list]) -> dict:
+    """
+    Return what the search of an arm did, nothing for arms without one.
+
+    Shares of the updates in which it stayed at the start and went to the end of its path; how much the positive share
+    under the start bounds varies over the updates, and by how much the search raised it at most; the largest
+    importance ratio in the update with the largest gradient.
+    """
     settings = {f.name: f.default for f in fields(BAPOConfig)} | ARMS.get(arm, {}) | ABLATION.get(arm, {})
     ends = {
         name: (settings[f"ratio_lower_{end}"], settings[f"ratio_upper_{end}"])
@@ -282,10 +288,23 @@ def ends_of_path(arm: str, series: dict[str, list]) -> dict[str, float]:
     }
     if "bapo/clip_low" not in series or ends["at_start"] == ends["at_end"]:
         return {}
+    shares = [
+        pair
+        for pair in zip(series["bapo/positive_share_initial"], series["bapo/positive_share"], strict=True)
+        if None not in pair
+    ]
+    initial = [share for share, _ in shares]
+    norms = [norm or 0.0 for norm in series["grad_norm"]]
     chosen = list(zip(series["bapo/clip_low"], series["bapo/clip_high"], strict=True))
     return {
-        name: round(statistics.mean(math.dist(bounds, end) < 1e-3 for bounds in chosen), 4)
-        for name, end in ends.items()
+        **{
+            name: round(statistics.mean(math.dist(bounds, end) < 1e-3 for bounds in chosen), 4)
+            for name, end in ends.items()
+        },
+        "initial_share_deviation": round(statistics.pstdev(initial), 4),
+        "initial_share_range": [min(initial), max(initial)],
+        "largest_share_gain": round(max(share - before for before, share in shares), 4),
+        "ratio_at_gradient_peak": series["ratio/max"][norms.index(max(norms))],
     }
 
 

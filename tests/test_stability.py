@@ -129,11 +129,26 @@ def test_figures_of_a_run(stability):
     assert not stability.condense(run, finished_run([0.2, 0.5, 0.3], [1.0] * 20))["is_collapsed"]
 
 
-def test_updates_at_the_ends_of_the_path_are_counted(stability):
-    series = {"bapo/clip_low": [0.6, 0.9, 0.9, 0.9], "bapo/clip_high": [1.2, 3.0, 3.0, 2.0]}
-    assert stability.ends_of_path("BAPO", series) == {"at_start": 0.25, "at_end": 0.5}
-    assert stability.ends_of_path("released recipe's bounds", series) == {"at_start": 0.0, "at_end": 0.0}
-    assert stability.ends_of_path("GRPO", series) == stability.ends_of_path("CISPO", {}) == {}
+def test_what_the_search_did(stability):
+    series = {
+        "bapo/clip_low": [0.6, 0.9, 0.9, 0.9],
+        "bapo/clip_high": [1.2, 3.0, 3.0, 2.0],
+        "bapo/positive_share_initial": [0.6, 0.4, None, 0.5],
+        "bapo/positive_share": [0.6, 0.45, None, 0.52],
+        "grad_norm": [0.1, None, 0.3, 0.2],
+        "ratio/max": [1.0, 2.0, 3.0, 4.0],
+    }
+    assert stability.describe_search("BAPO", series) == {
+        "at_start": 0.25,
+        "at_end": 0.5,
+        "initial_share_deviation": 0.0816,
+        "initial_share_range": [0.4, 0.6],
+        "largest_share_gain": 0.05,
+        "ratio_at_gradient_peak": 3.0,
+    }
+    released = stability.describe_search("released recipe's bounds", series)
+    assert (released["at_start"], released["at_end"]) == (0.0, 0.0)
+    assert stability.describe_search("GRPO", series) == stability.describe_search("CISPO", {}) == {}
 
 
 def test_a_run_that_broke_off_counts_as_collapsed_with_accuracy_0(stability):
