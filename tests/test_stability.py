@@ -262,3 +262,46 @@ def test_the_quick_preset_leaves_the_reported_results_alone(stability, tmp_path,
     assert len(content["results"]) == len(seen) == 22
     assert {row["arm"] for row in content["settings"]["summary"]} == {"GRPO", "clip-higher", "BAPO"}
     assert "q.json" in capsys.readouterr().out
+
+
+def test_the_section_judges_the_aims_by_the_rows(stability, tmp_path):
+    import render_stability
+
+    import measuring
+
+    series = {"grad_norm": [1.0] * 20} | {
+        f"bapo/{name}": [0.5] * 20 for name in ("positive_share_initial", "positive_share", "clip_low", "clip_high")
+    }
+    series["ratio/max"] = [1.0] * 20
+    ends = {"BAPO": (0.8, 0.9), "GRPO": (0.3, 0.4), "clip-higher": (0.7, 0.9)}  # intervals at 0.85, 0.35 and 0.8
+    rows = [
+        stability.condense(
+            stability.Run("running_totals", arm, stability.Cell(16), 1e-3, seed),
+            {**finished_run([0.1, 0.2, end], []), "series": series},
+        )
+        for arm, pair in ends.items()
+        for seed, end in enumerate([pair[0], *[sum(pair) / 2] * 3, pair[1]])
+    ]
+    settings = {
+        "updates": {"running_totals": 20, "sums": 20},
+        "learning_rates": {"running_totals": [1e-3], "sums": [1e-3]},
+        "pilot_seeds": [1000],
+        "runs_left": 7,
+        "threads": 1,
+        "summary": stability.summarize(rows),
+    }
+    content = {
+        "command": "python benchmarks/stability.py",
+        "date": "2026-01-01",
+        "machine": measuring.describe_machine("cpu"),
+        "settings": settings,
+        "results": rows,
+    }
+    page = render_stability.render_stability(content, tmp_path)
+    assert "Unfinished: 7 runs" in page
+    assert "BAPO ends at 0.850 ± 0.044, GRPO at 0.350" in page
+    assert "BAPO above every other: yes" in page
+    assert "Intervals apart from GRPO and clip-higher, and above: **no**" in page
+    assert "Entropy at least 1.5 times GRPO's: **no** (1.00)" in page
+    assert "sums" not in page.split("### Running totals")[1]
+    assert len(list(tmp_path.glob("stability_*.png"))) == 3
