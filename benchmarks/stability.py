@@ -2,12 +2,15 @@
 Stability under staleness: BAPO against what users would pick instead, by the updates between two generations.
 
     python benchmarks/stability.py --preset quick          # minutes: does it run; written to outputs/
-    python benchmarks/stability.py --preset full --jobs 2  # the study of docs/results.md, about 8 hours
+    python benchmarks/stability.py --preset full --jobs 2  # the study of docs/results.md, about 5 hours
     python benchmarks/stability.py --preset gpu            # the same on a GPU, with four times the updates
 
 Each run is a process of its own on one thread. All arms share task, warm start, order of the problems, generated
 answers and updates; each has its learning rate chosen from one grid, on seeds that are not reported. An interrupted
-study goes on where it stopped; after a change to what a run does, begin with another `--finished` file.
+study goes on where it stopped; after a change to what a run does, begin with another `--finished` file. The runs of
+the committed results, with the metrics of each update, are in `results/stability_runs.jsonl.gz`; to go on from them:
+
+    gunzip --stdout benchmarks/results/stability_runs.jsonl.gz > outputs/stability_full.jsonl
 """
 
 import argparse
