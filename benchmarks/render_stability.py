@@ -42,12 +42,20 @@ def render_stability(content: dict, folder: Path) -> str:
     return "\n\n".join(
         [
             f"## Stability under staleness ({content['machine']['device']})",
-            *([] if settings["runs_left"] == 0 else [f"**Unfinished: {settings['runs_left']} runs are to come.**"]),
+            *([] if settings["runs_left"] == 0 else [unfinished(settings["runs_left"])]),
             *introduction(settings, rows),
             *(part for task in settings["updates"] for part in task_part(task, settings["summary"], rows)),
             *(f"![{title}]({name})" for name, (_, title) in figures.items()),
             provenance(content),
         ]
+    )
+
+
+def unfinished(runs_left: int) -> str:
+    """Return the paragraph that tells of runs to come."""
+    return (
+        f"**Unfinished: at least {runs_left} runs are to come.** Arms and cells that are missing, and rows with fewer "
+        "seeds than others, are among them. The command below (`--jobs 0`) makes no runs, it reports the finished ones."
     )
 
 
