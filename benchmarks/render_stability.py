@@ -55,7 +55,7 @@ def unfinished(runs_left: int) -> str:
     """Return the paragraph that tells of runs to come."""
     return (
         f"**Unfinished: at least {runs_left} runs are to come.** Arms and cells that are missing, and rows with fewer "
-        "seeds than others, are among them. The command below (`--jobs 0`) makes no runs, it reports the finished ones."
+        "seeds than others, are among them. The command below (`--jobs 0`) makes no runs, only this report."
     )
 
 
