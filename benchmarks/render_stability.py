@@ -11,8 +11,6 @@ from page_parts import provenance, table, verdict
 TASK_TITLES = {"running_totals": "running totals (the hard task)", "sums": "sums (the easy task)"}
 ARM_COLORS = {"GRPO": "tab:blue", "clip-higher": "tab:orange", "BAPO": "tab:red"}
 STALENESS_COLORS = {"1": "black", "4": "tab:blue", "16": "tab:orange", "64": "tab:red"}
-
-
 SURROGATE_ARMS = ("BAPO, surrogate", "released recipe's bounds")
 
 

@@ -11,6 +11,7 @@ import string
 from typing import Any
 
 from .embedded import NUM_TEST_PROBLEMS, EmbeddedTask, as_dataset
+from .sums import exact_match_reward
 
 
 NUM_DIGITS = 7
@@ -27,18 +28,9 @@ FORGOTTEN_CARRY_RATES = {True: 0.9, False: 0.05}
 
 def final_answer_reward(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
     """
-    Reward a completion whose text after the last `#` is the answer.
+    Reward a completion whose text after the last `#` is the answer; without a `#`, the reward is 0.
 
-    Args:
-        completions (`list[str]`):
-            Generated texts without special tokens.
-        answer (`list[str]`):
-            The right answer of each completion's prompt.
-        **kwargs:
-            Further columns and arguments TRL passes; unused.
-
-    Returns:
-        `list[float]`: 1.0 for the right final answer, else 0.0, also if there is no `#`.
+    Takes and returns what [`exact_match_reward`] does.
 
     Example:
 
@@ -48,8 +40,8 @@ def final_answer_reward(completions: list[str], answer: list[str], **kwargs: Any
 
     ```
     """
-    finals = [completion.rpartition("#") for completion in completions]
-    return [float(mark + final == "#" + right) for (_, mark, final), right in zip(finals, answer, strict=True)]
+    finals = ["".join(completion.rpartition("#")[1:]) for completion in completions]
+    return exact_match_reward(finals, [f"#{right}" for right in answer])
 
 
 def load_running_totals(seed: int = 0) -> EmbeddedTask:
