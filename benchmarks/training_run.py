@@ -9,13 +9,14 @@ prints one line of JSON. Studies import [`run_all`], which keeps finished runs i
 import hashlib
 import json
 import math
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from trl import GRPOConfig, GRPOTrainer
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import EmbeddedTask, held_out_accuracy, load_task, warm_start_path
 from bapo_trl.tasks.evaluation import seeded
-from measuring import ROOT, keep_freed_memory
+from measuring import keep_freed_memory
 
 
 SETTINGS = {
@@ -51,6 +52,8 @@ TASK_SETTINGS = {
         "cache_implementation": "static",  # takes less time
     },
 }
+# Take long to import
+LIBRARIES = ["bapo_trl.bapo_trainer", "bapo_trl.tasks.warm_start", "trl.trainer.grpo_trainer"]
 # Metrics of which a run returns the value of every update
 SERIES = (
     "grad_norm",
@@ -234,7 +237,7 @@ def run_all(specs: Sequence[dict], finished: Path, jobs: int) -> list[dict]:
         The specs in their order, each with its `result`.
 
     Raises:
-        RuntimeError: If a run fails, with what it printed.
+        RuntimeError: If a run fails; it has printed why.
     """
     finished.parent.mkdir(parents=True, exist_ok=True)
     results = _read(finished)
@@ -244,6 +247,7 @@ def run_all(specs: Sequence[dict], finished: Path, jobs: int) -> list[dict]:
         return [{**spec, "result": results.get(_key(spec))} for spec in specs]
     for task in sorted({spec.get("task", "sums") for spec in missing.values()}):
         warm_start_path(task=task)
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # of the processes
     with ThreadPoolExecutor(jobs) as pool, open(finished, "a") as file:
         keys = {pool.submit(_run_in_process, spec): key for key, spec in missing.items()}
         try:
@@ -268,12 +272,24 @@ def _read(finished: Path) -> dict[str, dict]:
 
 
 def _run_in_process(spec: dict) -> dict:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, __file__, json.dumps(spec)]
-    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if process.returncode:
-        raise RuntimeError(f"The run {spec} failed:\n{process.stdout}\n{process.stderr}")
-    return json.loads(process.stdout.splitlines()[-1])
+    """Return the result of a run that a process of its own makes, forked from one that has imported the libraries."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(LIBRARIES)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_result, args=(spec, sender))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:
+        process.join()
+        raise RuntimeError(
+            f"The run {spec} ended with exit status {process.exitcode}, see what it printed above."
+        ) from None
+
+
+def _send_result(spec: dict, sender: Connection) -> None:
+    sender.send(run(spec))
 
 
 def _key(spec: dict) -> str:
