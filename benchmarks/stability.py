@@ -59,15 +59,18 @@ ARMS = {
 }
 LOSSES_WITHOUT_BOUNDS = ("cispo", "sapo", "vespo")  # trained by TRL's own GRPOTrainer
 MAIN = ("GRPO", "clip-higher", "BAPO")
-# One part of the search changed at a time, at BAPO's learning rate
+# One part of the search changed at a time, at BAPO's learning rate; `trainer` as in `training_run.TRAINERS`
 ABLATION = {
     "target 0.6": {"positive_contribution_target": 0.6},
     "upper bound alone": {"ratio_lower_max": 0.6},
+    "lower bound alone": {"ratio_upper_start": 3.0},
     "lower bound first": {"search_order": "lower_first"},
     "coarse grid": {"ratio_lower_step": 0.1, "ratio_upper_step": 0.3},
     "fixed at start": fixed_clip(0.6, 1.2),
     "fixed at end": fixed_clip(0.9, 3.0),
     "fixed at the widest": fixed_clip(0.6, 3.0),
+    "smoothed bounds": {"trainer": "smoothed BAPO"},
+    "delta 3": {"delta": 3.0},
     "4 micro-batches, batch scope": {"gradient_accumulation_steps": 4},
     "4 micro-batches, micro-batch scope": {"gradient_accumulation_steps": 4, "search_scope": "micro_batch"},
 }
@@ -152,7 +155,8 @@ class Preset:
 
     def spec(self, run: Run, measurements: int) -> dict:
         """Return what [`training_run.run`] takes, with so many measurements in `updates`."""
-        settings = {**ARMS, **ABLATION}[run.arm]
+        settings = {**ARMS, **ABLATION}[run.arm].copy()
+        trainer = settings.pop("trainer", "GRPO" if settings.get("loss_type") in LOSSES_WITHOUT_BOUNDS else "BAPO")
         updates = self.updates[run.task] * (2 if run.cell.updates_per_generation == 64 else 1)
         micro_batches = settings.get("gradient_accumulation_steps", 1)
         args = {**settings, **run.cell.settings(micro_batches), **self.args, "learning_rate": run.learning_rate}
@@ -160,7 +164,7 @@ class Preset:
             args["per_device_train_batch_size"] = ROWS[run.task] // micro_batches
         return {
             "task": run.task,
-            "trainer": "GRPO" if settings.get("loss_type") in LOSSES_WITHOUT_BOUNDS else "BAPO",
+            "trainer": trainer,
             "seed": run.seed,
             "generations": updates // run.cell.updates_per_generation,
             "held_out_every": self.updates[run.task] // measurements,

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+from smoothed_bounds import SmoothedBAPOTrainer
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -51,6 +52,11 @@ TASK_SETTINGS = {
         "num_generations": 16,
         "cache_implementation": "static",  # takes less time
     },
+}
+TRAINERS = {
+    "BAPO": (BAPOTrainer, BAPOConfig),
+    "smoothed BAPO": (SmoothedBAPOTrainer, BAPOConfig),
+    "GRPO": (GRPOTrainer, GRPOConfig),
 }
 # Take long to import
 LIBRARIES = ["bapo_trl.bapo_trainer", "bapo_trl.tasks.warm_start", "trl.trainer.grpo_trainer"]
@@ -136,7 +142,7 @@ def run(spec: dict) -> dict:
         spec (`dict`):
             `seed`; `generations`, how many batches of answers to generate; `held_out_every`, updates between two
             measurements (default: those of two generations); `task`, `"sums"` (default) or `"running_totals"`;
-            `trainer`, `"BAPO"` (default) or `"GRPO"`, TRL's own; `args`, settings of its config on top of `SETTINGS`.
+            `trainer`, a key of `TRAINERS` (default: `"BAPO"`); `args`, settings of its config on top of `SETTINGS`.
 
     Returns:
         `dict` with one value a generation for `reward` and `generated_tokens` (so far), held-out accuracy by update,
@@ -147,9 +153,7 @@ def run(spec: dict) -> dict:
     keep_freed_memory()  # takes 25 % less time on long answers
     name = spec.get("task", "sums")
     task = load_task(name=name)
-    trainer_class, config_class = {"BAPO": (BAPOTrainer, BAPOConfig), "GRPO": (GRPOTrainer, GRPOConfig)}[
-        spec.get("trainer", "BAPO")
-    ]
+    trainer_class, config_class = TRAINERS[spec.get("trainer", "BAPO")]
     settings = {**SETTINGS, **TASK_SETTINGS[name], "max_completion_length": task.max_new_tokens, **spec["args"]}
     with tempfile.TemporaryDirectory() as folder:
         args = config_class(folder, seed=spec["seed"], **settings)
