@@ -3,9 +3,14 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+
+from bapo_trl import BAPOConfig
+from bapo_trl.bound_search import BoundSearch
 
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -224,6 +229,43 @@ def test_a_run_whose_policy_breaks_is_a_result(stability):
     result = run_for_real(spec)
     assert "nan" in result["failure"].lower()
     assert result["updates"] < 3
+
+
+def test_a_run_has_a_process_of_its_own_whose_failure_stops_the_study(stability, tmp_path, capfd):
+    import training_run
+
+    spec = {
+        "seed": 0,
+        "generations": 1,
+        "held_out_every": 9,
+        "args": {"steps_per_generation": 1, "num_generations": 7},
+    }
+    with pytest.raises(RuntimeError, match=r"'num_generations': 7.* exit status 1"):
+        training_run.run_all([spec], tmp_path / "runs.jsonl", jobs=1)
+    assert "num_generations" in capfd.readouterr().err
+    assert (tmp_path / "runs.jsonl").read_text() == ""
+
+    spec["args"] |= {"num_generations": 8, "learning_rate": 1e-3}
+    (made,) = training_run.run_all([spec], tmp_path / "runs.jsonl", jobs=1)
+    here = run_for_real(spec)
+    assert {**made["result"], "seconds": None} == {**here, "seconds": None}
+
+
+def test_smoothed_bounds_follow_the_search_slowly(stability, monkeypatch):
+    from smoothed_bounds import SmoothedSearch
+
+    found = iter([(0.9, 3.0), (0.9, 3.0), (0.6, 1.2)])
+    args = BAPOConfig("unused", use_cpu=True, bf16=False)
+    search = SmoothedSearch(args, torch.device("cpu"), sum_over_ranks=lambda tensor: tensor)
+
+    def found_bounds(search):
+        low, high = next(found)
+        low, high = (torch.tensor(bound, dtype=torch.float64) for bound in (low, high))
+        return replace(search.start_bounds(), low=low, high=high)
+
+    monkeypatch.setattr(BoundSearch, "choose", found_bounds)
+    followed = [(bounds.low.item(), bounds.high.item()) for bounds in (search.choose() for _ in range(3))]
+    assert followed == [pytest.approx(pair) for pair in [(0.63, 1.38), (0.657, 1.542), (0.6513, 1.5078)]]
 
 
 def test_finished_runs_are_not_made_again_and_a_cut_off_line_is(stability, tmp_path, monkeypatch):
