@@ -42,7 +42,11 @@ def render_stability(content: dict, folder: Path) -> str:
             f"## Stability under staleness ({content['machine']['device']})",
             *([] if settings["runs_left"] == 0 else [unfinished(settings["runs_left"])]),
             *introduction(settings, rows),
-            *(part for task in settings["updates"] for part in task_part(task, settings["summary"], rows)),
+            *(
+                part
+                for task in settings["updates"]
+                for part in task_part(task, settings["summary"], rows, settings["pilots"][task])
+            ),
             *(f"![{title}]({name})" for name, (_, title) in figures.items()),
             provenance(content),
         ]
@@ -102,7 +106,7 @@ def introduction(settings: dict, rows: Sequence[dict]) -> list[str]:
     ]
 
 
-def task_part(task: str, summary: Sequence[dict], runs: Sequence[dict]) -> list[str]:
+def task_part(task: str, summary: Sequence[dict], runs: Sequence[dict], pilots: Sequence[dict]) -> list[str]:
     """Return the heading, the verdicts on the aim and the tables of a task."""
     rows = [row for row in summary if row["task"] == task]
     if not rows:
@@ -127,6 +131,27 @@ def task_part(task: str, summary: Sequence[dict], runs: Sequence[dict]) -> list[
         *verdicts(rows),
         table(header, [cells(row) for row in sorted(rows, key=order)]),
         *search_part([run for run in runs if run["task"] == task and run["arm"] == "BAPO"]),
+        *pilots_part(pilots),
+    ]
+
+
+def pilots_part(pilots: Sequence[dict]) -> list[str]:
+    """Return the table of the accuracies by learning rate, the chosen one in bold."""
+    tried = [{"cell": arm["cell"], "arm": arm["arm"], **dict(map(tuple, arm["accuracies"]))} for arm in pilots]
+    rates = sorted({rate for arm in pilots for rate, _ in arm["accuracies"]})
+    if len(rates) < 2:
+        return []
+
+    def cell(arm: dict, rate: float) -> str:
+        text = f"{arm[rate]:.3f}" if rate in arm else "-"
+        return f"**{text}**" if arm.get(rate) == max(arm[r] for r in rates if r in arm) else text
+
+    return [
+        "Accuracy by learning rate, from which it was chosen: mean of the last two measurements of the pilots.",
+        table(
+            ["Updates per generation", "Arm", *(f"{rate:g}" for rate in rates)],
+            [[arm["cell"], arm["arm"], *(cell(arm, rate) for rate in rates)] for arm in tried],
+        ),
     ]
 
 

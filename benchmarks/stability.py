@@ -59,7 +59,7 @@ ARMS = {
 }
 LOSSES_WITHOUT_BOUNDS = ("cispo", "sapo", "vespo")  # trained by TRL's own GRPOTrainer
 MAIN = ("GRPO", "clip-higher", "BAPO")
-# One part of the search changed at a time, at BAPO's learning rate; `trainer` as in `training_run.TRAINERS`
+# One thing changed at a time, at BAPO's learning rate; beside settings, a key of `training_run.TRAINERS` and a factor
 ABLATION = {
     "target 0.6": {"positive_contribution_target": 0.6},
     "upper bound alone": {"ratio_lower_max": 0.6},
@@ -71,6 +71,8 @@ ABLATION = {
     "fixed at the widest": fixed_clip(0.6, 3.0),
     "smoothed bounds": {"trainer": "smoothed BAPO"},
     "delta 3": {"delta": 3.0},
+    "learning rate doubled": {"learning_rate_factor": 2},
+    "fixed at the widest, learning rate doubled": {**fixed_clip(0.6, 3.0), "learning_rate_factor": 2},
     "4 micro-batches, batch scope": {"gradient_accumulation_steps": 4},
     "4 micro-batches, micro-batch scope": {"gradient_accumulation_steps": 4, "search_scope": "micro_batch"},
 }
@@ -156,6 +158,7 @@ class Preset:
     def spec(self, run: Run, measurements: int) -> dict:
         """Return what [`training_run.run`] takes, with so many measurements in `updates`."""
         settings = {**ARMS, **ABLATION}[run.arm].copy()
+        settings.pop("learning_rate_factor", None)
         trainer = settings.pop("trainer", "GRPO" if settings.get("loss_type") in LOSSES_WITHOUT_BOUNDS else "BAPO")
         updates = self.updates[run.task] * (2 if run.cell.updates_per_generation == 64 else 1)
         micro_batches = settings.get("gradient_accumulation_steps", 1)
@@ -190,18 +193,19 @@ PRESETS = {
 }
 
 
-def choose_learning_rates(
+def try_learning_rates(
     task: str, arms: Sequence[str], preset: Preset, make: Callable[[list[Run], int], list[tuple[Run, dict]]]
-) -> dict[tuple[str, int], float]:
+) -> dict[tuple[str, int], dict[float, float]]:
     """
-    Return the learning rate of each arm at staleness 16 and 64: the best accuracy at the end, over the pilot seeds.
+    Return the accuracies of each arm by learning rate, at staleness 16 and 64: at the end, over the pilot seeds.
 
-    Where the best lies at an end of the grid, the grid goes on beyond it, up to twice.
+    Where the best lies at an end of the grid, the grid goes on beyond it, up to twice. A grid of one learning rate is
+    not tried, its accuracy is given as 1.
     """
     grids = {(arm, cell): preset.learning_rates[task] for cell in STALE for arm in arms}
     if len(preset.learning_rates[task]) == 1:
         (rate,) = preset.learning_rates[task]
-        return {(arm, cell.updates_per_generation): rate for arm, cell in grids}
+        return {(arm, cell.updates_per_generation): {rate: 1.0} for arm, cell in grids}
     for extension in range(3):
         runs = [
             Run(task, arm, cell, rate, seed)
@@ -213,18 +217,24 @@ def choose_learning_rates(
         for run, result in make(runs, 4):
             by_rate = ends.setdefault((run.arm, run.cell), {})
             by_rate.setdefault(run.learning_rate, []).extend(accuracies_of(result)[-2:])
-        best = {
-            key: max(by_rate, key=lambda rate, by_rate=by_rate: statistics.mean(by_rate[rate]))
-            for key, by_rate in ends.items()
+        means = {
+            key: {rate: statistics.mean(by_rate[rate]) for rate in sorted(by_rate)} for key, by_rate in ends.items()
         }
-        for (arm, cell), by_rate in ends.items():
-            means = ", ".join(f"{rate:g}: {statistics.mean(by_rate[rate]):.3f}" for rate in sorted(by_rate))
-            print(f"  {arm}, {cell.name}: {means}", flush=True)
-        beyond = {key: {min(ends[key]): 0.5, max(ends[key]): 2.0}.get(rate) for key, rate in best.items()}
+        for (arm, cell), by_rate in means.items():
+            described = ", ".join(f"{rate:g}: {accuracy:.3f}" for rate, accuracy in by_rate.items())
+            print(f"  {arm}, {cell.name}: {described}", flush=True)
+        beyond = {
+            key: {min(by_rate): 0.5, max(by_rate): 2.0}.get(best_rate(by_rate)) for key, by_rate in means.items()
+        }
         if extension == 2 or not any(beyond.values()):
             break
-        grids |= {key: (*grids[key], best[key] * factor) for key, factor in beyond.items() if factor}
-    return {(arm, cell.updates_per_generation): rate for (arm, cell), rate in best.items()}
+        grids |= {key: (*grids[key], best_rate(means[key]) * factor) for key, factor in beyond.items() if factor}
+    return {(arm, cell.updates_per_generation): by_rate for (arm, cell), by_rate in means.items()}
+
+
+def best_rate(accuracies: dict[float, float]) -> float:
+    """Return the learning rate with the best accuracy, of equal ones the lowest."""
+    return max(sorted(accuracies), key=accuracies.__getitem__)
 
 
 def accuracies_of(result: dict) -> list[float]:
@@ -239,7 +249,8 @@ def reported(preset: Preset, task: str, rates: dict[tuple[str, int], float]) -> 
         for cell, seed, arm in itertools.product(cells, seeds, arms):
             rate = rates.get(("BAPO" if arm in ABLATION else arm, 64 if cell.updates_per_generation == 64 else 16))
             if rate is not None:
-                yield Run(task, arm, cell, rate, seed)
+                factor = ABLATION.get(arm, {}).get("learning_rate_factor", 1)
+                yield Run(task, arm, cell, rate * factor, seed)
 
     yield from runs(MAIN, [*STALE, Cell(4)], preset.seeds)
     yield from runs(["GRPO"], [Cell(1)], preset.seeds)  # on-policy, where no bound has any effect
@@ -384,7 +395,7 @@ def main():
         parser.error("the preset gpu needs a GPU, and torch sees none.")
     finished = arguments.finished or ROOT / "outputs" / f"stability_{arguments.preset}.jsonl"
 
-    rows, chosen, runs_left = [], {}, 0
+    rows, tried, runs_left = [], {}, 0
     for task in preset.updates:
 
         def make(runs: list[Run], measurements: int) -> list[tuple[Run, dict]]:
@@ -392,8 +403,16 @@ def main():
             results = [made["result"] for made in run_all(specs, finished, arguments.jobs)]
             return [(run, result) for run, result in zip(runs, results, strict=True) if result is not None]
 
-        rates = choose_learning_rates(task, ARMS if preset.few_seeds else MAIN, preset, make)
-        chosen[task] = {f"{arm}, {staleness}": rate for (arm, staleness), rate in rates.items()}
+        pilots = try_learning_rates(task, ARMS if preset.few_seeds else MAIN, preset, make)
+        rates = {key: best_rate(accuracies) for key, accuracies in pilots.items()}
+        tried[task] = [
+            {
+                "arm": arm,
+                "cell": str(staleness),
+                "accuracies": {f"{rate:g}": round(a, 4) for rate, a in by_rate.items()},
+            }
+            for (arm, staleness), by_rate in pilots.items()
+        ]
         runs = list(reported(preset, task, rates))
         made = make(runs, 8)
         runs_left += len(runs) - len(made)
@@ -401,7 +420,7 @@ def main():
 
     settings = {
         **asdict(preset),
-        "chosen_learning_rates": chosen,
+        "pilots": tried,
         "runs_left": runs_left,
         "threads": 1,
         "summary": summarize(rows),

@@ -96,16 +96,19 @@ def pilots_with(accuracy):
 )
 def test_learning_rates_are_the_best_of_the_pilots(stability, full, peak, chosen, tried):
     made, make = pilots_with(lambda rate: -abs(rate - peak))
-    rates = stability.choose_learning_rates("sums", ["BAPO"], full, make)
-    assert rates == {("BAPO", 16): chosen, ("BAPO", 64): chosen}
+    pilots = stability.try_learning_rates("sums", ["BAPO"], full, make)
+    for staleness in (16, 64):
+        assert pilots["BAPO", staleness] == {rate: -abs(rate - peak) for rate in tried}
+        assert stability.best_rate(pilots["BAPO", staleness]) == chosen
     assert {run.learning_rate for run in made} == tried
     assert {run.seed for run in made} == set(full.pilot_seeds)
 
 
 def test_no_pilots_where_there_is_one_learning_rate(stability):
     made, make = pilots_with(lambda rate: 1.0)
-    rates = stability.choose_learning_rates("sums", ["BAPO"], stability.PRESETS["quick"], make)
-    assert (rates, made) == ({("BAPO", 16): 5e-4, ("BAPO", 64): 5e-4}, [])
+    pilots = stability.try_learning_rates("sums", ["BAPO"], stability.PRESETS["quick"], make)
+    assert [stability.best_rate(pilots["BAPO", staleness]) for staleness in (16, 64)] == [5e-4, 5e-4]
+    assert made == []
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -328,6 +331,13 @@ def test_the_section_judges_the_aims_by_the_rows(stability, tmp_path):
         "updates": {"running_totals": 20, "sums": 20},
         "learning_rates": {"running_totals": [1e-3], "sums": [1e-3]},
         "pilot_seeds": [1000],
+        "pilots": {
+            "running_totals": [
+                {"arm": "BAPO", "cell": "16", "accuracies": [[1e-4, 0.7], [2e-4, 0.9]]},
+                {"arm": "GRPO", "cell": "16", "accuracies": [[5e-5, 0.6], [1e-4, 0.3]]},
+            ],
+            "sums": [],
+        },
         "runs_left": 7,
         "threads": 1,
         "summary": stability.summarize(rows),
@@ -345,5 +355,7 @@ def test_the_section_judges_the_aims_by_the_rows(stability, tmp_path):
     assert "BAPO above every other: yes" in page
     assert "Intervals apart from GRPO and clip-higher, and above: **no**" in page
     assert "Entropy at least 1.5 times GRPO's: **no** (1.00)" in page
+    assert "| 16 | BAPO | - | 0.700 | **0.900** |" in page
+    assert "| 16 | GRPO | **0.600** | 0.300 | - |" in page
     assert "sums" not in page.split("### Running totals")[1]
     assert len(list(tmp_path.glob("stability_*.png"))) == 3
