@@ -111,6 +111,23 @@ def test_no_pilots_where_there_is_one_learning_rate(stability):
     assert made == []
 
 
+def test_arms_within_reach_of_the_best_get_all_seeds(stability, full):
+    def made(arm, final, seeds, cell=16):
+        runs = [stability.Run("sums", arm, stability.Cell(cell), 1e-3, seed) for seed in range(seeds)]
+        return [(run, {"held_out": [{"sampled": final}]}) for run in runs]
+
+    in_reach = [*made("CISPO", 0.79, 3), *made("VESPO", 0.80, 3)]
+    others = [
+        *made("BAPO", 0.81, 5),
+        *made("SAPO", 0.78, 3),
+        *made("upper bound alone", 0.9, 3),
+        *made("SAPO", 0.5, 3, 4),
+    ]
+    more = list(stability.more_seeds(full, in_reach + others))
+    assert [(run.arm, run.seed) for run in more] == [("CISPO", 3), ("CISPO", 4), ("VESPO", 3), ("VESPO", 4)]
+    assert {(run.task, run.cell, run.learning_rate) for run in more} == {("sums", stability.Cell(16), 1e-3)}
+
+
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
