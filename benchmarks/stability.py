@@ -39,6 +39,7 @@ ARMS = {
     "BAPO": {},
     "BAPO, target 0.4": {"positive_contribution_target": 0.4},
     "BAPO, surrogate": {"contribution_measure": "surrogate"},
+    "BAPO, sequence level": {"importance_sampling_level": "sequence"},
     "released recipe's bounds": {  # those of recipes/released_recipe.yaml
         "positive_contribution_target": 0.33333333,
         "ratio_lower_start": 0.8,
