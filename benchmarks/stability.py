@@ -394,7 +394,9 @@ def summarize(rows: Sequence[dict]) -> list[dict]:
             "generated_tokens": round(statistics.mean(row["generated_tokens"] for row in group)),
             "seconds_per_update": round(statistics.median(row["seconds"] / row["updates"] for row in group), 3),
             "means": {
-                name: round(statistics.mean(row["means"][name] for row in group), 4) for name in group[0]["means"]
+                name: round(statistics.mean(row["means"][name] for row in group), 4)
+                for name in group[0]["means"]
+                if all(name in row["means"] for row in group)
             },
         }
         for (task, cell, arm), group in groups.items()

@@ -216,7 +216,7 @@ def run(spec: dict) -> dict:
             for point in held_out.points
         ],
         "series": {
-            key: [float(f"{log[key]:.4g}") if math.isfinite(log[key]) else None for log in logs]
+            key: [float(f"{log[key]:.4g}") if _is_number(log[key]) else None for log in logs]
             for key in SERIES
             if all(key in log for log in logs)
         },
@@ -300,8 +300,12 @@ def _key(spec: dict) -> str:
     return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    defined = [value for value in values if not math.isnan(value)]
+def _is_number(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)  # TRL logs None for NaN
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    defined = [value for value in values if _is_number(value)]
     return round(sum(defined) / len(defined), 4) if defined else None
 
 

@@ -236,6 +236,30 @@ def test_a_run_gives_what_the_study_reports(stability, arm):
     assert stability.summarize([row])[0]["seeds"] == 1
 
 
+def test_metrics_without_a_value_are_left_out(stability, monkeypatch):
+    """TRL logs `None` where all values of a metric are NaN, such as the share of an update that clips every token."""
+    import training_run
+
+    def train(trainer):
+        shares = [None, 0.25, float("nan"), 0.75]
+        trainer.state.log_history = [{"loss": 0.0, "entropy": 1.0, "bapo/positive_share": share} for share in shares]
+        trainer.state.log_history[0] |= {"reward": 0.5, "completions/mean_length": 2.0}
+
+    monkeypatch.setattr(training_run.BAPOTrainer, "train", train)
+    monkeypatch.setattr(training_run, "keep_freed_memory", lambda: None)  # of this process
+    result = training_run.run({"seed": 0, "generations": 1, "args": {"steps_per_generation": 4}})
+    assert result["series"]["bapo/positive_share"] == [None, 0.25, None, 0.75]
+    assert result["means"]["bapo/positive_share"] == 0.5
+    rows = [
+        stability.condense(
+            stability.Run("sums", "GRPO", stability.Cell(4), 1e-3, seed), finished_run([0.1] * 3, [1.0])
+        )
+        for seed in (0, 1)
+    ]
+    rows[1]["means"] = {}
+    assert stability.summarize(rows)[0]["means"] == {}
+
+
 def test_measuring_in_between_changes_nothing_of_a_run(stability):
     spec = {"seed": 0, "generations": 2, "args": {"steps_per_generation": 1, "learning_rate": 1e-3}}
     often, seldom = (run_for_real({**spec, "held_out_every": every}) for every in (1, 2))
