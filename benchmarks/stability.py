@@ -72,6 +72,8 @@ ABLATION = {
     "fixed at the widest": fixed_clip(0.6, 3.0),
     "smoothed bounds": {"trainer": "smoothed BAPO"},
     "delta 3": {"delta": 3.0},
+    "GRPO's bounds, delta 3": {**fixed_clip(0.8, 1.2), "delta": 3.0},
+    "fixed at the widest, delta 3": {**fixed_clip(0.6, 3.0), "delta": 3.0},
     "learning rate doubled": {"learning_rate_factor": 2},
     "fixed at the widest, learning rate doubled": {**fixed_clip(0.6, 3.0), "learning_rate_factor": 2},
     "4 micro-batches, batch scope": {"gradient_accumulation_steps": 4},
@@ -429,7 +431,7 @@ def main():
             {
                 "arm": arm,
                 "cell": str(staleness),
-                "accuracies": {f"{rate:g}": round(a, 4) for rate, a in by_rate.items()},
+                "accuracies": [[rate, round(accuracy, 4)] for rate, accuracy in by_rate.items()],
             }
             for (arm, staleness), by_rate in pilots.items()
         ]

@@ -347,6 +347,7 @@ def test_the_quick_preset_leaves_the_reported_results_alone(stability, tmp_path,
     content = json.loads((tmp_path / "q.json").read_text())
     assert len(content["results"]) == len(seen) == 22
     assert {row["arm"] for row in content["settings"]["summary"]} == {"GRPO", "clip-higher", "BAPO"}
+    assert content["settings"]["pilots"]["sums"][0] == {"arm": "GRPO", "cell": "16", "accuracies": [[5e-4, 1.0]]}
     assert "q.json" in capsys.readouterr().out
 
 
