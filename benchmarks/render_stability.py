@@ -97,7 +97,8 @@ def introduction(settings: dict, rows: Sequence[dict]) -> list[str]:
         "end of the grid, the grid goes on by factors of 2, up to twice. The ablation takes BAPO's. They are chosen "
         "on the same held-out problems as are reported. Accuracy is that of sampled answers (temperature 1) to 512 "
         "held-out problems, two each. Mean ± half the width of the 95 % interval over the seeds (Student's t). Area: "
-        "under the held-out accuracy, over the updates. Entropy: at the end over the start, on answers that the "
+        "under the held-out accuracy, over the updates. Largest fall: of the accuracy below its best so far. "
+        "Entropy: at the end over the start, on answers that the "
         "policy samples to held-out problems. Gradient peak: largest norm (before it is cut to 1) over the median. "
         "Collapsed: runs that end under half of their own best accuracy, or break off. Share: of the "
         "positive-advantage tokens in the policy loss, under the `gradient` measure, mean over the updates. Bounds "
@@ -118,6 +119,7 @@ def task_part(task: str, summary: Sequence[dict], runs: Sequence[dict], pilots: 
         "Seeds",
         "Final accuracy",
         "Area",
+        "Largest fall",
         "Entropy",
         "Gradient peak",
         "Collapsed",
@@ -247,6 +249,7 @@ def cells(row: dict) -> list[str]:
         str(row["seeds"]),
         with_interval(row["final"], 3),
         with_interval(row["area"], 3),
+        with_interval(row["largest_fall"], 2),
         with_interval(row["entropy_ratio"], 2),
         with_interval(row["gradient_peak"], 1),
         f"{row['collapsed']:.0%}",

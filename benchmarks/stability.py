@@ -17,6 +17,7 @@ import argparse
 import itertools
 import json
 import math
+import operator
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -299,6 +300,7 @@ def condense(run: Run, result: dict) -> dict:
         "area": round(area / points[-1]["update"], 4),
         "entropy_ratio": round(points[-1]["entropy"] / points[0]["entropy"], 4),
         "gradient_peak": round(max(norms) / statistics.median(norms), 2) if norms else None,
+        "largest_fall": round(max(map(operator.sub, itertools.accumulate(accuracies, max), accuracies)), 4),
         "is_collapsed": accuracies[-1] < max(accuracies) / 2,
         **describe_search(run.arm, series),
         "updates": result["updates"],
@@ -384,7 +386,7 @@ def summarize(rows: Sequence[dict]) -> list[dict]:
             "seeds": len(group),
             **{
                 key: mean_and_interval([row[key] for row in group])
-                for key in ("final", "greedy", "area", "entropy_ratio", "gradient_peak")
+                for key in ("final", "greedy", "area", "largest_fall", "entropy_ratio", "gradient_peak")
             },
             "collapsed": statistics.mean(row["is_collapsed"] for row in group),
             **{

@@ -148,10 +148,13 @@ def test_figures_of_a_run(stability):
     row = stability.condense(run, finished_run([0.2, 0.8, 0.3], [1.0] * 18 + [None, 5.0]))
     assert row["final"] == 0.3
     assert row["area"] == pytest.approx((0.5 * 10 + 0.55 * 10) / 20)
+    assert row["largest_fall"] == 0.5
     assert row["entropy_ratio"] == 0.25
     assert row["gradient_peak"] == 5.0
     assert row["is_collapsed"]
     assert not stability.condense(run, finished_run([0.2, 0.5, 0.3], [1.0] * 20))["is_collapsed"]
+    recovered = stability.condense(run, finished_run([0.6, 0.1, 0.5], [1.0] * 20))
+    assert (recovered["is_collapsed"], recovered["largest_fall"]) == (False, 0.5)
 
 
 def test_what_the_search_did(stability):
