@@ -98,8 +98,8 @@ def introduction(settings: dict, rows: Sequence[dict]) -> list[str]:
         "on the same held-out problems as are reported. Accuracy is that of sampled answers (temperature 1) to 512 "
         "held-out problems, two each. Mean ± half the width of the 95 % interval over the seeds (Student's t). Area: "
         "under the held-out accuracy, over the updates. Largest fall: of the accuracy below its best so far. "
-        "Entropy: at the end over the start, on answers that the "
-        "policy samples to held-out problems. Gradient peak: largest norm (before it is cut to 1) over the median. "
+        "Entropy: at the end over the start, on answers that the policy "
+        "samples to held-out problems. Gradient peak: largest norm (before it is cut to 1) over the median. "
         "Collapsed: runs that end under half of their own best accuracy, or break off. Share: of the "
         "positive-advantage tokens in the policy loss, under the `gradient` measure, mean over the updates. Bounds "
         "and age of the samples: means over the updates; in parentheses, shares of the updates whose search stayed at "
@@ -139,21 +139,18 @@ def task_part(task: str, summary: Sequence[dict], runs: Sequence[dict], pilots: 
 
 def pilots_part(pilots: Sequence[dict]) -> list[str]:
     """Return the table of the accuracies by learning rate, the chosen one in bold."""
-    tried = [{"cell": arm["cell"], "arm": arm["arm"], **dict(map(tuple, arm["accuracies"]))} for arm in pilots]
     rates = sorted({rate for arm in pilots for rate, _ in arm["accuracies"]})
     if len(rates) < 2:
         return []
-
-    def cell(arm: dict, rate: float) -> str:
-        text = f"{arm[rate]:.3f}" if rate in arm else "-"
-        return f"**{text}**" if arm.get(rate) == max(arm[r] for r in rates if r in arm) else text
-
+    rows = []
+    for arm in pilots:
+        texts = {rate: f"{accuracy:.3f}" for rate, accuracy in arm["accuracies"]}
+        chosen, _ = max(arm["accuracies"], key=lambda pair: pair[1])
+        texts[chosen] = f"**{texts[chosen]}**"
+        rows.append([arm["cell"], arm["arm"], *(texts.get(rate, "-") for rate in rates)])
     return [
         "Accuracy by learning rate, from which it was chosen: mean of the last two measurements of the pilots.",
-        table(
-            ["Updates per generation", "Arm", *(f"{rate:g}" for rate in rates)],
-            [[arm["cell"], arm["arm"], *(cell(arm, rate) for rate in rates)] for arm in tried],
-        ),
+        table(["Updates per generation", "Arm", *(f"{rate:g}" for rate in rates)], rows),
     ]
 
 

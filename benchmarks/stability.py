@@ -2,7 +2,7 @@
 Stability under staleness: BAPO against what users would pick instead, by the updates between two generations.
 
     python benchmarks/stability.py --preset quick          # minutes: does it run; written to outputs/
-    python benchmarks/stability.py --preset full --jobs 2  # the study of docs/results.md, about 5 hours
+    python benchmarks/stability.py --preset full --jobs 2  # the study of docs/results.md, about 6 hours
     python benchmarks/stability.py --preset gpu            # the same on a GPU, with four times the updates
 
 Each run is a process of its own on one thread. All arms share task, warm start, order of the problems, generated
@@ -59,9 +59,8 @@ ARMS = {
     "SAPO": {"loss_type": "sapo"},
     "VESPO": {"loss_type": "vespo"},
 }
-LOSSES_WITHOUT_BOUNDS = ("cispo", "sapo", "vespo")  # trained by TRL's own GRPOTrainer
 MAIN = ("GRPO", "clip-higher", "BAPO")
-# One thing changed at a time, at BAPO's learning rate; beside settings, a key of `training_run.TRAINERS` and a factor
+# One thing changed at a time, at BAPO's learning rate
 ABLATION = {
     "target 0.6": {"positive_contribution_target": 0.6},
     "upper bound alone": {"ratio_lower_max": 0.6},
@@ -71,15 +70,19 @@ ABLATION = {
     "fixed at start": fixed_clip(0.6, 1.2),
     "fixed at end": fixed_clip(0.9, 3.0),
     "fixed at the widest": fixed_clip(0.6, 3.0),
-    "smoothed bounds": {"trainer": "smoothed BAPO"},
+    "smoothed bounds": {},
     "delta 3": {"delta": 3.0},
     "GRPO's bounds, delta 3": {**fixed_clip(0.8, 1.2), "delta": 3.0},
     "fixed at the widest, delta 3": {**fixed_clip(0.6, 3.0), "delta": 3.0},
-    "learning rate doubled": {"learning_rate_factor": 2},
-    "fixed at the widest, learning rate doubled": {**fixed_clip(0.6, 3.0), "learning_rate_factor": 2},
+    "learning rate doubled": {},
+    "fixed at the widest, learning rate doubled": fixed_clip(0.6, 3.0),
     "4 micro-batches, batch scope": {"gradient_accumulation_steps": 4},
     "4 micro-batches, micro-batch scope": {"gradient_accumulation_steps": 4, "search_scope": "micro_batch"},
 }
+
+# What an arm differs in beside settings: the trainer (`training_run.TRAINERS`), and the factor of BAPO's learning rate
+TRAINERS = {"CISPO": "GRPO", "SAPO": "GRPO", "VESPO": "GRPO", "smoothed bounds": "smoothed BAPO"}
+LEARNING_RATE_FACTORS = {"learning rate doubled": 2, "fixed at the widest, learning rate doubled": 2}
 
 
 @dataclass(frozen=True)
@@ -161,9 +164,7 @@ class Preset:
 
     def spec(self, run: Run, measurements: int) -> dict:
         """Return what [`training_run.run`] takes, with so many measurements in `updates`."""
-        settings = {**ARMS, **ABLATION}[run.arm].copy()
-        settings.pop("learning_rate_factor", None)
-        trainer = settings.pop("trainer", "GRPO" if settings.get("loss_type") in LOSSES_WITHOUT_BOUNDS else "BAPO")
+        settings = {**ARMS, **ABLATION}[run.arm]
         updates = self.updates[run.task] * (2 if run.cell.updates_per_generation == 64 else 1)
         micro_batches = settings.get("gradient_accumulation_steps", 1)
         args = {**settings, **run.cell.settings(micro_batches), **self.args, "learning_rate": run.learning_rate}
@@ -171,7 +172,7 @@ class Preset:
             args["per_device_train_batch_size"] = ROWS[run.task] // micro_batches
         return {
             "task": run.task,
-            "trainer": trainer,
+            "trainer": TRAINERS.get(run.arm, "BAPO"),
             "seed": run.seed,
             "generations": updates // run.cell.updates_per_generation,
             "held_out_every": self.updates[run.task] // measurements,
@@ -253,8 +254,7 @@ def reported(preset: Preset, task: str, rates: dict[tuple[str, int], float]) -> 
         for cell, seed, arm in itertools.product(cells, seeds, arms):
             rate = rates.get(("BAPO" if arm in ABLATION else arm, 64 if cell.updates_per_generation == 64 else 16))
             if rate is not None:
-                factor = ABLATION.get(arm, {}).get("learning_rate_factor", 1)
-                yield Run(task, arm, cell, rate * factor, seed)
+                yield Run(task, arm, cell, rate * LEARNING_RATE_FACTORS.get(arm, 1), seed)
 
     yield from runs(MAIN, [*STALE, Cell(4)], preset.seeds)
     yield from runs(["GRPO"], [Cell(1)], preset.seeds)  # on-policy, where no bound has any effect

@@ -284,12 +284,13 @@ def _run_in_process(spec: dict) -> dict:
     process.start()
     sender.close()
     try:
-        return receiver.recv()
+        result = receiver.recv()
     except EOFError:
-        process.join()
-        raise RuntimeError(
-            f"The run {spec} ended with exit status {process.exitcode}, see what it printed above."
-        ) from None
+        result = None
+    process.join()
+    if result is None:
+        raise RuntimeError(f"The run {spec} ended with exit status {process.exitcode}, see what it printed above.")
+    return result
 
 
 def _send_result(spec: dict, sender: Connection) -> None:
