@@ -4,7 +4,8 @@ from dataclasses import dataclass, field, fields
 
 from trl import GRPOConfig
 
-from .clip_bounds import MEASURES, ORDERS, BoundGrid
+from .bound_grid import BoundGrid
+from .clip_bounds import MEASURES, ORDERS
 from .policy_tokens import WEIGHTINGS
 from .replay_queue import ORDERS as REPLAY_ORDERS
 

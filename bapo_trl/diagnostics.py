@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from .clip_bounds import ClipBounds, sum_dtype
+from .bound_grid import sum_dtype
+from .clip_bounds import ClipBounds
 from .policy_tokens import PolicyTokens
 
 
