@@ -42,11 +42,7 @@ def render_stability(content: dict, folder: Path) -> str:
             f"## Stability under staleness ({content['machine']['device']})",
             *([] if settings["runs_left"] == 0 else [unfinished(settings["runs_left"])]),
             *introduction(settings, rows),
-            *(
-                part
-                for task in settings["updates"]
-                for part in task_part(task, settings["summary"], rows, settings["pilots"][task])
-            ),
+            *(part for task in settings["updates"] for part in task_part(task, rows, settings)),
             *(f"![{title}]({name})" for name, (_, title) in figures.items()),
             provenance(content),
         ]
@@ -107,9 +103,9 @@ def introduction(settings: dict, rows: Sequence[dict]) -> list[str]:
     ]
 
 
-def task_part(task: str, summary: Sequence[dict], runs: Sequence[dict], pilots: Sequence[dict]) -> list[str]:
+def task_part(task: str, runs: Sequence[dict], settings: dict) -> list[str]:
     """Return the heading, the verdicts on the aim and the tables of a task."""
-    rows = [row for row in summary if row["task"] == task]
+    rows = [row for row in settings["summary"] if row["task"] == task]
     if not rows:
         return []
     header = [
@@ -133,8 +129,33 @@ def task_part(task: str, summary: Sequence[dict], runs: Sequence[dict], pilots: 
         *verdicts(rows),
         table(header, [cells(row) for row in sorted(rows, key=order)]),
         *search_part([run for run in runs if run["task"] == task and run["arm"] == "BAPO"]),
-        *pilots_part(pilots),
+        *candidates_part([row for row in settings["candidates"] if row["task"] == task]),
+        *pilots_part(settings["pilots"][task]),
     ]
+
+
+def candidates_part(compared: Sequence[dict]) -> list[str]:
+    """Return the table of the candidates for the default, against BAPO on seeds of their own."""
+    if not compared:
+        return []
+    seeds = sorted({seed for row in compared for seed in row["seeds"]})
+    rows = [
+        [
+            row["cell"],
+            row["arm"],
+            with_interval(row["final"], 3),
+            "-" if row["arm"] == "BAPO" else with_interval(row["gain"], 3),
+            "-" if row["arm"] == "BAPO" else ", ".join(f"{gain:+.3f}" for gain in row["gains"]),
+            with_interval(row["gradient_peak"], 1),
+        ]
+        for row in sorted(compared, key=order)
+    ]
+    header = ["Updates per generation", "Arm", "Final accuracy", "Above BAPO", "On each seed", "Gradient peak"]
+    text = (
+        f"Candidates for the default, on seeds that had no part in their choice ({seeds[0]} to {seeds[-1]}), at "
+        "BAPO's learning rate. Above BAPO: mean of the differences on the same seed."
+    )
+    return [text, table(header, rows)]
 
 
 def pilots_part(pilots: Sequence[dict]) -> list[str]:

@@ -74,15 +74,16 @@ ABLATION = {
     "delta 3": {"delta": 3.0},
     "GRPO's bounds, delta 3": {**fixed_clip(0.8, 1.2), "delta": 3.0},
     "fixed at the widest, delta 3": {**fixed_clip(0.6, 3.0), "delta": 3.0},
-    "learning rate doubled": {},
-    "fixed at the widest, learning rate doubled": fixed_clip(0.6, 3.0),
     "4 micro-batches, batch scope": {"gradient_accumulation_steps": 4},
     "4 micro-batches, micro-batch scope": {"gradient_accumulation_steps": 4, "search_scope": "micro_batch"},
 }
 
-# What an arm differs in beside settings: the trainer (`training_run.TRAINERS`), and the factor of BAPO's learning rate
+# Variants that the ablation speaks for: compared with BAPO on seeds that had no part in their choice
+CANDIDATES = ("upper bound alone", "fixed at the widest", "delta 3")
+WITH_DELTA = ("GRPO's bounds, delta 3", "fixed at the widest, delta 3")
+
+# Trainers (`training_run.TRAINERS`) of the arms that do not run in `BAPOTrainer`
 TRAINERS = {"CISPO": "GRPO", "SAPO": "GRPO", "VESPO": "GRPO", "smoothed bounds": "smoothed BAPO"}
-LEARNING_RATE_FACTORS = {"learning rate doubled": 2, "fixed at the widest, learning rate doubled": 2}
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,12 @@ class Preset:
             Grid of each task.
         seeds (`tuple[int, ...]`):
             Seeds of the main arms.
+        ablation (`dict[str, tuple[str, ...]]`):
+            Arms of the ablation that each task has.
         few_seeds (`tuple[int, ...]`):
             Seeds of the other arms and of the ablation.
+        candidate_seeds (`tuple[int, ...]`):
+            Seeds on which candidates for the default are compared with BAPO.
         pilot_seeds (`tuple[int, ...]`):
             Seeds on which learning rates are chosen.
         args (`dict`):
@@ -157,8 +162,10 @@ class Preset:
 
     updates: dict[str, int]
     learning_rates: dict[str, tuple[float, ...]]
+    ablation: dict[str, tuple[str, ...]]
     seeds: tuple[int, ...]
     few_seeds: tuple[int, ...]
+    candidate_seeds: tuple[int, ...]
     pilot_seeds: tuple[int, ...]
     args: dict = field(default_factory=dict)
 
@@ -183,12 +190,14 @@ class Preset:
 FULL = Preset(
     updates={"running_totals": 64, "sums": 128},
     learning_rates={"running_totals": (1e-4, 2e-4, 4e-4), "sums": (2.5e-4, 5e-4, 1e-3)},
+    ablation={"running_totals": tuple(ABLATION), "sums": (*CANDIDATES, *WITH_DELTA)},
     seeds=(0, 1, 2, 3, 4),
     few_seeds=(0, 1, 2),
+    candidate_seeds=(5, 6, 7, 8, 9),
     pilot_seeds=(1000,),
 )
 PRESETS = {
-    "quick": Preset({"sums": 64}, {"sums": (5e-4,)}, seeds=(0,), few_seeds=(), pilot_seeds=()),
+    "quick": Preset({"sums": 64}, {"sums": (5e-4,)}, {"sums": ()}, (0,), (), (), ()),
     "full": FULL,
     "gpu": replace(
         FULL,
@@ -247,20 +256,42 @@ def accuracies_of(result: dict) -> list[float]:
     return [point["sampled"] for point in result["held_out"]] + ([0.0] if "failure" in result else [])
 
 
-def reported(preset: Preset, task: str, rates: dict[tuple[str, int], float]) -> Iterator[Run]:
-    """Yield the runs that are reported and whose arms have a learning rate, the most telling first."""
+@dataclass(frozen=True)
+class Plan:
+    """
+    The runs of a task whose arms have a learning rate.
 
-    def runs(arms: Iterable[str], cells: Iterable[Cell], seeds: Iterable[int]) -> Iterator[Run]:
+    Attributes:
+        preset (`Preset`):
+            Size of the study.
+        task (`str`):
+            Name of the task.
+        rates (`dict[tuple[str, int], float]`):
+            Learning rate by arm and updates per generation, 16 or 64.
+    """
+
+    preset: Preset
+    task: str
+    rates: dict[tuple[str, int], float]
+
+    def reported(self) -> Iterator[Run]:
+        """Yield the runs of the tables, the most telling first."""
+        preset = self.preset
+        yield from self._runs(MAIN, [*STALE, Cell(4)], preset.seeds)
+        yield from self._runs(["GRPO"], [Cell(1)], preset.seeds)  # on-policy, where no bound has any effect
+        yield from self._runs([arm for arm in ARMS if arm not in MAIN], STALE, preset.few_seeds)
+        yield from self._runs(preset.ablation[self.task], STALE, preset.few_seeds)
+        yield from self._runs(MAIN, OTHERS, preset.seeds)
+
+    def candidates(self) -> Iterator[Run]:
+        """Yield the runs that compare the candidates for the default with BAPO."""
+        yield from self._runs(["BAPO", *CANDIDATES], STALE, self.preset.candidate_seeds)
+
+    def _runs(self, arms: Iterable[str], cells: Iterable[Cell], seeds: Iterable[int]) -> Iterator[Run]:
         for cell, seed, arm in itertools.product(cells, seeds, arms):
-            rate = rates.get(("BAPO" if arm in ABLATION else arm, 64 if cell.updates_per_generation == 64 else 16))
-            if rate is not None:
-                yield Run(task, arm, cell, rate * LEARNING_RATE_FACTORS.get(arm, 1), seed)
-
-    yield from runs(MAIN, [*STALE, Cell(4)], preset.seeds)
-    yield from runs(["GRPO"], [Cell(1)], preset.seeds)  # on-policy, where no bound has any effect
-    yield from runs([arm for arm in ARMS if arm not in MAIN], STALE, preset.few_seeds)
-    yield from runs(ABLATION, STALE, preset.few_seeds)
-    yield from runs(MAIN, OTHERS, preset.seeds)
+            key = ("BAPO" if arm in ABLATION else arm, 64 if cell.updates_per_generation == 64 else 16)
+            if key in self.rates:
+                yield Run(self.task, arm, cell, self.rates[key], seed)
 
 
 def more_seeds(preset: Preset, made: Iterable[tuple[Run, dict]]) -> Iterator[Run]:
@@ -407,6 +438,32 @@ def summarize(rows: Sequence[dict]) -> list[dict]:
     ]
 
 
+def compare(rows: Sequence[dict]) -> list[dict]:
+    """Return, for each candidate in a cell of a task, how far it ends above BAPO on the same seed."""
+    finals: dict[tuple, dict[int, dict]] = {}
+    for row in rows:
+        finals.setdefault((row["task"], row["cell"], row["arm"]), {})[row["seed"]] = row
+    compared = []
+    for (task, cell, arm), by_seed in finals.items():
+        bapo = finals.get((task, cell, "BAPO"), {})
+        seeds = sorted(by_seed.keys() & bapo.keys())
+        if seeds:
+            gains = [round(by_seed[seed]["final"] - bapo[seed]["final"], 4) for seed in seeds]
+            compared.append(
+                {
+                    "task": task,
+                    "cell": cell,
+                    "arm": arm,
+                    "seeds": seeds,
+                    "final": mean_and_interval([by_seed[seed]["final"] for seed in seeds]),
+                    "gradient_peak": mean_and_interval([by_seed[seed]["gradient_peak"] for seed in seeds]),
+                    "gains": gains,
+                    "gain": mean_and_interval(gains),
+                }
+            )
+    return compared
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, default="full", help="size of the study")
@@ -419,7 +476,7 @@ def main():
         parser.error("the preset gpu needs a GPU, and torch sees none.")
     finished = arguments.finished or ROOT / "outputs" / f"stability_{arguments.preset}.jsonl"
 
-    rows, tried, runs_left = [], {}, 0
+    rows, compared, tried, runs_left = [], [], {}, 0
     for task in preset.updates:
 
         def make(runs: list[Run], measurements: int) -> list[tuple[Run, dict]]:
@@ -437,16 +494,21 @@ def main():
             }
             for (arm, staleness), by_rate in pilots.items()
         ]
-        runs = list(reported(preset, task, rates))
+        plan = Plan(preset, task, rates)
+        runs = list(plan.reported())
         made = make(runs, 8)
         runs += (extra := list(more_seeds(preset, made)))
         made += make(extra, 8)
-        runs_left += len(runs) - len(made)
         rows += [condense(run, result) for run, result in made]
+        runs += (candidates := list(plan.candidates()))
+        made += (made_candidates := make(candidates, 8))
+        compared += compare([condense(run, result) for run, result in made_candidates])
+        runs_left += len(runs) - len(made)
 
     settings = {
         **asdict(preset),
         "pilots": tried,
+        "candidates": compared,
         "runs_left": runs_left,
         "threads": 1,
         "summary": summarize(rows),

@@ -42,7 +42,7 @@ def arm_rates(stability):
 def test_all_arms_of_a_cell_share_updates_and_generated_answers(stability, full):
     for task in full.updates:
         sizes: dict[str, set] = {}
-        for run in stability.reported(full, task, arm_rates(stability)):
+        for run in stability.Plan(full, task, arm_rates(stability)).reported():
             args = (spec := full.spec(run, measurements=8))["args"]
             rows = args.get("per_device_train_batch_size", stability.ROWS[task])
             micro_batches = args.get("gradient_accumulation_steps", 1)
@@ -53,7 +53,7 @@ def test_all_arms_of_a_cell_share_updates_and_generated_answers(stability, full)
 
 
 def test_the_main_arms_run_everywhere_and_the_others_where_samples_are_stale(stability, full):
-    runs = list(stability.reported(full, "running_totals", arm_rates(stability)))
+    runs = list(stability.Plan(full, "running_totals", arm_rates(stability)).reported())
     assert len(set(runs)) == len(runs)
     seeds: dict[tuple, list[int]] = {}
     for run in runs:
@@ -68,7 +68,15 @@ def test_the_main_arms_run_everywhere_and_the_others_where_samples_are_stale(sta
             "16": (0, 1, 2),
             "64": (0, 1, 2),
         }
+
+
+def test_candidates_and_learning_rates_are_compared_on_seeds_of_their_own(stability, full):
+    runs = list(stability.Plan(full, "sums", arm_rates(stability)).candidates())
+    assert {run.arm for run in runs} == {"BAPO", *stability.CANDIDATES}
+    assert {run.learning_rate for run in runs} == {1e-3}  # BAPO's
+    assert len(runs) == len(set(runs)) == 2 * 5 * (1 + len(stability.CANDIDATES))
     assert not set(full.pilot_seeds) & set(full.seeds)
+    assert not {run.seed for run in runs} & {*full.pilot_seeds, *full.seeds}
 
 
 def pilots_with(accuracy):
@@ -213,6 +221,21 @@ def test_a_summary_row_covers_the_seeds_of_an_arm_in_a_cell(stability):
     assert (grpo["arm"], grpo["seeds"], grpo["final"]) == ("GRPO", 1, {"mean": 0.1, "half_width": None})
 
 
+def test_candidates_are_compared_with_bapo_on_the_same_seed(stability):
+    ends = {"BAPO": {5: 0.5, 6: 0.7, 7: 0.1}, "delta 3": {5: 0.6, 6: 0.6, 9: 0.9}}
+    rows = [
+        stability.condense(
+            stability.Run("sums", arm, stability.Cell(16), 1e-3, seed), finished_run([0, 0, end], [1.0])
+        )
+        for arm, finals in ends.items()
+        for seed, end in finals.items()
+    ]
+    delta = stability.compare(rows)[-1]
+    assert (delta["arm"], delta["seeds"], delta["gains"]) == ("delta 3", [5, 6], [0.1, -0.1])
+    assert delta["gain"]["mean"] == pytest.approx(0.0)
+    assert delta["final"]["mean"] == pytest.approx(0.6)  # of the seeds that both have
+
+
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
@@ -225,7 +248,7 @@ def run_for_real(spec):
 @pytest.mark.parametrize("arm", ["BAPO", "CISPO", "4 micro-batches, micro-batch scope"])
 def test_a_run_gives_what_the_study_reports(stability, arm):
     """A real run in a process of its own, with each of the two trainers, and with updates of several micro-batches."""
-    preset = stability.Preset({"sums": 4}, {"sums": (1e-3,)}, (0,), (), (1000,))
+    preset = replace(stability.FULL, updates={"sums": 4})
     run = stability.Run("sums", arm, stability.Cell(2), 1e-3, seed=0)
     spec = preset.spec(run, measurements=2)
     assert spec["trainer"] == ("GRPO" if arm == "CISPO" else "BAPO")
@@ -383,6 +406,7 @@ def test_the_section_judges_the_aims_by_the_rows(stability, tmp_path):
             ],
             "sums": [],
         },
+        "candidates": stability.compare(rows),
         "runs_left": 7,
         "threads": 1,
         "summary": stability.summarize(rows),
@@ -402,5 +426,6 @@ def test_the_section_judges_the_aims_by_the_rows(stability, tmp_path):
     assert "Entropy at least 1.5 times GRPO's: **no** (1.00)" in page
     assert "| 16 | BAPO | - | 0.700 | **0.900** |" in page
     assert "| 16 | GRPO | **0.600** | 0.300 | - |" in page
+    assert "| 16 | GRPO | 0.350 ± 0.044 | -0.500 ± 0.000 | -0.500, " in page
     assert "sums" not in page.split("### Running totals")[1]
     assert len(list(tmp_path.glob("stability_*.png"))) == 3
