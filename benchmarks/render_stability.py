@@ -78,16 +78,16 @@ def introduction(settings: dict, rows: Sequence[dict]) -> list[str]:
         "The paper's claim is that with stale samples GRPO's fixed bounds degrade and BAPO's do not. Staleness is set "
         "by the number of optimizer updates between two generations: at 64, the last update of a generation trains on "
         f"samples that are 63 updates old. Tasks: {tasks}. With 64 updates per generation, runs have twice as many "
-        "updates, so that there are at least two generations. In running totals an answer has several steps, only the "
-        "last total is checked, and wrong answers are longer than right ones, so that tokens of negative advantage "
-        "outnumber the positive ones.",
-        "All arms share warm start, problems and their order, generated answers and updates. Those with bounds run in "
-        "`BAPOTrainer`, which with fixed bounds is `GRPOTrainer` bit for bit; CISPO, SAPO and VESPO run in TRL's "
-        "`GRPOTrainer`, with the settings of TRL's documentation, as does GSPO. GSPO and SAPO average the loss over "
-        "each answer first, the others over all tokens, as TRL's recipes have it; GSPO's bounds (0.9997 to 1.0004) "
-        "were published for large models. With 1 update per generation every ratio is 1, and no bound has an effect. "
-        "In the queue's cell half of each batch is drawn from the replay queue once that holds samples of at least 16 "
-        "updates of age.",
+        "updates, so that there are at least two generations: staler samples also mean fewer generations. In running "
+        "totals an answer has several steps, only the last total is checked, and wrong answers are longer than right "
+        "ones, so that tokens of negative advantage outnumber the positive ones.",
+        "All arms share warm start, problems and their order, the number of generated answers and of updates. Those "
+        "with bounds, GSPO among them, run in `BAPOTrainer`, which with fixed bounds is `GRPOTrainer` bit for bit; "
+        "CISPO, SAPO and VESPO run in TRL's `GRPOTrainer`. Their losses have the settings of TRL's documentation. "
+        "GSPO and SAPO average the loss over each answer first, the others over all tokens, as TRL's recipes have it; "
+        "GSPO's bounds (0.9997 to 1.0004) were published for large models. With 1 update per generation every ratio "
+        "is 1, and no bound has an effect. In the queue's cell half of each batch is drawn from the replay queue once "
+        "that holds samples of at least 16 updates of age.",
         f"Each arm has two learning rates, for up to 16 updates per generation and for 64: the best of {grids} on "
         f"seed {', '.join(map(str, settings['pilot_seeds']))}, which is not reported; where the best lies at an "
         "end of the grid, the grid goes on by factors of 2, up to twice. The ablation takes BAPO's. They are chosen "
@@ -96,7 +96,8 @@ def introduction(settings: dict, rows: Sequence[dict]) -> list[str]:
         "under the held-out accuracy, over the updates. Largest fall: of the accuracy below its best so far. "
         "Entropy: at the end over the start, on answers that the policy "
         "samples to held-out problems. Gradient peak: largest norm (before it is cut to 1) over the median. "
-        "Collapsed: runs that end under half of their own best accuracy, or break off. Share: of the "
+        "Collapsed: runs that end under half of their own best accuracy, or break off. Above BAPO: mean of the "
+        "differences in final accuracy to BAPO on the same seeds (also where BAPO has more). Share: of the "
         "positive-advantage tokens in the policy loss, under the `gradient` measure, mean over the updates. Bounds "
         "and age of the samples: means over the updates; in parentheses, shares of the updates whose search stayed at "
         "its start and went to its end. Seconds: median, generation included, with other work on the machine.",
@@ -114,6 +115,7 @@ def task_part(task: str, runs: Sequence[dict], settings: dict) -> list[str]:
         "Learning rate",
         "Seeds",
         "Final accuracy",
+        "Above BAPO",
         "Area",
         "Largest fall",
         "Entropy",
@@ -128,10 +130,23 @@ def task_part(task: str, runs: Sequence[dict], settings: dict) -> list[str]:
         f"### {TASK_TITLES[task].capitalize()}",
         *verdicts(rows),
         table(header, [cells(row) for row in sorted(rows, key=order)]),
+        *undefined_part(rows),
         *search_part([run for run in runs if run["task"] == task and run["arm"] == "BAPO"]),
         *candidates_part([row for row in settings["candidates"] if row["task"] == task]),
         *pilots_part(settings["pilots"][task]),
     ]
+
+
+def undefined_part(rows: Sequence[dict]) -> list[str]:
+    """Return the sentence on updates whose gradient was infinite or NaN, which the gradient peak leaves out."""
+    counts = [
+        f"{row['arm']} at {row['cell']}: {row['undefined_gradients']}" for row in rows if row["undefined_gradients"]
+    ]
+    return (
+        [f"Updates with an infinite or undefined gradient, left out of its peak: {', '.join(counts)}."]
+        if counts
+        else []
+    )
 
 
 def candidates_part(compared: Sequence[dict]) -> list[str]:
@@ -144,7 +159,7 @@ def candidates_part(compared: Sequence[dict]) -> list[str]:
             row["cell"],
             row["arm"],
             with_interval(row["final"], 3),
-            "-" if row["arm"] == "BAPO" else with_interval(row["gain"], 3),
+            above_bapo(row),
             "-" if row["arm"] == "BAPO" else ", ".join(f"{gain:+.3f}" for gain in row["gains"]),
             with_interval(row["gradient_peak"], 1),
         ]
@@ -153,7 +168,7 @@ def candidates_part(compared: Sequence[dict]) -> list[str]:
     header = ["Updates per generation", "Arm", "Final accuracy", "Above BAPO", "On each seed", "Gradient peak"]
     text = (
         f"Candidates for the default, on seeds that had no part in their choice ({seeds[0]} to {seeds[-1]}), at "
-        "BAPO's learning rate. Above BAPO: mean of the differences on the same seed."
+        "BAPO's learning rate:"
     )
     return [text, table(header, rows)]
 
@@ -188,6 +203,7 @@ def search_part(runs: Sequence[dict]) -> list[str]:
             f"{statistics.mean(run['initial_share_deviation'] for run in group):.3f}",
             f"{min(run['initial_share_range'][0] for run in group):.2f} to "
             f"{max(run['initial_share_range'][1] for run in group):.2f}",
+            f"{statistics.mean(run['mean_share_gain'] for run in group):.3f}",
             f"{max(run['largest_share_gain'] for run in group):.3f}",
             ", ".join(f"{run['ratio_at_gradient_peak']:.1f}" for run in group),
         ]
@@ -199,7 +215,8 @@ def search_part(runs: Sequence[dict]) -> list[str]:
         "Went to end",
         "Share under start bounds: deviation",
         "Range",
-        "Largest gain by the search",
+        "Raised by the search: mean where it moved",
+        "At most",
         "Largest ratio at the gradient's peak, each seed",
     ]
     return ["What BAPO's search did, over all updates of all seeds:", table(header, rows)] if rows else []
@@ -213,26 +230,21 @@ def verdicts(rows: Sequence[dict]) -> list[str]:
         if not {"BAPO", "GRPO", "clip-higher"} <= set(arms):
             continue
         bapo = arms.pop("BAPO")
-        others = {name: row for name, row in arms.items() if not is_variant(name)}
+        others = {name: row for name, row in arms.items() if "at_start" not in row}  # no search
         apart = [name for name in ("GRPO", "clip-higher") if are_apart(bapo, others[name])]
         best = max(others, key=lambda name: others[name]["final"]["mean"])
         entropy = bapo["entropy_ratio"]["mean"] / others["GRPO"]["entropy_ratio"]["mean"]
         lines.append(
             f"- {cell} updates per generation: BAPO ends at {with_interval(bapo['final'], 3)}, GRPO at "
             f"{with_interval(others['GRPO']['final'], 3)}, clip-higher at "
-            f"{with_interval(others['clip-higher']['final'], 3)}; the best of the {len(others)} other methods is "
-            f"{best} ({with_interval(others[best]['final'], 3)}). BAPO above every other: "
+            f"{with_interval(others['clip-higher']['final'], 3)}; of the {len(others)} arms without a search, {best} "
+            f"ends highest ({with_interval(others[best]['final'], 3)}). BAPO above all of them: "
             f"{verdict(bapo['final']['mean'] > others[best]['final']['mean'])}. Intervals apart from GRPO and "
             f"clip-higher, and above: {verdict(len(apart) == 2)}. No collapsed run: "
             f"{verdict(not bapo['collapsed'])}. Entropy at least 1.5 times GRPO's: {verdict(entropy >= 1.5)} "
             f"({entropy:.2f})."
         )
     return ["Aims:\n\n" + "\n".join(lines)] if lines else []
-
-
-def is_variant(arm: str) -> bool:
-    """Return whether an arm is a variant of BAPO, or a part of it taken away."""
-    return arm not in ("GRPO", "clip-higher", "GSPO", "CISPO", "SAPO", "VESPO")
 
 
 def are_apart(higher: dict, lower: dict) -> bool:
@@ -264,8 +276,9 @@ def cells(row: dict) -> list[str]:
         row["cell"],
         row["arm"],
         f"{row['learning_rate']:g}",
-        str(row["seeds"]),
+        str(len(row["seeds"])),
         with_interval(row["final"], 3),
+        above_bapo(row),
         with_interval(row["area"], 3),
         with_interval(row["largest_fall"], 2),
         with_interval(row["entropy_ratio"], 2),
@@ -276,6 +289,14 @@ def cells(row: dict) -> list[str]:
         f"{means['staleness/mean']:.1f}" if "staleness/mean" in means else "-",
         f"{row['seconds_per_update']:.2f}",
     ]
+
+
+def above_bapo(row: dict) -> str:
+    """Return the mean difference to BAPO on the same seeds, with its interval."""
+    if row["arm"] == "BAPO" or not row["gains"]:
+        return "-"
+    half = "" if row["gain"]["half_width"] is None else f" ± {row['gain']['half_width']:.3f}"
+    return f"{row['gain']['mean']:+.3f}{half}"
 
 
 def with_interval(value: dict, decimals: int) -> str:
@@ -323,11 +344,11 @@ def draw_bounds(rows: Sequence[dict], path: Path) -> None:
     figure, panels = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
     for panel, (name, title) in zip(panels, names.items(), strict=True):
         for staleness, color in STALENESS_COLORS.items():
-            draw_line(panel, stretches(select(rows, "BAPO", staleness), name), f"{staleness}", color)
+            draw_line(panel, metric_curves(select(rows, "BAPO", staleness), name), f"{staleness}", color)
         panel.set_title(title)
         panel.set_xlabel("updates")
         panel.grid(alpha=0.3)
-    draw_line(panels[2], stretches(select(rows, "GRPO", "64"), "bapo/positive_share"), "64, GRPO", "gray")
+    draw_line(panels[2], metric_curves(select(rows, "GRPO", "64"), "bapo/positive_share"), "64, GRPO", "gray")
     panels[2].axhline(0.5, color="black", linewidth=0.8, linestyle="--")
     panels[2].legend(fontsize="small", title="updates per generation", loc="lower right")
     save(figure, path)
@@ -343,10 +364,10 @@ def draw_dynamics(panels: Iterable, lines: dict[str, tuple[list[dict], str]]) ->
     for panel, (title, curves) in zip(
         panels,
         {
-            "held-out accuracy": lambda runs: held_out(runs, 1),
-            "entropy of sampled answers (nats)": lambda runs: held_out(runs, 3),
-            "gradient norm": lambda runs: stretches(runs, "grad_norm"),
-            "positive share": lambda runs: stretches(runs, "bapo/positive_share"),
+            "held-out accuracy": lambda runs: held_out_curves(runs, 1),
+            "entropy of sampled answers (nats)": lambda runs: held_out_curves(runs, 3),
+            "gradient norm": lambda runs: metric_curves(runs, "grad_norm"),
+            "positive share": lambda runs: metric_curves(runs, "bapo/positive_share"),
         }.items(),
         strict=True,
     ):
@@ -357,18 +378,18 @@ def draw_dynamics(panels: Iterable, lines: dict[str, tuple[list[dict], str]]) ->
         panel.grid(alpha=0.3)
 
 
-def held_out(runs: Sequence[dict], column: int) -> tuple[list[float], list[list[float]]]:
+def held_out_curves(runs: Sequence[dict], column: int) -> tuple[list[float], list[list[float]]]:
     """Return the updates of the held-out measurements, and a column of them for each run."""
     updates = [point[0] for point in runs[0]["held_out"]] if runs else []
     return updates, [[point[column] for point in run["held_out"]] for run in runs]
 
 
-def stretches(runs: Sequence[dict], name: str) -> tuple[list[float], list[list[float]]]:
+def metric_curves(runs: Sequence[dict], name: str) -> tuple[list[float], list[list[float]]]:
     """Return the middles of the stretches of a run, and a metric's means over them for each run."""
     curves = [run["stretches"][name] for run in runs]
     if not curves:
         return [], []
-    length = runs[0]["updates"] / len(curves[0])
+    length = runs[0]["held_out"][-1][0] / len(curves[0])
     return [(index + 0.5) * length for index in range(len(curves[0]))], curves
 
 

@@ -5,10 +5,11 @@ Stability under staleness: BAPO against what users would pick instead, by the up
     python benchmarks/stability.py --preset full --jobs 2  # the study of docs/results.md, about 6 hours
     python benchmarks/stability.py --preset gpu            # the same on a GPU, with four times the updates
 
-Each run is a process of its own on one thread. All arms share task, warm start, order of the problems, generated
-answers and updates; each has its learning rate chosen from one grid, on seeds that are not reported. An interrupted
-study goes on where it stopped; after a change to what a run does, begin with another `--finished` file. The runs of
-the committed results, with the metrics of each update, are in `results/stability_runs.jsonl.gz`; to go on from them:
+Each run is a process of its own on one thread. All arms share task, warm start, order of the problems, the number of
+generated answers and of updates; each has its learning rate chosen from one grid, on seeds that are not reported. An
+interrupted study goes on where it stopped; after a change to what a run does, begin with another `--finished` file.
+The runs of the committed results, with the metrics of each update, are in `results/stability_runs.jsonl.gz`; to go on
+from them:
 
     gunzip --stdout benchmarks/results/stability_runs.jsonl.gz > outputs/stability_full.jsonl
 """
@@ -211,7 +212,9 @@ def try_learning_rates(
     task: str, arms: Sequence[str], preset: Preset, make: Callable[[list[Run], int], list[tuple[Run, dict]]]
 ) -> dict[tuple[str, int], dict[float, float]]:
     """
-    Return the accuracies of each arm by learning rate, at staleness 16 and 64: at the end, over the pilot seeds.
+    Return the accuracies of each arm by learning rate, at staleness 16 and 64.
+
+    They are means of the last two of four measurements, over the pilot seeds.
 
     Where the best lies at an end of the grid, the grid goes on beyond it, up to twice. A grid of one learning rate is
     not tried, its accuracy is given as 1.
@@ -252,8 +255,8 @@ def best_rate(accuracies: dict[float, float]) -> float:
 
 
 def accuracies_of(result: dict) -> list[float]:
-    """Return the held-out accuracies of a run, with 0 for the end of one that broke off."""
-    return [point["sampled"] for point in result["held_out"]] + ([0.0] if "failure" in result else [])
+    """Return the held-out accuracies of a run; of one that broke off they are 0 from there on."""
+    return [point["sampled"] for point in result["held_out"]]
 
 
 @dataclass(frozen=True)
@@ -329,8 +332,9 @@ def condense(run: Run, result: dict) -> dict:
         "final": accuracies[-1],
         "greedy": points[-1]["greedy"],
         "area": round(area / points[-1]["update"], 4),
-        "entropy_ratio": round(points[-1]["entropy"] / points[0]["entropy"], 4),
+        "entropy_ratio": None if "failure" in result else round(points[-1]["entropy"] / points[0]["entropy"], 4),
         "gradient_peak": round(max(norms) / statistics.median(norms), 2) if norms else None,
+        "undefined_gradients": series["grad_norm"][: result["updates"]].count(None),
         "largest_fall": round(max(map(operator.sub, itertools.accumulate(accuracies, max), accuracies)), 4),
         "is_collapsed": accuracies[-1] < max(accuracies) / 2,
         **describe_search(run.arm, series),
@@ -349,8 +353,8 @@ def describe_search(arm: str, series: dict[str, list]) -> dict:
     Return what the search of an arm did, nothing for arms without one.
 
     Shares of the updates in which it stayed at the start and went to the end of its path; how much the positive share
-    under the start bounds varies over the updates, and by how much the search raised it at most; the largest
-    importance ratio in the update with the largest gradient.
+    under the start bounds varies over the updates, and by how much the search raised it, at most and on average over
+    the updates in which it did; the largest importance ratio in the update with the largest gradient.
     """
     settings = {f.name: f.default for f in fields(BAPOConfig)} | ARMS.get(arm, {}) | ABLATION.get(arm, {})
     ends = {
@@ -365,8 +369,11 @@ def describe_search(arm: str, series: dict[str, list]) -> dict:
         if None not in pair
     ]
     initial = [share for share, _ in shares]
+    gains = [share - before for before, share in shares if share > before]
     norms = [norm or 0.0 for norm in series["grad_norm"]]
-    chosen = list(zip(series["bapo/clip_low"], series["bapo/clip_high"], strict=True))
+    chosen = [
+        bounds for bounds in zip(series["bapo/clip_low"], series["bapo/clip_high"], strict=True) if None not in bounds
+    ]
     return {
         **{
             name: round(statistics.mean(math.dist(bounds, end) < 1e-3 for bounds in chosen), 4)
@@ -374,7 +381,8 @@ def describe_search(arm: str, series: dict[str, list]) -> dict:
         },
         "initial_share_deviation": round(statistics.pstdev(initial), 4),
         "initial_share_range": [min(initial), max(initial)],
-        "largest_share_gain": round(max(share - before for before, share in shares), 4),
+        "largest_share_gain": round(max(gains, default=0.0), 4),
+        "mean_share_gain": round(statistics.mean(gains), 4) if gains else 0.0,
         "ratio_at_gradient_peak": series["ratio/max"][norms.index(max(norms))],
     }
 
@@ -404,22 +412,37 @@ def mean_and_interval(values: Sequence[float | None]) -> dict[str, float | None]
 
 
 def summarize(rows: Sequence[dict]) -> list[dict]:
-    """Return a row for each task, staleness and arm: means over the seeds, with intervals."""
+    """
+    Return a row for each task, staleness and arm: means over the seeds, with intervals.
+
+    `gains` are how far the runs end above those of BAPO with the same seeds, `gain` is their mean.
+    """
     groups: dict[tuple, list[dict]] = {}
+    bapo = {}
     for row in rows:
         groups.setdefault((row["task"], row["cell"], row["arm"]), []).append(row)
+        if row["arm"] == "BAPO":
+            bapo[row["task"], row["cell"], row["seed"]] = row["final"]
+
+    def gains(task: str, cell: str, group: list[dict]) -> list[float]:
+        keys = {(task, cell, row["seed"]): row["final"] for row in group}
+        return [round(final - bapo[key], 4) for key, final in keys.items() if key in bapo]
+
     return [
         {
             "task": task,
             "cell": cell,
             "arm": arm,
             "learning_rate": group[0]["learning_rate"],
-            "seeds": len(group),
+            "seeds": [row["seed"] for row in group],
+            "gains": gains(task, cell, group),
+            "gain": mean_and_interval(gains(task, cell, group)),
             **{
                 key: mean_and_interval([row[key] for row in group])
                 for key in ("final", "greedy", "area", "largest_fall", "entropy_ratio", "gradient_peak")
             },
             "collapsed": statistics.mean(row["is_collapsed"] for row in group),
+            "undefined_gradients": sum(row["undefined_gradients"] for row in group),
             **{
                 key: round(statistics.mean(row[key] for row in group), 4)
                 for key in ("at_start", "at_end")
@@ -436,32 +459,6 @@ def summarize(rows: Sequence[dict]) -> list[dict]:
         }
         for (task, cell, arm), group in groups.items()
     ]
-
-
-def compare(rows: Sequence[dict]) -> list[dict]:
-    """Return, for each candidate in a cell of a task, how far it ends above BAPO on the same seed."""
-    finals: dict[tuple, dict[int, dict]] = {}
-    for row in rows:
-        finals.setdefault((row["task"], row["cell"], row["arm"]), {})[row["seed"]] = row
-    compared = []
-    for (task, cell, arm), by_seed in finals.items():
-        bapo = finals.get((task, cell, "BAPO"), {})
-        seeds = sorted(by_seed.keys() & bapo.keys())
-        if seeds:
-            gains = [round(by_seed[seed]["final"] - bapo[seed]["final"], 4) for seed in seeds]
-            compared.append(
-                {
-                    "task": task,
-                    "cell": cell,
-                    "arm": arm,
-                    "seeds": seeds,
-                    "final": mean_and_interval([by_seed[seed]["final"] for seed in seeds]),
-                    "gradient_peak": mean_and_interval([by_seed[seed]["gradient_peak"] for seed in seeds]),
-                    "gains": gains,
-                    "gain": mean_and_interval(gains),
-                }
-            )
-    return compared
 
 
 def main():
@@ -502,7 +499,7 @@ def main():
         rows += [condense(run, result) for run, result in made]
         runs += (candidates := list(plan.candidates()))
         made += (made_candidates := make(candidates, 8))
-        compared += compare([condense(run, result) for run, result in made_candidates])
+        compared += summarize([condense(run, result) for run, result in made_candidates])
         runs_left += len(runs) - len(made)
 
     settings = {

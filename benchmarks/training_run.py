@@ -174,9 +174,14 @@ def run(spec: dict) -> dict:
         try:
             trainer.train()
         except RuntimeError as error:
-            if "nan" not in str(error).lower():
+            if "nan" not in str(error).lower() or not trainer.state.log_history:
                 raise
             failure = str(error)  # the policy is broken: a result, not a mistake
+            held_out.points += [
+                {"update": update, "greedy": 0.0, "sampled": 0.0, "entropy": None}
+                for update in range(held_out.every, args.max_steps + 1, held_out.every)
+                if update > held_out.points[-1]["update"]
+            ]
         seconds = time.perf_counter() - started - held_out.seconds
     logs = [log for log in trainer.state.log_history if "loss" in log]
     generations = [log for log in logs if "reward" in log]
@@ -211,12 +216,16 @@ def run(spec: dict) -> dict:
             {
                 "update": point["update"],
                 "generations": point["update"] // updates,
-                **{key: round(point[key], 4) for key in ("greedy", "sampled", "entropy")},
+                **{
+                    key: None if point[key] is None else round(point[key], 4)
+                    for key in ("greedy", "sampled", "entropy")
+                },
             }
             for point in held_out.points
         ],
         "series": {
             key: [float(f"{log[key]:.4g}") if _is_number(log[key]) else None for log in logs]
+            + [None] * (args.max_steps - len(logs))
             for key in SERIES
             if all(key in log for log in logs)
         },

@@ -3,14 +3,17 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from trl import GRPOConfig
 
 from bapo_trl import BAPOConfig
 from bapo_trl.bound_search import BoundSearch
+from tests.toy import toy_trainer
 
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -79,15 +82,30 @@ def test_candidates_and_learning_rates_are_compared_on_seeds_of_their_own(stabil
     assert not {run.seed for run in runs} & {*full.pilot_seeds, *full.seeds}
 
 
+def test_the_arm_of_the_released_recipe_has_the_search_of_its_file(stability):
+    recipe = yaml.safe_load((BENCHMARKS.parent / "recipes" / "released_recipe.yaml").read_text())
+    names = {f.name for f in fields(BAPOConfig)} - {f.name for f in fields(GRPOConfig)} | {"delta"}
+    assert stability.ARMS["released recipe's bounds"] == {name: recipe[name] for name in names & set(recipe)}
+
+
+def test_arms_run_in_the_trainer_that_they_name(stability, full):
+    trainers = {
+        arm: full.spec(stability.Run("sums", arm, stability.Cell(16), 1e-3, 0), 8)["trainer"]
+        for arm in {**stability.ARMS, **stability.ABLATION}
+    }
+    assert {arm for arm, trainer in trainers.items() if trainer == "GRPO"} == {"CISPO", "SAPO", "VESPO"}
+    assert {arm for arm, trainer in trainers.items() if trainer == "smoothed BAPO"} == {"smoothed bounds"}
+
+
 def pilots_with(accuracy):
-    """Stand in for runs, whose last two measurements are what `accuracy` says of their learning rate."""
+    """Stand in for runs: measured at three quarters and at the end, `accuracy` of their learning rate is the mean."""
     made = []
 
     def make(runs, measurements):
         made.extend(runs)
         ends = [accuracy(run.learning_rate) for run in runs]
         return [
-            (run, {"held_out": [{"sampled": 1.0}, {"sampled": e}, {"sampled": e}]})
+            (run, {"held_out": [{"sampled": 1.0}, {"sampled": 0.0}, {"sampled": 2 * e}]})
             for run, e in zip(runs, ends, strict=True)
         ]
 
@@ -180,19 +198,12 @@ def test_what_the_search_did(stability):
         "initial_share_deviation": 0.0816,
         "initial_share_range": [0.4, 0.6],
         "largest_share_gain": 0.05,
+        "mean_share_gain": 0.035,
         "ratio_at_gradient_peak": 3.0,
     }
     released = stability.describe_search("released recipe's bounds", series)
     assert (released["at_start"], released["at_end"]) == (0.0, 0.0)
     assert stability.describe_search("GRPO", series) == stability.describe_search("CISPO", {}) == {}
-
-
-def test_a_run_that_broke_off_counts_as_collapsed_with_accuracy_0(stability):
-    run = stability.Run("sums", "BAPO", stability.Cell(4), 1e-3, seed=0)
-    row = stability.condense(run, {**finished_run([0.2, 0.5, 0.6], [0.0] * 20), "failure": "NaN or infinity in ..."})
-    assert (row["final"], row["is_collapsed"], row["gradient_peak"]) == (0.0, True, None)
-    (summary,) = stability.summarize([row])
-    assert summary["gradient_peak"] == {"mean": None, "half_width": None}
 
 
 def test_stretches_are_means_of_what_is_defined(stability):
@@ -214,15 +225,15 @@ def test_a_summary_row_covers_the_seeds_of_an_arm_in_a_cell(stability):
         for arm, seed, ends in [("BAPO", 0, (0, 0.9, 0.4)), ("BAPO", 1, (0, 0.5, 0.5)), ("GRPO", 0, (0, 0.1, 0.1))]
     ]
     bapo, grpo = stability.summarize(rows)
-    assert (bapo["arm"], bapo["cell"], bapo["seeds"], bapo["collapsed"]) == ("BAPO", "4", 2, 0.5)
+    assert (bapo["arm"], bapo["cell"], bapo["seeds"], bapo["collapsed"]) == ("BAPO", "4", [0, 1], 0.5)
     assert bapo["final"]["mean"] == pytest.approx(0.45)
     assert bapo["seconds_per_update"] == 2.0
     assert bapo["tokens_per_update"] == 1000 / 20
-    assert (grpo["arm"], grpo["seeds"], grpo["final"]) == ("GRPO", 1, {"mean": 0.1, "half_width": None})
+    assert (grpo["arm"], grpo["seeds"], grpo["final"]) == ("GRPO", [0], {"mean": 0.1, "half_width": None})
 
 
-def test_candidates_are_compared_with_bapo_on_the_same_seed(stability):
-    ends = {"BAPO": {5: 0.5, 6: 0.7, 7: 0.1}, "delta 3": {5: 0.6, 6: 0.6, 9: 0.9}}
+def test_arms_are_compared_with_bapo_on_the_same_seeds(stability):
+    ends = {"BAPO": {5: 0.5, 6: 0.7, 7: 0.1}, "delta 3": {9: 0.9, 5: 0.6, 6: 0.6}}
     rows = [
         stability.condense(
             stability.Run("sums", arm, stability.Cell(16), 1e-3, seed), finished_run([0, 0, end], [1.0])
@@ -230,10 +241,11 @@ def test_candidates_are_compared_with_bapo_on_the_same_seed(stability):
         for arm, finals in ends.items()
         for seed, end in finals.items()
     ]
-    delta = stability.compare(rows)[-1]
-    assert (delta["arm"], delta["seeds"], delta["gains"]) == ("delta 3", [5, 6], [0.1, -0.1])
-    assert delta["gain"]["mean"] == pytest.approx(0.0)
-    assert delta["final"]["mean"] == pytest.approx(0.6)  # of the seeds that both have
+    bapo, delta = stability.summarize(rows)
+    assert delta["gains"] == [0.1, -0.1]
+    assert delta["gain"] == {"mean": 0.0, "half_width": pytest.approx(12.71 * 0.1, abs=1e-3)}
+    assert delta["final"]["mean"] == pytest.approx(0.7)  # of all its seeds
+    assert bapo["gains"] == [0.0] * 3
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
@@ -259,7 +271,7 @@ def test_a_run_gives_what_the_study_reports(stability, arm):
     assert 4 * 128 * 2 < row["generated_tokens"] < 4 * 128 * 4
     assert ("bapo/clip_low" in row["stretches"]) == (arm != "CISPO")
     assert len(row["stretches"]["grad_norm"]) == 4
-    assert stability.summarize([row])[0]["seeds"] == 1
+    assert stability.summarize([row])[0]["seeds"] == [0]
 
 
 def test_metrics_without_a_value_are_left_out(stability, monkeypatch):
@@ -294,11 +306,36 @@ def test_measuring_in_between_changes_nothing_of_a_run(stability):
         assert often[key] == seldom[key]
 
 
-def test_a_run_whose_policy_breaks_is_a_result(stability):
-    spec = {"seed": 0, "generations": 3, "args": {"steps_per_generation": 1, "learning_rate": 1e30}}
-    result = run_for_real(spec)
-    assert "nan" in result["failure"].lower()
-    assert result["updates"] < 3
+def test_a_run_whose_policy_breaks_is_a_result(stability, tmp_path):
+    """It has collapsed, with an accuracy of 0 from there on, and its lines in the figures stay as long as others'."""
+    import render_stability
+
+    preset = replace(stability.FULL, updates={"sums": 4})
+    broken, whole = (stability.Run("sums", "BAPO", stability.Cell(1), rate, seed=0) for rate in (1e30, 1e-3))
+    rows, results = [], []
+    for run in (broken, whole):
+        results.append(run_for_real(preset.spec(run, measurements=2)))
+        rows.append(stability.condense(run, results[-1]))
+    assert "nan" in results[0]["failure"].lower()
+    assert results[0]["updates"] < 4
+    row = rows[0]
+    assert (row["final"], row["is_collapsed"], row["entropy_ratio"]) == (0.0, True, None)
+    assert [point[0] for point in row["held_out"]] == [0, 2, 4]
+    assert [point[1] for point in row["held_out"]][1:] == [0.0, 0.0]
+    assert row["area"] == pytest.approx(row["held_out"][0][1] / 4, abs=1e-4)
+    (summary,) = stability.summarize(rows)
+    assert (summary["collapsed"], len(summary["seeds"])) == (0.5, 2)
+    for draw in (render_stability.draw_staleness, render_stability.draw_arms, render_stability.draw_bounds):
+        draw([{**row, "cell": "16"} for row in rows], tmp_path / "figure.png")
+
+
+def test_undefined_gradients_are_told(stability):
+    import render_stability
+
+    run = stability.Run("sums", "CISPO", stability.Cell(16), 1e-3, seed=0)
+    row = stability.condense(run, finished_run([0.2, 0.5, 0.6], [1.0] * 10 + [None] * 2 + [1.5] * 8))
+    (summary,) = stability.summarize([row])
+    assert render_stability.undefined_part([summary])[0].endswith("CISPO at 16: 2.")
 
 
 def test_a_run_has_a_process_of_its_own_whose_failure_stops_the_study(stability, tmp_path, capfd):
@@ -321,12 +358,12 @@ def test_a_run_has_a_process_of_its_own_whose_failure_stops_the_study(stability,
     assert {**made["result"], "seconds": None} == {**here, "seconds": None}
 
 
-def test_smoothed_bounds_follow_the_search_slowly(stability, monkeypatch):
-    from smoothed_bounds import SmoothedSearch
+def test_smoothed_bounds_follow_the_search_slowly(stability, monkeypatch, tmp_path):
+    from training_run import TRAINERS
 
     found = iter([(0.9, 3.0), (0.9, 3.0), (0.6, 1.2)])
-    args = BAPOConfig("unused", use_cpu=True, bf16=False)
-    search = SmoothedSearch(args, torch.device("cpu"), sum_over_ranks=lambda tensor: tensor)
+    trainer_class, config_class = TRAINERS["smoothed BAPO"]
+    search = toy_trainer(tmp_path, trainer_class=trainer_class, config_class=config_class)._search
 
     def found_bounds(search):
         low, high = next(found)
@@ -406,7 +443,7 @@ def test_the_section_judges_the_aims_by_the_rows(stability, tmp_path):
             ],
             "sums": [],
         },
-        "candidates": stability.compare(rows),
+        "candidates": stability.summarize(rows),
         "runs_left": 7,
         "threads": 1,
         "summary": stability.summarize(rows),
@@ -421,7 +458,8 @@ def test_the_section_judges_the_aims_by_the_rows(stability, tmp_path):
     page = render_stability.render_stability(content, tmp_path)
     assert "Unfinished: at least 7 runs" in page
     assert "BAPO ends at 0.850 ± 0.044, GRPO at 0.350" in page
-    assert "BAPO above every other: yes" in page
+    assert "of the 2 arms without a search, clip-higher ends highest" in page
+    assert "BAPO above all of them: yes" in page
     assert "Intervals apart from GRPO and clip-higher, and above: **no**" in page
     assert "Entropy at least 1.5 times GRPO's: **no** (1.00)" in page
     assert "| 16 | BAPO | - | 0.700 | **0.900** |" in page
