@@ -73,6 +73,7 @@ ABLATION = {
     "fixed at the widest": fixed_clip(0.6, 3.0),
     "smoothed bounds": {},
     "delta 3": {"delta": 3.0},
+    "upper bound alone, delta 3": {"ratio_lower_max": 0.6, "delta": 3.0},
     "GRPO's bounds, delta 3": {**fixed_clip(0.8, 1.2), "delta": 3.0},
     "fixed at the widest, delta 3": {**fixed_clip(0.6, 3.0), "delta": 3.0},
     "4 micro-batches, batch scope": {"gradient_accumulation_steps": 4},
@@ -81,7 +82,7 @@ ABLATION = {
 
 # Variants that the ablation speaks for: compared with BAPO on seeds that had no part in their choice
 CANDIDATES = ("upper bound alone", "fixed at the widest", "delta 3")
-WITH_DELTA = ("GRPO's bounds, delta 3", "fixed at the widest, delta 3")
+WITH_DELTA = ("upper bound alone, delta 3", "GRPO's bounds, delta 3", "fixed at the widest, delta 3")
 
 # Trainers (`training_run.TRAINERS`) of the arms that do not run in `BAPOTrainer`
 TRAINERS = {"CISPO": "GRPO", "SAPO": "GRPO", "VESPO": "GRPO", "smoothed bounds": "smoothed BAPO"}
