@@ -43,6 +43,8 @@ def render_stability(content: dict, folder: Path) -> str:
             *([] if settings["runs_left"] == 0 else [unfinished(settings["runs_left"])]),
             *introduction(settings, rows),
             *(part for task in settings["updates"] for part in task_part(task, rows, settings)),
+            f"Figures: {TASK_TITLES['running_totals']}; lines are means over the seeds, bands go from the lowest to "
+            "the highest.",
             *(f"![{title}]({name})" for name, (_, title) in figures.items()),
             provenance(content),
         ]
@@ -162,10 +164,19 @@ def candidates_part(compared: Sequence[dict]) -> list[str]:
             above_bapo(row),
             "-" if row["arm"] == "BAPO" else ", ".join(f"{gain:+.3f}" for gain in row["gains"]),
             with_interval(row["gradient_peak"], 1),
+            ", ".join(f"{ratio:.1f}" for ratio in row["ratios_at_gradient_peak"]),
         ]
         for row in sorted(compared, key=order)
     ]
-    header = ["Updates per generation", "Arm", "Final accuracy", "Above BAPO", "On each seed", "Gradient peak"]
+    header = [
+        "Updates per generation",
+        "Arm",
+        "Final accuracy",
+        "Above BAPO",
+        "On each seed",
+        "Gradient peak",
+        "Largest ratio there",
+    ]
     text = (
         f"Candidates for the default, on seeds that had no part in their choice ({seeds[0]} to {seeds[-1]}), at "
         "BAPO's learning rate:"
@@ -232,14 +243,14 @@ def verdicts(rows: Sequence[dict]) -> list[str]:
         bapo = arms.pop("BAPO")
         others = {name: row for name, row in arms.items() if "at_start" not in row}  # no search
         apart = [name for name in ("GRPO", "clip-higher") if are_apart(bapo, others[name])]
-        best = max(others, key=lambda name: others[name]["final"]["mean"])
+        best = max(others, key=lambda name: others[name]["gain"]["mean"])
         entropy = bapo["entropy_ratio"]["mean"] / others["GRPO"]["entropy_ratio"]["mean"]
         lines.append(
             f"- {cell} updates per generation: BAPO ends at {with_interval(bapo['final'], 3)}, GRPO at "
             f"{with_interval(others['GRPO']['final'], 3)}, clip-higher at "
-            f"{with_interval(others['clip-higher']['final'], 3)}; of the {len(others)} arms without a search, {best} "
-            f"ends highest ({with_interval(others[best]['final'], 3)}). BAPO above all of them: "
-            f"{verdict(bapo['final']['mean'] > others[best]['final']['mean'])}. Intervals apart from GRPO and "
+            f"{with_interval(others['clip-higher']['final'], 3)}. Of the {len(others)} arms without a search, {best} "
+            f"ends highest ({above_bapo(others[best])} against BAPO on the same seeds). BAPO above all of them: "
+            f"{verdict(others[best]['gain']['mean'] < 0)}. Intervals apart from GRPO and "
             f"clip-higher, and above: {verdict(len(apart) == 2)}. No collapsed run: "
             f"{verdict(not bapo['collapsed'])}. Entropy at least 1.5 times GRPO's: {verdict(entropy >= 1.5)} "
             f"({entropy:.2f})."

@@ -11,7 +11,10 @@ interrupted study goes on where it stopped; after a change to what a run does, b
 The runs of the committed results, with the metrics of each update, are in `results/stability_runs.jsonl.gz`; to go on
 from them:
 
+    mkdir -p outputs
     gunzip --stdout benchmarks/results/stability_runs.jsonl.gz > outputs/stability_full.jsonl
+
+The presets full and gpu write `benchmarks/results/stability*.json`, quick does not.
 """
 
 import argparse
@@ -454,6 +457,9 @@ def summarize(rows: Sequence[dict]) -> list[dict]:
                 for key in ("at_start", "at_end")
                 if key in group[0]
             },
+            "ratios_at_gradient_peak": [
+                row["ratio_at_gradient_peak"] for row in group if "ratio_at_gradient_peak" in row
+            ],
             "tokens_per_update": round(statistics.mean(row["tokens_per_update"] for row in group)),
             "generated_tokens": round(statistics.mean(row["generated_tokens"] for row in group)),
             "seconds_per_update": round(statistics.median(row["seconds"] / row["updates"] for row in group), 3),
@@ -470,7 +476,7 @@ def summarize(rows: Sequence[dict]) -> list[dict]:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, default="full", help="size of the study")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; 0: report what is finished")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; 0: report what is finished, make none")
     parser.add_argument("--finished", type=Path, help="file of finished runs (outputs/stability_<preset>.jsonl)")
     arguments = parser.parse_args()
     preset = PRESETS[arguments.preset]
@@ -478,6 +484,8 @@ def main():
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("the preset gpu needs a GPU, and torch sees none.")
     finished = arguments.finished or ROOT / "outputs" / f"stability_{arguments.preset}.jsonl"
+    if not arguments.jobs and not finished.exists():
+        parser.error(f"--jobs 0 reports finished runs, and there is no {finished}: give another --jobs or --finished.")
 
     rows, compared, tried, runs_left = [], [], {}, 0
     for task in preset.updates:
@@ -487,6 +495,7 @@ def main():
             results = [made["result"] for made in run_all(specs, finished, arguments.jobs)]
             return [(run, result) for run, result in zip(runs, results, strict=True) if result is not None]
 
+        print(f"{task}:", flush=True)
         pilots = try_learning_rates(task, ARMS if preset.few_seeds else MAIN, preset, make)
         rates = {key: best_rate(accuracies) for key, accuracies in pilots.items()}
         tried[task] = [

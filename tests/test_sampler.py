@@ -105,6 +105,7 @@ class Wrong(Sampler):
     error = 0.2
 
 
+@pytest.mark.filterwarnings("ignore:.*no clip bound has any effect")
 @pytest.mark.parametrize("steps_per_generation", [4, 2])  # the second is on-policy: TRL leaves old log-probs out
 def test_the_sampler_is_compared_at_every_generation(tmp_path, steps_per_generation):
     args = {"num_iterations": 1, "steps_per_generation": steps_per_generation}

@@ -414,6 +414,14 @@ def test_the_quick_preset_leaves_the_reported_results_alone(stability, tmp_path,
     assert "q.json" in capsys.readouterr().out
 
 
+def test_no_report_without_finished_runs(stability, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(stability, "save_result", lambda *args: pytest.fail("would overwrite the reported results"))
+    monkeypatch.setattr(sys, "argv", ["stability.py", "--jobs", "0", "--finished", str(tmp_path / "none.jsonl")])
+    with pytest.raises(SystemExit):
+        stability.main()
+    assert "none.jsonl" in capsys.readouterr().err
+
+
 def test_the_section_judges_the_aims_by_the_rows(stability, tmp_path):
     import render_stability
 
@@ -458,7 +466,7 @@ def test_the_section_judges_the_aims_by_the_rows(stability, tmp_path):
     page = render_stability.render_stability(content, tmp_path)
     assert "Unfinished: at least 7 runs" in page
     assert "BAPO ends at 0.850 ± 0.044, GRPO at 0.350" in page
-    assert "of the 2 arms without a search, clip-higher ends highest" in page
+    assert "Of the 2 arms without a search, clip-higher ends highest (-0.050 ± 0.044 against BAPO" in page
     assert "BAPO above all of them: yes" in page
     assert "Intervals apart from GRPO and clip-higher, and above: **no**" in page
     assert "Entropy at least 1.5 times GRPO's: **no** (1.00)" in page
