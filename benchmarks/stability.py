@@ -2,7 +2,7 @@
 Stability under staleness: BAPO against what users would pick instead, by the updates between two generations.
 
     python benchmarks/stability.py --preset quick          # minutes: does it run; written to outputs/
-    python benchmarks/stability.py --preset full --jobs 2  # the study of docs/results.md, about 6 hours
+    python benchmarks/stability.py --preset full --jobs 2  # the study of docs/results.md, about 5 hours
     python benchmarks/stability.py --preset gpu            # the same on a GPU, with four times the updates
 
 Each run is a process of its own on one thread. All arms share task, warm start, order of the problems, the number of
