@@ -76,6 +76,7 @@ ABLATION = {
     "fixed at the widest": fixed_clip(0.6, 3.0),
     "smoothed bounds": {},
     "delta 3": {"delta": 3.0},
+    "upper bound alone, delta 3": {"ratio_lower_max": 0.6, "delta": 3.0},
     "GRPO's bounds, delta 3": {**fixed_clip(0.8, 1.2), "delta": 3.0},
     "fixed at the widest, delta 3": {**fixed_clip(0.6, 3.0), "delta": 3.0},
     "4 micro-batches, batch scope": {"gradient_accumulation_steps": 4},
@@ -88,6 +89,7 @@ CANDIDATES = ("upper bound alone", "delta 3")
 ON_BOTH_TASKS = (
     *CANDIDATES,
     "fixed at the widest",
+    "upper bound alone, delta 3",
     "GRPO's bounds, delta 3",
     "fixed at the widest, delta 3",
 )
