@@ -306,16 +306,15 @@ def above_bapo(row: dict) -> str:
     """Return the mean difference to BAPO on the same seeds, with its interval."""
     if row["arm"] == "BAPO" or not row["gains"]:
         return "-"
-    half = "" if row["gain"]["half_width"] is None else f" ± {row['gain']['half_width']:.3f}"
-    return f"{row['gain']['mean']:+.3f}{half}"
+    return with_interval(row["gain"], 3, sign="+")
 
 
-def with_interval(value: dict, decimals: int) -> str:
-    """Return a mean, and half the width of its interval if it has one."""
+def with_interval(value: dict, decimals: int, sign: str = "-") -> str:
+    """Return a mean, and half the width of its interval if it has one; with the sign `+` also before positive ones."""
     if value["mean"] is None:
         return "-"
     half = "" if value["half_width"] is None else f" ± {value['half_width']:.{decimals}f}"
-    return f"{value['mean']:.{decimals}f}{half}"
+    return f"{value['mean']:{sign}.{decimals}f}{half}"
 
 
 # Figures. A line is the mean over the seeds, the band around it goes from the smallest to the largest.

@@ -209,7 +209,15 @@ FULL = Preset(
     pilot_seeds=(1000,),
 )
 PRESETS = {
-    "quick": Preset({"sums": 64}, {"sums": (5e-4,)}, {"sums": ()}, (0,), (), (), ()),
+    "quick": Preset(
+        updates={"sums": 64},
+        learning_rates={"sums": (5e-4,)},
+        ablation={"sums": ()},
+        seeds=(0,),
+        few_seeds=(),
+        candidate_seeds=(),
+        pilot_seeds=(),
+    ),
     "full": FULL,
     "gpu": replace(
         FULL,
@@ -429,16 +437,17 @@ def summarize(rows: Sequence[dict]) -> list[dict]:
     `gains` are how far the runs end above those of BAPO with the same seeds, `gain` is their mean.
     """
     groups: dict[tuple, list[dict]] = {}
-    bapo = {}
     for row in rows:
         groups.setdefault((row["task"], row["cell"], row["arm"]), []).append(row)
-        if row["arm"] == "BAPO":
-            bapo[row["task"], row["cell"], row["seed"]] = row["final"]
-
-    def gains(task: str, cell: str, group: list[dict]) -> list[float]:
-        keys = {(task, cell, row["seed"]): row["final"] for row in group}
-        return [round(final - bapo[key], 4) for key, final in keys.items() if key in bapo]
-
+    bapo = {(row["task"], row["cell"], row["seed"]): row["final"] for row in rows if row["arm"] == "BAPO"}
+    gains = {
+        (task, cell, arm): [
+            round(row["final"] - bapo[task, cell, row["seed"]], 4)
+            for row in group
+            if (task, cell, row["seed"]) in bapo
+        ]
+        for (task, cell, arm), group in groups.items()
+    }
     return [
         {
             "task": task,
@@ -446,8 +455,8 @@ def summarize(rows: Sequence[dict]) -> list[dict]:
             "arm": arm,
             "learning_rate": group[0]["learning_rate"],
             "seeds": [row["seed"] for row in group],
-            "gains": gains(task, cell, group),
-            "gain": mean_and_interval(gains(task, cell, group)),
+            "gains": gains[task, cell, arm],
+            "gain": mean_and_interval(gains[task, cell, arm]),
             **{
                 key: mean_and_interval([row[key] for row in group])
                 for key in ("final", "greedy", "area", "largest_fall", "entropy_ratio", "gradient_peak")
@@ -509,15 +518,14 @@ def main():
             for (arm, staleness), by_rate in pilots.items()
         ]
         plan = Plan(preset, task, rates)
-        runs = list(plan.reported())
+        runs, candidates = list(plan.reported()), list(plan.candidates())
         made = make(runs, 8)
-        runs += (extra := list(more_seeds(preset, made)))
+        extra = list(more_seeds(preset, made))
         made += make(extra, 8)
+        made_candidates = make(candidates, 8)
         rows += [condense(run, result) for run, result in made]
-        runs += (candidates := list(plan.candidates()))
-        made += (made_candidates := make(candidates, 8))
         compared += summarize([condense(run, result) for run, result in made_candidates])
-        runs_left += len(runs) - len(made)
+        runs_left += len(runs) + len(extra) + len(candidates) - len(made) - len(made_candidates)
 
     settings = {
         **asdict(preset),

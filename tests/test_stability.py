@@ -181,6 +181,9 @@ def test_figures_of_a_run(stability):
     assert not stability.condense(run, finished_run([0.2, 0.5, 0.3], [1.0] * 20))["is_collapsed"]
     recovered = stability.condense(run, finished_run([0.6, 0.1, 0.5], [1.0] * 20))
     assert (recovered["is_collapsed"], recovered["largest_fall"]) == (False, 0.5)
+    without_gradient = stability.condense(run, finished_run([0.2, 0.5, 0.0], [0.0] * 20))
+    assert (without_gradient["is_collapsed"], without_gradient["gradient_peak"]) == (True, None)
+    assert stability.summarize([without_gradient])[0]["gradient_peak"] == {"mean": None, "half_width": None}
 
 
 def test_what_the_search_did(stability):
