@@ -15,6 +15,7 @@ from .bound_search import BoundSearch
 from .clip_bounds import ClipBounds
 from .diagnostics import UpdateLog, measure_tokens
 from .policy_tokens import PolicyTokens, policy_mask, policy_tokens
+from .prompts import check_columns, check_number_of_prompts
 from .queue_checkpoint import remove_queues
 from .replay import Replay
 from .resume import EpochShuffleCallback, load_onto_numbered_cpus
@@ -48,7 +49,7 @@ class BAPOTrainer(GRPOTrainer):
       for queued ones.
     - `_prepare_inputs`: with a replay queue, draws the batches of later passes over a generation from it.
     - `_save_checkpoint`, `_load_optimizer_and_scheduler`: keep the replay queue in the checkpoint.
-    - `_get_train_sampler`: lets a resumed run continue the shuffles of the prompts.
+    - `_get_train_sampler`: refuses too few prompts; lets a resumed run continue the shuffles of the prompts.
     - `_calculate_rewards`: logs the best of k rollouts in evaluation.
 
     Args:
@@ -59,16 +60,20 @@ class BAPOTrainer(GRPOTrainer):
         args ([`BAPOConfig`], *optional*):
             Configuration of the trainer. A [`~trl.GRPOConfig`] is taken with the default search. If `None`, a default
             configuration is used.
-        *positional, **kwargs:
-            All other arguments of [`~trl.GRPOTrainer`], unchanged: `train_dataset`, `eval_dataset`,
-            `processing_class`, `peft_config`, ...
+        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*):
+            Prompts to train on, as in [`~trl.GRPOTrainer`]; enough for one generation.
+        eval_dataset (*optional*):
+            Prompts to evaluate on, as in [`~trl.GRPOTrainer`].
+        *rest, **kwargs:
+            All other arguments of [`~trl.GRPOTrainer`], unchanged: `processing_class`, `peft_config`, ...
 
     Attributes:
         clip_bounds ([`ClipBounds`]):
             Outcome of the latest search; before the first one, the start bounds.
 
     Raises:
-        ValueError: If the settings contradict one another or a dataset has no `prompt` column.
+        ValueError: If the settings contradict one another, if a dataset has no `prompt` column, or fewer prompts than
+            one generation takes.
         RuntimeError: During training, if a log-probability or an advantage is NaN or infinite.
     """
 
@@ -92,19 +97,22 @@ class BAPOTrainer(GRPOTrainer):
             }"""),
     }
 
-    def __init__(self, model, reward_funcs=None, args=None, *positional, **kwargs):
+    def __init__(self, model, reward_funcs=None, args=None, train_dataset=None, eval_dataset=None, *rest, **kwargs):
         if args is None:
             model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = BAPOConfig(f"{model_name.split('/')[-1]}-BAPO")
         elif not isinstance(args, BAPOConfig):
             args = BAPOConfig.from_grpo_config(args)
+        # Before the model loads. An environment brings its prompts itself.
+        if kwargs.get("environment_factory") is None:
+            check_columns(train_dataset, eval_dataset)
+        if args.do_train:
+            check_number_of_prompts(train_dataset, args)
 
         uses_server = args.use_vllm and args.vllm_mode == "server"
         with client_for(args.device) if uses_server else nullcontext():
-            super().__init__(model, reward_funcs, args, *positional, **kwargs)
+            super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, *rest, **kwargs)
 
-        if self.environment_factories is None:
-            self._check_prompts()
         self._epoch_shuffles = EpochShuffleCallback()
         self.add_callback(self._epoch_shuffles)
         self._has_dropout = not args.disable_dropout and any(
@@ -118,16 +126,6 @@ class BAPOTrainer(GRPOTrainer):
             for message in args.warnings():
                 warnings.warn(message, stacklevel=2)
 
-    def _check_prompts(self):
-        eval_datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
-        for name, dataset in {"train": self.train_dataset, **eval_datasets}.items():
-            columns = getattr(dataset, "column_names", None)  # unknown for some iterable datasets
-            if columns is not None and "prompt" not in columns:
-                raise ValueError(
-                    f"The {name} dataset has no `prompt` column, only {columns}: rename the column with the prompts, "
-                    "e.g. `dataset.rename_column('question', 'prompt')`."
-                )
-
     def _make_replay(self) -> Replay:
         if self._is_vlm:
             raise ValueError("A replay queue keeps text only: set `replay_fraction` to 0 for multimodal models.")
@@ -139,6 +137,7 @@ class BAPOTrainer(GRPOTrainer):
     # Data and generation
 
     def _get_train_sampler(self, dataset=None):
+        check_number_of_prompts(self.train_dataset if dataset is None else dataset, self.args)
         self._epoch_shuffles.sampler = super()._get_train_sampler(dataset)
         return self._epoch_shuffles.sampler
 

@@ -554,6 +554,31 @@ def test_a_dataset_without_prompts_is_refused(tmp_path):
         toy_trainer(tmp_path, trainer_args={"eval_dataset": {"held_out": questions}})
 
 
+def test_too_few_prompts_for_one_generation_are_refused_before_the_model_loads(tmp_path):
+    # 6 rows x 4 steps = 24 samples a generation, 3 of each prompt: 8 prompts, of which TRL drops 7
+    message = r"7 prompts, but one generation takes 8 \(`generation_batch_size` 24 / `num_generations` 3"
+    with pytest.raises(ValueError, match=message):
+        toy_trainer(tmp_path, model="no/model", trainer_args={"train_dataset": toy_dataset(7)})
+    with pytest.raises(ValueError, match=message):
+        BAPOTrainer("no/model", digits_reward, BAPOConfig(str(tmp_path), **CPU, **OFF_POLICY), toy_dataset(7))
+    trainer = toy_trainer(tmp_path, trainer_args={"train_dataset": toy_dataset(8)})
+    assert trainer.train().global_step == 4
+
+
+def test_the_prompts_of_a_generation_are_counted_over_all_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr(BAPOConfig, "world_size", 2)
+    with pytest.raises(ValueError, match=r"15 prompts, but one generation takes 16 \(`generation_batch_size` 48"):
+        toy_trainer(tmp_path, model="no/model", trainer_args={"train_dataset": toy_dataset(15)})
+
+
+def test_too_few_prompts_to_train_on_may_be_evaluated_but_not_trained(tmp_path):
+    few = {"train_dataset": toy_dataset(7), "eval_dataset": toy_dataset(6)}
+    trainer = toy_trainer(tmp_path, trainer_args=few, do_train=False, per_device_eval_batch_size=6)
+    assert "eval_reward" in trainer.evaluate()
+    with pytest.raises(ValueError, match="7 prompts, but one generation takes 8"):
+        trainer.train()
+
+
 def test_a_stream_without_prompts_is_refused_at_its_first_row(tmp_path):
     stream = IterableDataset.from_generator(lambda: ({"question": "1+1="} for _ in range(100)))
     trainer = toy_trainer(tmp_path, trainer_args={"train_dataset": stream})
