@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, fields
 
+from transformers.trainer_utils import HubStrategy
 from trl import GRPOConfig
 
 from .bound_grid import BoundGrid
@@ -12,6 +13,7 @@ from .replay_queue import ORDERS as REPLAY_ORDERS
 
 SCOPES = ("batch", "micro_batch")
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+_STRATEGIES_WITH_CHECKPOINTS = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
 _BOUND_PARTS = tuple(part.name for part in fields(BoundGrid))
 
 
@@ -274,6 +276,13 @@ class BAPOConfig(GRPOConfig):
                 f"({self.steps_per_generation}) a multiple of `gradient_accumulation_steps` "
                 f"({self.gradient_accumulation_steps}), or raise `num_iterations` ({self.num_iterations}): their "
                 "product over `gradient_accumulation_steps` is the number of updates per generation."
+            )
+        saves_queue = self.uses_replay and not self.save_only_model
+        if saves_queue and self.push_to_hub and self.hub_strategy in _STRATEGIES_WITH_CHECKPOINTS:
+            messages.append(
+                f"`hub_strategy` is '{self.hub_strategy.value}', which uploads whole checkpoints: the replay queue, "
+                "with the prompts and completions in it, goes to the Hub as well. To upload the model alone, set "
+                "`hub_strategy` to 'every_save' or 'end'."
             )
         return messages
 

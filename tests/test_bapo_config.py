@@ -105,6 +105,20 @@ def test_knows_when_every_sample_is_on_policy(args, always_on_policy):
     assert config(**args).is_always_on_policy == always_on_policy
 
 
+def test_warns_that_whole_checkpoints_on_the_hub_hold_the_replay_queue():
+    def warns(**args):
+        settings = {"push_to_hub": True, "replay_fraction": 0.5, "hub_strategy": "checkpoint", **args}
+        return any("prompts and completions" in message for message in config(**settings).warnings())
+
+    assert warns()
+    assert warns(hub_strategy="all_checkpoints")
+    assert not warns(hub_strategy="every_save")
+    assert not warns(hub_strategy="end")
+    assert not warns(push_to_hub=False)
+    assert not warns(replay_fraction=0)
+    assert not warns(save_only_model=True)
+
+
 def test_evaluation_batches_are_checked_over_all_processes(monkeypatch):
     two = {"do_eval": True, "per_device_eval_batch_size": 2, "num_generations_eval": 4}
     with pytest.raises(ValueError, match=r"2 on 1 processes"):
