@@ -19,7 +19,6 @@ among them) and of TRL's dataset mixtures.
 """
 
 import argparse
-import importlib.util
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,17 +31,17 @@ from trl import (
     DatasetMixtureConfig,
     ModelConfig,
     ScriptArguments,
-    TrlParser,
     get_dataset,
     get_peft_config,
     get_quantization_config,
 )
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.data import load_splits, pick_split
+from bapo_trl.arguments import RecipeParser
+from bapo_trl.data import Data, common_hub_id, load_splits, pick_split
 from bapo_trl.distributed import end_training
 from bapo_trl.progress import BoundsProgressCallback, log_line, settings_table
-from bapo_trl.report import save_report
+from bapo_trl.report import report_line
 from bapo_trl.rewards import resolve_reward_funcs
 from bapo_trl.tasks import held_out_accuracy, load_task, warm_start_path
 
@@ -72,38 +71,35 @@ class BAPOScriptArguments(ScriptArguments):
 
 
 def parse_arguments(arguments: list[str]):
-    # argparse takes `--name=value` and `--dataset-name` as well, but TrlParser `--config PATH` alone.
-    arguments = [part for a in arguments for part in (a.split("=", 1) if a.startswith("--config=") else [a])]
     named = {argument.partition("=")[0].replace("-", "_") for argument in arguments}
     if not named & {"__config", "__dataset_name", "__help", "_h"}:
         arguments = ["--config", str(QUICKSTART), *arguments]
-    parser = TrlParser(
+    parser = RecipeParser(
         (BAPOScriptArguments, BAPOConfig, ModelConfig, DatasetMixtureConfig),
         description=__doc__,
         usage="train_bapo.py [--config RECIPE] [--NAME VALUE ...]",
-        allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     return parser.parse_args_and_config(arguments)
 
 
-def load_data(script_args, training_args, dataset_args, task):
-    """Return the train split and, if the run evaluates, the test split."""
+def load_data(script_args, training_args, dataset_args, task) -> Data:
     if task is not None:
-        return task.train_dataset, task.test_dataset
+        return Data("the embedded task (sums of two numbers)", task.train_dataset, task.test_dataset)
     if dataset_args.datasets:
+        title, sources = "a dataset mixture", [part.path for part in dataset_args.datasets]
         splits = get_dataset(dataset_args)
     elif script_args.dataset_name:
+        title, sources = script_args.dataset_name, [script_args.dataset_name]
         splits = load_splits(script_args.dataset_name, script_args.dataset_config, script_args.dataset_streaming)
     else:
         raise ValueError(
             "`dataset_name` is not set: give a json, jsonl or parquet file, a dataset folder, an id on the Hub, or "
             f"'{EMBEDDED}' for the built-in task (or list `datasets` in the config file)."
         )
-    train_dataset = pick_split(splits, script_args.dataset_train_split, "dataset_train_split")
-    if not training_args.do_eval:
-        return train_dataset, None
-    return train_dataset, pick_split(splits, script_args.dataset_test_split, "dataset_test_split")
+    train = pick_split(splits, script_args.dataset_train_split, "dataset_train_split")
+    test = pick_split(splits, script_args.dataset_test_split, "dataset_test_split") if training_args.do_eval else None
+    return Data(title, train, test, common_hub_id(sources))
 
 
 def main(arguments: list[str]):
@@ -117,7 +113,7 @@ def main(arguments: list[str]):
 
     # Data, rewards and model
     task = load_task() if script_args.dataset_name == EMBEDDED else None
-    train_dataset, eval_dataset = load_data(script_args, training_args, dataset_args, task)
+    data = load_data(script_args, training_args, dataset_args, task)
     if script_args.reward_funcs:
         reward_funcs = resolve_reward_funcs(script_args.reward_funcs)
     elif task is not None:
@@ -144,8 +140,8 @@ def main(arguments: list[str]):
         model,
         reward_funcs,
         training_args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset if training_args.do_eval else None,
+        train_dataset=data.train,
+        eval_dataset=data.test if training_args.do_eval else None,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
@@ -157,9 +153,8 @@ def main(arguments: list[str]):
     resume = resume_argument(training_args.resume_from_checkpoint)
     if training_args.do_train:
         check_resume(resume, training_args)
-    data = "the embedded task (sums of two numbers)" if task else script_args.dataset_name or "a dataset mixture"
     if training_args.do_train:
-        say(f"BAPO on {data}\n{settings_table(training_args)}")
+        say(f"BAPO on {data.title}\n{settings_table(training_args)}")
         say(f"Each line below: means over the last {training_args.logging_steps:g} updates, age in policy versions.")
         has_folder = Path(training_args.output_dir).is_dir()
         earlier = get_last_checkpoint(training_args.output_dir) if has_folder else None
@@ -191,23 +186,25 @@ def main(arguments: list[str]):
         checkpoint = Path(training_args.output_dir) / f"checkpoint-{trainer.state.global_step}"
         if checkpoint.is_dir():
             say(f"Checkpoint: {checkpoint}")
-        if trainer.accelerator.is_main_process and importlib.util.find_spec("matplotlib"):
-            report = save_report(trainer.state.log_history, Path(training_args.output_dir) / "report.png")
-            say(f"Report: {report}")
-        elif trainer.accelerator.is_main_process:
-            say("Report: not drawn, matplotlib is not installed (pip install '.[plots]')")
 
     # Evaluate
     if training_args.do_eval:
         metrics = trainer.evaluate()
         trainer.save_metrics("eval", metrics)
-        say(f"Evaluation of {model} on {data}: {log_line(trainer.state.global_step, metrics)}")
+        evaluated = training_args.output_dir if training_args.do_train else model
+        say(f"Evaluation of {evaluated} on {data.title}: {log_line(trainer.state.global_step, metrics)}")
         say(f"Metrics: {Path(training_args.output_dir) / 'eval_results.json'}")
 
+    # Publish
     if training_args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+        trainer.push_to_hub(dataset_name=data.hub_id)
         say(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}")
+
     end_training(trainer)
+
+    # Report: last, so that no figure stands in the way of the rest
+    if training_args.do_train and trainer.is_world_process_zero():
+        say(report_line(trainer.state.log_history, Path(training_args.output_dir) / "report.png"))
 
 
 def check_resume(resume: str | bool | None, training_args: BAPOConfig):

@@ -1,13 +1,64 @@
 """Load the splits that `train_bapo.py` trains and evaluates on."""
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
+from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as LOADERS  # "json", "csv", ...
 
 
 _FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 _DATA_SUFFIXES = (*_FILE_BUILDERS, ".csv", ".tsv", ".txt", ".arrow")
+
+
+@dataclass(frozen=True)
+class Data:
+    """
+    What a run trains and evaluates on.
+
+    Args:
+        title (`str`):
+            What the terminal calls it.
+        train (`Dataset` or `IterableDataset`):
+            Prompts to train on.
+        test (`Dataset` or `IterableDataset`, *optional*):
+            Prompts to evaluate on, if the run does.
+        hub_id (`str`, *optional*):
+            Id on the Hub, for the model card; `None` for data that is not one dataset of the Hub.
+    """
+
+    title: str
+    train: Dataset | IterableDataset
+    test: Dataset | IterableDataset | None
+    hub_id: str | None = None
+
+
+def common_hub_id(sources: Iterable[str]) -> str | None:
+    """
+    Return the id of the one dataset on the Hub that all sources are, or `None` if they are not.
+
+    Files, folders, buckets and the loaders of `datasets` (`json`, ...) are no such dataset. To be asked when the data
+    is loaded: a run may write a folder of the same name.
+
+    Args:
+        sources (iterable of `str`):
+            Names as [`load_splits`] and [`~datasets.load_dataset`] take them.
+    """
+    ids = {_hub_id(source) for source in sources}
+    return ids.pop() if len(ids) == 1 else None
+
+
+def _hub_id(source: str) -> str | None:
+    repo_id = source.removeprefix("hf://datasets/")
+    is_elsewhere = _is_path(source) or source in LOADERS or repo_id.count("/") > 1
+    return None if is_elsewhere else repo_id
+
+
+def _is_path(name: str) -> bool:
+    path = Path(name)
+    return path.exists() or path.is_absolute() or name.startswith(".") or path.suffix in _DATA_SUFFIXES
 
 
 def load_splits(name: str, config: str | None = None, streaming: bool = False) -> DatasetDict | IterableDatasetDict:
@@ -39,7 +90,7 @@ def load_splits(name: str, config: str | None = None, streaming: bool = False) -
     if path.is_dir() and ((path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()):
         loaded = load_from_disk(name)
         return DatasetDict(train=loaded) if isinstance(loaded, Dataset) else loaded
-    if not path.is_dir() and (path.is_absolute() or name.startswith(".") or path.suffix in _DATA_SUFFIXES):
+    if _is_path(name) and not path.is_dir():
         raise ValueError(
             f"`dataset_name` is '{name}', but there is no such file or folder: correct the path, or give an id on the "
             "Hub such as 'org/dataset'."

@@ -1,7 +1,17 @@
 """The training report: one figure of how reward, entropy, bounds and positive share went over the updates."""
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+
+def report_line(log_history: Sequence[Mapping[str, float]], path: str | Path) -> str:
+    """Draw the report if there is something to draw, and something to draw it with; return a line that says so."""
+    if not importlib.util.find_spec("matplotlib"):
+        return "Report: not drawn, matplotlib is not installed (pip install '.[plots]')"
+    if not any(_has_bounds(log) for log in log_history if "train_runtime" not in log):  # TRL's summary at the end
+        return "Report: not drawn, no update was logged (`logging_steps` and `logging_strategy` say which are)"
+    return f"Report: {save_report(log_history, path)}"
 
 
 def save_report(log_history: Sequence[Mapping[str, float]], path: str | Path) -> Path:
@@ -10,8 +20,8 @@ def save_report(log_history: Sequence[Mapping[str, float]], path: str | Path) ->
 
     Args:
         log_history (sequence of mappings):
-            Logs of the run, as in `trainer.state.log_history`. Logs without bounds (evaluation, summary) are left
-            out; missing values leave a gap.
+            Logs of the run, as in `trainer.state.log_history`. Logs without bounds (evaluation) are left out;
+            missing values leave a gap.
         path (`str` or `Path`):
             Image file to write.
 
@@ -25,7 +35,7 @@ def save_report(log_history: Sequence[Mapping[str, float]], path: str | Path) ->
     import matplotlib.pyplot as plt
     from matplotlib.ticker import MaxNLocator
 
-    logs = [log for log in log_history if "bapo/clip_low" in log]
+    logs = [log for log in log_history if _has_bounds(log)]
     if not logs:
         raise ValueError("`log_history` has no update with `bapo/clip_low`: nothing to draw.")
 
@@ -57,3 +67,7 @@ def save_report(log_history: Sequence[Mapping[str, float]], path: str | Path) ->
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path
+
+
+def _has_bounds(log: Mapping[str, float]) -> bool:
+    return "bapo/clip_low" in log

@@ -5,7 +5,7 @@ import json
 import pytest
 from datasets import Dataset, DatasetDict
 
-from bapo_trl.data import load_splits, pick_split
+from bapo_trl.data import common_hub_id, load_splits, pick_split
 from bapo_trl.rewards import REWARDS, resolve_reward_funcs
 
 
@@ -59,6 +59,17 @@ def test_what_the_hub_does_not_give_is_told_with_its_answer(monkeypatch):
         ValueError, match=r"'data/promts', which is neither a file nor a folder here.*Couldn't reach it"
     ):
         load_splits("data/promts")
+
+
+def test_only_one_dataset_of_the_hub_has_an_id_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "here").mkdir(parents=True)
+    assert common_hub_id(["org/data"]) == common_hub_id(["hf://datasets/org/data", "org/data"]) == "org/data"
+    assert common_hub_id(["gsm8k"]) == "gsm8k"
+    for source in ("json", "org/here", "data.jsonl", "./data", "/data", "buckets/org/data", "hf://buckets/org/data"):
+        assert common_hub_id([source]) is None
+    assert common_hub_id(["org/data", "org/other"]) is None
+    assert common_hub_id(["org/data", "json"]) is None
 
 
 def test_a_missing_split_is_named_with_those_there_are():

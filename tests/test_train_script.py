@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from datasets import Dataset, DatasetDict
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 from bapo_trl.tasks import load_task, warm_start_path
@@ -25,6 +26,7 @@ SHORT = {
     "num_generations": 4,
     "logging_steps": 1,
 }
+CPU = {"use_cpu": "true", "bf16": "false", "gradient_checkpointing": "false", "dataloader_pin_memory": "false"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -110,7 +112,8 @@ def test_evaluation_alone(tmp_path):
     )  # fmt: skip
     metrics = json.loads((tmp_path / "eval_results.json").read_text())
     assert 0 < metrics["eval_reward"] < metrics["eval_reward_best_of_4"] <= 1
-    assert re.search(r"Evaluation of .*: update +0  eval reward 0\.\d+  reward best of 4 0\.\d+", out)
+    assert f"Evaluation of {warm_start_path()} on the embedded task" in out
+    assert re.search(r"update +0  eval reward 0\.\d+  reward best of 4 0\.\d+", out)
     assert not (tmp_path / "model.safetensors").exists()
     assert "Held-out accuracy" not in out
 
@@ -136,6 +139,7 @@ def test_evaluation_during_training_on_a_users_own_data_and_reward(tmp_path):
     assert all(log["eval_rewards/prefers_short/mean"] < 0 for log in history if "eval_reward" in log)
     assert "Held-out accuracy" not in out
     assert out.count("eval reward") == 3  # two while training, one at the end
+    assert "Evaluation of out on data: update" in out  # not of the model it started from
     assert list((tmp_path / "out").rglob("events.out.tfevents*"))
 
 
@@ -150,9 +154,50 @@ def test_own_data_takes_nothing_from_the_quickstart(spelling):
     assert model_args.model_name_or_path is None
 
 
-def test_an_abbreviated_flag_is_refused(capsys):
-    with pytest.raises(ValueError, match="--positive_contribution'"):
-        train_bapo.parse_arguments(["--positive_contribution", "0.5"])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        # abbreviated; others misspelt, beside a setting (bf16 on a CPU) that would be refused too
+        (
+            ["--positive_contribution", "0.5"],
+            "--positive_contribution (the nearest is --positive_contribution_target)",
+        ),
+        (["--max-stepz=3", "--bf16", "true"], "--max-stepz (the nearest is --max_steps)"),
+        (["--confg", "recipes/math_7b.yaml"], "--confg (the nearest is --config)"),
+        (
+            ["--learning_rat", "1e-6", "--sed", "-1"],
+            "--learning_rat (the nearest is --learning_rate), --sed (the nearest is --seed)",
+        ),
+        (["recipes/math_7b.yaml"], "'recipes/math_7b.yaml' belongs to no flag"),
+        (["--config", "missing.yaml"], "`--config` is 'missing.yaml': there is no such file"),
+        (["--config=recipes"], "`--config` is 'recipes': there is no such file"),
+        (["--max_steps", "3", "--config"], "`--config` is '': there is no such file"),
+    ],
+)
+def test_unknown_flags_and_missing_recipes_end_in_one_line(flags, message, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as ended:
+        train_bapo.main(flags)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.partition("error: ")[2].removeprefix("unknown flag: ") == message + "\n"
+
+
+def test_an_unknown_key_of_a_recipe_ends_in_one_line(tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("learning_rat: 1.0e-6\nbf16: true\n")
+    with pytest.raises(SystemExit) as ended:
+        train_bapo.main(["--config", str(recipe)])
+    assert ended.value.code == 2
+    line = f"error: unknown key in {recipe}: learning_rat (the nearest is learning_rate)\n"
+    assert capsys.readouterr().err.endswith(line)
+
+
+def test_the_line_is_all_that_a_user_sees_of_an_unknown_flag(tmp_path):
+    result = train(tmp_path / "run", max_stepz=3)
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert result.stderr.endswith("train_bapo.py: error: unknown flag: --max_stepz (the nearest is --max_steps)\n")
+    assert not (tmp_path / "run").exists()
 
 
 def test_recipes_in_either_spelling():
@@ -169,16 +214,81 @@ def test_help_shows_the_defaults_of_the_settings_not_of_a_recipe(capsys):
     assert "(default: embedded)" not in out
 
 
-def test_push_to_hub_pushes_the_trained_model(tmp_path, monkeypatch):
-    pushed = []
+@pytest.fixture
+def pushed(monkeypatch):
+    """What is passed to the push at the end of a run, and the model card it writes, without a Hub."""
+    pushes = []
+
+    def push_to_hub(trainer, **kwargs):
+        trainer.create_model_card(**{name: value for name, value in kwargs.items() if name == "dataset_name"})
+        card = ModelCard.load(f"{trainer.args.output_dir}/README.md")
+        assert ("on the [" in card.text) == ("datasets" in card.data.to_dict())
+        pushes.append({**kwargs, "datasets": card.data.to_dict().get("datasets")})
+
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(
-        "transformers.Trainer.init_hf_repo", lambda self, *args: setattr(self, "hub_model_id", "me/run")
-    )
-    monkeypatch.setattr(train_bapo.BAPOTrainer, "push_to_hub", lambda self, **kwargs: pushed.append(kwargs))
-    settings = {**SHORT, "output_dir": tmp_path, "push_to_hub": "true", "save_strategy": "no"}
+    monkeypatch.setattr("transformers.Trainer.init_hf_repo", lambda self, *args: setattr(self, "hub_model_id", "me/x"))
+    monkeypatch.setattr(train_bapo.BAPOTrainer, "push_to_hub", push_to_hub)
+    return pushes
+
+
+def run_main(**settings):
+    settings = {**SHORT, "save_strategy": "no", **settings}
     train_bapo.main([part for name, value in settings.items() for part in (f"--{name}", str(value))])
-    assert pushed[-1] == {"dataset_name": "embedded"}  # after the push of `save_model`
+
+
+def test_push_to_hub_names_no_dataset_but_one_of_the_hub(tmp_path, monkeypatch, pushed):
+    problems = load_task().train_dataset.select(range(16))
+    asked = []
+
+    def load_from_hub(path, **kwargs):
+        asked.append(path)
+        return DatasetDict(train=problems)
+
+    run_main(output_dir=tmp_path / "embedded", push_to_hub="true")
+    assert len(pushed) == 2  # of `save_model`, and the last one
+    assert pushed[-1] == {"dataset_name": None, "datasets": None}
+
+    monkeypatch.chdir(tmp_path)
+    problems.to_json("problems.jsonl")
+    problems.save_to_disk("org/saved")
+    own = {
+        **CPU, "model_name_or_path": warm_start_path(), "reward_funcs": "bapo_trl.tasks.exact_match_reward",
+        "max_completion_length": 4, "push_to_hub": "true", "report_to": "none",
+    }  # fmt: skip
+    for name in ("problems.jsonl", "org/saved"):
+        run_main(**own, dataset_name=name, output_dir=tmp_path / "out")
+        assert pushed[-1] == {"dataset_name": None, "datasets": None}
+    monkeypatch.setattr("bapo_trl.data.load_dataset", load_from_hub)
+    run_main(**own, dataset_name="org/problems", output_dir="org/problems")  # by now there is a folder of that name
+    assert asked == ["org/problems"]
+    assert pushed[-1] == {"dataset_name": "org/problems", "datasets": "org/problems"}
+
+    mixture = tmp_path / "mixture.yaml"
+    mixture.write_text("datasets: [{path: json, data_files: problems.jsonl}]\ndataset_name: org/ignored\n")
+    run_main(**own, config=mixture, output_dir="out")
+    assert pushed[-1] == {"dataset_name": None, "datasets": None}
+
+
+PUBLISHED = {"push_to_hub": "true", "do_eval": "true", "per_device_eval_batch_size": 64}
+
+
+def is_saved_evaluated_and_pushed(folder, pushed):
+    return (folder / "model.safetensors").exists() and (folder / "eval_results.json").exists() and len(pushed) == 2
+
+
+@pytest.mark.parametrize("settings", [{}, {"eval_strategy": "steps", "eval_steps": 2}])
+def test_a_run_that_logs_no_update_has_no_report(tmp_path, capsys, pushed, settings):
+    run_main(output_dir=tmp_path, logging_steps=5, **PUBLISHED, **settings)
+    assert is_saved_evaluated_and_pushed(tmp_path, pushed)
+    assert "\nReport: not drawn, no update was logged" in capsys.readouterr().out
+    assert not (tmp_path / "report.png").exists()
+
+
+def test_a_report_that_fails_stands_in_the_way_of_nothing(tmp_path, monkeypatch, pushed):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # installed, but broken
+    with pytest.raises(ImportError, match=r"matplotlib\.pyplot"):
+        run_main(output_dir=tmp_path, **PUBLISHED)
+    assert is_saved_evaluated_and_pushed(tmp_path, pushed)
 
 
 def test_two_processes_share_the_work(tmp_path):
@@ -210,6 +320,10 @@ def test_a_dataset_mixture_from_a_recipe(tmp_path):
         ({"dataset_name": "embedded", "reward_funcs": "accuracy"}, "`reward_funcs` has 'accuracy'.*accuracy_reward"),
         ({"dataset_name": "questions.jsonl", "reward_funcs": "think_format_reward"}, "no `prompt` column.*question"),
         ({"dataset_name": "questions.jsonl"}, "`reward_funcs` is not set"),
+        (
+            {"dataset_name": "three.jsonl", "reward_funcs": "think_format_reward", "model_name_or_path": "./no_model"},
+            "dataset has 3 prompts, but one generation takes 4 .*16 / `num_generations` 4.*`steps_per_generation` .2.",
+        ),
         ({"dataset_name": "embedded", "model_name_or_path": None}, "`model_name_or_path` is not set"),
         (
             {"dataset_name": "questions.jsonl", "dataset_train_split": "trein"},
@@ -224,10 +338,10 @@ def test_a_dataset_mixture_from_a_recipe(tmp_path):
 )  # fmt: skip
 def test_errors_name_the_argument_the_value_and_the_fix(tmp_path, settings, message, monkeypatch):
     Dataset.from_dict({"question": ["1+1="]}).to_json(tmp_path / "questions.jsonl")
+    Dataset.from_dict({"prompt": ["1+1=", "1+2=", "1+3="]}).to_json(tmp_path / "three.jsonl")
     monkeypatch.chdir(tmp_path)
     settings = {
-        **SHORT, "output_dir": "out", "use_cpu": "true", "bf16": "false", "gradient_checkpointing": "false",
-        "model_name_or_path": warm_start_path(), **settings,
+        **SHORT, **CPU, "output_dir": "out", "model_name_or_path": warm_start_path(), **settings,
     }  # fmt: skip
     arguments = [part for name, value in settings.items() if value for part in (f"--{name}", str(value))]
     with pytest.raises(ValueError, match=f"(?s){message}"):

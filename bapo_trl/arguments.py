@@ -1,0 +1,57 @@
+"""Flags and recipes of `train_bapo.py`: what is not known ends in one line that names the nearest that is."""
+
+import difflib
+import os
+from collections.abc import Iterable
+from dataclasses import fields
+
+from trl import TrlParser
+
+
+class RecipeParser(TrlParser):
+    """
+    TRL's parser of flags and a YAML file (`--config`), which checks all names before any value.
+
+    What differs from [`~trl.TrlParser`]: a missing file and unknown names end the process with code 2 and one line on
+    stderr, as argparse does for values; `--config=PATH` is understood; no flag may be abbreviated.
+    """
+
+    def __init__(self, dataclass_types: Iterable[type], **kwargs):
+        super().__init__(dataclass_types, allow_abbrev=False, **kwargs)
+        self._recipe = None
+
+    def parse_args_and_config(self, args: Iterable[str], **kwargs):
+        args = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
+        if "--config" in args:
+            self._recipe = next(iter(args[args.index("--config") + 1 :]), "")
+            if not os.path.isfile(self._recipe):
+                self._refuse(f"`--config` is '{self._recipe}': there is no such file")
+        return super().parse_args_and_config(args, **kwargs)
+
+    def set_defaults_with_config(self, **config):
+        remaining = super().set_defaults_with_config(**config)
+        unknown = [flag.removeprefix("--") for flag in remaining[::2]]  # a value follows each
+        if unknown:
+            self._refuse(f"unknown key in {self._recipe}: {self._with_nearest(unknown)}")
+        return remaining
+
+    def parse_known_args(self, args=None, namespace=None):
+        namespace, remaining = super().parse_known_args(args, namespace)
+        unknown = [argument.partition("=")[0] for argument in remaining if argument.startswith("--")]
+        if unknown:
+            self._refuse(f"unknown flag: {self._with_nearest(unknown, prefix='--')}")
+        if remaining:
+            self._refuse(f"'{remaining[0]}' belongs to no flag")
+        return namespace, remaining
+
+    def _with_nearest(self, names: list[str], prefix: str = "") -> str:
+        known = ["config", *(f.name for settings in self.dataclass_types for f in fields(settings))]
+
+        def nearest(name: str) -> str:
+            bare = name.removeprefix(prefix).replace("-", "_")
+            return prefix + difflib.get_close_matches(bare, known, n=1, cutoff=0)[0]
+
+        return ", ".join(f"{name} (the nearest is {nearest(name)})" for name in names)
+
+    def _refuse(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message}\n")
