@@ -45,7 +45,7 @@ class RecipeParser(TrlParser):
         return namespace, remaining
 
     def _with_nearest(self, names: list[str], prefix: str = "") -> str:
-        known = ["config", *(f.name for settings in self.dataclass_types for f in fields(settings))]
+        known = ["config", *(f.name for settings in self.dataclass_types for f in fields(settings) if f.init)]
 
         def nearest(name: str) -> str:
             bare = name.removeprefix(prefix).replace("-", "_")
