@@ -20,6 +20,7 @@ from .queue_checkpoint import remove_queues
 from .replay import Replay
 from .resume import EpochShuffleCallback, load_onto_numbered_cpus
 from .sampler import check_difference, client_for, compare_with_sampler
+from .ties import tied_rows
 from .trl_compat import (
     disable_gradient_checkpointing,
     get_config_model_id,
@@ -50,7 +51,7 @@ class BAPOTrainer(GRPOTrainer):
     - `_prepare_inputs`: with a replay queue, draws the batches of later passes over a generation from it.
     - `_save_checkpoint`, `_load_optimizer_and_scheduler`: keep the replay queue in the checkpoint.
     - `_get_train_sampler`: refuses too few prompts; lets a resumed run continue the shuffles of the prompts.
-    - `_calculate_rewards`: logs the best of k rollouts in evaluation.
+    - `_calculate_rewards`: logs the best of k rollouts in evaluation; with `replay_zero_advantage`, looks for ties.
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -147,6 +148,8 @@ class BAPOTrainer(GRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         if not self.model.training:
             return output
+        if self.args.replay_zero_advantage:
+            self._clear_ties(output["advantages"])
         # On the CPU: rows are aged on the host, without waiting for the device.
         output["policy_version"] = torch.full((len(output["prompt_ids"]),), self.state.global_step)
         self._buffer_version = self.state.global_step
@@ -163,6 +166,13 @@ class BAPOTrainer(GRPOTrainer):
         if self._replay is not None:
             output = self._take_batch(self._replay.mix(output, self.state.global_step))
         return output
+
+    def _clear_ties(self, advantages):
+        """Set the advantages of tied rows to 0: rounding keeps some of them from it, also in TRL's fraction of ties."""
+        first = self.accelerator.process_index * len(advantages)
+        advantages[self._is_tied[first : first + len(advantages)]] = 0
+        if self.multi_objective_aggregation == "sum_then_normalize" and self.scale_rewards != "batch":
+            self._metrics["train"]["frac_reward_zero_std"][-1] = self._is_tied.float().mean().item()
 
     def _prepare_inputs(self, generation_batch):
         step = self._step % self.args.micro_batches_per_generation
@@ -185,6 +195,13 @@ class BAPOTrainer(GRPOTrainer):
             best = rewards.view(-1, self.num_generations_eval).amax(dim=1)
             best_mean = best[best.isfinite()].mean().item()
             self._metrics["eval"][f"reward_best_of_{self.num_generations_eval}"].append(best_mean)
+        if self.model.training and self.args.replay_zero_advantage:
+            self._is_tied = tied_rows(  # on all ranks
+                rewards_per_func,
+                self.reward_weights.to(rewards_per_func.device),
+                self.num_generations,
+                summed_first=self.multi_objective_aggregation == "sum_then_normalize",
+            )
         return rewards_per_func
 
     # Training

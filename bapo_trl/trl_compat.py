@@ -70,7 +70,14 @@ ATTRIBUTES = {
     ),
     "_generate_single_turn": ("_last_loaded_step",),
     "_prepare_inputs": ("_buffered_inputs", "_generate_and_score_completions", "_step", "num_iterations"),
-    "_generate_and_score_completions": ("_calculate_rewards", "environment_factories", "reward_weights"),
+    "_generate_and_score_completions": (
+        "_calculate_rewards",
+        "_metrics",
+        "environment_factories",
+        "multi_objective_aggregation",
+        "reward_weights",
+        "scale_rewards",
+    ),
 }
 """Attributes of the trainer that the trainer relies on, by the `GRPOTrainer` method that must use them too."""
 

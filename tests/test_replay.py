@@ -318,7 +318,9 @@ def test_two_ranks_with_unequal_queues_stay_in_step(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert [rank["num_processes"] for rank in ranks] == [2, 2]
-    assert ranks[0]["sizes"] != ranks[1]["sizes"]
+    assert 0 < ranks[0]["sizes"][0] <= 24
+    assert set(ranks[1]["sizes"]) == {0}  # all its rows are tied
+    assert min(ranks[0]["ties"]) >= 0.5
     assert ranks[0]["bounds"] == ranks[1]["bounds"]
     assert len(ranks[0]["bounds"]) == 12
     assert ranks[0]["weights"] == ranks[1]["weights"]

@@ -61,10 +61,13 @@ def digits_reward(completions, **kwargs) -> list[float]:
     return [sum(c.isdigit() for c in text) - 0.1 * len(text) + 0.01 * (len(text) % 3) for text in completions]
 
 
-def toy_trainer(output_dir, model=None, trainer_class=BAPOTrainer, config_class=BAPOConfig, trainer_args=None, **args):
+def toy_trainer(
+    output_dir, model=None, trainer_class=BAPOTrainer, config_class=BAPOConfig, trainer_args=None,
+    reward_funcs=digits_reward, **args,
+):  # fmt: skip
     return trainer_class(
         model if model is not None else toy_model(),
-        reward_funcs=digits_reward,
+        reward_funcs=reward_funcs,
         args=config_class(str(output_dir), **{**CPU, **OFF_POLICY, **args}),
         **{"train_dataset": toy_dataset(), "processing_class": character_tokenizer(), **(trainer_args or {})},
     )
