@@ -168,7 +168,7 @@ class BAPOTrainer(GRPOTrainer):
         return output
 
     def _clear_ties(self, advantages):
-        """Set the advantages of tied rows to 0: rounding keeps some of them from it, also in TRL's fraction of ties."""
+        """Set the advantages of all tied rows to 0, and count in TRL's fraction those that it missed by rounding."""
         first = self.accelerator.process_index * len(advantages)
         advantages[self._is_tied[first : first + len(advantages)]] = 0
         if self.multi_objective_aggregation == "sum_then_normalize" and self.scale_rewards != "batch":

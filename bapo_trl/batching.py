@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from .policy_tokens import policy_mask
+
 
 @dataclass(frozen=True)
 class _Field:
@@ -110,6 +112,13 @@ class Column:
         starts = self.spans.ends[indices] - lengths
         return [self.values.narrow(0, *place) for place in zip(starts.tolist(), lengths.tolist(), strict=True)]
 
+    def any_of_row(self) -> np.ndarray:
+        """Return whether any value of a row is true, shape `(B,)`."""
+        values = self.values.numpy()
+        if self.lengths is None:
+            return values
+        return np.array([part.any() for part in np.split(values, self.spans.ends[:-1])], dtype=bool)
+
     def row_bytes(self) -> np.ndarray:
         """Return the number of bytes of each row, shape `(B,)`."""
         lengths = np.ones(len(self), dtype=np.int64) if self.lengths is None else self.lengths
@@ -159,10 +168,12 @@ class Rows:
     def has_advantage(self) -> np.ndarray:
         """Return whether a row has an advantage other than 0, for any of its tokens; shape `(B,)`."""
         column = self.columns["advantages"]
-        is_other = (column.values != 0).numpy()
-        if column.lengths is None:
-            return is_other
-        return np.array([part.any() for part in np.split(is_other, column.spans.ends[:-1])], dtype=bool)
+        return Column(column.values != 0, column.spans).any_of_row()
+
+    def has_trained_token(self) -> np.ndarray:
+        """Return whether the loss counts a token of a row; shape `(B,)`."""
+        mask = policy_mask({key: column.values for key, column in self.columns.items()})
+        return Column(mask.bool(), self.columns["completion_mask"].spans).any_of_row()
 
     def select(self, indices: Sequence[int] | np.ndarray) -> "Rows":
         """Return a copy of some rows, in the order of `indices`."""

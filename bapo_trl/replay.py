@@ -16,7 +16,8 @@ from .replay_queue import ReplayBatch, ReplayQueue
 METRICS = {
     "replay/size": "Samples in the queues of all ranks, after the draw.",
     "replay/fraction": "Share of the batch that was drawn from the queue.",
-    "replay/zero_advantage_filled": "Samples without advantage that gave their place to queued ones.",
+    "replay/zero_advantage_filled": "Samples without advantage or trained token that gave their place to queued ones.",
+    "replay/untrained": "Samples of the generation without a trained token, which do not enter the queue.",
     "replay/used": "Samples that left the queue since the last draw with their last use.",
     "replay/expired": "Samples that left the queue since the last draw because they were too old.",
     "replay/overflowed": "Samples that left the queue since the last draw because it was full.",
@@ -103,6 +104,7 @@ class Replay:
                 len(self.queue),
                 drawn.from_queue,
                 drawn.zero_advantage_filled,
+                drawn.untrained,
                 departures.used,
                 departures.expired,
                 departures.overflowed,
@@ -115,12 +117,15 @@ class Replay:
         )
         departures.used = departures.expired = departures.overflowed = 0
         total = self._accelerator.gather(counts.unsqueeze(0)).sum(dim=0)
-        _, stale, size, from_queue, filled, used, expired, overflowed, uses, num_bytes, rows, masked = total.tolist()
+        _, stale, size, from_queue, filled, untrained, used, expired, overflowed, uses, num_bytes, rows, masked = (
+            total.tolist()
+        )
         batch["num_items_in_batch"] = total[0]
         values = (
             size,
             from_queue / rows,
             filled,
+            untrained,
             used,
             expired,
             overflowed,

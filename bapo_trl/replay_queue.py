@@ -31,7 +31,9 @@ class ReplayBatch:
         from_queue (`int`):
             How many of them waited in the queue.
         zero_advantage_filled (`int`):
-            How many of those stand in for fresh rows without advantage.
+            How many of those stand in for fresh rows without advantage or without a trained token.
+        untrained (`int`):
+            How many fresh rows had no trained token.
         masked (`int`):
             How many rows only keep the shape: copies without a token that counts, where the queue had too few.
         uses (`int`):
@@ -41,6 +43,7 @@ class ReplayBatch:
     rows: Rows
     from_queue: int
     zero_advantage_filled: int
+    untrained: int
     masked: int
     uses: int
 
@@ -196,6 +199,7 @@ class ReplayQueue:
         Take in the rows of a generation and give back as many to train on, fresh and queued ones.
 
         Fresh rows that queued ones displace stay in the queue. While the queue cannot fill its share, fresh rows do.
+        Rows without a trained token are the first to be displaced and never enter the queue.
 
         Args:
             fresh ([`~batching.Rows`]):
@@ -203,7 +207,8 @@ class ReplayQueue:
             fraction (`float`):
                 Share of the batch taken from the queue, in [0, 1].
             replaces_zero_advantage (`bool`):
-                Whether fresh rows without advantage give their place to queued rows. They do not enter the queue.
+                Whether fresh rows without advantage or without a trained token give their place to queued rows, beyond
+                `fraction`. Then rows without advantage do not enter the queue either.
             policy_version (`int`):
                 Policy version at the first update on the batch.
             last_version (`int`):
@@ -212,10 +217,11 @@ class ReplayQueue:
         Returns:
             [`ReplayBatch`] of `len(fresh)` rows.
         """
-        has_signal = fresh.has_advantage() | (not replaces_zero_advantage)
-        useful, without = np.flatnonzero(has_signal), np.flatnonzero(~has_signal)
-        share = round(fraction * len(fresh))
-        queued, uses = self.draw(min(share + len(without), len(fresh)), policy_version, last_version)
+        is_trained = fresh.has_trained_token()
+        is_useful = is_trained & (fresh.has_advantage() | (not replaces_zero_advantage))
+        useful, without = np.flatnonzero(is_useful), np.flatnonzero(~is_useful)
+        wanted = round(fraction * len(fresh)) + replaces_zero_advantage * len(without)
+        queued, uses = self.draw(min(wanted, len(fresh)), policy_version, last_version)
         places = len(fresh) - len(uses)
         trained, displaced = useful[:places], useful[places:]
         self.enter(fresh.select(np.concatenate([displaced, trained])), uses=[0] * len(displaced) + [1] * len(trained))
@@ -224,6 +230,7 @@ class ReplayQueue:
             rows=join([*queued, (fresh, np.concatenate([trained, fillers]))]),
             from_queue=len(uses),
             zero_advantage_filled=min(len(without) - len(fillers), len(uses)),
+            untrained=int((~is_trained).sum()),
             masked=0,
             uses=int(uses.sum()) + len(trained) + len(fillers),
         )
@@ -253,6 +260,7 @@ class ReplayQueue:
             rows=join([*queued, *fillers]),
             from_queue=len(uses),
             zero_advantage_filled=0,
+            untrained=0,
             masked=missing,
             uses=int(uses.sum()),
         )

@@ -9,6 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.batching import put_together
+from bapo_trl.policy_tokens import policy_mask
 from bapo_trl.replay import METRICS, Replay
 from tests.commands import accelerate_launcher, run_command
 from tests.test_equivalence import TIMES
@@ -151,6 +153,65 @@ def test_rows_without_advantage_are_replaced(tmp_path):
     filled = sum(log.get("replay/zero_advantage_filled", 0) for log in training_logs(trainer))
     assert filled > 0
     assert zero_trained == zero_generated - filled
+
+
+# About a third of the answers end before
+TRUNCATED = {"mask_truncated_completions": True, "max_completion_length": 60}
+
+
+class Masks(Spy):
+    """Keeps, by draw, the masks of what was generated and of what is in the queue."""
+
+    def __init__(self, *args, **kwargs):
+        self.fresh, self.queued = [], []
+        super().__init__(*args, **kwargs)
+
+    def _take_batch(self, batch_and_whether_fresh):
+        rows = self._replay.queue.state()[0]
+        self.queued.append([policy_mask(row).any().item() for chunk in rows for row in chunk])
+        self.fresh.append(policy_mask(put_together(self._replay._latest, 0, "cpu")).any(dim=1).tolist())
+        return super()._take_batch(batch_and_whether_fresh)
+
+
+class ToolsOnly(Masks):
+    """Half of the completions are results of tools from the first token to the last."""
+
+    def _generate(self, prompts):
+        prompt_ids, completion_ids, tool_mask, *others = super()._generate(prompts)
+        tool_mask = [[i % 2] * len(ids) for i, ids in enumerate(completion_ids)]
+        return prompt_ids, completion_ids, tool_mask, *others
+
+
+@pytest.mark.parametrize("replay", [{}, {"replay_fraction": 0.0, "replay_zero_advantage": True}], ids=["half", "zero"])
+@pytest.mark.parametrize(
+    ("trainer_class", "args"),
+    [(Masks, TRUNCATED), (ToolsOnly, {})],
+    ids=["truncated", "tools"],
+)
+def test_rows_without_a_trained_token_do_not_enter_the_queue_and_are_counted(tmp_path, trainer_class, args, replay):
+    trainer = toy_trainer(tmp_path, trainer_class=trainer_class, **{**REPLAY, **replay, **args})
+    trainer.train()
+    assert all(all(queued) for queued in trainer.queued)
+    drawn = [log for log in training_logs(trainer) if "replay/size" in log]
+    assert [log["replay/untrained"] for log in drawn] == [fresh.count(False) for fresh in trainer.fresh]
+    assert sum(log["replay/untrained"] for log in drawn) > 20
+    assert sum(log["replay/size"] for log in drawn) > 20
+    assert all(log["replay/masked"] == 0 for log in drawn)
+
+
+def test_rows_without_a_trained_token_give_their_place(tmp_path):
+    args = {**REPLAY, **TRUNCATED, "replay_fraction": 0.0, "replay_zero_advantage": True}
+    trainer = toy_trainer(tmp_path, trainer_class=Masks, **args)
+    trainer.train()
+    drawn = [log for log in training_logs(trainer) if "replay/size" in log]
+    useful = [sum(mask) for mask in trainer.fresh]  # all have an advantage
+    assert useful[0] < 24
+    assert drawn[0]["replay/fraction"] == 0
+    assert (
+        drawn[1]["replay/fraction"] * 24 == drawn[1]["replay/zero_advantage_filled"] == min(useful[0], 24 - useful[1])
+    )
+    trained = [sum(tokens for _, tokens in trainer.items[i : i + 4]) for i in range(0, 24, 4)]
+    assert [items for items, _ in trainer.items[::4]] == trained
 
 
 def test_metrics_of_the_queue(tmp_path):

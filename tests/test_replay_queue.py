@@ -158,6 +158,19 @@ def test_rows_without_advantage_give_their_place_and_do_not_enter():
     assert (names(alone.rows), alone.zero_advantage_filled) == ([11, 10, 12], 0)  # an empty queue: they fill the shape
 
 
+def test_rows_without_a_trained_token_are_displaced_first_and_do_not_enter():
+    queue = ReplayQueue(100)
+    queue.enter(make_rows(0, 4))
+    rows = make_rows(2, 4, first=10)
+    fresh = join([(rows.masked(), [0]), (rows, [1]), (rows.masked(), [2]), (rows, [3])])
+    batch = queue.mix(fresh, 0.25, False, 2, 2)
+    assert names(batch.rows) == [0, 11, 13, 10]  # without the flag, no more than the fraction
+    assert (batch.from_queue, batch.zero_advantage_filled, batch.untrained, batch.masked) == (1, 1, 2, 0)
+    assert sorted(contents(queue)) == [0, 1, 2, 3, 11, 13]
+    batch = queue.mix(fresh, 0.25, True, 2, 2)
+    assert (batch.from_queue, batch.zero_advantage_filled, batch.untrained) == (3, 2, 2)
+
+
 def test_rows_rest_until_min_staleness_and_leave_at_max_staleness():
     queue = ReplayQueue(100, max_staleness=4, min_staleness=2)
     queue.enter(make_rows(0, 2))
