@@ -9,6 +9,7 @@ from .bound_grid import BoundGrid
 from .clip_bounds import MEASURES, ORDERS
 from .policy_tokens import WEIGHTINGS
 from .replay_queue import ORDERS as REPLAY_ORDERS
+from .replay_queue import smallest_capacity
 
 
 SCOPES = ("batch", "micro_batch")
@@ -64,8 +65,8 @@ class BAPOConfig(GRPOConfig):
         replay_max_staleness (`int`, *optional*, defaults to `None`):
             Largest age of a sample when it is trained, in policy versions. `None` for no limit.
         replay_min_staleness (`int`, *optional*, defaults to `0`):
-            Smallest age of a sample when it is drawn from the queue. With `replay_fraction` 1.0, all samples are at
-            least this old once the queue is filled.
+            Smallest age of a sample when it is drawn from the queue, which `replay_capacity` must be able to hold.
+            With `replay_fraction` 1.0, all samples are at least this old once the queue is filled.
         replay_max_reuse (`int`, *optional*, defaults to `None`):
             Number of times a sample may be trained, the first included. `None` for no limit.
         replay_order (`str`, *optional*, defaults to `"fifo"`):
@@ -245,6 +246,15 @@ class BAPOConfig(GRPOConfig):
         return self.replay_fraction > 0 or self.replay_zero_advantage
 
     @property
+    def without_replay(self) -> str:
+        """What to set for a run without a replay queue, as words of a message that name only what is on."""
+        settings = {
+            "`replay_fraction` to 0": self.replay_fraction > 0,
+            "`replay_zero_advantage` to False": self.replay_zero_advantage,
+        }
+        return " and ".join(words for words, is_on in settings.items() if is_on)
+
+    @property
     def updates_per_pass(self) -> int:
         """Number of optimizer updates in one pass over a batch of `steps_per_generation` micro-batches, at least 1."""
         return max(1, self.steps_per_generation // self.gradient_accumulation_steps)
@@ -363,6 +373,12 @@ class BAPOConfig(GRPOConfig):
             raise ValueError(f"`replay_min_staleness` is {self.replay_min_staleness}: set it to at least 0.")
         if not self.uses_replay:
             return
+        if self.sync_ref_model:
+            raise ValueError(
+                "`sync_ref_model` is True, but queued samples keep the log-probabilities of the reference model that "
+                "scored them: the KL term would hold the policy to references that no longer exist. Set "
+                f"`sync_ref_model` to False, or, for no replay queue, {self.without_replay}."
+            )
         if self.steps_per_generation % self.gradient_accumulation_steps != 0:
             raise ValueError(
                 f"`steps_per_generation` is {self.steps_per_generation}: with a replay queue it must be a multiple of "
@@ -380,8 +396,22 @@ class BAPOConfig(GRPOConfig):
                 f"`replay_fraction` is {self.replay_fraction}, less than one of the {rows} samples of a batch on each "
                 f"rank: set it to at least {1 / rows:.3g}, or to 0."
             )
-        # Rows are drawn at the start of a pass, and grow older until its last update.
         updates = self.updates_per_pass
+        needed = smallest_capacity(
+            rows,
+            rows if self.replay_zero_advantage else round(self.replay_fraction * rows),
+            updates,
+            self.num_iterations,
+            self.replay_min_staleness,
+        )
+        if self.replay_capacity < needed:
+            raise ValueError(
+                f"`replay_min_staleness` is {self.replay_min_staleness}, but a queue with a `replay_capacity` of "
+                f"{self.replay_capacity} lets samples go before enough of them are that old, at {rows} samples a "
+                f"generation on each rank and {updates * self.num_iterations} updates on them: set `replay_capacity` "
+                f"to at least {needed}, or lower `replay_min_staleness`."
+            )
+        # Rows are drawn at the start of a pass, and grow older until its last update.
         passes = max(1, -(-self.replay_min_staleness // updates), self.num_iterations - 1)
         oldest = passes * updates + updates - 1
         if self.replay_max_staleness is not None and self.replay_max_staleness < oldest:
@@ -394,4 +424,14 @@ class BAPOConfig(GRPOConfig):
             raise ValueError(
                 f"`replay_max_reuse` is {self.replay_max_reuse}, but `num_iterations` ({self.num_iterations}) passes "
                 f"train each sample that many times on average: set it to at least {self.num_iterations}."
+            )
+        # From an empty queue, the passes over a generation use up all that it brings.
+        if self.replay_max_reuse == self.num_iterations and self.replay_min_staleness > updates * (
+            self.num_iterations - 1
+        ):
+            raise ValueError(
+                f"`replay_max_reuse` is {self.replay_max_reuse}: the {self.num_iterations} passes over a generation "
+                f"(`num_iterations`) use its samples up before they are `replay_min_staleness` "
+                f"{self.replay_min_staleness} versions old. Set `replay_max_reuse` to at least "
+                f"{self.num_iterations + 1}."
             )

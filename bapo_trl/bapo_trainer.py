@@ -129,7 +129,9 @@ class BAPOTrainer(GRPOTrainer):
 
     def _make_replay(self) -> Replay:
         if self._is_vlm:
-            raise ValueError("A replay queue keeps text only: set `replay_fraction` to 0 for multimodal models.")
+            raise ValueError(
+                f"A replay queue keeps text only, but the model is multimodal: set {self.args.without_replay}."
+            )
         metrics = self._metrics["train"]
         return Replay(
             self.args, self._tokenizer.pad_token_id, self.accelerator, lambda name, value: metrics[name].append(value)

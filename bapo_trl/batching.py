@@ -53,6 +53,9 @@ _MULTIMODAL = (
     "num_images",
     "num_tiles",
 )
+_OTHER_SETTINGS = (
+    "they come from runs with different settings. If a checkpoint brought the other ones, set `replay_discard_saved`."
+)
 
 
 class Spans:
@@ -194,16 +197,13 @@ def join(parts: Iterable[tuple[Rows, Sequence[int] | np.ndarray]]) -> Rows:
             At least one collection, each with the indices of the rows to take from it, in their order.
 
     Raises:
-        ValueError: If one has a key that another has not.
+        ValueError: If one has a key that another has not, or values for tokens where another has them for rows.
     """
     parts = [(rows, np.asarray(indices, dtype=np.int64)) for rows, indices in parts]
     keys = parts[0][0].columns.keys()
     for rows, _ in parts:
         if rows.columns.keys() != keys:
-            raise ValueError(
-                f"The rows differ in {sorted(keys ^ rows.columns.keys())}: they come from runs with different "
-                "settings. If a checkpoint brought the other ones, set `replay_discard_saved`."
-            )
+            raise ValueError(f"The rows differ in {sorted(keys ^ rows.columns.keys())}: {_OTHER_SETTINGS}")
     columns = {}
     shared: dict[str, Spans] = {}  # by the side of the padding: prompts and completions
     for key in keys:
@@ -217,7 +217,7 @@ def join(parts: Iterable[tuple[Rows, Sequence[int] | np.ndarray]]) -> Rows:
         lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
         spans = shared.setdefault(_FIELDS[key].side, Spans(lengths))
         if not np.array_equal(spans.lengths, lengths):
-            raise ValueError(f"`{key}` has rows of other lengths than the keys before it")
+            raise ValueError(f"Some rows have one `{key}` for each token, others one for all: {_OTHER_SETTINGS}")
         columns[key] = Column(torch.cat(pieces) if pieces else empty.reshape(-1), spans)
     return Rows(columns)
 
@@ -242,7 +242,10 @@ def cut_into_rows(batch: Mapping[str, torch.Tensor], pad_token_id: int) -> Rows:
     """
     for key in batch:
         if key in _MULTIMODAL:
-            raise ValueError(f"The batch has `{key}`: multimodal samples cannot be replayed. Turn replay off.")
+            raise ValueError(
+                f"The batch has `{key}`: multimodal samples cannot be replayed. Set `replay_fraction` to 0 and "
+                "`replay_zero_advantage` to False."
+            )
         if key not in _FIELDS and key not in _PER_BATCH:
             raise ValueError(f"The batch has `{key}`, which cannot be cut into rows: known are {', '.join(_FIELDS)}.")
 

@@ -8,6 +8,7 @@ One queue a rank, on the CPU, rows without padding; it owns no model and does no
   checkpoint holds with the rows.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,48 @@ from .row_store import RowStore
 
 
 ORDERS = ("fifo", "newest", "uniform")
+
+
+def smallest_capacity(
+    rows: int, drawn_first: int, updates_per_pass: int, num_iterations: int = 1, min_staleness: int = 0
+) -> int:
+    """
+    Compute the smallest capacity with which each draw can find as many rows of `min_staleness` as it takes.
+
+    With `U` updates a pass and `I` passes, generations are `U I` versions apart. At pass `p` of a generation (from 0),
+    rows from `d` generations ago are `d U I + p U` versions old: those with `d` at least
+    `(min_staleness - p U) / (U I)` have rested. The queue must hold the younger ones too: `d` generations at a later
+    pass, one less at the first, which draws before its own generation enters. Of the later passes, the second needs
+    most.
+
+    Args:
+        rows (`int`):
+            Rows of a generation; at most as many enter the queue.
+        drawn_first (`int`):
+            Rows that the first pass over a generation draws; a later pass draws `rows`.
+        updates_per_pass (`int`):
+            Optimizer updates of a pass.
+        num_iterations (`int`, *optional*, defaults to `1`):
+            Passes over a generation.
+        min_staleness (`int`, *optional*, defaults to `0`):
+            Smallest age of a row when it is drawn, in policy versions.
+
+    Returns:
+        `int`: Number of rows.
+
+    Example:
+
+    ```python
+    >>> smallest_capacity(24, 24, updates_per_pass=2, min_staleness=6)  # two generations that rest, one to draw
+    72
+
+    ```
+    """
+    versions = updates_per_pass * num_iterations  # of a generation
+    first = (max(1, math.ceil(min_staleness / versions)) - 1) * rows + drawn_first
+    if num_iterations == 1:
+        return first
+    return max(first, (math.ceil(max(0, min_staleness - updates_per_pass) / versions) + 1) * rows)
 
 
 @dataclass(frozen=True)

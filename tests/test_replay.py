@@ -13,7 +13,9 @@ from bapo_trl.batching import put_together
 from bapo_trl.policy_tokens import policy_mask
 from bapo_trl.replay import METRICS, Replay
 from tests.commands import accelerate_launcher, run_command
+from tests.test_bapo_trainer import saved_model
 from tests.test_equivalence import TIMES
+from tests.test_sampler import Sampler
 from tests.toy import CPU, OFF_POLICY, toy_dataset, toy_model, toy_trainer, training_logs
 
 
@@ -121,6 +123,57 @@ def test_controlled_staleness(tmp_path):
     ages = [age for _, age, _ in trainer.trained]
     assert min(ages[-24:]) >= 4
     assert ages[0] == 0  # until the queue is filled, fresh rows train
+
+
+def rested_rows_by_pass(trainer) -> list[int]:
+    """Return how many rows of each pass had rested when they were drawn; its 4 micro-batches are 2 updates."""
+    ages = [age - (index % 24 >= 12) for index, (_, age, _) in enumerate(trainer.trained)]
+    rested = [age >= trainer.args.replay_min_staleness for age in ages]
+    return [sum(rested[start : start + 24]) for start in range(0, len(rested), 24)]
+
+
+@pytest.mark.parametrize(
+    ("args", "smallest", "wanted"),
+    [
+        # Before the draw at version 2 g, rows of generations g - 1 and g - 2 are younger than 6
+        ({"replay_fraction": 1.0, "replay_min_staleness": 6}, 3 * 24, [24]),
+        ({"replay_fraction": 1.0, "replay_min_staleness": 5}, 3 * 24, [24]),
+        ({"replay_fraction": 0.5, "replay_min_staleness": 6}, 2 * 24 + 12, [12]),
+        # A generation is 4 versions: at its second pass, at 4 g + 2, it is in the queue itself
+        ({"replay_fraction": 1.0, "replay_min_staleness": 6, "num_iterations": 2}, 2 * 24, [24, 24]),
+        ({"replay_fraction": 1.0, "replay_min_staleness": 7, "num_iterations": 2}, 3 * 24, [24, 24]),
+        ({"replay_fraction": 0.25, "replay_min_staleness": 3, "num_iterations": 2}, 2 * 24, [6, 24]),
+        ({"replay_fraction": 0.25, "replay_min_staleness": 11, "num_iterations": 3}, 3 * 24, [6, 24, 24]),
+    ],
+    ids=str,
+)
+def test_a_capacity_that_cannot_hold_min_staleness_is_refused_with_one_that_can(tmp_path, args, smallest, wanted):
+    settings = {**REPLAY, **args, "max_steps": 8 * args.get("num_iterations", 1) * 2}
+    message = rf"replay_min_staleness. is {args['replay_min_staleness']}.*replay_capacity. to at least {smallest},"
+    with pytest.raises(ValueError, match=message):
+        toy_trainer(tmp_path, **{**settings, "replay_capacity": smallest - 1})
+
+    trainer = spied(tmp_path / "enough", **{**settings, "replay_capacity": smallest})
+    passes = len(wanted)
+    assert all(rested_rows_by_pass(trainer)[start::passes][-3:] == [wanted[start]] * 3 for start in range(passes))
+
+    too_small = toy_trainer(tmp_path / "too_small", trainer_class=Spy, **{**settings, "replay_capacity": smallest})
+    too_small.args.replay_capacity = smallest - 1  # past the check
+    too_small.train()
+    assert any(rows < wanted[i % passes] for i, rows in list(enumerate(rested_rows_by_pass(too_small)))[-passes:])
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_rows_that_are_used_up_before_they_have_rested_are_refused(tmp_path, passes):
+    settings = {**REPLAY, "replay_fraction": 1.0, "replay_min_staleness": 2 * passes, "num_iterations": passes}
+    message = rf"`replay_max_reuse` is {passes}.*`replay_min_staleness` {2 * passes}.*at least {passes + 1}"
+    with pytest.raises(ValueError, match=message):
+        toy_trainer(tmp_path, **settings, replay_max_reuse=passes)
+    assert max(rested_rows_by_pass(spied(tmp_path / "enough", **settings, replay_max_reuse=passes + 1))) > 0
+    trainer = toy_trainer(tmp_path / "too_few", trainer_class=Spy, **settings)
+    trainer.args.replay_max_reuse = passes  # past the check
+    trainer.train()
+    assert max(rested_rows_by_pass(trainer)) == 0
 
 
 @pytest.mark.parametrize(
@@ -334,6 +387,34 @@ def test_resume_without_a_saved_queue_warns_and_with_the_flag_starts_empty(tmp_p
         assert resumed() == 0
 
 
+class Served(Sampler):
+    """TRL takes the sampler for vLLM: it computes importance ratios and weighs the loss with them."""
+
+    def _generate_single_turn(self, *args, **kwargs):
+        self.use_vllm = False
+        output = super()._generate_single_turn(*args, **kwargs)
+        self.use_vllm = True
+        return output
+
+
+@pytest.mark.parametrize("modes", [("sequence_mask", "token_truncate"), ("token_mask", "sequence_truncate")])
+def test_resume_with_ratios_of_another_level_says_how_to_go_on(tmp_path, modes):
+    def run(mode, max_steps, resume=None, **args):
+        settings = {**REPLAY, "save_strategy": "steps", "save_steps": 4, "max_steps": max_steps, **args}
+        trainer = toy_trainer(tmp_path, trainer_class=Served, vllm_importance_sampling_mode=mode, **settings)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    saved, now = modes
+    run(saved, 4)
+    checkpoint = str(tmp_path / "checkpoint-4")
+    with pytest.raises(
+        ValueError, match=r"`importance_sampling_ratio`.*different settings.*set `replay_discard_saved`"
+    ):
+        run(now, 6, checkpoint)
+    assert run(now, 6, checkpoint, replay_discard_saved=True).state.global_step == 6
+
+
 def test_without_a_knob_there_is_no_queue(tmp_path):
     trainer = toy_trainer(tmp_path, save_strategy="steps", save_steps=4, replay_capacity=30, replay_order="uniform")
     assert trainer._replay is None
@@ -361,6 +442,19 @@ def test_on_policy_settings_with_a_queue_have_behaviour_log_probs_and_no_warning
         ({"replay_max_staleness": 4, "num_iterations": 3}, r"replay_max_staleness.*4.*at least 5"),
         ({"replay_max_staleness": 4, "replay_min_staleness": 3}, r"replay_max_staleness.*4.*at least 5"),
         ({"replay_min_staleness": -1}, r"replay_min_staleness.*-1.*at least 0"),
+        # A whole batch may be without advantage
+        (
+            {"replay_zero_advantage": True, "replay_min_staleness": 3, "replay_capacity": 47},
+            r"replay_min_staleness.*3.*replay_capacity. of 47.*at least 48",
+        ),
+        (
+            {"sync_ref_model": True, "beta": 0.1},
+            r"`sync_ref_model` is True.*to False, or,.* `replay_fraction` to 0\.$",
+        ),
+        (
+            {"sync_ref_model": True, "beta": 0.1, "replay_fraction": 0.0, "replay_zero_advantage": True},
+            r"`sync_ref_model` is True.*to False, or,.* queue, `replay_zero_advantage` to False\.$",
+        ),
         ({"replay_max_reuse": 0}, r"replay_max_reuse.*0.*at least 1"),
         ({"replay_max_reuse": 1, "num_iterations": 2}, r"replay_max_reuse.*1.*num_iterations.*2"),
         (
@@ -372,6 +466,56 @@ def test_on_policy_settings_with_a_queue_have_behaviour_log_probs_and_no_warning
 def test_bad_settings_are_refused(args, message):
     with pytest.raises(ValueError, match=message):
         BAPOConfig("unused", **{**CPU, **OFF_POLICY, **REPLAY, **args})
+
+
+def test_a_synced_reference_goes_with_a_run_without_a_queue(tmp_path):
+    sync = {"sync_ref_model": True, "ref_model_sync_steps": 2, "beta": 0.1}
+    trainer = toy_trainer(tmp_path, model=saved_model(tmp_path), **sync, replay_capacity=30)
+    trainer.train()
+    assert trainer.state.global_step == 4
+
+
+def test_a_fixed_reference_is_the_one_of_the_draw(tmp_path):
+    """Without `sync_ref_model` the log-probabilities that travel with a row are those of the reference today."""
+
+    class Referenced(Spy):
+        def _compute_loss(self, model, inputs):
+            ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+            mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+            with torch.no_grad():
+                now, *_ = self._get_per_token_logps_and_entropies(
+                    self.ref_model, ids, mask, inputs["completion_ids"].shape[1]
+                )
+            counts = inputs["completion_mask"].bool()
+            torch.testing.assert_close(inputs["ref_per_token_logps"][counts], now[counts], rtol=1e-5, atol=1e-5)
+            ages.extend((self.state.global_step - inputs["policy_version"]).tolist())
+            return super()._compute_loss(model, inputs)
+
+    ages = []
+    toy_trainer(tmp_path, model=saved_model(tmp_path), trainer_class=Referenced, beta=0.1, **REPLAY).train()
+    assert max(ages) == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"replay_fraction": 0.5}, "`replay_fraction` to 0"),
+        ({"replay_fraction": 0.0, "replay_zero_advantage": True}, "`replay_zero_advantage` to False"),
+        (
+            {"replay_fraction": 0.5, "replay_zero_advantage": True},
+            "`replay_fraction` to 0 and `replay_zero_advantage` to False",
+        ),
+    ],
+)
+def test_a_multimodal_model_is_refused_with_the_settings_that_are_on(tmp_path, settings, named):
+    class Multimodal(BAPOTrainer):
+        def train(self):
+            self._is_vlm = True  # as TRL sets it for a model with a processor
+            return super().train()
+
+    trainer = toy_trainer(tmp_path, trainer_class=Multimodal, **{**REPLAY, **settings})
+    with pytest.raises(ValueError, match=rf"keeps text only.*set {named}\."):
+        trainer.train()
 
 
 def test_two_ranks_with_unequal_queues_stay_in_step(tmp_path):
