@@ -202,11 +202,11 @@ def contributions(
         if measure == "surrogate":
             mass.index_add_(0, slot, token_mass)
 
-    positive = value[: num_upper + 1].cumsum(0)[:-1]
+    positive = _sum_up_to(value[: num_upper + 1])[:-1]
     negative = _sum_from(value[num_upper + 1 :])[1:]
     if measure == "surrogate":
         positive = positive + upper * _sum_from(mass[: num_upper + 1])[1:]
-        negative = negative + lower * mass[num_upper + 1 :].cumsum(0)[:-1]
+        negative = negative + lower * _sum_up_to(mass[num_upper + 1 :])[:-1]
     return Contributions(positive, negative)
 
 
@@ -226,9 +226,19 @@ def _count_points_below(
     return index + (values >= point if or_equal else values > point)
 
 
+def _sum_up_to(values: torch.Tensor) -> torch.Tensor:
+    """
+    Return the sums of `values` up to and with each position, shape `(K,)` as given.
+
+    Not `cumsum`: on CUDA, torch has none that is deterministic, and raises under `full_determinism`.
+    """
+    position = torch.arange(len(values), device=values.device)
+    return torch.where(position <= position.unsqueeze(1), values, 0.0).sum(1)
+
+
 def _sum_from(values: torch.Tensor) -> torch.Tensor:
-    """Return the sums of `values` from each position to the end, shape as given."""
-    return values.flip(0).cumsum(0).flip(0)
+    """Return the sums of `values` from each position to the end, shape `(K,)` as given."""
+    return _sum_up_to(values.flip(0)).flip(0)
 
 
 def search_bounds(

@@ -1,0 +1,105 @@
+"""`full_determinism`: nothing in the search is among what torch refuses to run deterministically on CUDA.
+
+Without a CUDA device, the operations of a training run are traced on the CPU and held against the list in torch's
+documentation of `use_deterministic_algorithms`.
+"""
+
+import os
+import re
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bapo_trl import BAPOTrainer
+from bapo_trl.clip_bounds import MEASURES
+from tests.toy import toy_trainer, training_logs
+
+
+def documented_as_refused() -> set[str]:
+    """Return the names, as in `torch.ops.aten`, of what raises under `use_deterministic_algorithms(True)`."""
+    listed = torch.use_deterministic_algorithms.__doc__.split("operations will throw a\n")[1]
+    names = re.findall(r"\* :\w+:`torch\.([\w.]+)`", listed)
+    words = (re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name.split(".")[-1]) for name in names)
+    return {word.lower().rstrip("_") for word in words}
+
+
+class Trace(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.operations = set()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        name = operation.overloadpacket.__name__.strip("_")
+        if name != "cumsum" or args[0].is_floating_point():  # of integers it is deterministic
+            self.operations.add(name)
+        return operation(*args, **(kwargs or {}))
+
+
+class Traced(BAPOTrainer):
+    """Traces all that the trainer computes besides what GRPOTrainer does, the forward passes ahead included."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.trace = Trace()
+
+    def _search_ahead(self):
+        with self.trace:
+            super()._search_ahead()
+
+    def _before_clipping(self, *args):
+        with self.trace:
+            super()._before_clipping(*args)
+
+    def _start_over(self):
+        super()._start_over()
+        close = self._update_log.close
+
+        def traced_close(*args, **kwargs):
+            with self.trace:
+                return close(*args, **kwargs)
+
+        self._update_log.close = traced_close
+
+
+@pytest.fixture
+def determinism_ends_with_the_test():
+    environment = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
+
+
+def test_the_documented_list_is_read():
+    names = documented_as_refused()
+    assert {"cumsum", "put", "nll_loss", "histc", "bincount", "median", "scatter_reduce", "avg_pool3d"} <= names
+    assert not names & {"index_add", "scatter_add", "gather", "index_put"}  # these have a deterministic version
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize(
+    "args",
+    [
+        {},
+        {"search_scope": "micro_batch", "importance_sampling_level": "sequence"},
+        {
+            "loss_type": "grpo",
+            "off_policy_mask_threshold": 0.1,
+            "delta": 3.5,
+            "contribution_weighting": "behavior_prob",
+        },
+    ],
+    ids=lambda args: "-".join(args),
+)
+def test_the_search_uses_no_operation_that_raises_on_cuda(tmp_path, determinism_ends_with_the_test, measure, args):
+    trainer = toy_trainer(
+        tmp_path, trainer_class=Traced, full_determinism=True, contribution_measure=measure, replay_fraction=0.5,
+        positive_contribution_target=0.7, **args,
+    )  # fmt: skip
+    trainer.train()
+    assert torch.are_deterministic_algorithms_enabled()
+    assert {"index_add", "argmax", "nansum"} <= trainer.trace.operations  # curves, search and log have been seen
+    assert not trainer.trace.operations & documented_as_refused()
+    assert any(log["bapo/search_steps"] > 0 for log in training_logs(trainer))
