@@ -14,6 +14,7 @@ from .bapo_config import BAPOConfig
 from .bound_search import BoundSearch
 from .clip_bounds import ClipBounds
 from .diagnostics import UpdateLog, measure_tokens
+from .forward_passes import has_random_forward, without_gradient_checkpointing
 from .policy_tokens import PolicyTokens, policy_mask, policy_tokens
 from .prompts import check_columns, check_number_of_prompts
 from .queue_checkpoint import remove_queues
@@ -21,12 +22,7 @@ from .replay import Replay
 from .resume import EpochShuffleCallback, load_onto_numbered_cpus
 from .sampler import check_difference, client_for, compare_with_sampler
 from .ties import tied_rows
-from .trl_compat import (
-    disable_gradient_checkpointing,
-    get_config_model_id,
-    shuffle_sequence_dict,
-    split_tensor_dict,
-)
+from .trl_compat import get_config_model_id, shuffle_sequence_dict, split_tensor_dict
 
 
 trl_compat.check_trl()
@@ -116,10 +112,7 @@ class BAPOTrainer(GRPOTrainer):
 
         self._epoch_shuffles = EpochShuffleCallback()
         self.add_callback(self._epoch_shuffles)
-        self._has_dropout = not args.disable_dropout and any(
-            (isinstance(module, torch.nn.Dropout) and module.p > 0) or getattr(module, "attention_dropout", 0)
-            for module in self.model.modules()
-        )
+        self._has_random_forward = has_random_forward(self.model, args.neftune_noise_alpha)
         self._inputs_in_loss = None  # the micro-batch whose loss is being computed, else `None`
         self._start_over()
         self._set_clip_bounds(self._search.start_bounds())
@@ -147,7 +140,8 @@ class BAPOTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         if self.environment_factories is None and "prompt" not in inputs[0]:
             raise ValueError(f"A row of the dataset has no `prompt`, only {sorted(inputs[0])}: rename the column.")
-        output = super()._generate_and_score_completions(inputs)
+        with without_gradient_checkpointing(self.model):
+            output = super()._generate_and_score_completions(inputs)
         if not self.model.training:
             return output
         if self.args.replay_zero_advantage:
@@ -298,7 +292,7 @@ class BAPOTrainer(GRPOTrainer):
         first, count = self._step, self.current_gradient_accumulation_steps
         window = [self._buffered_inputs[(first + i) % self.args.steps_per_generation] for i in range(count)]
         is_fresh = self._buffer_version == self.state.global_step
-        ratios_are_one = is_fresh and not self._has_dropout
+        ratios_are_one = is_fresh and not self._has_random_forward
         needs_logps = self.top_entropy_quantile < 1 or (
             self.args.contribution_weighting == "behavior_prob" and "old_per_token_logps" not in window[0]
         )
@@ -315,7 +309,7 @@ class BAPOTrainer(GRPOTrainer):
     @torch.no_grad()
     def _score(self, inputs, compute_entropy=False, batch_size=None):
         """Return log-probabilities and entropies, `(B, T)` each, of a batch under the current policy."""
-        with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+        with without_gradient_checkpointing(self.model):
             per_token_logps, entropies, *_ = self._get_per_token_logps_and_entropies(
                 self.model,
                 torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),

@@ -24,7 +24,6 @@ def _missing(names: str, version: str = trl.__version__) -> ImportError:
 
 try:  # helpers of TRL that the package uses, from here
     from trl.generation.vllm_generation import VLLMClient  # noqa: F401
-    from trl.models.utils import disable_gradient_checkpointing  # noqa: F401
     from trl.trainer.utils import (  # noqa: F401
         RepeatSampler,
         get_config_model_id,

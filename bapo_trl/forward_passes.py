@@ -1,0 +1,63 @@
+"""Forward passes besides those of the loss: what is random in them, and how they leave the model as it was."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def without_gradient_checkpointing(model: torch.nn.Module) -> Iterator[None]:
+    """
+    Switch gradient checkpointing off, and on again where it was on.
+
+    Only the switch of each layer is touched. `gradient_checkpointing_enable` of transformers, which TRL calls to
+    switch it on again after each of its own forward passes, registers a further hook on the input embeddings every
+    time; inside of this context TRL finds nothing to switch.
+
+    Args:
+        model (`torch.nn.Module`):
+            Model of transformers, or wrapped by PEFT.
+    """
+    layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    for layer in layers:
+        layer.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.gradient_checkpointing = True
+
+
+def has_random_forward(model: torch.nn.Module, neftune_noise_alpha: float | None = None) -> bool:
+    """
+    Tell whether two forward passes of the model in training mode may differ.
+
+    Looks for dropout modules, for rates of dropout or jitter in the config (those of its sub-configs included) and
+    among the attributes of modules, which functional calls read, and for noise on the embeddings. Not measured: a
+    fresh LoRA adapter hides its dropout until the first update. A rate in the config that the model does not use
+    counts too.
+
+    Args:
+        model (`torch.nn.Module`):
+            Model of transformers, or wrapped by PEFT.
+        neftune_noise_alpha (`float`, *optional*):
+            Size of the noise that the trainer adds to the embeddings (NEFTune).
+    """
+    modules = list(model.modules())
+    return (
+        bool(neftune_noise_alpha)
+        or _has_rate(model.config.to_dict())
+        or any(_has_rate(vars(module)) for module in modules)
+        or any("Dropout" in type(module).__name__ and getattr(module, "p", 0) > 0 for module in modules)
+    )
+
+
+def _has_rate(settings: Mapping) -> bool:
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            if _has_rate(value):
+                return True
+        elif ("drop" in str(name) or "jitter" in str(name)) and isinstance(value, int | float) and value > 0:
+            return True
+    return False

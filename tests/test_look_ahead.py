@@ -1,0 +1,151 @@
+"""The look-ahead leaves the model as it found it, and finds what the loss will find, whatever is random in both."""
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import OPTConfig, OPTForCausalLM, TrainerCallback
+
+from bapo_trl import BAPOTrainer
+from bapo_trl.tasks import character_tokenizer
+from tests.model_state import hooks, model_state, random_state
+from tests.test_bapo_trainer import Recorder, assert_logged_shares_are_those_of_the_loss
+from tests.toy import toy_dataset, toy_model, toy_trainer, training_logs
+
+
+def lora(**settings) -> dict:
+    return {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **settings)}
+
+
+def opt_model(seed: int = 0, **overrides) -> OPTForCausalLM:
+    """OPT drops out in functional calls, with rates that no module named Dropout holds."""
+    tokenizer = character_tokenizer()
+    torch.manual_seed(seed)
+    settings = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 16,
+        "word_embed_proj_dim": 16,
+        "ffn_dim": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+        "init_std": 0.3,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": tokenizer.eos_token_id,
+    }
+    return OPTForCausalLM(OPTConfig(**{**settings, **overrides}))
+
+
+# The model afterwards
+
+
+class HooksOfEachUpdate(TrainerCallback):
+    def __init__(self):
+        self.seen = []
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.seen.append(hooks(model))
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.seen.append(hooks(model))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {},
+        {"gradient_accumulation_steps": 4, "trainer_args": lora()},
+        {"num_iterations": 1, "replay_fraction": 0.5},
+        {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"neftune_noise_alpha": 5.0},
+        {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3},
+    ],
+    ids=lambda args: "-".join(args),
+)
+def test_no_hook_is_left_by_an_update_or_a_generation(tmp_path, args):
+    callback = HooksOfEachUpdate()
+    trainer_args = {**args.pop("trainer_args", {}), "callbacks": [callback], "eval_dataset": toy_dataset(3)}
+    toy_trainer(tmp_path, gradient_checkpointing=True, max_steps=8, trainer_args=trainer_args, **args).train()
+    assert len(callback.seen) == 9
+    assert callback.seen[0]  # the hook of gradient checkpointing
+    assert all(seen == callback.seen[0] for seen in callback.seen)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {},
+        {"gradient_checkpointing": False},
+        {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"trainer_args": lora(lora_dropout=0.5)},
+        {"neftune_noise_alpha": 5.0, "top_entropy_quantile": 0.5},
+    ],
+    ids=lambda args: "-".join(args),
+)
+def test_the_look_ahead_leaves_everything_as_it_found_it(tmp_path, recwarn, args):
+    class Compared(BAPOTrainer):
+        def _search_ahead(self):
+            before = {**model_state(self.model), **random_state()}
+            before["weights"] = [weight.detach().clone() for weight in self.model.parameters()]
+            super()._search_ahead()
+            after = {**model_state(self.model), **random_state()}
+            weights = zip(before.pop("weights"), self.model.parameters(), strict=True)
+            assert all(torch.equal(left, right) for left, right in weights)
+            assert after == before
+            compared.append(self.state.global_step)
+
+    compared = []
+    trainer = toy_trainer(
+        tmp_path, model=toy_model(attention_dropout=0.1, num_hidden_layers=2), trainer_class=Compared,
+        **{"gradient_checkpointing": True, **args},
+    )  # fmt: skip
+    trainer.train()
+    assert compared == [0, 1, 2, 3]
+    assert trainer.model.is_gradient_checkpointing == args.get("gradient_checkpointing", True)
+    assert not any("requires_grad" in str(warning.message) for warning in recwarn)
+
+
+# What is random in a forward pass
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize(
+    ("model", "args"),
+    [
+        (lambda: opt_model(dropout=0.3), {}),
+        (lambda: opt_model(dropout=0.3), {"disable_dropout": True}),  # which TRL does for dropout modules only
+        (lambda: toy_model(attention_dropout=0.3), {"disable_dropout": True}),
+        (toy_model, {"neftune_noise_alpha": 5.0}),
+        (toy_model, {"trainer_args": lora(lora_dropout=0.5)}),  # without effect until the first update
+    ],
+    ids=["opt", "opt-disable_dropout", "attention-disable_dropout", "neftune", "lora"],
+)
+def test_the_logged_share_is_that_of_the_loss_whatever_is_random(tmp_path, model, args, checkpointing):
+    """Also where the samples are those of the current policy: the ratios are not 1 even there."""
+    trainer = toy_trainer(
+        tmp_path, model=model(), trainer_class=Recorder, steps_per_generation=2, gradient_checkpointing=checkpointing,
+        **args,
+    )  # fmt: skip
+    trainer.train()
+    trainer.updates.pop()
+    assert_logged_shares_are_those_of_the_loss(trainer)
+    assert trainer.look_ahead_calls == 4 * 2
+    ages = [log["staleness/max"] for log in training_logs(trainer)]
+    assert ages == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("model", "args"),
+    [
+        (opt_model, {}),
+        (toy_model, {"neftune_noise_alpha": None}),
+        (toy_model, {"trainer_args": lora(lora_dropout=0.5), "disable_dropout": True}),
+    ],
+    ids=["opt", "qwen", "lora-disable_dropout"],
+)
+def test_without_anything_random_fresh_samples_need_no_forward_pass(tmp_path, model, args):
+    trainer = toy_trainer(tmp_path, model=model(), trainer_class=Recorder, steps_per_generation=2, **args)
+    trainer.train()
+    assert trainer.look_ahead_calls == 2 * 2
