@@ -154,7 +154,7 @@ def assert_logged_shares_are_those_of_the_loss(trainer):
         {"loss_type": "grpo"},
         {"loss_type": "luspo"},
         {"loss_type": "dr_grpo"},
-        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": False},
         {"delta": 1.3, "ratio_upper_max": 1.25, "learning_rate": 5e-2},
         {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "num_iterations": 4},
     ],

@@ -3,39 +3,16 @@
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import OPTConfig, OPTForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 
 from bapo_trl import BAPOTrainer
-from bapo_trl.tasks import character_tokenizer
 from tests.model_state import hooks, model_state, random_state
 from tests.test_bapo_trainer import Recorder, assert_logged_shares_are_those_of_the_loss
-from tests.toy import toy_dataset, toy_model, toy_trainer, training_logs
+from tests.toy import opt_model, toy_dataset, toy_model, toy_trainer, training_logs
 
 
 def lora(**settings) -> dict:
     return {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **settings)}
-
-
-def opt_model(seed: int = 0, **overrides) -> OPTForCausalLM:
-    """OPT drops out in functional calls, with rates that no module named Dropout holds."""
-    tokenizer = character_tokenizer()
-    torch.manual_seed(seed)
-    settings = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 16,
-        "word_embed_proj_dim": 16,
-        "ffn_dim": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 64,
-        "init_std": 0.3,
-        "dropout": 0.0,
-        "attention_dropout": 0.0,
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "bos_token_id": tokenizer.eos_token_id,
-    }
-    return OPTForCausalLM(OPTConfig(**{**settings, **overrides}))
 
 
 # The model afterwards
@@ -67,7 +44,7 @@ class HooksOfEachUpdate(TrainerCallback):
 def test_no_hook_is_left_by_an_update_or_a_generation(tmp_path, args):
     callback = HooksOfEachUpdate()
     trainer_args = {**args.pop("trainer_args", {}), "callbacks": [callback], "eval_dataset": toy_dataset(3)}
-    toy_trainer(tmp_path, gradient_checkpointing=True, max_steps=8, trainer_args=trainer_args, **args).train()
+    toy_trainer(tmp_path, max_steps=8, trainer_args=trainer_args, **args).train()
     assert len(callback.seen) == 9
     assert callback.seen[0]  # the hook of gradient checkpointing
     assert all(seen == callback.seen[0] for seen in callback.seen)
@@ -99,7 +76,7 @@ def test_the_look_ahead_leaves_everything_as_it_found_it(tmp_path, recwarn, args
     compared = []
     trainer = toy_trainer(
         tmp_path, model=toy_model(attention_dropout=0.1, num_hidden_layers=2), trainer_class=Compared,
-        **{"gradient_checkpointing": True, **args},
+        **args,
     )  # fmt: skip
     trainer.train()
     assert compared == [0, 1, 2, 3]

@@ -2,16 +2,16 @@
 
 import torch
 from datasets import Dataset
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import OPTConfig, OPTForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import character_tokenizer
 
 
+# With gradient checkpointing on, as in TRL unless it is switched off
 CPU = {
     "use_cpu": True,
     "bf16": False,
-    "gradient_checkpointing": False,
     "dataloader_pin_memory": False,
     "report_to": "none",
     "save_strategy": "no",
@@ -50,6 +50,28 @@ def toy_model(seed: int = 0, **overrides) -> Qwen2ForCausalLM:
         "bos_token_id": None,
     }
     return Qwen2ForCausalLM(Qwen2Config(**{**settings, **overrides}))
+
+
+def opt_model(seed: int = 0, **overrides) -> OPTForCausalLM:
+    """OPT drops out in functional calls, with rates that no module named Dropout holds."""
+    tokenizer = character_tokenizer()
+    torch.manual_seed(seed)
+    settings = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 16,
+        "word_embed_proj_dim": 16,
+        "ffn_dim": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+        "init_std": 0.3,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": tokenizer.eos_token_id,
+    }
+    return OPTForCausalLM(OPTConfig(**{**settings, **overrides}))
 
 
 def toy_dataset(size: int = 40) -> Dataset:
