@@ -1,0 +1,48 @@
+"""Settings in combination: every pair of values comes together in some run of two updates."""
+
+import itertools
+import json
+import sys
+
+import pytest
+
+from tests import sweep
+from tests.commands import accelerate_launcher, run_command
+from tests.pairwise import pairwise
+
+
+CASES = pairwise(sweep.SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sweep")
+    sweep.save_models(folder)
+    return folder
+
+
+def test_every_pair_of_values_comes_together():
+    for left, right in itertools.combinations(sweep.SETTINGS, 2):
+        together = {(case[left], case[right]) for case in CASES}
+        assert together == set(itertools.product(sweep.SETTINGS[left], sweep.SETTINGS[right]))
+    assert len(CASES) < 30
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case["processes"] == 1],
+    ids=lambda case: "-".join(str(value) for name, value in case.items() if name != "processes"),
+)
+def test_the_logged_share_is_that_of_the_loss_and_nothing_stays_on_the_model(folder, case):
+    sweep.check(*sweep.trained(folder, case), case)
+
+
+def test_the_same_on_two_ranks(folder):
+    cases = [case for case in CASES if case["processes"] == 2]
+    (folder / "cases.json").write_text(json.dumps(cases))
+    result = run_command([sys.executable, *accelerate_launcher("cpu_ddp"), "-m", "tests.sweep", str(folder)])
+    assert result.returncode == 0, result.stdout + result.stderr
+    for rank in range(2):
+        errors = json.loads((folder / f"{rank}.json").read_text())
+        failed = {str(case): error for case, error in zip(cases, errors, strict=True) if error}
+        assert not failed, "\n\n".join(f"{case}\n{error}" for case, error in failed.items())
