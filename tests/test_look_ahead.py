@@ -3,9 +3,10 @@
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import TrainerCallback
+from transformers import Qwen2Config, TrainerCallback
 
 from bapo_trl import BAPOTrainer
+from bapo_trl.forward_passes import has_random_forward
 from tests.model_state import hooks, model_state, random_state
 from tests.test_bapo_trainer import Recorder, assert_logged_shares_are_those_of_the_loss
 from tests.toy import opt_model, toy_dataset, toy_model, toy_trainer, training_logs
@@ -126,3 +127,20 @@ def test_without_anything_random_fresh_samples_need_no_forward_pass(tmp_path, mo
     trainer = toy_trainer(tmp_path, model=model(), trainer_class=Recorder, steps_per_generation=2, **args)
     trainer.train()
     assert trainer.look_ahead_calls == 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_random"),
+    [
+        ({}, False),
+        ({"attention_dropout": 0.1}, True),
+        ({"router_jitter_noise": 0.01}, True),
+        ({"text_config": Qwen2Config(attention_dropout=0.1)}, True),
+        ({"text_config": Qwen2Config(), "classifier_dropout": None, "dropout_kind": "none"}, False),
+    ],
+)
+def test_rates_are_looked_for_in_the_config_and_its_sub_configs(settings, is_random):
+    model = toy_model()
+    for name, value in settings.items():
+        setattr(model.config, name, value)
+    assert has_random_forward(model) == is_random
