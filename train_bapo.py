@@ -150,8 +150,8 @@ def main(arguments: list[str]):
         trainer.add_callback(BoundsProgressCallback)
     say = trainer.accelerator.print
 
-    resume = resume_argument(training_args.resume_from_checkpoint)
-    if training_args.do_train:
+    resume = trainer.checkpoint_to_resume(resume_argument(training_args.resume_from_checkpoint))
+    if resume is not None:
         check_resume(resume, training_args)
     if training_args.do_train:
         say(f"BAPO on {data.title}\n{settings_table(training_args)}")
@@ -207,12 +207,8 @@ def main(arguments: list[str]):
         say(report_line(trainer.state.log_history, Path(training_args.output_dir) / "report.png"))
 
 
-def check_resume(resume: str | bool | None, training_args: BAPOConfig):
+def check_resume(folder: str, training_args: BAPOConfig):
     """Refuse a checkpoint at the end of its run: transformers would train one update more and save it as new."""
-    has_folder = Path(training_args.output_dir).is_dir()
-    folder = get_last_checkpoint(training_args.output_dir) if resume is True and has_folder else resume
-    if not isinstance(folder, str) or not (Path(folder) / TRAINER_STATE_NAME).is_file():
-        return  # none, or not one: transformers says so
     done = TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME)).global_step
     if 0 < training_args.max_steps <= done:
         raise ValueError(
@@ -223,7 +219,7 @@ def check_resume(resume: str | bool | None, training_args: BAPOConfig):
 
 
 def resume_argument(value: str | None) -> str | bool | None:
-    """Return what `Trainer.train` resumes from: the latest checkpoint for "true", none for "false", else a folder."""
+    """Return what to resume from: the newest whole checkpoint for "true", none for "false", else a folder."""
     return {"true": True, "false": None}.get(value.lower(), value) if value is not None else None
 
 

@@ -1,12 +1,10 @@
 """`BAPOTrainer`: TRL's `GRPOTrainer` with clip bounds that are searched for each optimizer update."""
 
-import os
 import textwrap
 import warnings
 from contextlib import nullcontext
 
 import torch
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from . import trl_compat
@@ -17,18 +15,19 @@ from .diagnostics import UpdateLog, measure_tokens
 from .forward_passes import has_random_forward, without_gradient_checkpointing
 from .policy_tokens import PolicyTokens, policy_mask, policy_tokens
 from .prompts import check_columns, check_number_of_prompts
-from .queue_checkpoint import remove_queues
+from .queue_checkpoint import is_queue_file
 from .replay import Replay
 from .resume import EpochShuffleCallback, load_onto_numbered_cpus
 from .sampler import check_difference, client_for, compare_with_sampler
 from .ties import tied_rows
 from .trl_compat import get_config_model_id, shuffle_sequence_dict, split_tensor_dict
+from .whole_checkpoint import WholeCheckpoints
 
 
 trl_compat.check_trl()
 
 
-class BAPOTrainer(GRPOTrainer):
+class BAPOTrainer(WholeCheckpoints, GRPOTrainer):
     """
     Trainer for Balanced Policy Optimization with Adaptive Clipping (BAPO).
 
@@ -45,7 +44,8 @@ class BAPOTrainer(GRPOTrainer):
     - `_generate_and_score_completions`: stamps each row with the policy version that sampled it, and trades fresh rows
       for queued ones.
     - `_prepare_inputs`: with a replay queue, draws the batches of later passes over a generation from it.
-    - `_save_checkpoint`, `_load_optimizer_and_scheduler`: keep the replay queue in the checkpoint.
+    - `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler`: keep the replay queue in the checkpoint, which
+      [`~whole_checkpoint.WholeCheckpoints`] writes as a whole or not at all.
     - `_get_train_sampler`: refuses too few prompts; lets a resumed run continue the shuffles of the prompts.
     - `_calculate_rewards`: logs the best of k rollouts in evaluation; with `replay_zero_advantage`, looks for ties.
 
@@ -253,15 +253,13 @@ class BAPOTrainer(GRPOTrainer):
 
     # Checkpoints
 
-    def _save_checkpoint(self, model, trial):
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        folder = os.path.join(self._get_output_dir(trial=trial), name)
-        if self._replay is not None and not self.args.save_only_model:
-            self._replay.save(folder)
-            self.accelerator.wait_for_everyone()  # the parent may remove older checkpoints
-        elif self.accelerator.is_main_process:
-            remove_queues(folder)  # of an earlier run
-        super()._save_checkpoint(model, trial)
+    def _is_dispensable(self, file):
+        return self.args.replay_discard_saved and is_queue_file(file)
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self._replay is not None:
+            self._replay.save(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         load_onto_numbered_cpus()

@@ -1,11 +1,9 @@
 """Keep replay queues in a checkpoint folder: one safetensors file a rank, with JSON in its header. No pickle.
 
-A file is written under a temporary name and renamed: under its final name it is complete. A checksum over all that it
-holds, and over its name, tells of what has changed since.
+A checksum over all that a file holds, and over its name, tells of what has changed since it was written.
 """
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -50,25 +48,16 @@ def save_queue(queue: ReplayQueue, folder: str | Path, rank: int, num_processes:
                 tensors[f"{number}.{key}.lengths"] = torch.tensor(column.lengths)  # a copy: columns share theirs
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    if rank == 0:  # a run that was resumed from before may have had another number of ranks
-        remove_queues(folder, except_of=num_processes)
     path = folder / _NAME.format(rank=rank, world=num_processes)
     text = json.dumps(state)
     metadata = {"format": FORMAT, "state": text, "checksum": _checksum(path.name, text, tensors)}
-    unfinished = path.with_suffix(".unfinished")
-    save_file(tensors, unfinished, metadata=metadata)
-    with open(unfinished, "rb+") as file:
-        os.fsync(file.fileno())  # else the new name could reach the disk before the values
-    os.replace(unfinished, path)
+    save_file(tensors, path, metadata=metadata)
     return path
 
 
-def remove_queues(folder: str | Path, except_of: int | None = None) -> None:
-    """Remove the replay queues in a checkpoint folder, if there is one, but those of `except_of` ranks."""
-    for path in Path(folder).glob("replay_queue_*"):
-        match = _PATTERN.fullmatch(path.name)
-        if match and int(match[2]) != except_of:
-            path.unlink()
+def is_queue_file(name: str) -> bool:
+    """Return whether a file of a checkpoint folder, by its name, is the replay queue of a rank."""
+    return _PATTERN.fullmatch(name) is not None
 
 
 def load_queue(queue: ReplayQueue, folder: str | Path, rank: int, num_processes: int) -> bool:

@@ -38,11 +38,14 @@ OVERRIDDEN_METHODS = (
     "_calculate_rewards",
     "_compute_loss",
     "_generate_and_score_completions",
+    "_get_output_dir",
     "_get_per_token_logps_and_entropies",
     "_get_train_sampler",
     "_load_optimizer_and_scheduler",
     "_prepare_inputs",
+    "_push_from_checkpoint",
     "_save_checkpoint",
+    "_save_optimizer_and_scheduler",
     "train",
 )
 """Methods of `GRPOTrainer` that the trainer overrides and calls through `super()`."""
@@ -67,6 +70,7 @@ ATTRIBUTES = {
         "vllm_importance_sampling_correction",
         "_metrics",
     ),
+    "_save_checkpoint": ("_get_output_dir",),
     "_generate_single_turn": ("_last_loaded_step",),
     "_prepare_inputs": ("_buffered_inputs", "_generate_and_score_completions", "_step", "num_iterations"),
     "_generate_and_score_completions": (

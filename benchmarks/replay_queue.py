@@ -128,7 +128,9 @@ def time_disk(queue: ReplayQueue, capacity: int, folder: Path, is_plain_first: b
 
     def save() -> float:
         start = time.perf_counter()
-        save_queue(queue, copies, 0, 1)
+        path = save_queue(queue, copies, 0, 1)
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
         return time.perf_counter() - start
 
     def load() -> float:

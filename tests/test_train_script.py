@@ -84,9 +84,12 @@ def test_lora_saves_the_adapter_alone(tmp_path):
     assert not (tmp_path / "model.safetensors").exists()
 
 
-def test_resume_trains_on_from_the_latest_checkpoint(tmp_path):
+def test_resume_trains_on_from_the_latest_whole_checkpoint(tmp_path):
     succeeded(train(tmp_path / "stopped", max_steps=2, save_strategy="steps", save_steps=2))
-    out = succeeded(train(tmp_path / "stopped", max_steps=4, resume_from_checkpoint="true"))
+    (tmp_path / "stopped" / "checkpoint-4").mkdir()
+    result = train(tmp_path / "stopped", max_steps=4, resume_from_checkpoint="true")
+    out = succeeded(result)
+    assert result.stderr.count("checkpoint-4 is not whole and was skipped: trainer_state.json is missing") == 1
     assert "may be overwritten" not in out
     succeeded(train(tmp_path / "straight", max_steps=4))
     assert [log["step"] for log in logs(tmp_path / "stopped") if "bapo/clip_low" in log] == [1, 2, 3, 4]

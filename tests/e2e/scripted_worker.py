@@ -7,11 +7,12 @@ from pathlib import Path
 from peft import LoraConfig
 
 from bapo_trl.distributed import end_training
+from tests.save_events import SaveEvents
 from tests.sharding_worker import Scripted
 from tests.toy import toy_dataset, toy_model, toy_trainer, training_logs
 
 
-def main(out: str, micro_batches: str, uses_lora: str, checkpoint: str = "") -> None:
+def main(out: str, micro_batches: str, uses_lora: str, checkpoint: str = "", *kill: str) -> None:
     # A pass is one update on a whole generation, drawn from the queue: the same rows however they are sharded.
     folder = Path(out)
     lora = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
@@ -33,7 +34,11 @@ def main(out: str, micro_batches: str, uses_lora: str, checkpoint: str = "") -> 
         save_steps=4,
         trainer_args={"train_dataset": toy_dataset(8), "peft_config": lora if uses_lora == "lora" else None},
     )
-    trainer.train(resume_from_checkpoint=checkpoint or None)
+    if kill:
+        rank, event, tears = kill
+        if trainer.accelerator.process_index == int(rank):
+            SaveEvents(6, event, tears == "tears").watch(trainer)
+    trainer.train(resume_from_checkpoint=checkpoint == "true" or checkpoint or None)
     engine, optimizer = trainer.model_wrapped, trainer.optimizer
     result = {
         "num_processes": trainer.accelerator.num_processes,

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from bapo_trl.diagnostics import METRICS
-from tests.commands import run_command
+from tests.commands import accelerate_launcher, run_command
 from tests.e2e.launching import ENGINES, launch
 
 
@@ -96,6 +96,25 @@ def test_a_resumed_run_equals_the_straight_one(runs, engine, uses_lora):
     for log, expected in zip(read(resumed)["logs"][-2:], read(straight)["logs"][-2:], strict=True):
         names = [*METRICS, "replay/size", "replay/fraction", "grad_norm", "loss"]
         assert {key: log.get(key) for key in names} == {key: expected.get(key) for key in names}
+
+
+@pytest.mark.parametrize(
+    "kill",
+    [
+        ["0", "os.rename checkpoint-6", ""],  # all is written, also the manifest
+        ["1", "safetensors replay_queue_00001_of_00002.safetensors", "tears"],  # within the rank's own shard
+    ],
+    ids=["before-rename", "within-shard"],
+)
+def test_zero3_that_is_killed_in_a_save_goes_on_without_a_hand(tmp_path, runs, kill):
+    worker = ["-m", "tests.e2e.scripted_worker", str(tmp_path), "4", "full"]
+    killed = run_command([sys.executable, *accelerate_launcher("cpu_zero3"), *worker, "", *kill], timeout_s=400)
+    assert "exitcode  : -9" in killed.stderr, killed.stderr[-8000:]
+    assert {path.name for path in tmp_path.glob("*checkpoint-*")} == {"checkpoint-4"}
+    assert list(tmp_path.glob("_unfinished/checkpoint-6/global_step6/*zero_pp_rank_1*"))
+    launch("cpu_zero3", [*worker, "true"])
+    assert len(read(tmp_path)["logs"]) == 6
+    assert_close(weights(runs("cpu_zero3")), weights(tmp_path), atol=0)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

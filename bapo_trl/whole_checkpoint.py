@@ -1,0 +1,258 @@
+"""Checkpoints that are whole or not there, whenever the processes are killed and whatever they are saving.
+
+Invariant: a folder `checkpoint-N` holds all files of its manifest. It is written in `_unfinished`, flushed to the disk
+and renamed; one that has to go is renamed back to there and then deleted. `_unfinished` is gone at the end of a save:
+if one is found, it was left by a save that did not end, and is removed. Neither transformers nor an upload to the Hub
+takes it, or what is in it, for a checkpoint.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from accelerate.utils import gather_object
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+
+
+MANIFEST = "checkpoint_files.json"
+UNFINISHED = "_unfinished"
+
+
+class WholeCheckpoints:
+    """
+    Makes the checkpoints of a [`~transformers.Trainer`], which comes after it in the bases, whole or not there.
+
+    - `_save_checkpoint`: lets the parents write into `_unfinished`, where their rotation finds one checkpoint and
+      leaves it; then renames, pushes and rotates.
+    - `_get_output_dir`, `_push_from_checkpoint`: send the parents there meanwhile, and hold back their push.
+    - `train`: resumes from whole checkpoints only.
+    """
+
+    _is_saving = False
+
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        self._remove_unfinished(self.args.output_dir)
+        return super().train(self.checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
+
+    def checkpoint_to_resume(self, resume_from_checkpoint: str | bool | None) -> str | None:
+        """
+        Return the folder to resume from, the same on all ranks.
+
+        Args:
+            resume_from_checkpoint (`str` or `bool`, *optional*):
+                A folder, or `True` for the newest checkpoint in `output_dir` that is whole on every rank, with a
+                warning for each newer one.
+
+        Returns:
+            `str`, or `None` for a run from the start.
+
+        Raises:
+            ValueError: If the folder is not whole, naming what is missing; if none is.
+        """
+        if resume_from_checkpoint is None or resume_from_checkpoint is False:
+            return None
+        run_dir = self.args.output_dir
+        if resume_from_checkpoint is not True:
+            defect = self._defect_on_any_rank(resume_from_checkpoint)
+            if defect is not None:
+                raise ValueError(
+                    f"The checkpoint {resume_from_checkpoint} is not whole: {defect}. Resume from another one "
+                    "(`True`, in the script `true`, takes the newest that is whole)."
+                )
+            return resume_from_checkpoint
+        skipped = []
+        for name in sorted(set(gather_object(_checkpoints(run_dir))), key=_step, reverse=True):
+            folder = os.path.join(run_dir, name)
+            defect = self._defect_on_any_rank(folder)
+            if defect is None:
+                return folder
+            skipped.append(f"{folder} is not whole and was skipped: {defect}.")
+            if self.is_world_process_zero():
+                warnings.warn(skipped[-1])
+        raise ValueError("\n".join([f"No valid checkpoint found in output directory ({run_dir})", *skipped]))
+
+    def _defect_on_any_rank(self, folder: str) -> str | None:
+        defects = gather_object([find_defect(folder, self._is_dispensable)])
+        return next((defect for defect in defects if defect is not None), None)
+
+    def _is_dispensable(self, file: str) -> bool:
+        """Whether a run can be resumed without this file of a checkpoint."""
+        return False
+
+    def _get_output_dir(self, trial):
+        run_dir = super()._get_output_dir(trial)
+        return os.path.join(run_dir, UNFINISHED) if self._is_saving else run_dir
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        if not self._is_saving:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _save_checkpoint(self, model, trial):
+        run_dir, name = self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        unfinished, folder = os.path.join(run_dir, UNFINISHED, name), os.path.join(run_dir, name)
+        self._remove_unfinished(run_dir)
+        is_owner = self._make_unfinished(run_dir)
+        self._is_saving = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._is_saving = False
+        self._record_best(run_dir, name)
+        self.accelerator.wait_for_everyone()  # all ranks have written
+        if self.is_local_process_zero():  # on each node: what it wrote may be in its memory alone
+            _flush_tree(os.path.join(run_dir, UNFINISHED))
+        self.accelerator.wait_for_everyone()
+        if is_owner:
+            _finish(unfinished, folder)
+        self.accelerator.wait_for_everyone()  # from here on, the folder is there for all ranks
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(folder)
+        if is_owner:
+            _rotate(run_dir, folder, self.args.save_total_limit, self.state.best_model_checkpoint)
+
+    def _remove_unfinished(self, run_dir: str) -> None:
+        unfinished = os.path.join(run_dir, UNFINISHED)
+        if self.is_local_process_zero() and os.path.isdir(unfinished):
+            with contextlib.suppress(FileNotFoundError):  # another node, which shares the folder, was faster
+                names = sorted(os.listdir(unfinished))
+                shutil.rmtree(unfinished, ignore_errors=True)
+                warnings.warn(
+                    f"Removed {unfinished}, left by a save that did not end, with {len(names)} in it: {names}."
+                )
+        self.accelerator.wait_for_everyone()
+
+    def _make_unfinished(self, run_dir: str) -> bool:
+        """Make `_unfinished`; return whether this rank made it: of those that share a file system, one does."""
+        unfinished = os.path.join(run_dir, UNFINISHED)
+        is_owner = False
+        with self.accelerator.main_process_first():
+            if self.is_local_process_zero():
+                os.makedirs(run_dir, exist_ok=True)
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(unfinished)
+                    is_owner = True
+        if not any(gather_object([is_owner])):
+            raise RuntimeError(f"{unfinished}, left by a save that did not end, cannot be removed: remove it.")
+        return is_owner
+
+    def _record_best(self, run_dir: str, name: str) -> None:
+        # The parent did, but looked for it, and found this one, in `_unfinished`.
+        best_name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+        best = os.path.join(run_dir, best_name)
+        if best == self.state.best_model_checkpoint or not (best_name == name or os.path.isdir(best)):
+            return
+        self.state.best_model_checkpoint = best
+        if self.args.should_save:
+            self.state.save_to_json(os.path.join(run_dir, UNFINISHED, name, TRAINER_STATE_NAME))
+
+
+def find_defect(folder: str | Path, is_dispensable: Callable[[str], bool] = lambda file: False) -> str | None:
+    """
+    Return what keeps a checkpoint from being whole, `None` if it is.
+
+    With a manifest, every file must be there with its size. A checkpoint without one, of another trainer or an older
+    version, counts as whole if its `trainer_state.json` can be read: transformers writes that last.
+
+    Args:
+        folder (`str` or `Path`):
+            Checkpoint folder.
+        is_dispensable (`Callable`, *optional*):
+            Tells of a file of the manifest, by its path in the folder, whether it may be missing or of another size.
+
+    Returns:
+        `str` that names the files, or `None`.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        return "there is no such folder"
+    name = MANIFEST if (folder / MANIFEST).is_file() else TRAINER_STATE_NAME
+    try:
+        content = json.loads((folder / name).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except ValueError:
+        return f"{name} is not complete"
+    if name == TRAINER_STATE_NAME:
+        return None
+    defects = []
+    for path, size in content.items():
+        if is_dispensable(path):
+            continue
+        if not (folder / path).is_file():
+            defects.append(f"{path} is missing")
+        elif (folder / path).stat().st_size != size:
+            defects.append(f"{path} has {(folder / path).stat().st_size} bytes, not {size}")
+    return "; ".join(defects) or None
+
+
+def _checkpoints(run_dir: str) -> list[str]:
+    names = [os.path.basename(path) for path in sort_checkpoints(run_dir)]
+    return [name for name in names if name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-").isdigit()]
+
+
+def _step(name: str) -> int:
+    return int(name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-"))
+
+
+def _finish(unfinished: str, folder: str) -> None:
+    """Give a checkpoint, whose files are on the disk, its manifest and its name."""
+    if not os.path.isdir(unfinished):
+        return  # a node that saves nothing on a disk of its own
+    files = sorted(path for path in Path(unfinished).rglob("*") if path.is_file())
+    manifest = Path(unfinished, MANIFEST)
+    sizes = {path.relative_to(unfinished).as_posix(): path.stat().st_size for path in files}
+    manifest.write_text(json.dumps(sizes, indent=2) + "\n", encoding="utf-8")
+    _flush(manifest)
+    _flush(unfinished)
+    if os.path.isdir(folder):  # of an earlier run
+        _move_away(folder)
+    os.rename(unfinished, folder)
+    _flush(os.path.dirname(folder))
+
+
+def _rotate(run_dir: str, newest: str, limit: int | None, best: str | None) -> None:
+    """
+    Delete what is in `_unfinished`, and the checkpoints beyond the limit: the oldest, but for the newest and the best.
+
+    The choice is that of transformers' `rotate_checkpoints`. That deletes them file by file under their own names:
+    killed within, it leaves parts of one. These are the last to be modified, so that its next rotation would keep
+    them in place of a whole one.
+    """
+    if limit is not None and limit > 0:
+        checkpoints = [os.path.normpath(path) for path in sort_checkpoints(run_dir, use_mtime=True)]
+        kept = {os.path.normpath(path) for path in (newest, best) if path is not None}
+        surplus = max(0, len(checkpoints) - limit)
+        for folder in [path for path in checkpoints if path not in kept][:surplus]:
+            _move_away(folder)
+    shutil.rmtree(os.path.join(run_dir, UNFINISHED))
+
+
+def _move_away(folder: str) -> None:
+    run_dir, name = os.path.split(folder)
+    os.rename(folder, os.path.join(run_dir, UNFINISHED, f"old-{name}"))
+
+
+def _flush_tree(folder: str) -> None:
+    for path in (*Path(folder).rglob("*"), Path(folder)):
+        _flush(path)
+
+
+def _flush(path: str | Path) -> None:
+    """Wait until a file, or the list of a folder's files, is on the disk."""
+    if os.name == "nt":
+        return  # which cannot flush what is not open for writing; a rename there still outlives the process
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems have no such thing for folders.
+        if not (os.path.isdir(path) and error.errno in (errno.EINVAL, errno.ENOTSUP)):
+            raise
+    finally:
+        os.close(descriptor)

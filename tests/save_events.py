@@ -1,0 +1,81 @@
+"""What happens to files during a save, to be killed in the middle of it; where a run starts."""
+
+import os
+import signal
+import sys
+
+import safetensors.torch
+import torch
+from transformers import TrainerCallback
+
+
+class SaveEvents:
+    """
+    Lists what a process does to files during the save at one update, and kills it before an event, named or numbered.
+
+    Events are what Python audits (files opened for writing, renames, removals), the writers of torch and safetensors,
+    which it does not see, waiting for the other ranks, the start and the end of the save. A process that `tears` cuts
+    the file that was written since the event before in half first, as if the kill had come within it.
+    """
+
+    def __init__(self, update: int, kill_at: int | str | None = None, tears: bool = False):
+        self.names: list[str] = []
+        self.follows_write: list[bool] = []
+        self._update, self._kill_at, self._tears = update, kill_at, tears
+        self._latest: str | None = None
+        self._is_saving = False
+
+    def watch(self, trainer) -> None:
+        save, wait = trainer._save_checkpoint, trainer.accelerator.wait_for_everyone
+
+        def watched_save(*args, **kwargs):
+            self._is_saving = trainer.state.global_step == self._update
+            self._happens("start")
+            save(*args, **kwargs)
+            self._happens("end")
+            self._is_saving = False
+
+        def watched_wait():
+            self._happens("wait")
+            wait()
+
+        trainer._save_checkpoint, trainer.accelerator.wait_for_everyone = watched_save, watched_wait
+        sys.addaudithook(self._audit)
+        torch.save = self._watched(torch.save, "torch.save")
+        safetensors.torch.serialize_file = self._watched(safetensors.torch.serialize_file, "safetensors")
+
+    def _watched(self, write, name):
+        def watched_write(content, path, *args, **kwargs):
+            self._happens(f"{name} {os.path.basename(path)}")
+            write(content, path, *args, **kwargs)
+            if self._is_saving:
+                self._latest = str(path)
+
+        return watched_write
+
+    def _audit(self, event, args):
+        if not self._is_saving:
+            return
+        if event == "open" and isinstance(args[0], str) and args[2] & (os.O_WRONLY | os.O_RDWR):
+            self._happens(f"open {os.path.basename(args[0])}")
+            self._latest = args[0]
+        elif event in ("os.rename", "os.remove", "os.rmdir"):
+            self._happens(f"{event} {os.path.basename(args[0])}")
+
+    def _happens(self, name):
+        if not self._is_saving:
+            return
+        if self._kill_at in (name, len(self.names)):
+            if self._tears:
+                os.truncate(self._latest, os.path.getsize(self._latest) // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.names.append(name)
+        self.follows_write.append(self._latest is not None)
+        self._latest = None
+
+
+class Start(TrainerCallback):
+    update = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.update = state.global_step

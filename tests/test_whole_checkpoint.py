@@ -1,0 +1,283 @@
+"""Checkpoints through `train()`: whole or not there, named as transformers names them, resumed from without a hand."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers.trainer_utils import rotate_checkpoints
+from trl import GRPOConfig, GRPOTrainer
+
+from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.whole_checkpoint import MANIFEST, UNFINISHED, _rotate, find_defect
+from tests.commands import run_command
+from tests.save_events import Start
+from tests.test_replay import REPLAY
+from tests.toy import toy_dataset, toy_trainer
+
+
+SAVING = {**REPLAY, "max_steps": 6, "save_strategy": "steps", "save_steps": 2}
+# The 8 of every run, or every event of a save on one and on two ranks: BAPO_TRL_SAVE_KILLS=all, some ten minutes
+SAVE_KILLS = os.environ.get("BAPO_TRL_SAVE_KILLS", "few")
+
+
+def test_a_run_that_is_killed_in_a_save_goes_on_without_a_hand(tmp_path):
+    command = [sys.executable, "-m", "tests.save_kills", str(tmp_path), SAVE_KILLS]
+    result = run_command(command, timeout_s=240 if SAVE_KILLS == "few" else 3600)
+    assert result.returncode == 0, result.stdout + result.stderr
+    kills = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(kills) == 8 if SAVE_KILLS == "few" else len(kills) >= 40
+    assert {kill["ranks"] for kill in kills} == {1, 2}
+    assert [kill for kill in kills if kill["wrong"]] == []
+
+
+def names(folder) -> set[str]:
+    return {path.name for path in Path(folder).iterdir()} - {"README.md"}
+
+
+def saved(folder, trainer_class=BAPOTrainer, resume_from=None, **args):
+    is_plain = not issubclass(trainer_class, BAPOTrainer)
+    settings = {key: value for key, value in {**SAVING, **args}.items() if not (is_plain and key.startswith("replay"))}
+    config_class = GRPOConfig if is_plain else BAPOConfig
+    parts = {"trainer_class": trainer_class, "config_class": config_class}
+    trainer = toy_trainer(folder, trainer_args={"eval_dataset": toy_dataset(6)}, **parts, **settings)
+    trainer.train(resume_from_checkpoint=resume_from)
+    return trainer
+
+
+def resume(folder, checkpoint, **args) -> int:
+    """Resume for two updates; return the update that the run went on from."""
+    start = Start()
+    trainer = toy_trainer(folder, trainer_args={"callbacks": [start]}, **{**SAVING, "max_steps": 8, **args})
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return start.update
+
+
+def cut_in_half(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize(
+    "args", [{}, {"save_only_model": True}, {"use_adaptive_entropy": True}], ids=lambda a: str(*a)
+)
+def test_the_manifest_lists_what_the_parents_save_and_nothing_else_is_left(tmp_path, args):
+    saved(tmp_path / "plain", GRPOTrainer, **args)
+    saved(tmp_path / "whole", **args)
+    assert names(tmp_path / "whole") == names(tmp_path / "plain") == {f"checkpoint-{update}" for update in (2, 4, 6)}
+    queue = set() if "save_only_model" in args else {"replay_queue_00000_of_00001.safetensors"}
+    for checkpoint in (tmp_path / "whole").glob("checkpoint-*"):
+        listed = json.loads((checkpoint / MANIFEST).read_text())
+        assert listed.keys() == names(checkpoint) - {MANIFEST}
+        assert listed.keys() == names(tmp_path / "plain" / checkpoint.name) | queue
+
+
+def test_all_files_are_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, monkeypatch):
+    fsync, rename, flushed, named = os.fsync, os.rename, set(), []
+
+    def watched_fsync(descriptor):
+        fsync(descriptor)
+        flushed.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    def watched_rename(source, target):
+        named.append(os.path.basename(target))
+        assert {str(path) for path in (source, *Path(source).rglob("*"))} <= flushed
+        rename(source, target)
+        flushed.discard(str(tmp_path))
+
+    monkeypatch.setattr("os.fsync", watched_fsync)
+    monkeypatch.setattr("os.rename", watched_rename)
+    saved(tmp_path)
+    assert named == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert str(tmp_path) in flushed  # after the last rename
+
+
+def test_true_takes_the_newest_whole_checkpoint_and_names_what_it_skips(tmp_path, recwarn):
+    saved(tmp_path)
+    (tmp_path / "checkpoint-6" / "rng_state.pth").unlink()
+    cut_in_half(tmp_path / "checkpoint-4" / "optimizer.pt")
+    (tmp_path / "checkpoint-12").mkdir()  # as a trainer without manifests leaves it when it is killed
+    assert resume(tmp_path, True) == 2
+    skipped = [str(warning.message) for warning in recwarn if "skipped" in str(warning.message)]
+    assert [message.replace(f"{tmp_path}/", "") for message in skipped] == [
+        "checkpoint-12 is not whole and was skipped: trainer_state.json is missing.",
+        "checkpoint-6 is not whole and was skipped: rng_state.pth is missing.",
+        f"checkpoint-4 is not whole and was skipped: {skipped[2].split('skipped: ')[1]}",
+    ]
+    assert "optimizer.pt has" in skipped[2]
+
+
+def test_true_without_a_whole_checkpoint_says_what_there_is(tmp_path):
+    with pytest.raises(ValueError, match="No valid checkpoint found in output directory"):
+        resume(tmp_path / "new", True)
+    saved(tmp_path, save_steps=6)
+    (tmp_path / "checkpoint-6" / "model.safetensors").unlink()
+    with pytest.raises(
+        ValueError, match=r"No valid checkpoint.*\n.*checkpoint-6 is not whole.*model.safetensors is m"
+    ):
+        resume(tmp_path, True)
+
+
+def test_a_folder_that_is_not_whole_is_refused_with_what_is_missing(tmp_path):
+    saved(tmp_path, save_steps=6)
+    checkpoint = tmp_path / "checkpoint-6"
+    with pytest.raises(ValueError, match="checkpoint-5 is not whole: there is no such folder"):
+        resume(tmp_path, str(tmp_path / "checkpoint-5"))
+    (checkpoint / "scheduler.pt").unlink()
+    cut_in_half(checkpoint / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"model.safetensors has \d+ bytes, not \d+; scheduler.pt is missing.*newest that is whole"
+    ):
+        resume(tmp_path, str(checkpoint))
+
+
+def test_a_checkpoint_without_a_manifest_is_whole_if_its_state_can_be_read(tmp_path):
+    saved(tmp_path, GRPOTrainer)
+    assert resume(tmp_path, str(tmp_path / "checkpoint-4"), max_steps=5) == 4
+    cut_in_half(tmp_path / "checkpoint-6" / "trainer_state.json")
+    assert find_defect(tmp_path / "checkpoint-6") == "trainer_state.json is not complete"
+    with pytest.warns(UserWarning, match=r"checkpoint-6 is not whole and was skipped: trainer_state.json is not com"):
+        assert resume(tmp_path, True) == 5
+
+
+def test_what_a_killed_save_left_is_removed_and_named(tmp_path):
+    (tmp_path / UNFINISHED / "checkpoint-4").mkdir(parents=True)
+    with pytest.warns(UserWarning, match=rf"Removed .*{UNFINISHED}.*checkpoint-4"):
+        saved(tmp_path)
+    assert names(tmp_path) == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
+
+
+def test_a_checkpoint_of_an_earlier_run_is_replaced_as_a_whole(tmp_path):
+    saved(tmp_path, save_steps=6)
+    earlier = load_file(tmp_path / "checkpoint-6" / "model.safetensors")
+    (tmp_path / "checkpoint-6" / "replay_queue_00000_of_00002.safetensors").touch()  # of more ranks
+    trainer = saved(tmp_path, save_steps=6, learning_rate=1e-3)
+    assert names(tmp_path) == {"checkpoint-6"}
+    assert names(tmp_path / "checkpoint-6") == json.loads(
+        (tmp_path / "checkpoint-6" / MANIFEST).read_text()
+    ).keys() | {MANIFEST}
+    later = load_file(tmp_path / "checkpoint-6" / "model.safetensors")
+    assert any(not torch.equal(earlier[key], later[key]) for key in later)
+    assert all(torch.equal(trainer.model.state_dict()[key], later[key]) for key in later)
+
+
+SCORED = {
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "per_device_eval_batch_size": 6,
+    "metric_for_best_model": "score",
+    "greater_is_better": True,
+}
+
+
+def scored(base: type, scores: dict[int, float]) -> type:
+    class Scored(base):
+        def evaluate(self, *args, **kwargs):
+            metrics = {"eval_score": scores[self.state.global_step]}
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+            return metrics
+
+    return Scored
+
+
+@pytest.mark.parametrize(("strategy", "limit"), [("steps", None), ("steps", 1), ("best", 2)])
+@pytest.mark.parametrize("scores", [{2: 1, 4: 3, 6: 2}, {2: 1, 4: 2, 6: 3}, {2: 3, 4: 2, 6: 1}], ids=[4, 6, 2])
+def test_the_best_checkpoint_is_that_of_transformers_under_its_name(tmp_path, strategy, limit, scores):
+    def run(name, base):
+        args = {"save_strategy": strategy, "save_total_limit": limit, "load_best_model_at_end": True}
+        return saved(tmp_path / name, scored(base, scores), **SCORED, **args)
+
+    plain, whole = run("plain", GRPOTrainer), run("whole", BAPOTrainer)
+    best = max(scores, key=scores.get)
+    assert whole.state.best_model_checkpoint == str(tmp_path / "whole" / f"checkpoint-{best}")
+    assert names(tmp_path / "whole") == names(tmp_path / "plain")
+    for checkpoint in (tmp_path / "whole").glob("checkpoint-*"):
+        states = [
+            json.loads((tmp_path / name / checkpoint.name / "trainer_state.json").read_text())
+            for name in ("plain", "whole")
+        ]
+        recorded = [state["best_model_checkpoint"].split("/")[-2:] for state in states]
+        assert recorded == [["plain", recorded[0][1]], ["whole", recorded[0][1]]]
+    kept = load_file(tmp_path / "whole" / f"checkpoint-{best}" / "model.safetensors")
+    assert all(torch.equal(whole.model.state_dict()[key], kept[key]) for key in kept)
+    assert plain.state.best_global_step == whole.state.best_global_step == best
+
+
+def test_a_best_checkpoint_that_was_moved_with_the_run_is_found_again(tmp_path):
+    scores = {2: 3, 4: 2, 6: 1, 8: 0}
+    saved(tmp_path / "old", scored(BAPOTrainer, scores), **SCORED)
+    (tmp_path / "old").rename(tmp_path / "new")
+    saved(tmp_path / "new", scored(BAPOTrainer, scores), resume_from=True, max_steps=8, **SCORED)
+    state = json.loads((tmp_path / "new" / "checkpoint-8" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(tmp_path / "new" / "checkpoint-2")
+
+
+@pytest.mark.parametrize("best", [None, 1, 3, 5])
+@pytest.mark.parametrize("limit", [None, 0, 1, 2, 3, 9])
+def test_the_rotation_keeps_what_that_of_transformers_keeps(tmp_path, limit, best):
+    for run in ("plain", "whole"):
+        for number, name in enumerate(
+            ["checkpoint-12", "checkpoint-3", "checkpoint-1", "checkpoint-4", "checkpoint-5"]
+        ):
+            (tmp_path / run / name).mkdir(parents=True)
+            os.utime(tmp_path / run / name, (1000 + 10 * number, 1000 + 10 * number))
+    (tmp_path / "whole" / UNFINISHED).mkdir()
+    of = {run: None if best is None else str(tmp_path / run / f"checkpoint-{best}") for run in ("plain", "whole")}
+    rotate_checkpoints(str(tmp_path / "plain"), limit, of["plain"], use_mtime=True)
+    _rotate(str(tmp_path / "whole"), str(tmp_path / "whole" / "checkpoint-5"), limit, of["whole"])
+    assert names(tmp_path / "whole") == names(tmp_path / "plain")
+
+
+class Hub:
+    """Stands in for the Hub: keeps what it is given."""
+
+    repo_id = "me/model"
+
+    def __init__(self):
+        self.uploads = []
+
+    def create_repo(self, *args, **kwargs):
+        return self
+
+    def upload_folder(self, *, folder_path, path_in_repo=None, **kwargs):
+        self.uploads.append((folder_path, path_in_repo, names(folder_path)))
+
+    def is_done(self):
+        return True
+
+
+def test_a_push_takes_the_checkpoint_under_its_name_and_whole(tmp_path, monkeypatch):
+    hub = Hub()
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
+    monkeypatch.setattr("transformers.trainer.PushInProgress", lambda jobs: hub)
+    trainer = toy_trainer(tmp_path, push_to_hub=True, hub_strategy="all_checkpoints", **SAVING)
+    trainer._finish_current_push = lambda: None
+    trainer.train()
+    pushed = [(path, name, files) for path, name, files in hub.uploads if name is not None]
+    assert [(path, name) for path, name, _ in pushed] == [
+        (str(tmp_path / f"checkpoint-{update}"), f"checkpoint-{update}") for update in (2, 4, 6)
+    ]
+    assert all(files == names(tmp_path / name) for _, name, files in pushed)
+    assert len(hub.uploads) == 6
+
+
+def test_the_save_that_fails_leaves_the_checkpoints_before_it(tmp_path, monkeypatch):
+    trainer = toy_trainer(tmp_path, **{**SAVING, "save_total_limit": 1})
+    save_state = trainer._save_rng_state
+
+    def failing(folder):
+        if trainer.state.global_step == 4:
+            raise OSError("No space left on device")
+        save_state(folder)
+
+    trainer._save_rng_state = failing
+    with pytest.raises(OSError, match="No space left"):
+        trainer.train()
+    assert find_defect(tmp_path / "checkpoint-2") is None
+    assert names(tmp_path) == {"checkpoint-2", UNFINISHED}
+    del trainer._save_rng_state
+    with pytest.warns(UserWarning, match=r"left by a save that did not end.*checkpoint-4"):
+        trainer.train(resume_from_checkpoint=True)
+    assert names(tmp_path) == {"checkpoint-6"}
