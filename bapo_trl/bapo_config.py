@@ -10,6 +10,7 @@ from .clip_bounds import MEASURES, ORDERS
 from .policy_tokens import WEIGHTINGS
 from .replay_queue import ORDERS as REPLAY_ORDERS
 from .replay_queue import smallest_capacity
+from .sampling_settings import biased_settings
 
 
 SCOPES = ("batch", "micro_batch")
@@ -267,9 +268,12 @@ class BAPOConfig(GRPOConfig):
     @property
     def biased_settings(self) -> list[str]:
         """Settings, with their values, that draw samples from another policy than the ratios compare."""
-        neutral = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (0.0, None), "repetition_penalty": (1.0,)}
-        settings = {**vars(self), **(self.generation_kwargs or {})}  # these override
-        return [f"`{name}` {settings[name]}" for name, values in neutral.items() if settings[name] not in values]
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        settings = {name: getattr(self, name) for name in names} | (self.generation_kwargs or {})  # these override
+        biased = biased_settings(settings, self.temperature)
+        if self.use_vllm and self.vllm_structured_outputs_regex is not None:
+            biased.append(f"`vllm_structured_outputs_regex` {self.vllm_structured_outputs_regex}")
+        return biased
 
     def warnings(self) -> list[str]:
         """Return what a user should know of these settings before a run, in whole sentences."""

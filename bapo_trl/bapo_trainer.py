@@ -18,7 +18,7 @@ from .prompts import check_columns, check_number_of_prompts
 from .queue_checkpoint import is_queue_file
 from .replay import Replay
 from .resume import EpochShuffleCallback, load_onto_numbered_cpus
-from .sampler import check_difference, client_for, compare_with_sampler
+from .sampler import DifferenceCheck, client_for, compare_with_sampler
 from .ties import tied_rows
 from .trl_compat import get_config_model_id, shuffle_sequence_dict, split_tensor_dict
 from .whole_checkpoint import WholeCheckpoints
@@ -149,16 +149,19 @@ class BAPOTrainer(WholeCheckpoints, GRPOTrainer):
         # On the CPU: rows are aged on the host, without waiting for the device.
         output["policy_version"] = torch.full((len(output["prompt_ids"]),), self.state.global_step)
         self._buffer_version = self.state.global_step
-        needs_logps = self._replay is not None or "sampling_per_token_logps" in output
+        # Without vLLM, TRL does not read the log-probabilities of a `rollout_func`: they may be placeholders.
+        are_of_sampler = self.use_vllm or self.rollout_func is None
+        compares = are_of_sampler and "sampling_per_token_logps" in output
+        needs_logps = self._replay is not None or compares
         if needs_logps and "old_per_token_logps" not in output:  # TRL leaves them out where it sees an on-policy run
             batch_size = self.args.per_device_train_batch_size
             output["old_per_token_logps"], _ = self._score(output, batch_size=batch_size)
-        if "sampling_per_token_logps" in output:
+        if compares:
             is_per_sequence = self.vllm_importance_sampling_mode.startswith("sequence")
             metrics, difference = compare_with_sampler(output, is_per_sequence, self.accelerator.gather)
             for name, value in metrics.items():
                 self._metrics["train"][name].append(value)
-            check_difference(difference, self.args.vllm_logp_tolerance)
+            self._check_difference(difference)
         if self._replay is not None:
             output = self._take_batch(self._replay.mix(output, self.state.global_step))
         return output
@@ -213,6 +216,9 @@ class BAPOTrainer(WholeCheckpoints, GRPOTrainer):
         # The version that sampled all rows of the buffer, on all ranks; `None` if they differ
         self._buffer_version: int | None = None
         self._replay = self._make_replay() if self.args.uses_replay else None
+        self._check_difference = DifferenceCheck(
+            self.args.vllm_logp_tolerance, self.args.biased_settings, warns=self.accelerator.is_main_process
+        )
         self._update_log = UpdateLog()
         self._search = BoundSearch(self.args, self.accelerator.device, self._sum_over_ranks)
 

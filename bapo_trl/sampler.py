@@ -5,12 +5,15 @@ the trainer's, which nothing else would tell: training goes on, on wrong ratios.
 """
 
 import math
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from trl.generation import vllm_generation
 
+from .bound_grid import sum_dtype
 from .policy_tokens import policy_mask
 
 
@@ -67,10 +70,11 @@ def compare_with_sampler(
         (0 without a token of the policy, NaN if the sampler gave no log-probability of any).
     """
     mask = policy_mask(batch).bool()
+    dtype = sum_dtype(mask.device)
     difference = batch["old_per_token_logps"] - batch["sampling_per_token_logps"]
     policy_tokens = mask.sum()
     mask = mask & ~batch["sampling_per_token_logps"].isnan()
-    difference = torch.where(mask, difference, 0.0).double()
+    difference = torch.where(mask, difference, 0.0).to(dtype)
     if is_per_sequence:
         raw, counts = difference.sum(dim=1, keepdim=True).exp(), mask.any(dim=1, keepdim=True)
     else:
@@ -81,7 +85,7 @@ def compare_with_sampler(
     sums = [policy_tokens, mask.sum(), difference.abs().sum(), counts.sum(), torch.where(counts, raw, 0.0).sum()]
     sums += [is_truncated.sum(), is_masked.sum()]
     extremes = [torch.where(counts, raw, -math.inf).amax(), torch.where(counts, -raw, -math.inf).amax()]
-    total = gather(torch.stack([value.double() for value in (*sums, *extremes)]).unsqueeze(0))
+    total = gather(torch.stack([value.to(dtype) for value in (*sums, *extremes)]).unsqueeze(0))
     policy_tokens, tokens, absolute, count, ratio, truncated, masked = total[:, : len(sums)].sum(dim=0).tolist()
     largest, negative_smallest = total[:, len(sums) :].amax(dim=0).tolist()
     if not count:
@@ -90,18 +94,50 @@ def compare_with_sampler(
     return dict(zip(METRICS, values, strict=True)), absolute / tokens
 
 
-def check_difference(mean_difference: float, tolerance: float | None) -> None:
+@dataclass
+class DifferenceCheck:
     """
-    Refuse samples whose log-probabilities differ too much.
+    Refuses samples whose log-probabilities differ too much between sampler and trainer.
 
-    Raises:
-        RuntimeError: If `mean_difference`, in nats a token, is above `tolerance`, or NaN.
+    Args:
+        tolerance (`float`, *optional*):
+            Largest mean absolute difference in nats a token; `None` for no check.
+        biased_settings (`list[str]`, *optional*):
+            Settings that draw from another distribution than the trainer's. With any, a large difference says nothing
+            of the server's weights: it is warned of, once.
+        warns (`bool`, *optional*, defaults to `True`):
+            Whether this process is the one that warns.
     """
-    if tolerance is not None and not mean_difference <= tolerance:
-        raise RuntimeError(
+
+    tolerance: float | None
+    biased_settings: Sequence[str] = ()
+    warns: bool = True
+
+    def __call__(self, mean_difference: float) -> None:
+        """
+        Check the samples of a generation.
+
+        Raises:
+            RuntimeError: If `mean_difference` is above the tolerance and no setting explains it, or if it is NaN.
+        """
+        if self.tolerance is None or mean_difference <= self.tolerance:
+            return
+        finding = (
             f"The log-probabilities of vLLM and of the trainer differ by {mean_difference:.3g} nats a token on the "
-            f"samples just drawn, on average; `vllm_logp_tolerance` is {tolerance:g}. Either the server's weights are "
-            "not the trainer's (another model, a weight transfer that failed), or it reports other log-probabilities "
-            "than those it samples from: start it with `scripts/serve_vllm.sh MODEL` or with "
-            "`--logprobs-mode processed_logprobs`. If the difference comes from low precision, raise the tolerance."
+            f"samples just drawn, on average; `vllm_logp_tolerance` is {self.tolerance:g}. "
         )
+        if not self.biased_settings or math.isnan(mean_difference):
+            raise RuntimeError(
+                f"{finding}Either the server's weights are not the trainer's (another model, a weight transfer that "
+                "failed), or it reports other log-probabilities than those it samples from: start it with "
+                "`scripts/serve_vllm.sh MODEL` or with `--logprobs-mode processed_logprobs`; a `rollout_func` must "
+                "hand on vLLM's. If the difference comes from low precision, raise the tolerance."
+            )
+        if self.warns:
+            warnings.warn(
+                f"{finding}The samples are drawn with {', '.join(self.biased_settings)}, which the trainer's "
+                "log-probabilities leave out, so that this is no sign of a wrong server, and a wrong one would not "
+                "show in it. Not said again.",
+                stacklevel=2,
+            )
+            self.warns = False

@@ -71,6 +71,7 @@ ATTRIBUTES = {
         "_metrics",
     ),
     "_save_checkpoint": ("_get_output_dir",),
+    "_generate": ("rollout_func", "use_vllm"),
     "_generate_single_turn": ("_last_loaded_step",),
     "_prepare_inputs": ("_buffered_inputs", "_generate_and_score_completions", "_step", "num_iterations"),
     "_generate_and_score_completions": (

@@ -1,14 +1,17 @@
 """Log-probabilities of a sampler that is not the trainer: metrics, the check, settings that bias."""
 
 import math
+import warnings
 
 import pytest
 import torch
+from trl import GRPOConfig, GRPOTrainer
 
-from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl import BAPOConfig, BAPOTrainer, sampler
 from bapo_trl.resume import load_onto_numbered_cpus
-from bapo_trl.sampler import METRICS, check_difference, client_for, compare_with_sampler
-from tests.toy import CPU, toy_trainer, training_logs
+from bapo_trl.sampler import METRICS, DifferenceCheck, client_for, compare_with_sampler
+from tests.fake_vllm import FakeVLLM, vllm_trainer
+from tests.toy import CPU, toy_model, toy_trainer, training_logs
 
 
 def batch(**extra):
@@ -71,7 +74,16 @@ def test_log_probs_that_cannot_be_compared_do_not_pass(key):
     broken[key].fill_(math.nan)
     _, difference = compare(broken)
     with pytest.raises(RuntimeError, match="differ by nan nats"):
-        check_difference(difference, 0.1)
+        DifferenceCheck(0.1, ["`top_p` 0.9"])(difference)
+
+
+def test_the_comparison_needs_no_double_precision(monkeypatch):
+    """MPS has none: there, sums are in float32."""
+    monkeypatch.setattr(sampler, "sum_dtype", lambda device: torch.float32)
+    dtypes = []
+    _, difference = compare_with_sampler(batch(), False, lambda tensor: dtypes.append(tensor.dtype) or tensor)
+    assert dtypes == [torch.float32]
+    assert difference == pytest.approx((0.1 + 0 + 0.2 + 2 * math.log(2)) / 5, rel=1e-6)
 
 
 def test_no_token_at_all():
@@ -131,16 +143,92 @@ def test_a_tolerance_that_is_none_is_refused(tolerance):
         BAPOConfig("unused", **CPU, vllm_logp_tolerance=tolerance)
 
 
-@pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"repetition_penalty": 1.1}])
-def test_settings_that_bias_the_ratio_are_warned_of(tmp_path, setting):
-    ((name, value),) = setting.items()
-    with pytest.warns(UserWarning, match=f"drawn with `{name}` {value}: not from the policy"):
-        toy_trainer(tmp_path, **setting)
+SETTINGS = [
+    ({"top_p": 0.9}, "`top_p` 0.9"),
+    ({"top_k": 20}, "`top_k` 20"),
+    ({"min_p": 0.1}, "`min_p` 0.1"),
+    ({"repetition_penalty": 1.1}, "`repetition_penalty` 1.1"),
+    ({"generation_kwargs": {"top_p": 0.5}}, "`top_p` 0.5"),
+    ({"generation_kwargs": {"temperature": 0.5}}, "`temperature` 0.5"),
+    ({"generation_kwargs": {"no_repeat_ngram_size": 2}}, "`no_repeat_ngram_size` 2"),
+]
 
 
-def test_generation_settings_that_override_are_seen(tmp_path):
-    args = BAPOConfig(str(tmp_path), **CPU, generation_kwargs={"top_p": 0.5})
-    assert args.biased_settings == ["`top_p` 0.5"]
+@pytest.mark.parametrize(("settings", "named"), SETTINGS)
+def test_settings_that_bias_the_ratio_are_warned_of(tmp_path, settings, named):
+    with pytest.warns(UserWarning, match=f"drawn with {named}: not from the policy"):
+        toy_trainer(tmp_path, **settings)
+
+
+SETTINGS_OF_VLLM = [
+    ({"top_p": 0.8}, "`top_p` 0.8"),
+    ({"generation_kwargs": {"temperature": 0.5}}, "`temperature` 0.5"),
+    ({"generation_kwargs": {"presence_penalty": 1.5}}, "`presence_penalty` 1.5"),
+    ({"generation_kwargs": {"logit_bias": {"3": 3.0}}}, "`logit_bias` {'3': 3.0}"),
+    ({"generation_kwargs": {"min_tokens": 4}}, "`min_tokens` 4"),
+    ({"vllm_structured_outputs_regex": r"\d+"}, r"`vllm_structured_outputs_regex` \d+"),
+]
+
+
+@pytest.mark.parametrize(("settings", "named"), SETTINGS_OF_VLLM)
+def test_what_a_setting_explains_does_not_stop_the_training(monkeypatch, tmp_path, settings, named):
+    trainer = vllm_trainer(monkeypatch, tmp_path, vllm_logp_tolerance=1e-4, max_steps=8, **settings)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    (message,) = (str(warning.message) for warning in caught if "differ by" in str(warning.message))
+    assert f"The samples are drawn with {named}, which" in message
+    assert trainer.vllm_generation.num_syncs == 2  # it was said once of two generations
+
+
+def test_settings_that_leave_the_distribution_alone_explain_nothing(monkeypatch, tmp_path):
+    """With a server that reports raw log-probabilities of a temperature that is not 1."""
+    neutral = {"generation_kwargs": {"seed": 3, "stop": ["="], "temperature": 0.5}, "temperature": 0.5}
+    assert BAPOConfig(str(tmp_path), **CPU, **neutral).biased_settings == []
+
+    class Raw(FakeVLLM):
+        def _report(self, logits, processed):
+            return logits.log_softmax(-1)
+
+    with pytest.raises(RuntimeError, match="--logprobs-mode processed_logprobs"):
+        vllm_trainer(monkeypatch, tmp_path, Raw, **neutral).train()
+
+
+# Log-probabilities of a rollout function
+
+
+def rollouts(prompts, trainer):
+    """Complete the prompts with the trainer's own model; the log-probabilities are placeholders, which TRL allows."""
+    prompt_ids, *_ = trainer._tokenize_prompts(prompts)
+    completion_ids, _ = trainer._generate_single_turn(prompt_ids, None, {}, trainer.num_generations)
+    return {
+        "prompt_ids": prompt_ids,
+        "completion_ids": completion_ids,
+        "logprobs": [[0.0] * len(row) for row in completion_ids],
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*no clip bound has any effect", "ignore:You are using 'rollout_func'")
+@pytest.mark.parametrize("is_on_policy", [False, True])
+def test_a_rollout_function_without_vllm_trains_as_under_grpo(tmp_path, is_on_policy):
+    settings = {"steps_per_generation": 2, "num_iterations": 1} if is_on_policy else {}
+
+    def run(**arguments):
+        trainer = toy_trainer(
+            tmp_path,
+            trainer_args={"rollout_func": rollouts},
+            model=toy_model(attention_dropout=0.1),
+            **settings,
+            **arguments,
+        )
+        trainer.train()
+        return trainer
+
+    grpo = run(trainer_class=GRPOTrainer, config_class=GRPOConfig, epsilon=0.2, epsilon_high=0.28)
+    bapo = run(ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.28, ratio_upper_max=1.28)
+    for (name, left), right in zip(grpo.model.state_dict().items(), bapo.model.state_dict().values(), strict=True):
+        assert torch.equal(left, right), name
+    assert not any(name in log for log in training_logs(bapo) for name in METRICS)
 
 
 def test_a_second_train_sends_the_weights_again(tmp_path):

@@ -1,0 +1,76 @@
+"""Settings of vLLM and transformers under which samples are not drawn from the policy that the loss is computed of."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+NEUTRAL: dict[str, tuple] = {
+    # Of both
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "repetition_penalty": (1.0,),
+    # Of vLLM
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "extra_args": ({},),
+    "frequency_penalty": (0.0,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "min_tokens": (0,),
+    "presence_penalty": (0.0,),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (-1,),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    # Of transformers
+    "bad_words_ids": ([],),
+    "begin_suppress_tokens": ([],),
+    "do_sample": (True,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "exponential_decay_length_penalty": (),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "guidance_scale": (1.0,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beams": (1,),
+    "sequence_bias": ({}, []),
+    "suppress_tokens": ([],),
+    "top_h": (),
+    "typical_p": (1.0,),
+    "watermarking_config": (),
+}
+"""Values, besides `None`, with which a setting leaves the distribution alone."""
+
+
+def biased_settings(settings: Mapping[str, Any], temperature: float) -> list[str]:
+    """
+    Return the settings, with their values, that draw samples from another distribution than the policy's.
+
+    Args:
+        settings (`Mapping`):
+            Settings of the sampler by name; those that do not change the distribution are passed over.
+        temperature (`float`):
+            Temperature of the policy that the loss is computed of.
+
+    Example:
+
+    ```python
+    >>> biased_settings({"top_p": 0.9, "top_k": 0, "temperature": 0.7, "seed": 3}, temperature=1.0)
+    ['`top_p` 0.9', '`temperature` 0.7']
+
+    ```
+    """
+    neutral = {**NEUTRAL, "temperature": (temperature,)}
+    return [
+        f"`{name}` {value}"
+        for name, value in settings.items()
+        if name in neutral and value is not None and value not in neutral[name]
+    ]
