@@ -19,6 +19,7 @@ from .queue_checkpoint import is_queue_file
 from .replay import Replay
 from .resume import EpochShuffleCallback, load_onto_numbered_cpus
 from .sampler import DifferenceCheck, client_for, compare_with_sampler
+from .stale_server import StaleServerCheck
 from .ties import tied_rows
 from .trl_compat import get_config_model_id, shuffle_sequence_dict, split_tensor_dict
 from .whole_checkpoint import WholeCheckpoints
@@ -130,6 +131,13 @@ class BAPOTrainer(WholeCheckpoints, GRPOTrainer):
             self.args, self._tokenizer.pad_token_id, self.accelerator, lambda name, value: metrics[name].append(value)
         )
 
+    def _make_server_check(self) -> StaleServerCheck | None:
+        has_server = self.use_vllm and self.vllm_mode == "server" and trl_compat.HAS_OPENAI_CLIENT
+        if not has_server or self._is_vlm or self.args.vllm_logp_tolerance is None:
+            return None
+        client = self.vllm_generation.vllm_client if self.accelerator.is_main_process else None
+        return StaleServerCheck(self.model, self.accelerator, client)
+
     # Data and generation
 
     def _get_train_sampler(self, dataset=None):
@@ -162,6 +170,9 @@ class BAPOTrainer(WholeCheckpoints, GRPOTrainer):
             for name, value in metrics.items():
                 self._metrics["train"][name].append(value)
             self._check_difference(difference)
+        if self._check_server is not None:
+            for name, value in self._check_server(output).items():
+                self._metrics["train"][name].append(value)
         if self._replay is not None:
             output = self._take_batch(self._replay.mix(output, self.state.global_step))
         return output
@@ -219,6 +230,7 @@ class BAPOTrainer(WholeCheckpoints, GRPOTrainer):
         self._check_difference = DifferenceCheck(
             self.args.vllm_logp_tolerance, self.args.biased_settings, warns=self.accelerator.is_main_process
         )
+        self._check_server = self._make_server_check()
         self._update_log = UpdateLog()
         self._search = BoundSearch(self.args, self.accelerator.device, self._sum_over_ranks)
 

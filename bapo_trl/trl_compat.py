@@ -23,7 +23,7 @@ def _missing(names: str, version: str = trl.__version__) -> ImportError:
 
 
 try:  # helpers of TRL that the package uses, from here
-    from trl.generation.vllm_generation import VLLMClient  # noqa: F401
+    from trl.generation.vllm_generation import VLLMClient
     from trl.trainer.utils import (  # noqa: F401
         RepeatSampler,
         get_config_model_id,
@@ -33,6 +33,12 @@ try:  # helpers of TRL that the package uses, from here
 except ImportError as error:
     raise _missing(str(error)) from error
 
+
+HAS_OPENAI_CLIENT = hasattr(VLLMClient, "get_server_info")
+"""Whether TRL's client talks to vLLM's own server, from 1.16 on; before, to one of TRL's, which scores no prompts."""
+
+CLIENT_ATTRIBUTES = ("_post", "base_url", "model")
+"""Attributes of that client that the package relies on; its `generate` must use them too."""
 
 OVERRIDDEN_METHODS = (
     "_calculate_rewards",
@@ -57,6 +63,7 @@ CLASS_ATTRIBUTES = ("_name", "_paper", "_tag_names")
 """Class attributes that the trainer sets for TRL's model card."""
 
 ATTRIBUTES = {
+    "__init__": ("_is_vlm", "rollout_func", "vllm_generation", "vllm_mode"),
     "_compute_loss": (
         "_get_per_token_logps_and_entropies",
         "current_gradient_accumulation_steps",
@@ -71,7 +78,6 @@ ATTRIBUTES = {
         "_metrics",
     ),
     "_save_checkpoint": ("_get_output_dir",),
-    "_generate": ("rollout_func", "use_vllm"),
     "_generate_single_turn": ("_last_loaded_step",),
     "_prepare_inputs": ("_buffered_inputs", "_generate_and_score_completions", "_step", "num_iterations"),
     "_generate_and_score_completions": (
@@ -113,6 +119,9 @@ def missing_names(trainer_class: type = GRPOTrainer) -> list[str]:
             continue
         used = _names_used(inspect.unwrap(method).__code__)
         missing += [f"{method_name}: self.{attribute}" for attribute in attributes if attribute not in used]
+    if HAS_OPENAI_CLIENT:
+        used = _names_used(inspect.unwrap(VLLMClient.generate).__code__)
+        missing += [f"VLLMClient.{name}" for name in CLIENT_ATTRIBUTES if name not in used]
     return sorted(set(missing))
 
 

@@ -1,4 +1,4 @@
-"""A stand-in for TRL's `VLLMGeneration` in server mode: a second model, which has the trainer's weights when sent them.
+"""A stand-in for TRL's `VLLMGeneration` in server mode: a second model, with the trainer's weights once they are sent.
 
 It samples as vLLM does, from the distribution that the settings leave, and reports the log-probabilities of that
 distribution (`--logprobs-mode processed_logprobs`). No network, no other process.
@@ -29,7 +29,7 @@ class FakeVLLM:
         self.base_url, self.model = "http://fake", "fake"
 
     def get_server_info(self):
-        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+        return {"model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 40}}
 
     def sync_weights(self):
         self.num_syncs += 1
@@ -74,12 +74,10 @@ class FakeVLLM:
     def _post(self, url, json):
         assert url == "http://fake/v1/completions"
         self.requests.append(json)
-        choices = []
-        for sequence in json["prompt"]:
-            logps = self.served(torch.tensor([sequence])).logits[0, :-1].float().log_softmax(-1)
-            positions = [{str(i): {"logprob": logp[i].item()}} for logp, i in zip(logps, sequence[1:], strict=True)]
-            choices.append({"prompt_logprobs": [None, *positions]})
-        return {"choices": choices}
+        sequence = json["prompt"]
+        logps = self.served(torch.tensor([sequence])).logits[0, :-1].float().log_softmax(-1)
+        places = [{str(i): {"logprob": logp[i].item()}} for logp, i in zip(logps, sequence[1:], strict=True)]
+        return {"choices": [{"prompt_logprobs": [None, *places]}]}
 
 
 def vllm_trainer(monkeypatch, output_dir, server=FakeVLLM, **settings):

@@ -52,6 +52,16 @@ def test_a_missing_attribute_is_named():
     assert "_compute_loss: self.epsilon_low" not in trl_compat.missing_names(Renamed)
 
 
+def test_a_missing_name_of_the_client_is_named(monkeypatch):
+    class Renamed:
+        def generate(self):
+            return self._post(self.url)
+
+    monkeypatch.setattr(trl_compat, "VLLMClient", Renamed)
+    monkeypatch.setattr(trl_compat, "HAS_OPENAI_CLIENT", True)
+    assert trl_compat.missing_names() == ["VLLMClient.base_url", "VLLMClient.model"]
+
+
 def test_forward_keys_are_those_of_trls_forward():
     """Of the batch's keys, the look-ahead passes on those that TRL's own loss passes on."""
     source = inspect.getsource(GRPOTrainer._compute_loss)

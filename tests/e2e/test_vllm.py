@@ -17,7 +17,7 @@ from bapo_trl.tasks import character_tokenizer, load_task, tiny_model, warm_star
 from bapo_trl.tasks.model import MODEL_SETTINGS
 from bapo_trl.vllm_cpu.client import GlooVLLMClient
 from bapo_trl.vllm_cpu.weight_group import open_weight_store
-from tests.commands import free_port, run_command
+from tests.commands import accelerate_launcher, free_port, run_command
 from tests.e2e.launching import ENGINES, launch, vllm_server
 
 
@@ -72,6 +72,12 @@ def assert_server_has(port: int, model, tokenizer) -> None:
         torch.testing.assert_close(torch.tensor(served), own, rtol=0, atol=2e-5)
 
 
+def assert_server_followed(logs: list[dict]) -> None:
+    """After each transfer but the first, the server's log-probabilities moved with the trainer's."""
+    _, *shares = [log.get("sampling/server_followed") for log in logs if "reward" in log]
+    assert shares == pytest.approx([1] * len(shares), abs=0.02)
+
+
 def run(tmp_path, server, num_processes, engine="cpu_zero3", **settings) -> list[dict]:
     worker = ["-m", "tests.e2e.vllm_worker", str(tmp_path), settings_for(server, **settings)]
     launch(engine, worker, num_processes)
@@ -79,6 +85,7 @@ def run(tmp_path, server, num_processes, engine="cpu_zero3", **settings) -> list
     assert result["num_processes"] == num_processes
     assert {key: result[key] for key in ENGINES[engine]} == ENGINES[engine]
     assert len(result["logs"]) == settings["max_steps"]
+    assert_server_followed(result["logs"])
     assert max(log["ratio/max"] for log in result["logs"]) > 1.1  # off-policy: the weights changed
     return result["logs"]
 
@@ -127,6 +134,38 @@ def test_a_server_with_other_weights_stops_the_training(tmp_path, server):
     assert result.returncode != 0
     assert "nats a token on the samples just drawn, on average; `vllm_logp_tolerance` is 0.1" in result.stderr
     assert "server's weights are not the trainer's" in result.stderr
+
+
+# 1e-6 is TRL's default. A transfer after each 4 updates: there are 3 after the first one.
+@pytest.mark.parametrize("learning_rate", [5e-5, 1e-6])
+def test_a_server_that_never_hears_of_new_weights_stops_the_training(tmp_path, server, learning_rate):
+    settings = settings_for(server, max_steps=13, is_deaf=True, learning_rate=learning_rate)
+    result = run_command([sys.executable, "-m", "tests.e2e.vllm_worker", str(tmp_path), settings])
+    assert result.returncode != 0
+    assert "server does not take the trainer's weights" in result.stderr
+    assert "made 0.00 of the trainer's change" in result.stderr
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_all_ranks_stop_together_when_the_server_is_stale(tmp_path, server, engine):
+    settings = settings_for(server, max_steps=13, is_deaf=True, learning_rate=1e-6)
+    command = [sys.executable, *accelerate_launcher(engine, 2), "-m", "tests.e2e.vllm_worker", str(tmp_path), settings]
+    assert run_command(command, timeout_s=120).returncode != 0
+    errors = [(tmp_path / f"rank-{rank}.error").read_text() for rank in range(2)]
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("The vLLM server does not take the trainer's weights")
+
+
+def test_no_false_alarm_in_200_transfers(tmp_path, server):
+    sizes = {"per_device_train_batch_size": 8, "steps_per_generation": 1}
+    settings = settings_for(server, max_steps=200, learning_rate=1e-6, **sizes)
+    result = run_command([sys.executable, "-m", "tests.e2e.vllm_worker", str(tmp_path), settings])
+    assert result.returncode == 0, result.stdout + result.stderr
+    logs = json.loads((tmp_path / "rank-0.json").read_text())["logs"]
+    assert len([log for log in logs if "reward" in log]) == 200  # a transfer each
+    shares = [log["sampling/server_followed"] for log in logs if "sampling/server_followed" in log]
+    assert len(shares) > 100
+    assert shares == pytest.approx([1] * len(shares), abs=0.1)
 
 
 @pytest.mark.parametrize("config", [None, {"backend": "nccl"}])

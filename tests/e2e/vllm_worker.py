@@ -48,7 +48,11 @@ def main(out: str, settings: str) -> None:
         },
     )
     trainer = trainer_class(model, reward, args, train_dataset=task.train_dataset, peft_config=lora)
-    trainer.train()
+    try:
+        trainer.train()
+    except RuntimeError as error:
+        (folder / f"rank-{trainer.accelerator.process_index}.error").write_text(str(error))
+        raise
     trainer.vllm_generation.sync_weights()
     trainer.save_model(str(folder / "final"))
     engine = trainer.model_wrapped
