@@ -55,18 +55,17 @@ style: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.installed
-	$(BIN)/python benchmarks/quickstart.py
-	$(BIN)/python benchmarks/search_cost.py
-	$(BIN)/python benchmarks/update_cost.py
-	$(BIN)/python benchmarks/replay_queue.py
-	$(BIN)/python benchmarks/replay_study.py --jobs 2
-	$(BIN)/python benchmarks/generators.py
-	$(BIN)/python benchmarks/render_results.py
+	$(BIN)/python -m benchmarks.quickstart
+	$(BIN)/python -m benchmarks.search_cost
+	$(BIN)/python -m benchmarks.update_cost
+	$(BIN)/python -m benchmarks.replay_queue
+	$(BIN)/python -m benchmarks.replay_study --jobs 2
+	$(BIN)/python -m benchmarks.pages
 
-# Hours, so not part of `bench`; goes on where it was interrupted
+# Hours for a study from scratch, so not part of `bench`; makes the runs that benchmarks/results lacks
 bench-stability: $(VENV)/.installed
-	$(OFFLINE) $(BIN)/python benchmarks/stability.py --preset full --jobs 2
-	$(BIN)/python benchmarks/render_results.py
+	$(OFFLINE) $(BIN)/python -m benchmarks.stability --preset full --jobs 2
+	$(BIN)/python -m benchmarks.pages
 
 test-compat: $(OLDER_TRL:%=test-with-trl-%)
 

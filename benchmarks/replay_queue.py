@@ -1,11 +1,11 @@
 """
 Memory, time and disk rate of a full replay queue: 100,000 rows of 1,000 tokens.
 
-    python benchmarks/replay_queue.py
+    python -m benchmarks.replay_queue
 
-Memory is what the process grew by while the queue was filled. A turn is what stands between generation and training:
-cut a generation of 512 rows, let it enter, draw as many, pad them. Saving and loading is paired with writing and
-reading a file of the same size in one go; both wait for the disk (the page cache is left out).
+Memory is what the process grew by while the queue was filled. An exchange is what stands between generation and
+training: cut a generation of 512 rows, add it, draw as many, pad them. Saving and loading are paired with writing and
+reading a file of the same size in one go. Both wait for the disk; the page cache is left out.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import torch
 from bapo_trl.batching import cut_into_rows, join, put_together
 from bapo_trl.queue_checkpoint import load_queue, save_queue
 from bapo_trl.replay_queue import ORDERS, ReplayQueue
-from measuring import save_result, spread
+from benchmarks.common import Section, provenance, save_result, spread, table, verdict, with_quartiles
 
 
 PAD, PROMPT, COMPLETION = 0, 100, 900
@@ -61,26 +61,26 @@ def resident_bytes() -> int:
 
 
 def fill(queue: ReplayQueue, rows: int, batch: int, generator: torch.Generator) -> None:
-    """Let rows enter, a generation at a time, until there are `rows`."""
+    """Add rows, a generation at a time, until there are `rows`."""
     while len(queue) < rows:
         queue.enter(cut_into_rows(generation(min(batch, rows - len(queue)), len(queue) // batch, generator), PAD))
 
 
-def time_turns(queue: ReplayQueue, batch: int, turns: int, generator: torch.Generator) -> dict[str, list[float]]:
-    """Return the milliseconds of each part of each turn."""
-    times: dict[str, list[float]] = {"cut": [], "enter and draw": [], "pad": [], "turn": []}
-    for turn in range(turns):
-        fresh = generation(batch, 1000 + turn, generator)
+def time_exchanges(queue: ReplayQueue, batch: int, count: int, generator: torch.Generator) -> dict[str, list[float]]:
+    """Return the milliseconds of each part of each exchange, and of the whole."""
+    times: dict[str, list[float]] = {"cut": [], "add_and_draw": [], "pad": [], "whole": []}
+    for version in range(1000, 1000 + count):
+        fresh = generation(batch, version, generator)
         start = time.perf_counter()
         rows = cut_into_rows(fresh, PAD)
         cut = time.perf_counter()
         queue.enter(rows)
-        parts, _ = queue.draw(batch, 1000 + turn, 1001 + turn)
+        parts, _ = queue.draw(batch, version, version + 1)
         drawn = join(parts)
-        entered = time.perf_counter()
+        joined = time.perf_counter()
         put_together(drawn, PAD, "cpu")
         end = time.perf_counter()
-        for name, seconds in zip(times, (cut - start, entered - cut, end - entered, end - start), strict=True):
+        for name, seconds in zip(times, (cut - start, joined - cut, end - joined, end - start), strict=True):
             times[name].append(1000 * seconds)
     return times
 
@@ -154,7 +154,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--batch", type=int, default=512)
-    parser.add_argument("--turns", type=int, default=30)
+    parser.add_argument("--exchanges", type=int, default=30)
     parser.add_argument("--disk-rounds", type=int, default=8)
     parser.add_argument("--folder", type=Path, default=None, help="where to write; default: a temporary folder")
     arguments = parser.parse_args()
@@ -168,12 +168,12 @@ def main():
     memory = (resident_bytes() - before) / sum(int(rows.row_bytes().sum()) for rows in queue.state()[0])
     print(f"memory over payload: {memory:.3f}")
 
-    turns = {}
+    exchanges = {}
     for order in ORDERS:
         queue.order = order
-        times = time_turns(queue, arguments.batch, arguments.turns, generator)
-        turns[order] = {part: spread(milliseconds) for part, milliseconds in times.items()}
-        print(order, {part: times["median"] for part, times in turns[order].items()})
+        times = time_exchanges(queue, arguments.batch, arguments.exchanges, generator)
+        exchanges[order] = {part: spread(milliseconds) for part, milliseconds in times.items()}
+        print(order, {part: times["median"] for part, times in exchanges[order].items()})
 
     rates = []
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
@@ -183,14 +183,42 @@ def main():
             rates.append(time_disk(queue, arguments.rows, Path(folder), is_plain_first=number % 2 == 0))
     saving, loading = zip(*rates, strict=True)
     settings = {"rows": arguments.rows, "tokens": PROMPT + COMPLETION, "batch": arguments.batch, "threads": 1}
-    targets = {"memory_over_payload": 1.15, "enter_and_draw_ms": 50, "rate_over_plain": 0.5}
+    targets = {"memory_over_payload": 1.15, "add_and_draw_ms": 50, "rate_over_plain": 0.5}
     result = {
         "memory_over_payload": round(memory, 4),
-        "turn_ms": turns,
+        "exchange_ms": exchanges,
         "save_rate_over_plain": spread(saving),
         "load_rate_over_plain": spread(loading),
     }
     save_result("replay_queue", "cpu", {**settings, "targets": targets}, [result])
+
+
+def render(content: dict) -> Section:
+    """Return the section of a result."""
+    settings, targets = content["settings"], content["settings"]["targets"]
+    (row,) = content["results"]
+    memory, limit = row["memory_over_payload"], targets["memory_over_payload"]
+    rows = [["Memory over the bytes of the rows", f"{memory:.3f}", f"at most {limit}", verdict(memory <= limit)]]
+    for order, parts in row["exchange_ms"].items():
+        exchanged, limit = parts["add_and_draw"], targets["add_and_draw_ms"]
+        is_met = verdict(exchanged["median"] <= limit)
+        rows.append([f"Add and draw, `{order}`", with_quartiles(exchanged, 1, " ms"), f"at most {limit} ms", is_met])
+        rows.append([f"With cutting and padding, `{order}`", with_quartiles(parts["whole"], 1, " ms"), "-", "-"])
+    for name, key in (("Saving", "save_rate_over_plain"), ("Loading", "load_rate_over_plain")):
+        rate, limit = row[key], targets["rate_over_plain"]
+        is_met = verdict(rate["median"] >= limit)
+        rows.append([f"{name}, rate over the disk's", with_quartiles(rate, 2), f"at least {limit}", is_met])
+    text = [
+        "## Cost of the replay queue",
+        f"A queue of {settings['rows']:,} rows of {settings['tokens']:,} tokens on average, with the "
+        "log-probabilities of policy, sampler and reference model. Generations of "
+        f"{settings['batch']} rows are added, and as many rows are drawn. Memory is what the process grew by. Saving "
+        "and loading are set against writing and reading a file of the same size in one go, in the same run. All of "
+        "them wait for the disk.",
+        table(["What", "Measured", "Target", "Met"], rows),
+        provenance(content),
+    ]
+    return Section("\n\n".join(text))
 
 
 if __name__ == "__main__":

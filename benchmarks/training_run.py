@@ -1,33 +1,26 @@
 """
-One training run on an embedded task in a process of its own, and a pool that makes many of them.
+One training run of a study on an embedded task.
 
-    python benchmarks/training_run.py '{"seed": 0, "generations": 2, "args": {"learning_rate": 5e-4}}'
+    python -m benchmarks.training_run '{"seed": 0, "generations": 2, "args": {"learning_rate": 5e-4}}'
 
-prints one line of JSON. Studies import [`run_all`], which keeps finished runs in a file and skips them the next time.
+prints its result, one line of JSON.
 """
 
-import hashlib
 import json
 import math
-import multiprocessing
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
-from smoothed_bounds import SmoothedBAPOTrainer
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import EmbeddedTask, held_out_accuracy, load_task, warm_start_path
 from bapo_trl.tasks.evaluation import seeded
-from measuring import keep_freed_memory
+from benchmarks.common import keep_freed_memory
 
 
 SETTINGS = {
@@ -43,7 +36,7 @@ SETTINGS = {
     "dataloader_pin_memory": False,
 }
 TASK_SETTINGS = {
-    # A generation of 1,024 answers, 8 updates of 128 in one pass over it
+    # A generation of 1,024 completions, 8 updates of 128 in one pass over it
     "sums": {"per_device_train_batch_size": 128, "steps_per_generation": 8, "num_generations": 8},
     # About 20,000 tokens an update
     "running_totals": {
@@ -55,11 +48,8 @@ TASK_SETTINGS = {
 }
 TRAINERS = {
     "BAPO": (BAPOTrainer, BAPOConfig),
-    "smoothed BAPO": (SmoothedBAPOTrainer, BAPOConfig),
     "GRPO": (GRPOTrainer, GRPOConfig),
 }
-# Take long to import
-LIBRARIES = ["bapo_trl.bapo_trainer", "bapo_trl.tasks.warm_start", "trl.trainer.grpo_trainer"]
 # Metrics of which a run returns the value of every update
 SERIES = (
     "grad_norm",
@@ -114,7 +104,7 @@ class HeldOut(TrainerCallback):
 
 @torch.no_grad()
 def sampled_entropy(model, tokenizer, task: EmbeddedTask) -> float:
-    """Return the mean entropy (nats) of the model's next token along answers that it samples to held-out problems."""
+    """Return the mean entropy (nats) of the next token along completions sampled to held-out problems."""
     prompts = tokenizer(task.test_dataset["prompt"][:], return_tensors="pt", padding=True).to(model.device)
     was_training = model.training
     model.eval()
@@ -129,8 +119,9 @@ def sampled_entropy(model, tokenizer, task: EmbeddedTask) -> float:
         )
     model.train(was_training)
     entropies = torch.distributions.Categorical(logits=torch.stack(output.logits, dim=1)).entropy()
-    answers = output.sequences[:, prompts["input_ids"].shape[1] :]
-    ended = (answers == tokenizer.eos_token_id).cumsum(dim=1) - (answers == tokenizer.eos_token_id).long()
+    completions = output.sequences[:, prompts["input_ids"].shape[1] :]
+    is_end = (completions == tokenizer.eos_token_id).long()
+    ended = is_end.cumsum(dim=1) - is_end
     return entropies[ended == 0].mean().item()
 
 
@@ -140,7 +131,7 @@ def run(spec: dict) -> dict:
 
     Args:
         spec (`dict`):
-            `seed`; `generations`, how many batches of answers to generate; `held_out_every`, updates between two
+            `seed`; `generations`, how many batches of completions to generate; `held_out_every`, updates between two
             measurements (default: those of two generations); `task`, `"sums"` (default) or `"running_totals"`;
             `trainer`, a key of `TRAINERS` (default: `"BAPO"`); `args`, settings of its config on top of `SETTINGS`.
 
@@ -150,7 +141,7 @@ def run(spec: dict) -> dict:
         run broke off because a NaN came up.
     """
     torch.set_num_threads(1)
-    keep_freed_memory()  # takes 25 % less time on long answers
+    keep_freed_memory()  # takes 25 % less time on long completions
     name = spec.get("task", "sums")
     task = load_task(name=name)
     trainer_class, config_class = TRAINERS[spec.get("trainer", "BAPO")]
@@ -231,83 +222,6 @@ def run(spec: dict) -> dict:
         },
         "means": {key: value for key, value in means.items() if value is not None},
     }
-
-
-def run_all(specs: Sequence[dict], finished: Path, jobs: int) -> list[dict]:
-    """
-    Make runs, each in a process of its own, `jobs` at a time with one thread each.
-
-    Args:
-        specs (sequence of `dict`):
-            What [`run`] takes, and anything else that names the run.
-        finished (`Path`):
-            File of finished runs, a line of JSON each. Runs that it holds are not made again, so it must not hold
-            those of another version of this code.
-        jobs (`int`):
-            Number of processes at a time. With 0, no run is made, and the result of one that is missing is `None`.
-
-    Returns:
-        The specs in their order, each with its `result`.
-
-    Raises:
-        RuntimeError: If a run fails; it has printed why.
-    """
-    finished.parent.mkdir(parents=True, exist_ok=True)
-    results = _read(finished)
-    missing = {_key(spec): spec for spec in specs if _key(spec) not in results}
-    print(f"{len(specs) - len(missing)} of {len(specs)} runs are there.", flush=True)
-    if not jobs:
-        return [{**spec, "result": results.get(_key(spec))} for spec in specs]
-    for task in sorted({spec.get("task", "sums") for spec in missing.values()}):
-        warm_start_path(task=task)
-    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # of the processes
-    with ThreadPoolExecutor(jobs) as pool, open(finished, "a") as file:
-        keys = {pool.submit(_run_in_process, spec): key for key, spec in missing.items()}
-        try:
-            for future in as_completed(keys):
-                key = keys[future]
-                results[key] = result = future.result()
-                file.write(json.dumps({"key": key, "spec": missing[key], "result": result}) + "\n")
-                file.flush()
-                print(f"{len(results)}: {missing[key]} -> {result['held_out'][-1]}, {result['seconds']} s", flush=True)
-        finally:
-            pool.shutdown(cancel_futures=True)
-    return [{**spec, "result": results[_key(spec)]} for spec in specs]
-
-
-def _read(finished: Path) -> dict[str, dict]:
-    """Return the results of finished runs by key. A last line that was cut off is left out, and removed."""
-    lines = finished.read_text().splitlines(keepends=True) if finished.exists() else []
-    if lines and not lines[-1].endswith("\n"):
-        print(f"{finished} ends in the middle of a run, which is made again.")
-        finished.write_text("".join(lines := lines[:-1]))
-    return {line["key"]: line["result"] for line in map(json.loads, lines)}
-
-
-def _run_in_process(spec: dict) -> dict:
-    """Return the result of a run that a process of its own makes, forked from one that has imported the libraries."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(LIBRARIES)
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_result, args=(spec, sender))
-    process.start()
-    sender.close()
-    try:
-        result = receiver.recv()
-    except EOFError:
-        result = None
-    process.join()
-    if result is None:
-        raise RuntimeError(f"The run {spec} ended with exit status {process.exitcode}, see what it printed above.")
-    return result
-
-
-def _send_result(spec: dict, sender: Connection) -> None:
-    sender.send(run(spec))
-
-
-def _key(spec: dict) -> str:
-    return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _is_number(value: float | None) -> bool:

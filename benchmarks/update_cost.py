@@ -1,18 +1,18 @@
 """
 Time optimizer updates of `BAPOTrainer` against those of `GRPOTrainer`, on the same stale samples.
 
-    python benchmarks/update_cost.py
-    python benchmarks/update_cost.py --device cuda
+    python -m benchmarks.update_cost
+    python -m benchmarks.update_cost --device cuda
 
-Both trainers run their own `train()` in one process, in turns of one update each: one trainer waits while the other
-works, and who goes first changes from round to round. The time of an update is all that `train()` does between two
+Both trainers run their own `train()` in one process and alternate, one update each: one waits while the other works,
+and who goes first changes from round to round. The time of an update is all that `train()` does between two
 `on_step_begin` events: micro-batches, clipping of the gradient, optimizer step, logging.
 
-Generation is replaced by one prepared batch, reused for the whole run: both trainers generate in the same way, so it
-is left out. The first update, on which the batch is still fresh, is among the rounds that warm up and are not counted.
+Both trainers generate in the same way, so generation is left out: one prepared batch is reused for the whole run. On
+the first update this batch is still fresh. That update is among the rounds that warm up and are not counted.
 
-An update takes longer or shorter by a few percent with the place of its tensors in memory, which is more than some of
-the differences looked for. Against that:
+The time of an update varies by a few percent with the place of its tensors in memory. Some of the differences looked
+for are smaller. Against that:
 
 - Both trainers train the same model.
 - Freed memory stays with the process (`keep_freed_memory`).
@@ -20,8 +20,8 @@ the differences looked for. Against that:
   runs' ratios BAPO / GRPO, and a figure is the median over the rounds.
 - The row `control` times `GRPOTrainer` against itself: what it differs from 1 is noise.
 
-The ratio of the CPU times of the process is given, too: on a busy machine, waiting for a core counts in the one and
-not in the other. The model is a randomly initialised Qwen2.
+The ratio of the CPU times of the process is given, too: it leaves out waiting for a core on a busy machine. The model
+is a randomly initialised Qwen2.
 """
 
 import argparse
@@ -41,7 +41,17 @@ from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import character_tokenizer
-from measuring import keep_freed_memory, save_result, spread, synchronize
+from benchmarks.common import (
+    Section,
+    keep_freed_memory,
+    provenance,
+    save_result,
+    spread,
+    synchronize,
+    table,
+    verdict,
+    with_quartiles,
+)
 
 
 @dataclass(frozen=True)
@@ -310,6 +320,44 @@ def main():
             flush=True,
         )
     save_result("update_cost", args.device, {"threads": args.threads, **asdict(size)}, results)
+
+
+def render(content: dict) -> Section:
+    """Return the section of a result."""
+    settings, results = content["settings"], content["results"]
+    rows = []
+    for row in results:
+        target, is_met = row["target"], row["target"] is None or row["ratio"]["median"] <= row["target"]
+        rows.append(
+            [
+                "none: `GRPOTrainer` against itself" if row["scope"] is None else f"`{row['scope']}`",
+                str(row["micro_batches"]),
+                "yes" if row["gradient_checkpointing"] else "no",
+                with_quartiles(row["ratio"], 3),
+                with_quartiles(row["cpu_time_ratio"], 3),
+                "-" if target is None else f"at most {target:.2f}",
+                "-" if target is None else verdict(is_met),
+            ]
+        )
+    seconds = [row["grpo_update_s"] for row in results]
+    text = [
+        f"## Time of an update ({content['machine']['device']})",
+        "The time of an optimizer update of `BAPOTrainer` over that of `GRPOTrainer`, on the same stale samples. An "
+        "update is all its micro-batches, gradient clipping, the optimizer step and the log. Generation is left out. "
+        "In scope `batch`, several micro-batches cost one more forward pass.",
+        "Both trainers run their own `train()` in one process and alternate, one update each. Everything runs twice, "
+        "once with each trainer made first, and the ratio of a round is the geometric mean of the two. Samples are "
+        "prepared and reused, so that every counted update is off-policy. The benchmark checks that the extra forward "
+        "passes take place. The first row shows how much of a difference is noise. The target is set against elapsed "
+        "time. CPU time leaves out waiting for a core.",
+        f"Model: Qwen2 with {settings['layers']} layers of width {settings['hidden']} and random weights. A "
+        f"micro-batch has {settings['rows']} rows of {settings['prompt_tokens']} + {settings['completion_tokens']} "
+        f"tokens. An update of `GRPOTrainer` took {min(seconds):.2f} to {max(seconds):.2f} s. Rounds: "
+        f"{results[0]['ratio']['rounds']}.",
+        table(["Scope", "Micro-batches", "Checkpointing", "Time", "CPU time", "Target", "Met"], rows),
+        provenance(content),
+    ]
+    return Section("\n\n".join(text))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""The measurements behind every figure in the docs: each module measures, and renders its section of the pages."""

@@ -1,0 +1,199 @@
+"""What the benchmarks share: paired ratios, a steady heap, the machine, result files, and parts of the pages."""
+
+import ctypes
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+
+import torch
+import transformers
+import trl
+from matplotlib.figure import Figure
+
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+TABLES_PAGE = "results_tables.md"
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
+
+
+# Measuring
+
+
+def spread(values: Sequence[float]) -> dict[str, float | int]:
+    """Return median, quartiles and number of the values of a setting, one a round."""
+    lower_quartile, median, upper_quartile = statistics.quantiles(values, n=4, method="inclusive")
+    return {
+        "median": round(median, 4),
+        "lower_quartile": round(lower_quartile, 4),
+        "upper_quartile": round(upper_quartile, 4),
+        "rounds": len(values),
+    }
+
+
+def synchronize(device: str) -> None:
+    """Wait for the kernels that run on `device`, so that a clock read next to it means something."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def keep_freed_memory() -> None:
+    """Have glibc serve all threads from one heap and never give freed memory back; elsewhere, do nothing."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        for option, value in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1)):
+            mallopt(option, value)
+
+
+def num_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+# Result files
+
+
+def describe_run(name: str, device: str) -> dict:
+    """
+    Return command, date and machine of a benchmark, with the versions that a figure depends on.
+
+    Called at its end, so that the load average of the last five minutes tells of other work beside it.
+    """
+    on_gpu = torch.device(device).type == "cuda"
+    return {
+        "command": " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
+        "date": date.today().isoformat(),
+        "machine": {
+            "device": torch.cuda.get_device_name(device) if on_gpu else "CPU",
+            "cpu": _cpu_name(),
+            "cores": num_cores(),
+            "load_average": round(os.getloadavg()[1], 1),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "trl": trl.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+
+
+def result_path(name: str, device: str) -> Path:
+    """Return the path of a benchmark's result file, which is another one for a GPU."""
+    kind = torch.device(device).type
+    return RESULTS / f"{name}{'' if kind == 'cpu' else f'_{kind}'}.json"
+
+
+def save_result(name: str, device: str, settings: dict, results: Sequence[dict], earlier: Sequence[dict] = ()) -> None:
+    """
+    Write the result file of a benchmark.
+
+    Args:
+        name (`str`):
+            Name of its module in `benchmarks`, the key of its section in `pages.py`.
+        device (`str`):
+            Device that was measured.
+        settings (`dict`):
+            Sizes and numbers of rounds.
+        results (sequence of `dict`):
+            Rows, from which the section is rendered.
+        earlier (sequence of `dict`, *optional*):
+            What [`describe_run`] said of the rows that were there before, the newest first.
+    """
+    content = {
+        "benchmark": name,
+        **describe_run(name, device),
+        **({"earlier": list(earlier)} if earlier else {}),
+        "settings": settings,
+        "results": list(results),
+    }
+    write_result(content, result_path(name, device))
+
+
+def write_result(content: dict, path: Path) -> None:
+    """Write a result file: a line for each key, and for each row of `results`."""
+    *head, (last, rows) = content.items()
+    if last != "results":
+        raise ValueError(f"the last key of a result is 'results', got {last!r}.")
+    lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head]
+    rows = ",\n".join(f"    {json.dumps(row)}" for row in rows)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(["{", *lines, '  "results": [', rows, "  ]", "}\n"]))
+    print(f"Written: {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+# Parts of the pages
+
+
+@dataclass(frozen=True)
+class Section:
+    """
+    What a benchmark adds to the pages.
+
+    Attributes:
+        text (`str`):
+            Section of docs/results.md.
+        tables (`str`, *optional*):
+            Section of docs/results_tables.md, for what has too many columns.
+        figures (`dict[str, Figure]`, *optional*):
+            Figures by the name of their file in docs.
+    """
+
+    text: str
+    tables: str = ""
+    figures: dict[str, Figure] = field(default_factory=dict)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def with_quartiles(spread: dict, decimals: int, unit: str = "") -> str:
+    """Return the median of a spread, and its quartiles in parentheses."""
+    median, lower, upper = (
+        f"{spread[key]:.{decimals}f}{unit}" for key in ("median", "lower_quartile", "upper_quartile")
+    )
+    return f"{median} ({lower} to {upper})"
+
+
+def verdict(is_met: bool) -> str:
+    """Return the word for a target that is met or missed."""
+    return "yes" if is_met else "**no**"
+
+
+def link_to_tables(heading: str) -> str:
+    """Return a link to the section of docs/results_tables.md with this heading."""
+    anchor = "".join(c for c in heading.lower().replace(" ", "-") if c.isalnum() or c == "-")
+    return f"[{TABLES_PAGE}]({TABLES_PAGE}#{anchor})"
+
+
+def provenance(content: dict) -> str:
+    """Return the sentences on how, when and where a result was made."""
+    threads = content["settings"].get("threads")
+    sentences = [f"Command: `{content['command']}`. Measured {_when_and_where(content, threads)}."]
+    sentences += [f"Earlier rows: measured {_when_and_where(made, threads)}." for made in content.get("earlier", [])]
+    return " ".join(sentences)
+
+
+def _when_and_where(made: dict, threads: int | None) -> str:
+    machine = made["machine"]
+    place = f"{machine['device']} ({machine['cpu']}, {machine['cores']} cores, load average {machine['load_average']})"
+    if threads is not None:
+        place += f", {threads} CPU thread{'s' if threads > 1 else ''}"
+    return (
+        f"on {made['date']} on {place}, with torch {machine['torch']}, trl {machine['trl']}, "
+        f"transformers {machine['transformers']}, Python {machine['python']}"
+    )
