@@ -1,6 +1,7 @@
 """Configuration of `BAPOTrainer`: TRL's `GRPOConfig` and the knobs of the bound search."""
 
-from dataclasses import dataclass, field, fields
+import textwrap
+from dataclasses import Field, dataclass, field, fields
 
 from transformers.trainer_utils import HubStrategy
 from trl import GRPOConfig
@@ -28,57 +29,7 @@ class BAPOConfig(GRPOConfig):
     BAPO and must be left alone: the search chooses the clip bounds.
 
     Parameters:
-        positive_contribution_target (`float`, *optional*, defaults to `0.5`):
-            Share of the policy loss that positive-advantage tokens are to contribute, in (0, 1]. An odds target
-            `tau` (positive over negative) is the share `tau / (1 + tau)`.
-        ratio_lower_start (`float`, *optional*, defaults to `0.6`):
-            Lower clip bound at which each search starts, in ratio space.
-        ratio_lower_max (`float`, *optional*, defaults to `0.9`):
-            Highest lower clip bound. Equal to `ratio_lower_start`, the lower bound is fixed.
-        ratio_lower_step (`float`, *optional*, defaults to `0.02`):
-            Step of the lower clip bound.
-        ratio_upper_start (`float`, *optional*, defaults to `1.2`):
-            Upper clip bound at which each search starts, in ratio space.
-        ratio_upper_max (`float`, *optional*, defaults to `3.0`):
-            Highest upper clip bound. Equal to `ratio_upper_start`, the upper bound is fixed.
-        ratio_upper_step (`float`, *optional*, defaults to `0.05`):
-            Step of the upper clip bound.
-        contribution_measure (`str`, *optional*, defaults to `"gradient"`):
-            What a token contributes: `"gradient"`, its part in the gradient if the clip lets it through, or
-            `"surrogate"`, the value of its clipped term.
-        contribution_weighting (`str`, *optional*, defaults to `"uniform"`):
-            Weight of a token in the share: `"uniform"`, or `"behavior_prob"`, its probability under the policy that
-            sampled it, as the paper's Eq. 8 prints it.
-        search_order (`str`, *optional*, defaults to `"upper_first"`):
-            Which bound moves first: `"upper_first"` or `"lower_first"`.
-        search_scope (`str`, *optional*, defaults to `"batch"`):
-            Tokens of one search: `"batch"`, all micro-batches of the optimizer step on all ranks, or
-            `"micro_batch"`, the current micro-batch of all ranks, which needs no extra forward pass.
-        replay_fraction (`float`, *optional*, defaults to `0.0`):
-            Share of each batch taken from the queue of past samples, in [0, 1]. With 0, and without
-            `replay_zero_advantage`, there is no queue. With a queue and `num_iterations` above 1, each later pass
-            over a generation draws its whole batch anew from the queue, in place of the same samples again.
-        replay_zero_advantage (`bool`, *optional*, defaults to `False`):
-            Whether fresh samples with advantage 0 (all answers of a group right, or all wrong) give their place to
-            queued samples.
-        replay_capacity (`int`, *optional*, defaults to `4096`):
-            Largest number of samples in the queue of each rank; beyond it, the first to enter leave.
-        replay_max_staleness (`int`, *optional*, defaults to `None`):
-            Largest age of a sample when it is trained, in policy versions. `None` for no limit.
-        replay_min_staleness (`int`, *optional*, defaults to `0`):
-            Smallest age of a sample when it is drawn from the queue, which `replay_capacity` must be able to hold.
-            With `replay_fraction` 1.0, all samples are at least this old once the queue is filled.
-        replay_max_reuse (`int`, *optional*, defaults to `None`):
-            Number of times a sample may be trained, the first included. `None` for no limit.
-        replay_order (`str`, *optional*, defaults to `"fifo"`):
-            Which queued samples are drawn first: `"fifo"`, those trained least often, and of these the ones that have
-            waited longest; `"newest"`, those sampled last; `"uniform"`, any, at random.
-        replay_discard_saved (`bool`, *optional*, defaults to `False`):
-            Whether a resumed run starts with an empty queue, whatever the checkpoint holds.
-        vllm_logp_tolerance (`float`, *optional*, defaults to `0.1`):
-            Largest mean absolute difference between the log-probabilities of vLLM and of the trainer on the samples
-            of a generation, in nats a token. Beyond it the training stops: vLLM does not sample from the trainer's
-            weights. `None` for no check.
+        {parameters}
 
     Raises:
         ValueError: If a value is out of its range or does not go with another; the message names the parameter, the
@@ -103,7 +54,7 @@ class BAPOConfig(GRPOConfig):
         default=0.5,
         metadata={
             "help": "Share of the policy loss that positive-advantage tokens are to contribute, in (0, 1]. An odds "
-            "target tau (positive over negative) is the share tau / (1 + tau)."
+            "target `tau` (positive over negative) is the share `tau / (1 + tau)`."
         },
     )
     ratio_lower_start: float = field(
@@ -127,28 +78,28 @@ class BAPOConfig(GRPOConfig):
     contribution_measure: str = field(
         default="gradient",
         metadata={
-            "help": "What a token contributes: 'gradient', its part in the gradient if the clip lets it through, or "
-            "'surrogate', the value of its clipped term.",
+            "help": "What a token contributes: `gradient`, its part in the gradient if the clip lets it through, or "
+            "`surrogate`, the value of its clipped term.",
             "choices": list(MEASURES),
         },
     )
     contribution_weighting: str = field(
         default="uniform",
         metadata={
-            "help": "Weight of a token in the share: 'uniform', or 'behavior_prob', its probability under the policy "
-            "that sampled it.",
+            "help": "Weight of a token in the share: `uniform`, or `behavior_prob`, its probability under the policy "
+            "that sampled it, as the paper's Eq. 8 prints it.",
             "choices": list(WEIGHTINGS),
         },
     )
     search_order: str = field(
         default="upper_first",
-        metadata={"help": "Which bound moves first: 'upper_first' or 'lower_first'.", "choices": list(ORDERS)},
+        metadata={"help": "Which bound moves first: `upper_first` or `lower_first`.", "choices": list(ORDERS)},
     )
     search_scope: str = field(
         default="batch",
         metadata={
-            "help": "Tokens of one search: 'batch', all micro-batches of the optimizer step on all ranks, or "
-            "'micro_batch', the current micro-batch of all ranks, which needs no extra forward pass.",
+            "help": "Tokens of one search: `batch`, all micro-batches of the optimizer step on all ranks, or "
+            "`micro_batch`, the current micro-batch of all ranks, which needs no extra forward pass.",
             "choices": list(SCOPES),
         },
     )
@@ -158,27 +109,33 @@ class BAPOConfig(GRPOConfig):
         default=0.0,
         metadata={
             "help": "Share of each batch taken from the queue of past samples, in [0, 1]. With 0, and without "
-            "`replay_zero_advantage`, there is no queue."
+            "`replay_zero_advantage`, there is no queue. With a queue, each later pass over a generation "
+            "(`num_iterations`) draws its whole batch from it."
         },
     )
     replay_zero_advantage: bool = field(
         default=False,
         metadata={
-            "help": "Whether fresh samples with advantage 0 (all answers of a group right, or all wrong) give their "
-            "place to queued samples."
+            "help": "Whether fresh samples with advantage 0 (all completions of a group right, or all wrong) give "
+            "their place to queued samples."
         },
     )
     replay_capacity: int = field(
         default=4096,
-        metadata={"help": "Largest number of samples in the queue of each rank; beyond it, the first to enter leave."},
+        metadata={"help": "Largest number of samples in the queue of each rank. Beyond it, the first to enter leave."},
     )
     replay_max_staleness: int | None = field(
         default=None,
-        metadata={"help": "Largest age of a sample when it is trained, in policy versions. `None` for no limit."},
+        metadata={
+            "help": "Largest staleness of a sample when it is trained, in policy versions. `None` for no limit."
+        },
     )
     replay_min_staleness: int = field(
         default=0,
-        metadata={"help": "Smallest age of a sample when it is drawn from the queue, in policy versions."},
+        metadata={
+            "help": "Smallest staleness of a sample when it is drawn from the queue, in policy versions. With "
+            "`replay_fraction` 1.0, all samples are at least this stale once the queue is filled."
+        },
     )
     replay_max_reuse: int | None = field(
         default=None,
@@ -187,8 +144,8 @@ class BAPOConfig(GRPOConfig):
     replay_order: str = field(
         default="fifo",
         metadata={
-            "help": "Which queued samples are drawn first: 'fifo', those trained least often, and of these the ones "
-            "that have waited longest; 'newest', those sampled last; 'uniform', any, at random.",
+            "help": "Which queued samples are drawn first: `fifo`, those trained least often, and of these the ones "
+            "that have waited longest; `newest`, those sampled last; `uniform`, any, at random.",
             "choices": list(REPLAY_ORDERS),
         },
     )
@@ -202,7 +159,8 @@ class BAPOConfig(GRPOConfig):
         default=0.1,
         metadata={
             "help": "Largest mean absolute difference between the log-probabilities of vLLM and of the trainer on the "
-            "samples of a generation, in nats a token; beyond it the training stops. `None` for no check."
+            "samples of a generation, in nats a token. Beyond it the training stops: vLLM does not sample from the "
+            "trainer's weights. `None` for no check."
         },
     )
 
@@ -439,3 +397,23 @@ class BAPOConfig(GRPOConfig):
                 f"{self.replay_min_staleness} versions old. Set `replay_max_reuse` to at least "
                 f"{self.num_iterations + 1}."
             )
+
+
+def own_fields() -> tuple[Field, ...]:
+    """Return the fields that `BAPOConfig` adds to those of `GRPOConfig`."""
+    inherited = {f.name for f in fields(GRPOConfig)}
+    return tuple(f for f in fields(BAPOConfig) if f.name not in inherited)
+
+
+def _describe(f: Field) -> str:
+    types = " or ".join(f"`{name}`" for name in getattr(f.type, "__name__", str(f.type)).split(" | "))
+    default = f'"{f.default}"' if isinstance(f.default, str) else f.default
+    text = textwrap.fill(f.metadata["help"], 119, initial_indent=" " * 12, subsequent_indent=" " * 12)
+    return f"{f.name} ({types}, *optional*, defaults to `{default}`):\n{text}"
+
+
+# A help text is the one home of what a field means: `--help`, the docstring and docs/knobs.md show it.
+if BAPOConfig.__doc__:  # `python -OO` has none
+    BAPOConfig.__doc__ = BAPOConfig.__doc__.replace(
+        "{parameters}", f"\n{' ' * 8}".join(_describe(f) for f in own_fields())
+    )
