@@ -49,6 +49,7 @@ $(E2E_CACHE)/.installed:
 quality: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 style: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
@@ -84,4 +85,4 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv .venv-trl-* .constraints-trl-*.txt outputs
+	rm -rf .venv .venv-trl-* .constraints-trl-*.txt outputs site

@@ -1,0 +1,35 @@
+"""
+Lets griffe, which reads the docstrings for the API page, understand TRL's idiom. An extension of mkdocs.yml.
+
+TRL writes "name (`type` or `type`, *optional*, defaults to `x`):" and refers to other objects with [`Name`]. Griffe
+wants the bare type, takes the default from the signature, and knows no such references.
+"""
+
+import importlib
+import inspect
+import re
+
+import griffe
+
+
+PARAMETER = re.compile(r"^( {4}\w+) \((.+)\):$", flags=re.MULTILINE)
+REFERENCE = re.compile(r"\[`~?(?:\w+\.)*(\w+)`\]")
+
+
+def with_bare_type(parameter: re.Match) -> str:
+    """Return the first line of a parameter as griffe reads it, `name (type | type):`."""
+    name, annotation = parameter.groups()
+    types = re.split("(?<=`)(?:, | or )(?=`)", annotation.removesuffix(", *optional*").split(", *optional*, ")[0])
+    return f"{name} ({' | '.join(types).replace('`', '')}):"
+
+
+class TRLDocstrings(griffe.Extension):
+    """Rewrites each docstring to what griffe reads of Google's style."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs) -> None:
+        if obj.docstring is None:
+            return
+        text = obj.docstring.value
+        if "{parameters}" in text:  # filled at import
+            text = inspect.getdoc(getattr(importlib.import_module(obj.module.path), obj.name))
+        obj.docstring.value = PARAMETER.sub(with_bare_type, REFERENCE.sub(r"`\1`", text))

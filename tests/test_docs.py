@@ -1,0 +1,62 @@
+"""README and docs: within their length, without dead links, with the texts of the code."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from bapo_trl.bapo_config import BAPOConfig, own_fields
+
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+IDS = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links(page: Path) -> list[str]:
+    text = page.read_text()
+    inline = re.findall(r"\]\(([^)\s]+)\)", text)
+    references = re.findall(r"^\[[^\]]+\]: (\S+)$", text, flags=re.MULTILINE)
+    return [link for link in inline + references if "://" not in link]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_links_lead_somewhere(page):
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.is_file(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_the_readme_is_one_page_with_the_two_commands():
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.split()) <= 800
+    assert re.search(r"^make demo\b", readme, flags=re.MULTILINE)
+    assert re.search(r"^make test\b", readme, flags=re.MULTILINE)
+
+
+def test_tables_of_knobs_are_as_the_help_texts():
+    script = runpy.run_path(str(ROOT / "docs" / "tools" / "render_knobs.py"))
+    for name, knobs in script["PAGES"].items():
+        page = (ROOT / name).read_text()
+        assert page == script["with_table"](page, script["knob_table"](knobs)), (
+            "run `python docs/tools/render_knobs.py`"
+        )
+    table = script["knob_table"](None)
+    assert all(f"| `{knob.name}` |" in table and knob.metadata["help"] in table for knob in own_fields())
+
+
+def test_docstring_of_the_config_is_made_of_the_help_texts():
+    docstring = " ".join(BAPOConfig.__doc__.split())
+    for knob in own_fields():
+        assert re.search(rf"\b{knob.name} \(`[^)]+`\): {re.escape(knob.metadata['help'])}", docstring), knob.name
+    assert "    Raises:\n" in BAPOConfig.__doc__
