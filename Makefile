@@ -49,7 +49,7 @@ $(E2E_CACHE)/.installed:
 quality: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 style: $(VENV)/.installed
 	$(BIN)/ruff check --fix .

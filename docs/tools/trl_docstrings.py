@@ -13,7 +13,7 @@ import griffe
 
 
 PARAMETER = re.compile(r"^( {4}\w+) \((.+)\):$", flags=re.MULTILINE)
-REFERENCE = re.compile(r"\[`~?(?:\w+\.)*(\w+)`\]")
+REFERENCE = re.compile(r"\[`(?:~(?:\w+\.)*)?([\w.]+)`\]")
 
 
 def with_bare_type(parameter: re.Match) -> str:
