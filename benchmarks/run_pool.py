@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from bapo_trl.tasks import warm_start_path
-from benchmarks.training_run import run
+from benchmarks.training_run import TASKS, run
 
 
 LIBRARIES = ["benchmarks.training_run"]  # takes long to import
@@ -46,8 +46,8 @@ def run_all(specs: Sequence[dict], finished: Path, jobs: int) -> list[dict | Non
     print(f"{len(specs) - len(missing)} of {len(specs)} runs are there.", flush=True)
     if not jobs:
         return [results.get(run_key(spec)) for spec in specs]
-    for task in sorted({spec.get("task", "sums") for spec in missing.values()}):
-        warm_start_path(task=task)
+    for name in sorted({spec.get("task", "sums") for spec in missing.values()}):
+        warm_start_path(task=TASKS[name]())
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # of the processes
     with ThreadPoolExecutor(jobs) as pool, open(finished, "a") as file:
         keys = {pool.submit(_run_in_process, spec): key for key, spec in missing.items()}

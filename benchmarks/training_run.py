@@ -1,5 +1,5 @@
 """
-One training run of a study on an embedded task.
+One training run of a study, on the task of the demo or on a task of the studies.
 
     python -m benchmarks.training_run '{"seed": 0, "generations": 2, "args": {"learning_rate": 5e-4}}'
 
@@ -21,6 +21,7 @@ from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import EmbeddedTask, held_out_accuracy, load_task, warm_start_path
 from bapo_trl.tasks.evaluation import seeded
 from benchmarks.common import keep_freed_memory
+from benchmarks.running_totals import load_running_totals
 
 
 SETTINGS = {
@@ -35,6 +36,7 @@ SETTINGS = {
     "gradient_checkpointing": False,
     "dataloader_pin_memory": False,
 }
+TASKS = {"sums": load_task, "running_totals": load_running_totals}
 TASK_SETTINGS = {
     # A generation of 1,024 completions, 8 updates of 128 in one pass over it
     "sums": {"per_device_train_batch_size": 128, "steps_per_generation": 8, "num_generations": 8},
@@ -132,7 +134,7 @@ def run(spec: dict) -> dict:
     Args:
         spec (`dict`):
             `seed`; `generations`, how many batches of completions to generate; `held_out_every`, updates between two
-            measurements (default: those of two generations); `task`, `"sums"` (default) or `"running_totals"`;
+            measurements (default: those of two generations); `task`, a key of `TASKS` (default: `"sums"`);
             `trainer`, a key of `TRAINERS` (default: `"BAPO"`); `args`, settings of its config on top of `SETTINGS`.
 
     Returns:
@@ -143,7 +145,7 @@ def run(spec: dict) -> dict:
     torch.set_num_threads(1)
     keep_freed_memory()  # takes 25 % less time on long completions
     name = spec.get("task", "sums")
-    task = load_task(name=name)
+    task = TASKS[name]()
     trainer_class, config_class = TRAINERS[spec.get("trainer", "BAPO")]
     settings = {**SETTINGS, **TASK_SETTINGS[name], "max_completion_length": task.max_new_tokens, **spec["args"]}
     with tempfile.TemporaryDirectory() as folder:
@@ -152,7 +154,7 @@ def run(spec: dict) -> dict:
         args.max_steps = spec["generations"] * updates
         held_out = HeldOut(spec.get("held_out_every", 2 * updates), task)
         trainer = trainer_class(
-            str(warm_start_path(task=name)),
+            str(warm_start_path(task=task)),
             task.reward_func,
             args,
             train_dataset=task.train_dataset,

@@ -1,4 +1,4 @@
-"""The embedded tasks, their tokenizer and model, the cached warm start and the accuracy measure."""
+"""The embedded task, its tokenizer and model, the cached warm start and the accuracy measure."""
 
 import dataclasses
 import random
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo_trl import tasks
-from bapo_trl.tasks import pupils, running_totals, sums, warm_start
+from bapo_trl.tasks import sums, warm_start
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +30,15 @@ def task():
 def quick_builds(tmp_path, monkeypatch):
     """An empty cache and warm starts of two updates; gives the cache folder."""
     monkeypatch.setenv("BAPO_TRL_CACHE", str(tmp_path))
-    for name, pupil in pupils.PUPILS.items():
-        monkeypatch.setitem(pupils.PUPILS, name, dataclasses.replace(pupil, num_steps=2, batch_size=3))
+    monkeypatch.setattr(
+        warm_start, "load_task", lambda seed: with_warm_start(tasks.load_task(seed), num_steps=2, batch_size=3)
+    )
     return tmp_path
+
+
+def with_warm_start(task, **settings):
+    """Return the task with other settings of its warm start."""
+    return dataclasses.replace(task, warm_start=dataclasses.replace(task.warm_start, **settings))
 
 
 # --- tokenizer -------------------------------------------------------------------------------------------------------
@@ -113,74 +119,6 @@ def test_reward_is_one_for_the_exact_answer_and_zero_for_all_else(task):
     assert task.reward_func.__name__ == "exact_match_reward"
 
 
-def chain_of(digits):
-    """Running totals as a right answer has them, written out the slow way."""
-    total, text = digits[0], ""
-    for label, digit in zip("bcdefg", digits[1:], strict=True):
-        total += digit
-        text += f"{label}{digit}={total}"
-    return f"{text}#{total}"
-
-
-def test_running_totals_are_right_and_held_out_problems_are_new():
-    task = tasks.load_task(seed=0, name="running_totals")
-    train, test = task.train_dataset["prompt"][:], task.test_dataset["prompt"][:]
-    assert (len(set(train)), len(set(test)), set(train) & set(test)) == (8192, 512, set())
-    for row in [*task.train_dataset, *task.test_dataset]:
-        digits = re.fullmatch("".join(f"{label}([1-9])" for label in "abcdefg") + "=", row["prompt"]).groups()
-        assert row["answer"] == str(sum(map(int, digits)))
-    assert tasks.load_task(seed=0, name="running_totals").train_dataset["prompt"][:] == train
-    assert tasks.load_task(seed=1, name="running_totals").train_dataset["prompt"][:] != train
-
-
-def test_a_careful_pupil_gets_running_totals_right_and_a_careless_one_forgets_every_carry(monkeypatch):
-    monkeypatch.setattr(running_totals, "DETOUR_RATE", 0.0)
-    monkeypatch.setattr(running_totals, "MARKS", "=")
-    monkeypatch.setattr(running_totals, "FORGOTTEN_CARRY_RATES", {True: 1.0, False: 0.0})
-    prompt, digits = "a4b7c9d1e1f1g9=", [4, 7, 9, 1, 1, 1, 9]
-    right = running_totals.demonstrate(prompt, random.Random(0))
-    assert right == chain_of(digits) == "b7=11c9=20d1=21e1=22f1=23g9=32#32"
-    assert tasks.final_answer_reward([right], answer=["32"]) == [1.0]
-    monkeypatch.setattr(running_totals, "DETOUR_RATE", 1.0)
-    wrong = running_totals.demonstrate(prompt, random.Random(0))
-    assert (
-        wrong
-        == "".join(
-            f"{step}??????={total}"
-            for step, total in zip(["b7", "c9", "d1", "e1", "f1", "g9"], [1, 0, 1, 2, 3, 2], strict=True)
-        )
-        + "#2"
-    )
-    assert tasks.final_answer_reward([wrong], answer=["32"]) == [0.0]
-
-
-def test_running_totals_lie_in_the_regime_of_the_paper():
-    """Few right answers, wrong ones longer, 30 to 150 tokens; all within the alphabet and the length allowed."""
-    task = tasks.load_task(name="running_totals")
-    rng = random.Random(1)
-    rows = list(task.train_dataset)
-    answers = [task.demonstrate(row["prompt"], rng) for row in rows]
-    rewards = task.reward_func(answers, [row["answer"] for row in rows])
-    lengths = {reward: [len(a) + 1 for a, r in zip(answers, rewards, strict=True) if r == reward] for reward in (0, 1)}
-    means = {reward: sum(values) / len(values) for reward, values in lengths.items()}
-    assert 0.08 < sum(rewards) / len(rewards) < 0.13
-    assert 40 < means[1] < 1.1 * means[1] < means[0] < 60
-    assert max(map(len, answers)) + 1 <= task.max_new_tokens
-    assert set("".join(answers + task.train_dataset["prompt"][:])) == set(running_totals.ALPHABET)
-
-
-def test_only_the_text_after_the_last_mark_is_checked():
-    completions = ["b7=11#11", "#5#11", "#11#5", "11", "#", "#11 ", ""]
-    rewards = tasks.final_answer_reward(completions, answer=["11"] * 7, prompts=[""] * 7)
-    assert rewards == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-
-
-def test_an_unknown_task_is_named_with_those_there_are():
-    for function in (lambda: tasks.load_task(name="sudoku"), lambda: tasks.warm_start_path(task="sudoku")):
-        with pytest.raises(ValueError, match=r"'sudoku'.*running_totals.*sums"):
-            function()
-
-
 # --- model -----------------------------------------------------------------------------------------------------------
 
 
@@ -207,19 +145,19 @@ def test_model_weights_depend_on_the_seed_alone_and_leave_the_random_state(token
 
 
 @pytest.mark.parametrize(
-    ("rate", "answers"),
+    ("rate", "completions"),
     [
         (0.0, {"37+58=": "95", "97+58=": "155", "12+34=": "46", "99+99=": "198", "0+0=": "0"}),
         # 7+8 leaves 5 and 3+5 gives 8; 97+58: 5 and 9+5=14 leaves 4; 99+99: 8 and 9+9=18 leaves 8.
         (1.0, {"37+58=": "85", "97+58=": "45", "12+34=": "46", "99+99=": "88", "0+0=": "0"}),
     ],
 )
-def test_demonstrations_forget_carries_at_the_given_rate(monkeypatch, rate, answers):
+def test_demonstrations_forget_carries_at_the_given_rate(monkeypatch, rate, completions):
     monkeypatch.setattr(sums, "FORGOTTEN_CARRY_RATE", rate)
-    assert {prompt: sums.demonstrate(prompt, random.Random(0)) for prompt in answers} == answers
+    assert {prompt: sums.demonstrate(prompt, random.Random(0)) for prompt in completions} == completions
 
 
-def test_only_the_answer_and_its_end_carry_labels(tokenizer):
+def test_only_the_completion_and_its_end_carry_labels(tokenizer):
     batch = warm_start._collate(tokenizer, ["1+2=", "37+58="], ["3", "95"])
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
     one, two, three, nine, five, plus, equals = tokenizer("12395+=")["input_ids"]
@@ -264,25 +202,15 @@ def test_built_weights_depend_on_the_seed_alone(quick_builds, tmp_path, monkeypa
 @pytest.mark.parametrize(
     "change", [{"num_steps": 3}, {"learning_rate": 1e-4}, {"decays": True}, {"model": {"num_hidden_layers": 1}}]
 )
-def test_other_settings_get_another_folder(quick_builds, monkeypatch, change):
-    path = tasks.warm_start_path()
-    monkeypatch.setitem(pupils.PUPILS, "sums", dataclasses.replace(pupils.PUPILS["sums"], **change))
-    assert tasks.warm_start_path() != path
+def test_other_settings_get_another_folder(quick_builds, task, change):
+    settings = {"num_steps": 2, "batch_size": 3, **change}
+    assert tasks.warm_start_path(task=with_warm_start(task, **settings)) != tasks.warm_start_path()
 
 
 def test_other_demonstrations_get_another_folder(quick_builds, monkeypatch):
     path = tasks.warm_start_path()
     monkeypatch.setattr(sums, "FORGOTTEN_CARRY_RATE", 0.5)
     assert tasks.warm_start_path() != path
-
-
-def test_a_task_has_a_pupil_of_its_own(quick_builds):
-    path = tasks.warm_start_path(task="running_totals")
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-    assert path.name.startswith("running_totals-")
-    assert model.config.hidden_size == 32
-    assert model.config.vocab_size == len(tokenizer) == len(running_totals.ALPHABET) + 2
-    assert tokenizer.decode(tokenizer("b7??????=1#1")["input_ids"]) == "b7??????=1#1"
 
 
 def test_interrupted_build_is_not_taken_as_complete(quick_builds, monkeypatch):
@@ -322,8 +250,8 @@ def test_build_that_finishes_second_takes_what_the_first_one_left(quick_builds, 
 # --- accuracy --------------------------------------------------------------------------------------------------------
 
 
-class ScriptedPupil(torch.nn.Module):
-    """Answers greedily by one rule; a sample is right when a fair coin drawn from torch says so."""
+class ScriptedModel(torch.nn.Module):
+    """Completes greedily by one rule; a sample is right when a fair coin drawn from torch says so."""
 
     device = torch.device("cpu")
 
@@ -339,22 +267,22 @@ class ScriptedPupil(torch.nn.Module):
             a, b = map(int, prompt.rstrip("=").split("+"))
             right = bool(torch.rand(()) < 0.5) if do_sample else self.knows(a, b)
             texts.append(f"{a + b if right else a - b}{self.tokenizer.eos_token}")
-        answers = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")["input_ids"]
-        return torch.cat([input_ids, answers], dim=1)
+        completions = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")["input_ids"]
+        return torch.cat([input_ids, completions], dim=1)
 
 
 PROBLEMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(1, 31)]  # 150
 
 
-def test_accuracy_of_a_scripted_pupil(tokenizer):
-    pupil = ScriptedPupil(tokenizer, knows=lambda a, b: a == 3)  # 30 of 150 problems
-    accuracy = tasks.held_out_accuracy(pupil, tokenizer, PROBLEMS, num_samples=7, batch_size=40)
+def test_accuracy_of_a_scripted_model(tokenizer):
+    model = ScriptedModel(tokenizer, knows=lambda a, b: a == 3)  # 30 of 150 problems
+    accuracy = tasks.held_out_accuracy(model, tokenizer, PROBLEMS, num_samples=7, batch_size=40)
     assert accuracy.greedy == 30 / 150
     # 1050 fair coins: standard deviation 0.015
     assert accuracy.sampled == pytest.approx(0.5, abs=0.06)
-    assert sum(call.rows for call in pupil.calls) == 150 + 7 * 150
-    assert max(call.rows for call in pupil.calls) == 40
-    assert not any(call.training or call.grad for call in pupil.calls)
+    assert sum(call.rows for call in model.calls) == 150 + 7 * 150
+    assert max(call.rows for call in model.calls) == 40
+    assert not any(call.training or call.grad for call in model.calls)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -372,10 +300,10 @@ def test_accuracy_repeats_and_leaves_the_random_state_and_mode(tokenizer, task, 
 
 
 def test_accuracy_restores_the_mode_after_an_error(tokenizer):
-    pupil = ScriptedPupil(tokenizer, knows=lambda a, b: 1 / 0).train()
+    model = ScriptedModel(tokenizer, knows=lambda a, b: 1 / 0).train()
     with pytest.raises(ZeroDivisionError):
-        tasks.held_out_accuracy(pupil, tokenizer, PROBLEMS)
-    assert pupil.training
+        tasks.held_out_accuracy(model, tokenizer, PROBLEMS)
+    assert model.training
 
 
 def test_accuracy_samples_from_the_whole_distribution(tokenizer, monkeypatch):

@@ -1,8 +1,8 @@
 """What an embedded task consists of."""
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from datasets import Dataset
@@ -20,11 +20,47 @@ class RewardFunc(Protocol):
 
 
 @dataclass(frozen=True)
-class EmbeddedTask:
+class WarmStart:
     """
-    Problems to train on, problems held out, the reward that checks an answer, and the pupil to begin with.
+    How the model that RL starts from is made: supervised, from demonstrations with mistakes.
 
     Attributes:
+        demonstrate (`Callable[[str, random.Random], str]`):
+            Writes the completion of a careless demonstrator to a prompt.
+        num_steps (`int`):
+            Optimizer updates. A fixed number, not an accuracy to reach, so that a seed always gives the same weights.
+        batch_size (`int`):
+            Demonstrations an update.
+        learning_rate (`float`):
+            Peak learning rate of AdamW.
+        warmup_steps (`int`):
+            Updates over which the learning rate rises from 0.
+        decays (`bool`):
+            Whether the learning rate falls to 0 over the second half of the updates.
+        alphabet (`str` or `None`):
+            Characters of the tokenizer; `None` for all bytes.
+        model (`Mapping[str, int]`):
+            Settings of the model that differ from those of [`tiny_model`].
+    """
+
+    demonstrate: Callable[[str, random.Random], str]
+    num_steps: int = 600
+    batch_size: int = 128
+    learning_rate: float = 3e-3
+    warmup_steps: int = 50
+    decays: bool = False
+    alphabet: str | None = None
+    model: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EmbeddedTask:
+    """
+    Problems to train on, problems held out, the reward that checks a completion, and the model to begin with.
+
+    Attributes:
+        name (`str`):
+            Name of the task; the folders of its warm start begin with it.
         train_dataset ([`~datasets.Dataset`]):
             Problems with the string columns `prompt` and `answer`.
         test_dataset ([`~datasets.Dataset`]):
@@ -33,15 +69,16 @@ class EmbeddedTask:
             1.0 for a correct completion, 0.0 for any other.
         max_new_tokens (`int`):
             Longest completion, with its end token, that training and evaluation should allow.
-        demonstrate (`Callable[[str, random.Random], str]`):
-            Completion that a careless pupil gives to a prompt; the warm start learns from these.
+        warm_start ([`WarmStart`]):
+            How the model to begin with is made.
     """
 
+    name: str
     train_dataset: Dataset
     test_dataset: Dataset
     reward_func: RewardFunc
     max_new_tokens: int
-    demonstrate: Callable[[str, random.Random], str]
+    warm_start: WarmStart
 
 
 def as_dataset(prompts: list[str], answers: list[str]) -> Dataset:

@@ -14,13 +14,13 @@ from .sums import MAX_ANSWER_CHARACTERS, exact_match_reward
 @dataclass(frozen=True)
 class HeldOutAccuracy:
     """
-    Share of problems answered right, each in [0, 1].
+    Share of completions that are right, each in [0, 1].
 
     Attributes:
         greedy (`float`):
-            Accuracy of the most likely answer.
+            Accuracy of the greedy completions.
         sampled (`float`):
-            Mean accuracy over the sampled answers.
+            Mean accuracy of the sampled completions.
     """
 
     greedy: float
@@ -51,17 +51,17 @@ def held_out_accuracy(
         problems (iterable of `dict[str, str]`):
             Rows with `prompt` and `answer`, for example [`EmbeddedTask`]`.test_dataset`.
         num_samples (`int`, *optional*, defaults to `4`):
-            Sampled answers a problem, at least 1.
+            Sampled completions a problem, at least 1.
         temperature (`float`, *optional*, defaults to `1.0`):
             Sampling temperature, above 0.
         max_new_tokens (`int`, *optional*, defaults to `4`):
-            Longest completion; the default holds the longest answer of the task and the end token.
+            Longest completion; the default holds the longest answer of the demo's task and the end token.
         batch_size (`int`, *optional*, defaults to `512`):
             Sequences generated at once.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the samples.
         reward_func (`RewardFunc`, *optional*, defaults to [`exact_match_reward`]):
-            Gives 1.0 for a right answer and 0.0 for any other.
+            Gives 1.0 for a right completion and 0.0 for any other.
 
     Returns:
         [`HeldOutAccuracy`]: Greedy and sampled accuracy.

@@ -1,15 +1,15 @@
-"""The easy task: sums of two numbers below 100, checked exactly."""
+"""The task of the demo: sums of two numbers below 100, checked exactly."""
 
 import random
 from typing import Any
 
-from .embedded import NUM_TEST_PROBLEMS, EmbeddedTask, as_dataset
+from .embedded import NUM_TEST_PROBLEMS, EmbeddedTask, WarmStart, as_dataset
 
 
 LARGEST_NUMBER = 99
 MAX_ANSWER_CHARACTERS = len(str(2 * LARGEST_NUMBER))
-# The pupil learns to forget carries (37+58=85) together with the right way, and settles at an accuracy that hardly
-# depends on the seed; RL is to unlearn it.
+# The warm start learns to forget carries (37+58=85) together with the right way, and settles at an accuracy that
+# hardly depends on the seed; RL is to unlearn it.
 FORGOTTEN_CARRY_RATE = 0.75
 
 
@@ -39,7 +39,7 @@ def exact_match_reward(completions: list[str], answer: list[str], **kwargs: Any)
     return [float(completion == right) for completion, right in zip(completions, answer, strict=True)]
 
 
-def load_sums(seed: int = 0) -> EmbeddedTask:
+def load_task(seed: int = 0) -> EmbeddedTask:
     """
     Make the sums: every ordered pair of numbers from 0 to 99 once, shuffled and split into train and test.
 
@@ -65,17 +65,18 @@ def load_sums(seed: int = 0) -> EmbeddedTask:
     test, train = problems[:num_test], problems[num_test:]
     rng.shuffle(train)
     return EmbeddedTask(
+        name="sums",
         train_dataset=as_dataset(*_write(train)),
         test_dataset=as_dataset(*_write(test)),
         reward_func=exact_match_reward,
         max_new_tokens=MAX_ANSWER_CHARACTERS + 1,
-        demonstrate=demonstrate,
+        warm_start=WarmStart(demonstrate),
     )
 
 
 def demonstrate(prompt: str, rng: random.Random) -> str:
     """
-    Add column by column as a careless pupil: `"37+58="` gives `"95"` or, with the carry forgotten, `"85"`.
+    Add column by column as a careless demonstrator: `"37+58="` gives `"95"` or, with the carry forgotten, `"85"`.
 
     Args:
         prompt (`str`):
@@ -84,7 +85,7 @@ def demonstrate(prompt: str, rng: random.Random) -> str:
             Decides which carries are forgotten.
 
     Returns:
-        `str`: The pupil's answer.
+        `str`: The sum that the demonstrator writes.
     """
 
     def carry(column: int) -> int:

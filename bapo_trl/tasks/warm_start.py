@@ -12,21 +12,21 @@ import random
 import shutil
 import tempfile
 import time
-from dataclasses import fields
 from pathlib import Path
 
 import torch
 import transformers
 
+from .embedded import EmbeddedTask
 from .model import MODEL_SETTINGS, tiny_model
-from .pupils import load_task, pupil_of
+from .sums import load_task
 from .tokenizer import character_tokenizer
 
 
 IGNORED_LABEL = -100
 
 
-def warm_start_path(seed: int = 0, task: str = "sums") -> Path:
+def warm_start_path(seed: int = 0, task: EmbeddedTask | None = None) -> Path:
     """
     Give the folder of the warm-started model and its tokenizer, building it on first use.
 
@@ -35,19 +35,17 @@ def warm_start_path(seed: int = 0, task: str = "sums") -> Path:
 
     Args:
         seed (`int`, *optional*, defaults to `0`):
-            Seed of the problems, the initial weights and the demonstrations.
-        task (`str`, *optional*, defaults to `"sums"`):
-            Name of the task, as [`load_task`] takes it.
+            Seed of the initial weights and the demonstrations.
+        task ([`EmbeddedTask`], *optional*, defaults to `load_task(seed)`):
+            Task whose model is built.
 
     Returns:
         `pathlib.Path`: Folder in Hugging Face format, for `AutoModelForCausalLM.from_pretrained` and
         `AutoTokenizer.from_pretrained`.
-
-    Raises:
-        ValueError: If there is no such task.
     """
+    task = load_task(seed) if task is None else task
     root = Path(os.environ.get("BAPO_TRL_CACHE") or Path.home() / ".cache" / "bapo_trl").expanduser()
-    path = root / f"{task}-{_fingerprint(seed, task)}"
+    path = root / f"{task.name}-{_fingerprint(seed, task)}"
     if path.is_dir():
         return path
 
@@ -68,16 +66,16 @@ def warm_start_path(seed: int = 0, task: str = "sums") -> Path:
     return path
 
 
-def _fingerprint(seed: int, task: str) -> str:
+def _fingerprint(seed: int, task: EmbeddedTask) -> str:
     """Hash all that shapes the weights."""
-    pupil = pupil_of(task)
-    problems = load_task(seed, task)
+    training = dict(vars(task.warm_start))
+    demonstrate = training.pop("demonstrate")  # a function: what it writes is hashed in its place
     rng = random.Random(seed)
     shaping = {
-        "demonstrations": [prompt + problems.demonstrate(prompt, rng) for prompt in problems.train_dataset["prompt"]],
-        "vocabulary": character_tokenizer(pupil.alphabet).get_vocab(),
-        "model": {**MODEL_SETTINGS, **pupil.model},
-        "training": {f.name: getattr(pupil, f.name) for f in fields(pupil) if f.name != "load_task"},
+        "demonstrations": [prompt + demonstrate(prompt, rng) for prompt in task.train_dataset["prompt"]],
+        "vocabulary": character_tokenizer(task.warm_start.alphabet).get_vocab(),
+        "model": {**MODEL_SETTINGS, **task.warm_start.model},
+        "training": training,
         "seed": seed,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -85,23 +83,23 @@ def _fingerprint(seed: int, task: str) -> str:
     return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _build(folder: Path, seed: int, task: str) -> None:
+def _build(folder: Path, seed: int, task: EmbeddedTask) -> None:
     """Train the model on demonstrations and save it with its tokenizer."""
-    pupil, problems = pupil_of(task), load_task(seed, task)
-    tokenizer = character_tokenizer(pupil.alphabet)
-    model = tiny_model(tokenizer, seed, **pupil.model).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=pupil.learning_rate, weight_decay=0.01)
+    settings = task.warm_start
+    tokenizer = character_tokenizer(settings.alphabet)
+    model = tiny_model(tokenizer, seed, **settings.model).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.01)
 
     def share_of_learning_rate(step: int) -> float:
-        left = 2 * (1 - step / pupil.num_steps) if pupil.decays else 1.0
-        return min(1.0, (step + 1) / max(1, pupil.warmup_steps), left)
+        left = 2 * (1 - step / settings.num_steps) if settings.decays else 1.0
+        return min(1.0, (step + 1) / max(1, settings.warmup_steps), left)
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_learning_rate)
-    prompts = problems.train_dataset["prompt"][:]
+    prompts = task.train_dataset["prompt"][:]
     rng = random.Random(seed)
-    for _ in range(pupil.num_steps):
-        chosen = rng.choices(prompts, k=pupil.batch_size)
-        batch = _collate(tokenizer, chosen, [problems.demonstrate(prompt, rng) for prompt in chosen])
+    for _ in range(settings.num_steps):
+        chosen = rng.choices(prompts, k=settings.batch_size)
+        batch = _collate(tokenizer, chosen, [settings.demonstrate(prompt, rng) for prompt in chosen])
         model(**batch).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -111,17 +109,17 @@ def _build(folder: Path, seed: int, task: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _collate(tokenizer, prompts: list[str], answers: list[str]) -> dict[str, torch.Tensor]:
-    """Pad prompts on the left and answers on the right, as generation sees them; only answers carry labels."""
-    prompt_part = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
-    answer_part = tokenizer(
-        [answer + tokenizer.eos_token for answer in answers], padding=True, padding_side="right", return_tensors="pt"
+def _collate(tokenizer, prompts: list[str], completions: list[str]) -> dict[str, torch.Tensor]:
+    """Pad prompts on the left and completions on the right, as generation sees them; only completions have labels."""
+    left = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
+    right = tokenizer(
+        [text + tokenizer.eos_token for text in completions], padding=True, padding_side="right", return_tensors="pt"
     )
-    answer_labels = answer_part["input_ids"].masked_fill(answer_part["attention_mask"] == 0, IGNORED_LABEL)
-    attention_mask = torch.cat([prompt_part["attention_mask"], answer_part["attention_mask"]], dim=1)
+    labels = right["input_ids"].masked_fill(right["attention_mask"] == 0, IGNORED_LABEL)
+    attention_mask = torch.cat([left["attention_mask"], right["attention_mask"]], dim=1)
     return {
-        "input_ids": torch.cat([prompt_part["input_ids"], answer_part["input_ids"]], dim=1),
+        "input_ids": torch.cat([left["input_ids"], right["input_ids"]], dim=1),
         "attention_mask": attention_mask,
         "position_ids": (attention_mask.cumsum(dim=1) - 1).clamp(min=0),
-        "labels": torch.cat([torch.full_like(prompt_part["input_ids"], IGNORED_LABEL), answer_labels], dim=1),
+        "labels": torch.cat([torch.full_like(left["input_ids"], IGNORED_LABEL), labels], dim=1),
     }

@@ -1,17 +1,17 @@
 """
-The hard task: running totals of seven digits, in steps, of which only the last total is checked.
+The hard task of the stability study: running totals of seven digits, in steps, of which only the last is checked.
 
-It stands for the regime in which off-policy training goes wrong: a pupil who seldom succeeds (under 15 % of answers),
-several steps an answer, and failed answers that are longer than right ones, so that tokens of negative advantage
-outnumber the positive ones.
+It stands for the regime in which off-policy training goes wrong: a model that seldom succeeds (under 15 % of its
+completions), several steps a completion, and wrong completions that are longer than right ones, so that tokens of
+negative advantage outnumber the positive ones.
 """
 
 import random
 import string
 from typing import Any
 
-from .embedded import NUM_TEST_PROBLEMS, EmbeddedTask, as_dataset
-from .sums import exact_match_reward
+from bapo_trl.tasks import EmbeddedTask, WarmStart, exact_match_reward
+from bapo_trl.tasks.embedded import NUM_TEST_PROBLEMS, as_dataset
 
 
 NUM_DIGITS = 7
@@ -21,7 +21,7 @@ MARKS = "=:"
 DETOUR = "??????="
 ALPHABET = string.digits + LABELS + "=:?#"
 MAX_NEW_TOKENS = (NUM_DIGITS - 1) * len("g9" + DETOUR + "63") + len("#63") + 1
-# The pupil of the demonstrations: how often he takes a detour, and forgets a carry with and without one
+# Of the demonstrations: how often there is a detour, and how often a carry is forgotten with and without one
 DETOUR_RATE = 0.6
 FORGOTTEN_CARRY_RATES = {True: 0.9, False: 0.05}
 
@@ -30,15 +30,8 @@ def final_answer_reward(completions: list[str], answer: list[str], **kwargs: Any
     """
     Reward a completion whose text after the last `#` is the answer; without a `#`, the reward is 0.
 
-    Takes and returns what [`exact_match_reward`] does.
-
-    Example:
-
-    ```python
-    >>> final_answer_reward(["b7=11c9=20#20", "b7=1#20#1", "20"], answer=["20", "20", "20"])
-    [1.0, 0.0, 0.0]
-
-    ```
+    Takes and returns what [`~bapo_trl.tasks.exact_match_reward`] does. For the answer `"20"`, `"b7=11c9=20#20"` gets
+    1.0, and `"b7=1#20#1"` and `"20"` get 0.0.
     """
     finals = ["".join(completion.rpartition("#")[1:]) for completion in completions]
     return exact_match_reward(finals, [f"#{right}" for right in answer])
@@ -48,7 +41,7 @@ def load_running_totals(seed: int = 0) -> EmbeddedTask:
     """
     Make problems of seven digits from 1 to 9, each problem once.
 
-    A problem labels its digits, `"a4b7c9d1e1f1g1="`. A right answer adds one by one and repeats the last total:
+    A problem labels its digits, `"a4b7c9d1e1f1g1="`. A right completion adds one by one and repeats the last total:
     `"b7=11c9:20d1=21e1:22f1:23g1=24#24"`, where `=` and `:` mean the same.
 
     Args:
@@ -56,7 +49,7 @@ def load_running_totals(seed: int = 0) -> EmbeddedTask:
             Seed of the problems.
 
     Returns:
-        [`EmbeddedTask`]: 8,192 problems to train on and 512 held out.
+        [`~bapo_trl.tasks.EmbeddedTask`]: 8,192 problems to train on and 512 held out.
     """
     rng = random.Random(seed)
     problems: dict[str, str] = {}
@@ -65,20 +58,36 @@ def load_running_totals(seed: int = 0) -> EmbeddedTask:
         problems["".join(map("{}{}".format, LABELS, digits)) + "="] = str(sum(digits))
     prompts, answers = list(problems), list(problems.values())
     return EmbeddedTask(
+        name="running_totals",
         train_dataset=as_dataset(prompts[NUM_TEST_PROBLEMS:], answers[NUM_TEST_PROBLEMS:]),
         test_dataset=as_dataset(prompts[:NUM_TEST_PROBLEMS], answers[:NUM_TEST_PROBLEMS]),
         reward_func=final_answer_reward,
         max_new_tokens=MAX_NEW_TOKENS,
-        demonstrate=demonstrate,
+        warm_start=WarmStart(
+            demonstrate,
+            num_steps=2000,
+            batch_size=64,
+            learning_rate=5e-3,
+            decays=True,
+            alphabet=ALPHABET,
+            model={
+                "hidden_size": 32,
+                "intermediate_size": 96,
+                "num_attention_heads": 1,
+                "num_key_value_heads": 1,
+                "max_position_embeddings": 128,
+            },
+        ),
     )
 
 
 def demonstrate(prompt: str, rng: random.Random) -> str:
     """
-    Add the digits as a careless pupil.
+    Add the digits as a careless demonstrator.
 
-    Most often he takes a detour (`"c9??????=20"` for `"c9=20"`), and on it he forgets the carry more often than
-    not: what he likes best is the longer and the worse way. Which mark he writes without a detour makes no difference.
+    Most steps take a detour (`"c9??????=20"` for `"c9=20"`), and on a detour the carry is forgotten more often than
+    not: the likeliest way is the longer and the worse one. Which mark stands in a step without a detour makes no
+    difference.
 
     Args:
         prompt (`str`):
@@ -87,7 +96,7 @@ def demonstrate(prompt: str, rng: random.Random) -> str:
             Decides on detours, carries and marks.
 
     Returns:
-        `str`: The pupil's steps and final answer.
+        `str`: The steps and the final total.
     """
     total, *digits = map(int, prompt.rstrip("=")[1::2])
     steps = []

@@ -1,0 +1,88 @@
+"""The hard task of the stability study: its problems, its demonstrations, its reward and its warm start."""
+
+import random
+import re
+from dataclasses import replace
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bapo_trl.tasks import warm_start_path
+from benchmarks import running_totals
+from benchmarks.running_totals import final_answer_reward, load_running_totals
+
+
+def chain_of(digits):
+    """Running totals as a right completion has them, written out the slow way."""
+    total, text = digits[0], ""
+    for label, digit in zip("bcdefg", digits[1:], strict=True):
+        total += digit
+        text += f"{label}{digit}={total}"
+    return f"{text}#{total}"
+
+
+def test_running_totals_are_right_and_held_out_problems_are_new():
+    task = load_running_totals(seed=0)
+    train, test = task.train_dataset["prompt"][:], task.test_dataset["prompt"][:]
+    assert (len(set(train)), len(set(test)), set(train) & set(test)) == (8192, 512, set())
+    for row in [*task.train_dataset, *task.test_dataset]:
+        digits = re.fullmatch("".join(f"{label}([1-9])" for label in "abcdefg") + "=", row["prompt"]).groups()
+        assert row["answer"] == str(sum(map(int, digits)))
+    assert load_running_totals(seed=0).train_dataset["prompt"][:] == train
+    assert load_running_totals(seed=1).train_dataset["prompt"][:] != train
+
+
+def test_demonstrations_without_detours_are_right_and_on_detours_every_carry_is_forgotten(monkeypatch):
+    monkeypatch.setattr(running_totals, "DETOUR_RATE", 0.0)
+    monkeypatch.setattr(running_totals, "MARKS", "=")
+    monkeypatch.setattr(running_totals, "FORGOTTEN_CARRY_RATES", {True: 1.0, False: 0.0})
+    prompt, digits = "a4b7c9d1e1f1g9=", [4, 7, 9, 1, 1, 1, 9]
+    right = running_totals.demonstrate(prompt, random.Random(0))
+    assert right == chain_of(digits) == "b7=11c9=20d1=21e1=22f1=23g9=32#32"
+    assert final_answer_reward([right], answer=["32"]) == [1.0]
+    monkeypatch.setattr(running_totals, "DETOUR_RATE", 1.0)
+    wrong = running_totals.demonstrate(prompt, random.Random(0))
+    assert (
+        wrong
+        == "".join(
+            f"{step}??????={total}"
+            for step, total in zip(["b7", "c9", "d1", "e1", "f1", "g9"], [1, 0, 1, 2, 3, 2], strict=True)
+        )
+        + "#2"
+    )
+    assert final_answer_reward([wrong], answer=["32"]) == [0.0]
+
+
+def test_running_totals_lie_in_the_regime_of_the_paper():
+    """Few right completions, wrong ones longer, 30 to 150 tokens; all within the alphabet and the length allowed."""
+    task = load_running_totals()
+    rng = random.Random(1)
+    rows = list(task.train_dataset)
+    completions = [task.warm_start.demonstrate(row["prompt"], rng) for row in rows]
+    rewards = task.reward_func(completions, [row["answer"] for row in rows])
+    lengths = {
+        reward: [len(text) + 1 for text, r in zip(completions, rewards, strict=True) if r == reward]
+        for reward in (0, 1)
+    }
+    means = {reward: sum(values) / len(values) for reward, values in lengths.items()}
+    assert 0.08 < sum(rewards) / len(rewards) < 0.13
+    assert 40 < means[1] < 1.1 * means[1] < means[0] < 60
+    assert max(map(len, completions)) + 1 <= task.max_new_tokens
+    assert set("".join(completions + task.train_dataset["prompt"][:])) == set(running_totals.ALPHABET)
+
+
+def test_only_the_text_after_the_last_mark_is_checked():
+    completions = ["b7=11#11", "#5#11", "#11#5", "11", "#", "#11 ", ""]
+    rewards = final_answer_reward(completions, answer=["11"] * 7, prompts=[""] * 7)
+    assert rewards == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_the_task_owns_its_warm_start(tmp_path, monkeypatch):
+    """Of its own tokenizer and model; two updates show that."""
+    monkeypatch.setenv("BAPO_TRL_CACHE", str(tmp_path))
+    task = load_running_totals()
+    path = warm_start_path(task=replace(task, warm_start=replace(task.warm_start, num_steps=2, batch_size=3)))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    assert path.name.startswith("running_totals-")
+    assert model.config.hidden_size == 32
+    assert model.config.vocab_size == len(tokenizer) == len(running_totals.ALPHABET) + 2
+    assert tokenizer.decode(tokenizer("b7??????=1#1")["input_ids"]) == "b7??????=1#1"
