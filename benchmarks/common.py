@@ -148,11 +148,14 @@ class Section:
             Section of docs/results_tables.md, for what has too many columns.
         figures (`dict[str, Figure]`, *optional*):
             Figures by the name of their file in docs.
+        readme_table (`str`, *optional*):
+            Table of README.md, which one section has.
     """
 
     text: str
     tables: str = ""
     figures: dict[str, Figure] = field(default_factory=dict)
+    readme_table: str = ""
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

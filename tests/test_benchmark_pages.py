@@ -1,4 +1,4 @@
-"""The pages of results: what `python -m benchmarks.pages` makes of the files in `benchmarks/results`, and no more."""
+"""What `python -m benchmarks.pages` makes of the files in `benchmarks/results`: the pages and the README's table."""
 
 import json
 
@@ -14,8 +14,10 @@ def sections():
 
 
 def test_the_pages_in_docs_are_those_of_the_results(sections):
-    for name, text in pages.texts(sections).items():
-        assert (pages.DOCS / name).read_text() == text, "`python -m benchmarks.pages` has to be run"
+    texts = pages.texts(sections)
+    assert {path.name for path in texts} == {"results.md", "results_tables.md", "README.md"}
+    for path, text in texts.items():
+        assert path.read_text() == text, "`python -m benchmarks.pages` has to be run"
     assert all((pages.DOCS / name).exists() for section in sections for name in section.figures)
 
 
@@ -27,10 +29,18 @@ def test_tables_have_seven_columns_at_most(sections):
 
 
 def test_links_to_the_tables_lead_to_headings(sections):
-    page, tables = (pages.texts(sections)[name] for name in (pages.PAGE, pages.TABLES_PAGE))
+    page, tables = (pages.texts(sections)[pages.DOCS / name] for name in (pages.PAGE, pages.TABLES_PAGE))
     for heading in [line for line in tables.splitlines() if line.startswith("## ")]:
         anchor = heading.removeprefix("## ").lower().replace(" ", "-").replace("(", "").replace(")", "")
         assert f"({pages.TABLES_PAGE}#{anchor})" in page
+
+
+def test_a_readme_has_one_place_for_its_table():
+    page = "Before\n\n<!-- final accuracy -->\n\n| old |\n\n<!-- end -->\n\nAfter <!-- end -->\n"
+    assert pages.with_table(page, "| new |") == page.replace("old", "new")
+    for wrong in ("Before\n", page + page):
+        with pytest.raises(ValueError, match=r"`<!-- final accuracy -->`"):
+            pages.with_table(wrong, "| new |")
 
 
 def test_a_result_without_a_section_is_refused():

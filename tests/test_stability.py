@@ -16,7 +16,7 @@ from benchmarks.stability.plan import FULL, PRESETS, ROWS, Plan, Run, StalenessS
 from benchmarks.stability.rows import NAMES, bin_means, describe_search, run_to_row
 from benchmarks.stability.section import render
 from benchmarks.stability.summary import mean_and_interval, summarize
-from benchmarks.stability.tables import undefined_gradients
+from benchmarks.stability.tables import readme_table, undefined_gradients
 
 
 RATES = {(arm, staleness): 1e-3 for arm in ARMS for staleness in ("16", "64")}
@@ -342,6 +342,20 @@ def test_arms_are_compared_with_bapo_on_the_same_seeds():
 # --- section ---------------------------------------------------------------------------------------------------------
 
 
+def test_the_table_of_the_readme_shows_the_published_methods_and_wide_intervals():
+    ends = {"0.8": [0.80, 0.80, 0.80], "0.7": [0.695, 0.70, 0.705], "0.6": [0.59, 0.60, 0.61]}  # ± 0, 0.012, 0.025
+    rows = [
+        {**rows_with({arm: {seed: [0, 0, end]}})[0], "task": "running_totals", "staleness_setting": staleness}
+        for arm, staleness, name in (("GRPO", "4", "0.8"), ("GRPO", "64", "0.7"), ("VESPO", "16", "0.6"))
+        for seed, end in enumerate(ends[name])
+    ]
+    header, _, *lines = readme_table(summarize(rows)).splitlines()
+    assert header == "| updates per generation | 4 | 16 | 64 |"
+    assert lines[0] == "| GRPO | 0.80 | - | 0.70 |"
+    assert lines[1:6] == [f"| {arm} | - | - | - |" for arm in ("clip-higher", "CISPO", "BAPO", "SAPO", "GSPO")]
+    assert lines[6:] == ["| VESPO | - | 0.60 ± 0.02 | - |"]
+
+
 def test_undefined_gradients_are_told():
     row = run_to_row(a_run("CISPO"), finished_run([0.2, 0.5, 0.6], [1.0] * 10 + [None] * 2 + [1.5] * 8))
     assert undefined_gradients(summarize([row]))[0].endswith("CISPO at 16: 2.")
@@ -383,4 +397,5 @@ def test_the_section_judges_the_aims_by_the_rows():
     assert "| 16 | BAPO | 0.0001: 0.700, **0.0002: 0.900** |" in section.tables
     assert "| 16 | GRPO | **5e-05: 0.600**, 0.0001: 0.300 |" in section.tables
     assert not re.search("### Sums", section.text + section.tables)
+    assert "| GRPO | - | 0.35 ± 0.04 | - |" in section.readme_table
     assert len(section.figures) == 3

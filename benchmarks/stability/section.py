@@ -13,13 +13,15 @@ from .tables import (
     candidates_table,
     final_tables,
     pilots_table,
+    readme_table,
     search_table,
     summary_tables,
     with_interval,
 )
 
 
-TASK_TITLES = {"running_totals": "Running totals (the hard task)", "sums": "Sums (the easy task)"}
+HARD_TASK = "running_totals"
+TASK_TITLES = {HARD_TASK: "Running totals (the hard task)", "sums": "Sums (the easy task)"}
 
 
 def render(content: dict) -> Section:
@@ -30,7 +32,7 @@ def render(content: dict) -> Section:
     }
     heading = f"Stability under staleness ({content['machine']['device']})"
     suffix = "" if content["machine"]["device"] == "CPU" else "_cuda"
-    hard = [row for row in by_purpose["reported"] if row["task"] == "running_totals"]
+    hard = [row for row in by_purpose["reported"] if row["task"] == HARD_TASK]
     figures = {
         f"stability_{name}{suffix}.png": (draw(hard), title)
         for name, draw, title in (
@@ -54,12 +56,17 @@ def render(content: dict) -> Section:
             tables += [f"### {TASK_TITLES[task]}", *summary_tables(summary), *pilots_table(pilots)]
     text += [
         f"Areas, entropy, gradients, bounds, staleness, times and all learning rates: {link_to_tables(heading)}.",
-        f"Figures: {_in_sentence(TASK_TITLES['running_totals'])}. Lines are means over the seeds, bands go from the "
+        f"Figures: {_in_sentence(TASK_TITLES[HARD_TASK])}. Lines are means over the seeds, bands go from the "
         "lowest to the highest.",
         *(f"![{title}]({name})" for name, (_, title) in figures.items()),
         provenance(content),
     ]
-    return Section("\n\n".join(text), "\n\n".join(tables), {name: figure for name, (figure, _) in figures.items()})
+    return Section(
+        "\n\n".join(text),
+        "\n\n".join(tables),
+        {name: figure for name, (figure, _) in figures.items()},
+        "" if suffix else readme_table([row for row in summaries["reported"] if row["task"] == HARD_TASK]),
+    )
 
 
 def unfinished(runs_left: int) -> list[str]:
@@ -112,7 +119,7 @@ def describe_task(task: str, settings: dict, rows: Sequence[dict]) -> str:
     start = statistics.mean(run["held_out"][0][1] for run in runs)
     tokens = [row["tokens_per_update"] for row in summarize(runs)]
     more = {
-        "running_totals": " A completion has several steps, and only the last total is checked. Wrong completions are "
+        HARD_TASK: " A completion has several steps, and only the last total is checked. Wrong completions are "
         "longer than right ones, so that tokens of negative advantage outnumber the positive ones."
     }
     return (

@@ -11,6 +11,25 @@ from .summary import best_rate, pilot_accuracies
 
 SURROGATE_ARMS = ("BAPO, surrogate", "released recipe's bounds")
 SETTING = "Updates per generation"
+README_ARMS = ("GRPO", "clip-higher", "CISPO", "BAPO", "SAPO", "GSPO", "VESPO")
+
+
+# Of README.md
+
+
+def readme_table(summary: Sequence[dict]) -> str:
+    """Return the table of the final accuracy of the published methods, with intervals where they are wide."""
+    finals = {(row["arm"], row["staleness_setting"]): row["final"] for row in summary}
+    settings = ("4", "16", "64")
+
+    def cell(final: dict | None) -> str:
+        if final is None:
+            return "-"
+        half = final["half_width"] or 0.0
+        return f"{final['mean']:.2f}" + (f" ± {half:.2f}" if half > 0.02 else "")
+
+    cells = [[arm, *(cell(finals.get((arm, setting))) for setting in settings)] for arm in README_ARMS]
+    return table([SETTING.lower(), *settings], cells)
 
 
 # Of docs/results.md
