@@ -37,13 +37,13 @@ from trl import (
 )
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.arguments import RecipeParser
-from bapo_trl.data import Data, common_hub_id, load_splits, pick_split
-from bapo_trl.distributed import end_training
-from bapo_trl.progress import BoundsProgressCallback, log_line, settings_table
-from bapo_trl.report import report_line
-from bapo_trl.rewards import resolve_reward_funcs
+from bapo_trl.script.arguments import RecipeParser
+from bapo_trl.script.console import BoundsProgressCallback, log_line, settings_table
+from bapo_trl.script.datasets import Data, common_hub_id, load_splits, pick_split
+from bapo_trl.script.report import report_line
+from bapo_trl.script.rewards import resolve_reward_funcs
 from bapo_trl.tasks import held_out_accuracy, load_task, warm_start_path
+from bapo_trl.upstream_fixes import end_training
 
 
 EMBEDDED = "embedded"

@@ -7,11 +7,10 @@ from transformers.trainer_utils import HubStrategy
 from trl import GRPOConfig
 
 from .bound_grid import BoundGrid
-from .clip_bounds import MEASURES, ORDERS
+from .clip_bounds import MEASURES, SEARCH_ORDERS
+from .generation.sampling_settings import biased_settings
 from .policy_tokens import WEIGHTINGS
-from .replay_queue import ORDERS as REPLAY_ORDERS
-from .replay_queue import smallest_capacity
-from .sampling_settings import biased_settings
+from .replay.queue import DRAW_ORDERS, smallest_capacity
 
 
 SCOPES = ("batch", "micro_batch")
@@ -93,7 +92,7 @@ class BAPOConfig(GRPOConfig):
     )
     search_order: str = field(
         default="upper_first",
-        metadata={"help": "Which bound moves first: `upper_first` or `lower_first`.", "choices": list(ORDERS)},
+        metadata={"help": "Which bound moves first: `upper_first` or `lower_first`.", "choices": list(SEARCH_ORDERS)},
     )
     search_scope: str = field(
         default="batch",
@@ -146,7 +145,7 @@ class BAPOConfig(GRPOConfig):
         metadata={
             "help": "Which queued samples are drawn first: `fifo`, those trained least often, and of these the ones "
             "that have waited longest; `newest`, those sampled last; `uniform`, any, at random.",
-            "choices": list(REPLAY_ORDERS),
+            "choices": list(DRAW_ORDERS),
         },
     )
     replay_discard_saved: bool = field(
@@ -279,7 +278,7 @@ class BAPOConfig(GRPOConfig):
         for name, choices in (
             ("contribution_measure", MEASURES),
             ("contribution_weighting", WEIGHTINGS),
-            ("search_order", ORDERS),
+            ("search_order", SEARCH_ORDERS),
             ("search_scope", SCOPES),
         ):
             if getattr(self, name) not in choices:
@@ -323,9 +322,9 @@ class BAPOConfig(GRPOConfig):
     def _validate_replay(self):
         if not 0 <= self.replay_fraction <= 1:
             raise ValueError(f"`replay_fraction` is {self.replay_fraction}: set it to a share in [0, 1].")
-        if self.replay_order not in REPLAY_ORDERS:
+        if self.replay_order not in DRAW_ORDERS:
             raise ValueError(
-                f"`replay_order` is {self.replay_order!r}: choose one of {', '.join(map(repr, REPLAY_ORDERS))}."
+                f"`replay_order` is {self.replay_order!r}: choose one of {', '.join(map(repr, DRAW_ORDERS))}."
             )
         for name, smallest in (("replay_capacity", 1), ("replay_max_reuse", 1), ("replay_max_staleness", 0)):
             value = getattr(self, name)

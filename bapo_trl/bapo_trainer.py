@@ -13,15 +13,15 @@ from .bound_search import BoundSearch
 from .clip_bounds import ClipBounds
 from .diagnostics import UpdateLog, measure_tokens
 from .forward_passes import has_random_forward, without_gradient_checkpointing
+from .generation.logp_mismatch import DifferenceCheck, client_for, compare_with_sampler
+from .generation.stale_server import StaleServerCheck
 from .policy_tokens import PolicyTokens, policy_mask, policy_tokens
 from .prompts import check_columns, check_number_of_prompts
-from .queue_checkpoint import is_queue_file
-from .replay import Replay
-from .resume import EpochShuffleCallback, load_onto_numbered_cpus
-from .sampler import DifferenceCheck, client_for, compare_with_sampler
-from .stale_server import StaleServerCheck
-from .ties import tied_rows
+from .replay.checkpoint import is_queue_file
+from .replay.mixer import ReplayMixer
+from .replay.ties import tied_rows
 from .trl_compat import get_config_model_id, shuffle_sequence_dict, split_tensor_dict
+from .upstream_fixes import EpochShuffleCallback, load_onto_numbered_cpus
 from .whole_checkpoint import WholeCheckpoints
 
 
@@ -115,19 +115,19 @@ class BAPOTrainer(WholeCheckpoints, GRPOTrainer):
         self.add_callback(self._epoch_shuffles)
         self._has_random_forward = has_random_forward(self.model, args.neftune_noise_alpha)
         self._inputs_in_loss = None  # the micro-batch whose loss is being computed, else `None`
-        self._start_over()
+        self._reset_run_state()
         self._set_clip_bounds(self._search.start_bounds())
         if self.accelerator.is_main_process:
             for message in args.warnings():
                 warnings.warn(message, stacklevel=2)
 
-    def _make_replay(self) -> Replay:
+    def _make_replay(self) -> ReplayMixer:
         if self._is_vlm:
             raise ValueError(
                 f"A replay queue keeps text only, but the model is multimodal: set {self.args.without_replay}."
             )
         metrics = self._metrics["train"]
-        return Replay(
+        return ReplayMixer(
             self.args, self._tokenizer.pad_token_id, self.accelerator, lambda name, value: metrics[name].append(value)
         )
 
@@ -174,7 +174,7 @@ class BAPOTrainer(WholeCheckpoints, GRPOTrainer):
             for name, value in self._check_server(output).items():
                 self._metrics["train"][name].append(value)
         if self._replay is not None:
-            output = self._take_batch(self._replay.mix(output, self.state.global_step))
+            output = self._take_batch(self._replay.draw_first_pass(output, self.state.global_step))
         return output
 
     def _clear_ties(self, advantages):
@@ -188,7 +188,7 @@ class BAPOTrainer(WholeCheckpoints, GRPOTrainer):
         step = self._step % self.args.micro_batches_per_generation
         starts_later_pass = step > 0 and step % self.args.steps_per_generation == 0
         if self._replay is not None and self.model.training and starts_later_pass and self._buffered_inputs:
-            batch = self._take_batch(self._replay.redraw(self.state.global_step))
+            batch = self._take_batch(self._replay.draw_later_pass(self.state.global_step))
             self._buffered_inputs = split_tensor_dict(shuffle_sequence_dict(batch), self.args.steps_per_generation)
         return super()._prepare_inputs(generation_batch)
 
@@ -218,10 +218,10 @@ class BAPOTrainer(WholeCheckpoints, GRPOTrainer):
 
     def train(self, *args, **kwargs):
         # A second call starts over at version 0: samples and measurements of the first one would be taken for new.
-        self._start_over()
+        self._reset_run_state()
         return super().train(*args, **kwargs)
 
-    def _start_over(self):
+    def _reset_run_state(self):
         self._step, self._buffered_inputs = 0, None  # TRL's
         self._last_loaded_step = -1  # TRL's: vLLM gets the weights before the next generation
         # The version that sampled all rows of the buffer, on all ranks; `None` if they differ
@@ -254,11 +254,11 @@ class BAPOTrainer(WholeCheckpoints, GRPOTrainer):
         output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         if self._inputs_in_loss is not None:
             per_token_logps, entropies, *_ = output
-            self._before_clipping(self._inputs_in_loss, per_token_logps.detach(), entropies)
+            self._observe_logps(self._inputs_in_loss, per_token_logps.detach(), entropies)
         return output
 
     @torch.no_grad()
-    def _before_clipping(self, inputs, per_token_logps, entropies):
+    def _observe_logps(self, inputs, per_token_logps, entropies):
         tokens = self._policy_tokens(inputs, per_token_logps, entropies)
         guarded = {name: inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps")}
         ages = self.state.global_step - inputs["policy_version"]

@@ -22,7 +22,7 @@ from .bound_grid import BoundGrid, sum_dtype
 
 
 MEASURES = ("gradient", "surrogate")
-ORDERS = ("upper_first", "lower_first")
+SEARCH_ORDERS = ("upper_first", "lower_first")
 
 # Tokens are summed in blocks of this size, so that intermediates stay far below a token-sized tensor.
 _TOKENS_PER_BLOCK = 1 << 15
@@ -283,8 +283,8 @@ def search_bounds(
 
     ```
     """
-    if order not in ORDERS:
-        raise ValueError(f"`order` is {order!r}: choose one of {', '.join(map(repr, ORDERS))}.")
+    if order not in SEARCH_ORDERS:
+        raise ValueError(f"`order` is {order!r}: choose one of {', '.join(map(repr, SEARCH_ORDERS))}.")
     if not 0 < target <= 1:
         raise ValueError(f"`target` is {target}: set it to a share in (0, 1].")
     device = contributions.positive.device

@@ -15,7 +15,7 @@ from .clip_bounds import ClipBounds
 from .policy_tokens import PolicyTokens
 
 
-METRICS = {
+UPDATE_METRICS = {
     "bapo/clip_low": "Lower clip bound of the update, in ratio space.",
     "bapo/clip_high": "Upper clip bound of the update, in ratio space.",
     "bapo/positive_share": "Share of the policy loss that positive-advantage tokens contribute under these bounds.",
@@ -122,7 +122,8 @@ def update_metrics(bounds: Sequence[float], tokens: Sequence[float]) -> dict[str
             Values of the merged vector of all micro-batches on all ranks.
 
     Returns:
-        `dict` with the names of [`METRICS`]; NaN where a value is undefined (no token contributes, no token at all).
+        `dict` with the names of [`UPDATE_METRICS`]; NaN where a value is undefined (no token contributes, or
+        none is there).
     """
     total = dict(zip((*_SUMS, *_MAXIMA), tokens, strict=True))
     count = total["ratios"]
@@ -137,7 +138,7 @@ def update_metrics(bounds: Sequence[float], tokens: Sequence[float]) -> dict[str
         _ratio(total["age"], total["rows"]),
         total["age_max"],
     )
-    return dict(zip(METRICS, values, strict=True))
+    return dict(zip(UPDATE_METRICS, values, strict=True))
 
 
 class UpdateLog:
@@ -162,7 +163,7 @@ class UpdateLog:
 
     def close(self, gather: Callable[[torch.Tensor], torch.Tensor], update: int) -> dict[str, float]:
         """
-        Return the metrics of the update, see [`METRICS`].
+        Return the metrics of the update, see [`UPDATE_METRICS`].
 
         Args:
             gather (`Callable`):

@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bapo_trl.batching import cut_into_rows, join, put_together
-from bapo_trl.queue_checkpoint import load_queue, save_queue
-from bapo_trl.replay_queue import ORDERS, ReplayQueue
+from bapo_trl.replay.checkpoint import load_queue, save_queue
+from bapo_trl.replay.queue import DRAW_ORDERS, ReplayQueue
+from bapo_trl.replay.rows import batch_to_rows, concat_rows, rows_to_batch
 from benchmarks.common import Section, provenance, save_result, spread, table, verdict, with_quartiles
 
 
@@ -63,7 +63,7 @@ def resident_bytes() -> int:
 def fill(queue: ReplayQueue, rows: int, batch: int, generator: torch.Generator) -> None:
     """Add rows, a generation at a time, until there are `rows`."""
     while len(queue) < rows:
-        queue.enter(cut_into_rows(generation(min(batch, rows - len(queue)), len(queue) // batch, generator), PAD))
+        queue.add(batch_to_rows(generation(min(batch, rows - len(queue)), len(queue) // batch, generator), PAD))
 
 
 def time_exchanges(queue: ReplayQueue, batch: int, count: int, generator: torch.Generator) -> dict[str, list[float]]:
@@ -72,13 +72,13 @@ def time_exchanges(queue: ReplayQueue, batch: int, count: int, generator: torch.
     for version in range(1000, 1000 + count):
         fresh = generation(batch, version, generator)
         start = time.perf_counter()
-        rows = cut_into_rows(fresh, PAD)
+        rows = batch_to_rows(fresh, PAD)
         cut = time.perf_counter()
-        queue.enter(rows)
+        queue.add(rows)
         parts, _ = queue.draw(batch, version, version + 1)
-        drawn = join(parts)
+        drawn = concat_rows(parts)
         joined = time.perf_counter()
-        put_together(drawn, PAD, "cpu")
+        rows_to_batch(drawn, PAD, "cpu")
         end = time.perf_counter()
         for name, seconds in zip(times, (cut - start, joined - cut, end - joined, end - start), strict=True):
             times[name].append(1000 * seconds)
@@ -160,7 +160,7 @@ def main():
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
-    cut_into_rows(generation(arguments.batch, 0, generator), PAD)  # what the first call sets up is not the queue's
+    batch_to_rows(generation(arguments.batch, 0, generator), PAD)  # what the first call sets up is not the queue's
 
     before = resident_bytes()
     queue = ReplayQueue(arguments.rows)
@@ -169,7 +169,7 @@ def main():
     print(f"memory over payload: {memory:.3f}")
 
     exchanges = {}
-    for order in ORDERS:
+    for order in DRAW_ORDERS:
         queue.order = order
         times = time_exchanges(queue, arguments.batch, arguments.exchanges, generator)
         exchanges[order] = {part: spread(milliseconds) for part, milliseconds in times.items()}

@@ -8,7 +8,7 @@ from trl import GRPOConfig, TrlParser
 
 from bapo_trl import BAPOConfig
 from bapo_trl.clip_bounds import BoundGrid
-from tests.toy import CPU
+from tests.helpers.toy import CPU
 
 
 def config(**args) -> BAPOConfig:

@@ -11,9 +11,9 @@ from transformers import TrainerCallback
 from trl import GRPOConfig
 
 from bapo_trl import BAPOConfig, BAPOTrainer, diagnostics
-from bapo_trl.clip_bounds import MEASURES, ORDERS, BoundGrid, contributions, search_bounds
+from bapo_trl.clip_bounds import MEASURES, SEARCH_ORDERS, BoundGrid, contributions, search_bounds
 from bapo_trl.tasks import character_tokenizer
-from tests.toy import CPU, OFF_POLICY, digits_reward, toy_dataset, toy_model, toy_trainer, training_logs
+from tests.helpers.toy import CPU, OFF_POLICY, digits_reward, toy_dataset, toy_model, toy_trainer, training_logs
 
 
 class Recorder(BAPOTrainer):
@@ -93,7 +93,7 @@ def assert_same_bounds(bounds, expected):
 
 
 @pytest.mark.parametrize("measure", MEASURES)
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", SEARCH_ORDERS)
 @pytest.mark.parametrize("weighting", ["uniform", "behavior_prob"])
 def test_batch_scope_searches_over_all_micro_batches_of_the_update(tmp_path, measure, order, weighting):
     trainer = trained(
@@ -366,7 +366,7 @@ def test_every_metric_is_logged_at_every_update_and_agrees_with_its_definition(t
     logs = training_logs(trainer)
     assert len(logs) == 4
     for age, (update, log) in enumerate(zip(trainer.updates, logs, strict=True)):
-        assert set(diagnostics.METRICS) <= set(log)
+        assert set(diagnostics.UPDATE_METRICS) <= set(log)
         bounds = update[-1]["bounds"]
         assert log["bapo/clip_low"] == bounds.low.item()
         assert log["bapo/clip_high"] == bounds.high.item()

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from bapo_trl.clip_bounds import (
     MEASURES,
-    ORDERS,
+    SEARCH_ORDERS,
     BoundGrid,
     Contributions,
     contributions,
     search_bounds,
     sum_dtype,
 )
-from tests import oracle
+from tests.helpers import oracle
 
 
 def as_tensors(rows):
@@ -177,7 +177,7 @@ def test_no_negatives_keep_the_start_bounds():
 
 
 @pytest.mark.parametrize("measure", MEASURES)
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", SEARCH_ORDERS)
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (3, 5)])
 def test_nothing_to_count_keeps_the_start_bounds_with_an_undefined_share(measure, order, shape):
     curves = contributions(torch.ones(shape), torch.zeros(shape[0]), torch.ones(shape), BoundGrid(), measure)
@@ -241,7 +241,7 @@ def close(left: float, right: float) -> bool:
 @settings(max_examples=400, deadline=None)
 @given(
     tokens_strategy, grid_strategy, st.sampled_from([0.1, 0.4, 0.5, 0.75, 1.0]), st.sampled_from(MEASURES),
-    st.sampled_from(ORDERS),
+    st.sampled_from(SEARCH_ORDERS),
 )  # fmt: skip
 def test_search_equals_a_plain_loop_over_algorithm_1(rows, grid, target, measure, order):
     flat = [token for row in rows for token in row]

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bapo_trl import BAPOTrainer
 from bapo_trl.clip_bounds import MEASURES
-from tests.toy import toy_trainer, training_logs
+from tests.helpers.toy import toy_trainer, training_logs
 
 
 def documented_as_refused() -> set[str]:
@@ -47,12 +47,12 @@ class Traced(BAPOTrainer):
         with self.trace:
             super()._search_ahead()
 
-    def _before_clipping(self, *args):
+    def _observe_logps(self, *args):
         with self.trace:
-            super()._before_clipping(*args)
+            super()._observe_logps(*args)
 
-    def _start_over(self):
-        super()._start_over()
+    def _reset_run_state(self):
+        super()._reset_run_state()
         close = self._update_log.close
 
         def traced_close(*args, **kwargs):

@@ -7,8 +7,8 @@ import pytest
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.commands import accelerate_launcher, run_command
-from tests.toy import toy_dataset, toy_model, toy_trainer, training_logs
+from tests.helpers.commands import accelerate_launcher, run_command
+from tests.helpers.toy import toy_dataset, toy_model, toy_trainer, training_logs
 
 
 FIXED = {"ratio_lower_start": 0.8, "ratio_lower_max": 0.8, "ratio_upper_start": 1.28, "ratio_upper_max": 1.28}
@@ -64,7 +64,7 @@ def test_grpo_and_adaptive_bounds_do_part(tmp_path):
 
 def launch(script_arguments: list[str], num_processes: int) -> None:
     launcher = accelerate_launcher("cpu_ddp", num_processes) if num_processes > 1 else []
-    result = run_command([sys.executable, *launcher, "-m", "tests.sharding_worker", *script_arguments])
+    result = run_command([sys.executable, *launcher, "-m", "tests.helpers.sharding_worker", *script_arguments])
     assert result.returncode == 0, result.stdout + result.stderr
 
 

@@ -14,7 +14,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
 from bapo_trl import BAPOConfig
-from tests.commands import ROOT, free_port, run_command
+from tests.helpers.commands import ROOT, free_port, run_command
 
 
 sys.path.insert(0, str(ROOT))

@@ -7,9 +7,9 @@ from transformers import Qwen2Config, TrainerCallback
 
 from bapo_trl import BAPOTrainer
 from bapo_trl.forward_passes import has_random_forward
-from tests.model_state import hooks, model_state, random_state
+from tests.helpers.model_state import hooks, model_state, random_state
+from tests.helpers.toy import opt_model, toy_dataset, toy_model, toy_trainer, training_logs
 from tests.test_bapo_trainer import Recorder, assert_logged_shares_are_those_of_the_loss
-from tests.toy import opt_model, toy_dataset, toy_model, toy_trainer, training_logs
 
 
 def lora(**settings) -> dict:

@@ -13,10 +13,10 @@ from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.whole_checkpoint import MANIFEST, UNFINISHED, _rotate, find_defect
-from tests.commands import run_command
-from tests.save_events import Start
-from tests.test_replay import REPLAY
-from tests.toy import toy_dataset, toy_trainer
+from tests.helpers.commands import run_command
+from tests.helpers.save_events import Start
+from tests.helpers.toy import toy_dataset, toy_trainer
+from tests.replay.test_mixer import REPLAY
 
 
 SAVING = {**REPLAY, "max_steps": 6, "save_strategy": "steps", "save_steps": 2}
@@ -25,7 +25,7 @@ SAVE_KILLS = os.environ.get("BAPO_TRL_SAVE_KILLS", "few")
 
 
 def test_a_run_that_is_killed_in_a_save_goes_on_without_a_hand(tmp_path):
-    command = [sys.executable, "-m", "tests.save_kills", str(tmp_path), SAVE_KILLS]
+    command = [sys.executable, "-m", "tests.helpers.save_kills", str(tmp_path), SAVE_KILLS]
     result = run_command(command, timeout_s=240 if SAVE_KILLS == "few" else 3600)
     assert result.returncode == 0, result.stdout + result.stderr
     kills = [json.loads(line) for line in result.stdout.splitlines()]

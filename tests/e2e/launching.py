@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.commands import ROOT, accelerate_launcher, free_port, run_command
+from tests.helpers.commands import ROOT, accelerate_launcher, free_port, run_command
 
 
 # What a run says of itself, by the config that launched it: the exit code alone would not tell a silent fallback.

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from peft import LoraConfig
 
-from bapo_trl.distributed import end_training
-from tests.save_events import SaveEvents
-from tests.sharding_worker import Scripted
-from tests.toy import toy_dataset, toy_model, toy_trainer, training_logs
+from bapo_trl.upstream_fixes import end_training
+from tests.helpers.save_events import SaveEvents
+from tests.helpers.sharding_worker import Scripted
+from tests.helpers.toy import toy_dataset, toy_model, toy_trainer, training_logs
 
 
 def main(out: str, micro_batches: str, uses_lora: str, checkpoint: str = "", *kill: str) -> None:

@@ -4,7 +4,7 @@ import pytest
 from accelerate.utils import DeepSpeedPlugin
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from tests.commands import ROOT
+from tests.helpers.commands import ROOT
 
 
 OWNED_BY_THE_TRAINER = {

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from bapo_trl.diagnostics import METRICS
-from tests.commands import accelerate_launcher, run_command
+from bapo_trl.diagnostics import UPDATE_METRICS
 from tests.e2e.launching import ENGINES, launch
+from tests.helpers.commands import accelerate_launcher, run_command
 
 
 BOUNDS = ("bapo/clip_low", "bapo/clip_high", "bapo/search_steps")
@@ -74,7 +74,7 @@ def test_two_processes_of_the_engine_choose_the_bounds_of_one(runs, engine, uses
     assert len({log["bapo/clip_low"] for log in logs} | {log["bapo/clip_high"] for log in logs}) > 2  # they move
     assert max(log["staleness/max"] for log in logs) > 1
     for log, expected_log in zip(logs, expected, strict=True):
-        for name in METRICS:
+        for name in UPDATE_METRICS:
             assert log[name] == pytest.approx(expected_log[name], rel=1e-4, abs=1e-5), name
 
 
@@ -94,7 +94,7 @@ def test_a_resumed_run_equals_the_straight_one(runs, engine, uses_lora):
     name = "adapter_model" if uses_lora else "model"
     assert_close(weights(straight, name), weights(resumed, name), atol=0)
     for log, expected in zip(read(resumed)["logs"][-2:], read(straight)["logs"][-2:], strict=True):
-        names = [*METRICS, "replay/size", "replay/fraction", "grad_norm", "loss"]
+        names = [*UPDATE_METRICS, "replay/size", "replay/fraction", "grad_norm", "loss"]
         assert {key: log.get(key) for key in names} == {key: expected.get(key) for key in names}
 
 

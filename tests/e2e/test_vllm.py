@@ -13,12 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bapo_trl.generation.vllm_gloo.client import GlooVLLMClient
+from bapo_trl.generation.vllm_gloo.weight_group import open_weight_store
 from bapo_trl.tasks import character_tokenizer, load_task, tiny_model, warm_start_path
 from bapo_trl.tasks.model import MODEL_SETTINGS
-from bapo_trl.vllm_cpu.client import GlooVLLMClient
-from bapo_trl.vllm_cpu.weight_group import open_weight_store
-from tests.commands import accelerate_launcher, free_port, run_command
 from tests.e2e.launching import ENGINES, launch, vllm_server
+from tests.helpers.commands import accelerate_launcher, free_port, run_command
 
 
 class Server(NamedTuple):

@@ -7,9 +7,9 @@ from pathlib import Path
 from peft import LoraConfig
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.distributed import end_training
 from bapo_trl.tasks import load_task
-from tests.toy import CPU, digits_reward, training_logs
+from bapo_trl.upstream_fixes import end_training
+from tests.helpers.toy import CPU, digits_reward, training_logs
 
 
 class Deaf(BAPOTrainer):

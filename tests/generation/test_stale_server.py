@@ -1,0 +1,201 @@
+"""A server that does not take the weights is noticed by how little it moves, in float32 and in bfloat16."""
+
+import math
+
+import pytest
+import torch
+
+from bapo_trl.generation.stale_server import Reading, choose_sequence, share_followed, stands_still
+from tests.helpers.fake_vllm import FakeVLLM, vllm_trainer
+from tests.helpers.toy import toy_model, training_logs
+
+
+EVERY_UPDATE = {  # a generation and a transfer before each
+    "per_device_train_batch_size": 6,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 1,
+    "num_iterations": 1,
+    "lr_scheduler_type": "constant",
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*no clip bound has any effect")
+
+
+class InFloat32(FakeVLLM):
+    """Rounds otherwise than the trainer, as another implementation does."""
+
+    hears_until = math.inf  # number of transfers that arrive
+
+    def sync_weights(self):
+        if self.num_syncs < self.hears_until:
+            super().sync_weights()
+        else:
+            self.num_syncs += 1
+
+    def _post(self, url, json):
+        answer = super()._post(url, json)
+        for number, place in enumerate(answer["choices"][0]["prompt_logprobs"][1:]):
+            for entry in place.values():
+                entry["logprob"] += 1e-6 * math.sin(number + 1000 * entry["logprob"])
+        return answer
+
+
+class InBFloat16(FakeVLLM):
+    hears_until = math.inf
+
+    def sync_weights(self):
+        if self.num_syncs < self.hears_until:
+            self.served.bfloat16()
+            super().sync_weights()
+        else:
+            self.num_syncs += 1
+
+
+def deaf(server, after=1):
+    return type(f"Deaf{server.__name__}", (server,), {"hears_until": after})
+
+
+def train(monkeypatch, tmp_path, server, **settings):
+    trainer = vllm_trainer(monkeypatch, tmp_path, server, **{**EVERY_UPDATE, "vllm_logp_tolerance": 0.5, **settings})
+    trainer.train()
+    return trainer
+
+
+# Through the front door
+
+
+@pytest.mark.parametrize("heard", [1, 3])
+@pytest.mark.parametrize(
+    ("server", "learning_rate"), [(InFloat32, 1e-6), (InFloat32, 5e-5), (InBFloat16, 1e-5), (InBFloat16, 5e-5)]
+)
+def test_a_server_that_no_longer_takes_weights_is_noticed_within_three_transfers(
+    monkeypatch, tmp_path, server, heard, learning_rate
+):
+    with pytest.raises(RuntimeError, match=r"does not take the trainer's weights: .* made -?0\.0\d of the trainer's"):
+        train(monkeypatch, tmp_path, deaf(server, heard), learning_rate=learning_rate, max_steps=heard + 3)
+
+
+def test_steps_too_small_to_tell_add_up(monkeypatch, tmp_path):
+    with pytest.raises(RuntimeError, match="does not take the trainer's weights"):
+        train(monkeypatch, tmp_path, deaf(InFloat32), learning_rate=1e-7, max_steps=30)
+    trainer = train(monkeypatch, tmp_path, InFloat32, learning_rate=1e-7, max_steps=30)
+    shares = [log["sampling/server_followed"] for log in training_logs(trainer) if "sampling/server_followed" in log]
+    assert 1 < len(shares) < 29
+    assert all(0.75 <= share <= 1.25 for share in shares)
+
+
+@pytest.mark.parametrize("learning_rate", [1e-6, 2e-2])
+def test_a_server_that_takes_them_follows(monkeypatch, tmp_path, learning_rate):
+    trainer = train(monkeypatch, tmp_path, InFloat32, learning_rate=learning_rate, max_steps=8)
+    first, *others = training_logs(trainer)
+    assert "sampling/server_followed" not in first
+    assert [log["sampling/server_followed"] for log in others] == pytest.approx([1] * 7, abs=0.1)
+
+
+@pytest.mark.parametrize("learning_rate", [0.0, 1e-9, 1e-8, 1e-7, 1e-6, 1e-4])
+def test_a_server_in_bfloat16_is_not_taken_for_a_stale_one(monkeypatch, tmp_path, learning_rate):
+    train(monkeypatch, tmp_path, InBFloat16, learning_rate=learning_rate, max_steps=30)
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_the_check_changes_nothing_that_is_trained(monkeypatch, tmp_path, gradient_checkpointing):
+    def run(tolerance):
+        settings = {"gradient_checkpointing": gradient_checkpointing, "vllm_logp_tolerance": tolerance}
+        model = toy_model(attention_dropout=0.2)
+        trainer = train(monkeypatch, tmp_path, FakeVLLM, max_steps=4, model=model, **settings)
+        modes = [module.training for module in trainer.model.modules()]
+        return trainer, modes, torch.random.get_rng_state()
+
+    checked, modes, random_state = run(0.5)
+    unchecked, modes_without, random_state_without = run(None)
+    assert len(checked.vllm_generation.requests) == 4
+    assert unchecked.vllm_generation.requests == []
+    assert modes == modes_without
+    assert torch.equal(random_state, random_state_without)
+    for (name, left), right in zip(
+        checked.model.state_dict().items(), unchecked.model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(left, right), name
+
+
+def test_the_server_is_asked_one_short_question(monkeypatch, tmp_path):
+    trainer = train(monkeypatch, tmp_path, FakeVLLM, max_steps=3)
+    first, *others = trainer.vllm_generation.requests
+    assert others == [first, first]
+    assert first["max_tokens"] == 1
+    assert first["temperature"] == 0  # takes nothing from the server's random state
+    assert len(first["prompt"]) + 1 == 40  # its `max_model_len`
+
+
+def test_a_biased_setting_does_not_hide_a_stale_server(monkeypatch, tmp_path):
+    with pytest.raises(RuntimeError, match="does not take the trainer's weights"):
+        train(monkeypatch, tmp_path, deaf(InFloat32), learning_rate=1e-6, max_steps=4, top_p=0.8, temperature=0.7)
+
+
+def test_a_second_train_begins_anew(monkeypatch, tmp_path):
+    trainer = train(monkeypatch, tmp_path, InFloat32, learning_rate=1e-3, max_steps=2)
+    trainer.train()
+    assert trainer.vllm_generation.num_syncs == 4
+
+
+# By hand
+
+
+def reading(trainer, server):
+    return Reading(torch.tensor(trainer, dtype=torch.float64), torch.tensor(server, dtype=torch.float64))
+
+
+def test_share_by_hand():
+    before = reading([-1.0, -2.0, -3.0], [-1.001, -2.0, -2.998])  # mean rounding 1e-3
+    # d = 0.1, -0.2, 0.3 and e = 0.1, -0.1, 0.1: (0.1 + 0.1 + 0.1) / 0.6
+    assert share_followed(before, reading([-0.9, -2.2, -2.7], [-0.901, -2.1, -2.898])) == pytest.approx(0.5)
+
+
+def test_small_changes_tell_nothing():
+    before = reading([-1.0, -2.0], [-1.01, -1.99])  # mean rounding 0.01
+    assert math.isnan(share_followed(before, reading([-1.079, -2.079], [-1.01, -1.99])))
+    assert share_followed(before, reading([-1.081, -2.081], [-1.01, -1.99])) == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rounding_of_any_kind_moves_the_share_by_a_quarter_at_most(seed):
+    """Also rounding of a few tokens only, always against the trainer's change."""
+    random = torch.Generator().manual_seed(seed)
+    noise = torch.randn(40, generator=random, dtype=torch.float64) ** 5
+    change = torch.randn(40, generator=random, dtype=torch.float64)
+    change *= 8 * noise.abs().mean() / change.abs().mean() * 1.01
+    trainer = torch.full((40,), -50.0, dtype=torch.float64)
+    against = -change.sign() * noise.abs()
+    before = Reading(trainer, trainer - against)
+    assert share_followed(before, Reading(trainer + change, trainer + change + against)) >= 0.75
+    assert share_followed(before, Reading(trainer + change, trainer - against)) == 0
+
+
+def test_a_server_that_repeats_itself_stands_still():
+    before = reading([-1.0, -2.0, -3.0], [-1.1, -2.1, -3.1])
+    moved = [-1.002, -2.002, -9.0]
+    assert stands_still(before, reading(moved, [-1.1, -2.1, -3.1]))
+    assert not stands_still(before, reading(moved, [-1.1, -2.1, -3.1001]))
+    assert not stands_still(before, reading([-1.0005, -2.0005, -9.0], [-1.1, -2.1, -3.1]))  # the median has not moved
+    assert not stands_still(before, before)
+
+
+def test_rounding_of_float32_alone_is_no_change():
+    before = reading([-1.0, -2.0], [-1.0, -2.0])
+    assert math.isnan(share_followed(before, reading([-1.000005, -2.000005], [-1.0, -2.0])))
+    assert not stands_still(before, reading([-1.000005, -2.000005], [-1.0, -2.0]))
+
+
+def test_the_sequence_is_made_of_the_ends_of_samples():
+    batch = {
+        "prompt_ids": torch.tensor([[0, 1], [2, 3], [4, 5]]),
+        "prompt_mask": torch.tensor([[0, 1], [1, 1], [1, 1]]),
+        "completion_ids": torch.tensor([[6, 7, 0], [8, 0, 0], [9, 9, 9]]),
+        "completion_mask": torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1]]),
+    }
+    assert choose_sequence(batch, 100) == [1, 6, 7, 2, 3, 8, 4, 5, 9, 9, 9]
+    assert choose_sequence(batch, 4) == [1, 6, 7, 2]
+    many = {name: rows.repeat(7, 40) for name, rows in batch.items()}  # 21 rows of 80 and 120 tokens
+    sequence = choose_sequence(many, 1000)
+    assert len(sequence) == 7 * 64  # rows 0, 3, .., 18
+    assert set(sequence) == {6, 7}

@@ -1,0 +1,45 @@
+"""Run commands in the tests, such that nothing they start outlives them."""
+
+import os
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_command(
+    command: list[str], cwd: Path = ROOT, timeout_s: float = 240, **env: str
+) -> subprocess.CompletedProcess:
+    """Run a command and return what it printed; at the time limit, end it with all its children and fail."""
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        stdout, stderr = process.communicate()
+        raise AssertionError(f"{command} did not end in {timeout_s} s:\n{stdout}\n{stderr}") from None
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def accelerate_launcher(config: str, num_processes: int = 2) -> list[str]:
+    """Return the arguments of Python that launch a script in processes, by one of `accelerate_configs/`."""
+    path = ROOT / "accelerate_configs" / f"{config}.yaml"
+    return ["-m", "accelerate.commands.launch", "--config_file", str(path), "--num_processes", str(num_processes)]
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

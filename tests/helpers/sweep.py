@@ -1,0 +1,167 @@
+"""One combination of settings: two updates, held against autograd, and the model compared before and after.
+
+As a script, runs combinations on all ranks of one launch: `python -m tests.helpers.sweep FOLDER`, with the
+combinations in FOLDER/cases.json; writes what went wrong in each to FOLDER/RANK.json.
+"""
+
+import json
+import math
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainerCallback
+from trl import GRPOTrainer
+
+from bapo_trl import BAPOTrainer
+from bapo_trl.tasks import character_tokenizer
+from bapo_trl.upstream_fixes import end_training
+from tests.helpers.model_state import model_state
+from tests.helpers.toy import opt_model, toy_model, toy_trainer, training_logs
+
+
+MODELS = {
+    "nothing": toy_model,
+    "attention dropout": lambda: toy_model(attention_dropout=0.3),
+    "functional dropout": lambda: opt_model(dropout=0.3),
+    "embedding noise": toy_model,
+}
+
+MICRO_BATCHES = {
+    "one": {"gradient_accumulation_steps": 1},
+    "looked ahead at": {"gradient_accumulation_steps": 2},
+    "searched each": {"gradient_accumulation_steps": 2, "search_scope": "micro_batch"},
+}
+
+SETTINGS = {
+    "loss_type": ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"],
+    "random": list(MODELS),
+    "micro_batches": list(MICRO_BATCHES),
+    "processes": [1, 2],
+    "importance_sampling_level": ["token", "sequence"],
+    "gradient_checkpointing": [True, False],
+    "mask_truncated_completions": [False, True],
+    "top_entropy_quantile": [1.0, 0.5],
+    "off_policy_mask_threshold": [None, 0.1],
+    "replay_fraction": [0.0, 0.5],
+    "beta": [0.0, 0.1],
+}
+
+
+class StateOfEachUpdate(TrainerCallback):
+    """Keeps what is on the model before the training and after each update, the modes aside: training sets them."""
+
+    def __init__(self):
+        self.seen = []
+
+    def _add(self, model):
+        self.seen.append({name: value for name, value in model_state(model).items() if name != "modes"})
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self._add(model)
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self._add(model)
+
+
+class AgainstAutograd(BAPOTrainer):
+    """Keeps the size of the gradient of TRL's policy loss alone, by micro-batch and by the sign of the advantage."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.sizes = [[]]
+        self._output_of_forward = self._output_given = None
+
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        if self._output_given is not None:
+            return self._output_given
+        self._output_of_forward = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        return self._output_of_forward
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        self._output_given, beta, self.beta = self._output_of_forward, self.beta, 0.0
+        policy_loss = GRPOTrainer._compute_loss(self, model, inputs)
+        self._output_given, self.beta = None, beta
+        (gradient,) = torch.autograd.grad(policy_loss, self._output_of_forward[0], retain_graph=True)
+        size = gradient.double().abs().sum(1)
+        if self.loss_type == "bnpo":  # the search takes the update as one batch
+            size = size * inputs["completion_mask"].sum()
+        by_sign = torch.stack([size[inputs["advantages"] > 0].sum(), size[inputs["advantages"] < 0].sum()])
+        self.sizes[-1].append(self.accelerator.reduce(by_sign, reduction="sum"))
+        if self.accelerator.sync_gradients:
+            self.sizes.append([])
+        return loss
+
+
+def save_models(folder: Path) -> None:
+    """Save each model of `MODELS`; a tenth of all tokens ends a completion, so that some end and some are cut off."""
+    tokenizer = character_tokenizer()
+    for name, make in MODELS.items():
+        model = make()
+        model.generation_config.eos_token_id = [tokenizer.eos_token_id, *range(8, len(tokenizer), 10)]
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+
+
+def trained(folder: Path, case: dict) -> tuple[AgainstAutograd, StateOfEachUpdate]:
+    args = {name: value for name, value in case.items() if name not in ("random", "micro_batches", "processes")}
+    args |= MICRO_BATCHES[case["micro_batches"]]
+    callback = StateOfEachUpdate()
+    trainer = toy_trainer(
+        folder / "out",
+        model=str(folder / case["random"]),
+        trainer_class=AgainstAutograd,
+        neftune_noise_alpha=5.0 if case["random"] == "embedding noise" else None,
+        steps_per_generation=args["gradient_accumulation_steps"],
+        num_iterations=2,
+        max_steps=2,
+        max_completion_length=12,
+        per_device_train_batch_size=12,
+        trainer_args={"callbacks": [callback]},
+        **args,
+    )
+    trainer.train()
+    return trainer, callback
+
+
+def share(sizes: list[torch.Tensor]) -> float:
+    positive, negative = torch.stack(sizes).sum(0).tolist()
+    return positive / (positive + negative) if positive + negative else math.nan
+
+
+def check(trainer: AgainstAutograd, callback: StateOfEachUpdate, case: dict) -> None:
+    assert trainer.accelerator.num_processes == case["processes"]
+    logs = training_logs(trainer)
+    assert len(logs) == 2
+    assert any(0 < (log["bapo/positive_share"] or 0) < 1 for log in logs)  # tokens of both signs
+    for log, sizes in zip(logs, trainer.sizes, strict=False):
+        assert math.isfinite(log["loss"])
+        assert math.isfinite(log["grad_norm"])
+        searched = [[size] for size in sizes] if case["micro_batches"] == "searched each" else [sizes]
+        shares = [value for value in map(share, searched) if not math.isnan(value)]
+        expected = sum(shares) / len(shares) if shares else math.nan
+        logged = math.nan if log["bapo/positive_share"] is None else log["bapo/positive_share"]
+        assert logged == pytest.approx(expected, rel=1e-5, abs=1e-12, nan_ok=True)
+    before, *after = callback.seen
+    assert len(after) == 2
+    assert all(state == before for state in after)
+
+
+def main(folder: str) -> None:
+    errors = []
+    for case in json.loads((Path(folder) / "cases.json").read_text()):
+        trainer, callback = trained(Path(folder), case)
+        try:
+            check(trainer, callback, case)
+            errors.append("")
+        except AssertionError:
+            errors.append(traceback.format_exc())
+    (Path(folder) / f"{trainer.accelerator.process_index}.json").write_text(json.dumps(errors))
+    end_training(trainer)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,538 @@
+"""The replay queue through `train()`: what is trained was generated, stays within the limits, survives a resume."""
+
+import json
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.policy_tokens import policy_mask
+from bapo_trl.replay.mixer import REPLAY_METRICS, ReplayMixer
+from bapo_trl.replay.rows import rows_to_batch
+from tests.generation.test_logp_mismatch import Sampler
+from tests.helpers.commands import accelerate_launcher, run_command
+from tests.helpers.toy import CPU, OFF_POLICY, toy_dataset, toy_model, toy_trainer, training_logs
+from tests.test_bapo_trainer import saved_model
+from tests.test_equivalence import TIMES
+
+
+# 2 updates a pass; 24 rows a generation
+REPLAY = {"replay_fraction": 0.5, "num_iterations": 1, "max_steps": 12, "replay_capacity": 200}
+
+
+def fingerprint(batch, index) -> tuple:
+    """All that a row carries, as bytes; the padding left out."""
+    mask = batch["completion_mask"][index].bool()
+    parts = [batch["prompt_ids"][index][batch["prompt_mask"][index].bool()], batch["completion_ids"][index][mask]]
+    parts += [
+        batch[key][index][mask]
+        for key in ("old_per_token_logps", "sampling_per_token_logps", "ref_per_token_logps")
+        if key in batch
+    ]
+    parts += [batch["advantages"][index], batch["policy_version"][index]]
+    return tuple(part.cpu().numpy().tobytes() for part in parts)
+
+
+class SpyReplay(ReplayMixer):
+    def draw_first_pass(self, batch, policy_version):
+        self.generated.append(([fingerprint(batch, i) for i in range(len(batch["advantages"]))], batch["advantages"]))
+        return super().draw_first_pass(batch, policy_version)
+
+
+class Spy(BAPOTrainer):
+    """Keeps fingerprints of what was generated and of what each update trained on."""
+
+    def __init__(self, *args, **kwargs):
+        self.generated, self.trained, self.items = [], [], []
+        super().__init__(*args, **kwargs)
+
+    def _make_replay(self):
+        replay = super()._make_replay()
+        replay.__class__, replay.generated = SpyReplay, self.generated
+        return replay
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        if not self.model.training:
+            return loss
+        for index in range(len(inputs["advantages"])):
+            if inputs["completion_mask"][index].any():
+                age = self.state.global_step - int(inputs["policy_version"][index])
+                self.trained.append((fingerprint(inputs, index), age, float(inputs["advantages"][index])))
+        self.items.append((int(inputs["num_items_in_batch"]), int(inputs["completion_mask"].sum())))
+        return loss
+
+
+def spied(tmp_path, **args):
+    trainer = toy_trainer(tmp_path, trainer_class=Spy, **{**REPLAY, **args})
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {},
+        {"replay_order": "uniform", "replay_max_staleness": 5, "replay_fraction": 0.75},
+        {"num_iterations": 3, "replay_max_reuse": 3, "replay_order": "newest"},
+        {"replay_zero_advantage": True, "replay_fraction": 0.0, "num_iterations": 2},
+        {"gradient_accumulation_steps": 4, "beta": 0.0},
+        {"loss_type": "grpo", "search_scope": "micro_batch", "num_iterations": 2, "replay_max_reuse": 2},
+    ],
+    ids=lambda args: "-".join(args) or "half",
+)
+def test_every_trained_row_was_generated_and_stays_within_the_limits(tmp_path, args):
+    trainer = spied(tmp_path, **args)
+    generated = [name for names, _ in trainer.generated for name in names]
+    uses = {}
+    for name, age, _ in trainer.trained:
+        assert name in generated
+        uses[name] = uses.get(name, 0) + 1
+        if trainer.args.replay_max_staleness is not None:
+            assert age <= trainer.args.replay_max_staleness
+    # A fingerprint can be generated twice: the same prompt may get the same answer.
+    limit = trainer.args.replay_max_reuse or trainer.args.max_steps
+    assert all(uses[name] <= limit * generated.count(name) for name in uses)
+    logs = training_logs(trainer)
+    assert len(logs) == 12
+    ages = [age for _, age, _ in trainer.trained]
+    assert max(log["staleness/max"] for log in logs) == max(ages)
+    assert any(log.get("replay/fraction", 0) > 0 for log in logs)
+
+
+def test_displaced_rows_are_trained_later_and_none_is_lost(tmp_path):
+    trainer = spied(tmp_path)
+    trained = {name for name, _, _ in trainer.trained}
+    *earlier, _ = trainer.generated  # the rows that the last generation displaced still wait
+    assert all(name in trained for names, _ in earlier for name in names)
+    assert max(age for _, age, _ in trainer.trained) == 3  # displaced at version v, trained at v + 2 and v + 3
+
+
+def test_num_items_is_that_of_the_batch_that_is_trained(tmp_path):
+    trainer = spied(tmp_path, num_iterations=2)
+    for start in range(0, len(trainer.items), 4):  # 4 micro-batches a pass
+        of_pass = trainer.items[start : start + 4]
+        assert {items for items, _ in of_pass} == {sum(tokens for _, tokens in of_pass)}
+
+
+def test_controlled_staleness(tmp_path):
+    trainer = spied(tmp_path, replay_fraction=1.0, replay_min_staleness=4, max_steps=20)
+    ages = [age for _, age, _ in trainer.trained]
+    assert min(ages[-24:]) >= 4
+    assert ages[0] == 0  # until the queue is filled, fresh rows train
+
+
+def rested_rows_by_pass(trainer) -> list[int]:
+    """Return how many rows of each pass had rested when they were drawn; its 4 micro-batches are 2 updates."""
+    ages = [age - (index % 24 >= 12) for index, (_, age, _) in enumerate(trainer.trained)]
+    rested = [age >= trainer.args.replay_min_staleness for age in ages]
+    return [sum(rested[start : start + 24]) for start in range(0, len(rested), 24)]
+
+
+@pytest.mark.parametrize(
+    ("args", "smallest", "wanted"),
+    [
+        # Before the draw at version 2 g, rows of generations g - 1 and g - 2 are younger than 6
+        ({"replay_fraction": 1.0, "replay_min_staleness": 6}, 3 * 24, [24]),
+        ({"replay_fraction": 1.0, "replay_min_staleness": 5}, 3 * 24, [24]),
+        ({"replay_fraction": 0.5, "replay_min_staleness": 6}, 2 * 24 + 12, [12]),
+        # A generation is 4 versions: at its second pass, at 4 g + 2, it is in the queue itself
+        ({"replay_fraction": 1.0, "replay_min_staleness": 6, "num_iterations": 2}, 2 * 24, [24, 24]),
+        ({"replay_fraction": 1.0, "replay_min_staleness": 7, "num_iterations": 2}, 3 * 24, [24, 24]),
+        ({"replay_fraction": 0.25, "replay_min_staleness": 3, "num_iterations": 2}, 2 * 24, [6, 24]),
+        ({"replay_fraction": 0.25, "replay_min_staleness": 11, "num_iterations": 3}, 3 * 24, [6, 24, 24]),
+    ],
+    ids=str,
+)
+def test_a_capacity_that_cannot_hold_min_staleness_is_refused_with_one_that_can(tmp_path, args, smallest, wanted):
+    settings = {**REPLAY, **args, "max_steps": 8 * args.get("num_iterations", 1) * 2}
+    message = rf"replay_min_staleness. is {args['replay_min_staleness']}.*replay_capacity. to at least {smallest},"
+    with pytest.raises(ValueError, match=message):
+        toy_trainer(tmp_path, **{**settings, "replay_capacity": smallest - 1})
+
+    trainer = spied(tmp_path / "enough", **{**settings, "replay_capacity": smallest})
+    passes = len(wanted)
+    assert all(rested_rows_by_pass(trainer)[start::passes][-3:] == [wanted[start]] * 3 for start in range(passes))
+
+    too_small = toy_trainer(tmp_path / "too_small", trainer_class=Spy, **{**settings, "replay_capacity": smallest})
+    too_small.args.replay_capacity = smallest - 1  # past the check
+    too_small.train()
+    assert any(rows < wanted[i % passes] for i, rows in list(enumerate(rested_rows_by_pass(too_small)))[-passes:])
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_rows_that_are_used_up_before_they_have_rested_are_refused(tmp_path, passes):
+    settings = {**REPLAY, "replay_fraction": 1.0, "replay_min_staleness": 2 * passes, "num_iterations": passes}
+    message = rf"`replay_max_reuse` is {passes}.*`replay_min_staleness` {2 * passes}.*at least {passes + 1}"
+    with pytest.raises(ValueError, match=message):
+        toy_trainer(tmp_path, **settings, replay_max_reuse=passes)
+    assert max(rested_rows_by_pass(spied(tmp_path / "enough", **settings, replay_max_reuse=passes + 1))) > 0
+    trainer = toy_trainer(tmp_path / "too_few", trainer_class=Spy, **settings)
+    trainer.args.replay_max_reuse = passes  # past the check
+    trainer.train()
+    assert max(rested_rows_by_pass(trainer)) == 0
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"replay_fraction": 1.0, "replay_min_staleness": 4, "num_iterations": 2},
+        {"gradient_accumulation_steps": 1, "num_iterations": 3, "replay_max_staleness": 11},
+        {"num_iterations": 2, "replay_max_staleness": 3},
+    ],
+)
+def test_no_update_is_left_without_rows(tmp_path, args):
+    logs = training_logs(spied(tmp_path, **args))
+    assert all(log["grad_norm"] > 0 for log in logs)
+    assert all(log.get("replay/masked", 0) == 0 for log in logs)
+    assert any(log.get("replay/fraction", 0) > 0 for log in logs)
+
+
+def test_rows_without_advantage_are_replaced(tmp_path):
+    def coarse_reward(completions, **kwargs):
+        return [float(text[:1].isdigit()) for text in completions]
+
+    settings = {**CPU, **OFF_POLICY, **REPLAY, "replay_fraction": 0.0, "replay_zero_advantage": True}
+    trainer = Spy(
+        toy_model(), coarse_reward, BAPOConfig(str(tmp_path), **settings),
+        train_dataset=toy_dataset(), processing_class=toy_trainer(tmp_path).processing_class,
+    )  # fmt: skip
+    trainer.train()
+    zero_generated = sum(int((advantages == 0).sum()) for _, advantages in trainer.generated)
+    zero_trained = sum(advantage == 0 for _, _, advantage in trainer.trained)
+    filled = sum(log.get("replay/zero_advantage_filled", 0) for log in training_logs(trainer))
+    assert filled > 0
+    assert zero_trained == zero_generated - filled
+
+
+# About a third of the answers end before
+TRUNCATED = {"mask_truncated_completions": True, "max_completion_length": 60}
+
+
+class Masks(Spy):
+    """Keeps, by draw, the masks of what was generated and of what is in the queue."""
+
+    def __init__(self, *args, **kwargs):
+        self.fresh, self.queued = [], []
+        super().__init__(*args, **kwargs)
+
+    def _take_batch(self, batch_and_whether_fresh):
+        rows = self._replay.queue.state()[0]
+        self.queued.append([policy_mask(row).any().item() for chunk in rows for row in chunk])
+        self.fresh.append(policy_mask(rows_to_batch(self._replay._latest, 0, "cpu")).any(dim=1).tolist())
+        return super()._take_batch(batch_and_whether_fresh)
+
+
+class ToolsOnly(Masks):
+    """Half of the completions are results of tools from the first token to the last."""
+
+    def _generate(self, prompts):
+        prompt_ids, completion_ids, tool_mask, *others = super()._generate(prompts)
+        tool_mask = [[i % 2] * len(ids) for i, ids in enumerate(completion_ids)]
+        return prompt_ids, completion_ids, tool_mask, *others
+
+
+@pytest.mark.parametrize("replay", [{}, {"replay_fraction": 0.0, "replay_zero_advantage": True}], ids=["half", "zero"])
+@pytest.mark.parametrize(
+    ("trainer_class", "args"),
+    [(Masks, TRUNCATED), (ToolsOnly, {})],
+    ids=["truncated", "tools"],
+)
+def test_rows_without_a_trained_token_do_not_enter_the_queue_and_are_counted(tmp_path, trainer_class, args, replay):
+    trainer = toy_trainer(tmp_path, trainer_class=trainer_class, **{**REPLAY, **replay, **args})
+    trainer.train()
+    assert all(all(queued) for queued in trainer.queued)
+    drawn = [log for log in training_logs(trainer) if "replay/size" in log]
+    assert [log["replay/untrained"] for log in drawn] == [fresh.count(False) for fresh in trainer.fresh]
+    assert sum(log["replay/untrained"] for log in drawn) > 20
+    assert sum(log["replay/size"] for log in drawn) > 20
+    assert all(log["replay/masked"] == 0 for log in drawn)
+
+
+def test_rows_without_a_trained_token_give_their_place(tmp_path):
+    args = {**REPLAY, **TRUNCATED, "replay_fraction": 0.0, "replay_zero_advantage": True}
+    trainer = toy_trainer(tmp_path, trainer_class=Masks, **args)
+    trainer.train()
+    drawn = [log for log in training_logs(trainer) if "replay/size" in log]
+    useful = [sum(mask) for mask in trainer.fresh]  # all have an advantage
+    assert useful[0] < 24
+    assert drawn[0]["replay/fraction"] == 0
+    assert (
+        drawn[1]["replay/fraction"] * 24 == drawn[1]["replay/zero_advantage_filled"] == min(useful[0], 24 - useful[1])
+    )
+    trained = [sum(tokens for _, tokens in trainer.items[i : i + 4]) for i in range(0, 24, 4)]
+    assert [items for items, _ in trainer.items[::4]] == trained
+
+
+def test_metrics_of_the_queue(tmp_path):
+    trainer = spied(tmp_path, num_iterations=2, replay_capacity=60)
+    drawn = [log for log in training_logs(trainer) if "replay/size" in log]
+    assert len(drawn) == 6  # one at each pass of two updates
+    assert all(set(REPLAY_METRICS) <= set(log) for log in drawn)
+    assert [log["replay/fraction"] for log in drawn] == [0, 1, 0.5, 1, 0.5, 1]
+    assert max(log["replay/size"] for log in drawn) == 60
+    assert sum(log["replay/overflowed"] for log in drawn) == 3 * 24 - 60
+    assert drawn[-1]["replay/bytes"] == trainer._replay.queue.num_bytes > 0
+    assert drawn[0]["replay/reuse_mean"] == 1
+
+
+@pytest.mark.parametrize(
+    ("reason", "limit"),
+    [
+        ("used", {"replay_max_reuse": 2, "num_iterations": 2}),
+        ("expired", {"replay_max_staleness": 3, "replay_fraction": 0.25}),
+        ("overflowed", {"replay_capacity": 30}),
+    ],
+)
+def test_every_departure_is_counted(tmp_path, reason, limit):
+    trainer = spied(tmp_path, **limit)
+    drawn = [log for log in training_logs(trainer) if "replay/size" in log]
+    left = {name: sum(log[f"replay/{name}"] for log in drawn) for name in ("used", "expired", "overflowed")}
+    entered = sum(len(names) for names, _ in trainer.generated)
+    assert left[reason] > 0
+    assert entered == drawn[-1]["replay/size"] + sum(left.values())
+
+
+def test_evaluation_in_between_changes_nothing(tmp_path):
+    class Evaluating(Spy):
+        evaluations = 0
+
+        def evaluate(self, *args, **kwargs):
+            self.evaluations += 1
+            with torch.random.fork_rng(devices=[]):  # its samples take random numbers
+                return super().evaluate(*args, **kwargs)
+
+    plain = spied(tmp_path / "plain", num_iterations=2)
+    evaluation = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 6}
+    trainer = toy_trainer(
+        tmp_path / "evaluating",
+        trainer_class=Evaluating,
+        trainer_args={"eval_dataset": toy_dataset(6)},
+        **{**REPLAY, "num_iterations": 2, **evaluation},
+    )
+    trainer.train()
+    assert trainer.evaluations == 6
+    assert [names for names, _ in trainer.generated] == [names for names, _ in plain.generated]
+    assert trainer.trained == plain.trained
+
+
+def test_a_replayed_ratio_is_taken_against_the_policy_that_sampled_the_row(tmp_path):
+    class Ratios(Spy):
+        def _observe_logps(self, inputs, per_token_logps, entropies):
+            records.append((self.state.global_step, inputs, per_token_logps.clone()))
+            return super()._observe_logps(inputs, per_token_logps, entropies)
+
+    records = []
+    toy_trainer(tmp_path, trainer_class=Ratios, **{**REPLAY, "save_strategy": "steps", "save_steps": 1}).train()
+
+    def logps(version, inputs):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{version}")
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        with torch.no_grad():
+            logits = model(input_ids=ids, attention_mask=mask).logits[:, -inputs["completion_ids"].shape[1] - 1 : -1]
+        return logits.log_softmax(-1).gather(2, inputs["completion_ids"].unsqueeze(2)).squeeze(2)
+
+    checked = 0
+    for step, inputs, now in records:
+        for version in set(inputs["policy_version"].tolist()) - {0, step}:
+            rows = inputs["policy_version"] == version
+            mask = inputs["completion_mask"][rows].bool()
+            expected = (logps(step, inputs) - logps(version, inputs))[rows].exp()[mask]
+            used = (now - inputs["old_per_token_logps"])[rows].exp()[mask]
+            torch.testing.assert_close(used, expected, rtol=1e-5, atol=1e-5)
+            checked += int(mask.sum())
+    assert checked > 50
+
+
+@pytest.mark.parametrize("order", ["fifo", "uniform"])
+def test_a_resumed_run_draws_the_same_rows(tmp_path, order):
+    def run(folder, max_steps, resume=None):
+        args = {**REPLAY, "num_iterations": 2, "replay_order": order, "save_strategy": "steps", "save_steps": 8}
+        trainer = toy_trainer(tmp_path / folder, trainer_class=Spy, **{**args, "max_steps": max_steps})
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    straight = run("straight", 16)
+    run("stopped", 8)
+    resumed = run("stopped", 16, resume=str(tmp_path / "stopped" / "checkpoint-8"))
+    assert len(resumed.trained) == 8 * 12
+    assert resumed.trained == straight.trained[-len(resumed.trained) :]
+    for left, right in zip(training_logs(straight)[-8:], training_logs(resumed)[-8:], strict=True):
+        keys = [key for key in left if key not in TIMES]
+        assert {key: right[key] for key in keys} == {key: left[key] for key in keys}
+
+
+def test_resume_without_a_saved_queue_warns_and_with_the_flag_starts_empty(tmp_path):
+    saving = {**REPLAY, "save_strategy": "steps", "save_steps": 4, "max_steps": 4}
+    checkpoint = tmp_path / "checkpoint-4"
+
+    def resumed(**args):
+        trainer = toy_trainer(tmp_path, **{**saving, "max_steps": 6, **args})
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+        return next(log for log in training_logs(trainer) if log["step"] == 5)["replay/fraction"]
+
+    spied(tmp_path, **{**saving, "replay_fraction": 0})
+    with pytest.warns(UserWarning, match="holds no replay queue: starting with an empty one"):
+        assert resumed() == 0
+
+    spied(tmp_path, **saving)
+    (queue_file,) = checkpoint.glob("replay_queue_*")
+    assert resumed() == 0.5
+    assert resumed(replay_discard_saved=True) == 0
+    content = queue_file.read_bytes()
+    queue_file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ValueError, match=f"{queue_file.name} is damaged"):
+        resumed()
+    queue_file.unlink()
+    with pytest.raises(ValueError, match=f"{queue_file.name} is missing"):
+        resumed()
+    assert resumed(replay_discard_saved=True) == 0
+
+
+class Served(Sampler):
+    """TRL takes the sampler for vLLM: it computes importance ratios and weighs the loss with them."""
+
+    def _generate_single_turn(self, *args, **kwargs):
+        self.use_vllm = False
+        output = super()._generate_single_turn(*args, **kwargs)
+        self.use_vllm = True
+        return output
+
+
+@pytest.mark.parametrize("modes", [("sequence_mask", "token_truncate"), ("token_mask", "sequence_truncate")])
+def test_resume_with_ratios_of_another_level_says_how_to_go_on(tmp_path, modes):
+    def run(mode, max_steps, resume=None, **args):
+        settings = {**REPLAY, "save_strategy": "steps", "save_steps": 4, "max_steps": max_steps, **args}
+        trainer = toy_trainer(tmp_path, trainer_class=Served, vllm_importance_sampling_mode=mode, **settings)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    saved, now = modes
+    run(saved, 4)
+    checkpoint = str(tmp_path / "checkpoint-4")
+    with pytest.raises(
+        ValueError, match=r"`importance_sampling_ratio`.*different settings.*set `replay_discard_saved`"
+    ):
+        run(now, 6, checkpoint)
+    assert run(now, 6, checkpoint, replay_discard_saved=True).state.global_step == 6
+
+
+def test_without_a_knob_there_is_no_queue(tmp_path):
+    trainer = toy_trainer(tmp_path, save_strategy="steps", save_steps=4, replay_capacity=30, replay_order="uniform")
+    assert trainer._replay is None
+    trainer.train()
+    assert not list((tmp_path / "checkpoint-4").glob("replay_queue_*"))
+    assert not any("replay/size" in log for log in training_logs(trainer))
+
+
+def test_on_policy_settings_with_a_queue_have_behaviour_log_probs_and_no_warning(tmp_path, recwarn):
+    trainer = spied(tmp_path, gradient_accumulation_steps=4, num_iterations=1)
+    assert not any("always 1" in str(warning.message) for warning in recwarn)
+    assert max(log["ratio/max"] for log in training_logs(trainer)) > 1.05
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"replay_fraction": 1.5}, r"replay_fraction.*1.5.*\[0, 1\]"),
+        ({"replay_order": "lifo"}, r"replay_order.*lifo.*'fifo'"),
+        ({"replay_capacity": 20}, r"replay_capacity.*20.*24"),
+        ({"replay_fraction": 0.5 / 24}, r"replay_fraction.*24 samples.*at least 0.0417"),
+        ({"replay_fraction": 0.01}, r"replay_fraction.*0.01.*24 samples.*at least 0.0417"),
+        # 2 updates in a pass: a displaced row is drawn 2 versions later, and 3 old at the last update
+        ({"replay_max_staleness": 2}, r"replay_max_staleness.*2.*at least 3"),
+        ({"replay_max_staleness": 4, "num_iterations": 3}, r"replay_max_staleness.*4.*at least 5"),
+        ({"replay_max_staleness": 4, "replay_min_staleness": 3}, r"replay_max_staleness.*4.*at least 5"),
+        ({"replay_min_staleness": -1}, r"replay_min_staleness.*-1.*at least 0"),
+        # A whole batch may be without advantage
+        (
+            {"replay_zero_advantage": True, "replay_min_staleness": 3, "replay_capacity": 47},
+            r"replay_min_staleness.*3.*replay_capacity. of 47.*at least 48",
+        ),
+        (
+            {"sync_ref_model": True, "beta": 0.1},
+            r"`sync_ref_model` is True.*to False, or,.* `replay_fraction` to 0\.$",
+        ),
+        (
+            {"sync_ref_model": True, "beta": 0.1, "replay_fraction": 0.0, "replay_zero_advantage": True},
+            r"`sync_ref_model` is True.*to False, or,.* queue, `replay_zero_advantage` to False\.$",
+        ),
+        ({"replay_max_reuse": 0}, r"replay_max_reuse.*0.*at least 1"),
+        ({"replay_max_reuse": 1, "num_iterations": 2}, r"replay_max_reuse.*1.*num_iterations.*2"),
+        (
+            {"gradient_accumulation_steps": 8, "num_iterations": 2},
+            r"steps_per_generation.*4.*multiple of.*gradient_accumulation_steps",
+        ),
+    ],
+)
+def test_bad_settings_are_refused(args, message):
+    with pytest.raises(ValueError, match=message):
+        BAPOConfig("unused", **{**CPU, **OFF_POLICY, **REPLAY, **args})
+
+
+def test_a_synced_reference_goes_with_a_run_without_a_queue(tmp_path):
+    sync = {"sync_ref_model": True, "ref_model_sync_steps": 2, "beta": 0.1}
+    trainer = toy_trainer(tmp_path, model=saved_model(tmp_path), **sync, replay_capacity=30)
+    trainer.train()
+    assert trainer.state.global_step == 4
+
+
+def test_a_fixed_reference_is_the_one_of_the_draw(tmp_path):
+    """Without `sync_ref_model` the log-probabilities that travel with a row are those of the reference today."""
+
+    class Referenced(Spy):
+        def _compute_loss(self, model, inputs):
+            ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+            mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+            with torch.no_grad():
+                now, *_ = self._get_per_token_logps_and_entropies(
+                    self.ref_model, ids, mask, inputs["completion_ids"].shape[1]
+                )
+            counts = inputs["completion_mask"].bool()
+            torch.testing.assert_close(inputs["ref_per_token_logps"][counts], now[counts], rtol=1e-5, atol=1e-5)
+            ages.extend((self.state.global_step - inputs["policy_version"]).tolist())
+            return super()._compute_loss(model, inputs)
+
+    ages = []
+    toy_trainer(tmp_path, model=saved_model(tmp_path), trainer_class=Referenced, beta=0.1, **REPLAY).train()
+    assert max(ages) == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"replay_fraction": 0.5}, "`replay_fraction` to 0"),
+        ({"replay_fraction": 0.0, "replay_zero_advantage": True}, "`replay_zero_advantage` to False"),
+        (
+            {"replay_fraction": 0.5, "replay_zero_advantage": True},
+            "`replay_fraction` to 0 and `replay_zero_advantage` to False",
+        ),
+    ],
+)
+def test_a_multimodal_model_is_refused_with_the_settings_that_are_on(tmp_path, settings, named):
+    class Multimodal(BAPOTrainer):
+        def train(self):
+            self._is_vlm = True  # as TRL sets it for a model with a processor
+            return super().train()
+
+    trainer = toy_trainer(tmp_path, trainer_class=Multimodal, **{**REPLAY, **settings})
+    with pytest.raises(ValueError, match=rf"keeps text only.*set {named}\."):
+        trainer.train()
+
+
+def test_two_ranks_with_unequal_queues_stay_in_step(tmp_path):
+    result = run_command(
+        [sys.executable, *accelerate_launcher("cpu_ddp"), "-m", "tests.helpers.replay_worker", str(tmp_path)]
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [rank["num_processes"] for rank in ranks] == [2, 2]
+    assert 0 < ranks[0]["sizes"][0] <= 24
+    assert set(ranks[1]["sizes"]) == {0}  # all its rows are tied
+    assert min(ranks[0]["ties"]) >= 0.5
+    assert ranks[0]["bounds"] == ranks[1]["bounds"]
+    assert len(ranks[0]["bounds"]) == 12
+    assert ranks[0]["weights"] == ranks[1]["weights"]

@@ -1,0 +1,372 @@
+"""The replay queue against a plain list, its limits, and its checkpoint."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from safetensors.torch import save_file
+
+from bapo_trl.replay.checkpoint import FORMAT, _checksum, load_queue, save_queue
+from bapo_trl.replay.queue import ReplayQueue
+from bapo_trl.replay.rows import Column, Rows, Spans, batch_to_rows, concat_rows
+from tests.replay.test_rows import PAD, batch
+
+
+def make_rows(version, count, first=0, advantages=None):
+    """Row i has 1 + i % 3 tokens; its first is its name."""
+    lengths = [1 + index % 3 for index in range(count)]
+    tokens = [torch.arange(first + index, first + index + length) for index, length in enumerate(lengths)]
+    spans = Spans(lengths)
+    return Rows(
+        {
+            "policy_version": Column(torch.full((count,), version)),
+            "completion_ids": Column(torch.cat([torch.empty(0), *tokens]).int(), spans),
+            "completion_mask": Column(torch.ones(sum(lengths), dtype=torch.bool), spans),
+            "advantages": Column(torch.tensor([1.0] * count if advantages is None else advantages)),
+        }
+    )
+
+
+def names(rows):
+    return [int(row["completion_ids"][0]) for row in rows]
+
+
+def contents(queue):
+    """Names of the rows in the queue, in the order of entry."""
+    return [name for rows in queue.state()[0] for name in names(rows)]
+
+
+def drawn(queue, *args, **kwargs):
+    """Names of the rows that a draw gives."""
+    parts, _ = queue.draw(*args, **kwargs)
+    return names(concat_rows(parts)) if parts else []
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Every call on the queue is made on a list of [name, version, uses, turn] too."""
+
+    @initialize(
+        capacity=st.integers(1, 12),
+        max_staleness=st.none() | st.integers(0, 5),
+        min_staleness=st.integers(0, 3),
+        max_reuse=st.none() | st.integers(1, 3),
+        order=st.sampled_from(["fifo", "newest"]),
+    )
+    def start(self, capacity, max_staleness, min_staleness, max_reuse, order):
+        self.limits = (capacity, max_staleness, min_staleness, max_reuse, order)
+        self.queue = ReplayQueue(capacity, max_staleness, min_staleness, max_reuse, order)
+        self.model, self.version, self.turn, self.entered, self.name = [], 0, 0, 0, 0
+        self.left = {"used": 0, "expired": 0, "overflowed": 0}
+
+    @rule(count=st.integers(0, 6), uses=st.integers(0, 1))
+    def add(self, count, uses):
+        capacity, _, _, max_reuse, _ = self.limits
+        self.queue.add(make_rows(self.version, count, self.name), uses)
+        self.entered += count
+        if max_reuse is not None and uses >= max_reuse:
+            self.left["used"] += count
+        else:
+            for index in range(count):
+                self.model.append([self.name + index, self.version, uses, self.turn])
+                self.turn += 1
+            while len(self.model) > capacity:
+                self.model.pop(0)
+                self.left["overflowed"] += 1
+        self.name += count
+
+    @rule(updates=st.integers(1, 3))
+    def update(self, updates):
+        self.version += updates
+
+    @rule(count=st.integers(0, 6), more_updates=st.integers(0, 2))
+    def draw(self, count, more_updates):
+        _, max_staleness, min_staleness, max_reuse, order = self.limits
+        last = self.version + more_updates
+        parts, uses = self.queue.draw(count, self.version, last)
+        if max_staleness is not None:
+            self.left["expired"] += sum(last - row[1] > max_staleness for row in self.model)
+            self.model = [row for row in self.model if last - row[1] <= max_staleness]
+        allowed = [row for row in self.model if self.version - row[1] >= min_staleness]
+        allowed.sort(key=(lambda row: (row[2], row[3])) if order == "fifo" else (lambda row: -row[1]))
+        expected = allowed[:count]
+        assert (names(concat_rows(parts)) if parts else []) == [row[0] for row in expected]
+        for row in expected:
+            row[2] += 1
+            row[3] = self.turn
+            self.turn += 1
+        assert uses.tolist() == [row[2] for row in expected]
+        if max_reuse is not None:
+            self.left["used"] += sum(row[2] >= max_reuse for row in self.model)
+            self.model = [row for row in self.model if row[2] < max_reuse]
+
+    @rule()
+    def save_and_load(self):
+        chunks, state = self.queue.state()
+        self.queue = ReplayQueue(*self.limits)
+        self.queue.restore(chunks, json.loads(json.dumps(state)))
+
+    @invariant()
+    def same_rows_and_every_departure_counted(self):
+        if hasattr(self, "model"):
+            assert contents(self.queue) == [row[0] for row in self.model]
+            assert vars(self.queue.evictions) == self.left
+            assert self.entered == len(self.queue) + sum(self.left.values())
+            values = sum(tensor.nbytes for rows in self.queue.state()[0] for row in rows for tensor in row.values())
+            live = values + 16 * len(self.queue)  # length and end of each row, shared by ids and mask
+            assert live <= self.queue.num_bytes <= 1.15 * live
+
+
+QueueMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=20, deadline=None)
+TestQueueMachine = QueueMachine.TestCase
+
+
+def test_uniform_draws_come_from_the_seed_and_differ_by_it():
+    def drawn_with(seed):
+        queue = ReplayQueue(100, order="uniform", seed=seed)
+        queue.add(make_rows(0, 50))
+        return drawn(queue, 10, 1, 1) + drawn(queue, 10, 1, 1)
+
+    assert drawn_with(1) == drawn_with(1)
+    assert drawn_with(1) != drawn_with(2)
+    assert drawn_with(1) != sorted(drawn_with(1))
+
+
+def test_mix_trades_the_last_fresh_rows_for_queued_ones():
+    queue = ReplayQueue(100)
+    first = queue.draw_first_pass(make_rows(0, 4), 0.5, False, 0, 1)
+    assert (names(first.rows), first.from_queue) == ([0, 1, 2, 3], 0)  # nothing queued yet: fresh rows fill
+    second = queue.draw_first_pass(make_rows(2, 4, first=10), 0.5, False, 2, 3)
+    assert (names(second.rows), second.from_queue, second.uses) == ([0, 1, 10, 11], 2, 2 + 2 + 1 + 1)
+    # never trained: the displaced 12 and 13; of those trained once, 2 and 3 have waited longest
+    third = queue.draw_first_pass(make_rows(4, 4, first=20), 0.5, False, 4, 5)
+    assert names(third.rows) == [12, 13, 20, 21]
+    assert drawn(queue, 4, 6, 7) == [22, 23, 2, 3]
+
+
+def test_rows_without_advantage_give_their_place_and_do_not_enter():
+    queue = ReplayQueue(100)
+    queue.add(make_rows(0, 3))
+    batch = queue.draw_first_pass(make_rows(2, 4, first=10, advantages=[1.0, 0.0, 0.0, -1.0]), 0.0, True, 2, 2)
+    assert (names(batch.rows), batch.from_queue, batch.zero_advantage_filled) == ([0, 1, 10, 13], 2, 2)
+    assert sorted(contents(queue)) == [0, 1, 2, 10, 13]
+    alone = ReplayQueue(100).draw_first_pass(make_rows(2, 3, first=10, advantages=[0.0, 1.0, 0.0]), 0.0, True, 2, 2)
+    assert (names(alone.rows), alone.zero_advantage_filled) == ([11, 10, 12], 0)  # an empty queue: they fill the shape
+
+
+def test_rows_without_a_trained_token_are_displaced_first_and_do_not_enter():
+    queue = ReplayQueue(100)
+    queue.add(make_rows(0, 4))
+    rows = make_rows(2, 4, first=10)
+    fresh = concat_rows([(rows.masked(), [0]), (rows, [1]), (rows.masked(), [2]), (rows, [3])])
+    batch = queue.draw_first_pass(fresh, 0.25, False, 2, 2)
+    assert names(batch.rows) == [0, 11, 13, 10]  # without the flag, no more than the fraction
+    assert (batch.from_queue, batch.zero_advantage_filled, batch.untrained, batch.masked) == (1, 1, 2, 0)
+    assert sorted(contents(queue)) == [0, 1, 2, 3, 11, 13]
+    batch = queue.draw_first_pass(fresh, 0.25, True, 2, 2)
+    assert (batch.from_queue, batch.zero_advantage_filled, batch.untrained) == (3, 2, 2)
+
+
+def test_rows_rest_until_min_staleness_and_leave_at_max_staleness():
+    queue = ReplayQueue(100, max_staleness=4, min_staleness=2)
+    queue.add(make_rows(0, 2))
+    assert drawn(queue, 2, 1, 1) == []
+    assert drawn(queue, 1, 2, 3) == [0]
+    assert drawn(queue, 2, 4, 5) == []  # they would be 5 versions old at the last update
+    assert (len(queue), queue.evictions.expired) == (0, 2)
+
+
+def test_a_later_pass_that_finds_too_few_rows_keeps_the_shape_with_masked_ones():
+    queue = ReplayQueue(100, max_reuse=2)
+    fresh = make_rows(0, 3)
+    queue.draw_first_pass(fresh, 0.5, True, 0, 0)
+    queue.draw(2, 1, 1)
+    batch = queue.draw_later_pass(3, fresh, 1, 1)
+    assert (len(batch.rows), batch.from_queue, batch.masked, batch.uses) == (3, 1, 2, 2)
+    assert [bool(row["completion_mask"].any()) for row in batch.rows] == [True, False, False]
+
+
+# Checkpoint
+
+
+def queues_with(counts):
+    queues = []
+    for rank, count in enumerate(counts):
+        queue = ReplayQueue(1000, order="uniform", seed=rank)
+        queue.add(make_rows(5, count, first=100 * rank))
+        queue.draw(count // 2, 6, 6)
+        queues.append(queue)
+    return queues
+
+
+def assert_same(queue, other):
+    chunks, state = queue.state()
+    other_chunks, other_state = other.state()
+    assert state == other_state
+    for row, other_row in zip(itertools.chain(*chunks), itertools.chain(*other_chunks), strict=True):
+        assert set(row) == set(other_row)
+        for key in row:
+            assert row[key].dtype == other_row[key].dtype
+            assert torch.equal(row[key], other_row[key])
+
+
+@pytest.mark.parametrize("counts", [[7], [5, 0, 3]])
+def test_a_restored_queue_is_the_same_and_draws_the_same(tmp_path, counts):
+    for rank, queue in enumerate(queues_with(counts)):
+        save_queue(queue, tmp_path, rank, len(counts))
+    for rank, queue in enumerate(queues_with(counts)):
+        restored = ReplayQueue(1000, order="uniform", seed=99)
+        assert load_queue(restored, tmp_path, rank, len(counts))
+        assert_same(restored, queue)
+        assert drawn(restored, 3, 7, 7) == drawn(queue, 3, 7, 7)
+
+
+def test_rows_as_they_are_cut_from_a_batch_are_saved_and_loaded(tmp_path):
+    queue = ReplayQueue(10)
+    queue.add(batch_to_rows(batch(), PAD))
+    save_queue(queue, tmp_path, 0, 1)
+    restored = ReplayQueue(10)
+    load_queue(restored, tmp_path, 0, 1)
+    assert_same(restored, queue)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_another_number_of_ranks_deals_the_rows_out_and_loses_none(tmp_path, ranks):
+    for rank, queue in enumerate(queues_with([5, 0, 4])):
+        save_queue(queue, tmp_path, rank, 3)
+    dealt = []
+    for rank in range(ranks):
+        queue = ReplayQueue(1000)
+        load_queue(queue, tmp_path, rank, ranks)
+        dealt.append(contents(queue))
+    in_order = [0, 1, 2, 3, 4, 200, 201, 202, 203]
+    assert dealt == [in_order[rank::ranks] for rank in range(ranks)]
+
+
+def test_ranks_that_a_resume_adds_draw_at_random_of_their_own(tmp_path):
+    save_queue(queues_with([5])[0], tmp_path, 0, 1)
+    states = []
+    for rank in range(2):
+        queue = ReplayQueue(100, order="uniform", seed=rank)
+        load_queue(queue, tmp_path, rank, 2)
+        states.append(queue.state()[1]["random"])
+    assert states[0] == queues_with([5])[0].state()[1]["random"] != states[1]
+
+
+def test_dealt_out_rows_are_in_the_order_of_entry_so_that_the_first_leave(tmp_path):
+    for rank in range(2):
+        queue = ReplayQueue(100)
+        for version in range(3):
+            queue.add(make_rows(version, 2, first=100 * rank + 10 * version))
+        save_queue(queue, tmp_path, rank, 2)
+    queue = ReplayQueue(4)
+    load_queue(queue, tmp_path, 0, 1)
+    assert contents(queue) == [20, 21, 120, 121]
+    assert queue.evictions.overflowed == 8
+
+
+def test_a_lower_limit_of_reuse_holds_after_a_resume(tmp_path):
+    queue = ReplayQueue(10, max_reuse=3)
+    queue.add(make_rows(0, 3))
+    queue.draw(2, 1, 1)
+    save_queue(queue, tmp_path, 0, 1)
+    restored = ReplayQueue(10, max_reuse=1)
+    load_queue(restored, tmp_path, 0, 1)
+    assert contents(restored) == [2]
+
+
+@pytest.mark.parametrize("state", ["{}", "[]", '{"ledger": {"version": [1]}}', '{"ledger": 3}', "{"])
+def test_a_header_that_makes_no_sense_is_refused_by_name(tmp_path, state):
+    path = tmp_path / "replay_queue_00000_of_00001.safetensors"
+    tensors = {"0.policy_version": torch.ones(1)}
+    save_file(tensors, path, {"format": FORMAT, "state": state, "checksum": _checksum(path.name, state, tensors)})
+    with pytest.raises(ValueError, match=f"{path.name} is damaged"):
+        load_queue(ReplayQueue(10), tmp_path, 0, 1)
+
+
+def test_no_queue_in_the_folder_is_told(tmp_path):
+    queue = ReplayQueue(10)
+    assert not load_queue(queue, tmp_path, 0, 1)
+    assert len(queue) == 0
+
+
+def damage_truncate(path: Path):
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def replace_bytes(path: Path, old: bytes, new: bytes):
+    content = path.read_bytes()
+    assert content.count(old) >= 1
+    path.write_bytes(content.replace(old, new, 1))
+
+
+def damage_values(path: Path):
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def damage_ledger(path: Path):
+    replace_bytes(path, b'version\\": [5', b'version\\": [4')
+
+
+def damage_ledger_name(path: Path):
+    replace_bytes(path, b"overflowed", b"overflower")
+
+
+def damage_dtype(path: Path):
+    replace_bytes(path, b'"F32"', b'"I32"')
+
+
+def swap_ranks(path: Path):
+    path.write_bytes(path.with_name("replay_queue_00000_of_00002.safetensors").read_bytes())
+
+
+def damage_foreign(path: Path):
+    save_file({"weights": torch.ones(3)}, path)
+
+
+def damage_remove(path: Path):
+    path.unlink()
+
+
+def damage_garbage(path: Path):
+    path.write_bytes(b"not a tensor file")
+
+
+CHANGES = (damage_values, damage_ledger, damage_ledger_name, damage_dtype, swap_ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_truncate, "damaged"),
+        (damage_garbage, "damaged"),
+        *((damage, "damaged .what it holds is not what was written") for damage in CHANGES),
+        (damage_foreign, "not written by this version"),
+        (damage_remove, "missing, while other ranks' are there"),
+    ],
+)
+def test_damaged_foreign_and_missing_files_are_refused_by_name(tmp_path, damage, message, ranks):
+    for rank, queue in enumerate(queues_with([5, 4])):
+        save_queue(queue, tmp_path, rank, 2)
+    damage(tmp_path / "replay_queue_00001_of_00002.safetensors")
+    with pytest.raises(ValueError, match=f"replay_queue_00001_of_00002.safetensors.*{message}"):
+        load_queue(ReplayQueue(10), tmp_path, 1, ranks)
+
+
+def test_files_of_two_runs_are_refused(tmp_path):
+    save_queue(queues_with([3])[0], tmp_path, 0, 1)
+    save_queue(queues_with([3])[0], tmp_path, 1, 2)
+    with pytest.raises(ValueError, match=r"\[1, 2\] processes"):
+        load_queue(ReplayQueue(10), tmp_path, 0, 1)
+
+
+def test_unknown_order_is_refused():
+    with pytest.raises(ValueError, match=r"`order` is 'lifo'.*'fifo'"):
+        ReplayQueue(10, order="lifo")

@@ -1,0 +1,139 @@
+"""Cutting TRL's batch into rows and putting it together again."""
+
+import pytest
+import torch
+
+from bapo_trl.replay.rows import Rows, batch_to_rows, concat_rows, rows_to_batch
+
+
+PAD = 0
+
+
+def batch(**extra):
+    """Three rows: prompts of 2, 4 and 1 tokens, completions of 3, 1 and 5; the second is truncated and masked."""
+    return {
+        "prompt_ids": torch.tensor([[0, 0, 5, 6], [7, 8, 9, 5], [0, 0, 0, 6]]),
+        "prompt_mask": torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]),
+        "completion_ids": torch.tensor([[5, 6, 1, 0, 0], [9, 0, 0, 0, 0], [5, 6, 7, 8, 1]]),
+        "completion_mask": torch.tensor([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]),
+        "advantages": torch.tensor([0.5, -1.0, 2.0]),
+        "old_per_token_logps": torch.tensor(
+            [[-0.1, -0.2, -0.3, 0, 0], [-0.4, 0, 0, 0, 0], [-0.5, -0.6, -0.7, -0.8, -0.9]]
+        ),
+        "policy_version": torch.tensor([3, 3, 3]),
+        "num_items_in_batch": torch.tensor(8),
+        **extra,
+    }
+
+
+EXTRAS = {
+    "ref_per_token_logps": -torch.rand(3, 5) * torch.tensor([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 1, 1]]),
+    "tool_mask": torch.tensor([[1, 0, 1, 1, 1], [1, 1, 1, 1, 1], [1, 1, 0, 0, 1]]),
+    "importance_sampling_ratio": torch.tensor([[0.5, 2, 1, 1, 1], [0.7, 1, 1, 1, 1], [1, 1, 0.1, 1, 0.3]]),
+}
+
+
+@pytest.mark.parametrize("extra", [{}, EXTRAS, {"importance_sampling_ratio": torch.tensor([[0.5], [0.7], [0.9]])}])
+def test_cutting_and_putting_together_gives_every_value_back(extra):
+    whole = batch(**extra)
+    again = rows_to_batch(batch_to_rows(whole, PAD), PAD, "cpu")
+    del whole["num_items_in_batch"]  # a value of the whole batch: it has to be counted anew
+    assert set(again) == set(whole)
+    for key, tensor in whole.items():
+        assert again[key].dtype == tensor.dtype, key
+        counts = whole["completion_mask"] == 1 if key == "ref_per_token_logps" else torch.ones_like(tensor).bool()
+        assert torch.equal(again[key][counts], tensor[counts]), key
+
+
+def test_padded_reference_log_probabilities_cannot_make_the_kl_term_overflow():
+    again = rows_to_batch(batch_to_rows(batch(**EXTRAS), PAD), PAD, "cpu")
+    difference = again["ref_per_token_logps"] - torch.tensor(-100.0)  # a policy that is sure of another token
+    k3 = difference.exp() - difference - 1
+    assert k3[again["completion_ids"] == PAD].isfinite().all()
+
+
+def test_token_advantages_are_cut_and_padded_with_zeros():
+    token_advantages = torch.tensor([[1.0, 2, 3, 0, 0], [4, 0, 0, 0, 0], [5, 6, 7, 8, 9]])
+    rows = batch_to_rows(batch(advantages=token_advantages), PAD)
+    assert [row["advantages"].tolist() for row in rows] == [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+    assert torch.equal(rows_to_batch(rows, PAD, "cpu")["advantages"], token_advantages)
+
+
+def test_rows_have_no_padding_and_share_no_memory_with_the_batch():
+    whole = batch()
+    rows = batch_to_rows(whole, PAD)
+    assert [len(row["prompt_ids"]) for row in rows] == [2, 4, 1]
+    assert [len(row["completion_ids"]) for row in rows] == [3, 1, 5]  # the token of the masked row is kept
+    whole["advantages"].zero_()
+    whole["old_per_token_logps"].zero_()
+    assert rows[2]["advantages"] == 2.0
+    assert rows.columns["old_per_token_logps"].values.untyped_storage().nbytes() == (3 + 1 + 5) * 4
+    values = sum(tensor.nbytes for row in rows for tensor in row.values())
+    assert rows.row_bytes().sum() == values + 3 * 32  # lengths and ends of prompt and completion
+
+
+def test_rows_of_different_batches_are_padded_to_the_longest():
+    rows = batch_to_rows(batch(), PAD)
+    mixed = rows_to_batch(rows.select([1, 0]), PAD, "cpu")
+    assert mixed["prompt_ids"].tolist() == [[7, 8, 9, 5], [0, 0, 5, 6]]
+    assert mixed["completion_ids"].tolist() == [[9, 0, 0], [5, 6, 1]]
+    assert rows_to_batch(rows.select([0]), PAD, "cpu", pad_to_multiple_of=4)["completion_ids"].shape == (1, 4)
+
+
+def test_one_token_completions_and_sequence_ratios_do_not_get_mixed_up():
+    short = {key: value[:, :1] if value.dim() == 2 else value for key, value in batch().items()}
+    short["importance_sampling_ratio"] = torch.tensor([[0.5], [0.7], [0.9]])
+    rows = batch_to_rows(short, PAD)
+    assert torch.equal(
+        rows_to_batch(rows, PAD, "cpu")["importance_sampling_ratio"], short["importance_sampling_ratio"]
+    )
+
+
+def test_unknown_and_multimodal_keys_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"`rewards_of_tools`, which cannot be cut into rows"):
+        batch_to_rows(batch(rewards_of_tools=torch.ones(3)), PAD)
+    with pytest.raises(ValueError, match=r"`pixel_values`: multimodal samples cannot be replayed"):
+        batch_to_rows(batch(pixel_values=torch.ones(3, 2)), PAD)
+
+
+def test_one_token_rows_go_with_longer_ones_and_keep_a_value_a_token():
+    ratio = torch.tensor([[0.5, 2, 1, 1, 1], [0.7, 1, 1, 1, 1], [1, 1, 0.1, 1, 0.3]])
+    rows = batch_to_rows(batch(importance_sampling_ratio=ratio), PAD)
+    short = {key: value[1:2, :1] if value.dim() == 2 else value[1:2] for key, value in batch().items() if value.dim()}
+    one_token = batch_to_rows({**short, "importance_sampling_ratio": torch.tensor([[0.25]])}, PAD)
+    mixed = rows_to_batch(concat_rows([(one_token, [0]), (rows, [2, 0])]), PAD, "cpu")
+    assert torch.equal(
+        mixed["importance_sampling_ratio"],
+        torch.tensor([[0.25, 1, 1, 1, 1], [1, 1, 0.1, 1, 0.3], [0.5, 2, 1, 1, 1]]),
+    )
+
+
+def test_rows_of_different_settings_are_not_mixed():
+    rows = batch_to_rows(batch(), PAD)
+    fewer = Rows({key: column for key, column in rows.columns.items() if key != "old_per_token_logps"})
+    with pytest.raises(ValueError, match=r"\['old_per_token_logps'\].*`replay_discard_saved`"):
+        concat_rows([(rows, [0]), (fewer, [0])])
+
+
+def test_masked_rows_keep_the_shape_and_count_nothing():
+    rows = batch_to_rows(batch(), PAD)
+    masked = rows.masked()
+    assert masked[0]["completion_ids"].tolist() == rows[0]["completion_ids"].tolist()
+    assert not masked[0]["completion_mask"].any()
+    assert rows[0]["completion_mask"].all()
+
+
+def test_rows_with_an_advantage_are_told_by_row_and_by_token():
+    assert batch_to_rows(batch(advantages=torch.tensor([0.0, -1.0, 0.0])), PAD).has_advantage().tolist() == [0, 1, 0]
+    token_advantages = torch.tensor(
+        [[0.0, 0, 0, 9, 9], [4, 0, 0, 0, 0], [0, 0, 0, 0, 9]]
+    )  # the 9s of row 0 are padding
+    assert batch_to_rows(batch(advantages=token_advantages), PAD).has_advantage().tolist() == [False, True, True]
+
+
+def test_bytes_of_a_row_as_the_docs_give_them():
+    """docs/distributed.md: 5 p + (5 + 4 k) t + 44 for p prompt and t completion tokens, k tensors of log-probs."""
+    rows = batch_to_rows(batch(ref_per_token_logps=EXTRAS["ref_per_token_logps"]), PAD)
+    prompts, completions, k = (2, 4, 1), (3, 1, 5), 2
+    expected = [5 * p + (5 + 4 * k) * t + 44 for p, t in zip(prompts, completions, strict=True)]
+    assert rows.row_bytes().tolist() == expected

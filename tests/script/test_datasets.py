@@ -1,0 +1,95 @@
+"""Datasets and rewards by name."""
+
+import json
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from bapo_trl.script.datasets import common_hub_id, load_splits, pick_split
+from bapo_trl.script.rewards import REWARDS, resolve_reward_funcs
+
+
+ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".parquet"])
+def test_files_are_the_train_split(tmp_path, suffix):
+    path = tmp_path / f"data{suffix}"
+    if suffix == ".parquet":
+        Dataset.from_list(ROWS).to_parquet(path)
+    else:
+        path.write_text("\n".join(map(json.dumps, ROWS)))
+    splits = load_splits(str(path))
+    assert list(splits) == ["train"]
+    assert splits["train"].to_list() == ROWS
+
+
+def test_saved_datasets_and_folders_of_files(tmp_path):
+    data = Dataset.from_list(ROWS)
+    data.save_to_disk(tmp_path / "one")
+    DatasetDict(train=data, test=data.select([0])).save_to_disk(tmp_path / "two")
+    (tmp_path / "files").mkdir()
+    data.to_json(tmp_path / "files" / "train.jsonl")
+    data.select([1]).to_json(tmp_path / "files" / "test.jsonl")
+    assert load_splits(str(tmp_path / "one"))["train"].to_list() == ROWS
+    assert load_splits(str(tmp_path / "two"))["test"].to_list() == ROWS[:1]
+    assert load_splits(str(tmp_path / "files"))["test"].to_list() == ROWS[1:]
+
+
+def test_streaming_files(tmp_path):
+    Dataset.from_list(ROWS).to_json(tmp_path / "data.jsonl")
+    assert list(load_splits(str(tmp_path / "data.jsonl"), streaming=True)["train"]) == ROWS
+
+
+def test_missing_and_foreign_files_are_refused(tmp_path):
+    (tmp_path / "data.csv").write_text("prompt\n")
+    with pytest.raises(ValueError, match=r"data\.csv.*\.jsonl"):
+        load_splits(str(tmp_path / "data.csv"))
+    for name in ("missing.parquet", "missing.csv", "./missing", str(tmp_path / "missing")):
+        with pytest.raises(ValueError, match="no such file or folder"):
+            load_splits(name)
+
+
+def test_what_the_hub_does_not_give_is_told_with_its_answer(monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("Couldn't reach it")
+
+    monkeypatch.setattr("bapo_trl.script.datasets.load_dataset", unreachable)
+    with pytest.raises(
+        ValueError, match=r"'data/promts', which is neither a file nor a folder here.*Couldn't reach it"
+    ):
+        load_splits("data/promts")
+
+
+def test_only_one_dataset_of_the_hub_has_an_id_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "here").mkdir(parents=True)
+    assert common_hub_id(["org/data"]) == common_hub_id(["hf://datasets/org/data", "org/data"]) == "org/data"
+    assert common_hub_id(["gsm8k"]) == "gsm8k"
+    for source in ("json", "org/here", "data.jsonl", "./data", "/data", "buckets/org/data", "hf://buckets/org/data"):
+        assert common_hub_id([source]) is None
+    assert common_hub_id(["org/data", "org/other"]) is None
+    assert common_hub_id(["org/data", "json"]) is None
+
+
+def test_a_missing_split_is_named_with_those_there_are():
+    splits = DatasetDict(train=Dataset.from_list(ROWS))
+    assert len(pick_split(splits, "train", "dataset_train_split")) == 2
+    with pytest.raises(ValueError, match=r"`dataset_test_split` is 'test'.*\['train'\]"):
+        pick_split(splits, "test", "dataset_test_split")
+
+
+def test_rewards_by_name_and_import_path(tmp_path, monkeypatch):
+    (tmp_path / "own_rewards.py").write_text("def one(completions, **kwargs):\n    return [1.0]\nnumber = 3\n")
+    monkeypatch.chdir(tmp_path)
+    think, own = resolve_reward_funcs(["think_format_reward", "own_rewards.one"])
+    assert think is REWARDS["think_format_reward"]
+    assert own(["text"]) == [1.0]
+    for name, message in (
+        ("acuracy_reward", "'acuracy_reward', which is not known.*accuracy_reward"),
+        ("no_such_module.reward", "'no_such_module.reward', which cannot be imported"),
+        ("own_rewards.two", "'own_rewards.two', which cannot be imported"),
+        ("own_rewards.number", "'own_rewards.number', which is not a function"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            resolve_reward_funcs([name])

@@ -1,0 +1,358 @@
+"""`train_bapo.py` as users start it: in a process of its own, on the embedded task and on their own data."""
+
+import json
+import re
+import sys
+
+import pytest
+from datasets import Dataset, DatasetDict
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM
+
+from bapo_trl.tasks import load_task, warm_start_path
+from tests.helpers.commands import ROOT, accelerate_launcher, run_command
+
+
+sys.path.insert(0, str(ROOT))
+import train_bapo
+
+
+SHORT = {
+    "max_steps": 2,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 2,
+    "num_iterations": 1,
+    "num_generations": 4,
+    "logging_steps": 1,
+}
+CPU = {"use_cpu": "true", "bf16": "false", "gradient_checkpointing": "false", "dataloader_pin_memory": "false"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm_start():
+    warm_start_path()  # once, so that the scripts find it
+
+
+def train(output_dir, *flags, cwd=ROOT, launcher=(), **settings):
+    arguments = [f"--{name}={value}" for name, value in {**SHORT, **settings}.items()]
+    command = [
+        sys.executable,
+        *launcher,
+        str(ROOT / "train_bapo.py"),
+        "--output_dir",
+        str(output_dir),
+        *arguments,
+        *flags,
+    ]
+    return run_command(command, cwd=cwd, HF_HUB_OFFLINE="1")
+
+
+def succeeded(result):
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def logs(output_dir):
+    return json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
+
+
+def test_two_updates_on_the_embedded_task(tmp_path):
+    out = succeeded(train(tmp_path / "run"))
+    for line in (
+        r"samples per generation +16 \(4 per prompt\)",
+        r"samples per update +8 \(1 x 8 x 1\)",
+        r"updates per generation +2\n",
+        r"oldest age of a sample +1 policy versions",
+        r"clip bounds +low 0.6 .. 0.9, high 1.2 .. 3\n",
+        r"bound search +upper_first, over each batch",
+        r"update +1 .*reward 0\.\d+.*clip \[0\.\d+, \d\.\d+\].*positive share",
+        r"Held-out accuracy, greedy 0\.\d+ -> 0\.\d+, mean of 4 samples 0\.\d+ -> 0\.\d+",
+        rf"Model: {tmp_path / 'run'}\n",
+        rf"Checkpoint: {tmp_path / 'run' / 'checkpoint-2'}\n",
+        rf"Report: {tmp_path / 'run' / 'report.png'}\n",
+    ):
+        assert re.search(line, out), (line, out)
+    assert (tmp_path / "run" / "report.png").read_bytes()[:4] == b"\x89PNG"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run").config.model_type == "qwen2"
+    assert [log["step"] for log in logs(tmp_path / "run") if "bapo/clip_low" in log] == [1, 2]
+
+
+def test_lora_saves_the_adapter_alone(tmp_path):
+    succeeded(train(tmp_path, "--use_peft", "--lora_target_modules", "q_proj", "v_proj", lora_r=4))
+    assert (tmp_path / "adapter_model.safetensors").exists()
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_resume_trains_on_from_the_latest_whole_checkpoint(tmp_path):
+    succeeded(train(tmp_path / "stopped", max_steps=2, save_strategy="steps", save_steps=2))
+    (tmp_path / "stopped" / "checkpoint-4").mkdir()
+    result = train(tmp_path / "stopped", max_steps=4, resume_from_checkpoint="true")
+    out = succeeded(result)
+    assert result.stderr.count("checkpoint-4 is not whole and was skipped: trainer_state.json is missing") == 1
+    assert "may be overwritten" not in out
+    succeeded(train(tmp_path / "straight", max_steps=4))
+    assert [log["step"] for log in logs(tmp_path / "stopped") if "bapo/clip_low" in log] == [1, 2, 3, 4]
+    for resumed, straight in zip(logs(tmp_path / "stopped"), logs(tmp_path / "straight"), strict=True):
+        assert resumed.get("grad_norm") == straight.get("grad_norm")
+        assert resumed.get("bapo/positive_share") == straight.get("bapo/positive_share")
+    assert "Held-out accuracy since the warm start" in out
+    assert f"Checkpoint: {tmp_path / 'stopped' / 'checkpoint-4'}" in out
+    finished = train(tmp_path / "stopped", max_steps=4, resume_from_checkpoint="true")
+    assert finished.returncode != 0
+    assert "checkpoint-4, at update 4, and `max_steps` is 4: nothing is left to train" in finished.stderr
+    again = succeeded(train(tmp_path / "stopped", max_steps=2))
+    assert f"Note: {tmp_path / 'stopped' / 'checkpoint-4'} is of an earlier run" in again
+    assert f"Checkpoint: {tmp_path / 'stopped' / 'checkpoint-2'}" in again
+
+
+def test_evaluation_alone(tmp_path):
+    out = succeeded(
+        train(
+            tmp_path, do_train="false", per_device_eval_batch_size=64, num_generations_eval=4,
+            resume_from_checkpoint="false",
+        )
+    )  # fmt: skip
+    metrics = json.loads((tmp_path / "eval_results.json").read_text())
+    assert 0 < metrics["eval_reward"] < metrics["eval_reward_best_of_4"] <= 1
+    assert f"Evaluation of {warm_start_path()} on the embedded task" in out
+    assert re.search(r"update +0  eval reward 0\.\d+  reward best of 4 0\.\d+", out)
+    assert not (tmp_path / "model.safetensors").exists()
+    assert "Held-out accuracy" not in out
+
+
+def test_evaluation_during_training_on_a_users_own_data_and_reward(tmp_path):
+    (tmp_path / "my_rewards.py").write_text(
+        "def prefers_short(completions, **kwargs):\n    return [-float(len(text)) for text in completions]\n"
+    )
+    task = load_task()
+    data = DatasetDict(train=task.train_dataset.select(range(32)), test=task.test_dataset.select(range(8)))
+    data.save_to_disk(tmp_path / "data")
+    out = succeeded(
+        train(
+            "out", cwd=tmp_path, dataset_name="data", reward_funcs="my_rewards.prefers_short",
+            model_name_or_path=warm_start_path(), use_cpu="true", bf16="false", gradient_checkpointing="false",
+            dataloader_pin_memory="false", eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8,
+            max_completion_length=4, report_to="tensorboard",
+        )
+    )  # fmt: skip
+    history = logs(tmp_path / "out")
+    assert [log["step"] for log in history if "eval_reward" in log] == [1, 2]
+    assert (tmp_path / "out" / "eval_results.json").exists()  # once more at the end
+    assert all(log["eval_rewards/prefers_short/mean"] < 0 for log in history if "eval_reward" in log)
+    assert "Held-out accuracy" not in out
+    assert out.count("eval reward") == 3  # two while training, one at the end
+    assert "Evaluation of out on data: update" in out  # not of the model it started from
+    assert list((tmp_path / "out").rglob("events.out.tfevents*"))
+
+
+@pytest.mark.parametrize(
+    "spelling", ["--dataset_name=data.jsonl", "--dataset-name data.jsonl", "--dataset_name data.jsonl"]
+)
+def test_own_data_takes_nothing_from_the_quickstart(spelling):
+    flags = ["--output_dir", "out", "--use_cpu", "true", "--bf16", "false"]
+    script_args, training_args, model_args, _ = train_bapo.parse_arguments([*spelling.split(), *flags])
+    assert script_args.dataset_name == "data.jsonl"
+    assert (training_args.max_completion_length, training_args.learning_rate) == (512, 1e-6)
+    assert model_args.model_name_or_path is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        # abbreviated; others misspelt, beside a setting (bf16 on a CPU) that would be refused too
+        (
+            ["--positive_contribution", "0.5"],
+            "--positive_contribution (the nearest is --positive_contribution_target)",
+        ),
+        (["--max-stepz=3", "--bf16", "true"], "--max-stepz (the nearest is --max_steps)"),
+        (["--confg", "recipes/math_7b.yaml"], "--confg (the nearest is --config)"),
+        (
+            ["--learning_rat", "1e-6", "--sed", "-1"],
+            "--learning_rat (the nearest is --learning_rate), --sed (the nearest is --seed)",
+        ),
+        (["recipes/math_7b.yaml"], "'recipes/math_7b.yaml' belongs to no flag"),
+        (["--config", "missing.yaml"], "`--config` is 'missing.yaml': there is no such file"),
+        (["--config=recipes"], "`--config` is 'recipes': there is no such file"),
+        (["--max_steps", "3", "--config"], "`--config` is '': there is no such file"),
+    ],
+)
+def test_unknown_flags_and_missing_recipes_end_in_one_line(flags, message, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as ended:
+        train_bapo.main(flags)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.partition("error: ")[2].removeprefix("unknown flag: ") == message + "\n"
+
+
+def test_an_unknown_key_of_a_recipe_ends_in_one_line(tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("learning_rat: 1.0e-6\nbf16: true\n")
+    with pytest.raises(SystemExit) as ended:
+        train_bapo.main(["--config", str(recipe)])
+    assert ended.value.code == 2
+    line = f"error: unknown key in {recipe}: learning_rat (the nearest is learning_rate)\n"
+    assert capsys.readouterr().err.endswith(line)
+
+
+def test_the_line_is_all_that_a_user_sees_of_an_unknown_flag(tmp_path):
+    result = train(tmp_path / "run", max_stepz=3)
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert result.stderr.endswith("train_bapo.py: error: unknown flag: --max_stepz (the nearest is --max_steps)\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_recipes_in_either_spelling():
+    for flags in (["--config=recipes/quickstart.yaml"], ["--config", "recipes/quickstart.yaml"], ["--max_steps=480"]):
+        assert train_bapo.parse_arguments(flags)[1].learning_rate == 5e-4
+
+
+def test_help_shows_the_defaults_of_the_settings_not_of_a_recipe(capsys):
+    with pytest.raises(SystemExit):
+        train_bapo.parse_arguments(["--help"])
+    out = capsys.readouterr().out
+    assert "Train a model with BAPO." in out
+    assert "--positive_contribution_target" in out
+    assert "(default: embedded)" not in out
+
+
+@pytest.fixture
+def pushed(monkeypatch):
+    """What is passed to the push at the end of a run, and the model card it writes, without a Hub."""
+    pushes = []
+
+    def push_to_hub(trainer, **kwargs):
+        trainer.create_model_card(**{name: value for name, value in kwargs.items() if name == "dataset_name"})
+        card = ModelCard.load(f"{trainer.args.output_dir}/README.md")
+        assert ("on the [" in card.text) == ("datasets" in card.data.to_dict())
+        pushes.append({**kwargs, "datasets": card.data.to_dict().get("datasets")})
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("transformers.Trainer.init_hf_repo", lambda self, *args: setattr(self, "hub_model_id", "me/x"))
+    monkeypatch.setattr(train_bapo.BAPOTrainer, "push_to_hub", push_to_hub)
+    return pushes
+
+
+def run_main(**settings):
+    settings = {**SHORT, "save_strategy": "no", **settings}
+    train_bapo.main([part for name, value in settings.items() for part in (f"--{name}", str(value))])
+
+
+def test_push_to_hub_names_no_dataset_but_one_of_the_hub(tmp_path, monkeypatch, pushed):
+    problems = load_task().train_dataset.select(range(16))
+    asked = []
+
+    def load_from_hub(path, **kwargs):
+        asked.append(path)
+        return DatasetDict(train=problems)
+
+    run_main(output_dir=tmp_path / "embedded", push_to_hub="true")
+    assert len(pushed) == 2  # of `save_model`, and the last one
+    assert pushed[-1] == {"dataset_name": None, "datasets": None}
+
+    monkeypatch.chdir(tmp_path)
+    problems.to_json("problems.jsonl")
+    problems.save_to_disk("org/saved")
+    own = {
+        **CPU, "model_name_or_path": warm_start_path(), "reward_funcs": "bapo_trl.tasks.exact_match_reward",
+        "max_completion_length": 4, "push_to_hub": "true", "report_to": "none",
+    }  # fmt: skip
+    for name in ("problems.jsonl", "org/saved"):
+        run_main(**own, dataset_name=name, output_dir=tmp_path / "out")
+        assert pushed[-1] == {"dataset_name": None, "datasets": None}
+    monkeypatch.setattr("bapo_trl.script.datasets.load_dataset", load_from_hub)
+    run_main(**own, dataset_name="org/problems", output_dir="org/problems")  # by now there is a folder of that name
+    assert asked == ["org/problems"]
+    assert pushed[-1] == {"dataset_name": "org/problems", "datasets": "org/problems"}
+
+    mixture = tmp_path / "mixture.yaml"
+    mixture.write_text("datasets: [{path: json, data_files: problems.jsonl}]\ndataset_name: org/ignored\n")
+    run_main(**own, config=mixture, output_dir="out")
+    assert pushed[-1] == {"dataset_name": None, "datasets": None}
+
+
+PUBLISHED = {"push_to_hub": "true", "do_eval": "true", "per_device_eval_batch_size": 64}
+
+
+def is_saved_evaluated_and_pushed(folder, pushed):
+    return (folder / "model.safetensors").exists() and (folder / "eval_results.json").exists() and len(pushed) == 2
+
+
+@pytest.mark.parametrize("settings", [{}, {"eval_strategy": "steps", "eval_steps": 2}])
+def test_a_run_that_logs_no_update_has_no_report(tmp_path, capsys, pushed, settings):
+    run_main(output_dir=tmp_path, logging_steps=5, **PUBLISHED, **settings)
+    assert is_saved_evaluated_and_pushed(tmp_path, pushed)
+    assert "\nReport: not drawn, no update was logged" in capsys.readouterr().out
+    assert not (tmp_path / "report.png").exists()
+
+
+def test_a_report_that_fails_stands_in_the_way_of_nothing(tmp_path, monkeypatch, pushed):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # installed, but broken
+    with pytest.raises(ImportError, match=r"matplotlib\.pyplot"):
+        run_main(output_dir=tmp_path, **PUBLISHED)
+    assert is_saved_evaluated_and_pushed(tmp_path, pushed)
+
+
+def test_two_processes_share_the_work(tmp_path):
+    out = succeeded(train(tmp_path, launcher=accelerate_launcher("cpu_ddp")))
+    assert re.search(r"samples per update +16 \(2 x 8 x 1\)", out)
+    assert out.count("BAPO on the embedded task") == 1
+    assert [log["step"] for log in logs(tmp_path) if "bapo/clip_low" in log] == [1, 2]
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_a_dataset_mixture_from_a_recipe(tmp_path):
+    for name, size in (("a", 5), ("b", 11)):
+        load_task().train_dataset.select(range(size)).to_json(tmp_path / f"{name}.jsonl")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"datasets: [{{path: json, data_files: {tmp_path}/a.jsonl}}, {{path: json, data_files: {tmp_path}/b.jsonl}}]\n"
+        f"model_name_or_path: {warm_start_path()}\nreward_funcs: [bapo_trl.tasks.exact_match_reward]\n"
+        "use_cpu: true\nbf16: false\ngradient_checkpointing: false\nmax_completion_length: 4\n"
+    )
+    out = succeeded(train(tmp_path / "out", "--config", str(recipe)))
+    assert "BAPO on a dataset mixture" in out
+    assert [log["step"] for log in logs(tmp_path / "out") if "bapo/clip_low" in log] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dataset_name": "./missing.jsonl"}, "`dataset_name` is './missing.jsonl'.*no such file or folder"),
+        ({"dataset_name": "embedded", "reward_funcs": "accuracy"}, "`reward_funcs` has 'accuracy'.*accuracy_reward"),
+        ({"dataset_name": "questions.jsonl", "reward_funcs": "think_format_reward"}, "no `prompt` column.*question"),
+        ({"dataset_name": "questions.jsonl"}, "`reward_funcs` is not set"),
+        (
+            {"dataset_name": "three.jsonl", "reward_funcs": "think_format_reward", "model_name_or_path": "./no_model"},
+            "dataset has 3 prompts, but one generation takes 4 .*16 / `num_generations` 4.*`steps_per_generation` .2.",
+        ),
+        ({"dataset_name": "embedded", "model_name_or_path": None}, "`model_name_or_path` is not set"),
+        (
+            {"dataset_name": "questions.jsonl", "dataset_train_split": "trein"},
+            "`dataset_train_split` is 'trein'.*'train'",
+        ),
+        (
+            {"dataset_name": "embedded", "do_train": "false", "resume_from_checkpoint": "true"},
+            "`resume_from_checkpoint` is 'true', but `do_train` is false.*`model_name_or_path`",
+        ),
+        ({"dataset_name": "questions.jsonl", "do_eval": "true"}, "`dataset_test_split` is 'test'.*train"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_argument_the_value_and_the_fix(tmp_path, settings, message, monkeypatch):
+    Dataset.from_dict({"question": ["1+1="]}).to_json(tmp_path / "questions.jsonl")
+    Dataset.from_dict({"prompt": ["1+1=", "1+2=", "1+3="]}).to_json(tmp_path / "three.jsonl")
+    monkeypatch.chdir(tmp_path)
+    settings = {
+        **SHORT, **CPU, "output_dir": "out", "model_name_or_path": warm_start_path(), **settings,
+    }  # fmt: skip
+    arguments = [part for name, value in settings.items() if value for part in (f"--{name}", str(value))]
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        train_bapo.main(arguments)
+
+
+def test_a_recipe_without_a_dataset_is_refused(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"output_dir: {tmp_path}\nuse_cpu: true\nbf16: false\n")
+    with pytest.raises(ValueError, match=r"`dataset_name` is not set.*embedded"):
+        train_bapo.main(["--config", str(recipe)])
