@@ -16,10 +16,12 @@ from .rows import Rows, batch_to_rows, rows_to_batch
 REPLAY_METRICS = {
     "replay/size": "Samples in the queues of all ranks, after the draw.",
     "replay/fraction": "Share of the batch that was drawn from the queue.",
-    "replay/zero_advantage_filled": "Samples without advantage or trained token that gave their place to queued ones.",
-    "replay/untrained": "Samples of the generation without a trained token, which do not enter the queue.",
+    "replay/zero_advantage_filled": "Samples without advantage or without a trained token that gave their place to queued "
+    "ones.",
+    "replay/untrained": "Samples of the generation without a trained token (cut off, under "
+    "`mask_truncated_completions`, or written by tools alone), which do not enter the queue; 0 at later passes.",
     "replay/used": "Samples that left the queue since the last draw with their last use.",
-    "replay/expired": "Samples that left the queue since the last draw because they were too old.",
+    "replay/expired": "Samples that left the queue since the last draw because they were too stale.",
     "replay/overflowed": "Samples that left the queue since the last draw because it was full.",
     "replay/reuse_mean": "Mean number of times that the samples of the batch have been drawn, this time included.",
     "replay/masked": "Rows that keep the shape of the batch and train nothing, where the queues had too few.",
