@@ -10,7 +10,7 @@ from .bound_grid import BoundGrid
 from .clip_bounds import MEASURES, SEARCH_ORDERS
 from .generation.sampling_settings import biased_settings
 from .policy_tokens import WEIGHTINGS
-from .replay.queue import DRAW_ORDERS, smallest_capacity
+from .replay.mixer import DRAW_ORDERS, smallest_capacity
 
 
 SCOPES = ("batch", "micro_batch")

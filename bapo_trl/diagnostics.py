@@ -1,8 +1,7 @@
 """What is logged at every optimizer update: names, definitions, and the one reduction that all of them share.
 
-A rank sums up each micro-batch in a vector (`measure_tokens`). Vectors add up over micro-batches and over ranks with
-`merge`, so one gather of a few numbers at the end of an update serves every metric, and one transfer to the host reads
-them. Legend: `B` rows, `T` completion tokens.
+A rank sums up each micro-batch in a `Tally` (`measure_tokens`). Tallies add up over micro-batches and over ranks, so one
+gather of a few numbers at the end of an update serves every metric, and one transfer to the host reads them. Legend: `B` rows, `T` completion tokens.
 """
 
 import math
@@ -13,6 +12,7 @@ import torch
 from .bound_grid import sum_dtype
 from .clip_bounds import ClipBounds
 from .policy_tokens import PolicyTokens
+from .reduce import Tally
 
 
 UPDATE_METRICS = {
@@ -28,32 +28,31 @@ UPDATE_METRICS = {
     "ratio/ess": "Effective sample size over the number of ratios, (sum r)^2 / (N sum r^2), in (0, 1].",
     "ratio/kl": "k3 estimate of KL(behaviour policy || policy): mean of r - 1 - log r.",
     "ratio/chi2": "Chi-square divergence of the policy from the behaviour policy: mean of r^2 - 1.",
-    "staleness/mean": "Mean age of the trained rows, in policy versions (optimizer updates since they were sampled).",
-    "staleness/max": "Largest age of the trained rows, in policy versions.",
+    "staleness/mean": "Mean staleness of the trained rows, in policy versions (optimizer updates since they were "
+    "sampled).",
+    "staleness/max": "Largest staleness of the trained rows, in policy versions.",
 }
 """Definition of each logged metric."""
 
 GUARDED_TENSORS = ("per_token_logps", "old_per_token_logps", "ref_per_token_logps", "advantages", "importance_ratio")
 """Tensors in which a NaN or an infinity stops the training."""
 
-_SUMS = ("ratios", "ratio", "ratio_squared", "k3", "rows", "age", *GUARDED_TENSORS)
-_MAXIMA = ("ratio_max", "negative_ratio_min", "age_max")
-
 
 def measure_tokens(
     tokens: PolicyTokens,
-    ages: torch.Tensor,
+    staleness: torch.Tensor,
     guarded: Mapping[str, torch.Tensor | None],
     completion_mask: torch.Tensor,
-) -> torch.Tensor:
+) -> Tally:
     """
     Sum up one micro-batch.
 
     Args:
         tokens ([`PolicyTokens`]):
             Ratios, advantages and mask of the micro-batch.
-        ages (`torch.Tensor`):
-            Age of each row in policy versions, shape `(B,)`, integer. Rows without a token of the loss do not count.
+        staleness (`torch.Tensor`):
+            Staleness of each row in policy versions, shape `(B,)`, integer. Rows without a token of the loss do not
+            count.
         guarded (mapping of `str` to `torch.Tensor`):
             Log-probabilities by name, shape `(B, T)`; their NaNs and infinities on completion tokens are counted.
             `None` for a tensor that the batch does not have.
@@ -62,7 +61,7 @@ def measure_tokens(
             by 0, which does not stop a NaN.
 
     Returns:
-        `torch.Tensor` of shape `(14,)`: sums, then maxima, to be combined with [`merge`].
+        [`~reduce.Tally`]: What [`token_metrics`] needs of it.
     """
     device = tokens.ratio.device
     dtype = sum_dtype(device)
@@ -70,75 +69,79 @@ def measure_tokens(
     ratio = torch.where(valid, tokens.ratio, 0.0).to(dtype)
     log_ratio = torch.where(valid, tokens.log_ratio, 0.0).to(dtype)
     is_trained = tokens.mask.any(dim=1)
-    ages = torch.where(is_trained, ages.to(device, dtype, non_blocking=True), 0.0)
+    staleness = torch.where(is_trained, staleness.to(device, dtype, non_blocking=True), 0.0)
 
     mask = completion_mask.bool()
     advantages = tokens.advantages if tokens.advantages.dim() == 2 else tokens.advantages.unsqueeze(1)
     suspects = {**guarded, "advantages": advantages.expand(mask.shape)}
-    nonfinite = [
-        (~suspects[name].isfinite() & mask).sum() if suspects.get(name) is not None else mask.new_zeros(())
+    nonfinite = {
+        name: (~suspects[name].isfinite() & mask).sum() if suspects.get(name) is not None else 0
         for name in GUARDED_TENSORS[:-1]
-    ]
-    nonfinite.append((~tokens.ratio.isfinite() & valid).sum())
+    }
+    nonfinite["importance_ratio"] = (~tokens.ratio.isfinite() & valid).sum()
+    return Tally(
+        {
+            "ratios": valid.sum(),
+            "ratio": ratio.sum(),
+            "ratio_squared": ratio.square().sum(),
+            "k3": torch.where(valid, ratio - 1 - log_ratio, 0.0).sum(),
+            "rows": is_trained.sum(),
+            "staleness": staleness.sum(),
+            **nonfinite,
+        },
+        {
+            "ratio_max": torch.where(valid, tokens.ratio, -math.inf).amax(),
+            "negative_ratio_min": torch.where(valid, -tokens.ratio, -math.inf).amax(),
+            "staleness_max": staleness.amax(),
+        },
+    )
 
-    count = valid.sum()
-    k3 = torch.where(valid, ratio - 1 - log_ratio, 0.0).sum()
-    sums = [count, ratio.sum(), ratio.square().sum(), k3, is_trained.sum(), ages.sum()]
-    maxima = [
-        torch.where(valid, tokens.ratio, -math.inf).amax(),
-        torch.where(valid, -tokens.ratio, -math.inf).amax(),
-        ages.amax(),
-    ]
-    return torch.stack([value.to(dtype) for value in (*sums, *nonfinite, *maxima)])
 
-
-def merge(vectors: torch.Tensor) -> torch.Tensor:
-    """Combine the vectors of several micro-batches or ranks, shape `(N, 14)`, into one of shape `(14,)`."""
-    return torch.cat([vectors[:, : len(_SUMS)].sum(0), vectors[:, len(_SUMS) :].amax(0)])
-
-
-def bounds_vector(searches: Sequence[ClipBounds]) -> torch.Tensor:
+def average_searches(searches: Sequence[ClipBounds]) -> dict[str, torch.Tensor]:
     """
     Average the outcomes of an update's searches (one, or one for each micro-batch) for the log.
 
     Returns:
-        `torch.Tensor` of shape `(6,)`, in the order of the `bapo/` metrics. An undefined share is left out of its
-        mean, and is NaN where all are undefined.
+        `dict` of 0-dim tensors with the names of the `bapo/` metrics. An undefined share is left out of its mean, and
+        is NaN where all are undefined.
     """
-    fields = ("low", "high", "positive_share", "initial_positive_share", "target_met", "steps")
     dtype = searches[0].low.dtype
-    rows = [torch.stack([getattr(bounds, field).to(dtype) for field in fields]) for bounds in searches]
-    return torch.stack(rows).nanmean(dim=0)
+    rows = [
+        {
+            "bapo/clip_low": bounds.low,
+            "bapo/clip_high": bounds.high,
+            "bapo/positive_share": bounds.positive_share,
+            "bapo/positive_share_initial": bounds.initial_positive_share,
+            "bapo/target_met": bounds.target_met,
+            "bapo/search_steps": bounds.steps,
+        }
+        for bounds in searches
+    ]
+    return {name: torch.stack([row[name].to(dtype) for row in rows]).nanmean() for name in rows[0]}
 
 
-def update_metrics(bounds: Sequence[float], tokens: Sequence[float]) -> dict[str, float]:
+def token_metrics(total: Mapping[str, float]) -> dict[str, float]:
     """
-    Compute the metrics of one optimizer update.
+    Compute the metrics of one optimizer update that its tokens give.
 
     Args:
-        bounds (sequence of `float`):
-            Values of [`bounds_vector`].
-        tokens (sequence of `float`):
-            Values of the merged vector of all micro-batches on all ranks.
+        total (mapping of `str` to `float`):
+            The numbers of [`measure_tokens`], of all micro-batches on all ranks.
 
     Returns:
-        `dict` with the names of [`UPDATE_METRICS`]; NaN where a value is undefined (no token contributes, or
-        none is there).
+        `dict` with the names of [`UPDATE_METRICS`] but those of the search; NaN where a value is undefined.
     """
-    total = dict(zip((*_SUMS, *_MAXIMA), tokens, strict=True))
     count = total["ratios"]
-    values = (
-        *bounds,
-        _ratio(total["ratio"], count),
-        -total["negative_ratio_min"] if count else math.nan,
-        total["ratio_max"] if count else math.nan,
-        _ratio(total["ratio"] ** 2, count * total["ratio_squared"]),
-        _ratio(total["k3"], count),
-        _ratio(total["ratio_squared"], count) - 1,
-        _ratio(total["age"], total["rows"]),
-        total["age_max"],
-    )
-    return dict(zip(UPDATE_METRICS, values, strict=True))
+    return {
+        "ratio/mean": _ratio(total["ratio"], count),
+        "ratio/min": -total["negative_ratio_min"] if count else math.nan,
+        "ratio/max": total["ratio_max"] if count else math.nan,
+        "ratio/ess": _ratio(total["ratio"] ** 2, count * total["ratio_squared"]),
+        "ratio/kl": _ratio(total["k3"], count),
+        "ratio/chi2": _ratio(total["ratio_squared"], count) - 1,
+        "staleness/mean": _ratio(total["staleness"], total["rows"]),
+        "staleness/max": total["staleness_max"],
+    }
 
 
 class UpdateLog:
@@ -150,16 +153,16 @@ class UpdateLog:
 
     def __init__(self):
         self.searches: list[ClipBounds] = []
-        self._measurements: list[torch.Tensor] = []
+        self._tally: Tally | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether a micro-batch of the current update has been added."""
-        return bool(self._measurements)
+        return self._tally is not None
 
-    def add(self, measurement: torch.Tensor):
+    def add(self, tally: Tally) -> None:
         """Add a micro-batch, as summed up by [`measure_tokens`]."""
-        self._measurements.append(measurement)
+        self._tally = tally if self._tally is None else self._tally + tally
 
     def close(self, gather: Callable[[torch.Tensor], torch.Tensor], update: int) -> dict[str, float]:
         """
@@ -175,21 +178,20 @@ class UpdateLog:
             RuntimeError: If a log-probability, an advantage or an importance ratio of a trained token is NaN or
                 infinite, on any rank.
         """
-        tokens = merge(gather(merge(torch.stack(self._measurements)).unsqueeze(0)))
-        bounds = bounds_vector(self.searches)
-        values = torch.cat([bounds, tokens]).tolist()
-        self.searches, self._measurements = [], []
+        bounds = average_searches(self.searches)
+        device = self.searches[0].low.device
+        total = self._tally.over_ranks(gather, device, sum_dtype(device))
+        self.searches, self._tally = [], None
 
-        tokens = values[len(bounds) :]
-        counts = dict(zip(_SUMS, tokens, strict=False))
-        broken = [f"`{name}` ({counts[name]:.0f} values)" for name in GUARDED_TENSORS if counts[name]]
+        numbers = Tally({**bounds, **total.sums}, total.maxima).numbers()
+        broken = [f"`{name}` ({numbers[name]:.0f} values)" for name in GUARDED_TENSORS if numbers[name]]
         if broken:
             raise RuntimeError(
                 f"NaN or infinity in {', '.join(broken)} at update {update}, before its optimizer step: nothing of "
                 "this update was applied. Look for a learning rate that is too high, a reward that is not finite or "
                 "half precision without loss scaling, and resume from a checkpoint."
             )
-        return update_metrics(values[: len(bounds)], tokens)
+        return {name: numbers[name] for name in bounds} | token_metrics(numbers)
 
 
 def _ratio(numerator: float, denominator: float) -> float:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bapo_trl.clip_bounds import BoundGrid, Contributions, search_bounds
-from bapo_trl.diagnostics import GUARDED_TENSORS, UPDATE_METRICS, UpdateLog, measure_tokens, merge
+from bapo_trl.diagnostics import GUARDED_TENSORS, UPDATE_METRICS, UpdateLog, measure_tokens
 from bapo_trl.policy_tokens import policy_tokens
 from bapo_trl.replay.mixer import REPLAY_METRICS
 
@@ -55,7 +55,8 @@ def test_micro_batches_and_ranks_merge_to_the_whole():
     rows = [[0.5, 1.5, 3.0], [0.25, 1.0, 1.0], [2.0, 2.0, 0.125], [1.0, 0.75, 4.0]]
     whole = closed([measured(rows, ages=[0, 5, 2, 1])])
     parts = [measured(rows[:1], [0]), measured(rows[1:3], [5, 2]), measured(rows[3:], [1])]
-    other_rank = merge(torch.stack(parts[1:])).unsqueeze(0)
+    other = (parts[1] + parts[2]).over_ranks(lambda own: own, "cpu", torch.float64)
+    other_rank = torch.stack([*other.sums.values(), *other.maxima.values()]).unsqueeze(0)
     for metrics in (closed(parts), closed(parts[:1], gather=lambda own: torch.cat([own, other_rank]))):
         assert metrics == pytest.approx(whole, rel=1e-12)
 

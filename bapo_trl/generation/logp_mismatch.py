@@ -15,6 +15,7 @@ from trl.generation import vllm_generation
 
 from ..bound_grid import sum_dtype
 from ..policy_tokens import policy_mask
+from ..reduce import Tally
 
 
 MISMATCH_METRICS = {
@@ -82,16 +83,32 @@ def compare_with_sampler(
     used = batch.get("importance_sampling_ratio", raw).to(raw)
     is_masked = (used == 0) & counts
     is_truncated = ~torch.isclose(used, raw, rtol=1e-5, atol=0) & counts & ~is_masked
-    sums = [policy_tokens, mask.sum(), difference.abs().sum(), counts.sum(), torch.where(counts, raw, 0.0).sum()]
-    sums += [is_truncated.sum(), is_masked.sum()]
-    extremes = [torch.where(counts, raw, -math.inf).amax(), torch.where(counts, -raw, -math.inf).amax()]
-    total = gather(torch.stack([value.to(dtype) for value in (*sums, *extremes)]).unsqueeze(0))
-    policy_tokens, tokens, absolute, count, ratio, truncated, masked = total[:, : len(sums)].sum(dim=0).tolist()
-    largest, negative_smallest = total[:, len(sums) :].amax(dim=0).tolist()
-    if not count:
-        return dict.fromkeys(MISMATCH_METRICS, math.nan), math.nan if policy_tokens else 0.0
-    values = (ratio / count, -negative_smallest, largest, truncated / count, masked / count)
-    return dict(zip(MISMATCH_METRICS, values, strict=True)), absolute / tokens
+    tally = Tally(
+        {
+            "policy_tokens": policy_tokens,
+            "tokens": mask.sum(),
+            "difference": difference.abs().sum(),
+            "ratios": counts.sum(),
+            "ratio": torch.where(counts, raw, 0.0).sum(),
+            "truncated": is_truncated.sum(),
+            "masked": is_masked.sum(),
+        },
+        {
+            "largest": torch.where(counts, raw, -math.inf).amax(),
+            "negative_smallest": torch.where(counts, -raw, -math.inf).amax(),
+        },
+    )
+    total = tally.over_ranks(gather, raw.device, raw.dtype).numbers()
+    if not total["ratios"]:
+        return dict.fromkeys(MISMATCH_METRICS, math.nan), math.nan if total["policy_tokens"] else 0.0
+    prefix = "sampling/raw_importance_sampling_ratio"
+    return {
+        f"{prefix}/mean": total["ratio"] / total["ratios"],
+        f"{prefix}/min": -total["negative_smallest"],
+        f"{prefix}/max": total["largest"],
+        "sampling/truncated_share": total["truncated"] / total["ratios"],
+        "sampling/masked_share": total["masked"] / total["ratios"],
+    }, total["difference"] / total["tokens"]
 
 
 @dataclass

@@ -6,12 +6,14 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from ..bapo_config import BAPOConfig
 from ..policy_tokens import policy_mask
+from ..reduce import Tally
 from .checkpoint import load_queue, save_queue
-from .queue import ReplayBatch, ReplayQueue
+from .queue import DRAW_ORDERS, ReplayBatch, ReplayQueue, smallest_capacity
 from .rows import Rows, batch_to_rows, rows_to_batch
 
+
+__all__ = ["DRAW_ORDERS", "REPLAY_METRICS", "ReplayMixer", "ReplayQueue", "smallest_capacity"]
 
 REPLAY_METRICS = {
     "replay/size": "Samples in the queues of all ranks, after the draw.",
@@ -37,10 +39,18 @@ class ReplayMixer:
     Each draw makes one gather, whatever the contents of the queues, so that the ranks stay in step.
 
     Args:
-        args ([`BAPOConfig`]):
-            Settings of the run.
+        queue ([`~queue.ReplayQueue`]):
+            The queue of this rank.
+        fraction (`float`):
+            Share of each batch taken from the queue, in [0, 1].
+        replaces_zero_advantage (`bool`):
+            Whether fresh samples without advantage give their place to queued ones.
+        updates_per_pass (`int`):
+            Optimizer updates in one pass over a batch.
         pad_token_id (`int`):
             Token that pads the batches.
+        pad_to_multiple_of (`int`, *optional*):
+            What the lengths of the batches are padded to a multiple of.
         accelerator ([`~accelerate.Accelerator`]):
             Accelerator of the run.
         log (`Callable[[str, float], None]`):
@@ -48,18 +58,23 @@ class ReplayMixer:
     """
 
     def __init__(
-        self, args: BAPOConfig, pad_token_id: int, accelerator: Accelerator, log: Callable[[str, float], None]
+        self,
+        queue: ReplayQueue,
+        *,
+        fraction: float,
+        replaces_zero_advantage: bool,
+        updates_per_pass: int,
+        pad_token_id: int,
+        pad_to_multiple_of: int | None,
+        accelerator: Accelerator,
+        log: Callable[[str, float], None],
     ):
-        self.queue = ReplayQueue(
-            args.replay_capacity,
-            max_staleness=args.replay_max_staleness,
-            min_staleness=args.replay_min_staleness,
-            max_reuse=args.replay_max_reuse,
-            order=args.replay_order,
-            seed=args.seed + accelerator.process_index,
-        )
-        self._args = args
+        self.queue = queue
+        self._fraction = fraction
+        self._replaces_zero_advantage = replaces_zero_advantage
+        self._updates_per_pass = updates_per_pass
         self._pad_token_id = pad_token_id
+        self._pad_to_multiple_of = pad_to_multiple_of
         self._accelerator = accelerator
         self._log = log
         self._latest: Rows | None = None  # of the latest generation
@@ -76,17 +91,17 @@ class ReplayMixer:
         self._latest = batch_to_rows(batch, self._pad_token_id)
         drawn = self.queue.draw_first_pass(
             self._latest,
-            self._args.replay_fraction,
-            self._args.replay_zero_advantage,
+            self._fraction,
+            self._replaces_zero_advantage,
             policy_version,
-            policy_version + self._args.updates_per_pass - 1,
+            policy_version + self._updates_per_pass - 1,
         )
         return self._finish(drawn, policy_version)
 
     def draw_later_pass(self, policy_version: int) -> tuple[dict[str, torch.Tensor], bool]:
         """Return the batch of a later pass over the generation, and whether all its rows are fresh."""
         drawn = self.queue.draw_later_pass(
-            len(self._latest), self._latest, policy_version, policy_version + self._args.updates_per_pass - 1
+            len(self._latest), self._latest, policy_version, policy_version + self._updates_per_pass - 1
         )
         return self._finish(drawn, policy_version)
 
@@ -99,44 +114,31 @@ class ReplayMixer:
         return load_queue(self.queue, folder, self._accelerator.process_index, self._accelerator.num_processes)
 
     def _finish(self, drawn: ReplayBatch, policy_version: int) -> tuple[dict[str, torch.Tensor], bool]:
-        batch = rows_to_batch(drawn.rows, self._pad_token_id, self._accelerator.device, self._args.pad_to_multiple_of)
+        device = self._accelerator.device
+        batch = rows_to_batch(drawn.rows, self._pad_token_id, device, self._pad_to_multiple_of)
         evictions = self.queue.evictions
-        counts = torch.tensor(
-            [
-                int(policy_mask(batch).sum()),
-                int((batch["policy_version"] != policy_version).sum()),
-                len(self.queue),
-                drawn.from_queue,
-                drawn.zero_advantage_filled,
-                drawn.untrained,
-                evictions.used,
-                evictions.expired,
-                evictions.overflowed,
-                drawn.uses,
-                self.queue.num_bytes,
-                len(drawn.rows),
-                drawn.masked,
-            ],
-            device=self._accelerator.device,
-        )
+        tally = Tally(
+            {
+                "tokens": policy_mask(batch).sum(),
+                "stale": (batch["policy_version"] != policy_version).sum(),
+                "rows": len(drawn.rows),
+                "size": len(self.queue),
+                "from_queue": drawn.from_queue,
+                "zero_advantage_filled": drawn.zero_advantage_filled,
+                "untrained": drawn.untrained,
+                "used": evictions.used,
+                "expired": evictions.expired,
+                "overflowed": evictions.overflowed,
+                "uses": drawn.uses,
+                "masked": drawn.masked,
+                "bytes": self.queue.num_bytes,
+            }
+        ).over_ranks(self._accelerator.gather, device, torch.int64)
         evictions.used = evictions.expired = evictions.overflowed = 0
-        total = self._accelerator.gather(counts.unsqueeze(0)).sum(dim=0)
-        _, stale, size, from_queue, filled, untrained, used, expired, overflowed, uses, num_bytes, rows, masked = (
-            total.tolist()
-        )
-        batch["num_items_in_batch"] = total[0]
-        values = (
-            size,
-            from_queue / rows,
-            filled,
-            untrained,
-            used,
-            expired,
-            overflowed,
-            uses / max(1, rows - masked),
-            masked,
-            num_bytes,
-        )
-        for name, value in zip(REPLAY_METRICS, values, strict=True):
-            self._log(name, value)
-        return batch, stale == 0
+        batch["num_items_in_batch"] = tally.sums["tokens"]
+        total = tally.numbers()
+        total["fraction"] = total["from_queue"] / total["rows"]
+        total["reuse_mean"] = total["uses"] / max(1, total["rows"] - total["masked"])
+        for name in REPLAY_METRICS:
+            self._log(name, total[name.removeprefix("replay/")])
+        return batch, total["stale"] == 0

@@ -1,0 +1,75 @@
+"""Named sums and maxima, over micro-batches and over ranks: what is packed for a transfer is unpacked by its name."""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Tally:
+    """
+    Named numbers that add up, and others of which the largest counts.
+
+    Tallies of the same names are added up with `+`, those of all ranks with [`Tally.over_ranks`]. On a device, nothing
+    waits for the host until [`Tally.numbers`].
+
+    Args:
+        sums (mapping of `str` to `torch.Tensor` or `float`):
+            Numbers to be summed, each of one element.
+        maxima (mapping of `str` to `torch.Tensor` or `float`, *optional*):
+            Numbers of which the largest is kept.
+
+    Example:
+
+    ```python
+    >>> first, second = Tally({"tokens": 3}, {"longest": 2}), Tally({"tokens": 4}, {"longest": 1})
+    >>> (first + second).numbers()
+    {'tokens': 7, 'longest': 2}
+
+    ```
+    """
+
+    sums: Mapping[str, torch.Tensor | float]
+    maxima: Mapping[str, torch.Tensor | float] = field(default_factory=dict)
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(
+            {name: value + other.sums[name] for name, value in self.sums.items()},
+            {name: _larger(value, other.maxima[name]) for name, value in self.maxima.items()},
+        )
+
+    def over_ranks(
+        self, gather: Callable[[torch.Tensor], torch.Tensor], device: torch.device | str, dtype: torch.dtype
+    ) -> "Tally":
+        """
+        Combine the tallies of all ranks, with one gather.
+
+        Args:
+            gather (`Callable`):
+                Concatenates a tensor of all ranks along the first dimension.
+            device (`torch.device`):
+                Device of the transfer.
+            dtype (`torch.dtype`):
+                Type of the transfer: it must hold the largest sum.
+        """
+        values = [*self.sums.values(), *self.maxima.values()]
+        packed = torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in values])
+        ranks = gather(packed.unsqueeze(0))  # (ranks, values)
+        count = len(self.sums)
+        return Tally(
+            dict(zip(self.sums, ranks[:, :count].sum(dim=0), strict=True)),
+            dict(zip(self.maxima, ranks[:, count:].amax(dim=0), strict=True)) if self.maxima else {},
+        )
+
+    def numbers(self) -> dict[str, float]:
+        """Return all numbers by name, read from the device at once."""
+        values = {**self.sums, **self.maxima}
+        tensors = [torch.as_tensor(value) for value in values.values()]
+        dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+        return dict(zip(values, torch.stack([tensor.to(dtype) for tensor in tensors]).tolist(), strict=True))
+
+
+def _larger(left: torch.Tensor | float, right: torch.Tensor | float) -> torch.Tensor | float:
+    return torch.maximum(torch.as_tensor(left), torch.as_tensor(right))
