@@ -3,6 +3,7 @@
 import textwrap
 import warnings
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from trl import GRPOTrainer
@@ -11,15 +12,13 @@ from . import trl_compat
 from .bapo_config import BAPOConfig
 from .bound_search import BoundSearch
 from .clip_bounds import ClipBounds
-from .diagnostics import UpdateLog, measure_tokens
-from .forward_passes import has_random_forward, without_gradient_checkpointing
-from .generation.logp_mismatch import DifferenceCheck, client_for, compare_with_sampler
-from .generation.stale_server import StaleServerCheck
-from .policy_tokens import PolicyTokens, policy_mask, policy_tokens
+from .diagnostics import UpdateLog, best_of_k, measure_tokens
+from .forward_passes import has_random_forward
+from .generation.behavior_policy import KnownBehaviorPolicy
+from .generation.logp_mismatch import client_for
 from .prompts import check_columns, check_number_of_prompts
-from .replay.checkpoint import is_queue_file
-from .replay.mixer import ReplayMixer
-from .replay.ties import tied_rows
+from .replay.mixer import ReplayMixer, ReplayQueue, is_queue_file
+from .scoring import Scoring
 from .trl_compat import get_config_model_id, shuffle_sequence_dict, split_tensor_dict
 from .upstream_fixes import EpochShuffleCallback, load_onto_numbered_cpus
 from .whole_checkpoint import WholeCheckpoints
@@ -28,7 +27,7 @@ from .whole_checkpoint import WholeCheckpoints
 trl_compat.check_trl()
 
 
-class BAPOTrainer(WholeCheckpoints, GRPOTrainer):
+class BAPOTrainer(WholeCheckpoints, KnownBehaviorPolicy, Scoring, GRPOTrainer):
     """
     Trainer for Balanced Policy Optimization with Adaptive Clipping (BAPO).
 
@@ -42,13 +41,13 @@ class BAPOTrainer(WholeCheckpoints, GRPOTrainer):
       the first (`"batch"` scope); at the last, logs the update, or stops if a log-probability is NaN or infinite.
     - `_get_per_token_logps_and_entropies`: inside the loss, shows the log-probabilities to the search and to the log
       before TRL clips with `epsilon_low` and `epsilon_high`.
-    - `_generate_and_score_completions`: stamps each row with the policy version that sampled it, and trades fresh rows
-      for queued ones.
-    - `_prepare_inputs`: with a replay queue, draws the batches of later passes over a generation from it.
-    - `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler`: keep the replay queue in the checkpoint, which
-      [`~whole_checkpoint.WholeCheckpoints`] writes as a whole or not at all.
+    - `_generate_and_score_completions`, `_prepare_inputs`: trade fresh rows for queued ones.
+    - `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler`: keep the replay queue in the checkpoint.
     - `_get_train_sampler`: refuses too few prompts; lets a resumed run continue the shuffles of the prompts.
     - `_calculate_rewards`: logs the best of k rollouts in evaluation; with `replay_zero_advantage`, looks for ties.
+
+    The bases before it do the rest: [`~whole_checkpoint.WholeCheckpoints`],
+    [`~generation.behavior_policy.KnownBehaviorPolicy`], [`~scoring.Scoring`].
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -126,17 +125,25 @@ class BAPOTrainer(WholeCheckpoints, GRPOTrainer):
             raise ValueError(
                 f"A replay queue keeps text only, but the model is multimodal: set {self.args.without_replay}."
             )
-        metrics = self._metrics["train"]
-        return ReplayMixer(
-            self.args, self._tokenizer.pad_token_id, self.accelerator, lambda name, value: metrics[name].append(value)
+        args = self.args
+        queue = ReplayQueue(
+            args.replay_capacity,
+            max_staleness=args.replay_max_staleness,
+            min_staleness=args.replay_min_staleness,
+            max_reuse=args.replay_max_reuse,
+            order=args.replay_order,
+            seed=args.seed + self.accelerator.process_index,
         )
-
-    def _make_server_check(self) -> StaleServerCheck | None:
-        has_server = self.use_vllm and self.vllm_mode == "server" and trl_compat.HAS_OPENAI_CLIENT
-        if not has_server or self._is_vlm or self.args.vllm_logp_tolerance is None:
-            return None
-        client = self.vllm_generation.vllm_client if self.accelerator.is_main_process else None
-        return StaleServerCheck(self.model, self.accelerator, client)
+        return ReplayMixer(
+            queue,
+            fraction=args.replay_fraction,
+            replaces_zero_advantage=args.replay_zero_advantage,
+            updates_per_pass=args.updates_per_pass,
+            pad_token_id=self._tokenizer.pad_token_id,
+            pad_to_multiple_of=args.pad_to_multiple_of,
+            accelerator=self.accelerator,
+            log=self._log_values,
+        )
 
     # Data and generation
 
@@ -146,43 +153,14 @@ class BAPOTrainer(WholeCheckpoints, GRPOTrainer):
         return self._epoch_shuffles.sampler
 
     def _generate_and_score_completions(self, inputs):
-        if self.environment_factories is None and "prompt" not in inputs[0]:
-            raise ValueError(f"A row of the dataset has no `prompt`, only {sorted(inputs[0])}: rename the column.")
-        with without_gradient_checkpointing(self.model):
-            output = super()._generate_and_score_completions(inputs)
-        if not self.model.training:
+        output = super()._generate_and_score_completions(inputs)
+        if not self.model.training or self._replay is None:
             return output
         if self.args.replay_zero_advantage:
-            self._clear_ties(output["advantages"])
-        # On the CPU: rows are aged on the host, without waiting for the device.
-        output["policy_version"] = torch.full((len(output["prompt_ids"]),), self.state.global_step)
-        self._buffer_version = self.state.global_step
-        # Without vLLM, TRL does not read the log-probabilities of a `rollout_func`: they may be placeholders.
-        are_of_sampler = self.use_vllm or self.rollout_func is None
-        compares = are_of_sampler and "sampling_per_token_logps" in output
-        needs_logps = self._replay is not None or compares
-        if needs_logps and "old_per_token_logps" not in output:  # TRL leaves them out where it sees an on-policy run
-            batch_size = self.args.per_device_train_batch_size
-            output["old_per_token_logps"], _ = self._score(output, batch_size=batch_size)
-        if compares:
-            is_per_sequence = self.vllm_importance_sampling_mode.startswith("sequence")
-            metrics, difference = compare_with_sampler(output, is_per_sequence, self.accelerator.gather)
-            for name, value in metrics.items():
-                self._metrics["train"][name].append(value)
-            self._check_difference(difference)
-        if self._check_server is not None:
-            for name, value in self._check_server(output).items():
-                self._metrics["train"][name].append(value)
-        if self._replay is not None:
-            output = self._take_batch(self._replay.draw_first_pass(output, self.state.global_step))
-        return output
-
-    def _clear_ties(self, advantages):
-        """Set the advantages of all tied rows to 0, and count in TRL's fraction those that it missed by rounding."""
-        first = self.accelerator.process_index * len(advantages)
-        advantages[self._is_tied[first : first + len(advantages)]] = 0
-        if self.multi_objective_aggregation == "sum_then_normalize" and self.scale_rewards != "batch":
-            self._metrics["train"]["frac_reward_zero_std"][-1] = self._is_tied.float().mean().item()
+            share = self._replay.clear_ties(output["advantages"])
+            if self.multi_objective_aggregation == "sum_then_normalize" and self.scale_rewards != "batch":
+                self._metrics["train"]["frac_reward_zero_std"][-1] = share  # TRL's misses some by rounding
+        return self._take_batch(self._replay.draw_first_pass(output, self.state.global_step))
 
     def _prepare_inputs(self, generation_batch):
         step = self._step % self.args.micro_batches_per_generation
@@ -200,18 +178,11 @@ class BAPOTrainer(WholeCheckpoints, GRPOTrainer):
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         if not self.model.training and self.num_generations_eval > 1:
-            rewards = (rewards_per_func * self.reward_weights.to(rewards_per_func.device)).nansum(dim=1)
-            rewards[rewards_per_func.isnan().all(dim=1)] = -torch.inf  # not scored by any function
-            best = rewards.view(-1, self.num_generations_eval).amax(dim=1)
-            best_mean = best[best.isfinite()].mean().item()
-            self._metrics["eval"][f"reward_best_of_{self.num_generations_eval}"].append(best_mean)
+            best = best_of_k(rewards_per_func, self.reward_weights, self.num_generations_eval)
+            self._log_values({f"reward_best_of_{self.num_generations_eval}": best}, "eval")
         if self.model.training and self.args.replay_zero_advantage:
-            self._is_tied = tied_rows(  # on all ranks
-                rewards_per_func,
-                self.reward_weights.to(rewards_per_func.device),
-                self.num_generations,
-                summed_first=self.multi_objective_aggregation == "sum_then_normalize",
-            )
+            summed_first = self.multi_objective_aggregation == "sum_then_normalize"
+            self._replay.observe_rewards(rewards_per_func, self.reward_weights, self.num_generations, summed_first)
         return rewards_per_func
 
     # Training
@@ -222,17 +193,18 @@ class BAPOTrainer(WholeCheckpoints, GRPOTrainer):
         return super().train(*args, **kwargs)
 
     def _reset_run_state(self):
-        self._step, self._buffered_inputs = 0, None  # TRL's
-        self._last_loaded_step = -1  # TRL's: vLLM gets the weights before the next generation
-        # The version that sampled all rows of the buffer, on all ranks; `None` if they differ
-        self._buffer_version: int | None = None
+        super()._reset_run_state()
         self._replay = self._make_replay() if self.args.uses_replay else None
-        self._check_difference = DifferenceCheck(
-            self.args.vllm_logp_tolerance, self.args.biased_settings, warns=self.accelerator.is_main_process
-        )
-        self._check_server = self._make_server_check()
         self._update_log = UpdateLog()
-        self._search = BoundSearch(self.args, self.accelerator.device, self._sum_over_ranks)
+        self._search = BoundSearch(
+            self.args.bound_grid,
+            measure=self.args.contribution_measure,
+            target=self.args.positive_contribution_target,
+            order=self.args.search_order,
+            delta=self.args.delta,
+            device=self.accelerator.device,
+            sum_over_ranks=partial(self.accelerator.reduce, reduction="sum"),
+        )
 
     def _compute_loss(self, model, inputs):
         if not self.model.training:  # evaluation keeps the latest bounds
@@ -245,9 +217,7 @@ class BAPOTrainer(WholeCheckpoints, GRPOTrainer):
         finally:
             self._inputs_in_loss = None
         if self.accelerator.sync_gradients:
-            metrics = self._update_log.close(self.accelerator.gather, update=self.state.global_step + 1)
-            for name, value in metrics.items():
-                self._metrics["train"][name].append(value)
+            self._log_values(self._update_log.close(self.accelerator.gather, update=self.state.global_step + 1))
         return loss
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
@@ -261,9 +231,9 @@ class BAPOTrainer(WholeCheckpoints, GRPOTrainer):
     def _observe_logps(self, inputs, per_token_logps, entropies):
         tokens = self._policy_tokens(inputs, per_token_logps, entropies)
         guarded = {name: inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps")}
-        ages = self.state.global_step - inputs["policy_version"]
         guarded["per_token_logps"] = per_token_logps
-        self._update_log.add(measure_tokens(tokens, ages, guarded, inputs["completion_mask"]))
+        staleness = self.state.global_step - inputs["policy_version"]
+        self._update_log.add(measure_tokens(tokens, staleness, guarded, inputs["completion_mask"]))
         if not self._searches_ahead:
             self._search.add(tokens)
             if self.args.search_scope == "micro_batch" or self.accelerator.sync_gradients:
@@ -322,58 +292,10 @@ class BAPOTrainer(WholeCheckpoints, GRPOTrainer):
                 per_token_logps, entropies = self._score(inputs, self.top_entropy_quantile < 1)
             self._search.add(self._policy_tokens(inputs, per_token_logps, entropies))
 
-    @torch.no_grad()
-    def _score(self, inputs, compute_entropy=False, batch_size=None):
-        """Return log-probabilities and entropies, `(B, T)` each, of a batch under the current policy."""
-        with without_gradient_checkpointing(self.model):
-            per_token_logps, entropies, *_ = self._get_per_token_logps_and_entropies(
-                self.model,
-                torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-                torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-                inputs["completion_ids"].size(1),
-                batch_size=batch_size,
-                compute_entropy=compute_entropy,
-                **{key: inputs.get(key) for key in trl_compat.FORWARD_KEYS},
-            )
-        return per_token_logps, entropies
-
-    def _policy_tokens(self, inputs, per_token_logps, entropies) -> PolicyTokens:
-        """Read off TRL's batch the tokens of the policy loss, weighed as `_compute_loss` weighs them."""
-        mask = policy_mask(inputs)
-        advantages = inputs["advantages"]
-        old_per_token_logps = inputs.get("old_per_token_logps", per_token_logps)  # absent: sampled by this policy
-        factors = []
-        if self.off_policy_mask_threshold is not None:
-            off_policy_mask = self.get_off_policy_mask(
-                advantages=advantages if advantages.dim() == 2 else advantages.unsqueeze(1),
-                per_token_logps=per_token_logps,
-                sampling_per_token_logps=inputs.get("sampling_per_token_logps", old_per_token_logps),
-                mask=mask,
-                off_policy_threshold=self.off_policy_mask_threshold,
-            )
-            factors.append(off_policy_mask)
-        if self.top_entropy_quantile < 1:
-            factors.append(self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile))
-        if self.use_vllm and self.vllm_importance_sampling_correction:
-            factors.append(inputs["importance_sampling_ratio"])
-        return policy_tokens(
-            per_token_logps,
-            old_per_token_logps,
-            advantages,
-            mask,
-            loss_type=self.loss_type,
-            importance_sampling_level=self.importance_sampling_level,
-            weighting=self.args.contribution_weighting,
-            factors=factors,
-        )
-
     def _choose_bounds(self):
         bounds = self._search.choose()
         self._update_log.searches.append(bounds)
         self._set_clip_bounds(bounds)
-
-    def _sum_over_ranks(self, tensor):
-        return self.accelerator.reduce(tensor, reduction="sum")
 
     def _set_clip_bounds(self, bounds: ClipBounds):
         # TRL clips with, and logs the clip ratios of, these two. As tensors, they keep the host out of the search.

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from .bapo_config import BAPOConfig
+from .bound_grid import BoundGrid
 from .clip_bounds import ClipBounds, Contributions, contributions, search_bounds
 from .policy_tokens import PolicyTokens
 
@@ -14,17 +14,38 @@ class BoundSearch:
     Collects the contribution curves of micro-batches until their bounds are due.
 
     Args:
-        args ([`BAPOConfig`]):
-            Grid, measure, order and target.
+        grid ([`~bound_grid.BoundGrid`]):
+            Candidate bounds.
+        measure (`str`):
+            What a token contributes, see [`~clip_bounds.contributions`].
+        target (`float`):
+            Share of the policy loss that positive-advantage tokens are to contribute.
+        order (`str`):
+            Which bound moves first, see [`~clip_bounds.search_bounds`].
+        delta (`float`, *optional*):
+            TRL's two-sided clip, which stops tokens above it.
         device (`torch.device`):
             Device of the bounds.
         sum_over_ranks (`Callable[[torch.Tensor], torch.Tensor]`):
             Sums a tensor over the ranks.
     """
 
-    def __init__(self, args: BAPOConfig, device: torch.device, sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]):
-        self.grid = args.bound_grid
-        self._args = args
+    def __init__(
+        self,
+        grid: BoundGrid,
+        *,
+        measure: str,
+        target: float,
+        order: str,
+        delta: float | None,
+        device: torch.device,
+        sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
+    ):
+        self.grid = grid
+        self._measure = measure
+        self._target = target
+        self._order = order
+        self._delta = delta
         self._device = device
         self._sum_over_ranks = sum_over_ranks
         self._curves: Contributions | None = None
@@ -41,8 +62,8 @@ class BoundSearch:
             tokens.advantages,
             tokens.weights,
             self.grid,
-            measure=self._args.contribution_measure,
-            delta=self._args.delta,
+            measure=self._measure,
+            delta=self._delta,
         )
         self._curves = curves if self._curves is None else self._curves + curves
 
@@ -53,4 +74,4 @@ class BoundSearch:
         return self._search(curves)
 
     def _search(self, curves: Contributions) -> ClipBounds:
-        return search_bounds(curves, self.grid, self._args.positive_contribution_target, self._args.search_order)
+        return search_bounds(curves, self.grid, self._target, self._order)

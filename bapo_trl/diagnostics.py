@@ -1,7 +1,8 @@
 """What is logged at every optimizer update: names, definitions, and the one reduction that all of them share.
 
-A rank sums up each micro-batch in a `Tally` (`measure_tokens`). Tallies add up over micro-batches and over ranks, so one
-gather of a few numbers at the end of an update serves every metric, and one transfer to the host reads them. Legend: `B` rows, `T` completion tokens.
+A rank sums up each micro-batch in a `Tally` (`measure_tokens`). Tallies add up over micro-batches and ranks, so one
+gather of a few numbers at the end of an update serves every metric, and one transfer to the host reads them. Legend:
+`B` rows, `T` completion tokens.
 """
 
 import math
@@ -142,6 +143,27 @@ def token_metrics(total: Mapping[str, float]) -> dict[str, float]:
         "staleness/mean": _ratio(total["staleness"], total["rows"]),
         "staleness/max": total["staleness_max"],
     }
+
+
+def best_of_k(rewards_per_func: torch.Tensor, weights: torch.Tensor, num_generations: int) -> float:
+    """
+    Return the mean over prompts of the best reward among the completions of each.
+
+    Args:
+        rewards_per_func (`torch.Tensor`):
+            Rewards by function, shape `(B, F)`, the groups one after the other. NaN where a function gave none.
+        weights (`torch.Tensor`):
+            Weights of the functions, shape `(F,)`.
+        num_generations (`int`):
+            Completions of a prompt.
+
+    Returns:
+        `float`: NaN if no completion has a reward. Completions and prompts without any do not count.
+    """
+    rewards = (rewards_per_func * weights.to(rewards_per_func.device)).nansum(dim=1)
+    rewards[rewards_per_func.isnan().all(dim=1)] = -torch.inf  # not scored by any function
+    best = rewards.view(-1, num_generations).amax(dim=1)
+    return best[best.isfinite()].mean().item()
 
 
 class UpdateLog:

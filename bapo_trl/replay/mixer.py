@@ -8,18 +8,19 @@ from accelerate import Accelerator
 
 from ..policy_tokens import policy_mask
 from ..reduce import Tally
-from .checkpoint import load_queue, save_queue
+from .checkpoint import is_queue_file, load_queue, save_queue
 from .queue import DRAW_ORDERS, ReplayBatch, ReplayQueue, smallest_capacity
 from .rows import Rows, batch_to_rows, rows_to_batch
+from .ties import tied_rows
 
 
-__all__ = ["DRAW_ORDERS", "REPLAY_METRICS", "ReplayMixer", "ReplayQueue", "smallest_capacity"]
+__all__ = ["DRAW_ORDERS", "REPLAY_METRICS", "ReplayMixer", "ReplayQueue", "is_queue_file", "smallest_capacity"]
 
 REPLAY_METRICS = {
     "replay/size": "Samples in the queues of all ranks, after the draw.",
     "replay/fraction": "Share of the batch that was drawn from the queue.",
-    "replay/zero_advantage_filled": "Samples without advantage or without a trained token that gave their place to queued "
-    "ones.",
+    "replay/zero_advantage_filled": "Samples without advantage or without a trained token that gave their place to "
+    "queued ones.",
     "replay/untrained": "Samples of the generation without a trained token (cut off, under "
     "`mask_truncated_completions`, or written by tools alone), which do not enter the queue; 0 at later passes.",
     "replay/used": "Samples that left the queue since the last draw with their last use.",
@@ -53,8 +54,8 @@ class ReplayMixer:
             What the lengths of the batches are padded to a multiple of.
         accelerator ([`~accelerate.Accelerator`]):
             Accelerator of the run.
-        log (`Callable[[str, float], None]`):
-            Takes name and value of a metric.
+        log (`Callable[[dict[str, float]], None]`):
+            Takes metrics by name.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class ReplayMixer:
         pad_token_id: int,
         pad_to_multiple_of: int | None,
         accelerator: Accelerator,
-        log: Callable[[str, float], None],
+        log: Callable[[dict[str, float]], None],
     ):
         self.queue = queue
         self._fraction = fraction
@@ -78,6 +79,19 @@ class ReplayMixer:
         self._accelerator = accelerator
         self._log = log
         self._latest: Rows | None = None  # of the latest generation
+
+    def observe_rewards(
+        self, rewards_per_func: torch.Tensor, weights: torch.Tensor, num_generations: int, summed_first: bool
+    ) -> None:
+        """Take note of the rewards of a generation, of all ranks: see [`~ties.tied_rows`]."""
+        weights = weights.to(rewards_per_func.device)
+        self._is_tied = tied_rows(rewards_per_func, weights, num_generations, summed_first)
+
+    def clear_ties(self, advantages: torch.Tensor) -> float:
+        """Set the advantages of tied rows to 0; return the share of rows that are tied, over all ranks."""
+        first = self._accelerator.process_index * len(advantages)
+        advantages[self._is_tied[first : first + len(advantages)]] = 0
+        return self._is_tied.float().mean().item()
 
     def draw_first_pass(
         self, batch: dict[str, torch.Tensor], policy_version: int
@@ -139,6 +153,5 @@ class ReplayMixer:
         total = tally.numbers()
         total["fraction"] = total["from_queue"] / total["rows"]
         total["reuse_mean"] = total["uses"] / max(1, total["rows"] - total["masked"])
-        for name in REPLAY_METRICS:
-            self._log(name, total[name.removeprefix("replay/")])
+        self._log({name: total[name.removeprefix("replay/")] for name in REPLAY_METRICS})
         return batch, total["stale"] == 0
