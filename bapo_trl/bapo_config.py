@@ -159,7 +159,7 @@ class BAPOConfig(GRPOConfig):
         metadata={
             "help": "Largest mean absolute difference between the log-probabilities of vLLM and of the trainer on the "
             "samples of a generation, in nats a token. Beyond it the training stops: vLLM does not sample from the "
-            "trainer's weights. `None` for no check."
+            "trainer's weights. `None` for no check, nor of whether a server takes the weights it is sent."
         },
     )
 

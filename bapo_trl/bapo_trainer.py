@@ -13,21 +13,20 @@ from .bapo_config import BAPOConfig
 from .bound_search import BoundSearch
 from .clip_bounds import ClipBounds
 from .diagnostics import UpdateLog, best_of_k, measure_tokens
-from .forward_passes import has_random_forward
 from .generation.behavior_policy import KnownBehaviorPolicy
 from .generation.logp_mismatch import client_for
 from .prompts import check_columns, check_number_of_prompts
 from .replay.mixer import ReplayMixer, ReplayQueue, is_queue_file
 from .scoring import Scoring
 from .trl_compat import get_config_model_id, shuffle_sequence_dict, split_tensor_dict
-from .upstream_fixes import EpochShuffleCallback, load_onto_numbered_cpus
+from .upstream_fixes import ResumeFixes
 from .whole_checkpoint import WholeCheckpoints
 
 
 trl_compat.check_trl()
 
 
-class BAPOTrainer(WholeCheckpoints, KnownBehaviorPolicy, Scoring, GRPOTrainer):
+class BAPOTrainer(WholeCheckpoints, KnownBehaviorPolicy, Scoring, ResumeFixes, GRPOTrainer):
     """
     Trainer for Balanced Policy Optimization with Adaptive Clipping (BAPO).
 
@@ -43,11 +42,11 @@ class BAPOTrainer(WholeCheckpoints, KnownBehaviorPolicy, Scoring, GRPOTrainer):
       before TRL clips with `epsilon_low` and `epsilon_high`.
     - `_generate_and_score_completions`, `_prepare_inputs`: trade fresh rows for queued ones.
     - `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler`: keep the replay queue in the checkpoint.
-    - `_get_train_sampler`: refuses too few prompts; lets a resumed run continue the shuffles of the prompts.
+    - `_get_train_sampler`: refuses too few prompts.
     - `_calculate_rewards`: logs the best of k rollouts in evaluation; with `replay_zero_advantage`, looks for ties.
 
     The bases before it do the rest: [`~whole_checkpoint.WholeCheckpoints`],
-    [`~generation.behavior_policy.KnownBehaviorPolicy`], [`~scoring.Scoring`].
+    [`~generation.behavior_policy.KnownBehaviorPolicy`], [`~scoring.Scoring`], [`~upstream_fixes.ResumeFixes`].
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -110,9 +109,6 @@ class BAPOTrainer(WholeCheckpoints, KnownBehaviorPolicy, Scoring, GRPOTrainer):
         with client_for(args.device) if uses_server else nullcontext():
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, *rest, **kwargs)
 
-        self._epoch_shuffles = EpochShuffleCallback()
-        self.add_callback(self._epoch_shuffles)
-        self._has_random_forward = has_random_forward(self.model, args.neftune_noise_alpha)
         self._inputs_in_loss = None  # the micro-batch whose loss is being computed, else `None`
         self._reset_run_state()
         self._set_clip_bounds(self._search.start_bounds())
@@ -149,8 +145,7 @@ class BAPOTrainer(WholeCheckpoints, KnownBehaviorPolicy, Scoring, GRPOTrainer):
 
     def _get_train_sampler(self, dataset=None):
         check_number_of_prompts(self.train_dataset if dataset is None else dataset, self.args)
-        self._epoch_shuffles.sampler = super()._get_train_sampler(dataset)
-        return self._epoch_shuffles.sampler
+        return super()._get_train_sampler(dataset)
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
@@ -210,7 +205,9 @@ class BAPOTrainer(WholeCheckpoints, KnownBehaviorPolicy, Scoring, GRPOTrainer):
         if not self.model.training:  # evaluation keeps the latest bounds
             return super()._compute_loss(model, inputs)
         if self._searches_ahead and not self._update_log.is_open:
-            self._search_ahead()
+            for tokens in self._tokens_ahead(are_fresh=self._buffer_version == self.state.global_step):
+                self._search.add(tokens)
+            self._choose_bounds()
         self._inputs_in_loss = inputs
         try:
             loss = super()._compute_loss(model, inputs)
@@ -250,7 +247,6 @@ class BAPOTrainer(WholeCheckpoints, KnownBehaviorPolicy, Scoring, GRPOTrainer):
             self._replay.save(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
-        load_onto_numbered_cpus()
         super()._load_optimizer_and_scheduler(checkpoint)
         if self._replay is None or checkpoint is None or self.args.replay_discard_saved:
             return
@@ -264,33 +260,6 @@ class BAPOTrainer(WholeCheckpoints, KnownBehaviorPolicy, Scoring, GRPOTrainer):
         """Whether the bounds are due before the log-probabilities of all tokens they depend on are known."""
         several_micro_batches = self.current_gradient_accumulation_steps > 1
         return self.args.search_scope == "batch" and several_micro_batches and not self._search.grid.is_fixed
-
-    @torch.no_grad()
-    def _search_ahead(self):
-        # The forward passes of the loss come in the same order: from the same random state they drop out the same.
-        device = self.accelerator.device
-        devices = [] if device.type in ("cpu", "mps") else [device]
-        with torch.random.fork_rng(devices, device_type=device.type):
-            self._add_curves_of_update()
-        self._choose_bounds()
-
-    def _add_curves_of_update(self):
-        first, count = self._step, self.current_gradient_accumulation_steps
-        window = [self._buffered_inputs[(first + i) % self.args.steps_per_generation] for i in range(count)]
-        is_fresh = self._buffer_version == self.state.global_step
-        ratios_are_one = is_fresh and not self._has_random_forward
-        needs_logps = self.top_entropy_quantile < 1 or (
-            self.args.contribution_weighting == "behavior_prob" and "old_per_token_logps" not in window[0]
-        )
-        for inputs in window:
-            if ratios_are_one and not needs_logps:
-                per_token_logps = inputs.get(
-                    "old_per_token_logps", torch.zeros_like(inputs["completion_mask"], dtype=torch.float32)
-                )
-                entropies = None
-            else:
-                per_token_logps, entropies = self._score(inputs, self.top_entropy_quantile < 1)
-            self._search.add(self._policy_tokens(inputs, per_token_logps, entropies))
 
     def _choose_bounds(self):
         bounds = self._search.choose()

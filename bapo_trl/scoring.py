@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from .forward_passes import without_gradient_checkpointing
+from .forward_passes import has_random_forward, without_gradient_checkpointing
 from .policy_tokens import PolicyTokens, policy_mask, policy_tokens
 from .trl_compat import FORWARD_KEYS
 
@@ -19,6 +19,7 @@ class Scoring:
     def _reset_run_state(self):
         """Forget what belongs to a run. The bases add their own."""
         self._step, self._buffered_inputs = 0, None  # TRL's
+        self._has_random_forward = has_random_forward(self.model, self.args.neftune_noise_alpha)
 
     @torch.no_grad()
     def _score(self, inputs, compute_entropy=False, batch_size=None):
@@ -65,7 +66,37 @@ class Scoring:
             factors=factors,
         )
 
+    @torch.no_grad()
+    def _tokens_ahead(self, are_fresh: bool) -> list[PolicyTokens]:
+        """
+        Return the tokens of the micro-batches of the coming update, as their losses will see them.
+
+        Args:
+            are_fresh (`bool`):
+                Whether the current policy sampled all rows: their ratios are 1 then, unless a forward pass is random.
+        """
+        first, count = self._step, self.current_gradient_accumulation_steps
+        window = [self._buffered_inputs[(first + i) % self.args.steps_per_generation] for i in range(count)]
+        needs_logps = self.top_entropy_quantile < 1 or (
+            self.args.contribution_weighting == "behavior_prob" and "old_per_token_logps" not in window[0]
+        )
+        if are_fresh and not self._has_random_forward and not needs_logps:
+            return [self._policy_tokens(inputs, _any_logps(inputs), None) for inputs in window]
+        # The forward passes of the loss come in the same order: from the same random state they drop out the same.
+        device = self.accelerator.device
+        devices = [] if device.type in ("cpu", "mps") else [device]
+        with torch.random.fork_rng(devices, device_type=device.type):
+            return [
+                self._policy_tokens(inputs, *self._score(inputs, self.top_entropy_quantile < 1)) for inputs in window
+            ]
+
     def _log_values(self, values: Mapping[str, float], mode: str = "train") -> None:
         """Add values by name to what TRL averages and logs next."""
         for name, value in values.items():
             self._metrics[mode][name].append(value)
+
+
+def _any_logps(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return log-probabilities of rows that the current policy sampled: only their difference to these counts."""
+    logps = inputs.get("old_per_token_logps")
+    return torch.zeros_like(inputs["completion_mask"], dtype=torch.float32) if logps is None else logps

@@ -13,20 +13,34 @@ class EpochShuffleCallback(TrainerCallback):
     Continues the shuffles of the prompts where the checkpoint left off.
 
     TRL's sampler draws a permutation from its own generator at the start of each epoch. A resumed run makes a new
-    sampler, which would begin again with the permutation of the first epoch.
+    sampler, which would begin again with the permutation of the first epoch. Needed up to TRL 1.16 at least.
 
-    Attributes:
+    Args:
         sampler ([`~trl.trainer.utils.RepeatSampler`], *optional*):
-            Sampler of the run, once the trainer has made it; `None` for iterable datasets.
+            Sampler of the run; `None` for iterable datasets.
     """
 
-    def __init__(self):
-        self.sampler: RepeatSampler | None = None
+    def __init__(self, sampler: RepeatSampler | None):
+        self.sampler = sampler
 
     def on_train_begin(self, args, state, control, **kwargs):
         if self.sampler is not None and self.sampler.shuffle:
             for _ in range(int(state.epoch or 0)):
                 torch.randperm(self.sampler.num_samples, generator=self.sampler.generator)
+
+
+class ResumeFixes:
+    """Lets a resumed run go on where it was. To be put before [`~trl.GRPOTrainer`] among the bases of a trainer."""
+
+    def _get_train_sampler(self, dataset=None):
+        sampler = super()._get_train_sampler(dataset)
+        self.pop_callback(EpochShuffleCallback)  # of an earlier run
+        self.add_callback(EpochShuffleCallback(sampler))
+        return sampler
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        load_onto_numbered_cpus()
+        super()._load_optimizer_and_scheduler(checkpoint)
 
 
 @functools.cache
@@ -35,7 +49,8 @@ def load_onto_numbered_cpus() -> None:
     Let `torch.load` put tensors on "cpu:0".
 
     In several processes on CPUs, accelerate's device has a number, and transformers hands it to `torch.load` for the
-    optimizer's state. torch 2.13 knows "cpu" only, so that no such run could be resumed.
+    optimizer's state. torch 2.13 knows "cpu" only, so that no such run could be resumed. Needed up to torch 2.13 and
+    transformers 5.17 at least.
     """
 
     def restore(storage, location: str):

@@ -43,9 +43,13 @@ class Traced(BAPOTrainer):
         super().__init__(*args, **kwargs)
         self.trace = Trace()
 
-    def _search_ahead(self):
+    def _tokens_ahead(self, are_fresh):
         with self.trace:
-            super()._search_ahead()
+            return super()._tokens_ahead(are_fresh)
+
+    def _choose_bounds(self):
+        with self.trace:
+            super()._choose_bounds()
 
     def _observe_logps(self, *args):
         with self.trace:

@@ -64,15 +64,16 @@ def test_no_hook_is_left_by_an_update_or_a_generation(tmp_path, args):
 )
 def test_the_look_ahead_leaves_everything_as_it_found_it(tmp_path, recwarn, args):
     class Compared(BAPOTrainer):
-        def _search_ahead(self):
+        def _tokens_ahead(self, are_fresh):
             before = {**model_state(self.model), **random_state()}
             before["weights"] = [weight.detach().clone() for weight in self.model.parameters()]
-            super()._search_ahead()
+            tokens = super()._tokens_ahead(are_fresh)
             after = {**model_state(self.model), **random_state()}
             weights = zip(before.pop("weights"), self.model.parameters(), strict=True)
             assert all(torch.equal(left, right) for left, right in weights)
             assert after == before
             compared.append(self.state.global_step)
+            return tokens
 
     compared = []
     trainer = toy_trainer(

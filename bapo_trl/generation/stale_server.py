@@ -25,12 +25,16 @@ NUM_SAMPLES = 8
 MAX_TOKENS = 512
 """Largest length of the sequence, which is made of the ends of some samples."""
 
+NUM_REPEATS = 3
+"""How often in a row a server must repeat itself exactly, while the trainer moves, to be taken for a stale one."""
+
 ROUNDING = 1e-6
 """Nats by which float32 rounds a log-probability; lower precision is seen in the difference of server and trainer."""
 
 SERVER_METRICS = {
     "sampling/server_followed": "Part of the trainer's change, in log-probabilities of fixed tokens, that the server "
-    "made too: 1 with the new weights, 0 with the old ones. From the generation on at which it can be told.",
+    "made too: 1 with the new weights, 0 with the old ones. From the generation on at which it can be told. Of a "
+    "server only.",
 }
 """Definition of the metric logged at a generation over a server."""
 
@@ -87,7 +91,8 @@ def stands_still(before: Reading, now: Reading) -> bool:
     Return whether the server repeats itself to the last bit, while the trainer moved.
 
     In bfloat16, steps far below the rounding still change what the server says, of nearly all tokens. So little is
-    asked of the trainer: a median change of 1/100 of the median rounding.
+    asked of the trainer: a median change of 1/100 of the median rounding. By chance, a step that changes next to no
+    weight of bfloat16 can do the one and not the other, but not often in a row.
 
     Args:
         before (`Reading`):
@@ -127,9 +132,11 @@ class StaleServerCheck:
     def __init__(self, model: torch.nn.Module, accelerator: Accelerator, client: VLLMClient | None):
         self._model, self._accelerator, self._client = model, accelerator, client
         self._sequence: list[int] | None = None  # the same on all ranks
-        # Of the main process: the last reading by which the server had followed, the last by which it had moved at all
+        # Of the main process: the last reading by which the server had followed; the last one by which the server had
+        # moved at all, or had repeated itself although the trainer moved, and how often in a row it did that
         self._followed: Reading | None = None
         self._moved: Reading | None = None
+        self._repeats = 0
 
     def __call__(self, batch: dict[str, torch.Tensor]) -> dict[str, float]:
         """
@@ -168,9 +175,11 @@ class StaleServerCheck:
     def _compare(self, now: Reading) -> float:
         self._followed, self._moved = self._followed or now, self._moved or now
         if stands_still(self._moved, now):
+            self._moved, self._repeats = now, self._repeats + 1
+        elif not torch.equal(now.server, self._moved.server):
+            self._moved, self._repeats = now, 0
+        if self._repeats == NUM_REPEATS:
             return 0.0
-        if not torch.equal(now.server, self._moved.server):
-            self._moved = now
         share = share_followed(self._followed, now)
         if share >= 0.5:
             self._followed = now

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bapo_trl.generation.stale_server import Reading, choose_sequence, share_followed, stands_still
+from bapo_trl.generation.stale_server import Reading, StaleServerCheck, choose_sequence, share_followed, stands_still
 from tests.helpers.fake_vllm import FakeVLLM, vllm_trainer
 from tests.helpers.toy import toy_model, training_logs
 
@@ -66,13 +66,14 @@ def train(monkeypatch, tmp_path, server, **settings):
 
 @pytest.mark.parametrize("heard", [1, 3])
 @pytest.mark.parametrize(
-    ("server", "learning_rate"), [(InFloat32, 1e-6), (InFloat32, 5e-5), (InBFloat16, 1e-5), (InBFloat16, 5e-5)]
+    ("server", "learning_rate", "transfers"),
+    [(InFloat32, 1e-6, 3), (InFloat32, 5e-5, 3), (InBFloat16, 5e-5, 3), (InBFloat16, 1e-5, 12)],
 )
-def test_a_server_that_no_longer_takes_weights_is_noticed_within_three_transfers(
-    monkeypatch, tmp_path, server, heard, learning_rate
+def test_a_server_that_no_longer_takes_weights_is_noticed(
+    monkeypatch, tmp_path, server, heard, learning_rate, transfers
 ):
     with pytest.raises(RuntimeError, match=r"does not take the trainer's weights: .* made -?0\.0\d of the trainer's"):
-        train(monkeypatch, tmp_path, deaf(server, heard), learning_rate=learning_rate, max_steps=heard + 3)
+        train(monkeypatch, tmp_path, deaf(server, heard), learning_rate=learning_rate, max_steps=heard + transfers)
 
 
 def test_steps_too_small_to_tell_add_up(monkeypatch, tmp_path):
@@ -178,6 +179,16 @@ def test_a_server_that_repeats_itself_stands_still():
     assert not stands_still(before, reading(moved, [-1.1, -2.1, -3.1001]))
     assert not stands_still(before, reading([-1.0005, -2.0005, -9.0], [-1.1, -2.1, -3.1]))  # the median has not moved
     assert not stands_still(before, before)
+
+
+def test_repeating_counts_in_a_row_only():
+    def shares(*servers):
+        check = StaleServerCheck(None, None, None)
+        readings = [reading([-1 - i / 500, -2 - i / 500], [-1.1, server]) for i, server in enumerate(servers)]
+        return [check._compare(now) for now in readings]
+
+    assert shares(-2.1, -2.1, -2.1, -2.1) == pytest.approx([math.nan] * 3 + [0.0], nan_ok=True)
+    assert all(map(math.isnan, shares(-2.1, -2.1, -2.1, -2.2, -2.2, -2.2, -2.1, -2.1)))
 
 
 def test_rounding_of_float32_alone_is_no_change():

@@ -370,3 +370,15 @@ def test_files_of_two_runs_are_refused(tmp_path):
 def test_unknown_order_is_refused():
     with pytest.raises(ValueError, match=r"`order` is 'lifo'.*'fifo'"):
         ReplayQueue(10, order="lifo")
+
+
+def test_a_checkpoint_of_the_first_released_format_loads():
+    """Written by version 0.1.0 before its modules were renamed; the JSON file beside it says what it holds."""
+    folder = Path(__file__).parent / "fixtures"
+    expected = json.loads((folder / "replay_queue.json").read_text())
+    queue = ReplayQueue(30, max_reuse=5, order="uniform")
+    assert load_queue(queue, folder, rank=0, num_processes=1)
+    chunks, state = queue.state()
+    assert state == expected["state"]
+    rows = [rows[index] for rows in chunks for index in range(len(rows))]
+    assert [{key: value.tolist() for key, value in row.items()} for row in rows] == expected["rows"]
