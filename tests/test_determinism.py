@@ -57,13 +57,15 @@ class Traced(BAPOTrainer):
 
     def _reset_run_state(self):
         super()._reset_run_state()
-        close = self._update_log.close
+        self._update_log.close = self.traced(self._update_log.close)
+        self._search.add = self.traced(self._search.add)
 
-        def traced_close(*args, **kwargs):
+    def traced(self, function):
+        def run(*args, **kwargs):
             with self.trace:
-                return close(*args, **kwargs)
+                return function(*args, **kwargs)
 
-        self._update_log.close = traced_close
+        return run
 
 
 @pytest.fixture
