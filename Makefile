@@ -29,6 +29,7 @@ test: $(VENV)/.installed
 test-e2e: $(E2E_CACHE)/.installed
 	$(E2E_BIN)/pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation \
 		--config-settings editable_mode=compat --editable .
+	rm -rf *.egg-info  # of an earlier version, it would hide the plugin's entry point from vLLM
 	$(E2E_ENV) $(E2E_BIN)/python -m pytest -o addopts=-ra tests/e2e
 
 $(E2E_CACHE)/.installed:

@@ -1,5 +1,6 @@
 """Configuration of `BAPOTrainer`: TRL's `GRPOConfig` and the knobs of the bound search."""
 
+import math
 import textwrap
 from dataclasses import Field, dataclass, field, fields
 
@@ -8,7 +9,7 @@ from trl import GRPOConfig
 
 from .bound_grid import BoundGrid
 from .clip_bounds import MEASURES, SEARCH_ORDERS
-from .generation.sampling_settings import biased_settings
+from .generation.sampling_settings import biased_settings, broken_across_calls
 from .policy_tokens import WEIGHTINGS
 from .replay.mixer import DRAW_ORDERS, smallest_capacity
 
@@ -153,6 +154,34 @@ class BAPOConfig(GRPOConfig):
         metadata={"help": "Whether a resumed run starts with an empty queue, whatever the checkpoint holds."},
     )
 
+    # Parameters of the partial rollouts
+    partial_rollout_oversampling: float = field(
+        default=1.0,
+        metadata={
+            "help": "Groups of completions in flight over groups of a generation, in [1, 2). Above 1, a generation "
+            "ends as soon as it has enough complete groups. The others are parked, and a later policy continues "
+            "them. With 1, every generation waits for its longest completion."
+        },
+    )
+    partial_rollout_chunk_length: int = field(
+        default=256,
+        metadata={"help": "Tokens decoded between two looks at which completions have ended."},
+    )
+    partial_rollout_max_staleness: int | None = field(
+        default=None,
+        metadata={
+            "help": "Largest number of policy versions between a completion's first token and the last update on it. "
+            "A group that would exceed it is decoded to its end. `None` for no limit."
+        },
+    )
+    partial_rollout_mask_stale: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether of a completion that several policy versions sampled only the tokens of the latest are "
+            "trained."
+        },
+    )
+
     # Parameters of the sampler
     vllm_logp_tolerance: float | None = field(
         default=0.1,
@@ -220,7 +249,48 @@ class BAPOConfig(GRPOConfig):
     @property
     def is_always_on_policy(self) -> bool:
         """Whether each sample is trained on by the very policy that sampled it, so that every ratio is 1."""
-        return not self.uses_replay and self.gradient_accumulation_steps % self.micro_batches_per_generation == 0
+        trains_past_samples = self.uses_replay or self.uses_partial_rollouts
+        return not trains_past_samples and self.gradient_accumulation_steps % self.micro_batches_per_generation == 0
+
+    @property
+    def scores_samples(self) -> bool:
+        """Whether TRL scores the samples it generates under the policy that sampled them."""
+        return self.gradient_accumulation_steps % self.micro_batches_per_generation != 0 or (
+            self.use_vllm and self.vllm_importance_sampling_correction
+        )
+
+    @property
+    def uses_partial_rollouts(self) -> bool:
+        """Whether unfinished completions are parked and continued by a later policy."""
+        return self.partial_rollout_oversampling > 1
+
+    @property
+    def rows_per_generation(self) -> int:
+        """Number of samples of a generation on each rank."""
+        return self.per_device_train_batch_size * self.steps_per_generation
+
+    @property
+    def groups_per_generation(self) -> int:
+        """Number of groups of a generation on each rank, where a rank has whole groups."""
+        return self.rows_per_generation // self.num_generations
+
+    @property
+    def groups_held(self) -> int:
+        """Number of groups that stay in flight on each rank when a generation ends."""
+        held = round((self.partial_rollout_oversampling - 1) * self.groups_per_generation)
+        return min(held, self.groups_per_generation - 1)
+
+    @property
+    def updates_per_generation(self) -> int:
+        """Number of optimizer updates between two generations, rounded up."""
+        return math.ceil(self.micro_batches_per_generation / self.gradient_accumulation_steps)
+
+    @property
+    def largest_staleness(self) -> int:
+        """Largest staleness of a fresh sample at its last update, in policy versions."""
+        generation, window = self.micro_batches_per_generation, self.gradient_accumulation_steps
+        # A generation starts at most `window - gcd` micro-batches into an update, and ends that much further on.
+        return math.ceil((generation + window - math.gcd(generation, window)) / window) - 1
 
     @property
     def biased_settings(self) -> list[str]:
@@ -309,6 +379,7 @@ class BAPOConfig(GRPOConfig):
                 "for no check."
             )
         self._validate_replay()
+        self._validate_partial_rollouts()
         window, generation = self.gradient_accumulation_steps, self.micro_batches_per_generation
         if self.search_scope == "batch" and not grid.is_fixed and generation % window != 0:
             raise ValueError(
@@ -317,6 +388,50 @@ class BAPOConfig(GRPOConfig):
                 "(`steps_per_generation` x `num_iterations`), and the second is not sampled yet when the search runs. "
                 f"Set `gradient_accumulation_steps` to a divisor of {generation}, make `steps_per_generation` a "
                 f"multiple of {window}, or set `search_scope` to 'micro_batch'."
+            )
+
+    def _validate_partial_rollouts(self):
+        if not 1 <= self.partial_rollout_oversampling < 2:
+            raise ValueError(
+                f"`partial_rollout_oversampling` is {self.partial_rollout_oversampling}: set it to at least 1 (off) "
+                "and less than 2."
+            )
+        if self.partial_rollout_chunk_length < 1:
+            raise ValueError(
+                f"`partial_rollout_chunk_length` is {self.partial_rollout_chunk_length}: set it to at least 1."
+            )
+        if not self.uses_partial_rollouts:
+            return
+        if self.rows_per_generation % self.num_generations != 0:
+            raise ValueError(
+                f"`num_generations` is {self.num_generations}, but each rank has {self.rows_per_generation} samples "
+                "of a generation (`per_device_train_batch_size` x `steps_per_generation`): with partial rollouts a "
+                "group lives on one rank, so make that a multiple of it."
+            )
+        if self.groups_held == 0:
+            raise ValueError(
+                f"`partial_rollout_oversampling` is {self.partial_rollout_oversampling}, which holds over none of the "
+                f"{self.groups_per_generation} groups of a generation on each rank: raise it to at least "
+                f"{1 + 1 / self.groups_per_generation:.3g}, or raise `steps_per_generation`."
+                if self.groups_per_generation > 1
+                else f"`partial_rollout_oversampling` is {self.partial_rollout_oversampling}, but each rank has one "
+                "group a generation, and cannot hold one over: raise `steps_per_generation` or "
+                "`per_device_train_batch_size`."
+            )
+        needed = self.updates_per_generation + self.largest_staleness
+        if self.partial_rollout_max_staleness is not None and self.partial_rollout_max_staleness < needed:
+            raise ValueError(
+                f"`partial_rollout_max_staleness` is {self.partial_rollout_max_staleness}, but a completion parked "
+                f"for one generation is {needed} versions old at its last update: with less, nothing is ever parked. "
+                f"Set it to at least {needed}, or to None."
+            )
+        settings = {**(self.generation_kwargs or {}), "structured_outputs": self.vllm_structured_outputs_regex}
+        broken = broken_across_calls(settings)
+        if broken:
+            raise ValueError(
+                f"{'; '.join(broken)} (in `generation_kwargs` or by a field): that does not go with partial rollouts, "
+                "where a completion is sampled in several calls. Remove it, or set `partial_rollout_oversampling` to "
+                "1.0."
             )
 
     def _validate_replay(self):

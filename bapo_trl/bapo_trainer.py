@@ -15,6 +15,7 @@ from .clip_bounds import ClipBounds
 from .diagnostics import UpdateLog, best_of_k, measure_tokens
 from .generation.behavior_policy import KnownBehaviorPolicy
 from .generation.logp_mismatch import client_for
+from .generation.partial_trainer import PartialRollouts
 from .prompts import check_columns, check_number_of_prompts
 from .replay.mixer import ReplayMixer, ReplayQueue, is_queue_file
 from .scoring import Scoring
@@ -26,7 +27,7 @@ from .whole_checkpoint import WholeCheckpoints
 trl_compat.check_trl()
 
 
-class BAPOTrainer(WholeCheckpoints, KnownBehaviorPolicy, Scoring, ResumeFixes, GRPOTrainer):
+class BAPOTrainer(WholeCheckpoints, KnownBehaviorPolicy, PartialRollouts, Scoring, ResumeFixes, GRPOTrainer):
     """
     Trainer for Balanced Policy Optimization with Adaptive Clipping (BAPO).
 
@@ -46,7 +47,8 @@ class BAPOTrainer(WholeCheckpoints, KnownBehaviorPolicy, Scoring, ResumeFixes, G
     - `_calculate_rewards`: logs the best of k rollouts in evaluation; with `replay_zero_advantage`, looks for ties.
 
     The bases before it do the rest: [`~whole_checkpoint.WholeCheckpoints`],
-    [`~generation.behavior_policy.KnownBehaviorPolicy`], [`~scoring.Scoring`], [`~upstream_fixes.ResumeFixes`].
+    [`~generation.behavior_policy.KnownBehaviorPolicy`], [`~generation.partial_trainer.PartialRollouts`],
+    [`~scoring.Scoring`], [`~upstream_fixes.ResumeFixes`].
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -229,7 +231,7 @@ class BAPOTrainer(WholeCheckpoints, KnownBehaviorPolicy, Scoring, ResumeFixes, G
         tokens = self._policy_tokens(inputs, per_token_logps, entropies)
         guarded = {name: inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps")}
         guarded["per_token_logps"] = per_token_logps
-        staleness = self.state.global_step - inputs["policy_version"]
+        staleness = self.state.global_step - inputs.get("token_versions", inputs["policy_version"])
         self._update_log.add(measure_tokens(tokens, staleness, guarded, inputs["completion_mask"]))
         if not self._searches_ahead:
             self._search.add(tokens)

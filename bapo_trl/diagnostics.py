@@ -30,8 +30,8 @@ UPDATE_METRICS = {
     "ratio/kl": "k3 estimate of KL(behaviour policy || policy): mean of r - 1 - log r.",
     "ratio/chi2": "Chi-square divergence of the policy from the behaviour policy: mean of r^2 - 1.",
     "staleness/mean": "Mean staleness of the trained rows, in policy versions (optimizer updates since they were "
-    "sampled).",
-    "staleness/max": "Largest staleness of the trained rows, in policy versions.",
+    "sampled). With partial rollouts, of the trained tokens.",
+    "staleness/max": "Largest staleness of the trained rows or tokens, in policy versions.",
 }
 """Definition of each logged metric."""
 
@@ -52,8 +52,8 @@ def measure_tokens(
         tokens ([`PolicyTokens`]):
             Ratios, advantages and mask of the micro-batch.
         staleness (`torch.Tensor`):
-            Staleness of each row in policy versions, shape `(B,)`, integer. Rows without a token of the loss do not
-            count.
+            Staleness of each row, shape `(B,)`, or of each token, `(B, T)`, in policy versions, integer. Rows without
+            a token of the loss, and tokens that are none, do not count.
         guarded (mapping of `str` to `torch.Tensor`):
             Log-probabilities by name, shape `(B, T)`; their NaNs and infinities on completion tokens are counted.
             `None` for a tensor that the batch does not have.
@@ -70,7 +70,8 @@ def measure_tokens(
     ratio = torch.where(valid, tokens.ratio, 0.0).to(dtype)
     log_ratio = torch.where(valid, tokens.log_ratio, 0.0).to(dtype)
     is_trained = tokens.mask.any(dim=1)
-    staleness = torch.where(is_trained, staleness.to(device, dtype, non_blocking=True), 0.0)
+    counted = is_trained if staleness.dim() == 1 else tokens.mask.bool()
+    staleness = torch.where(counted, staleness.to(device, dtype, non_blocking=True), 0.0)
 
     mask = completion_mask.bool()
     advantages = tokens.advantages if tokens.advantages.dim() == 2 else tokens.advantages.unsqueeze(1)
@@ -86,7 +87,7 @@ def measure_tokens(
             "ratio": ratio.sum(),
             "ratio_squared": ratio.square().sum(),
             "k3": torch.where(valid, ratio - 1 - log_ratio, 0.0).sum(),
-            "rows": is_trained.sum(),
+            "versions": counted.sum(),
             "staleness": staleness.sum(),
             **nonfinite,
         },
@@ -140,7 +141,7 @@ def token_metrics(total: Mapping[str, float]) -> dict[str, float]:
         "ratio/ess": _ratio(total["ratio"] ** 2, count * total["ratio_squared"]),
         "ratio/kl": _ratio(total["k3"], count),
         "ratio/chi2": _ratio(total["ratio_squared"], count) - 1,
-        "staleness/mean": _ratio(total["staleness"], total["rows"]),
+        "staleness/mean": _ratio(total["staleness"], total["versions"]),
         "staleness/max": total["staleness_max"],
     }
 

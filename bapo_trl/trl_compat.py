@@ -27,6 +27,7 @@ try:  # helpers of TRL that the package uses, from here
     from trl.trainer.utils import (  # noqa: F401
         RepeatSampler,
         get_config_model_id,
+        pad,
         shuffle_sequence_dict,
         split_tensor_dict,
     )

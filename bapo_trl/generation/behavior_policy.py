@@ -39,9 +39,11 @@ class KnownBehaviorPolicy:
             output = super()._generate_and_score_completions(inputs)
         if not self.model.training:
             return output
-        # On the CPU: the staleness of rows is counted on the host, without waiting for the device.
-        output["policy_version"] = torch.full((len(output["prompt_ids"]),), self.state.global_step)
-        self._buffer_version = self.state.global_step
+        self._buffer_version = None
+        if "policy_version" not in output:  # the current policy sampled it all
+            # On the CPU: the staleness of rows is counted on the host, without waiting for the device.
+            output["policy_version"] = torch.full((len(output["prompt_ids"]),), self.state.global_step)
+            self._buffer_version = self.state.global_step
         # Without vLLM, TRL does not read the log-probabilities of a `rollout_func`: they may be placeholders.
         are_of_sampler = self.use_vllm or self.rollout_func is None
         compares = are_of_sampler and "sampling_per_token_logps" in output

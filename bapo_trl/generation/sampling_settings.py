@@ -74,3 +74,47 @@ def biased_settings(settings: Mapping[str, Any], temperature: float) -> list[str
         for name, value in settings.items()
         if name in neutral and value is not None and value not in neutral[name]
     ]
+
+
+# Settings of the samplers that mean something else for a completion sampled in several calls: why, and neutral values
+_BROKEN_ACROSS_CALLS = {
+    **dict.fromkeys(
+        ("min_new_tokens", "min_tokens", "min_length", "presence_penalty", "frequency_penalty"),
+        ("counts from the start of a call", (0,)),
+    ),
+    "exponential_decay_length_penalty": ("counts from the start of a call", ()),
+    **dict.fromkeys(("max_new_tokens", "max_tokens", "max_length"), ("is the cap of a call", ())),
+    **dict.fromkeys(("begin_suppress_tokens", "forced_bos_token_id"), ("acts at the start of a call", ([],))),
+    "forced_eos_token_id": ("acts at the end of a call", ([],)),
+    **dict.fromkeys(("num_beams", "num_return_sequences", "n"), ("makes several completions of one", (1,))),
+    "max_time": ("stops a call by the clock", ()),
+    **dict.fromkeys(("stop", "stop_strings"), ("may fall across two calls", ([], ""))),
+    **dict.fromkeys(("structured_outputs", "guided_decoding"), ("starts anew with each call", ())),
+    "seed": ("makes each call draw the same", ()),
+}
+
+
+def broken_across_calls(settings: Mapping[str, Any]) -> list[str]:
+    """
+    Name the settings that mean something else for a completion that is sampled in several calls.
+
+    Args:
+        settings (mapping of `str` to any value):
+            Settings of the sampler by name, `structured_outputs` among them.
+
+    Returns:
+        `list[str]`: Each with why, as words of a message.
+
+    Example:
+
+    ```python
+    >>> broken_across_calls({"min_new_tokens": 3, "stop": None})
+    ['`min_new_tokens` counts from the start of a call']
+
+    ```
+    """
+    return [
+        f"`{name}` {why}"
+        for name, (why, neutral) in _BROKEN_ACROSS_CALLS.items()
+        if settings.get(name) is not None and settings[name] not in neutral
+    ]

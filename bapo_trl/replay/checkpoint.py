@@ -1,25 +1,16 @@
-"""Keep replay queues in a checkpoint folder: one safetensors file a rank, with JSON in its header. No pickle.
+"""Keep replay queues in a checkpoint folder: one file a rank, see `rank_files`."""
 
-A checksum over all that a file holds, and over its name, tells of what has changed since it was written.
-"""
-
-import json
-import re
 from pathlib import Path
 
 import numpy as np
 import torch
-import xxhash
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
+from ..rank_files import RankFiles
 from .queue import ReplayQueue
 from .rows import Column, Rows, Spans, concat_rows
 
 
-FORMAT = "bapo_trl replay queue 2"
-_NAME = "replay_queue_{rank:05d}_of_{world:05d}.safetensors"
-_PATTERN = re.compile(r"replay_queue_(\d{5})_of_(\d{5})\.safetensors")
+FILES = RankFiles("replay queue", "2", "set `replay_discard_saved` to start with an empty queue")
 
 
 def save_queue(queue: ReplayQueue, folder: str | Path, rank: int, num_processes: int) -> Path:
@@ -46,18 +37,12 @@ def save_queue(queue: ReplayQueue, folder: str | Path, rank: int, num_processes:
             tensors[f"{number}.{key}"] = column.values
             if column.lengths is not None:
                 tensors[f"{number}.{key}.lengths"] = torch.tensor(column.lengths)  # a copy: columns share theirs
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / _NAME.format(rank=rank, world=num_processes)
-    text = json.dumps(state)
-    metadata = {"format": FORMAT, "state": text, "checksum": _checksum(path.name, text, tensors)}
-    save_file(tensors, path, metadata=metadata)
-    return path
+    return FILES.write(folder, rank, num_processes, tensors, state)
 
 
 def is_queue_file(name: str) -> bool:
     """Return whether a file of a checkpoint folder, by its name, is the replay queue of a rank."""
-    return _PATTERN.fullmatch(name) is not None
+    return FILES.num_ranks_of(name) is not None
 
 
 def load_queue(queue: ReplayQueue, folder: str | Path, rank: int, num_processes: int) -> bool:
@@ -85,17 +70,10 @@ def load_queue(queue: ReplayQueue, folder: str | Path, rank: int, num_processes:
     Raises:
         ValueError: If a file is damaged, missing or not ours, naming it.
     """
-    found = {path: match for path in Path(folder).iterdir() if (match := _PATTERN.fullmatch(path.name))}
-    if not found:
+    paths = FILES.find(folder)
+    if not paths:
         return False
-    sizes = {int(match[2]) for match in found.values()}
-    if len(sizes) > 1:
-        raise ValueError(
-            f"{folder} holds replay queues of runs with {sorted(sizes)} processes: remove the foreign ones, or set "
-            "`replay_discard_saved` to start with an empty queue."
-        )
-    (saved,) = sizes
-    paths = [Path(folder) / _NAME.format(rank=index, world=saved) for index in range(saved)]
+    saved = len(paths)
     if saved == num_processes:
         _restore(queue, *_read(paths[rank]), paths[rank])
         return True
@@ -133,35 +111,17 @@ def _restore(queue: ReplayQueue, chunks: list[Rows], state: dict, path: Path) ->
     try:
         queue.restore(chunks, state)
     except (LookupError, TypeError, ValueError) as error:
-        raise _damaged(path, error) from error
+        raise FILES.damaged(path, error) from error
 
 
 def _read(path: Path) -> tuple[list[Rows], dict]:
-    if not path.exists():
-        raise ValueError(
-            f"The replay queue {path} is missing, while other ranks' are there: the checkpoint is damaged."
-        )
+    tensors, state = FILES.read(path)
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            # Copies: the tensors are windows on the file
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
-        raise _damaged(path, error) from error
-    if metadata.get("format") != FORMAT:
-        raise ValueError(
-            f"The replay queue {path} has the format {metadata.get('format')!r}, not {FORMAT!r}: it was not written "
-            "by this version of bapo_trl. Set `replay_discard_saved` to start with an empty queue."
-        )
-    try:
-        if _checksum(path.name, metadata["state"], tensors) != metadata["checksum"]:
-            raise ValueError("what it holds is not what was written under this name")
-        state = json.loads(metadata["state"])
         chunks = _chunks(tensors)
         if len({sum(map(len, chunks)), *map(len, state["ledger"].values())}) != 1:
             raise ValueError("its values and its ledger do not go together")
     except (LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
-        raise _damaged(path, error) from error
+        raise FILES.damaged(path, error) from error
     return chunks, state
 
 
@@ -180,17 +140,3 @@ def _chunks(tensors: dict[str, torch.Tensor]) -> list[Rows]:
                     spans = other.spans
         chunk[key] = Column(values, spans)
     return [Rows(columns[number]) for number in sorted(columns)]
-
-
-def _checksum(name: str, state: str, tensors: dict[str, torch.Tensor]) -> str:
-    digest = xxhash.xxh3_128(f"{name} {state}".encode())
-    for key in sorted(tensors):
-        digest.update(f"{key} {tensors[key].dtype} {tuple(tensors[key].shape)}".encode())
-        digest.update(tensors[key].reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
-def _damaged(path: Path, error: Exception) -> ValueError:
-    return ValueError(
-        f"The replay queue {path} is damaged ({error}): set `replay_discard_saved` to start with an empty queue."
-    )

@@ -89,8 +89,8 @@ class ReplayMixer:
 
     def clear_ties(self, advantages: torch.Tensor) -> float:
         """Set the advantages of tied rows to 0; return the share of rows that are tied, over all ranks."""
-        first = self._accelerator.process_index * len(advantages)
-        advantages[self._is_tied[first : first + len(advantages)]] = 0
+        here = self._is_tied.view(self._accelerator.num_processes, -1)[self._accelerator.process_index]
+        advantages[: len(here)][here] = 0  # what follows are copies that keep the shape of the batch
         return self._is_tied.float().mean().item()
 
     def draw_first_pass(

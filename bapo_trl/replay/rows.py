@@ -39,6 +39,7 @@ _FIELDS = {
     "importance_sampling_ratio": _Field("right", padding=1, may_be_per_row=True),
     "advantages": _Field("right"),
     "policy_version": _Field(None),
+    "token_versions": _Field("right", kept_as=torch.int32),
 }
 _PER_BATCH = ("num_items_in_batch",)
 _MULTIMODAL = (
@@ -305,7 +306,7 @@ def rows_to_batch(
             tensor = _pad(column, padding, field.side, pad_to_multiple_of)
         if field.kept_as is not None:
             tensor = tensor.to(torch.int64)
-        batch[key] = tensor if key == "policy_version" else tensor.to(device)
+        batch[key] = tensor if key in ("policy_version", "token_versions") else tensor.to(device)
     return batch
 
 

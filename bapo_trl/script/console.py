@@ -1,6 +1,5 @@
 """What a training run says on the terminal: the settings once, then a line for each log."""
 
-import math
 from collections.abc import Mapping
 
 from transformers import ProgressCallback
@@ -17,15 +16,12 @@ def settings_table(args: BAPOConfig) -> str:
             Settings of the run, in a process that knows the number of processes.
     """
     window = args.gradient_accumulation_steps
-    generation = args.micro_batches_per_generation
-    updates = generation / window
-    # A generation starts at most `window - gcd` micro-batches into an update, and ends that much further on.
-    oldest_age = math.ceil((generation + window - math.gcd(generation, window)) / window) - 1
+    updates = args.micro_batches_per_generation / window
     rows_per_update = args.per_device_train_batch_size * args.world_size * window
-    age = f"{oldest_age} policy versions"
+    staleness = f"{args.largest_staleness} policy versions"
     if args.uses_replay:
         limit = args.replay_max_staleness
-        age = "no limit (replay queue)" if limit is None else f"{limit} policy versions (replay queue)"
+        staleness = "no limit (replay queue)" if limit is None else f"{limit} policy versions (replay queue)"
     low = _range(args.ratio_lower_start, args.ratio_lower_max)
     high = _range(args.ratio_upper_start, args.ratio_upper_max)
     rows = [
@@ -35,7 +31,7 @@ def settings_table(args: BAPOConfig) -> str:
             f"{rows_per_update} ({args.world_size} x {args.per_device_train_batch_size} x {window})",
         ),
         ("updates per generation", f"{updates:g}"),
-        ("oldest age of a sample", age),
+        ("oldest age of a sample", staleness),
         ("clip bounds", f"low {low}, high {high}"),
         ("target share of positives", f"{args.positive_contribution_target:g} ({args.contribution_measure})"),
         ("bound search", f"{args.search_order}, over each {args.search_scope.replace('_', '-')}"),

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from safetensors.torch import save_file
 
-from bapo_trl.replay.checkpoint import FORMAT, _checksum, load_queue, save_queue
+from bapo_trl.rank_files import checksum
+from bapo_trl.replay.checkpoint import FILES, load_queue, save_queue
 from bapo_trl.replay.queue import ReplayQueue
 from bapo_trl.replay.rows import Column, Rows, Spans, batch_to_rows, concat_rows
 from tests.replay.test_rows import PAD, batch
@@ -283,7 +284,7 @@ def test_a_lower_limit_of_reuse_holds_after_a_resume(tmp_path):
 def test_a_header_that_makes_no_sense_is_refused_by_name(tmp_path, state):
     path = tmp_path / "replay_queue_00000_of_00001.safetensors"
     tensors = {"0.policy_version": torch.ones(1)}
-    save_file(tensors, path, {"format": FORMAT, "state": state, "checksum": _checksum(path.name, state, tensors)})
+    save_file(tensors, path, {"format": FILES.format, "state": state, "checksum": checksum(path.name, state, tensors)})
     with pytest.raises(ValueError, match=f"{path.name} is damaged"):
         load_queue(ReplayQueue(10), tmp_path, 0, 1)
 

@@ -1,0 +1,345 @@
+"""The pool of unfinished rollouts: groups of completions that generations begin, park, continue and hand to training.
+
+A state machine on token ids. It owns no model, draws no random numbers and does no communication. Invariants:
+
+- Every admitted group is emitted once, or is still in the pool.
+- The tokens of a completion are those that were taken in for it, in their order, each with the policy version that
+  sampled it. None is dropped but what goes beyond `max_completion_length`.
+- Groups are emitted in the order in which they became complete, but for those that may not wait any longer: they go
+  first.
+
+Terms: a *group* is the `num_generations` completions of one prompt. A *segment* is the tokens of one completion that
+one policy version sampled. A completion has *ended* with an EOS token or at `max_completion_length`, counted over all
+its segments; a group is *complete* when all its completions have ended.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+
+@dataclass
+class PartialCompletion:
+    """
+    A completion as far as it goes.
+
+    Args:
+        tokens (`list[int]`):
+            Token ids so far.
+        segments (`list[list[int]]`):
+            Policy version and number of tokens of each segment, the oldest first. Versions rise.
+        logps (`list[float]`):
+            Log-probabilities of the first tokens, under the policy that sampled each. Fewer than `tokens` until the
+            latest segment is scored.
+        sampler_logps (`list[float | None]`):
+            Log-probability that the sampler reported for each token; empty if it reports none.
+        has_ended (`bool`):
+            Whether no token will follow.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    segments: list[list[int]] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    sampler_logps: list[float | None] = field(default_factory=list)
+    has_ended: bool = False
+
+    @property
+    def versions(self) -> list[int]:
+        """Policy version that sampled each token."""
+        return [version for version, length in self.segments for _ in range(length)]
+
+    def copy(self) -> "PartialCompletion":
+        """Return a copy that later tokens leave as it is."""
+        return PartialCompletion(
+            tokens=self.tokens[:],
+            segments=[segment[:] for segment in self.segments],
+            logps=self.logps[:],
+            sampler_logps=self.sampler_logps[:],
+            has_ended=self.has_ended,
+        )
+
+
+@dataclass
+class Group:
+    """
+    A prompt and its completions.
+
+    Args:
+        id (`int`):
+            Number of the group: unique over ranks and epochs.
+        inputs (`dict`):
+            The prompt's row of the dataset.
+        prompt_ids (`list[int]`):
+            Token ids of the prompt.
+        completions (`list[PartialCompletion]`):
+            As many as `num_generations`.
+        completed_as (`int`, *optional*):
+            Place in the order in which groups of the pool became complete; `None` while one has not.
+    """
+
+    id: int
+    inputs: dict[str, Any]
+    prompt_ids: list[int]
+    completions: list[PartialCompletion]
+    completed_as: int | None = None
+
+    @property
+    def first_version(self) -> int | None:
+        """Policy version of the oldest token; `None` without a token."""
+        return min((each.segments[0][0] for each in self.completions if each.segments), default=None)
+
+    def copy(self) -> "Group":
+        """Return a copy that later tokens leave as it is."""
+        return replace(self, completions=[completion.copy() for completion in self.completions])
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A completion that the sampler is to go on with: after `prompt_ids`, up to `num_left` tokens more."""
+
+    group: Group
+    completion: PartialCompletion
+    num_left: int
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """Token ids of the prompt and of the completion so far."""
+        return self.group.prompt_ids + self.completion.tokens
+
+
+@dataclass
+class PoolCounts:
+    """
+    What a pool has done since the start of the run.
+
+    Args:
+        emitted (`int`):
+            Completions that left for training.
+        emitted_tokens (`int`):
+            Tokens of these.
+        ended (`int`):
+            Completions that have ended, those that left among them.
+        ended_tokens (`int`):
+            Tokens of these.
+    """
+
+    emitted: int = 0
+    emitted_tokens: int = 0
+    ended: int = 0
+    ended_tokens: int = 0
+
+
+class RolloutPool:
+    """
+    The groups of one rank that are not trained yet.
+
+    Args:
+        num_generations (`int`):
+            Completions of a group.
+        max_completion_length (`int`):
+            Largest number of tokens of a completion, over all its segments.
+        eos_token_ids (collection of `int`):
+            Tokens that end a completion.
+        rank (`int`, *optional*, defaults to `0`):
+            Index of the process.
+        num_ranks (`int`, *optional*, defaults to `1`):
+            Number of processes: groups are numbered in steps of it.
+    """
+
+    def __init__(
+        self,
+        num_generations: int,
+        max_completion_length: int,
+        eos_token_ids: Collection[int],
+        rank: int = 0,
+        num_ranks: int = 1,
+    ):
+        self.num_generations = num_generations
+        self.max_completion_length = max_completion_length
+        self.counts = PoolCounts()
+        self.has_emitted = False
+        """Whether groups have left in this run, on any rank."""
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self.rank, self.num_ranks = rank, num_ranks
+        self._groups: list[Group] = []  # in the order of admission
+        self._next_id = rank
+        self._next_place = 0
+
+    def __len__(self) -> int:
+        """Return the number of groups in the pool."""
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[Group]:
+        """Iterate over the groups, in the order of admission."""
+        return iter(self._groups)
+
+    def admit(self, inputs: dict[str, Any], prompt_ids: Sequence[int]) -> int:
+        """Take in a prompt, whose completions have no token yet; return the number of its group."""
+        completions = [PartialCompletion() for _ in range(self.num_generations)]
+        self._groups.append(Group(self._next_id, inputs, list(prompt_ids), completions))
+        self._next_id += self.num_ranks
+        return self._groups[-1].id
+
+    def unfinished(self) -> list[Continuation]:
+        """Return all completions that have not ended, in the order of admission."""
+        return [
+            Continuation(group, completion, self.max_completion_length - len(completion.tokens))
+            for group in self._groups
+            for completion in group.completions
+            if not completion.has_ended
+        ]
+
+    def take(
+        self,
+        continuations: Sequence[Continuation],
+        tokens: Sequence[Sequence[int]],
+        policy_version: int,
+        cap: int,
+        sampler_logps: Sequence[Sequence[float | None]] | None = None,
+    ) -> None:
+        """
+        Take in what the sampler went on with.
+
+        A completion has ended if its last token is an EOS token, if it has `max_completion_length` tokens, or if the
+        sampler stopped before the cap of the call for a reason of its own.
+
+        Args:
+            continuations (sequence of [`Continuation`]):
+                What was continued, from [`RolloutPool.unfinished`].
+            tokens (sequence of sequences of `int`):
+                New token ids of each. What goes beyond `max_completion_length` is left out.
+            policy_version (`int`):
+                Version of the policy that sampled them.
+            cap (`int`):
+                Largest number of new tokens that the call allowed.
+            sampler_logps (sequence of sequences, *optional*):
+                Log-probability that the sampler reports for each token.
+
+        Raises:
+            ValueError: If a completion got no token, more than the cap, or tokens after its end.
+        """
+        for index, (continuation, new) in enumerate(zip(continuations, tokens, strict=True)):
+            completion, kept = continuation.completion, list(new)[: continuation.num_left]
+            if completion.has_ended or not 0 < len(new) <= cap:
+                raise ValueError(
+                    f"group {continuation.group.id} got {len(new)} tokens of at most {cap} for a completion that has "
+                    f"{'ended' if completion.has_ended else 'not ended'}"
+                )
+            if completion.segments and completion.segments[-1][0] == policy_version:
+                completion.segments[-1][1] += len(kept)
+            else:
+                completion.segments.append([policy_version, len(kept)])
+            completion.tokens += kept
+            if sampler_logps is not None:
+                completion.sampler_logps += list(sampler_logps[index])[: len(kept)]
+            is_full = len(completion.tokens) == self.max_completion_length
+            if is_full or kept[-1] in self._eos_token_ids or len(new) < cap:
+                completion.has_ended = True
+                self.counts.ended += 1
+                self.counts.ended_tokens += len(completion.tokens)
+        for group in self._groups:
+            if group.completed_as is None and all(completion.has_ended for completion in group.completions):
+                group.completed_as = self._next_place
+                self._next_place += 1
+
+    def unscored(self) -> list[tuple[Group, PartialCompletion]]:
+        """Return the completions with tokens whose log-probabilities are not known, in the order of admission."""
+        return [
+            (group, completion)
+            for group in self._groups
+            for completion in group.completions
+            if len(completion.logps) < len(completion.tokens)
+        ]
+
+    def overdue(self, oldest_version: int | None) -> list[Group]:
+        """Return the groups with a token older than `oldest_version`: they may not wait for another generation."""
+        if oldest_version is None:
+            return []
+        return [g for g in self._groups if g.first_version is not None and g.first_version < oldest_version]
+
+    def has_enough(self, count: int, oldest_version: int | None = None) -> bool:
+        """Return whether `count` groups are complete, and all those that may not wait among them."""
+        complete = sum(group.completed_as is not None for group in self._groups)
+        return complete >= count and all(group.completed_as is not None for group in self.overdue(oldest_version))
+
+    def emit(self, count: int, oldest_version: int | None = None) -> list[Group]:
+        """
+        Let complete groups leave: first those that may not wait, then in the order in which they became complete.
+
+        Args:
+            count (`int`):
+                Number of groups.
+            oldest_version (`int`, *optional*):
+                Groups with a token of an older policy version may not wait. `None` for no limit.
+
+        Raises:
+            ValueError: If there are fewer complete groups, or more that may not wait.
+        """
+        overdue = {group.id for group in self.overdue(oldest_version)}
+        if len(overdue) > count or not self.has_enough(count, oldest_version):
+            raise ValueError(f"{count} groups cannot leave: not all are complete, or {len(overdue)} may not wait")
+        complete = [group for group in self._groups if group.completed_as is not None]
+        leaving = sorted(complete, key=lambda group: (group.id not in overdue, group.completed_as))[:count]
+        left = {group.id for group in leaving}
+        self._groups = [group for group in self._groups if group.id not in left]
+        lengths = [len(completion.tokens) for group in leaving for completion in group.completions]
+        self.has_emitted = True
+        self.counts.emitted += len(lengths)
+        self.counts.emitted_tokens += sum(lengths)
+        return leaving
+
+    def state(self) -> "PoolState":
+        """Return a copy of the groups and of all else that a later run needs."""
+        groups = [group.copy() for group in self._groups]
+        return PoolState(groups, replace(self.counts), self.has_emitted, self._next_id, self._next_place)
+
+    def restore(self, state: "PoolState") -> None:
+        """
+        Take over what [`RolloutPool.state`] returned, in a run of any number of ranks.
+
+        Raises:
+            ValueError: If a group does not go with `num_generations` or `max_completion_length`.
+        """
+        for group in state.groups:
+            if len(group.completions) != self.num_generations:
+                raise ValueError(
+                    f"`num_generations` is {self.num_generations}, but the parked groups have "
+                    f"{len(group.completions)} completions: set it back."
+                )
+            for completion in group.completions:
+                length, limit = len(completion.tokens), self.max_completion_length
+                if length > limit or (length == limit and not completion.has_ended):
+                    raise ValueError(
+                        f"`max_completion_length` is {limit}, but a parked completion has {length} tokens"
+                        f"{'' if completion.has_ended else ' and goes on'}: set it back, or higher."
+                    )
+        self._groups = [group.copy() for group in state.groups]
+        self.counts = replace(state.counts)
+        self.has_emitted = state.has_emitted
+        self._next_id = state.next_id + (self.rank - state.next_id) % self.num_ranks
+        self._next_place = state.next_place
+
+
+@dataclass(frozen=True)
+class PoolState:
+    """
+    What a pool is made of: see [`RolloutPool.state`].
+
+    Args:
+        groups (`list[Group]`):
+            Groups in the order of admission.
+        counts ([`PoolCounts`]):
+            What the pool has done.
+        has_emitted (`bool`):
+            Whether groups have left in the run, on any rank.
+        next_id (`int`):
+            Number that the next group gets, or a smaller one that no group has.
+        next_place (`int`):
+            Place of the next group that becomes complete.
+    """
+
+    groups: list[Group]
+    counts: PoolCounts
+    has_emitted: bool
+    next_id: int
+    next_place: int

@@ -1,0 +1,341 @@
+"""Decodes a generation in rounds, until every rank has the groups it needs, and hands these to TRL as rows.
+
+What TRL and the model do comes in as plain functions. All ranks make the same calls in the same order, whatever their
+completions: each round begins with one gather, which decides for all ranks whether there is one, and the scoring at
+the end with another. Legend: `B` rows, `T` completion tokens.
+"""
+
+import copy
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from trl import GRPOTrainer
+
+from .partial_rollouts import Group, PartialCompletion, PoolState, RolloutPool
+from .pool_checkpoint import FILES, load_pool, save_pool
+
+
+PARTIAL_METRICS = {
+    "partial/in_flight": "Completions that have not ended, over all ranks, after the generation.",
+    "partial/parked_tokens": "Tokens that stay in the pools of all ranks after the generation.",
+    "partial/segments_mean": "Mean number of segments of the completions that go to training: 1 if one policy version "
+    "sampled all their tokens.",
+    "partial/segments_max": "Largest number of segments of these.",
+    "partial/rounds": "Calls of the sampler in the generation.",
+    "partial/waited": "Groups that this generation decoded to their end, or let go first, because "
+    "`partial_rollout_max_staleness` let them wait no longer.",
+    "partial/masked": "Rows that keep the shape of the batch and train nothing, where too few completions had ended.",
+    "partial/trained_length_ratio": "Mean length of the completions that went to training over that of all that have "
+    "ended, since the start of the run. Below 1, the training has seen too many short ones so far.",
+}
+"""Definition of each metric logged at a generation with partial rollouts."""
+
+Sampler = Callable[[list[list[int]], int], tuple[list[list[int]], list[list[float | None]] | None]]
+"""Continues token ids: prompts and the largest number of new tokens in; new tokens out, and their log-probabilities if
+the sampler reports them."""
+
+Scorer = Callable[[list[list[int]], list[list[int]]], list[list[float]]]
+"""Scores completions after their prompts: the log-probability of each token under the current policy."""
+
+
+class RolloutBatch:
+    """
+    Complete groups as rows for TRL, one a completion.
+
+    Args:
+        groups (sequence of [`~partial_rollouts.Group`]):
+            At least one group.
+    """
+
+    def __init__(self, groups: Sequence[Group]):
+        self._groups = list(groups)
+        self._completions: list[PartialCompletion] = [each for group in groups for each in group.completions]
+
+    def __len__(self) -> int:
+        return len(self._completions)
+
+    @property
+    def inputs(self) -> list[dict[str, Any]]:
+        """Rows of the dataset, each a copy of its own."""
+        return [copy.deepcopy(group.inputs) for group in self._groups for _ in group.completions]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """Token ids of each completion."""
+        return [list(completion.tokens) for completion in self._completions]
+
+    @property
+    def sampler_logps(self) -> list[list[float | None]] | None:
+        """Log-probability that the sampler reported for each token; `None` if it reports none."""
+        return [list(each.sampler_logps) for each in self._completions] if self._completions[0].sampler_logps else None
+
+    @property
+    def latest_segment_masks(self) -> list[list[int]]:
+        """For each completion, 1 for the tokens of its latest segment and 0 for those before."""
+        return [[int(version == each.segments[-1][0]) for version in each.versions] for each in self._completions]
+
+    @property
+    def num_segments(self) -> list[int]:
+        """Number of segments of each completion."""
+        return [len(completion.segments) for completion in self._completions]
+
+    @property
+    def oldest_versions(self) -> torch.Tensor:
+        """Policy version of the oldest token of each row, shape `(B,)`, on the CPU."""
+        return torch.tensor([completion.segments[0][0] for completion in self._completions])
+
+    def token_versions(self, num_tokens: int) -> torch.Tensor:
+        """Return the policy version that sampled each token, `(B, num_tokens)`, on the CPU; padded with the last."""
+        rows = [each.versions + [each.segments[-1][0]] * (num_tokens - len(each.tokens)) for each in self._completions]
+        return torch.tensor(rows)
+
+    def behavior_logps(self, num_tokens: int) -> torch.Tensor:
+        """Return each token's log-probability under the policy that sampled it, `(B, num_tokens)`, padded with 0."""
+        rows = [each.logps + [0.0] * (num_tokens - len(each.tokens)) for each in self._completions]
+        return torch.tensor(rows, dtype=torch.float32)
+
+
+class RolloutRounds:
+    """
+    Generations of one rank with partial rollouts.
+
+    Args:
+        pool ([`~partial_rollouts.RolloutPool`]):
+            The groups that are not trained yet.
+        num_groups (`int`):
+            Groups of a generation on each rank.
+        num_held (`int`):
+            Groups that stay in the pool beyond a generation.
+        chunk_length (`int`):
+            Tokens decoded between two looks at who has finished.
+        gather (`Callable`):
+            Numbers of this rank in; those of all ranks out, one list a rank.
+    """
+
+    def __init__(
+        self,
+        pool: RolloutPool,
+        *,
+        num_groups: int,
+        num_held: int,
+        chunk_length: int,
+        gather: Callable[[list[float]], list[list[float]]],
+    ):
+        self.pool = pool
+        self.before_generation: PoolState = pool.state()
+        """The pool as it was before the prompts of the latest generation entered."""
+        self._num_groups = num_groups
+        self._num_held = num_held
+        self._chunk_length = chunk_length
+        self._gather = gather
+
+    def generate(
+        self,
+        prompts: Sequence[tuple[dict[str, Any], list[int]]],
+        policy_version: int,
+        oldest_version: int | None,
+        sample: Sampler,
+        score: Scorer,
+    ) -> tuple[RolloutBatch, dict[str, float]]:
+        """
+        Admit the prompts of a generation, decode until every rank has enough complete groups, and let these go.
+
+        Args:
+            prompts (sequence of pairs):
+                For each new group, the prompt's row of the dataset and its token ids.
+            policy_version (`int`):
+                Version of the current policy.
+            oldest_version (`int`, *optional*):
+                Groups with a token of an older version are decoded to their end, and go. `None` for no limit.
+            sample (`Callable`):
+                Continues token ids under the current policy, see [`Sampler`].
+            score (`Callable`):
+                Scores completions under the current policy, see [`Scorer`].
+
+        Returns:
+            The groups that go to training, as many on each rank, and the values of [`PARTIAL_METRICS`] but for
+            `partial/masked`.
+
+        Raises:
+            ValueError: If a value of a row cannot be kept in a checkpoint.
+        """
+        self.before_generation = self.pool.state()
+        is_first = not self.pool.has_emitted
+        for inputs, prompt_ids in prompts:
+            check_fits_json(inputs)
+            self.pool.admit(inputs, prompt_ids)
+        wanted = max(1, self._num_groups - self._num_held) if is_first else self._num_groups
+
+        waited, rounds = len(self.pool.overdue(oldest_version)), 0
+        while (cap := self._cap_of_round(wanted, oldest_version)) is not None:
+            self._decode(cap, policy_version, sample, dummy=prompts[0][1])
+            rounds += 1
+        self._score(score, dummy=prompts[0][1])
+        batch = RolloutBatch(self.pool.emit(wanted, oldest_version))
+        return batch, self._measure(batch, waited, rounds)
+
+    def save(self, folder: str | Path, is_boundary: bool) -> None:
+        """
+        Write the pool into a checkpoint folder.
+
+        Args:
+            folder (`str` or `Path`):
+                Checkpoint folder.
+            is_boundary (`bool`):
+                Whether the latest generation has been trained to its end. If not, a resumed run generates it again:
+                the pool is written as it was before its prompts entered.
+        """
+        state = self.pool.state() if is_boundary else self.before_generation
+        save_pool(state, folder, self.pool.rank, self.pool.num_ranks)
+
+    def load(self, folder: str | Path) -> None:
+        """
+        Restore the pool from a checkpoint folder. Without one there, it starts empty, with a warning.
+
+        Raises:
+            ValueError: If the file is damaged, or what it holds does not go with the settings.
+        """
+        state = load_pool(folder, self.pool.rank, self.pool.num_ranks)
+        if state is None:
+            warnings.warn(f"The checkpoint {folder} holds no unfinished rollouts: starting without any.")
+            return
+        self.pool.restore(state)
+        self.before_generation = self.pool.state()
+
+    def describe_left(self) -> str | None:
+        """Return a sentence on the groups that a run leaves in flight, on all ranks; `None` without any."""
+        tokens = sum(len(each.tokens) for group in self.pool for each in group.completions)
+        groups, tokens = (sum(column) for column in zip(*self._gather([len(self.pool), tokens]), strict=True))
+        if not groups:
+            return None
+        return (
+            f"The run ends with {groups} groups in flight ({tokens} tokens), which have trained nothing. A checkpoint "
+            "holds them: a run that is resumed from it goes on with them."
+        )
+
+    def _cap_of_round(self, wanted: int, oldest_version: int | None) -> int | None:
+        """Return how many tokens the next round decodes, the same on all ranks; `None` if all have enough."""
+        longest = max((continuation.num_left for continuation in self.pool.unfinished()), default=0)
+        ranks = self._gather([self.pool.has_enough(wanted, oldest_version), longest])
+        if all(has_enough for has_enough, _ in ranks):
+            return None
+        return min(self._chunk_length, int(max(longest for _, longest in ranks)))
+
+    def _decode(self, cap: int, policy_version: int, sample: Sampler, dummy: list[int]) -> None:
+        continuations = self.pool.unfinished()
+        # A rank without any takes part all the same: samplers of several ranks are called together.
+        prompts = [continuation.prompt_ids for continuation in continuations] or [dummy]
+        tokens, sampler_logps = sample(prompts, cap)
+        if continuations:
+            self.pool.take(continuations, tokens, policy_version, cap, sampler_logps)
+
+    def _score(self, score: Scorer, dummy: list[int]) -> None:
+        """Score all tokens that this generation sampled, those that stay among them: the next policy differs."""
+        rows = self.pool.unscored()
+        most = int(max(count for (count,) in self._gather([len(rows)])))
+        missing = most - len(rows)  # sharded models are called together, with as many rows
+        prompts = [group.prompt_ids for group, _ in rows] + [dummy] * missing
+        completions = [completion.tokens for _, completion in rows] + [dummy[-1:]] * missing
+        logps = score(prompts, completions) if most else []
+        for (_, completion), values in zip(rows, logps, strict=False):  # the dummies are left over
+            completion.logps += values[len(completion.logps) : len(completion.tokens)]
+
+    def _measure(self, batch: RolloutBatch, waited: int, rounds: int) -> dict[str, float]:
+        segments, counts = batch.num_segments, self.pool.counts
+        parked = sum(len(each.tokens) for group in self.pool for each in group.completions)
+        numbers = [len(self.pool.unfinished()), parked, sum(segments), len(segments), waited]
+        numbers += [counts.emitted, counts.emitted_tokens, counts.ended, counts.ended_tokens]
+        ranks = self._gather([*numbers, max(segments)])
+        in_flight, parked, total, rows, waited, *lengths = (sum(column) for column in zip(*ranks, strict=True))
+        emitted, emitted_tokens, ended, ended_tokens, _ = lengths
+        return {
+            "partial/in_flight": in_flight,
+            "partial/parked_tokens": parked,
+            "partial/segments_mean": total / rows,
+            "partial/segments_max": max(numbers[-1] for numbers in ranks),
+            "partial/rounds": rounds,
+            "partial/waited": waited,
+            "partial/trained_length_ratio": (emitted_tokens / emitted) / (ended_tokens / ended),
+        }
+
+
+def pad_with_masked_rows(batch: dict[str, torch.Tensor], num_rows: int) -> dict[str, torch.Tensor]:
+    """
+    Repeat rows of TRL's batch, with no token that counts, until it has `num_rows`. They train nothing.
+
+    Args:
+        batch (`dict`):
+            TRL's batch: tensors with one row a completion, and values of the whole batch.
+        num_rows (`int`):
+            Number of rows wanted.
+    """
+    present = len(batch["completion_ids"])
+    rows = torch.arange(num_rows) % present
+    padded = {
+        key: value[rows.to(value.device)] if isinstance(value, torch.Tensor) and value.dim() else value
+        for key, value in batch.items()
+    }
+    padded["completion_mask"] = padded["completion_mask"].clone()
+    padded["completion_mask"][present:] = 0
+    return padded
+
+
+def check_supported(trainer: GRPOTrainer) -> None:
+    """
+    Refuse trainers whose completions cannot be parked on token ids alone.
+
+    Raises:
+        ValueError: If the trainer has tools, environments, a `rollout_func` or a multimodal model; names it.
+    """
+    reasons = {
+        "`tools`": bool(trainer.tools),
+        "`environment_factory`": trainer.environment_factories is not None,
+        "`rollout_func`": trainer.rollout_func is not None,
+        "a model that takes images": trainer._is_vlm,
+    }
+    for name, is_there in reasons.items():
+        if is_there:
+            raise ValueError(
+                f"The trainer has {name}, which does not go with partial rollouts: an unfinished completion is kept "
+                "as token ids, and goes on from these alone. Set `partial_rollout_oversampling` to 1.0."
+            )
+
+
+def check_no_pool(folder: str | Path) -> None:
+    """
+    Refuse to resume without partial rollouts from a checkpoint that holds unfinished ones.
+
+    Raises:
+        ValueError: If the pool of a rank there is not empty.
+    """
+    num_ranks = len(FILES.find(folder))
+    groups = sum(len(load_pool(folder, rank, num_ranks).groups) for rank in range(num_ranks))
+    if groups:
+        raise ValueError(
+            f"`partial_rollout_oversampling` is 1.0, but the checkpoint {folder} holds {groups} unfinished groups, "
+            "which would be lost: set it to what it was."
+        )
+
+
+def check_fits_json(inputs: dict[str, Any]) -> None:
+    """
+    Refuse a row of the dataset that a checkpoint could not give back as it is.
+
+    Raises:
+        ValueError: If a value is not made of what JSON knows; names the column.
+    """
+    for name, value in inputs.items():
+        try:
+            returns = json.loads(json.dumps(value))
+        except (TypeError, ValueError):
+            returns = None
+        if returns != value:
+            raise ValueError(
+                f"The column `{name}` has a {type(value).__name__}, which a checkpoint of partial rollouts cannot "
+                "keep: make it of strings, numbers, lists and dictionaries with strings as keys, or set "
+                "`partial_rollout_oversampling` to 1.0."
+            )

@@ -1,0 +1,208 @@
+"""The pool of unfinished rollouts: what comes in goes out once, whole and in order."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from bapo_trl.generation.partial_rollouts import RolloutPool
+
+
+EOS = 1
+CAP = 12  # max_completion_length
+
+
+def completion_of(group: int, index: int, length: int) -> list[int]:
+    """The tokens that completion `index` of a group gets, if nothing goes wrong: all differ, EOS last."""
+    return [1000 * group + 50 * index + 2 + place for place in range(length - 1)] + [EOS]
+
+
+def go_on(pool, lengths, policy_version, cap):
+    """Continue all that is unfinished by `cap` tokens of what each completion is to become."""
+    continuations, tokens = pool.unfinished(), []
+    for continuation in continuations:
+        group = continuation.group
+        index = next(i for i, each in enumerate(group.completions) if each is continuation.completion)
+        whole = completion_of(group.id, index, lengths[group.id][index])
+        done = len(continuation.completion.tokens)
+        assert continuation.prompt_ids == [group.id, *whole[:done]]
+        tokens.append(whole[done : done + cap])
+    pool.take(continuations, tokens, policy_version, cap, [[-float(t) for t in new] for new in tokens])
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Generations of any lengths, any chunks, any limit on the wait, against a plain record of what is to come out."""
+
+    @initialize(
+        num_groups=st.integers(1, 4),
+        num_held=st.integers(0, 4),
+        num_generations=st.integers(1, 3),
+        max_wait=st.none() | st.integers(0, 3),
+    )
+    def start(self, num_groups, num_held, num_generations, max_wait):
+        self.num_groups, self.num_held = num_groups, min(num_held, num_groups - 1)
+        self.max_wait = max_wait
+        self.pool = RolloutPool(num_generations, CAP, [EOS], rank=1, num_ranks=3)
+        self.lengths: dict[int, list[int]] = {}  # of every admitted group
+        self.completed: list[int] = []  # groups in the order in which they became complete
+        self.emitted: list[int] = []
+        self.version = 0
+
+    @rule(data=st.data(), chunk=st.integers(1, CAP))
+    def generation(self, data, chunk):
+        is_first = not self.emitted
+        for _ in range(self.num_groups):
+            number = self.pool.admit({"n": len(self.lengths)}, [1 + 3 * len(self.lengths)])
+            assert number == 1 + 3 * len(self.lengths)
+            # Up to 3 beyond the cap: those never see their EOS
+            sizes = st.lists(st.integers(1, CAP + 3), min_size=self.pool.num_generations)
+            self.lengths[number] = data.draw(sizes.map(lambda s: s[: self.pool.num_generations]))
+        count = self.num_groups - self.num_held if is_first else self.num_groups
+        oldest = None if self.max_wait is None else self.version - self.max_wait
+        overdue = [group.id for group in self.pool.overdue(oldest)]
+        while not self.pool.has_enough(count, oldest):
+            complete_before = {group.id for group in self.pool if group.completed_as is not None}
+            go_on(self.pool, self.lengths, self.version, chunk)
+            self.completed += [g.id for g in self.pool if g.completed_as is not None and g.id not in complete_before]
+        waiting = [number for number in self.completed if number not in self.emitted]
+        expected = [n for n in waiting if n in overdue] + [n for n in waiting if n not in overdue]
+        groups = self.pool.emit(count, oldest)
+        assert [group.id for group in groups] == expected[:count]
+        for group in groups:
+            self.check(group)
+        self.emitted += [group.id for group in groups]
+        assert len(self.pool) == (self.num_held if is_first else self.held_before)
+        self.version += data.draw(st.integers(1, 2))
+
+    def check(self, group):
+        for index, completion in enumerate(group.completions):
+            whole = completion_of(group.id, index, self.lengths[group.id][index])[:CAP]
+            assert completion.tokens == whole
+            assert completion.sampler_logps == [-float(token) for token in whole]
+            assert sum(length for _, length in completion.segments) == len(whole) == len(completion.versions)
+            assert completion.versions == sorted(completion.versions)
+            if self.max_wait is not None:  # nothing waits longer than it may
+                assert self.version - completion.versions[0] <= max(self.max_wait, 0) + 2
+
+    @rule(rank=st.integers(0, 2))
+    def restart(self, rank):
+        """A pool made anew from the state goes on as the old one would have."""
+        pool = RolloutPool(self.pool.num_generations, CAP, [EOS], rank=1, num_ranks=3)
+        pool.restore(self.pool.state())
+        self.pool = pool
+
+    @invariant()
+    def every_admitted_group_is_in_the_pool_or_emitted_once(self):
+        if hasattr(self, "pool"):
+            inside = [group.id for group in self.pool]
+            assert sorted([*inside, *self.emitted]) == sorted(self.lengths)
+            self.held_before = len(inside)
+            tokens = sum(len(c.tokens) for g in self.pool for c in g.completions)
+            ended = sum(len(c.tokens) for g in self.pool for c in g.completions if c.has_ended)
+            assert self.pool.counts.ended_tokens - self.pool.counts.emitted_tokens == ended <= tokens
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=60, stateful_step_count=12, deadline=None)
+
+
+def pool_with(*lengths: list[int], admitted: int | None = None) -> tuple[RolloutPool, dict[int, list[int]]]:
+    pool = RolloutPool(len(lengths[0]), CAP, [EOS])
+    return pool, {pool.admit({}, [number]): sizes for number, sizes in enumerate(lengths[:admitted])}
+
+
+def test_groups_leave_in_the_order_in_which_they_became_complete():
+    """Lengths 5 and 2, 3 and 3, 1 and 9; two tokens a call: group 1 after two calls, group 0 after three."""
+    pool, lengths = pool_with([5, 2], [3, 3], [1, 9])
+    calls = 0
+    while not pool.has_enough(2):
+        go_on(pool, lengths, policy_version=0, cap=2)
+        calls += 1
+    assert calls == 3
+    assert [group.id for group in pool.emit(2)] == [1, 0]
+    (left,) = pool
+    assert [completion.tokens for completion in left.completions] == [[EOS], completion_of(2, 1, 9)[:6]]
+
+
+def test_what_may_not_wait_goes_first():
+    pool, lengths = pool_with([9], [1])
+    go_on(pool, lengths, policy_version=0, cap=4)
+    number = pool.admit({}, [2])
+    lengths[number] = [1]
+    assert pool.has_enough(1)
+    assert not pool.has_enough(1, oldest_version=1)  # group 0 has tokens of version 0, and goes on
+    while not pool.has_enough(1, oldest_version=1):
+        go_on(pool, lengths, policy_version=3, cap=4)
+    # Group 1 was sampled by version 0 too, and group 2 by version 3
+    assert [group.id for group in pool.emit(2, oldest_version=1)] == [1, 0]
+    with pytest.raises(ValueError, match="3 groups cannot leave"):
+        pool.emit(3)
+
+
+def test_segments_tell_versions_apart_and_calls_of_one_version_not():
+    pool, lengths = pool_with([7])
+    for version, cap in ((0, 2), (0, 1), (4, 3), (5, 9)):
+        go_on(pool, lengths, version, cap)
+    (group,) = pool.emit(1)
+    assert group.completions[0].segments == [[0, 3], [4, 3], [5, 1]]
+    assert group.completions[0].versions == [0, 0, 0, 4, 4, 4, 5]
+    assert group.first_version == 0
+
+
+def test_tokens_beyond_the_cap_are_left_out():
+    pool, _ = pool_with([99])
+    pool.take(pool.unfinished(), [list(range(2, 12))], 0, cap=10)
+    assert pool.unfinished()[0].num_left == 2
+    pool.take(pool.unfinished(), [[50, 51, 52, EOS]], 0, cap=4)
+    (group,) = pool.emit(1)
+    assert group.completions[0].tokens == [*range(2, 12), 50, 51]
+
+
+def test_a_sampler_that_stops_early_has_ended_the_completion():
+    pool, _ = pool_with([99])
+    pool.take(pool.unfinished(), [[5, 6]], 0, cap=3)
+    assert pool.has_enough(1)
+
+
+@pytest.mark.parametrize("new", [[], [5, 6, 7, 8]])
+def test_no_tokens_or_more_than_the_cap_are_refused(new):
+    pool, _ = pool_with([99])
+    with pytest.raises(ValueError, match=f"group 0 got {len(new)} tokens of at most 3"):
+        pool.take(pool.unfinished(), [new], 0, cap=3)
+
+
+def test_a_state_does_not_change_with_the_pool():
+    pool, lengths = pool_with([9, 9])
+    go_on(pool, lengths, 0, cap=2)
+    state = pool.state()
+    go_on(pool, lengths, 1, cap=2)
+    assert [len(each.tokens) for each in state.groups[0].completions] == [2, 2]
+    assert state.groups[0].completions[0].segments == [[0, 2]]
+
+
+def test_numbers_stay_unique_when_the_number_of_ranks_changes():
+    pools = [RolloutPool(1, CAP, [EOS], rank, num_ranks=3) for rank in range(3)]
+    numbers = [pool.admit({}, [7]) for pool in pools for _ in range(2)]
+    assert sorted(numbers) == list(range(6))
+    for num_ranks in (1, 2, 5):
+        state = max((pool.state() for pool in pools), key=lambda state: state.next_id)
+        again = [RolloutPool(1, CAP, [EOS], rank, num_ranks) for rank in range(num_ranks)]
+        for pool in again:
+            pool.restore(state)
+        new = [pool.admit({}, [7]) for pool in again]
+        assert len({*numbers, *new}) == len(numbers) + num_ranks
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ((2, CAP), "`num_generations` is 2, but the parked groups have 1"),
+        ((1, 4), "`max_completion_length` is 4, but a parked completion has 6 tokens and goes on"),
+        ((1, 6), "`max_completion_length` is 6, but a parked completion has 6 tokens and goes on"),
+    ],
+)
+def test_settings_that_no_longer_fit_are_refused(settings, message):
+    pool, lengths = pool_with([9])
+    go_on(pool, lengths, 0, cap=6)
+    with pytest.raises(ValueError, match=message):
+        RolloutPool(*settings, [EOS]).restore(pool.state())

@@ -1,0 +1,501 @@
+"""Partial rollouts through `train()`."""
+
+import json
+import math
+import sys
+from datetime import datetime
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+
+from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.tasks import character_tokenizer
+from tests.helpers.commands import accelerate_launcher, run_command
+from tests.helpers.toy import CPU, OFF_POLICY, toy_model, toy_trainer, training_logs
+
+
+# 24 rows a generation in 12 groups of 2, of which 11 are held over; 3 updates of 2 micro-batches of 4 rows.
+PARTIAL = {
+    "partial_rollout_oversampling": 1.9,
+    "partial_rollout_chunk_length": 2,
+    "max_completion_length": 40,
+    "num_generations": 2,
+    "per_device_train_batch_size": 4,
+    "steps_per_generation": 6,
+    "num_iterations": 1,
+    "max_steps": 15,
+    "gradient_checkpointing": True,
+}
+
+
+def ending_model(seed: int = 0, eos_logit: float = 2.2, **overrides):
+    """A toy model whose completions end at any length: EOS has a logit that hardly depends on the context."""
+    model = toy_model(seed, **overrides)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 2.0  # carried along by the residual stream
+        model.lm_head.weight[:, 0] = 0.0
+        model.lm_head.weight[model.config.eos_token_id] = 0.0
+        model.lm_head.weight[model.config.eos_token_id, 0] = eos_logit
+    return model
+
+
+def countdown_model():
+    """A model that follows each token with the one before it in the vocabulary; EOS is number 1."""
+    size = len(character_tokenizer())
+    model = toy_model(hidden_size=size + -size % 4)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight.zero_()
+        model.model.layers[0].mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(size, model.config.hidden_size))
+        model.lm_head.weight.copy_(torch.eye(size, model.config.hidden_size).roll(1, dims=1))
+    return model
+
+
+def prompts_of_many_lengths(size: int = 40) -> Dataset:
+    return Dataset.from_dict({"prompt": [f"{i}+{i * 37 % 11}" + "=" * (1 + i % 5) for i in range(size)]})
+
+
+def share_of_digits(completions, **kwargs) -> list[float]:
+    """Reward digits whatever the length, so that the lengths stay as they are."""
+    return [sum(c.isdigit() for c in text) / (1 + len(text)) for text in completions]
+
+
+class Recording(BAPOTrainer):
+    """Keeps what each generation hands to training, and the weights of every policy version."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.batches, self.prompts, self.weights = [], [], {}
+
+    def _generate_and_score_completions(self, inputs):
+        if self.model.training:
+            self.weights[self.state.global_step] = {k: v.clone() for k, v in self.model.state_dict().items()}
+            self.prompts += [row["prompt"] for row in inputs[:: self.num_generations]]
+        output = super()._generate_and_score_completions(inputs)
+        if self.model.training:
+            self.batches.append({k: v.clone() for k, v in output.items()})
+        return output
+
+
+def trainer_of(tmp_path, trainer_class=Recording, model=None, trainer_args=None, **args):
+    return toy_trainer(
+        tmp_path,
+        model=model if model is not None else ending_model(),
+        trainer_class=trainer_class,
+        reward_funcs=share_of_digits,
+        trainer_args={"train_dataset": prompts_of_many_lengths(), **(trainer_args or {})},
+        **{**PARTIAL, **args},
+    )
+
+
+def train(tmp_path, *args, **kwargs):
+    trainer = trainer_of(tmp_path, *args, **kwargs)
+    trainer.train()
+    return trainer
+
+
+def trained_rows(trainer):
+    """(prompt ids, token ids, version of each token, behaviour log-probs) of all rows that train something."""
+    for batch in trainer.batches:
+        for row in range(len(batch["completion_ids"])):
+            mask = batch["completion_mask"][row].bool()
+            if mask.any():
+                yield (
+                    batch["prompt_ids"][row][batch["prompt_mask"][row].bool()],
+                    batch["completion_ids"][row][mask],
+                    batch["token_versions"][row][mask.cpu()],
+                    batch["old_per_token_logps"][row][mask],
+                )
+
+
+@torch.no_grad()
+def score(model, weights, prompt_ids, token_ids):
+    """Log-probability of each token after the prompt, with a plain forward pass."""
+    model.load_state_dict(weights)
+    logits = model(torch.cat([prompt_ids, token_ids]).unsqueeze(0)).logits[0, len(prompt_ids) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, token_ids.unsqueeze(1)).squeeze(1)
+
+
+def test_each_token_has_the_log_probability_of_the_policy_that_sampled_it(tmp_path):
+    trainer = train(tmp_path, learning_rate=1e-2)
+    model = ending_model().eval()
+    rows = list(trained_rows(trainer))
+    several = [versions for _, _, versions, _ in rows if len(versions.unique()) > 1]
+    assert len(several) > 0.25 * len(rows)
+    for prompt_ids, token_ids, versions, logps in rows:
+        assert versions.tolist() == sorted(versions.tolist())
+        for version in versions.unique().tolist():
+            here = versions == version
+            expected = score(model, trainer.weights[version], prompt_ids, token_ids)[here]
+            torch.testing.assert_close(logps[here], expected, rtol=0, atol=1e-5)
+    assert max(log["ratio/max"] or 0 for log in training_logs(trainer)) > 1.1  # the weights did change
+
+
+def test_every_batch_after_the_first_is_full_and_every_prompt_is_trained_once(tmp_path):
+    trainer = train(tmp_path)
+    full = [int(batch["completion_mask"].any(dim=1).sum()) for batch in trainer.batches]
+    assert full == [2, 24, 24, 24, 24]
+    assert all(len(batch["completion_ids"]) == 24 for batch in trainer.batches)
+    assert [log["partial/masked"] for log in training_logs(trainer) if "partial/masked" in log] == [22, 0, 0, 0, 0]
+    trained = [character_tokenizer().decode(prompt_ids) for prompt_ids, *_ in trained_rows(trainer)]
+    parked = [group.inputs["prompt"] for group in trainer._rounds.pool]
+    assert len(parked) == 11
+    assert sorted([*trained[::2], *parked]) == sorted(trainer.prompts)
+
+
+def test_greedy_completions_are_those_of_one_uninterrupted_generation(tmp_path):
+    """Frozen weights: what several calls sample piece by piece is what one call samples."""
+    tokenizer = character_tokenizer()
+    # From its last token on, a prompt is counted down: 1 to 40 tokens
+    prompts = ["1+" + tokenizer.decode([2 + (i * 7) % 40]) for i in range(40)]
+    trainer = train(
+        tmp_path,
+        model=countdown_model(),
+        trainer_args={"train_dataset": Dataset.from_dict({"prompt": prompts})},
+        learning_rate=0.0,
+        generation_kwargs={"do_sample": False},
+        partial_rollout_chunk_length=3,
+    )
+    rows = list(trained_rows(trainer))
+    lengths = {len(token_ids) for _, token_ids, *_ in rows}
+    assert min(lengths) == 1
+    assert max(lengths) > 30
+    assert any(len(versions.unique()) > 1 for _, _, versions, _ in rows)
+    model = trainer.model.eval()
+    for prompt_ids, token_ids, _, logps in rows[::2]:
+        whole = model.generate(prompt_ids.unsqueeze(0), max_new_tokens=40, do_sample=False, eos_token_id=1)
+        assert whole[0, len(prompt_ids) :].tolist() == token_ids.tolist() == list(range(prompt_ids[-1] - 1, 0, -1))
+        expected = score(model, model.state_dict(), prompt_ids, token_ids)
+        torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
+
+
+# Limits
+
+
+def test_no_token_is_older_at_its_last_update_than_the_limit(tmp_path):
+    """3 updates a generation: 2 * 3 - 1 = 5 is the least limit. A completion is parked for one generation at most."""
+    ages = {}
+    for limit in (5, None):
+        trainer = train(tmp_path, partial_rollout_max_staleness=limit, model=ending_model(eos_logit=1.2))
+        ages[limit] = max(log["staleness/max"] or 0 for log in training_logs(trainer))
+        waited = sum(log.get("partial/waited") or 0 for log in training_logs(trainer))
+        assert (waited > 0) == (limit == 5)
+        assert [int(batch["completion_mask"].any(dim=1).sum()) for batch in trainer.batches] == [2, 24, 24, 24, 24]
+    assert ages[5] <= 5 < ages[None]
+
+
+def test_with_mask_stale_only_the_latest_segment_of_a_completion_trains(tmp_path):
+    trainer = train(tmp_path, partial_rollout_mask_stale=True)
+    masked = 0
+    for batch in trainer.batches:
+        mask, versions = batch["completion_mask"].bool(), batch["token_versions"]
+        for row in range(len(mask)):
+            here = versions[row][mask[row]]
+            if len(here):
+                assert torch.equal(batch["tool_mask"][row][mask[row]].bool(), here == here.max())
+                masked += int((here < here.max()).sum())
+    assert masked > 50
+    assert max(log["staleness/max"] or 0 for log in training_logs(trainer)) > 2  # completions that wait, ended
+
+
+def test_evaluation_samples_to_the_full_length(tmp_path):
+    trainer = train(
+        tmp_path,
+        model=ending_model(eos_logit=0.5),
+        trainer_args={"eval_dataset": prompts_of_many_lengths(4)},
+        eval_strategy="steps",
+        eval_steps=3,
+        per_device_eval_batch_size=4,
+        max_steps=6,
+    )
+    longest = [log["eval_completions/max_length"] for log in trainer.state.log_history if "eval_reward" in log]
+    assert len(longest) == 2
+    assert min(longest) > 30  # the chunk is 2
+    assert len(trainer._rounds.pool) == 11
+
+
+def test_evaluation_in_between_does_not_touch_the_pool(tmp_path):
+    class Untouched(Recording):
+        def evaluation_loop(self, *args, **kwargs):
+            before = self._rounds.pool.state()
+            with torch.random.fork_rng():
+                output = super().evaluation_loop(*args, **kwargs)
+            assert self._rounds.pool.state() == before
+            return output
+
+    def weights(**args):
+        trainer = train(tmp_path, Untouched, max_steps=6, per_device_eval_batch_size=4, **args)
+        return trainer.model.state_dict()
+
+    data = {"trainer_args": {"eval_dataset": prompts_of_many_lengths(4)}}
+    for left, right in zip(
+        weights().values(), weights(eval_strategy="steps", eval_steps=3, **data).values(), strict=True
+    ):
+        assert torch.equal(left, right)
+
+
+# Together with TRL's settings and the other sources of stale samples
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_type": "grpo", "num_iterations": 2, "replay_fraction": 0.5},
+        {"loss_type": "bnpo", "beta": 0.1, "replay_zero_advantage": True, "scale_rewards": "batch"},
+        {"loss_type": "dr_grpo", "importance_sampling_level": "sequence", "search_scope": "micro_batch"},
+        {"loss_type": "luspo", "importance_sampling_level": "sequence", "gradient_accumulation_steps": 1},
+        {"loss_type": "dapo", "mask_truncated_completions": True, "top_entropy_quantile": 0.5},
+        {"gradient_accumulation_steps": 6, "partial_rollout_mask_stale": True},  # TRL alone would see an on-policy run
+        {"beta": 0.1, "uses_lora": True, "gradient_accumulation_steps": 6},
+        {"beta": 0.1, "uses_lora": True},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_goes_with_other_settings(tmp_path, settings):
+    settings = dict(settings)
+    lora = LoraConfig(r=2, target_modules=["v_proj", "down_proj"], lora_dropout=0.0)
+    trainer_args = {"peft_config": lora} if settings.pop("uses_lora", False) else {}
+    if "gradient_accumulation_steps" in settings:
+        settings.setdefault("max_steps", 18 // settings["gradient_accumulation_steps"])
+    ending_model().save_pretrained(tmp_path / "start")  # TRL loads its reference from there
+    trainer = train(tmp_path, model=str(tmp_path / "start"), trainer_args=trainer_args, **settings)
+    logs = training_logs(trainer)
+    assert all(math.isfinite(log["loss"]) for log in logs)
+    assert max(log["partial/segments_max"] or 0 for log in logs if "partial/segments_max" in log) > 1
+    assert max(log["ratio/max"] or 0 for log in logs) > 1.01
+    for batch in trainer.batches:
+        if "ref_per_token_logps" in batch:  # the reference is the first policy, and scored by itself
+            model = ending_model().eval()
+            reference = {k: v.clone() for k, v in model.state_dict().items()}
+            break
+    else:
+        assert "beta" not in settings
+        return
+    for batch in trainer.batches:
+        for row in range(0, len(batch["completion_ids"]), 5):
+            mask = batch["completion_mask"][row].bool()
+            if mask.any():
+                prompt_ids = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()]
+                expected = score(model, reference, prompt_ids, batch["completion_ids"][row][mask])
+                actual = batch["ref_per_token_logps"][row][mask]
+                torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+
+
+def test_oversampling_of_one_is_a_run_without_partial_rollouts(tmp_path):
+    """The other knobs do nothing then: every file that a run leaves is the same but for times."""
+    folders = [tmp_path / "off", tmp_path / "absent"]
+    knobs = [{"partial_rollout_oversampling": 1.0, "partial_rollout_mask_stale": True}, {}]
+    sizes = {name: value for name, value in PARTIAL.items() if not name.startswith("partial_")}
+    for folder, knob in zip(folders, knobs, strict=True):
+        model = ending_model()
+        toy_trainer(
+            folder, model=model, **{**sizes, **knob, "max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+        ).train()
+    files = [sorted(path.relative_to(folder) for path in folder.rglob("*.safetensors")) for folder in folders]
+    assert files[0] == files[1]
+    assert len(files[0]) == 2
+    for name in files[0]:
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
+    histories = [
+        json.loads((folder / "checkpoint-6/trainer_state.json").read_text())["log_history"] for folder in folders
+    ]
+    for left, right in zip(*histories, strict=True):
+        assert {k: v for k, v in left.items() if k != "step_time"} == {
+            k: v for k, v in right.items() if k != "step_time"
+        }
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"partial_rollout_oversampling": 0.9}, r"`partial_rollout_oversampling` is 0.9: set it to at least 1"),
+        ({"partial_rollout_oversampling": 2.0}, r"`partial_rollout_oversampling` is 2.0: .*less than 2"),
+        ({"partial_rollout_oversampling": 1.04}, r"is 1.04, which holds over none of the 12 groups.*at least 1.0"),
+        ({"partial_rollout_chunk_length": 0}, r"`partial_rollout_chunk_length` is 0: set it to at least 1"),
+        ({"partial_rollout_max_staleness": 4}, r"`partial_rollout_max_staleness` is 4, .*at least 5"),
+        ({"num_iterations": 2, "partial_rollout_max_staleness": 10}, r"is 10, .*at least 11"),
+        ({"generation_kwargs": {"min_new_tokens": 2}}, r"`min_new_tokens` counts from the start of a call"),
+        ({"generation_kwargs": {"stop_strings": ["."]}}, r"`stop_strings`.*fall across two calls"),
+        ({"generation_kwargs": {"presence_penalty": 0.5}}, r"`presence_penalty`.*counts from the start of a call"),
+        ({"generation_kwargs": {"seed": 0}}, r"`seed`.*each call draw the same"),
+        ({"vllm_structured_outputs_regex": "[0-9]+"}, r"`structured_outputs`.*starts anew with each call"),
+    ],
+)
+def test_settings_that_do_not_go_with_partial_rollouts(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        BAPOConfig(str(tmp_path), **{**CPU, **OFF_POLICY, **PARTIAL, **settings})
+
+
+def test_a_group_lives_on_one_rank(tmp_path, monkeypatch):
+    """2 ranks of 12 rows are 3 groups of 8, of which the second would lie on both."""
+    args = {**CPU, **OFF_POLICY, **PARTIAL, "num_generations": 8, "steps_per_generation": 3, "num_iterations": 2}
+    monkeypatch.setattr(BAPOConfig, "world_size", property(lambda self: 2))
+    with pytest.raises(ValueError, match=r"`num_generations` is 8, but each rank has 12 samples .*multiple of it"):
+        BAPOConfig(str(tmp_path), **args)
+
+
+def test_neutral_values_of_such_settings_are_fine(tmp_path):
+    neutral = {"num_beams": 1, "presence_penalty": 0.0, "stop": None}
+    BAPOConfig(str(tmp_path), **{**CPU, **OFF_POLICY, **PARTIAL, "generation_kwargs": neutral})
+
+
+def test_a_column_that_a_checkpoint_cannot_keep_is_named(tmp_path):
+    dataset = prompts_of_many_lengths().map(
+        lambda row, index: {"when": datetime(2026, 1, 1 + index % 9)}, with_indices=True
+    )
+    with pytest.raises(ValueError, match=r"column `when` has a datetime"):
+        train(tmp_path, trainer_args={"train_dataset": dataset})
+
+
+def test_a_rollout_func_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"`rollout_func`, which does not go with partial rollouts"):
+        train(tmp_path, trainer_args={"rollout_func": lambda prompts, trainer: {}})
+
+
+def test_what_is_left_in_flight_is_reported(tmp_path):
+    with pytest.warns(UserWarning, match=r"The run ends with 11 groups in flight \(\d+ tokens\)"):
+        train(tmp_path, max_steps=3)
+
+
+# Checkpoints
+
+
+SAVES = {"save_strategy": "steps", "save_steps": 3}
+
+
+def assert_same_weights(left, right):
+    for (name, a), b in zip(left.model.state_dict().items(), right.model.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("replay", [{}, {"replay_fraction": 0.5, "num_iterations": 2}], ids=["fresh", "replay"])
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, replay):
+    settings = {**SAVES, **replay, "max_steps": 18, "save_steps": 6}
+    straight = train(tmp_path, **settings)
+    resumed = trainer_of(tmp_path, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-12"))
+    assert_same_weights(straight, resumed)
+    assert resumed._rounds.pool.state() == straight._rounds.pool.state()
+    for batch, expected in zip(resumed.batches, straight.batches[-len(resumed.batches) :], strict=True):
+        assert all(torch.equal(batch[key], expected[key]) for key in expected)
+
+
+def test_a_checkpoint_inside_a_generation_admits_each_prompt_once(tmp_path):
+    first = train(tmp_path, **{**SAVES, "save_steps": 4}, max_steps=4)  # one update into the second generation
+    second = trainer_of(tmp_path, **SAVES, max_steps=15)
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    # The second generation is made again, with the same prompts
+    assert second.prompts[:12] == first.prompts[12:24]
+    admitted = first.prompts[:12] + second.prompts
+    trained = [character_tokenizer().decode(prompt_ids) for prompt_ids, *_ in trained_rows(second)][::2]
+    trained += [character_tokenizer().decode(prompt_ids) for prompt_ids, *_ in list(trained_rows(first))[:2:2]]
+    parked = [group.inputs["prompt"] for group in second._rounds.pool]
+    assert sorted([*trained, *parked]) == sorted(admitted)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"partial_rollout_oversampling": 1.0},
+            r"`partial_rollout_oversampling` is 1.0, .* holds 11 unfinished groups",
+        ),
+        ({"max_completion_length": 5}, r"`max_completion_length` is 5, but a parked completion has \d+ tokens"),
+        ({"num_generations": 3}, r"`num_generations` is 3, but the parked groups have 2 completions"),
+    ],
+)
+def test_settings_that_no_longer_fit_the_checkpoint_are_named(tmp_path, settings, message):
+    train(tmp_path, **SAVES, max_steps=3)
+    resumed = trainer_of(tmp_path, **SAVES, **settings)
+    with pytest.raises(ValueError, match=message):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_a_checkpoint_without_a_pool_starts_without_one(tmp_path):
+    train(tmp_path, **SAVES, max_steps=3, partial_rollout_oversampling=1.0)
+    resumed = trainer_of(tmp_path, **SAVES, max_steps=6)
+    with pytest.warns(UserWarning, match="holds no unfinished rollouts"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert [int(batch["completion_mask"].any(dim=1).sum()) for batch in resumed.batches] == [2]
+
+
+# Several ranks
+
+
+def launch(folder, num_processes=2, **settings):
+    folder.mkdir(exist_ok=True)
+    launcher = accelerate_launcher("cpu_ddp", num_processes) if num_processes > 1 else []
+    worker = ["-m", "tests.helpers.partial_worker", str(folder), json.dumps(settings)]
+    return run_command([sys.executable, *launcher, *worker])
+
+
+def results(folder, num_processes=2) -> list[dict]:
+    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_processes)]
+    assert [result["num_processes"] for result in found] == [num_processes] * num_processes
+    return found
+
+
+def test_two_ranks_of_unequal_lengths_stay_in_step(tmp_path):
+    """Rank 0 has completions of 1 to 4 tokens, rank 1 of 19 to 36, which cross several policy versions."""
+    result = launch(tmp_path, counts_down=True, learning_rate=0.0, generation_kwargs={"do_sample": False})
+    assert result.returncode == 0, result.stderr
+    ranks = results(tmp_path)
+    for rank in ranks:
+        assert rank["rows_per_batch"] == [2, 24, 24, 24, 24]
+        for prompt_ids, token_ids, *_ in rank["rows"]:
+            assert token_ids == list(range(prompt_ids[-1] - 1, 0, -1))
+        trained = [character_tokenizer().decode(prompt_ids) for prompt_ids, *_ in rank["rows"][::2]]
+        assert sorted([*trained, *rank["parked"]]) == sorted(rank["prompts"])
+    means = [sum(len(row[1]) for row in rank["rows"]) / len(rank["rows"]) for rank in ranks]
+    assert means[1] > 6 * means[0]
+
+
+def test_on_two_ranks_a_quarter_of_the_completions_have_several_versions_each_scored_by_its_own(tmp_path):
+    result = launch(tmp_path, learning_rate=5e-3)
+    assert result.returncode == 0, result.stderr
+    weights, model = torch.load(tmp_path / "weights.pt", weights_only=True), ending_model().eval()
+    rows = [row for rank in results(tmp_path) for row in rank["rows"]]
+    assert sum(len(set(versions)) > 1 for _, _, versions, _ in rows) >= 0.25 * len(rows)
+    for prompt_ids, token_ids, versions, logps in rows:
+        for version in set(versions):
+            expected = score(model, weights[version], torch.tensor(prompt_ids), torch.tensor(token_ids))
+            here = torch.tensor(versions) == version
+            torch.testing.assert_close(torch.tensor(logps)[here], expected[here], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("killed_at", [(2, 3), (4, 1)])
+def test_a_run_killed_in_a_round_resumes_as_if_nothing_had_been(tmp_path, killed_at):
+    settings = {"save_strategy": "steps", "save_steps": 3, "max_steps": 15}
+    straight = launch(tmp_path / "straight", **settings)
+    assert straight.returncode == 0, straight.stderr
+    assert launch(tmp_path / "killed", **settings, killed_at=killed_at).returncode != 0
+    assert not (tmp_path / "killed" / "0.json").exists()
+    resumed = launch(tmp_path / "killed", **settings, resume=True)
+    assert resumed.returncode == 0, resumed.stderr
+    ends = [torch.load(tmp_path / name / "final.pt", weights_only=True) for name in ("straight", "killed")]
+    assert all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
+    for left, right in zip(results(tmp_path / "straight"), results(tmp_path / "killed"), strict=True):
+        assert left["parked"] == right["parked"]
+        assert left["rows"][-len(right["rows"]) :] == right["rows"]
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 3, "counts_down": True, "learning_rate": 0.0}
+    settings["generation_kwargs"] = {"do_sample": False}
+    two = launch(tmp_path, **settings, max_steps=6)
+    assert two.returncode == 0, two.stderr
+    before = results(tmp_path)
+    one = launch(tmp_path, 1, **settings, max_steps=12, resume=True)
+    assert one.returncode == 0, one.stderr
+    (after,) = results(tmp_path, 1)
+    assert after["rows_per_batch"] == [24, 24]
+    admitted = [prompt for rank in before for prompt in rank["parked"]] + after["prompts"]
+    trained = [character_tokenizer().decode(prompt_ids) for prompt_ids, *_ in after["rows"][::2]]
+    assert sorted([*trained, *after["parked"]]) == sorted(admitted)
+    for prompt_ids, token_ids, *_ in after["rows"]:
+        assert token_ids == list(range(prompt_ids[-1] - 1, 0, -1))
