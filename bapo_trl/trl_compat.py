@@ -44,7 +44,9 @@ CLIENT_ATTRIBUTES = ("_post", "base_url", "model")
 OVERRIDDEN_METHODS = (
     "_calculate_rewards",
     "_compute_loss",
+    "_generate",
     "_generate_and_score_completions",
+    "_generate_single_turn",
     "_get_output_dir",
     "_get_per_token_logps_and_entropies",
     "_get_train_sampler",

@@ -9,6 +9,7 @@ import torch
 
 from bapo_trl.clip_bounds import BoundGrid, Contributions, search_bounds
 from bapo_trl.diagnostics import GUARDED_TENSORS, UPDATE_METRICS, UpdateLog, measure_tokens
+from bapo_trl.generation.rollout_rounds import PARTIAL_METRICS
 from bapo_trl.generation.stale_server import SERVER_METRICS
 from bapo_trl.policy_tokens import policy_tokens
 from bapo_trl.replay.mixer import REPLAY_METRICS
@@ -113,7 +114,6 @@ def test_values_outside_the_mask_stop_nothing():
 def test_every_metric_has_its_definition_in_the_docs():
     page = (Path(__file__).resolve().parents[1] / "docs" / "metrics.md").read_text()
     assert set(re.findall(r"`((?:bapo|ratio|staleness)/\w+)`", page)) >= set(UPDATE_METRICS)
-    rows = [
-        f"| `{name}` | {text[0].lower()}{text[1:-1]} |" for name, text in (REPLAY_METRICS | SERVER_METRICS).items()
-    ]
+    defined = REPLAY_METRICS | SERVER_METRICS | PARTIAL_METRICS
+    rows = [f"| `{name}` | {text[0].lower()}{text[1:-1]} |" for name, text in defined.items()]
     assert all(row in page for row in rows)

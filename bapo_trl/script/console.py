@@ -19,6 +19,9 @@ def settings_table(args: BAPOConfig) -> str:
     updates = args.micro_batches_per_generation / window
     rows_per_update = args.per_device_train_batch_size * args.world_size * window
     staleness = f"{args.largest_staleness} policy versions"
+    if args.uses_partial_rollouts:
+        limit = args.partial_rollout_max_staleness
+        staleness = "no limit (partial rollouts)" if limit is None else f"{limit} policy versions (partial rollouts)"
     if args.uses_replay:
         limit = args.replay_max_staleness
         staleness = "no limit (replay queue)" if limit is None else f"{limit} policy versions (replay queue)"
@@ -45,6 +48,9 @@ def settings_table(args: BAPOConfig) -> str:
                 f"{' and '.join(shares)}, {args.replay_capacity} samples a rank at most, {args.replay_order}",
             )
         )
+    if args.uses_partial_rollouts:
+        held, chunk = args.groups_held, args.partial_rollout_chunk_length
+        rows.append(("partial rollouts", f"{held} groups a rank held over, looked at every {chunk} tokens"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 
