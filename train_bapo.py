@@ -80,7 +80,10 @@ def parse_arguments(arguments: list[str]):
         usage="train_bapo.py [--config RECIPE] [--NAME VALUE ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    return parser.parse_args_and_config(arguments)
+    parser.set_defaults(do_train=True)
+    script_args, training_args, *others = parser.parse_args_and_config(arguments)
+    training_args.do_eval |= not training_args.do_train
+    return script_args, training_args, *others
 
 
 def load_data(script_args, training_args, dataset_args, task) -> Data:

@@ -36,10 +36,6 @@ class BAPOConfig(GRPOConfig):
             value and the fix.
     """
 
-    do_train: bool = field(
-        default=True,
-        metadata={"help": "Whether `train_bapo.py` trains. `False` evaluates only (and sets `do_eval`)."},
-    )
     epsilon: float | None = field(
         default=None,
         metadata={"help": "Not used: BAPO searches the clip bounds. See `ratio_lower_start` and `ratio_lower_max`."},
@@ -193,8 +189,6 @@ class BAPOConfig(GRPOConfig):
     )
 
     def __post_init__(self):
-        if not self.do_train:
-            self.do_eval = True
         super().__post_init__()
         self._validate()
 

@@ -104,7 +104,7 @@ class BAPOTrainer(WholeCheckpoints, KnownBehaviorPolicy, PartialRollouts, Scorin
         # Before the model loads. An environment brings its prompts itself.
         if kwargs.get("environment_factory") is None:
             check_columns(train_dataset, eval_dataset)
-        if args.do_train:
+        if args.do_train or not args.do_eval:  # not of a run that only evaluates
             check_number_of_prompts(train_dataset, args)
 
         uses_server = args.use_vllm and args.vllm_mode == "server"

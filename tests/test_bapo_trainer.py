@@ -573,7 +573,7 @@ def test_the_prompts_of_a_generation_are_counted_over_all_processes(tmp_path, mo
 
 def test_too_few_prompts_to_train_on_may_be_evaluated_but_not_trained(tmp_path):
     few = {"train_dataset": toy_dataset(7), "eval_dataset": toy_dataset(6)}
-    trainer = toy_trainer(tmp_path, trainer_args=few, do_train=False, per_device_eval_batch_size=6)
+    trainer = toy_trainer(tmp_path, trainer_args=few, do_eval=True, per_device_eval_batch_size=6)
     assert "eval_reward" in trainer.evaluate()
     with pytest.raises(ValueError, match="7 prompts, but one generation takes 8"):
         trainer.train()

@@ -13,6 +13,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ..policy_tokens import policy_mask
+from ..trl_compat import FORWARD_KEYS
 
 
 @dataclass(frozen=True)
@@ -42,18 +43,6 @@ _FIELDS = {
     "token_versions": _Field("right", kept_as=torch.int32),
 }
 _PER_BATCH = ("num_items_in_batch",)
-_MULTIMODAL = (
-    "pixel_values",
-    "image_grid_thw",
-    "pixel_attention_mask",
-    "spatial_shapes",
-    "image_sizes",
-    "image_position_ids",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "num_images",
-    "num_tiles",
-)
 _OTHER_SETTINGS = (
     "they come from runs with different settings. If a checkpoint brought the other ones, set `replay_discard_saved`."
 )
@@ -242,7 +231,7 @@ def batch_to_rows(batch: Mapping[str, torch.Tensor], pad_token_id: int) -> Rows:
         ValueError: If the batch has images, or a key that nobody knows how to cut into rows.
     """
     for key in batch:
-        if key in _MULTIMODAL:
+        if key in FORWARD_KEYS:
             raise ValueError(
                 f"The batch has `{key}`: multimodal samples cannot be replayed. Set `replay_fraction` to 0 and "
                 "`replay_zero_advantage` to False."
