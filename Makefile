@@ -50,6 +50,7 @@ $(E2E_CACHE)/.installed:
 quality: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 style: $(VENV)/.installed
@@ -86,4 +87,4 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv .venv-trl-* .constraints-trl-*.txt outputs site
+	rm -rf .venv .venv-trl-* .constraints-trl-*.txt .mypy_cache outputs site

@@ -3,6 +3,7 @@
 import math
 import textwrap
 from dataclasses import Field, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_utils import HubStrategy
 from trl import GRPOConfig
@@ -187,6 +188,11 @@ class BAPOConfig(GRPOConfig):
             "trainer's weights. `None` for no check, nor of whether a server takes the weights it is sent."
         },
     )
+
+    if TYPE_CHECKING:  # what the parents' `__post_init__` leaves of fields that they declare more widely
+        generation_kwargs: dict[str, Any] | None = None
+        hub_strategy: HubStrategy = HubStrategy.EVERY_SAVE
+        pad_to_multiple_of: int | None = None
 
     def __post_init__(self):
         super().__post_init__()

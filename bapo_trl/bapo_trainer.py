@@ -4,6 +4,7 @@ import textwrap
 import warnings
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from trl import GRPOTrainer
@@ -164,7 +165,8 @@ class BAPOTrainer(WholeCheckpoints, KnownBehaviorPolicy, PartialRollouts, Scorin
         starts_later_pass = step > 0 and step % self.args.steps_per_generation == 0
         if self._replay is not None and self.model.training and starts_later_pass and self._buffered_inputs:
             batch = self._take_batch(self._replay.draw_later_pass(self.state.global_step))
-            self._buffered_inputs = split_tensor_dict(shuffle_sequence_dict(batch), self.args.steps_per_generation)
+            shuffled: Any = shuffle_sequence_dict(batch)  # declared to hold any sequences
+            self._buffered_inputs = split_tensor_dict(shuffled, self.args.steps_per_generation)
         return super()._prepare_inputs(generation_batch)
 
     def _take_batch(self, batch_and_whether_fresh):

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 
 @contextmanager
@@ -19,7 +21,7 @@ def without_gradient_checkpointing(model: torch.nn.Module) -> Iterator[None]:
         model (`torch.nn.Module`):
             Model of transformers, or wrapped by PEFT.
     """
-    layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    layers: list[Any] = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     for layer in layers:
         layer.gradient_checkpointing = False
     try:
@@ -29,7 +31,7 @@ def without_gradient_checkpointing(model: torch.nn.Module) -> Iterator[None]:
             layer.gradient_checkpointing = True
 
 
-def has_random_forward(model: torch.nn.Module, neftune_noise_alpha: float | None = None) -> bool:
+def has_random_forward(model: PreTrainedModel, neftune_noise_alpha: float | None = None) -> bool:
     """
     Tell whether two forward passes of the model in training mode may differ.
 
@@ -39,8 +41,8 @@ def has_random_forward(model: torch.nn.Module, neftune_noise_alpha: float | None
     counts too.
 
     Args:
-        model (`torch.nn.Module`):
-            Model of transformers, or wrapped by PEFT.
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The model.
         neftune_noise_alpha (`float`, *optional*):
             Size of the noise that the trainer adds to the embeddings (NEFTune).
     """

@@ -6,10 +6,11 @@ import torch
 
 from .forward_passes import has_random_forward, without_gradient_checkpointing
 from .policy_tokens import PolicyTokens, policy_mask, policy_tokens
+from .trainer_mixin import TrainerMixin
 from .trl_compat import FORWARD_KEYS
 
 
-class Scoring:
+class Scoring(TrainerMixin):
     """
     Scores batches under the current policy. To be put before [`~trl.GRPOTrainer`] among the bases of a trainer.
 

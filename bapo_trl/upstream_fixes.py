@@ -1,10 +1,12 @@
 """Workarounds for what lies in TRL, transformers, accelerate or torch, each with the version it waits for."""
 
 import functools
+from typing import cast
 
 import torch
 from transformers import Trainer, TrainerCallback
 
+from .trainer_mixin import TrainerMixin
 from .trl_compat import RepeatSampler
 
 
@@ -29,11 +31,11 @@ class EpochShuffleCallback(TrainerCallback):
                 torch.randperm(self.sampler.num_samples, generator=self.sampler.generator)
 
 
-class ResumeFixes:
+class ResumeFixes(TrainerMixin):
     """Lets a resumed run go on where it was. To be put before [`~trl.GRPOTrainer`] among the bases of a trainer."""
 
     def _get_train_sampler(self, dataset=None):
-        sampler = super()._get_train_sampler(dataset)
+        sampler = cast(RepeatSampler, super()._get_train_sampler(dataset))
         self.pop_callback(EpochShuffleCallback)  # of an earlier run
         self.add_callback(EpochShuffleCallback(sampler))
         return sampler

@@ -19,12 +19,14 @@ from accelerate.utils import gather_object
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
+from .trainer_mixin import TrainerMixin
+
 
 MANIFEST = "checkpoint_files.json"
 UNFINISHED = "_unfinished"
 
 
-class WholeCheckpoints:
+class WholeCheckpoints(TrainerMixin):
     """
     Makes the checkpoints of a [`~transformers.Trainer`], which comes after it in the bases, whole or not there.
 

@@ -4,11 +4,12 @@ import torch
 
 from .. import trl_compat
 from ..forward_passes import without_gradient_checkpointing
+from ..scoring import Scoring
 from .logp_mismatch import DifferenceCheck, compare_with_sampler
 from .stale_server import StaleServerCheck
 
 
-class KnownBehaviorPolicy:
+class KnownBehaviorPolicy(Scoring):
     """
     Adds to each batch that a [`~trl.GRPOTrainer`] generates the policy version that sampled it, and its
     log-probabilities where they will be needed; checks those of a separate sampler. To be put before the trainer, and

@@ -101,7 +101,7 @@ def stands_still(before: Reading, now: Reading) -> bool:
             Of the same tokens.
     """
     change = (now.trainer - before.trainer).abs().median()
-    has_moved = change >= max(before.rounding.median() / 100, 10 * ROUNDING)
+    has_moved = change >= max(before.rounding.median().item() / 100, 10 * ROUNDING)
     return torch.equal(now.server, before.server) and bool(has_moved)
 
 

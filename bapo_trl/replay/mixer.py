@@ -149,7 +149,7 @@ class ReplayMixer:
             }
         ).over_ranks(self._accelerator.gather, device, torch.int64)
         evictions.used = evictions.expired = evictions.overflowed = 0
-        batch["num_items_in_batch"] = tally.sums["tokens"]
+        batch["num_items_in_batch"] = torch.as_tensor(tally.sums["tokens"])
         total = tally.numbers()
         total["fraction"] = total["from_queue"] / total["rows"]
         total["reuse_mean"] = total["uses"] / max(1, total["rows"] - total["masked"])

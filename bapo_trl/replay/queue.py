@@ -113,7 +113,9 @@ class _Ledger:
     def keep(self, mask: np.ndarray) -> None:
         self.version, self.uses, self.last_touched = self.version[mask], self.uses[mask], self.last_touched[mask]
 
-    def extend(self, version: Sequence[int], uses: Sequence[int], last_touched: Sequence[int]) -> None:
+    def extend(
+        self, version: Sequence[int] | np.ndarray, uses: Sequence[int] | np.ndarray, last_touched: Sequence[int]
+    ) -> None:
         self.version = np.concatenate([self.version, np.asarray(version, dtype=np.int64)])
         self.uses = np.concatenate([self.uses, np.asarray(uses, dtype=np.int64)])
         self.last_touched = np.concatenate([self.last_touched, np.asarray(last_touched, dtype=np.int64)])

@@ -155,7 +155,7 @@ class Rows:
     def row_bytes(self) -> np.ndarray:
         """Return the number of bytes that each row takes, shape `(B,)`: its values, and where they lie."""
         spans = {id(column.spans): column.spans for column in self.columns.values() if column.spans is not None}
-        values = sum(column.row_bytes() for column in self.columns.values())
+        values = np.sum([column.row_bytes() for column in self.columns.values()], axis=0)
         return values + sum(span.row_bytes for span in spans.values())
 
     def has_advantage(self) -> np.ndarray:

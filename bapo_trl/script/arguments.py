@@ -2,8 +2,10 @@
 
 import difflib
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import fields
+from typing import Any
 
 from trl import TrlParser
 
@@ -16,17 +18,18 @@ class RecipeParser(TrlParser):
     stderr, as argparse does for values; `--config=PATH` is understood; no flag may be abbreviated.
     """
 
-    def __init__(self, dataclass_types: Iterable[type], **kwargs):
+    def __init__(self, dataclass_types: Iterable[Any], **kwargs):
         super().__init__(dataclass_types, allow_abbrev=False, **kwargs)
-        self._recipe = None
+        self._recipe: str | None = None
 
-    def parse_args_and_config(self, args: Iterable[str], **kwargs):
+    def parse_args_and_config(self, args: Iterable[str] | None = None, *rest, **kwargs):
+        args = sys.argv[1:] if args is None else args
         args = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
         if "--config" in args:
             self._recipe = next(iter(args[args.index("--config") + 1 :]), "")
             if not os.path.isfile(self._recipe):
                 self._refuse(f"`--config` is '{self._recipe}': there is no such file")
-        return super().parse_args_and_config(args, **kwargs)
+        return super().parse_args_and_config(args, *rest, **kwargs)
 
     def set_defaults_with_config(self, **config):
         remaining = super().set_defaults_with_config(**config)

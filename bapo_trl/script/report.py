@@ -39,7 +39,7 @@ def save_report(log_history: Sequence[Mapping[str, float]], path: str | Path) ->
     if not logs:
         raise ValueError("`log_history` has no update with `bapo/clip_low`: nothing to draw.")
 
-    def series(name: str) -> tuple[list[int], list[float]]:
+    def series(name: str) -> tuple[list[float], list[float]]:
         points = [(log["step"], log[name]) for log in logs if log.get(name) is not None]
         return [step for step, _ in points], [value for _, value in points]
 

@@ -13,7 +13,7 @@ from trl.rewards import (
 )
 
 
-REWARDS = {
+REWARDS: dict[str, Callable] = {
     "accuracy_reward": accuracy_reward,
     "reasoning_accuracy_reward": reasoning_accuracy_reward,
     "think_format_reward": think_format_reward,

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -82,11 +83,13 @@ def held_out_accuracy(
     # The neutral top_k and top_p matter: generate() would otherwise cut the distribution to its 50 best tokens.
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
 
+    generate: Any = model.generate  # not every model has it, says its type
+
     def accuracy(prompts: list[str], answers: list[str], **generation: object) -> float:
         texts: list[str] = []
         for start in range(0, len(prompts), batch_size):
             batch = tokenizer(prompts[start : start + batch_size], return_tensors="pt", padding=True).to(model.device)
-            output = model.generate(**batch, max_new_tokens=max_new_tokens, **generation)
+            output = generate(**batch, max_new_tokens=max_new_tokens, **generation)
             texts += tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
         return sum(reward_func(texts, answers)) / len(answers)
 

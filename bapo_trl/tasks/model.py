@@ -1,10 +1,12 @@
 """A causal language model small enough to train on a laptop."""
 
+from typing import Any
+
 import torch
 from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
 
-MODEL_SETTINGS = {
+MODEL_SETTINGS: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 256,
     "num_hidden_layers": 2,

@@ -4,6 +4,7 @@ import atexit
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from trl.generation.vllm_client import VLLMClient
@@ -24,6 +25,8 @@ class GlooVLLMClient(VLLMClient):
 
     All else is TRL's [`~trl.generation.vllm_client.VLLMClient`].
     """
+
+    communicator: Any  # TRL's is for NCCL
 
     def init_communicator(self, device: torch.device | str | int = "cpu"):
         """
