@@ -114,5 +114,5 @@ def checksum(name: str, state: str, tensors: Mapping[str, torch.Tensor]) -> str:
     digest = xxhash.xxh3_128(f"{name} {state}".encode())
     for key in sorted(tensors):
         digest.update(f"{key} {tensors[key].dtype} {tuple(tensors[key].shape)}".encode())
-        digest.update(tensors[key].reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensors[key].reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

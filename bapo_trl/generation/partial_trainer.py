@@ -4,13 +4,14 @@ import warnings
 
 import torch
 
+from ..scoring import Scoring
 from ..trl_compat import pad
 from .partial_rollouts import RolloutPool
 from .rollout_rounds import RolloutBatch, RolloutRounds, check_no_pool, check_supported, pad_with_masked_rows
 from .token_cap import token_cap
 
 
-class PartialRollouts:
+class PartialRollouts(Scoring):
     """
     Generates in rounds, see [`~rollout_rounds.RolloutRounds`]. To be put before [`~trl.GRPOTrainer`] among the bases
     of a trainer, and before [`~scoring.Scoring`].
@@ -57,7 +58,7 @@ class PartialRollouts:
             gather=self._gather_numbers,
         )
 
-    def _gather_numbers(self, numbers: list[int]) -> list[list[int]]:
+    def _gather_numbers(self, numbers: list[float]) -> list[list[float]]:
         return self.accelerator.gather(torch.tensor([numbers], device=self.accelerator.device)).tolist()
 
     def _generate_and_score_completions(self, inputs):

@@ -19,9 +19,9 @@ def token_cap(trainer: GRPOTrainer, num_tokens: int) -> Iterator[None]:
         return
     # transformers reads one, and TRL copies the other into the model's own generation config
     config, kwargs = trainer.generation_config, trainer.generation_kwargs
-    before = config.max_new_tokens, kwargs["max_new_tokens"]
+    both_before = config.max_new_tokens, kwargs["max_new_tokens"]
     config.max_new_tokens = kwargs["max_new_tokens"] = num_tokens
     try:
         yield
     finally:
-        config.max_new_tokens, kwargs["max_new_tokens"] = before
+        config.max_new_tokens, kwargs["max_new_tokens"] = both_before
