@@ -174,6 +174,12 @@ def main(arguments: list[str]):
             held_out_accuracy(trainer.model, trainer.processing_class, task.test_dataset) if scores_itself else None
         )
         trainer.train(resume_from_checkpoint=resume)
+        if trainer.state.global_step == 0:  # a stream does not know its length before it ends
+            raise ValueError(
+                f"No update was made: the data ended before the {training_args.generation_batch_size} samples of one "
+                "generation (`generation_batch_size`) were there. Nothing is saved. Give more prompts, or lower "
+                "`steps_per_generation` or `per_device_train_batch_size`."
+            )
         trainer.save_model(training_args.output_dir)
         trainer.save_state()
         if scores_itself:

@@ -65,7 +65,8 @@ class WholeCheckpoints(TrainerMixin):
             if defect is not None:
                 raise ValueError(
                     f"The checkpoint {resume_from_checkpoint} is not whole: {defect}. Resume from another one "
-                    "(`True`, in the script `true`, takes the newest that is whole)."
+                    "(`True`, in the script `true`, takes the newest that is whole). If the files were changed on "
+                    f"purpose, remove {MANIFEST} there."
                 )
             return resume_from_checkpoint
         skipped = []

@@ -166,7 +166,9 @@ def test_no_false_alarm_in_200_transfers(tmp_path, server):
     assert len([log for log in logs if "reward" in log]) == 200  # a transfer each
     shares = [log["sampling/server_followed"] for log in logs if "sampling/server_followed" in log]
     assert len(shares) > 100
-    assert shares == pytest.approx([1] * len(shares), abs=0.1)
+    # A change counts from 8 roundings on, and each of the two readings may be off by one: 2/8 in all; 0.5 is the alarm
+    assert shares == pytest.approx([1] * len(shares), abs=0.3)
+    assert statistics.mean(shares) == pytest.approx(1, abs=0.02)
 
 
 @pytest.mark.parametrize("config", [None, {"backend": "nccl"}])

@@ -356,3 +356,17 @@ def test_a_recipe_without_a_dataset_is_refused(tmp_path):
     recipe.write_text(f"output_dir: {tmp_path}\nuse_cpu: true\nbf16: false\n")
     with pytest.raises(ValueError, match=r"`dataset_name` is not set.*embedded"):
         train_bapo.main(["--config", str(recipe)])
+
+
+def test_a_stream_that_ends_before_a_generation_is_full_saves_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Dataset.from_dict({"prompt": ["1+1=", "1+2=", "1+3="]}).to_json(tmp_path / "three.jsonl")
+    settings = {
+        **CPU, "model_name_or_path": warm_start_path(), "dataset_name": "three.jsonl", "dataset_streaming": "true",
+        "reward_funcs": "think_format_reward", "num_generations": 4, "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 1, "steps_per_generation": 2, "max_steps": 3, "max_completion_length": 6,
+        "output_dir": "out",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=r"No update was made: the data ended before the 16 samples"):
+        run_main(**settings)
+    assert not (tmp_path / "out" / "model.safetensors").exists()
