@@ -106,9 +106,9 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=60, stateful_step_count=12, deadline=None)
 
 
-def pool_with(*lengths: list[int], admitted: int | None = None) -> tuple[RolloutPool, dict[int, list[int]]]:
+def pool_with(*lengths: list[int]) -> tuple[RolloutPool, dict[int, list[int]]]:
     pool = RolloutPool(len(lengths[0]), CAP, [EOS])
-    return pool, {pool.admit({}, [number]): sizes for number, sizes in enumerate(lengths[:admitted])}
+    return pool, {pool.admit({}, [number]): sizes for number, sizes in enumerate(lengths)}
 
 
 def test_groups_leave_in_the_order_in_which_they_became_complete():
