@@ -17,6 +17,7 @@ from .diagnostics import UpdateLog, best_of_k, measure_tokens
 from .generation.behavior_policy import KnownBehaviorPolicy
 from .generation.logp_mismatch import client_for
 from .generation.partial_trainer import PartialRollouts
+from .generation.server_restart import ServerRestarts
 from .prompts import check_columns, check_number_of_prompts
 from .replay.mixer import ReplayMixer, ReplayQueue, is_queue_file
 from .scoring import Scoring
@@ -28,7 +29,9 @@ from .whole_checkpoint import WholeCheckpoints
 trl_compat.check_trl()
 
 
-class BAPOTrainer(WholeCheckpoints, KnownBehaviorPolicy, PartialRollouts, Scoring, ResumeFixes, GRPOTrainer):
+class BAPOTrainer(
+    WholeCheckpoints, KnownBehaviorPolicy, PartialRollouts, ServerRestarts, Scoring, ResumeFixes, GRPOTrainer
+):
     """
     Trainer for Balanced Policy Optimization with Adaptive Clipping (BAPO).
 

@@ -38,6 +38,12 @@ except ImportError as error:
 HAS_OPENAI_CLIENT = hasattr(VLLMClient, "get_server_info")
 """Whether TRL's client talks to vLLM's own server, from 1.16 on; before, to one of TRL's, which scores no prompts."""
 
+
+def uses_vllm_server(trainer: GRPOTrainer) -> bool:
+    """Return whether the trainer samples from vLLM's own server."""
+    return trainer.use_vllm and trainer.vllm_mode == "server" and HAS_OPENAI_CLIENT
+
+
 CLIENT_ATTRIBUTES = ("_post", "base_url", "model")
 """Attributes of that client that the package relies on; its `generate` must use them too."""
 

@@ -27,8 +27,7 @@ class KnownBehaviorPolicy(Scoring):
         self._check_server = self._make_server_check()
 
     def _make_server_check(self) -> StaleServerCheck | None:
-        has_server = self.use_vllm and self.vllm_mode == "server" and trl_compat.HAS_OPENAI_CLIENT
-        if not has_server or self._is_vlm or self.args.vllm_logp_tolerance is None:
+        if not trl_compat.uses_vllm_server(self) or self._is_vlm or self.args.vllm_logp_tolerance is None:
             return None
         client = self.vllm_generation.vllm_client if self.accelerator.is_main_process else None
         return StaleServerCheck(self.model, self.accelerator, client)

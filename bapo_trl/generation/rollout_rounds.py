@@ -171,8 +171,7 @@ class RolloutRounds:
         wanted = max(1, self._num_groups - self._num_held) if is_first else self._num_groups
 
         waited, rounds = len(self.pool.overdue(oldest_version)), 0
-        while (cap := self._cap_of_round(wanted, oldest_version)) is not None:
-            self._decode(cap, policy_version, sample, dummy=prompts[0][1])
+        while self._decode_round(wanted, policy_version, oldest_version, sample, dummy=prompts[0][1]):
             rounds += 1
         self._score(score, dummy=prompts[0][1])
         batch = RolloutBatch(self.pool.emit(wanted, oldest_version))
@@ -217,21 +216,28 @@ class RolloutRounds:
             "holds them: a run that is resumed from it goes on with them."
         )
 
-    def _cap_of_round(self, wanted: int, oldest_version: int | None) -> int | None:
-        """Return how many tokens the next round decodes, the same on all ranks; `None` if all have enough."""
-        longest = max((continuation.num_left for continuation in self.pool.unfinished()), default=0)
-        ranks = self._gather([self.pool.has_enough(wanted, oldest_version), longest])
-        if all(has_enough for has_enough, _ in ranks):
-            return None
-        return min(self._chunk_length, int(max(longest for _, longest in ranks)))
-
-    def _decode(self, cap: int, policy_version: int, sample: Sampler, dummy: list[int]) -> None:
+    def _decode_round(
+        self, wanted: int, policy_version: int, oldest_version: int | None, sample: Sampler, dummy: list[int]
+    ) -> bool:
+        """Continue what has not ended by a chunk; return `False`, on all ranks, if each has enough already."""
         continuations = self.pool.unfinished()
-        # A rank without any takes part all the same: samplers of several ranks are called together.
-        prompts = [continuation.prompt_ids for continuation in continuations] or [dummy]
+        # One cap holds for all of them. A server refuses prompts that it would take out of the model's window, so that
+        # none may go beyond `max_completion_length`.
+        cap = min([self._chunk_length, *(continuation.num_left for continuation in continuations)])
+        ranks = self._gather([self.pool.has_enough(wanted, oldest_version), cap, len(continuations)])
+        if all(has_enough for has_enough, _, _ in ranks):
+            return False
+        cap, most = int(min(cap for _, cap, _ in ranks)), int(max(number for _, _, number in ranks))
+        # TRL's server mode hands its answer out in equal parts, and sharded models are called together: each rank
+        # continues as many prompts.
+        missing = most - len(continuations)
+        prompts = [continuation.prompt_ids for continuation in continuations] + [dummy] * missing
         tokens, sampler_logps = sample(prompts, cap)
         if continuations:
-            self.pool.take(continuations, tokens, policy_version, cap, sampler_logps)
+            kept = slice(len(continuations))
+            sampler_logps = None if sampler_logps is None else sampler_logps[kept]
+            self.pool.take(continuations, tokens[kept], policy_version, cap, sampler_logps)
+        return True
 
     def _score(self, score: Scorer, dummy: list[int]) -> None:
         """Score all tokens that this generation sampled, those that stay among them: the next policy differs."""

@@ -41,10 +41,10 @@ def ending_model(seed: int = 0, eos_logit: float = 2.2, **overrides):
     return model
 
 
-def countdown_model():
+def countdown_model(**overrides):
     """A model that follows each token with the one before it in the vocabulary; EOS is number 1."""
     size = len(character_tokenizer())
-    model = toy_model(hidden_size=size + -size % 4)
+    model = toy_model(**{"hidden_size": size + -size % 4, **overrides})
     with torch.no_grad():
         model.model.layers[0].self_attn.o_proj.weight.zero_()
         model.model.layers[0].mlp.down_proj.weight.zero_()

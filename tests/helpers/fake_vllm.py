@@ -27,15 +27,36 @@ class FakeVLLM:
         self.requests = []  # bodies of what the client was asked to post
         self.vllm_client = self
         self.base_url, self.model = "http://fake", "fake"
+        self.max_completion_length = settings["max_completion_length"]
+        self.num_starts, self.joined = 1, 1  # how often the server was started; which of these the trainer has joined
+        self.num_prompts = []  # of each call
+
+    def restart(self):
+        """Begin anew, with the weights that the model had at first; nobody hears of it."""
+        self.num_starts += 1
+        torch.manual_seed(1)
+        self.served = type(self.trained)(self.trained.config).eval()
+
+    def check_server(self, total_timeout):
+        assert total_timeout > 0
+
+    def close_communicator(self):
+        self.joined = None
+
+    def init_communicator(self, device):
+        self.joined = self.num_starts
 
     def get_server_info(self):
-        return {"model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 40}}
+        model_config = {"logprobs_mode": "processed_logprobs", "max_model_len": 40}
+        return {"model_config": model_config, "instance_id": str(self.num_starts)}
 
     def sync_weights(self):
+        assert self.joined == self.num_starts, "nobody takes the weights"
         self.num_syncs += 1
         self.served.load_state_dict(self.trained.state_dict())
 
     def generate(self, prompts, images, num_generations, profiler=None):
+        self.num_prompts.append(len(prompts))
         completions = [self._complete(prompt) for prompt in prompts]
         ids, logps = zip(*completions, strict=True)
         return prompts, list(ids), [[[logp] for logp in row] for row in logps], None
@@ -43,7 +64,7 @@ class FakeVLLM:
     @torch.no_grad()
     def _complete(self, prompt):
         completion, logps = [], []
-        while len(completion) < self.settings["max_completion_length"]:
+        while len(completion) < self.max_completion_length:
             logits = self.served(torch.tensor([[*prompt, *completion]])).logits[0, -1]
             processed = self._process(logits, completion)
             token = torch.multinomial(processed.softmax(-1), 1, generator=self.random).item()
