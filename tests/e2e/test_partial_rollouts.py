@@ -20,7 +20,7 @@ from tests.helpers.toy import toy_model
 # vLLM's attention on CPUs needs heads of 32 or more, and takes them to be as wide as the width over their number.
 # 10 tokens of a prompt and 54 of a completion are all that the server's window of 64 takes.
 WIDE = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
-LONGEST = {"max_completion_length": 54, "partial_rollout_chunk_length": 7}
+LONGEST = {"max_completion_length": 54, "partial_rollout_chunk_length": 2}
 
 
 def wide_ending_model(is_tied: bool):
