@@ -37,7 +37,9 @@ def launch(config: str, arguments: list[str], num_processes: int = 2, timeout_s:
 
 
 @contextmanager
-def vllm_server(model: Path, log: Path, timeout_s: int = 300, port: int | None = None) -> Iterator[Server]:
+def vllm_server(
+    model: Path, log: Path, timeout_s: int = 300, port: int | None = None, max_tokens: int = 64, cache_mib: int = 64
+) -> Iterator[Server]:
     """Serve a model with `scripts/serve_vllm.sh`; say where once it says that it is ready, end it afterwards."""
     port = port or free_port()
     environment = {
@@ -49,7 +51,7 @@ def vllm_server(model: Path, log: Path, timeout_s: int = 300, port: int | None =
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
-    flags = ["--max-model-len", "64", "--kv-cache-memory-bytes", "67108864"]
+    flags = ["--max-model-len", str(max_tokens), "--kv-cache-memory-bytes", str(cache_mib * 2**20)]
     process = subprocess.Popen(
         ["scripts/serve_vllm.sh", str(model), *flags],
         cwd=ROOT,
