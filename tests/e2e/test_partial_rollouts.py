@@ -81,6 +81,7 @@ def over(server, **settings) -> dict:
         "vllm_server_port": server.port,
         "vllm_group_port": free_port(),
         "vllm_importance_sampling_mode": "token_truncate",
+        "learning_rate": 2e-4,
         **LONGEST,
         **settings,
     }
