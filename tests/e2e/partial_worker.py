@@ -1,12 +1,11 @@
 """Trains with partial rollouts on any engine and sampler, and writes what each rank trained on."""
 
 import json
-import os
-import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -33,7 +32,10 @@ class Recording(BAPOTrainer):
         if self.restart is not None and self.restart[0] == len(self.batches):
             if self.accelerator.is_main_process:
                 _, process, model = self.restart
-                os.killpg(process, signal.SIGKILL)
+                processes = [psutil.Process(process), *psutil.Process(process).children(recursive=True)]
+                for each in processes:
+                    each.kill()
+                psutil.wait_procs(processes)
                 log = Path(self.args.output_dir) / "second-server.log"
                 self.server.enter_context(vllm_server(Path(model), log, port=self.args.vllm_server_port))
             self.accelerator.wait_for_everyone()

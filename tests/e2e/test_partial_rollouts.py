@@ -68,6 +68,8 @@ def run(folder, model, engine="cpu_zero3", **settings) -> list[dict]:
         assert rank["num_processes"] == 2
         assert {key: rank[key] for key in ENGINES[engine]} == ENGINES[engine]
         assert [len(batch) for batch in rank["batches"]] == [2] + [24] * (len(rank["batches"]) - 1)
+        if "replay_fraction" in settings:
+            continue  # the queue gives and takes rows
         trained = [character_tokenizer().decode(row["prompt_ids"]) for batch in rank["batches"] for row in batch]
         assert sorted([*trained[::2], *rank["parked"]]) == sorted(rank["prompts"])  # nothing is lost, nothing twice
     return ranks
