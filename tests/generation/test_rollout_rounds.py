@@ -468,22 +468,6 @@ def test_on_two_ranks_a_quarter_of_the_completions_have_several_versions_each_sc
             torch.testing.assert_close(torch.tensor(logps)[here], expected[here], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("killed_at", [(2, 3), (4, 1)])
-def test_a_run_killed_in_a_round_resumes_as_if_nothing_had_been(tmp_path, killed_at):
-    settings = {"save_strategy": "steps", "save_steps": 3, "max_steps": 15}
-    straight = launch(tmp_path / "straight", **settings)
-    assert straight.returncode == 0, straight.stderr
-    assert launch(tmp_path / "killed", **settings, killed_at=killed_at).returncode != 0
-    assert not (tmp_path / "killed" / "0.json").exists()
-    resumed = launch(tmp_path / "killed", **settings, resume=True)
-    assert resumed.returncode == 0, resumed.stderr
-    ends = [torch.load(tmp_path / name / "final.pt", weights_only=True) for name in ("straight", "killed")]
-    assert all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
-    for left, right in zip(results(tmp_path / "straight"), results(tmp_path / "killed"), strict=True):
-        assert left["parked"] == right["parked"]
-        assert left["rows"][-len(right["rows"]) :] == right["rows"]
-
-
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 3, "counts_down": True, "learning_rate": 0.0}
     settings["generation_kwargs"] = {"do_sample": False}
