@@ -161,7 +161,7 @@ class RolloutRounds:
             `partial/masked`.
 
         Raises:
-            ValueError: If a value of a row cannot be kept in a checkpoint.
+            ValueError: If a value of a row cannot be kept in a checkpoint, or a prompt is too long.
         """
         self.before_generation = self.pool.state()
         is_first = not self.pool.has_emitted
@@ -171,10 +171,10 @@ class RolloutRounds:
         wanted = max(1, self._num_groups - self._num_held) if is_first else self._num_groups
 
         waited, rounds = len(self.pool.overdue(oldest_version)), 0
-        while (cap := self._cap_of_round(wanted, oldest_version)) is not None:
-            self._decode(cap, policy_version, sample, dummy=prompts[0][1])
+        dummy = prompts[0][1][:1]  # as short as can be: it fits whatever the cap
+        while self._decode_round(wanted, policy_version, oldest_version, sample, dummy):
             rounds += 1
-        self._score(score, dummy=prompts[0][1])
+        self._score(score, dummy)
         batch = RolloutBatch(self.pool.emit(wanted, oldest_version))
         return batch, self._measure(batch, waited, rounds)
 
@@ -217,21 +217,23 @@ class RolloutRounds:
             "holds them: a run that is resumed from it goes on with them."
         )
 
-    def _cap_of_round(self, wanted: int, oldest_version: int | None) -> int | None:
-        """Return how many tokens the next round decodes, the same on all ranks; `None` if all have enough."""
-        longest = max((continuation.num_left for continuation in self.pool.unfinished()), default=0)
-        ranks = self._gather([self.pool.has_enough(wanted, oldest_version), longest])
-        if all(has_enough for has_enough, _ in ranks):
-            return None
-        return min(self._chunk_length, int(max(longest for _, longest in ranks)))
-
-    def _decode(self, cap: int, policy_version: int, sample: Sampler, dummy: list[int]) -> None:
+    def _decode_round(
+        self, wanted: int, policy_version: int, oldest_version: int | None, sample: Sampler, dummy: list[int]
+    ) -> bool:
+        """Continue what has not ended by a chunk; return `False`, on all ranks, if each has enough already."""
         continuations = self.pool.unfinished()
+        shortest = min((continuation.num_left for continuation in continuations), default=self._chunk_length)
+        ranks = self._gather([self.pool.has_enough(wanted, oldest_version), shortest])
+        if all(has_enough for has_enough, _ in ranks):
+            return False
+        # Not beyond the end of any: what a sampler can take may end there too.
+        cap = min(self._chunk_length, int(min(shortest for _, shortest in ranks)))
         # A rank without any takes part all the same: samplers of several ranks are called together.
         prompts = [continuation.prompt_ids for continuation in continuations] or [dummy]
         tokens, sampler_logps = sample(prompts, cap)
         if continuations:
             self.pool.take(continuations, tokens, policy_version, cap, sampler_logps)
+        return True
 
     def _score(self, score: Scorer, dummy: list[int]) -> None:
         """Score all tokens that this generation sampled, those that stay among them: the next policy differs."""

@@ -27,6 +27,7 @@ class FakeVLLM:
         self.requests = []  # bodies of what the client was asked to post
         self.vllm_client = self
         self.base_url, self.model = "http://fake", "fake"
+        self.max_completion_length = settings["max_completion_length"]
 
     def get_server_info(self):
         return {"model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 40}}
@@ -43,7 +44,7 @@ class FakeVLLM:
     @torch.no_grad()
     def _complete(self, prompt):
         completion, logps = [], []
-        while len(completion) < self.settings["max_completion_length"]:
+        while len(completion) < self.max_completion_length:
             logits = self.served(torch.tensor([[*prompt, *completion]])).logits[0, -1]
             processed = self._process(logits, completion)
             token = torch.multinomial(processed.softmax(-1), 1, generator=self.random).item()
