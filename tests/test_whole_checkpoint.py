@@ -20,16 +20,18 @@ from tests.replay.test_mixer import REPLAY
 
 
 SAVING = {**REPLAY, "max_steps": 6, "save_strategy": "steps", "save_steps": 2}
-# The 8 of every run, or every event of a save on one and on two ranks: BAPO_TRL_SAVE_KILLS=all, some ten minutes
+# A few in every run, or every event from one save to the next on one and on two ranks: BAPO_TRL_SAVE_KILLS=all
 SAVE_KILLS = os.environ.get("BAPO_TRL_SAVE_KILLS", "few")
 
 
-def test_a_run_that_is_killed_in_a_save_goes_on_without_a_hand(tmp_path):
-    command = [sys.executable, "-m", "tests.helpers.save_kills", str(tmp_path), SAVE_KILLS]
-    result = run_command(command, timeout_s=240 if SAVE_KILLS == "few" else 3600)
+@pytest.mark.parametrize(("kind", "few"), [("replay", 8), ("partial", 7)])
+def test_a_run_that_is_killed_goes_on_without_a_hand(tmp_path, kind, few):
+    """Within a save, in a round of a generation, between two updates: with replay alone, and with partial rollouts."""
+    command = [sys.executable, "-m", "tests.helpers.save_kills", str(tmp_path), kind, SAVE_KILLS]
+    result = run_command(command, timeout_s=400 if SAVE_KILLS == "few" else 3600)
     assert result.returncode == 0, result.stdout + result.stderr
     kills = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(kills) == 8 if SAVE_KILLS == "few" else len(kills) >= 40
+    assert len(kills) == few if SAVE_KILLS == "few" else len(kills) >= 40
     assert {kill["ranks"] for kill in kills} == {1, 2}
     assert [kill for kill in kills if kill["wrong"]] == []
 

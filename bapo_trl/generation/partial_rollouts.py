@@ -4,13 +4,13 @@ A state machine on token ids. It owns no model, draws no random numbers and does
 
 - Every admitted group is emitted once, or is still in the pool.
 - The tokens of a completion are those that were taken in for it, in their order, each with the policy version that
-  sampled it. None is dropped but what goes beyond `max_completion_length`.
+  sampled it. None is dropped.
 - Groups are emitted in the order in which they became complete, but for those that may not wait any longer: they go
   first.
 
 Terms: a *group* is the `num_generations` completions of one prompt. A *segment* is the tokens of one completion that
-one policy version sampled. A completion has *ended* with an EOS token or at `max_completion_length`, counted over all
-its segments; a group is *complete* when all its completions have ended.
+one policy version sampled. A completion has *ended* with an EOS token, at `max_completion_length`, counted over all
+its segments, or at the window of the sampler; a group is *complete* when all its completions have ended.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -144,6 +144,8 @@ class RolloutPool:
             Index of the process.
         num_ranks (`int`, *optional*, defaults to `1`):
             Number of processes: groups are numbered in steps of it.
+        window (`int`, *optional*):
+            Largest number of tokens of a prompt and its completion that the sampler takes; `None` without a limit.
     """
 
     def __init__(
@@ -153,9 +155,11 @@ class RolloutPool:
         eos_token_ids: Collection[int],
         rank: int = 0,
         num_ranks: int = 1,
+        window: int | None = None,
     ):
         self.num_generations = num_generations
         self.max_completion_length = max_completion_length
+        self.window = window
         self.counts = PoolCounts()
         self.has_emitted = False
         """Whether groups have left in this run, on any rank."""
@@ -174,7 +178,18 @@ class RolloutPool:
         return iter(self._groups)
 
     def admit(self, inputs: dict[str, Any], prompt_ids: Sequence[int]) -> int:
-        """Take in a prompt, whose completions have no token yet; return the number of its group."""
+        """
+        Take in a prompt, whose completions have no token yet; return the number of its group.
+
+        Raises:
+            ValueError: If the prompt leaves no room in the window.
+        """
+        if self.window is not None and len(prompt_ids) >= self.window:
+            raise ValueError(
+                f"A prompt has {len(prompt_ids)} tokens, but the sampler takes {self.window} with the completion: "
+                "leave it out, or give the sampler a larger window (`--max-model-len` of a vLLM server, else "
+                "`vllm_max_model_length`)."
+            )
         completions = [PartialCompletion() for _ in range(self.num_generations)]
         self._groups.append(Group(self._next_id, inputs, list(prompt_ids), completions))
         self._next_id += self.num_ranks
@@ -183,7 +198,7 @@ class RolloutPool:
     def unfinished(self) -> list[Continuation]:
         """Return all completions that have not ended, in the order of admission."""
         return [
-            Continuation(group, completion, self.max_completion_length - len(completion.tokens))
+            Continuation(group, completion, self._num_left(group, completion))
             for group in self._groups
             for completion in group.completions
             if not completion.has_ended
@@ -200,40 +215,39 @@ class RolloutPool:
         """
         Take in what the sampler went on with.
 
-        A completion has ended if its last token is an EOS token, if it has `max_completion_length` tokens, or if the
-        sampler stopped before the cap of the call for a reason of its own.
+        A completion has ended if its last token is an EOS token, if it has no tokens left, or if the sampler stopped
+        before the cap of the call for a reason of its own.
 
         Args:
             continuations (sequence of [`Continuation`]):
                 What was continued, from [`RolloutPool.unfinished`].
             tokens (sequence of sequences of `int`):
-                New token ids of each. What goes beyond `max_completion_length` is left out.
+                New token ids of each.
             policy_version (`int`):
                 Version of the policy that sampled them.
             cap (`int`):
-                Largest number of new tokens that the call allowed.
+                Largest number of new tokens that the call allowed: no more than any of the completions has left.
             sampler_logps (sequence of sequences, *optional*):
                 Log-probability that the sampler reports for each token.
 
         Raises:
-            ValueError: If a completion got no token, more than the cap, or tokens after its end.
+            ValueError: If a completion got no token, more than it may, or tokens after its end.
         """
         for index, (continuation, new) in enumerate(zip(continuations, tokens, strict=True)):
-            completion, kept = continuation.completion, list(new)[: continuation.num_left]
-            if completion.has_ended or not 0 < len(new) <= cap:
+            completion, most = continuation.completion, min(cap, continuation.num_left)
+            if completion.has_ended or not 0 < len(new) <= most:
                 raise ValueError(
-                    f"group {continuation.group.id} got {len(new)} tokens of at most {cap} for a completion that has "
+                    f"group {continuation.group.id} got {len(new)} tokens of at most {most} for a completion that has "
                     f"{'ended' if completion.has_ended else 'not ended'}"
                 )
             if completion.segments and completion.segments[-1][0] == policy_version:
-                completion.segments[-1][1] += len(kept)
+                completion.segments[-1][1] += len(new)
             else:
-                completion.segments.append([policy_version, len(kept)])
-            completion.tokens += kept
+                completion.segments.append([policy_version, len(new)])
+            completion.tokens += new
             if sampler_logps is not None:
-                completion.sampler_logps += list(sampler_logps[index])[: len(kept)]
-            is_full = len(completion.tokens) == self.max_completion_length
-            if is_full or kept[-1] in self._eos_token_ids or len(new) < cap:
+                completion.sampler_logps += sampler_logps[index]
+            if len(new) == continuation.num_left or new[-1] in self._eos_token_ids or len(new) < cap:
                 completion.has_ended = True
                 self.counts.ended += 1
                 self.counts.ended_tokens += len(completion.tokens)
@@ -298,7 +312,7 @@ class RolloutPool:
         Take over what [`RolloutPool.state`] returned, in a run of any number of ranks.
 
         Raises:
-            ValueError: If a group does not go with `num_generations` or `max_completion_length`.
+            ValueError: If a group does not go with `num_generations`, `max_completion_length` or the window.
         """
         for group in state.groups:
             if len(group.completions) != self.num_generations:
@@ -313,11 +327,22 @@ class RolloutPool:
                         f"`max_completion_length` is {limit}, but a parked completion has {length} tokens"
                         f"{'' if completion.has_ended else ' and goes on'}: set it back, or higher."
                     )
+                if not completion.has_ended and self._num_left(group, completion) < 1:
+                    raise ValueError(
+                        f"The sampler takes {self.window} tokens of a prompt and its completion, but one that is "
+                        f"parked and goes on has {len(group.prompt_ids) + length}: give it its window back."
+                    )
         self._groups = [group.copy() for group in state.groups]
         self.counts = replace(state.counts)
         self.has_emitted = state.has_emitted
         self._next_id = state.next_id + (self.rank - state.next_id) % self.num_ranks
         self._next_place = state.next_place
+
+    def _num_left(self, group: Group, completion: PartialCompletion) -> int:
+        most = self.max_completion_length
+        if self.window is not None:
+            most = min(most, self.window - len(group.prompt_ids))
+        return most - len(completion.tokens)
 
 
 @dataclass(frozen=True)

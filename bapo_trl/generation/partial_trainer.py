@@ -8,7 +8,7 @@ from ..scoring import Scoring
 from ..trl_compat import pad
 from .partial_rollouts import RolloutPool
 from .rollout_rounds import RolloutBatch, RolloutRounds, check_no_pool, check_supported, pad_with_masked_rows
-from .token_cap import token_cap
+from .sampler_limits import sampler_window, token_cap
 
 
 class PartialRollouts(Scoring):
@@ -43,12 +43,14 @@ class PartialRollouts(Scoring):
 
     def _make_rounds(self) -> RolloutRounds:
         check_supported(self)
+        stop_token_ids = (self.args.generation_kwargs or {}).get("stop_token_ids") or []  # vLLM's
         pool = RolloutPool(
             self.num_generations,
             self.max_completion_length,
-            self.eos_token_ids,
+            [*self.eos_token_ids, *stop_token_ids],
             self.accelerator.process_index,
             self.accelerator.num_processes,
+            window=sampler_window(self),
         )
         return RolloutRounds(
             pool,

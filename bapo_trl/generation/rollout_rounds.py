@@ -161,7 +161,7 @@ class RolloutRounds:
             `partial/masked`.
 
         Raises:
-            ValueError: If a value of a row cannot be kept in a checkpoint.
+            ValueError: If a value of a row cannot be kept in a checkpoint, or a prompt is too long.
         """
         self.before_generation = self.pool.state()
         is_first = not self.pool.has_emitted
@@ -171,9 +171,10 @@ class RolloutRounds:
         wanted = max(1, self._num_groups - self._num_held) if is_first else self._num_groups
 
         waited, rounds = len(self.pool.overdue(oldest_version)), 0
-        while self._decode_round(wanted, policy_version, oldest_version, sample, dummy=prompts[0][1]):
+        dummy = prompts[0][1][:1]  # as short as can be: it fits whatever the cap
+        while self._decode_round(wanted, policy_version, oldest_version, sample, dummy):
             rounds += 1
-        self._score(score, dummy=prompts[0][1])
+        self._score(score, dummy)
         batch = RolloutBatch(self.pool.emit(wanted, oldest_version))
         return batch, self._measure(batch, waited, rounds)
 

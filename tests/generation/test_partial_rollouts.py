@@ -18,8 +18,9 @@ def completion_of(group: int, index: int, length: int) -> list[int]:
 
 
 def go_on(pool, lengths, policy_version, cap):
-    """Continue all that is unfinished by `cap` tokens of what each completion is to become."""
+    """Continue all that is unfinished by `cap` tokens of what each completion is to become, or fewer near an end."""
     continuations, tokens = pool.unfinished(), []
+    cap = min([cap, *(continuation.num_left for continuation in continuations)])
     for continuation in continuations:
         group = continuation.group
         index = next(i for i, each in enumerate(group.completions) if each is continuation.completion)
@@ -149,13 +150,33 @@ def test_segments_tell_versions_apart_and_calls_of_one_version_not():
     assert group.first_version == 0
 
 
-def test_tokens_beyond_the_cap_are_left_out():
+def test_tokens_beyond_the_end_are_refused():
     pool, _ = pool_with([99])
     pool.take(pool.unfinished(), [list(range(2, 12))], 0, cap=10)
     assert pool.unfinished()[0].num_left == 2
-    pool.take(pool.unfinished(), [[50, 51, 52, EOS]], 0, cap=4)
-    (group,) = pool.emit(1)
-    assert group.completions[0].tokens == [*range(2, 12), 50, 51]
+    with pytest.raises(ValueError, match="group 0 got 4 tokens of at most 2"):
+        pool.take(pool.unfinished(), [[50, 51, 52, EOS]], 0, cap=4)
+
+
+def test_a_completion_ends_with_the_window():
+    """Of 9 tokens a prompt of 3 leaves 6, a prompt of 8 one; a call that reaches the end looks like any other."""
+    pool = RolloutPool(1, CAP, [EOS], window=9)
+    for prompt_ids in ([2, 3, 4], [5] * 8):
+        pool.admit({}, prompt_ids)
+    assert [continuation.num_left for continuation in pool.unfinished()] == [6, 1]
+    pool.take(pool.unfinished(), [[50], [60]], 0, cap=1)
+    pool.take(pool.unfinished(), [[51, 52, 53, 54, 55]], 0, cap=5)
+    assert [group.completions[0].tokens for group in pool.emit(2)] == [[60], [50, 51, 52, 53, 54, 55]]
+    with pytest.raises(ValueError, match="prompt has 9 tokens, but the sampler takes 9"):
+        pool.admit({}, [5] * 9)
+
+
+def test_a_smaller_window_than_before_is_refused():
+    pool, lengths = pool_with([9])
+    go_on(pool, lengths, 0, cap=6)
+    with pytest.raises(ValueError, match=r"sampler takes 7 tokens .* parked and goes on has 7"):
+        RolloutPool(1, CAP, [EOS], window=7).restore(pool.state())
+    RolloutPool(1, CAP, [EOS], window=8).restore(pool.state())
 
 
 def test_a_sampler_that_stops_early_has_ended_the_completion():

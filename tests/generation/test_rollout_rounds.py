@@ -13,7 +13,8 @@ from peft import LoraConfig
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.commands import accelerate_launcher, run_command
-from tests.helpers.toy import CPU, OFF_POLICY, toy_model, toy_trainer, training_logs
+from tests.helpers.fake_vllm import FakeVLLM, vllm_trainer
+from tests.helpers.toy import CPU, OFF_POLICY, opt_model, toy_model, toy_trainer, training_logs
 
 
 # 24 rows a generation in 12 groups of 2, of which 11 are held over; 3 updates of 2 micro-batches of 4 rows.
@@ -186,6 +187,82 @@ def test_no_token_is_older_at_its_last_update_than_the_limit(tmp_path):
     assert ages[5] <= 5 < ages[None]
 
 
+def test_no_call_goes_beyond_what_a_completion_has_left(tmp_path):
+    """Learned positions end with the longest prompt, of 10 tokens, and 12 more: an uninterrupted generation fits."""
+    model = opt_model(max_position_embeddings=22, tie_word_embeddings=False)
+    with torch.no_grad():  # EOS at any length
+        norm, head = model.model.decoder.final_layer_norm, model.lm_head.weight
+        norm.weight[0], norm.bias[0] = 0.0, 1.0
+        head[:, 0] = head[model.config.eos_token_id] = 0.0
+        head[model.config.eos_token_id, 0] = 3.5
+    trainer = train(tmp_path, model=model, max_completion_length=12, partial_rollout_chunk_length=5)
+    lengths = {len(token_ids) for _, token_ids, *_ in trained_rows(trainer)}
+    assert max(lengths) == 12
+    assert len(lengths) > 5
+
+
+class Windowed(FakeVLLM):
+    """Refuses what vLLM's server refuses: requests for more tokens than the window has room for."""
+
+    window = 40  # as `get_server_info` says
+
+    def generate(self, prompts, *args, **kwargs):
+        for prompt in prompts:
+            assert len(prompt) + self.max_completion_length <= self.window
+        return super().generate(prompts, *args, **kwargs)
+
+
+def test_a_completion_ends_at_the_window_of_the_sampler(monkeypatch, tmp_path):
+    trainer = vllm_trainer(
+        monkeypatch,
+        tmp_path,
+        server=Windowed,
+        model=ending_model(eos_logit=1.0),
+        trainer_class=Recording,
+        reward_funcs=share_of_digits,
+        trainer_args={"train_dataset": prompts_of_many_lengths()},
+        **{**PARTIAL, "max_completion_length": 60, "partial_rollout_chunk_length": 7},
+    )
+    trainer.train()
+    lengths = [(len(prompt_ids), len(token_ids)) for prompt_ids, token_ids, *_ in trained_rows(trainer)]
+    assert max(prompt + completion for prompt, completion in lengths) == 40
+    at_window = {prompt for prompt, completion in lengths if prompt + completion == 40}
+    assert len(at_window) > 3
+
+
+def test_a_prompt_that_fills_the_window_is_named(monkeypatch, tmp_path):
+    dataset = Dataset.from_dict({"prompt": ["1+2=" * 10] * 40})
+    with pytest.raises(ValueError, match=r"prompt has 40 tokens.*takes 40"):
+        vllm_trainer(monkeypatch, tmp_path, trainer_args={"train_dataset": dataset}, **PARTIAL).train()
+
+
+def test_a_stop_token_ends_a_completion_wherever_a_call_ends(monkeypatch, tmp_path):
+    """Of the countdown's tokens, 10 is a stop token of the sampler; every call but the last reaches its cap."""
+    stop = 10
+
+    class Stopping(FakeVLLM):
+        def _complete(self, prompt):
+            completion, logps = super()._complete(prompt)
+            end = completion.index(stop) + 1 if stop in completion else None
+            return completion[:end], logps[:end]
+
+    tokenizer = character_tokenizer()
+    prompts = ["1+" + tokenizer.decode([11 + (i * 7) % 30]) for i in range(40)]
+    trainer = vllm_trainer(
+        monkeypatch,
+        tmp_path,
+        server=Stopping,
+        model=countdown_model(),
+        trainer_class=Recording,
+        reward_funcs=share_of_digits,
+        trainer_args={"train_dataset": Dataset.from_dict({"prompt": prompts})},
+        **{**PARTIAL, "learning_rate": 0.0, "temperature": 0.01, "generation_kwargs": {"stop_token_ids": [stop]}},
+    )
+    trainer.train()
+    for prompt_ids, token_ids, *_ in trained_rows(trainer):
+        assert token_ids.tolist() == list(range(prompt_ids[-1] - 1, stop - 1, -1))
+
+
 def test_with_mask_stale_only_the_latest_segment_of_a_completion_trains(tmp_path):
     trainer = train(tmp_path, partial_rollout_mask_stale=True)
     masked = 0
@@ -322,6 +399,7 @@ def test_oversampling_of_one_is_a_run_without_partial_rollouts(tmp_path):
         ({"generation_kwargs": {"min_new_tokens": 2}}, r"`min_new_tokens` counts from the start of a call"),
         ({"generation_kwargs": {"stop_strings": ["."]}}, r"`stop_strings`.*fall across two calls"),
         ({"generation_kwargs": {"presence_penalty": 0.5}}, r"`presence_penalty`.*counts from the start of a call"),
+        ({"generation_kwargs": {"ignore_eos": True}}, r"`ignore_eos` goes on after the end of a completion"),
         ({"generation_kwargs": {"seed": 0}}, r"`seed`.*each call draw the same"),
         ({"vllm_structured_outputs_regex": "[0-9]+"}, r"`structured_outputs`.*starts anew with each call"),
     ],
@@ -466,22 +544,6 @@ def test_on_two_ranks_a_quarter_of_the_completions_have_several_versions_each_sc
             expected = score(model, weights[version], torch.tensor(prompt_ids), torch.tensor(token_ids))
             here = torch.tensor(versions) == version
             torch.testing.assert_close(torch.tensor(logps)[here], expected[here], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("killed_at", [(2, 3), (4, 1)])
-def test_a_run_killed_in_a_round_resumes_as_if_nothing_had_been(tmp_path, killed_at):
-    settings = {"save_strategy": "steps", "save_steps": 3, "max_steps": 15}
-    straight = launch(tmp_path / "straight", **settings)
-    assert straight.returncode == 0, straight.stderr
-    assert launch(tmp_path / "killed", **settings, killed_at=killed_at).returncode != 0
-    assert not (tmp_path / "killed" / "0.json").exists()
-    resumed = launch(tmp_path / "killed", **settings, resume=True)
-    assert resumed.returncode == 0, resumed.stderr
-    ends = [torch.load(tmp_path / name / "final.pt", weights_only=True) for name in ("straight", "killed")]
-    assert all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
-    for left, right in zip(results(tmp_path / "straight"), results(tmp_path / "killed"), strict=True):
-        assert left["parked"] == right["parked"]
-        assert left["rows"][-len(right["rows"]) :] == right["rows"]
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):

@@ -1,8 +1,6 @@
 """Trains with partial rollouts on ranks whose completions differ much in length, and writes what each rank saw."""
 
 import json
-import os
-import signal
 import sys
 from pathlib import Path
 
@@ -15,33 +13,13 @@ from tests.generation.test_rollout_rounds import PARTIAL, Recording, countdown_m
 from tests.helpers.toy import toy_trainer
 
 
-class Unequal(Recording):
-    """Rank 1's completions run on: its prompts are the long ones. May be killed in the middle of a round."""
-
-    killed_at: tuple[int, int] | None = None  # generation and round
-    calls = 0
-
-    def _continue_completions(self, prompts, cap):
-        self.calls += 1
-        if self.killed_at == (len(self.batches), self.calls):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super()._continue_completions(prompts, cap)
-
-    def _finish_groups(self, inputs):
-        self.calls = 0
-        return super()._finish_groups(inputs)
-
-
 def main(folder: str, settings: str) -> None:
     settings = json.loads(settings)
     resume = settings.pop("resume", None)
     counts_down = settings.pop("counts_down", False)
-    Unequal.killed_at = tuple(settings.pop("killed_at", ())) or None
     tokenizer = character_tokenizer()
-    rank = int(os.environ.get("RANK", 0))
-    if not rank:
-        Unequal.killed_at = None  # one rank is killed; the launcher ends the other
-    # A generation's prompts go to the ranks in turns of `groups`: short ones to rank 0, long ones to rank 1
+    # A generation's prompts go to the ranks in turns of `groups`: short ones to rank 0, long ones to rank 1, whose
+    # completions run on
     groups = 12
     short, long = (
         [tokenizer.decode([start + i % width]) for i in range(groups)] for start, width in ((2, 4), (20, 18))
@@ -50,7 +28,7 @@ def main(folder: str, settings: str) -> None:
     trainer = toy_trainer(
         folder + "/run",
         model=countdown_model() if counts_down else ending_model(),
-        trainer_class=Unequal,
+        trainer_class=Recording,
         trainer_args={"train_dataset": Dataset.from_dict({"prompt": prompts})},
         **{**PARTIAL, "shuffle_dataset": False, **settings},
     )
@@ -70,7 +48,6 @@ def main(folder: str, settings: str) -> None:
     (Path(folder) / f"{process}.json").write_text(json.dumps(result))
     if process == 0:
         torch.save(trainer.weights, Path(folder) / "weights.pt")
-        torch.save(trainer.model.state_dict(), Path(folder) / "final.pt")
     end_training(trainer)
 
 

@@ -1,4 +1,4 @@
-"""What happens to files during a save, to be killed in the middle of it; where a run starts."""
+"""What happens in a save and in the training after it, to be killed in the middle of it; where a run starts."""
 
 import os
 import signal
@@ -11,11 +11,13 @@ from transformers import TrainerCallback
 
 class SaveEvents:
     """
-    Lists what a process does to files during the save at one update, and kills it before an event, named or numbered.
+    Lists what a process does from the save at one update to the next save, and kills it before an event, named or
+    numbered.
 
-    Events are what Python audits (files opened for writing, renames, removals), the writers of torch and safetensors,
-    which it does not see, waiting for the other ranks, the start and the end of the save. A process that `tears` cuts
-    the file that was written since the event before in half first, as if the kill had come within it.
+    Events of the save are what Python audits (files opened for writing, renames, removals), the writers of torch and
+    safetensors, which it does not see, waiting for the other ranks, the start and the end. After it come the rounds of
+    partial rollouts and the micro-batches, numbered from 1. A process that `tears` cuts the file that was written
+    since the event before in half first, as if the kill had come within it.
     """
 
     def __init__(self, update: int, kill_at: int | str | None = None, tears: bool = False):
@@ -23,23 +25,26 @@ class SaveEvents:
         self.follows_write: list[bool] = []
         self._update, self._kill_at, self._tears = update, kill_at, tears
         self._latest: str | None = None
-        self._is_saving = False
+        self._is_watched = self._is_saving = False
 
     def watch(self, trainer) -> None:
         save, wait = trainer._save_checkpoint, trainer.accelerator.wait_for_everyone
 
         def watched_save(*args, **kwargs):
-            self._is_saving = trainer.state.global_step == self._update
+            self._is_watched = self._is_saving = trainer.state.global_step == self._update
             self._happens("start")
             save(*args, **kwargs)
             self._happens("end")
             self._is_saving = False
 
         def watched_wait():
-            self._happens("wait")
+            if self._is_saving:
+                self._happens("wait")
             wait()
 
         trainer._save_checkpoint, trainer.accelerator.wait_for_everyone = watched_save, watched_wait
+        trainer._continue_completions = self._numbered(trainer._continue_completions, "round")
+        trainer.training_step = self._numbered(trainer.training_step, "micro-batch")
         sys.addaudithook(self._audit)
         torch.save = self._watched(torch.save, "torch.save")
         safetensors.torch.serialize_file = self._watched(safetensors.torch.serialize_file, "safetensors")
@@ -53,6 +58,14 @@ class SaveEvents:
 
         return watched_write
 
+    def _numbered(self, call, name):
+        def numbered_call(*args, **kwargs):
+            count = sum(event.startswith(name) for event in self.names)
+            self._happens(f"{name} {count + 1}")
+            return call(*args, **kwargs)
+
+        return numbered_call
+
     def _audit(self, event, args):
         if not self._is_saving:
             return
@@ -63,7 +76,7 @@ class SaveEvents:
             self._happens(f"{event} {os.path.basename(args[0])}")
 
     def _happens(self, name):
-        if not self._is_saving:
+        if not self._is_watched:
             return
         if self._kill_at in (name, len(self.names)):
             if self._tears:

@@ -1,6 +1,6 @@
-"""Kills trainers in the middle of a save, at chosen file-system events, and starts them again.
+"""Kills trainers in the middle of a save and in the training after it, at chosen events, and starts them again.
 
-    python -m tests.helpers.save_kills FOLDER few|all
+    python -m tests.helpers.save_kills FOLDER replay|partial few|all
 
 For each kill, a JSON line on the standard output tells what went wrong afterwards, if anything. The processes are
 forked from this one, which has imported the libraries: a kill takes seconds. `all` takes every event of every rank.
@@ -14,50 +14,129 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from safetensors import safe_open
+
+from bapo_trl import BAPOTrainer
 from bapo_trl.upstream_fixes import end_training
+from tests.generation.test_rollout_rounds import PARTIAL, trainer_of
 from tests.helpers.commands import free_port
 from tests.helpers.save_events import SaveEvents, Start
 from tests.helpers.toy import toy_trainer
 from tests.replay.test_mixer import REPLAY
 
 
-SETTINGS = {**REPLAY, "max_steps": 8, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
-KILLED_SAVE = 4  # at this update: the checkpoint of update 2 is there, and is rotated out
+STATE_SUFFIXES = (".safetensors", ".pt", ".pth")
+
+
+class Run(NamedTuple):
+    """
+    A run to kill. It saves four times; what is killed is the second save, which rotates the first one out, and the
+    training up to the third.
+
+    `few` are the kills of all runs of the tests: the rank, the event, whether within the file before it.
+    """
+
+    ranks: int
+    make_trainer: Callable[..., BAPOTrainer]
+    settings: dict[str, Any]
+    save_steps: int
+    few: list[tuple[int, str, bool]]
+
+    @property
+    def killed_save(self) -> int:
+        return 2 * self.save_steps
+
+    @property
+    def max_steps(self) -> int:
+        return 4 * self.save_steps
+
+    def train(
+        self, folder: Path, resume: bool, events: SaveEvents | None = None, save_total_limit: int | None = 1
+    ) -> dict:
+        start = Start()
+        saves = {"save_strategy": "steps", "save_steps": self.save_steps, "save_total_limit": save_total_limit}
+        settings = {**self.settings, **saves, "max_steps": self.max_steps}
+        trainer = self.make_trainer(folder, trainer_args={"callbacks": [start]}, **settings)
+        if events is not None:
+            events.watch(trainer)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.train(resume_from_checkpoint=resume)
+        weights = b"".join(weight.detach().numpy().tobytes() for weight in trainer.model.state_dict().values())
+        result = {
+            "weights": hashlib.sha256(weights).hexdigest(),
+            "start": start.update,
+            "processes": trainer.accelerator.num_processes,
+            "warnings": [str(warning.message) for warning in caught],
+        }
+        if events is not None:
+            result["events"] = list(zip(events.names, events.follows_write, strict=True))
+        end_training(trainer)
+        return result
+
+
+# A large learning rate lets the lengths run off
+PARTIAL_REPLAY = {**PARTIAL, **REPLAY, "partial_rollout_oversampling": 1.5, "learning_rate": 5e-3}
+
+RUNS = {
+    "replay": [
+        Run(
+            1,
+            toy_trainer,
+            REPLAY,
+            2,
+            [
+                (0, "start", False),
+                (0, "open tokenizer_config.json", True),  # within model.safetensors
+                (0, "torch.save optimizer.pt", False),
+                (0, "os.rename checkpoint-4", True),  # within the manifest
+                (0, "os.rename checkpoint-2", False),
+                (0, "os.remove model.safetensors", False),
+            ],
+        ),
+        Run(2, toy_trainer, REPLAY, 2, [(0, "os.rename checkpoint-4", False), (1, "wait", True)]),
+    ],
+    # 12 rows a generation on one rank, 8 on each of two, in groups of 2, of which half are held over
+    "partial": [
+        Run(
+            1,
+            trainer_of,
+            {**PARTIAL_REPLAY, "replay_order": "uniform", "per_device_train_batch_size": 2},
+            3,
+            [
+                (0, "safetensors replay_queue_00000_of_00001.safetensors", True),  # within the pool
+                (0, "os.rename checkpoint-6", False),
+                (0, "round 3", False),
+                (0, "micro-batch 2", False),  # half of an update
+            ],
+        ),
+        Run(
+            2,
+            trainer_of,
+            {**PARTIAL_REPLAY, "replay_zero_advantage": True, "num_iterations": 2, "steps_per_generation": 2},
+            2,
+            [
+                (1, "wait", True),  # within the last of its files, when all have written
+                (1, "round 2", False),
+                (0, "micro-batch 3", False),  # between two passes
+            ],
+        ),
+    ],
+}
 
 
 class Kill(NamedTuple):
-    """Which of the ranks is killed, before which event of its save, and whether within the file written last."""
+    """Which of the ranks is killed, before which event, and whether within the file written last."""
 
     ranks: int
     rank: int
     event: int
     tears: bool
     name: str
-
-
-def train(folder: Path, resume: bool, events: SaveEvents | None = None) -> dict:
-    start = Start()
-    trainer = toy_trainer(folder, trainer_args={"callbacks": [start]}, **SETTINGS)
-    if events is not None:
-        events.watch(trainer)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.train(resume_from_checkpoint=resume)
-    weights = b"".join(weight.detach().numpy().tobytes() for weight in trainer.model.state_dict().values())
-    result = {
-        "weights": hashlib.sha256(weights).hexdigest(),
-        "start": start.update,
-        "processes": trainer.accelerator.num_processes,
-        "warnings": [str(warning.message) for warning in caught],
-    }
-    if events is not None:
-        result["events"] = list(zip(events.names, events.follows_write, strict=True))
-    end_training(trainer)
-    return result
 
 
 def in_processes(ranks: int, folder: Path, task) -> list[dict | int]:
@@ -106,13 +185,26 @@ def size_of(file: Path) -> int | str:
     return file.stat().st_size
 
 
-def wrong_after(kill: Kill, folder: Path, straight: dict) -> list[str]:
+def state_of(checkpoint: Path) -> dict[str, str]:
+    """Return checksums of the weights, pool, queue, optimizer and random states that a run goes on from."""
+    return {file.name: checksum_of(file) for file in checkpoint.iterdir() if file.suffix in STATE_SUFFIXES}
+
+
+def checksum_of(file: Path) -> str:
+    if file.name.startswith(("replay_queue", "rollout_pool")):
+        with safe_open(file, framework="pt") as opened:
+            return opened.metadata()["checksum"]  # the entries of the header come in any order
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def wrong_after(kill: Kill, run: Run, folder: Path, straight: dict) -> list[str]:
     """Kill a run, start it again; return what went wrong."""
     folder.mkdir()
     out = folder / "out!"  # as long as the name of the straight run: a file of the checkpoint holds it
 
     def killed(of_rank):
-        return train(out, False, SaveEvents(KILLED_SAVE, kill.event, kill.tears) if of_rank == kill.rank else None)
+        events = SaveEvents(run.killed_save, kill.event, kill.tears) if of_rank == kill.rank else None
+        return run.train(out, False, events)
 
     if in_processes(kill.ranks, folder, killed)[kill.rank] != signal.SIGKILL:
         return ["was not killed"]
@@ -124,35 +216,38 @@ def wrong_after(kill: Kill, folder: Path, straight: dict) -> list[str]:
     except ValueError as error:
         wrong.append(f"a checkpoint is not whole: {error!r}")
     newest = max(int(name.split("-")[1]) for name in os.listdir(out) if name.startswith("checkpoint-"))
-    resumed = in_processes(kill.ranks, folder, lambda of_rank: train(out, True))
+    resumed = in_processes(kill.ranks, folder, lambda of_rank: run.train(out, True))
+    last = f"checkpoint-{run.max_steps}"
     if not all(isinstance(result, dict) for result in resumed):
         wrong += ["not resumed", *((folder / f"rank-{rank}.log").read_text()[-600:] for rank in range(kill.ranks))]
     elif {result["weights"] for result in resumed} != {straight["weights"]}:
         wrong.append("other weights at the end")
     elif {result["start"] for result in resumed} != {newest}:
         wrong.append(f"resumed from {resumed[0]['start']} instead of {newest}")
-    elif set(os.listdir(out)) - {"README.md"} != {"checkpoint-8"}:
+    elif set(os.listdir(out)) - {"README.md"} != {last}:
         wrong.append(f"left behind: {os.listdir(out)}")
+    elif state_of(out / last) != straight["state"]:
+        wrong.append(f"another state at the end: {set(state_of(out / last).items()) ^ set(straight['state'].items())}")
     return wrong
 
 
-def straight_run(folder: Path, ranks: int) -> dict:
-    """Train without a kill; return the end weights, the files of the checkpoints, the events of each rank."""
+def straight_run(run: Run, folder: Path) -> dict:
+    """Train without a kill; return weights and state at the end, the files of the checkpoints, each rank's events."""
     folder.mkdir()
 
     def keeping_all(rank):
-        SETTINGS["save_total_limit"] = None
-        return train(folder / "keep", False)
+        return run.train(folder / "keep", False, save_total_limit=None)
 
     def watched(rank):
-        return train(folder / "once", False, SaveEvents(KILLED_SAVE))
+        return run.train(folder / "once", False, SaveEvents(run.killed_save))
 
-    kept, results = (in_processes(ranks, folder, task) for task in (keeping_all, watched))
+    kept, results = (in_processes(run.ranks, folder, task) for task in (keeping_all, watched))
     assert all(isinstance(result, dict) for result in kept + results), (folder / "rank-0.log").read_text()[-3000:]
     assert {result["weights"] for result in kept + results} == {kept[0]["weights"]}
-    assert {result["processes"] for result in results} == {ranks}
+    assert {result["processes"] for result in results} == {run.ranks}
     return {
         "weights": kept[0]["weights"],
+        "state": state_of(folder / "keep" / f"checkpoint-{run.max_steps}"),
         "checkpoints": checkpoints(folder / "keep"),
         "events": [result["events"] for result in results],
     }
@@ -166,30 +261,16 @@ def all_kills(events: list[list[tuple[str, bool]]]) -> Iterator[Kill]:
                 yield Kill(len(events), rank, index, True, name)
 
 
-# For each number of ranks: the rank, the event, whether within the file before it
-FEW = {
-    1: [
-        (0, "start", False),
-        (0, "open tokenizer_config.json", True),  # within model.safetensors
-        (0, "torch.save optimizer.pt", False),
-        (0, "os.rename checkpoint-4", True),  # within the manifest
-        (0, "os.rename checkpoint-2", False),
-        (0, "os.remove model.safetensors", False),
-    ],
-    2: [(0, "os.rename checkpoint-4", False), (1, "wait", True)],
-}
-
-
-def main(folder: str, which: str) -> None:
-    for ranks, few in FEW.items():
-        straight = straight_run(Path(folder, f"straight-{ranks}"), ranks)
+def main(folder: str, kind: str, which: str) -> None:
+    for run in RUNS[kind]:
+        straight = straight_run(run, Path(folder, f"straight-{run.ranks}"))
         kills = [
             kill
             for kill in all_kills(straight["events"])
-            if which == "all" or (kill.rank, kill.name, kill.tears) in few
+            if which == "all" or (kill.rank, kill.name, kill.tears) in run.few
         ]
         for number, kill in enumerate(kills):
-            wrong = wrong_after(kill, Path(folder, f"killed-{ranks}-{number:02d}"), straight)
+            wrong = wrong_after(kill, run, Path(folder, f"killed-{run.ranks}-{number:02d}"), straight)
             print(json.dumps({**kill._asdict(), "wrong": wrong}), flush=True)
 
 

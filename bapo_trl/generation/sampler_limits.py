@@ -1,9 +1,12 @@
-"""How many tokens TRL's backends decode in a call."""
+"""How many tokens TRL's backends decode in a call, and how many they take in all."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from accelerate.utils import broadcast_object_list
 from trl import GRPOTrainer
+
+from ..trl_compat import HAS_OPENAI_CLIENT
 
 
 @contextmanager
@@ -25,3 +28,21 @@ def token_cap(trainer: GRPOTrainer, num_tokens: int) -> Iterator[None]:
         yield
     finally:
         config.max_new_tokens, kwargs["max_new_tokens"] = both_before
+
+
+def sampler_window(trainer: GRPOTrainer) -> int | None:
+    """
+    Return the largest number of tokens of a prompt and its completion that vLLM takes, the same on all ranks.
+
+    `None` for transformers, which sets no limit, and for the server of TRL up to 1.14, which does not tell it.
+    """
+    if not trainer.use_vllm:
+        return None
+    if trainer.vllm_mode == "colocate":
+        return trainer.vllm_generation.llm.llm_engine.model_config.max_model_len
+    if not HAS_OPENAI_CLIENT:
+        return None
+    window = None
+    if trainer.accelerator.is_main_process:
+        window = trainer.vllm_generation.vllm_client.get_server_info()["model_config"]["max_model_len"]
+    return broadcast_object_list([window])[0]
