@@ -32,10 +32,10 @@ class Recording(BAPOTrainer):
         if self.restart is not None and self.restart[0] == len(self.batches):
             if self.accelerator.is_main_process:
                 _, process, model = self.restart
-                processes = [psutil.Process(process), *psutil.Process(process).children(recursive=True)]
-                for each in processes:
+                workers = psutil.Process(process).children(recursive=True)
+                for each in [psutil.Process(process), *workers]:
                     each.kill()
-                psutil.wait_procs(processes)
+                psutil.wait_procs(workers)  # the script itself is for its parent to wait for
                 log = Path(self.args.output_dir) / "second-server.log"
                 self.server.enter_context(vllm_server(Path(model), log, port=self.args.vllm_server_port))
             self.accelerator.wait_for_everyone()
