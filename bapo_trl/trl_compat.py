@@ -56,6 +56,7 @@ OVERRIDDEN_METHODS = (
     "_get_output_dir",
     "_get_per_token_logps_and_entropies",
     "_get_train_sampler",
+    "_init_training_state",
     "_load_optimizer_and_scheduler",
     "_prepare_inputs",
     "_push_from_checkpoint",

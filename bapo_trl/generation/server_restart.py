@@ -1,4 +1,4 @@
-"""A vLLM server that was started anew has its first weights, and no group to get others: the trainer joins it again."""
+"""A vLLM server that was started anew has its first weights, and no group to get others: the trainer joins again."""
 
 import warnings
 

@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from datetime import datetime
+from itertools import chain
 
 import pytest
 import torch
@@ -396,6 +397,32 @@ def test_a_checkpoint_inside_a_generation_admits_each_prompt_once(tmp_path):
     trained += [character_tokenizer().decode(prompt_ids) for prompt_ids, *_ in list(trained_rows(first))[:2:2]]
     parked = [group.inputs["prompt"] for group in second._rounds.pool]
     assert sorted([*trained, *parked]) == sorted(admitted)
+
+
+@pytest.mark.parametrize("replay", [{}, {"replay_fraction": 0.25, "num_iterations": 2}], ids=["fresh", "replay"])
+def test_a_second_resume_from_inside_a_generation_loses_no_prompt(tmp_path, replay):
+    """The blocks in which the sampler repeats the prompts go on where they were, and the generations with them."""
+    emitted = []
+
+    class Emitting(Recording):
+        def _finish_groups(self, inputs):
+            rollouts = super()._finish_groups(inputs)
+            emitted.append([row["prompt"] for row in rollouts.inputs[::2]])
+            return rollouts
+
+    prompts = [f"{i}+" for i in range(60)]
+    settings = {"trainer_args": {"train_dataset": Dataset.from_dict({"prompt": prompts})}, "shuffle_dataset": False}
+    updates = 3 * replay.get("num_iterations", 1)  # of a generation
+    served = []
+    # Saved one update into the second generation, then at the end of the third
+    for stop in (updates + 1, 3 * updates, 4 * updates):
+        trainer = trainer_of(tmp_path, Emitting, **SAVES, **settings, **replay, max_steps=stop)
+        trainer.train(resume_from_checkpoint=bool(emitted) or None)
+        served.append(trainer.prompts)
+    assert served == [prompts[:24], prompts[12:36], prompts[36:48]]
+    del emitted[1]  # of the generation that was made again
+    parked = [group.inputs["prompt"] for group in trainer._rounds.pool]
+    assert sorted([*chain(*emitted), *parked]) == sorted(prompts[:48])
 
 
 @pytest.mark.parametrize(
