@@ -164,11 +164,12 @@ class RolloutRounds:
             ValueError: If a value of a row cannot be kept in a checkpoint.
         """
         self.before_generation = self.pool.state()
-        is_first = not self.pool.has_emitted
         for inputs, prompt_ids in prompts:
             check_fits_json(inputs)
             self.pool.admit(inputs, prompt_ids)
-        wanted = max(1, self._num_groups - self._num_held) if is_first else self._num_groups
+        # Fewer while there are not yet enough in flight: at first, and after a resume with other settings
+        smallest = int(min(size for (size,) in self._gather([len(self.pool)])))
+        wanted = min(self._num_groups, smallest - self._num_held)
 
         waited, rounds = len(self.pool.overdue(oldest_version)), 0
         while self._decode_round(wanted, policy_version, oldest_version, sample, dummy=prompts[0][1]):
@@ -204,6 +205,16 @@ class RolloutRounds:
             return
         self.pool.restore(state)
         self.before_generation = self.pool.state()
+        held, limit = len(self.pool), self._num_held
+        if held > limit and self.pool.rank == 0:
+            too_old = ", and some wait longer than `partial_rollout_max_staleness` allows"
+            warnings.warn(
+                f"The checkpoint {folder} holds {held} groups in flight for each rank, more than the {limit} that "
+                "`partial_rollout_oversampling` holds over. A generation trains as many groups as enter it, so that "
+                f"they stay as many{too_old if held > self._num_groups else ''}. Set "
+                "`partial_rollout_oversampling`, the sizes of a generation and the number of processes to what they "
+                "were."
+            )
 
     def describe_left(self) -> str | None:
         """Return a sentence on the groups that a run leaves in flight, on all ranks; `None` without any."""

@@ -52,15 +52,6 @@ def test_another_number_of_ranks_deals_the_groups_out_again(tmp_path, num_ranks)
     assert all(state.next_id > max(saved) for state in dealt)
 
 
-def test_whether_groups_have_left_is_known_on_new_ranks(tmp_path):
-    pool = pool_of(0, 1, 1)
-    while not pool.has_enough(1):
-        pool.take(pool.unfinished(), [[EOS]], 5, 1, [[-1.0]])
-    pool.emit(1)
-    save_pool(pool.state(), tmp_path, 0, 1)
-    assert [load_pool(tmp_path, rank, 3).has_emitted for rank in range(3)] == [True] * 3
-
-
 def changed_value(path):
     tensors = load_file(path)
     tensors["tokens"][0] += 1

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import warnings
 from datetime import datetime
 from itertools import chain
 
@@ -451,6 +452,43 @@ def test_a_checkpoint_without_a_pool_starts_without_one(tmp_path):
     assert [int(batch["completion_mask"].any(dim=1).sum()) for batch in resumed.batches] == [2]
 
 
+def full_rows(trainer) -> list[int]:
+    """Number of rows that train something, of each batch."""
+    return [int(batch["completion_mask"].any(dim=1).sum()) for batch in trainer.batches]
+
+
+@pytest.mark.parametrize(("before", "held"), [(1.0, 0), (1.1, 1), (1.9, 11)])
+def test_a_first_batch_after_a_resume_is_short_by_what_is_missing_in_flight(tmp_path, before, held):
+    """12 groups of 2 a generation, of which 1.5 holds 6 over."""
+    first = train(tmp_path, **SAVES, max_steps=3, partial_rollout_oversampling=before)
+    assert first._rounds is None or len(first._rounds.pool) == held
+    resumed = trainer_of(tmp_path, **SAVES, max_steps=9, partial_rollout_oversampling=1.5)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        resumed.train(resume_from_checkpoint=True)
+    assert full_rows(resumed) == [2 * min(12, 12 + held - 6), 24]
+    assert len(resumed._rounds.pool) == max(held, 6)
+    told = [str(warning.message) for warning in warned if "more than the 6" in str(warning.message)]
+    assert len(told) == (held > 6)
+    assert all("holds 11 groups in flight" in text and "`partial_rollout_oversampling`" in text for text in told)
+
+
+def test_more_groups_that_may_not_wait_than_a_generation_trains_go_one_after_the_other(tmp_path):
+    """11 groups are in flight, but a generation of a third of the size trains 4; 1 update, so that the limit is 1."""
+    dataset = Dataset.from_dict({"prompt": [f"{i}+" for i in range(90)]})
+    settings = {**SAVES, "trainer_args": {"train_dataset": dataset}}
+    first = train(tmp_path, **settings, max_steps=3)
+    resumed = trainer_of(tmp_path, **settings, max_steps=9, steps_per_generation=2, partial_rollout_max_staleness=1)
+    parked = [group.inputs["prompt"] for group in first._rounds.pool]
+    with pytest.warns(UserWarning, match=r"holds 11 groups .* some wait longer than `partial_rollout_max_staleness`"):
+        resumed.train(resume_from_checkpoint=True)
+    assert full_rows(resumed) == [8] * 6
+    trained = [character_tokenizer().decode(prompt_ids) for prompt_ids, *_ in trained_rows(resumed)][::2]
+    assert sorted(trained[:11]) == sorted(parked)  # the oldest go first
+    left = [group.inputs["prompt"] for group in resumed._rounds.pool]
+    assert sorted([*trained, *left]) == sorted([*parked, *resumed.prompts])
+
+
 # Several ranks
 
 
@@ -514,6 +552,7 @@ def test_a_run_killed_in_a_round_resumes_as_if_nothing_had_been(tmp_path, killed
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 3, "counts_down": True, "learning_rate": 0.0}
     settings["generation_kwargs"] = {"do_sample": False}
+    settings["partial_rollout_max_staleness"] = 5  # one rank has 22 groups in flight, of which 12 can go at once
     two = launch(tmp_path, **settings, max_steps=6)
     assert two.returncode == 0, two.stderr
     before = results(tmp_path)
