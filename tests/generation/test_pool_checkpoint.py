@@ -34,6 +34,14 @@ def test_what_is_saved_comes_back(tmp_path):
     assert state.counts == PoolCounts(emitted=0, emitted_tokens=0, ended=3, ended_tokens=6)
 
 
+def test_columns_of_any_size_come_back(tmp_path):
+    """100 MB are the most that the header of a safetensors file takes."""
+    pool = RolloutPool(1, 20, [EOS])
+    pool.admit({"prompt": "é", "tests": "x" * 100_000_000}, [5])
+    save_pool(pool.state(), tmp_path, 0, 1)
+    assert load_pool(tmp_path, 0, 1) == pool.state()
+
+
 def test_a_folder_without_a_pool_has_none(tmp_path):
     assert load_pool(tmp_path, 0, 1) is None
 
