@@ -17,6 +17,7 @@ from trl import GRPOTrainer
 
 from .partial_rollouts import Group, PartialCompletion, PoolState, RolloutPool
 from .pool_checkpoint import FILES, load_pool, save_pool
+from .sampling_settings import broken_across_calls
 
 
 PARTIAL_METRICS = {
@@ -303,10 +304,11 @@ def pad_with_masked_rows(batch: dict[str, torch.Tensor], num_rows: int) -> dict[
 
 def check_supported(trainer: GRPOTrainer) -> None:
     """
-    Refuse trainers whose completions cannot be parked on token ids alone.
+    Refuse trainers whose completions cannot be parked on token ids alone, or not be sampled in several calls.
 
     Raises:
-        ValueError: If the trainer has tools, environments, a `rollout_func` or a multimodal model; names it.
+        ValueError: If the trainer has tools, environments, a `rollout_func`, a multimodal model, or a model whose own
+            generation config does not go with several calls; names it.
     """
     reasons = {
         "`tools`": bool(trainer.tools),
@@ -320,6 +322,17 @@ def check_supported(trainer: GRPOTrainer) -> None:
                 f"The trainer has {name}, which does not go with partial rollouts: an unfinished completion is kept "
                 "as token ids, and goes on from these alone. Set `partial_rollout_oversampling` to 1.0."
             )
+    if trainer.use_vllm:
+        return
+    # transformers takes from there what the trainer does not set. `max_length` gives way to `max_new_tokens`
+    settings = trainer.model.generation_config.to_diff_dict() | {"max_length": None}
+    broken = broken_across_calls({k: v for k, v in settings.items() if trainer.generation_kwargs.get(k) is None})
+    if broken:
+        raise ValueError(
+            "The model's generation config does not go with partial rollouts, where a completion is sampled in "
+            f"several calls: {'; '.join(broken)}. Remove it from `model.generation_config`, or set "
+            "`partial_rollout_oversampling` to 1.0."
+        )
 
 
 def check_no_pool(folder: str | Path) -> None:

@@ -326,6 +326,14 @@ def test_oversampling_of_one_is_a_run_without_partial_rollouts(tmp_path):
         ({"generation_kwargs": {"presence_penalty": 0.5}}, r"`presence_penalty`.*counts from the start of a call"),
         ({"generation_kwargs": {"seed": 0}}, r"`seed`.*each call draw the same"),
         ({"vllm_structured_outputs_regex": "[0-9]+"}, r"`structured_outputs`.*starts anew with each call"),
+        ({"generation_kwargs": {"eos_token_id": [1, 5]}}, r"`eos_token_id` .* `generation_config.eos_token_id`"),
+        ({"generation_kwargs": {"stop_token_ids": [5]}}, r"`stop_token_ids` .* `generation_config.eos_token_id`"),
+        ({"generation_kwargs": {"ignore_eos": True}}, r"`ignore_eos` .* `generation_config.eos_token_id`"),
+        ({"generation_kwargs": {"encoder_repetition_penalty": 1.2}}, r"penalty` takes the completion so far for"),
+        ({"generation_kwargs": {"encoder_no_repeat_ngram_size": 2}}, r"size` takes the completion so far for"),
+        ({"generation_kwargs": {"guidance_scale": 1.5}}, r"`guidance_scale` takes the completion so far for"),
+        ({"generation_kwargs": {"truncate_prompt_tokens": 9}}, r"`truncate_prompt_tokens` cuts the completion so far"),
+        ({"generation_kwargs": {"thinking_token_budget": 5}}, r"`thinking_token_budget` counts from the start"),
     ],
 )
 def test_settings_that_do_not_go_with_partial_rollouts(tmp_path, settings, message):
@@ -342,7 +350,7 @@ def test_a_group_lives_on_one_rank(tmp_path, monkeypatch):
 
 
 def test_neutral_values_of_such_settings_are_fine(tmp_path):
-    neutral = {"num_beams": 1, "presence_penalty": 0.0, "stop": None}
+    neutral = {"num_beams": 1, "presence_penalty": 0.0, "stop": None, "ignore_eos": False, "guidance_scale": 1.0}
     BAPOConfig(str(tmp_path), **{**CPU, **OFF_POLICY, **PARTIAL, "generation_kwargs": neutral})
 
 
@@ -352,6 +360,21 @@ def test_a_column_that_a_checkpoint_cannot_keep_is_named(tmp_path):
     )
     with pytest.raises(ValueError, match=r"column `when` has a datetime"):
         train(tmp_path, trainer_args={"train_dataset": dataset})
+
+
+@pytest.mark.parametrize("name_and_value", [("min_new_tokens", 3), ("stop_strings", ["12"]), ("num_beams", 2)])
+def test_what_the_model_brings_is_refused_too(tmp_path, name_and_value):
+    """The sampler takes from the model's generation config what the trainer does not set."""
+    name, value = name_and_value
+    model = ending_model()
+    model.generation_config.max_length = 50  # has no effect
+    model.generation_config.eos_token_id = [1, 5]
+    setattr(model.generation_config, name, value)
+    with pytest.raises(ValueError, match=rf"The model's generation config does .*: `{name}` "):
+        trainer_of(tmp_path, model=model)
+    neutral = {"min_new_tokens": 0, "stop_strings": "", "num_beams": 1}[name]
+    if neutral != "":  # transformers takes no empty one
+        trainer_of(tmp_path, model=model, generation_kwargs={name: neutral})
 
 
 def test_a_rollout_func_is_refused(tmp_path):
