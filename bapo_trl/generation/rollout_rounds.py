@@ -65,6 +65,11 @@ class RolloutBatch:
         return [copy.deepcopy(group.inputs) for group in self._groups for _ in group.completions]
 
     @property
+    def prompt_ids(self) -> list[list[int]]:
+        """Token ids of each row's prompt, as they were when its completion was begun."""
+        return [list(group.prompt_ids) for group in self._groups for _ in group.completions]
+
+    @property
     def tokens(self) -> list[list[int]]:
         """Token ids of each completion."""
         return [list(completion.tokens) for completion in self._completions]

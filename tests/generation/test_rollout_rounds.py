@@ -5,7 +5,7 @@ import math
 import sys
 import warnings
 from datetime import datetime
-from itertools import chain
+from itertools import chain, count
 
 import pytest
 import torch
@@ -169,6 +169,34 @@ def test_greedy_completions_are_those_of_one_uninterrupted_generation(tmp_path):
     for prompt_ids, token_ids, _, logps in rows[::2]:
         whole = model.generate(prompt_ids.unsqueeze(0), max_new_tokens=40, do_sample=False, eos_token_id=1)
         assert whole[0, len(prompt_ids) :].tolist() == token_ids.tolist() == list(range(prompt_ids[-1] - 1, 0, -1))
+        expected = score(model, model.state_dict(), prompt_ids, token_ids)
+        torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
+
+
+def test_a_prompt_is_that_after_which_its_completions_were_sampled(tmp_path):
+    """A chat template may show the date: here it shows how often it was rendered, modulo 10."""
+    tokenizer, renderings = character_tokenizer(), count()
+
+    class Dated(type(tokenizer)):
+        def apply_chat_template(self, *args, **kwargs):
+            return super().apply_chat_template(*args, **kwargs, now=str(next(renderings) % 10))
+
+    tokenizer.__class__ = Dated
+    tokenizer.chat_template = "{{ now }}{% for message in messages %}{{ message['content'] }}{% endfor %}="
+    prompts = [[{"role": "user", "content": f"{i}+{i * 37 % 11}"}] for i in range(40)]
+    trainer = toy_trainer(
+        tmp_path,
+        model=ending_model(),
+        trainer_class=Recording,
+        reward_funcs=lambda completions, **kwargs: share_of_digits([each[0]["content"] for each in completions]),
+        trainer_args={"train_dataset": Dataset.from_dict({"prompt": prompts}), "processing_class": tokenizer},
+        **{**PARTIAL, "learning_rate": 0.0},
+    )
+    trainer.train()
+    assert max(log["staleness/max"] or 0 for log in training_logs(trainer)) > 3
+    assert max(log["ratio/max"] or 1 for log in training_logs(trainer)) == pytest.approx(1, abs=1e-5)
+    model = ending_model().eval()
+    for prompt_ids, token_ids, _, logps in trained_rows(trainer):
         expected = score(model, model.state_dict(), prompt_ids, token_ids)
         torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
 
