@@ -18,7 +18,7 @@ class PartialRollouts(Scoring):
 
     While TRL's own generation runs for the groups that are complete,
 
-    - `_generate_single_turn` hands it the tokens that were sampled before;
+    - `_tokenize_prompts` and `_generate_single_turn` hand it the prompts and the tokens that were sampled after them;
     - `_get_per_token_logps_and_entropies`, at the call that scores the policy, the log-probabilities under the
       policies that sampled them: whatever TRL forms of these is right;
     - `_generate`, with `partial_rollout_mask_stale`, a mask of the tokens of the latest segments.
@@ -40,6 +40,14 @@ class PartialRollouts(Scoring):
     def _reset_run_state(self):
         super()._reset_run_state()
         self._rounds = self._make_rounds() if self.args.uses_partial_rollouts else None
+
+    def _init_training_state(self, *args, **kwargs):
+        epochs_trained, micro_batches_to_skip = super()._init_training_state(*args, **kwargs)
+        if self._rounds is not None:
+            # TRL's sampler repeats the prompts of a generation for each of its micro-batches, and goes on among them.
+            # TRL's count would start at 0: generations would lie across these blocks, and a next resume lose prompts.
+            self._step = micro_batches_to_skip % self.args.micro_batches_per_generation
+        return epochs_trained, micro_batches_to_skip
 
     def _make_rounds(self) -> RolloutRounds:
         check_supported(self)
@@ -108,6 +116,11 @@ class PartialRollouts(Scoring):
             batch[f"{name}_mask"] = pad(masks, padding_value=0, padding_side=side).to(self.accelerator.device)
         per_token_logps, _ = self._score(batch, batch_size=self.args.per_device_train_batch_size)
         return [row[: len(tokens)] for row, tokens in zip(per_token_logps.tolist(), completions, strict=True)]
+
+    def _tokenize_prompts(self, prompts):
+        if self._rollouts is not None:  # a template that shows the date gives others by now
+            return self._rollouts.prompt_ids, None, {}
+        return super()._tokenize_prompts(prompts)
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         if self._rollouts is not None:

@@ -17,6 +17,7 @@ from trl import GRPOTrainer
 
 from .partial_rollouts import Group, PartialCompletion, PoolState, RolloutPool
 from .pool_checkpoint import FILES, load_pool, save_pool
+from .sampling_settings import broken_across_calls
 
 
 PARTIAL_METRICS = {
@@ -62,6 +63,11 @@ class RolloutBatch:
     def inputs(self) -> list[dict[str, Any]]:
         """Rows of the dataset, each a copy of its own."""
         return [copy.deepcopy(group.inputs) for group in self._groups for _ in group.completions]
+
+    @property
+    def prompt_ids(self) -> list[list[int]]:
+        """Token ids of each row's prompt, as they were when its completion was begun."""
+        return [list(group.prompt_ids) for group in self._groups for _ in group.completions]
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -164,11 +170,12 @@ class RolloutRounds:
             ValueError: If a value of a row cannot be kept in a checkpoint, or a prompt is too long.
         """
         self.before_generation = self.pool.state()
-        is_first = not self.pool.has_emitted
         for inputs, prompt_ids in prompts:
             check_fits_json(inputs)
             self.pool.admit(inputs, prompt_ids)
-        wanted = max(1, self._num_groups - self._num_held) if is_first else self._num_groups
+        # Fewer while there are not yet enough in flight: at first, and after a resume with other settings
+        smallest = int(min(size for (size,) in self._gather([len(self.pool)])))
+        wanted = min(self._num_groups, smallest - self._num_held)
 
         waited, rounds = len(self.pool.overdue(oldest_version)), 0
         dummy = prompts[0][1][:1]  # as short as can be: it fits whatever the cap
@@ -205,6 +212,16 @@ class RolloutRounds:
             return
         self.pool.restore(state)
         self.before_generation = self.pool.state()
+        held, limit = len(self.pool), self._num_held
+        if held > limit and self.pool.rank == 0:
+            too_old = ", and some wait longer than `partial_rollout_max_staleness` allows"
+            warnings.warn(
+                f"The checkpoint {folder} holds {held} groups in flight for each rank, more than the {limit} that "
+                "`partial_rollout_oversampling` holds over. A generation trains as many groups as enter it, so that "
+                f"they stay as many{too_old if held > self._num_groups else ''}. Set "
+                "`partial_rollout_oversampling`, the sizes of a generation and the number of processes to what they "
+                "were."
+            )
 
     def describe_left(self) -> str | None:
         """Return a sentence on the groups that a run leaves in flight, on all ranks; `None` without any."""
@@ -293,10 +310,11 @@ def pad_with_masked_rows(batch: dict[str, torch.Tensor], num_rows: int) -> dict[
 
 def check_supported(trainer: GRPOTrainer) -> None:
     """
-    Refuse trainers whose completions cannot be parked on token ids alone.
+    Refuse trainers whose completions cannot be parked on token ids alone, or not be sampled in several calls.
 
     Raises:
-        ValueError: If the trainer has tools, environments, a `rollout_func` or a multimodal model; names it.
+        ValueError: If the trainer has tools, environments, a `rollout_func`, a multimodal model, or a model whose own
+            generation config does not go with several calls; names it.
     """
     reasons = {
         "`tools`": bool(trainer.tools),
@@ -310,6 +328,17 @@ def check_supported(trainer: GRPOTrainer) -> None:
                 f"The trainer has {name}, which does not go with partial rollouts: an unfinished completion is kept "
                 "as token ids, and goes on from these alone. Set `partial_rollout_oversampling` to 1.0."
             )
+    if trainer.use_vllm:
+        return
+    # transformers takes from there what the trainer does not set. `max_length` gives way to `max_new_tokens`
+    settings = trainer.model.generation_config.to_diff_dict() | {"max_length": None}
+    broken = broken_across_calls({k: v for k, v in settings.items() if trainer.generation_kwargs.get(k) is None})
+    if broken:
+        raise ValueError(
+            "The model's generation config does not go with partial rollouts, where a completion is sampled in "
+            f"several calls: {'; '.join(broken)}. Remove it from `model.generation_config`, or set "
+            "`partial_rollout_oversampling` to 1.0."
+        )
 
 
 def check_no_pool(folder: str | Path) -> None:

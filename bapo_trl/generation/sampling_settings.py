@@ -82,7 +82,21 @@ _BROKEN_ACROSS_CALLS = {
         ("min_new_tokens", "min_tokens", "min_length", "presence_penalty", "frequency_penalty"),
         ("counts from the start of a call", (0,)),
     ),
-    "exponential_decay_length_penalty": ("counts from the start of a call", ()),
+    **dict.fromkeys(
+        ("exponential_decay_length_penalty", "thinking_token_budget"), ("counts from the start of a call", ())
+    ),
+    **dict.fromkeys(
+        ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "guidance_scale"),
+        ("takes the completion so far for the prompt", (0, 1)),
+    ),
+    "truncate_prompt_tokens": ("cuts the completion so far", (-1,)),
+    **dict.fromkeys(
+        ("eos_token_id", "stop_token_ids", "ignore_eos"),
+        (
+            "changes for the sampler alone what ends a completion (set the model's `generation_config.eos_token_id`)",
+            (False, []),
+        ),
+    ),
     **dict.fromkeys(("max_new_tokens", "max_tokens", "max_length"), ("is the cap of a call", ())),
     **dict.fromkeys(("begin_suppress_tokens", "forced_bos_token_id"), ("acts at the start of a call", ([],))),
     "forced_eos_token_id": ("acts at the end of a call", ([],)),

@@ -3,7 +3,9 @@
 import json
 import math
 import sys
+import warnings
 from datetime import datetime
+from itertools import chain, count
 
 import pytest
 import torch
@@ -168,6 +170,34 @@ def test_greedy_completions_are_those_of_one_uninterrupted_generation(tmp_path):
     for prompt_ids, token_ids, _, logps in rows[::2]:
         whole = model.generate(prompt_ids.unsqueeze(0), max_new_tokens=40, do_sample=False, eos_token_id=1)
         assert whole[0, len(prompt_ids) :].tolist() == token_ids.tolist() == list(range(prompt_ids[-1] - 1, 0, -1))
+        expected = score(model, model.state_dict(), prompt_ids, token_ids)
+        torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
+
+
+def test_a_prompt_is_that_after_which_its_completions_were_sampled(tmp_path):
+    """A chat template may show the date: here it shows how often it was rendered, modulo 10."""
+    tokenizer, renderings = character_tokenizer(), count()
+
+    class Dated(type(tokenizer)):
+        def apply_chat_template(self, *args, **kwargs):
+            return super().apply_chat_template(*args, **kwargs, now=str(next(renderings) % 10))
+
+    tokenizer.__class__ = Dated
+    tokenizer.chat_template = "{{ now }}{% for message in messages %}{{ message['content'] }}{% endfor %}="
+    prompts = [[{"role": "user", "content": f"{i}+{i * 37 % 11}"}] for i in range(40)]
+    trainer = toy_trainer(
+        tmp_path,
+        model=ending_model(),
+        trainer_class=Recording,
+        reward_funcs=lambda completions, **kwargs: share_of_digits([each[0]["content"] for each in completions]),
+        trainer_args={"train_dataset": Dataset.from_dict({"prompt": prompts}), "processing_class": tokenizer},
+        **{**PARTIAL, "learning_rate": 0.0},
+    )
+    trainer.train()
+    assert max(log["staleness/max"] or 0 for log in training_logs(trainer)) > 3
+    assert max(log["ratio/max"] or 1 for log in training_logs(trainer)) == pytest.approx(1, abs=1e-5)
+    model = ending_model().eval()
+    for prompt_ids, token_ids, _, logps in trained_rows(trainer):
         expected = score(model, model.state_dict(), prompt_ids, token_ids)
         torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
 
@@ -402,6 +432,14 @@ def test_oversampling_of_one_is_a_run_without_partial_rollouts(tmp_path):
         ({"generation_kwargs": {"ignore_eos": True}}, r"`ignore_eos` goes on after the end of a completion"),
         ({"generation_kwargs": {"seed": 0}}, r"`seed`.*each call draw the same"),
         ({"vllm_structured_outputs_regex": "[0-9]+"}, r"`structured_outputs`.*starts anew with each call"),
+        ({"generation_kwargs": {"eos_token_id": [1, 5]}}, r"`eos_token_id` .* `generation_config.eos_token_id`"),
+        ({"generation_kwargs": {"stop_token_ids": [5]}}, r"`stop_token_ids` .* `generation_config.eos_token_id`"),
+        ({"generation_kwargs": {"ignore_eos": True}}, r"`ignore_eos` .* `generation_config.eos_token_id`"),
+        ({"generation_kwargs": {"encoder_repetition_penalty": 1.2}}, r"penalty` takes the completion so far for"),
+        ({"generation_kwargs": {"encoder_no_repeat_ngram_size": 2}}, r"size` takes the completion so far for"),
+        ({"generation_kwargs": {"guidance_scale": 1.5}}, r"`guidance_scale` takes the completion so far for"),
+        ({"generation_kwargs": {"truncate_prompt_tokens": 9}}, r"`truncate_prompt_tokens` cuts the completion so far"),
+        ({"generation_kwargs": {"thinking_token_budget": 5}}, r"`thinking_token_budget` counts from the start"),
     ],
 )
 def test_settings_that_do_not_go_with_partial_rollouts(tmp_path, settings, message):
@@ -418,7 +456,7 @@ def test_a_group_lives_on_one_rank(tmp_path, monkeypatch):
 
 
 def test_neutral_values_of_such_settings_are_fine(tmp_path):
-    neutral = {"num_beams": 1, "presence_penalty": 0.0, "stop": None}
+    neutral = {"num_beams": 1, "presence_penalty": 0.0, "stop": None, "ignore_eos": False, "guidance_scale": 1.0}
     BAPOConfig(str(tmp_path), **{**CPU, **OFF_POLICY, **PARTIAL, "generation_kwargs": neutral})
 
 
@@ -428,6 +466,21 @@ def test_a_column_that_a_checkpoint_cannot_keep_is_named(tmp_path):
     )
     with pytest.raises(ValueError, match=r"column `when` has a datetime"):
         train(tmp_path, trainer_args={"train_dataset": dataset})
+
+
+@pytest.mark.parametrize("name_and_value", [("min_new_tokens", 3), ("stop_strings", ["12"]), ("num_beams", 2)])
+def test_what_the_model_brings_is_refused_too(tmp_path, name_and_value):
+    """The sampler takes from the model's generation config what the trainer does not set."""
+    name, value = name_and_value
+    model = ending_model()
+    model.generation_config.max_length = 50  # has no effect
+    model.generation_config.eos_token_id = [1, 5]
+    setattr(model.generation_config, name, value)
+    with pytest.raises(ValueError, match=rf"The model's generation config does .*: `{name}` "):
+        trainer_of(tmp_path, model=model)
+    neutral = {"min_new_tokens": 0, "stop_strings": "", "num_beams": 1}[name]
+    if neutral != "":  # transformers takes no empty one
+        trainer_of(tmp_path, model=model, generation_kwargs={name: neutral})
 
 
 def test_a_rollout_func_is_refused(tmp_path):
@@ -476,6 +529,32 @@ def test_a_checkpoint_inside_a_generation_admits_each_prompt_once(tmp_path):
     assert sorted([*trained, *parked]) == sorted(admitted)
 
 
+@pytest.mark.parametrize("replay", [{}, {"replay_fraction": 0.25, "num_iterations": 2}], ids=["fresh", "replay"])
+def test_a_second_resume_from_inside_a_generation_loses_no_prompt(tmp_path, replay):
+    """The blocks in which the sampler repeats the prompts go on where they were, and the generations with them."""
+    emitted = []
+
+    class Emitting(Recording):
+        def _finish_groups(self, inputs):
+            rollouts = super()._finish_groups(inputs)
+            emitted.append([row["prompt"] for row in rollouts.inputs[::2]])
+            return rollouts
+
+    prompts = [f"{i}+" for i in range(60)]
+    settings = {"trainer_args": {"train_dataset": Dataset.from_dict({"prompt": prompts})}, "shuffle_dataset": False}
+    updates = 3 * replay.get("num_iterations", 1)  # of a generation
+    served = []
+    # Saved one update into the second generation, then at the end of the third
+    for stop in (updates + 1, 3 * updates, 4 * updates):
+        trainer = trainer_of(tmp_path, Emitting, **SAVES, **settings, **replay, max_steps=stop)
+        trainer.train(resume_from_checkpoint=bool(emitted) or None)
+        served.append(trainer.prompts)
+    assert served == [prompts[:24], prompts[12:36], prompts[36:48]]
+    del emitted[1]  # of the generation that was made again
+    parked = [group.inputs["prompt"] for group in trainer._rounds.pool]
+    assert sorted([*chain(*emitted), *parked]) == sorted(prompts[:48])
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -500,6 +579,43 @@ def test_a_checkpoint_without_a_pool_starts_without_one(tmp_path):
     with pytest.warns(UserWarning, match="holds no unfinished rollouts"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert [int(batch["completion_mask"].any(dim=1).sum()) for batch in resumed.batches] == [2]
+
+
+def full_rows(trainer) -> list[int]:
+    """Number of rows that train something, of each batch."""
+    return [int(batch["completion_mask"].any(dim=1).sum()) for batch in trainer.batches]
+
+
+@pytest.mark.parametrize(("before", "held"), [(1.0, 0), (1.1, 1), (1.9, 11)])
+def test_a_first_batch_after_a_resume_is_short_by_what_is_missing_in_flight(tmp_path, before, held):
+    """12 groups of 2 a generation, of which 1.5 holds 6 over."""
+    first = train(tmp_path, **SAVES, max_steps=3, partial_rollout_oversampling=before)
+    assert first._rounds is None or len(first._rounds.pool) == held
+    resumed = trainer_of(tmp_path, **SAVES, max_steps=9, partial_rollout_oversampling=1.5)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        resumed.train(resume_from_checkpoint=True)
+    assert full_rows(resumed) == [2 * min(12, 12 + held - 6), 24]
+    assert len(resumed._rounds.pool) == max(held, 6)
+    told = [str(warning.message) for warning in warned if "more than the 6" in str(warning.message)]
+    assert len(told) == (held > 6)
+    assert all("holds 11 groups in flight" in text and "`partial_rollout_oversampling`" in text for text in told)
+
+
+def test_more_groups_that_may_not_wait_than_a_generation_trains_go_one_after_the_other(tmp_path):
+    """11 groups are in flight, but a generation of a third of the size trains 4; 1 update, so that the limit is 1."""
+    dataset = Dataset.from_dict({"prompt": [f"{i}+" for i in range(90)]})
+    settings = {**SAVES, "trainer_args": {"train_dataset": dataset}}
+    first = train(tmp_path, **settings, max_steps=3)
+    resumed = trainer_of(tmp_path, **settings, max_steps=9, steps_per_generation=2, partial_rollout_max_staleness=1)
+    parked = [group.inputs["prompt"] for group in first._rounds.pool]
+    with pytest.warns(UserWarning, match=r"holds 11 groups .* some wait longer than `partial_rollout_max_staleness`"):
+        resumed.train(resume_from_checkpoint=True)
+    assert full_rows(resumed) == [8] * 6
+    trained = [character_tokenizer().decode(prompt_ids) for prompt_ids, *_ in trained_rows(resumed)][::2]
+    assert sorted(trained[:11]) == sorted(parked)  # the oldest go first
+    left = [group.inputs["prompt"] for group in resumed._rounds.pool]
+    assert sorted([*trained, *left]) == sorted([*parked, *resumed.prompts])
 
 
 # Several ranks
@@ -549,6 +665,7 @@ def test_on_two_ranks_a_quarter_of_the_completions_have_several_versions_each_sc
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 3, "counts_down": True, "learning_rate": 0.0}
     settings["generation_kwargs"] = {"do_sample": False}
+    settings["partial_rollout_max_staleness"] = 5  # one rank has 22 groups in flight, of which 12 can go at once
     two = launch(tmp_path, **settings, max_steps=6)
     assert two.returncode == 0, two.stderr
     before = results(tmp_path)
