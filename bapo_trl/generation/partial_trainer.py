@@ -51,11 +51,10 @@ class PartialRollouts(Scoring):
 
     def _make_rounds(self) -> RolloutRounds:
         check_supported(self)
-        stop_token_ids = (self.args.generation_kwargs or {}).get("stop_token_ids") or []  # vLLM's
         pool = RolloutPool(
             self.num_generations,
             self.max_completion_length,
-            [*self.eos_token_ids, *stop_token_ids],
+            self.eos_token_ids,
             self.accelerator.process_index,
             self.accelerator.num_processes,
             window=sampler_window(self),

@@ -101,7 +101,6 @@ _BROKEN_ACROSS_CALLS = {
     **dict.fromkeys(("begin_suppress_tokens", "forced_bos_token_id"), ("acts at the start of a call", ([],))),
     "forced_eos_token_id": ("acts at the end of a call", ([],)),
     **dict.fromkeys(("num_beams", "num_return_sequences", "n"), ("makes several completions of one", (1,))),
-    "ignore_eos": ("goes on after the end of a completion", (False,)),
     "max_time": ("stops a call by the clock", ()),
     **dict.fromkeys(("stop", "stop_strings"), ("may fall across two calls", ([], ""))),
     **dict.fromkeys(("structured_outputs", "guided_decoding"), ("starts anew with each call", ())),

@@ -266,33 +266,6 @@ def test_a_prompt_that_fills_the_window_is_named(monkeypatch, tmp_path):
         vllm_trainer(monkeypatch, tmp_path, trainer_args={"train_dataset": dataset}, **PARTIAL).train()
 
 
-def test_a_stop_token_ends_a_completion_wherever_a_call_ends(monkeypatch, tmp_path):
-    """Of the countdown's tokens, 10 is a stop token of the sampler; every call but the last reaches its cap."""
-    stop = 10
-
-    class Stopping(FakeVLLM):
-        def _complete(self, prompt):
-            completion, logps = super()._complete(prompt)
-            end = completion.index(stop) + 1 if stop in completion else None
-            return completion[:end], logps[:end]
-
-    tokenizer = character_tokenizer()
-    prompts = ["1+" + tokenizer.decode([11 + (i * 7) % 30]) for i in range(40)]
-    trainer = vllm_trainer(
-        monkeypatch,
-        tmp_path,
-        server=Stopping,
-        model=countdown_model(),
-        trainer_class=Recording,
-        reward_funcs=share_of_digits,
-        trainer_args={"train_dataset": Dataset.from_dict({"prompt": prompts})},
-        **{**PARTIAL, "learning_rate": 0.0, "temperature": 0.01, "generation_kwargs": {"stop_token_ids": [stop]}},
-    )
-    trainer.train()
-    for prompt_ids, token_ids, *_ in trained_rows(trainer):
-        assert token_ids.tolist() == list(range(prompt_ids[-1] - 1, stop - 1, -1))
-
-
 def test_with_mask_stale_only_the_latest_segment_of_a_completion_trains(tmp_path):
     trainer = train(tmp_path, partial_rollout_mask_stale=True)
     masked = 0
