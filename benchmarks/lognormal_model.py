@@ -46,7 +46,7 @@ def lognormal_hazards(median: float, tail: float, num_tokens: int) -> torch.Tens
     normal = NormalDist()
     sigma = math.log(tail) / normal.inv_cdf(0.95)
     longer = [1.0] + [1 - normal.cdf(math.log((length + 0.5) / median) / sigma) for length in range(1, num_tokens + 1)]
-    return torch.tensor([1 - after / before for before, after in itertools.pairwise(longer)])
+    return torch.tensor([1 - after / before for before, after in itertools.pairwise(longer)], dtype=torch.float64)
 
 
 def lognormal_model(
