@@ -335,7 +335,8 @@ class BAPOConfig(GRPOConfig):
                     "bounds. Remove it; to fix both bounds as in GRPO, set `ratio_lower_start` = `ratio_lower_max` "
                     "(1 - epsilon) and `ratio_upper_start` = `ratio_upper_max` (1 + epsilon_high)."
                 )
-        for name in ("positive_contribution_target", *(f"ratio_{part}" for part in _BOUND_PARTS)):
+        bounds = (f"ratio_{part}" for part in _BOUND_PARTS)
+        for name in ("positive_contribution_target", *bounds, "partial_rollout_oversampling"):
             if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), (int, float)):
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}: set it to a number.")
         if self.num_iterations < 1:
@@ -396,10 +397,12 @@ class BAPOConfig(GRPOConfig):
                 f"`partial_rollout_oversampling` is {self.partial_rollout_oversampling}: set it to at least 1 (off) "
                 "and less than 2."
             )
-        if self.partial_rollout_chunk_length < 1:
-            raise ValueError(
-                f"`partial_rollout_chunk_length` is {self.partial_rollout_chunk_length}: set it to at least 1."
-            )
+        for name, smallest in (("partial_rollout_chunk_length", 1), ("partial_rollout_max_staleness", 0)):
+            value = getattr(self, name)
+            if value is None and name == "partial_rollout_max_staleness":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+                raise ValueError(f"`{name}` is {value!r}: set it to a whole number, at least {smallest}.")
         if not self.uses_partial_rollouts:
             return
         if self.rows_per_generation % self.num_generations != 0:
@@ -411,8 +414,9 @@ class BAPOConfig(GRPOConfig):
         if self.groups_held == 0:
             raise ValueError(
                 f"`partial_rollout_oversampling` is {self.partial_rollout_oversampling}, which holds over none of the "
-                f"{self.groups_per_generation} groups of a generation on each rank: raise it to at least "
-                f"{1 + 1 / self.groups_per_generation:.3g}, or raise `steps_per_generation`."
+                f"{self.groups_per_generation} groups of a generation on each rank: raise it above "
+                f"{1 + 0.5 / self.groups_per_generation:.4g}, e.g. to {1 + 1 / self.groups_per_generation:.4g}, or "
+                "raise `steps_per_generation`."
                 if self.groups_per_generation > 1
                 else f"`partial_rollout_oversampling` is {self.partial_rollout_oversampling}, but each rank has one "
                 "group a generation, and cannot hold one over: raise `steps_per_generation` or "

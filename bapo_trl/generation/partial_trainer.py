@@ -28,11 +28,13 @@ class PartialRollouts(Scoring):
 
     _rollouts: RolloutBatch | None = None  # complete groups while TRL takes them for its own generation
     _awaits_behavior_logps = False
+    _has_saved = False  # a checkpoint in this run
 
     def train(self, *args, **kwargs):
+        self._has_saved = False
         result = super().train(*args, **kwargs)
         if self._rounds is not None:
-            left = self._rounds.describe_left()
+            left = self._rounds.describe_left(self._has_saved)
             if left is not None and self.accelerator.is_main_process:
                 warnings.warn(left)
         return result
@@ -143,6 +145,7 @@ class PartialRollouts(Scoring):
     def _save_optimizer_and_scheduler(self, output_dir):
         super()._save_optimizer_and_scheduler(output_dir)
         if self._rounds is not None:
+            self._has_saved = True
             self._rounds.save(output_dir, self._step % self.args.micro_batches_per_generation == 0)
 
     def _load_optimizer_and_scheduler(self, checkpoint):

@@ -6,15 +6,16 @@ the end with another. Legend: `B` rows, `T` completion tokens.
 """
 
 import copy
-import json
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from trl import GRPOTrainer
 
+from .dataset_rows import check_dataset, check_row
 from .partial_rollouts import Group, PartialCompletion, PoolState, RolloutPool
 from .pool_checkpoint import FILES, load_pool, save_pool
 from .sampling_settings import broken_across_calls
@@ -171,7 +172,7 @@ class RolloutRounds:
         """
         self.before_generation = self.pool.state()
         for inputs, prompt_ids in prompts:
-            check_fits_json(inputs)
+            check_row(inputs)
             self.pool.admit(inputs, prompt_ids)
         # Fewer while there are not yet enough in flight: at first, and after a resume with other settings
         smallest = int(min(size for (size,) in self._gather([len(self.pool)])))
@@ -223,15 +224,23 @@ class RolloutRounds:
                 "were."
             )
 
-    def describe_left(self) -> str | None:
-        """Return a sentence on the groups that a run leaves in flight, on all ranks; `None` without any."""
+    def describe_left(self, has_checkpoint: bool) -> str | None:
+        """
+        Return sentences on the groups that a run leaves in flight, on all ranks; `None` without any.
+
+        Args:
+            has_checkpoint (`bool`):
+                Whether the run has saved one.
+        """
         tokens = sum(len(each.tokens) for group in self.pool for each in group.completions)
         groups, tokens = (sum(column) for column in zip(*self._gather([len(self.pool), tokens]), strict=True))
         if not groups:
             return None
+        number = "1 group" if groups == 1 else f"{groups} groups"
+        saved = " A run that is resumed from its last checkpoint goes on from the groups of that."
         return (
-            f"The run ends with {groups} groups in flight ({tokens} tokens), which have trained nothing. A checkpoint "
-            "holds them: a run that is resumed from it goes on with them."
+            f"The run ends with {number} in flight ({tokens} tokens), which have trained nothing."
+            f"{saved if has_checkpoint else ''}"
         )
 
     def _decode_round(
@@ -314,7 +323,8 @@ def check_supported(trainer: GRPOTrainer) -> None:
 
     Raises:
         ValueError: If the trainer has tools, environments, a `rollout_func`, a multimodal model, or a model whose own
-            generation config does not go with several calls; names it.
+            generation config does not go with several calls, or if the dataset has a column that a checkpoint cannot
+            keep; names it.
     """
     reasons = {
         "`tools`": bool(trainer.tools),
@@ -328,6 +338,8 @@ def check_supported(trainer: GRPOTrainer) -> None:
                 f"The trainer has {name}, which does not go with partial rollouts: an unfinished completion is kept "
                 "as token ids, and goes on from these alone. Set `partial_rollout_oversampling` to 1.0."
             )
+    if isinstance(trainer.train_dataset, Dataset) and not trainer.args.remove_unused_columns:
+        check_dataset(trainer.train_dataset)
     if trainer.use_vllm:
         return
     # transformers takes from there what the trainer does not set. `max_length` gives way to `max_new_tokens`
@@ -356,23 +368,3 @@ def check_no_pool(folder: str | Path) -> None:
             f"`partial_rollout_oversampling` is 1.0, but the checkpoint {folder} holds {groups} unfinished groups, "
             "which would be lost: set it to what it was."
         )
-
-
-def check_fits_json(inputs: dict[str, Any]) -> None:
-    """
-    Refuse a row of the dataset that a checkpoint could not give back as it is.
-
-    Raises:
-        ValueError: If a value is not made of what JSON knows; names the column.
-    """
-    for name, value in inputs.items():
-        try:
-            returns = json.loads(json.dumps(value))
-        except (TypeError, ValueError):
-            returns = None
-        if returns != value:
-            raise ValueError(
-                f"The column `{name}` has a {type(value).__name__}, which a checkpoint of partial rollouts cannot "
-                "keep: make it of strings, numbers, lists and dictionaries with strings as keys, or set "
-                "`partial_rollout_oversampling` to 1.0."
-            )

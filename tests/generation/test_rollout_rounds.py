@@ -395,8 +395,20 @@ def test_oversampling_of_one_is_a_run_without_partial_rollouts(tmp_path):
     [
         ({"partial_rollout_oversampling": 0.9}, r"`partial_rollout_oversampling` is 0.9: set it to at least 1"),
         ({"partial_rollout_oversampling": 2.0}, r"`partial_rollout_oversampling` is 2.0: .*less than 2"),
-        ({"partial_rollout_oversampling": 1.04}, r"is 1.04, which holds over none of the 12 groups.*at least 1.0"),
-        ({"partial_rollout_chunk_length": 0}, r"`partial_rollout_chunk_length` is 0: set it to at least 1"),
+        (
+            {"partial_rollout_oversampling": 1.04},
+            r"is 1.04, which holds over none of the 12 groups.*above 1.042, e.g. to 1.083,",
+        ),
+        ({"partial_rollout_oversampling": None}, r"`partial_rollout_oversampling` is None: set it to a number"),
+        ({"partial_rollout_oversampling": "1.5"}, r"`partial_rollout_oversampling` is '1.5': set it to a number"),
+        ({"partial_rollout_chunk_length": 0}, r"`partial_rollout_chunk_length` is 0: set it to a whole number, at"),
+        ({"partial_rollout_chunk_length": 2.5}, r"`partial_rollout_chunk_length` is 2.5: set it to a whole number"),
+        ({"partial_rollout_chunk_length": None}, r"`partial_rollout_chunk_length` is None: set it to a whole number"),
+        ({"partial_rollout_max_staleness": 5.5}, r"`partial_rollout_max_staleness` is 5.5: set it to a whole number"),
+        (
+            {"partial_rollout_oversampling": 1.0, "partial_rollout_max_staleness": -3},
+            r"`partial_rollout_max_staleness` is -3: set it to a whole number, at least 0",
+        ),
         ({"partial_rollout_max_staleness": 4}, r"`partial_rollout_max_staleness` is 4, .*at least 5"),
         ({"num_iterations": 2, "partial_rollout_max_staleness": 10}, r"is 10, .*at least 11"),
         ({"generation_kwargs": {"min_new_tokens": 2}}, r"`min_new_tokens` counts from the start of a call"),
@@ -433,12 +445,45 @@ def test_neutral_values_of_such_settings_are_fine(tmp_path):
     BAPOConfig(str(tmp_path), **{**CPU, **OFF_POLICY, **PARTIAL, "generation_kwargs": neutral})
 
 
-def test_a_column_that_a_checkpoint_cannot_keep_is_named(tmp_path):
-    dataset = prompts_of_many_lengths().map(
-        lambda row, index: {"when": datetime(2026, 1, 1 + index % 9)}, with_indices=True
+LATE_DATE = [None] * 30 + [datetime(2026, 1, 1)] * 10
+
+
+@pytest.mark.parametrize(
+    ("values", "row_format", "message"),
+    [
+        ([datetime(2026, 1, 1)] * 40, None, "has a datetime,"),
+        (LATE_DATE, None, r"has a timestamp\[us\],"),
+        ([[{"when": value}] for value in LATE_DATE], None, r"has a timestamp\[us\],"),
+        ([b"x"] * 40, None, "has a bytes,"),
+        ([[1, 2]] * 40, "numpy", "has a ndarray,"),
+        ([1] * 40, "numpy", "has a int64,"),
+        ([1.5] * 40, "torch", "has a Tensor,"),
+    ],
+)
+def test_a_column_that_a_checkpoint_cannot_keep_is_named_at_the_start(tmp_path, values, row_format, message):
+    dataset = prompts_of_many_lengths().add_column("answer", values).with_format(row_format)
+    with pytest.raises(ValueError, match=f"column `answer` {message}"):
+        trainer_of(tmp_path, trainer_args={"train_dataset": dataset})
+
+
+def test_of_a_stream_such_a_column_is_named_when_it_comes(tmp_path):
+    dataset = prompts_of_many_lengths().add_column("answer", LATE_DATE).to_iterable_dataset()
+    trainer = trainer_of(tmp_path, trainer_args={"train_dataset": dataset}, shuffle_dataset=False)
+    with pytest.raises(ValueError, match="column `answer` has a datetime,"):
+        trainer.train()
+
+
+def test_columns_that_json_knows_are_kept_with_their_gaps(tmp_path):
+    dataset = prompts_of_many_lengths().add_column("score", [math.nan, 2.5] * 20)
+    dataset = dataset.add_column(
+        "answer", [{"parts": [None, i], "is_right": True} if i % 3 else None for i in range(40)]
     )
-    with pytest.raises(ValueError, match=r"column `when` has a datetime"):
-        train(tmp_path, trainer_args={"train_dataset": dataset})
+    trainer = train(tmp_path, **SAVES, max_steps=3, trainer_args={"train_dataset": dataset})
+    resumed = trainer_of(tmp_path, **SAVES, max_steps=6, trainer_args={"train_dataset": dataset})
+    resumed.train(resume_from_checkpoint=True)
+    assert full_rows(resumed) == [24]
+    kept = {row["prompt"]: str(row) for row in dataset}
+    assert all(str(group.inputs) == kept[group.inputs["prompt"]] for group in trainer._rounds.pool)
 
 
 @pytest.mark.parametrize("name_and_value", [("min_new_tokens", 3), ("stop_strings", ["12"]), ("num_beams", 2)])
@@ -461,9 +506,17 @@ def test_a_rollout_func_is_refused(tmp_path):
         train(tmp_path, trainer_args={"rollout_func": lambda prompts, trainer: {}})
 
 
-def test_what_is_left_in_flight_is_reported(tmp_path):
-    with pytest.warns(UserWarning, match=r"The run ends with 11 groups in flight \(\d+ tokens\)"):
-        train(tmp_path, max_steps=3)
+@pytest.mark.parametrize("saves", [True, False])
+def test_what_is_left_in_flight_is_reported(tmp_path, saves):
+    saved = " A run that is resumed from its last checkpoint goes on from the groups of that." if saves else ""
+    expected = rf"The run ends with 11 groups in flight \(\d+ tokens\), which have trained nothing\.{saved}$"
+    with pytest.warns(UserWarning, match=expected):
+        train(tmp_path, max_steps=3, **(SAVES if saves else {}))
+
+
+def test_one_group_left_is_reported_as_one(tmp_path):
+    with pytest.warns(UserWarning, match=r"The run ends with 1 group in flight"):
+        train(tmp_path, max_steps=3, partial_rollout_oversampling=1.06)
 
 
 # Checkpoints
