@@ -22,6 +22,12 @@ from tests.helpers.toy import toy_model
 WIDE = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
 LONGEST = {"max_completion_length": 54, "partial_rollout_chunk_length": 2}
 
+# By itself it would take half of the machine's memory for its cache
+CONTINUOUS_BATCHING = {
+    "use_transformers_continuous_batching": True,
+    "transformers_continuous_batching_config": {"num_blocks": 64, "block_size": 64, "max_batch_tokens": 256},
+}
+
 
 def wide_ending_model(is_tied: bool):
     """A model whose completions end with one token in twenty, whatever the context."""
@@ -155,7 +161,7 @@ def test_greedy_completions_are_those_of_one_uninterrupted_generation(tmp_path):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"use_transformers_continuous_batching": True}, {"uses_lora": True, "learning_rate": 1e-2}],
+    [{}, CONTINUOUS_BATCHING, {"uses_lora": True, "learning_rate": 1e-2}],
     ids=["generate", "continuous batching", "lora"],
 )
 def test_zero3_with_the_samplers_of_transformers(tmp_path, settings):
