@@ -131,7 +131,9 @@ def test_zero3_over_a_live_server_scores_each_token_by_the_checkpoint_that_sampl
     assert_weights_changed(ranks)
     generations = [log for log in ranks[0]["logs"] if "reward" in log]
     assert max(log["sampling/sampling_logp_difference/max"] for log in generations) < 2e-5
-    assert [log["sampling/server_followed"] for log in generations[1:]] == pytest.approx([1] * 4, abs=0.02)
+    followed = [log["sampling/server_followed"] for log in generations if "sampling/server_followed" in log]
+    assert followed == pytest.approx([1] * len(followed), abs=0.02)  # there from where it can be told
+    assert len(followed) >= 2
 
 
 def test_lora_under_zero3_over_a_live_server(tmp_path, server):
