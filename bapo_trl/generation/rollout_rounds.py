@@ -342,7 +342,8 @@ def check_supported(trainer: GRPOTrainer) -> None:
     if trainer.use_vllm:
         return
     # transformers takes from there what the trainer does not set. `max_length` gives way to `max_new_tokens`
-    settings = trainer.model.generation_config.to_diff_dict() | {"max_length": None}
+    config: Any = trainer.model.generation_config
+    settings = config.to_diff_dict() | {"max_length": None}
     broken = broken_across_calls({k: v for k, v in settings.items() if trainer.generation_kwargs.get(k) is None})
     if broken:
         raise ValueError(

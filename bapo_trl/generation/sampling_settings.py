@@ -77,7 +77,7 @@ def biased_settings(settings: Mapping[str, Any], temperature: float) -> list[str
 
 
 # Settings of the samplers that mean something else for a completion sampled in several calls: why, and neutral values
-_BROKEN_ACROSS_CALLS = {
+_BROKEN_ACROSS_CALLS: dict[str, tuple[str, tuple]] = {
     **dict.fromkeys(
         ("min_new_tokens", "min_tokens", "min_length", "presence_penalty", "frequency_penalty"),
         ("counts from the start of a call", (0,)),
