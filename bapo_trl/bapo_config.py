@@ -124,7 +124,9 @@ class BAPOConfig(GRPOConfig):
     replay_max_staleness: int | None = field(
         default=None,
         metadata={
-            "help": "Largest staleness of a sample when it is trained, in policy versions. `None` for no limit."
+            "help": "Largest staleness of a queued sample when it is trained, in policy versions. `None` for no "
+            "limit. With partial rollouts it goes by the oldest token of a sample; that of fresh ones is bound by "
+            "`partial_rollout_max_staleness` alone."
         },
     )
     replay_min_staleness: int = field(
@@ -493,7 +495,7 @@ class BAPOConfig(GRPOConfig):
             )
         # Rows are drawn at the start of a pass, and grow older until its last update.
         passes = max(1, -(-self.replay_min_staleness // updates), self.num_iterations - 1)
-        oldest = passes * updates + updates - 1
+        oldest = passes * updates + updates - 1 + (self.updates_per_generation if self.uses_partial_rollouts else 0)
         if self.replay_max_staleness is not None and self.replay_max_staleness < oldest:
             raise ValueError(
                 f"`replay_max_staleness` is {self.replay_max_staleness}, but with {updates} updates in a pass, "

@@ -146,6 +146,49 @@ def test_without_partial_rollouts_a_restarted_server_gets_the_weights_too(monkey
             assert log["sampling/sampling_logp_difference/max"] < 1e-5
 
 
+class RestartingInRequest(FakeVLLM):
+    """Started anew during a request, which TRL's client repeats: the answer is that of the first weights."""
+
+    def generate(self, prompts, images, num_generations, profiler=None):
+        if len(self.num_prompts) == 1:
+            self.restart()
+        return super().generate(prompts, images, num_generations)
+
+
+def test_what_a_server_sampled_before_it_got_the_weights_is_sampled_again(monkeypatch, tmp_path):
+    trainer = vllm_trainer(monkeypatch, tmp_path, server=RestartingInRequest, num_iterations=1)
+    with pytest.warns(UserWarning, match="server was started anew"):
+        trainer.train()
+    for log in training_logs(trainer):
+        if "reward" in log:
+            assert log["sampling/sampling_logp_difference/max"] < 1e-5
+
+
+def test_a_restart_while_rewards_are_computed_is_no_stale_server(monkeypatch, tmp_path):
+    class Restarted(BAPOTrainer):
+        def _calculate_rewards(self, *args, **kwargs):
+            if self.state.global_step >= 2:
+                self.vllm_generation.restart()
+            return super()._calculate_rewards(*args, **kwargs)
+
+    trainer = vllm_trainer(monkeypatch, tmp_path, trainer_class=Restarted, num_iterations=1, max_steps=8)
+    with pytest.warns(UserWarning, match="server was started anew"):
+        trainer.train()
+    assert trainer.vllm_generation.num_starts == 4
+
+
+def test_several_api_processes_are_one_server(monkeypatch, tmp_path):
+    class Several(FakeVLLM):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.num_api_processes = 2
+
+    with pytest.warns(UserWarning, match="--api-server-count 1"):
+        trainer = vllm_trainer(monkeypatch, tmp_path, server=Several, num_iterations=1, max_steps=8)
+    trainer.train()
+    assert trainer.vllm_generation.num_syncs == 4  # one a generation
+
+
 def test_a_server_that_does_not_come_back_stops_the_training(monkeypatch, tmp_path):
     class Gone(FakeVLLM):
         def check_server(self, total_timeout):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import character_tokenizer
@@ -200,6 +201,36 @@ def test_a_prompt_is_that_after_which_its_completions_were_sampled(tmp_path):
     for prompt_ids, token_ids, _, logps in trained_rows(trainer):
         expected = score(model, model.state_dict(), prompt_ids, token_ids)
         torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
+
+
+def gpt2_model(**overrides) -> GPT2LMHeadModel:
+    """GPT-2 counts positions from the start of the row, padding and all."""
+    tokenizer = character_tokenizer()
+    torch.manual_seed(0)
+    sizes = {"vocab_size": len(tokenizer), "n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    tokens = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "eos")}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **tokens, **no_dropout, initializer_range=0.3, **overrides))
+
+
+@pytest.mark.parametrize(
+    ("make_model", "settings", "is_told"),
+    [
+        (gpt2_model, {}, True),
+        (gpt2_model, {"partial_rollout_oversampling": 1.0, "replay_fraction": 0.5}, True),
+        (gpt2_model, {"partial_rollout_oversampling": 1.0}, False),
+        (ending_model, {}, False),
+        (opt_model, {"partial_rollout_oversampling": 1.0, "replay_fraction": 0.5}, False),
+    ],
+    ids=["gpt2-partial", "gpt2-replay", "gpt2-neither", "qwen2-partial", "opt-replay"],
+)
+def test_a_model_that_counts_the_padding_is_told_of(tmp_path, make_model, settings, is_told):
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        train(tmp_path, model=make_model(), max_steps=1, **settings)
+    told = [str(warning.message) for warning in warned if "positions from the attention mask" in str(warning.message)]
+    assert len(told) == is_told
+    assert all("The model (gpt2)" in text for text in told)
 
 
 # Limits
@@ -411,6 +442,7 @@ def test_oversampling_of_one_is_a_run_without_partial_rollouts(tmp_path):
         ),
         ({"partial_rollout_max_staleness": 4}, r"`partial_rollout_max_staleness` is 4, .*at least 5"),
         ({"num_iterations": 2, "partial_rollout_max_staleness": 10}, r"is 10, .*at least 11"),
+        ({"replay_fraction": 0.5, "replay_max_staleness": 7}, r"`replay_max_staleness` is 7, .*at least 8"),
         ({"generation_kwargs": {"min_new_tokens": 2}}, r"`min_new_tokens` counts from the start of a call"),
         ({"generation_kwargs": {"stop_strings": ["."]}}, r"`stop_strings`.*fall across two calls"),
         ({"generation_kwargs": {"presence_penalty": 0.5}}, r"`presence_penalty`.*counts from the start of a call"),
@@ -597,6 +629,17 @@ def test_settings_that_no_longer_fit_the_checkpoint_are_named(tmp_path, settings
     resumed = trainer_of(tmp_path, **SAVES, **settings)
     with pytest.raises(ValueError, match=message):
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_a_replay_queue_of_a_run_without_partial_rollouts_is_refused_by_the_knob(tmp_path):
+    settings = {**SAVES, "replay_fraction": 0.1}
+    train(tmp_path, **settings, max_steps=3, partial_rollout_oversampling=1.0)
+    resumed = trainer_of(tmp_path, **settings, max_steps=6)
+    with pytest.raises(ValueError, match=r"`partial_rollout_oversampling` is 1.9, .*`replay_discard_saved`"):
+        resumed.train(resume_from_checkpoint=True)
+    discarding = trainer_of(tmp_path, **settings, max_steps=6, replay_discard_saved=True)
+    discarding.train(resume_from_checkpoint=True)
+    assert len(discarding._rounds.pool) == 11
 
 
 def test_a_checkpoint_without_a_pool_starts_without_one(tmp_path):

@@ -20,6 +20,8 @@ class FakeVLLM:
     def __init__(self, model, accelerator, processing_class, *, structured_outputs_regex=None, **settings):
         self.trained, self.tokenizer = model, processing_class
         self.served = type(model)(model.config).eval()
+        self.first_weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+        self.num_api_processes = 1
         self.settings = {**settings, **(settings["generation_kwargs"] or {})}
         self.only_digits = structured_outputs_regex is not None
         self.random = torch.Generator().manual_seed(0)
@@ -34,8 +36,7 @@ class FakeVLLM:
     def restart(self):
         """Begin anew, with the weights that the model had at first; nobody hears of it."""
         self.num_starts += 1
-        torch.manual_seed(1)
-        self.served = type(self.trained)(self.trained.config).eval()
+        self.served.load_state_dict(self.first_weights)
 
     def check_server(self, total_timeout):
         assert total_timeout > 0
@@ -48,7 +49,13 @@ class FakeVLLM:
 
     def get_server_info(self):
         model_config = {"logprobs_mode": "processed_logprobs", "max_model_len": 40}
-        return {"model_config": model_config, "instance_id": str(self.num_starts)}
+        # Several processes take turns, each with a name of its own
+        process = len(self.num_prompts) % self.num_api_processes
+        return {
+            "model_config": model_config,
+            "instance_id": f"{self.num_starts}-{process}",
+            "parallel_config": {"_api_process_count": self.num_api_processes},
+        }
 
     def sync_weights(self):
         assert self.joined == self.num_starts, "nobody takes the weights"
