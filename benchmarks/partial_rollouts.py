@@ -9,9 +9,10 @@ lognormal distribution: the 95th percentile is 5 times the median, the cap 10 ti
 its own, in one process, on the same prompts. A round goes through the settings, every other one backwards; a ratio is
 that of two settings in a round. The first generations, in which the pool fills, are not counted.
 
-A call of the sampler takes as many *decode steps* as its longest completion has tokens. A slot is *idle* in the steps
-that follow the end of its row. With a new policy, and with transformers' generation in every call, prompts and tokens
-so far are *computed again*.
+A call of the sampler takes as many *decode steps* as its longest completion has tokens. A generation has a *slot* for
+each row of its first call; a slot is *idle* in a decode step in which it has no token. Prompts and tokens so far are
+*sent again* with every call but the first. transformers computes them again; so does vLLM, but for whole blocks of its
+cache (128 tokens on CPUs, 16 on GPUs) that the same policy filled.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,12 +59,12 @@ TARGETS = {"steps": 2.0, "idle": 3.0, "wall": 1.5}  # at 1.5, synchronous over p
 
 @dataclass
 class Call:
-    """One call of the sampler: its rows, its longest completion, all tokens sampled, tokens computed once more."""
+    """One call of the sampler: its rows, its longest completion, all tokens sampled, tokens sent once more."""
 
     rows: int
     longest: int
     tokens: int
-    computed_again: int
+    sent_again: int
 
 
 class Counting(BAPOTrainer):
@@ -133,7 +135,7 @@ def measure(oversampling: float, chunk: float, median: int, generations: int, sa
 
     Returns:
         `dict` with, a trained sample: decode `steps`, `idle` slots, `wall` seconds of generation and training, `cpu`
-        seconds of this process; with `computed_again`, prompt and completion tokens computed once more over tokens
+        seconds of this process; with `sent_again`, prompt and completion tokens sent once more over tokens
         decoded; and with the run's means of `staleness` (policy versions), `segments` and `length` (tokens).
     """
     rows = GROUPS * COMPLETIONS
@@ -171,7 +173,9 @@ def measure(oversampling: float, chunk: float, median: int, generations: int, sa
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    calls = [call for calls in trainer.calls[WARMUP:] for call in calls]
+    counted = trainer.calls[WARMUP:]
+    calls = [call for calls in counted for call in calls]
+    slots = sum(calls[0].rows * sum(call.longest for call in calls) for calls in counted)
     samples, tokens = rows * generations, sum(call.tokens for call in calls)
     logs = [log for log in trainer.state.log_history if log["step"] > WARMUP * UPDATES]
 
@@ -181,29 +185,29 @@ def measure(oversampling: float, chunk: float, median: int, generations: int, sa
 
     return {
         "steps": sum(call.longest for call in calls) / samples,
-        "idle": sum(call.rows * call.longest - call.tokens for call in calls) / samples,
+        "idle": (slots - tokens) / samples,
         "wall": (clock.wall[-1] - clock.wall[WARMUP]) / samples,
         "cpu": (clock.cpu[-1] - clock.cpu[WARMUP]) / samples,
-        "computed_again": sum(call.computed_again for call in calls) / tokens,
+        "sent_again": sum(call.sent_again for call in calls) / tokens,
         "staleness": mean("staleness/mean", 0.0),
         "segments": mean("partial/segments_mean", 1.0),
         "length": mean("completions/mean_length", 0.0),
     }
 
 
-def measure_rounds(name: str, rounds: int, generations: int, sampler: dict) -> list[dict]:
+def measure_rounds(name: str, rounds: int, generations: int, sampler: Callable[[], dict]) -> list[dict]:
     """Return a row for each setting, with the figures of each round and their ratios to the synchronous setting's."""
     median = MEDIANS[name]
     measured: dict[tuple[float, float], list[dict]] = {setting: [] for setting in settings()}
     for index in range(rounds):
         for setting in settings() if index % 2 == 0 else reversed(settings()):
             torch.manual_seed(index)
-            measured[setting].append(measure(*setting, median, generations, {"seed": index, **sampler}))
+            measured[setting].append(measure(*setting, median, generations, {"seed": index, **sampler()}))
             print(name, *setting, {key: round(value, 4) for key, value in measured[setting][-1].items()}, flush=True)
     rows = []
     for (oversampling, chunk), values in measured.items():
         row = {"sampler": name, "oversampling": oversampling, "chunk": chunk, "median": median}
-        for key in ("steps", "idle", "wall", "cpu", "computed_again", "staleness", "segments", "length"):
+        for key in ("steps", "idle", "wall", "cpu", "sent_again", "staleness", "segments", "length"):
             row[key] = spread([value[key] for value in values])
         for key in (*TARGETS, "cpu"):
             pairs = zip(measured[SYNCHRONOUS, CHUNK], values, strict=True)
@@ -223,7 +227,7 @@ def main() -> None:
     if args.sampler == "vllm":
         rows = _measure_over_server(args.rounds, args.generations)
     else:
-        rows = measure_rounds(args.sampler, args.rounds, args.generations, {})
+        rows = measure_rounds(args.sampler, args.rounds, args.generations, dict)
     path = result_path("partial_rollouts", "cpu")
     before = json.loads(path.read_text()) if path.exists() else {"results": []}
     others = [row for row in before["results"] if row["sampler"] != args.sampler]
@@ -242,16 +246,16 @@ def _measure_over_server(rounds: int, generations: int) -> list[dict]:
         lognormal_model(median, TAIL, PROMPT_TOKENS, CAP * median).save_pretrained(model)
         lognormal_tokenizer().save_pretrained(model)
         log = Path(folder) / "server.log"
-        with vllm_server(model, log, max_tokens=PROMPT_TOKENS + CAP * median, cache_mib=1024) as server:
+        with vllm_server(model, log, max_tokens=PROMPT_TOKENS + CAP * median, cache_mib=1024, max_rows=256) as server:
             sampler = {
                 "use_vllm": True,
                 "vllm_mode": "server",
                 "vllm_server_host": "127.0.0.1",
                 "vllm_server_port": server.port,
-                "vllm_group_port": free_port(),
                 "vllm_importance_sampling_mode": "token_truncate",
             }
-            return measure_rounds("vllm", rounds, generations, sampler)
+            # A port of its own for each run: the group of the last one is there until this process ends
+            return measure_rounds("vllm", rounds, generations, lambda: {**sampler, "vllm_group_port": free_port()})
 
 
 def render(content: dict) -> Section:
@@ -269,7 +273,8 @@ def render(content: dict) -> Section:
 {settings["groups"]} groups of {settings["completions"]} a generation, {settings["updates"]} updates. The lengths of
 the completions are lognormal: the 95th percentile is {TAIL} times the median, the cap {CAP} times. Ratios are of the
 synchronous run over the one with partial rollouts, paired in one process. A call of the sampler takes as many decode
-steps as its longest completion has tokens. Slots are idle in the steps that follow the end of their row. The chunk is
+steps as its longest completion has tokens. A generation has a slot for each row of its first call, idle in the steps
+in which it has no token. "Sent again" is prompts and tokens so far over tokens decoded. The chunk is
 given over the median length. Targets hold for 1.5 with a chunk of a quarter. Figures a sample are in
 {link_to_tables(heading)}.
 
@@ -284,13 +289,13 @@ def _render_sampler(name: str, results: list[dict]) -> str:
     titles = {"vllm": "a live vLLM server on a CPU", "transformers": "transformers' generation on a CPU"}
     # A server computes in processes of its own. Without, the CPU time leaves out waiting for a core
     clocks = {"wall": "Wall time"} if name == "vllm" else {"wall": "Wall time", "cpu": "CPU time"}
-    header = ["Oversampling", "Chunk", "Decode steps", "Idle slots", *clocks.values(), "Computed again"]
+    header = ["Oversampling", "Chunk", "Decode steps", "Idle slots", *clocks.values(), "Sent again"]
     rows = [
         [
             f"{row['oversampling']:g}",
             f"{row['chunk']:g}" if row["oversampling"] > 1 else "-",
             *(with_quartiles(row[f"{key}_ratio"], 2) for key in ("steps", "idle", *clocks)),
-            with_quartiles(row["computed_again"], 2),
+            with_quartiles(row["sent_again"], 2),
         ]
         for row in results
     ]

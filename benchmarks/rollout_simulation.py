@@ -4,14 +4,15 @@ Simulated generations of long completions on many servers: throughput and stalen
     python -m benchmarks.rollout_simulation
 
 Nothing is timed here. The package's own pool takes in completions whose lengths are drawn from a lognormal
-distribution: the 95th percentile is 5 times the median, the cap 10 times. Each rank has a server of its own. Assumed:
+distribution: the 95th percentile is 5 times the median, the cap 10 times. Each rank has a server of its own, as in
+data parallelism. Assumed:
 
-- A decode step of a server takes the same time whatever its number of rows, as long as decoding waits for memory.
-- Under a new policy, a server computes prompts and tokens so far again, 512 tokens in the time of a decode step.
+- Decoding waits for memory: the time of a step goes with the bytes that it reads, the weights and the keys and values
+  of all tokens in flight. 15 GB and 57 kB a token are those of a model of 7B with grouped attention, in bfloat16.
+- Under a new policy, a server computes the tokens so far again, 512 in the time in which it reads the weights once.
 - All ranks look together, after a chunk of a quarter of the median, at who has enough; the slowest decides.
 
-Training is left out: it takes as long with partial rollouts as without. A token here stands for many, so that a
-completion has up to 320 of them.
+Prompts and training are left out. A token here stands for many, so that a completion has up to 320 of them.
 """
 
 import argparse
@@ -35,7 +36,8 @@ GROUPS, COMPLETIONS = 16, 8  # of a rank
 UPDATES = 4  # of a generation
 TAIL, CAP = 5, 10  # 95th percentile and longest, over the median
 MEDIAN, CHUNK = 32, 8  # in tokens of the simulation
-PREFILL_TOKENS = 512  # in the time of a decode step
+PREFILL_TOKENS = 512  # in the time in which a server reads the weights
+WEIGHT_BYTES, BYTES_PER_TOKEN = 15e9, 57e3
 WARMUP, GENERATIONS = 6, 12
 END, GOES_ON = 1, 2
 FIGURE = "partial_rollouts_generation.png"
@@ -99,80 +101,81 @@ def simulate(oversampling: float, num_servers: int, cap_tokens: int, seed: int =
             Seed of the lengths.
 
     Returns:
-        `dict` with `steps`, decode steps a generation (those in which prompts are computed again among them), and
-        `staleness_mean` and `staleness_max`, in policy versions, of the trained tokens at the last of the updates.
+        `dict` with `time` of a generation, in readings of the weights, and `staleness_mean` and `staleness_max` of the
+        trained tokens over the updates, in policy versions.
     """
     rng = random.Random(seed)
     held = round((oversampling - 1) * GROUPS)
     ranks = [Rank(index, num_servers, held, rng) for index in range(num_servers)]
     scale = cap_tokens / (CAP * MEDIAN)  # real tokens of one here
-    steps, ages = 0.0, []
+    time, ages = 0.0, []
     for generation in range(WARMUP + GENERATIONS):
         version = generation * UPDATES
-        again = max(rank.tokens_in_flight for rank in ranks) * scale / PREFILL_TOKENS
+        took = max(rank.tokens_in_flight for rank in ranks) * scale / PREFILL_TOKENS
         wanted = [rank.admit() for rank in ranks]
-        took = again
         while not all(rank.pool.has_enough(count) for rank, count in zip(ranks, wanted, strict=True)):
-            cap = CHUNK if oversampling > 1 else CAP * MEDIAN
-            cap = min([cap, *(each.num_left for rank in ranks for each in rank.pool.unfinished())])
-            took += scale * min(cap, max(rank.longest_left for rank in ranks))
+            cap = min([CHUNK, *(each.num_left for rank in ranks for each in rank.pool.unfinished())])
+            decoded = min(cap, max(rank.longest_left for rank in ranks))
             for rank in ranks:
                 rank.decode(version, cap)
+            read = max(rank.tokens_in_flight for rank in ranks) * scale * BYTES_PER_TOKEN
+            took += scale * decoded * (1 + read / WEIGHT_BYTES)
         groups = [group for rank, count in zip(ranks, wanted, strict=True) for group in rank.pool.emit(count)]
         if generation >= WARMUP:
-            steps += took
-            ages.append(_staleness(groups, version + UPDATES - 1))
+            time += took
+            ages.append(_staleness(groups, version))
     means, largest = zip(*ages, strict=True)
     return {
         "oversampling": oversampling,
         "servers": num_servers,
         "cap": cap_tokens,
-        "steps": round(steps / GENERATIONS, 1),
+        "time": round(time / GENERATIONS, 1),
         "staleness_mean": round(float(np.mean(means)), 3),
         "staleness_max": max(largest),
     }
 
 
 def _staleness(groups: list[Group], version: int) -> tuple[float, int]:
-    """Return mean and largest age of the groups' tokens."""
+    """Return mean and largest age of the groups' tokens over the updates, in random order, from a version on."""
     segments = [segment for group in groups for completion in group.completions for segment in completion.segments]
     tokens = sum(length for _, length in segments)
-    return sum((version - sampled) * length for sampled, length in segments) / tokens, max(
-        version - sampled for sampled, _ in segments
-    )
+    mean = sum((version - sampled) * length for sampled, length in segments) / tokens + (UPDATES - 1) / 2
+    return mean, max(version - sampled for sampled, _ in segments) + UPDATES - 1
 
 
 def render(content: dict) -> Section:
     """Return the section of a result."""
     settings, results = content["settings"], content["results"]
-    synchronous = {(row["cap"], row["servers"]): row["steps"] for row in results if row["oversampling"] == 1}
+    synchronous = {(row["cap"], row["servers"]): row["time"] for row in results if row["oversampling"] == 1}
     rows = [
         [
             f"{row['cap']:,}",
             str(row["servers"]),
             f"{row['oversampling']:g}",
-            f"{synchronous[row['cap'], row['servers']] / row['steps']:.2f}",
+            f"{synchronous[row['cap'], row['servers']] / row['time']:.2f}",
             f"{row['staleness_mean']:.1f}",
             str(row["staleness_max"]),
         ]
         for row in results
     ]
     header = ["Longest completion", "Servers", "Oversampling", "Throughput", "Mean staleness", "Largest"]
-    best = max(results, key=lambda row: synchronous[row["cap"], row["servers"]] / row["steps"])
-    most = synchronous[best["cap"], best["servers"]] / best["steps"]
+    best = max(results, key=lambda row: synchronous[row["cap"], row["servers"]] / row["time"])
+    most = synchronous[best["cap"], best["servers"]] / best["time"]
     sizes = f"{settings['groups']} groups of {settings['completions']} a generation, {settings['updates']} updates"
     text = f"""\
 ## Simulated: partial rollouts of long completions
 
-These figures are simulated, not measured: the package's pool takes in completions whose lengths are drawn. A decode
-step takes the same time whatever the number of rows. A new policy computes tokens so far again,
-{settings["prefill_tokens"]} in the time of a decode step. Each rank has a server of its own and {sizes}; the slowest
-rank decides when a generation ends. Throughput is in samples generated in a time, over that of waiting for all.
-Staleness is in policy versions, at the last update on a sample.
+These figures are simulated, not measured: the package's pool takes in completions whose lengths are drawn. The time of
+a decode step goes with the bytes it reads: weights of {settings["weight_bytes"] / 1e9:g} GB, and
+{settings["bytes_per_token"] / 1e3:g} kB for each token in flight. A new policy computes tokens so far again,
+{settings["prefill_tokens"]} in the time in which the weights are read once. Each rank has a server of its own and
+{sizes}; the slowest rank decides when a generation ends. Prompts and training are left out. Throughput is in samples
+generated in a time, over that of waiting for all. Staleness is in policy versions, over all updates of a generation.
 
 {table(header, rows)}
 
-The more ranks there are, the surer one of them has a long group, and the less oversampling helps. The most here is
+The more ranks there are, the surer one of them has a long group. The longer the completions, the more a step costs
+that has more rows. Both take from what oversampling gains. The most here is
 {most:.2f} times the samples, at {best["oversampling"]:g} with {best["servers"]} server(s), for tokens that are
 {best["staleness_mean"]:.1f} versions old on average.
 
@@ -231,6 +234,7 @@ def main() -> None:
                 rows.append(simulate(oversampling, servers, cap))
                 print(rows[-1], flush=True)
     sizes = {"groups": GROUPS, "completions": COMPLETIONS, "updates": UPDATES, "prefill_tokens": PREFILL_TOKENS}
+    sizes |= {"weight_bytes": WEIGHT_BYTES, "bytes_per_token": BYTES_PER_TOKEN}
     save_result("rollout_simulation", "cpu", sizes, rows)
 
 

@@ -153,6 +153,6 @@ class PartialRollouts(Scoring):
         if checkpoint is None:
             return
         if self._rounds is not None:
-            self._rounds.load(checkpoint)
+            self._rounds.load(checkpoint, reports_logps=self.use_vllm)
         else:
             check_no_pool(checkpoint)

@@ -200,9 +200,15 @@ class RolloutRounds:
         state = self.pool.state() if is_boundary else self.before_generation
         save_pool(state, folder, self.pool.rank, self.pool.num_ranks)
 
-    def load(self, folder: str | Path) -> None:
+    def load(self, folder: str | Path, reports_logps: bool) -> None:
         """
         Restore the pool from a checkpoint folder. Without one there, it starts empty, with a warning.
+
+        Args:
+            folder (`str` or `Path`):
+                Checkpoint folder.
+            reports_logps (`bool`):
+                Whether the sampler reports the log-probability of each token.
 
         Raises:
             ValueError: If the file is damaged, or what it holds does not go with the settings.
@@ -211,6 +217,12 @@ class RolloutRounds:
         if state is None:
             warnings.warn(f"The checkpoint {folder} holds no unfinished rollouts: starting without any.")
             return
+        begun = [each for group in state.groups for each in group.completions if each.tokens]
+        if any(bool(completion.sampler_logps) != reports_logps for completion in begun):
+            raise ValueError(
+                f"`use_vllm` is {reports_logps}, but the completions in flight of the checkpoint {folder} were begun "
+                f"{'without' if reports_logps else 'with'} vLLM, whose log-probabilities belong to them: set it back."
+            )
         self.pool.restore(state)
         self.before_generation = self.pool.state()
         held, limit = len(self.pool), self._num_held

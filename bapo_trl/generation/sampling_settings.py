@@ -101,9 +101,13 @@ _BROKEN_ACROSS_CALLS: dict[str, tuple[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("begin_suppress_tokens", "forced_bos_token_id"), ("acts at the start of a call", ([],))),
     "forced_eos_token_id": ("acts at the end of a call", ([],)),
     **dict.fromkeys(("num_beams", "num_return_sequences", "n"), ("makes several completions of one", (1,))),
+    "use_beam_search": ("makes several completions of one", (False,)),
     "max_time": ("stops a call by the clock", ()),
-    **dict.fromkeys(("stop", "stop_strings"), ("may fall across two calls", ([], ""))),
-    **dict.fromkeys(("structured_outputs", "guided_decoding"), ("starts anew with each call", ())),
+    **dict.fromkeys(("stop", "stop_strings", "bad_words"), ("may fall across two calls", ([], ""))),
+    **dict.fromkeys(
+        ("structured_outputs", "guided_decoding", "response_format", "repetition_detection"),
+        ("starts anew with each call", ({"type": "text"},)),
+    ),
     "seed": ("makes each call draw the same", ()),
 }
 

@@ -38,7 +38,13 @@ def launch(config: str, arguments: list[str], num_processes: int = 2, timeout_s:
 
 @contextmanager
 def vllm_server(
-    model: Path, log: Path, timeout_s: int = 300, port: int | None = None, max_tokens: int = 64, cache_mib: int = 64
+    model: Path,
+    log: Path,
+    timeout_s: int = 300,
+    port: int | None = None,
+    max_tokens: int = 64,
+    cache_mib: int = 64,
+    max_rows: int = 128,
 ) -> Iterator[Server]:
     """Serve a model with `scripts/serve_vllm.sh`; say where once it says that it is ready, end it afterwards."""
     port = port or free_port()
@@ -52,6 +58,7 @@ def vllm_server(
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     flags = ["--max-model-len", str(max_tokens), "--kv-cache-memory-bytes", str(cache_mib * 2**20)]
+    flags += ["--max-num-seqs", str(max_rows)]
     process = subprocess.Popen(
         ["scripts/serve_vllm.sh", str(model), *flags],
         cwd=ROOT,

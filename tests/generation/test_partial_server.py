@@ -13,6 +13,7 @@ from tests.generation.test_rollout_rounds import (
     prompts_of_many_lengths,
     score,
     share_of_digits,
+    trainer_of,
 )  # fmt: skip
 from tests.helpers.fake_vllm import FakeVLLM, vllm_trainer
 from tests.helpers.toy import training_logs
@@ -198,6 +199,13 @@ def test_a_server_that_does_not_come_back_stops_the_training(monkeypatch, tmp_pa
     trainer = vllm_trainer(monkeypatch, tmp_path, server=Gone, max_steps=8, vllm_server_timeout=7.0)
     with pytest.raises(RuntimeError, match=r"vLLM server at http://fake cannot be used: .*after 7.0 seconds"):
         trainer.train()
+
+
+def test_another_sampler_than_that_of_the_checkpoint_is_refused(monkeypatch, tmp_path):
+    saves = {"save_strategy": "steps", "save_steps": 3, "max_steps": 3}
+    server_trainer(monkeypatch, tmp_path, **saves).train()
+    with pytest.raises(ValueError, match=r"`use_vllm` is False, but .* were begun with vLLM"):
+        trainer_of(tmp_path, **saves, max_completion_length=16).train(resume_from_checkpoint=True)
 
 
 def test_all_ranks_send_equally_many_prompts():
