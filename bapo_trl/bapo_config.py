@@ -12,7 +12,7 @@ from .bound_grid import BoundGrid
 from .clip_bounds import MEASURES, SEARCH_ORDERS
 from .generation.sampling_settings import biased_settings, broken_across_calls
 from .policy_tokens import WEIGHTINGS
-from .replay.mixer import DRAW_ORDERS, smallest_capacity
+from .replay.mixer import DRAW_ORDERS, smallest_capacity, smallest_max_staleness
 
 
 SCOPES = ("batch", "micro_batch")
@@ -244,6 +244,10 @@ class BAPOConfig(GRPOConfig):
         return " and ".join(words for words, is_on in settings.items() if is_on)
 
     @property
+    def _smallest_max_staleness(self) -> int:
+        return smallest_max_staleness(self.updates_per_pass, self.num_iterations, self.replay_min_staleness)
+
+    @property
     def updates_per_pass(self) -> int:
         """Number of optimizer updates in one pass over a batch of `steps_per_generation` micro-batches, at least 1."""
         return max(1, self.steps_per_generation // self.gradient_accumulation_steps)
@@ -320,6 +324,18 @@ class BAPOConfig(GRPOConfig):
                 f"({self.gradient_accumulation_steps}), or raise `num_iterations` ({self.num_iterations}): their "
                 "product over `gradient_accumulation_steps` is the number of updates per generation."
             )
+        if self.replay_zero_advantage:
+            too_small = {
+                "replay_max_reuse": self.num_iterations + 1,
+                "replay_max_staleness": self._smallest_max_staleness,
+            }
+            for name, smallest in too_small.items():
+                if getattr(self, name) is not None and getattr(self, name) < smallest:
+                    messages.append(
+                        f"With `{name}` {getattr(self, name)}, samples are drawn from the queue at later passes only: "
+                        "none stays until the first pass over the next generation, to take the place of one without "
+                        f"advantage (`replay_zero_advantage`). Set it to at least {smallest} for that."
+                    )
         saves_queue = self.uses_replay and not self.save_only_model
         if saves_queue and self.push_to_hub and self.hub_strategy in _STRATEGIES_WITH_CHECKPOINTS:
             messages.append(
@@ -493,14 +509,19 @@ class BAPOConfig(GRPOConfig):
                 f"generation on each rank and {updates * self.num_iterations} updates on them: set `replay_capacity` "
                 f"to at least {needed}, or lower `replay_min_staleness`."
             )
-        # Rows are drawn at the start of a pass, and grow older until its last update.
+        # Rows are drawn at the start of a pass, and grow older until its last update. Without a share of the first
+        # pass to fill, it is enough that a later one draws.
         passes = max(1, -(-self.replay_min_staleness // updates), self.num_iterations - 1)
-        oldest = passes * updates + updates - 1 + (self.updates_per_generation if self.uses_partial_rollouts else 0)
+        oldest = self._smallest_max_staleness if self.replay_fraction > 0 else passes * updates + updates - 1
+        if self.uses_partial_rollouts:  # rows are up to a generation old when they enter
+            oldest += self.updates_per_generation
         if self.replay_max_staleness is not None and self.replay_max_staleness < oldest:
             raise ValueError(
                 f"`replay_max_staleness` is {self.replay_max_staleness}, but with {updates} updates in a pass, "
                 f"`num_iterations` {self.num_iterations} and `replay_min_staleness` {self.replay_min_staleness} a "
-                f"queued sample is {oldest} versions old before it has been trained: set it to at least {oldest}."
+                f"queued sample is {oldest} versions old before "
+                f"{'the first pass over a generation' if self.replay_fraction > 0 else 'a pass'} has trained it: set "
+                f"it to at least {oldest}."
             )
         if self.replay_max_reuse is not None and self.replay_max_reuse < self.num_iterations:
             raise ValueError(
@@ -508,14 +529,12 @@ class BAPOConfig(GRPOConfig):
                 f"train each sample that many times on average: set it to at least {self.num_iterations}."
             )
         # From an empty queue, the passes over a generation use up all that it brings.
-        if self.replay_max_reuse == self.num_iterations and self.replay_min_staleness > updates * (
-            self.num_iterations - 1
-        ):
+        draws_its_own = self.num_iterations > 1 and self.replay_min_staleness <= updates * (self.num_iterations - 1)
+        if self.replay_max_reuse == self.num_iterations and (self.replay_fraction > 0 or not draws_its_own):
             raise ValueError(
                 f"`replay_max_reuse` is {self.replay_max_reuse}: the {self.num_iterations} passes over a generation "
-                f"(`num_iterations`) use its samples up before they are `replay_min_staleness` "
-                f"{self.replay_min_staleness} versions old. Set `replay_max_reuse` to at least "
-                f"{self.num_iterations + 1}."
+                "(`num_iterations`) use its samples up, and the first pass over the next one finds none in the "
+                f"queue. Set `replay_max_reuse` to at least {self.num_iterations + 1}."
             )
 
 

@@ -9,12 +9,20 @@ from accelerate import Accelerator
 from ..policy_tokens import policy_mask
 from ..reduce import Tally
 from .checkpoint import is_queue_file, load_queue, save_queue
-from .queue import DRAW_ORDERS, ReplayBatch, ReplayQueue, smallest_capacity
+from .queue import DRAW_ORDERS, ReplayBatch, ReplayQueue, smallest_capacity, smallest_max_staleness
 from .rows import Rows, batch_to_rows, rows_to_batch
 from .ties import tied_rows
 
 
-__all__ = ["DRAW_ORDERS", "REPLAY_METRICS", "ReplayMixer", "ReplayQueue", "is_queue_file", "smallest_capacity"]
+__all__ = [
+    "DRAW_ORDERS",
+    "REPLAY_METRICS",
+    "ReplayMixer",
+    "ReplayQueue",
+    "is_queue_file",
+    "smallest_capacity",
+    "smallest_max_staleness",
+]
 
 REPLAY_METRICS = {
     "replay/size": "Samples in the queues of all ranks, after the draw.",

@@ -63,6 +63,37 @@ def smallest_capacity(
     return max(first, (math.ceil(max(0, min_staleness - updates_per_pass) / versions) + 1) * rows)
 
 
+def smallest_max_staleness(updates_per_pass: int, num_iterations: int = 1, min_staleness: int = 0) -> int:
+    """
+    Compute the smallest limit on the staleness under which the first pass over a generation can draw rows.
+
+    With `U` updates a pass and `I` passes, rows from `d` generations ago are `d U I` versions old when the first pass
+    draws them, and `U - 1` more at its last update. The youngest that have rested are those of
+    `d = max(1, ceil(min_staleness / (U I)))`.
+
+    Args:
+        updates_per_pass (`int`):
+            Optimizer updates of a pass.
+        num_iterations (`int`, *optional*, defaults to `1`):
+            Passes over a generation.
+        min_staleness (`int`, *optional*, defaults to `0`):
+            Smallest age of a row when it is drawn, in policy versions.
+
+    Returns:
+        `int`: Number of policy versions.
+
+    Example:
+
+    ```python
+    >>> smallest_max_staleness(updates_per_pass=2, num_iterations=3)  # drawn when 6 versions old, trained until 7
+    7
+
+    ```
+    """
+    versions = updates_per_pass * num_iterations  # of a generation
+    return max(1, math.ceil(min_staleness / versions)) * versions + updates_per_pass - 1
+
+
 @dataclass(frozen=True)
 class ReplayBatch:
     """

@@ -76,10 +76,10 @@ def spied(tmp_path, **args):
     [
         {},
         {"replay_order": "uniform", "replay_max_staleness": 5, "replay_fraction": 0.75},
-        {"num_iterations": 3, "replay_max_reuse": 3, "replay_order": "newest"},
+        {"num_iterations": 3, "replay_max_reuse": 4, "replay_order": "newest"},
         {"replay_zero_advantage": True, "replay_fraction": 0.0, "num_iterations": 2},
         {"gradient_accumulation_steps": 4, "beta": 0.0},
-        {"loss_type": "grpo", "search_scope": "micro_batch", "num_iterations": 2, "replay_max_reuse": 2},
+        {"loss_type": "grpo", "search_scope": "micro_batch", "num_iterations": 2, "replay_max_reuse": 3},
     ],
     ids=lambda args: "-".join(args) or "half",
 )
@@ -162,25 +162,59 @@ def test_a_capacity_that_cannot_hold_min_staleness_is_refused_with_one_that_can(
     assert any(rows < wanted[i % passes] for i, rows in list(enumerate(rested_rows_by_pass(too_small)))[-passes:])
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-def test_rows_that_are_used_up_before_they_have_rested_are_refused(tmp_path, passes):
-    settings = {**REPLAY, "replay_fraction": 1.0, "replay_min_staleness": 2 * passes, "num_iterations": passes}
-    message = rf"`replay_max_reuse` is {passes}.*`replay_min_staleness` {2 * passes}.*at least {passes + 1}"
-    with pytest.raises(ValueError, match=message):
-        toy_trainer(tmp_path, **settings, replay_max_reuse=passes)
-    assert max(rested_rows_by_pass(spied(tmp_path / "enough", **settings, replay_max_reuse=passes + 1))) > 0
+def drawn_by_first_passes(trainer) -> list[float]:
+    """Share of each generation's first batch that came from the queue."""
+    shares = [log["replay/fraction"] for log in training_logs(trainer) if "replay/fraction" in log]
+    return shares[:: trainer.args.num_iterations]
+
+
+@pytest.mark.parametrize(
+    ("args", "name", "smallest"),
+    [
+        # The first pass trains all, each later pass a whole generation's worth
+        ({"num_iterations": 1}, "replay_max_reuse", 2),
+        ({"num_iterations": 3}, "replay_max_reuse", 4),
+        ({"num_iterations": 2, "replay_min_staleness": 4, "replay_fraction": 1.0}, "replay_max_reuse", 3),
+        ({"num_iterations": 1, "replay_fraction": 0.0, "replay_zero_advantage": True}, "replay_max_reuse", 2),
+        # A generation is 4 versions: its rows are 4 or 8 old at a first pass, and one more at the second update
+        ({"num_iterations": 2}, "replay_max_staleness", 5),
+        ({"num_iterations": 2, "replay_min_staleness": 4}, "replay_max_staleness", 5),
+        ({"num_iterations": 2, "replay_min_staleness": 5}, "replay_max_staleness", 9),
+    ],
+    ids=str,
+)
+def test_limits_under_which_no_first_pass_replays_are_refused_with_one_that_does(tmp_path, args, name, smallest):
+    settings = {**REPLAY, "max_steps": 12 * args["num_iterations"], **args}
+    with pytest.raises(ValueError, match=rf"`{name}` is {smallest - 1}.*at least {smallest}\."):
+        toy_trainer(tmp_path, **settings, **{name: smallest - 1})
+    assert max(drawn_by_first_passes(spied(tmp_path / "enough", **settings, **{name: smallest}))) > 0
     trainer = toy_trainer(tmp_path / "too_few", trainer_class=Spy, **settings)
-    trainer.args.replay_max_reuse = passes  # past the check
+    setattr(trainer.args, name, smallest - 1)  # past the check
     trainer.train()
-    assert max(rested_rows_by_pass(trainer)) == 0
+    assert max(drawn_by_first_passes(trainer)) == 0
+
+
+@pytest.mark.parametrize("limit", [{"replay_max_reuse": 2}, {"replay_max_staleness": 3}], ids=str)
+def test_rows_without_advantage_may_be_left_out_of_later_passes_alone(limit):
+    """With no share of the first pass to fill, that is a setting of its own; the trainer tells of it."""
+
+    def warnings(**args):
+        settings = {**REPLAY, "replay_fraction": 0.0, "replay_zero_advantage": True, "num_iterations": 2, **args}
+        config = BAPOConfig("unused", **{**CPU, **OFF_POLICY, **settings})
+        return [message for message in config.warnings() if "later passes only" in message]
+
+    (message,) = warnings(**limit)
+    (name,) = limit
+    assert f"`{name}` {limit[name]}" in message
+    assert warnings(**{name: 5}) == []
 
 
 @pytest.mark.parametrize(
     "args",
     [
         {"replay_fraction": 1.0, "replay_min_staleness": 4, "num_iterations": 2},
-        {"gradient_accumulation_steps": 1, "num_iterations": 3, "replay_max_staleness": 11},
-        {"num_iterations": 2, "replay_max_staleness": 3},
+        {"gradient_accumulation_steps": 1, "num_iterations": 3, "replay_max_staleness": 15},
+        {"num_iterations": 2, "replay_max_staleness": 5},
     ],
 )
 def test_no_update_is_left_without_rows(tmp_path, args):
@@ -281,7 +315,7 @@ def test_metrics_of_the_queue(tmp_path):
 @pytest.mark.parametrize(
     ("reason", "limit"),
     [
-        ("used", {"replay_max_reuse": 2, "num_iterations": 2}),
+        ("used", {"replay_max_reuse": 3, "num_iterations": 2}),
         ("expired", {"replay_max_staleness": 3, "replay_fraction": 0.25}),
         ("overflowed", {"replay_capacity": 30}),
     ],
@@ -444,7 +478,11 @@ def test_on_policy_settings_with_a_queue_have_behaviour_log_probs_and_no_warning
         ({"replay_fraction": 0.01}, r"replay_fraction.*0.01.*24 samples.*at least 0.0417"),
         # 2 updates in a pass: a displaced row is drawn 2 versions later, and 3 old at the last update
         ({"replay_max_staleness": 2}, r"replay_max_staleness.*2.*at least 3"),
-        ({"replay_max_staleness": 4, "num_iterations": 3}, r"replay_max_staleness.*4.*at least 5"),
+        ({"replay_max_staleness": 4, "num_iterations": 3}, r"replay_max_staleness.*4.*at least 7"),
+        (
+            {"replay_max_staleness": 4, "num_iterations": 3, "replay_fraction": 0.0, "replay_zero_advantage": True},
+            r"replay_max_staleness.*4.*at least 5",
+        ),
         ({"replay_max_staleness": 4, "replay_min_staleness": 3}, r"replay_max_staleness.*4.*at least 5"),
         ({"replay_min_staleness": -1}, r"replay_min_staleness.*-1.*at least 0"),
         # A whole batch may be without advantage

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from bapo_trl.rank_files import checksum
 from bapo_trl.replay.checkpoint import FILES, load_queue, save_queue
-from bapo_trl.replay.queue import ReplayQueue
+from bapo_trl.replay.queue import ReplayQueue, smallest_max_staleness
 from bapo_trl.replay.rows import Column, Rows, Spans, batch_to_rows, concat_rows
 from tests.replay.test_rows import PAD, batch
 
@@ -278,6 +278,29 @@ def test_a_lower_limit_of_reuse_holds_after_a_resume(tmp_path):
     restored = ReplayQueue(10, max_reuse=1)
     load_queue(restored, tmp_path, 0, 1)
     assert contents(restored) == [2]
+
+
+def rows_of_first_passes(updates, passes, num_generations=9, **limits):
+    """How many rows the first passes draw from the queue, of a share of a half."""
+    queue, count = ReplayQueue(1000, **limits), 0
+    for generation in range(num_generations):
+        first, *later = ((generation * passes + number) * updates for number in range(passes))
+        rows = make_rows(first, 4)
+        count += queue.draw_first_pass(rows, 0.5, False, first, first + updates - 1).from_queue
+        for version in later:
+            queue.draw_later_pass(4, rows, version, version + updates - 1)
+    return count
+
+
+@pytest.mark.parametrize("order", ["fifo", "uniform"])
+@pytest.mark.parametrize(("updates", "passes"), [(1, 1), (3, 1), (1, 2), (2, 2), (2, 3)])
+def test_the_smallest_limits_under_which_a_first_pass_draws(updates, passes, order):
+    for min_staleness in range(0, 2 * updates * passes + 2):
+        stays = {"min_staleness": min_staleness, "order": order}
+        smallest = smallest_max_staleness(updates, passes, min_staleness)
+        assert rows_of_first_passes(updates, passes, max_staleness=smallest - 1, **stays) == 0
+        assert rows_of_first_passes(updates, passes, max_reuse=passes, **stays) == 0
+        assert rows_of_first_passes(updates, passes, max_staleness=smallest, max_reuse=passes + 1, **stays) > 0
 
 
 @pytest.mark.parametrize("state", ["{}", "[]", '{"ledger": {"version": [1]}}', '{"ledger": 3}', "{"])
