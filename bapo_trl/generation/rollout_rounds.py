@@ -227,7 +227,7 @@ class RolloutRounds:
         self.before_generation = self.pool.state()
         held, limit = len(self.pool), self._num_held
         if held > limit and self.pool.rank == 0:
-            too_old = ", and some wait longer than `partial_rollout_max_staleness` allows"
+            too_old = ", too many for a `partial_rollout_max_staleness` to hold"
             warnings.warn(
                 f"The checkpoint {folder} holds {held} groups in flight for each rank, more than the {limit} that "
                 "`partial_rollout_oversampling` holds over. A generation trains as many groups as enter it, so that "

@@ -678,7 +678,7 @@ def test_more_groups_that_may_not_wait_than_a_generation_trains_go_one_after_the
     first = train(tmp_path, **settings, max_steps=3)
     resumed = trainer_of(tmp_path, **settings, max_steps=9, steps_per_generation=2, partial_rollout_max_staleness=1)
     parked = [group.inputs["prompt"] for group in first._rounds.pool]
-    with pytest.warns(UserWarning, match=r"holds 11 groups .* some wait longer than `partial_rollout_max_staleness`"):
+    with pytest.warns(UserWarning, match=r"holds 11 groups .* too many for a `partial_rollout_max_staleness`"):
         resumed.train(resume_from_checkpoint=True)
     assert full_rows(resumed) == [8] * 6
     trained = [character_tokenizer().decode(prompt_ids) for prompt_ids, *_ in trained_rows(resumed)][::2]
