@@ -50,6 +50,7 @@ CLIENT_ATTRIBUTES = ("_post", "base_url", "model")
 OVERRIDDEN_METHODS = (
     "_calculate_rewards",
     "_compute_loss",
+    "_finalize_training",
     "_generate",
     "_generate_and_score_completions",
     "_generate_single_turn",

@@ -2,8 +2,9 @@
 
 Invariant: a folder `checkpoint-N` holds all files of its manifest. It is written in `_unfinished`, flushed to the disk
 and renamed; one that has to go is renamed back to there and then deleted. `_unfinished` is gone at the end of a save:
-if one is found, it was left by a save that did not end, and is removed. Neither transformers nor an upload to the Hub
-takes it, or what is in it, for a checkpoint.
+if one is found, it was left by a save that did not end, and is removed. If that save had made room for a new
+checkpoint of the same name, the new one gets the name first. Neither transformers nor an upload to the Hub takes
+`_unfinished`, or what is in it, for a checkpoint.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from .trainer_mixin import TrainerMixin
 
 MANIFEST = "checkpoint_files.json"
 UNFINISHED = "_unfinished"
+_OLD = "old-"  # before the name of a checkpoint that has to go
 
 
 class WholeCheckpoints(TrainerMixin):
@@ -33,6 +35,7 @@ class WholeCheckpoints(TrainerMixin):
     - `_save_checkpoint`: lets the parents write into `_unfinished`, where their rotation finds one checkpoint and
       leaves it; then renames, pushes and rotates.
     - `_get_output_dir`, `_push_from_checkpoint`: send the parents there meanwhile, and hold back their push.
+    - `_finalize_training`: with `save_total_limit` 1, deletes all but the best checkpoint before the parents do.
     - `train`: resumes from whole checkpoints only.
     """
 
@@ -60,6 +63,7 @@ class WholeCheckpoints(TrainerMixin):
         if resume_from_checkpoint is None or resume_from_checkpoint is False:
             return None
         run_dir = self.args.output_dir
+        self._remove_unfinished(run_dir)
         if resume_from_checkpoint is not True:
             defect = self._defect_on_any_rank(resume_from_checkpoint)
             if defect is not None:
@@ -119,10 +123,21 @@ class WholeCheckpoints(TrainerMixin):
         if is_owner:
             _rotate(run_dir, folder, self.args.save_total_limit, self.state.best_model_checkpoint)
 
+    def _finalize_training(self, trial, *args, **kwargs):
+        # The parents would delete these file by file under their own names.
+        if self.args.should_save and self.args.save_total_limit == 1 and self.state.best_model_checkpoint is not None:
+            run_dir = self._get_output_dir(trial)
+            best = os.path.join(run_dir, os.path.basename(self.state.best_model_checkpoint))
+            if os.path.isdir(best):
+                os.makedirs(os.path.join(run_dir, UNFINISHED), exist_ok=True)
+                _rotate(run_dir, newest=best, limit=1, best=best)
+        return super()._finalize_training(trial, *args, **kwargs)
+
     def _remove_unfinished(self, run_dir: str) -> None:
         unfinished = os.path.join(run_dir, UNFINISHED)
         if self.is_local_process_zero() and os.path.isdir(unfinished):
             with contextlib.suppress(FileNotFoundError):  # another node, which shares the folder, was faster
+                _finish_replacement(run_dir)
                 names = sorted(os.listdir(unfinished))
                 shutil.rmtree(unfinished, ignore_errors=True)
                 warnings.warn(
@@ -219,6 +234,14 @@ def _finish(unfinished: str, folder: str) -> None:
     _flush(os.path.dirname(folder))
 
 
+def _finish_replacement(run_dir: str) -> None:
+    """Give a checkpoint its name, where a save was killed between moving the old one away and naming the new one."""
+    for name in os.listdir(os.path.join(run_dir, UNFINISHED)):
+        new, old = (os.path.join(run_dir, UNFINISHED, each) for each in (name, f"{_OLD}{name}"))
+        if os.path.isdir(old) and not os.path.isdir(os.path.join(run_dir, name)):
+            os.rename(new, os.path.join(run_dir, name))
+
+
 def _rotate(run_dir: str, newest: str, limit: int | None, best: str | None) -> None:
     """
     Delete what is in `_unfinished`, and the checkpoints beyond the limit: the oldest, but for the newest and the best.
@@ -238,7 +261,7 @@ def _rotate(run_dir: str, newest: str, limit: int | None, best: str | None) -> N
 
 def _move_away(folder: str) -> None:
     run_dir, name = os.path.split(folder)
-    os.rename(folder, os.path.join(run_dir, UNFINISHED, f"old-{name}"))
+    os.rename(folder, os.path.join(run_dir, UNFINISHED, f"{_OLD}{name}"))
 
 
 def _flush_tree(folder: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -165,6 +166,28 @@ def test_a_checkpoint_of_an_earlier_run_is_replaced_as_a_whole(tmp_path):
     assert all(torch.equal(trainer.model.state_dict()[key], later[key]) for key in later)
 
 
+def test_a_kill_between_the_old_checkpoint_and_the_new_one_of_its_name_leaves_the_new_one(tmp_path, monkeypatch):
+    saved(tmp_path, save_steps=6)
+    rename = os.rename
+
+    def killed_rename(source, target):
+        if os.path.basename(target) == "checkpoint-6":
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr("os.rename", killed_rename)
+    with pytest.raises(KeyboardInterrupt):
+        saved(tmp_path, save_steps=6, learning_rate=1e-3)
+    monkeypatch.undo()
+    assert names(tmp_path) == {UNFINISHED}
+    later = load_file(tmp_path / UNFINISHED / "checkpoint-6" / "model.safetensors")
+    trainer = toy_trainer(tmp_path, **SAVING)
+    assert trainer.checkpoint_to_resume(True) == str(tmp_path / "checkpoint-6")
+    assert names(tmp_path) == {"checkpoint-6"}
+    kept = load_file(tmp_path / "checkpoint-6" / "model.safetensors")
+    assert all(torch.equal(kept[key], later[key]) for key in later)
+
+
 SCORED = {
     "eval_strategy": "steps",
     "eval_steps": 2,
@@ -205,6 +228,27 @@ def test_the_best_checkpoint_is_that_of_transformers_under_its_name(tmp_path, st
     kept = load_file(tmp_path / "whole" / f"checkpoint-{best}" / "model.safetensors")
     assert all(torch.equal(whole.model.state_dict()[key], kept[key]) for key in kept)
     assert plain.state.best_global_step == whole.state.best_global_step == best
+
+
+@pytest.mark.parametrize("loads_best", [True, False])
+def test_the_deletion_of_all_but_the_best_leaves_no_part_that_counts_as_whole(tmp_path, monkeypatch, loads_best):
+    """With `save_total_limit` 1, the newest checkpoint goes too at the end of the training."""
+    rmtree = shutil.rmtree
+
+    def killed_rmtree(folder, *args, **kwargs):
+        manifests = [path for path in Path(folder).rglob(MANIFEST) if path.parent.name.endswith("checkpoint-6")]
+        if manifests:
+            manifests[0].unlink()
+            raise KeyboardInterrupt
+        rmtree(folder, *args, **kwargs)
+
+    args = {"save_total_limit": 1, "load_best_model_at_end": loads_best, **SCORED}
+    monkeypatch.setattr("shutil.rmtree", killed_rmtree)
+    with pytest.raises(KeyboardInterrupt):
+        saved(tmp_path, scored(BAPOTrainer, {2: 3, 4: 2, 6: 1}), **args)
+    monkeypatch.undo()
+    assert toy_trainer(tmp_path, **SAVING).checkpoint_to_resume(True) == str(tmp_path / "checkpoint-2")
+    assert names(tmp_path) == {"checkpoint-2"}
 
 
 def test_a_best_checkpoint_that_was_moved_with_the_run_is_found_again(tmp_path):

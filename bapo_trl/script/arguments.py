@@ -1,4 +1,4 @@
-"""Flags and recipes of `train_bapo.py`: what is not known ends in one line that names the nearest that is."""
+"""Flags and recipes of `train_bapo.py`: what cannot be read ends in one line, with the nearest name that is known."""
 
 import difflib
 import os
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
+import yaml
 from trl import TrlParser
 
 
@@ -14,8 +15,9 @@ class RecipeParser(TrlParser):
     """
     TRL's parser of flags and a YAML file (`--config`), which checks all names before any value.
 
-    What differs from [`~trl.TrlParser`]: a missing file and unknown names end the process with code 2 and one line on
-    stderr, as argparse does for values; `--config=PATH` is understood; no flag may be abbreviated.
+    What differs from [`~trl.TrlParser`]: a file that is missing or no recipe, and unknown names, end the process with
+    code 2 and one line on stderr, as argparse does for values; `--config=PATH` is understood; no flag may be
+    abbreviated.
     """
 
     def __init__(self, dataclass_types: Iterable[Any], **kwargs):
@@ -29,6 +31,9 @@ class RecipeParser(TrlParser):
             self._recipe = next(iter(args[args.index("--config") + 1 :]), "")
             if not os.path.isfile(self._recipe):
                 self._refuse(f"`--config` is '{self._recipe}': there is no such file")
+            defect = _find_defect(self._recipe)
+            if defect is not None:
+                self._refuse(f"the recipe {self._recipe} {defect}")
         return super().parse_args_and_config(args, *rest, **kwargs)
 
     def set_defaults_with_config(self, **config):
@@ -50,11 +55,34 @@ class RecipeParser(TrlParser):
     def _with_nearest(self, names: list[str], prefix: str = "") -> str:
         known = ["config", *(f.name for settings in self.dataclass_types for f in fields(settings) if f.init)]
 
-        def nearest(name: str) -> str:
-            bare = name.removeprefix(prefix).replace("-", "_")
-            return prefix + difflib.get_close_matches(bare, known, n=1, cutoff=0)[0]
+        def described(name: str) -> str:
+            near = difflib.get_close_matches(name.removeprefix(prefix).replace("-", "_"), known, n=1)
+            return f"{name} (the nearest is {prefix}{near[0]})" if near else f"{name} (none is near: --help lists all)"
 
-        return ", ".join(f"{name} (the nearest is {nearest(name)})" for name in names)
+        return ", ".join(described(name) for name in names)
 
     def _refuse(self, message: str):
         self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def _find_defect(path: str) -> str | None:
+    """Return what keeps a file from being a recipe, with the fix; `None` if it is one."""
+    example = "write one setting a line, such as `learning_rate: 1.0e-6`"
+    try:
+        with open(path, encoding="utf-8") as file:
+            recipe = yaml.safe_load(file)
+    except OSError as error:
+        return f"cannot be read ({error.strerror}): check its permissions"
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        return f"is not valid YAML ({' '.join(str(error).split())}): correct it there"
+    if recipe is None:
+        return f"is empty: {example}"
+    if not isinstance(recipe, dict):
+        return f"is a {type(recipe).__name__}, not settings by name: {example}"
+    for name in recipe:
+        if not isinstance(name, str):
+            return f"has the key {name!r}, which is no name: {example}"
+    env = recipe.get("env", {})
+    if not isinstance(env, dict):
+        return f"has an `env` that is a {type(env).__name__}: write one variable a line below it, such as `  A: 1`"
+    return None

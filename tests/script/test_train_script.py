@@ -171,6 +171,7 @@ def test_own_data_takes_nothing_from_the_quickstart(spelling):
             ["--learning_rat", "1e-6", "--sed", "-1"],
             "--learning_rat (the nearest is --learning_rate), --sed (the nearest is --seed)",
         ),
+        (["--lr=3", "--verbose"], "--lr (none is near: --help lists all), --verbose (none is near: --help lists all)"),
         (["recipes/math_7b.yaml"], "'recipes/math_7b.yaml' belongs to no flag"),
         (["--config", "missing.yaml"], "`--config` is 'missing.yaml': there is no such file"),
         (["--config=recipes"], "`--config` is 'recipes': there is no such file"),
@@ -193,6 +194,34 @@ def test_an_unknown_key_of_a_recipe_ends_in_one_line(tmp_path, capsys):
     assert ended.value.code == 2
     line = f"error: unknown key in {recipe}: learning_rat (the nearest is learning_rate)\n"
     assert capsys.readouterr().err.endswith(line)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("", "is empty: write one setting a line, such as `learning_rate: 1.0e-6`"),
+        ("# max_steps: 3\n", "is empty: write one setting a line"),
+        ("- max_steps: 3\n- seed: 1\n", "is a list, not settings by name: write one setting a line"),
+        ("max_steps\n", "is a str, not settings by name: write one setting a line"),
+        ("3: 4\n", "has the key 3, which is no name: write one setting a line"),
+        ("env: [A]\n", "has an `env` that is a list: write one variable a line below it, such as `  A: 1`"),
+        ("max_steps: 3\nseed: [1\n", 'is not valid YAML (while parsing a flow sequence in "RECIPE", line 2, column 7'),
+        (
+            "a: b: c\n",
+            'is not valid YAML (mapping values are not allowed here in "RECIPE", line 1, column 5): correct',
+        ),
+        (b"\xff\xfe\x00", "is not valid YAML ("),
+    ],
+)
+def test_a_recipe_that_is_no_mapping_ends_in_one_line(tmp_path, recipe, message, capsys):
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(recipe if isinstance(recipe, bytes) else recipe.encode())
+    with pytest.raises(SystemExit) as ended:
+        train_bapo.main(["--config", str(path)])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err.partition("error: ")[2]
+    assert error.startswith(f"the recipe {path} {message.replace('RECIPE', str(path))}")
+    assert error.count("\n") == 1
 
 
 def test_the_line_is_all_that_a_user_sees_of_an_unknown_flag(tmp_path):
