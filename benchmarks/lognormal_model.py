@@ -50,7 +50,7 @@ def lognormal_hazards(median: float, tail: float, num_tokens: int) -> torch.Tens
 
 
 def lognormal_model(
-    median: float, tail: float, prompt_tokens: int, max_completion_length: int, hidden: int = 128, layers: int = 4
+    median: float, tail: float, prompt_tokens: int, max_completion_length: int, hidden: int = 64, layers: int = 2
 ) -> GPT2LMHeadModel:
     """
     Return a GPT-2 that ends each completion by the hazards of its place, and else samples characters alike.
@@ -67,9 +67,9 @@ def lognormal_model(
             Length of all prompts.
         max_completion_length (`int`):
             Number of places that the model has for a completion.
-        hidden (`int`, *optional*, defaults to `128`):
+        hidden (`int`, *optional*, defaults to `64`):
             Width. Heads are 32 wide, the least that vLLM's attention on CPUs takes.
-        layers (`int`, *optional*, defaults to `4`):
+        layers (`int`, *optional*, defaults to `2`):
             Number of layers.
     """
     tokenizer = lognormal_tokenizer()
