@@ -12,7 +12,7 @@ that of two settings in a round. The first generations, in which the pool fills,
 A call of the sampler takes as many *decode steps* as its longest completion has tokens. A generation has a *slot* for
 each row of its first call; a slot is *idle* in a decode step in which it has no token. Prompts and tokens so far are
 *sent again* with every call but the first. transformers computes them again; so does vLLM, but for whole blocks of its
-cache (128 tokens on CPUs, 16 on GPUs) that the same policy filled.
+cache (of 32 tokens here) that the same policy filled.
 """
 
 import argparse
@@ -50,6 +50,7 @@ PROMPT_TOKENS = 8
 GROUPS, COMPLETIONS = 16, 8
 UPDATES = 4
 WARMUP = 3
+BLOCK_TOKENS = 32  # of vLLM's prefix cache
 SYNCHRONOUS = 1.0
 OVERSAMPLING = (1.25, 1.5, 1.9)
 CHUNK = 0.25  # of the median
@@ -246,7 +247,10 @@ def _measure_over_server(rounds: int, generations: int) -> list[dict]:
         lognormal_model(median, TAIL, PROMPT_TOKENS, CAP * median).save_pretrained(model)
         lognormal_tokenizer().save_pretrained(model)
         log = Path(folder) / "server.log"
-        with vllm_server(model, log, max_tokens=PROMPT_TOKENS + CAP * median, cache_mib=1024, max_rows=256) as server:
+        # Small blocks, so that the cache keeps most of what a round sends again
+        flags = ["--max-num-seqs", "256", "--block-size", str(BLOCK_TOKENS), "--kv-cache-memory-bytes", str(2**30)]
+        flags += ["--max-model-len", str(PROMPT_TOKENS + CAP * median)]
+        with vllm_server(model, log, flags=flags) as server:
             sampler = {
                 "use_vllm": True,
                 "vllm_mode": "server",

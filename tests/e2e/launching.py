@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +20,9 @@ ENGINES = {
         "distributed_type": "DEEPSPEED", "engine": "DeepSpeedEngine", "sharding": "DeepSpeedZeroOptimizer_Stage3",
     },
 }  # fmt: skip
+
+
+SMALL = ("--max-model-len", "64", "--kv-cache-memory-bytes", str(64 * 2**20))
 
 
 class Server(NamedTuple):
@@ -38,13 +41,7 @@ def launch(config: str, arguments: list[str], num_processes: int = 2, timeout_s:
 
 @contextmanager
 def vllm_server(
-    model: Path,
-    log: Path,
-    timeout_s: int = 300,
-    port: int | None = None,
-    max_tokens: int = 64,
-    cache_mib: int = 64,
-    max_rows: int = 128,
+    model: Path, log: Path, timeout_s: int = 300, port: int | None = None, flags: Sequence[str] = SMALL
 ) -> Iterator[Server]:
     """Serve a model with `scripts/serve_vllm.sh`; say where once it says that it is ready, end it afterwards."""
     port = port or free_port()
@@ -57,8 +54,6 @@ def vllm_server(
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
-    flags = ["--max-model-len", str(max_tokens), "--kv-cache-memory-bytes", str(cache_mib * 2**20)]
-    flags += ["--max-num-seqs", str(max_rows)]
     process = subprocess.Popen(
         ["scripts/serve_vllm.sh", str(model), *flags],
         cwd=ROOT,
