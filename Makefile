@@ -18,7 +18,7 @@ E2E_CACHE ?= $(HOME)/.cache/bapo_trl/e2e-$(shell cksum < constraints-e2e.txt | c
 E2E_BIN := $(E2E_CACHE)/venv/bin
 E2E_ENV := $(OFFLINE) OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR=$(E2E_CACHE)/torch_extensions
 
-.PHONY: demo test test-e2e test-compat quality style bench bench-stability clean
+.PHONY: demo test test-e2e test-compat quality style bench bench-vllm bench-stability clean
 
 demo: $(VENV)/.installed
 	$(OFFLINE) $(BIN)/python train_bapo.py
@@ -63,6 +63,12 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.update_cost
 	$(BIN)/python -m benchmarks.replay_queue
 	$(BIN)/python -m benchmarks.replay_study --jobs 2
+	$(BIN)/python -m benchmarks.partial_rollouts --sampler transformers
+	$(BIN)/python -m benchmarks.rollout_simulation
+	$(BIN)/python -m benchmarks.pages
+
+bench-vllm: $(E2E_CACHE)/.installed
+	$(E2E_ENV) $(E2E_BIN)/python -m benchmarks.partial_rollouts --sampler vllm
 	$(BIN)/python -m benchmarks.pages
 
 # Hours for a study from scratch, so not part of `bench`; makes the runs that benchmarks/results lacks

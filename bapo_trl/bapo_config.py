@@ -124,7 +124,9 @@ class BAPOConfig(GRPOConfig):
     replay_max_staleness: int | None = field(
         default=None,
         metadata={
-            "help": "Largest staleness of a sample when it is trained, in policy versions. `None` for no limit."
+            "help": "Largest staleness of a queued sample when it is trained, in policy versions. `None` for no "
+            "limit. With partial rollouts it goes by the oldest token of a sample; that of fresh ones is bound by "
+            "`partial_rollout_max_staleness` alone."
         },
     )
     replay_min_staleness: int = field(
@@ -351,7 +353,8 @@ class BAPOConfig(GRPOConfig):
                     "bounds. Remove it; to fix both bounds as in GRPO, set `ratio_lower_start` = `ratio_lower_max` "
                     "(1 - epsilon) and `ratio_upper_start` = `ratio_upper_max` (1 + epsilon_high)."
                 )
-        for name in ("positive_contribution_target", *(f"ratio_{part}" for part in _BOUND_PARTS)):
+        bounds = (f"ratio_{part}" for part in _BOUND_PARTS)
+        for name in ("positive_contribution_target", *bounds, "partial_rollout_oversampling"):
             if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), (int, float)):
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}: set it to a number.")
         if self.num_iterations < 1:
@@ -412,10 +415,12 @@ class BAPOConfig(GRPOConfig):
                 f"`partial_rollout_oversampling` is {self.partial_rollout_oversampling}: set it to at least 1 (off) "
                 "and less than 2."
             )
-        if self.partial_rollout_chunk_length < 1:
-            raise ValueError(
-                f"`partial_rollout_chunk_length` is {self.partial_rollout_chunk_length}: set it to at least 1."
-            )
+        for name, smallest in (("partial_rollout_chunk_length", 1), ("partial_rollout_max_staleness", 0)):
+            value = getattr(self, name)
+            if value is None and name == "partial_rollout_max_staleness":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+                raise ValueError(f"`{name}` is {value!r}: set it to a whole number, at least {smallest}.")
         if not self.uses_partial_rollouts:
             return
         if self.rows_per_generation % self.num_generations != 0:
@@ -427,8 +432,9 @@ class BAPOConfig(GRPOConfig):
         if self.groups_held == 0:
             raise ValueError(
                 f"`partial_rollout_oversampling` is {self.partial_rollout_oversampling}, which holds over none of the "
-                f"{self.groups_per_generation} groups of a generation on each rank: raise it to at least "
-                f"{1 + 1 / self.groups_per_generation:.3g}, or raise `steps_per_generation`."
+                f"{self.groups_per_generation} groups of a generation on each rank: raise it above "
+                f"{1 + 0.5 / self.groups_per_generation:.4g}, e.g. to {1 + 1 / self.groups_per_generation:.4g}, or "
+                "raise `steps_per_generation`."
                 if self.groups_per_generation > 1
                 else f"`partial_rollout_oversampling` is {self.partial_rollout_oversampling}, but each rank has one "
                 "group a generation, and cannot hold one over: raise `steps_per_generation` or "
@@ -507,6 +513,8 @@ class BAPOConfig(GRPOConfig):
         # pass to fill, it is enough that a later one draws.
         passes = max(1, -(-self.replay_min_staleness // updates), self.num_iterations - 1)
         oldest = self._smallest_max_staleness if self.replay_fraction > 0 else passes * updates + updates - 1
+        if self.uses_partial_rollouts:  # rows are up to a generation old when they enter
+            oldest += self.updates_per_generation
         if self.replay_max_staleness is not None and self.replay_max_staleness < oldest:
             raise ValueError(
                 f"`replay_max_staleness` is {self.replay_max_staleness}, but with {updates} updates in a pass, "

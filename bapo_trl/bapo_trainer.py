@@ -17,6 +17,7 @@ from .diagnostics import UpdateLog, measure_tokens
 from .generation.behavior_policy import KnownBehaviorPolicy
 from .generation.logp_mismatch import client_for
 from .generation.partial_trainer import PartialRollouts
+from .generation.server_restart import ServerRestarts
 from .prompts import check_columns, check_number_of_prompts
 from .replay.mixer import ReplayMixer, ReplayQueue, is_queue_file
 from .rewards import best_of_k
@@ -29,7 +30,9 @@ from .whole_checkpoint import WholeCheckpoints
 trl_compat.check_trl()
 
 
-class BAPOTrainer(WholeCheckpoints, KnownBehaviorPolicy, PartialRollouts, Scoring, ResumeFixes, GRPOTrainer):
+class BAPOTrainer(
+    WholeCheckpoints, KnownBehaviorPolicy, PartialRollouts, ServerRestarts, Scoring, ResumeFixes, GRPOTrainer
+):
     """
     Trainer for Balanced Policy Optimization with Adaptive Clipping (BAPO).
 
@@ -152,6 +155,9 @@ class BAPOTrainer(WholeCheckpoints, KnownBehaviorPolicy, PartialRollouts, Scorin
         return super()._get_train_sampler(dataset)
 
     def _generate_and_score_completions(self, inputs):
+        trains_past_samples = self._replay is not None or self.args.uses_partial_rollouts
+        if self.model.training and trains_past_samples and not self._has_probed_padding:
+            self._warn_if_padding_counts()
         output = super()._generate_and_score_completions(inputs)
         if not self.model.training or self._replay is None:
             return output
@@ -257,6 +263,13 @@ class BAPOTrainer(WholeCheckpoints, KnownBehaviorPolicy, PartialRollouts, Scorin
             return
         if not self._replay.load(checkpoint):
             warnings.warn(f"The checkpoint {checkpoint} holds no replay queue: starting with an empty one.")
+        rows, _ = self._replay.queue.state()
+        if self.args.uses_partial_rollouts and any("token_versions" not in chunk.columns for chunk in rows):
+            raise ValueError(
+                f"`partial_rollout_oversampling` is {self.args.partial_rollout_oversampling}, but the replay queue of "
+                f"the checkpoint {checkpoint} is of a run without partial rollouts: set it back to 1.0, or set "
+                "`replay_discard_saved` to start with an empty queue."
+            )
 
     # Bound search
 

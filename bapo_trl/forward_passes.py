@@ -36,6 +36,18 @@ def forked_random_state(device: torch.device) -> AbstractContextManager:
     return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
 
 
+@contextmanager
+def in_eval_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Put all modules in evaluation mode, and each back in the mode in which it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
 def has_random_forward(model: PreTrainedModel, neftune_noise_alpha: float | None = None) -> bool:
     """
     Tell whether two forward passes of the model in training mode may differ.

@@ -1,6 +1,7 @@
-"""State in a checkpoint folder: one safetensors file a rank, with JSON in its header. No pickle.
+"""State in a checkpoint folder: one safetensors file a rank, with JSON as the bytes of a tensor. No pickle.
 
-A checksum over all that a file holds, and over its name, tells of what has changed since it was written.
+The JSON of early files is in their headers, which hold 100 MB at most. A checksum over all that a file holds, and over
+its name, tells of what has changed since it was written.
 """
 
 import json
@@ -14,6 +15,10 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+
+
+STATE = "state"
+"""Name of the JSON among the tensors."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +60,9 @@ class RankFiles:
         path = self.path(folder, rank, num_ranks)
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(state)
-        metadata = {"format": self.format, "state": text, "checksum": checksum(path.name, text, tensors)}
-        save_file(dict(tensors), path, metadata=metadata)
+        metadata = {"format": self.format, "checksum": checksum(path.name, text, tensors)}
+        state_bytes = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        save_file({**tensors, STATE: state_bytes}, path, metadata=metadata)
         return path
 
     def find(self, folder: str | Path) -> list[Path]:
@@ -98,9 +104,10 @@ class RankFiles:
                 f"written by this version of bapo_trl. {self.remedy[0].upper()}{self.remedy[1:]}."
             )
         try:
-            if checksum(path.name, metadata["state"], tensors) != metadata["checksum"]:
+            text = bytes(tensors.pop(STATE).numpy()).decode() if STATE in tensors else metadata[STATE]
+            if checksum(path.name, text, tensors) != metadata["checksum"]:
                 raise ValueError("what it holds is not what was written under this name")
-            return tensors, json.loads(metadata["state"])
+            return tensors, json.loads(text)
         except (LookupError, RuntimeError, TypeError, ValueError) as error:
             raise self.damaged(path, error) from error
 

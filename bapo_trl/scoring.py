@@ -1,10 +1,11 @@
 """What a `GRPOTrainer` can tell of a batch besides its loss: log-probabilities, and how the loss weighs each token."""
 
+import warnings
 from collections.abc import Mapping
 
 import torch
 
-from .forward_passes import forked_random_state, has_random_forward, without_gradient_checkpointing
+from .forward_passes import forked_random_state, has_random_forward, in_eval_mode, without_gradient_checkpointing
 from .policy_tokens import PolicyTokens, policy_mask, policy_tokens
 from .trainer_mixin import TrainerMixin
 from .trl_compat import FORWARD_KEYS
@@ -20,6 +21,7 @@ class Scoring(TrainerMixin):
     def _reset_run_state(self):
         """Forget what belongs to a run. The bases add their own."""
         self._step, self._buffered_inputs = 0, None  # TRL's
+        self._has_probed_padding = False
         self._has_random_forward = has_random_forward(self.model, self.args.neftune_noise_alpha)
 
     @torch.no_grad()
@@ -36,6 +38,30 @@ class Scoring(TrainerMixin):
                 **{key: inputs.get(key) for key in FORWARD_KEYS},
             )
         return per_token_logps, entropies
+
+    def _warn_if_padding_counts(self):
+        """Warn of a model whose log-probabilities of a row change with the padding before it."""
+        self._has_probed_padding = True
+        ids = torch.arange(17, device=self.accelerator.device).unsqueeze(0)
+        padding = torch.full_like(ids[:, :8], self._tokenizer.pad_token_id)
+        ones = torch.ones_like(ids)
+        row = {"prompt_ids": ids[:, :1], "prompt_mask": ones[:, :1]}
+        row |= {"completion_ids": ids[:, 1:], "completion_mask": ones[:, 1:]}
+        padded = row | {
+            "prompt_ids": torch.cat([padding, row["prompt_ids"]], dim=1),
+            "prompt_mask": torch.cat([torch.zeros_like(padding), row["prompt_mask"]], dim=1),
+        }
+        with in_eval_mode(self.model):  # without dropout
+            (alone, _), (beside, _) = self._score(row), self._score(padded)
+        is_float32 = self.model.dtype == torch.float32 and self.accelerator.mixed_precision == "no"
+        rounding = 0.01 if is_float32 else 0.1  # nats a token; half precision rounds logits to about a tenth
+        if (alone - beside).abs().mean() > rounding and self.accelerator.is_main_process:
+            warnings.warn(
+                f"The model ({self.model.config.model_type}) does not take positions from the attention mask: the "
+                "log-probabilities of a sample change with the padding before it. Samples of a replay queue and of "
+                "partial rollouts are trained with other padding than they were scored with, so that their "
+                "importance ratios are wrong. Take a model with relative positions, or prompts of equal length."
+            )
 
     def _policy_tokens(self, inputs, per_token_logps, entropies) -> PolicyTokens:
         """Read off TRL's batch the tokens of the policy loss, weighed as `_compute_loss` weighs them."""

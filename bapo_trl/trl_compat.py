@@ -38,6 +38,12 @@ except ImportError as error:
 HAS_OPENAI_CLIENT = hasattr(VLLMClient, "get_server_info")
 """Whether TRL's client talks to vLLM's own server, from 1.16 on; before, to one of TRL's, which scores no prompts."""
 
+
+def uses_vllm_server(trainer: GRPOTrainer) -> bool:
+    """Return whether the trainer samples from vLLM's own server."""
+    return trainer.use_vllm and trainer.vllm_mode == "server" and HAS_OPENAI_CLIENT
+
+
 CLIENT_ATTRIBUTES = ("_post", "base_url", "model")
 """Attributes of that client that the package relies on; its `generate` must use them too."""
 
@@ -51,11 +57,13 @@ OVERRIDDEN_METHODS = (
     "_get_output_dir",
     "_get_per_token_logps_and_entropies",
     "_get_train_sampler",
+    "_init_training_state",
     "_load_optimizer_and_scheduler",
     "_prepare_inputs",
     "_push_from_checkpoint",
     "_save_checkpoint",
     "_save_optimizer_and_scheduler",
+    "_tokenize_prompts",
     "train",
 )
 """Methods of `GRPOTrainer` that the trainer overrides and calls through `super()`."""
@@ -67,7 +75,16 @@ CLASS_ATTRIBUTES = ("_name", "_paper", "_tag_names")
 """Class attributes that the trainer sets for TRL's model card."""
 
 ATTRIBUTES = {
-    "__init__": ("_is_vlm", "rollout_func", "vllm_generation", "vllm_mode"),
+    "__init__": (
+        "_is_vlm",
+        "eos_token_ids",
+        "generation_config",
+        "generation_kwargs",
+        "rollout_func",
+        "tools",
+        "vllm_generation",
+        "vllm_mode",
+    ),
     "_compute_loss": (
         "_get_per_token_logps_and_entropies",
         "current_gradient_accumulation_steps",
@@ -82,7 +99,8 @@ ATTRIBUTES = {
         "_metrics",
     ),
     "_save_checkpoint": ("_get_output_dir",),
-    "_generate_single_turn": ("_last_loaded_step",),
+    "_generate": ("_generate_single_turn", "_tokenize_prompts"),
+    "_generate_single_turn": ("_last_loaded_step", "eos_token_ids", "generation_config", "generation_kwargs"),
     "_prepare_inputs": ("_buffered_inputs", "_generate_and_score_completions", "_step", "num_iterations"),
     "_generate_and_score_completions": (
         "_calculate_rewards",

@@ -10,11 +10,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
 import trl
-from matplotlib.figure import Figure
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -154,7 +158,7 @@ class Section:
 
     text: str
     tables: str = ""
-    figures: dict[str, Figure] = field(default_factory=dict)
+    figures: "dict[str, Figure]" = field(default_factory=dict)
     readme_table: str = ""
 
 

@@ -13,7 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import benchmarks.stability.section as stability
-from benchmarks import quickstart, replay_queue, replay_study, search_cost, update_cost
+from benchmarks import (
+    partial_rollouts,
+    quickstart,
+    replay_queue,
+    replay_study,
+    rollout_simulation,
+    search_cost,
+    update_cost,
+)  # fmt: skip
 from benchmarks.common import RESULTS, ROOT, TABLES_PAGE, Section
 
 
@@ -34,6 +42,8 @@ SECTIONS = {
     "stability": stability.render,
     "replay_study": replay_study.render,
     "replay_queue": replay_queue.render,
+    "partial_rollouts": partial_rollouts.render,
+    "rollout_simulation": rollout_simulation.render,
 }
 
 

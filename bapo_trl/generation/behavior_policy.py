@@ -4,16 +4,16 @@ import torch
 
 from .. import trl_compat
 from ..forward_passes import without_gradient_checkpointing
-from ..scoring import Scoring
 from .logp_mismatch import DifferenceCheck, compare_with_sampler
+from .server_restart import ServerRestarts
 from .stale_server import StaleServerCheck
 
 
-class KnownBehaviorPolicy(Scoring):
+class KnownBehaviorPolicy(ServerRestarts):
     """
     Adds to each batch that a [`~trl.GRPOTrainer`] generates the policy version that sampled it, and its
     log-probabilities where they will be needed; checks those of a separate sampler. To be put before the trainer, and
-    before [`~scoring.Scoring`], among the bases.
+    before [`~server_restart.ServerRestarts`], among the bases.
     """
 
     def _reset_run_state(self):
@@ -27,8 +27,7 @@ class KnownBehaviorPolicy(Scoring):
         self._check_server = self._make_server_check()
 
     def _make_server_check(self) -> StaleServerCheck | None:
-        has_server = self.use_vllm and self.vllm_mode == "server" and trl_compat.HAS_OPENAI_CLIENT
-        if not has_server or self._is_vlm or self.args.vllm_logp_tolerance is None:
+        if not trl_compat.uses_vllm_server(self) or self._is_vlm or self.args.vllm_logp_tolerance is None:
             return None
         client = self.vllm_generation.vllm_client if self.accelerator.is_main_process else None
         return StaleServerCheck(self.model, self.accelerator, client)
@@ -57,6 +56,7 @@ class KnownBehaviorPolicy(Scoring):
             metrics, difference = compare_with_sampler(output, is_per_sequence, self.accelerator.gather)
             self._log_values(metrics)
             self._check_difference(difference)
-        if self._check_server is not None:
+        # A server that was started anew meanwhile has old weights for a good reason
+        if self._check_server is not None and not self._joins_restarted_server():
             self._log_values(self._check_server(output))
         return output

@@ -60,7 +60,8 @@ def compare_with_sampler(
     Args:
         batch (`dict`):
             TRL's batch, with `old_per_token_logps` (trainer), `sampling_per_token_logps` (sampler; NaN where it gave
-            none) and, if TRL corrects for the difference, `importance_sampling_ratio`.
+            none) and, if TRL corrects for the difference, `importance_sampling_ratio`. With `token_versions`, the
+            tokens of each sample's latest segment count: those before were sampled, and scored, under other weights.
         is_per_sequence (`bool`):
             Whether that ratio is one of sequences.
         gather (`Callable`):
@@ -76,18 +77,23 @@ def compare_with_sampler(
     policy_tokens = mask.sum()
     mask = mask & ~batch["sampling_per_token_logps"].isnan()
     difference = torch.where(mask, difference, 0.0).to(dtype)
+    latest = mask
+    if (versions := batch.get("token_versions")) is not None:
+        latest = mask & (versions == versions.amax(dim=1, keepdim=True)).to(mask.device)
+    of_latest = torch.where(latest, difference, 0.0)
+    log_raw, log_whole, counts = of_latest, difference, latest
     if is_per_sequence:
-        raw, counts = difference.sum(dim=1, keepdim=True).exp(), mask.any(dim=1, keepdim=True)
-    else:
-        raw, counts = difference.exp(), mask
-    used = batch.get("importance_sampling_ratio", raw).to(raw)
+        log_raw, log_whole = (each.sum(dim=1, keepdim=True) for each in (log_raw, log_whole))
+        counts = latest.any(dim=1, keepdim=True)
+    raw, whole = log_raw.exp(), log_whole.exp()
+    used = batch.get("importance_sampling_ratio", whole).to(raw)  # TRL's is of the whole sequence, or of tokens
     is_masked = (used == 0) & counts
-    is_truncated = ~torch.isclose(used, raw, rtol=1e-5, atol=0) & counts & ~is_masked
+    is_truncated = ~torch.isclose(used, whole, rtol=1e-5, atol=0) & counts & ~is_masked
     tally = Tally(
         {
             "policy_tokens": policy_tokens,
-            "tokens": mask.sum(),
-            "difference": difference.abs().sum(),
+            "tokens": latest.sum(),
+            "difference": of_latest.abs().sum(),
             "ratios": counts.sum(),
             "ratio": torch.where(counts, raw, 0.0).sum(),
             "truncated": is_truncated.sum(),

@@ -161,8 +161,6 @@ class RolloutPool:
         self.max_completion_length = max_completion_length
         self.window = window
         self.counts = PoolCounts()
-        self.has_emitted = False
-        """Whether groups have left in this run, on any rank."""
         self._eos_token_ids = frozenset(eos_token_ids)
         self.rank, self.num_ranks = rank, num_ranks
         self._groups: list[Group] = []  # in the order of admission
@@ -266,19 +264,27 @@ class RolloutPool:
         ]
 
     def overdue(self, oldest_version: int | None) -> list[Group]:
-        """Return the groups with a token older than `oldest_version`: they may not wait for another generation."""
+        """
+        Return the groups with a token older than `oldest_version`: they may not wait for another generation.
+
+        Those with the oldest token come first.
+        """
         if oldest_version is None:
             return []
-        return [g for g in self._groups if g.first_version is not None and g.first_version < oldest_version]
+        begun = [group for group in self._groups if group.first_version is not None]
+        return sorted((g for g in begun if g.first_version < oldest_version), key=lambda group: group.first_version)
 
     def has_enough(self, count: int, oldest_version: int | None = None) -> bool:
-        """Return whether `count` groups are complete, and all those that may not wait among them."""
+        """Return whether `count` groups are complete, and those that may not wait, up to `count`, among them."""
         complete = sum(group.completed_as is not None for group in self._groups)
-        return complete >= count and all(group.completed_as is not None for group in self.overdue(oldest_version))
+        first = self.overdue(oldest_version)[:count]
+        return complete >= count and all(group.completed_as is not None for group in first)
 
     def emit(self, count: int, oldest_version: int | None = None) -> list[Group]:
         """
         Let complete groups leave: first those that may not wait, then in the order in which they became complete.
+
+        If more than `count` may not wait, the oldest of them leave.
 
         Args:
             count (`int`):
@@ -287,17 +293,16 @@ class RolloutPool:
                 Groups with a token of an older policy version may not wait. `None` for no limit.
 
         Raises:
-            ValueError: If there are fewer complete groups, or more that may not wait.
+            ValueError: If there are fewer complete groups, or one that may not wait is not complete.
         """
-        overdue = {group.id for group in self.overdue(oldest_version)}
-        if len(overdue) > count or not self.has_enough(count, oldest_version):
-            raise ValueError(f"{count} groups cannot leave: not all are complete, or {len(overdue)} may not wait")
+        if not self.has_enough(count, oldest_version):
+            raise ValueError(f"{count} groups cannot leave: not all are complete")
+        overdue = {group.id for group in self.overdue(oldest_version)[:count]}
         complete = [group for group in self._groups if group.completed_as is not None]
         leaving = sorted(complete, key=lambda group: (group.id not in overdue, group.completed_as))[:count]
         left = {group.id for group in leaving}
         self._groups = [group for group in self._groups if group.id not in left]
         lengths = [len(completion.tokens) for group in leaving for completion in group.completions]
-        self.has_emitted = True
         self.counts.emitted += len(lengths)
         self.counts.emitted_tokens += sum(lengths)
         return leaving
@@ -305,7 +310,7 @@ class RolloutPool:
     def state(self) -> "PoolState":
         """Return a copy of the groups and of all else that a later run needs."""
         groups = [group.copy() for group in self._groups]
-        return PoolState(groups, replace(self.counts), self.has_emitted, self._next_id, self._next_place)
+        return PoolState(groups, replace(self.counts), self._next_id, self._next_place)
 
     def restore(self, state: "PoolState") -> None:
         """
@@ -334,7 +339,6 @@ class RolloutPool:
                     )
         self._groups = [group.copy() for group in state.groups]
         self.counts = replace(state.counts)
-        self.has_emitted = state.has_emitted
         self._next_id = state.next_id + (self.rank - state.next_id) % self.num_ranks
         self._next_place = state.next_place
 
@@ -355,8 +359,6 @@ class PoolState:
             Groups in the order of admission.
         counts ([`PoolCounts`]):
             What the pool has done.
-        has_emitted (`bool`):
-            Whether groups have left in the run, on any rank.
         next_id (`int`):
             Number that the next group gets, or a smaller one that no group has.
         next_place (`int`):
@@ -365,6 +367,5 @@ class PoolState:
 
     groups: list[Group]
     counts: PoolCounts
-    has_emitted: bool
     next_id: int
     next_place: int

@@ -18,7 +18,7 @@ class PartialRollouts(Scoring):
 
     While TRL's own generation runs for the groups that are complete,
 
-    - `_generate_single_turn` hands it the tokens that were sampled before;
+    - `_tokenize_prompts` and `_generate_single_turn` hand it the prompts and the tokens that were sampled after them;
     - `_get_per_token_logps_and_entropies`, at the call that scores the policy, the log-probabilities under the
       policies that sampled them: whatever TRL forms of these is right;
     - `_generate`, with `partial_rollout_mask_stale`, a mask of the tokens of the latest segments.
@@ -28,11 +28,13 @@ class PartialRollouts(Scoring):
 
     _rollouts: RolloutBatch | None = None  # complete groups while TRL takes them for its own generation
     _awaits_behavior_logps = False
+    _has_saved = False  # a checkpoint in this run
 
     def train(self, *args, **kwargs):
+        self._has_saved = False
         result = super().train(*args, **kwargs)
         if self._rounds is not None:
-            left = self._rounds.describe_left()
+            left = self._rounds.describe_left(self._has_saved)
             if left is not None and self.accelerator.is_main_process:
                 warnings.warn(left)
         return result
@@ -41,13 +43,20 @@ class PartialRollouts(Scoring):
         super()._reset_run_state()
         self._rounds = self._make_rounds() if self.args.uses_partial_rollouts else None
 
+    def _init_training_state(self, *args, **kwargs):
+        epochs_trained, micro_batches_to_skip = super()._init_training_state(*args, **kwargs)
+        if self._rounds is not None:
+            # TRL's sampler repeats the prompts of a generation for each of its micro-batches, and goes on among them.
+            # TRL's count would start at 0: generations would lie across these blocks, and a next resume lose prompts.
+            self._step = micro_batches_to_skip % self.args.micro_batches_per_generation
+        return epochs_trained, micro_batches_to_skip
+
     def _make_rounds(self) -> RolloutRounds:
         check_supported(self)
-        stop_token_ids = (self.args.generation_kwargs or {}).get("stop_token_ids") or []  # vLLM's
         pool = RolloutPool(
             self.num_generations,
             self.max_completion_length,
-            [*self.eos_token_ids, *stop_token_ids],
+            self.eos_token_ids,
             self.accelerator.process_index,
             self.accelerator.num_processes,
             window=sampler_window(self),
@@ -109,6 +118,11 @@ class PartialRollouts(Scoring):
         per_token_logps, _ = self._score(batch, batch_size=self.args.per_device_train_batch_size)
         return [row[: len(tokens)] for row, tokens in zip(per_token_logps.tolist(), completions, strict=True)]
 
+    def _tokenize_prompts(self, prompts):
+        if self._rollouts is not None:  # a template that shows the date gives others by now
+            return self._rollouts.prompt_ids, None, {}
+        return super()._tokenize_prompts(prompts)
+
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         if self._rollouts is not None:
             return self._rollouts.tokens, self._rollouts.sampler_logps
@@ -131,6 +145,7 @@ class PartialRollouts(Scoring):
     def _save_optimizer_and_scheduler(self, output_dir):
         super()._save_optimizer_and_scheduler(output_dir)
         if self._rounds is not None:
+            self._has_saved = True
             self._rounds.save(output_dir, self._step % self.args.micro_batches_per_generation == 0)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
@@ -138,6 +153,6 @@ class PartialRollouts(Scoring):
         if checkpoint is None:
             return
         if self._rounds is not None:
-            self._rounds.load(checkpoint)
+            self._rounds.load(checkpoint, reports_logps=self.use_vllm)
         else:
             check_no_pool(checkpoint)

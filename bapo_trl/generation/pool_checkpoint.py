@@ -46,7 +46,7 @@ def save_pool(state: PoolState, folder: str | Path, rank: int, num_ranks: int) -
         }
         for group in state.groups
     ]
-    rest = {name: getattr(state, name) for name in ("has_emitted", "next_id", "next_place")}
+    rest = {name: getattr(state, name) for name in ("next_id", "next_place")}
     return FILES.write(folder, rank, num_ranks, tensors, {"groups": groups, "counts": asdict(state.counts), **rest})
 
 
@@ -77,7 +77,6 @@ def load_pool(folder: str | Path, rank: int, num_ranks: int) -> PoolState | None
     return PoolState(
         groups[rank::num_ranks],
         counts,
-        has_emitted=any(state.has_emitted for state in states),
         next_id=max(state.next_id for state in states),
         next_place=max(state.next_place for state in states),
     )
@@ -109,7 +108,7 @@ def _read(path: Path) -> PoolState:
                     )
                 )
             groups.append(Group(saved["id"], saved["inputs"], prompt_ids, completions, saved["completed_as"]))
-        rest = {name: state[name] for name in ("has_emitted", "next_id", "next_place")}
+        rest = {name: state[name] for name in ("next_id", "next_place")}
         return PoolState(groups, PoolCounts(**state["counts"]), **rest)
     except (LookupError, TypeError, ValueError, StopIteration) as error:
         raise FILES.damaged(path, error) from error

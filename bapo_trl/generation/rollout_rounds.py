@@ -6,17 +6,19 @@ the end with another. Legend: `B` rows, `T` completion tokens.
 """
 
 import copy
-import json
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from trl import GRPOTrainer
 
+from .dataset_rows import check_dataset, check_row
 from .partial_rollouts import Group, PartialCompletion, PoolState, RolloutPool
 from .pool_checkpoint import FILES, load_pool, save_pool
+from .sampling_settings import broken_across_calls
 
 
 PARTIAL_METRICS = {
@@ -62,6 +64,11 @@ class RolloutBatch:
     def inputs(self) -> list[dict[str, Any]]:
         """Rows of the dataset, each a copy of its own."""
         return [copy.deepcopy(group.inputs) for group in self._groups for _ in group.completions]
+
+    @property
+    def prompt_ids(self) -> list[list[int]]:
+        """Token ids of each row's prompt, as they were when its completion was begun."""
+        return [list(group.prompt_ids) for group in self._groups for _ in group.completions]
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -164,11 +171,12 @@ class RolloutRounds:
             ValueError: If a value of a row cannot be kept in a checkpoint, or a prompt is too long.
         """
         self.before_generation = self.pool.state()
-        is_first = not self.pool.has_emitted
         for inputs, prompt_ids in prompts:
-            check_fits_json(inputs)
+            check_row(inputs)
             self.pool.admit(inputs, prompt_ids)
-        wanted = max(1, self._num_groups - self._num_held) if is_first else self._num_groups
+        # Fewer while there are not yet enough in flight: at first, and after a resume with other settings
+        smallest = int(min(size for (size,) in self._gather([len(self.pool)])))
+        wanted = min(self._num_groups, smallest - self._num_held)
 
         waited, rounds = len(self.pool.overdue(oldest_version)), 0
         dummy = prompts[0][1][:1]  # as short as can be: it fits whatever the cap
@@ -192,9 +200,15 @@ class RolloutRounds:
         state = self.pool.state() if is_boundary else self.before_generation
         save_pool(state, folder, self.pool.rank, self.pool.num_ranks)
 
-    def load(self, folder: str | Path) -> None:
+    def load(self, folder: str | Path, reports_logps: bool) -> None:
         """
         Restore the pool from a checkpoint folder. Without one there, it starts empty, with a warning.
+
+        Args:
+            folder (`str` or `Path`):
+                Checkpoint folder.
+            reports_logps (`bool`):
+                Whether the sampler reports the log-probability of each token.
 
         Raises:
             ValueError: If the file is damaged, or what it holds does not go with the settings.
@@ -203,18 +217,42 @@ class RolloutRounds:
         if state is None:
             warnings.warn(f"The checkpoint {folder} holds no unfinished rollouts: starting without any.")
             return
+        begun = [each for group in state.groups for each in group.completions if each.tokens]
+        if any(bool(completion.sampler_logps) != reports_logps for completion in begun):
+            raise ValueError(
+                f"`use_vllm` is {reports_logps}, but the completions in flight of the checkpoint {folder} were begun "
+                f"{'without' if reports_logps else 'with'} vLLM, whose log-probabilities belong to them: set it back."
+            )
         self.pool.restore(state)
         self.before_generation = self.pool.state()
+        held, limit = len(self.pool), self._num_held
+        if held > limit and self.pool.rank == 0:
+            too_old = ", too many for a `partial_rollout_max_staleness` to hold"
+            warnings.warn(
+                f"The checkpoint {folder} holds {held} groups in flight for each rank, more than the {limit} that "
+                "`partial_rollout_oversampling` holds over. A generation trains as many groups as enter it, so that "
+                f"they stay as many{too_old if held > self._num_groups else ''}. Set "
+                "`partial_rollout_oversampling`, the sizes of a generation and the number of processes to what they "
+                "were."
+            )
 
-    def describe_left(self) -> str | None:
-        """Return a sentence on the groups that a run leaves in flight, on all ranks; `None` without any."""
+    def describe_left(self, has_checkpoint: bool) -> str | None:
+        """
+        Return sentences on the groups that a run leaves in flight, on all ranks; `None` without any.
+
+        Args:
+            has_checkpoint (`bool`):
+                Whether the run has saved one.
+        """
         tokens = sum(len(each.tokens) for group in self.pool for each in group.completions)
         groups, tokens = (sum(column) for column in zip(*self._gather([len(self.pool), tokens]), strict=True))
         if not groups:
             return None
+        number = "1 group" if groups == 1 else f"{groups} groups"
+        saved = " A run that is resumed from its last checkpoint goes on from the groups of that."
         return (
-            f"The run ends with {groups} groups in flight ({tokens} tokens), which have trained nothing. A checkpoint "
-            "holds them: a run that is resumed from it goes on with them."
+            f"The run ends with {number} in flight ({tokens} tokens), which have trained nothing."
+            f"{saved if has_checkpoint else ''}"
         )
 
     def _decode_round(
@@ -222,17 +260,22 @@ class RolloutRounds:
     ) -> bool:
         """Continue what has not ended by a chunk; return `False`, on all ranks, if each has enough already."""
         continuations = self.pool.unfinished()
-        shortest = min((continuation.num_left for continuation in continuations), default=self._chunk_length)
-        ranks = self._gather([self.pool.has_enough(wanted, oldest_version), shortest])
-        if all(has_enough for has_enough, _ in ranks):
+        # One cap holds for all of them. A server refuses prompts that it would take out of the model's window, so that
+        # none may go beyond `max_completion_length`.
+        cap = min([self._chunk_length, *(continuation.num_left for continuation in continuations)])
+        ranks = self._gather([self.pool.has_enough(wanted, oldest_version), cap, len(continuations)])
+        if all(has_enough for has_enough, _, _ in ranks):
             return False
-        # Not beyond the end of any: what a sampler can take may end there too.
-        cap = min(self._chunk_length, int(min(shortest for _, shortest in ranks)))
-        # A rank without any takes part all the same: samplers of several ranks are called together.
-        prompts = [continuation.prompt_ids for continuation in continuations] or [dummy]
+        cap, most = int(min(cap for _, cap, _ in ranks)), int(max(number for _, _, number in ranks))
+        # TRL's server mode hands its answer out in equal parts, and sharded models are called together: each rank
+        # continues as many prompts.
+        missing = most - len(continuations)
+        prompts = [continuation.prompt_ids for continuation in continuations] + [dummy] * missing
         tokens, sampler_logps = sample(prompts, cap)
         if continuations:
-            self.pool.take(continuations, tokens, policy_version, cap, sampler_logps)
+            kept = slice(len(continuations))
+            sampler_logps = None if sampler_logps is None else sampler_logps[kept]
+            self.pool.take(continuations, tokens[kept], policy_version, cap, sampler_logps)
         return True
 
     def _score(self, score: Scorer, dummy: list[int]) -> None:
@@ -288,10 +331,12 @@ def pad_with_masked_rows(batch: dict[str, torch.Tensor], num_rows: int) -> dict[
 
 def check_supported(trainer: GRPOTrainer) -> None:
     """
-    Refuse trainers whose completions cannot be parked on token ids alone.
+    Refuse trainers whose completions cannot be parked on token ids alone, or not be sampled in several calls.
 
     Raises:
-        ValueError: If the trainer has tools, environments, a `rollout_func` or a multimodal model; names it.
+        ValueError: If the trainer has tools, environments, a `rollout_func`, a multimodal model, or a model whose own
+            generation config does not go with several calls, or if the dataset has a column that a checkpoint cannot
+            keep; names it.
     """
     reasons = {
         "`tools`": bool(trainer.tools),
@@ -305,6 +350,20 @@ def check_supported(trainer: GRPOTrainer) -> None:
                 f"The trainer has {name}, which does not go with partial rollouts: an unfinished completion is kept "
                 "as token ids, and goes on from these alone. Set `partial_rollout_oversampling` to 1.0."
             )
+    if isinstance(trainer.train_dataset, Dataset) and not trainer.args.remove_unused_columns:
+        check_dataset(trainer.train_dataset)
+    if trainer.use_vllm:
+        return
+    # transformers takes from there what the trainer does not set. `max_length` gives way to `max_new_tokens`
+    generation_config: Any = trainer.model.generation_config
+    settings = generation_config.to_diff_dict() | {"max_length": None}
+    broken = broken_across_calls({k: v for k, v in settings.items() if trainer.generation_kwargs.get(k) is None})
+    if broken:
+        raise ValueError(
+            "The model's generation config does not go with partial rollouts, where a completion is sampled in "
+            f"several calls: {'; '.join(broken)}. Remove it from `model.generation_config`, or set "
+            "`partial_rollout_oversampling` to 1.0."
+        )
 
 
 def check_no_pool(folder: str | Path) -> None:
@@ -321,23 +380,3 @@ def check_no_pool(folder: str | Path) -> None:
             f"`partial_rollout_oversampling` is 1.0, but the checkpoint {folder} holds {groups} unfinished groups, "
             "which would be lost: set it to what it was."
         )
-
-
-def check_fits_json(inputs: dict[str, Any]) -> None:
-    """
-    Refuse a row of the dataset that a checkpoint could not give back as it is.
-
-    Raises:
-        ValueError: If a value is not made of what JSON knows; names the column.
-    """
-    for name, value in inputs.items():
-        try:
-            returns = json.loads(json.dumps(value))
-        except (TypeError, ValueError):
-            returns = None
-        if returns != value:
-            raise ValueError(
-                f"The column `{name}` has a {type(value).__name__}, which a checkpoint of partial rollouts cannot "
-                "keep: make it of strings, numbers, lists and dictionaries with strings as keys, or set "
-                "`partial_rollout_oversampling` to 1.0."
-            )

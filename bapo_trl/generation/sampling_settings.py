@@ -77,20 +77,37 @@ def biased_settings(settings: Mapping[str, Any], temperature: float) -> list[str
 
 
 # Settings of the samplers that mean something else for a completion sampled in several calls: why, and neutral values
-_BROKEN_ACROSS_CALLS = {
+_BROKEN_ACROSS_CALLS: dict[str, tuple[str, tuple[Any, ...]]] = {
     **dict.fromkeys(
         ("min_new_tokens", "min_tokens", "min_length", "presence_penalty", "frequency_penalty"),
         ("counts from the start of a call", (0,)),
     ),
-    "exponential_decay_length_penalty": ("counts from the start of a call", ()),
+    **dict.fromkeys(
+        ("exponential_decay_length_penalty", "thinking_token_budget"), ("counts from the start of a call", ())
+    ),
+    **dict.fromkeys(
+        ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "guidance_scale"),
+        ("takes the completion so far for the prompt", (0, 1)),
+    ),
+    "truncate_prompt_tokens": ("cuts the completion so far", (-1,)),
+    **dict.fromkeys(
+        ("eos_token_id", "stop_token_ids", "ignore_eos"),
+        (
+            "changes for the sampler alone what ends a completion (set the model's `generation_config.eos_token_id`)",
+            (False, []),
+        ),
+    ),
     **dict.fromkeys(("max_new_tokens", "max_tokens", "max_length"), ("is the cap of a call", ())),
     **dict.fromkeys(("begin_suppress_tokens", "forced_bos_token_id"), ("acts at the start of a call", ([],))),
     "forced_eos_token_id": ("acts at the end of a call", ([],)),
     **dict.fromkeys(("num_beams", "num_return_sequences", "n"), ("makes several completions of one", (1,))),
-    "ignore_eos": ("goes on after the end of a completion", (False,)),
+    "use_beam_search": ("makes several completions of one", (False,)),
     "max_time": ("stops a call by the clock", ()),
-    **dict.fromkeys(("stop", "stop_strings"), ("may fall across two calls", ([], ""))),
-    **dict.fromkeys(("structured_outputs", "guided_decoding"), ("starts anew with each call", ())),
+    **dict.fromkeys(("stop", "stop_strings", "bad_words"), ("may fall across two calls", ([], ""))),
+    **dict.fromkeys(
+        ("structured_outputs", "guided_decoding", "response_format", "repetition_detection"),
+        ("starts anew with each call", ({"type": "text"},)),
+    ),
     "seed": ("makes each call draw the same", ()),
 }
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.helpers.commands import ROOT, accelerate_launcher, free_port, run_command
 
@@ -21,6 +22,11 @@ ENGINES = {
 }  # fmt: skip
 
 
+class Server(NamedTuple):
+    port: int
+    process: int  # its number is that of its group's
+
+
 def launch(config: str, arguments: list[str], num_processes: int = 2, timeout_s: float = 400) -> str:
     """Run `accelerate launch` with one of `accelerate_configs/`; return what it printed, or fail."""
     command = [sys.executable, *accelerate_launcher(config, num_processes), *arguments]
@@ -31,9 +37,17 @@ def launch(config: str, arguments: list[str], num_processes: int = 2, timeout_s:
 
 
 @contextmanager
-def vllm_server(model: Path, log: Path, timeout_s: int = 300) -> Iterator[int]:
-    """Serve a model with `scripts/serve_vllm.sh`; give its port once it says that it is ready, end it afterwards."""
-    port = free_port()
+def vllm_server(
+    model: Path,
+    log: Path,
+    timeout_s: int = 300,
+    port: int | None = None,
+    max_tokens: int = 64,
+    cache_mib: int = 64,
+    max_rows: int = 128,
+) -> Iterator[Server]:
+    """Serve a model with `scripts/serve_vllm.sh`; say where once it says that it is ready, end it afterwards."""
+    port = port or free_port()
     environment = {
         **os.environ,
         "PYTHON": sys.executable,
@@ -43,7 +57,8 @@ def vllm_server(model: Path, log: Path, timeout_s: int = 300) -> Iterator[int]:
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
-    flags = ["--max-model-len", "64", "--kv-cache-memory-bytes", "67108864"]
+    flags = ["--max-model-len", str(max_tokens), "--kv-cache-memory-bytes", str(cache_mib * 2**20)]
+    flags += ["--max-num-seqs", str(max_rows)]
     process = subprocess.Popen(
         ["scripts/serve_vllm.sh", str(model), *flags],
         cwd=ROOT,
@@ -63,7 +78,7 @@ def vllm_server(model: Path, log: Path, timeout_s: int = 300) -> Iterator[int]:
             raise AssertionError("The server did not start:\n" + "".join(lines[-60:]))
         drain = threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True)  # it must not block on us
         drain.start()
-        yield port
+        yield Server(port, process.pid)
     finally:
         process.terminate()
         try:

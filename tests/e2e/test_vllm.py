@@ -39,8 +39,8 @@ def server(request, tmp_path_factory):
         tokenizer = character_tokenizer()
         tiny_model(tokenizer, seed=1).save_pretrained(folder / "untrained")
         tokenizer.save_pretrained(folder / "untrained")
-    with vllm_server(trained, folder / "server.log") as port:
-        yield Server(port, trained, folder / "untrained", num_processes)
+    with vllm_server(trained, folder / "server.log") as running:
+        yield Server(running.port, trained, folder / "untrained", num_processes)
 
 
 def settings_for(server, **settings) -> str:

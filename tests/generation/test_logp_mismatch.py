@@ -62,6 +62,20 @@ def test_tokens_of_tools_and_tokens_without_log_probs_do_not_count():
     assert difference == pytest.approx(2 * math.log(2) / 3)
 
 
+def test_of_several_segments_the_latest_counts():
+    """The first row's first token and the second row's first were sampled by earlier policies."""
+    versions = torch.tensor([[3, 7, 7], [0, 5, 5]])
+    metrics, difference = compare(batch(token_versions=versions))
+    assert metrics["raw_importance_sampling_ratio/mean"] == pytest.approx((1 + math.exp(-0.2) + 0.5) / 3)
+    assert difference == pytest.approx((0 + 0.2 + math.log(2)) / 3)
+    # TRL's own ratio is of the whole sequence: nothing was truncated here
+    used = torch.tensor([[math.exp(-0.1)], [1.0]])
+    metrics, _ = compare(batch(token_versions=versions, importance_sampling_ratio=used), is_per_sequence=True)
+    assert metrics["raw_importance_sampling_ratio/min"] == pytest.approx(0.5)
+    assert metrics["raw_importance_sampling_ratio/max"] == pytest.approx(math.exp(-0.2))
+    assert (metrics["truncated_share"], metrics["masked_share"]) == (0, 0)
+
+
 def test_ratios_far_from_one_are_masked_not_lost():
     far = batch(importance_sampling_ratio=torch.tensor([[0.0], [1.0]]))
     far["old_per_token_logps"][0] -= 10

@@ -51,14 +51,13 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), chunk=st.integers(1, CAP))
     def generation(self, data, chunk):
-        is_first = not self.emitted
         for _ in range(self.num_groups):
             number = self.pool.admit({"n": len(self.lengths)}, [1 + 3 * len(self.lengths)])
             assert number == 1 + 3 * len(self.lengths)
             # Up to 3 beyond the cap: those never see their EOS
             sizes = st.lists(st.integers(1, CAP + 3), min_size=self.pool.num_generations)
             self.lengths[number] = data.draw(sizes.map(lambda s: s[: self.pool.num_generations]))
-        count = self.num_groups - self.num_held if is_first else self.num_groups
+        count = min(self.num_groups, len(self.pool) - self.num_held)
         oldest = None if self.max_wait is None else self.version - self.max_wait
         overdue = [group.id for group in self.pool.overdue(oldest)]
         while not self.pool.has_enough(count, oldest):
@@ -72,7 +71,7 @@ class PoolMachine(RuleBasedStateMachine):
         for group in groups:
             self.check(group)
         self.emitted += [group.id for group in groups]
-        assert len(self.pool) == (self.num_held if is_first else self.held_before)
+        assert len(self.pool) == self.num_held
         self.version += data.draw(st.integers(1, 2))
 
     def check(self, group):
@@ -97,7 +96,6 @@ class PoolMachine(RuleBasedStateMachine):
         if hasattr(self, "pool"):
             inside = [group.id for group in self.pool]
             assert sorted([*inside, *self.emitted]) == sorted(self.lengths)
-            self.held_before = len(inside)
             tokens = sum(len(c.tokens) for g in self.pool for c in g.completions)
             ended = sum(len(c.tokens) for g in self.pool for c in g.completions if c.has_ended)
             assert self.pool.counts.ended_tokens - self.pool.counts.emitted_tokens == ended <= tokens
@@ -138,6 +136,22 @@ def test_what_may_not_wait_goes_first():
     assert [group.id for group in pool.emit(2, oldest_version=1)] == [1, 0]
     with pytest.raises(ValueError, match="3 groups cannot leave"):
         pool.emit(3)
+
+
+def test_of_more_that_may_not_wait_than_can_go_the_oldest_go_first():
+    pool, lengths = pool_with([1], [10])
+    for version in range(2):
+        go_on(pool, lengths, version, cap=4)
+        lengths[pool.admit({}, [2 + version])] = [1]
+    go_on(pool, lengths, 2, cap=1)
+    # Groups 0 and 1 were begun by version 0, group 2 by version 1, group 3 by version 2; group 1 became complete last
+    assert pool.has_enough(1, oldest_version=2)
+    assert not pool.has_enough(2, oldest_version=2)
+    assert [group.id for group in pool.emit(1, oldest_version=2)] == [0]
+    assert not pool.has_enough(2, oldest_version=2)
+    go_on(pool, lengths, 2, cap=4)
+    assert [group.id for group in pool.emit(1, oldest_version=2)] == [1]
+    assert [group.id for group in pool.emit(2, oldest_version=2)] == [2, 3]
 
 
 def test_segments_tell_versions_apart_and_calls_of_one_version_not():

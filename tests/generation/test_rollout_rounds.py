@@ -3,12 +3,15 @@
 import json
 import math
 import sys
+import warnings
 from datetime import datetime
+from itertools import chain, count
 
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import character_tokenizer
@@ -42,10 +45,10 @@ def ending_model(seed: int = 0, eos_logit: float = 2.2, **overrides):
     return model
 
 
-def countdown_model():
+def countdown_model(**overrides):
     """A model that follows each token with the one before it in the vocabulary; EOS is number 1."""
     size = len(character_tokenizer())
-    model = toy_model(hidden_size=size + -size % 4)
+    model = toy_model(**{"hidden_size": size + -size % 4, **overrides})
     with torch.no_grad():
         model.model.layers[0].self_attn.o_proj.weight.zero_()
         model.model.layers[0].mlp.down_proj.weight.zero_()
@@ -172,6 +175,64 @@ def test_greedy_completions_are_those_of_one_uninterrupted_generation(tmp_path):
         torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
 
 
+def test_a_prompt_is_that_after_which_its_completions_were_sampled(tmp_path):
+    """A chat template may show the date: here it shows how often it was rendered, modulo 10."""
+    tokenizer, renderings = character_tokenizer(), count()
+
+    class Dated(type(tokenizer)):
+        def apply_chat_template(self, *args, **kwargs):
+            return super().apply_chat_template(*args, **kwargs, now=str(next(renderings) % 10))
+
+    tokenizer.__class__ = Dated
+    tokenizer.chat_template = "{{ now }}{% for message in messages %}{{ message['content'] }}{% endfor %}="
+    prompts = [[{"role": "user", "content": f"{i}+{i * 37 % 11}"}] for i in range(40)]
+    trainer = toy_trainer(
+        tmp_path,
+        model=ending_model(),
+        trainer_class=Recording,
+        reward_funcs=lambda completions, **kwargs: share_of_digits([each[0]["content"] for each in completions]),
+        trainer_args={"train_dataset": Dataset.from_dict({"prompt": prompts}), "processing_class": tokenizer},
+        **{**PARTIAL, "learning_rate": 0.0},
+    )
+    trainer.train()
+    assert max(log["staleness/max"] or 0 for log in training_logs(trainer)) > 3
+    assert max(log["ratio/max"] or 1 for log in training_logs(trainer)) == pytest.approx(1, abs=1e-5)
+    model = ending_model().eval()
+    for prompt_ids, token_ids, _, logps in trained_rows(trainer):
+        expected = score(model, model.state_dict(), prompt_ids, token_ids)
+        torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
+
+
+def gpt2_model(**overrides) -> GPT2LMHeadModel:
+    """GPT-2 counts positions from the start of the row, padding and all."""
+    tokenizer = character_tokenizer()
+    torch.manual_seed(0)
+    sizes = {"vocab_size": len(tokenizer), "n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    tokens = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "eos")}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **tokens, **no_dropout, initializer_range=0.3, **overrides))
+
+
+@pytest.mark.parametrize(
+    ("make_model", "settings", "is_told"),
+    [
+        (gpt2_model, {}, True),
+        (gpt2_model, {"partial_rollout_oversampling": 1.0, "replay_fraction": 0.5}, True),
+        (gpt2_model, {"partial_rollout_oversampling": 1.0}, False),
+        (ending_model, {}, False),
+        (opt_model, {"partial_rollout_oversampling": 1.0, "replay_fraction": 0.5}, False),
+    ],
+    ids=["gpt2-partial", "gpt2-replay", "gpt2-neither", "qwen2-partial", "opt-replay"],
+)
+def test_a_model_that_counts_the_padding_is_told_of(tmp_path, make_model, settings, is_told):
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        train(tmp_path, model=make_model(), max_steps=1, **settings)
+    told = [str(warning.message) for warning in warned if "positions from the attention mask" in str(warning.message)]
+    assert len(told) == is_told
+    assert all("The model (gpt2)" in text for text in told)
+
+
 # Limits
 
 
@@ -234,33 +295,6 @@ def test_a_prompt_that_fills_the_window_is_named(monkeypatch, tmp_path):
     dataset = Dataset.from_dict({"prompt": ["1+2=" * 10] * 40})
     with pytest.raises(ValueError, match=r"prompt has 40 tokens.*takes 40"):
         vllm_trainer(monkeypatch, tmp_path, trainer_args={"train_dataset": dataset}, **PARTIAL).train()
-
-
-def test_a_stop_token_ends_a_completion_wherever_a_call_ends(monkeypatch, tmp_path):
-    """Of the countdown's tokens, 10 is a stop token of the sampler; every call but the last reaches its cap."""
-    stop = 10
-
-    class Stopping(FakeVLLM):
-        def _complete(self, prompt):
-            completion, logps = super()._complete(prompt)
-            end = completion.index(stop) + 1 if stop in completion else None
-            return completion[:end], logps[:end]
-
-    tokenizer = character_tokenizer()
-    prompts = ["1+" + tokenizer.decode([11 + (i * 7) % 30]) for i in range(40)]
-    trainer = vllm_trainer(
-        monkeypatch,
-        tmp_path,
-        server=Stopping,
-        model=countdown_model(),
-        trainer_class=Recording,
-        reward_funcs=share_of_digits,
-        trainer_args={"train_dataset": Dataset.from_dict({"prompt": prompts})},
-        **{**PARTIAL, "learning_rate": 0.0, "temperature": 0.01, "generation_kwargs": {"stop_token_ids": [stop]}},
-    )
-    trainer.train()
-    for prompt_ids, token_ids, *_ in trained_rows(trainer):
-        assert token_ids.tolist() == list(range(prompt_ids[-1] - 1, stop - 1, -1))
 
 
 def test_with_mask_stale_only_the_latest_segment_of_a_completion_trains(tmp_path):
@@ -392,16 +426,37 @@ def test_oversampling_of_one_is_a_run_without_partial_rollouts(tmp_path):
     [
         ({"partial_rollout_oversampling": 0.9}, r"`partial_rollout_oversampling` is 0.9: set it to at least 1"),
         ({"partial_rollout_oversampling": 2.0}, r"`partial_rollout_oversampling` is 2.0: .*less than 2"),
-        ({"partial_rollout_oversampling": 1.04}, r"is 1.04, which holds over none of the 12 groups.*at least 1.0"),
-        ({"partial_rollout_chunk_length": 0}, r"`partial_rollout_chunk_length` is 0: set it to at least 1"),
+        (
+            {"partial_rollout_oversampling": 1.04},
+            r"is 1.04, which holds over none of the 12 groups.*above 1.042, e.g. to 1.083,",
+        ),
+        ({"partial_rollout_oversampling": None}, r"`partial_rollout_oversampling` is None: set it to a number"),
+        ({"partial_rollout_oversampling": "1.5"}, r"`partial_rollout_oversampling` is '1.5': set it to a number"),
+        ({"partial_rollout_chunk_length": 0}, r"`partial_rollout_chunk_length` is 0: set it to a whole number, at"),
+        ({"partial_rollout_chunk_length": 2.5}, r"`partial_rollout_chunk_length` is 2.5: set it to a whole number"),
+        ({"partial_rollout_chunk_length": None}, r"`partial_rollout_chunk_length` is None: set it to a whole number"),
+        ({"partial_rollout_max_staleness": 5.5}, r"`partial_rollout_max_staleness` is 5.5: set it to a whole number"),
+        (
+            {"partial_rollout_oversampling": 1.0, "partial_rollout_max_staleness": -3},
+            r"`partial_rollout_max_staleness` is -3: set it to a whole number, at least 0",
+        ),
         ({"partial_rollout_max_staleness": 4}, r"`partial_rollout_max_staleness` is 4, .*at least 5"),
         ({"num_iterations": 2, "partial_rollout_max_staleness": 10}, r"is 10, .*at least 11"),
+        ({"replay_fraction": 0.5, "replay_max_staleness": 7}, r"`replay_max_staleness` is 7, .*at least 8"),
         ({"generation_kwargs": {"min_new_tokens": 2}}, r"`min_new_tokens` counts from the start of a call"),
         ({"generation_kwargs": {"stop_strings": ["."]}}, r"`stop_strings`.*fall across two calls"),
         ({"generation_kwargs": {"presence_penalty": 0.5}}, r"`presence_penalty`.*counts from the start of a call"),
         ({"generation_kwargs": {"ignore_eos": True}}, r"`ignore_eos` goes on after the end of a completion"),
         ({"generation_kwargs": {"seed": 0}}, r"`seed`.*each call draw the same"),
         ({"vllm_structured_outputs_regex": "[0-9]+"}, r"`structured_outputs`.*starts anew with each call"),
+        ({"generation_kwargs": {"eos_token_id": [1, 5]}}, r"`eos_token_id` .* `generation_config.eos_token_id`"),
+        ({"generation_kwargs": {"stop_token_ids": [5]}}, r"`stop_token_ids` .* `generation_config.eos_token_id`"),
+        ({"generation_kwargs": {"ignore_eos": True}}, r"`ignore_eos` .* `generation_config.eos_token_id`"),
+        ({"generation_kwargs": {"encoder_repetition_penalty": 1.2}}, r"penalty` takes the completion so far for"),
+        ({"generation_kwargs": {"encoder_no_repeat_ngram_size": 2}}, r"size` takes the completion so far for"),
+        ({"generation_kwargs": {"guidance_scale": 1.5}}, r"`guidance_scale` takes the completion so far for"),
+        ({"generation_kwargs": {"truncate_prompt_tokens": 9}}, r"`truncate_prompt_tokens` cuts the completion so far"),
+        ({"generation_kwargs": {"thinking_token_budget": 5}}, r"`thinking_token_budget` counts from the start"),
     ],
 )
 def test_settings_that_do_not_go_with_partial_rollouts(tmp_path, settings, message):
@@ -418,16 +473,64 @@ def test_a_group_lives_on_one_rank(tmp_path, monkeypatch):
 
 
 def test_neutral_values_of_such_settings_are_fine(tmp_path):
-    neutral = {"num_beams": 1, "presence_penalty": 0.0, "stop": None}
+    neutral = {"num_beams": 1, "presence_penalty": 0.0, "stop": None, "ignore_eos": False, "guidance_scale": 1.0}
     BAPOConfig(str(tmp_path), **{**CPU, **OFF_POLICY, **PARTIAL, "generation_kwargs": neutral})
 
 
-def test_a_column_that_a_checkpoint_cannot_keep_is_named(tmp_path):
-    dataset = prompts_of_many_lengths().map(
-        lambda row, index: {"when": datetime(2026, 1, 1 + index % 9)}, with_indices=True
+LATE_DATE = [None] * 30 + [datetime(2026, 1, 1)] * 10
+
+
+@pytest.mark.parametrize(
+    ("values", "row_format", "message"),
+    [
+        ([datetime(2026, 1, 1)] * 40, None, "has a datetime,"),
+        (LATE_DATE, None, r"has a timestamp\[us\],"),
+        ([[{"when": value}] for value in LATE_DATE], None, r"has a timestamp\[us\],"),
+        ([b"x"] * 40, None, "has a bytes,"),
+        ([[1, 2]] * 40, "numpy", "has a ndarray,"),
+        ([1] * 40, "numpy", "has a int64,"),
+        ([1.5] * 40, "torch", "has a Tensor,"),
+    ],
+)
+def test_a_column_that_a_checkpoint_cannot_keep_is_named_at_the_start(tmp_path, values, row_format, message):
+    dataset = prompts_of_many_lengths().add_column("answer", values).with_format(row_format)
+    with pytest.raises(ValueError, match=f"column `answer` {message}"):
+        trainer_of(tmp_path, trainer_args={"train_dataset": dataset})
+
+
+def test_of_a_stream_such_a_column_is_named_when_it_comes(tmp_path):
+    dataset = prompts_of_many_lengths().add_column("answer", LATE_DATE).to_iterable_dataset()
+    trainer = trainer_of(tmp_path, trainer_args={"train_dataset": dataset}, shuffle_dataset=False)
+    with pytest.raises(ValueError, match="column `answer` has a datetime,"):
+        trainer.train()
+
+
+def test_columns_that_json_knows_are_kept_with_their_gaps(tmp_path):
+    dataset = prompts_of_many_lengths().add_column("score", [math.nan, 2.5] * 20)
+    dataset = dataset.add_column(
+        "answer", [{"parts": [None, i], "is_right": True} if i % 3 else None for i in range(40)]
     )
-    with pytest.raises(ValueError, match=r"column `when` has a datetime"):
-        train(tmp_path, trainer_args={"train_dataset": dataset})
+    trainer = train(tmp_path, **SAVES, max_steps=3, trainer_args={"train_dataset": dataset})
+    resumed = trainer_of(tmp_path, **SAVES, max_steps=6, trainer_args={"train_dataset": dataset})
+    resumed.train(resume_from_checkpoint=True)
+    assert full_rows(resumed) == [24]
+    kept = {row["prompt"]: str(row) for row in dataset}
+    assert all(str(group.inputs) == kept[group.inputs["prompt"]] for group in trainer._rounds.pool)
+
+
+@pytest.mark.parametrize("name_and_value", [("min_new_tokens", 3), ("stop_strings", ["12"]), ("num_beams", 2)])
+def test_what_the_model_brings_is_refused_too(tmp_path, name_and_value):
+    """The sampler takes from the model's generation config what the trainer does not set."""
+    name, value = name_and_value
+    model = ending_model()
+    model.generation_config.max_length = 50  # has no effect
+    model.generation_config.eos_token_id = [1, 5]
+    setattr(model.generation_config, name, value)
+    with pytest.raises(ValueError, match=rf"The model's generation config does .*: `{name}` "):
+        trainer_of(tmp_path, model=model)
+    neutral = {"min_new_tokens": 0, "stop_strings": "", "num_beams": 1}[name]
+    if neutral != "":  # transformers takes no empty one
+        trainer_of(tmp_path, model=model, generation_kwargs={name: neutral})
 
 
 def test_a_rollout_func_is_refused(tmp_path):
@@ -435,9 +538,17 @@ def test_a_rollout_func_is_refused(tmp_path):
         train(tmp_path, trainer_args={"rollout_func": lambda prompts, trainer: {}})
 
 
-def test_what_is_left_in_flight_is_reported(tmp_path):
-    with pytest.warns(UserWarning, match=r"The run ends with 11 groups in flight \(\d+ tokens\)"):
-        train(tmp_path, max_steps=3)
+@pytest.mark.parametrize("saves", [True, False])
+def test_what_is_left_in_flight_is_reported(tmp_path, saves):
+    saved = " A run that is resumed from its last checkpoint goes on from the groups of that." if saves else ""
+    expected = rf"The run ends with 11 groups in flight \(\d+ tokens\), which have trained nothing\.{saved}$"
+    with pytest.warns(UserWarning, match=expected):
+        train(tmp_path, max_steps=3, **(SAVES if saves else {}))
+
+
+def test_one_group_left_is_reported_as_one(tmp_path):
+    with pytest.warns(UserWarning, match=r"The run ends with 1 group in flight"):
+        train(tmp_path, max_steps=3, partial_rollout_oversampling=1.06)
 
 
 # Checkpoints
@@ -476,6 +587,32 @@ def test_a_checkpoint_inside_a_generation_admits_each_prompt_once(tmp_path):
     assert sorted([*trained, *parked]) == sorted(admitted)
 
 
+@pytest.mark.parametrize("replay", [{}, {"replay_fraction": 0.25, "num_iterations": 2}], ids=["fresh", "replay"])
+def test_a_second_resume_from_inside_a_generation_loses_no_prompt(tmp_path, replay):
+    """The blocks in which the sampler repeats the prompts go on where they were, and the generations with them."""
+    emitted = []
+
+    class Emitting(Recording):
+        def _finish_groups(self, inputs):
+            rollouts = super()._finish_groups(inputs)
+            emitted.append([row["prompt"] for row in rollouts.inputs[::2]])
+            return rollouts
+
+    prompts = [f"{i}+" for i in range(60)]
+    settings = {"trainer_args": {"train_dataset": Dataset.from_dict({"prompt": prompts})}, "shuffle_dataset": False}
+    updates = 3 * replay.get("num_iterations", 1)  # of a generation
+    served = []
+    # Saved one update into the second generation, then at the end of the third
+    for stop in (updates + 1, 3 * updates, 4 * updates):
+        trainer = trainer_of(tmp_path, Emitting, **SAVES, **settings, **replay, max_steps=stop)
+        trainer.train(resume_from_checkpoint=bool(emitted) or None)
+        served.append(trainer.prompts)
+    assert served == [prompts[:24], prompts[12:36], prompts[36:48]]
+    del emitted[1]  # of the generation that was made again
+    parked = [group.inputs["prompt"] for group in trainer._rounds.pool]
+    assert sorted([*chain(*emitted), *parked]) == sorted(prompts[:48])
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -494,12 +631,60 @@ def test_settings_that_no_longer_fit_the_checkpoint_are_named(tmp_path, settings
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
 
+def test_a_replay_queue_of_a_run_without_partial_rollouts_is_refused_by_the_knob(tmp_path):
+    settings = {**SAVES, "replay_fraction": 0.1}
+    train(tmp_path, **settings, max_steps=3, partial_rollout_oversampling=1.0)
+    resumed = trainer_of(tmp_path, **settings, max_steps=6)
+    with pytest.raises(ValueError, match=r"`partial_rollout_oversampling` is 1.9, .*`replay_discard_saved`"):
+        resumed.train(resume_from_checkpoint=True)
+    discarding = trainer_of(tmp_path, **settings, max_steps=6, replay_discard_saved=True)
+    discarding.train(resume_from_checkpoint=True)
+    assert len(discarding._rounds.pool) == 11
+
+
 def test_a_checkpoint_without_a_pool_starts_without_one(tmp_path):
     train(tmp_path, **SAVES, max_steps=3, partial_rollout_oversampling=1.0)
     resumed = trainer_of(tmp_path, **SAVES, max_steps=6)
     with pytest.warns(UserWarning, match="holds no unfinished rollouts"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert [int(batch["completion_mask"].any(dim=1).sum()) for batch in resumed.batches] == [2]
+
+
+def full_rows(trainer) -> list[int]:
+    """Number of rows that train something, of each batch."""
+    return [int(batch["completion_mask"].any(dim=1).sum()) for batch in trainer.batches]
+
+
+@pytest.mark.parametrize(("before", "held"), [(1.0, 0), (1.1, 1), (1.9, 11)])
+def test_a_first_batch_after_a_resume_is_short_by_what_is_missing_in_flight(tmp_path, before, held):
+    """12 groups of 2 a generation, of which 1.5 holds 6 over."""
+    first = train(tmp_path, **SAVES, max_steps=3, partial_rollout_oversampling=before)
+    assert first._rounds is None or len(first._rounds.pool) == held
+    resumed = trainer_of(tmp_path, **SAVES, max_steps=9, partial_rollout_oversampling=1.5)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        resumed.train(resume_from_checkpoint=True)
+    assert full_rows(resumed) == [2 * min(12, 12 + held - 6), 24]
+    assert len(resumed._rounds.pool) == max(held, 6)
+    told = [str(warning.message) for warning in warned if "more than the 6" in str(warning.message)]
+    assert len(told) == (held > 6)
+    assert all("holds 11 groups in flight" in text and "`partial_rollout_oversampling`" in text for text in told)
+
+
+def test_more_groups_that_may_not_wait_than_a_generation_trains_go_one_after_the_other(tmp_path):
+    """11 groups are in flight, but a generation of a third of the size trains 4; 1 update, so that the limit is 1."""
+    dataset = Dataset.from_dict({"prompt": [f"{i}+" for i in range(90)]})
+    settings = {**SAVES, "trainer_args": {"train_dataset": dataset}}
+    first = train(tmp_path, **settings, max_steps=3)
+    resumed = trainer_of(tmp_path, **settings, max_steps=9, steps_per_generation=2, partial_rollout_max_staleness=1)
+    parked = [group.inputs["prompt"] for group in first._rounds.pool]
+    with pytest.warns(UserWarning, match=r"holds 11 groups .* too many for a `partial_rollout_max_staleness`"):
+        resumed.train(resume_from_checkpoint=True)
+    assert full_rows(resumed) == [8] * 6
+    trained = [character_tokenizer().decode(prompt_ids) for prompt_ids, *_ in trained_rows(resumed)][::2]
+    assert sorted(trained[:11]) == sorted(parked)  # the oldest go first
+    left = [group.inputs["prompt"] for group in resumed._rounds.pool]
+    assert sorted([*trained, *left]) == sorted([*parked, *resumed.prompts])
 
 
 # Several ranks
@@ -549,6 +734,7 @@ def test_on_two_ranks_a_quarter_of_the_completions_have_several_versions_each_sc
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 3, "counts_down": True, "learning_rate": 0.0}
     settings["generation_kwargs"] = {"do_sample": False}
+    settings["partial_rollout_max_staleness"] = 5  # one rank has 22 groups in flight, of which 12 can go at once
     two = launch(tmp_path, **settings, max_steps=6)
     assert two.returncode == 0, two.stderr
     before = results(tmp_path)

@@ -20,6 +20,8 @@ class FakeVLLM:
     def __init__(self, model, accelerator, processing_class, *, structured_outputs_regex=None, **settings):
         self.trained, self.tokenizer = model, processing_class
         self.served = type(model)(model.config).eval()
+        self.first_weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+        self.num_api_processes = 1
         self.settings = {**settings, **(settings["generation_kwargs"] or {})}
         self.only_digits = structured_outputs_regex is not None
         self.random = torch.Generator().manual_seed(0)
@@ -28,15 +30,40 @@ class FakeVLLM:
         self.vllm_client = self
         self.base_url, self.model = "http://fake", "fake"
         self.max_completion_length = settings["max_completion_length"]
+        self.num_starts, self.joined = 1, 1  # how often the server was started; which of these the trainer has joined
+        self.num_prompts = []  # of each call
+
+    def restart(self):
+        """Begin anew, with the weights that the model had at first; nobody hears of it."""
+        self.num_starts += 1
+        self.served.load_state_dict(self.first_weights)
+
+    def check_server(self, total_timeout):
+        assert total_timeout > 0
+
+    def close_communicator(self):
+        self.joined = None
+
+    def init_communicator(self, device):
+        self.joined = self.num_starts
 
     def get_server_info(self):
-        return {"model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 40}}
+        model_config = {"logprobs_mode": "processed_logprobs", "max_model_len": 40}
+        # Several processes take turns, each with a name of its own
+        process = len(self.num_prompts) % self.num_api_processes
+        return {
+            "model_config": model_config,
+            "instance_id": f"{self.num_starts}-{process}",
+            "parallel_config": {"_api_process_count": self.num_api_processes},
+        }
 
     def sync_weights(self):
+        assert self.joined == self.num_starts, "nobody takes the weights"
         self.num_syncs += 1
         self.served.load_state_dict(self.trained.state_dict())
 
     def generate(self, prompts, images, num_generations, profiler=None):
+        self.num_prompts.append(len(prompts))
         completions = [self._complete(prompt) for prompt in prompts]
         ids, logps = zip(*completions, strict=True)
         return prompts, list(ids), [[[logp] for logp in row] for row in logps], None

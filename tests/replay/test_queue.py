@@ -335,7 +335,7 @@ def damage_values(path: Path):
 
 
 def damage_ledger(path: Path):
-    replace_bytes(path, b'version\\": [5', b'version\\": [4')
+    replace_bytes(path, b'version": [5', b'version": [4')
 
 
 def damage_ledger_name(path: Path):

@@ -1,0 +1,114 @@
+"""The benchmark of partial rollouts: lengths of its model, its counts, its simulation and what is written of them."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import partial_rollouts, rollout_simulation
+from benchmarks.common import RESULTS
+from benchmarks.lognormal_model import lognormal_hazards, lognormal_model, lognormal_tokenizer
+
+
+def test_hazards_are_those_of_a_lognormal_length():
+    alive = np.concatenate([[1.0], (1 - lognormal_hazards(20, 5, 2000)).cumprod(0).numpy()])
+    drawn = np.maximum(1, np.round(20 * np.exp(np.random.default_rng(0).normal(0, np.log(5) / 1.6449, 200_000))))
+    for length in (1, 7, 20, 100, 300):
+        assert alive[length] == pytest.approx((drawn > length).mean(), abs=0.005)
+
+
+def test_the_model_ends_its_completions_by_these_hazards():
+    median, cap, tokenizer = 6, 60, lognormal_tokenizer()
+    model = lognormal_model(median, 5, prompt_tokens=8, max_completion_length=cap, hidden=32, layers=1)
+    ids = torch.tensor([tokenizer("01234567")["input_ids"] + [5] * (cap - 1)])
+    with torch.no_grad():
+        logits = model(ids).logits[0, 7:]
+    ends = logits.softmax(-1)[:, tokenizer.eos_token_id].double()
+    torch.testing.assert_close(ends, lognormal_hazards(median, 5, cap)[: len(ends)], rtol=1e-3, atol=1e-6)
+    others = logits.softmax(-1)[:, [i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids]]
+    assert (others.std(dim=1) < 1e-6).all()  # the characters alike
+
+
+def test_a_run_is_counted(monkeypatch):
+    """The counts of a short run, against the lengths that went to training."""
+    monkeypatch.setattr(partial_rollouts, "GROUPS", 4)
+    monkeypatch.setattr(partial_rollouts, "COMPLETIONS", 2)
+    monkeypatch.setattr(partial_rollouts, "WARMUP", 1)
+    made = []
+
+    class Keeping(partial_rollouts.Counting):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.lengths = []
+            made.append(self)
+
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            self.lengths.append(output["completion_mask"].sum(dim=1).tolist())
+            return output
+
+    monkeypatch.setattr(partial_rollouts, "Counting", Keeping)
+    synchronous = partial_rollouts.measure(1.0, 0.25, 4, 2, {})
+    (lengths,) = (trainer.lengths[1:] for trainer in made)
+    assert synchronous["steps"] == sum(map(max, lengths)) / 16
+    assert synchronous["idle"] == sum(max(row) - length for row in lengths for length in row) / 16
+    assert synchronous["sent_again"] == 0
+    partial = partial_rollouts.measure(1.5, 0.5, 4, 2, {})
+    calls = [call for generation in made[1].calls[1:] for call in generation]
+    assert {call.longest for call in calls} <= {1, 2}
+    assert partial["sent_again"] > 0
+    assert made[1].calls[0][0].rows == 8
+    slots = sum(calls[0].rows * sum(call.longest for call in calls) for calls in made[1].calls[1:])
+    assert partial["idle"] == (slots - sum(call.tokens for call in calls)) / 16
+
+
+def oracle(num_held, num_groups, num_completions, rng, generations):
+    """Steps of each generation on one rank, with lengths alone: no pool, no tokens."""
+    in_flight, steps = [], []
+    for _ in range(generations):
+        in_flight += [[draw(rng) for _ in range(num_completions)] for _ in range(num_groups)]
+        wanted = max(1, min(num_groups, len(in_flight) - num_held))
+        taken = 0
+        while sum(max(group) <= 0 for group in in_flight) < wanted:
+            chunk = min(8, max(left for group in in_flight for left in group))
+            in_flight = [[left - chunk for left in group] for group in in_flight]
+            taken += chunk
+        done = sorted(range(len(in_flight)), key=lambda i: max(in_flight[i]) > 0)[:wanted]
+        in_flight = [group for i, group in enumerate(in_flight) if i not in done]
+        steps.append(taken)
+    return steps
+
+
+def draw(rng):
+    length = round(rollout_simulation.MEDIAN * np.exp(rng.gauss(0, np.log(5) / 1.6448536)))
+    return min(320, max(1, length))
+
+
+@pytest.mark.parametrize("oversampling", [1.0, 1.5])
+def test_the_simulation_counts_the_steps_of_the_slowest_completions(monkeypatch, oversampling):
+    monkeypatch.setattr(rollout_simulation, "GROUPS", 4)
+    monkeypatch.setattr(rollout_simulation, "COMPLETIONS", 2)
+    monkeypatch.setattr(rollout_simulation, "PREFILL_TOKENS", float("inf"))
+    monkeypatch.setattr(rollout_simulation, "BYTES_PER_TOKEN", 0)  # a step takes the time of a step
+    monkeypatch.setattr(rollout_simulation, "WARMUP", 0)
+    monkeypatch.setattr(rollout_simulation.Rank.__init__, "__defaults__", (4,))
+    simulated = rollout_simulation.simulate(oversampling, 1, 320, seed=3)
+    steps = oracle(round((oversampling - 1) * 4), 4, 2, random.Random(3), rollout_simulation.GENERATIONS)
+    if oversampling == 1:
+        assert simulated["time"] == pytest.approx(np.mean(steps), abs=0.05)
+        assert (simulated["staleness_mean"], simulated["staleness_max"]) == (1.5, 3)
+    else:
+        # A round is cut short where a completion comes to the cap
+        assert simulated["time"] == pytest.approx(np.mean(steps), rel=0.05)
+        assert simulated["staleness_mean"] > 1.5
+
+
+def test_targets_and_ratios_are_written_from_the_rows():
+    content = json.loads((RESULTS / "partial_rollouts.json").read_text())
+    text = partial_rollouts.render(content).text
+    for row in content["results"]:
+        if (row["oversampling"], row["chunk"]) == (1.5, 0.25):
+            met = "yes" if row["steps_ratio"]["median"] >= 2 else "**no**"
+            assert f"decode steps: at least 2, measured {row['steps_ratio']['median']:.2f}; met: {met}." in text

@@ -1,0 +1,173 @@
+"""Partial rollouts under ZeRO-3, with transformers' samplers and over a live vLLM server."""
+
+import json
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bapo_trl.tasks import character_tokenizer
+from tests.e2e.launching import ENGINES, launch, vllm_server
+from tests.generation.test_rollout_rounds import countdown_model, ending_model, score
+from tests.helpers.commands import free_port
+from tests.helpers.toy import toy_model
+
+
+# vLLM's attention on CPUs needs heads of 32 or more, and takes them to be as wide as the width over their number.
+# 10 tokens of a prompt and 54 of a completion are all that the server's window of 64 takes.
+WIDE = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+LONGEST = {"max_completion_length": 54, "partial_rollout_chunk_length": 2}
+
+# By itself it would take half of the machine's memory for its cache
+CONTINUOUS_BATCHING = {
+    "use_transformers_continuous_batching": True,
+    "transformers_continuous_batching_config": {"num_blocks": 64, "block_size": 64, "max_batch_tokens": 256},
+}
+
+
+def wide_ending_model(is_tied: bool):
+    """A model whose completions end with one token in twenty, whatever the context."""
+    model = toy_model(initializer_range=0.05, tie_word_embeddings=is_tied, **WIDE).eval()
+    end = model.config.eos_token_id
+    with torch.no_grad():
+        embeddings, head = model.get_input_embeddings().weight, model.lm_head.weight
+        embeddings[:, 0] = 1.0  # carried along by the residual stream
+        carried = model.model(torch.arange(2, 40).unsqueeze(0)).last_hidden_state[..., 0].mean()
+        if not is_tied:
+            head[:, 0] = 0.0
+        head[end] = 0.0
+        head[end, 0] = head[end + 1, 0] + math.log(0.05 / 0.95 * len(head)) / carried
+    return model
+
+
+def save(model, folder: Path) -> Path:
+    model.generation_config.eos_token_id = model.config.eos_token_id
+    model.save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return folder
+
+
+class Served(NamedTuple):
+    model: Path
+    port: int
+    process: int
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def server(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    model = save(wide_ending_model(request.param), folder / "model")
+    with vllm_server(model, folder / "server.log") as running:
+        yield Served(model, *running)
+
+
+def run(folder, model, engine="cpu_zero3", **settings) -> list[dict]:
+    """Train on two ranks; return what each says."""
+    folder.mkdir(exist_ok=True)
+    launch(engine, ["-m", "tests.e2e.partial_worker", str(folder), json.dumps({"model": str(model), **settings})])
+    ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    for rank in ranks:
+        assert rank["num_processes"] == 2
+        assert {key: rank[key] for key in ENGINES[engine]} == ENGINES[engine]
+        assert [len(batch) for batch in rank["batches"]] == [2] + [24] * (len(rank["batches"]) - 1)
+        if "replay_fraction" in settings:
+            continue  # the queue gives and takes rows
+        trained = [character_tokenizer().decode(row["prompt_ids"]) for batch in rank["batches"] for row in batch]
+        assert sorted([*trained[::2], *rank["parked"]]) == sorted(rank["prompts"])  # nothing is lost, nothing twice
+    return ranks
+
+
+def over(server, **settings) -> dict:
+    return {
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "vllm_server_host": "127.0.0.1",
+        "vllm_server_port": server.port,
+        "vllm_group_port": free_port(),
+        "vllm_importance_sampling_mode": "token_truncate",
+        "learning_rate": 2e-4,
+        **LONGEST,
+        **settings,
+    }
+
+
+def assert_stitched(ranks, model, folder, keys=("old_per_token_logps", "sampling_per_token_logps"), lora=False):
+    """Each token has the log-probabilities of the checkpoint that sampled it; a quarter of the rows have several."""
+    policies = {0: AutoModelForCausalLM.from_pretrained(model).eval()}
+    rows = [row for rank in ranks for batch in rank["batches"] for row in batch]
+    assert sum(len(set(row["token_versions"])) > 1 for row in rows) >= 0.25 * len(rows)
+    for row in rows:
+        versions = torch.tensor(row["token_versions"])
+        assert row["token_versions"] == sorted(row["token_versions"])
+        for version in versions.unique().tolist():
+            if version not in policies:
+                checkpoint = folder / "run" / f"checkpoint-{version}"
+                if lora:
+                    base = AutoModelForCausalLM.from_pretrained(model)
+                    policies[version] = peft.PeftModel.from_pretrained(base, checkpoint).merge_and_unload().eval()
+                else:
+                    policies[version] = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+            policy, here = policies[version], versions == version
+            prompt_ids, token_ids = torch.tensor(row["prompt_ids"]), torch.tensor(row["completion_ids"])
+            expected = score(policy, policy.state_dict(), prompt_ids, token_ids)[here]
+            for key in keys:
+                torch.testing.assert_close(torch.tensor(row[key])[here], expected, rtol=1e-5, atol=2e-5)
+
+
+def assert_weights_changed(ranks):
+    assert max(log["ratio/max"] or 0 for log in ranks[0]["logs"]) > 1.05
+
+
+@pytest.mark.parametrize("extra", [{}, {"replay_fraction": 0.5, "num_iterations": 2}], ids=["fresh", "replay"])
+def test_zero3_over_a_live_server_scores_each_token_by_the_checkpoint_that_sampled_it(tmp_path, server, extra):
+    settings = over(server, max_steps=30 if extra else 15, **extra)
+    ranks = run(tmp_path, server.model, **settings)
+    if not extra:  # with replay, the batches also hold what was sampled before
+        assert_stitched(ranks, server.model, tmp_path)
+    assert_weights_changed(ranks)
+    generations = [log for log in ranks[0]["logs"] if "reward" in log]
+    assert max(log["sampling/sampling_logp_difference/max"] for log in generations) < 2e-5
+    followed = [log["sampling/server_followed"] for log in generations if "sampling/server_followed" in log]
+    assert followed == pytest.approx([1] * len(followed), abs=0.02)  # there from where it can be told
+    assert len(followed) >= 2
+
+
+def test_lora_under_zero3_over_a_live_server(tmp_path, server):
+    ranks = run(tmp_path, server.model, **over(server, uses_lora=True, learning_rate=1e-2, max_steps=12))
+    assert_stitched(ranks, server.model, tmp_path, lora=True)
+    assert_weights_changed(ranks)
+
+
+def test_a_server_started_anew_between_two_generations_goes_on(tmp_path, server):
+    """The fixture's server is killed: the last test on it."""
+    ranks = run(tmp_path, server.model, **over(server, restart=(2, server.process, str(server.model)), max_steps=12))
+    assert_stitched(ranks, server.model, tmp_path)
+
+
+def test_greedy_completions_are_those_of_one_uninterrupted_generation(tmp_path):
+    """Frozen weights, over a server: from its last token on, a prompt is counted down to EOS, which is number 1."""
+    wide = {**WIDE, "hidden_size": 384}  # at least the vocabulary
+    model = save(countdown_model(**wide), tmp_path / "model")
+    with vllm_server(model, tmp_path / "server.log") as running:
+        settings = {"learning_rate": 0.0, "generation_kwargs": {"temperature": 0.0}, "counts_down": True}
+        ranks = run(tmp_path, model, **over(running, max_steps=12, **settings))
+    rows = [row for rank in ranks for batch in rank["batches"] for row in batch]
+    for row in rows:
+        assert row["completion_ids"] == list(range(row["prompt_ids"][-1] - 1, 0, -1))
+    assert sum(len(set(row["token_versions"])) > 1 for row in rows) >= 0.25 * len(rows)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, CONTINUOUS_BATCHING, {"uses_lora": True, "learning_rate": 1e-2}],
+    ids=["generate", "continuous batching", "lora"],
+)
+def test_zero3_with_the_samplers_of_transformers(tmp_path, settings):
+    model = save(ending_model(), tmp_path / "model")
+    ranks = run(tmp_path, model, max_steps=12, **settings)
+    assert_stitched(ranks, model, tmp_path, keys=["old_per_token_logps"], lora="uses_lora" in settings)
+    assert_weights_changed(ranks)

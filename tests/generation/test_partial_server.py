@@ -1,0 +1,238 @@
+"""Partial rollouts, and restarts, over a vLLM server. What a live one does is in tests/e2e."""
+
+import pytest
+import torch
+
+from bapo_trl import BAPOTrainer
+from bapo_trl.generation.partial_rollouts import RolloutPool
+from bapo_trl.generation.rollout_rounds import RolloutRounds
+from tests.generation.test_rollout_rounds import (
+    PARTIAL,
+    Recording,
+    ending_model,
+    prompts_of_many_lengths,
+    score,
+    share_of_digits,
+    trainer_of,
+)  # fmt: skip
+from tests.helpers.fake_vllm import FakeVLLM, vllm_trainer
+from tests.helpers.toy import training_logs
+
+
+def server_trainer(monkeypatch, tmp_path, trainer_class=Recording, server=FakeVLLM, **settings):
+    return vllm_trainer(
+        monkeypatch,
+        tmp_path,
+        server=server,
+        model=ending_model(),
+        trainer_class=trainer_class,
+        reward_funcs=share_of_digits,
+        trainer_args={"train_dataset": prompts_of_many_lengths()},
+        **{
+            **PARTIAL,
+            "max_completion_length": 16,
+            "max_steps": 12,
+            "learning_rate": 2e-3,
+            "vllm_importance_sampling_mode": "token_truncate",
+            **settings,
+        },
+    )
+
+
+def assert_stitched(trainer):
+    """Both log-probabilities of each token are those of the policy that sampled it."""
+    model, num_several, num_rows = ending_model().eval(), 0, 0
+    for batch in trainer.batches:
+        for row in range(len(batch["completion_ids"])):
+            mask = batch["completion_mask"][row].bool()
+            if not mask.any():
+                continue
+            versions = batch["token_versions"][row][mask]
+            prompt_ids = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()]
+            num_rows, num_several = num_rows + 1, num_several + (len(versions.unique()) > 1)
+            for version in versions.unique().tolist():
+                here = versions == version
+                weights = trainer.weights[version]
+                expected = score(model, weights, prompt_ids, batch["completion_ids"][row][mask])[here]
+                for key in ("old_per_token_logps", "sampling_per_token_logps"):
+                    torch.testing.assert_close(batch[key][row][mask][here], expected, rtol=0, atol=1e-5)
+    assert num_several > 0.25 * num_rows
+
+
+def test_log_probabilities_of_trainer_and_server_are_stitched(monkeypatch, tmp_path):
+    trainer = server_trainer(monkeypatch, tmp_path)
+    trainer.train()
+    assert_stitched(trainer)
+    for log in training_logs(trainer):
+        if "reward" in log:
+            assert log["sampling/sampling_logp_difference/max"] < 1e-5
+            assert log["sampling/raw_importance_sampling_ratio/max"] == pytest.approx(1, abs=1e-5)
+            assert log["sampling/truncated_share"] == log["sampling/masked_share"] == 0
+    assert max(log["ratio/max"] or 0 for log in training_logs(trainer)) > 1.05  # the weights did change
+
+
+class BiasedOnce(FakeVLLM):
+    """The first policy's tokens come with log-probabilities that are too high by 0.5."""
+
+    def _report(self, logits, processed):
+        return processed.log_softmax(-1) + (0.5 if self.num_syncs == 1 else 0)
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate"])
+def test_trl_corrects_by_the_stitched_ratio_and_the_comparison_is_of_the_latest_segments(monkeypatch, tmp_path, mode):
+    settings = {"vllm_importance_sampling_mode": mode, "vllm_logp_tolerance": None}
+    trainer = server_trainer(monkeypatch, tmp_path, server=BiasedOnce, **settings)
+    trainer.train()
+    num_biased = 0
+    for batch in trainer.batches:
+        mask, versions = batch["completion_mask"].bool(), batch["token_versions"]
+        biased = (versions == 0) & mask
+        num_biased += int((biased.any(dim=1) & (mask & (versions > 0)).any(dim=1)).sum())
+        log_ratio = torch.where(biased, -0.5, 0.0)
+        if mode == "token_truncate":
+            expected, rows = log_ratio.exp()[mask], batch["importance_sampling_ratio"][mask]
+        else:
+            trains = mask.any(dim=1)
+            expected, rows = log_ratio.sum(dim=1).exp()[trains], batch["importance_sampling_ratio"][trains, 0]
+        torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-5)
+    assert num_biased > 10
+    first, second, *_ = (log for log in training_logs(trainer) if "reward" in log)
+    assert first["sampling/raw_importance_sampling_ratio/max"] < 0.7
+    # The first policy's tokens are still in the batch, and parts of completions that went on under the second
+    assert second["sampling/raw_importance_sampling_ratio/max"] == pytest.approx(1, abs=1e-5)
+
+
+class Restarting(Recording):
+    """The server is started anew before the third generation, and between two rounds of the fourth."""
+
+    def _continue_completions(self, prompts, cap):
+        if len(self.batches) == 3 and self.state.global_step == 9 and self.vllm_generation.num_starts == 2:
+            self.num_rounds = getattr(self, "num_rounds", 0) + 1
+            if self.num_rounds == 2:
+                self.vllm_generation.restart()
+        return super()._continue_completions(prompts, cap)
+
+    def _finish_groups(self, inputs):
+        if len(self.batches) == 2:
+            self.vllm_generation.restart()
+        return super()._finish_groups(inputs)
+
+
+def test_a_server_that_was_started_anew_goes_on_with_the_parked_completions(monkeypatch, tmp_path):
+    trainer = server_trainer(
+        monkeypatch,
+        tmp_path,
+        trainer_class=Restarting,
+    )
+    with pytest.warns(UserWarning, match="server was started anew: it is joined again"):
+        trainer.train()
+    assert trainer.vllm_generation.num_starts == 3
+    assert trainer.vllm_generation.num_syncs == 5  # one a generation, one more in the fourth
+    assert_stitched(trainer)
+    assert [int(batch["completion_mask"].any(dim=1).sum()) for batch in trainer.batches] == [2, 24, 24, 24]
+
+
+def test_without_partial_rollouts_a_restarted_server_gets_the_weights_too(monkeypatch, tmp_path):
+    class Restarted(BAPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            if self.state.global_step == 2:
+                self.vllm_generation.restart()
+            return super()._generate_and_score_completions(inputs)
+
+    trainer = vllm_trainer(monkeypatch, tmp_path, trainer_class=Restarted, num_iterations=1)
+    with pytest.warns(UserWarning, match="server was started anew"):
+        trainer.train()
+    for log in training_logs(trainer):
+        if "reward" in log:
+            assert log["sampling/sampling_logp_difference/max"] < 1e-5
+
+
+class RestartingInRequest(FakeVLLM):
+    """Started anew during a request, which TRL's client repeats: the answer is that of the first weights."""
+
+    def generate(self, prompts, images, num_generations, profiler=None):
+        if len(self.num_prompts) == 1:
+            self.restart()
+        return super().generate(prompts, images, num_generations)
+
+
+def test_what_a_server_sampled_before_it_got_the_weights_is_sampled_again(monkeypatch, tmp_path):
+    trainer = vllm_trainer(monkeypatch, tmp_path, server=RestartingInRequest, num_iterations=1)
+    with pytest.warns(UserWarning, match="server was started anew"):
+        trainer.train()
+    for log in training_logs(trainer):
+        if "reward" in log:
+            assert log["sampling/sampling_logp_difference/max"] < 1e-5
+
+
+def test_a_restart_while_rewards_are_computed_is_no_stale_server(monkeypatch, tmp_path):
+    class Restarted(BAPOTrainer):
+        def _calculate_rewards(self, *args, **kwargs):
+            if self.state.global_step >= 2:
+                self.vllm_generation.restart()
+            return super()._calculate_rewards(*args, **kwargs)
+
+    trainer = vllm_trainer(monkeypatch, tmp_path, trainer_class=Restarted, num_iterations=1, max_steps=8)
+    with pytest.warns(UserWarning, match="server was started anew"):
+        trainer.train()
+    assert trainer.vllm_generation.num_starts == 4
+
+
+def test_several_api_processes_are_one_server(monkeypatch, tmp_path):
+    class Several(FakeVLLM):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.num_api_processes = 2
+
+    with pytest.warns(UserWarning, match="--api-server-count 1"):
+        trainer = vllm_trainer(monkeypatch, tmp_path, server=Several, num_iterations=1, max_steps=8)
+    trainer.train()
+    assert trainer.vllm_generation.num_syncs == 4  # one a generation
+
+
+def test_a_server_that_does_not_come_back_stops_the_training(monkeypatch, tmp_path):
+    class Gone(FakeVLLM):
+        def check_server(self, total_timeout):
+            if self.num_prompts:
+                raise ConnectionError(f"The vLLM server can't be reached after {total_timeout} seconds.")
+
+    trainer = vllm_trainer(monkeypatch, tmp_path, server=Gone, max_steps=8, vllm_server_timeout=7.0)
+    with pytest.raises(RuntimeError, match=r"vLLM server at http://fake cannot be used: .*after 7.0 seconds"):
+        trainer.train()
+
+
+def test_another_sampler_than_that_of_the_checkpoint_is_refused(monkeypatch, tmp_path):
+    saves = {"save_strategy": "steps", "save_steps": 3, "max_steps": 3}
+    server_trainer(monkeypatch, tmp_path, **saves).train()
+    with pytest.raises(ValueError, match=r"`use_vllm` is False, but .* were begun with vLLM"):
+        trainer_of(tmp_path, **saves, max_completion_length=16).train(resume_from_checkpoint=True)
+
+
+def test_all_ranks_send_equally_many_prompts():
+    """TRL hands each rank its part of the server's answer by the number of its own prompts."""
+    sent = {}
+
+    def rank(index, num_groups, other):
+        """One rank's rounds, beside another that always has `other` completions in flight and is never done."""
+        pool = RolloutPool(2, 6, eos_token_ids=[1], rank=index, num_ranks=2)
+
+        def gather(numbers):
+            if len(numbers) == 3:  # has enough, cap, number in flight
+                return [numbers, [len(sent[index]) >= 2, 3, other]]
+            return [numbers, numbers]
+
+        def sample(prompts, cap):
+            sent[index].append(prompts)
+            return [[5] * (cap - 1) + [1] for _ in prompts], None
+
+        rounds = RolloutRounds(pool, num_groups=num_groups, num_held=0, chunk_length=3, gather=gather)
+        prompts = [({"prompt": str(i)}, [7, 8 + i]) for i in range(num_groups)]
+        score_all = lambda prompts, completions: [[-1.0] * len(row) for row in completions]  # noqa: E731
+        batch, _ = rounds.generate(prompts, 0, None, sample, score_all)
+        return batch
+
+    sent[0] = []
+    batch = rank(0, num_groups=1, other=5)
+    assert [len(prompts) for prompts in sent[0]] == [5, 5]
+    assert batch.tokens == [[5, 5, 1], [5, 5, 1]]
+    assert sent[0][1] == [[7]] * 5  # nothing of its own is left: dummies alone
