@@ -10,15 +10,13 @@ from trl import GRPOConfig
 
 from .bound_grid import BoundGrid
 from .clip_bounds import MEASURES, SEARCH_ORDERS
-from .generation.sampling_settings import biased_settings, broken_across_calls
+from .config_checks import BOUND_PARTS, SCOPES, check_partial_rollouts, check_replay, check_run, check_search
+from .generation.sampling_settings import biased_settings
 from .policy_tokens import WEIGHTINGS
-from .replay.mixer import DRAW_ORDERS, smallest_capacity, smallest_max_staleness
+from .replay.mixer import DRAW_ORDERS, smallest_max_staleness
 
 
-SCOPES = ("batch", "micro_batch")
-CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 _STRATEGIES_WITH_CHECKPOINTS = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
-_BOUND_PARTS = tuple(part.name for part in fields(BoundGrid))
 
 
 @dataclass
@@ -222,7 +220,7 @@ class BAPOConfig(GRPOConfig):
     @property
     def bound_grid(self) -> BoundGrid:
         """Candidate clip bounds of the search."""
-        return BoundGrid(**{part: getattr(self, f"ratio_{part}") for part in _BOUND_PARTS})
+        return BoundGrid(**{part: getattr(self, f"ratio_{part}") for part in BOUND_PARTS})
 
     @property
     def micro_batches_per_generation(self) -> int:
@@ -244,7 +242,8 @@ class BAPOConfig(GRPOConfig):
         return " and ".join(words for words, is_on in settings.items() if is_on)
 
     @property
-    def _smallest_max_staleness(self) -> int:
+    def smallest_max_staleness(self) -> int:
+        """Smallest `replay_max_staleness` with which the first pass over a generation can draw from the queue."""
         return smallest_max_staleness(self.updates_per_pass, self.num_iterations, self.replay_min_staleness)
 
     @property
@@ -327,7 +326,7 @@ class BAPOConfig(GRPOConfig):
         if self.replay_zero_advantage:
             too_small = {
                 "replay_max_reuse": self.num_iterations + 1,
-                "replay_max_staleness": self._smallest_max_staleness,
+                "replay_max_staleness": self.smallest_max_staleness,
             }
             for name, smallest in too_small.items():
                 if getattr(self, name) is not None and getattr(self, name) < smallest:
@@ -346,196 +345,10 @@ class BAPOConfig(GRPOConfig):
         return messages
 
     def _validate(self):
-        for name in ("epsilon", "epsilon_high"):
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"`{name}` is {getattr(self, name)}, but it has no effect under BAPO, which searches the clip "
-                    "bounds. Remove it; to fix both bounds as in GRPO, set `ratio_lower_start` = `ratio_lower_max` "
-                    "(1 - epsilon) and `ratio_upper_start` = `ratio_upper_max` (1 + epsilon_high)."
-                )
-        bounds = (f"ratio_{part}" for part in _BOUND_PARTS)
-        for name in ("positive_contribution_target", *bounds, "partial_rollout_oversampling"):
-            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), (int, float)):
-                raise ValueError(f"`{name}` is {getattr(self, name)!r}: set it to a number.")
-        if self.num_iterations < 1:
-            raise ValueError(f"`num_iterations` is {self.num_iterations}: set it to at least 1.")
-        if not 0 < self.positive_contribution_target <= 1:
-            raise ValueError(
-                f"`positive_contribution_target` is {self.positive_contribution_target}: set it to a share in (0, 1] "
-                "(odds tau are the share tau / (1 + tau))."
-            )
-        for name, choices in (
-            ("contribution_measure", MEASURES),
-            ("contribution_weighting", WEIGHTINGS),
-            ("search_order", SEARCH_ORDERS),
-            ("search_scope", SCOPES),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"`{name}` is {getattr(self, name)!r}: choose one of {', '.join(map(repr, choices))}."
-                )
-        if self.loss_type not in CLIPPED_LOSS_TYPES:
-            raise ValueError(
-                f"`loss_type` is {self.loss_type!r}, which has no clip bounds to adapt: choose one of "
-                f"{', '.join(map(repr, CLIPPED_LOSS_TYPES))}."
-            )
-        generations_eval = self.num_generations_eval or self.num_generations
-        if self.do_eval and self.per_device_eval_batch_size * self.world_size % generations_eval != 0:
-            raise ValueError(
-                f"`per_device_eval_batch_size` is {self.per_device_eval_batch_size} on {self.world_size} processes: "
-                f"their product must be a multiple of `num_generations_eval` ({generations_eval}), so that all "
-                "rollouts of a prompt are in one batch."
-            )
-        grid = self.bound_grid  # checks the bounds
-        if self.delta is not None and not self.delta >= self.ratio_upper_max:
-            raise ValueError(
-                f"`delta` is {self.delta}, below `ratio_upper_max`, which is {self.ratio_upper_max}: it would cap "
-                "positive tokens before the upper bound does. Raise `delta` to at least that, or unset it."
-            )
-        if self.vllm_logp_tolerance is not None and not self.vllm_logp_tolerance > 0:
-            raise ValueError(
-                f"`vllm_logp_tolerance` is {self.vllm_logp_tolerance}: set it above 0, in nats a token, or to None "
-                "for no check."
-            )
-        self._validate_replay()
-        self._validate_partial_rollouts()
-        window, generation = self.gradient_accumulation_steps, self.micro_batches_per_generation
-        if self.search_scope == "batch" and not grid.is_fixed and generation % window != 0:
-            raise ValueError(
-                f"`search_scope` is 'batch', but an optimizer step of {window} micro-batches "
-                f"(`gradient_accumulation_steps`) would span two generations of {generation} micro-batches "
-                "(`steps_per_generation` x `num_iterations`), and the second is not sampled yet when the search runs. "
-                f"Set `gradient_accumulation_steps` to a divisor of {generation}, make `steps_per_generation` a "
-                f"multiple of {window}, or set `search_scope` to 'micro_batch'."
-            )
-
-    def _validate_partial_rollouts(self):
-        if not 1 <= self.partial_rollout_oversampling < 2:
-            raise ValueError(
-                f"`partial_rollout_oversampling` is {self.partial_rollout_oversampling}: set it to at least 1 (off) "
-                "and less than 2."
-            )
-        for name, smallest in (("partial_rollout_chunk_length", 1), ("partial_rollout_max_staleness", 0)):
-            value = getattr(self, name)
-            if value is None and name == "partial_rollout_max_staleness":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-                raise ValueError(f"`{name}` is {value!r}: set it to a whole number, at least {smallest}.")
-        if not self.uses_partial_rollouts:
-            return
-        if self.rows_per_generation % self.num_generations != 0:
-            raise ValueError(
-                f"`num_generations` is {self.num_generations}, but each rank has {self.rows_per_generation} samples "
-                "of a generation (`per_device_train_batch_size` x `steps_per_generation`): with partial rollouts a "
-                "group lives on one rank, so make that a multiple of it."
-            )
-        if self.groups_held == 0:
-            raise ValueError(
-                f"`partial_rollout_oversampling` is {self.partial_rollout_oversampling}, which holds over none of the "
-                f"{self.groups_per_generation} groups of a generation on each rank: raise it above "
-                f"{1 + 0.5 / self.groups_per_generation:.4g}, e.g. to {1 + 1 / self.groups_per_generation:.4g}, or "
-                "raise `steps_per_generation`."
-                if self.groups_per_generation > 1
-                else f"`partial_rollout_oversampling` is {self.partial_rollout_oversampling}, but each rank has one "
-                "group a generation, and cannot hold one over: raise `steps_per_generation` or "
-                "`per_device_train_batch_size`."
-            )
-        needed = self.updates_per_generation + self.largest_staleness
-        if self.partial_rollout_max_staleness is not None and self.partial_rollout_max_staleness < needed:
-            raise ValueError(
-                f"`partial_rollout_max_staleness` is {self.partial_rollout_max_staleness}, but a completion parked "
-                f"for one generation is {needed} versions old at its last update: with less, nothing is ever parked. "
-                f"Set it to at least {needed}, or to None."
-            )
-        settings = {**(self.generation_kwargs or {}), "structured_outputs": self.vllm_structured_outputs_regex}
-        broken = broken_across_calls(settings)
-        if broken:
-            raise ValueError(
-                f"{'; '.join(broken)} (in `generation_kwargs` or by a field): that does not go with partial rollouts, "
-                "where a completion is sampled in several calls. Remove it, or set `partial_rollout_oversampling` to "
-                "1.0."
-            )
-
-    def _validate_replay(self):
-        if not 0 <= self.replay_fraction <= 1:
-            raise ValueError(f"`replay_fraction` is {self.replay_fraction}: set it to a share in [0, 1].")
-        if self.replay_order not in DRAW_ORDERS:
-            raise ValueError(
-                f"`replay_order` is {self.replay_order!r}: choose one of {', '.join(map(repr, DRAW_ORDERS))}."
-            )
-        for name, smallest in (("replay_capacity", 1), ("replay_max_reuse", 1), ("replay_max_staleness", 0)):
-            value = getattr(self, name)
-            if value is not None and value < smallest:
-                raise ValueError(f"`{name}` is {value}: set it to at least {smallest}.")
-        if self.replay_min_staleness < 0:
-            raise ValueError(f"`replay_min_staleness` is {self.replay_min_staleness}: set it to at least 0.")
-        if not self.uses_replay:
-            return
-        if self.sync_ref_model:
-            raise ValueError(
-                "`sync_ref_model` is True, but queued samples keep the log-probabilities of the reference model that "
-                "scored them: the KL term would hold the policy to references that no longer exist. Set "
-                f"`sync_ref_model` to False, or, for no replay queue, {self.without_replay}."
-            )
-        if self.steps_per_generation % self.gradient_accumulation_steps != 0:
-            raise ValueError(
-                f"`steps_per_generation` is {self.steps_per_generation}: with a replay queue it must be a multiple of "
-                f"`gradient_accumulation_steps` ({self.gradient_accumulation_steps}), so that each optimizer step is "
-                "drawn at once."
-            )
-        rows = self.per_device_train_batch_size * self.steps_per_generation
-        if self.replay_capacity < rows:
-            raise ValueError(
-                f"`replay_capacity` is {self.replay_capacity}, less than the {rows} samples of a generation on each "
-                f"rank: set it to at least {rows}."
-            )
-        if 0 < self.replay_fraction <= 0.5 / rows:
-            raise ValueError(
-                f"`replay_fraction` is {self.replay_fraction}, less than one of the {rows} samples of a batch on each "
-                f"rank: set it to at least {1 / rows:.3g}, or to 0."
-            )
-        updates = self.updates_per_pass
-        needed = smallest_capacity(
-            rows,
-            rows if self.replay_zero_advantage else round(self.replay_fraction * rows),
-            updates,
-            self.num_iterations,
-            self.replay_min_staleness,
-        )
-        if self.replay_capacity < needed:
-            raise ValueError(
-                f"`replay_min_staleness` is {self.replay_min_staleness}, but a queue with a `replay_capacity` of "
-                f"{self.replay_capacity} lets samples go before enough of them are that old, at {rows} samples a "
-                f"generation on each rank and {updates * self.num_iterations} updates on them: set `replay_capacity` "
-                f"to at least {needed}, or lower `replay_min_staleness`."
-            )
-        # Rows are drawn at the start of a pass, and grow older until its last update. Without a share of the first
-        # pass to fill, it is enough that a later one draws.
-        passes = max(1, -(-self.replay_min_staleness // updates), self.num_iterations - 1)
-        oldest = self._smallest_max_staleness if self.replay_fraction > 0 else passes * updates + updates - 1
-        if self.uses_partial_rollouts:  # rows are up to a generation old when they enter
-            oldest += self.updates_per_generation
-        if self.replay_max_staleness is not None and self.replay_max_staleness < oldest:
-            raise ValueError(
-                f"`replay_max_staleness` is {self.replay_max_staleness}, but with {updates} updates in a pass, "
-                f"`num_iterations` {self.num_iterations} and `replay_min_staleness` {self.replay_min_staleness} a "
-                f"queued sample is {oldest} versions old before "
-                f"{'the first pass over a generation' if self.replay_fraction > 0 else 'a pass'} has trained it: set "
-                f"it to at least {oldest}."
-            )
-        if self.replay_max_reuse is not None and self.replay_max_reuse < self.num_iterations:
-            raise ValueError(
-                f"`replay_max_reuse` is {self.replay_max_reuse}, but `num_iterations` ({self.num_iterations}) passes "
-                f"train each sample that many times on average: set it to at least {self.num_iterations}."
-            )
-        # From an empty queue, the passes over a generation use up all that it brings.
-        draws_its_own = self.num_iterations > 1 and self.replay_min_staleness <= updates * (self.num_iterations - 1)
-        if self.replay_max_reuse == self.num_iterations and (self.replay_fraction > 0 or not draws_its_own):
-            raise ValueError(
-                f"`replay_max_reuse` is {self.replay_max_reuse}: the {self.num_iterations} passes over a generation "
-                "(`num_iterations`) use its samples up, and the first pass over the next one finds none in the "
-                f"queue. Set `replay_max_reuse` to at least {self.num_iterations + 1}."
-            )
+        check_run(self)
+        check_search(self)
+        check_partial_rollouts(self)
+        check_replay(self)
 
 
 def own_fields() -> tuple[Field, ...]:

@@ -13,13 +13,14 @@ from . import trl_compat
 from .bapo_config import BAPOConfig
 from .bound_search import BoundSearch
 from .clip_bounds import ClipBounds
-from .diagnostics import UpdateLog, best_of_k, measure_tokens
+from .diagnostics import UpdateLog, measure_tokens
 from .generation.behavior_policy import KnownBehaviorPolicy
 from .generation.logp_mismatch import client_for
 from .generation.partial_trainer import PartialRollouts
 from .generation.server_restart import ServerRestarts
 from .prompts import check_columns, check_number_of_prompts
 from .replay.mixer import ReplayMixer, ReplayQueue, is_queue_file
+from .rewards import best_of_k
 from .scoring import Scoring
 from .trl_compat import get_config_model_id, shuffle_sequence_dict, split_tensor_dict
 from .upstream_fixes import ResumeFixes

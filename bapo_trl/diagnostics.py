@@ -146,27 +146,6 @@ def token_metrics(total: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def best_of_k(rewards_per_func: torch.Tensor, weights: torch.Tensor, num_generations: int) -> float:
-    """
-    Return the mean over prompts of the best reward among the completions of each.
-
-    Args:
-        rewards_per_func (`torch.Tensor`):
-            Rewards by function, shape `(B, F)`, the groups one after the other. NaN where a function gave none.
-        weights (`torch.Tensor`):
-            Weights of the functions, shape `(F,)`.
-        num_generations (`int`):
-            Completions of a prompt.
-
-    Returns:
-        `float`: NaN if no completion has a reward. Completions and prompts without any do not count.
-    """
-    rewards = (rewards_per_func * weights.to(rewards_per_func.device)).nansum(dim=1)
-    rewards[rewards_per_func.isnan().all(dim=1)] = -torch.inf  # not scored by any function
-    best = rewards.view(-1, num_generations).amax(dim=1)
-    return best[best.isfinite()].mean().item()
-
-
 class UpdateLog:
     """
     Collects what is logged of one optimizer update, from its first micro-batch to its last.

@@ -1,7 +1,7 @@
 """Forward passes besides those of the loss: what is random in them, and how they leave the model as it was."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +29,11 @@ def without_gradient_checkpointing(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.gradient_checkpointing = True
+
+
+def forked_random_state(device: torch.device) -> AbstractContextManager:
+    """Give the random states of the CPU and of `device` back as they were; others are not touched."""
+    return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
 
 
 @contextmanager

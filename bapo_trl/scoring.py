@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
-from .forward_passes import has_random_forward, in_eval_mode, without_gradient_checkpointing
+from .forward_passes import forked_random_state, has_random_forward, in_eval_mode, without_gradient_checkpointing
 from .policy_tokens import PolicyTokens, policy_mask, policy_tokens
 from .trainer_mixin import TrainerMixin
 from .trl_compat import FORWARD_KEYS
@@ -110,9 +110,7 @@ class Scoring(TrainerMixin):
         if are_fresh and not self._has_random_forward and not needs_logps:
             return [self._policy_tokens(inputs, _any_logps(inputs), None) for inputs in window]
         # The forward passes of the loss come in the same order: from the same random state they drop out the same.
-        device = self.accelerator.device
-        devices = [] if device.type in ("cpu", "mps") else [device]
-        with torch.random.fork_rng(devices, device_type=device.type):
+        with forked_random_state(self.accelerator.device):
             return [
                 self._policy_tokens(inputs, *self._score(inputs, self.top_entropy_quantile < 1)) for inputs in window
             ]

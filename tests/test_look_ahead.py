@@ -6,7 +6,7 @@ from peft import LoraConfig
 from transformers import Qwen2Config, TrainerCallback
 
 from bapo_trl import BAPOTrainer
-from bapo_trl.forward_passes import has_random_forward
+from bapo_trl.forward_passes import forked_random_state, has_random_forward
 from tests.helpers.model_state import hooks, model_state, random_state
 from tests.helpers.toy import opt_model, toy_dataset, toy_model, toy_trainer, training_logs
 from tests.test_bapo_trainer import Recorder, assert_logged_shares_are_those_of_the_loss
@@ -84,6 +84,20 @@ def test_the_look_ahead_leaves_everything_as_it_found_it(tmp_path, recwarn, args
     assert compared == [0, 1, 2, 3]
     assert trainer.model.is_gradient_checkpointing == args.get("gradient_checkpointing", True)
     assert not any("requires_grad" in str(warning.message) for warning in recwarn)
+
+
+@pytest.mark.parametrize("device_type", ["mps", "cuda"])
+def test_the_random_state_of_the_device_is_given_back(monkeypatch, device_type):
+    """Stands in for the device: its module, which `torch` asks for the state, is there without one."""
+    module, state = torch.get_device_module(device_type), {"now": 1}
+    monkeypatch.setattr(module, "get_rng_state", lambda device: state["now"])
+    monkeypatch.setattr(module, "set_rng_state", lambda new, device: state.update(now=new))
+    before = torch.get_rng_state()
+    with forked_random_state(torch.device(device_type, 0)):
+        state["now"] = 2
+        torch.rand(3)
+    assert state["now"] == 1
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 # What is random in a forward pass

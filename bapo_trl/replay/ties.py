@@ -6,6 +6,8 @@ what is left looks like an advantage. Ties are therefore read off the rewards.
 
 import torch
 
+from ..rewards import weighted_sums
+
 
 def tied_rows(
     rewards_per_func: torch.Tensor, weights: torch.Tensor, num_generations: int, summed_first: bool = True
@@ -41,8 +43,7 @@ def tied_rows(
     """
     parts = rewards_per_func * weights
     if summed_first:
-        is_scored = ~parts.isnan().all(dim=1, keepdim=True)
-        rewards = parts.nansum(dim=1, keepdim=True).where(is_scored, torch.nan)
+        rewards = weighted_sums(rewards_per_func, weights).unsqueeze(1)
         rounding = 4 * (parts.shape[1] - 1) * torch.finfo(parts.dtype).eps
         magnitudes = parts.abs().nansum(dim=1, keepdim=True)
     else:

@@ -7,6 +7,7 @@ from pathlib import Path
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as LOADERS  # "json", "csv", ...
+from huggingface_hub.errors import HFValidationError
 
 
 _FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -97,7 +98,7 @@ def load_splits(name: str, config: str | None = None, streaming: bool = False) -
         )
     try:
         return load_dataset(name, name=config, streaming=streaming)
-    except (OSError, DatasetsError) as error:
+    except (OSError, DatasetsError, HFValidationError) as error:
         raise ValueError(
             f"`dataset_name` is '{name}', which is neither a file nor a folder here, and the Hub did not give it "
             f"either: {error}"

@@ -446,7 +446,6 @@ def test_oversampling_of_one_is_a_run_without_partial_rollouts(tmp_path):
         ({"generation_kwargs": {"min_new_tokens": 2}}, r"`min_new_tokens` counts from the start of a call"),
         ({"generation_kwargs": {"stop_strings": ["."]}}, r"`stop_strings`.*fall across two calls"),
         ({"generation_kwargs": {"presence_penalty": 0.5}}, r"`presence_penalty`.*counts from the start of a call"),
-        ({"generation_kwargs": {"ignore_eos": True}}, r"`ignore_eos` goes on after the end of a completion"),
         ({"generation_kwargs": {"seed": 0}}, r"`seed`.*each call draw the same"),
         ({"vllm_structured_outputs_regex": "[0-9]+"}, r"`structured_outputs`.*starts anew with each call"),
         ({"generation_kwargs": {"eos_token_id": [1, 5]}}, r"`eos_token_id` .* `generation_config.eos_token_id`"),

@@ -61,6 +61,14 @@ def test_what_the_hub_does_not_give_is_told_with_its_answer(monkeypatch):
         load_splits("data/promts")
 
 
+def test_a_revision_in_the_name_is_refused_as_an_id(monkeypatch):
+    """The Hub's client checks ids before it asks the Hub for anything."""
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    message = r"`dataset_name` is 'hf://datasets/org/data@main', which is neither a file.*Repo id must use"
+    with pytest.raises(ValueError, match=message):
+        load_splits("hf://datasets/org/data@main")
+
+
 def test_only_one_dataset_of_the_hub_has_an_id_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "here").mkdir(parents=True)

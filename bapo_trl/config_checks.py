@@ -1,0 +1,221 @@
+"""What `BAPOConfig` refuses: each check raises `ValueError` with the parameter, its value and the fix."""
+
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from .bound_grid import BoundGrid
+from .clip_bounds import MEASURES, SEARCH_ORDERS
+from .generation.sampling_settings import broken_across_calls
+from .policy_tokens import WEIGHTINGS
+from .replay.mixer import DRAW_ORDERS, smallest_capacity
+
+
+if TYPE_CHECKING:
+    from .bapo_config import BAPOConfig
+
+
+SCOPES = ("batch", "micro_batch")
+CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+BOUND_PARTS = tuple(part.name for part in fields(BoundGrid))
+
+
+def check_run(config: "BAPOConfig") -> None:
+    """Refuse values of the run that no search, queue or pool depends on."""
+    if config.num_iterations < 1:
+        raise ValueError(f"`num_iterations` is {config.num_iterations}: set it to at least 1.")
+    generations_eval = config.num_generations_eval or config.num_generations
+    if config.do_eval and config.per_device_eval_batch_size * config.world_size % generations_eval != 0:
+        raise ValueError(
+            f"`per_device_eval_batch_size` is {config.per_device_eval_batch_size} on {config.world_size} processes: "
+            f"their product must be a multiple of `num_generations_eval` ({generations_eval}), so that all "
+            "rollouts of a prompt are in one batch."
+        )
+    if config.vllm_logp_tolerance is not None and not config.vllm_logp_tolerance > 0:
+        raise ValueError(
+            f"`vllm_logp_tolerance` is {config.vllm_logp_tolerance}: set it above 0, in nats a token, or to None "
+            "for no check."
+        )
+
+
+def check_search(config: "BAPOConfig") -> None:
+    """Refuse values of the bound search, and losses and updates that it does not go with."""
+    for name in ("epsilon", "epsilon_high"):
+        if getattr(config, name) is not None:
+            raise ValueError(
+                f"`{name}` is {getattr(config, name)}, but it has no effect under BAPO, which searches the clip "
+                "bounds. Remove it; to fix both bounds as in GRPO, set `ratio_lower_start` = `ratio_lower_max` "
+                "(1 - epsilon) and `ratio_upper_start` = `ratio_upper_max` (1 + epsilon_high)."
+            )
+    for name in ("positive_contribution_target", *(f"ratio_{part}" for part in BOUND_PARTS)):
+        _check_number(name, getattr(config, name))
+    if not 0 < config.positive_contribution_target <= 1:
+        raise ValueError(
+            f"`positive_contribution_target` is {config.positive_contribution_target}: set it to a share in (0, 1] "
+            "(odds tau are the share tau / (1 + tau))."
+        )
+    for name, choices in (
+        ("contribution_measure", MEASURES),
+        ("contribution_weighting", WEIGHTINGS),
+        ("search_order", SEARCH_ORDERS),
+        ("search_scope", SCOPES),
+    ):
+        if getattr(config, name) not in choices:
+            raise ValueError(f"`{name}` is {getattr(config, name)!r}: choose one of {', '.join(map(repr, choices))}.")
+    if config.loss_type not in CLIPPED_LOSS_TYPES:
+        raise ValueError(
+            f"`loss_type` is {config.loss_type!r}, which has no clip bounds to adapt: choose one of "
+            f"{', '.join(map(repr, CLIPPED_LOSS_TYPES))}."
+        )
+    grid = config.bound_grid  # checks the bounds
+    if config.delta is not None and not config.delta >= config.ratio_upper_max:
+        raise ValueError(
+            f"`delta` is {config.delta}, below `ratio_upper_max`, which is {config.ratio_upper_max}: it would cap "
+            "positive tokens before the upper bound does. Raise `delta` to at least that, or unset it."
+        )
+    window, generation = config.gradient_accumulation_steps, config.micro_batches_per_generation
+    if config.search_scope == "batch" and not grid.is_fixed and generation % window != 0:
+        raise ValueError(
+            f"`search_scope` is 'batch', but an optimizer step of {window} micro-batches "
+            f"(`gradient_accumulation_steps`) would span two generations of {generation} micro-batches "
+            "(`steps_per_generation` x `num_iterations`), and the second is not sampled yet when the search runs. "
+            f"Set `gradient_accumulation_steps` to a divisor of {generation}, make `steps_per_generation` a "
+            f"multiple of {window}, or set `search_scope` to 'micro_batch'."
+        )
+
+
+def check_partial_rollouts(config: "BAPOConfig") -> None:
+    """Refuse values of the partial rollouts, and settings of the sampler that they do not go with."""
+    _check_number("partial_rollout_oversampling", config.partial_rollout_oversampling)
+    if not 1 <= config.partial_rollout_oversampling < 2:
+        raise ValueError(
+            f"`partial_rollout_oversampling` is {config.partial_rollout_oversampling}: set it to at least 1 (off) "
+            "and less than 2."
+        )
+    for name, smallest in (("partial_rollout_chunk_length", 1), ("partial_rollout_max_staleness", 0)):
+        value = getattr(config, name)
+        if value is None and name == "partial_rollout_max_staleness":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+            raise ValueError(f"`{name}` is {value!r}: set it to a whole number, at least {smallest}.")
+    if not config.uses_partial_rollouts:
+        return
+    if config.rows_per_generation % config.num_generations != 0:
+        raise ValueError(
+            f"`num_generations` is {config.num_generations}, but each rank has {config.rows_per_generation} samples "
+            "of a generation (`per_device_train_batch_size` x `steps_per_generation`): with partial rollouts a "
+            "group lives on one rank, so make that a multiple of it."
+        )
+    if config.groups_held == 0:
+        raise ValueError(
+            f"`partial_rollout_oversampling` is {config.partial_rollout_oversampling}, which holds over none of the "
+            f"{config.groups_per_generation} groups of a generation on each rank: raise it above "
+            f"{1 + 0.5 / config.groups_per_generation:.4g}, e.g. to {1 + 1 / config.groups_per_generation:.4g}, or "
+            "raise `steps_per_generation`."
+            if config.groups_per_generation > 1
+            else f"`partial_rollout_oversampling` is {config.partial_rollout_oversampling}, but each rank has one "
+            "group a generation, and cannot hold one over: raise `steps_per_generation` or "
+            "`per_device_train_batch_size`."
+        )
+    needed = config.updates_per_generation + config.largest_staleness
+    if config.partial_rollout_max_staleness is not None and config.partial_rollout_max_staleness < needed:
+        raise ValueError(
+            f"`partial_rollout_max_staleness` is {config.partial_rollout_max_staleness}, but a completion parked "
+            f"for one generation is {needed} versions old at its last update: with less, nothing is ever parked. "
+            f"Set it to at least {needed}, or to None."
+        )
+    settings = {**(config.generation_kwargs or {}), "structured_outputs": config.vllm_structured_outputs_regex}
+    broken = broken_across_calls(settings)
+    if broken:
+        raise ValueError(
+            f"{'; '.join(broken)} (in `generation_kwargs` or by a field): that does not go with partial rollouts, "
+            "where a completion is sampled in several calls. Remove it, or set `partial_rollout_oversampling` to "
+            "1.0."
+        )
+
+
+def check_replay(config: "BAPOConfig") -> None:
+    """Refuse values of the replay queue, and those under which it would hold nothing to draw."""
+    if not 0 <= config.replay_fraction <= 1:
+        raise ValueError(f"`replay_fraction` is {config.replay_fraction}: set it to a share in [0, 1].")
+    if config.replay_order not in DRAW_ORDERS:
+        raise ValueError(
+            f"`replay_order` is {config.replay_order!r}: choose one of {', '.join(map(repr, DRAW_ORDERS))}."
+        )
+    for name, smallest in (("replay_capacity", 1), ("replay_max_reuse", 1), ("replay_max_staleness", 0)):
+        value = getattr(config, name)
+        if value is not None and value < smallest:
+            raise ValueError(f"`{name}` is {value}: set it to at least {smallest}.")
+    if config.replay_min_staleness < 0:
+        raise ValueError(f"`replay_min_staleness` is {config.replay_min_staleness}: set it to at least 0.")
+    if not config.uses_replay:
+        return
+    if config.sync_ref_model:
+        raise ValueError(
+            "`sync_ref_model` is True, but queued samples keep the log-probabilities of the reference model that "
+            "scored them: the KL term would hold the policy to references that no longer exist. Set "
+            f"`sync_ref_model` to False, or, for no replay queue, {config.without_replay}."
+        )
+    if config.steps_per_generation % config.gradient_accumulation_steps != 0:
+        raise ValueError(
+            f"`steps_per_generation` is {config.steps_per_generation}: with a replay queue it must be a multiple of "
+            f"`gradient_accumulation_steps` ({config.gradient_accumulation_steps}), so that each optimizer step is "
+            "drawn at once."
+        )
+    rows = config.rows_per_generation
+    if config.replay_capacity < rows:
+        raise ValueError(
+            f"`replay_capacity` is {config.replay_capacity}, less than the {rows} samples of a generation on each "
+            f"rank: set it to at least {rows}."
+        )
+    if 0 < config.replay_fraction <= 0.5 / rows:
+        raise ValueError(
+            f"`replay_fraction` is {config.replay_fraction}, less than one of the {rows} samples of a batch on each "
+            f"rank: set it to at least {1 / rows:.3g}, or to 0."
+        )
+    updates = config.updates_per_pass
+    needed = smallest_capacity(
+        rows,
+        rows if config.replay_zero_advantage else round(config.replay_fraction * rows),
+        updates,
+        config.num_iterations,
+        config.replay_min_staleness,
+    )
+    if config.replay_capacity < needed:
+        raise ValueError(
+            f"`replay_min_staleness` is {config.replay_min_staleness}, but a queue with a `replay_capacity` of "
+            f"{config.replay_capacity} lets samples go before enough of them are that old, at {rows} samples a "
+            f"generation on each rank and {updates * config.num_iterations} updates on them: set `replay_capacity` "
+            f"to at least {needed}, or lower `replay_min_staleness`."
+        )
+    # Rows are drawn at the start of a pass, and grow older until its last update. Without a share of the first
+    # pass to fill, it is enough that a later one draws.
+    passes = max(1, -(-config.replay_min_staleness // updates), config.num_iterations - 1)
+    oldest = config.smallest_max_staleness if config.replay_fraction > 0 else passes * updates + updates - 1
+    if config.uses_partial_rollouts:  # rows are up to a generation old when they enter
+        oldest += config.updates_per_generation
+    if config.replay_max_staleness is not None and config.replay_max_staleness < oldest:
+        raise ValueError(
+            f"`replay_max_staleness` is {config.replay_max_staleness}, but with {updates} updates in a pass, "
+            f"`num_iterations` {config.num_iterations} and `replay_min_staleness` {config.replay_min_staleness} a "
+            f"queued sample is {oldest} versions old before "
+            f"{'the first pass over a generation' if config.replay_fraction > 0 else 'a pass'} has trained it: set "
+            f"it to at least {oldest}."
+        )
+    if config.replay_max_reuse is not None and config.replay_max_reuse < config.num_iterations:
+        raise ValueError(
+            f"`replay_max_reuse` is {config.replay_max_reuse}, but `num_iterations` ({config.num_iterations}) passes "
+            f"train each sample that many times on average: set it to at least {config.num_iterations}."
+        )
+    # From an empty queue, the passes over a generation use up all that it brings.
+    draws_its_own = config.num_iterations > 1 and config.replay_min_staleness <= updates * (config.num_iterations - 1)
+    if config.replay_max_reuse == config.num_iterations and (config.replay_fraction > 0 or not draws_its_own):
+        raise ValueError(
+            f"`replay_max_reuse` is {config.replay_max_reuse}: the {config.num_iterations} passes over a generation "
+            "(`num_iterations`) use its samples up, and the first pass over the next one finds none in the "
+            f"queue. Set `replay_max_reuse` to at least {config.num_iterations + 1}."
+        )
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"`{name}` is {value!r}: set it to a number.")
