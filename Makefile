@@ -63,6 +63,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.update_cost
 	$(BIN)/python -m benchmarks.replay_queue
 	$(BIN)/python -m benchmarks.replay_study --jobs 2
+	$(BIN)/python -m benchmarks.partial_study --jobs 2
 	$(BIN)/python -m benchmarks.pages
 
 # Hours for a study from scratch, so not part of `bench`; makes the runs that benchmarks/results lacks

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import benchmarks.stability.section as stability
-from benchmarks import quickstart, replay_queue, replay_study, search_cost, update_cost
+from benchmarks import partial_study, quickstart, replay_queue, replay_study, search_cost, update_cost
 from benchmarks.common import RESULTS, ROOT, TABLES_PAGE, Section
 
 
@@ -34,6 +34,7 @@ SECTIONS = {
     "stability": stability.render,
     "replay_study": replay_study.render,
     "replay_queue": replay_queue.render,
+    "partial_study": partial_study.render,
 }
 
 
