@@ -63,6 +63,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.update_cost
 	$(BIN)/python -m benchmarks.replay_queue
 	$(BIN)/python -m benchmarks.replay_study --jobs 2
+	$(BIN)/python -m benchmarks.partial_study --jobs 2
 	$(BIN)/python -m benchmarks.partial_rollouts --sampler transformers
 	$(BIN)/python -m benchmarks.rollout_simulation
 	$(BIN)/python -m benchmarks.pages

@@ -15,13 +15,14 @@ from pathlib import Path
 import benchmarks.stability.section as stability
 from benchmarks import (
     partial_rollouts,
+    partial_study,
     quickstart,
     replay_queue,
     replay_study,
     rollout_simulation,
     search_cost,
     update_cost,
-)  # fmt: skip
+)
 from benchmarks.common import RESULTS, ROOT, TABLES_PAGE, Section
 
 
@@ -42,6 +43,7 @@ SECTIONS = {
     "stability": stability.render,
     "replay_study": replay_study.render,
     "replay_queue": replay_queue.render,
+    "partial_study": partial_study.render,
     "partial_rollouts": partial_rollouts.render,
     "rollout_simulation": rollout_simulation.render,
 }

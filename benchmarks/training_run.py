@@ -6,6 +6,7 @@ One training run of a study, on the task of the demo or on a task of the studies
 prints its result, one line of JSON.
 """
 
+import itertools
 import json
 import math
 import sys
@@ -15,12 +16,14 @@ from collections.abc import Sequence
 
 import torch
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 
-from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl import BAPOConfig
 from bapo_trl.tasks import EmbeddedTask, held_out_accuracy, load_task, warm_start_path
 from bapo_trl.tasks.evaluation import seeded
 from benchmarks.common import keep_freed_memory
+from benchmarks.long_tailed_sums import load_long_tailed_sums
+from benchmarks.measured_trainer import MeasuredBAPOTrainer, MeasuredGRPOTrainer
 from benchmarks.running_totals import load_running_totals
 
 
@@ -36,7 +39,7 @@ SETTINGS = {
     "gradient_checkpointing": False,
     "dataloader_pin_memory": False,
 }
-TASKS = {"sums": load_task, "running_totals": load_running_totals}
+TASKS = {"sums": load_task, "running_totals": load_running_totals, "long_tailed_sums": load_long_tailed_sums}
 TASK_SETTINGS = {
     # A generation of 1,024 completions, 8 updates of 128 in one pass over it
     "sums": {"per_device_train_batch_size": 128, "steps_per_generation": 8, "num_generations": 8},
@@ -47,10 +50,12 @@ TASK_SETTINGS = {
         "num_generations": 16,
         "cache_implementation": "static",  # takes less time
     },
+    # A generation of 512 completions, 4 updates of 128
+    "long_tailed_sums": {"per_device_train_batch_size": 128, "steps_per_generation": 4, "num_generations": 8},
 }
 TRAINERS = {
-    "BAPO": (BAPOTrainer, BAPOConfig),
-    "GRPO": (GRPOTrainer, GRPOConfig),
+    "BAPO": (MeasuredBAPOTrainer, BAPOConfig),
+    "GRPO": (MeasuredGRPOTrainer, GRPOConfig),
 }
 # Metrics of which a run returns the value of every update
 SERIES = (
@@ -139,8 +144,8 @@ def run(spec: dict) -> dict:
 
     Returns:
         `dict` with one value a generation for `reward` and `generated_tokens` (so far), held-out accuracy by update,
-        `series` of the metrics of each update, means of them, and the seconds of training. `failure` is there if the
-        run broke off because a NaN came up.
+        `series` of the metrics of each update, means of them, the seconds of training, and what [`count_rollouts`]
+        gives. `failure` is there if the run broke off because a NaN came up.
     """
     torch.set_num_threads(1)
     keep_freed_memory()  # takes 25 % less time on long completions
@@ -196,6 +201,7 @@ def run(spec: dict) -> dict:
             "bapo/positive_share",
             "ratio/ess",
             "replay/reuse_mean",
+            "completions/clipped_ratio",
         )
     }
     return {
@@ -223,7 +229,28 @@ def run(spec: dict) -> dict:
             if all(key in log for log in logs)
         },
         "means": {key: value for key, value in means.items() if value is not None},
+        **count_rollouts(trainer),
+        "trained_length_ratio": generations[-1].get("partial/trained_length_ratio"),
     }
+
+
+def count_rollouts(trainer: MeasuredGRPOTrainer) -> dict:
+    """Return what a trainer counted: decode steps and lengths of its generations, versions of what it trained."""
+    num_some = max(1, len(trainer.lengths) // 4)
+    return {
+        "decode_steps": trainer.decode_steps,
+        "completions": sum(map(len, trainer.lengths)),
+        "lengths": {
+            "first": _percentiles(trainer.lengths[:num_some]),
+            "last": _percentiles(trainer.lengths[-num_some:]),
+        },
+        "share_of_several_versions": round(trainer.num_trained_of_several_versions / max(1, trainer.num_trained), 4),
+    }
+
+
+def _percentiles(lengths: Sequence[Sequence[int]]) -> dict[str, float]:
+    ordered = sorted(itertools.chain.from_iterable(lengths))
+    return {name: ordered[int(share * len(ordered))] for name, share in (("median", 0.5), ("95th", 0.95)) if ordered}
 
 
 def _is_number(value: float | None) -> bool:

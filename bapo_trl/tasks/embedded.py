@@ -41,6 +41,9 @@ class WarmStart:
             Characters of the tokenizer; `None` for all bytes.
         model (`Mapping[str, int]`):
             Settings of the model that differ from those of [`tiny_model`].
+        first_lesson (`WarmStart`, *optional*):
+            What the same model learns before, from other demonstrations. Its `alphabet`, `model` and `first_lesson`
+            are not read.
     """
 
     demonstrate: Callable[[str, random.Random], str]
@@ -51,6 +54,7 @@ class WarmStart:
     decays: bool = False
     alphabet: str | None = None
     model: Mapping[str, int] = field(default_factory=dict)
+    first_lesson: "WarmStart | None" = None
 
 
 @dataclass(frozen=True)

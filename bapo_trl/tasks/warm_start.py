@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from .embedded import EmbeddedTask
+from .embedded import EmbeddedTask, WarmStart
 from .model import MODEL_SETTINGS, tiny_model
 from .sums import load_task
 from .tokenizer import character_tokenizer
@@ -68,11 +68,15 @@ def warm_start_path(seed: int = 0, task: EmbeddedTask | None = None) -> Path:
 
 def _fingerprint(seed: int, task: EmbeddedTask) -> str:
     """Hash all that shapes the weights."""
-    training = dict(vars(task.warm_start))
-    demonstrate = training.pop("demonstrate")  # a function: what it writes is hashed in its place
-    rng = random.Random(seed)
+    lessons = [
+        {**vars(lesson), "demonstrations": _demonstrations(lesson, task, seed)} for lesson in _lessons(task.warm_start)
+    ]
+    for lesson in lessons:
+        del lesson["demonstrate"], lesson["first_lesson"]  # hashed as what they write, and as a lesson of its own
+    *before, training = lessons
     shaping = {
-        "demonstrations": [prompt + demonstrate(prompt, rng) for prompt in task.train_dataset["prompt"]],
+        **({"before": before} if before else {}),
+        "demonstrations": training.pop("demonstrations"),
         "vocabulary": character_tokenizer(task.warm_start.alphabet).get_vocab(),
         "model": {**MODEL_SETTINGS, **task.warm_start.model},
         "training": training,
@@ -83,11 +87,29 @@ def _fingerprint(seed: int, task: EmbeddedTask) -> str:
     return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:12]
 
 
+def _lessons(warm_start: WarmStart) -> list[WarmStart]:
+    """Return what the model learns, in order."""
+    return [lesson for lesson in (warm_start.first_lesson, warm_start) if lesson is not None]
+
+
+def _demonstrations(lesson: WarmStart, task: EmbeddedTask, seed: int) -> list[str]:
+    """Return each prompt with what the demonstrator writes, from a seed."""
+    rng = random.Random(seed)
+    return [prompt + lesson.demonstrate(prompt, rng) for prompt in task.train_dataset["prompt"]]
+
+
 def _build(folder: Path, seed: int, task: EmbeddedTask) -> None:
     """Train the model on demonstrations and save it with its tokenizer."""
-    settings = task.warm_start
-    tokenizer = character_tokenizer(settings.alphabet)
-    model = tiny_model(tokenizer, seed, **settings.model).train()
+    tokenizer = character_tokenizer(task.warm_start.alphabet)
+    model = tiny_model(tokenizer, seed, **task.warm_start.model).train()
+    for lesson in _lessons(task.warm_start):
+        _teach(model, tokenizer, lesson, task.train_dataset["prompt"][:], seed)
+    model.eval().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _teach(model, tokenizer, settings: WarmStart, prompts: list[str], seed: int) -> None:
+    """Train the model on the demonstrations of a lesson."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.01)
 
     def share_of_learning_rate(step: int) -> float:
@@ -95,7 +117,6 @@ def _build(folder: Path, seed: int, task: EmbeddedTask) -> None:
         return min(1.0, (step + 1) / max(1, settings.warmup_steps), left)
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_learning_rate)
-    prompts = task.train_dataset["prompt"][:]
     rng = random.Random(seed)
     for _ in range(settings.num_steps):
         chosen = rng.choices(prompts, k=settings.batch_size)
@@ -105,8 +126,6 @@ def _build(folder: Path, seed: int, task: EmbeddedTask) -> None:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    model.eval().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def _collate(tokenizer, prompts: list[str], completions: list[str]) -> dict[str, torch.Tensor]:

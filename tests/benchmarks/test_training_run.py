@@ -50,7 +50,7 @@ def test_metrics_without_a_value_are_left_out(monkeypatch):
         trainer.state.log_history = [{"loss": 0.0, "entropy": 1.0, "bapo/positive_share": share} for share in shares]
         trainer.state.log_history[0] |= {"reward": 0.5, "completions/mean_length": 2.0}
 
-    monkeypatch.setattr(training_run.BAPOTrainer, "train", train)
+    monkeypatch.setattr(training_run.MeasuredBAPOTrainer, "train", train)
     monkeypatch.setattr(training_run, "keep_freed_memory", lambda: None)  # of this process
     result = training_run.run({"seed": 0, "generations": 1, "args": {"steps_per_generation": 4}})
     assert result["series"]["bapo/positive_share"] == [None, 0.25, None, 0.75]

@@ -207,6 +207,26 @@ def test_other_settings_get_another_folder(quick_builds, task, change):
     assert tasks.warm_start_path(task=with_warm_start(task, **settings)) != tasks.warm_start_path()
 
 
+def test_a_first_lesson_is_learnt_before_with_its_own_settings(quick_builds, task):
+    """Its two updates come first: with none of the later ones, the weights are those of its own warm start."""
+    lesson = tasks.WarmStart(lambda prompt, rng: "7", num_steps=2, batch_size=3, learning_rate=1e-2)
+    alone = warm_start.warm_start_path(task=dataclasses.replace(task, warm_start=lesson))
+    before = with_warm_start(task, num_steps=0, batch_size=3, first_lesson=lesson)
+    paths = [alone, tasks.warm_start_path(task=before)]
+    paths += [tasks.warm_start_path(task=with_warm_start(before, num_steps=steps)) for steps in (1, 2)]
+    paths.append(tasks.warm_start_path(task=with_warm_start(before, num_steps=2, first_lesson=None)))
+    one, same, *others = [(path / "model.safetensors").read_bytes() for path in paths]
+    assert one == same
+    assert len({one, *others}) == 1 + len(others)
+
+
+def test_another_first_lesson_gets_another_folder(quick_builds, task):
+    lessons = [tasks.WarmStart(lambda prompt, rng, text=text: text, num_steps=1, batch_size=3) for text in "78"]
+    lessons.append(dataclasses.replace(lessons[0], num_steps=2))
+    starts = [with_warm_start(task, num_steps=1, batch_size=3, first_lesson=lesson) for lesson in (None, *lessons)]
+    assert len({tasks.warm_start_path(task=start) for start in starts}) == len(starts)
+
+
 def test_other_demonstrations_get_another_folder(quick_builds, monkeypatch):
     path = tasks.warm_start_path()
     monkeypatch.setattr(sums, "FORGOTTEN_CARRY_RATE", 0.5)

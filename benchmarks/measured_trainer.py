@@ -1,0 +1,57 @@
+"""The trainers of the studies: `GRPOTrainer` and `BAPOTrainer`, which also count what their logs leave out."""
+
+import torch
+from trl import GRPOTrainer
+
+from bapo_trl import BAPOTrainer
+from bapo_trl.policy_tokens import policy_mask
+
+
+class MeasuredGRPOTrainer(GRPOTrainer):
+    """
+    A `GRPOTrainer` that counts decode steps and versions. It trains as its parent does.
+
+    Attributes:
+        decode_steps (`list[int]`):
+            For each generation, the tokens of the longest new completion of each call of the sampler, summed.
+        lengths (`list[list[int]]`):
+            For each generation, the tokens of the completions that went to training.
+        num_trained (`int`):
+            Rows of all updates that have a token of the loss; a row of several passes counts as often.
+        num_trained_of_several_versions (`int`):
+            Those of them whose tokens were sampled by two policy versions or more.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.decode_steps: list[int] = []
+        self.lengths: list[list[int]] = []
+        self.num_trained = self.num_trained_of_several_versions = 0
+        self._steps_of_generation = 0
+
+    # With partial rollouts, this is the call of each round. TRL's own call, for complete groups, does not come here.
+    def _generate_single_turn(self, *args, **kwargs):
+        output = super()._generate_single_turn(*args, **kwargs)
+        self._steps_of_generation += max(map(len, output[0]))
+        return output
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        self.decode_steps.append(self._steps_of_generation)
+        self._steps_of_generation = 0
+        self.lengths.append(output["completion_mask"].sum(dim=1).tolist())
+        return output
+
+    def _compute_loss(self, model, inputs):
+        mask = policy_mask(inputs).bool()
+        self.num_trained += int(mask.any(dim=1).sum())
+        if "token_versions" in inputs:
+            versions, limits = inputs["token_versions"], torch.iinfo(torch.int64)
+            first = versions.masked_fill(~mask.cpu(), limits.max).amin(dim=1)
+            last = versions.masked_fill(~mask.cpu(), limits.min).amax(dim=1)
+            self.num_trained_of_several_versions += int((first < last).sum())  # in a row without a token: first > last
+        return super()._compute_loss(model, inputs)
+
+
+class MeasuredBAPOTrainer(BAPOTrainer, MeasuredGRPOTrainer):
+    """A `BAPOTrainer` that counts what [`MeasuredGRPOTrainer`] counts, right above TRL's own methods."""
