@@ -24,6 +24,10 @@ def demonstrations(task):
     return [task.warm_start.demonstrate(prompt, rng) for prompt in task.train_dataset["prompt"]]
 
 
+# The longest filler of a demonstration: 52 letters, two of each
+COUNTDOWN = "".join(2 * letter for letter in "/.-,*&%$#!zyxwvuZYXWVUTSRQPONMLKJIHGFEDCBA")
+
+
 def plain(text):
     """A number of the task in digits, the slow way."""
     return str("abcdefghijklmnopqrst".index(text[0])) + text[1]
@@ -66,13 +70,14 @@ def test_the_demonstrator_adds_as_in_the_demo(monkeypatch):
     for rate, answer in ((0.0, "=o3"), (1.0, "=d3")):  # 85+58=143; without the two carries 33
         monkeypatch.setattr("bapo_trl.tasks.sums.FORGOTTEN_CARRY_RATE", rate)
         text = long_tailed_sums.demonstrate("i5+f8", random.Random(0))
-        assert text.lstrip(".") == answer
+        assert text == COUNTDOWN[len(COUNTDOWN) - (len(text) - len(answer)) :] + answer
+        assert len(text) > len(answer)
         assert long_tailed_sums.demonstrate_sum("i5+f8", random.Random(0)) == answer
 
 
-def test_only_dots_and_then_the_answer_are_rewarded():
-    right = ["=j5", ".=j5", "....=j5"]
-    wrong = ["j5", "..j5", "..=j5.", "..=.j5", "..==j5", "=j", "=j55", "....", "=", "", "=j5=j5", "a=j5", ". =j5"]
+def test_only_a_filler_and_then_the_answer_are_rewarded():
+    right = ["=j5", "AA=j5", "CCBBAA=j5", "CAB=j5", "}=j5", "AA..=j5"]  # the filler need not count right
+    wrong = ["j5", "AAj5", "AA=j5A", "AA=Aj5", "AA==j5", "=j", "=j55", "AAAA", "=", "", "=j5=j5", "a=j5", "A =j5"]
     completions = right + wrong
     rewards = final_sum_reward(completions, answer=["j5"] * len(completions), prompts=["d7+f8"] * len(completions))
     assert rewards == [1.0] * len(right) + [0.0] * len(wrong)
@@ -87,5 +92,5 @@ def test_the_task_owns_its_warm_start(task, tmp_path, monkeypatch):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     assert path.name.startswith("long_tailed_sums-")
     assert model.config.max_position_embeddings == 128
-    assert model.config.vocab_size == len(tokenizer) == 10 + 20 + len("+=.") + 2
-    assert tokenizer.decode(tokenizer("...=j5")["input_ids"]) == "...=j5"
+    assert model.config.vocab_size == len(tokenizer) == 10 + 20 + 56 + len("+=") + 2
+    assert tokenizer.decode(tokenizer(COUNTDOWN + "=j5")["input_ids"]) == COUNTDOWN + "=j5"

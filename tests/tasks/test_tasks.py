@@ -220,6 +220,15 @@ def test_a_first_lesson_is_learnt_before_with_its_own_settings(quick_builds, tas
     assert len({one, *others}) == 1 + len(others)
 
 
+def test_the_first_lesson_comes_first(quick_builds, task, monkeypatch):
+    taught = []
+    monkeypatch.setattr(warm_start, "_teach", lambda model, tokenizer, lesson, *_: taught.append(lesson.num_steps))
+    tasks.warm_start_path(
+        task=with_warm_start(task, num_steps=5, first_lesson=tasks.WarmStart(lambda prompt, rng: "7", num_steps=2))
+    )
+    assert taught == [2, 5]
+
+
 def test_another_first_lesson_gets_another_folder(quick_builds, task):
     lessons = [tasks.WarmStart(lambda prompt, rng, text=text: text, num_steps=1, batch_size=3) for text in "78"]
     lessons.append(dataclasses.replace(lessons[0], num_steps=2))
