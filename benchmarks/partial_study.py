@@ -31,6 +31,8 @@ LEARNING_RATES = (5e-4, 1e-3, 2e-3)
 BOUNDS = {"BAPO": {}, "GRPO": fixed_clip(0.8, 1.2)}
 CHUNK_TOKENS = 12  # the median completion: with less, these cheap decode steps go into prompts that are computed again
 QUEUE = {"replay_fraction": 0.5, "replay_capacity": 8192, "num_iterations": 2}
+# The rows of the queue arms are the stalest. These show whether a lower rate bears them.
+HALF_RATE = {"learning_rate": 5e-4}
 
 
 def partial(oversampling: float) -> dict:
@@ -44,19 +46,22 @@ ARMS = {
     "queue, 2 passes": QUEUE,
     "partial, 1.5, queue, 2 passes": {**partial(1.5), **QUEUE},
     "partial, 1.9": partial(1.9),
+    "queue, 2 passes, half rate": {**QUEUE, **HALF_RATE},
+    "partial, 1.5, queue, 2 passes, half rate": {**partial(1.5), **QUEUE, **HALF_RATE},
 }
 # What each arm with partial rollouts is set against: the same without
 WITHOUT = {
     "partial, 1.5": "synchronous",
     "partial, 1.5, queue, 2 passes": "queue, 2 passes",
     "partial, 1.9": "synchronous",
+    "partial, 1.5, queue, 2 passes, half rate": "queue, 2 passes, half rate",
 }
 FIGURE = "partial_study.png"
 
 
 def spec(bounds: str, arm: str, learning_rate: float, seed: int, generations: int) -> dict:
     """Return what [`training_run.run`] takes. Held-out accuracy is measured at the start, half-way and at the end."""
-    args = {**BOUNDS[bounds], **ARMS[arm], "learning_rate": learning_rate}
+    args = {"learning_rate": learning_rate, **BOUNDS[bounds], **ARMS[arm]}
     updates = generations * UPDATES_PER_PASS * args.get("num_iterations", 1)
     return {"seed": seed, "generations": generations, "task": TASK, "held_out_every": updates // 2, "args": args}
 
@@ -98,6 +103,7 @@ def result_to_row(bounds: str, arm: str, seed: int, result: dict) -> dict:
         "completions": result["completions"],
         "updates": result["updates"],
         "seconds": result["seconds"],
+        "seconds_so_far": result["seconds_so_far"],
         "lengths": result["lengths"],
         "cut_off": means["completions/clipped_ratio"],
         "reward": result["reward"],
@@ -138,24 +144,24 @@ def summarize(rows: Sequence[dict]) -> list[dict]:
     return summary
 
 
-def judge(arm: str, gains: Sequence[float]) -> str:
+def judge(what: str, gains: Sequence[float]) -> str:
     """
-    Return the sentence on an arm's reward against the same without partial rollouts.
+    Return the sentence on a figure of an arm against the same without partial rollouts.
 
     Args:
-        arm (`str`):
-            Its name.
+        what (`str`):
+            Arm and figure.
         gains (sequence of `float`):
-            Differences in final reward to the arm without, of the same bounds and seed; at least two.
+            Differences to the arm without, of the same bounds and seed; at least two.
     """
     gain = mean_and_interval(gains)
     mean, half_width = gain["mean"], gain["half_width"]
     figures = f"{mean:+.3f} ± {half_width:.3f} over {len(gains)} pairs"
     if mean + half_width < 0:
-        return f"{arm}: **not as without, lower** ({figures})."
+        return f"{what}: **not as without, lower** ({figures})."
     if mean - half_width > 0:
-        return f"{arm}: not as without, but higher ({figures})."
-    return f"{arm}: as without ({figures}; a loss of more than {max(0.0, half_width - mean):.3f} is ruled out)."
+        return f"{what}: not as without, but higher ({figures})."
+    return f"{what}: as without ({figures}; a loss of more than {max(0.0, half_width - mean):.3f} is ruled out)."
 
 
 def _mean_or_none(values: Sequence[float | None]) -> float | None:
@@ -214,15 +220,16 @@ def render(content: dict) -> Section:
         "are not trained, and the first batch is short by as many. GRPO means the fixed clip range 0.8 to 1.2 in the "
         f"same code. A chunk is {settings['chunk_tokens']} tokens, about the median completion. The queue has "
         f"`replay_fraction` {settings['queue']['replay_fraction']}.",
-        f"All arms have the learning rate {settings['learning_rate']:g}. It is the best of three for the synchronous "
-        f"arm, by held-out accuracy after {settings['pilot_generations']} generations on another seed, mean of both "
-        f"bounds: {pilots}.",
+        f"The learning rate is {settings['learning_rate']:g}, in the arms at half rate "
+        f"{HALF_RATE['learning_rate']:g}. It is the best of three for the synchronous arm, by held-out accuracy after "
+        f"{settings['pilot_generations']} generations on another seed, mean of both bounds: {pilots}.",
         "Final reward is the mean over the last quarter of the generations. With partial rollouts it is that of "
         "completions which older policies began, so it lags a little while reward rises. Held-out accuracy does not: "
         f"it is that of the last policy, sampled. Figures are means over {seeds} seeds ± half the width of the 95 % "
         "interval (Student's t).",
         "Target: reward as without partial rollouts, at equal samples. As without means that the 95 % interval of the "
-        "differences, seed by seed, holds 0 (both bounds together, which share seeds):",
+        "differences, seed by seed, holds 0 (both bounds together, which share seeds). Held-out accuracy is judged "
+        "the same way:",
         "\n".join(f"- {sentence}" for sentence in verdicts(summary)),
         "Above: the mean difference to the arm without partial rollouts on the same seeds.",
         table(["Bounds", "Arm", "Final reward", "Above", "Held-out", "Held-out above"], map(main_cells, summary)),
@@ -233,7 +240,7 @@ def render(content: dict) -> Section:
             map(rollout_cells, summary),
         ),
         f"Lengths, completions cut off, updates and seconds: {link_to_tables(heading)}.",
-        f"![Reward by generations and by decode steps]({FIGURE})",
+        f"![Reward by generations, decode steps and seconds]({FIGURE})",
         provenance(content),
     ]
     tables = [
@@ -265,12 +272,13 @@ def describe_lengths(rows: Sequence[dict]) -> str:
 
 
 def verdicts(summary: Sequence[dict]) -> list[str]:
-    """Return the sentence of [`judge`] on each arm with partial rollouts."""
+    """Return the sentences of [`judge`] on each arm with partial rollouts: its reward, its held-out accuracy."""
     sentences = []
     for arm in WITHOUT:
-        gains = [gain for row in summary if row["arm"] == arm for gain in row["reward_gains"]]
-        if len(gains) > 1:
-            sentences.append(judge(arm, gains))
+        for figure, key in (("final reward", "reward_gains"), ("held-out accuracy", "held_out_gains")):
+            gains = [gain for row in summary if row["arm"] == arm for gain in row[key]]
+            if len(gains) > 1:
+                sentences.append(judge(f"{arm}, {figure}", gains))
     return sentences
 
 
@@ -320,7 +328,7 @@ def _gain(gains: Sequence[float]) -> str:
     return _with_interval(mean_and_interval(gains), "+") if gains else "-"
 
 
-# Lines of the figure
+# Lines of the figure; those at half rate are left to the tables
 LINES = {
     "synchronous": ("black", "-"),
     "partial, 1.5": ("tab:blue", "-"),
@@ -331,28 +339,30 @@ LINES = {
 
 
 def draw(rows: Sequence[dict]) -> Figure:
-    """Return the figure of reward by generations and by decode steps, means over the seeds."""
-    figure = Figure(figsize=(11, 8.5), dpi=120, layout="constrained")
-    panels = figure.subplots(2, 2, sharey=True)
+    """Return the figure of reward by generations, decode steps and seconds, means over the seeds."""
+    axes = {"generations": None, "decode steps": "decode_steps_so_far", "seconds of the run": "seconds_so_far"}
+    figure = Figure(figsize=(11, 12), dpi=120, layout="constrained")
+    panels = figure.subplots(len(axes), len(BOUNDS), sharey=True)
     for column, bounds in zip(panels.T, BOUNDS, strict=True):
         for arm, (color, style) in LINES.items():
             runs = [row for row in rows if (row["bounds"], row["arm"]) == (bounds, arm)]
             if not runs:
                 continue
-            rewards = [statistics.mean(values) for values in zip(*(run["reward"] for run in runs), strict=True)]
-            steps = [
-                statistics.mean(values) for values in zip(*(run["decode_steps_so_far"] for run in runs), strict=True)
-            ]
-            column[0].plot(range(1, len(rewards) + 1), rewards, color=color, linestyle=style, label=arm)
-            column[1].plot(steps, rewards, color=color, linestyle=style, label=arm)
+            rewards = _mean_curve([run["reward"] for run in runs])
+            for panel, key in zip(column, axes.values(), strict=True):
+                x = range(1, len(rewards) + 1) if key is None else _mean_curve([run[key] for run in runs])
+                panel.plot(x, rewards, color=color, linestyle=style, label=arm)
         column[0].set_title(f"{bounds} bounds")
-        column[0].set_xlabel("generations")
-        column[1].set_xlabel("decode steps")
-        for panel in column:
+        for panel, label in zip(column, axes, strict=True):
+            panel.set_xlabel(label)
             panel.set_ylabel("reward of the trained completions")
             panel.grid(alpha=0.3)
     panels[0, 0].legend(fontsize="small")
     return figure
+
+
+def _mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.mean(values) for values in zip(*curves, strict=True)]
 
 
 if __name__ == "__main__":

@@ -79,13 +79,24 @@ def fixed_clip(low: float, high: float) -> dict:
 
 
 class HeldOut(TrainerCallback):
-    """Measures accuracy and entropy on held-out problems every so many updates, outside the clock of the run."""
+    """
+    Measures accuracy and entropy on held-out problems every so many updates, outside the clock of the run.
+
+    Attributes:
+        points (`list[dict]`):
+            What was measured.
+        seconds_so_far (`list[float]`):
+            For each generation, the seconds from the start of the training to the end of its first update, without
+            those of the measurements.
+    """
 
     def __init__(self, every: int, task: EmbeddedTask):
         self.every = every
         self.task = task
         self.points: list[dict] = []
+        self.seconds_so_far: list[float] = []
         self.seconds = 0.0
+        self._started = 0.0
 
     def measure(self, update: int, model, tokenizer) -> None:
         started = time.perf_counter()
@@ -102,7 +113,12 @@ class HeldOut(TrainerCallback):
         self.seconds += time.perf_counter() - started
 
     def on_train_begin(self, args, state, control, model=None, processing_class=None, **kwargs):
+        self._started = time.perf_counter()
         self.measure(0, model, processing_class)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "reward" in logs:
+            self.seconds_so_far.append(round(time.perf_counter() - self._started - self.seconds, 2))
 
     def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs):
         if state.global_step % self.every == 0:
@@ -208,6 +224,7 @@ def run(spec: dict) -> dict:
         **({} if failure is None else {"failure": failure}),
         "updates": len(logs),
         "seconds": round(seconds, 1),
+        "seconds_so_far": held_out.seconds_so_far,
         "generated_tokens": generated,
         "reward": [round(log["reward"], 4) for log in generations],
         "entropy_first_last": [logs[0]["entropy"], logs[-1]["entropy"]],

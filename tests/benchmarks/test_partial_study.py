@@ -10,7 +10,7 @@ from benchmarks import partial_study, training_run
 from benchmarks.common import describe_run
 from benchmarks.long_tailed_sums import load_long_tailed_sums
 from benchmarks.measured_trainer import MeasuredBAPOTrainer
-from benchmarks.partial_study import ARMS, BOUNDS, WITHOUT, judge, render, result_to_row, spec, summarize
+from benchmarks.partial_study import ARMS, BOUNDS, LINES, WITHOUT, judge, render, result_to_row, spec, summarize
 
 
 # --- plan ------------------------------------------------------------------------------------------------------------
@@ -63,6 +63,7 @@ def a_result(rewards, held_out=0.6, decode_steps=(50, 10, 20, 40), completions=2
         "held_out": [{"sampled": 0.4}, {"sampled": held_out}],
         "means": {"staleness/mean": 2.5, "completions/clipped_ratio": 0.01},
         "decode_steps": list(decode_steps),
+        "seconds_so_far": [1.0, 2.0, 3.0, 4.0],
         "completions": completions,
         "lengths": {"first": {"median": 12, "95th": 60}, "last": {"median": 10, "95th": 55}},
         "share_of_several_versions": 0.25,
@@ -136,8 +137,8 @@ def test_the_section_judges_by_the_rows():
         "threads": 1,
     }
     section = render({**describe_run("partial_study", "cpu"), "settings": settings, "results": rows_of(finals)})
-    assert "- partial, 1.5: as without (+0.000 ± 0.000 over 6 pairs" in section.text
-    assert "- partial, 1.9: **not as without, lower** (-0.100 ± 0.002 over 6 pairs)" in section.text
+    assert "- partial, 1.5, final reward: as without (+0.000 ± 0.000 over 6 pairs" in section.text
+    assert "- partial, 1.9, held-out accuracy: **not as without, lower** (-0.100 ± 0.002 over 6 pairs)" in section.text
     assert (
         "12 tokens and the 95th percentile 60 (5.0 times as many), in the last quarter 10 and 55 (5.5" in section.text
     )
@@ -145,7 +146,7 @@ def test_the_section_judges_by_the_rows():
     assert "| BAPO | synchronous | 0.500 | 2.5 | 25% |" in section.text
     assert "0.98" in section.tables
     (figure,) = section.figures.values()
-    assert [len(panel.lines) for panel in figure.axes] == [len(ARMS)] * 4
+    assert [len(panel.lines) for panel in figure.axes] == [len(LINES)] * 6
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
