@@ -105,9 +105,9 @@ class BAPOConfig(GRPOConfig):
     search_scope: str = field(
         default="batch",
         metadata={
-            "help": "Tokens of one search: `batch`, all micro-batches of the optimizer step on all ranks, or "
-            "`micro_batch`, the current micro-batch of all ranks. `carried_over` takes what the tokens of the update "
-            "before contributed, scaled to the advantages of this one. The last two need no extra forward pass.",
+            "help": "Tokens of one search: `batch`, all micro-batches of the optimizer step on all ranks; "
+            "`micro_batch`, the current micro-batch of all ranks, which needs no extra forward pass; or "
+            "`carried_over`, a forecast from the update before.",
             "choices": list(SCOPES),
         },
     )

@@ -151,10 +151,10 @@ def render(content: dict) -> Section:
     text = [
         "## Curves carried over",
         "What `search_scope: carried_over` would have chosen, minus what `batch` chose, on the same runs: 5th, 50th "
-        "and 95th percentile over the updates. Then the share that the actual curves have under the carried choice (the "
-        f"target is {settings['target']}), and the standard deviation of the weight, in parentheses that of `batch`. "
-        f"Sums of the demo, {settings['updates']} updates a generation, {settings['generations']} generations, "
-        f"{settings['seeds']} seeds. The first update of a generation is left out: both know the same there.",
+        "and 95th percentile over the updates. Then the share that the actual curves have under the carried choice "
+        f"(the target is {settings['target']}), and the standard deviation of the weight, in parentheses that of "
+        f"`batch`. Sums of the demo, {settings['updates']} updates a generation, {settings['generations']} "
+        f"generations, {settings['seeds']} seeds. The first update of a generation is left out: both know the same there.",
         table(
             [
                 "Samples an update",

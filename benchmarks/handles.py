@@ -68,8 +68,8 @@ def render(content: dict) -> Section:
     text = [
         "## What each handle can move",
         f"Calculated for {settings['positive']:.0%} positive tokens, advantages of 1 and -1, and lognormal ratios. "
-        "The spread is the standard deviation of the log-ratio: 0 on fresh samples, more on stale ones. The columns are "
-        "the share of positive tokens in the gradient at the start bounds, at the end of both default ranges, and "
+        "The spread is the standard deviation of the log-ratio: 0 on fresh samples, more on stale ones. The columns "
+        "are the share of positive tokens in the gradient at the start bounds, at the end of both default ranges, and "
         f"there with the weight {settings['smallest_weight']} on negative tokens. Then the weight that each target "
         "takes.",
         table(
