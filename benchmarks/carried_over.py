@@ -154,7 +154,7 @@ def render(content: dict) -> Section:
         "and 95th percentile over the updates. Then the share that the actual curves have under the carried choice "
         f"(the target is {settings['target']}), and the standard deviation of the weight, in parentheses that of "
         f"`batch`. Sums of the demo, {settings['updates']} updates a generation, {settings['generations']} "
-        f"generations, {settings['seeds']} seeds. The first update of a generation is left out, where both know the same.",
+        f"generations, {settings['seeds']} seeds. The first update of a generation is left out: both know the same.",
         table(
             [
                 "Samples an update",
