@@ -61,6 +61,9 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.quickstart
 	$(BIN)/python -m benchmarks.search_cost
 	$(BIN)/python -m benchmarks.update_cost
+	$(BIN)/python -m benchmarks.carried_over
+	$(BIN)/python -m benchmarks.handles
+	$(BIN)/python -m benchmarks.entropy_rule --jobs 2
 	$(BIN)/python -m benchmarks.replay_queue
 	$(BIN)/python -m benchmarks.replay_study --jobs 2
 	$(BIN)/python -m benchmarks.partial_study --jobs 2

@@ -8,10 +8,19 @@ from typing import TYPE_CHECKING, Any
 from transformers.trainer_utils import HubStrategy
 from trl import GRPOConfig
 
-from .bound_grid import BoundGrid
+from .bound_grid import SINGLE_POINT, BoundGrid
 from .clip_bounds import MEASURES, SEARCH_ORDERS
-from .config_checks import BOUND_PARTS, SCOPES, check_partial_rollouts, check_replay, check_run, check_search
+from .config_checks import (
+    BOUND_PARTS,
+    CARRIED_OVER_MASSES,
+    SCOPES,
+    check_partial_rollouts,
+    check_replay,
+    check_run,
+    check_search,
+)
 from .generation.sampling_settings import biased_settings
+from .loss_kernels import UNCLIPPED_LOSS_TYPES
 from .policy_tokens import WEIGHTINGS
 from .replay.mixer import DRAW_ORDERS, smallest_max_staleness
 
@@ -25,7 +34,7 @@ class BAPOConfig(GRPOConfig):
     Configuration class for [`BAPOTrainer`].
 
     Takes all parameters of [`~trl.GRPOConfig`] and those below. `epsilon` and `epsilon_high` have no effect under
-    BAPO and must be left alone: the search chooses the clip bounds.
+    BAPO and must be left alone: the search chooses the clip bounds. (`loss_type: cispo` alone has its cap from them.)
 
     Parameters:
         {parameters}
@@ -41,7 +50,10 @@ class BAPOConfig(GRPOConfig):
     )
     epsilon_high: float | None = field(
         default=None,
-        metadata={"help": "Not used: BAPO searches the clip bounds. See `ratio_upper_start` and `ratio_upper_max`."},
+        metadata={
+            "help": "Cap on the ratio for `loss_type: cispo`, as in TRL, e.g. 5.0. Else not used: BAPO searches the "
+            "clip bounds. See `ratio_upper_start` and `ratio_upper_max`."
+        },
     )
 
     # Parameters of the bound search
@@ -93,9 +105,34 @@ class BAPOConfig(GRPOConfig):
     search_scope: str = field(
         default="batch",
         metadata={
-            "help": "Tokens of one search: `batch`, all micro-batches of the optimizer step on all ranks, or "
-            "`micro_batch`, the current micro-batch of all ranks, which needs no extra forward pass.",
+            "help": "Tokens of one search: `batch`, all micro-batches of the optimizer step on all ranks; "
+            "`micro_batch`, the current micro-batch of all ranks, which needs no extra forward pass; or "
+            "`carried_over`, a forecast from the update before.",
             "choices": list(SCOPES),
+        },
+    )
+    carried_over_masses: str = field(
+        default="update",
+        metadata={
+            "help": "Advantages that `search_scope: carried_over` scales to: those of the `update`, or of the whole "
+            "`generation`, with which the weight of negative tokens does not jump where an update has few samples.",
+            "choices": list(CARRIED_OVER_MASSES),
+        },
+    )
+    negative_weight_min: float = field(
+        default=1.0,
+        metadata={
+            "help": "Smallest weight of negative-advantage tokens in the policy loss, in (0, 1]. Where the bounds "
+            "miss `positive_contribution_target`, these tokens are weighed down to reach it. With 1 there is no "
+            "weight, as in the paper."
+        },
+    )
+    negative_ratio_cap: float | None = field(
+        default=None,
+        metadata={
+            "help": "Importance ratio, at least 1, above which a negative-advantage token keeps a gradient of the "
+            "cap's size, instead of one of its ratio. (`delta` takes the gradient of such a token away.) `None` for "
+            "no cap."
         },
     )
 
@@ -219,8 +256,20 @@ class BAPOConfig(GRPOConfig):
 
     @property
     def bound_grid(self) -> BoundGrid:
-        """Candidate clip bounds of the search."""
+        """Candidate clip bounds of the search; under a loss without clip bounds, a single point that nothing reads."""
+        if not self.has_clip_bounds:
+            return SINGLE_POINT
         return BoundGrid(**{part: getattr(self, f"ratio_{part}") for part in BOUND_PARTS})
+
+    @property
+    def has_clip_bounds(self) -> bool:
+        """Whether the loss type clips ratios, so that there are bounds to search."""
+        return self.loss_type not in UNCLIPPED_LOSS_TYPES
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether anything of the loss is chosen for each update: a bound, or the weight of negative tokens."""
+        return not self.bound_grid.is_fixed or self.negative_weight_min < 1
 
     @property
     def micro_batches_per_generation(self) -> int:
@@ -315,7 +364,12 @@ class BAPOConfig(GRPOConfig):
                 f"Samples are drawn with {', '.join(self.biased_settings)}: not from the policy whose probabilities "
                 "the importance ratios compare, so that these are biased. Leave them neutral for off-policy training."
             )
-        if self.is_always_on_policy:
+        if self.loss_type == "cispo" and self.epsilon_high is None:
+            messages.append(
+                f"`epsilon_high` is not set: `loss_type` 'cispo' caps every ratio at TRL's default of {self.epsilon}, "
+                "below 1. Set it to a cap above 1, e.g. 5.0."
+            )
+        if self.is_always_on_policy and self.has_clip_bounds and self.negative_weight_min == 1:
             messages.append(
                 "All samples will be trained on by the policy that sampled them: the importance ratio is always 1 and "
                 "no clip bound has any effect. To train off-policy, make `steps_per_generation` "
@@ -345,6 +399,8 @@ class BAPOConfig(GRPOConfig):
         return messages
 
     def _validate(self):
+        if self.loss_type == "cispo" and self.epsilon is None:  # TRL caps at it where `epsilon_high` is not set
+            self.epsilon = GRPOConfig.epsilon
         check_run(self)
         check_search(self)
         check_partial_rollouts(self)

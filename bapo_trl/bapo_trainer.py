@@ -1,7 +1,10 @@
 """`BAPOTrainer`: TRL's `GRPOTrainer` with clip bounds that are searched for each optimizer update."""
 
+import functools
+import operator
 import textwrap
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -11,8 +14,9 @@ from trl import GRPOTrainer
 
 from . import trl_compat
 from .bapo_config import BAPOConfig
+from .bound_grid import SINGLE_POINT
 from .bound_search import BoundSearch
-from .clip_bounds import ClipBounds
+from .clip_bounds import ClipBounds, Contributions
 from .diagnostics import UpdateLog, measure_tokens
 from .generation.behavior_policy import KnownBehaviorPolicy
 from .generation.logp_mismatch import client_for
@@ -45,9 +49,11 @@ class BAPOTrainer(
     - `_compute_loss`: where the optimizer step has several micro-batches, searches the bounds over all of them before
       the first (`"batch"` scope); at the last, logs the update, or stops if a log-probability is NaN or infinite.
     - `_get_per_token_logps_and_entropies`: inside the loss, shows the log-probabilities to the search and to the log
-      before TRL clips with `epsilon_low` and `epsilon_high`.
+      before TRL clips with `epsilon_low` and `epsilon_high`; scales the advantages of negative tokens, which TRL reads
+      afterwards.
     - `_generate_and_score_completions`, `_prepare_inputs`: trade fresh rows for queued ones.
-    - `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler`: keep the replay queue in the checkpoint.
+    - `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler`: keep the replay queue and the carried curves in
+      the checkpoint.
     - `_get_train_sampler`: refuses too few prompts.
     - `_calculate_rewards`: logs the best of k rollouts in evaluation; with `replay_zero_advantage`, looks for ties.
 
@@ -72,7 +78,8 @@ class BAPOTrainer(
 
     Attributes:
         clip_bounds ([`ClipBounds`]):
-            Outcome of the latest search; before the first one, the start bounds.
+            Outcome of the latest search; before the first one, the start bounds. Under a loss without clip bounds
+            (`cispo`, `sapo`, `vespo`) both are 1, and nothing reads them.
 
     Raises:
         ValueError: If the settings contradict one another, if a dataset has no `prompt` column, or fewer prompts than
@@ -201,13 +208,18 @@ class BAPOTrainer(
     def _reset_run_state(self):
         super()._reset_run_state()
         self._replay = self._make_replay() if self.args.uses_replay else None
-        self._update_log = UpdateLog()
+        self._update_log = UpdateLog(has_clip_bounds=self.args.has_clip_bounds)
+        self._masses_of_buffer: list[Contributions] = []  # of each micro-batch, of all ranks
+        self._buffer_of_masses = None
+        self._masses_of_update: Contributions | None = None
         self._search = BoundSearch(
             self.args.bound_grid,
             measure=self.args.contribution_measure,
             target=self.args.positive_contribution_target,
             order=self.args.search_order,
             delta=self.args.delta,
+            negative_weight_min=self.args.negative_weight_min,
+            negative_ratio_cap=self.args.negative_ratio_cap,
             device=self.accelerator.device,
             sum_over_ranks=partial(self.accelerator.reduce, reduction="sum"),
         )
@@ -216,12 +228,11 @@ class BAPOTrainer(
         if not self.model.training:  # evaluation keeps the latest bounds
             return super()._compute_loss(model, inputs)
         if self._searches_ahead and not self._update_log.is_open:
-            for tokens in self._tokens_ahead(are_fresh=self._buffer_version == self.state.global_step):
-                self._search.add(tokens)
-            self._choose_bounds()
-        self._inputs_in_loss = inputs
+            self._choose_bounds_ahead()
+        # A copy: the advantages are scaled in it, and the buffer's own are read again at the next pass
+        self._inputs_in_loss = dict(inputs)
         try:
-            loss = super()._compute_loss(model, inputs)
+            loss = super()._compute_loss(model, self._inputs_in_loss)
         finally:
             self._inputs_in_loss = None
         if self.accelerator.sync_gradients:
@@ -238,14 +249,28 @@ class BAPOTrainer(
     @torch.no_grad()
     def _observe_logps(self, inputs, per_token_logps, entropies):
         tokens = self._policy_tokens(inputs, per_token_logps, entropies)
+        is_last = self.accelerator.sync_gradients
+        if not self._searches_ahead:
+            self._search.add(tokens)
+            if self.args.search_scope == "micro_batch" or is_last:
+                self._use(self._search.choose())
+        elif self._carries_over:
+            self._search.add(tokens)
+            if is_last:
+                curves = self._search.carry(self._masses_of_update)
+                self._update_log.searches.append(self._search.judge(self.clip_bounds, curves))
+        if self.args.negative_weight_min < 1 or self.args.negative_ratio_cap is not None:
+            inputs["advantages"] = tokens.balanced_advantages(
+                self.clip_bounds.negative_weight, self.args.negative_ratio_cap
+            )
+
         guarded = {name: inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps")}
         guarded["per_token_logps"] = per_token_logps
         staleness = self.state.global_step - inputs.get("token_versions", inputs["policy_version"])
-        self._update_log.add(measure_tokens(tokens, staleness, guarded, inputs["completion_mask"]))
-        if not self._searches_ahead:
-            self._search.add(tokens)
-            if self.args.search_scope == "micro_batch" or self.accelerator.sync_gradients:
-                self._choose_bounds()
+        passes = tokens.passes(self.clip_bounds.low, self.clip_bounds.high, self.args.delta)
+        self._update_log.add(
+            measure_tokens(tokens, staleness, guarded, inputs["completion_mask"], passes, inputs["advantages"])
+        )
 
     # Checkpoints
 
@@ -256,9 +281,13 @@ class BAPOTrainer(
         super()._save_optimizer_and_scheduler(output_dir)
         if self._replay is not None:
             self._replay.save(output_dir)
+        if self._carries_over and self.args.should_save:
+            self._search.carried.save(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
+        if self._carries_over and checkpoint is not None:
+            self._search.carried.load(checkpoint)
         if self._replay is None or checkpoint is None or self.args.replay_discard_saved:
             return
         if not self._replay.load(checkpoint):
@@ -274,18 +303,54 @@ class BAPOTrainer(
     # Bound search
 
     @property
+    def _carries_over(self) -> bool:
+        return self.args.search_scope == "carried_over" and self.args.is_adaptive
+
+    @property
     def _searches_ahead(self) -> bool:
         """Whether the bounds are due before the log-probabilities of all tokens they depend on are known."""
         several_micro_batches = self.current_gradient_accumulation_steps > 1
-        return self.args.search_scope == "batch" and several_micro_batches and not self._search.grid.is_fixed
+        searches_batch = self.args.search_scope == "batch" and several_micro_batches and self.args.is_adaptive
+        return searches_batch or self._carries_over
 
-    def _choose_bounds(self):
-        bounds = self._search.choose()
+    def _choose_bounds_ahead(self):
+        are_fresh = self._buffer_version == self.state.global_step
+        if not self._carries_over:
+            for tokens in self._tokens_ahead(are_fresh):
+                self._search.add(tokens)
+            self._use(self._search.choose())
+            return
+        is_first = self._buffer_of_masses is not self._buffered_inputs  # the first update on it has nothing to carry
+        if is_first:
+            self._take_masses()
+        self._masses_of_update = _total([self._masses_of_buffer[position] for position in self._window])
+        if is_first and self._needs_forward_ahead(are_fresh):
+            for tokens in self._tokens_ahead(are_fresh):
+                self._search.add(tokens)
+            self._search.carry(self._masses_of_update)
+        elif is_first:
+            self._search.carried.forget()
+        of_update = self.args.carried_over_masses == "update"
+        masses = self._masses_of_update if of_update else _total(self._masses_of_buffer)
+        self._set_clip_bounds(self._search.choose_carried(masses))  # logged with the shares of its own tokens
+
+    def _take_masses(self):
+        masses = torch.stack([self._masses(inputs).as_vector() for inputs in self._buffered_inputs])
+        totals = self.accelerator.reduce(masses, reduction="sum")
+        self._masses_of_buffer = [Contributions.from_vector(total, SINGLE_POINT) for total in totals]
+        self._buffer_of_masses = self._buffered_inputs
+
+    def _use(self, bounds: ClipBounds):
         self._update_log.searches.append(bounds)
         self._set_clip_bounds(bounds)
 
     def _set_clip_bounds(self, bounds: ClipBounds):
-        # TRL clips with, and logs the clip ratios of, these two. As tensors, they keep the host out of the search.
         self.clip_bounds = bounds
-        self.epsilon_low = 1 - bounds.low
-        self.epsilon_high = bounds.high - 1
+        if self.args.has_clip_bounds:
+            # TRL clips with, and logs the clip ratios of, these two. As tensors, they keep the host out of the search.
+            self.epsilon_low = 1 - bounds.low
+            self.epsilon_high = bounds.high - 1
+
+
+def _total(masses: Sequence[Contributions]) -> Contributions:
+    return functools.reduce(operator.add, masses)

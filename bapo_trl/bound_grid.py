@@ -133,3 +133,7 @@ class BoundGrid:
     def is_fixed(self) -> bool:
         """Whether there is a single pair of bounds, so that nothing is left to search."""
         return self.num_lower == self.num_upper == 1
+
+
+SINGLE_POINT = BoundGrid(lower_start=1.0, lower_max=1.0, upper_start=1.0, upper_max=1.0)
+"""The grid of a loss without clip bounds: nothing to search, and nobody clips at it."""

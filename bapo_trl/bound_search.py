@@ -5,7 +5,15 @@ from collections.abc import Callable
 import torch
 
 from .bound_grid import BoundGrid
-from .clip_bounds import ClipBounds, Contributions, contributions, search_bounds
+from .carried_curves import CarriedCurves
+from .clip_bounds import (
+    ClipBounds,
+    Contributions,
+    contributions,
+    search_bounds,
+    share_under,
+    size_contributions,
+)
 from .policy_tokens import PolicyTokens
 
 
@@ -24,10 +32,18 @@ class BoundSearch:
             Which bound moves first, see [`~clip_bounds.search_bounds`].
         delta (`float`, *optional*):
             TRL's two-sided clip, which stops tokens above it.
+        negative_weight_min (`float`):
+            Smallest weight of negative tokens, see [`~clip_bounds.search_bounds`].
+        negative_ratio_cap (`float`, *optional*):
+            Largest size of the gradient of a negative token, at weight and advantage 1.
         device (`torch.device`):
             Device of the bounds.
         sum_over_ranks (`Callable[[torch.Tensor], torch.Tensor]`):
             Sums a tensor over the ranks.
+
+    Attributes:
+        carried ([`~carried_curves.CarriedCurves`]):
+            What `choose_carried` goes by.
     """
 
     def __init__(
@@ -38,6 +54,8 @@ class BoundSearch:
         target: float,
         order: str,
         delta: float | None,
+        negative_weight_min: float,
+        negative_ratio_cap: float | None,
         device: torch.device,
         sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
     ):
@@ -46,9 +64,12 @@ class BoundSearch:
         self._target = target
         self._order = order
         self._delta = delta
+        self._negative_weight_min = negative_weight_min
+        self._negative_ratio_cap = negative_ratio_cap
         self._device = device
         self._sum_over_ranks = sum_over_ranks
         self._curves: Contributions | None = None
+        self.carried = CarriedCurves(grid, device)
 
     def start_bounds(self) -> ClipBounds:
         """Return the bounds at which each search starts."""
@@ -57,21 +78,51 @@ class BoundSearch:
 
     def add(self, tokens: PolicyTokens) -> None:
         """Add the tokens of a micro-batch to those of the next search."""
-        curves = contributions(
-            tokens.ratio,
-            tokens.advantages,
-            tokens.weights,
-            self.grid,
-            measure=self._measure,
-            delta=self._delta,
-        )
+        curves = self._contributions(tokens)
         self._curves = curves if self._curves is None else self._curves + curves
 
     def choose(self) -> ClipBounds:
         """Choose the bounds for the tokens added since the last search, of all ranks."""
+        return self._search(self._take_curves())
+
+    def choose_carried(self, masses: Contributions) -> ClipBounds:
+        """
+        Choose the bounds for tokens of these masses, of all ranks, by the curves that are carried over.
+
+        Args:
+            masses ([`~clip_bounds.Contributions`]):
+                Sum of w |A| of each sign, curves of one point.
+        """
+        return self._search(self.carried.scaled_to(masses))
+
+    def carry(self, masses: Contributions) -> Contributions:
+        """Carry the curves of the tokens added since the last search over; return them, of all ranks."""
+        curves = self._take_curves()
+        self.carried.learn(curves, masses)
+        return curves
+
+    def judge(self, bounds: ClipBounds, curves: Contributions) -> ClipBounds:
+        """Return `bounds` with the shares that they have on `curves`."""
+        return share_under(bounds, curves, self.grid, self._target)
+
+    def _contributions(self, tokens: PolicyTokens) -> Contributions:
+        if tokens.gradient_size is None:
+            return contributions(
+                tokens.ratio,
+                tokens.advantages,
+                tokens.weights,
+                self.grid,
+                measure=self._measure,
+                delta=self._delta,
+                negative_ratio_cap=self._negative_ratio_cap,
+            )
+        balanced = tokens.balanced_advantages(1.0, self._negative_ratio_cap)
+        return size_contributions(tokens.gradient_size, balanced, tokens.weights)
+
+    def _take_curves(self) -> Contributions:
         curves = Contributions.from_vector(self._sum_over_ranks(self._curves.as_vector()), self.grid)
         self._curves = None
-        return self._search(curves)
+        return curves
 
     def _search(self, curves: Contributions) -> ClipBounds:
-        return search_bounds(curves, self.grid, self._target, self._order)
+        return search_bounds(curves, self.grid, self._target, self._order, self._negative_weight_min)

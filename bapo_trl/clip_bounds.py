@@ -14,7 +14,7 @@ References:
     Clipping, https://huggingface.co/papers/2510.18927, Algorithm 1 and Eq. 8.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -73,14 +73,16 @@ class ClipBounds:
         high (`torch.Tensor`):
             Upper clip bound in ratio space.
         positive_share (`torch.Tensor`):
-            Share `P / (P + N)` of the positive tokens under the chosen bounds, in [0, 1]; NaN where no token
-            contributes.
+            Share `P / (P + w N)` of the positive tokens under the chosen bounds and weight `w`, in [0, 1]; NaN where
+            no token contributes.
         initial_positive_share (`torch.Tensor`):
-            The same share under the start bounds.
+            The same share under the start bounds, with negative tokens at full weight.
         target_met (`torch.Tensor`):
             Boolean, whether `positive_share` reached the target.
         steps (`torch.Tensor`):
             Integer, number of times a bound moved.
+        negative_weight (`torch.Tensor`):
+            Weight of the negative tokens in the policy loss, in (0, 1]; 1 where the bounds alone reach the target.
     """
 
     low: torch.Tensor
@@ -89,6 +91,7 @@ class ClipBounds:
     initial_positive_share: torch.Tensor
     target_met: torch.Tensor
     steps: torch.Tensor
+    negative_weight: torch.Tensor
 
 
 def contributions(
@@ -98,6 +101,7 @@ def contributions(
     grid: BoundGrid,
     measure: str = "gradient",
     delta: float | None = None,
+    negative_ratio_cap: float | None = None,
 ) -> Contributions:
     """
     Sum what every token contributes to the policy loss, for all candidate bounds in one pass over the tokens.
@@ -127,6 +131,8 @@ def contributions(
         delta (`float`, *optional*):
             Cap on the unclipped ratio (TRL's two-sided clipping), at least the highest upper bound. Tokens above it
             pass no gradient; their value is that of the cap.
+        negative_ratio_cap (`float`, *optional*):
+            Ratio, at least 1, above which a negative token contributes as much as one at that ratio.
 
     Returns:
         [`Contributions`]: `.positive` of shape `(K_high,)` and `.negative` of shape `(K_low,)`, float64 where the
@@ -193,7 +199,10 @@ def contributions(
             + (num_upper + 1),
         )
         token_mass = block_advantages.abs().to(dtype) * flat_weights[block]
-        token_value = token_mass * block_ratio if delta is None else token_mass * block_ratio.clamp(max=delta)
+        counted_ratio = block_ratio if delta is None else block_ratio.clamp(max=delta)
+        if negative_ratio_cap is not None:
+            counted_ratio = torch.where(is_positive, counted_ratio, counted_ratio.clamp(max=negative_ratio_cap))
+        token_value = token_mass * counted_ratio
         counts = token_mass > 0
         if delta is not None and measure == "gradient":
             counts &= block_ratio <= delta
@@ -208,6 +217,34 @@ def contributions(
         positive = positive + upper * _sum_from(mass[: num_upper + 1])[1:]
         negative = negative + lower * _sum_up_to(mass[num_upper + 1 :])[:-1]
     return Contributions(positive, negative)
+
+
+def size_contributions(gradient_size: torch.Tensor, advantages: torch.Tensor, weights: torch.Tensor) -> Contributions:
+    """
+    Sum the gradients of the tokens of a loss without clip bounds: curves of one point each.
+
+    `P = sum over A > 0 of w A size` and `N = sum over A < 0 of w |A| size`. Tokens of weight 0 or advantage 0 count
+    nowhere. With a size of 1 these are the masses of both signs, the contributions at a ratio of 1.
+
+    Args:
+        gradient_size (`torch.Tensor`):
+            Size of the gradient of each token at weight and advantage 1, of a shape that broadcasts with `weights`.
+        advantages (`torch.Tensor`):
+            Advantages, shape `(B,)`, `(B, 1)` or `(B, T)`.
+        weights (`torch.Tensor`):
+            Weight that the loss gives each token, shape `(B, T)`, at least 0.
+
+    Returns:
+        [`Contributions`]: `.positive` and `.negative` of shape `(1,)`.
+    """
+    if advantages.dim() == 1:
+        advantages = advantages.unsqueeze(1)
+    mass = weights.to(sum_dtype(weights.device)) * advantages.abs()
+    value = torch.where(mass > 0, mass * gradient_size, 0.0)
+    return Contributions(
+        torch.where(advantages > 0, value, 0.0).sum().reshape(1),
+        torch.where(advantages < 0, value, 0.0).sum().reshape(1),
+    )
 
 
 def _count_points_below(
@@ -242,15 +279,22 @@ def _sum_from(values: torch.Tensor) -> torch.Tensor:
 
 
 def search_bounds(
-    contributions: Contributions, grid: BoundGrid, target: float, order: str = "upper_first"
+    contributions: Contributions,
+    grid: BoundGrid,
+    target: float,
+    order: str = "upper_first",
+    negative_weight_min: float = 1.0,
 ) -> ClipBounds:
     """
-    Walk from the start bounds until the positive share reaches the target.
+    Walk from the start bounds until the positive share reaches the target; weigh negative tokens down for the rest.
 
     The path goes to the end of one bound's axis before it moves the other; the first pair on it with
     `P / (P + N) >= target` is taken, or the last pair where there is none. Where nothing contributes under the start
     bounds (`P + N = 0`), those are kept and the share is NaN; further on, a pair under which nothing contributes
     does not meet the target.
+
+    Where no pair meets it, the weight `w = P (1 - target) / (target N)` of negative tokens does, `P / (P + w N) =
+    target`. It is kept in [`negative_weight_min`, 1]: the smallest where `P = 0`, 1 where `N = 0`.
 
     Args:
         contributions ([`Contributions`]):
@@ -262,12 +306,15 @@ def search_bounds(
         order (`str`, *optional*, defaults to `"upper_first"`):
             `"upper_first"` raises the upper bound to its end before the lower one moves, `"lower_first"` the other
             way round.
+        negative_weight_min (`float`, *optional*, defaults to `1.0`):
+            Smallest weight of negative tokens, in (0, 1]. With 1 there is no weight, as in the paper.
 
     Returns:
         [`ClipBounds`]: 0-dim tensors on the device of the contributions; nothing is read back to the host.
 
     Raises:
-        ValueError: If `order` is unknown, `target` is outside (0, 1] or the curves are not those of `grid`.
+        ValueError: If `order` is unknown, `target` or `negative_weight_min` is outside (0, 1] or the curves are not
+            those of `grid`.
 
     References:
         https://huggingface.co/papers/2510.18927, Algorithm 1.
@@ -287,6 +334,8 @@ def search_bounds(
         raise ValueError(f"`order` is {order!r}: choose one of {', '.join(map(repr, SEARCH_ORDERS))}.")
     if not 0 < target <= 1:
         raise ValueError(f"`target` is {target}: set it to a share in (0, 1].")
+    if not 0 < negative_weight_min <= 1:
+        raise ValueError(f"`negative_weight_min` is {negative_weight_min}: set it to a weight in (0, 1].")
     device = contributions.positive.device
     upper, lower = grid.upper_on(device), grid.lower_on(device)
     if contributions.positive.shape != upper.shape or contributions.negative.shape != lower.shape:
@@ -309,11 +358,48 @@ def search_bounds(
     first_met = met.int().argmax()
     step = torch.where(met.any(), first_met, last_step)
     step = torch.where(share[0].isnan(), 0, step)
+    weight, final_share, final_met = torch.ones_like(share[0]), share.take(step), met.take(step)
+    if negative_weight_min < 1:
+        positive, negative = positive.take(step), negative.take(step)
+        exact = positive * (1 - target) / (target * negative)
+        may_weigh = ~final_met & (negative > 0)
+        weight = torch.where(may_weigh, exact.clamp(negative_weight_min, 1.0), weight)
+        final_share = positive / (positive + weight * negative)
+        final_met = final_met | (may_weigh & (exact >= negative_weight_min) & (positive > 0))
     return ClipBounds(
         low=lower.take(lower_index.take(step)),
         high=upper.take(upper_index.take(step)),
-        positive_share=share.take(step),
+        positive_share=final_share,
         initial_positive_share=share[0],
-        target_met=met.take(step),
+        target_met=final_met,
         steps=step,
+        negative_weight=weight,
+    )
+
+
+def share_under(bounds: ClipBounds, contributions: Contributions, grid: BoundGrid, target: float) -> ClipBounds:
+    """
+    Return `bounds`, chosen for other curves, with the shares that they and their weight have on these.
+
+    Args:
+        bounds ([`ClipBounds`]):
+            Bounds on `grid`, and a weight of negative tokens.
+        contributions ([`Contributions`]):
+            Curves on `grid`, summed over all tokens of the update.
+        grid ([`BoundGrid`]):
+            Candidate bounds.
+        target (`float`):
+            Share of the policy loss that positive tokens are to contribute.
+    """
+    upper_index = ((bounds.high - grid.upper_start) / grid.upper_step).round().long()
+    lower_index = ((bounds.low - grid.lower_start) / grid.lower_step).round().long()
+    positive = contributions.positive.take(upper_index)
+    negative = contributions.negative.take(lower_index)
+    share = positive / (positive + bounds.negative_weight * negative)
+    first_positive, first_negative = contributions.positive[0], contributions.negative[0]
+    return replace(
+        bounds,
+        positive_share=share,
+        initial_positive_share=first_positive / (first_positive + first_negative),
+        target_met=share >= target,
     )

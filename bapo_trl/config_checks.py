@@ -1,11 +1,13 @@
 """What `BAPOConfig` refuses: each check raises `ValueError` with the parameter, its value and the fix."""
 
+import math
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from .bound_grid import BoundGrid
 from .clip_bounds import MEASURES, SEARCH_ORDERS
 from .generation.sampling_settings import broken_across_calls
+from .loss_kernels import UNCLIPPED_LOSS_TYPES
 from .policy_tokens import WEIGHTINGS
 from .replay.mixer import DRAW_ORDERS, smallest_capacity
 
@@ -14,7 +16,8 @@ if TYPE_CHECKING:
     from .bapo_config import BAPOConfig
 
 
-SCOPES = ("batch", "micro_batch")
+SCOPES = ("batch", "micro_batch", "carried_over")
+CARRIED_OVER_MASSES = ("update", "generation")
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 BOUND_PARTS = tuple(part.name for part in fields(BoundGrid))
 
@@ -40,13 +43,13 @@ def check_run(config: "BAPOConfig") -> None:
 def check_search(config: "BAPOConfig") -> None:
     """Refuse values of the bound search, and losses and updates that it does not go with."""
     for name in ("epsilon", "epsilon_high"):
-        if getattr(config, name) is not None:
+        if getattr(config, name) is not None and config.loss_type != "cispo":
             raise ValueError(
                 f"`{name}` is {getattr(config, name)}, but it has no effect under BAPO, which searches the clip "
                 "bounds. Remove it; to fix both bounds as in GRPO, set `ratio_lower_start` = `ratio_lower_max` "
                 "(1 - epsilon) and `ratio_upper_start` = `ratio_upper_max` (1 + epsilon_high)."
             )
-    for name in ("positive_contribution_target", *(f"ratio_{part}" for part in BOUND_PARTS)):
+    for name in ("positive_contribution_target", "negative_weight_min", *(f"ratio_{part}" for part in BOUND_PARTS)):
         _check_number(name, getattr(config, name))
     if not 0 < config.positive_contribution_target <= 1:
         raise ValueError(
@@ -58,28 +61,72 @@ def check_search(config: "BAPOConfig") -> None:
         ("contribution_weighting", WEIGHTINGS),
         ("search_order", SEARCH_ORDERS),
         ("search_scope", SCOPES),
+        ("carried_over_masses", CARRIED_OVER_MASSES),
+        ("loss_type", (*CLIPPED_LOSS_TYPES, *UNCLIPPED_LOSS_TYPES)),
     ):
         if getattr(config, name) not in choices:
             raise ValueError(f"`{name}` is {getattr(config, name)!r}: choose one of {', '.join(map(repr, choices))}.")
-    if config.loss_type not in CLIPPED_LOSS_TYPES:
-        raise ValueError(
-            f"`loss_type` is {config.loss_type!r}, which has no clip bounds to adapt: choose one of "
-            f"{', '.join(map(repr, CLIPPED_LOSS_TYPES))}."
-        )
-    grid = config.bound_grid  # checks the bounds
-    if config.delta is not None and not config.delta >= config.ratio_upper_max:
+    _check_unclipped_loss(config)
+    _check_handles(config)
+    BoundGrid(**{part: getattr(config, f"ratio_{part}") for part in BOUND_PARTS})  # checks the bounds
+    if config.has_clip_bounds and config.delta is not None and not config.delta >= config.ratio_upper_max:
         raise ValueError(
             f"`delta` is {config.delta}, below `ratio_upper_max`, which is {config.ratio_upper_max}: it would cap "
             "positive tokens before the upper bound does. Raise `delta` to at least that, or unset it."
         )
-    window, generation = config.gradient_accumulation_steps, config.micro_batches_per_generation
-    if config.search_scope == "batch" and not grid.is_fixed and generation % window != 0:
+    default_target = type(config).positive_contribution_target
+    if not config.is_adaptive and config.positive_contribution_target != default_target:
+        reason = (
+            "both clip bounds are fixed" if config.has_clip_bounds else f"`loss_type` {config.loss_type!r} has none"
+        )
         raise ValueError(
-            f"`search_scope` is 'batch', but an optimizer step of {window} micro-batches "
+            f"`positive_contribution_target` is {config.positive_contribution_target}, but nothing moves the share: "
+            f"{reason}, and `negative_weight_min` is 1. Set `negative_weight_min` below 1, e.g. 0.05, or leave the "
+            "target out."
+        )
+    window, generation = config.gradient_accumulation_steps, config.micro_batches_per_generation
+    if config.search_scope != "micro_batch" and config.is_adaptive and generation % window != 0:
+        raise ValueError(
+            f"`search_scope` is {config.search_scope!r}, but an optimizer step of {window} micro-batches "
             f"(`gradient_accumulation_steps`) would span two generations of {generation} micro-batches "
             "(`steps_per_generation` x `num_iterations`), and the second is not sampled yet when the search runs. "
             f"Set `gradient_accumulation_steps` to a divisor of {generation}, make `steps_per_generation` a "
             f"multiple of {window}, or set `search_scope` to 'micro_batch'."
+        )
+
+
+def _check_unclipped_loss(config: "BAPOConfig") -> None:
+    if config.has_clip_bounds:
+        return
+    for name in (*(f"ratio_{part}" for part in BOUND_PARTS), "contribution_measure", "search_order"):
+        if getattr(config, name) != getattr(type(config), name):
+            raise ValueError(
+                f"`{name}` is {getattr(config, name)!r}, but `loss_type` {config.loss_type!r} has no clip bounds: "
+                "leave it out, or choose a loss type with bounds "
+                f"({', '.join(map(repr, CLIPPED_LOSS_TYPES))})."
+            )
+
+
+def _check_handles(config: "BAPOConfig") -> None:
+    if not 0 < config.negative_weight_min <= 1:
+        raise ValueError(
+            f"`negative_weight_min` is {config.negative_weight_min}: set it to a weight in (0, 1], 1 for none."
+        )
+    cap = config.negative_ratio_cap
+    if cap is None:
+        return
+    _check_number("negative_ratio_cap", cap)
+    if not (cap >= 1 and math.isfinite(cap)):
+        raise ValueError(f"`negative_ratio_cap` is {cap}: set it to a ratio of at least 1, e.g. 3.0, or to None.")
+    if config.delta is not None:
+        raise ValueError(
+            f"`negative_ratio_cap` is {cap}, but `delta` ({config.delta}) takes the gradient of tokens above it away: "
+            "set one of the two."
+        )
+    if config.loss_type in ("sapo", "vespo"):
+        raise ValueError(
+            f"`negative_ratio_cap` is {cap}, but `loss_type` {config.loss_type!r} bounds the gradient of large ratios "
+            "itself: leave it out."
         )
 
 

@@ -19,10 +19,14 @@ from .reduce import Tally
 UPDATE_METRICS = {
     "bapo/clip_low": "Lower clip bound of the update, in ratio space.",
     "bapo/clip_high": "Upper clip bound of the update, in ratio space.",
-    "bapo/positive_share": "Share of the policy loss that positive-advantage tokens contribute under these bounds.",
-    "bapo/positive_share_initial": "The same share under the start bounds.",
+    "bapo/positive_share": "Share of the policy loss that positive-advantage tokens contribute under these bounds and "
+    "the weight of negative tokens. Under `cispo`, `sapo` and `vespo`, their share of its gradient.",
+    "bapo/positive_share_initial": "The same share under the start bounds, with negative tokens at full weight.",
     "bapo/target_met": "1 if the share reached `positive_contribution_target`, else 0.",
     "bapo/search_steps": "Number of times a bound moved in the search.",
+    "bapo/negative_weight": "Weight of negative-advantage tokens in the policy loss, in (0, 1].",
+    "bapo/entropy_covariance": "Covariance of log-probability and advantage over the tokens that pass a gradient, "
+    "advantages as weighed in the loss. The entropy falls by it, times a learning rate (Eq. 6-7).",
     "ratio/mean": "Mean importance ratio r over the tokens of the update (sequences, for sequence-level ratios).",
     "ratio/min": "Smallest importance ratio.",
     "ratio/max": "Largest importance ratio.",
@@ -35,6 +39,9 @@ UPDATE_METRICS = {
 }
 """Definition of each logged metric."""
 
+METRICS_OF_CLIP_BOUNDS = ("bapo/clip_low", "bapo/clip_high", "bapo/search_steps")
+"""Those that a loss without clip bounds does not have."""
+
 GUARDED_TENSORS = ("per_token_logps", "old_per_token_logps", "ref_per_token_logps", "advantages", "importance_ratio")
 """Tensors in which a NaN or an infinity stops the training."""
 
@@ -44,6 +51,8 @@ def measure_tokens(
     staleness: torch.Tensor,
     guarded: Mapping[str, torch.Tensor | None],
     completion_mask: torch.Tensor,
+    passes: torch.Tensor,
+    balanced_advantages: torch.Tensor,
 ) -> Tally:
     """
     Sum up one micro-batch.
@@ -60,6 +69,10 @@ def measure_tokens(
         completion_mask (`torch.Tensor`):
             1 for completion tokens, those that a tool wrote included, shape `(B, T)`. The loss multiplies tool tokens
             by 0, which does not stop a NaN.
+        passes (`torch.Tensor`):
+            Which tokens have a gradient of the policy loss, boolean, shape `(B, T)`.
+        balanced_advantages (`torch.Tensor`):
+            Advantages as the loss weighs them, shape `(B,)`, `(B, 1)` or `(B, T)`.
 
     Returns:
         [`~reduce.Tally`]: What [`token_metrics`] needs of it.
@@ -81,6 +94,10 @@ def measure_tokens(
         for name in GUARDED_TENSORS[:-1]
     }
     nonfinite["importance_ratio"] = (~tokens.ratio.isfinite() & valid).sum()
+
+    balanced = balanced_advantages if balanced_advantages.dim() == 2 else balanced_advantages.unsqueeze(1)
+    passing_logps = torch.where(passes, guarded["per_token_logps"], 0.0).to(dtype)
+    passing_advantages = torch.where(passes, balanced, 0.0).to(dtype)
     return Tally(
         {
             "ratios": valid.sum(),
@@ -89,6 +106,10 @@ def measure_tokens(
             "k3": torch.where(valid, ratio - 1 - log_ratio, 0.0).sum(),
             "versions": counted.sum(),
             "staleness": staleness.sum(),
+            "passing": passes.sum(),
+            "passing_logp": passing_logps.sum(),
+            "passing_advantage": passing_advantages.sum(),
+            "passing_product": (passing_logps * passing_advantages).sum(),
             **nonfinite,
         },
         {
@@ -116,6 +137,7 @@ def average_searches(searches: Sequence[ClipBounds]) -> dict[str, torch.Tensor]:
             "bapo/positive_share_initial": bounds.initial_positive_share,
             "bapo/target_met": bounds.target_met,
             "bapo/search_steps": bounds.steps,
+            "bapo/negative_weight": bounds.negative_weight,
         }
         for bounds in searches
     ]
@@ -133,8 +155,10 @@ def token_metrics(total: Mapping[str, float]) -> dict[str, float]:
     Returns:
         `dict` with the names of [`UPDATE_METRICS`] but those of the search; NaN where a value is undefined.
     """
-    count = total["ratios"]
+    count, passing = total["ratios"], total["passing"]
     return {
+        "bapo/entropy_covariance": _ratio(total["passing_product"], passing)
+        - _ratio(total["passing_logp"], passing) * _ratio(total["passing_advantage"], passing),
         "ratio/mean": _ratio(total["ratio"], count),
         "ratio/min": -total["negative_ratio_min"] if count else math.nan,
         "ratio/max": total["ratio_max"] if count else math.nan,
@@ -151,9 +175,14 @@ class UpdateLog:
     Collects what is logged of one optimizer update, from its first micro-batch to its last.
 
     Holds tensors only until `close`, which reduces them over ranks, reads them once, and starts afresh.
+
+    Args:
+        has_clip_bounds (`bool`, *optional*, defaults to `True`):
+            Whether the loss has clip bounds; else there is nothing to log of them.
     """
 
-    def __init__(self):
+    def __init__(self, has_clip_bounds: bool = True):
+        self._has_clip_bounds = has_clip_bounds
         self.searches: list[ClipBounds] = []
         self._tally: Tally | None = None
 
@@ -193,7 +222,8 @@ class UpdateLog:
                 "this update was applied. Look for a learning rate that is too high, a reward that is not finite or "
                 "half precision without loss scaling, and resume from a checkpoint."
             )
-        return {name: numbers[name] for name in bounds} | token_metrics(numbers)
+        skipped = () if self._has_clip_bounds else METRICS_OF_CLIP_BOUNDS
+        return {name: numbers[name] for name in bounds if name not in skipped} | token_metrics(numbers)
 
 
 def _ratio(numerator: float, denominator: float) -> float:

@@ -33,6 +33,9 @@ class PolicyTokens:
             Weight of each token in the policy loss, shape `(B, T)`, at least 0, up to a factor common to the batch.
         mask (`torch.Tensor`):
             1 for tokens that the loss counts, 0 for padding and for tokens the policy did not write, shape `(B, T)`.
+        gradient_size (`torch.Tensor`, *optional*):
+            Under a loss without clip bounds, the size of each token's gradient at weight and advantage 1, shape
+            `(B, T)` or `(B, 1)`.
     """
 
     log_ratio: torch.Tensor
@@ -40,12 +43,57 @@ class PolicyTokens:
     advantages: torch.Tensor
     weights: torch.Tensor
     mask: torch.Tensor
+    gradient_size: torch.Tensor | None = None
 
     @property
     def ratio_mask(self) -> torch.Tensor:
         """Which entries of `ratio` stand for something: tokens of the loss, or rows with at least one. Boolean."""
         mask = self.mask.bool()
         return mask if self.ratio.shape == mask.shape else mask.any(dim=1, keepdim=True)
+
+    def passes(self, low: torch.Tensor, high: torch.Tensor, delta: float | None = None) -> torch.Tensor:
+        """
+        Return which tokens have a gradient of the policy loss, boolean, shape `(B, T)`.
+
+        Args:
+            low (`torch.Tensor`):
+                Lower clip bound in ratio space, 0-dim; not read under a loss without clip bounds.
+            high (`torch.Tensor`):
+                Upper clip bound.
+            delta (`float`, *optional*):
+                TRL's two-sided clip, which stops tokens above it.
+        """
+        advantages = self.advantages if self.advantages.dim() == 2 else self.advantages.unsqueeze(1)
+        counts = (self.weights > 0) & (advantages != 0)
+        if self.gradient_size is not None:
+            return counts & (self.gradient_size > 0)
+        passes = torch.where(advantages > 0, self.ratio <= high, self.ratio >= low)
+        return counts & passes if delta is None else counts & passes & (self.ratio <= delta)
+
+    def balanced_advantages(
+        self, negative_weight: torch.Tensor | float, negative_ratio_cap: float | None = None
+    ) -> torch.Tensor:
+        """
+        Return the advantages with those of negative tokens scaled, which scales their gradients and nothing else.
+
+        Args:
+            negative_weight (`torch.Tensor` or `float`):
+                Weight of all negative tokens, in (0, 1].
+            negative_ratio_cap (`float`, *optional*):
+                Ratio above which a negative token keeps a gradient of this size, instead of one of its ratio.
+
+        Returns:
+            `torch.Tensor`: In the shape of `advantages`; with a cap, one for each ratio, `(B, T)` or `(B, 1)`.
+        """
+        advantages = torch.where(self.advantages < 0, self.advantages * negative_weight, self.advantages)
+        if negative_ratio_cap is None:
+            return advantages
+        if advantages.dim() == 1:
+            advantages = advantages.unsqueeze(1)
+        size = self.ratio if self.gradient_size is None else self.gradient_size
+        return torch.where(
+            (advantages < 0) & (size > negative_ratio_cap), advantages * negative_ratio_cap / size, advantages
+        )
 
 
 def policy_tokens(
@@ -63,9 +111,9 @@ def policy_tokens(
     Compute the importance ratios of a micro-batch and the weight that the loss gives each token.
 
     The ratio is `exp(logp - old_logp)` for each token, or the exponential of its mean over the tokens of a row. The
-    weight is the mask, divided by the row's number of tokens for the loss type `"grpo"`, times the factors, times
-    the probability under the behaviour policy if asked for. Factors common to all tokens of the update (number of
-    rows, of tokens, of micro-batches) are left out: the share of the positive tokens does not see them.
+    weight is the mask, divided by the row's number of tokens for the loss types `"grpo"` and `"sapo"`, times the
+    factors, times the probability under the behaviour policy if asked for. Factors common to all tokens of the update
+    (number of rows, of tokens, of micro-batches) are left out: the share of the positive tokens does not see them.
 
     Args:
         per_token_logps (`torch.Tensor`):
@@ -94,7 +142,7 @@ def policy_tokens(
     if importance_sampling_level == "sequence":
         log_ratio = (log_ratio * mask).sum(dim=1, keepdim=True) / row_tokens
 
-    weights = mask / row_tokens if loss_type == "grpo" else mask.to(log_ratio.dtype)
+    weights = mask / row_tokens if loss_type in ("grpo", "sapo") else mask.to(log_ratio.dtype)
     for factor in factors:
         weights = weights * factor
     if weighting == "behavior_prob":

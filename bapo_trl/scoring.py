@@ -2,10 +2,13 @@
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
+from .clip_bounds import Contributions, size_contributions
 from .forward_passes import forked_random_state, has_random_forward, in_eval_mode, without_gradient_checkpointing
+from .loss_kernels import cispo_gradient_size, sapo_gradient_size
 from .policy_tokens import PolicyTokens, policy_mask, policy_tokens
 from .trainer_mixin import TrainerMixin
 from .trl_compat import FORWARD_KEYS
@@ -80,34 +83,78 @@ class Scoring(TrainerMixin):
             factors.append(off_policy_mask)
         if self.top_entropy_quantile < 1:
             factors.append(self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile))
-        if self.use_vllm and self.vllm_importance_sampling_correction:
-            factors.append(inputs["importance_sampling_ratio"])
+        tokens = self._weighed_tokens(inputs, per_token_logps, old_per_token_logps, factors)
+        return replace(tokens, gradient_size=self._gradient_size(inputs, tokens))
+
+    def _weighed_tokens(self, inputs, per_token_logps, old_per_token_logps, factors) -> PolicyTokens:
+        # VESPO takes the correction into its own weight of a sequence
+        if self.use_vllm and self.vllm_importance_sampling_correction and self.loss_type != "vespo":
+            factors = [*factors, inputs["importance_sampling_ratio"]]
         return policy_tokens(
             per_token_logps,
             old_per_token_logps,
-            advantages,
-            mask,
+            inputs["advantages"],
+            policy_mask(inputs),
             loss_type=self.loss_type,
-            importance_sampling_level=self.importance_sampling_level,
+            # VESPO makes sequence ratios of its own from those of the tokens
+            importance_sampling_level="token" if self.loss_type == "vespo" else self.importance_sampling_level,
             weighting=self.args.contribution_weighting,
             factors=factors,
         )
 
-    @torch.no_grad()
-    def _tokens_ahead(self, are_fresh: bool) -> list[PolicyTokens]:
+    def _gradient_size(self, inputs, tokens: PolicyTokens) -> torch.Tensor | None:
+        """Return the size of each token's gradient under a loss without clip bounds, else `None`."""
+        advantages = tokens.advantages if tokens.advantages.dim() == 2 else tokens.advantages.unsqueeze(1)
+        if self.loss_type == "cispo":
+            return cispo_gradient_size(tokens.ratio, self.epsilon_high)
+        if self.loss_type == "sapo":
+            return sapo_gradient_size(
+                tokens.ratio, advantages, self.args.sapo_temperature_pos, self.args.sapo_temperature_neg
+            )
+        if self.loss_type == "vespo":
+            names = ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
+            return self.get_gamma_weights(
+                advantages=advantages,
+                log_ratio_per_token=tokens.log_ratio,
+                mask=tokens.mask,
+                importance_sampling_ratio=inputs.get("importance_sampling_ratio"),
+                **{name: getattr(self.args, f"vespo_{name}") for name in names},
+            )
+        return None
+
+    def _masses(self, inputs) -> Contributions:
+        """Return the sum of w |A| of each sign, of a micro-batch, without what only a forward pass can tell."""
+        logps = _any_logps(inputs)
+        tokens = self._weighed_tokens(inputs, logps, inputs.get("old_per_token_logps", logps), ())
+        return size_contributions(torch.ones_like(tokens.ratio), tokens.advantages, tokens.weights)
+
+    @property
+    def _window(self) -> list[int]:
+        """Positions in the buffer of the micro-batches of the coming update."""
+        count = self.current_gradient_accumulation_steps
+        return [(self._step + i) % self.args.steps_per_generation for i in range(count)]
+
+    def _needs_forward_ahead(self, are_fresh: bool) -> bool:
         """
-        Return the tokens of the micro-batches of the coming update, as their losses will see them.
+        Return whether only a forward pass can tell what the losses of the coming update will see.
 
         Args:
             are_fresh (`bool`):
                 Whether the current policy sampled all rows: their ratios are 1 then, unless a forward pass is random.
         """
-        first, count = self._step, self.current_gradient_accumulation_steps
-        window = [self._buffered_inputs[(first + i) % self.args.steps_per_generation] for i in range(count)]
-        needs_logps = self.top_entropy_quantile < 1 or (
-            self.args.contribution_weighting == "behavior_prob" and "old_per_token_logps" not in window[0]
+        knows_behavior = "old_per_token_logps" in self._buffered_inputs[self._window[0]]
+        return (
+            not are_fresh
+            or self._has_random_forward
+            or self.top_entropy_quantile < 1
+            or (self.args.contribution_weighting == "behavior_prob" and not knows_behavior)
         )
-        if are_fresh and not self._has_random_forward and not needs_logps:
+
+    @torch.no_grad()
+    def _tokens_ahead(self, are_fresh: bool) -> list[PolicyTokens]:
+        """Return the tokens of the micro-batches of the coming update, as their losses will see them."""
+        window = [self._buffered_inputs[position] for position in self._window]
+        if not self._needs_forward_ahead(are_fresh):
             return [self._policy_tokens(inputs, _any_logps(inputs), None) for inputs in window]
         # The forward passes of the loss come in the same order: from the same random state they drop out the same.
         with forked_random_state(self.accelerator.device):

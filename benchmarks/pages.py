@@ -14,6 +14,9 @@ from pathlib import Path
 
 import benchmarks.stability.section as stability
 from benchmarks import (
+    carried_over,
+    entropy_rule,
+    handles,
     partial_rollouts,
     partial_study,
     quickstart,
@@ -40,6 +43,9 @@ SECTIONS = {
     "quickstart": quickstart.render,
     "update_cost": update_cost.render,
     "search_cost": search_cost.render,
+    "carried_over": carried_over.render,
+    "handles": handles.render,
+    "entropy_rule": entropy_rule.render,
     "stability": stability.render,
     "replay_study": replay_study.render,
     "replay_queue": replay_queue.render,

@@ -66,6 +66,8 @@ SERIES = (
     "bapo/clip_high",
     "bapo/positive_share",
     "bapo/positive_share_initial",
+    "bapo/negative_weight",
+    "bapo/entropy_covariance",
     "ratio/min",
     "ratio/max",
     "ratio/ess",

@@ -86,6 +86,7 @@ class Setting:
 SETTINGS = (
     Setting("control", None, 4, False, None),
     Setting("micro_batch", "micro_batch", 4, False, 1.02),
+    Setting("carried_over", "carried_over", 4, False, 1.02),
     Setting("batch", "batch", 4, False, 1.40),
     Setting("batch_checkpointing", "batch", 4, True, 1.30),
     Setting("batch_of_one", "batch", 1, False, 1.02),

@@ -24,7 +24,9 @@ def measured(ratios, ages, mask=None, advantages=None, **guarded):
     mask = torch.ones_like(logps, dtype=torch.int64) if mask is None else torch.tensor(mask)
     advantages = torch.ones(len(logps)) if advantages is None else torch.tensor(advantages)
     tokens = policy_tokens(logps, torch.zeros_like(logps), advantages, mask, loss_type="dapo")
-    return measure_tokens(tokens, torch.tensor(ages), {"per_token_logps": logps, **guarded}, mask)
+    passes = tokens.passes(BOUNDS.low, BOUNDS.high)
+    logps = {"per_token_logps": logps, **guarded}
+    return measure_tokens(tokens, torch.tensor(ages), logps, mask, passes, tokens.balanced_advantages(0.5))
 
 
 def closed(measurements, gather=lambda tensor: tensor, searches=(BOUNDS,)):
@@ -53,6 +55,19 @@ def test_metrics_by_hand():
     assert (metrics["bapo/target_met"], metrics["bapo/search_steps"]) == (1, 3)
 
 
+def test_entropy_covariance_by_hand():
+    """Over tokens that the bounds (0.75, 2.0) let through, negative advantages at half their weight."""
+    parts = [
+        measured([[0.5, 1.0, 3.0]], ages=[0], advantages=[1.0]),
+        measured([[0.5, 0.8, 4.0]], [0], advantages=[-2.0]),
+    ]
+    logps, advantages = [math.log(r) for r in (0.5, 1.0, 0.8, 4.0)], [1.0, 1.0, -1.0, -1.0]
+    mean = sum(logps) / 4
+    expected = sum((logp - mean) * advantage for logp, advantage in zip(logps, advantages, strict=True)) / 4
+    assert closed(parts)["bapo/entropy_covariance"] == pytest.approx(expected, rel=1e-5)
+    assert math.isnan(closed([measured([[3.0]], [0])])["bapo/entropy_covariance"])  # nothing passes
+
+
 def test_micro_batches_and_ranks_merge_to_the_whole():
     rows = [[0.5, 1.5, 3.0], [0.25, 1.0, 1.0], [2.0, 2.0, 0.125], [1.0, 0.75, 4.0]]
     whole = closed([measured(rows, ages=[0, 5, 2, 1])])
@@ -66,7 +81,7 @@ def test_micro_batches_and_ranks_merge_to_the_whole():
 def test_one_gather_serves_all_metrics():
     calls = []
     closed([measured([[1.0]], [0])], gather=lambda tensor: calls.append(tensor.shape) or tensor)
-    assert calls == [(1, 14)]
+    assert calls == [(1, 18)]
 
 
 def test_several_searches_are_averaged_and_an_undefined_share_is_left_out():

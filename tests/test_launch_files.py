@@ -45,7 +45,7 @@ def parse(recipe: Path):
 
 def test_the_recipes_of_the_readme_are_there():
     assert {recipe.name for recipe in RECIPES} == {
-        "quickstart.yaml", "math_7b.yaml", "released_recipe.yaml", "lora_small.yaml",
+        "quickstart.yaml", "math_7b.yaml", "released_recipe.yaml", "lora_small.yaml", "paper.yaml",
     }  # fmt: skip
 
 

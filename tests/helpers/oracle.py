@@ -12,12 +12,15 @@ class OracleBounds:
     initial_positive_share: float
     target_met: bool
     steps: int
+    negative_weight: float
 
 
-def token_contributions(tokens, low: float, high: float, measure: str) -> tuple[float, float]:
-    """P and N of a list of (ratio, advantage, weight), one token after the other."""
+def token_contributions(tokens, low: float, high: float, measure: str, cap: float = math.inf) -> tuple[float, float]:
+    """P and N of a list of (ratio, advantage, weight), one token after the other; negative ratios are cut at `cap`."""
     positive, negative = [], []
     for ratio, advantage, weight in tokens:
+        if advantage < 0:
+            ratio = min(ratio, cap)
         if measure == "gradient":
             if advantage > 0 and ratio <= high:
                 positive.append(weight * ratio * advantage)
@@ -31,13 +34,19 @@ def token_contributions(tokens, low: float, high: float, measure: str) -> tuple[
     return math.fsum(positive), math.fsum(negative)
 
 
-def search(tokens, grid, target: float, measure: str, order: str) -> OracleBounds:
-    """Algorithm 1 as it is printed: move one bound by one step until the share is reached or nothing can move."""
+def search(
+    tokens, grid, target: float, measure: str, order: str, weight_min: float = 1.0, cap: float = math.inf
+) -> OracleBounds:
+    """
+    Algorithm 1 as it is printed: move one bound by one step until the share is reached or nothing can move. Then weigh
+    negative tokens down, by bisection.
+    """
     uppers, lowers = grid.upper.tolist(), grid.lower.tolist()
-    i, j, steps = 0, 0, 0
+    i, j, steps, weight = 0, 0, 0, 1.0
 
     def share() -> float:
-        positive, negative = token_contributions(tokens, lowers[j], uppers[i], measure)
+        positive, negative = token_contributions(tokens, lowers[j], uppers[i], measure, cap)
+        negative *= weight
         return positive / (positive + negative) if positive + negative > 0 else math.nan
 
     initial = rho = share()
@@ -52,4 +61,14 @@ def search(tokens, grid, target: float, measure: str, order: str) -> OracleBound
                 j += 1
             steps += 1
             rho = share()
-    return OracleBounds(lowers[j], uppers[i], rho, initial, rho >= target, steps)
+    met = rho >= target
+    if rho < target and token_contributions(tokens, lowers[j], uppers[i], measure, cap)[1] > 0:
+        weight = weight_min
+        met = share() >= target
+        if met:  # the share falls with the weight
+            smallest, largest = weight_min, 1.0
+            for _ in range(60):
+                weight = (smallest + largest) / 2
+                smallest, largest = (weight, largest) if share() >= target else (smallest, weight)
+            weight = smallest
+    return OracleBounds(lowers[j], uppers[i], share(), initial, met, steps, weight)

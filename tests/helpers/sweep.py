@@ -33,10 +33,13 @@ MICRO_BATCHES = {
     "one": {"gradient_accumulation_steps": 1},
     "looked ahead at": {"gradient_accumulation_steps": 2},
     "searched each": {"gradient_accumulation_steps": 2, "search_scope": "micro_batch"},
+    "carried over": {"gradient_accumulation_steps": 2, "search_scope": "carried_over"},
 }
 
 SETTINGS = {
-    "loss_type": ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"],
+    "loss_type": ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"],
+    "negative_weight_min": [1.0, 0.05],
+    "negative_ratio_cap": [None, 1.0],
     "random": list(MODELS),
     "micro_batches": list(MICRO_BATCHES),
     "processes": [1, 2],
@@ -78,12 +81,13 @@ class AgainstAutograd(BAPOTrainer):
         if self._output_given is not None:
             return self._output_given
         self._output_of_forward = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        self._inputs_of_loss = self._inputs_in_loss  # with the advantages as the loss weighs them
         return self._output_of_forward
 
     def _compute_loss(self, model, inputs):
         loss = super()._compute_loss(model, inputs)
         self._output_given, beta, self.beta = self._output_of_forward, self.beta, 0.0
-        policy_loss = GRPOTrainer._compute_loss(self, model, inputs)
+        policy_loss = GRPOTrainer._compute_loss(self, model, self._inputs_of_loss)
         self._output_given, self.beta = None, beta
         (gradient,) = torch.autograd.grad(policy_loss, self._output_of_forward[0], retain_graph=True)
         size = gradient.double().abs().sum(1)
@@ -109,6 +113,10 @@ def save_models(folder: Path) -> None:
 def trained(folder: Path, case: dict) -> tuple[AgainstAutograd, StateOfEachUpdate]:
     args = {name: value for name, value in case.items() if name not in ("random", "micro_batches", "processes")}
     args |= MICRO_BATCHES[case["micro_batches"]]
+    if args["loss_type"] in ("sapo", "vespo"):
+        args["negative_ratio_cap"] = None  # refused
+    if args["loss_type"] == "cispo":
+        args["epsilon_high"] = 1.1
     callback = StateOfEachUpdate()
     trainer = toy_trainer(
         folder / "out",

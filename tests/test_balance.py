@@ -1,0 +1,352 @@
+"""The handles on negative tokens (weight and cap), losses without clip bounds, and curves carried over."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from trl import GRPOConfig, GRPOTrainer
+
+from bapo_trl import BAPOConfig
+from bapo_trl.carried_curves import CURVES_FILE, CarriedCurves
+from bapo_trl.clip_bounds import BoundGrid, Contributions, contributions, search_bounds
+from bapo_trl.policy_tokens import policy_tokens
+from tests.helpers.toy import CPU, OFF_POLICY, toy_model, toy_trainer, training_logs
+from tests.test_bapo_trainer import trained
+from tests.test_equivalence import TIMES
+
+
+UNCLIPPED = {"cispo": {"epsilon_high": 1.1}, "sapo": {}, "vespo": {}}
+NINE_LOSSES = {
+    **{name: {"loss_type": name} for name in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")},
+    **{name: {"loss_type": name, **args} for name, args in UNCLIPPED.items()},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+}
+GRID = BoundGrid(lower_start=0.5, lower_max=0.5, upper_start=1.0, upper_max=1.0)
+
+
+def curves(positive: float, negative: float) -> Contributions:
+    return Contributions(torch.tensor([positive]), torch.tensor([negative]))
+
+
+# The weight
+
+
+@pytest.mark.parametrize(
+    ("positive", "negative", "target", "smallest", "weight", "share", "met"),
+    [
+        (1.0, 4.0, 0.5, 0.01, 0.25, 0.5, True),
+        (1.0, 4.0, 0.8, 0.01, 0.0625, 0.8, True),
+        (1.0, 4.0, 0.5, 0.5, 0.5, 1 / 3, False),
+        (4.0, 1.0, 0.5, 0.01, 1.0, 0.8, True),
+        (1.0, 0.0, 0.5, 0.01, 1.0, 1.0, True),
+        (0.0, 4.0, 0.5, 0.01, 0.01, 0.0, False),
+        (0.0, 0.0, 0.5, 0.01, 1.0, math.nan, False),
+        (1.0, 4.0, 1.0, 0.01, 0.01, 1 / 1.04, False),
+        (1.0, 4.0, 0.5, 1.0, 1.0, 0.2, False),
+    ],
+)
+def test_the_weight_reaches_the_target_where_it_may(positive, negative, target, smallest, weight, share, met):
+    bounds = search_bounds(curves(positive, negative), GRID, target, negative_weight_min=smallest)
+    assert bounds.negative_weight.item() == pytest.approx(weight)
+    assert bounds.positive_share.item() == pytest.approx(share, nan_ok=True)
+    assert bounds.target_met.item() is met
+
+
+def test_the_weight_comes_after_the_bounds():
+    grid = BoundGrid(lower_start=0.5, lower_max=1.0, lower_step=0.5, upper_start=1.0, upper_max=2.0, upper_step=1.0)
+    both = Contributions(torch.tensor([1.0, 2.0]), torch.tensor([8.0, 6.0]))
+    bounds = search_bounds(both, grid, 0.5, negative_weight_min=0.1)
+    assert (bounds.low.item(), bounds.high.item(), bounds.steps.item()) == (1.0, 2.0, 2)
+    assert bounds.negative_weight.item() == pytest.approx(2 / 6)
+    assert search_bounds(both, grid, 0.2, negative_weight_min=0.1).negative_weight.item() == 1  # the bounds do
+
+
+def gradient_by_sign(trainer, record, inputs) -> torch.Tensor:
+    """The gradient of TRL's own loss on `inputs`, at the bounds of the record, with respect to the log-probs."""
+    logps = record["logps"].clone().requires_grad_()
+    saved = trainer.epsilon_low, trainer.epsilon_high
+    if trainer.args.has_clip_bounds:
+        trainer.epsilon_low, trainer.epsilon_high = 1 - record["bounds"].low, record["bounds"].high - 1
+    trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (logps, torch.zeros_like(logps), None)
+    try:
+        (gradient,) = torch.autograd.grad(GRPOTrainer._compute_loss(trainer, trainer.model, inputs), logps)
+    finally:
+        del trainer._get_per_token_logps_and_entropies
+        trainer.epsilon_low, trainer.epsilon_high = saved
+    return gradient
+
+
+@pytest.mark.parametrize("name", NINE_LOSSES)
+def test_gradients_of_negative_tokens_scale_by_the_weight_and_others_stay(tmp_path, name):
+    """Through `train()`; beside TRL's own loss on the batch as it was."""
+    trainer = trained(
+        tmp_path, **NINE_LOSSES[name], negative_weight_min=0.05, positive_contribution_target=0.8,
+        gradient_accumulation_steps=1, steps_per_generation=2, learning_rate=1e-2,
+    )  # fmt: skip
+    weights = []
+    for (record,) in trainer.updates:
+        plain = gradient_by_sign(trainer, record, record["inputs"])
+        negative = record["inputs"]["advantages"] < 0
+        weight = record["bounds"].negative_weight.item()
+        torch.testing.assert_close(record["gradient"][negative], plain[negative] * weight, rtol=1e-5, atol=1e-9)
+        assert torch.equal(record["gradient"][~negative], plain[~negative])
+        if negative.any() and not negative.all():
+            weights.append(weight)
+    assert any(0.05 < weight < 1 for weight in weights)
+
+
+@pytest.mark.parametrize("name", NINE_LOSSES)
+@pytest.mark.parametrize("scope", ["batch", "micro_batch", "carried_over"])
+def test_the_logged_share_is_that_of_the_gradient_of_each_loss(tmp_path, name, scope):
+    trainer = trained(
+        tmp_path, **NINE_LOSSES[name], negative_weight_min=0.05, positive_contribution_target=0.7, search_scope=scope,
+        learning_rate=1e-2,
+    )  # fmt: skip
+    expected = []
+    for update in trainer.updates:
+        sizes = [
+            [record["gradient"].double().abs()[sign(record["inputs"]["advantages"])].sum() for sign in SIGNS]
+            for record in update
+        ]
+        if name == "bnpo":  # the search takes the update as one batch
+            sizes = [
+                [size * record["inputs"]["completion_mask"].sum() for size in pair]
+                for pair, record in zip(sizes, update, strict=True)
+            ]
+        parts = [[pair] for pair in sizes] if scope == "micro_batch" else [sizes]
+        shares = [
+            (positive / (positive + negative)).item()
+            for positive, negative in (map(sum, zip(*part, strict=True)) for part in parts)
+        ]
+        shares = [value for value in shares if not math.isnan(value)]
+        expected.append(sum(shares) / len(shares) if shares else None)
+    logged = [log["bapo/positive_share"] for log in training_logs(trainer)]
+    assert logged == [value if value is None else pytest.approx(value, rel=1e-5) for value in expected]
+    assert any(value is not None and 0 < value < 1 for value in logged)
+    if name in UNCLIPPED:
+        assert not {"bapo/clip_low", "bapo/clip_high", "bapo/search_steps"} & set(training_logs(trainer)[0])
+
+
+SIGNS = (lambda advantages: advantages > 0, lambda advantages: advantages < 0)
+
+
+@pytest.mark.parametrize("loss_type", UNCLIPPED)
+def test_without_a_handle_a_loss_without_bounds_equals_grpo_trainer_bit_for_bit(tmp_path, loss_type):
+    def run(**args):
+        trainer = toy_trainer(
+            tmp_path, model=toy_model(), loss_type=loss_type, max_steps=3, **UNCLIPPED[loss_type], **args
+        )
+        trainer.train()
+        return trainer
+
+    grpo, bapo = run(trainer_class=GRPOTrainer, config_class=GRPOConfig), run()
+    for (name, left), right in zip(grpo.model.state_dict().items(), bapo.model.state_dict().values(), strict=True):
+        assert torch.equal(left, right), name
+    for left, right in zip(training_logs(grpo), training_logs(bapo), strict=True):
+        assert {key: right[key] for key in left if key not in TIMES} == {
+            key: left[key] for key in left if key not in TIMES
+        }
+
+
+def test_several_passes_weigh_the_advantages_of_the_buffer_each_time_anew(tmp_path):
+    trainer = trained(
+        tmp_path, negative_weight_min=0.05, negative_ratio_cap=1.0, positive_contribution_target=0.9,
+        steps_per_generation=2, gradient_accumulation_steps=2, num_iterations=3, learning_rate=1e-2, max_steps=3,
+    )  # fmt: skip
+    passes = [[record["inputs"]["advantages"] for record in update] for update in trainer.updates]
+    assert min(update[0]["bounds"].negative_weight for update in trainer.updates) < 1
+    for later in passes[1:]:
+        for first, again in zip(passes[0], later, strict=True):
+            assert torch.equal(first, again)
+            assert again.dim() == 1
+
+
+# The cap
+
+
+def test_the_cap_by_hand():
+    ratio, advantages = torch.tensor([[0.5, 2.0, 6.0], [0.5, 2.0, 6.0]]), torch.tensor([1.0, -1.0])
+    grid = BoundGrid(lower_start=0.4, lower_max=0.6, lower_step=0.2, upper_start=3.0, upper_max=7.0, upper_step=4.0)
+    both = contributions(ratio, advantages, torch.ones(2, 3), grid, negative_ratio_cap=3.0)
+    assert both.positive.tolist() == [2.5, 8.5]  # not capped
+    assert both.negative.tolist() == [5.5, 5.0]
+    surrogate = contributions(ratio, advantages, torch.ones(2, 3), grid, "surrogate", negative_ratio_cap=3.0)
+    assert surrogate.negative.tolist() == pytest.approx([5.5, 5.6])
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "luspo", "cispo"])
+def test_above_the_cap_a_negative_token_keeps_a_gradient_of_the_caps_size(tmp_path, loss_type, level):
+    args = {"epsilon_high": 5.0} if loss_type == "cispo" else {"ratio_lower_start": 0.1, "ratio_lower_max": 0.1}
+    trainer = trained(
+        tmp_path, loss_type=loss_type, importance_sampling_level=level, negative_ratio_cap=1.05, learning_rate=2e-2,
+        gradient_accumulation_steps=1, steps_per_generation=2, **args,
+    )  # fmt: skip
+    num_capped = 0
+    for (record,) in trainer.updates:
+        inputs = record["inputs"]
+        mask = inputs["completion_mask"].bool()
+        plain = gradient_by_sign(trainer, record, inputs)
+        tokens = policy_tokens(
+            record["logps"], inputs["old_per_token_logps"], inputs["advantages"], mask.long(), loss_type=loss_type,
+            importance_sampling_level=level,
+        )  # fmt: skip
+        size = tokens.ratio.clamp(max=5.0) if loss_type == "cispo" else tokens.ratio
+        capped = (size > 1.05) & (inputs["advantages"] < 0).unsqueeze(1) & mask
+        expected = torch.where(capped, plain * 1.05 / size, plain)
+        torch.testing.assert_close(record["gradient"], expected, rtol=1e-5, atol=1e-9)
+        num_capped += int((capped & (plain != 0)).sum())
+    assert num_capped > 5
+
+
+# Curves carried over
+
+
+def bounds_of(trainer) -> list[tuple[float, float, float]]:
+    return [
+        (log["bapo/clip_low"], log["bapo/clip_high"], log["bapo/negative_weight"]) for log in training_logs(trainer)
+    ]
+
+
+CARRIED = {
+    "search_scope": "carried_over", "negative_weight_min": 0.05, "positive_contribution_target": 0.7,
+    "gradient_accumulation_steps": 2, "steps_per_generation": 8, "learning_rate": 1e-2, "max_steps": 8,
+    "num_iterations": 1,
+}  # fmt: skip
+
+
+def test_the_first_update_of_a_generation_is_that_of_the_batch_scope(tmp_path):
+    """Its ratios are 1: the masses tell all, without a forward pass."""
+    carried = trained(tmp_path / "carried", **CARRIED)
+    batch = trained(tmp_path / "batch", **{**CARRIED, "search_scope": "batch"})
+    assert carried.look_ahead_calls == 0
+    assert batch.look_ahead_calls > 0
+    assert bounds_of(carried)[0] == pytest.approx(bounds_of(batch)[0])
+    assert bounds_of(carried)[2] != pytest.approx(bounds_of(batch)[2])
+
+
+@pytest.mark.parametrize("masses", ["update", "generation"])
+def test_later_updates_take_the_curves_of_the_one_before_scaled_to_their_masses(tmp_path, masses):
+    trainer = trained(tmp_path, **CARRIED, carried_over_masses=masses)
+    grid, target = trainer.args.bound_grid, trainer.args.positive_contribution_target
+
+    def tokens_of(update):
+        logps, old, advantages, mask = (
+            torch.cat([record["inputs"][key] if key in record["inputs"] else record[key] for record in update])
+            for key in ("logps", "old_per_token_logps", "advantages", "completion_mask")
+        )
+        return policy_tokens(logps, old, advantages, mask, loss_type="dapo")
+
+    def masses_of(updates):
+        sums = [(tokens.weights * tokens.advantages.unsqueeze(1)).double() for tokens in map(tokens_of, updates)]
+        positive = sum(part.clamp(min=0).sum() for part in sums)
+        return Contributions(positive, positive - sum(part.sum() for part in sums))
+
+    moved = 0
+    for generation in (trainer.updates[:4], trainer.updates[4:]):
+        for before, update in itertools.pairwise(generation):
+            tokens = tokens_of(before)
+            seen = contributions(tokens.ratio, tokens.advantages, tokens.weights, grid)
+            carried = CarriedCurves(grid, torch.device("cpu"))
+            carried.learn(seen, masses_of([before]))
+            scaled = carried.scaled_to(masses_of([update] if masses == "update" else generation))
+            expected = search_bounds(scaled, grid, target, negative_weight_min=0.05)
+            bounds = update[0]["bounds"]
+            found = [bounds.low, bounds.high, bounds.negative_weight]
+            torch.testing.assert_close(found, [expected.low, expected.high, expected.negative_weight])
+            moved += int(bounds.negative_weight < 1)
+    assert moved > 2
+
+
+@pytest.mark.parametrize(
+    ("args", "generations"),
+    [
+        ({"model": toy_model(attention_dropout=0.3)}, 2),
+        ({"top_entropy_quantile": 0.5}, 2),
+        ({"replay_fraction": 0.5}, 1),  # the first fills the queue
+    ],
+)
+def test_a_generation_whose_ratios_are_not_one_for_sure_is_looked_ahead_at_once(tmp_path, args, generations):
+    trainer = trained(tmp_path, **CARRIED, **args)
+    assert trainer.look_ahead_calls == 2 * generations  # its first update, of two micro-batches
+
+
+@pytest.mark.parametrize("masses", ["update", "generation"])
+def test_carried_curves_are_in_the_checkpoint_and_a_resumed_run_goes_on_with_them(tmp_path, masses):
+    settings = {**CARRIED, "carried_over_masses": masses, "save_strategy": "steps", "save_steps": 4}
+    straight = toy_trainer(tmp_path / "straight", **settings)
+    straight.train()
+    checkpoint = tmp_path / "straight" / "checkpoint-4"
+    saved = CarriedCurves(straight.args.bound_grid, torch.device("cpu"))
+    assert saved.load(checkpoint)
+    assert saved._per_mass.positive.max() != 1
+
+    resumed = toy_trainer(tmp_path / "resumed", **settings)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert bounds_of(resumed) == bounds_of(straight)
+    for left, right in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+    other = toy_trainer(tmp_path / "other", **settings, ratio_upper_max=2.0)
+    with pytest.raises(ValueError, match=r"carried curves .* other candidate bounds"):
+        other.train(resume_from_checkpoint=str(checkpoint))
+    CURVES_FILE.path(checkpoint, 0, 1).write_bytes(b"no curves")
+    with pytest.raises(ValueError, match=r"carried curves .* is damaged"):
+        saved.load(checkpoint)
+
+
+def test_a_sign_without_mass_keeps_its_curve():
+    carried = CarriedCurves(GRID, torch.device("cpu"))
+    carried.learn(curves(3.0, 0.5), curves(2.0, 1.0))
+    carried.learn(curves(0.0, 0.25), curves(0.0, 1.0))
+    scaled = carried.scaled_to(curves(4.0, 8.0))
+    assert (scaled.positive.item(), scaled.negative.item()) == (6.0, 2.0)
+    carried.forget()
+    scaled = carried.scaled_to(curves(4.0, 8.0))
+    assert (scaled.positive.item(), scaled.negative.item()) == (4.0, 8.0)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"negative_weight_min": 0.0}, r"`negative_weight_min` is 0.0: set it to a weight in \(0, 1\]"),
+        ({"negative_weight_min": 1.5}, "`negative_weight_min` is 1.5"),
+        ({"negative_weight_min": math.nan}, "`negative_weight_min` is nan"),
+        ({"negative_weight_min": "small"}, "`negative_weight_min` is 'small': set it to a number"),
+        ({"negative_ratio_cap": 0.9}, "`negative_ratio_cap` is 0.9: set it to a ratio of at least 1"),
+        ({"negative_ratio_cap": math.inf}, "`negative_ratio_cap` is inf"),
+        ({"negative_ratio_cap": 3.0, "delta": 3.5}, r"`negative_ratio_cap` is 3.0, but `delta` \(3.5\)"),
+        ({"negative_ratio_cap": 3.0, "loss_type": "vespo"}, "`negative_ratio_cap` is 3.0, but `loss_type` 'vespo'"),
+        ({"loss_type": "vespo", "positive_contribution_target": 0.7}, "is 0.7, but nothing moves the share"),
+        (
+            {
+                "ratio_lower_start": 0.8, "ratio_lower_max": 0.8, "ratio_upper_start": 1.2, "ratio_upper_max": 1.2,
+                "positive_contribution_target": 0.7,
+            },
+            "nothing moves the share: both clip bounds are fixed",
+        ),
+        ({"loss_type": "cispo", "ratio_upper_max": 2.0}, "`ratio_upper_max` is 2.0, but `loss_type` 'cispo' has no"),
+        ({"loss_type": "sapo", "contribution_measure": "surrogate"}, "`contribution_measure` is 'surrogate', but"),
+        ({"loss_type": "sapo", "epsilon_high": 0.3}, "`epsilon_high` is 0.3, but it has no effect"),
+        ({"loss_type": "ppo"}, "`loss_type` is 'ppo': choose one of 'grpo', .*'vespo'"),
+        ({"search_scope": "carried_over", "carried_over_masses": "rank"}, "`carried_over_masses` is 'rank'"),
+        (
+            {"search_scope": "carried_over", "gradient_accumulation_steps": 3, "steps_per_generation": 4},
+            "`search_scope` is 'carried_over', but an optimizer step of 3",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_settings_are_refused_with_field_value_and_fix(tmp_path, args, message):
+    with pytest.raises(ValueError, match=message):
+        BAPOConfig(str(tmp_path), **{**CPU, **args})
+
+
+def test_cispo_without_a_cap_of_its_own_has_trls_and_is_warned_of(tmp_path):
+    config = BAPOConfig(str(tmp_path), loss_type="cispo", **CPU, **OFF_POLICY)
+    assert config.epsilon == GRPOConfig.epsilon
+    assert any("`epsilon_high` is not set" in message for message in config.warnings())
+    assert BAPOConfig.from_grpo_config(GRPOConfig(str(tmp_path), loss_type="cispo", **CPU)).epsilon == 0.2
