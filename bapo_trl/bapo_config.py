@@ -114,8 +114,9 @@ class BAPOConfig(GRPOConfig):
     carried_over_masses: str = field(
         default="update",
         metadata={
-            "help": "Advantages that `search_scope: carried_over` scales to: those of the `update`, or of the whole "
-            "`generation`, with which the weight of negative tokens does not jump where an update has few samples.",
+            "help": "With `search_scope: carried_over`, the sums of advantages that the forecast goes by: those of "
+            "the `update`, or of the whole `generation`. With the latter the weight of negative tokens does not jump "
+            "where an update has few samples.",
             "choices": list(CARRIED_OVER_MASSES),
         },
     )
@@ -366,8 +367,8 @@ class BAPOConfig(GRPOConfig):
             )
         if self.loss_type == "cispo" and self.epsilon_high is None:
             messages.append(
-                f"`epsilon_high` is not set: `loss_type` 'cispo' caps every ratio at TRL's default of {self.epsilon}, "
-                "below 1. Set it to a cap above 1, e.g. 5.0."
+                f"`epsilon_high` is not set: `loss_type` 'cispo' caps every ratio at `epsilon` ({self.epsilon}), as "
+                "TRL does. Set it to a cap above 1, e.g. 5.0."
             )
         if self.is_always_on_policy and self.has_clip_bounds and self.negative_weight_min == 1:
             messages.append(

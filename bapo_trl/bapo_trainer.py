@@ -16,6 +16,7 @@ from . import trl_compat
 from .bapo_config import BAPOConfig
 from .bound_grid import SINGLE_POINT
 from .bound_search import BoundSearch
+from .carried_curves import CURVES_FILE
 from .clip_bounds import ClipBounds, Contributions
 from .diagnostics import UpdateLog, measure_tokens
 from .generation.behavior_policy import KnownBehaviorPolicy
@@ -78,8 +79,9 @@ class BAPOTrainer(
 
     Attributes:
         clip_bounds ([`ClipBounds`]):
-            Outcome of the latest search; before the first one, the start bounds. Under a loss without clip bounds
-            (`cispo`, `sapo`, `vespo`) both are 1, and nothing reads them.
+            Outcome of the latest search; before the first one, the start bounds. After an update, its shares are those
+            of the update's own tokens. Under a loss without clip bounds (`cispo`, `sapo`, `vespo`) both bounds are 1,
+            and nothing reads them.
 
     Raises:
         ValueError: If the settings contradict one another, if a dataset has no `prompt` column, or fewer prompts than
@@ -258,7 +260,7 @@ class BAPOTrainer(
             self._search.add(tokens)
             if is_last:
                 curves = self._search.carry(self._masses_of_update)
-                self._update_log.searches.append(self._search.judge(self.clip_bounds, curves))
+                self._use(self._search.judge(self.clip_bounds, curves))
         if self.args.negative_weight_min < 1 or self.args.negative_ratio_cap is not None:
             inputs["advantages"] = tokens.balanced_advantages(
                 self.clip_bounds.negative_weight, self.args.negative_ratio_cap
@@ -267,15 +269,14 @@ class BAPOTrainer(
         guarded = {name: inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps")}
         guarded["per_token_logps"] = per_token_logps
         staleness = self.state.global_step - inputs.get("token_versions", inputs["policy_version"])
-        passes = tokens.passes(self.clip_bounds.low, self.clip_bounds.high, self.args.delta)
         self._update_log.add(
-            measure_tokens(tokens, staleness, guarded, inputs["completion_mask"], passes, inputs["advantages"])
+            measure_tokens(tokens, staleness, guarded, inputs["completion_mask"], self.clip_bounds, self.args.delta)
         )
 
     # Checkpoints
 
     def _is_dispensable(self, file):
-        return self.args.replay_discard_saved and is_queue_file(file)
+        return file == CURVES_FILE or (self.args.replay_discard_saved and is_queue_file(file))
 
     def _save_optimizer_and_scheduler(self, output_dir):
         super()._save_optimizer_and_scheduler(output_dir)
@@ -286,8 +287,11 @@ class BAPOTrainer(
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
-        if self._carries_over and checkpoint is not None:
-            self._search.carried.load(checkpoint)
+        if self._carries_over and checkpoint is not None and not self._search.carried.load(checkpoint):
+            warnings.warn(
+                f"The checkpoint {checkpoint} holds no carried curves on these candidate bounds: a sign of advantages "
+                "that the first update lacks counts as in fresh samples."
+            )
         if self._replay is None or checkpoint is None or self.args.replay_discard_saved:
             return
         if not self._replay.load(checkpoint):
@@ -314,22 +318,18 @@ class BAPOTrainer(
         return searches_batch or self._carries_over
 
     def _choose_bounds_ahead(self):
-        are_fresh = self._buffer_version == self.state.global_step
-        if not self._carries_over:
-            for tokens in self._tokens_ahead(are_fresh):
+        is_first = self._buffer_of_masses is not self._buffered_inputs  # update on these samples
+        if is_first or not self._carries_over:
+            for tokens in self._tokens_ahead(are_fresh=self._buffer_version == self.state.global_step):
                 self._search.add(tokens)
+        if not self._carries_over:
             self._use(self._search.choose())
             return
-        is_first = self._buffer_of_masses is not self._buffered_inputs  # the first update on it has nothing to carry
         if is_first:
             self._take_masses()
         self._masses_of_update = _total([self._masses_of_buffer[position] for position in self._window])
-        if is_first and self._needs_forward_ahead(are_fresh):
-            for tokens in self._tokens_ahead(are_fresh):
-                self._search.add(tokens)
+        if is_first:  # nothing to carry over: the curves of the update itself
             self._search.carry(self._masses_of_update)
-        elif is_first:
-            self._search.carried.forget()
         of_update = self.args.carried_over_masses == "update"
         masses = self._masses_of_update if of_update else _total(self._masses_of_buffer)
         self._set_clip_bounds(self._search.choose_carried(masses))  # logged with the shares of its own tokens

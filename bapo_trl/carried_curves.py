@@ -9,12 +9,14 @@ from pathlib import Path
 
 import torch
 
-from .bound_grid import BoundGrid
+from .bound_grid import BoundGrid, sum_dtype
 from .clip_bounds import Contributions
 from .rank_files import RankFiles
 
 
-CURVES_FILE = RankFiles("carried curves", "1", "remove the file to start with the curves of fresh samples")
+_FILES = RankFiles("carried curves", "1", "remove the file to go on without")
+CURVES_FILE = _FILES.path("", 0, 1).name
+"""Name of the file in a checkpoint."""
 
 
 class CarriedCurves:
@@ -31,11 +33,8 @@ class CarriedCurves:
     def __init__(self, grid: BoundGrid, device: torch.device):
         self._grid = grid
         self._device = device
-        self.forget()
-
-    def forget(self) -> None:
-        """Go back to the curves of fresh samples: at a ratio of 1, tokens contribute their mass at every bound."""
-        upper, lower = self._grid.upper_on(self._device), self._grid.lower_on(self._device)
+        # Of fresh samples: at a ratio of 1, tokens contribute their mass at every bound
+        upper, lower = grid.upper_on(device), grid.lower_on(device)
         self._per_mass = Contributions(torch.ones_like(upper), torch.ones_like(lower))
 
     def scaled_to(self, masses: Contributions) -> Contributions:
@@ -52,24 +51,27 @@ class CarriedCurves:
     def save(self, folder: str | Path) -> None:
         """Write the curves into a checkpoint folder, for all ranks."""
         tensors = {"positive": self._per_mass.positive.cpu(), "negative": self._per_mass.negative.cpu()}
-        CURVES_FILE.write(folder, 0, 1, tensors, {})
+        _FILES.write(folder, 0, 1, tensors, {})
 
     def load(self, folder: str | Path) -> bool:
         """
-        Restore the curves from a checkpoint folder; return whether it holds some.
+        Restore the curves from a checkpoint folder; return whether it holds some on this grid.
+
+        The first update after that is on new samples, and learns its curves before it. So a resumed run reads of these
+        only the curve of a sign that has no mass in that update.
 
         Raises:
-            ValueError: If the file is damaged, or of a run with other candidate bounds.
+            ValueError: If the file is damaged, naming it.
         """
-        path = CURVES_FILE.path(folder, 0, 1)
+        path = _FILES.path(folder, 0, 1)
         if not path.exists():
             return False
-        tensors, _ = CURVES_FILE.read(path)
-        shapes = [(self._grid.num_upper,), (self._grid.num_lower,)]
-        if [tuple(tensors[sign].shape) for sign in ("positive", "negative") if sign in tensors] != shapes:
-            raise ValueError(
-                f"The carried curves {path} are of a run with other candidate bounds: set `ratio_lower_*` and "
-                f"`ratio_upper_*` as they were, or {CURVES_FILE.remedy}."
-            )
-        self._per_mass = Contributions(tensors["positive"].to(self._device), tensors["negative"].to(self._device))
+        tensors, _ = _FILES.read(path)
+        shapes = [tuple(tensors[sign].shape) for sign in ("positive", "negative") if sign in tensors]
+        if shapes != [(self._grid.num_upper,), (self._grid.num_lower,)]:
+            return False
+        dtype = sum_dtype(self._device)
+        self._per_mass = Contributions(
+            tensors["positive"].to(self._device, dtype), tensors["negative"].to(self._device, dtype)
+        )
         return True

@@ -43,12 +43,7 @@ def check_run(config: "BAPOConfig") -> None:
 def check_search(config: "BAPOConfig") -> None:
     """Refuse values of the bound search, and losses and updates that it does not go with."""
     for name in ("epsilon", "epsilon_high"):
-        if getattr(config, name) is not None and config.loss_type != "cispo":
-            raise ValueError(
-                f"`{name}` is {getattr(config, name)}, but it has no effect under BAPO, which searches the clip "
-                "bounds. Remove it; to fix both bounds as in GRPO, set `ratio_lower_start` = `ratio_lower_max` "
-                "(1 - epsilon) and `ratio_upper_start` = `ratio_upper_max` (1 + epsilon_high)."
-            )
+        _check_epsilon(config, name)
     for name in ("positive_contribution_target", "negative_weight_min", *(f"ratio_{part}" for part in BOUND_PARTS)):
         _check_number(name, getattr(config, name))
     if not 0 < config.positive_contribution_target <= 1:
@@ -66,6 +61,11 @@ def check_search(config: "BAPOConfig") -> None:
     ):
         if getattr(config, name) not in choices:
             raise ValueError(f"`{name}` is {getattr(config, name)!r}: choose one of {', '.join(map(repr, choices))}.")
+    if config.carried_over_masses != "update" and config.search_scope != "carried_over":
+        raise ValueError(
+            f"`carried_over_masses` is {config.carried_over_masses!r}, but `search_scope` is {config.search_scope!r}: "
+            "set that to 'carried_over', or leave `carried_over_masses` out."
+        )
     _check_unclipped_loss(config)
     _check_handles(config)
     BoundGrid(**{part: getattr(config, f"ratio_{part}") for part in BOUND_PARTS})  # checks the bounds
@@ -82,7 +82,7 @@ def check_search(config: "BAPOConfig") -> None:
         raise ValueError(
             f"`positive_contribution_target` is {config.positive_contribution_target}, but nothing moves the share: "
             f"{reason}, and `negative_weight_min` is 1. Set `negative_weight_min` below 1, e.g. 0.05, or leave the "
-            "target out."
+            f"target at {default_target}."
         )
     window, generation = config.gradient_accumulation_steps, config.micro_batches_per_generation
     if config.search_scope != "micro_batch" and config.is_adaptive and generation % window != 0:
@@ -95,10 +95,31 @@ def check_search(config: "BAPOConfig") -> None:
         )
 
 
+def _check_epsilon(config: "BAPOConfig", name: str) -> None:
+    value = getattr(config, name)
+    if value is None:
+        return
+    if config.loss_type == "cispo":
+        _check_number(name, value)
+        if not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"`{name}` is {value}, the cap on the ratio under 'cispo': set it above 0, e.g. 5.0.")
+    elif config.has_clip_bounds:
+        raise ValueError(
+            f"`{name}` is {value}, but it has no effect under BAPO, which searches the clip bounds. Remove it; to fix "
+            "both bounds as in GRPO, set `ratio_lower_start` = `ratio_lower_max` (1 - epsilon) and "
+            "`ratio_upper_start` = `ratio_upper_max` (1 + epsilon_high)."
+        )
+    else:
+        raise ValueError(
+            f"`{name}` is {value}, but it has no effect under `loss_type` {config.loss_type!r}: remove it."
+        )
+
+
 def _check_unclipped_loss(config: "BAPOConfig") -> None:
     if config.has_clip_bounds:
         return
-    for name in (*(f"ratio_{part}" for part in BOUND_PARTS), "contribution_measure", "search_order"):
+    of_bounds = (*(f"ratio_{part}" for part in BOUND_PARTS), "contribution_measure", "contribution_weighting")
+    for name in (*of_bounds, "search_order", "delta"):
         if getattr(config, name) != getattr(type(config), name):
             raise ValueError(
                 f"`{name}` is {getattr(config, name)!r}, but `loss_type` {config.loss_type!r} has no clip bounds: "

@@ -26,7 +26,8 @@ UPDATE_METRICS = {
     "bapo/search_steps": "Number of times a bound moved in the search.",
     "bapo/negative_weight": "Weight of negative-advantage tokens in the policy loss, in (0, 1].",
     "bapo/entropy_covariance": "Covariance of log-probability and advantage over the tokens that pass a gradient, "
-    "advantages as weighed in the loss. The entropy falls by it, times a learning rate (Eq. 6-7).",
+    "with the weight of negative ones; under `cispo`, `sapo` and `vespo` times the size of their gradient. The "
+    "entropy falls by it, times a learning rate (Eq. 6-7).",
     "ratio/mean": "Mean importance ratio r over the tokens of the update (sequences, for sequence-level ratios).",
     "ratio/min": "Smallest importance ratio.",
     "ratio/max": "Largest importance ratio.",
@@ -51,8 +52,8 @@ def measure_tokens(
     staleness: torch.Tensor,
     guarded: Mapping[str, torch.Tensor | None],
     completion_mask: torch.Tensor,
-    passes: torch.Tensor,
-    balanced_advantages: torch.Tensor,
+    bounds: ClipBounds,
+    delta: float | None = None,
 ) -> Tally:
     """
     Sum up one micro-batch.
@@ -69,10 +70,10 @@ def measure_tokens(
         completion_mask (`torch.Tensor`):
             1 for completion tokens, those that a tool wrote included, shape `(B, T)`. The loss multiplies tool tokens
             by 0, which does not stop a NaN.
-        passes (`torch.Tensor`):
-            Which tokens have a gradient of the policy loss, boolean, shape `(B, T)`.
-        balanced_advantages (`torch.Tensor`):
-            Advantages as the loss weighs them, shape `(B,)`, `(B, 1)` or `(B, T)`.
+        bounds ([`~clip_bounds.ClipBounds`]):
+            Clip bounds of the loss, and the weight of its negative tokens.
+        delta (`float`, *optional*):
+            TRL's two-sided clip.
 
     Returns:
         [`~reduce.Tally`]: What [`token_metrics`] needs of it.
@@ -95,9 +96,11 @@ def measure_tokens(
     }
     nonfinite["importance_ratio"] = (~tokens.ratio.isfinite() & valid).sum()
 
-    balanced = balanced_advantages if balanced_advantages.dim() == 2 else balanced_advantages.unsqueeze(1)
+    passes = tokens.passes(bounds.low, bounds.high, delta)
+    size = 1.0 if tokens.gradient_size is None else tokens.gradient_size
+    weighed = torch.where(advantages < 0, advantages * bounds.negative_weight, advantages) * size
     passing_logps = torch.where(passes, guarded["per_token_logps"], 0.0).to(dtype)
-    passing_advantages = torch.where(passes, balanced, 0.0).to(dtype)
+    passing_advantages = torch.where(passes, weighed, 0.0).to(dtype)
     return Tally(
         {
             "ratios": valid.sum(),

@@ -68,7 +68,7 @@ OVERRIDDEN_METHODS = (
 )
 """Methods of `GRPOTrainer` that the trainer overrides and calls through `super()`."""
 
-CALLED_METHODS = ("get_high_entropy_mask", "get_off_policy_mask")
+CALLED_METHODS = ("get_gamma_weights", "get_high_entropy_mask", "get_off_policy_mask")
 """Methods of `GRPOTrainer` that the trainer calls."""
 
 CLASS_ATTRIBUTES = ("_name", "_paper", "_tag_names")

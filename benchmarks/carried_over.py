@@ -43,7 +43,6 @@ class Shadowed(BAPOTrainer):
         is_first = self._buffer_of_masses is not self._buffered_inputs
         if is_first:
             self._take_masses()
-            self._carried.forget()
         of_update = self._masses_of_buffer[self._window[0]]
         of_generation = Contributions(
             sum(masses.positive for masses in self._masses_of_buffer),

@@ -38,10 +38,10 @@ def measure(spread: float) -> dict:
     at_end = share(1.0)
     return {
         "spread": spread,
-        "start": at_end.initial_positive_share.item(),
-        "bounds": at_end.positive_share.item(),
-        "weight": share(1.0, SMALLEST_WEIGHT).positive_share.item(),
-        "weights_for": {str(target): share(target, 1e-6).negative_weight.item() for target in TARGETS},
+        "start": round(at_end.initial_positive_share.item(), 4),
+        "bounds": round(at_end.positive_share.item(), 4),
+        "weight": round(share(1.0, SMALLEST_WEIGHT).positive_share.item(), 4),
+        "weights_for": {str(target): round(share(target, 1e-6).negative_weight.item(), 4) for target in TARGETS},
     }
 
 

@@ -12,7 +12,7 @@ from bapo_trl.carried_curves import CURVES_FILE, CarriedCurves
 from bapo_trl.clip_bounds import BoundGrid, Contributions, contributions, search_bounds
 from bapo_trl.policy_tokens import policy_tokens
 from tests.helpers.toy import CPU, OFF_POLICY, toy_model, toy_trainer, training_logs
-from tests.test_bapo_trainer import trained
+from tests.test_bapo_trainer import Recorder, VLLMCorrected, trained
 from tests.test_equivalence import TIMES
 
 
@@ -226,6 +226,30 @@ def test_the_first_update_of_a_generation_is_that_of_the_batch_scope(tmp_path):
     assert bounds_of(carried)[2] != pytest.approx(bounds_of(batch)[2])
 
 
+@pytest.mark.parametrize(
+    "args", [*NINE_LOSSES.values(), {"off_policy_mask_threshold": 0.05}], ids=[*NINE_LOSSES, "off-policy mask"]
+)
+def test_vllms_correction_counts_in_the_share_of_each_loss_whatever_the_scope(tmp_path, args):
+    """VESPO takes it into its kernel, and the off-policy mask reads the sampler's log-probs: 1 nowhere, even fresh."""
+    first = {}
+    for scope in ("batch", "carried_over"):
+        torch.manual_seed(0)
+        trainer = toy_trainer(
+            tmp_path / scope, trainer_class=VLLMCorrected, **{**CARRIED, **args, "search_scope": scope, "max_steps": 2}
+        )
+        trainer.train()
+        first[scope] = trainer.updates[0][0]["bounds"]
+        sizes = torch.zeros(2, dtype=torch.float64)
+        for record in trainer.updates[0]:
+            factor = record["inputs"]["completion_mask"].sum() if args.get("loss_type") == "bnpo" else 1
+            gradient = record["gradient"].double().abs() * factor
+            sizes += torch.stack([gradient[sign(record["inputs"]["advantages"])].sum() for sign in SIGNS])
+        logged = training_logs(trainer)[0]["bapo/positive_share"]
+        assert logged == pytest.approx((sizes[0] / sizes.sum()).item(), rel=1e-5)
+    for name in ("low", "high", "negative_weight"):
+        torch.testing.assert_close(getattr(first["batch"], name), getattr(first["carried_over"], name))
+
+
 @pytest.mark.parametrize("masses", ["update", "generation"])
 def test_later_updates_take_the_curves_of_the_one_before_scaled_to_their_masses(tmp_path, masses):
     trainer = trained(tmp_path, **CARRIED, carried_over_masses=masses)
@@ -289,11 +313,48 @@ def test_carried_curves_are_in_the_checkpoint_and_a_resumed_run_goes_on_with_the
         assert torch.equal(left, right)
 
     other = toy_trainer(tmp_path / "other", **settings, ratio_upper_max=2.0)
-    with pytest.raises(ValueError, match=r"carried curves .* other candidate bounds"):
+    with pytest.warns(UserWarning, match="no carried curves on these candidate bounds"):
         other.train(resume_from_checkpoint=str(checkpoint))
-    CURVES_FILE.path(checkpoint, 0, 1).write_bytes(b"no curves")
+    file = checkpoint / CURVES_FILE
+    file.write_bytes(b"no curves")
     with pytest.raises(ValueError, match=r"carried curves .* is damaged"):
-        saved.load(checkpoint)
+        toy_trainer(tmp_path / "damaged", **settings).train(resume_from_checkpoint=str(checkpoint))
+    file.unlink()  # as the message says
+    with pytest.warns(UserWarning, match="no carried curves"):
+        toy_trainer(tmp_path / "removed", **settings).train(resume_from_checkpoint=str(checkpoint))
+
+
+class OneSigned(Recorder):
+    """Generations from the second on begin with an update without negative advantages."""
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        if self.state.global_step >= 4:
+            output["advantages"] = torch.where(output["advantages"] < 0, 0.0, output["advantages"])
+        return output
+
+    def _take_masses(self):
+        super()._take_masses()
+        if self.state.global_step >= 4:  # the others of the generation have some
+            self._masses_of_buffer[-1] = curves(0.0, 1e3)
+
+
+def test_a_resumed_run_takes_the_curve_of_a_missing_sign_from_the_checkpoint(tmp_path):
+    settings = {
+        **CARRIED, "carried_over_masses": "generation", "save_strategy": "steps", "save_steps": 4, "max_steps": 5,
+        "trainer_class": OneSigned,
+    }  # fmt: skip
+    straight = toy_trainer(tmp_path / "straight", **settings)
+    straight.train()
+    checkpoint = tmp_path / "straight" / "checkpoint-4"
+    resumed = toy_trainer(tmp_path / "resumed", **settings)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert bounds_of(resumed) == bounds_of(straight)
+    (checkpoint / CURVES_FILE).unlink()
+    without = toy_trainer(tmp_path / "without", **settings)
+    with pytest.warns(UserWarning, match="no carried curves"):
+        without.train(resume_from_checkpoint=str(checkpoint))
+    assert bounds_of(without)[-1] != bounds_of(straight)[-1]
 
 
 def test_a_sign_without_mass_keeps_its_curve():
@@ -302,9 +363,6 @@ def test_a_sign_without_mass_keeps_its_curve():
     carried.learn(curves(0.0, 0.25), curves(0.0, 1.0))
     scaled = carried.scaled_to(curves(4.0, 8.0))
     assert (scaled.positive.item(), scaled.negative.item()) == (6.0, 2.0)
-    carried.forget()
-    scaled = carried.scaled_to(curves(4.0, 8.0))
-    assert (scaled.positive.item(), scaled.negative.item()) == (4.0, 8.0)
 
 
 # Bad input
@@ -331,7 +389,12 @@ def test_a_sign_without_mass_keeps_its_curve():
         ),
         ({"loss_type": "cispo", "ratio_upper_max": 2.0}, "`ratio_upper_max` is 2.0, but `loss_type` 'cispo' has no"),
         ({"loss_type": "sapo", "contribution_measure": "surrogate"}, "`contribution_measure` is 'surrogate', but"),
-        ({"loss_type": "sapo", "epsilon_high": 0.3}, "`epsilon_high` is 0.3, but it has no effect"),
+        ({"loss_type": "sapo", "epsilon": 0.3}, "`epsilon` is 0.3, but it has no effect under .* 'sapo'"),
+        ({"loss_type": "cispo", "epsilon_high": -1.0}, "`epsilon_high` is -1.0, the cap on the ratio"),
+        ({"loss_type": "cispo", "epsilon_high": math.nan}, "`epsilon_high` is nan, the cap"),
+        ({"loss_type": "vespo", "delta": 3.0}, "`delta` is 3.0, but `loss_type` 'vespo' has no clip bounds"),
+        ({"loss_type": "vespo", "contribution_weighting": "behavior_prob"}, "`contribution_weighting` is"),
+        ({"carried_over_masses": "generation"}, "is 'generation', but `search_scope` is 'batch'"),
         ({"loss_type": "ppo"}, "`loss_type` is 'ppo': choose one of 'grpo', .*'vespo'"),
         ({"search_scope": "carried_over", "carried_over_masses": "rank"}, "`carried_over_masses` is 'rank'"),
         (

@@ -278,14 +278,14 @@ def test_look_ahead_sees_the_top_entropy_mask_of_each_micro_batch(tmp_path):
         torch.testing.assert_close(share, positive / (positive + negative), rtol=1e-5, atol=0)
 
 
-class ToolMasked(Recorder):
-    """As a tool would, marks every second completion token as not written by the policy, and weighs the rest."""
+class VLLMCorrected(Recorder):
+    """Weighs the tokens as vLLM's correction does, of samples with log-probabilities of their own."""
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
-        output["tool_mask"] = torch.ones_like(output["completion_mask"])
-        output["tool_mask"][:, 1::2] = 0
-        output["importance_sampling_ratio"] = 0.25 + torch.rand(output["completion_mask"].shape)
+        logps = output["old_per_token_logps"]
+        output["sampling_per_token_logps"] = logps + 0.3 * torch.randn(logps.shape)
+        output["importance_sampling_ratio"] = 0.25 + torch.rand(logps.shape)
         self.use_vllm = False
         return output
 
@@ -295,6 +295,16 @@ class ToolMasked(Recorder):
             return super()._compute_loss(model, inputs)
         finally:
             self.use_vllm = False
+
+
+class ToolMasked(VLLMCorrected):
+    """As a tool would, marks every second completion token as not written by the policy."""
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        output["tool_mask"] = torch.ones_like(output["completion_mask"])
+        output["tool_mask"][:, 1::2] = 0
+        return output
 
 
 def test_tool_mask_and_vllm_correction_weigh_the_tokens(tmp_path):
