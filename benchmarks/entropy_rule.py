@@ -127,6 +127,8 @@ def render(content: dict) -> Section:
             ["Arm", "Correlation", "Slope", "Same sign", "Predicted, whole run", "Observed, whole run", "Generations"],
             cells,
         ),
+        "The sums over a whole run tell whether the rule has the direction right. The correlation tells whether it "
+        "knows one generation from the next; near 0, it does not.",
         f"![Predicted against observed change of the entropy]({FIGURE})",
         provenance(content),
     ]

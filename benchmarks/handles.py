@@ -104,7 +104,7 @@ def draw(rows: list[dict], settings: dict) -> Figure:
     panel.set_ylabel("share of positive tokens in the gradient")
     panel.set_ylim(0, 1)
     panel.grid(alpha=0.3)
-    panel.legend(fontsize="small", loc="center right")
+    panel.legend(fontsize="small", loc=(0.02, 0.53))
     return figure
 
 
