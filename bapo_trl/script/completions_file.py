@@ -1,8 +1,9 @@
 """
 The completions of an evaluation on disk, one line each, such that an evaluation that was killed goes on.
 
-Invariants: a completion is in the file before its successor is generated; a line that a kill cut in two is dropped, and
-with it no other; completions of another evaluation (model, data or sampling differ) are never taken for this one's.
+Invariants: the completions of a batch are in the file before the next is sampled; a line that a kill cut in two is
+dropped, and no other with it; completions of another evaluation (of another model, other data or other sampling) are
+never taken for this one's.
 """
 
 import json

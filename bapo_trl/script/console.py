@@ -1,10 +1,12 @@
 """What a training run says on the terminal: the settings once, then a line for each log."""
 
+import math
 from collections.abc import Mapping
 
 from transformers import ProgressCallback
 
 from ..bapo_config import BAPOConfig
+from .sampled_accuracy import Estimate
 
 
 def settings_table(args: BAPOConfig) -> str:
@@ -90,6 +92,29 @@ def log_line(step: int, logs: Mapping[str, float]) -> str | None:
         parts[-1] += ")"
     parts += [*show("entropy", "entropy"), *show("age", "staleness/mean", 1)]
     return f"update {step:>4}  " + "  ".join(parts)
+
+
+def accuracy_table(evaluations: Mapping[str, Mapping[str, Estimate]]) -> str:
+    """
+    Return a table of accuracies with their standard errors, one line for each.
+
+    Args:
+        evaluations (mapping of `str` to mappings of `str` to [`~sampled_accuracy.Estimate`]):
+            Accuracies by name, by the title of their column. An empty title is no column head.
+    """
+    names = list(dict.fromkeys(name for accuracies in evaluations.values() for name in accuracies))
+    columns = [
+        [title, *(_with_error(accuracies[name]) if name in accuracies else "" for name in names)]
+        for title, accuracies in evaluations.items()
+    ]
+    lines = zip(["", *names], *columns, strict=True)
+    widths = [max(map(len, column)) for column in (names or [""], *columns)]
+    rows = ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) for line in lines]
+    return "\n".join(f"  {row}".rstrip() for row in rows if row.strip())
+
+
+def _with_error(estimate: Estimate) -> str:
+    return f"{estimate.mean:.3f}" + ("" if math.isnan(estimate.error) else f" ± {estimate.error:.3f}")
 
 
 class BoundsProgressCallback(ProgressCallback):

@@ -47,7 +47,7 @@ class PromptFormat:
         """
         if self.system_prompt is not None and not has_chat_template:
             raise ValueError(
-                "`system_prompt` is set, but the tokenizer of `model_name_or_path` has no chat template, so that there "
+                "`system_prompt` is set, but the tokenizer of `model_name_or_path` has no chat template, so there "
                 "are no system messages: put the text into `prompt_template`, or take a model with a chat template."
             )
         return replace(self, makes_chats=has_chat_template and self.forms_prompts)
@@ -92,7 +92,7 @@ def format_prompts(
 
 def is_chat(dataset: Dataset | IterableDataset | None) -> bool:
     """Tell whether the first prompt is a list of messages; not so of an empty dataset or of none."""
-    first = next(iter(dataset), {}) if dataset is not None else {}
+    first: dict[str, Any] = next(iter(dataset), {}) if dataset is not None else {}
     return isinstance(first.get("prompt"), list)
 
 
@@ -168,5 +168,3 @@ def _form_prompt(prompt: Any, row: Mapping[str, Any], form: PromptFormat) -> Any
 
 def _as_answer(value: Any) -> Any:
     return str(value) if isinstance(value, int | float) else value
-
-

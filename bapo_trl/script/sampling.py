@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from torch.utils.data import DataLoader
 
 from ..forward_passes import forked_random_state, without_gradient_checkpointing
 from ..trainer_mixin import TrainerMixin
@@ -59,8 +60,9 @@ class SamplesCompletions(TrainerMixin):
             seed (`str`, *optional*, defaults to `""`):
                 What the samples are drawn from, besides the trainer's `seed`.
         """
-        loader = torch.utils.data.DataLoader(
-            [{"position": position, "row": row} for position, row in enumerate(rows)],
+        placed: Any = [{"position": position, "row": row} for position, row in enumerate(rows)]
+        loader: DataLoader = DataLoader(
+            placed,
             batch_size=self.args.eval_batch_size,
             collate_fn=list,
         )

@@ -38,7 +38,10 @@ def test_the_first_column_that_is_there_is_taken():
 
 def test_chats_with_a_field_as_the_answer():
     row = formatted(
-        SKYWORK, answer_columns=["reward_model.ground_truth"], template="{prompt} Write \\boxed{}.", system_prompt="Add."
+        SKYWORK,
+        answer_columns=["reward_model.ground_truth"],
+        template="{prompt} Write \\boxed{}.",
+        system_prompt="Add.",
     )
     assert row["prompt"] == [
         {"role": "system", "content": "Add."},
@@ -65,7 +68,7 @@ def test_text_becomes_a_chat_only_where_prompts_are_formed():
         {"role": "user", "content": "1+1?"}
     ]
     assert not PromptFormat(template="{prompt}").with_chats_if(has_chat_template=False).makes_chats
-    with pytest.raises(ValueError, match="`system_prompt` is set, but the tokenizer .* has no chat template"):
+    with pytest.raises(ValueError, match=r"`system_prompt` is set, but the tokenizer .* has no chat template"):
         PromptFormat(system_prompt="Add.").with_chats_if(has_chat_template=False)
 
 
