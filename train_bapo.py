@@ -51,6 +51,7 @@ from bapo_trl.script.arguments import EMBEDDED, BAPOScriptArguments, RecipeParse
 from bapo_trl.script.before_after import BeforeAfter
 from bapo_trl.script.console import BoundsProgressCallback, settings_table
 from bapo_trl.script.data import format_data, has_data, load_data
+from bapo_trl.script.model_checks import check_packages, settle_lora_targets
 from bapo_trl.script.models import adapter_base, load_adapter, load_processing_class, save_merged
 from bapo_trl.script.prompts import check_chat_template, is_chat
 from bapo_trl.script.report import report_line
@@ -117,7 +118,7 @@ def main(arguments: list[str]):
             "evaluation is of `model_name_or_path`: set that to the checkpoint's folder."
         )
     model = model_args.model_name_or_path
-    base = None if model is None else adapter_base(model, model_args.model_revision)
+    base = None if model in (None, EMBEDDED) else adapter_base(model, model_args.model_revision)
     if script_args.merge_adapter and not training_args.do_train and not has_data(script_args, dataset_args):
         return merge(model, base, training_args)
 
@@ -143,8 +144,12 @@ def main(arguments: list[str]):
     check_columns(prompts, data.test)
     if training_args.do_train:
         check_number_of_prompts(data.train, training_args)
+    check_packages(model_args)
+    if base is None:
+        settle_lora_targets(model, model_args, training_args.trust_remote_code)
     processing_class: Any = load_tokenizer()
-    check_chat_template(prompts, processing_class)
+    for dataset in (data.train, data.test):
+        check_chat_template(dataset, processing_class)
     model_init_kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
@@ -233,15 +238,14 @@ def main(arguments: list[str]):
         evaluation.after(evaluated, None if training_args.do_train else model_args.model_revision)
         say(evaluation.report(evaluated, data.test_title or data.title))
 
-    # Merge
-    if script_args.merge_adapter:
-        adapter = training_args.output_dir if training_args.do_train else model
-        merge(adapter, adapter_base(adapter), training_args)
-
     # Publish
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=data.hub_id)
         say(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}")
+
+    # Merge: last of what is saved, so that it is not published beside the adapter
+    if script_args.merge_adapter:
+        merge(training_args.output_dir if training_args.do_train else model, base or model, training_args)
 
     end_training(trainer)
 

@@ -10,7 +10,16 @@ from trl import GRPOConfig
 
 from .bound_grid import BoundGrid
 from .clip_bounds import MEASURES, SEARCH_ORDERS
-from .config_checks import BOUND_PARTS, SCOPES, check_partial_rollouts, check_replay, check_run, check_search
+from .config_checks import (
+    BOUND_PARTS,
+    SCOPES,
+    check_batch_sizes,
+    check_device,
+    check_partial_rollouts,
+    check_replay,
+    check_run,
+    check_search,
+)
 from .generation.sampling_settings import biased_settings
 from .policy_tokens import WEIGHTINGS
 from .replay.mixer import DRAW_ORDERS, smallest_max_staleness
@@ -195,7 +204,12 @@ class BAPOConfig(GRPOConfig):
         pad_to_multiple_of: int | None = None
 
     def __post_init__(self):
-        super().__post_init__()
+        check_device(self)
+        try:
+            super().__post_init__()
+        except ValueError:
+            check_batch_sizes(self)  # says what to change
+            raise
         self._validate()
 
     @classmethod

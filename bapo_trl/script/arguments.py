@@ -82,6 +82,11 @@ class BAPOScriptArguments(ScriptArguments):
         },
     )
 
+    def __post_init__(self):
+        for name in ("reward_funcs", "prompt_column", "answer_column"):
+            if isinstance(getattr(self, name), str):  # in a recipe, one name needs no brackets
+                setattr(self, name, [getattr(self, name)])
+
 
 class RecipeParser(TrlParser):
     """

@@ -69,8 +69,11 @@ def load_data(
         splits = load_splits(script_args.eval_dataset, parameter="eval_dataset")
         test = pick_eval_split(splits, script_args.dataset_test_split)
         return Data(title, train, test, hub_id, script_args.eval_dataset)
-    test = pick_split(splits, script_args.dataset_test_split, "dataset_test_split") if training_args.do_eval else None
-    return Data(title, train, test, hub_id)
+    if not training_args.do_eval:
+        return Data(title, train, None, hub_id)
+    if training_args.do_train:  # the only split is trained on
+        return Data(title, train, pick_split(splits, script_args.dataset_test_split, "dataset_test_split"), hub_id)
+    return Data(title, None, pick_eval_split(splits, script_args.dataset_test_split), hub_id)
 
 
 def format_data(data: Data, script_args: BAPOScriptArguments, load_tokenizer: Callable[[], Any]) -> Data:

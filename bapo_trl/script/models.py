@@ -30,7 +30,7 @@ def adapter_base(model: str, revision: str | None = None) -> str | None:
         return None
     try:
         path = find_adapter_config_file(model, revision=revision)
-    except OSError:  # no such model: said when it is loaded
+    except (OSError, ValueError):  # no such model: said when it is loaded
         return None
     if path is None:
         return None

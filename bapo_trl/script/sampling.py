@@ -79,6 +79,14 @@ class SamplesCompletions(TrainerMixin):
             self.num_generations_eval = num_generations
             self._metrics["eval"].clear()
 
+    def _log_completion_extra(self, *args):
+        if self._take is None:  # TRL would add it to the next generation's
+            super()._log_completion_extra(*args)
+
+    def _log_metric(self, *args):
+        if self._take is None:
+            super()._log_metric(*args)
+
     def prediction_step(self, model, inputs, *args, **kwargs):
         if self._take is None:
             return super().prediction_step(model, inputs, *args, **kwargs)

@@ -5,74 +5,30 @@ import math
 import re
 import signal
 import sys
+from contextlib import nullcontext
 
 import pytest
+import torch
 from datasets import Dataset, DatasetDict
+from trl.trainer import grpo_trainer
 
-from bapo_trl.tasks import character_tokenizer
-from tests.helpers.commands import ROOT, run_command
-from tests.helpers.toy import toy_model
-
-
-sys.path.insert(0, str(ROOT))
-import train_bapo
-
-
-CHAT_TEMPLATE = "{% for message in messages %}<{{ message.role[0] }}>{{ message.content }}{% endfor %}<a>"
-SHORT = {
-    "model_name_or_path": "model", "output_dir": "out", "use_cpu": "true", "bf16": "false",
-    "dataloader_pin_memory": "false", "gradient_checkpointing": "false", "report_to": "none", "save_strategy": "no",
-    "disable_tqdm": "true", "per_device_train_batch_size": "6", "gradient_accumulation_steps": "1",
-    "steps_per_generation": "2", "num_generations": "3", "num_generations_eval": "4",
-    "per_device_eval_batch_size": "5", "max_completion_length": "6", "max_steps": "2", "learning_rate": "2e-2",
-    "reward_funcs": "my_rewards.has_digit",
-}  # fmt: skip
-REWARD = """
-import os, signal
-calls = 0
-def has_digit(completions, prompts, **kwargs):
-    global calls
-    calls += 1
-    if os.environ.get("KILLED_AT") == str(calls):
-        os.kill(os.getpid(), signal.SIGKILL)
-    found = [float(any(map(str.isdigit, text))) for text in completions]
-    return [None if prompt == "skip" else reward for prompt, reward in zip(prompts, found)]
-"""
+from bapo_trl import bapo_trainer
+from tests.helpers.commands import ROOT, accelerate_launcher, run_command
+from tests.helpers.fake_vllm import FakeVLLM
+from tests.helpers.script_runs import CHAT_TEMPLATE, completions, fill_folder, flags, results, run
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A working directory with a model, a reward and problems to train and evaluate on."""
-    monkeypatch.chdir(tmp_path)
-    toy_model().save_pretrained("model")
-    character_tokenizer().save_pretrained("model")
-    (tmp_path / "my_rewards.py").write_text(REWARD)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
-    sums = [{"prompt": f"{a}+{a + 1}=", "data_source": f"tens {a // 10}"} for a in range(23)]
-    Dataset.from_list(sums[:16]).to_json("train.jsonl")
-    Dataset.from_list(sums[17:]).to_json("test.jsonl")
-    return tmp_path
-
-
-def flags(**settings):
-    return [part for name, value in {**SHORT, **settings}.items() for part in (f"--{name}", *str(value).split("|"))]
-
-
-def results(folder):
-    return json.loads((folder / "out" / "eval_results.json").read_text())
-
-
-def completions(folder, name="eval_completions"):
-    return [json.loads(line) for line in (folder / "out" / f"{name}.jsonl").read_text().splitlines()]
+    return fill_folder(tmp_path, monkeypatch)
 
 
 def test_before_and_after_on_data_of_ones_own(folder, capsys):
-    train_bapo.main(flags(dataset_name="train.jsonl", eval_dataset="test.jsonl", extract_answer="last_number"))
+    run(dataset_name="train.jsonl", eval_dataset="test.jsonl", extract_answer="last_number")
     out = capsys.readouterr().out
-    found = results(folder)
+    found = results()
     for prefix, name in (("before", "eval_completions_before"), ("eval", "eval_completions")):
-        lines = completions(folder, name)
+        lines = completions(f"out/{name}.jsonl")
         assert [(line["prompt_index"], line["number"]) for line in lines] == [
             (p, n) for p in range(6) for n in range(4)
         ]
@@ -88,7 +44,7 @@ def test_before_and_after_on_data_of_ones_own(folder, capsys):
         assert f"{prefix}_maj@4" in found
         assert found[f"{prefix}_completions/mean_length"] == sum(line["tokens"] for line in lines) / 24
         assert found[f"{prefix}_completions/clipped_ratio"] == sum(line["cut_off"] for line in lines) / 24
-    assert completions(folder) != completions(folder, "eval_completions_before")
+    assert completions() != completions("out/eval_completions_before.jsonl")
     assert re.search(r"\n +before +after\n  avg@4 +0\.\d{3} ± 0\.\d{3}  0\.\d{3} ± 0\.\d{3}\n", out)
     assert f"Evaluation of out on test.jsonl: update    2  eval reward {found['eval_reward']:.3f}" in out
 
@@ -96,19 +52,23 @@ def test_before_and_after_on_data_of_ones_own(folder, capsys):
 def test_an_evaluation_before_changes_nothing_in_the_training(folder):
     histories = []
     for settings in ({}, {"eval_dataset": "test.jsonl"}):
-        train_bapo.main(flags(dataset_name="train.jsonl", logging_steps=1, **settings))
+        run(dataset_name="train.jsonl", logging_steps=1, log_completions="true", **settings)
         logs = json.loads((folder / "out" / "trainer_state.json").read_text())["log_history"]
-        histories.append([(log["loss"], log["grad_norm"], log["entropy"]) for log in logs if "loss" in log])
+        tables = [
+            Dataset.from_parquet(str(path)).to_list() for path in sorted(folder.glob("out/completions/*.parquet"))
+        ]
+        histories.append(([(log["loss"], log["grad_norm"]) for log in logs if "loss" in log], tables))
     assert histories[0] == histories[1]
+    assert {"completion", "found"} < set(histories[0][1][0])
 
 
 def test_a_fraction_is_held_out(folder):
-    train_bapo.main(flags(dataset_name="train.jsonl", eval_fraction=0.25))
-    held_out = {line["prompt"] for line in completions(folder)}
+    run(dataset_name="train.jsonl", eval_fraction=0.25)
+    held_out = {line["prompt"] for line in completions()}
     assert len(held_out) == 4
-    train_bapo.main(flags(dataset_name="train.jsonl", eval_fraction=0.25, seed=7))
-    assert {line["prompt"] for line in completions(folder)} == held_out
-    assert "eval_maj@4" not in results(folder)
+    run(dataset_name="train.jsonl", eval_fraction=0.25, seed=7)
+    assert {line["prompt"] for line in completions()} == held_out
+    assert "eval_maj@4" not in results()
 
 
 def test_a_killed_evaluation_goes_on(folder):
@@ -116,45 +76,40 @@ def test_a_killed_evaluation_goes_on(folder):
     command = [sys.executable, str(ROOT / "train_bapo.py"), *flags(**alone)]
     killed = run_command(command, cwd=folder, PYTHONPATH=str(ROOT), KILLED_AT="3")
     assert killed.returncode == -signal.SIGKILL
-    kept = completions(folder)
+    kept = completions()
     assert len(kept) == 10  # 2 batches of 5
     with (folder / "out" / "eval_completions.jsonl").open("a") as file:
         file.write('{"prompt_index": 2, "num')
-    train_bapo.main(flags(**alone))
+    run(**alone)
     assert sys.modules["my_rewards"].calls == 3  # 14 completions are left
-    assert completions(folder)[:10] == kept
-    assert len({(line["prompt_index"], line["number"]) for line in completions(folder)}) == 24
-    before = results(folder)
-    train_bapo.main(flags(**alone, extract_answer="text"))  # all is there
+    assert completions()[:10] == kept
+    assert len({(line["prompt_index"], line["number"]) for line in completions()}) == 24
+    before = results()
+    run(**alone, extract_answer="text")  # all is there
     assert sys.modules["my_rewards"].calls == 3
-    assert "eval_maj@4" in results(folder)
-    assert {**results(folder), **before} == results(folder)
-    train_bapo.main(flags(**alone, temperature=0.5))  # another evaluation
+    assert "eval_maj@4" in results()
+    assert {**results(), **before} == results()
+    run(**alone, temperature=0.5)  # another evaluation
     assert sys.modules["my_rewards"].calls == 3 + 5
 
 
 def test_prompts_that_no_reward_can_judge_are_counted_apart(folder):
     Dataset.from_list([{"prompt": "1+1="}, {"prompt": "skip"}]).to_json("some.jsonl")
-    train_bapo.main(flags(do_train="false", eval_dataset="some.jsonl", num_generations_eval=2))
-    found = results(folder)
+    run(do_train="false", eval_dataset="some.jsonl", num_generations_eval=2)
+    found = results()
     assert found["eval_prompts_without_reward"] == 1
     assert found["eval_avg@2"] == found["eval_reward"]
-    assert [line["rewards"] for line in completions(folder)[2:]] == [{"has_digit": None}] * 2
+    assert [line["rewards"] for line in completions()[2:]] == [{"has_digit": None}] * 2
 
 
-def test_chats_of_other_columns(folder):
-    tokenizer = character_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained("model")
-    rows = [{"question": f"{a}+1?", "answer": f"{a + 1:03}"} for a in range(6)]
-    Dataset.from_list(rows).to_json("aime.jsonl")
-    train_bapo.main(
-        flags(
-            dataset_name="aime.jsonl", eval_fraction=0.2, prompt_column="problem|question", answer_column="answer",
-            prompt_template="{prompt} In \\boxed{}.", system_prompt="Add.", reward_funcs="accuracy_reward",
-        )
+def test_chats_of_other_columns(tmp_path, monkeypatch):
+    fill_folder(tmp_path, monkeypatch, CHAT_TEMPLATE)
+    Dataset.from_list([{"question": f"{a}+1?", "answer": f"{a + 1:03}"} for a in range(6)]).to_json("aime.jsonl")
+    run(
+        dataset_name="aime.jsonl", eval_fraction=0.2, prompt_column="problem|question", answer_column="answer",
+        prompt_template="{prompt} In \\boxed{}.", system_prompt="Add.", reward_funcs="accuracy_reward",
     )  # fmt: skip
-    (line, *_) = completions(folder)
+    (line, *_) = completions()
     system, user = line["prompt"]
     assert system == {"role": "system", "content": "Add."}
     assert re.fullmatch(r"\d\+1\? In \\boxed\{\}\.", user["content"])
@@ -187,4 +142,42 @@ def test_what_cannot_be_is_refused_with_the_flag_to_change(folder, settings, mes
     DatasetDict(a=part, b=part).save_to_disk("two")
     Dataset.from_list([{"prompt": [{"role": "user", "content": "1+1="}]}] * 4).to_json("chats.jsonl")
     with pytest.raises(ValueError, match=message):
-        train_bapo.main(flags(**{"dataset_name": "train.jsonl", **settings}))
+        run(**{"dataset_name": "train.jsonl", **settings})
+
+
+def test_a_file_is_evaluated_on_as_its_only_split(folder):
+    run(do_train="false", dataset_name="test.jsonl")
+    assert len(completions()) == 24
+
+
+def test_two_processes_share_an_evaluation(folder):
+    settings = flags(dataset_name="train.jsonl", eval_dataset="test.jsonl", num_generations=4)
+    launched = [sys.executable, *accelerate_launcher("cpu_ddp"), str(ROOT / "train_bapo.py"), *settings]
+    result = run_command(launched, cwd=folder, PYTHONPATH=str(ROOT))
+    assert result.returncode == 0, result.stderr
+    for prefix, name in (("before", "eval_completions_before"), ("eval", "eval_completions")):
+        lines = completions(f"out/{name}.jsonl")
+        assert sorted((line["prompt_index"], line["number"]) for line in lines) == [
+            (prompt, number) for prompt in range(6) for number in range(4)
+        ]
+        assert len({line["completion"] for line in lines}) > 12  # the processes draw from different seeds
+        assert results()[f"{prefix}_avg@4"] == pytest.approx(sum(line["correct"] for line in lines) / 24)
+    assert result.stdout.count("Evaluation of out on test.jsonl") == 1
+
+
+def test_a_vllm_server_samples_if_it_samples_the_training(folder, monkeypatch):
+    servers = []
+
+    def serve(*args, **kwargs):
+        servers.append(FakeVLLM(*args, **kwargs))
+        return servers[-1]
+
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", serve)
+    monkeypatch.setattr(bapo_trainer, "client_for", lambda device: nullcontext())
+    run(dataset_name="train.jsonl", eval_dataset="test.jsonl", use_vllm="true", vllm_mode="server")
+    (server,) = servers
+    # 24 completions before, 5 rows at a time; 12 of a generation; 24 after
+    assert server.num_prompts == [5, 5, 5, 5, 4, 12, 5, 5, 5, 5, 4]
+    for name, weight in server.trained.state_dict().items():
+        torch.testing.assert_close(server.served.state_dict()[name], weight, rtol=0, atol=0)
+    assert len(completions()) == len(completions("out/eval_completions_before.jsonl")) == 24
