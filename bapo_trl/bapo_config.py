@@ -14,6 +14,8 @@ from .config_checks import (
     BOUND_PARTS,
     CARRIED_OVER_MASSES,
     SCOPES,
+    check_batch_sizes,
+    check_device,
     check_partial_rollouts,
     check_replay,
     check_run,
@@ -233,7 +235,12 @@ class BAPOConfig(GRPOConfig):
         pad_to_multiple_of: int | None = None
 
     def __post_init__(self):
-        super().__post_init__()
+        check_device(self)
+        try:
+            super().__post_init__()
+        except ValueError:
+            check_batch_sizes(self)  # says what to change
+            raise
         self._validate()
 
     @classmethod

@@ -118,7 +118,8 @@ class BAPOTrainer(
         # Before the model loads. An environment brings its prompts itself.
         if kwargs.get("environment_factory") is None:
             check_columns(train_dataset, eval_dataset)
-        if args.do_train or not args.do_eval:  # not of a run that only evaluates
+        trains = args.do_train or not args.do_eval
+        if trains:
             check_number_of_prompts(train_dataset, args)
 
         uses_server = args.use_vllm and args.vllm_mode == "server"
@@ -128,7 +129,7 @@ class BAPOTrainer(
         self._inputs_in_loss = None  # the micro-batch whose loss is being computed, else `None`
         self._reset_run_state()
         self._set_clip_bounds(self._search.start_bounds())
-        if self.accelerator.is_main_process:
+        if trains and self.accelerator.is_main_process:
             for message in args.warnings():
                 warnings.warn(message, stacklevel=2)
 

@@ -4,6 +4,9 @@ import math
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+import torch
+from transformers.utils import is_torch_bf16_gpu_available
+
 from .bound_grid import BoundGrid
 from .clip_bounds import MEASURES, SEARCH_ORDERS
 from .generation.sampling_settings import broken_across_calls
@@ -148,6 +151,51 @@ def _check_handles(config: "BAPOConfig") -> None:
         raise ValueError(
             f"`negative_ratio_cap` is {cap}, but `loss_type` {config.loss_type!r} bounds the gradient of large ratios "
             "itself: leave it out."
+        )
+
+
+def check_device(config: "BAPOConfig") -> None:
+    """Refuse bfloat16, TRL's default, where neither a GPU nor a CPU was asked for that could be used."""
+    wants_bf16 = config.bf16 or config.bf16_full_eval or (config.bf16 is None and not config.fp16)
+    if wants_bf16 and not config.use_cpu and not torch.cuda.is_available() and not is_torch_bf16_gpu_available():
+        raise ValueError(
+            "`use_cpu` is false, but no GPU was found: set `use_cpu` to true (--use_cpu true), and `bf16` to false "
+            "unless the processor computes in bfloat16 (--bf16 false)."
+        )
+
+
+def check_batch_sizes(config: "BAPOConfig") -> None:
+    """Say what to change where the samples of a generation, or of an evaluation step, are no whole groups."""
+    processes = config.world_size
+    size, steps, samples = (
+        config.per_device_train_batch_size,
+        config.steps_per_generation,
+        config.generation_batch_size,
+    )
+    if samples is not None and steps is not None and samples != size * processes * steps:
+        raise ValueError(
+            f"`generation_batch_size` is {samples} and `steps_per_generation` is {steps}, which both say how many "
+            "samples a generation has: leave one of them out (`null` in a recipe)."
+        )
+    if samples is not None and samples % (size * processes) != 0:
+        raise ValueError(
+            f"`generation_batch_size` is {samples}, which does not divide into micro-batches of {size} "
+            f"(`per_device_train_batch_size`) on {processes} processes: make it a multiple of {size * processes}."
+        )
+    group = config.num_generations
+    if samples is not None and steps is not None and samples % group != 0:
+        factor = group // math.gcd(group, processes * steps)
+        raise ValueError(
+            f"`num_generations` is {group}, but a generation has {samples} samples (`per_device_train_batch_size` "
+            f"{size} x `steps_per_generation` {steps} x {processes} processes), which are no whole groups: set "
+            f"`per_device_train_batch_size` to a multiple of {factor}, or `num_generations` to a divisor of {samples}."
+        )
+    group, size = config.num_generations_eval or config.num_generations, config.per_device_eval_batch_size
+    if config.do_eval and config.eval_strategy != "no" and size * processes % group != 0:
+        raise ValueError(
+            f"`per_device_eval_batch_size` is {size} on {processes} processes, which are no whole groups of {group} "
+            "(`num_generations_eval`, else `num_generations`): set it to a multiple of "
+            f"{group // math.gcd(group, processes)}, or `num_generations_eval` to a divisor of {size * processes}."
         )
 
 

@@ -26,6 +26,7 @@ try:  # helpers of TRL that the package uses, from here
     from trl.generation.vllm_generation import VLLMClient
     from trl.trainer.utils import (  # noqa: F401
         RepeatSampler,
+        create_model_from_path,
         get_config_model_id,
         pad,
         shuffle_sequence_dict,

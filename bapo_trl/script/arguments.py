@@ -4,11 +4,88 @@ import difflib
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import yaml
-from trl import TrlParser
+from trl import ScriptArguments, TrlParser
+
+
+EMBEDDED = "embedded"
+"""What `dataset_name` and `model_name_or_path` say for the embedded task and its model."""
+
+
+@dataclass
+class BAPOScriptArguments(ScriptArguments):
+    """
+    Arguments of this script. `--dataset_name` is a file (json, jsonl, parquet), a folder, a Hub id or `embedded`.
+
+    The fields are described by their help texts, which `--help` shows.
+    """
+
+    reward_funcs: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Reward functions: accuracy_reward, reasoning_accuracy_reward, think_format_reward, "
+            "get_soft_overlong_punishment, or import paths such as my_package.rewards.my_reward."
+        },
+    )
+    prompt_column: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Column with the prompts, text or chat messages; of several, the first that a dataset has. By "
+            "default `prompt`, as it is. With this, `prompt_template` or `system_prompt`, a prompt that is text "
+            "becomes the message of a user where the model has a chat template."
+        },
+    )
+    answer_column: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Column with the answers; of several, the first that a dataset has. A dot leads to a field, as in "
+            "`reward_model.ground_truth`. Rewards get it as `solution` too, unless there is such a column."
+        },
+    )
+    prompt_template: str | None = field(
+        default=None,
+        metadata={
+            "help": "Text around each prompt: {prompt} stands for the prompt, {NAME} for the column NAME; other "
+            "braces stay."
+        },
+    )
+    system_prompt: str | None = field(default=None, metadata={"help": "Text of the system message of each prompt."})
+    eval_dataset: str | None = field(
+        default=None,
+        metadata={
+            "help": "Prompts to evaluate on, before and after the training: a file, a folder or a Hub id. Its only "
+            "split, or `dataset_test_split`."
+        },
+    )
+    eval_fraction: float | None = field(
+        default=None,
+        metadata={
+            "help": "Share of the training prompts to hold out and evaluate on, before and after the training, in "
+            "(0, 1). The same prompts for any seed."
+        },
+    )
+    extract_answer: str | None = field(
+        default=None,
+        metadata={
+            "help": "What finds the answer in a completion, for maj@k: boxed, last_number, text (all of it), or an "
+            "import path of a function of the text."
+        },
+    )
+    merge_adapter: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether to save the model with the adapter merged in, in the folder `merged` of `output_dir`. "
+            "With `do_train` false and no data, nothing else is done."
+        },
+    )
+
+    def __post_init__(self):
+        for name in ("reward_funcs", "prompt_column", "answer_column"):
+            if isinstance(getattr(self, name), str):  # in a recipe, one name needs no brackets
+                setattr(self, name, [getattr(self, name)])
 
 
 class RecipeParser(TrlParser):

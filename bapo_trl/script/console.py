@@ -1,10 +1,14 @@
 """What a training run says on the terminal: the settings once, then a line for each log."""
 
+import math
 from collections.abc import Mapping
+from datetime import timedelta
 
 from transformers import ProgressCallback
 
 from ..bapo_config import BAPOConfig
+from .pace import Pace, Stopwatch
+from .sampled_accuracy import Estimate
 
 
 def settings_table(args: BAPOConfig) -> str:
@@ -59,7 +63,7 @@ def _range(start: float, maximum: float) -> str:
     return f"{start:g}" if start == maximum else f"{start:g} .. {maximum:g}"
 
 
-def log_line(step: int, logs: Mapping[str, float]) -> str | None:
+def log_line(step: int, logs: Mapping[str, float], pace: Pace | None = None) -> str | None:
     """
     Return one line on a training or evaluation log, or `None` if the log has nothing of either.
 
@@ -67,7 +71,10 @@ def log_line(step: int, logs: Mapping[str, float]) -> str | None:
         step (`int`):
             Number of optimizer updates so far.
         logs (mapping of `str` to `float`):
-            What the trainer logs. Missing and undefined values are left out.
+            What the trainer logs. Missing and undefined values are left out, such as those of a generation where
+            there was none since the last log.
+        pace ([`~pace.Pace`], *optional*):
+            How fast the training goes.
     """
     if "eval_reward" in logs:
         parts = [f"eval reward {logs['eval_reward']:.3f}"]
@@ -82,6 +89,9 @@ def log_line(step: int, logs: Mapping[str, float]) -> str | None:
 
     parts = [
         *show("reward", "reward", 3),
+        *show("length", "completions/mean_length", 1),
+        *show("cut off", "completions/clipped_ratio"),
+        *show("no signal", "frac_reward_zero_std"),
         f"clip [{logs['bapo/clip_low']:.2f}, {logs['bapo/clip_high']:.2f}]",
         *show("positive share", "bapo/positive_share"),
         *show("(start bounds:", "bapo/positive_share_initial"),
@@ -89,13 +99,48 @@ def log_line(step: int, logs: Mapping[str, float]) -> str | None:
     if parts[-1].startswith("("):
         parts[-1] += ")"
     parts += [*show("entropy", "entropy"), *show("age", "staleness/mean", 1)]
+    if pace is not None:
+        parts.append(f"{pace.seconds:.3g} s")
+        parts += [] if pace.tokens_per_second is None else [f"{pace.tokens_per_second:.0f} tokens/s"]
+        parts += [] if pace.seconds_left is None else [f"left {timedelta(seconds=round(pace.seconds_left))}"]
     return f"update {step:>4}  " + "  ".join(parts)
 
 
+def accuracy_table(evaluations: Mapping[str, Mapping[str, Estimate]]) -> str:
+    """
+    Return a table of accuracies with their standard errors, one line for each.
+
+    Args:
+        evaluations (mapping of `str` to mappings of `str` to [`~sampled_accuracy.Estimate`]):
+            Accuracies by name, by the title of their column. An empty title is no column head.
+    """
+    names = list(dict.fromkeys(name for accuracies in evaluations.values() for name in accuracies))
+    columns = [
+        [title, *(_with_error(accuracies[name]) if name in accuracies else "" for name in names)]
+        for title, accuracies in evaluations.items()
+    ]
+    lines = zip(["", *names], *columns, strict=True)
+    widths = [max(map(len, column)) for column in (names or [""], *columns)]
+    rows = ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) for line in lines]
+    return "\n".join(f"  {row}".rstrip() for row in rows if row.strip())
+
+
+def _with_error(estimate: Estimate) -> str:
+    return f"{estimate.mean:.3f}" + ("" if math.isnan(estimate.error) else f" ± {estimate.error:.3f}")
+
+
 class BoundsProgressCallback(ProgressCallback):
-    """Progress bar whose log lines show reward and bounds instead of every metric; the trackers get them all."""
+    """Progress bar whose log lines show what matters instead of every metric; the trackers get them all."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        super().on_train_begin(args, state, control, **kwargs)
+        self.stopwatch = Stopwatch(state.global_step, state.num_input_tokens_seen)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        line = log_line(state.global_step, logs)
+        if self.training_bar is None:
+            return
+        is_update = "bapo/clip_low" in logs
+        pace = self.stopwatch.read(state.global_step, state.max_steps, logs.get("num_tokens")) if is_update else None
+        line = log_line(state.global_step, logs, pace)
         if line is not None and self.training_bar is not None and state.is_world_process_zero:
             self.training_bar.write(line)

@@ -22,18 +22,21 @@ class Data:
     Args:
         title (`str`):
             What the terminal calls it.
-        train (`Dataset` or `IterableDataset`):
-            Prompts to train on.
+        train (`Dataset` or `IterableDataset`, *optional*):
+            Prompts to train on, if the run does.
         test (`Dataset` or `IterableDataset`, *optional*):
             Prompts to evaluate on, if the run does.
         hub_id (`str`, *optional*):
             Id on the Hub, for the model card; `None` for data that is not one dataset of the Hub.
+        test_title (`str`, *optional*):
+            What the terminal calls the prompts to evaluate on, if not `title`.
     """
 
     title: str
-    train: Dataset | IterableDataset
+    train: Dataset | IterableDataset | None
     test: Dataset | IterableDataset | None
     hub_id: str | None = None
+    test_title: str | None = None
 
 
 def common_hub_id(sources: Iterable[str]) -> str | None:
@@ -62,7 +65,9 @@ def _is_path(name: str) -> bool:
     return path.exists() or path.is_absolute() or name.startswith(".") or path.suffix in _DATA_SUFFIXES
 
 
-def load_splits(name: str, config: str | None = None, streaming: bool = False) -> DatasetDict | IterableDatasetDict:
+def load_splits(
+    name: str, config: str | None = None, streaming: bool = False, parameter: str = "dataset_name"
+) -> DatasetDict | IterableDatasetDict:
     """
     Load a dataset from a file, a folder or the Hub.
 
@@ -74,6 +79,8 @@ def load_splits(name: str, config: str | None = None, streaming: bool = False) -
             Configuration name, for Hub ids and folders of data files.
         streaming (`bool`, *optional*, defaults to `False`):
             Whether to stream files and Hub datasets.
+        parameter (`str`, *optional*, defaults to `"dataset_name"`):
+            Parameter that holds `name`, for the error messages.
 
     Returns:
         Splits by name.
@@ -85,7 +92,7 @@ def load_splits(name: str, config: str | None = None, streaming: bool = False) -
     if path.is_file():
         if path.suffix not in _FILE_BUILDERS:
             raise ValueError(
-                f"`dataset_name` is the file '{name}': expected one of {', '.join(_FILE_BUILDERS)}, or a folder."
+                f"`{parameter}` is the file '{name}': expected one of {', '.join(_FILE_BUILDERS)}, or a folder."
             )
         return load_dataset(_FILE_BUILDERS[path.suffix], data_files={"train": name}, streaming=streaming)
     if path.is_dir() and ((path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()):
@@ -93,16 +100,43 @@ def load_splits(name: str, config: str | None = None, streaming: bool = False) -
         return DatasetDict(train=loaded) if isinstance(loaded, Dataset) else loaded
     if _is_path(name) and not path.is_dir():
         raise ValueError(
-            f"`dataset_name` is '{name}', but there is no such file or folder: correct the path, or give an id on the "
+            f"`{parameter}` is '{name}', but there is no such file or folder: correct the path, or give an id on the "
             "Hub such as 'org/dataset'."
         )
     try:
         return load_dataset(name, name=config, streaming=streaming)
     except (OSError, DatasetsError, HFValidationError) as error:
         raise ValueError(
-            f"`dataset_name` is '{name}', which is neither a file nor a folder here, and the Hub did not give it "
+            f"`{parameter}` is '{name}', which is neither a file nor a folder here, and the Hub did not give it "
             f"either: {error}"
         ) from error
+
+
+def hold_out(dataset: Dataset | IterableDataset, fraction: float) -> tuple[Dataset, Dataset]:
+    """
+    Return the dataset without a share of its rows, and these: always the same ones.
+
+    Args:
+        dataset (`Dataset`):
+            Rows to divide.
+        fraction (`float`):
+            Share to hold out, in (0, 1).
+
+    Raises:
+        ValueError: If `fraction` is out of its range or one part has no row, or for a stream.
+    """
+    if isinstance(dataset, IterableDataset):
+        raise ValueError(
+            "`eval_fraction` cannot hold out a share of a stream: set `eval_dataset`, or `dataset_streaming` to false."
+        )
+    count = round(fraction * len(dataset))
+    if not (0 < fraction < 1 and 0 < count < len(dataset)):
+        raise ValueError(
+            f"`eval_fraction` is {fraction}, which leaves {count} of {len(dataset)} prompts to evaluate on: set it to "
+            "a share in (0, 1) that leaves prompts for both."
+        )
+    parts = dataset.train_test_split(test_size=count, seed=0)
+    return parts["train"], parts["test"]
 
 
 def pick_split(splits: DatasetDict | IterableDatasetDict, split: str, parameter: str) -> Dataset | IterableDataset:
@@ -126,3 +160,9 @@ def pick_split(splits: DatasetDict | IterableDatasetDict, split: str, parameter:
             "one of them."
         )
     return splits[split]
+
+
+def pick_eval_split(splits: DatasetDict | IterableDatasetDict, split: str) -> Dataset | IterableDataset:
+    """Return the only split, or the one that `dataset_test_split` names; errors as in [`pick_split`]."""
+    only = next(iter(splits)) if len(splits) == 1 else split
+    return pick_split(splits, only, "dataset_test_split")

@@ -1,25 +1,71 @@
-"""Resolve the reward functions that `train_bapo.py` is told by name."""
+"""Resolve the functions that `train_bapo.py` is told by name: rewards, and what finds an answer in a completion."""
 
+import functools
 import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from trl.rewards import (
-    accuracy_reward,
-    get_soft_overlong_punishment,
-    reasoning_accuracy_reward,
-    think_format_reward,
-)
+from trl import rewards
+from trl.import_utils import is_math_verify_available
+
+from .answers import EXTRACTORS, gold_answers
+
+
+def _of_chats(reward: Callable) -> Callable:
+    """Let a reward of TRL's that reads chat messages score plain text too."""
+
+    @functools.wraps(reward)
+    def scored(completions: list[Any], **kwargs: Any) -> list[float | None]:
+        return reward([_as_messages(completion) for completion in completions], **kwargs)
+
+    return scored
+
+
+def _of_answers(reward: Callable) -> Callable:
+    """
+    Let a reward of TRL's that compares with `solution` take the forms of [`~answers.gold_answers`], and plain text.
+
+    A bare `2\\sqrt{3}` is read by math-verify as 2, `(1, 2)` as 2, and `x^2+1` not at all; in a box they are what they
+    say. Of several answers, the one that gives the highest reward counts.
+    """
+
+    @functools.wraps(reward)
+    def scored(completions: list[Any], solution: list[Any], **kwargs: Any) -> list[float | None]:
+        golds = [[f"\\boxed{{{answer}}}" for answer in gold_answers(value)] for value in solution]
+        if any(len(answers) > 1 for answers in golds):
+            kwargs.pop("log_extra", None)  # it takes a line for each completion
+        flat = [
+            (_as_messages(completion), gold)
+            for completion, answers in zip(completions, golds, strict=True)
+            for gold in answers
+        ]
+        given = iter(reward([messages for messages, _ in flat], solution=[gold for _, gold in flat], **kwargs))
+        return [_highest([next(given) for _ in answers]) for answers in golds]
+
+    return scored
+
+
+def _as_messages(completion: Any) -> Any:
+    return [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+
+
+def _highest(rewards: list[float | None]) -> float | None:
+    return max((reward for reward in rewards if reward is not None), default=None)
 
 
 REWARDS: dict[str, Callable] = {
-    "accuracy_reward": accuracy_reward,
-    "reasoning_accuracy_reward": reasoning_accuracy_reward,
-    "think_format_reward": think_format_reward,
-    "get_soft_overlong_punishment": get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256),
+    "accuracy_reward": _of_answers(rewards.accuracy_reward),
+    "reasoning_accuracy_reward": _of_answers(rewards.reasoning_accuracy_reward),
+    "think_format_reward": _of_chats(rewards.think_format_reward),
+    "get_soft_overlong_punishment": rewards.get_soft_overlong_punishment(
+        max_completion_len=1280, soft_punish_cache=256
+    ),
 }
 """TRL's reward functions by the names that TRL's own scripts give them."""
+
+_NEED_MATH = ("accuracy_reward", "reasoning_accuracy_reward")
 
 
 def resolve_reward_funcs(names: Sequence[str]) -> list[Callable]:
@@ -31,17 +77,41 @@ def resolve_reward_funcs(names: Sequence[str]) -> list[Callable]:
             Names in [`REWARDS`], or import paths `package.module.function`; modules in the working directory count.
 
     Raises:
-        ValueError: If a name is neither known nor importable.
+        ValueError: If a name is neither known nor importable, or needs a package that is not installed.
     """
-    return [REWARDS[name] if name in REWARDS else _import_function(name) for name in names]
+    for name in names:
+        if name in _NEED_MATH and not is_math_verify_available():
+            raise ValueError(
+                f"`reward_funcs` has '{name}', which needs the package math-verify: install it with "
+                "`pip install '.[math]'`, or name another reward."
+            )
+    return [_resolve("reward_funcs", name, REWARDS) for name in names]
 
 
-def _import_function(name: str) -> Callable:
+def resolve_extractor(name: str | None) -> Callable[[str], str | None] | None:
+    """
+    Return the function that finds the answer in a completion, or `None` if none is named.
+
+    Args:
+        name (`str`, *optional*):
+            A name in [`~answers.EXTRACTORS`], or an import path.
+
+    Raises:
+        ValueError: If the name is neither known nor importable.
+    """
+    return None if name is None else _resolve("extract_answer", name, EXTRACTORS)
+
+
+def _resolve(flag: str, name: str, known: dict[str, Callable]) -> Callable:
+    return known[name] if name in known else _import_function(flag, name, known)
+
+
+def _import_function(flag: str, name: str, known: dict[str, Callable]) -> Callable:
     module_name, _, function_name = name.rpartition(".")
     if not module_name:
         raise ValueError(
-            f"`reward_funcs` has '{name}', which is not known: choose one of {', '.join(REWARDS)}, or give an import "
-            "path such as 'my_package.rewards.my_reward'."
+            f"`{flag}` has '{name}', which is not known: choose one of {', '.join(known)}, or give an import path "
+            "such as 'my_package.rewards.my_reward'."
         )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -49,9 +119,9 @@ def _import_function(name: str) -> Callable:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"`reward_funcs` has '{name}', which cannot be imported ({error}): check the path and run from the folder "
+            f"`{flag}` has '{name}', which cannot be imported ({error}): check the path and run from the folder "
             "that holds it, or install its package."
         ) from error
     if not callable(function):
-        raise ValueError(f"`reward_funcs` has '{name}', which is not a function.")
+        raise ValueError(f"`{flag}` has '{name}', which is not a function.")
     return function

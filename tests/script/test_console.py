@@ -3,8 +3,10 @@
 import pytest
 
 from bapo_trl import BAPOConfig
-from bapo_trl.script.console import log_line, settings_table
+from bapo_trl.script.console import accuracy_table, log_line, settings_table
+from bapo_trl.script.pace import Pace, Stopwatch
 from bapo_trl.script.report import save_report
+from bapo_trl.script.sampled_accuracy import Estimate
 from tests.helpers.toy import CPU, OFF_POLICY, toy_trainer
 
 
@@ -68,6 +70,40 @@ def test_log_lines():
         "update    4  eval reward 0.500  reward best of 4 0.750"
     )
     assert log_line(4, {"train_runtime": 3.0}) is None
+
+
+def test_log_lines_say_what_a_generation_brought_and_how_fast_it_went():
+    log = {
+        "reward": 0.25, "completions/mean_length": 123.44, "completions/clipped_ratio": 0.125,
+        "frac_reward_zero_std": 0.5, "bapo/clip_low": 0.6, "bapo/clip_high": 1.2,
+    }  # fmt: skip
+    assert log_line(5, log, Pace(seconds=12.345, tokens_per_second=678.9, seconds_left=3661.4)) == (
+        "update    5  reward 0.250  length 123.4  cut off 0.12  no signal 0.50  clip [0.60, 1.20]  12.3 s"
+        "  679 tokens/s  left 1:01:01"
+    )
+    rest = log_line(5, {"bapo/clip_low": 0.6, "bapo/clip_high": 1.2}, Pace(0.0521, None, None))
+    assert rest == "update    5  clip [0.60, 1.20]  0.0521 s"
+
+
+def test_the_stopwatch_of_a_resumed_run():
+    times = iter([100.0, 100.0, 104.0, 106.0, 114.0, 114.0])
+    stopwatch = Stopwatch(step=10, tokens=1000, clock=lambda: next(times))
+    # 4 s for 2 updates; 400 tokens in 4 s; 8 updates left at 2 s each
+    assert stopwatch.read(12, 20, tokens=1400) == Pace(2.0, 100.0, 16.0)
+    # 2 s for 1 update; no generation; 6 s for 3 updates so far, 7 left
+    assert stopwatch.read(13, 20) == Pace(2.0, None, 14.0)
+    # 8 s for 1 update; 500 tokens in the 10 s since they were counted last; the end of the run is not known
+    assert stopwatch.read(14, -1, tokens=1900) == Pace(8.0, 50.0, None)
+    assert stopwatch.read(14, -1) is None
+
+
+def test_accuracies_before_and_after():
+    before = {"avg@4": Estimate(0.25, 0.05), "maj@4": Estimate(0.5, float("nan"))}
+    assert accuracy_table({"before": before, "after": {"avg@4": Estimate(0.5, 0.0625)}}) == (
+        "         before         after\n  avg@4  0.250 ± 0.050  0.500 ± 0.062\n  maj@4  0.500"
+    )
+    assert accuracy_table({"": {"avg@4": Estimate(0.25, 0.05)}}) == "  avg@4  0.250 ± 0.050"
+    assert accuracy_table({"": {}}) == ""
 
 
 def test_report_of_a_real_run(tmp_path):

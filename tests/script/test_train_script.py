@@ -366,6 +366,15 @@ def test_a_dataset_mixture_from_a_recipe(tmp_path):
             "`resume_from_checkpoint` is 'true', but `do_train` is false.*`model_name_or_path`",
         ),
         ({"dataset_name": "questions.jsonl", "do_eval": "true"}, "`dataset_test_split` is 'test'.*train"),
+        (
+            {"per_device_train_batch_size": "6", "steps_per_generation": "1"},
+            "`num_generations` is 4, but a generation has 6 .*`per_device_train_batch_size` to a multiple of 4",
+        ),
+        ({"generation_batch_size": "24"}, "`generation_batch_size` is 24 and `steps_per_generation` is 2, .*leave"),
+        (
+            {"do_eval": "true", "eval_strategy": "steps", "per_device_eval_batch_size": "6"},
+            "`per_device_eval_batch_size` is 6 on 1 processes, .*groups of 4 .*to a multiple of 4",
+        ),
     ],
 )  # fmt: skip
 def test_errors_name_the_argument_the_value_and_the_fix(tmp_path, settings, message, monkeypatch):
@@ -378,6 +387,13 @@ def test_errors_name_the_argument_the_value_and_the_fix(tmp_path, settings, mess
     arguments = [part for name, value in settings.items() if value for part in (f"--{name}", str(value))]
     with pytest.raises(ValueError, match=f"(?s){message}"):
         train_bapo.main(arguments)
+
+
+def test_where_there_is_no_gpu_the_flags_for_a_cpu_are_named(monkeypatch):
+    monkeypatch.setattr("bapo_trl.config_checks.is_torch_bf16_gpu_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"`use_cpu` is false, but no GPU was found: .*--use_cpu true.*--bf16 false"):
+        train_bapo.main(["--dataset_name", "prompts.jsonl", "--output_dir", "out"])
 
 
 def test_a_recipe_without_a_dataset_is_refused(tmp_path):

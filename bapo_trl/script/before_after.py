@@ -1,0 +1,74 @@
+"""Evaluation of a run: of the model it starts from and of the one it ends with, on the same prompts."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from datasets import Dataset, IterableDataset
+
+from .console import accuracy_table, log_line
+from .evaluation import Evaluation, evaluate, weights_identity
+from .sampling import SamplesCompletions
+
+
+class BeforeAfter:
+    """
+    Evaluates before and after the training, or once if there is none.
+
+    Args:
+        trainer ([`~sampling.SamplesCompletions`]):
+            Trainer with the model and the reward functions.
+        dataset (`Dataset` or `IterableDataset`):
+            Prompts, as in [`~evaluation.evaluate`].
+        output_dir (`Path`):
+            Folder for `eval_completions_before.jsonl`, `eval_completions.jsonl` and `eval_results.json`.
+        extract_answer (`Callable[[str], str | None]`, *optional*):
+            Finds the answer in a completion, for maj@k.
+    """
+
+    def __init__(
+        self,
+        trainer: SamplesCompletions,
+        dataset: Dataset | IterableDataset,
+        output_dir: Path,
+        extract_answer: Callable[[str], str | None] | None = None,
+    ):
+        self.trainer, self.dataset, self.output_dir, self.extract_answer = trainer, dataset, output_dir, extract_answer
+        self._before: Evaluation | None = None
+        self._after: Evaluation | None = None
+
+    def before(self, model: str, revision: str | None = None) -> None:
+        """Evaluate what the run starts from. Engines that shard the model cannot before they train: they say so."""
+        if self.trainer.is_deepspeed_enabled or self.trainer.is_fsdp_enabled:
+            self.trainer.accelerator.print(
+                "Before training: not evaluated under DeepSpeed or FSDP. `--do_train false` evaluates the model alone."
+            )
+            return
+        self._before = self._evaluate("eval_completions_before.jsonl", model, revision)
+
+    def after(self, model: str, revision: str | None = None) -> None:
+        """Evaluate the model as it is now, log its rewards, and save all that was found."""
+        self._after = self._evaluate("eval_completions.jsonl", model, revision)
+        self.trainer.log(self._rewards())
+        before = {} if self._before is None else self._before.as_results("before")
+        self.trainer.save_metrics("eval", {**before, **self._after.as_results("eval")})
+
+    def report(self, model: str, title: str) -> str:
+        """Return what was found, and where it is, for the terminal."""
+        if self._before is None:
+            accuracies = {"": self._after.accuracies}
+        else:
+            accuracies = {"before": self._before.accuracies, "after": self._after.accuracies}
+        lines = [
+            f"Evaluation of {model} on {title}: {log_line(self.trainer.state.global_step, self._rewards())}",
+            accuracy_table(accuracies),
+            f"Completions: {self.output_dir / 'eval_completions.jsonl'}",
+            f"Metrics: {self.output_dir / 'eval_results.json'}",
+        ]
+        return "\n".join(line for line in lines if line)
+
+    def _evaluate(self, name: str, model: str, revision: str | None) -> Evaluation:
+        weights = weights_identity(model, revision)
+        return evaluate(self.trainer, self.dataset, self.output_dir / name, weights, self.extract_answer)
+
+    def _rewards(self) -> dict[str, float]:
+        return {f"eval_{name}": value for name, value in self._after.metrics.items()}

@@ -1,0 +1,100 @@
+"""What `train_bapo.py` refuses before it loads a model's weights: packages and LoRA targets that are not there."""
+
+import importlib.util
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import transformers
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from trl import ModelConfig
+
+
+def check_packages(model_args: ModelConfig) -> None:
+    """
+    Refuse flags whose package is not installed.
+
+    Raises:
+        ValueError: With the flag and the command that installs it.
+    """
+    for flag, is_set, module, requirement in (
+        ("use_peft", model_args.use_peft, "peft", "'.[peft]'"),
+        ("load_in_4bit", model_args.load_in_4bit, "bitsandbytes", "bitsandbytes"),
+        ("load_in_8bit", model_args.load_in_8bit, "bitsandbytes", "bitsandbytes"),
+    ):
+        if is_set and importlib.util.find_spec(module) is None:
+            raise ValueError(
+                f"`{flag}` needs the package {module}, which is not installed: run `pip install {requirement}`, or "
+                f"leave `{flag}` out."
+            )
+
+
+def settle_lora_targets(model: str, model_args: ModelConfig, trust_remote_code: bool = False) -> None:
+    """
+    Refuse LoRA targets that the model does not have: peft lets them pass where at least one other is there.
+
+    A single name stays a name. TRL makes a pattern for whole module paths of it, which `q_proj` alone does not match.
+    Nothing is done for a model whose structure cannot be built from its configuration alone.
+
+    Args:
+        model (`str`):
+            A folder or an id on the Hub.
+        model_args ([`~trl.ModelConfig`]):
+            Flags of the model; nothing is checked without `use_peft`.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Whether code in the model's folder may run.
+
+    Raises:
+        ValueError: With the targets that are not there, and the linear layers that are.
+    """
+    if not model_args.use_peft or not model_args.lora_target_modules:
+        return
+    layers, targets = _layers(model, model_args.model_revision, trust_remote_code), model_args.lora_target_modules
+    missing = missing_targets(targets, layers) if layers else []
+    if missing and not missing_targets(missing, layers):  # a name that no path is
+        model_args.lora_target_modules = missing
+    elif missing:
+        linear = sorted({name.rpartition(".")[2] for name, is_linear in layers.items() if is_linear})
+        raise ValueError(
+            f"`lora_target_modules` has {', '.join(missing)}, which the model does not have: its linear layers are "
+            f"{', '.join(linear)}; `all-linear` takes all but the head."
+        )
+
+
+def missing_targets(targets: str | Iterable[str], names: Iterable[str]) -> list[str]:
+    """
+    Return the targets that match none of the modules, as peft matches them.
+
+    Args:
+        targets (`str` or iterable of `str`):
+            A regular expression for whole names, `all-linear`, or the last parts of names.
+        names (iterable of `str`):
+            Dotted names of all modules.
+
+    Example:
+
+    ```python
+    >>> missing_targets(["q_proj", "query"], ["layers.0.attn.q_proj", "lm_head"])
+    ['query']
+
+    ```
+    """
+    names = list(names)
+    if isinstance(targets, str):
+        found = targets == "all-linear" or any(re.fullmatch(targets, name) for name in names)
+        return [] if found else [targets]
+    return [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in names)]
+
+
+def _layers(model: str, revision: str | None, trust_remote_code: bool) -> dict[str, bool]:
+    """Return for each module of the model, by name, whether it is linear; nothing where that cannot be told."""
+    try:
+        config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
+        architecture: Any = getattr(transformers, config.architectures[0], AutoModelForCausalLM)
+        with init_empty_weights():
+            built = architecture._from_config(config)
+    except Exception:  # said where it is loaded
+        return {}
+    return {name: isinstance(module, nn.Linear) for name, module in built.named_modules()}

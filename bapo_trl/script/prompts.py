@@ -1,0 +1,170 @@
+"""Rows of any columns become prompts and answers as the trainer and the reward functions take them."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """
+    How a row becomes a prompt.
+
+    Args:
+        prompt_columns (sequence of `str`, *optional*):
+            Columns with the prompts, text or chat messages, of which the first that a dataset has is taken; a dot
+            leads into a column with fields. By default `prompt`.
+        answer_columns (sequence of `str`, *optional*):
+            Columns with the answers, in the same way.
+        template (`str`, *optional*):
+            Text around the prompt: `{prompt}` stands for it, `{NAME}` for the column `NAME`. Other braces are text.
+        system_prompt (`str`, *optional*):
+            Text of the system message.
+        makes_chats (`bool`, *optional*, defaults to `False`):
+            Whether a prompt that is text becomes the message of a user.
+    """
+
+    prompt_columns: Sequence[str] | None = None
+    answer_columns: Sequence[str] | None = None
+    template: str | None = None
+    system_prompt: str | None = None
+    makes_chats: bool = False
+
+    @property
+    def forms_prompts(self) -> bool:
+        """Whether prompts may be others than those of the column `prompt`."""
+        return any(part is not None for part in (self.prompt_columns, self.template, self.system_prompt))
+
+    def with_chats_if(self, has_chat_template: bool) -> "PromptFormat":
+        """
+        Return the format for a tokenizer with or without a chat template.
+
+        Raises:
+            ValueError: If there is a system prompt, but no chat template.
+        """
+        if self.system_prompt is not None and not has_chat_template:
+            raise ValueError(
+                "`system_prompt` is set, but the tokenizer of `model_name_or_path` has no chat template, so there "
+                "are no system messages: put the text into `prompt_template`, or take a model with a chat template."
+            )
+        return replace(self, makes_chats=has_chat_template and self.forms_prompts)
+
+
+def format_prompts(
+    dataset: Dataset | IterableDataset, form: PromptFormat, name: str = "dataset"
+) -> Dataset | IterableDataset:
+    """
+    Return the dataset with the column `prompt`, and with `solution` where answers are asked for.
+
+    All columns stay, for the reward functions to read. An answer is added as `solution` unless there is such a column.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`):
+            Rows. An empty stream is returned as it is.
+        form ([`PromptFormat`]):
+            How to.
+        name (`str`, *optional*, defaults to `"dataset"`):
+            What error messages call it.
+
+    Raises:
+        ValueError: If a column is not there, or if the template has a place for none of them.
+    """
+    first = next(iter(dataset), None)
+    if first is None:
+        return dataset
+    prompt = _find(first, form.prompt_columns or ["prompt"], "prompt_column", name)
+    answer = _find(first, form.answer_columns, "answer_column", name) if form.answer_columns else None
+    if form.template is not None:
+        _check_template(form.template, first)
+    adds_solution = answer is not None and "solution" not in first
+    if not form.forms_prompts and not adds_solution:
+        return dataset
+
+    def formatted(row: Mapping[str, Any]) -> dict[str, Any]:
+        columns = {"prompt": _form_prompt(_get(row, prompt), row, form)}
+        return {**columns, "solution": _as_answer(_get(row, answer))} if adds_solution else columns
+
+    return dataset.map(formatted)
+
+
+def is_chat(dataset: Dataset | IterableDataset | None) -> bool:
+    """Tell whether the first prompt is a list of messages; not so of an empty dataset or of none."""
+    first: dict[str, Any] = next(iter(dataset), {}) if dataset is not None else {}
+    return isinstance(first.get("prompt"), list)
+
+
+def check_chat_template(dataset: Dataset | IterableDataset | None, processing_class: Any) -> None:
+    """
+    Refuse prompts that are chat messages for a tokenizer without a chat template.
+
+    Raises:
+        ValueError: If it has none.
+    """
+    if is_chat(dataset) and not getattr(processing_class, "chat_template", None):
+        raise ValueError(
+            "The prompts are chat messages, but the tokenizer of `model_name_or_path` has no chat template: take a "
+            "model with one (an instruct model), put a `chat_template.jinja` into the model's folder, or give prompts "
+            "that are text (`prompt_column`)."
+        )
+
+
+def _find(row: Mapping[str, Any], columns: Sequence[str], flag: str, name: str) -> str:
+    for column in columns:
+        try:
+            _get(row, column)
+        except KeyError:
+            continue
+        return column
+    named = " or ".join(f"`{column}`" for column in columns)
+    raise ValueError(f"The {name} has no {named} column, only {_names(row)}: set `--{flag}` to one of them.")
+
+
+def _names(row: Mapping[str, Any]) -> list[str]:
+    fields = [f"{name}.{field}" for name, value in row.items() if isinstance(value, dict) for field in value]
+    return [*row, *fields]
+
+
+def _get(row: Mapping[str, Any], column: str) -> Any:
+    if column in row:
+        return row[column]
+    name, _, field = column.partition(".")
+    if not field or not isinstance(row.get(name), dict):
+        raise KeyError(column)
+    return _get(row[name], field)
+
+
+def _check_template(template: str, row: Mapping[str, Any]) -> None:
+    if not any(f"{{{name}}}" in template for name in ("prompt", *row)):
+        raise ValueError(
+            f"`prompt_template` is {template!r}, which has no place for the prompt: write {{prompt}} there, or the "
+            f"name of a column in braces ({', '.join(row)})."
+        )
+
+
+def _fill(template: str, prompt: str, row: Mapping[str, Any]) -> str:
+    values = {**row, "prompt": prompt}
+    names = "|".join(map(re.escape, values))
+    return re.sub(rf"\{{({names})\}}", lambda match: str(values[match[1]]), template)
+
+
+def _form_prompt(prompt: Any, row: Mapping[str, Any], form: PromptFormat) -> Any:
+    if not isinstance(prompt, list):
+        text = str(prompt) if form.template is None else _fill(form.template, str(prompt), row)
+        if not form.makes_chats:
+            return text
+        messages: list[dict[str, Any]] = [{"role": "user", "content": text}]
+    else:
+        messages = [dict(message) for message in prompt]
+        if form.template is not None:
+            messages[-1]["content"] = _fill(form.template, messages[-1]["content"], row)
+    if form.system_prompt is None:
+        return messages
+    others = [message for message in messages if message["role"] != "system"]
+    return [{"role": "system", "content": form.system_prompt}, *others]
+
+
+def _as_answer(value: Any) -> Any:
+    return str(value) if isinstance(value, int | float) else value

@@ -1,0 +1,180 @@
+"""Pure: avg@k, pass@k and maj@k of completions that are right or wrong, with standard errors over the prompts."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PromptResult:
+    """
+    The completions to one prompt.
+
+    Attributes:
+        correct (`tuple[bool, ...]`):
+            Whether each completion is right; at least one.
+        answers (`tuple[str | None, ...]`, *optional*):
+            The answer in each completion, `None` where there is none; `None` for all if none was looked for.
+        source (`str`, *optional*):
+            Where the prompt comes from.
+    """
+
+    correct: tuple[bool, ...]
+    answers: tuple[str | None, ...] | None = None
+    source: str | None = None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """
+    A mean over prompts.
+
+    Attributes:
+        mean (`float`):
+            The mean.
+        error (`float`):
+            Its standard error; NaN for a single prompt.
+    """
+
+    mean: float
+    error: float
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """
+    Estimate without bias the probability that at least one of `k` samples is right.
+
+    It is `1 - C(n - c, k) / C(n, k)`: the share of the `k`-subsets of the `n` samples that hold one of the `c` right
+    ones.
+
+    Args:
+        num_samples (`int`):
+            Samples drawn, `n`.
+        num_correct (`int`):
+            Those of them that are right, `c`, in [0, n].
+        k (`int`):
+            In [1, n].
+
+    Raises:
+        ValueError: If `k` or `num_correct` is out of its range.
+
+    References:
+        Chen et al. 2021, Evaluating Large Language Models Trained on Code (https://arxiv.org/abs/2107.03374), Eq. 1.
+
+    Example:
+
+    ```python
+    >>> pass_at_k(num_samples=4, num_correct=1, k=2)
+    0.5
+
+    ```
+    """
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"`k` must be in [1, num_samples], got {k} of {num_samples} samples.")
+    if not 0 <= num_correct <= num_samples:
+        raise ValueError(f"`num_correct` must be in [0, num_samples], got {num_correct} of {num_samples} samples.")
+    return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def majority_vote(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
+    """
+    Return the probability that the answer most completions give is right.
+
+    Among equally frequent answers one is drawn at random. An answer whose completions were not all judged alike counts
+    with the share of right ones. A completion without an answer has no vote.
+
+    Args:
+        answers (sequence of `str` or `None`):
+            Answers of the completions to one prompt.
+        correct (sequence of `bool`):
+            Whether each completion is right, as many.
+
+    Returns:
+        `float`: In [0, 1]; 0 if no completion has an answer.
+
+    References:
+        Wang et al. 2022, Self-Consistency Improves Chain of Thought Reasoning (https://arxiv.org/abs/2203.11171).
+
+    Example:
+
+    ```python
+    >>> majority_vote(["5", "5", "7"], [True, True, False])
+    1.0
+    >>> majority_vote(["5", "7", None], [True, False, False])
+    0.5
+
+    ```
+    """
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    winners = {answer for answer, count in votes.items() if count == most}
+    right = sum(is_right for answer, is_right in zip(answers, correct, strict=True) if answer in winners)
+    return right / (most * len(winners))
+
+
+def mean_over_prompts(values: Sequence[float]) -> Estimate:
+    """
+    Return the mean and its standard error `s / sqrt(n)`, where `s` is the sample standard deviation.
+
+    The completions to a prompt are alike, so that the prompts are what is counted, whatever the number of completions.
+
+    Args:
+        values (sequence of `float`):
+            A value for each prompt, at least one.
+
+    References:
+        Miller 2024, Adding Error Bars to Evals (https://arxiv.org/abs/2411.00640), Section 2.2.
+
+    Example:
+
+    ```python
+    >>> mean_over_prompts([0.0, 1.0])
+    Estimate(mean=0.5, error=0.5)
+
+    ```
+    """
+    count = len(values)
+    mean = math.fsum(values) / count
+    if count == 1:
+        return Estimate(mean, math.nan)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
+    return Estimate(mean, math.sqrt(variance / count))
+
+
+def summarize(results: Iterable[PromptResult]) -> dict[str, Estimate]:
+    """
+    Return all accuracies: over all prompts, and where prompts have different sources, for each of these.
+
+    Args:
+        results (iterable of [`PromptResult`]):
+            Prompts with equally many completions, `n`; with answers for all or none.
+
+    Returns:
+        `dict[str, Estimate]`: `avg@n`; `pass@k` for the powers of two from 2 up to `n`, and `n`; `maj@n` if there are
+        answers; then the same of each source, as `avg@n/SOURCE`. Empty for no prompts. With `n` of 1, `avg@1` alone.
+    """
+    results = list(results)
+    summary = _accuracies(results)
+    sources = sorted({result.source for result in results if result.source is not None})
+    if len(sources) > 1:
+        for source in sources:
+            part = _accuracies([result for result in results if result.source == source])
+            summary |= {f"{name}/{source}": estimate for name, estimate in part.items()}
+    return summary
+
+
+def _accuracies(results: list[PromptResult]) -> dict[str, Estimate]:
+    if not results:
+        return {}
+    n = len(results[0].correct)
+    summary = {f"avg@{n}": mean_over_prompts([sum(result.correct) / n for result in results])}
+    if n == 1:
+        return summary
+    for k in sorted({*(2**power for power in range(1, n.bit_length()) if 2**power <= n), n}):
+        summary[f"pass@{k}"] = mean_over_prompts([pass_at_k(n, sum(result.correct), k) for result in results])
+    if results[0].answers is not None:
+        summary[f"maj@{n}"] = mean_over_prompts([majority_vote(result.answers, result.correct) for result in results])
+    return summary

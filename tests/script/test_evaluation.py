@@ -1,0 +1,183 @@
+"""Evaluation as users ask for it: before and after, by source, killed and run again."""
+
+import json
+import math
+import re
+import signal
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+from trl.trainer import grpo_trainer
+
+from bapo_trl import bapo_trainer
+from tests.helpers.commands import ROOT, accelerate_launcher, run_command
+from tests.helpers.fake_vllm import FakeVLLM
+from tests.helpers.script_runs import CHAT_TEMPLATE, completions, fill_folder, flags, results, run
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    return fill_folder(tmp_path, monkeypatch)
+
+
+def test_before_and_after_on_data_of_ones_own(folder, capsys):
+    run(dataset_name="train.jsonl", eval_dataset="test.jsonl", extract_answer="last_number")
+    out = capsys.readouterr().out
+    found = results()
+    for prefix, name in (("before", "eval_completions_before"), ("eval", "eval_completions")):
+        lines = completions(f"out/{name}.jsonl")
+        assert [(line["prompt_index"], line["number"]) for line in lines] == [
+            (p, n) for p in range(6) for n in range(4)
+        ]
+        shares = [sum(line["correct"] for line in lines[start : start + 4]) / 4 for start in range(0, 24, 4)]
+        assert found[f"{prefix}_avg@4"] == pytest.approx(sum(shares) / 6)
+        assert found[f"{prefix}_avg@4"] == pytest.approx(found[f"{prefix}_reward"])
+        variance = sum((share - sum(shares) / 6) ** 2 for share in shares) / 5
+        assert found[f"{prefix}_avg@4_stderr"] == pytest.approx(math.sqrt(variance / 6))
+        assert found[f"{prefix}_pass@4"] == pytest.approx(sum(map(bool, shares)) / 6)
+        assert found[f"{prefix}_reward_best_of_4"] == pytest.approx(found[f"{prefix}_pass@4"])
+        of_tens = [share for share, line in zip(shares, lines[::4], strict=True) if line["data_source"] == "tens 1"]
+        assert found[f"{prefix}_avg@4/tens 1"] == pytest.approx(sum(of_tens) / 3)
+        assert f"{prefix}_maj@4" in found
+        assert found[f"{prefix}_completions/mean_length"] == sum(line["tokens"] for line in lines) / 24
+        assert found[f"{prefix}_completions/clipped_ratio"] == sum(line["cut_off"] for line in lines) / 24
+    assert completions() != completions("out/eval_completions_before.jsonl")
+    assert re.search(r"\n +before +after\n  avg@4 +0\.\d{3} ± 0\.\d{3}  0\.\d{3} ± 0\.\d{3}\n", out)
+    assert f"Evaluation of out on test.jsonl: update    2  eval reward {found['eval_reward']:.3f}" in out
+
+
+def test_an_evaluation_before_changes_nothing_in_the_training(folder):
+    histories = []
+    for settings in ({}, {"eval_dataset": "test.jsonl"}):
+        run(dataset_name="train.jsonl", logging_steps=1, log_completions="true", **settings)
+        logs = json.loads((folder / "out" / "trainer_state.json").read_text())["log_history"]
+        tables = [
+            Dataset.from_parquet(str(path)).to_list() for path in sorted(folder.glob("out/completions/*.parquet"))
+        ]
+        histories.append(([(log["loss"], log["grad_norm"]) for log in logs if "loss" in log], tables))
+    assert histories[0] == histories[1]
+    assert {"completion", "found"} < set(histories[0][1][0])
+
+
+def test_a_fraction_is_held_out(folder):
+    run(dataset_name="train.jsonl", eval_fraction=0.25)
+    held_out = {line["prompt"] for line in completions()}
+    assert len(held_out) == 4
+    run(dataset_name="train.jsonl", eval_fraction=0.25, seed=7)
+    assert {line["prompt"] for line in completions()} == held_out
+    assert "eval_maj@4" not in results()
+
+
+def test_a_killed_evaluation_goes_on(folder):
+    alone = {"do_train": "false", "eval_dataset": "test.jsonl"}
+    command = [sys.executable, str(ROOT / "train_bapo.py"), *flags(**alone)]
+    killed = run_command(command, cwd=folder, PYTHONPATH=str(ROOT), KILLED_AT="3")
+    assert killed.returncode == -signal.SIGKILL
+    kept = completions()
+    assert len(kept) == 10  # 2 batches of 5
+    with (folder / "out" / "eval_completions.jsonl").open("a") as file:
+        file.write('{"prompt_index": 2, "num')
+    run(**alone)
+    assert sys.modules["my_rewards"].calls == 3  # 14 completions are left
+    assert completions()[:10] == kept
+    assert len({(line["prompt_index"], line["number"]) for line in completions()}) == 24
+    before = results()
+    run(**alone, extract_answer="text")  # all is there
+    assert sys.modules["my_rewards"].calls == 3
+    assert "eval_maj@4" in results()
+    assert {**results(), **before} == results()
+    run(**alone, temperature=0.5)  # another evaluation
+    assert sys.modules["my_rewards"].calls == 3 + 5
+
+
+def test_prompts_that_no_reward_can_judge_are_counted_apart(folder):
+    Dataset.from_list([{"prompt": "1+1="}, {"prompt": "skip"}]).to_json("some.jsonl")
+    run(do_train="false", eval_dataset="some.jsonl", num_generations_eval=2)
+    found = results()
+    assert found["eval_prompts_without_reward"] == 1
+    assert found["eval_avg@2"] == found["eval_reward"]
+    assert [line["rewards"] for line in completions()[2:]] == [{"has_digit": None}] * 2
+
+
+def test_chats_of_other_columns(tmp_path, monkeypatch):
+    fill_folder(tmp_path, monkeypatch, CHAT_TEMPLATE)
+    Dataset.from_list([{"question": f"{a}+1?", "answer": f"{a + 1:03}"} for a in range(6)]).to_json("aime.jsonl")
+    run(
+        dataset_name="aime.jsonl", eval_fraction=0.2, prompt_column="problem|question", answer_column="answer",
+        prompt_template="{prompt} In \\boxed{}.", system_prompt="Add.", reward_funcs="accuracy_reward",
+    )  # fmt: skip
+    (line, *_) = completions()
+    system, user = line["prompt"]
+    assert system == {"role": "system", "content": "Add."}
+    assert re.fullmatch(r"\d\+1\? In \\boxed\{\}\.", user["content"])
+    assert line["rewards"] == {"accuracy_reward": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"eval_dataset": "test.jsonl", "eval_fraction": 0.5}, "`eval_dataset` and `eval_fraction` are both set"),
+        ({"eval_fraction": 1.5}, "`eval_fraction` is 1.5, which leaves 24 of 16 prompts"),
+        ({"eval_fraction": 0.5, "dataset_streaming": "true"}, "`eval_fraction` cannot hold out a share of a stream"),
+        ({"eval_dataset": "tset.jsonl"}, "`eval_dataset` is 'tset.jsonl', but there is no such file"),
+        ({"eval_dataset": "two"}, "`dataset_test_split` is 'test', but the dataset has only the splits"),
+        (
+            {"extract_answer": "box"},
+            "`extract_answer` has 'box', which is not known: choose one of boxed, last_number",
+        ),
+        (
+            {"answer_column": "answer"},
+            r"train dataset \(train.jsonl\) has no `answer` column, only .*`--answer_column`",
+        ),
+        ({"eval_dataset": "two", "dataset_test_split": "b"}, r"eval dataset \(two\) has no `prompt` column"),
+        ({"system_prompt": "Add."}, "`system_prompt` is set, but the tokenizer .* has no chat template"),
+        ({"dataset_name": "chats.jsonl"}, "prompts are chat messages, but the tokenizer .* has no chat template"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_flag_to_change(folder, settings, message):
+    part = Dataset.from_list([{"text": "1+1="}])
+    DatasetDict(a=part, b=part).save_to_disk("two")
+    Dataset.from_list([{"prompt": [{"role": "user", "content": "1+1="}]}] * 4).to_json("chats.jsonl")
+    with pytest.raises(ValueError, match=message):
+        run(**{"dataset_name": "train.jsonl", **settings})
+
+
+def test_a_file_is_evaluated_on_as_its_only_split(folder):
+    run(do_train="false", dataset_name="test.jsonl")
+    assert len(completions()) == 24
+
+
+def test_two_processes_share_an_evaluation(folder):
+    settings = flags(dataset_name="train.jsonl", eval_dataset="test.jsonl", num_generations=4)
+    launched = [sys.executable, *accelerate_launcher("cpu_ddp"), str(ROOT / "train_bapo.py"), *settings]
+    result = run_command(launched, cwd=folder, PYTHONPATH=str(ROOT))
+    assert result.returncode == 0, result.stderr
+    for prefix, name in (("before", "eval_completions_before"), ("eval", "eval_completions")):
+        lines = completions(f"out/{name}.jsonl")
+        assert sorted((line["prompt_index"], line["number"]) for line in lines) == [
+            (prompt, number) for prompt in range(6) for number in range(4)
+        ]
+        assert len({line["completion"] for line in lines}) > 12  # the processes draw from different seeds
+        assert results()[f"{prefix}_avg@4"] == pytest.approx(sum(line["correct"] for line in lines) / 24)
+    assert result.stdout.count("Evaluation of out on test.jsonl") == 1
+
+
+def test_a_vllm_server_samples_if_it_samples_the_training(folder, monkeypatch):
+    servers = []
+
+    def serve(*args, **kwargs):
+        servers.append(FakeVLLM(*args, **kwargs))
+        return servers[-1]
+
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", serve)
+    monkeypatch.setattr(bapo_trainer, "client_for", lambda device: nullcontext())
+    run(dataset_name="train.jsonl", eval_dataset="test.jsonl", use_vllm="true", vllm_mode="server")
+    (server,) = servers
+    # 24 completions before, 5 rows at a time; 12 of a generation; 24 after
+    assert server.num_prompts == [5, 5, 5, 5, 4, 12, 5, 5, 5, 5, 4]
+    for name, weight in server.trained.state_dict().items():
+        torch.testing.assert_close(server.served.state_dict()[name], weight, rtol=0, atol=0)
+    assert len(completions()) == len(completions("out/eval_completions_before.jsonl")) == 24

@@ -1,0 +1,118 @@
+"""Saved adapters: evaluated, trained on, merged; and models that cannot be had."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bapo_trl.script.model_checks import missing_targets
+from tests.helpers.script_runs import completions, fill_folder, run, train_bapo
+
+
+LORA = {"use_peft": "true", "lora_r": 4, "lora_target_modules": "q_proj|v_proj", "max_steps": 4}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    return fill_folder(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def adapter(folder):
+    run(dataset_name="train.jsonl", learning_rate="0.3", **LORA)
+    Path("out").rename("adapter")
+    assert not Path("adapter/config.json").exists()
+    return folder
+
+
+def assert_alike(path, other):
+    torch.testing.assert_close(logits(path), logits(other), rtol=1e-4, atol=1e-4)
+
+
+def logits(path):
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(path)(torch.arange(2, 40)[None]).logits
+
+
+def test_an_adapter_is_evaluated_and_merged_and_the_merged_model_evaluated(adapter, capsys):
+    alone = {"do_train": "false", "eval_dataset": "test.jsonl"}
+    run(**alone, model_name_or_path="adapter", merge_adapter="true")
+    of_adapter = [line["completion"] for line in completions()]
+    assert "Evaluation of adapter on test.jsonl" in capsys.readouterr().out
+    assert_alike("out/merged", "adapter")
+    assert (logits("out/merged") - logits("model")).abs().max() > 0.01
+    assert not list(Path("out").glob("*.part"))
+    run(**alone, model_name_or_path="out/merged", output_dir="merged")
+    assert [line["completion"] for line in completions("merged/eval_completions.jsonl")] == of_adapter
+    assert not Path("out/model.safetensors").exists()
+
+
+def test_merging_alone_needs_no_data(adapter, capsys):
+    flag = ["--do_train", "false", "--model_name_or_path", "adapter", "--merge_adapter", "true", "--output_dir", "new"]
+    train_bapo.main([*flag, "--use_cpu", "true", "--bf16", "false"])
+    assert capsys.readouterr().out == "Merged model: new/merged\n"
+    assert_alike("new/merged", "adapter")
+
+
+def test_a_single_target_is_a_name(folder):
+    run(dataset_name="train.jsonl", use_peft="true", lora_target_modules="q_proj")
+    assert json.loads(Path("out/adapter_config.json").read_text())["target_modules"] == ["q_proj"]
+
+
+def test_an_adapter_is_trained_on(adapter):
+    run(dataset_name="train.jsonl", model_name_or_path="adapter", merge_adapter="true")
+    assert Path("out/adapter_model.safetensors").exists()
+    assert (logits("out") - logits("adapter")).abs().max() > 1e-4
+    assert_alike("out/merged", "out")
+
+
+def test_an_adapter_without_its_base_is_refused_by_name(adapter):
+    Path("model").rename("elsewhere")
+    alone = {"do_train": "false", "eval_dataset": "test.jsonl", "model_name_or_path": "adapter"}
+    message = "`model_name_or_path` is 'adapter', an adapter of 'model', and that base cannot be loaded: put it there"
+    for settings in ({}, {"merge_adapter": "true", "eval_dataset": "none.jsonl"}):
+        wanted = message if not settings else "no such file"
+        with pytest.raises(ValueError, match=wanted):
+            run(**{**alone, **settings})
+    config = Path("adapter/adapter_config.json")
+    config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": None}))
+    with pytest.raises(ValueError, match="does not name its base model: write it into `base_model_name_or_path`"):
+        run(**alone)
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"merge_adapter": "true"}, "`merge_adapter` is set, but there is no adapter: set `use_peft`"),
+        ({"do_train": "false", "eval_dataset": "test.jsonl", "merge_adapter": "true"}, "there is no adapter"),
+        (
+            {"use_peft": "true", "lora_target_modules": "q_proj|query"},
+            "`lora_target_modules` has query, which the model does not have: its linear layers are down_proj, ",
+        ),
+        ({"use_peft": "true", "lora_target_modules": "key"}, "`lora_target_modules` has key, which the model"),
+        ({"model_name_or_path": "./none"}, r"`model_name_or_path` is './none', and the tokenizer .* cannot be loaded"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_flag_to_change(folder, settings, message):
+    with pytest.raises(ValueError, match=message):
+        run(**{"dataset_name": "train.jsonl", **settings})
+
+
+def test_a_package_that_is_not_there_is_named_with_its_command(folder, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "peft" else True)
+    with pytest.raises(ValueError, match=r"`use_peft` needs the package peft, .* `pip install '\.\[peft\]'`"):
+        run(dataset_name="train.jsonl", use_peft="true")
+    monkeypatch.setattr("bapo_trl.script.rewards.is_math_verify_available", lambda: False)
+    with pytest.raises(ValueError, match=r"'accuracy_reward', which needs the package math-verify: .*'\.\[math\]'"):
+        run(dataset_name="train.jsonl", reward_funcs="accuracy_reward")
+
+
+def test_targets_are_matched_as_peft_matches_them():
+    names = ["model.layers.0.self_attn.q_proj", "model.embed_tokens", "lm_head"]
+    assert missing_targets(["q_proj", "self_attn.q_proj", "lm_head"], names) == []
+    assert missing_targets(["proj", "q", "layers"], names) == ["proj", "q", "layers"]
+    assert missing_targets("all-linear", names) == missing_targets(r".*\.q_proj", names) == []
+    assert missing_targets("q_proj", names) == ["q_proj"]

@@ -1,0 +1,114 @@
+"""Columns become prompts and answers."""
+
+import pytest
+from datasets import Dataset, IterableDataset
+
+from bapo_trl.script.prompts import PromptFormat, check_chat_template, format_prompts
+from bapo_trl.tasks import character_tokenizer
+
+
+AIME = {"question": r"Find $\{x\}$.", "answer": "073"}
+SKYWORK = {
+    "data_source": "train-math-deepscaler",
+    "prompt": [{"content": "1+1?", "role": "user"}],
+    "ability": "math",
+    "reward_model": {"ground_truth": '["2"]', "style": "rule"},
+    "extra_info": {"index": 0},
+}
+
+
+def formatted(row, **form):
+    return format_prompts(Dataset.from_list([row]), PromptFormat(**form))[0]
+
+
+def test_columns_stay_and_the_answer_is_a_solution_too():
+    row = formatted(AIME, prompt_columns=["question"], answer_columns=["answer"])
+    assert row == {**AIME, "prompt": AIME["question"], "solution": "073"}
+
+
+def test_a_solution_that_is_there_stays():
+    row = {"problem": "1+1?", "solution": "It is 2.", "answer": 2}
+    assert formatted(row, prompt_columns=["problem"], answer_columns=["answer"])["solution"] == "It is 2."
+    assert formatted({"prompt": "1+1?", "answer": 2}, answer_columns=["answer"])["solution"] == "2"
+
+
+def test_the_first_column_that_is_there_is_taken():
+    assert formatted(AIME, prompt_columns=["prompt", "question", "answer"])["prompt"] == AIME["question"]
+
+
+def test_chats_with_a_field_as_the_answer():
+    row = formatted(
+        SKYWORK,
+        answer_columns=["reward_model.ground_truth"],
+        template="{prompt} Write \\boxed{}.",
+        system_prompt="Add.",
+    )
+    assert row["prompt"] == [
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": "1+1? Write \\boxed{}."},
+    ]
+    assert row["solution"] == '["2"]'
+    assert row["reward_model"] == SKYWORK["reward_model"]
+    again = formatted({"prompt": row["prompt"]}, system_prompt="Count.")["prompt"]
+    assert [message["content"] for message in again] == ["Count.", "1+1? Write \\boxed{}."]
+
+
+def test_templates_fill_in_columns_once_and_leave_other_braces():
+    row = formatted(
+        {"prompt": "What is {answer}?", "answer": "{prompt}", "unit": "cm"},
+        template=r"{prompt} In {unit}, in \boxed{}, {nothing}.",
+    )
+    assert row["prompt"] == r"What is {answer}? In cm, in \boxed{}, {nothing}."
+
+
+def test_text_becomes_a_chat_only_where_prompts_are_formed():
+    form = PromptFormat(answer_columns=["answer"])
+    assert not form.with_chats_if(has_chat_template=True).makes_chats
+    assert formatted({"prompt": "1+1?"}, template="{prompt}", makes_chats=True)["prompt"] == [
+        {"role": "user", "content": "1+1?"}
+    ]
+    assert not PromptFormat(template="{prompt}").with_chats_if(has_chat_template=False).makes_chats
+    with pytest.raises(ValueError, match=r"`system_prompt` is set, but the tokenizer .* has no chat template"):
+        PromptFormat(system_prompt="Add.").with_chats_if(has_chat_template=False)
+
+
+def test_streams():
+    stream = IterableDataset.from_generator(lambda: iter([AIME]))
+    (row,) = format_prompts(stream, PromptFormat(["question"], ["answer"]))
+    assert (row["prompt"], row["solution"]) == (AIME["question"], "073")
+    empty = IterableDataset.from_generator(lambda: iter(()))
+    assert format_prompts(empty, PromptFormat(["question"])) is empty
+
+
+@pytest.mark.parametrize(
+    ("row", "form", "message"),
+    [
+        (AIME, {}, r"The train dataset has no `prompt` column, only \['question', 'answer'\]: set `--prompt_column`"),
+        (AIME, {"prompt_columns": ["problem", "task"]}, "no `problem` or `task` column"),
+        (
+            SKYWORK,
+            {"answer_columns": ["reward_model.truth"]},
+            r"no `reward_model.truth` column, only .*'reward_model.ground_truth'.*: set `--answer_column`",
+        ),
+        (AIME, {"prompt_columns": ["question.text"]}, "no `question.text` column"),
+        (
+            AIME,
+            {"prompt_columns": ["question"], "template": "{problem}?"},
+            r"`prompt_template` is '\{problem\}\?', which has no place for the prompt: .*\(question, answer\)",
+        ),
+    ],
+)
+def test_what_is_not_there_is_named_with_what_is(row, form, message):
+    with pytest.raises(ValueError, match=message):
+        format_prompts(Dataset.from_list([row]), PromptFormat(**form), "train dataset")
+
+
+def test_chats_need_a_chat_template():
+    tokenizer = character_tokenizer()
+    chats = Dataset.from_list([SKYWORK])
+    check_chat_template(Dataset.from_list([{"prompt": "1+1?"}]), tokenizer)
+    check_chat_template(None, tokenizer)
+    with pytest.raises(ValueError, match=r"has no chat template: take a model with one .*`prompt_column`"):
+        check_chat_template(chats, tokenizer)
+    tokenizer.chat_template = "{{ messages }}"
+    check_chat_template(chats, tokenizer)

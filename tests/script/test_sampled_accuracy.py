@@ -1,0 +1,94 @@
+"""avg@k, pass@k and maj@k against what they mean, counted out."""
+
+import itertools
+import math
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bapo_trl.script.sampled_accuracy import (
+    PromptResult,
+    majority_vote,
+    mean_over_prompts,
+    pass_at_k,
+    summarize,
+)
+
+
+def pass_at_k_counted(correct: list[bool], k: int) -> float:
+    """Draw every k of the samples, and count the draws with a right one."""
+    draws = list(itertools.combinations(correct, k))
+    return sum(any(draw) for draw in draws) / len(draws)
+
+
+def majority_counted(answers, correct) -> float:
+    """Try each completion as the voice of its answer: all completions with a most frequent answer, equally often."""
+    voters = [(answer, right) for answer, right in zip(answers, correct, strict=True) if answer is not None]
+    counts = [sum(other == answer for other, _ in voters) for answer, _ in voters]
+    winners = [right for (_, right), count in zip(voters, counts, strict=True) if count == max(counts)]
+    return statistics.mean(map(float, winners)) if winners else 0.0
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=7), st.data())
+def test_pass_at_k_is_the_share_of_draws_with_a_right_one(correct, data):
+    k = data.draw(st.integers(1, len(correct)))
+    assert pass_at_k(len(correct), sum(correct), k) == pytest.approx(pass_at_k_counted(correct, k), abs=1e-12)
+
+
+def test_pass_at_k_by_hand():
+    # 5 samples, 2 right: of the 10 pairs, 3 are of wrong ones alone
+    assert pass_at_k(5, 2, 2) == pytest.approx(0.7)
+    assert pass_at_k(200, 0, 100) == 0.0
+    assert pass_at_k(200, 101, 100) == 1.0
+
+
+@pytest.mark.parametrize(("correct", "k"), [(1, 0), (1, 5), (5, 1), (-1, 1)])
+def test_pass_at_k_refuses_what_cannot_be(correct, k):
+    with pytest.raises(ValueError, match="must be in"):
+        pass_at_k(4, correct, k)
+
+
+@given(st.lists(st.tuples(st.sampled_from([None, "1", "2", "3"]), st.booleans()), min_size=1, max_size=9))
+def test_the_majority_is_that_of_the_completions_counted(votes):
+    answers, correct = zip(*votes, strict=True)
+    assert majority_vote(answers, correct) == pytest.approx(majority_counted(answers, correct))
+
+
+def test_majorities_by_hand():
+    assert majority_vote(["5", "7", "7"], [True, False, False]) == 0.0
+    assert majority_vote([None, None, "7"], [True, True, False]) == 0.0  # those without an answer have no vote
+    assert majority_vote([None, None], [True, False]) == 0.0
+    assert majority_vote(["1", "1", "2", "2", "3"], [True, True, False, False, False]) == 0.5
+
+
+def test_the_standard_error_is_over_prompts():
+    # deviations -0.5, -0.5, 0, 1: variance (0.25 + 0.25 + 0 + 1) / 3 = 0.5, over 4 prompts
+    estimate = mean_over_prompts([0.0, 0.0, 0.5, 1.5])
+    assert estimate.mean == 0.5
+    assert estimate.error == pytest.approx(math.sqrt(0.5 / 4))
+    assert math.isnan(mean_over_prompts([1.0]).error)
+
+
+def test_summary_by_source():
+    results = [
+        PromptResult((True, False, False), ("1", "2", "2"), "aime"),
+        PromptResult((True, True, False), ("3", "3", "4"), "gsm8k"),
+        PromptResult((False, False, False), (None, None, "5"), "gsm8k"),
+    ]
+    means = {name: round(estimate.mean, 4) for name, estimate in summarize(results).items()}
+    assert means == {
+        "avg@3": 0.3333, "pass@2": 0.5556, "pass@3": 0.6667, "maj@3": 0.3333,
+        "avg@3/aime": 0.3333, "pass@2/aime": 0.6667, "pass@3/aime": 1.0, "maj@3/aime": 0.0,
+        "avg@3/gsm8k": 0.3333, "pass@2/gsm8k": 0.5, "pass@3/gsm8k": 0.5, "maj@3/gsm8k": 0.5,
+    }  # fmt: skip
+    # pass@2: 1 - C(2,2)/C(3,2) = 2/3; 1 - 0/3 = 1; 0
+
+
+def test_summaries_without_answers_sources_or_prompts():
+    assert list(summarize([PromptResult((True,) * 8, source="one"), PromptResult((False,) * 8)])) == [
+        "avg@8", "pass@2", "pass@4", "pass@8",
+    ]  # fmt: skip
+    assert list(summarize([PromptResult((True,))])) == ["avg@1"]
+    assert summarize([]) == {}
