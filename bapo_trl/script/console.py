@@ -29,8 +29,6 @@ def settings_table(args: BAPOConfig) -> str:
     if args.uses_replay:
         limit = args.replay_max_staleness
         staleness = "no limit (replay queue)" if limit is None else f"{limit} policy versions (replay queue)"
-    low = _range(args.ratio_lower_start, args.ratio_lower_max)
-    high = _range(args.ratio_upper_start, args.ratio_upper_max)
     rows = [
         ("samples per generation", f"{args.generation_batch_size} ({args.num_generations} per prompt)"),
         (
@@ -39,9 +37,7 @@ def settings_table(args: BAPOConfig) -> str:
         ),
         ("updates per generation", f"{updates:g}"),
         ("oldest age of a sample", staleness),
-        ("clip bounds", f"low {low}, high {high}"),
-        ("target share of positives", f"{args.positive_contribution_target:g} ({args.contribution_measure})"),
-        ("bound search", f"{args.search_order}, over each {args.search_scope.replace('_', '-')}"),
+        *_balance_rows(args),
     ]
     if args.uses_replay:
         shares = [f"{args.replay_fraction:g} of each batch"] if args.replay_fraction else []
@@ -57,6 +53,27 @@ def settings_table(args: BAPOConfig) -> str:
         rows.append(("partial rollouts", f"{held} groups a rank held over, looked at every {chunk} tokens"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def _balance_rows(args: BAPOConfig) -> list[tuple[str, str]]:
+    target = ("target share of positives", f"{args.positive_contribution_target:g} ({args.contribution_measure})")
+    scope = {
+        "batch": "over each batch",
+        "micro_batch": "over each micro-batch",
+        "carried_over": f"carried over from the update before, by the advantages of the {args.carried_over_masses}",
+    }[args.search_scope]
+    rows = [("clip bounds", f"none (loss_type {args.loss_type})")]
+    if args.has_clip_bounds:
+        low = _range(args.ratio_lower_start, args.ratio_lower_max)
+        high = _range(args.ratio_upper_start, args.ratio_upper_max)
+        rows = [("clip bounds", f"low {low}, high {high}"), target, ("bound search", f"{args.search_order}, {scope}")]
+    elif args.is_adaptive:
+        rows += [target, ("search of the weight", scope)]
+    if args.negative_weight_min < 1:
+        rows.append(("weight of negatives", f"{args.negative_weight_min:g} .. 1"))
+    if args.negative_ratio_cap is not None:
+        rows.append(("ratio of negatives", f"counts as {args.negative_ratio_cap:g} above that"))
+    return rows
 
 
 def _range(start: float, maximum: float) -> str:
@@ -80,7 +97,7 @@ def log_line(step: int, logs: Mapping[str, float], pace: Pace | None = None) -> 
         parts = [f"eval reward {logs['eval_reward']:.3f}"]
         parts += [f"{name[5:].replace('_', ' ')} {logs[name]:.3f}" for name in logs if "reward_best_of" in name]
         return f"update {step:>4}  " + "  ".join(parts)
-    if "bapo/clip_low" not in logs:
+    if "bapo/positive_share" not in logs:
         return None
 
     def show(label: str, name: str, digits: int = 2) -> list[str]:
@@ -92,12 +109,14 @@ def log_line(step: int, logs: Mapping[str, float], pace: Pace | None = None) -> 
         *show("length", "completions/mean_length", 1),
         *show("cut off", "completions/clipped_ratio"),
         *show("no signal", "frac_reward_zero_std"),
-        f"clip [{logs['bapo/clip_low']:.2f}, {logs['bapo/clip_high']:.2f}]",
-        *show("positive share", "bapo/positive_share"),
-        *show("(start bounds:", "bapo/positive_share_initial"),
     ]
-    if parts[-1].startswith("("):
-        parts[-1] += ")"
+    if "bapo/clip_low" in logs:
+        parts.append(f"clip [{logs['bapo/clip_low']:.2f}, {logs['bapo/clip_high']:.2f}]")
+    parts += show("positive share", "bapo/positive_share")
+    if "bapo/clip_low" in logs and logs.get("bapo/positive_share_initial") is not None:
+        parts.append(f"(start bounds: {logs['bapo/positive_share_initial']:.2f})")
+    if logs.get("bapo/negative_weight", 1) < 1:
+        parts += show("weight of negatives", "bapo/negative_weight")
     parts += [*show("entropy", "entropy"), *show("age", "staleness/mean", 1)]
     if pace is not None:
         parts.append(f"{pace.seconds:.3g} s")
@@ -139,7 +158,7 @@ class BoundsProgressCallback(ProgressCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self.training_bar is None:
             return
-        is_update = "bapo/clip_low" in logs
+        is_update = "bapo/positive_share" in logs
         pace = self.stopwatch.read(state.global_step, state.max_steps, logs.get("num_tokens")) if is_update else None
         line = log_line(state.global_step, logs, pace)
         if line is not None and self.training_bar is not None and state.is_world_process_zero:

@@ -9,7 +9,7 @@ def report_line(log_history: Sequence[Mapping[str, float]], path: str | Path) ->
     """Draw the report if there is something to draw, and something to draw it with; return a line that says so."""
     if not importlib.util.find_spec("matplotlib"):
         return "Report: not drawn, matplotlib is not installed (pip install '.[plots]')"
-    if not any(_has_bounds(log) for log in log_history if "train_runtime" not in log):  # TRL's summary at the end
+    if not any(_is_update(log) for log in log_history if "train_runtime" not in log):  # TRL's summary at the end
         return "Report: not drawn, no update was logged (`logging_steps` and `logging_strategy` say which are)"
     return f"Report: {save_report(log_history, path)}"
 
@@ -20,8 +20,8 @@ def save_report(log_history: Sequence[Mapping[str, float]], path: str | Path) ->
 
     Args:
         log_history (sequence of mappings):
-            Logs of the run, as in `trainer.state.log_history`. Logs without bounds (evaluation) are left out;
-            missing values leave a gap.
+            Logs of the run, as in `trainer.state.log_history`. Those of an evaluation are left out; missing values
+            leave a gap.
         path (`str` or `Path`):
             Image file to write.
 
@@ -30,14 +30,14 @@ def save_report(log_history: Sequence[Mapping[str, float]], path: str | Path) ->
 
     Raises:
         ImportError: If matplotlib is not installed (extra `plots`).
-        ValueError: If no log holds bounds.
+        ValueError: If no log is that of an update.
     """
     import matplotlib.pyplot as plt
     from matplotlib.ticker import MaxNLocator
 
-    logs = [log for log in log_history if _has_bounds(log)]
+    logs = [log for log in log_history if _is_update(log)]
     if not logs:
-        raise ValueError("`log_history` has no update with `bapo/clip_low`: nothing to draw.")
+        raise ValueError("`log_history` has no update with `bapo/positive_share`: nothing to draw.")
 
     def series(name: str) -> tuple[list[float], list[float]]:
         points = [(log["step"], log[name]) for log in logs if log.get(name) is not None]
@@ -50,12 +50,17 @@ def save_report(log_history: Sequence[Mapping[str, float]], path: str | Path) ->
     reward.set_title("Mean reward of the generated samples")
     entropy.plot(*series("entropy"), color="tab:purple")
     entropy.set_title("Entropy of the policy (nats per token)")
-    bounds.plot(*series("bapo/clip_high"), color="tab:red", label="upper bound")
-    bounds.plot(*series("bapo/clip_low"), color="tab:green", label="lower bound")
-    bounds.axhline(1.0, color="grey", linewidth=0.8, linestyle=":")
-    bounds.set_title("Clip bounds (importance ratio)")
-    share.plot(*series("bapo/positive_share"), color="tab:orange", label="chosen bounds")
-    share.plot(*series("bapo/positive_share_initial"), color="grey", linewidth=0.8, label="start bounds")
+    has_bounds, has_weight = "bapo/clip_low" in logs[0], any(log.get("bapo/negative_weight", 1) < 1 for log in logs)
+    if has_bounds:
+        bounds.plot(*series("bapo/clip_high"), color="tab:red", label="upper bound")
+        bounds.plot(*series("bapo/clip_low"), color="tab:green", label="lower bound")
+        bounds.axhline(1.0, color="grey", linewidth=0.8, linestyle=":")
+    if has_weight or not has_bounds:
+        bounds.plot(*series("bapo/negative_weight"), color="tab:brown", label="weight of negatives")
+    names = ["Clip bounds (importance ratio)"] * has_bounds + ["weight of negatives"] * (has_weight or not has_bounds)
+    bounds.set_title(", ".join(names).capitalize())
+    share.plot(*series("bapo/positive_share"), color="tab:orange", label="as trained")
+    share.plot(*series("bapo/positive_share_initial"), color="grey", linewidth=0.8, label="without search and weight")
     share.set_ylim(0, 1)
     share.set_title("Share of positive-advantage tokens in the loss")
     for axes in (bounds, share):
@@ -69,5 +74,5 @@ def save_report(log_history: Sequence[Mapping[str, float]], path: str | Path) ->
     return path
 
 
-def _has_bounds(log: Mapping[str, float]) -> bool:
-    return "bapo/clip_low" in log
+def _is_update(log: Mapping[str, float]) -> bool:
+    return "bapo/positive_share" in log

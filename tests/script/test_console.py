@@ -55,6 +55,27 @@ def test_settings_table_with_a_replay_queue():
     assert "6 policy versions (replay queue)" in table(replay_fraction=0.25, replay_max_staleness=6)
 
 
+def test_settings_table_of_the_handles_on_negative_tokens():
+    handles = {"negative_weight_min": 0.05, "positive_contribution_target": 0.7}
+    text = table(**handles, negative_ratio_cap=3.0, search_scope="carried_over", carried_over_masses="generation")
+    assert "carried over from the update before, by the advantages of the generation" in text
+    assert "weight of negatives        0.05 .. 1" in text
+    assert "ratio of negatives         counts as 3 above that" in text
+    plain = table(loss_type="vespo")
+    assert "clip bounds             none (loss_type vespo)" in plain
+    assert "target share" not in plain
+    weighed = table(loss_type="vespo", **handles)
+    assert "target share of positives  0.7 (gradient)" in weighed
+    assert "search of the weight       over each batch" in weighed
+
+
+def test_log_lines_of_the_weight_and_of_a_loss_without_bounds():
+    log = {"bapo/positive_share": 0.7, "bapo/positive_share_initial": 0.3, "bapo/negative_weight": 0.25}
+    assert log_line(1, log) == "update    1  positive share 0.70  weight of negatives 0.25"
+    log |= {"bapo/clip_low": 0.6, "bapo/clip_high": 1.2, "bapo/negative_weight": 1.0}
+    assert log_line(1, log) == "update    1  clip [0.60, 1.20]  positive share 0.70  (start bounds: 0.30)"
+
+
 def test_log_lines():
     train = {
         "reward": 0.25, "bapo/clip_low": 0.6, "bapo/clip_high": 1.85, "bapo/positive_share": 0.5034,
@@ -75,13 +96,14 @@ def test_log_lines():
 def test_log_lines_say_what_a_generation_brought_and_how_fast_it_went():
     log = {
         "reward": 0.25, "completions/mean_length": 123.44, "completions/clipped_ratio": 0.125,
-        "frac_reward_zero_std": 0.5, "bapo/clip_low": 0.6, "bapo/clip_high": 1.2,
+        "frac_reward_zero_std": 0.5, "bapo/clip_low": 0.6, "bapo/clip_high": 1.2, "bapo/positive_share": None,
     }  # fmt: skip
     assert log_line(5, log, Pace(seconds=12.345, tokens_per_second=678.9, seconds_left=3661.4)) == (
         "update    5  reward 0.250  length 123.4  cut off 0.12  no signal 0.50  clip [0.60, 1.20]  12.3 s"
         "  679 tokens/s  left 1:01:01"
     )
-    rest = log_line(5, {"bapo/clip_low": 0.6, "bapo/clip_high": 1.2}, Pace(0.0521, None, None))
+    bounds = {"bapo/clip_low": 0.6, "bapo/clip_high": 1.2, "bapo/positive_share": None}
+    rest = log_line(5, bounds, Pace(0.0521, None, None))
     assert rest == "update    5  clip [0.60, 1.20]  0.0521 s"
 
 
@@ -106,8 +128,9 @@ def test_accuracies_before_and_after():
     assert accuracy_table({"": {}}) == ""
 
 
-def test_report_of_a_real_run(tmp_path):
-    trainer = toy_trainer(tmp_path)
+@pytest.mark.parametrize("args", [{}, {"negative_weight_min": 0.05}, {"loss_type": "vespo"}])
+def test_report_of_a_real_run(tmp_path, args):
+    trainer = toy_trainer(tmp_path, **args)
     trainer.train()
     path = save_report(trainer.state.log_history, tmp_path / "new" / "report.png")
     assert path.read_bytes()[:4] == b"\x89PNG"
