@@ -14,6 +14,7 @@ from bapo_trl.clip_bounds import (
     Contributions,
     contributions,
     search_bounds,
+    share_under,
     sum_dtype,
 )
 from tests.helpers import oracle
@@ -379,14 +380,16 @@ def test_inputs_are_left_as_they_were(dtype):
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(inputs, copies, strict=True))
 
 
-def test_search_reads_nothing_back_to_the_host():
+@pytest.mark.parametrize("weight_min", [1.0, 0.05])
+def test_search_reads_nothing_back_to_the_host(weight_min):
     # On the meta device there are no values: reading one back raises.
     curves = contributions(
         torch.ones(4, 6, device="meta"), torch.ones(4, device="meta"), torch.ones(4, 6, device="meta"), BoundGrid()
     )
-    bounds = search_bounds(curves, BoundGrid(), 0.5)
+    bounds = search_bounds(curves, BoundGrid(), 0.5, negative_weight_min=weight_min)
+    bounds = share_under(bounds, curves, BoundGrid(), 0.5)
     assert all(getattr(bounds, name).device.type == "meta" for name in ("low", "high", "positive_share", "steps"))
-    assert all(getattr(bounds, name).shape == () for name in ("low", "high", "target_met", "steps"))
+    assert all(getattr(bounds, name).shape == () for name in ("low", "high", "target_met", "steps", "negative_weight"))
 
 
 def test_sums_are_double_precision_where_the_device_has_it():

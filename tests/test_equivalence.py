@@ -68,20 +68,33 @@ def launch(script_arguments: list[str], num_processes: int) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-def test_sharding_does_not_change_the_bounds(tmp_path, loss_type):
+WEIGHED = {"negative_weight_min": 0.05, "positive_contribution_target": 0.7}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_type": "grpo"},
+        {"loss_type": "dapo"},
+        {"loss_type": "dapo", "search_scope": "carried_over", **WEIGHED},
+        {"loss_type": "vespo", **WEIGHED},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_sharding_does_not_change_the_bounds(tmp_path, settings):
     """16 rows an update: 1 process x 8 micro-batches of 2, 1 x 1 of 16, and 2 processes x 4 of 2."""
     runs = {}
     for processes, micro_batches, rows in ((1, 8, 2), (1, 1, 16), (2, 4, 2)):
         out = tmp_path / f"{processes}x{micro_batches}.json"
-        launch([str(out), str(micro_batches), str(rows), loss_type], processes)
+        launch([str(out), str(micro_batches), str(rows), json.dumps(settings)], processes)
         runs[processes, micro_batches] = json.loads(out.read_text())
         assert runs[processes, micro_batches]["num_processes"] == processes
         assert runs[processes, micro_batches]["micro_batches"] == 3 * micro_batches
 
     reference = runs[1, 8]
     assert len(reference["logs"]) == 3
-    assert len({(log["bapo/clip_low"], log["bapo/clip_high"]) for log in reference["logs"]}) > 1  # the bounds move
+    chosen = ("bapo/clip_low", "bapo/clip_high", "bapo/negative_weight")
+    assert len({tuple(log.get(name) for name in chosen) for log in reference["logs"]}) > 1  # something moves
     for run in runs.values():
         for log, expected in zip(run["logs"], reference["logs"], strict=True):
             for name, value in expected.items():

@@ -29,12 +29,12 @@ class Scripted(BAPOTrainer):
         return super()._compute_loss(model, inputs)
 
 
-def main(out: str, micro_batches: str, rows: str, loss_type: str) -> None:
+def main(out: str, micro_batches: str, rows: str, settings: str) -> None:
     trainer = toy_trainer(
         out + ".d",
         model=toy_model(),
         trainer_class=Scripted,
-        loss_type=loss_type,
+        **json.loads(settings),
         optim="sgd",  # Adam would turn the rounding of a tiny gradient into a full step
         learning_rate=2.0,
         max_grad_norm=0.0,
@@ -48,7 +48,9 @@ def main(out: str, micro_batches: str, rows: str, loss_type: str) -> None:
     )
     trainer.train()
     if trainer.accelerator.is_main_process:
-        logs = [{name: log[name] for name in diagnostics.UPDATE_METRICS} for log in training_logs(trainer)]
+        logs = [
+            {name: log[name] for name in diagnostics.UPDATE_METRICS if name in log} for log in training_logs(trainer)
+        ]
         result = {
             "num_processes": trainer.accelerator.num_processes,
             "micro_batches": trainer.num_micro_batches,
