@@ -3,11 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as LOADERS  # "json", "csv", ...
 from huggingface_hub.errors import HFValidationError
+
+from ..tasks import CHAT_SUMS, GYM_PREFIX, MadeTask, load_chat_sums, load_gym_task
 
 
 _FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -103,6 +106,29 @@ def load_splits(name: str, config: str | None = None, streaming: bool = False) -
             f"`dataset_name` is '{name}', which is neither a file nor a folder here, and the Hub did not give it "
             f"either: {error}"
         ) from error
+
+
+def make_task(name: str | None, task_args: str | dict[str, Any] | None = None) -> MadeTask | None:
+    """
+    Make the task of a name such as `"chat_sums"` or `"reasoning_gym:chain_sum"`; `None` for a dataset to be loaded.
+
+    Args:
+        name (`str`, *optional*):
+            Value of `--dataset_name`.
+        task_args (`str` or `dict`, *optional*):
+            Arguments of the task, as JSON or as a mapping.
+
+    Raises:
+        ValueError: If the task does not take the arguments, or is none that takes any.
+    """
+    if name is not None and name.startswith(GYM_PREFIX):
+        return load_gym_task(name, task_args)
+    if task_args is not None:
+        raise ValueError(
+            f"`task_args` is {task_args!r}, but `dataset_name` is '{name}', which takes none: leave `task_args` out, "
+            f"or give a task such as '{GYM_PREFIX}chain_sum'."
+        )
+    return load_chat_sums() if name == CHAT_SUMS else None
 
 
 def pick_split(splits: DatasetDict | IterableDatasetDict, split: str, parameter: str) -> Dataset | IterableDataset:
