@@ -11,6 +11,7 @@ from trl import GRPOConfig
 from .bound_grid import BoundGrid
 from .clip_bounds import MEASURES, SEARCH_ORDERS
 from .config_checks import BOUND_PARTS, SCOPES, check_partial_rollouts, check_replay, check_run, check_search
+from .cpu_speed import has_bfloat16
 from .generation.sampling_settings import biased_settings
 from .policy_tokens import WEIGHTINGS
 from .replay.mixer import DRAW_ORDERS, smallest_max_staleness
@@ -195,6 +196,8 @@ class BAPOConfig(GRPOConfig):
         pad_to_multiple_of: int | None = None
 
     def __post_init__(self):
+        if self.use_cpu and self.bf16 is None:  # TRL would set it whatever the processor
+            self.bf16 = not self.fp16 and has_bfloat16()
         super().__post_init__()
         self._validate()
 
