@@ -22,6 +22,7 @@ import argparse
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import ProgressCallback, TrainerState
@@ -37,28 +38,34 @@ from trl import (
 )
 
 from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.cpu_speed import base_dtype, speed_up_cpu
 from bapo_trl.script.arguments import RecipeParser
 from bapo_trl.script.console import BoundsProgressCallback, log_line, settings_table
-from bapo_trl.script.datasets import Data, common_hub_id, load_splits, pick_split
+from bapo_trl.script.datasets import Data, common_hub_id, load_splits, make_task, pick_split
 from bapo_trl.script.report import report_line
 from bapo_trl.script.rewards import resolve_reward_funcs
-from bapo_trl.tasks import held_out_accuracy, load_task, warm_start_path
+from bapo_trl.tasks import SMOLLM2, held_out_accuracy, load_task, smollm2_path, warm_start_path
 from bapo_trl.upstream_fixes import end_training
 
 
 EMBEDDED = "embedded"
+PACKAGED_MODELS = {EMBEDDED: warm_start_path, SMOLLM2: smollm2_path}
 QUICKSTART = Path(__file__).resolve().parent / "recipes" / "quickstart.yaml"
 
 
 @dataclass
 class BAPOScriptArguments(ScriptArguments):
     """
-    Arguments of this script. `--dataset_name` is a file (json, jsonl, parquet), a folder, a Hub id or `embedded`.
+    Arguments of this script. `--dataset_name` is a file (json, jsonl, parquet), a folder, a Hub id, `embedded`,
+    `chat_sums` (sums asked of a chat model) or `reasoning_gym:TASK`. `--model_name_or_path` is a folder, a Hub id,
+    `embedded` or `smollm2` (SmolLM2-135M-Instruct from a package).
 
     Args:
         reward_funcs (`list[str]`, *optional*):
             Reward functions: names of TRL's, or import paths `package.module.function`. The embedded task brings its
             own.
+        task_args (`dict` or `str`, *optional*):
+            Arguments of a task of reasoning-gym, as JSON.
     """
 
     reward_funcs: list[str] | None = field(
@@ -67,6 +74,10 @@ class BAPOScriptArguments(ScriptArguments):
             "help": "Reward functions: accuracy_reward, reasoning_accuracy_reward, think_format_reward, "
             "get_soft_overlong_punishment, or import paths such as my_package.rewards.my_reward."
         },
+    )
+    task_args: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": 'Arguments of a task of reasoning-gym as JSON: \'{"min_terms": 2, "max_terms": 2}\'.'},
     )
 
 
@@ -80,15 +91,17 @@ def parse_arguments(arguments: list[str]):
         usage="train_bapo.py [--config RECIPE] [--NAME VALUE ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(do_train=True)
+    parser.set_defaults(do_train=True, dtype=None)
     script_args, training_args, *others = parser.parse_args_and_config(arguments)
     training_args.do_eval |= not training_args.do_train
     return script_args, training_args, *others
 
 
-def load_data(script_args, training_args, dataset_args, task) -> Data:
+def load_data(script_args, training_args, dataset_args, task, made) -> Data:
     if task is not None:
         return Data("the embedded task (sums of two numbers)", task.train_dataset, task.test_dataset)
+    if made is not None:
+        return Data(made.title, made.train_dataset, made.test_dataset)
     if dataset_args.datasets:
         title, sources = "a dataset mixture", [part.path for part in dataset_args.datasets]
         splits = get_dataset(dataset_args)
@@ -116,25 +129,26 @@ def main(arguments: list[str]):
 
     # Data, rewards and model
     task = load_task() if script_args.dataset_name == EMBEDDED else None
-    data = load_data(script_args, training_args, dataset_args, task)
+    made = make_task(script_args.dataset_name, script_args.task_args)
+    data = load_data(script_args, training_args, dataset_args, task, made)
     if script_args.reward_funcs:
         reward_funcs = resolve_reward_funcs(script_args.reward_funcs)
-    elif task is not None:
-        reward_funcs = [task.reward_func]
+    elif task is not None or made is not None:
+        reward_funcs = [(task or made).reward_func]
     else:
         raise ValueError("`reward_funcs` is not set: name a reward of TRL's or an import path, see --help.")
     model = model_args.model_name_or_path
     if model is None:
-        raise ValueError("`model_name_or_path` is not set: give a folder, an id on the Hub, or 'embedded'.")
+        raise ValueError("`model_name_or_path` is not set: give a folder, an id on the Hub, 'embedded' or 'smollm2'.")
     if task is not None and training_args.use_cpu:
         torch.set_num_threads(1)  # so small a model gains nothing from more, and loses a lot on a busy machine
-    if model == EMBEDDED:
-        with training_args.main_process_first(desc="warm start"):
-            model = str(warm_start_path())
+    if model in PACKAGED_MODELS:
+        with training_args.main_process_first(desc="packaged model"):
+            model = str(PACKAGED_MODELS[model]())
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
+        "dtype": model_args.dtype or base_dtype(training_args, model_args.use_peft),
         **(training_args.model_init_kwargs or {}),
     }
 
@@ -152,6 +166,9 @@ def main(arguments: list[str]):
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(BoundsProgressCallback)
     say = trainer.accelerator.print
+    speed = speed_up_cpu(trainer)
+    if speed is not None:
+        say(speed)
 
     resume = trainer.checkpoint_to_resume(resume_argument(training_args.resume_from_checkpoint))
     if resume is not None:
