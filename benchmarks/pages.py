@@ -14,6 +14,9 @@ from pathlib import Path
 
 import benchmarks.stability.section as stability
 from benchmarks import (
+    llm_demo,
+    llm_speed,
+    llm_study,
     partial_rollouts,
     partial_study,
     quickstart,
@@ -46,6 +49,9 @@ SECTIONS = {
     "partial_study": partial_study.render,
     "partial_rollouts": partial_rollouts.render,
     "rollout_simulation": rollout_simulation.render,
+    "llm_demo": llm_demo.render,
+    "llm_study": llm_study.render,
+    "llm_speed": llm_speed.render,
 }
 
 
