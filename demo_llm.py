@@ -109,7 +109,11 @@ def measure(model, tokenizer, problems, max_new_tokens: int, reward_func) -> Hel
         return sum(reward_func(texts, answers)) / len(answers)
 
     texts, ended = complete(model, tokenizer, prompts, max_new_tokens)
-    free_texts, free_ended = complete(model, tokenizer, prompts, FREE_TOKENS)
+    free_texts, free_ended = list(texts), list(ended)  # what ended under the limit would be the same without it
+    cut_off = [index for index, has_ended in enumerate(ended) if not has_ended]
+    longer = complete(model, tokenizer, [prompts[index] for index in cut_off], FREE_TOKENS)
+    for index, text, has_ended in zip(cut_off, *longer, strict=True):
+        free_texts[index], free_ended[index] = text, has_ended
     with seeded(model.device, 0):
         samples, _ = complete(model, tokenizer, prompts * NUM_SAMPLES, max_new_tokens, sample=True)
     return HeldOut(
