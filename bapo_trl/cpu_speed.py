@@ -9,7 +9,7 @@ bfloat16, which rounds as on a GPU. `benchmarks/llm_speed.py` measures each.
 import ctypes
 import os
 import sys
-from typing import Any
+from typing import cast
 
 import torch
 from transformers import PreTrainedModel
@@ -104,7 +104,7 @@ def keep_freed_memory() -> bool:
     return all(answers)
 
 
-def make_head_input_contiguous(model: PreTrainedModel) -> bool:
+def make_head_input_contiguous(model: torch.nn.Module) -> bool:
     """
     Give a frozen head contiguous hidden states.
 
@@ -119,7 +119,7 @@ def make_head_input_contiguous(model: PreTrainedModel) -> bool:
     Returns:
         `bool`: Whether the model has a frozen head.
     """
-    head: Any = model.get_output_embeddings()
+    head = cast(PreTrainedModel, model).get_output_embeddings()
     if head is None or head.weight.requires_grad:
         return False
     head.register_forward_pre_hook(_contiguous)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -100,7 +101,7 @@ def _convert(source: Path, folder: Path) -> None:
     config = loaded.config
     del config.quantization_config  # with which `save_pretrained` refuses the model
     config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
-    model = type(loaded)(config)
+    model: Any = type(loaded)(config)  # its `to` is declared too narrowly
     model.load_state_dict(loaded.state_dict())
     for settings in (model.config, model.generation_config):
         settings.eos_token_id = settings.pad_token_id = tokenizer.eos_token_id
@@ -108,5 +109,6 @@ def _convert(source: Path, folder: Path) -> None:
     if len(tokenizer) != config.vocab_size:
         raise OSError(f"{GGUF} has {config.vocab_size} rows of embeddings for {len(tokenizer)} tokens.")
     with contextlib.redirect_stderr(io.StringIO()):
-        model.to(torch.bfloat16).save_pretrained(folder)
+        model.to(torch.bfloat16)
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -8,7 +8,7 @@ from bapo_trl.script.datasets import make_task
 
 
 pytest.importorskip("reasoning_gym")
-TWO_TERMS = '{"min_terms": 2, "max_terms": 2, "max_digits": 2, "size": 50}'
+TWO_TERMS = '{"min_terms": 2, "max_terms": 2, "min_digits": 3, "max_digits": 3, "size": 50}'
 
 
 def test_a_task_is_made_from_its_name_and_scored_by_its_own_rule():
