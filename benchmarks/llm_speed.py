@@ -60,7 +60,7 @@ class CpuClock(TrainerCallback):
 
 
 def measure(measures: set[str], completion_tokens: int, seed: int) -> dict[str, float]:
-    """Return the CPU-seconds of a generation and its first update, in this process, with some of the measures."""
+    """Return the CPU-seconds and the peak memory of a generation and its first update, in this process."""
     from peft import LoraConfig
 
     torch.set_num_threads(1)
@@ -76,7 +76,10 @@ def measure(measures: set[str], completion_tokens: int, seed: int) -> dict[str, 
             seed=seed,
             use_cpu=True,
             bf16=has_bfloat16,
-            model_init_kwargs={"dtype": "bfloat16" if has_bfloat16 else "float32"},
+            model_init_kwargs={
+                "dtype": "bfloat16" if has_bfloat16 else "float32",
+                "attn_implementation": "eager",
+            },
             gradient_checkpointing=False,
             dataloader_pin_memory=False,
             per_device_train_batch_size=32,
@@ -101,7 +104,8 @@ def measure(measures: set[str], completion_tokens: int, seed: int) -> dict[str, 
         if "head" in measures:
             cpu_speed.make_head_input_contiguous(trainer.model)
         trainer.train()
-    return clock.seconds
+    peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return {**clock.seconds, "peak_gb": round(peak_gb, 2)}
 
 
 def measure_in_process(arm: str, completion_tokens: int, seed: int) -> dict[str, float]:
@@ -141,6 +145,7 @@ def to_row(arm: str, seconds: dict[str, list[dict[str, float]]]) -> dict:
         "arm": arm,
         "seconds": spread(totals[arm]) if len(totals[arm]) > 1 else {"median": totals[arm][0]},
         "system": round(median(reading["system"] for reading in seconds[arm]), 2),
+        "peak_gb": round(median(reading["peak_gb"] for reading in seconds[arm]), 2),
     }
     if "all" in totals and arm != "all":
         ratios = [own / base for own, base in zip(totals[arm], totals["all"], strict=True)]
@@ -159,13 +164,14 @@ def render(content: dict) -> Section:
         "measures of `bapo_trl/cpu_speed.py`, with none, and without each. The ratio is to all measures, paired.",
         f"Target: at most {settings['target_seconds']} CPU-seconds with all of them. Met: {verdict(met)}.",
         table(
-            ["Measures", "CPU-seconds", "Of the system", "Ratio"],
+            ["Measures", "CPU-seconds", "Of the system", "Ratio", "Peak memory (GB)"],
             [
                 [
                     row["arm"],
                     with_quartiles(row["seconds"], 1),
                     f"{row['system']:.1f}",
                     with_quartiles(row["ratio"], 2) if "ratio" in row else "1",
+                    f"{row['peak_gb']:.1f}",
                 ]
                 for row in rows
             ],

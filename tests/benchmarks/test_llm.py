@@ -46,8 +46,16 @@ def test_the_demo_meets_its_target_by_gain_and_time():
 
 def test_ratios_of_speed_are_of_pairs():
     seconds = {
-        "all": [{"user": 18, "system": 2}, {"user": 25, "system": 5}, {"user": 20, "system": 0}],
-        "none": [{"user": 50, "system": 10}, {"user": 70, "system": 20}, {"user": 30, "system": 10}],
+        "all": [
+            {"user": 18, "system": 2, "peak_gb": 3.0},
+            {"user": 25, "system": 5, "peak_gb": 3.0},
+            {"user": 20, "system": 0, "peak_gb": 3.0},
+        ],
+        "none": [
+            {"user": 50, "system": 10, "peak_gb": 3.0},
+            {"user": 70, "system": 20, "peak_gb": 3.0},
+            {"user": 30, "system": 10, "peak_gb": 3.0},
+        ],
     }
     rows = [llm_speed.to_row(arm, seconds) for arm in seconds]
     assert rows[1]["ratio"]["median"] == 3  # of 60/20, 90/30, 40/20

@@ -126,3 +126,18 @@ def test_a_task_of_reasoning_gym_is_trained_on_by_name(tmp_path):
     )  # fmt: skip
     assert "BAPO on reasoning_gym:chain_sum" in out
     assert "rewards/gym_reward/mean" in logs(tmp_path)[0]
+
+
+def test_the_demo_ends_with_before_and_after(folder, tmp_path):
+    flags = {**SHORT, "model_name_or_path": folder, "output_dir": tmp_path, "max_steps": 2, "held_out_problems": 4}
+    command = [sys.executable, str(ROOT / "demo_llm.py"), *(f"--{name}={value}" for name, value in flags.items())]
+    result = run_command(command, HF_HUB_OFFLINE="1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    results = json.loads((tmp_path / "demo_results.json").read_text())
+    assert results["problems"] == 4
+    ending = result.stdout[result.stdout.index("Held-out accuracy on 4 problems") :]
+    for name, key in (("greedy, at most 8 tokens", "greedy"), ("greedy, at most 96 tokens", "without_limit")):
+        before, after = results["before"][key], results["after"][key]
+        assert re.search(rf"{name} +{before:.3f} -> {after:.3f}\n", ending)
+    assert ending.count("What is ") == ending.count("  before: ") == ending.count("  after:  ") == 3
+    assert f"Report: {tmp_path / 'report.png'}" in ending
