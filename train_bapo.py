@@ -46,21 +46,24 @@ from trl import (
 )
 
 from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.cpu_speed import base_dtype, speed_up_cpu
 from bapo_trl.prompts import check_columns, check_number_of_prompts
 from bapo_trl.script.arguments import EMBEDDED, BAPOScriptArguments, RecipeParser
 from bapo_trl.script.before_after import BeforeAfter
 from bapo_trl.script.console import BoundsProgressCallback, settings_table
 from bapo_trl.script.data import format_data, has_data, load_data
+from bapo_trl.script.datasets import make_task
 from bapo_trl.script.model_checks import check_packages, settle_lora_targets
 from bapo_trl.script.models import adapter_base, load_adapter, load_processing_class, save_merged
 from bapo_trl.script.prompts import check_chat_template, is_chat
 from bapo_trl.script.report import report_line
 from bapo_trl.script.rewards import resolve_extractor, resolve_reward_funcs
 from bapo_trl.script.sampling import SamplesCompletions
-from bapo_trl.tasks import held_out_accuracy, load_task, warm_start_path
+from bapo_trl.tasks import SMOLLM2, held_out_accuracy, load_task, smollm2_path, warm_start_path
 from bapo_trl.upstream_fixes import end_training
 
 
+PACKAGED_MODELS = {EMBEDDED: warm_start_path, SMOLLM2: smollm2_path}
 QUICKSTART = Path(__file__).resolve().parent / "recipes" / "quickstart.yaml"
 NOTHING_TO_MERGE = (
     "`merge_adapter` is set, but there is no adapter: set `use_peft` to train one, or `model_name_or_path` to the "
@@ -83,7 +86,7 @@ def parse_arguments(arguments: list[str]):
         usage="train_bapo.py [--config RECIPE] [--NAME VALUE ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(do_train=True)
+    parser.set_defaults(do_train=True, dtype=None)
     script_args, training_args, *others = parser.parse_args_and_config(arguments)
     evaluates = script_args.eval_dataset is not None or script_args.eval_fraction is not None
     training_args.do_eval |= evaluates or not training_args.do_train
@@ -118,24 +121,25 @@ def main(arguments: list[str]):
             "evaluation is of `model_name_or_path`: set that to the checkpoint's folder."
         )
     model = model_args.model_name_or_path
-    base = None if model in (None, EMBEDDED) else adapter_base(model, model_args.model_revision)
+    base = None if model is None or model in PACKAGED_MODELS else adapter_base(model, model_args.model_revision)
     if script_args.merge_adapter and not training_args.do_train and not has_data(script_args, dataset_args):
         return merge(model, base, training_args)
 
     # Data, rewards and model
     task = load_task() if script_args.dataset_name == EMBEDDED else None
-    data = load_data(script_args, training_args, dataset_args, task)
-    reward_funcs = choose_rewards(script_args.reward_funcs, task)
+    made = make_task(script_args.dataset_name, script_args.task_args)
+    data = load_data(script_args, training_args, dataset_args, made)
+    reward_funcs = choose_rewards(script_args.reward_funcs, made)
     if model is None:
-        raise ValueError("`model_name_or_path` is not set: give a folder, an id on the Hub, or 'embedded'.")
+        raise ValueError("`model_name_or_path` is not set: give a folder, an id on the Hub, 'embedded' or 'smollm2'.")
     if script_args.merge_adapter and base is None and not (training_args.do_train and model_args.use_peft):
         raise ValueError(NOTHING_TO_MERGE)
     extract_answer = resolve_extractor(script_args.extract_answer)
     if task is not None and training_args.use_cpu:
         torch.set_num_threads(1)  # so small a model gains nothing from more, and loses a lot on a busy machine
-    if model == EMBEDDED:
-        with training_args.main_process_first(desc="warm start"):
-            model = str(warm_start_path())
+    if model in PACKAGED_MODELS:
+        with training_args.main_process_first(desc="packaged model"):
+            model = str(PACKAGED_MODELS[model]())
     load_tokenizer = cache(
         partial(load_processing_class, model, base, model_args.model_revision, training_args.trust_remote_code)
     )
@@ -153,7 +157,7 @@ def main(arguments: list[str]):
     model_init_kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
+        "dtype": model_args.dtype or base_dtype(training_args, model_args.use_peft),
         "trust_remote_code": training_args.trust_remote_code,
         **(training_args.model_init_kwargs or {}),
     }
@@ -188,6 +192,9 @@ def main(arguments: list[str]):
     say = trainer.accelerator.print
     output_dir = Path(training_args.output_dir)
     evaluation = BeforeAfter(trainer, data.test, output_dir, extract_answer) if training_args.do_eval else None
+    speed = speed_up_cpu(trainer)
+    if speed is not None:
+        say(speed)
 
     resume = trainer.checkpoint_to_resume(resume_argument(training_args.resume_from_checkpoint))
     if resume is not None:

@@ -21,6 +21,7 @@ from .config_checks import (
     check_run,
     check_search,
 )
+from .cpu_speed import has_bfloat16
 from .generation.sampling_settings import biased_settings
 from .loss_kernels import UNCLIPPED_LOSS_TYPES
 from .policy_tokens import WEIGHTINGS
@@ -236,6 +237,8 @@ class BAPOConfig(GRPOConfig):
 
     def __post_init__(self):
         check_device(self)
+        if self.use_cpu and self.bf16 is None:  # TRL would set it whatever the processor
+            self.bf16 = not self.fp16 and has_bfloat16()
         try:
             super().__post_init__()
         except ValueError:

@@ -1,6 +1,5 @@
-"""What the benchmarks share: paired ratios, a steady heap, the machine, result files, and parts of the pages."""
+"""What the benchmarks share: paired ratios, the machine, result files, and parts of the pages."""
 
-import ctypes
 import json
 import os
 import platform
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TABLES_PAGE = "results_tables.md"
-M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 
 
 # Measuring
@@ -45,14 +43,6 @@ def synchronize(device: str) -> None:
     """Wait for the kernels that run on `device`, so that a clock read next to it means something."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def keep_freed_memory() -> None:
-    """Have glibc serve all threads from one heap and never give freed memory back; elsewhere, do nothing."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        for option, value in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1)):
-            mallopt(option, value)
 
 
 def num_cores() -> int:

@@ -17,6 +17,9 @@ from benchmarks import (
     carried_over,
     entropy_rule,
     handles,
+    llm_demo,
+    llm_speed,
+    llm_study,
     partial_rollouts,
     partial_study,
     quickstart,
@@ -52,6 +55,9 @@ SECTIONS = {
     "partial_study": partial_study.render,
     "partial_rollouts": partial_rollouts.render,
     "rollout_simulation": rollout_simulation.render,
+    "llm_demo": llm_demo.render,
+    "llm_study": llm_study.render,
+    "llm_speed": llm_speed.render,
 }
 
 

@@ -29,9 +29,9 @@ from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.cpu_speed import keep_freed_memory
 from benchmarks.common import (
     Section,
-    keep_freed_memory,
     link_to_tables,
     provenance,
     result_path,

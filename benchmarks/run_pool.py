@@ -4,16 +4,14 @@ import hashlib
 import json
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from bapo_trl.tasks import warm_start_path
-from benchmarks.training_run import TASKS, run
-
-
-LIBRARIES = ["benchmarks.training_run"]  # takes long to import
+from benchmarks import training_run
+from benchmarks.training_run import TASKS
 
 
 def run_key(spec: dict) -> str:
@@ -21,18 +19,34 @@ def run_key(spec: dict) -> str:
     return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def run_all(specs: Sequence[dict], finished: Path, jobs: int) -> list[dict | None]:
+def build_warm_starts(specs: Sequence[dict]) -> None:
+    """Build the models that runs of [`~benchmarks.training_run.run`] start from, so that no run has to."""
+    for name in sorted({spec.get("task", "sums") for spec in specs}):
+        warm_start_path(task=TASKS[name]())
+
+
+def run_all(
+    specs: Sequence[dict],
+    finished: Path,
+    jobs: int,
+    run: Callable[[dict], dict] = training_run.run,
+    prepare: Callable[[Sequence[dict]], object] = build_warm_starts,
+) -> list[dict | None]:
     """
     Make runs, each in a process of its own, `jobs` at a time with one thread each.
 
     Args:
         specs (sequence of `dict`):
-            What [`~benchmarks.training_run.run`] takes.
+            What `run` takes.
         finished (`Path`):
             File of finished runs, a line of JSON each. Runs that it holds are not made again, so it must not hold
-            those of another version of `training_run`.
+            those of another version of `run`.
         jobs (`int`):
             Number of processes at a time. With 0, no run is made, and the result of one that is missing is `None`.
+        run (`Callable`, *optional*, defaults to [`~benchmarks.training_run.run`]):
+            Makes a run from its spec, a module's own function. Its result has `held_out` and `seconds`.
+        prepare (`Callable`, *optional*, defaults to [`build_warm_starts`]):
+            Makes what all missing runs read, before the first.
 
     Returns:
         `list[dict | None]`: The results, in the order of the specs.
@@ -46,11 +60,10 @@ def run_all(specs: Sequence[dict], finished: Path, jobs: int) -> list[dict | Non
     print(f"{len(specs) - len(missing)} of {len(specs)} runs are there.", flush=True)
     if not jobs:
         return [results.get(run_key(spec)) for spec in specs]
-    for name in sorted({spec.get("task", "sums") for spec in missing.values()}):
-        warm_start_path(task=TASKS[name]())
+    prepare(list(missing.values()))
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # of the processes
     with ThreadPoolExecutor(jobs) as pool, open(finished, "a") as file:
-        keys = {pool.submit(_run_in_process, spec): key for key, spec in missing.items()}
+        keys = {pool.submit(_run_in_process, run, spec): key for key, spec in missing.items()}
         try:
             for future in as_completed(keys):
                 key = keys[future]
@@ -72,12 +85,12 @@ def _read(finished: Path) -> dict[str, dict]:
     return {line["key"]: line["result"] for line in map(json.loads, lines)}
 
 
-def _run_in_process(spec: dict) -> dict:
+def _run_in_process(run: Callable[[dict], dict], spec: dict) -> dict:
     """Return the result of a run that a process of its own makes, forked from one that has imported the libraries."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(LIBRARIES)
+    context.set_forkserver_preload([run.__module__])
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_result, args=(spec, sender))
+    process = context.Process(target=_send_result, args=(run, spec, sender))
     process.start()
     sender.close()
     try:
@@ -90,5 +103,5 @@ def _run_in_process(spec: dict) -> dict:
     return result
 
 
-def _send_result(spec: dict, sender: Connection) -> None:
+def _send_result(run: Callable[[dict], dict], spec: dict, sender: Connection) -> None:
     sender.send(run(spec))

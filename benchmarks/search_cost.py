@@ -27,9 +27,9 @@ from collections.abc import Callable
 import torch
 
 from bapo_trl.clip_bounds import MEASURES, BoundGrid, contributions, search_bounds
+from bapo_trl.cpu_speed import keep_freed_memory
 from benchmarks.common import (
     Section,
-    keep_freed_memory,
     num_cores,
     provenance,
     save_result,

@@ -19,9 +19,9 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import GRPOConfig
 
 from bapo_trl import BAPOConfig
+from bapo_trl.cpu_speed import keep_freed_memory
 from bapo_trl.tasks import EmbeddedTask, held_out_accuracy, load_task, warm_start_path
 from bapo_trl.tasks.evaluation import seeded
-from benchmarks.common import keep_freed_memory
 from benchmarks.long_tailed_sums import load_long_tailed_sums
 from benchmarks.measured_trainer import MeasuredBAPOTrainer, MeasuredGRPOTrainer
 from benchmarks.running_totals import load_running_totals

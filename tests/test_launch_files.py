@@ -46,7 +46,7 @@ def parse(recipe: Path):
 def test_the_recipes_of_the_readme_are_there():
     assert {recipe.name for recipe in RECIPES} == {
         "quickstart.yaml", "math_7b.yaml", "released_recipe.yaml", "lora_small.yaml", "paper.yaml", "gsm8k.yaml",
-        "aime24.yaml", "aime25.yaml",
+        "aime24.yaml", "aime25.yaml", "smollm2_sums.yaml",
     }  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def test_every_recipe_parses_and_trains_off_policy_if_it_trains(recipe):
         assert script_args.eval_dataset
         return
     assert script_args.dataset_name
-    assert script_args.reward_funcs or script_args.dataset_name == train_bapo.EMBEDDED
+    assert script_args.reward_funcs or script_args.dataset_name in (train_bapo.EMBEDDED, "chat_sums")
     assert model_args.model_name_or_path
     assert not training_args.is_always_on_policy
 

@@ -18,7 +18,9 @@ EMBEDDED = "embedded"
 @dataclass
 class BAPOScriptArguments(ScriptArguments):
     """
-    Arguments of this script. `--dataset_name` is a file (json, jsonl, parquet), a folder, a Hub id or `embedded`.
+    Arguments of this script. `--dataset_name` is a file (json, jsonl, parquet), a folder, a Hub id, `embedded`,
+    `chat_sums` (sums asked of a chat model) or `reasoning_gym:TASK`. `--model_name_or_path` is a folder, a Hub id,
+    `embedded` or `smollm2` (SmolLM2-135M-Instruct from a package).
 
     The fields are described by their help texts, which `--help` shows.
     """
@@ -29,6 +31,10 @@ class BAPOScriptArguments(ScriptArguments):
             "help": "Reward functions: accuracy_reward, reasoning_accuracy_reward, think_format_reward, "
             "get_soft_overlong_punishment, or import paths such as my_package.rewards.my_reward."
         },
+    )
+    task_args: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": 'Arguments of a task of reasoning-gym as JSON: \'{"min_terms": 2, "max_terms": 2}\'.'},
     )
     prompt_column: list[str] | None = field(
         default=None,

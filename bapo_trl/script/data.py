@@ -7,6 +7,7 @@ from typing import Any
 from trl import DatasetMixtureConfig, get_dataset
 
 from ..bapo_config import BAPOConfig
+from ..tasks import MadeTask
 from .arguments import EMBEDDED, BAPOScriptArguments
 from .datasets import Data, common_hub_id, hold_out, load_splits, pick_eval_split, pick_split
 from .prompts import PromptFormat, format_prompts
@@ -18,7 +19,10 @@ def has_data(script_args: BAPOScriptArguments, dataset_args: DatasetMixtureConfi
 
 
 def load_data(
-    script_args: BAPOScriptArguments, training_args: BAPOConfig, dataset_args: DatasetMixtureConfig, task: Any = None
+    script_args: BAPOScriptArguments,
+    training_args: BAPOConfig,
+    dataset_args: DatasetMixtureConfig,
+    task: MadeTask | None = None,
 ) -> Data:
     """
     Load what the run trains on and what it evaluates on.
@@ -30,8 +34,8 @@ def load_data(
             Whether the run trains, and whether it evaluates.
         dataset_args ([`~trl.DatasetMixtureConfig`]):
             A mixture, which comes before `dataset_name`.
-        task ([`~tasks.EmbeddedTask`], *optional*):
-            The embedded task, which comes before both.
+        task ([`~tasks.MadeTask`], *optional*):
+            A task that the package makes, which comes before both.
 
     Returns:
         [`~datasets.Data`]: With `train` only if the run trains, `test` only if it evaluates.
@@ -45,7 +49,7 @@ def load_data(
     train: Any = None
     splits: Any = None
     if task is not None:
-        title = "the embedded task (sums of two numbers)"
+        title = task.title
         train, splits = task.train_dataset, {script_args.dataset_test_split: task.test_dataset}
     elif dataset_args.datasets:
         title, hub_id = "a dataset mixture", common_hub_id(part.path for part in dataset_args.datasets)

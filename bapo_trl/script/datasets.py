@@ -3,11 +3,15 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as LOADERS  # "json", "csv", ...
 from huggingface_hub.errors import HFValidationError
+
+from ..tasks import CHAT_SUMS, GYM_PREFIX, MadeTask, load_chat_sums, load_gym_task, load_task
+from .arguments import EMBEDDED
 
 
 _FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -137,6 +141,34 @@ def hold_out(dataset: Dataset | IterableDataset, fraction: float) -> tuple[Datas
         )
     parts = dataset.train_test_split(test_size=count, seed=0)
     return parts["train"], parts["test"]
+
+
+def make_task(name: str | None, task_args: str | dict[str, Any] | None = None) -> MadeTask | None:
+    """
+    Make the task of a name such as `"chat_sums"` or `"reasoning_gym:chain_sum"`; `None` for a dataset to be loaded.
+
+    Args:
+        name (`str`, *optional*):
+            Value of `--dataset_name`.
+        task_args (`str` or `dict`, *optional*):
+            Arguments of the task, as JSON or as a mapping.
+
+    Raises:
+        ValueError: If the task does not take the arguments, or is none that takes any.
+    """
+    if name is not None and name.startswith(GYM_PREFIX):
+        return load_gym_task(name, task_args)
+    if task_args is not None:
+        raise ValueError(
+            f"`task_args` is {task_args!r}, but `dataset_name` is '{name}', which takes none: leave `task_args` out, "
+            f"or give a task such as '{GYM_PREFIX}chain_sum'."
+        )
+    if name == EMBEDDED:
+        task = load_task()
+        return MadeTask(
+            "the embedded task (sums of two numbers)", task.train_dataset, task.test_dataset, task.reward_func
+        )
+    return load_chat_sums() if name == CHAT_SUMS else None
 
 
 def pick_split(splits: DatasetDict | IterableDatasetDict, split: str, parameter: str) -> Dataset | IterableDataset:

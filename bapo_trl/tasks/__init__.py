@@ -1,21 +1,36 @@
-"""The embedded task of the demo: small, verifiable, with the tiny model that starts it, made locally from a seed."""
+"""
+Small verifiable tasks, made locally from a seed: the embedded one of the demo with the tiny model that starts it, and
+tasks for chat models, one of which a package carries.
+"""
 
+from .chat_sums import CHAT_SUMS, load_chat_sums
 from .embedded import EmbeddedTask, WarmStart
 from .evaluation import HeldOutAccuracy, held_out_accuracy
+from .gym import GYM_PREFIX, gym_reward, load_gym_task
+from .made import MadeTask
 from .model import tiny_model
+from .smollm2 import SMOLLM2, smollm2_path
 from .sums import exact_match_reward, load_task
 from .tokenizer import character_tokenizer
 from .warm_start import warm_start_path
 
 
 __all__ = [
+    "CHAT_SUMS",
+    "GYM_PREFIX",
+    "SMOLLM2",
     "EmbeddedTask",
     "HeldOutAccuracy",
+    "MadeTask",
     "WarmStart",
     "character_tokenizer",
     "exact_match_reward",
+    "gym_reward",
     "held_out_accuracy",
+    "load_chat_sums",
+    "load_gym_task",
     "load_task",
+    "smollm2_path",
     "tiny_model",
     "warm_start_path",
 ]

@@ -1,22 +1,15 @@
-"""
-The model RL starts from: built once from a seed, kept in a cache folder.
-
-Invariant: a folder under its final name is complete. It is written under a temporary name and renamed, so an
-interrupted build is never reused, and of two processes that build at once one wins and both read the same files.
-"""
+"""The model RL starts from: built once from a seed, kept in a cache folder."""
 
 import hashlib
 import json
-import os
 import random
-import shutil
-import tempfile
-import time
+from functools import partial
 from pathlib import Path
 
 import torch
 import transformers
 
+from .cache import cached_folder
 from .embedded import EmbeddedTask, WarmStart
 from .model import MODEL_SETTINGS, tiny_model
 from .sums import load_task
@@ -30,8 +23,8 @@ def warm_start_path(seed: int = 0, task: EmbeddedTask | None = None) -> Path:
     """
     Give the folder of the warm-started model and its tokenizer, building it on first use.
 
-    The folder lies in `$BAPO_TRL_CACHE`, or in `~/.cache/bapo_trl` if that is not set. Its name contains a hash of all
-    that shapes the weights: task, model, training settings, seed and library versions.
+    The folder lies in the cache ([`~cache.cached_folder`]). Its name contains a hash of all that shapes the weights:
+    task, model, training settings, seed and library versions.
 
     Args:
         seed (`int`, *optional*, defaults to `0`):
@@ -44,26 +37,12 @@ def warm_start_path(seed: int = 0, task: EmbeddedTask | None = None) -> Path:
         `AutoTokenizer.from_pretrained`.
     """
     task = load_task(seed) if task is None else task
-    root = Path(os.environ.get("BAPO_TRL_CACHE") or Path.home() / ".cache" / "bapo_trl").expanduser()
-    path = root / f"{task.name}-{_fingerprint(seed, task)}"
-    if path.is_dir():
-        return path
-
-    root.mkdir(parents=True, exist_ok=True)
-    print("Building the warm-start model, once (20 s to 2 minutes) ...", flush=True)
-    started = time.perf_counter()
-    unfinished = Path(tempfile.mkdtemp(prefix=f"{path.name}.unfinished-", dir=root))
-    try:
-        _build(unfinished, seed, task)
-        try:
-            unfinished.rename(path)
-        except OSError:
-            if not path.is_dir():  # anything but another process that finished first
-                raise
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    print(f"Built the warm-start model in {path} ({time.perf_counter() - started:.0f} s, once).", flush=True)
-    return path
+    return cached_folder(
+        f"{task.name}-{_fingerprint(seed, task)}",
+        "the warm-start model",
+        "20 s to 2 minutes",
+        partial(_build, seed=seed, task=task),
+    )
 
 
 def _fingerprint(seed: int, task: EmbeddedTask) -> str:

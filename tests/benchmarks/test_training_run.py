@@ -105,7 +105,7 @@ def test_a_run_has_a_process_of_its_own_whose_failure_stops_the_study(tmp_path, 
 def test_finished_runs_are_not_made_again_and_a_cut_off_line_is(tmp_path, monkeypatch):
     made = []
 
-    def run_in_process(spec):
+    def run_in_process(run, spec):
         made.append(spec["seed"])
         return {"held_out": [spec["seed"]], "seconds": 0.0}
 

@@ -1,0 +1,54 @@
+"""
+Folders that are built once and kept: the embedded models and what is made of packages.
+
+Invariant: a folder under its final name is complete. It is written under a temporary name and renamed, so an
+interrupted build is never reused, and of two processes that build at once one wins and both read the same files.
+"""
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def cached_folder(name: str, what: str, how_long: str, build: Callable[[Path], None]) -> Path:
+    """
+    Give a folder of the cache, building it on first use.
+
+    The cache is `$BAPO_TRL_CACHE`, or `~/.cache/bapo_trl` if that is not set.
+
+    Args:
+        name (`str`):
+            Name of the folder. It should contain a hash of all that shapes its content.
+        what (`str`):
+            What it holds, for the terminal.
+        how_long (`str`):
+            How long building takes, for the terminal.
+        build (`Callable[[Path], None]`):
+            Writes the content into an empty folder. What it raises leaves nothing behind.
+
+    Returns:
+        `pathlib.Path`: The folder.
+    """
+    root = Path(os.environ.get("BAPO_TRL_CACHE") or Path.home() / ".cache" / "bapo_trl").expanduser()
+    path = root / name
+    if path.is_dir():
+        return path
+
+    root.mkdir(parents=True, exist_ok=True)
+    print(f"Building {what}, once ({how_long}) ...", flush=True)
+    started = time.perf_counter()
+    unfinished = Path(tempfile.mkdtemp(prefix=f"{name}.unfinished-", dir=root))
+    try:
+        build(unfinished)
+        try:
+            unfinished.rename(path)
+        except OSError:
+            if not path.is_dir():  # anything but another process that finished first
+                raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    print(f"Built {what} in {path} ({time.perf_counter() - started:.0f} s, once).", flush=True)
+    return path

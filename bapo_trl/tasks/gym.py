@@ -1,0 +1,168 @@
+"""
+Tasks of the package `reasoning-gym`, by name: verifiable problems made from a seed.
+
+Each row takes along, as JSON, what scores a completion of it: the task's name, its arguments, and the entry. So the
+reward is a plain function of the batch, on any rank and after a resume.
+"""
+
+import difflib
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from datasets import Dataset
+
+from .answers import Completion, completion_text, read_answer
+from .made import MadeTask
+
+
+GYM_PREFIX = "reasoning_gym:"
+"""What `--dataset_name` begins with, before the name of a task."""
+
+TRAIN_SIZE, TEST_SIZE = 2000, 256
+
+
+def load_gym_task(name: str, task_args: str | dict[str, Any] | None = None) -> MadeTask:
+    """
+    Make a task of reasoning-gym.
+
+    reasoning-gym makes problem i of a seed from the number seed + i. So the test problems begin at the number behind
+    those to train on. A problem to train on that is one of them all the same is left out.
+
+    Args:
+        name (`str`):
+            Name of the task, such as `"chain_sum"`; with or without the prefix `"reasoning_gym:"`.
+        task_args (`str` or `dict`, *optional*):
+            Arguments of the task, as JSON or as a mapping; see its config class in reasoning-gym. `size` is the number
+            of problems to train on (2000 by default), `seed` that of the problems (0 by default).
+
+    Returns:
+        [`MadeTask`]: Problems with the columns `prompt` (one message of the user), `answer` (`""` where several
+        answers are right) and `entry` (JSON), and the reward [`gym_reward`].
+
+    Raises:
+        ImportError: If the package is not installed (extra `reasoning-gym`).
+        ValueError: If there is no such task, or it does not take the arguments.
+    """
+    name = name.removeprefix(GYM_PREFIX)
+    args = {"size": TRAIN_SIZE, "seed": 0, **_parse(task_args)}
+    problems = _problems(name, args)
+    test = _problems(name, {**args, "size": TEST_SIZE, "seed": args["seed"] + args["size"]})
+    _check_scores(test[0])
+    asked = {_question(row) for row in test}
+    train = [row for row in problems if _question(row) not in asked]
+    if not train:
+        raise ValueError(
+            f"`task_args` is {json.dumps(args)}: all problems of '{name}' that it gives to train on are among those "
+            "held out. Raise `size`, or let the task make more kinds of problems."
+        )
+    return MadeTask(f"{GYM_PREFIX}{name}", Dataset.from_list(train), Dataset.from_list(test), gym_reward)
+
+
+def gym_reward(completions: Sequence[Completion], entry: Sequence[str], **kwargs: object) -> list[float]:
+    """
+    Reward a completion with what its task gives for the answer in it, from 0 to 1.
+
+    The answer is what [`~answers.read_answer`] reads: the last thing between `<answer>` tags; or else the last number,
+    if the right answer is a number; or else the whole text.
+
+    Args:
+        completions (sequence of `str` or of messages):
+            Generated texts without special tokens, or conversations.
+        entry (sequence of `str`):
+            The column `entry` of [`load_gym_task`].
+        **kwargs:
+            Further columns and arguments TRL passes; unused.
+
+    Returns:
+        `list[float]`: The scores of `score_answer` of the tasks.
+    """
+    return [_score(completion_text(completion), row) for completion, row in zip(completions, entry, strict=True)]
+
+
+def _score(text: str, row: str) -> float:
+    problem = json.loads(row)
+    task = _rebuild(problem["task"], json.dumps(problem["task_args"]))
+    return float(task.score_answer(read_answer(text, problem["entry"]["answer"] or ""), problem["entry"]))
+
+
+@functools.cache
+def _rebuild(name: str, task_args: str) -> Any:
+    return _make(name, json.loads(task_args))
+
+
+def _question(row: dict[str, Any]) -> str:
+    return row["prompt"][0]["content"]
+
+
+def _parse(task_args: str | dict[str, Any] | None) -> dict[str, Any]:
+    example = """write it like '{"min_terms": 2, "max_terms": 2}'"""
+    if isinstance(task_args, str):
+        try:
+            task_args = json.loads(task_args)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"`task_args` is '{task_args}', which is not JSON ({error}): {example}.") from error
+    if not isinstance(task_args, dict | None):
+        raise ValueError(f"`task_args` is {task_args!r}, not arguments by name: {example}.")
+    args = task_args or {}
+    for count, least in (("size", 1), ("seed", 0)):
+        value = args.get(count, least)
+        if type(value) is not int or value < least:
+            raise ValueError(f"`task_args` has {count} {value!r}: give a whole number from {least} on.")
+    return args
+
+
+def _make(name: str, args: dict[str, Any]) -> Any:
+    """Make a data set of reasoning-gym."""
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise ImportError(
+            f"`dataset_name` is '{GYM_PREFIX}{name}', but the package reasoning-gym cannot be imported ({error}): "
+            "pip install 'bapo-trl[reasoning-gym]', or give another dataset."
+        ) from error
+    if name not in DATASETS:
+        raise ValueError(
+            f"`dataset_name` is '{GYM_PREFIX}{name}', but reasoning-gym has no such task{_nearest(name, DATASETS)}."
+        )
+    try:
+        return reasoning_gym.create_dataset(name, **args)
+    except Exception as error:  # of any kind: each task checks its arguments itself
+        known = ", ".join(DATASETS[name][1].__dataclass_fields__)
+        raise ValueError(
+            f"`task_args` is {json.dumps(args)}, which the task '{name}' does not take ({error}): correct it; its "
+            f"arguments are {known}."
+        ) from error
+
+
+def _nearest(name: str, known: Any) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" (the nearest is {near[0]})" if near else f": it has {', '.join(sorted(known))}"
+
+
+def _problems(name: str, args: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of a task."""
+    rows = []
+    for entry in _make(name, args):
+        scored_by = {"task": name, "task_args": args, "entry": entry}
+        rows.append(
+            {
+                "prompt": [{"role": "user", "content": entry["question"]}],
+                "answer": entry["answer"] or "",
+                "entry": json.dumps(scored_by, default=str),
+            }
+        )
+    return rows
+
+
+def _check_scores(row: dict[str, Any]) -> None:
+    """Refuse a task that does not know its own answer any more when its entry comes back from JSON."""
+    problem = json.loads(row["entry"])
+    answer = problem["entry"]["answer"]
+    if answer and gym_reward([f"<answer>{answer}</answer>"], [row["entry"]])[0] < 1:
+        raise ValueError(
+            f"`dataset_name` is '{GYM_PREFIX}{problem['task']}', whose entries do not survive JSON: its own right "
+            "answer would not be rewarded. Take another task."
+        )

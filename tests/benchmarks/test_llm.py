@@ -1,0 +1,110 @@
+"""The benchmarks of the chat model: their arms, and what their sections say of invented results."""
+
+import pytest
+
+from benchmarks import llm_demo, llm_speed, llm_study
+
+
+CONTENT = {
+    "command": "python -m benchmarks.x",
+    "date": "2026-11-01",
+    "machine": {
+        "device": "CPU", "cpu": "x", "cores": 2, "load_average": 1.0, "python": "3", "torch": "2", "trl": "1",
+        "transformers": "5",
+    },
+}  # fmt: skip
+
+
+def cells(section) -> list[list[str]]:
+    rows = [line.strip("| ").split(" | ") for line in section.text.splitlines() if line.startswith("| ")]
+    assert max(map(len, rows)) <= 7
+    return rows[2:]
+
+
+def test_the_demo_meets_its_target_by_gain_and_time():
+    before = {"greedy": 0.2, "sampled": 0.1, "ended": 0.5, "without_limit": 0.25, "ended_without_limit": 0.9}
+    rows = [
+        {
+            "seed": seed,
+            "before": before,
+            "after": {**before, "greedy": greedy},
+            "problems": 256,
+            "training_s": s,
+            "all_s": 900,
+        }
+        for seed, greedy, s in ((42, 0.36, 700), (43, 0.34, 700), (44, 0.4, 721))
+    ]
+    settings = {"target_gain": 0.15, "target_training_s": 720, "target_all_s": 1080}
+    section = llm_demo.render({**CONTENT, "settings": settings, "results": rows})
+    assert [(row[1], row[5], row[6]) for row in cells(section)] == [
+        ("0.200 to 0.360", "yes", "700, 900"),
+        ("0.200 to 0.340", "**no**", "700, 900"),
+        ("0.200 to 0.400", "**no**", "721, 900"),
+    ]
+    assert "Mean gain: +0.167" in section.text  # (0.16 + 0.14 + 0.2) / 3
+
+
+def test_ratios_of_speed_are_of_pairs():
+    seconds = {
+        "all": [
+            {"user": 18, "system": 2, "peak_gb": 3.0},
+            {"user": 25, "system": 5, "peak_gb": 3.0},
+            {"user": 20, "system": 0, "peak_gb": 3.0},
+        ],
+        "none": [
+            {"user": 50, "system": 10, "peak_gb": 3.0},
+            {"user": 70, "system": 20, "peak_gb": 3.0},
+            {"user": 30, "system": 10, "peak_gb": 3.0},
+        ],
+    }
+    rows = [llm_speed.to_row(arm, seconds) for arm in seconds]
+    assert rows[1]["ratio"]["median"] == 3  # of 60/20, 90/30, 40/20
+    assert (rows[0]["seconds"]["median"], rows[0]["system"]) == (20, 2)
+    settings = {"target_seconds": 25, "completion_tokens": 16, "threads": 1}
+    section = llm_speed.render({**CONTENT, "settings": settings, "results": rows})
+    assert [row[3] for row in cells(section)] == ["1", "3.00 (2.50 to 3.00)"]
+    assert "Met: yes" in section.text
+
+
+def test_each_arm_of_the_speeds_leaves_one_measure_out():
+    assert llm_speed.ARMS["none"] == set()
+    for name in llm_speed.MEASURES:
+        assert llm_speed.ARMS["all"] - llm_speed.ARMS[f"without {name}"] == {name}
+
+
+@pytest.mark.parametrize("arm", llm_study.ARMS)
+def test_arms_differ_in_the_loss_alone(arm, tmp_path):
+    spec = llm_study.spec(arm, 1e-4, 0, 2)
+    config = llm_study.TRAINERS[spec["trainer"]][1](tmp_path, bf16=False, **{**llm_study.SETTINGS, **spec["args"]})
+    assert config.generation_batch_size == 128
+    assert config.steps_per_generation // config.gradient_accumulation_steps == llm_study.UPDATES_PER_GENERATION
+    assert config.learning_rate == 1e-4
+    assert (config.loss_type == "vespo") == (arm == "VESPO")
+    if arm == "GRPO":
+        assert config.bound_grid.is_fixed
+
+
+def test_the_study_says_how_far_bapo_ends_above_on_the_same_seeds():
+    rows = [
+        llm_study.result_to_row(
+            arm,
+            seed,
+            {
+                "held_out": [{"greedy": 0.2, "sampled": 0.1}, {"greedy": 0.4, "sampled": after}],
+                "reward": [0.0] * 9 + [0.2, 0.3, 0.4],
+                "seconds": 9,
+            },
+        )
+        for arm, seed, after in (("BAPO", 0, 0.5), ("GRPO", 1, 0.3), ("BAPO", 1, 0.3), ("GRPO", 0, 0.3))
+    ]
+    assert rows[0]["final_reward"] == 0.3
+    settings = {
+        "generations": 12, "updates_per_generation": 16, "problems": 256, "pilot_generations": 8, "threads": 1,
+        "learning_rates": {"BAPO": 1e-4, "GRPO": 2e-4}, "pilots": {"BAPO": [[1e-4, 0.3]], "GRPO": [[2e-4, 0.2]]},
+    }  # fmt: skip
+    section = llm_study.render({**CONTENT, "settings": settings, "results": rows})
+    bapo, grpo = cells(section)
+    assert (bapo[4], bapo[1], grpo[1]) == ("-", "0.0001", "0.0002")
+    # 0.2 and 0: mean 0.1, deviation 0.1414 over the root of 2, times 12.71
+    assert grpo[4] == "+0.100 ± 1.271"
+    assert grpo[2] == "0.200 to 0.400 ± 0.000"

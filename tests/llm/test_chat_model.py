@@ -1,0 +1,143 @@
+"""A real chat model the whole way, as users go it: fetch, train with LoRA, resume, merge, evaluate."""
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bapo_trl.tasks import load_chat_sums, smollm2_path
+from tests.helpers.commands import ROOT, run_command
+
+
+sys.path.insert(0, str(ROOT))
+import demo_llm
+
+
+SHORT = {
+    "max_steps": 4,
+    "per_device_train_batch_size": 8,
+    "steps_per_generation": 2,
+    "num_generations": 4,
+    "max_completion_length": 8,
+    "logging_steps": 1,
+    "save_steps": 2,
+    "save_total_limit": 2,
+}
+
+
+def train_bapo(output_dir: Path, **settings) -> str:
+    flags = [f"--{name}={value}" for name, value in {**SHORT, "output_dir": output_dir, **settings}.items()]
+    command = [sys.executable, str(ROOT / "train_bapo.py"), "--config", str(ROOT / "recipes" / "smollm2_sums.yaml")]
+    result = run_command([*command, *flags], HF_HUB_OFFLINE="1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def logs(folder: Path) -> list[dict]:
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [log for log in history if "bapo/clip_low" in log]
+
+
+@pytest.fixture(scope="module")
+def folder() -> str:
+    return str(smollm2_path())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, folder) -> tuple[Path, str]:
+    """Four updates with LoRA; the model by its folder, as another one would be given."""
+    output_dir = tmp_path_factory.mktemp("run")
+    return output_dir, train_bapo(output_dir, model_name_or_path=folder)
+
+
+def load(folder, dtype="float32"):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def test_the_model_of_the_package_answers_and_stops(folder):
+    model, tokenizer = load(folder)
+    assert model.config.vocab_size == len(tokenizer)
+    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.padding_side) == ("<|im_end|>", "<|im_end|>", "left")
+    for config in (model.config, model.generation_config):
+        assert config.eos_token_id == config.pad_token_id == tokenizer.eos_token_id
+    questions = [demo_llm.ask(a, b) for a, b in demo_llm.EASY_SUMS]
+    texts, ended = demo_llm.complete(model, tokenizer, questions, 48)
+    rewards = load_chat_sums().reward_func(texts, [str(a + b) for a, b in demo_llm.EASY_SUMS])
+    assert sum(rewards) >= len(rewards) / 2, texts
+    assert sum(ended) >= len(ended) / 2
+
+
+def test_four_updates_move_the_adapter(run, folder):
+    output_dir, out = run
+    assert re.search(
+        r"^On CPUs: threads: 1, numbers: (bfloat16|float32) \(\1 weights, .*completions are scored\.$", out, re.M
+    )
+    assert [log["step"] for log in logs(output_dir)] == [1, 2, 3, 4]
+    adapter = PeftModel.from_pretrained(load(folder)[0], output_dir)
+    moved = [parameter for name, parameter in adapter.named_parameters() if "lora_B" in name]
+    assert len(moved) == 30 * 7  # all linear layers but the head
+    assert any(parameter.abs().max() > 0 for parameter in moved)
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(run, folder, tmp_path):
+    shutil.copytree(run[0] / "checkpoint-2", tmp_path / "checkpoint-2")
+    train_bapo(tmp_path, model_name_or_path=folder, resume_from_checkpoint="true")
+    straight, resumed = logs(run[0]), logs(tmp_path)
+    assert [log["step"] for log in resumed] == [1, 2, 3, 4]
+    for key in ("grad_norm", "bapo/positive_share", "reward", "completions/mean_length"):
+        assert [log.get(key) for log in resumed] == [log.get(key) for log in straight], key
+
+
+def test_a_merged_adapter_is_the_same_model_and_is_evaluated(run, folder, tmp_path):
+    model, tokenizer = load(folder)
+    adapted = PeftModel.from_pretrained(model, run[0]).eval()
+    ids = tokenizer.apply_chat_template(demo_llm.ask(59, 19), return_tensors="pt", return_dict=True)["input_ids"]
+    with torch.no_grad():
+        before = adapted(ids).logits.log_softmax(-1)
+        merged = adapted.merge_and_unload()
+        torch.testing.assert_close(merged(ids).logits.log_softmax(-1), before, rtol=0, atol=1e-3)
+    merged.save_pretrained(tmp_path / "merged")
+    tokenizer.save_pretrained(tmp_path / "merged")
+    (tmp_path / "problems.jsonl").write_text(
+        "\n".join(json.dumps(row) for row in load_chat_sums().test_dataset.select(range(16)))
+    )
+    out = train_bapo(
+        tmp_path / "out", do_train="false", model_name_or_path=tmp_path / "merged",
+        dataset_name=tmp_path / "problems.jsonl", dataset_test_split="train",
+        reward_funcs="bapo_trl.tasks.answers.last_number_reward", per_device_eval_batch_size=16,
+        num_generations_eval=1, max_completion_length=16,
+    )  # fmt: skip
+    assert f"Evaluation of {tmp_path / 'merged'}" in out
+    metrics = json.loads((tmp_path / "out" / "eval_results.json").read_text())
+    assert 0 <= metrics["eval_reward"] <= 1
+
+
+def test_a_task_of_reasoning_gym_is_trained_on_by_name(tmp_path):
+    pytest.importorskip("reasoning_gym")
+    out = train_bapo(
+        tmp_path, dataset_name="reasoning_gym:chain_sum", model_name_or_path="smollm2", max_steps=1,
+        task_args='{"min_terms": 2, "max_terms": 2, "max_digits": 1, "size": 40}', save_strategy="no",
+    )  # fmt: skip
+    assert "BAPO on reasoning_gym:chain_sum" in out
+    assert "rewards/gym_reward/mean" in logs(tmp_path)[0]
+
+
+def test_the_demo_ends_with_before_and_after(folder, tmp_path):
+    flags = {**SHORT, "model_name_or_path": folder, "output_dir": tmp_path, "max_steps": 2, "held_out_problems": 4}
+    command = [sys.executable, str(ROOT / "demo_llm.py"), *(f"--{name}={value}" for name, value in flags.items())]
+    result = run_command(command, HF_HUB_OFFLINE="1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    results = json.loads((tmp_path / "demo_results.json").read_text())
+    assert results["problems"] == 4
+    ending = result.stdout[result.stdout.index("Held-out accuracy on 4 problems") :]
+    for name, key in (("greedy, at most 8 tokens", "greedy"), ("greedy, at most 96 tokens", "without_limit")):
+        before, after = results["before"][key], results["after"][key]
+        assert re.search(rf"{name} +{before:.3f} -> {after:.3f}\n", ending)
+    assert ending.count("What is ") == ending.count("  before: ") == ending.count("  after:  ") == 3
+    assert f"Report: {tmp_path / 'report.png'}" in ending

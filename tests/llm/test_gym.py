@@ -1,0 +1,59 @@
+"""Tasks of the package reasoning-gym itself; tests/tasks has those with a stand-in."""
+
+import json
+
+import pytest
+
+from bapo_trl.script.datasets import make_task
+
+
+pytest.importorskip("reasoning_gym")
+TWO_TERMS = '{"min_terms": 2, "max_terms": 2, "min_digits": 3, "max_digits": 3, "size": 50}'
+
+
+def test_a_task_is_made_from_its_name_and_scored_by_its_own_rule():
+    task = make_task("reasoning_gym:chain_sum", TWO_TERMS)
+    assert task.title == "reasoning_gym:chain_sum"
+    assert (len(task.train_dataset), len(task.test_dataset)) == (50, 256)
+    row = task.train_dataset[0]
+    question = json.loads(row["entry"])["entry"]["question"]
+    assert row["prompt"] == [{"role": "user", "content": question}]
+    right = row["answer"]
+    completions = [f"That is {right}.", f"<answer>{right}</answer>, not 1000", f"{right} or 1000", ""]
+    assert task.reward_func(completions, entry=[row["entry"]] * 4) == [1.0, 1.0, 0.0, 0.0]
+    again = make_task("reasoning_gym:chain_sum", json.loads(TWO_TERMS))
+    assert again.train_dataset["entry"][:] == task.train_dataset["entry"][:]
+
+
+@pytest.mark.parametrize("name", ["gcd", "letter_counting", "spell_backward", "countdown", "leg_counting"])
+def test_right_answers_get_the_full_score(name):
+    rows = make_task(f"reasoning_gym:{name}", {"size": 10}).train_dataset
+    answers = [f"<answer>{json.loads(entry)['entry']['answer']}</answer>" for entry in rows["entry"]]
+    assert make_task(f"reasoning_gym:{name}", {"size": 10}).reward_func(answers, entry=rows["entry"]) == [1.0] * 10
+
+
+@pytest.mark.parametrize(
+    ("name", "task_args", "message"),
+    [
+        (
+            "chainsum",
+            None,
+            r"'reasoning_gym:chainsum', but reasoning-gym has no such task \(the nearest is chain_sum\)",
+        ),
+        (
+            "chain_sum",
+            {"min_term": 2},
+            r"`task_args` is .*\"min_term\": 2.*does not take.*arguments are min_terms, max",
+        ),
+        ("chain_sum", {"min_terms": 4, "max_terms": 2}, "does not take .*max_terms must be >= min_terms"),
+        ("arc_agi", {"size": 2}, "do not survive JSON"),
+        (
+            "chain_sum",
+            {"min_terms": 1, "max_terms": 1, "max_digits": 1, "size": 9},
+            "among those held out. Raise `size`",
+        ),
+    ],
+)
+def test_what_a_task_does_not_take_is_refused(name, task_args, message):
+    with pytest.raises(ValueError, match=message):
+        make_task(f"reasoning_gym:{name}", task_args)

@@ -1,0 +1,145 @@
+"""Tasks for chat models: the problems, how an answer is read, what is refused."""
+
+import sys
+
+import pytest
+
+from bapo_trl import tasks
+from bapo_trl.script.datasets import make_task
+from bapo_trl.tasks import gym
+from bapo_trl.tasks.answers import last_number_reward, read_answer
+
+
+def message(text):
+    return [{"role": "assistant", "content": text}]
+
+
+def test_the_sums_of_the_embedded_task_are_asked_in_words():
+    asked, sums = tasks.load_chat_sums(), tasks.load_task()
+    for rows, plain in ((asked.train_dataset, sums.train_dataset), (asked.test_dataset, sums.test_dataset)):
+        a, b = plain[3]["prompt"].rstrip("=").split("+")
+        assert rows[3]["prompt"] == [
+            {"role": "system", "content": "Answer in one short sentence."},
+            {"role": "user", "content": f"What is {a} + {b}?"},
+        ]
+        assert rows["answer"] == plain["answer"]
+        assert rows[3]["answer"] == str(int(a) + int(b))
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("59 + 19 = 78.", 1),
+        ("78", 1),
+        ("The answer is 78.0", 1),
+        ("78 is 59 + 19", 0),
+        ("59-78", 1),  # no minus but a difference
+        ("It is -78", 0),
+        ("7.8", 0),
+        ("78,000", 0),
+        ("78th", 1),
+        ("", 0),
+        ("seventy-eight", 0),
+    ],
+)
+def test_the_last_number_counts(text, reward):
+    assert last_number_reward([text, message(text)], answer=["78", "78"]) == [reward, reward]
+
+
+@pytest.mark.parametrize(
+    ("text", "right_answer", "read"),
+    [
+        ("<answer>1</answer> or <answer>\n-4 </answer> or 7", "3", "-4"),
+        ("<answer>1</answer", "3", "1"),  # not closed, so no tags
+        ("Perhaps 1,234.", "3", "1234"),
+        ("none", "3", ""),
+        ("The 2 kings", "kings", "The 2 kings"),
+        ("  yes\n", "", "yes"),
+    ],
+)
+def test_an_answer_is_read_by_tags_then_as_the_last_number_then_as_a_whole(text, right_answer, read):
+    assert read_answer(text, right_answer) == read
+
+
+def test_a_task_of_a_package_that_is_not_there_names_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ImportError, match=r"`dataset_name` is 'reasoning_gym:gcd'.*pip install 'bapo-trl\[reasoning"):
+        make_task("reasoning_gym:gcd")
+
+
+@pytest.mark.parametrize(
+    ("task_args", "message"),
+    [
+        ('{"min_terms": 2', r"`task_args` is '\{\"min_terms\": 2', which is not JSON.*write it like"),
+        ("[2]", r"`task_args` is \[2\], not arguments by name: write it like"),
+        ({"size": 0}, "`task_args` has size 0: give a whole number from 1 on"),
+        ({"seed": "x"}, "`task_args` has seed 'x': give a whole number from 0 on"),
+    ],
+)
+def test_broken_task_arguments_are_refused(task_args, message):
+    with pytest.raises(ValueError, match=message):
+        make_task("reasoning_gym:gcd", task_args)
+
+
+def test_arguments_of_a_dataset_that_takes_none_are_refused():
+    with pytest.raises(
+        ValueError, match=r"`task_args` is '\{\}', but `dataset_name` is 'chat_sums', which takes none"
+    ):
+        make_task("chat_sums", "{}")
+    assert make_task("data.jsonl") is make_task(None) is None
+
+
+class Halving:
+    """A task whose answer is half of the number asked for, as reasoning-gym would have it."""
+
+    def __init__(self, size, seed, step=1):
+        if step < 1:
+            raise AssertionError("step must be positive")
+        self.entries = [self.entry(2 * (seed + i) // step * step) for i in range(size)]
+
+    def entry(self, number):
+        return {"question": f"Half of {number}?", "answer": str(number // 2), "metadata": {"tuple": (1, 2)}}
+
+    def __iter__(self):
+        return iter(self.entries)
+
+    def score_answer(self, answer, entry):
+        return 1.0 if answer == entry["answer"] else 0.25 * bool(answer)
+
+
+def test_problems_held_out_are_none_of_those_to_train_on(monkeypatch):
+    """Like reasoning-gym, the stand-in makes problem i of a seed from seed + i."""
+    monkeypatch.setattr(gym, "_make", lambda name, args: Halving(**args))
+    task = gym.load_gym_task("reasoning_gym:halving", '{"size": 5, "seed": 7}')
+    train, test = ([row["prompt"][0]["content"] for row in rows] for rows in (task.train_dataset, task.test_dataset))
+    assert train == [f"Half of {number}?" for number in (14, 16, 18, 20, 22)]
+    assert (len(test), test[0]) == (256, "Half of 24?")
+    assert task.train_dataset[1]["answer"] == "8"
+    # Steps of 8 give four of five problems twice; 24 is among those held out
+    task = gym.load_gym_task("halving", {"size": 5, "seed": 7, "step": 8})
+    assert [row["prompt"][0]["content"] for row in task.train_dataset] == ["Half of 8?"] + ["Half of 16?"] * 4
+
+
+def test_the_reward_is_what_the_task_gives_for_the_answer_read(monkeypatch):
+    made = []
+    monkeypatch.setattr(gym, "_make", lambda name, args: made.append((name, args)) or Halving(**args))
+    gym._rebuild.cache_clear()
+    entries = gym.load_gym_task("halving", {"size": 3}).train_dataset["entry"][:]
+    made.clear()
+    gym._rebuild.cache_clear()
+    completions = [message("Half of 0 is 0."), "<answer>1</answer>, not 2", "9"]
+    assert gym.gym_reward(completions, entry=entries, trainer_state=None) == [1.0, 1.0, 0.25]
+    assert made == [("halving", {"size": 3, "seed": 0})]  # once for all rows
+    gym._rebuild.cache_clear()
+
+
+def test_a_task_that_does_not_survive_json_is_refused(monkeypatch):
+    class NeedsTuples(Halving):
+        def score_answer(self, answer, entry):
+            return float(isinstance(entry["metadata"]["tuple"], tuple))
+
+    monkeypatch.setattr(gym, "_make", lambda name, args: NeedsTuples(**args))
+    gym._rebuild.cache_clear()
+    with pytest.raises(ValueError, match="'reasoning_gym:tuples', whose entries do not survive JSON"):
+        gym.load_gym_task("tuples")
+    gym._rebuild.cache_clear()

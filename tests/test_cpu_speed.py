@@ -1,0 +1,186 @@
+"""The measures for CPUs: what each changes, that results stay the same, and that none of them touches a GPU."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from trl.trainer import utils as trl_utils
+
+from bapo_trl import BAPOConfig, cpu_speed
+from bapo_trl.tasks import character_tokenizer, tiny_model
+from tests.helpers.commands import ROOT, run_command
+
+
+B, T, PROMPT = 3, 5, 4
+
+
+@pytest.fixture
+def model():
+    return tiny_model(character_tokenizer(), seed=0)
+
+
+@pytest.fixture
+def _trl_as_it_was(monkeypatch):
+    monkeypatch.setattr(trl_utils, "_use_triton", trl_utils._use_triton)
+
+
+def python(code: str, **env: str) -> str:
+    result = run_command([sys.executable, "-c", code], PYTHONPATH=str(ROOT), **env)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+# --- the head --------------------------------------------------------------------------------------------------------
+
+
+def last_logits(model, ids):
+    """Return the logits of the last position, and whether the head was given a contiguous slice."""
+    seen = []
+    forward = torch.nn.functional.linear
+
+    def watched(hidden_states, weight, bias=None):
+        if weight is model.get_output_embeddings().weight:
+            seen.append(hidden_states.is_contiguous())
+        return forward(hidden_states, weight, bias)
+
+    torch.nn.functional.linear = watched
+    try:
+        with torch.no_grad():
+            return model(ids, logits_to_keep=1).logits, seen
+    finally:
+        torch.nn.functional.linear = forward
+
+
+def test_a_frozen_head_gets_contiguous_rows_and_gives_the_same_logits(model):
+    ids = torch.randint(4, 10, (B, T))
+    model.requires_grad_(False)
+    before, was_contiguous = last_logits(model, ids)
+    assert cpu_speed.make_head_input_contiguous(model)
+    after, is_contiguous = last_logits(model, ids)
+    assert (was_contiguous, is_contiguous) == ([False], [True])
+    torch.testing.assert_close(after, before, rtol=0, atol=2e-5)
+    model.requires_grad_(True)  # a later stage that trains all weights
+    assert last_logits(model, ids)[1] == [False]
+
+
+def test_a_head_that_is_trained_is_left_alone(model):
+    assert not cpu_speed.make_head_input_contiguous(model)
+    assert last_logits(model, torch.randint(4, 10, (B, T)))[1] == [False]
+
+
+# --- the scores ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(trl_utils, "_use_triton"), reason="TRL before 1.16 has no fused head")
+@pytest.mark.usefixtures("_trl_as_it_was")
+def test_scoring_completions_only_leaves_log_probabilities_and_gradients_as_they_were(model, monkeypatch):
+    trl_utils.add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
+    ids = torch.randint(4, 10, (B, PROMPT + T))
+    labels = ids.clone()
+    labels[:, :PROMPT] = -100
+    labels[1, -2:] = -100  # a shorter completion
+    scored = []
+    score = trl_utils._ChunkedLogProbFunction.apply
+    monkeypatch.setattr(
+        trl_utils._ChunkedLogProbFunction,
+        "apply",
+        lambda hidden, *rest: scored.append(len(hidden)) or score(hidden, *rest),
+    )
+
+    def outputs():
+        model.zero_grad()
+        result = model(input_ids=ids, labels=labels, fused_lm_head=True)
+        (result.log_probs * torch.arange(1, PROMPT + T)).sum().backward()
+        return result.log_probs, result.entropy, [parameter.grad.clone() for parameter in model.parameters()]
+
+    before = outputs()
+    assert cpu_speed.score_completions_only()
+    assert cpu_speed.score_completions_only()  # once is enough
+    after = outputs()
+    assert scored == [B * (PROMPT + T - 1), B * T - 2]
+    assert before[0].abs().sum() > 1
+    for got, expected in zip(after, before, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=2e-5)
+    assert trl_utils._use_triton(torch.device("cpu"))
+    assert not trl_utils._use_triton(torch.device("meta"))  # which others decide as before
+
+
+# --- memory, threads, numbers ----------------------------------------------------------------------------------------
+
+
+PAGE_FAULTS = """
+import resource, torch
+from bapo_trl.cpu_speed import keep_freed_memory
+torch.set_num_threads(1)
+print(keep_freed_memory())
+for _ in range(8):  # the first ones make room
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(8 * 2**20)  # 32 MiB: 8,192 pages
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(faults)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
+def test_freed_memory_is_used_again_without_page_faults():
+    kept, faults = python(PAGE_FAULTS).split()
+    assert kept == "True"
+    assert int(faults) < 100
+    kept, faults = python(PAGE_FAULTS, MALLOC_ARENA_MAX="1").split()
+    assert kept == "False"  # the user's settings
+    assert int(faults) > 4000
+
+
+def test_one_thread_on_few_cores_unless_the_user_says_how_many(monkeypatch):
+    set_to = []
+    monkeypatch.setattr(torch, "set_num_threads", set_to.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for threads, expected in ((2, [1]), (1, [1]), (8, [])):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        set_to.clear()
+        cpu_speed.limit_threads()
+        assert set_to == expected
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert cpu_speed.limit_threads() == 2
+    assert set_to == []
+
+
+@pytest.mark.parametrize(("amx", "avx512"), [(True, False), (False, True), (False, False)])
+def test_bfloat16_is_for_the_processor_to_say(monkeypatch, tmp_path, amx, avx512):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    args = BAPOConfig(tmp_path, use_cpu=True)
+    assert args.bf16 == (amx or avx512)
+    assert cpu_speed.base_dtype(args, trains_adapter=True) == ("bfloat16" if args.bf16 else "float32")
+    assert cpu_speed.base_dtype(args, trains_adapter=False) == "float32"
+    for asked in (True, False):
+        assert BAPOConfig(tmp_path, use_cpu=True, bf16=asked).bf16 == asked
+
+
+# --- all of them -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_trl_as_it_was")
+def test_what_was_chosen_is_said_in_one_line(model, monkeypatch):
+    monkeypatch.setattr(cpu_speed, "keep_freed_memory", lambda: True)  # not of this process
+    monkeypatch.setattr(cpu_speed, "has_bfloat16", lambda: False)
+    accelerator = SimpleNamespace(device=torch.device("cpu"))
+    trainer = SimpleNamespace(accelerator=accelerator, model=model, args=SimpleNamespace(bf16=False))
+    line = (
+        "On CPUs: threads: 1, numbers: float32 (float32 weights, a processor without bfloat16), freed memory is kept"
+    )
+    monkeypatch.setattr(cpu_speed, "limit_threads", lambda: 1)
+    assert cpu_speed.speed_up_cpu(trainer) == f"{line}, only completions are scored."
+    model.requires_grad_(False)
+    assert cpu_speed.speed_up_cpu(trainer) == (
+        f"{line}, rows of the frozen head are contiguous, only completions are scored."
+    )
+
+
+def test_a_run_on_a_gpu_is_left_alone(monkeypatch):
+    for name in ("limit_threads", "keep_freed_memory", "make_head_input_contiguous", "score_completions_only"):
+        monkeypatch.setattr(cpu_speed, name, lambda *args: pytest.fail("called"))
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(device=torch.device("cuda", 0)))
+    assert cpu_speed.speed_up_cpu(trainer) is None
