@@ -233,7 +233,9 @@ def make_trainer(model, scope: str | None, setting: Setting, size: Size, rounds:
     if scope is None:
         trainer = GRPOTrainer(model, args=GRPOConfig(folder, **arguments), **options)
     else:
-        trainer = BAPOTrainer(model, args=BAPOConfig(folder, search_scope=scope, **arguments), **options)
+        weight = 0.05 if scope == "carried_over" else 1.0  # with all that this scope is for
+        config = BAPOConfig(folder, search_scope=scope, negative_weight_min=weight, **arguments)
+        trainer = BAPOTrainer(model, args=config, **options)
     trainer.remove_callback(PrinterCallback)
     return trainer
 
