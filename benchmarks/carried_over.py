@@ -20,8 +20,9 @@ from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.carried_curves import CarriedCurves
 from bapo_trl.clip_bounds import ClipBounds, Contributions
 from bapo_trl.config_checks import CARRIED_OVER_MASSES
+from bapo_trl.cpu_speed import keep_freed_memory
 from bapo_trl.tasks import load_task, warm_start_path
-from benchmarks.common import Section, keep_freed_memory, provenance, save_result, table
+from benchmarks.common import Section, provenance, save_result, table
 from benchmarks.training_run import SETTINGS
 
 
