@@ -7,6 +7,7 @@ bfloat16, which rounds as on a GPU. `benchmarks/llm_speed.py` measures each.
 """
 
 import ctypes
+import functools
 import os
 import sys
 from typing import cast
@@ -149,6 +150,7 @@ def score_completions_only() -> bool:
         return False
     if not hasattr(scores_only_labels, "also_on_cpu"):
 
+        @functools.wraps(scores_only_labels)
         def on_cpu_too(device: torch.device) -> bool:
             return device.type == "cpu" or scores_only_labels(device)
 

@@ -1,5 +1,6 @@
 """The measures for CPUs: what each changes, that results stay the same, and that none of them touches a GPU."""
 
+import inspect
 import sys
 from types import SimpleNamespace
 
@@ -22,7 +23,8 @@ def model():
 
 @pytest.fixture
 def _trl_as_it_was(monkeypatch):
-    monkeypatch.setattr(trl_utils, "_use_triton", trl_utils._use_triton)
+    # Without what another test of this process may have set
+    monkeypatch.setattr(trl_utils, "_use_triton", inspect.unwrap(trl_utils._use_triton))
 
 
 def python(code: str, **env: str) -> str:

@@ -47,9 +47,9 @@ class Traced(BAPOTrainer):
         with self.trace:
             return super()._tokens_ahead(are_fresh)
 
-    def _choose_bounds(self):
+    def _choose_bounds_ahead(self):
         with self.trace:
-            super()._choose_bounds()
+            super()._choose_bounds_ahead()
 
     def _observe_logps(self, *args):
         with self.trace:
@@ -90,6 +90,7 @@ def test_the_documented_list_is_read():
     [
         {},
         {"search_scope": "micro_batch", "importance_sampling_level": "sequence"},
+        {"search_scope": "carried_over", "negative_weight_min": 0.05, "negative_ratio_cap": 1.0},
         {
             "loss_type": "grpo",
             "off_policy_mask_threshold": 0.1,
