@@ -29,13 +29,14 @@ SHORT = {
 REWARD = """
 import os, signal
 calls = 0
-def has_digit(completions, prompts, log_extra, **kwargs):
+def has_digit(completions, prompts, log_extra, log_metric, **kwargs):
     global calls
     calls += 1
     if os.environ.get("KILLED_AT") == str(calls):
         os.kill(os.getpid(), signal.SIGKILL)
     found = [float(any(map(str.isdigit, text))) for text in completions]
     log_extra("found", found)
+    log_metric("found_share", sum(found) / len(found))
     return [None if prompt == "skip" else reward for prompt, reward in zip(prompts, found)]
 """
 

@@ -17,6 +17,7 @@ def path(tmp_path):
     assert file.missing(2) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     file.append([completion(1, 0), completion(0, 1)])
     file.append([completion(0, 0), completion(0, 1)])
+    assert file.path.read_bytes().count(b"\n") == 3  # none twice
     return file.path
 
 

@@ -56,9 +56,12 @@ def test_an_evaluation_before_changes_nothing_in_the_training(folder):
         run(dataset_name="train.jsonl", logging_steps=1, log_completions="true", **settings)
         logs = json.loads((folder / "out" / "trainer_state.json").read_text())["log_history"]
         tables = [pd.read_parquet(path).to_dict("list") for path in sorted(folder.glob("out/completions/*.parquet"))]
-        histories.append(([(log["loss"], log["grad_norm"]) for log in logs if "loss" in log], tables))
+        values = [(log["loss"], log["grad_norm"], log.get("found_share")) for log in logs if "loss" in log]
+        histories.append((values, tables))
     assert histories[0] == histories[1]
-    assert {"completion", "found"} < set(histories[0][1][0])
+    values, tables = histories[0]
+    assert values[0][2] is not None
+    assert {"completion", "found"} < set(tables[0])
 
 
 def test_a_fraction_is_held_out(folder):
