@@ -35,11 +35,11 @@ SEEDS, PILOT_SEED = (0, 1, 2), 1000
 LEARNING_RATES = (1e-4, 2e-4, 4e-4)
 PROBLEMS, NUM_SAMPLES = 256, 4
 TRAINERS = {"BAPO": (BAPOTrainer, BAPOConfig), "GRPO": (GRPOTrainer, GRPOConfig)}
-# Trainer and settings of each arm. VESPO has no bounds to search: it runs in TRL's own trainer, with TRL's defaults.
+# Trainer and settings of each arm; VESPO with TRL's defaults
 ARMS = {
     "BAPO": ("BAPO", {}),
     "GRPO": ("BAPO", fixed_clip(0.8, 1.2)),
-    "VESPO": ("GRPO", {"loss_type": "vespo"}),
+    "VESPO": ("BAPO", {"loss_type": "vespo"}),
 }
 SETTINGS = {
     "use_cpu": True,

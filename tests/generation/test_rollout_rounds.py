@@ -359,6 +359,9 @@ def test_evaluation_in_between_does_not_touch_the_pool(tmp_path):
         {"loss_type": "luspo", "importance_sampling_level": "sequence", "gradient_accumulation_steps": 1},
         {"loss_type": "dapo", "mask_truncated_completions": True, "top_entropy_quantile": 0.5},
         {"gradient_accumulation_steps": 6, "partial_rollout_mask_stale": True},  # TRL alone would see an on-policy run
+        {"loss_type": "vespo", "negative_weight_min": 0.05, "search_scope": "carried_over"},
+        {"loss_type": "cispo", "epsilon_high": 5.0, "negative_ratio_cap": 3.0},
+        {"loss_type": "sapo"},
         {"beta": 0.1, "uses_lora": True, "gradient_accumulation_steps": 6},
         {"beta": 0.1, "uses_lora": True},
     ],
