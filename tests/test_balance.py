@@ -363,6 +363,9 @@ def test_a_sign_without_mass_keeps_its_curve():
     carried.learn(curves(0.0, 0.25), curves(0.0, 1.0))
     scaled = carried.scaled_to(curves(4.0, 8.0))
     assert (scaled.positive.item(), scaled.negative.item()) == (6.0, 2.0)
+    carried.learn(curves(2.0, 0.0), curves(1.0, 0.0))
+    scaled = carried.scaled_to(curves(4.0, 8.0))
+    assert (scaled.positive.item(), scaled.negative.item()) == (8.0, 2.0)
 
 
 # Bad input
