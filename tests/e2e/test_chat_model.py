@@ -10,11 +10,6 @@ from tests.e2e.launching import vllm_server
 from tests.helpers.commands import ROOT, free_port, run_command
 
 
-def brevity(completions, **kwargs) -> list[float]:
-    """A reward that differs within a group, so that the weights move."""
-    return [-float(len(message["content"])) for (message,) in completions]
-
-
 @pytest.fixture(scope="module")
 def model():
     try:
@@ -30,7 +25,7 @@ def test_lora_trains_a_chat_model_over_the_server(tmp_path, model):
             "model_name_or_path": model, "output_dir": tmp_path / "run", "use_vllm": True, "vllm_mode": "server",
             "vllm_server_port": server.port, "vllm_group_port": free_port(), "bf16": False, "max_steps": 8,
             "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8, "logging_steps": 1,
-            "save_strategy": "no", "reward_funcs": "tests.e2e.test_chat_model.brevity",
+            "save_strategy": "no", "reward_funcs": "tests.helpers.toy.brevity",
         }  # fmt: skip
         command = [sys.executable, "train_bapo.py", "--config", "recipes/smollm2_sums.yaml"]
         result = run_command([*command, *(f"--{name}={value}" for name, value in settings.items())], cwd=ROOT)

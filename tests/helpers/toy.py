@@ -83,6 +83,11 @@ def digits_reward(completions, **kwargs) -> list[float]:
     return [sum(c.isdigit() for c in text) - 0.1 * len(text) + 0.01 * (len(text) % 3) for text in completions]
 
 
+def brevity(completions, **kwargs) -> list[float]:
+    """A reward of chat completions that differs within a group, so that the weights move."""
+    return [-float(len(message["content"])) for (message,) in completions]
+
+
 def toy_trainer(
     output_dir, model=None, trainer_class=BAPOTrainer, config_class=BAPOConfig, trainer_args=None,
     reward_funcs=digits_reward, **args,

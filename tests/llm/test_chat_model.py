@@ -31,6 +31,9 @@ SHORT = {
 }
 
 
+REWARD = "tests.helpers.toy.brevity"
+
+
 def train_bapo(output_dir: Path, **settings) -> str:
     flags = [f"--{name}={value}" for name, value in {**SHORT, "output_dir": output_dir, **settings}.items()]
     command = [sys.executable, str(ROOT / "train_bapo.py"), "--config", str(ROOT / "recipes" / "smollm2_sums.yaml")]
@@ -53,7 +56,7 @@ def folder() -> str:
 def run(tmp_path_factory, folder) -> tuple[Path, str]:
     """Four updates with LoRA; the model by its folder, as another one would be given."""
     output_dir = tmp_path_factory.mktemp("run")
-    return output_dir, train_bapo(output_dir, model_name_or_path=folder)
+    return output_dir, train_bapo(output_dir, model_name_or_path=folder, reward_funcs=REWARD)
 
 
 def load(folder, dtype="float32"):
@@ -87,7 +90,7 @@ def test_four_updates_move_the_adapter(run, folder):
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(run, folder, tmp_path):
     shutil.copytree(run[0] / "checkpoint-2", tmp_path / "checkpoint-2")
-    train_bapo(tmp_path, model_name_or_path=folder, resume_from_checkpoint="true")
+    train_bapo(tmp_path, model_name_or_path=folder, reward_funcs=REWARD, resume_from_checkpoint="true")
     straight, resumed = logs(run[0]), logs(tmp_path)
     assert [log["step"] for log in resumed] == [1, 2, 3, 4]
     for key in ("grad_norm", "bapo/positive_share", "reward", "completions/mean_length"):
