@@ -88,7 +88,7 @@ def measure_tokens(
     staleness = torch.where(counted, staleness.to(device, dtype, non_blocking=True), 0.0)
 
     mask = completion_mask.bool()
-    advantages = tokens.advantages if tokens.advantages.dim() == 2 else tokens.advantages.unsqueeze(1)
+    advantages = tokens.column_advantages
     suspects = {**guarded, "advantages": advantages.expand(mask.shape)}
     nonfinite = {
         name: (~suspects[name].isfinite() & mask).sum() if suspects.get(name) is not None else 0
@@ -98,7 +98,7 @@ def measure_tokens(
 
     passes = tokens.passes(bounds.low, bounds.high, delta)
     size = 1.0 if tokens.gradient_size is None else tokens.gradient_size
-    weighed = torch.where(advantages < 0, advantages * bounds.negative_weight, advantages) * size
+    weighed = tokens.balanced_advantages(bounds.negative_weight).reshape(advantages.shape) * size
     passing_logps = torch.where(passes, guarded["per_token_logps"], 0.0).to(dtype)
     passing_advantages = torch.where(passes, weighed, 0.0).to(dtype)
     return Tally(

@@ -51,6 +51,11 @@ class PolicyTokens:
         mask = self.mask.bool()
         return mask if self.ratio.shape == mask.shape else mask.any(dim=1, keepdim=True)
 
+    @property
+    def column_advantages(self) -> torch.Tensor:
+        """The advantages in two dimensions, `(B, 1)` or `(B, T)`."""
+        return self.advantages if self.advantages.dim() == 2 else self.advantages.unsqueeze(1)
+
     def passes(self, low: torch.Tensor, high: torch.Tensor, delta: float | None = None) -> torch.Tensor:
         """
         Return which tokens have a gradient of the policy loss, boolean, shape `(B, T)`.
@@ -63,7 +68,7 @@ class PolicyTokens:
             delta (`float`, *optional*):
                 TRL's two-sided clip, which stops tokens above it.
         """
-        advantages = self.advantages if self.advantages.dim() == 2 else self.advantages.unsqueeze(1)
+        advantages = self.column_advantages
         counts = (self.weights > 0) & (advantages != 0)
         if self.gradient_size is not None:
             return counts & (self.gradient_size > 0)

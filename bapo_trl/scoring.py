@@ -104,7 +104,7 @@ class Scoring(TrainerMixin):
 
     def _gradient_size(self, inputs, tokens: PolicyTokens) -> torch.Tensor | None:
         """Return the size of each token's gradient under a loss without clip bounds, else `None`."""
-        advantages = tokens.advantages if tokens.advantages.dim() == 2 else tokens.advantages.unsqueeze(1)
+        advantages = tokens.column_advantages
         if self.loss_type == "cispo":
             return cispo_gradient_size(tokens.ratio, self.epsilon_high)
         if self.loss_type == "sapo":
