@@ -1,51 +1,58 @@
 """
-BAPO, GRPO and VESPO on a real chat model: sums asked in words, 16 updates on the samples of a generation.
+BAPO and other methods on a real chat model: a task of reasoning-gym, 16 updates on the samples of a generation.
 
     python -m benchmarks.llm_study --jobs 1
 
-The model and the task are those of `make demo-llm`: SmolLM2-135M-Instruct with LoRA. Each arm has its own learning
-rate, the best of a small grid on a seed that is not reported. An interrupted study goes on where it stopped.
+The model is that of `make demo-llm`, SmolLM2-135M-Instruct with LoRA. Each arm has its own learning rate, the best of
+a small grid on a seed that is not reported. An interrupted study goes on where it stopped; with `--jobs 0`, it writes
+the arms that are finished.
 """
 
 import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from peft import LoraConfig
 from transformers import PrinterCallback, ProgressCallback
-from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.cpu_speed import base_dtype, has_bfloat16, speed_up_cpu
-from bapo_trl.tasks import load_chat_sums, smollm2_path
+from bapo_trl.tasks import load_gym_task, smollm2_path
 from benchmarks.common import ROOT, Section, provenance, save_result, table
 from benchmarks.run_pool import run_all
-from benchmarks.stability.summary import mean_and_interval
-from benchmarks.training_run import fixed_clip
+from benchmarks.stability.summary import best_rate, mean_and_interval
+from benchmarks.training_run import SERIES, fixed_clip
 from demo_llm import complete, seeded
 
 
-GENERATIONS, PILOT_GENERATIONS = 12, 8
-UPDATES_PER_GENERATION = 16
+TASK = ("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2})
+GENERATIONS, PILOT_GENERATIONS = 10, 6
+UPDATES_PER_GENERATION, ROWS = 16, 8
 SEEDS, PILOT_SEED = (0, 1, 2), 1000
 LEARNING_RATES = (1e-4, 2e-4, 4e-4)
 PROBLEMS, NUM_SAMPLES = 256, 4
-TRAINERS = {"BAPO": (BAPOTrainer, BAPOConfig), "GRPO": (GRPOTrainer, GRPOConfig)}
-# Trainer and settings of each arm; VESPO with TRL's defaults
+WIDEST = {**fixed_clip(0.6, 3.0), "negative_ratio_cap": 3.0}
+SHARE = {**WIDEST, "positive_contribution_target": 0.7, "negative_weight_min": 0.05}
+# Settings of each arm, on top of BAPO's defaults. With a target of 1, the weight of negative tokens is its minimum.
 ARMS = {
-    "BAPO": ("BAPO", {}),
-    "GRPO": ("BAPO", fixed_clip(0.8, 1.2)),
-    "VESPO": ("BAPO", {"loss_type": "vespo"}),
-}
+    "BAPO": {},
+    "GRPO": fixed_clip(0.8, 1.2),
+    "VESPO": {"loss_type": "vespo"},
+    "share 0.7": SHARE,
+    "share 0.7, weight of the generation": {
+        **SHARE, "search_scope": "carried_over", "carried_over_masses": "generation",
+    },
+    "constant weight 0.5": {**WIDEST, "positive_contribution_target": 1.0, "negative_weight_min": 0.5},
+}  # fmt: skip
 SETTINGS = {
     "use_cpu": True,
     "gradient_checkpointing": False,
     "dataloader_pin_memory": False,
-    "per_device_train_batch_size": 8,
+    "per_device_train_batch_size": ROWS,
     "gradient_accumulation_steps": 1,
     "steps_per_generation": UPDATES_PER_GENERATION,
     "num_generations": 8,
@@ -58,30 +65,39 @@ SETTINGS = {
 }
 
 
-def spec(arm: str, learning_rate: float, seed: int, generations: int) -> dict:
-    """Return what [`run`] takes."""
-    trainer, settings = ARMS[arm]
-    args = {**settings, "learning_rate": learning_rate}
-    return {"seed": seed, "generations": generations, "trainer": trainer, "args": args}
+START = {"seed": PILOT_SEED, "generations": 0, "problems": PROBLEMS, "args": {}}
+
+
+def pilot(arm: str, learning_rate: float) -> dict:
+    """Return what [`run`] takes for a run that chooses a learning rate."""
+    args = {**ARMS[arm], "learning_rate": learning_rate}
+    return {"seed": PILOT_SEED, "generations": PILOT_GENERATIONS, "problems": 0, "args": args}
+
+
+def spec(arm: str, learning_rate: float, seed: int) -> dict:
+    """Return what [`run`] takes for a run that is reported."""
+    args = {**ARMS[arm], "learning_rate": learning_rate}
+    return {"seed": seed, "generations": GENERATIONS, "problems": PROBLEMS, "args": args}
 
 
 def run(spec: dict) -> dict:
     """
-    Train once and measure held-out accuracy before and after.
+    Train once and measure accuracy afterwards.
 
     Args:
         spec (`dict`):
-            `seed`, `generations`, `trainer` (a key of `TRAINERS`) and `args`, settings on top of `SETTINGS`.
+            `seed`, `generations` (with 0, the model is measured as it is), `problems`, the number of held-out problems
+            it is measured on, and `args`, settings on top of `SETTINGS`.
 
     Returns:
-        `dict` with `held_out` (two points), `reward` of each generation, and `seconds` of the training.
+        `dict` with `held_out` (one point), `reward` of each generation, `series` of the metrics of each update, and
+        `seconds` of the training.
     """
     torch.set_num_threads(1)
-    task = load_chat_sums()
-    problems = task.test_dataset.select(range(PROBLEMS))
-    trainer_class, config_class = TRAINERS[spec["trainer"]]
+    name, task_args = TASK
+    task = load_gym_task(name, task_args)
     with tempfile.TemporaryDirectory() as folder:
-        args = config_class(
+        args = BAPOConfig(
             folder,
             seed=spec["seed"],
             max_steps=spec["generations"] * UPDATES_PER_GENERATION,
@@ -89,7 +105,7 @@ def run(spec: dict) -> dict:
             **{**SETTINGS, **spec["args"]},
         )
         args.model_init_kwargs = {"dtype": base_dtype(args, trains_adapter=True)}
-        trainer = trainer_class(
+        trainer = BAPOTrainer(
             str(smollm2_path()),
             task.reward_func,
             args,
@@ -99,29 +115,42 @@ def run(spec: dict) -> dict:
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
         speed_up_cpu(trainer)
-        points = [{"update": 0, **accuracy(trainer, problems, task.reward_func)}]
         started = time.perf_counter()
-        trainer.train()
+        if spec["generations"]:
+            trainer.train()
         seconds = time.perf_counter() - started
-        points.append({"update": args.max_steps, **accuracy(trainer, problems, task.reward_func)})
-    rewards = [log["reward"] for log in trainer.state.log_history if "reward" in log]
-    return {"held_out": points, "reward": rewards, "seconds": round(seconds)}
+        point = {"update": args.max_steps}
+        if spec["problems"]:
+            problems = task.test_dataset.select(range(spec["problems"]))
+            point |= accuracy(trainer, problems, task.reward_func)
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    return {
+        "held_out": [point],
+        "reward": [round(log["reward"], 4) for log in logs if "reward" in log],
+        "series": {key: [log[key] for log in logs] for key in SERIES if all(key in log for log in logs)},
+        "seconds": round(seconds),
+    }
 
 
 @torch.no_grad()
-def accuracy(trainer: GRPOTrainer, problems, reward_func) -> dict[str, float]:
-    """Return greedy accuracy, and the mean of 4 samples."""
+def accuracy(trainer: BAPOTrainer, problems, reward_func: Callable[..., list[float]]) -> dict[str, float]:
+    """Return what is right of the greedy completions, of 4 samples on average, and of the best of the 4 (pass@4)."""
     model, tokenizer = trainer.model, trainer.processing_class
-    prompts, answers = problems["prompt"][:], problems["answer"][:]
-    was_training = model.training
+    prompts, entries = problems["prompt"][:], problems["entry"][:]
+
+    def is_right(texts: list[str], entries: list[str]) -> list[bool]:
+        return [reward >= 1 for reward in reward_func(texts, entry=entries)]
+
     model.eval()
     greedy, _ = complete(model, tokenizer, prompts, trainer.args.max_completion_length)
     with seeded(model.device, 0):
         sampled, _ = complete(model, tokenizer, prompts * NUM_SAMPLES, trainer.args.max_completion_length, sample=True)
-    model.train(was_training)
+    model.train()
+    right = is_right(sampled, entries * NUM_SAMPLES)
     return {
-        "greedy": statistics.mean(reward_func(greedy, answers)),
-        "sampled": statistics.mean(reward_func(sampled, answers * NUM_SAMPLES)),
+        "greedy": statistics.mean(is_right(greedy, entries)),
+        "sampled": statistics.mean(right),
+        "pass@4": statistics.mean(any(right[index :: len(prompts)]) for index in range(len(prompts))),
     }
 
 
@@ -131,67 +160,91 @@ def fetch_model(specs: Sequence[dict]) -> None:
         smollm2_path()
 
 
-def choose_learning_rates(finished: Path, jobs: int) -> dict[str, dict[float, float]]:
-    """Return for each arm the sampled accuracy at the end of the pilot with each learning rate."""
-    named = {(arm, rate): spec(arm, rate, PILOT_SEED, PILOT_GENERATIONS) for arm in ARMS for rate in LEARNING_RATES}
-    results = dict(zip(named, run_all(list(named.values()), finished, jobs, run, fetch_model), strict=True))
-    return {
-        arm: {rate: round(results[arm, rate]["held_out"][-1]["sampled"], 4) for rate in LEARNING_RATES} for arm in ARMS
-    }
+Make = Callable[[list[dict]], list[dict | None]]
+
+
+def choose_learning_rate(arm: str, make: Make) -> dict[float, float] | None:
+    """Return the mean reward of the last two generations of an arm's pilots by learning rate, `None` if one misses."""
+    results = make([pilot(arm, rate) for rate in LEARNING_RATES])
+    if None in results:
+        return None
+    rewards = [statistics.mean(result["reward"][-2:]) for result in results]
+    return {rate: round(reward, 4) for rate, reward in zip(LEARNING_RATES, rewards, strict=True)}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each; 0: write what is there")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="arms to run (all)")
     parser.add_argument("--finished", type=Path, default=ROOT / "outputs" / "llm_study.jsonl", help="finished runs")
     arguments = parser.parse_args()
 
-    pilots = choose_learning_rates(arguments.finished, arguments.jobs)
-    rates = {arm: max(accuracies, key=accuracies.__getitem__) for arm, accuracies in pilots.items()}
-    named = {(arm, seed): spec(arm, rates[arm], seed, GENERATIONS) for seed in SEEDS for arm in ARMS}
-    results = run_all(list(named.values()), arguments.finished, arguments.jobs, run, fetch_model)
+    def make(specs: list[dict]) -> list[dict | None]:
+        return run_all(specs, arguments.finished, arguments.jobs, run, fetch_model)
+
+    (start,) = make([START])
+    pilots, rows = {}, []
+    for arm in arguments.arms:
+        rewards = choose_learning_rate(arm, make)
+        if rewards is None:
+            continue
+        specs = [spec(arm, best_rate(rewards), seed) for seed in SEEDS]
+        results = make(specs)
+        if None not in results:
+            pilots[arm] = rewards
+            rows += [result_to_row(arm, seed, result) for seed, result in zip(SEEDS, results, strict=True)]
+    if start is None or not rows:
+        parser.error(f"there is no finished arm in {arguments.finished}: run with --jobs 1.")
     settings = {
+        "task": TASK,
         "generations": GENERATIONS,
         "updates_per_generation": UPDATES_PER_GENERATION,
+        "rows": ROWS,
         "problems": PROBLEMS,
-        "learning_rates": rates,
-        "pilots": {arm: list(accuracies.items()) for arm, accuracies in pilots.items()},
+        "start": start["held_out"][-1],
+        "learning_rates": {arm: best_rate(rewards) for arm, rewards in pilots.items()},
+        "pilots": {arm: list(rewards.items()) for arm, rewards in pilots.items()},
         "pilot_generations": PILOT_GENERATIONS,
+        "arms_left": [arm for arm in ARMS if arm not in pilots],
         "threads": 1,
     }
-    rows = [result_to_row(*key, result) for key, result in zip(named, results, strict=True)]
     save_result("llm_study", "cpu", settings, rows)
 
 
 def result_to_row(arm: str, seed: int, result: dict) -> dict:
     """Return what the result file keeps of a run."""
-    before, after = result["held_out"]
-    figures = {
-        f"{kind}_{when}": round(point[kind], 4)
-        for when, point in (("before", before), ("after", after))
-        for kind in ("greedy", "sampled")
-    }
-    final_reward = statistics.mean(result["reward"][-(len(result["reward"]) // 4) :])
+    rewards, series = result["reward"], result["series"]
+    per_three = [statistics.mean(rewards[index : index + 3]) for index in range(len(rewards) - 2)]
+    norms = [norm for norm in series["grad_norm"] if norm]
     return {
-        "arm": arm, "seed": seed, **figures, "final_reward": round(final_reward, 4), "seconds": result["seconds"],
-    }  # fmt: skip
+        "arm": arm,
+        "seed": seed,
+        **{kind: round(value, 4) for kind, value in result["held_out"][-1].items() if kind != "update"},
+        "reward": rewards,
+        "fall": round(max(per_three) - per_three[-1], 4),
+        "gradient_peak": round(max(norms) / statistics.median(norms), 2),
+        "entropy": [round(value, 3) for value in (series["entropy"][0], series["entropy"][-1])],
+        "negative_weight": round(statistics.mean(series.get("bapo/negative_weight", [1.0])), 3),
+        "seconds": result["seconds"],
+    }
 
 
 def summarize(rows: Sequence[dict]) -> list[dict]:
-    """Return means and intervals of each arm, and the differences to BAPO's on the same seeds."""
+    """Return means and intervals of each arm, and how far BAPO ends above it on the same seeds."""
     by_key = {(row["arm"], row["seed"]): row for row in rows}
     summary = []
     for arm in dict.fromkeys(row["arm"] for row in rows):
         group = [row for row in rows if row["arm"] == arm]
         below = [
-            by_key["BAPO", row["seed"]]["sampled_after"] - row["sampled_after"]
+            by_key["BAPO", row["seed"]]["sampled"] - row["sampled"]
             for row in group
             if arm != "BAPO" and ("BAPO", row["seed"]) in by_key
         ]
-        keys = ("greedy_before", "greedy_after", "sampled_before", "sampled_after", "final_reward")
-        summary.append(
-            {"arm": arm, "below": below} | {key: mean_and_interval([r[key] for r in group]) for key in keys}
-        )
+        figures = {
+            key: mean_and_interval([row[key] for row in group])
+            for key in ("greedy", "sampled", "pass@4", "fall", "gradient_peak", "negative_weight")
+        }
+        summary.append({"arm": arm, "below": mean_and_interval(below), **figures})
     return summary
 
 
@@ -200,32 +253,48 @@ def render(content: dict) -> Section:
     settings, rows = content["settings"], content["results"]
     seeds = len({row["seed"] for row in rows})
     pilots = "; ".join(
-        f"{arm} {', '.join(f'{rate:g} ({accuracy:.3f})' for rate, accuracy in accuracies)}"
-        for arm, accuracies in settings["pilots"].items()
+        f"{arm} {', '.join(f'{rate:g} ({reward:.3f})' for rate, reward in rewards)}"
+        for arm, rewards in settings["pilots"].items()
     )
-    cells = [
-        [
-            row["arm"],
-            f"{settings['learning_rates'][row['arm']]:g}",
-            *(
-                f"{row[f'{kind}_before']['mean']:.3f} to {_with_interval(row[f'{kind}_after'])}"
-                for kind in ("greedy", "sampled")
-            ),
-            _with_interval(mean_and_interval(row["below"]), "+") if row["below"] else "-",
-            _with_interval(row["final_reward"]),
-        ]
-        for row in summarize(rows)
-    ]
+    start = settings["start"]
+    summary = summarize(rows)
+    task = settings["task"][0]
     text = [
-        "## BAPO, GRPO and VESPO on a chat model",
-        "SmolLM2-135M-Instruct with LoRA on the sums of `make demo-llm`: 128 completions a generation, "
-        f"{settings['updates_per_generation']} updates on them, {settings['generations']} generations. GRPO means the "
-        "fixed clip range 0.8 to 1.2 in the same code; VESPO runs in TRL's trainer. Accuracy is of "
-        f"{settings['problems']} held-out problems, before to after. Figures are means over {seeds} seeds ± half the "
-        "width of the 95 % interval (Student's t). BAPO above: its sampled accuracy less the arm's, seed by seed.",
-        f"Learning rates: the best of three for each arm, by sampled accuracy after {settings['pilot_generations']} "
-        f"generations on another seed: {pilots}.",
-        table(["Arm", "Learning rate", "Greedy", "Mean of 4 samples", "BAPO above", "Final reward"], cells),
+        "## BAPO and other methods on a chat model",
+        f"SmolLM2-135M-Instruct with LoRA on `reasoning_gym:{task}` with sums and differences of two numbers of one "
+        f"or two digits: {settings['rows'] * settings['updates_per_generation']} completions a generation, "
+        f"{settings['updates_per_generation']} updates on them, {settings['generations']} generations. All arms run "
+        'in `BAPOTrainer`; GRPO means the fixed clip range 0.8 to 1.2, VESPO is `loss_type="vespo"`. Accuracy is of '
+        f"{settings['problems']} held-out problems. Figures are means over {seeds} seeds ± half the width of the "
+        "95 % interval (Student's t). BAPO above: its sampled accuracy less the arm's, seed by seed.",
+        f"At the start: greedy {start['greedy']:.3f}, mean of 4 samples {start['sampled']:.3f}, pass@4 "
+        f"{start['pass@4']:.3f}.",
+        table(
+            ["Arm", "Learning rate", "Greedy", "Mean of 4 samples", "BAPO above", "pass@4"],
+            [
+                [
+                    row["arm"],
+                    f"{settings['learning_rates'][row['arm']]:g}",
+                    _with_interval(row["greedy"]),
+                    _with_interval(row["sampled"]),
+                    _with_interval(row["below"], "+") if row["below"]["mean"] is not None else "-",
+                    _with_interval(row["pass@4"]),
+                ]
+                for row in summary
+            ],
+        ),
+        "Fall: how far the reward on fresh samples, a mean over three generations, ends below its best. Gradient "
+        "peak: the largest gradient norm over the median. Weight: that of negative tokens, mean over the updates.",
+        table(
+            ["Arm", "Fall", "Gradient peak", "Weight"],
+            [
+                [row["arm"], *(_with_interval(row[key]) for key in ("fall", "gradient_peak", "negative_weight"))]
+                for row in summary
+            ],
+        ),
+        f"Learning rates: the best of three for each arm, by the mean reward of the last two of "
+        f"{settings['pilot_generations']} generations on another seed: {pilots}.",
+        *([f"Not run yet: {', '.join(settings['arms_left'])}."] if settings["arms_left"] else []),
         provenance(content),
     ]
     return Section("\n\n".join(text))

@@ -1,7 +1,10 @@
 """The benchmarks of the chat model: their arms, and what their sections say of invented results."""
 
 import pytest
+import torch
 
+from bapo_trl import BAPOConfig
+from bapo_trl.clip_bounds import contributions, search_bounds
 from benchmarks import llm_demo, llm_speed, llm_study
 
 
@@ -74,37 +77,69 @@ def test_each_arm_of_the_speeds_leaves_one_measure_out():
 
 @pytest.mark.parametrize("arm", llm_study.ARMS)
 def test_arms_differ_in_the_loss_alone(arm, tmp_path):
-    spec = llm_study.spec(arm, 1e-4, 0, 2)
-    config = llm_study.TRAINERS[spec["trainer"]][1](tmp_path, bf16=False, **{**llm_study.SETTINGS, **spec["args"]})
-    assert config.generation_batch_size == 128
-    assert config.steps_per_generation // config.gradient_accumulation_steps == llm_study.UPDATES_PER_GENERATION
+    config = BAPOConfig(tmp_path, bf16=False, **{**llm_study.SETTINGS, **llm_study.spec(arm, 1e-4, 0)["args"]})
+    assert config.generation_batch_size == llm_study.ROWS * llm_study.UPDATES_PER_GENERATION
     assert config.learning_rate == 1e-4
     assert (config.loss_type == "vespo") == (arm == "VESPO")
-    if arm == "GRPO":
-        assert config.bound_grid.is_fixed
+    assert config.bound_grid.is_fixed == (arm != "BAPO")
+
+
+@pytest.mark.parametrize("weight", [0.5, 0.8])
+def test_a_target_of_one_gives_a_constant_weight(weight, tmp_path):
+    settings = {**llm_study.ARMS["constant weight 0.5"], "negative_weight_min": weight}
+    torch.manual_seed(0)
+    advantages = torch.tensor([[1.0, 1.0, -1.0, -0.5, 2.0, -1.0]])
+    for spread in (0.0, 0.1, 1.0):
+        ratio = (spread * torch.randn(1, 6)).exp()
+        grid = BAPOConfig(tmp_path, use_cpu=True, bf16=False, **settings).bound_grid
+        curves = contributions(ratio, advantages, torch.ones(1, 6), grid)
+        found = search_bounds(curves, grid, 1.0, negative_weight_min=weight)
+        assert found.negative_weight.item() == weight
+
+
+def result(sampled: float, rewards: list[float]) -> dict:
+    return {
+        "held_out": [{"update": 160, "greedy": 0.4, "sampled": sampled, "pass@4": 0.6}],
+        "reward": rewards,
+        "series": {"grad_norm": [1.0, 0.0, 2.0, 4.0, 3.0], "entropy": [2.0, 1.0], "bapo/negative_weight": [1.0, 0.5]},
+        "seconds": 9,
+    }
+
+
+def test_rows_of_the_study_hold_the_fall_from_the_best_three_generations():
+    row = llm_study.result_to_row("BAPO", 0, result(0.5, [0.0, 0.3, 0.6, 0.6, 0.3, 0.0]))
+    assert row["fall"] == 0.2  # from (0.3 + 0.6 + 0.6) / 3 to (0.6 + 0.3 + 0) / 3
+    assert row["gradient_peak"] == 1.6  # 4 over the median of 1, 2, 3, 4
+    assert row["negative_weight"] == 0.75
+    assert llm_study.result_to_row("BAPO", 0, result(0.5, [0.0, 0.3, 0.6]))["fall"] == 0
 
 
 def test_the_study_says_how_far_bapo_ends_above_on_the_same_seeds():
+    rewards = [0.1, 0.2, 0.3]
     rows = [
-        llm_study.result_to_row(
-            arm,
-            seed,
-            {
-                "held_out": [{"greedy": 0.2, "sampled": 0.1}, {"greedy": 0.4, "sampled": after}],
-                "reward": [0.0] * 9 + [0.2, 0.3, 0.4],
-                "seconds": 9,
-            },
-        )
-        for arm, seed, after in (("BAPO", 0, 0.5), ("GRPO", 1, 0.3), ("BAPO", 1, 0.3), ("GRPO", 0, 0.3))
+        llm_study.result_to_row(arm, seed, result(sampled, rewards))
+        for arm, seed, sampled in (("BAPO", 0, 0.5), ("GRPO", 1, 0.3), ("BAPO", 1, 0.3), ("GRPO", 0, 0.3))
     ]
-    assert rows[0]["final_reward"] == 0.3
     settings = {
-        "generations": 12, "updates_per_generation": 16, "problems": 256, "pilot_generations": 8, "threads": 1,
+        "generations": 10, "updates_per_generation": 16, "rows": 8, "problems": 256, "pilot_generations": 6,
+        "threads": 1, "task": ["chain_sum", {}], "start": {"greedy": 0.15, "sampled": 0.1, "pass@4": 0.3},
         "learning_rates": {"BAPO": 1e-4, "GRPO": 2e-4}, "pilots": {"BAPO": [[1e-4, 0.3]], "GRPO": [[2e-4, 0.2]]},
+        "arms_left": ["VESPO"],
     }  # fmt: skip
     section = llm_study.render({**CONTENT, "settings": settings, "results": rows})
-    bapo, grpo = cells(section)
+    bapo, grpo, *_, bapo_search, _ = cells(section)
     assert (bapo[4], bapo[1], grpo[1]) == ("-", "0.0001", "0.0002")
     # 0.2 and 0: mean 0.1, deviation 0.1414 over the root of 2, times 12.71
     assert grpo[4] == "+0.100 ± 1.271"
-    assert grpo[2] == "0.200 to 0.400 ± 0.000"
+    assert grpo[3] == "0.300 ± 0.000"
+    assert bapo_search[2] == "1.600 ± 0.000"
+    assert "pass@4 0.300" in section.text
+    assert "Not run yet: VESPO." in section.text
+
+
+def test_learning_rates_are_those_of_the_best_pilot():
+    rewards = dict(zip(llm_study.LEARNING_RATES, ([0.9, 0.1, 0.2], [0.0, 0.3, 0.4], [0.0, 0.3, 0.2]), strict=True))
+    assert llm_study.choose_learning_rate(
+        "GRPO", lambda specs: [{"reward": rewards[spec["args"]["learning_rate"]]} for spec in specs]
+    ) == dict(zip(llm_study.LEARNING_RATES, (0.15, 0.35, 0.25), strict=True))
+    assert llm_study.choose_learning_rate("GRPO", lambda specs: [None for _ in specs]) is None
