@@ -163,13 +163,15 @@ def fetch_model(specs: Sequence[dict]) -> None:
 Make = Callable[[list[dict]], list[dict | None]]
 
 
-def choose_learning_rate(arm: str, make: Make) -> dict[float, float] | None:
-    """Return the mean reward of the last two generations of an arm's pilots by learning rate, `None` if one misses."""
-    results = make([pilot(arm, rate) for rate in LEARNING_RATES])
-    if None in results:
-        return None
-    rewards = [statistics.mean(result["reward"][-2:]) for result in results]
-    return {rate: round(reward, 4) for rate, reward in zip(LEARNING_RATES, rewards, strict=True)}
+def choose_learning_rates(arms: Sequence[str], make: Make) -> dict[str, dict[float, float]]:
+    """Return the mean reward of the last two generations by learning rate, for arms whose pilots are all there."""
+    results = iter(make([pilot(arm, rate) for arm in arms for rate in LEARNING_RATES]))
+    pilots = {arm: {rate: next(results) for rate in LEARNING_RATES} for arm in arms}
+    return {
+        arm: {rate: round(statistics.mean(result["reward"][-2:]), 4) for rate, result in by_rate.items()}
+        for arm, by_rate in pilots.items()
+        if None not in by_rate.values()
+    }
 
 
 def main():
@@ -183,18 +185,16 @@ def main():
         return run_all(specs, arguments.finished, arguments.jobs, run, fetch_model)
 
     (start,) = make([START])
-    pilots, rows = {}, []
-    for arm in arguments.arms:
-        rewards = choose_learning_rate(arm, make)
-        if rewards is None:
-            continue
-        specs = [spec(arm, best_rate(rewards), seed) for seed in SEEDS]
-        results = make(specs)
-        if None not in results:
-            pilots[arm] = rewards
-            rows += [result_to_row(arm, seed, result) for seed, result in zip(SEEDS, results, strict=True)]
+    pilots = choose_learning_rates(arguments.arms, make)
+    named = [(arm, seed) for seed in SEEDS for arm in pilots]
+    results = make([spec(arm, best_rate(pilots[arm]), seed) for arm, seed in named])
+    rows = [
+        result_to_row(arm, seed, result)
+        for (arm, seed), result in zip(named, results, strict=True)
+        if result is not None
+    ]
     if start is None or not rows:
-        parser.error(f"there is no finished arm in {arguments.finished}: run with --jobs 1.")
+        parser.error(f"there is no finished run in {arguments.finished}: run with --jobs 1.")
     settings = {
         "task": TASK,
         "generations": GENERATIONS,
@@ -205,7 +205,7 @@ def main():
         "learning_rates": {arm: best_rate(rewards) for arm, rewards in pilots.items()},
         "pilots": {arm: list(rewards.items()) for arm, rewards in pilots.items()},
         "pilot_generations": PILOT_GENERATIONS,
-        "arms_left": [arm for arm in ARMS if arm not in pilots],
+        "arms_left": [arm for arm in ARMS if arm not in {row["arm"] for row in rows}],
         "threads": 1,
     }
     save_result("llm_study", "cpu", settings, rows)

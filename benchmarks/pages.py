@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import benchmarks.balance.section as balance
 import benchmarks.stability.section as stability
 from benchmarks import (
     carried_over,
@@ -50,6 +51,7 @@ SECTIONS = {
     "handles": handles.render,
     "entropy_rule": entropy_rule.render,
     "stability": stability.render,
+    "balance": balance.render,
     "replay_study": replay_study.render,
     "replay_queue": replay_queue.render,
     "partial_study": partial_study.render,

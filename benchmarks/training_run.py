@@ -20,7 +20,7 @@ from trl import GRPOConfig
 
 from bapo_trl import BAPOConfig
 from bapo_trl.cpu_speed import keep_freed_memory
-from bapo_trl.tasks import EmbeddedTask, held_out_accuracy, load_task, warm_start_path
+from bapo_trl.tasks import EmbeddedTask, HeldOutAccuracy, held_out_accuracy, load_task, warm_start_path
 from bapo_trl.tasks.evaluation import seeded
 from benchmarks.long_tailed_sums import load_long_tailed_sums
 from benchmarks.measured_trainer import MeasuredBAPOTrainer, MeasuredGRPOTrainer
@@ -102,16 +102,11 @@ class HeldOut(TrainerCallback):
 
     def measure(self, update: int, model, tokenizer) -> None:
         started = time.perf_counter()
-        accuracy = held_out_accuracy(
-            model,
-            tokenizer,
-            self.task.test_dataset,
-            num_samples=2,
-            max_new_tokens=self.task.max_new_tokens,
-            reward_func=self.task.reward_func,
-        )
+        accuracy = _held_out(model, tokenizer, self.task, num_samples=2)
         entropy = sampled_entropy(model, tokenizer, self.task)
-        self.points.append({"update": update, **vars(accuracy), "entropy": entropy})
+        self.points.append(
+            {"update": update, "greedy": accuracy.greedy, "sampled": accuracy.sampled, "entropy": entropy}
+        )
         self.seconds += time.perf_counter() - started
 
     def on_train_begin(self, args, state, control, model=None, processing_class=None, **kwargs):
@@ -125,6 +120,17 @@ class HeldOut(TrainerCallback):
     def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs):
         if state.global_step % self.every == 0:
             self.measure(state.global_step, model, processing_class)
+
+
+def _held_out(model, tokenizer, task: EmbeddedTask, num_samples: int) -> HeldOutAccuracy:
+    return held_out_accuracy(
+        model,
+        tokenizer,
+        task.test_dataset,
+        num_samples=num_samples,
+        max_new_tokens=task.max_new_tokens,
+        reward_func=task.reward_func,
+    )
 
 
 @torch.no_grad()
@@ -157,7 +163,8 @@ def run(spec: dict) -> dict:
     Args:
         spec (`dict`):
             `seed`; `generations`, how many batches of completions to generate; `held_out_every`, updates between two
-            measurements (default: those of two generations); `task`, a key of `TASKS` (default: `"sums"`);
+            measurements (default: those of two generations); `task`, a key of `TASKS` (default: `"sums"`); `k`, the
+            samples of each held-out problem for pass@k at the end (default: pass@k is not measured);
             `trainer`, a key of `TRAINERS` (default: `"BAPO"`); `args`, settings of its config on top of `SETTINGS`.
 
     Returns:
@@ -199,6 +206,10 @@ def run(spec: dict) -> dict:
                 if update > held_out.points[-1]["update"]
             ]
         seconds = time.perf_counter() - started - held_out.seconds
+        solved = {}
+        if "k" in spec:
+            accuracy = None if failure else _held_out(trainer.model, trainer.processing_class, task, spec["k"])
+            solved = {"pass@k": round(accuracy.solved, 4) if accuracy else 0.0}
     logs = [log for log in trainer.state.log_history if "loss" in log]
     generations = [log for log in logs if "reward" in log]
     if failure is None and (len(logs), len(generations)) != (args.max_steps, spec["generations"]):
@@ -229,6 +240,7 @@ def run(spec: dict) -> dict:
         "seconds_so_far": held_out.seconds_so_far,
         "generated_tokens": generated,
         "reward": [round(log["reward"], 4) for log in generations],
+        **solved,
         "entropy_first_last": [logs[0]["entropy"], logs[-1]["entropy"]],
         "held_out": [
             {

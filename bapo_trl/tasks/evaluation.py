@@ -1,5 +1,6 @@
 """Accuracy of a model on held-out problems."""
 
+import statistics
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,10 +23,13 @@ class HeldOutAccuracy:
             Accuracy of the greedy completions.
         sampled (`float`):
             Mean accuracy of the sampled completions.
+        solved (`float`):
+            Problems with a right completion among those sampled: pass@k, where k is their number.
     """
 
     greedy: float
     sampled: float
+    solved: float
 
 
 def held_out_accuracy(
@@ -65,7 +69,7 @@ def held_out_accuracy(
             Gives 1.0 for a right completion and 0.0 for any other.
 
     Returns:
-        [`HeldOutAccuracy`]: Greedy and sampled accuracy.
+        [`HeldOutAccuracy`]: Greedy and sampled accuracy, and the share of problems that were solved.
 
     Raises:
         ValueError: If there are no problems, `num_samples` is below 1 or the tokenizer pads on the right.
@@ -85,24 +89,24 @@ def held_out_accuracy(
 
     generate: Any = model.generate  # not every model has it, says its type
 
-    def accuracy(prompts: list[str], answers: list[str], **generation: object) -> float:
+    def score(prompts: list[str], answers: list[str], **generation: object) -> list[float]:
         texts: list[str] = []
         for start in range(0, len(prompts), batch_size):
             batch = tokenizer(prompts[start : start + batch_size], return_tensors="pt", padding=True).to(model.device)
             output = generate(**batch, max_new_tokens=max_new_tokens, **generation)
             texts += tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-        return sum(reward_func(texts, answers)) / len(answers)
+        return reward_func(texts, answers)
 
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad(), seeded(model.device, seed):
-            return HeldOutAccuracy(
-                greedy=accuracy(prompts, answers, do_sample=False),
-                sampled=accuracy(prompts * num_samples, answers * num_samples, **sampling),
-            )
+            greedy = score(prompts, answers, do_sample=False)
+            sampled = score(prompts * num_samples, answers * num_samples, **sampling)
     finally:
         model.train(was_training)
+    best = [max(sampled[index :: len(rows)]) for index in range(len(rows))]
+    return HeldOutAccuracy(*map(statistics.mean, (greedy, sampled, best)))
 
 
 @contextmanager

@@ -157,7 +157,11 @@ PRESETS = {
 
 
 def choose_learning_rates(
-    task: str, arms: Sequence[str], preset: Preset, make: Callable[[list[Run]], list[dict]]
+    task: str,
+    arms: Sequence[str],
+    preset: Preset,
+    make: Callable[[list[Run]], list[dict]],
+    settings: Sequence[StalenessSetting] = STALE,
 ) -> dict[tuple[str, str], float]:
     """
     Return the learning rate of each arm at 16 and at 64 updates per generation, the best of its pilots.
@@ -174,8 +178,10 @@ def choose_learning_rates(
             Size of the study.
         make (callable):
             Returns the rows of some runs.
+        settings (sequence of [`StalenessSetting`], *optional*, defaults to `STALE`):
+            Where pilots are made.
     """
-    grids = {(arm, staleness): preset.learning_rates[task] for staleness in STALE for arm in arms}
+    grids = {(arm, staleness): preset.learning_rates[task] for staleness in settings for arm in arms}
     if len(preset.learning_rates[task]) == 1:
         return {(arm, staleness.name): grid[0] for (arm, staleness), grid in grids.items()}
     for extension in range(3):

@@ -10,7 +10,6 @@ from dataclasses import fields
 from bapo_trl import BAPOConfig
 from benchmarks.run_pool import run_key
 
-from .arms import ABLATION, ARMS
 from .plan import Preset, Run
 
 
@@ -51,9 +50,9 @@ def rows_of(
     if missing:
         print(f"{len(runs) - len(missing)} of {len(runs)} runs have rows.", flush=True)
         results = make([spec for _, spec in missing.values()])
-        for (key, (run, _)), result in zip(missing.items(), results, strict=True):
+        for (key, (run, spec)), result in zip(missing.items(), results, strict=True):
             if result is not None:
-                rows[key] = {"key": key, **run_to_row(run, result)}
+                rows[key] = {"key": key, **run_to_row(run, result, spec["args"])}
     return [rows[key] for key in keys if key in rows]
 
 
@@ -63,8 +62,8 @@ def name_row(run: Run) -> dict:
     return dict(zip(NAMES, values, strict=True))
 
 
-def run_to_row(run: Run, result: dict) -> dict:
-    """Return the row of a run from its result, as [`training_run.run`] returns it."""
+def run_to_row(run: Run, result: dict, settings: dict) -> dict:
+    """Return the row of a run from its result, as [`training_run.run`] returns it, and the settings of its trainer."""
     series, points = result["series"], result["held_out"]
     accuracies = [point["sampled"] for point in points]  # 0 from where a run broke off
     norms = [norm for norm in series["grad_norm"] if norm]
@@ -76,13 +75,14 @@ def run_to_row(run: Run, result: dict) -> dict:
         **name_row(run),
         "final": accuracies[-1],
         "greedy": points[-1]["greedy"],
+        **({"pass@k": result["pass@k"]} if "pass@k" in result else {}),
         "area": round(area / points[-1]["update"], 4),
         "entropy_ratio": None if "failure" in result else round(points[-1]["entropy"] / points[0]["entropy"], 4),
         "gradient_peak": round(max(norms) / statistics.median(norms), 2) if norms else None,
         "undefined_gradients": series["grad_norm"][: result["updates"]].count(None),
         "largest_fall": round(max(map(operator.sub, itertools.accumulate(accuracies, max), accuracies)), 4),
         "is_collapsed": accuracies[-1] < max(accuracies) / 2,
-        **describe_search(run.arm, series),
+        **describe_search(settings, series),
         "updates": result["updates"],
         "generated_tokens": result["generated_tokens"][-1],
         "tokens_per_update": round(result["generated_tokens"][-1] * run.staleness.num_iterations / result["updates"]),
@@ -93,15 +93,15 @@ def run_to_row(run: Run, result: dict) -> dict:
     }
 
 
-def describe_search(arm: str, series: dict[str, list]) -> dict:
+def describe_search(settings: dict, series: dict[str, list]) -> dict:
     """
-    Return what the search of an arm did, nothing for arms without one.
+    Return what the search of a run with these settings did, nothing where there is none.
 
     Shares of the updates in which it stayed at the start and went to the end of its path; how much the positive share
     under the start bounds varies over the updates, and by how much the search raised it, at most and on average over
     the updates in which it did; the largest importance ratio in the update with the largest gradient.
     """
-    settings = {f.name: f.default for f in fields(BAPOConfig)} | ARMS.get(arm, {}) | ABLATION.get(arm, {})
+    settings = {f.name: f.default for f in fields(BAPOConfig)} | settings
     ends = {
         name: (settings[f"ratio_lower_{end}"], settings[f"ratio_upper_{end}"])
         for name, end in (("at_start", "start"), ("at_end", "max"))

@@ -250,7 +250,7 @@ def finished_run(accuracies, norms, entropies=(2.0, 1.0, 0.5)):
 
 def test_figures_of_a_run():
     def row_of(accuracies, norms):
-        return run_to_row(a_run(), finished_run(accuracies, norms))
+        return run_to_row(a_run(), finished_run(accuracies, norms), {})
 
     row = row_of([0.2, 0.8, 0.3], [1.0] * 18 + [None, 5.0])
     assert [row[name] for name in NAMES] == ["reported", "sums", "BAPO", "16", 1e-3, 0]
@@ -277,7 +277,7 @@ def test_what_the_search_did():
         "grad_norm": [0.1, None, 0.3, 0.2],
         "ratio/max": [1.0, 2.0, 3.0, 4.0],
     }
-    assert describe_search("BAPO", series) == {
+    assert describe_search({}, series) == {
         "at_start": 0.25,
         "at_end": 0.5,
         "initial_share_deviation": 0.0816,
@@ -286,9 +286,9 @@ def test_what_the_search_did():
         "mean_share_gain": 0.035,
         "ratio_at_gradient_peak": 3.0,
     }
-    released = describe_search("released recipe's bounds", series)
+    released = describe_search(ARMS["released recipe's bounds"], series)
     assert (released["at_start"], released["at_end"]) == (0.0, 0.0)
-    assert describe_search("GRPO", series) == describe_search("CISPO", {}) == {}
+    assert describe_search(ARMS["GRPO"], series) == describe_search(ARMS["CISPO"], {}) == {}
 
 
 def test_bins_are_means_of_what_is_defined():
@@ -307,7 +307,7 @@ def test_intervals_are_those_of_student_s_t():
 def rows_with(ends):
     """Return the rows of arms that end with these accuracies, by seed."""
     return [
-        run_to_row(a_run(arm, seed=seed), finished_run(accuracies, [1.0] * 20))
+        run_to_row(a_run(arm, seed=seed), finished_run(accuracies, [1.0] * 20), ARMS.get(arm, {}))
         for arm, by_seed in ends.items()
         for seed, accuracies in by_seed.items()
     ]
@@ -357,7 +357,7 @@ def test_the_table_of_the_readme_shows_the_published_methods_and_wide_intervals(
 
 
 def test_undefined_gradients_are_told():
-    row = run_to_row(a_run("CISPO"), finished_run([0.2, 0.5, 0.6], [1.0] * 10 + [None] * 2 + [1.5] * 8))
+    row = run_to_row(a_run("CISPO"), finished_run([0.2, 0.5, 0.6], [1.0] * 10 + [None] * 2 + [1.5] * 8), {})
     assert undefined_gradients(summarize([row]))[0].endswith("CISPO at 16: 2.")
 
 

@@ -32,7 +32,7 @@ def test_a_run_gives_what_the_study_reports(arm):
     """A real run in a process of its own, with each of the two trainers, and with updates of several micro-batches."""
     run, spec, result = short_run(arm, 2)
     assert spec["trainer"] == ("GRPO" if arm == "CISPO" else "BAPO")
-    row = run_to_row(run, result)
+    row = run_to_row(run, result, spec["args"])
     assert (row["updates"], len(result["reward"])) == (4, 2)
     assert [point[0] for point in row["held_out"]] == [0, 2, 4]
     assert 0.3 < row["held_out"][0][1] < 0.6  # what the warm start can do
@@ -69,9 +69,9 @@ def test_a_run_whose_policy_breaks_is_a_result(tmp_path):
     """It has collapsed, with an accuracy of 0 from there on, and its lines in the figures stay as long as others'."""
     rows, results = [], []
     for learning_rate in (1e30, 1e-3):
-        run, _, result = short_run("BAPO", 1, learning_rate)
+        run, spec, result = short_run("BAPO", 1, learning_rate)
         results.append(result)
-        rows.append(run_to_row(run, result))
+        rows.append(run_to_row(run, result, spec["args"]))
     assert "nan" in results[0]["failure"].lower()
     assert results[0]["updates"] < 4
     row = rows[0]

@@ -1,0 +1,92 @@
+"""The runs of the study of the balance."""
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.stability.plan import FULL, Preset, Run, StalenessSetting, choose_learning_rates
+
+from .arms import ARMS, NAMES_BEFORE, REPEATED
+
+
+Make = Callable[[list[Run]], list[dict]]
+# Task and staleness, the most telling first; where the grids of learning rates begin. They go on beyond their ends.
+SETTINGS = {
+    ("running_totals", StalenessSetting(64)): (4e-4, 8e-4, 1.6e-3),
+    ("sums", StalenessSetting(64)): (2.5e-4, 5e-4, 1e-3),
+    ("running_totals", StalenessSetting(16)): (2e-4, 4e-4, 8e-4),
+    ("sums", StalenessSetting(16)): (2.5e-4, 5e-4, 1e-3),
+}
+LOW_RATES = ("widest, cap", "share 0.6", "BAPO, weight")  # whose grids begin at half of that
+SEEDS, MORE_SEEDS = FULL.few_seeds, FULL.seeds[len(FULL.few_seeds) :]
+K = 4  # of pass@k
+IN_REACH = 0.02
+
+
+@dataclass(frozen=True)
+class BalancePreset(Preset):
+    """Size of the first study, with the arms of this one and pass@k in the runs that are reported."""
+
+    def spec(self, run: Run) -> dict:
+        """Return what [`training_run.run`] takes."""
+        spec = super().spec(replace(run, arm="BAPO"))
+        spec["args"] |= {**ARMS, **REPEATED}[run.arm]
+        return spec if run.purpose == "pilot" else {**spec, "k": K}
+
+
+PRESET = BalancePreset(**vars(FULL))
+
+
+def choose_rate(task: str, staleness: StalenessSetting, arm: str, make: Make) -> float | None:
+    """Return the learning rate of an arm, the best of its pilots; `None` if none of them is made."""
+    grid = SETTINGS[task, staleness]
+    if arm in LOW_RATES:
+        grid = tuple(rate / 2 for rate in grid)
+    preset = replace(PRESET, learning_rates={task: grid})
+    return choose_learning_rates(task, [arm], preset, make, [staleness]).get((arm, staleness.name))
+
+
+def make_study(make: Make, first_study: Sequence[dict]) -> None:
+    """
+    Make the runs of the study, setting by setting.
+
+    Args:
+        make (callable):
+            Returns the rows of some runs, fewer than runs if some are not made now.
+        first_study (sequence of `dict`):
+            Rows of `benchmarks.stability`, whose learning rates the published methods take.
+    """
+    known = {
+        (row["task"], row["staleness_setting"], row["arm"]): row["learning_rate"]
+        for row in first_study
+        if row["purpose"] == "reported"
+    }
+    for task, staleness in SETTINGS:
+        print(f"{task}, {staleness.name}:", flush=True)
+        rows = []
+        for arm in ARMS:
+            if rate := choose_rate(task, staleness, arm, make):
+                rows += make([Run("reported", task, arm, staleness, rate, seed) for seed in SEEDS])
+        rates = {arm: known[task, staleness.name, NAMES_BEFORE.get(arm, arm)] for arm in REPEATED}
+        rows += make(
+            [
+                Run("reported", task, arm, staleness, rates[arm], seed)
+                for arm, seed in itertools.product(REPEATED, SEEDS)
+            ]
+        )
+        make(list(more_seeds(rows)))
+
+
+def more_seeds(rows: Sequence[dict]) -> Iterator[Run]:
+    """Yield runs with two seeds more of the arms of a setting that end within reach of the best."""
+    groups: dict[str, list[dict]] = {}
+    for row in rows:
+        groups.setdefault(row["arm"], []).append(row)
+    means = {arm: statistics.mean(row["final"] for row in group) for arm, group in groups.items()}
+    for arm, mean in means.items():
+        row = groups[arm][0]
+        if mean >= max(means.values()) - IN_REACH:
+            for seed in MORE_SEEDS:
+                staleness = StalenessSetting(int(row["staleness_setting"]))
+                yield Run("reported", row["task"], arm, staleness, row["learning_rate"], seed)

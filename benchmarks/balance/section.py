@@ -1,0 +1,201 @@
+"""The section of the study of the balance on the pages of results and of tables."""
+
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+
+from benchmarks.common import Section, link_to_tables, provenance, table
+from benchmarks.stability.section import TASK_TITLES
+from benchmarks.stability.summary import best_rate, mean_and_interval, pilot_accuracies
+from benchmarks.stability.tables import with_interval
+
+from .arms import REPEATED, SMALLEST_WEIGHT
+from .plan import SETTINGS
+
+
+FIGURE = "balance_share.png"
+
+
+def summarize(rows: Sequence[dict]) -> list[dict]:
+    """Return a row for each task, staleness setting and arm: means over the seeds, with intervals, best first."""
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        if row["purpose"] == "reported":
+            groups.setdefault((row["task"], row["staleness_setting"], row["arm"]), []).append(row)
+    vespo = {
+        (row["task"], row["staleness_setting"], row["seed"]): row["final"]
+        for group in groups.values()
+        for row in group
+        if row["arm"] == "VESPO"
+    }
+    summary = [
+        {
+            "task": task,
+            "staleness_setting": staleness,
+            "arm": arm,
+            "learning_rate": group[0]["learning_rate"],
+            "seeds": len(group),
+            "collapsed": sum(row["is_collapsed"] for row in group),
+            "above_vespo": mean_and_interval(
+                [
+                    row["final"] - vespo[task, staleness, row["seed"]]
+                    for row in group
+                    if (task, staleness, row["seed"]) in vespo
+                ]
+            ),
+            **{
+                key: mean_and_interval([row[key] for row in group])
+                for key in ("final", "area", "pass@k", "largest_fall", "gradient_peak", "entropy_ratio")
+            },
+            "share": mean_and_interval([row["means"].get("bapo/positive_share") for row in group]),
+            "weight": mean_and_interval([_mean_weight(row) for row in group]),
+        }
+        for (task, staleness, arm), group in groups.items()
+    ]
+    return sorted(summary, key=lambda row: -row["final"]["mean"])
+
+
+def _mean_weight(row: dict) -> float:
+    weights = [weight for weight in row["bins"].get("bapo/negative_weight", [1.0]) if weight is not None]
+    return sum(weights) / len(weights)
+
+
+def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
+    """Return Spearman's correlation of two equally long lists of numbers."""
+    ranks = [_ranks(values) for values in (left, right)]
+    mean = (len(left) + 1) / 2
+    deviations = [[rank - mean for rank in some] for some in ranks]
+    product = sum(a * b for a, b in zip(*deviations, strict=True))
+    return product / (sum(a * a for a in deviations[0]) * sum(b * b for b in deviations[1])) ** 0.5
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Return the ranks of values from 1 on, that of equal ones their mean."""
+    return [sum(other < value for other in values) + (values.count(value) + 1) / 2 for value in values]
+
+
+def render(content: dict) -> Section:
+    """Return the section of a result."""
+    rows, settings = content["results"], content["settings"]
+    summary = summarize(rows)
+    pilots = [row for row in rows if row["purpose"] == "pilot"]
+    heading = "Which balance, when (CPU)"
+    text = [
+        f"## {heading}",
+        "The positive tokens are to have a share of the policy loss. Where the clip bounds leave less, negative "
+        f"tokens get a weight below 1, at least {SMALLEST_WEIGHT}. Tasks, updates and rules are those of the study "
+        "above. Arms called share have fixed bounds of 0.6 and 3.0 and a cap of 3.0 on the ratios of negative "
+        "tokens, unless they name another method. All arms run in `BAPOTrainer`. Learning rates of the published "
+        "methods are those of the study above; the others have pilots of their own.",
+        f"Final is the accuracy of sampled completions. pass@{settings['k']}: held-out problems with a right one "
+        f"among {settings['k']} samples. Figures are means ± half the width of the 95 % interval over the seeds "
+        "(Student's t). Above VESPO: mean difference on the same seeds.",
+    ]
+    tables = [f"## {heading}"]
+    for task, staleness in SETTINGS:
+        arms = [row for row in summary if (row["task"], row["staleness_setting"]) == (task, staleness.name)]
+        title = f"### {TASK_TITLES[task]}, {staleness.name} updates per generation"
+        missing = [arm for arm in settings["arms"] if arm not in {row["arm"] for row in arms}]
+        text.append(title)
+        if arms:
+            text.append(_final_table(arms, settings["k"]))
+            tables += [title, _more_table(arms), _pilots_table(pilots, task, staleness.name)]
+        if missing:
+            text.append(f"Not run yet: {', '.join(missing)}.")
+    text += [*_scatter_text(summary), f"Areas, entropy and all learning rates: {link_to_tables(heading)}."]
+    return Section("\n\n".join([*text, provenance(content)]), "\n\n".join(tables), {FIGURE: draw_shares(summary)})
+
+
+def _final_table(arms: Sequence[dict], k: int) -> str:
+    header = ["Arm", "Final", "Above VESPO", f"pass@{k}", "Largest fall", "Gradient peak", "Share (weight)"]
+    cells = [
+        [
+            row["arm"] + (f" ({row['collapsed']} of {row['seeds']} collapsed)" if row["collapsed"] else ""),
+            with_interval(row["final"], 3),
+            "-" if row["arm"] == "VESPO" or row["above_vespo"]["mean"] is None else _signed(row["above_vespo"]),
+            with_interval(row["pass@k"], 3),
+            with_interval(row["largest_fall"], 3),
+            with_interval(row["gradient_peak"], 1),
+            "-" if row["share"]["mean"] is None else f"{row['share']['mean']:.2f} ({row['weight']['mean']:.2f})",
+        ]
+        for row in arms
+    ]
+    return table(header, cells)
+
+
+def _more_table(arms: Sequence[dict]) -> str:
+    cells = [
+        [
+            row["arm"],
+            str(row["seeds"]),
+            f"{row['learning_rate']:g}",
+            with_interval(row["area"], 3),
+            with_interval(row["entropy_ratio"], 2),
+        ]
+        for row in arms
+    ]
+    return table(["Arm", "Seeds", "Learning rate", "Area", "Entropy"], cells)
+
+
+def _pilots_table(pilots: Sequence[dict], task: str, staleness: str) -> str:
+    some = [row for row in pilots if (row["task"], row["staleness_setting"]) == (task, staleness)]
+    cells = [
+        [arm, f"{best_rate(by_rate):g}", ", ".join(f"{rate:g}: {value:.3f}" for rate, value in by_rate.items())]
+        for (arm, _), by_rate in pilot_accuracies(some).items()
+    ]
+    return table(["Arm", "Chosen", "Accuracy of the pilots by learning rate"], cells)
+
+
+def _signed(value: dict) -> str:
+    return f"{value['mean']:+.3f}" + ("" if value["half_width"] is None else f" ± {value['half_width']:.3f}")
+
+
+def _with_share(summary: Sequence[dict]) -> dict[tuple[str, str], list[dict]]:
+    """Return the arms whose share is measured, by task and staleness setting, where there are three or more."""
+    groups: dict[tuple[str, str], list[dict]] = {}
+    for row in summary:
+        if row["share"]["mean"] is not None:
+            groups.setdefault((row["task"], row["staleness_setting"]), []).append(row)
+    return {key: rows for key, rows in groups.items() if len(rows) > 2}
+
+
+def _scatter_text(summary: Sequence[dict]) -> list[str]:
+    correlations = [
+        f"{TASK_TITLES[task]}, {staleness}: "
+        f"{rank_correlation([row['share']['mean'] for row in rows], [row['final']['mean'] for row in rows]):+.2f} "
+        f"({len(rows)} arms)"
+        for (task, staleness), rows in _with_share(summary).items()
+    ]
+    if not correlations:
+        return []
+    return [
+        "Does the share explain the ranking? Rank correlation (Spearman) of the share, a mean over the updates, and "
+        f"the final accuracy over the arms: {'; '.join(correlations)}.",
+        f"![Share and final accuracy]({FIGURE})",
+    ]
+
+
+def draw_shares(summary: Sequence[dict]) -> Figure:
+    """Draw the share of each arm against its final accuracy, a panel for each task and staleness setting."""
+    groups = _with_share(summary)
+    figure = Figure(figsize=(10, 4 * max(1, (len(groups) + 1) // 2)), layout="constrained", dpi=120)
+    for position, ((task, staleness), rows) in enumerate(groups.items()):
+        axes = figure.add_subplot((len(groups) + 1) // 2, min(2, len(groups)), position + 1)
+        for is_published, color in ((True, "tab:orange"), (False, "tab:blue")):
+            some = [row for row in rows if (row["arm"] in REPEATED) == is_published]
+            label = "published method" if is_published else "share or weight"
+            shares, finals = ([row[key]["mean"] for row in some] for key in ("share", "final"))
+            axes.scatter(shares, finals, color=color, label=label)
+        for row in rows:
+            axes.annotate(
+                row["arm"], (row["share"]["mean"], row["final"]["mean"]), fontsize=7, xytext=(4, 3),
+                textcoords="offset points",
+            )  # fmt: skip
+        axes.set(
+            title=f"{TASK_TITLES[task]}, {staleness} updates per generation",
+            xlabel="share of positive tokens in the policy loss",
+            ylabel="final accuracy",
+        )
+        axes.margins(x=0.15)
+        axes.legend(loc="lower right", fontsize="small")
+    return figure

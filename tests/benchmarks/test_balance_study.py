@@ -1,0 +1,114 @@
+"""The study of the balance: its arms, its plan, and what its section says of invented rows."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from bapo_trl import BAPOConfig
+from benchmarks.balance import arms, plan, section
+from benchmarks.common import RESULTS, describe_run
+from benchmarks.stability.plan import Run, StalenessSetting
+from benchmarks.stability.rows import run_to_row
+
+
+FIRST_STUDY = json.loads((RESULTS / "stability.json").read_text())["results"]
+
+
+def config_of(arm, folder):
+    settings = {**arms.ARMS, **arms.REPEATED}[arm]
+    return BAPOConfig(folder, use_cpu=True, bf16=False, gradient_checkpointing=False, **settings)
+
+
+@pytest.mark.parametrize("arm", [*arms.ARMS, *arms.REPEATED])
+def test_arms_are_what_their_names_say(arm, tmp_path):
+    config = config_of(arm, tmp_path)
+    target = float(arm.split("share ")[1].split(",")[0]) if "share" in arm else {"BAPO, weight": 0.7}.get(arm)
+    assert (config.negative_weight_min < 1) == (target is not None)
+    if target is not None:
+        assert config.positive_contribution_target == target
+    assert config.bound_grid.is_fixed == (not arm.startswith("BAPO"))
+    is_capped = arm == "widest, cap" or (arm.startswith("share") and "no cap" not in arm)
+    assert (config.negative_ratio_cap == 3.0) == is_capped
+    assert config.loss_type == {"VESPO": "vespo", "CISPO": "cispo", "GSPO": "grpo"}.get(arm.split(",")[0], "dapo")
+
+
+def rows_of(runs, final=0.5):
+    return [
+        {"arm": run.arm, "task": run.task, "staleness_setting": run.staleness.name, "purpose": run.purpose,
+         "learning_rate": run.learning_rate, "seed": run.seed, "final": final, "held_out": [[0, final], [1, final]]}
+        for run in runs
+    ]  # fmt: skip
+
+
+def test_the_plan_tunes_new_arms_and_takes_the_known_rates_of_published_ones():
+    asked = []
+
+    def make(runs):
+        asked.extend(runs)
+        rows = rows_of(runs)
+        for row in rows:
+            if row["purpose"] == "pilot":  # best at 8e-4
+                row["held_out"] = [[0, 0.0], [1, 1 - abs(row["learning_rate"] - 8e-4)]]
+            elif row["arm"] == "share 0.9":
+                row["final"] = 0.9
+        return rows
+
+    plan.make_study(make, FIRST_STUDY)
+    hard = {run for run in asked if (run.task, run.staleness.name) == ("running_totals", "64")}
+    assert {run.learning_rate for run in hard if run.purpose == "pilot" and run.arm == "share 0.9"} == {
+        4e-4, 8e-4, 1.6e-3,
+    }  # fmt: skip
+    reported = [run for run in hard if run.purpose == "reported"]
+    assert Counter(run.arm for run in reported) == {
+        arm: 5 if arm == "share 0.9" else 3 for arm in (*arms.ARMS, *arms.REPEATED)
+    }
+    rates = {run.arm: run.learning_rate for run in reported}
+    assert rates["share 0.9"] == 8e-4
+    assert (rates["VESPO"], rates["widest"]) == (1.6e-3, 2e-4)
+    assert {run.seed for run in asked if run.purpose == "pilot"} == {1000}
+
+
+def test_a_run_that_is_reported_measures_pass_at_k():
+    run = Run("reported", "sums", "VESPO, share 0.8", StalenessSetting(16), 1e-3, 0)
+    spec = plan.PRESET.spec(run)
+    assert (spec["k"], spec["trainer"], spec["args"]["loss_type"]) == (4, "BAPO", "vespo")
+    assert spec["args"]["steps_per_generation"] == 16
+    assert "k" not in plan.PRESET.spec(Run("pilot", "sums", "VESPO", StalenessSetting(16), 1e-3, 1000))
+
+
+def finished(final, share, weight):
+    points = [{"update": u, "sampled": a, "greedy": a, "entropy": 1.0} for u, a in ((0, 0.2), (10, 0.9), (20, final))]
+    series = {"grad_norm": [1.0] * 19 + [4.0], "bapo/negative_weight": [1.0, weight] * 10}
+    return {
+        "updates": 20, "seconds": 9.0, "generated_tokens": [100], "held_out": points, "series": series,
+        "means": {} if share is None else {"bapo/positive_share": share}, "pass@k": 0.95,
+    }  # fmt: skip
+
+
+def test_the_section_ranks_arms_and_compares_them_with_vespo_on_the_same_seeds():
+    rows = []
+    for arm, final, share in (("VESPO", 0.8, 0.5), ("share 0.8", 0.85, 0.8), ("BAPO", 0.3, 0.4), ("CISPO", 0.7, None)):
+        for seed in (0, 1):
+            run = Run("reported", "running_totals", arm, StalenessSetting(64), 8e-4, seed)
+            rows.append(run_to_row(run, finished(final + 0.02 * seed, share, 0.5), {}))
+    pilot = Run("pilot", "running_totals", "share 0.8", StalenessSetting(64), 8e-4, 1000)
+    rows.append(run_to_row(pilot, finished(0.6, 0.8, 0.5), {}))
+    settings = {"arms": [*arms.ARMS, *arms.REPEATED], "seeds": [0, 1], "k": 4, "threads": 1}
+    shown = section.render({**describe_run("balance", "cpu"), "settings": settings, "results": rows})
+    lines = [line.strip("| ").split(" | ") for line in shown.text.splitlines() if line.startswith("| ")][2:]
+    assert [line[0] for line in lines] == ["share 0.8", "VESPO", "CISPO", "BAPO (2 of 2 collapsed)"]
+    assert lines[0][2] == "+0.050 ± 0.000"
+    assert lines[0][5] == "4.0 ± 0.0"
+    assert lines[0][6] == "0.80 (0.75)"
+    assert lines[2][6].startswith("-")
+    assert "Not run yet: share 0.9" in shown.text
+    assert "64: +1.00 (3 arms)" in shown.text
+    assert "0.0008: 0.750" in shown.tables  # the mean of the last two measurements
+
+
+def test_rank_correlation_takes_the_mean_rank_of_ties():
+    assert section.rank_correlation([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
+    assert section.rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    # ranks 1, 2.5, 2.5, 4 and 1, 2, 3, 4: scipy.stats.spearmanr gives 0.9486832980505139
+    assert section.rank_correlation([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(0.9486832980505139)
