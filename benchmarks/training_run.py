@@ -6,6 +6,7 @@ One training run of a study, on the task of the demo or on a task of the studies
 prints its result, one line of JSON.
 """
 
+import functools
 import itertools
 import json
 import math
@@ -39,16 +40,26 @@ SETTINGS = {
     "gradient_checkpointing": False,
     "dataloader_pin_memory": False,
 }
-TASKS = {"sums": load_task, "running_totals": load_running_totals, "long_tailed_sums": load_long_tailed_sums}
+RUNNING_TOTALS = (
+    "running_totals", "running_totals_long", "running_totals_longer", "running_totals_larger_model",
+)  # fmt: skip
+TASKS = {
+    "sums": load_task,
+    **{name: functools.partial(load_running_totals, name=name) for name in RUNNING_TOTALS},
+    "long_tailed_sums": load_long_tailed_sums,
+}
 TASK_SETTINGS = {
     # A generation of 1,024 completions, 8 updates of 128 in one pass over it
     "sums": {"per_device_train_batch_size": 128, "steps_per_generation": 8, "num_generations": 8},
-    # About 20,000 tokens an update
-    "running_totals": {
-        "per_device_train_batch_size": 416,
-        "steps_per_generation": 8,
-        "num_generations": 16,
-        "cache_implementation": "static",  # takes less time
+    # About 20,000 tokens an update, and more where completions are longer
+    **{
+        name: {
+            "per_device_train_batch_size": 416,
+            "steps_per_generation": 8,
+            "num_generations": 16,
+            "cache_implementation": "static",  # takes less time
+        }
+        for name in RUNNING_TOTALS
     },
     # A generation of 512 completions, 4 updates of 128
     "long_tailed_sums": {"per_device_train_batch_size": 128, "steps_per_generation": 4, "num_generations": 8},
