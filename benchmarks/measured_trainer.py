@@ -1,9 +1,13 @@
 """The trainers of the studies: `GRPOTrainer` and `BAPOTrainer`, which also count what their logs leave out."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from trl import GRPOTrainer
 
 from bapo_trl import BAPOTrainer
+from bapo_trl.clip_bounds import ClipBounds
 from bapo_trl.policy_tokens import policy_mask
 
 
@@ -55,3 +59,36 @@ class MeasuredGRPOTrainer(GRPOTrainer):
 
 class MeasuredBAPOTrainer(BAPOTrainer, MeasuredGRPOTrainer):
     """A `BAPOTrainer` that counts what [`MeasuredGRPOTrainer`] counts, right above TRL's own methods."""
+
+
+class GivenWeightsTrainer(MeasuredBAPOTrainer):
+    """
+    A `BAPOTrainer` that does not choose the weights of negative tokens: they are given.
+
+    Attributes:
+        given_weights (sequence of `float`):
+            The weight of each update. `negative_weight_min` must be below 1.
+    """
+
+    given_weights: Sequence[float] = ()
+
+    def _use(self, bounds):
+        super()._use(with_weight(bounds, self.given_weights[self.state.global_step]))
+
+
+class WeighedUpTrainer(MeasuredBAPOTrainer):
+    """A `BAPOTrainer` that weighs positive tokens up where it would weigh the negative ones down."""
+
+    def _observe_logps(self, inputs, per_token_logps, entropies):
+        super()._observe_logps(inputs, per_token_logps, entropies)
+        inputs["advantages"] = inputs["advantages"] / self.clip_bounds.negative_weight
+
+
+def with_weight(bounds: ClipBounds, weight: float) -> ClipBounds:
+    """Return bounds with another weight of the negative tokens, and the share that it gives."""
+    positive, negative = bounds.positive_share, (1 - bounds.positive_share) / bounds.negative_weight
+    return replace(
+        bounds,
+        negative_weight=torch.full_like(bounds.negative_weight, weight),
+        positive_share=positive / (positive + weight * negative),
+    )

@@ -24,7 +24,12 @@ from bapo_trl.cpu_speed import keep_freed_memory
 from bapo_trl.tasks import EmbeddedTask, HeldOutAccuracy, held_out_accuracy, load_task, warm_start_path
 from bapo_trl.tasks.evaluation import seeded
 from benchmarks.long_tailed_sums import load_long_tailed_sums
-from benchmarks.measured_trainer import MeasuredBAPOTrainer, MeasuredGRPOTrainer
+from benchmarks.measured_trainer import (
+    GivenWeightsTrainer,
+    MeasuredBAPOTrainer,
+    MeasuredGRPOTrainer,
+    WeighedUpTrainer,
+)
 from benchmarks.running_totals import load_running_totals
 
 
@@ -67,6 +72,8 @@ TASK_SETTINGS = {
 TRAINERS = {
     "BAPO": (MeasuredBAPOTrainer, BAPOConfig),
     "GRPO": (MeasuredGRPOTrainer, GRPOConfig),
+    "given weights": (GivenWeightsTrainer, BAPOConfig),
+    "weighed up": (WeighedUpTrainer, BAPOConfig),
 }
 # Metrics of which a run returns the value of every update
 SERIES = (
@@ -175,7 +182,8 @@ def run(spec: dict) -> dict:
         spec (`dict`):
             `seed`; `generations`, how many batches of completions to generate; `held_out_every`, updates between two
             measurements (default: those of two generations); `task`, a key of `TASKS` (default: `"sums"`); `k`, the
-            samples of each held-out problem for pass@k at the end (default: pass@k is not measured);
+            samples of each held-out problem for pass@k at the end (default: pass@k is not measured); `weights`, those
+            of the trainer `"given weights"`, one an update;
             `trainer`, a key of `TRAINERS` (default: `"BAPO"`); `args`, settings of its config on top of `SETTINGS`.
 
     Returns:
@@ -201,6 +209,8 @@ def run(spec: dict) -> dict:
             train_dataset=task.train_dataset,
             callbacks=[held_out],
         )
+        if "weights" in spec:
+            trainer.given_weights = spec["weights"]
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
         failure = None

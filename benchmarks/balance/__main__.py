@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import benchmarks.balance
@@ -28,9 +29,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     old = json.loads(path.read_text()) if path.exists() else {"results": []}
     first_study = json.loads(result_path("stability", "cpu").read_text())["results"]
     rows = {row["key"]: row for row in old["results"]}
+    preset = replace(PRESET, rows=rows)
 
     def make(runs: Sequence[Run]) -> list[dict]:
-        return rows_of(runs, PRESET, rows, lambda specs: run_all(specs, arguments.finished, arguments.jobs))
+        return rows_of(runs, preset, rows, lambda specs: run_all(specs, arguments.finished, arguments.jobs))
 
     make_study(make, first_study)
     if len(rows) > len(old["results"]):

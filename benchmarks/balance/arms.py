@@ -33,6 +33,13 @@ ARMS = {
     "CISPO, share 0.8": with_share(0.8, PUBLISHED["CISPO"]),
     "BAPO, weight": with_share(0.7, {}),
 }
+# The best share of a setting again: with its weights in another order, on the positive tokens, carried over
+SHUFFLED, WEIGHED_UP = "weights shuffled", "positives weighed up"
+CARRIED_OVER = {
+    f"carried over, {masses}": {"search_scope": "carried_over", "carried_over_masses": masses}
+    for masses in ("update", "generation")
+}
+CONSTANT = "constant weight "  # and then the weight
 # Their runs of `benchmarks.stability` count; pass@4 is measured in runs of this study, which repeat some of those
 REPEATED = {
     "VESPO": PUBLISHED["VESPO"],
@@ -43,3 +50,16 @@ REPEATED = {
     "CISPO": PUBLISHED["CISPO"],
 }
 NAMES_BEFORE = {"widest": "fixed at the widest"}  # in `benchmarks.stability`
+
+
+def variant(arm: str, name: str) -> str:
+    """Return the name of a variant of an arm."""
+    return f"{arm}; {name}"
+
+
+def settings_of(arm: str) -> dict:
+    """Return the settings of an arm or of a variant."""
+    if arm.startswith(CONSTANT):
+        return with_weight(float(arm.removeprefix(CONSTANT)), CAPPED)
+    arm, _, name = arm.partition("; ")
+    return {**ARMS, **REPEATED}[arm] | CARRIED_OVER.get(name, {})

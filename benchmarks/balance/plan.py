@@ -1,13 +1,25 @@
 """The runs of the study of the balance."""
 
 import itertools
+import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from benchmarks.run_pool import run_key
 from benchmarks.stability.plan import FULL, Preset, Run, StalenessSetting, choose_learning_rates
 
-from .arms import ARMS, NAMES_BEFORE, REPEATED
+from .arms import (
+    ARMS,
+    CARRIED_OVER,
+    CONSTANT,
+    NAMES_BEFORE,
+    REPEATED,
+    SHUFFLED,
+    WEIGHED_UP,
+    settings_of,
+    variant,
+)
 
 
 Make = Callable[[list[Run]], list[dict]]
@@ -26,13 +38,31 @@ IN_REACH = 0.02
 
 @dataclass(frozen=True)
 class BalancePreset(Preset):
-    """Size of the first study, with the arms of this one and pass@k in the runs that are reported."""
+    """
+    Size of the first study, with the arms of this one and pass@k in the runs that are reported.
+
+    Attributes:
+        rows (`dict[str, dict]`):
+            Rows of finished runs by key. A variant with shuffled weights takes those of its arm from there.
+    """
+
+    rows: dict[str, dict] = field(default_factory=dict)
 
     def spec(self, run: Run) -> dict:
         """Return what [`training_run.run`] takes."""
         spec = super().spec(replace(run, arm="BAPO"))
-        spec["args"] |= {**ARMS, **REPEATED}[run.arm]
-        return spec if run.purpose == "pilot" else {**spec, "k": K}
+        spec["args"] |= settings_of(run.arm)
+        if run.purpose == "reported":
+            spec["k"] = K
+        arm, _, name = run.arm.partition("; ")
+        if name == WEIGHED_UP:
+            spec["trainer"] = "weighed up"
+        elif name == SHUFFLED:
+            row = self.rows[run_key(self.spec(replace(run, arm=arm)))]
+            weights = list(row["weights"])
+            random.Random(run.seed).shuffle(weights)
+            spec |= {"trainer": "given weights", "weights": weights}
+        return spec
 
 
 PRESET = BalancePreset(**vars(FULL))
@@ -62,9 +92,10 @@ def make_study(make: Make, first_study: Sequence[dict]) -> None:
         for row in first_study
         if row["purpose"] == "reported"
     }
+    shares: dict[tuple[str, str], list[dict]] = {}
     for task, staleness in SETTINGS:
         print(f"{task}, {staleness.name}:", flush=True)
-        rows = []
+        rows: list[dict] = []
         for arm in ARMS:
             if rate := choose_rate(task, staleness, arm, make):
                 rows += make([Run("reported", task, arm, staleness, rate, seed) for seed in SEEDS])
@@ -76,13 +107,57 @@ def make_study(make: Make, first_study: Sequence[dict]) -> None:
             ]
         )
         make(list(more_seeds(rows)))
+        shares[task, staleness.name] = best_share(rows)
+    for task, staleness in SETTINGS:
+        make(list(controls(shares[task, staleness.name], shares[_other_task(task), staleness.name])))
+
+
+def best_share(rows: Sequence[dict]) -> list[dict]:
+    """Return the rows of the best of the arms that are named for their share alone; empty if there are none."""
+    groups = _by_arm([row for row in rows if row["arm"].startswith("share") and row["arm"].count(",") == 0])
+    return max(groups.values(), key=lambda group: statistics.mean(row["final"] for row in group), default=[])
+
+
+def controls(best: Sequence[dict], elsewhere: Sequence[dict]) -> Iterator[Run]:
+    """
+    Yield the runs that ask what of the best share matters, on its seeds and at its learning rate.
+
+    Its weights in another order, on the positive tokens instead, carried over; and constant weights: the mean of its
+    own, and that of the best share on the other task.
+
+    Args:
+        best (sequence of `dict`):
+            Rows of the best share of a setting.
+        elsewhere (sequence of `dict`):
+            Those of the other task.
+    """
+    for row in best:
+        if row["seed"] not in SEEDS:
+            continue
+        variants = [variant(row["arm"], name) for name in (SHUFFLED, WEIGHED_UP, *CARRIED_OVER)]
+        for arm in [*variants, *(f"{CONSTANT}{_mean_weight(rows):.2f}" for rows in (best, elsewhere) if rows)]:
+            staleness = StalenessSetting(int(row["staleness_setting"]))
+            yield Run("reported", row["task"], arm, staleness, row["learning_rate"], row["seed"])
+
+
+def _other_task(task: str) -> str:
+    return next(other for other, _ in SETTINGS if other != task)
+
+
+def _mean_weight(rows: Sequence[dict]) -> float:
+    return statistics.mean(weight for row in rows for weight in row["weights"] if weight is not None)
+
+
+def _by_arm(rows: Sequence[dict]) -> dict[str, list[dict]]:
+    groups: dict[str, list[dict]] = {}
+    for row in rows:
+        groups.setdefault(row["arm"], []).append(row)
+    return groups
 
 
 def more_seeds(rows: Sequence[dict]) -> Iterator[Run]:
     """Yield runs with two seeds more of the arms of a setting that end within reach of the best."""
-    groups: dict[str, list[dict]] = {}
-    for row in rows:
-        groups.setdefault(row["arm"], []).append(row)
+    groups = _by_arm(rows)
     means = {arm: statistics.mean(row["final"] for row in group) for arm, group in groups.items()}
     for arm, mean in means.items():
         row = groups[arm][0]

@@ -83,6 +83,7 @@ def run_to_row(run: Run, result: dict, settings: dict) -> dict:
         "largest_fall": round(max(map(operator.sub, itertools.accumulate(accuracies, max), accuracies)), 4),
         "is_collapsed": accuracies[-1] < max(accuracies) / 2,
         **describe_search(settings, series),
+        **({"weights": series["bapo/negative_weight"]} if settings.get("negative_weight_min", 1) < 1 else {}),
         "updates": result["updates"],
         "generated_tokens": result["generated_tokens"][-1],
         "tokens_per_update": round(result["generated_tokens"][-1] * run.staleness.num_iterations / result["updates"]),

@@ -2,14 +2,18 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
-from bapo_trl import BAPOConfig
+from bapo_trl import BAPOConfig, BAPOTrainer
+from benchmarks import measured_trainer
 from benchmarks.balance import arms, plan, section
 from benchmarks.common import RESULTS, describe_run
+from benchmarks.run_pool import run_key
 from benchmarks.stability.plan import Run, StalenessSetting
 from benchmarks.stability.rows import run_to_row
+from tests.helpers.toy import toy_trainer, training_logs
 
 
 FIRST_STUDY = json.loads((RESULTS / "stability.json").read_text())["results"]
@@ -51,7 +55,7 @@ def test_the_plan_tunes_new_arms_and_takes_the_known_rates_of_published_ones():
             if row["purpose"] == "pilot":  # best at 8e-4
                 row["held_out"] = [[0, 0.0], [1, 1 - abs(row["learning_rate"] - 8e-4)]]
             elif row["arm"] == "share 0.9":
-                row["final"] = 0.9
+                row |= {"final": 0.9, "weights": [0.4, 0.4] if row["task"] == "running_totals" else [0.5, 0.9]}
         return rows
 
     plan.make_study(make, FIRST_STUDY)
@@ -60,8 +64,17 @@ def test_the_plan_tunes_new_arms_and_takes_the_known_rates_of_published_ones():
         4e-4, 8e-4, 1.6e-3,
     }  # fmt: skip
     reported = [run for run in hard if run.purpose == "reported"]
-    assert Counter(run.arm for run in reported) == {
+    counts = Counter(run.arm for run in reported)
+    assert {arm: counts.pop(arm) for arm in (*arms.ARMS, *arms.REPEATED)} == {
         arm: 5 if arm == "share 0.9" else 3 for arm in (*arms.ARMS, *arms.REPEATED)
+    }
+    assert counts == {
+        "share 0.9; weights shuffled": 3,
+        "share 0.9; positives weighed up": 3,
+        "share 0.9; carried over, update": 3,
+        "share 0.9; carried over, generation": 3,
+        "constant weight 0.40": 3,  # its own mean
+        "constant weight 0.70": 3,  # that of the other task
     }
     rates = {run.arm: run.learning_rate for run in reported}
     assert rates["share 0.9"] == 8e-4
@@ -75,6 +88,61 @@ def test_a_run_that_is_reported_measures_pass_at_k():
     assert (spec["k"], spec["trainer"], spec["args"]["loss_type"]) == (4, "BAPO", "vespo")
     assert spec["args"]["steps_per_generation"] == 16
     assert "k" not in plan.PRESET.spec(Run("pilot", "sums", "VESPO", StalenessSetting(16), 1e-3, 1000))
+
+
+def test_controls_change_one_thing_of_the_best_share():
+    run = Run("reported", "sums", "share 0.9", StalenessSetting(16), 1e-3, 0)
+    of_arm = plan.PRESET.spec(run)
+    weights = [0.1, 0.2, 0.3, 0.4]
+    preset = replace(plan.PRESET, rows={run_key(of_arm): {"weights": weights}})
+
+    def difference(arm):
+        spec = preset.spec(replace(run, arm=arm))
+        args = {key: value for key, value in spec["args"].items() if of_arm["args"].get(key) != value}
+        return {key: value for key, value in spec.items() if key != "args" and of_arm.get(key) != value} | args
+
+    assert difference("share 0.9; positives weighed up") == {"trainer": "weighed up"}
+    assert difference("share 0.9; carried over, generation") == {
+        "search_scope": "carried_over", "carried_over_masses": "generation",
+    }  # fmt: skip
+    assert difference("constant weight 0.43") == {"positive_contribution_target": 1.0, "negative_weight_min": 0.43}
+    shuffled = difference("share 0.9; weights shuffled")
+    assert shuffled.pop("weights") != weights
+    assert shuffled == {"trainer": "given weights"}
+    assert sorted(preset.spec(replace(run, arm="share 0.9; weights shuffled"))["weights"]) == weights
+
+
+def test_given_weights_are_those_that_train(tmp_path):
+    balance = {"negative_weight_min": 0.05, "positive_contribution_target": 0.9, "ratio_lower_start": 0.9}
+    one_at_a_time = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 12}
+    weights = [0.5, 0.25, 1.0, 0.75]
+    given = toy_trainer(
+        tmp_path, trainer_class=measured_trainer.GivenWeightsTrainer, max_steps=4, **balance, **one_at_a_time
+    )
+    given.given_weights = weights
+    given.train()
+    logs = training_logs(given)
+    assert [log["bapo/negative_weight"] for log in logs] == weights
+    constant = toy_trainer(
+        tmp_path, max_steps=1, **{**balance, "positive_contribution_target": 1.0, "negative_weight_min": 0.5},
+        **one_at_a_time,
+    )  # fmt: skip
+    constant.train()
+    (log,) = training_logs(constant)
+    for key in ("loss", "grad_norm", "bapo/positive_share"):  # the first update
+        assert logs[0][key] == pytest.approx(log[key], rel=1e-6)
+
+
+def test_positives_weighed_up_give_the_same_gradient_in_another_size(tmp_path):
+    balance = {"negative_weight_min": 0.05, "positive_contribution_target": 0.9, "max_steps": 1}
+    logs = []
+    for trainer_class in (BAPOTrainer, measured_trainer.WeighedUpTrainer):
+        trainer = toy_trainer(tmp_path, trainer_class=trainer_class, **balance)
+        trainer.train()
+        logs += training_logs(trainer)
+    weight = logs[0]["bapo/negative_weight"]
+    assert weight < 0.9
+    assert logs[1]["grad_norm"] == pytest.approx(logs[0]["grad_norm"] / weight, rel=1e-5)
 
 
 def finished(final, share, weight):
