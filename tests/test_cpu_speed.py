@@ -186,3 +186,5 @@ def test_a_run_on_a_gpu_is_left_alone(monkeypatch):
         monkeypatch.setattr(cpu_speed, name, lambda *args: pytest.fail("called"))
     trainer = SimpleNamespace(accelerator=SimpleNamespace(device=torch.device("cuda", 0)))
     assert cpu_speed.speed_up_cpu(trainer) is None
+    on_a_gpu = SimpleNamespace(use_cpu=False, bf16=True)
+    assert cpu_speed.base_dtype(on_a_gpu, trains_adapter=True) == "float32"
