@@ -98,7 +98,9 @@ def test_scoring_completions_only_leaves_log_probabilities_and_gradients_as_they
 
     before = outputs()
     assert cpu_speed.score_completions_only()
-    assert cpu_speed.score_completions_only()  # once is enough
+    patched = trl_utils._use_triton
+    assert cpu_speed.score_completions_only()
+    assert trl_utils._use_triton is patched  # once is enough
     after = outputs()
     assert scored == [B * (PROMPT + T - 1), B * T - 2]
     assert before[0].abs().sum() > 1

@@ -43,7 +43,8 @@ def test_the_sums_of_the_embedded_task_are_asked_in_words():
     ],
 )
 def test_the_last_number_counts(text, reward):
-    assert last_number_reward([text, message(text)], answer=["78", "78"]) == [reward, reward]
+    after_a_tool = [*message("I shall ask: 78"), {"role": "tool", "content": "78"}, *message(text)]
+    assert last_number_reward([text, message(text), after_a_tool], answer=["78"] * 3) == [reward] * 3
 
 
 @pytest.mark.parametrize(
@@ -115,8 +116,9 @@ def test_problems_held_out_are_none_of_those_to_train_on(monkeypatch):
     assert train == [f"Half of {number}?" for number in (14, 16, 18, 20, 22)]
     assert (len(test), test[0]) == (256, "Half of 24?")
     assert task.train_dataset[1]["answer"] == "8"
-    # Steps of 8 give four of five problems twice; 24 is among those held out
-    task = gym.load_gym_task("halving", {"size": 5, "seed": 7, "step": 8})
+    # In steps of 8, the sixth problem is 24, and the first one held out is 24 again
+    task = gym.load_gym_task("halving", {"size": 6, "seed": 7, "step": 8})
+    assert task.test_dataset[0]["prompt"][0]["content"] == "Half of 24?"
     assert [row["prompt"][0]["content"] for row in task.train_dataset] == ["Half of 8?"] + ["Half of 16?"] * 4
 
 
