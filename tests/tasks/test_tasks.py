@@ -316,6 +316,14 @@ def test_accuracy_of_a_scripted_model(tokenizer):
     assert not any(call.training or call.grad for call in model.calls)
 
 
+def test_a_problem_is_solved_by_the_best_of_its_own_samples(tokenizer):
+    model = ScriptedModel(tokenizer, knows=lambda a, b: a == 3)
+    sample = model.generate
+    model.generate = lambda *args, do_sample, **settings: sample(*args, do_sample=False, **settings)
+    accuracy = tasks.held_out_accuracy(model, tokenizer, PROBLEMS, num_samples=7)
+    assert accuracy.solved == accuracy.sampled == 30 / 150
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_accuracy_repeats_and_leaves_the_random_state_and_mode(tokenizer, task, training):
     model = tasks.tiny_model(tokenizer, seed=0).train(training)
