@@ -6,9 +6,7 @@ from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-
-_THOUSANDS = r"\d{1,3}(?:,\d{3})+"
-_NUMBER = re.compile(rf"(?:(?<![\w.)])[-+])?(?:(?:{_THOUSANDS}(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)")
+from ..tasks.answers import last_number, without_separators
 
 
 def boxed_answer(text: str) -> str | None:
@@ -33,22 +31,6 @@ def boxed_answer(text: str) -> str | None:
         if depth == 0:
             return text[start:position]
     return None
-
-
-def last_number(text: str) -> str | None:
-    """
-    Return the last number of a text, without thousands separators, or `None`.
-
-    Example:
-
-    ```python
-    >>> last_number("He pays $1,234.50 for 3 of them: -7.")
-    '-7'
-
-    ```
-    """
-    numbers = _NUMBER.findall(text)
-    return _without_separators(numbers[-1]) if numbers else None
 
 
 def whole_text(text: str) -> str | None:
@@ -78,7 +60,7 @@ def canonical(answer: str) -> str:
     """
     text = re.sub(r"\s", "", answer).strip("$").removesuffix(".")
     try:
-        number = Decimal(_without_separators(text))
+        number = Decimal(without_separators(text))
     except InvalidOperation:
         return text
     return f"{number.normalize():f}" if number.is_finite() else text
@@ -118,9 +100,4 @@ def gold_answers(value: Any) -> list[str]:
     if "####" in text:
         text = text.rpartition("####")[2].strip()
     boxed = boxed_answer(text)
-    return [_without_separators(text if boxed is None else boxed)]
-
-
-def _without_separators(number: str) -> str:
-    is_number = re.fullmatch(rf"[-+]?{_THOUSANDS}(?:\.\d+)?", number)
-    return number.replace(",", "") if is_number else number
+    return [without_separators(text if boxed is None else boxed)]

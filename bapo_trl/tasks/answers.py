@@ -8,7 +8,8 @@ from decimal import Decimal
 Completion = str | Sequence[dict[str, str]]
 """A completion as TRL hands it to rewards: text, or the messages of a conversation."""
 
-NUMBER = re.compile(r"(?:(?<!\w)-)?\d+(?:,\d{3})*(?:\.\d+)?")
+_THOUSANDS = r"\d{1,3}(?:,\d{3})+"
+NUMBER = re.compile(rf"(?:(?<![\w.)])-)?(?:(?:{_THOUSANDS}(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)")
 ANSWER_TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -21,7 +22,7 @@ def last_number(text: str) -> str | None:
     """
     Return the last number of a text, without commas between thousands; `None` if it has none.
 
-    A minus belongs to the number unless it stands right behind a letter or a digit.
+    A minus belongs to the number unless it stands right behind a letter, a digit, a period or a closing bracket.
 
     Example:
 
@@ -32,7 +33,13 @@ def last_number(text: str) -> str | None:
     ```
     """
     numbers = NUMBER.findall(text)
-    return numbers[-1].replace(",", "") if numbers else None
+    return without_separators(numbers[-1]) if numbers else None
+
+
+def without_separators(number: str) -> str:
+    """Return a number without commas between thousands; any other text as it is."""
+    is_number = re.fullmatch(rf"[-+]?{_THOUSANDS}(?:\.\d+)?", number)
+    return number.replace(",", "") if is_number else number
 
 
 def same_number(first: str | None, second: str | None) -> bool:

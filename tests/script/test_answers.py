@@ -2,7 +2,7 @@
 
 import pytest
 
-from bapo_trl.script.answers import boxed_answer, canonical, gold_answers, last_number, whole_text
+from bapo_trl.script.answers import EXTRACTORS, boxed_answer, canonical, gold_answers, whole_text
 
 
 @pytest.mark.parametrize(
@@ -15,13 +15,14 @@ from bapo_trl.script.answers import boxed_answer, canonical, gold_answers, last_
         ("between 5-3 and -4.", None, "-4"),
         ("5-3", None, "3"),
         ("a half is .5", None, ".5"),
+        ("= +5", None, "5"),
         ("none", None, None),
         ("", None, None),
     ],
 )
 def test_answers_in_completions(text, boxed, number):
     assert boxed_answer(text) == boxed
-    assert last_number(text) == number
+    assert EXTRACTORS["last_number"](text) == number
 
 
 def test_the_whole_text_is_an_answer_unless_it_is_empty():

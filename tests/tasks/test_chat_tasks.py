@@ -54,6 +54,8 @@ def test_the_last_number_counts(text, reward):
         ("<answer>1</answer> or <answer>\n-4 </answer> or 7", "3", "-4"),
         ("<answer>1</answer", "3", "1"),  # not closed, so no tags
         ("Perhaps 1,234.", "3", "1234"),
+        ("a half is .5", "0.5", ".5"),
+        ("12345,678", "3", "678"),  # as train_bapo.py reads it for maj@k
         ("none", "3", ""),
         ("The 2 kings", "kings", "The 2 kings"),
         ("  yes\n", "", "yes"),
