@@ -16,21 +16,25 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import train_bapo
 from bapo_trl.cpu_speed import base_dtype, keep_freed_memory, limit_threads, make_head_input_contiguous
+from bapo_trl.script import training
+from bapo_trl.script.command_line import parse_arguments
+from bapo_trl.script.commands import SCRIPT
+from bapo_trl.script.models import PACKAGED_MODELS
+from bapo_trl.script.recipes import RECIPES
 from bapo_trl.tasks import load_chat_sums
 from bapo_trl.tasks.chat_sums import ask
 from bapo_trl.tasks.evaluation import seeded
 
 
-RECIPE = Path(__file__).resolve().parent / "recipes" / "smollm2_sums.yaml"
+COMMAND = replace(SCRIPT, name="demo_llm.py")
 NUM_PROBLEMS, NUM_SAMPLES, NUM_SHOWN = 256, 4, 3
 FREE_TOKENS = 96  # "without the cap"
 EASY_SUMS = [(1, 2), (2, 2), (3, 4), (5, 5), (7, 8), (9, 6), (4, 1), (8, 3)]
@@ -168,15 +172,15 @@ def main(arguments: list[str]):
         "--held_out_problems", type=int, default=NUM_PROBLEMS, help=f"problems to measure on (default {NUM_PROBLEMS})"
     )
     own, flags = parser.parse_known_args(arguments)
-    flags = ["--config", str(RECIPE), *flags]
-    _, training_args, model_args, _ = train_bapo.parse_arguments(flags)
+    flags = ["--config", str(RECIPES / "smollm2_sums.yaml"), *flags]
+    _, training_args, model_args, _ = parse_arguments(flags, COMMAND)
     started = time.perf_counter()
     if training_args.use_cpu:
         limit_threads()
     task = load_chat_sums()
     problems = task.test_dataset.select(range(own.held_out_problems))
     name = model_args.model_name_or_path
-    folder = str(train_bapo.PACKAGED_MODELS[name]()) if name in train_bapo.PACKAGED_MODELS else name
+    folder = str(PACKAGED_MODELS[name]()) if name in PACKAGED_MODELS else name
     dtype = model_args.dtype or base_dtype(training_args, model_args.use_peft)
     tokens = training_args.max_completion_length
 
@@ -187,7 +191,7 @@ def main(arguments: list[str]):
     del model
 
     training_started = time.perf_counter()
-    train_bapo.main(flags)
+    training.main(flags, COMMAND)
     training_s = time.perf_counter() - training_started
 
     output_dir = Path(training_args.output_dir)

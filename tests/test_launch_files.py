@@ -14,11 +14,9 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
 from bapo_trl import BAPOConfig
+from bapo_trl.script.arguments import EMBEDDED, BAPOScriptArguments
+from bapo_trl.script.command_line import parse_arguments
 from tests.helpers.commands import ROOT, free_port, run_command
-
-
-sys.path.insert(0, str(ROOT))
-import train_bapo
 
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -40,7 +38,7 @@ LAUNCHES = {  # processes, engine, DeepSpeed's file
 def parse(recipe: Path):
     # Without a GPU, bf16 is refused: that is for the machine to say, not for the recipe.
     flags = [] if torch.cuda.is_available() else ["--use_cpu", "true", "--bf16", "false"]
-    return train_bapo.parse_arguments(["--config", str(recipe), *flags])
+    return parse_arguments(["--config", str(recipe), *flags])
 
 
 def test_the_recipes_of_the_readme_are_there():
@@ -57,7 +55,7 @@ def test_every_recipe_parses_and_trains_off_policy_if_it_trains(recipe):
         assert script_args.eval_dataset
         return
     assert script_args.dataset_name
-    assert script_args.reward_funcs or script_args.dataset_name in (train_bapo.EMBEDDED, "chat_sums")
+    assert script_args.reward_funcs or script_args.dataset_name in (EMBEDDED, "chat_sums")
     assert model_args.model_name_or_path
     assert not training_args.is_always_on_policy
 
@@ -200,5 +198,5 @@ def test_lora_recipe_asks_for_an_adapter():
 
 
 def test_help_of_every_argument_renders():
-    parser = TrlParser((train_bapo.BAPOScriptArguments, BAPOConfig, ModelConfig, DatasetMixtureConfig))
+    parser = TrlParser((BAPOScriptArguments, BAPOConfig, ModelConfig, DatasetMixtureConfig))
     assert "--positive_contribution_target" in parser.format_help()

@@ -1,1 +1,1 @@
-"""What `train_bapo.py` uses besides the trainer."""
+"""What `bapo-trl train` and `bapo-trl evaluate` are made of, besides the trainer; `train_bapo.py` calls it."""

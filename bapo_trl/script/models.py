@@ -1,4 +1,4 @@
-"""The model that `train_bapo.py` is told by name: whole, or a saved adapter on its base."""
+"""A model by name: a folder, an id on the Hub or one that needs no hub; whole, or a saved adapter on its base."""
 
 import json
 import shutil
@@ -9,7 +9,13 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils import find_adapter_config_file
 
+from ..tasks import SMOLLM2, smollm2_path, warm_start_path
 from ..trl_compat import create_model_from_path
+from .arguments import EMBEDDED
+
+
+PACKAGED_MODELS = {EMBEDDED: warm_start_path, SMOLLM2: smollm2_path}
+"""What gives the folder of a model that no hub is needed for, by its name."""
 
 
 def adapter_base(model: str, revision: str | None = None) -> str | None:
@@ -116,6 +122,23 @@ def load_processing_class(
             f"`model_name_or_path` is '{model}', and the tokenizer of '{base or model}' cannot be loaded: give a "
             f"folder with a model and its tokenizer, or an id on the Hub. What failed: {_first_line(error)}"
         ) from error
+
+
+def check_adapter(base: str | None, is_made: bool = False) -> None:
+    """
+    Refuse to merge where there is no adapter.
+
+    Args:
+        base (`str`, *optional*):
+            Base of the saved adapter, if the run starts from one.
+        is_made (`bool`, *optional*, defaults to `False`):
+            Whether the run makes one.
+    """
+    if base is None and not is_made:
+        raise ValueError(
+            "`merge_adapter` is set, but there is no adapter: set `use_peft` to train one, or `model_name_or_path` to "
+            "the folder of a saved one."
+        )
 
 
 def save_merged(adapter: str, base: str, folder: Path, trust_remote_code: bool = False) -> None:

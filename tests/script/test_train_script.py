@@ -1,4 +1,4 @@
-"""`train_bapo.py` as users start it: in a process of its own, on the embedded task and on their own data."""
+"""Training and evaluation as users start them: in a process of its own, on the embedded task and on their own data."""
 
 import json
 import re
@@ -9,6 +9,9 @@ from datasets import Dataset, DatasetDict
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
+from bapo_trl import BAPOTrainer
+from bapo_trl.script.command_line import parse_arguments
+from bapo_trl.script.recipes import RECIPES, recipe_names
 from bapo_trl.tasks import load_task, warm_start_path
 from tests.helpers.commands import ROOT, accelerate_launcher, run_command
 
@@ -26,6 +29,7 @@ SHORT = {
     "num_generations": 4,
     "logging_steps": 1,
 }
+NO_RECIPE = f"there is no such file; the recipes of the package are {', '.join(recipe_names())}"
 CPU = {"use_cpu": "true", "bf16": "false", "gradient_checkpointing": "false", "dataloader_pin_memory": "false"}
 
 
@@ -36,15 +40,7 @@ def _warm_start():
 
 def train(output_dir, *flags, cwd=ROOT, launcher=(), **settings):
     arguments = [f"--{name}={value}" for name, value in {**SHORT, **settings}.items()]
-    command = [
-        sys.executable,
-        *launcher,
-        str(ROOT / "train_bapo.py"),
-        "--output_dir",
-        str(output_dir),
-        *arguments,
-        *flags,
-    ]
+    command = [sys.executable, *launcher, str(ROOT / "train_bapo.py"), "--output_dir", str(output_dir), *arguments, *flags]
     return run_command(command, cwd=cwd, HF_HUB_OFFLINE="1")
 
 
@@ -151,7 +147,7 @@ def test_evaluation_during_training_on_a_users_own_data_and_reward(tmp_path):
 )
 def test_own_data_takes_nothing_from_the_quickstart(spelling):
     flags = ["--output_dir", "out", "--use_cpu", "true", "--bf16", "false"]
-    script_args, training_args, model_args, _ = train_bapo.parse_arguments([*spelling.split(), *flags])
+    script_args, training_args, model_args, _ = parse_arguments([*spelling.split(), *flags])
     assert script_args.dataset_name == "data.jsonl"
     assert (training_args.max_completion_length, training_args.learning_rate) == (512, 1e-6)
     assert model_args.model_name_or_path is None
@@ -173,9 +169,9 @@ def test_own_data_takes_nothing_from_the_quickstart(spelling):
         ),
         (["--lr=3", "--verbose"], "--lr (none is near: --help lists all), --verbose (none is near: --help lists all)"),
         (["recipes/math_7b.yaml"], "'recipes/math_7b.yaml' belongs to no flag"),
-        (["--config", "missing.yaml"], "`--config` is 'missing.yaml': there is no such file"),
-        (["--config=recipes"], "`--config` is 'recipes': there is no such file"),
-        (["--max_steps", "3", "--config"], "`--config` is '': there is no such file"),
+        (["--config", "missing.yaml"], f"`--config` is 'missing.yaml': {NO_RECIPE}"),
+        (["--config=recipes"], f"`--config` is 'recipes': {NO_RECIPE}"),
+        (["--max_steps", "3", "--config"], f"`--config` is '': {NO_RECIPE}"),
     ],
 )
 def test_unknown_flags_and_missing_recipes_end_in_one_line(flags, message, capsys, monkeypatch):
@@ -232,14 +228,30 @@ def test_the_line_is_all_that_a_user_sees_of_an_unknown_flag(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_recipes_in_either_spelling():
-    for flags in (["--config=recipes/quickstart.yaml"], ["--config", "recipes/quickstart.yaml"], ["--max_steps=480"]):
-        assert train_bapo.parse_arguments(flags)[1].learning_rate == 5e-4
+@pytest.mark.parametrize("folder", [ROOT, ROOT / "docs"], ids=["in the checkout", "elsewhere"])
+def test_recipes_in_either_spelling_and_by_name(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    named = ("recipes/quickstart.yaml", "quickstart.yaml", "quickstart", str(RECIPES / "quickstart.yaml"))
+    for flags in ([], *([f"--config={name}"] for name in named), *(["--config", name] for name in named)):
+        assert parse_arguments([*flags, "--max_steps=480"])[1].learning_rate == 5e-4
+
+
+def test_a_file_of_the_users_comes_before_a_recipe_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "quickstart.yaml").write_text("learning_rate: 1.0e-3\nuse_cpu: true\nbf16: false\n")
+    assert parse_arguments(["--config", "recipes/quickstart.yaml"])[1].learning_rate == 1e-3
+    assert parse_arguments(["--config", "quickstart"])[1].learning_rate == 5e-4
+
+
+def test_the_files_of_a_checkout_are_those_of_the_package():
+    assert (ROOT / "recipes").resolve() == RECIPES
+    assert recipe_names() == sorted(path.stem for path in (ROOT / "recipes").iterdir())
 
 
 def test_help_shows_the_defaults_of_the_settings_not_of_a_recipe(capsys):
     with pytest.raises(SystemExit):
-        train_bapo.parse_arguments(["--help"])
+        parse_arguments(["--help"])
     out = capsys.readouterr().out
     assert "Train a model with BAPO." in out
     assert "--positive_contribution_target" in out
@@ -259,7 +271,7 @@ def pushed(monkeypatch):
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("transformers.Trainer.init_hf_repo", lambda self, *args: setattr(self, "hub_model_id", "me/x"))
-    monkeypatch.setattr(train_bapo.BAPOTrainer, "push_to_hub", push_to_hub)
+    monkeypatch.setattr(BAPOTrainer, "push_to_hub", push_to_hub)
     return pushes
 
 

@@ -1,0 +1,109 @@
+"""Flags and recipes on the command line: what cannot be read ends in one line, with the nearest name that is known."""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from typing import Any
+
+from trl import DatasetMixtureConfig, ModelConfig, TrlParser
+
+from ..bapo_config import BAPOConfig
+from .arguments import BAPOScriptArguments
+from .commands import TRAIN, Command
+from .recipes import RECIPES, find_defect, find_recipe, recipe_names
+
+
+def parse_arguments(
+    arguments: Sequence[str], command: Command = TRAIN
+) -> tuple[BAPOScriptArguments, BAPOConfig, ModelConfig, DatasetMixtureConfig]:
+    """
+    Return the settings that flags and a recipe ask for. Where neither names data, they are those of the quickstart.
+
+    Args:
+        arguments (sequence of `str`):
+            What stands behind the command.
+        command ([`~commands.Command`], *optional*, defaults to `bapo-trl train`):
+            The command, for the help text and the errors.
+
+    Raises:
+        SystemExit: With 0 after `--help`; with 2 and one line on stderr for what cannot be read.
+        ValueError: For settings that contradict one another.
+    """
+    named = {argument.partition("=")[0].replace("-", "_") for argument in arguments}
+    merges = {"__merge_adapter", "__model_name_or_path"} <= named
+    if not named & {"__config", "__dataset_name", "__eval_dataset", "__help", "_h"} and not merges:
+        arguments = ["--config", str(RECIPES / "quickstart.yaml"), *arguments]
+    parser = RecipeParser(
+        (BAPOScriptArguments, BAPOConfig, ModelConfig, DatasetMixtureConfig),
+        prog=command.name,
+        description=command.description,
+        usage=f"{command.name} [--config RECIPE] [--NAME VALUE ...]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(do_train=True, dtype=None)
+    script_args, training_args, model_args, dataset_args = parser.parse_args_and_config(arguments)
+    evaluates = script_args.eval_dataset is not None or script_args.eval_fraction is not None
+    training_args.do_eval |= evaluates or not training_args.do_train
+    return script_args, training_args, model_args, dataset_args
+
+
+class RecipeParser(TrlParser):
+    """
+    TRL's parser of flags and a YAML file (`--config`), which checks all names before any value.
+
+    What differs from [`~trl.TrlParser`]: a file that is missing or no recipe, and unknown names, end the process with
+    code 2 and one line on stderr, as argparse does for values; `--config=PATH` and names of the package's recipes are
+    understood; no flag may be abbreviated.
+    """
+
+    def __init__(self, dataclass_types: Iterable[Any], **kwargs):
+        super().__init__(dataclass_types, allow_abbrev=False, **kwargs)
+        self._recipe: str | None = None
+
+    def parse_args_and_config(self, args: Iterable[str] | None = None, *rest, **kwargs):
+        args = sys.argv[1:] if args is None else args
+        args = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
+        if "--config" in args:
+            place = args.index("--config") + 1
+            named = next(iter(args[place:]), "")
+            self._recipe = find_recipe(named)
+            if self._recipe is None:
+                self._refuse(
+                    f"`--config` is '{named}': there is no such file; the recipes of the package are "
+                    f"{', '.join(recipe_names())}"
+                )
+            args[place] = self._recipe
+            defect = find_defect(self._recipe)
+            if defect is not None:
+                self._refuse(f"the recipe {self._recipe} {defect}")
+        return super().parse_args_and_config(args, *rest, **kwargs)
+
+    def set_defaults_with_config(self, **config):
+        remaining = super().set_defaults_with_config(**config)
+        unknown = [flag.removeprefix("--") for flag in remaining[::2]]  # a value follows each
+        if unknown:
+            self._refuse(f"unknown key in {self._recipe}: {self._with_nearest(unknown)}")
+        return remaining
+
+    def parse_known_args(self, args=None, namespace=None):
+        namespace, remaining = super().parse_known_args(args, namespace)
+        unknown = [argument.partition("=")[0] for argument in remaining if argument.startswith("--")]
+        if unknown:
+            self._refuse(f"unknown flag: {self._with_nearest(unknown, prefix='--')}")
+        if remaining:
+            self._refuse(f"'{remaining[0]}' belongs to no flag")
+        return namespace, remaining
+
+    def _with_nearest(self, names: list[str], prefix: str = "") -> str:
+        known = ["config", *(f.name for settings in self.dataclass_types for f in fields(settings) if f.init)]
+
+        def described(name: str) -> str:
+            near = difflib.get_close_matches(name.removeprefix(prefix).replace("-", "_"), known, n=1)
+            return f"{name} (the nearest is {prefix}{near[0]})" if near else f"{name} (none is near: --help lists all)"
+
+        return ", ".join(described(name) for name in names)
+
+    def _refuse(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message}\n")

@@ -1,0 +1,70 @@
+"""The commands that train or evaluate, as their help texts and errors name them."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Command:
+    """
+    What was typed to come here.
+
+    Attributes:
+        name (`str`):
+            As errors name it.
+        description (`str`):
+            Begin of the help text.
+    """
+
+    name: str
+    description: str
+
+
+_TRAINING = """
+Train a model with BAPO.
+
+The embedded arithmetic task, on a laptop without a GPU:
+
+    {command}
+
+One of the recipes ({command} --config quickstart), or your own; flags override its values. In several processes:
+
+    {launch} --config recipes/math_7b.yaml --learning_rate 1e-6
+
+Your own data and reward, all settings from the command line:
+
+    {command} --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name prompts.jsonl \\
+        --reward_funcs my_rewards.is_short --output_dir out --steps_per_generation 8 --num_iterations 2
+
+Columns of other names, and evaluation before and after:
+
+    {command} --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name math.jsonl \\
+        --prompt_column question --answer_column answer --reward_funcs accuracy_reward --eval_fraction 0.1 \\
+        --extract_answer boxed --output_dir out
+
+A saved model or adapter, evaluated alone:
+
+    {command} --config recipes/aime24.yaml --model_name_or_path out
+
+`--help` lists all settings: those of this command, of `BAPOConfig` (a `GRPOConfig`), of TRL's `ModelConfig` (LoRA
+flags among them) and of TRL's dataset mixtures.
+"""
+_EVALUATION = """
+Evaluate a model: what `bapo-trl train` does with `--do_train false`, and with the same settings.
+
+A saved model or adapter on AIME 2024:
+
+    bapo-trl evaluate --config recipes/aime24.yaml --model_name_or_path out
+
+On your own prompts:
+
+    bapo-trl evaluate --model_name_or_path out --eval_dataset prompts.jsonl --reward_funcs my_rewards.is_short \\
+        --num_generations_eval 4 --output_dir evaluation
+"""
+
+SCRIPT = Command(
+    "train_bapo.py", _TRAINING.format(command="python train_bapo.py", launch="accelerate launch train_bapo.py")
+)
+TRAIN = Command(
+    "bapo-trl train", _TRAINING.format(command="bapo-trl train", launch="accelerate launch -m bapo_trl train")
+)
+EVALUATE = Command("bapo-trl evaluate", _EVALUATION)

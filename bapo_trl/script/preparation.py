@@ -1,0 +1,159 @@
+"""From the settings to a trainer: data, rewards, model. What cannot work is refused before the weights load."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from transformers import ProgressCallback
+from trl import DatasetMixtureConfig, ModelConfig, get_peft_config, get_quantization_config
+
+from ..bapo_config import BAPOConfig
+from ..bapo_trainer import BAPOTrainer
+from ..cpu_speed import base_dtype
+from ..prompts import check_columns, check_number_of_prompts
+from ..tasks import MadeTask
+from .arguments import EMBEDDED, BAPOScriptArguments
+from .console import BoundsProgressCallback
+from .data import format_data, load_data
+from .datasets import Data, make_task
+from .model_checks import check_packages, settle_lora_targets
+from .models import PACKAGED_MODELS, check_adapter, load_adapter, load_processing_class
+from .prompts import check_chat_template
+from .rewards import resolve_extractor, resolve_reward_funcs
+from .sampling import SamplesCompletions
+
+
+class EvaluatedTrainer(SamplesCompletions, BAPOTrainer):
+    """[`BAPOTrainer`] whose completions of given prompts can be counted one by one."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """
+    A run that is ready to begin.
+
+    Attributes:
+        trainer ([`EvaluatedTrainer`]):
+            With the model, the rewards and the prompts to train on.
+        data ([`~datasets.Data`]):
+            Prompts to train and to evaluate on.
+        model (`str`):
+            Folder or id of the model it starts from.
+        embedded_task ([`~tasks.MadeTask`], *optional*):
+            The embedded task, if the run is on it.
+        extract_answer (`Callable[[str], str | None]`, *optional*):
+            Finds the answer in a completion.
+    """
+
+    trainer: EvaluatedTrainer
+    data: Data
+    model: str
+    embedded_task: MadeTask | None
+    extract_answer: Callable[[str], str | None] | None
+
+
+def prepare(
+    script_args: BAPOScriptArguments,
+    training_args: BAPOConfig,
+    model_args: ModelConfig,
+    dataset_args: DatasetMixtureConfig,
+    base: str | None,
+) -> Run:
+    """
+    Load the data, resolve the rewards, load the model, and make the trainer.
+
+    Args:
+        script_args ([`~arguments.BAPOScriptArguments`]):
+            Data, rewards and evaluation.
+        training_args ([`BAPOConfig`]):
+            The training. `model_init_kwargs` is settled here.
+        model_args ([`~trl.ModelConfig`]):
+            The model.
+        dataset_args ([`~trl.DatasetMixtureConfig`]):
+            A mixture of datasets.
+        base (`str`, *optional*):
+            Base of the model, if that is a saved adapter.
+
+    Raises:
+        ValueError: For a setting that is missing, contradicts another or cannot be had, with the fix.
+    """
+    task = make_task(script_args.dataset_name, script_args.task_args)
+    is_embedded = script_args.dataset_name == EMBEDDED
+    data = load_data(script_args, training_args, dataset_args, task)
+    reward_funcs = _choose_rewards(script_args.reward_funcs, task)
+    model = model_args.model_name_or_path
+    if model is None:
+        raise ValueError("`model_name_or_path` is not set: give a folder, an id on the Hub, 'embedded' or 'smollm2'.")
+    if script_args.merge_adapter:
+        check_adapter(base, training_args.do_train and model_args.use_peft)
+    extract_answer = resolve_extractor(script_args.extract_answer)
+    if is_embedded and training_args.use_cpu:
+        torch.set_num_threads(1)  # so small a model gains nothing from more, and loses a lot on a busy machine
+    if model in PACKAGED_MODELS:
+        with training_args.main_process_first(desc="packaged model"):
+            model = str(PACKAGED_MODELS[model]())
+    load_tokenizer = cache(
+        partial(load_processing_class, model, base, model_args.model_revision, training_args.trust_remote_code)
+    )
+    data = format_data(data, script_args, load_tokenizer)
+    prompts = data.train if data.train is not None else data.test
+    check_columns(prompts, data.test)
+    if training_args.do_train:
+        check_number_of_prompts(data.train, training_args)
+    check_packages(model_args)
+    if base is None:
+        settle_lora_targets(model, model_args, training_args.trust_remote_code)
+    processing_class = load_tokenizer()
+    for dataset in (data.train, data.test):
+        check_chat_template(dataset, processing_class)
+    loaded, quantization = _settle_model(model, base, training_args, model_args)
+    trainer = EvaluatedTrainer(
+        loaded,
+        reward_funcs,
+        training_args,
+        train_dataset=prompts,
+        eval_dataset=data.test if training_args.do_eval else None,
+        processing_class=processing_class,
+        quantization_config=quantization,
+        peft_config=get_peft_config(model_args),
+    )
+    if not training_args.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(BoundsProgressCallback)
+    return Run(trainer, data, model, task if is_embedded else None, extract_answer)
+
+
+def _choose_rewards(names: list[str] | None, task: MadeTask | None) -> list[Any]:
+    if names:
+        return resolve_reward_funcs(names)
+    if task is None:
+        raise ValueError("`reward_funcs` is not set: name a reward of TRL's or an import path, see --help.")
+    return [task.reward_func]
+
+
+def _settle_model(model: str, base: str | None, training_args: BAPOConfig, model_args: ModelConfig) -> tuple[Any, Any]:
+    """Return what the trainer is to be given: a model's name and its quantization, or a saved adapter, loaded."""
+    given: Any = training_args.model_init_kwargs or {}
+    init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype or base_dtype(training_args, model_args.use_peft),
+        "trust_remote_code": training_args.trust_remote_code,
+        **given,
+    }
+    if base is not None and model_args.use_peft:
+        raise ValueError(
+            f"`use_peft` asks for a new adapter, but `model_name_or_path` is one, {model}: leave `use_peft` out to "
+            "train it on, or merge it first (--do_train false --merge_adapter true)."
+        )
+    quantization = get_quantization_config(model_args)
+    if base is None:
+        training_args.model_init_kwargs = init_kwargs
+        return model, quantization
+    if quantization is not None:
+        init_kwargs["quantization_config"] = quantization
+    if training_args.world_size > 1:
+        init_kwargs["device_map"] = None
+    return load_adapter(model, base, training_args.do_train, **init_kwargs), None

@@ -1,0 +1,55 @@
+"""Recipes, YAML files of settings: those of the package by name, and what keeps a file from being one."""
+
+import os
+from pathlib import Path
+
+import yaml
+
+
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the package's recipes."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def find_recipe(name: str) -> str | None:
+    """
+    Return the path of a recipe: the file itself, or else the package's of that name.
+
+    Args:
+        name (`str`):
+            A path, or a recipe of the package: `math_7b`, `math_7b.yaml` or `recipes/math_7b.yaml`.
+
+    Returns:
+        `str`, or `None` if there is neither.
+    """
+    if os.path.isfile(name):
+        return name
+    path = Path(name)
+    is_name = path.parent in (Path("."), Path("recipes")) and path.suffix in ("", ".yaml")
+    return str(RECIPES / f"{path.stem}.yaml") if is_name and path.stem in recipe_names() else None
+
+
+def find_defect(path: str) -> str | None:
+    """Return what keeps a file from being a recipe, with the fix; `None` if it is one."""
+    example = "write one setting a line, such as `learning_rate: 1.0e-6`"
+    try:
+        with open(path, encoding="utf-8") as file:
+            recipe = yaml.safe_load(file)
+    except OSError as error:
+        return f"cannot be read ({error.strerror}): check its permissions"
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        return f"is not valid YAML ({' '.join(str(error).split())}): correct it there"
+    if recipe is None:
+        return f"is empty: {example}"
+    if not isinstance(recipe, dict):
+        return f"is a {type(recipe).__name__}, not settings by name: {example}"
+    for name in recipe:
+        if not isinstance(name, str):
+            return f"has the key {name!r}, which is no name: {example}"
+    env = recipe.get("env", {})
+    if not isinstance(env, dict):
+        return f"has an `env` that is a {type(env).__name__}: write one variable a line below it, such as `  A: 1`"
+    return None

@@ -1,0 +1,157 @@
+"""What `bapo-trl train` and `train_bapo.py` do, from the flags to the report."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import get_last_checkpoint
+from trl import ModelConfig
+
+from ..bapo_config import BAPOConfig
+from ..cpu_speed import speed_up_cpu
+from ..tasks import held_out_accuracy
+from ..upstream_fixes import end_training
+from .before_after import BeforeAfter
+from .command_line import parse_arguments
+from .commands import EVALUATE, TRAIN, Command
+from .console import settings_table
+from .data import has_data
+from .models import PACKAGED_MODELS, adapter_base, check_adapter, save_merged
+from .preparation import Run, prepare
+from .prompts import is_chat
+from .report import report_line
+
+
+def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
+    """
+    Train, evaluate, publish, merge and report, as far as the flags ask for it.
+
+    Args:
+        arguments (sequence of `str`):
+            Flags.
+        command ([`~commands.Command`], *optional*, defaults to `bapo-trl train`):
+            The command that they follow.
+
+    Raises:
+        SystemExit: For flags that cannot be read, as in [`~command_line.parse_arguments`].
+        ValueError: For settings that cannot work, with the fix.
+    """
+    script_args, training_args, model_args, dataset_args = parse_arguments(arguments, command)
+    if not training_args.do_train and training_args.resume_from_checkpoint not in (None, "false"):
+        raise ValueError(
+            f"`resume_from_checkpoint` is '{training_args.resume_from_checkpoint}', but `do_train` is false and "
+            "evaluation is of `model_name_or_path`: set that to the checkpoint's folder."
+        )
+    model = model_args.model_name_or_path
+    base = None if model is None or model in PACKAGED_MODELS else adapter_base(model, model_args.model_revision)
+    if script_args.merge_adapter and not training_args.do_train and not has_data(script_args, dataset_args):
+        return _merge(model, base, training_args)
+
+    run = prepare(script_args, training_args, model_args, dataset_args, base)
+    trainer, data, output_dir = run.trainer, run.data, Path(training_args.output_dir)
+    say = trainer.accelerator.print
+    evaluation = BeforeAfter(trainer, data.test, output_dir, run.extract_answer) if training_args.do_eval else None
+    speed = speed_up_cpu(trainer)
+    if speed is not None:
+        say(speed)
+
+    if training_args.do_train:
+        _train(run, training_args, model_args, evaluation)
+
+    if evaluation is not None:
+        evaluated = training_args.output_dir if training_args.do_train else run.model
+        evaluation.after(evaluated, None if training_args.do_train else model_args.model_revision)
+        say(evaluation.report(evaluated, data.test_title or data.title))
+
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=data.hub_id)
+        say(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}")
+
+    # Last of what is saved, so that it is not published beside the adapter
+    if script_args.merge_adapter:
+        _merge(training_args.output_dir if training_args.do_train else run.model, base or run.model, training_args)
+
+    end_training(trainer)
+
+    # Last, so that no figure stands in the way of the rest
+    if training_args.do_train and trainer.is_world_process_zero():
+        say(report_line(trainer.state.log_history, output_dir / "report.png"))
+
+
+def evaluate(arguments: Sequence[str]) -> None:
+    """Evaluate, and train nothing: arguments and errors as in [`main`]."""
+    main([*arguments, "--do_train", "false"], EVALUATE)
+
+
+def _train(run: Run, training_args: BAPOConfig, model_args: ModelConfig, evaluation: BeforeAfter | None) -> None:
+    """Train and save, with what the terminal says before and after."""
+    trainer, task, output_dir = run.trainer, run.embedded_task, Path(training_args.output_dir)
+    say = trainer.accelerator.print
+    resume = trainer.checkpoint_to_resume(_resume_argument(training_args.resume_from_checkpoint))
+    if resume is not None:
+        _check_resume(resume, training_args)
+    say(f"BAPO on {run.data.title}\n{settings_table(training_args)}")
+    say(f"Prompts: {'chat messages' if is_chat(run.data.train) else 'plain text'}")
+    say(f"Each line below: means over the last {training_args.logging_steps:g} updates, age in policy versions.")
+    earlier = get_last_checkpoint(output_dir) if output_dir.is_dir() else None
+    if earlier is not None and resume is None:
+        say(
+            f"Note: {earlier} is of an earlier run and may be overwritten. `--resume_from_checkpoint true` goes "
+            "on from it, another `--output_dir` keeps it."
+        )
+
+    scores_itself = task is not None and trainer.accelerator.num_processes == 1
+    tokenizer: Any = trainer.processing_class
+    before = held_out_accuracy(trainer.model, tokenizer, task.test_dataset) if scores_itself else None
+    if evaluation is not None and not scores_itself:
+        evaluation.before(run.model, model_args.model_revision)
+    trainer.train(resume_from_checkpoint=resume)
+    if trainer.state.global_step == 0:  # a stream does not know its length before it ends
+        raise ValueError(
+            f"No update was made: the data ended before the {training_args.generation_batch_size} samples of one "
+            "generation (`generation_batch_size`) were there. Nothing is saved. Give more prompts, or lower "
+            "`steps_per_generation` or `per_device_train_batch_size`."
+        )
+    trainer.save_model(training_args.output_dir)
+    trainer.save_state()
+    if scores_itself:
+        after = held_out_accuracy(trainer.model, tokenizer, task.test_dataset)
+        since = " since the warm start" if resume else ""
+        say(
+            f"Held-out accuracy{since}, greedy {before.greedy:.3f} -> {after.greedy:.3f}, "
+            f"mean of 4 samples {before.sampled:.3f} -> {after.sampled:.3f}"
+        )
+    elif task is not None:
+        say("Held-out accuracy: measured on one process only; `--do_eval true` evaluates on several.")
+    say(f"Model: {training_args.output_dir}")
+    checkpoint = output_dir / f"checkpoint-{trainer.state.global_step}"
+    if checkpoint.is_dir():
+        say(f"Checkpoint: {checkpoint}")
+
+
+def _merge(adapter: str, base: str | None, training_args: BAPOConfig) -> None:
+    """Save the merged model, from the main process, and say where."""
+    check_adapter(base)
+    folder = Path(training_args.output_dir) / "merged"
+    if training_args.distributed_state.is_main_process:
+        save_merged(adapter, base, folder, training_args.trust_remote_code)
+        print(f"Merged model: {folder}")
+    training_args.distributed_state.wait_for_everyone()
+
+
+def _check_resume(folder: str, training_args: BAPOConfig) -> None:
+    """Refuse a checkpoint at the end of its run: transformers would train one update more and save it as new."""
+    done = TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME)).global_step
+    if 0 < training_args.max_steps <= done:
+        raise ValueError(
+            f"`resume_from_checkpoint` is {folder}, at update {done}, and `max_steps` is {training_args.max_steps}: "
+            "nothing is left to train. Raise `max_steps`, or evaluate it with --do_train false --model_name_or_path "
+            f"{folder}."
+        )
+
+
+def _resume_argument(value: str | None) -> str | bool | None:
+    """Return what to resume from: the newest whole checkpoint for "true", none for "false", else a folder."""
+    return {"true": True, "false": None}.get(value.lower(), value) if value is not None else None
