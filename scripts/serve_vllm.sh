@@ -4,12 +4,12 @@
 #
 #   scripts/serve_vllm.sh MODEL [flags of `vllm serve`, e.g. --tensor-parallel-size 2]
 #
-# Chosen here: the device (a GPU if there is one), the weight transfer that goes with it (NCCL or gloo), log-probs as
-# the trainer needs them. Environment:
+# It is `bapo-trl serve`, which chooses the weight transfer that goes with the device (NCCL or gloo) and log-probs as the
+# trainer needs them. Environment:
 #
 #   SERVE_HOST  address to listen on (127.0.0.1)
 #   SERVE_PORT  port to listen on (8000); the trainer's `vllm_server_port`
-#   DEVICE      cuda or cpu, instead of looking for a GPU
+#   DEVICE      cuda or cpu, instead of looking for a GPU with nvidia-smi
 #   PYTHON      Python that has vLLM and bapo-trl (python)
 #   TIMEOUT     seconds to wait for the server (1800)
 #   TRUSTED_NETWORK  1: allow a SERVE_HOST that is not the loopback address. The trainer needs vLLM's development
@@ -47,14 +47,8 @@ if [[ -z ${DEVICE:-} ]]; then
     if [[ $(nvidia-smi -L 2>/dev/null) == *GPU* ]]; then DEVICE=cuda; else DEVICE=cpu; fi
 fi
 
-flags=(--host "$host" --port "$port" --logprobs-mode processed_logprobs --max-logprobs -1)
 case $DEVICE in
-    cuda) flags+=(--weight-transfer-config '{"backend": "nccl"}') ;;
-    cpu)
-        # In float32 the trainer's and the server's log-probs agree. Memory of the cache: 256 MiB unless told.
-        flags+=(--weight-transfer-config '{"backend": "gloo"}' --dtype float32 --enforce-eager)
-        flags+=(--gpu-memory-utilization 0.1 --kv-cache-memory-bytes 268435456)
-        ;;
+    cuda | cpu) ;;
     *)
         echo "DEVICE is '$DEVICE': choose cuda or cpu." >&2
         exit 2
@@ -78,8 +72,7 @@ if (exec 3<>"/dev/tcp/${host/0.0.0.0/127.0.0.1}/$port") 2>/dev/null; then
     exit 2
 fi
 
-export VLLM_SERVER_DEV_MODE=1
-"$python" -m vllm.entrypoints.openai.api_server --model "$model" "${flags[@]}" "$@" &
+"$python" -m bapo_trl serve --model "$model" --host "$host" --port "$port" --device "$DEVICE" "$@" &
 server=$!
 trap 'kill -TERM "$server" 2>/dev/null || true; wait "$server" || true' EXIT
 trap 'exit 143' TERM

@@ -38,9 +38,9 @@ def _warm_start():
     warm_start_path()  # once, so that the scripts find it
 
 
-def train(output_dir, *flags, cwd=ROOT, launcher=(), **settings):
+def train(output_dir, *flags, cwd=ROOT, launcher=(), program=(str(ROOT / "train_bapo.py"),), **settings):
     arguments = [f"--{name}={value}" for name, value in {**SHORT, **settings}.items()]
-    command = [sys.executable, *launcher, str(ROOT / "train_bapo.py"), "--output_dir", str(output_dir), *arguments, *flags]
+    command = [sys.executable, *launcher, *program, "--output_dir", str(output_dir), *arguments, *flags]
     return run_command(command, cwd=cwd, HF_HUB_OFFLINE="1")
 
 
@@ -105,7 +105,7 @@ def test_resume_trains_on_from_the_latest_whole_checkpoint(tmp_path):
 def test_evaluation_alone(tmp_path):
     out = succeeded(
         train(
-            tmp_path, do_train="false", per_device_eval_batch_size=64, num_generations_eval=4,
+            tmp_path, program=["-m", "bapo_trl", "evaluate"], per_device_eval_batch_size=64, num_generations_eval=4,
             resume_from_checkpoint="false",
         )
     )  # fmt: skip
@@ -336,7 +336,8 @@ def test_a_report_that_fails_stands_in_the_way_of_nothing(tmp_path, monkeypatch,
 
 
 def test_two_processes_share_the_work(tmp_path):
-    out = succeeded(train(tmp_path, launcher=accelerate_launcher("cpu_ddp")))
+    program = ["-m", "bapo_trl", "train"]  # as users of an installed package launch it
+    out = succeeded(train(tmp_path, launcher=accelerate_launcher("cpu_ddp"), program=program))
     assert re.search(r"samples per update +16 \(2 x 8 x 1\)", out)
     assert out.count("BAPO on the embedded task") == 1
     assert [log["step"] for log in logs(tmp_path) if "bapo/clip_low" in log] == [1, 2]

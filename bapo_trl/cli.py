@@ -1,0 +1,47 @@
+"""The command `bapo-trl`. A sub-command is imported when it is called."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pkgutil import resolve_name
+
+from . import __version__
+
+
+COMMANDS = {
+    "train": ("bapo_trl.script.training:main", "train a model with BAPO"),
+    "evaluate": ("bapo_trl.script.training:evaluate", "count how many of a model's answers are right"),
+    "report": ("bapo_trl.report.command:main", "draw what runs logged, and say what is not healthy"),
+    "serve": ("bapo_trl.script.serving:main", "serve a model with vLLM, to sample from while training"),
+    "env": ("bapo_trl.script.environment:main", "print versions and devices, for a bug report"),
+}
+"""The function that takes what stands behind a sub-command, and what the sub-command is for."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int | None:
+    """
+    Run a sub-command.
+
+    Args:
+        arguments (sequence of `str`, *optional*):
+            The sub-command and its own arguments; by default those of the process.
+
+    Returns:
+        `int` or `None`: Exit status of the process, `None` for success.
+
+    Raises:
+        SystemExit: With 2 and the known sub-commands on stderr for one that is not known.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(
+        prog="bapo-trl",
+        description="BAPO (arXiv 2510.18927): reinforcement learning of language models on stale samples.",
+        epilog="`bapo-trl COMMAND --help` tells of its settings.",
+    )
+    parser.add_argument("--version", action="version", version=f"bapo-trl {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (_, purpose) in COMMANDS.items():
+        commands.add_parser(name, help=purpose, add_help=False)
+    command = parser.parse_args(arguments[:1]).command
+    function, _ = COMMANDS[command]
+    return resolve_name(function)(arguments[1:])

