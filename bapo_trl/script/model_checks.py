@@ -20,7 +20,7 @@ def check_packages(model_args: ModelConfig) -> None:
         ValueError: With the flag and the command that installs it.
     """
     for flag, is_set, module, requirement in (
-        ("use_peft", model_args.use_peft, "peft", "'.[peft]'"),
+        ("use_peft", model_args.use_peft, "peft", "'bapo-trl[peft]'"),
         ("load_in_4bit", model_args.load_in_4bit, "bitsandbytes", "bitsandbytes"),
         ("load_in_8bit", model_args.load_in_8bit, "bitsandbytes", "bitsandbytes"),
     ):

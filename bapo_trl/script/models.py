@@ -78,7 +78,7 @@ def load_adapter(
     except ImportError as error:
         raise ValueError(
             f"`model_name_or_path` is '{adapter}', an adapter, which needs the package peft: install it with "
-            "`pip install '.[peft]'`."
+            "`pip install 'bapo-trl[peft]'`."
         ) from error
     try:
         model = create_model_from_path(base, **kwargs)

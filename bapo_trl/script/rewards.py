@@ -83,7 +83,7 @@ def resolve_reward_funcs(names: Sequence[str]) -> list[Callable]:
         if name in _NEED_MATH and not is_math_verify_available():
             raise ValueError(
                 f"`reward_funcs` has '{name}', which needs the package math-verify: install it with "
-                "`pip install '.[math]'`, or name another reward."
+                "`pip install 'bapo-trl[math]'`, or name another reward."
             )
     return [_resolve("reward_funcs", name, REWARDS) for name in names]
 

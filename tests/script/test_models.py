@@ -103,10 +103,12 @@ def test_what_cannot_be_is_refused_with_the_flag_to_change(folder, settings, mes
 
 def test_a_package_that_is_not_there_is_named_with_its_command(folder, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "peft" else True)
-    with pytest.raises(ValueError, match=r"`use_peft` needs the package peft, .* `pip install '\.\[peft\]'`"):
+    with pytest.raises(ValueError, match=r"`use_peft` needs the package peft, .* `pip install 'bapo-trl\[peft\]'`"):
         run(dataset_name="train.jsonl", use_peft="true")
     monkeypatch.setattr("bapo_trl.script.rewards.is_math_verify_available", lambda: False)
-    with pytest.raises(ValueError, match=r"'accuracy_reward', which needs the package math-verify: .*'\.\[math\]'"):
+    with pytest.raises(
+        ValueError, match=r"'accuracy_reward', which needs the package math-verify: .*'bapo-trl\[math\]'"
+    ):
         run(dataset_name="train.jsonl", reward_funcs="accuracy_reward")
 
 
