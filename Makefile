@@ -18,7 +18,7 @@ E2E_CACHE ?= $(HOME)/.cache/bapo_trl/e2e-$(shell cksum < constraints-e2e.txt | c
 E2E_BIN := $(E2E_CACHE)/venv/bin
 E2E_ENV := $(OFFLINE) OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR=$(E2E_CACHE)/torch_extensions
 
-.PHONY: demo demo-llm test test-llm test-e2e test-compat quality style bench bench-llm bench-vllm bench-stability clean
+.PHONY: demo demo-llm test test-llm test-notebooks test-e2e test-compat quality style bench bench-llm bench-vllm bench-stability clean
 
 demo: $(VENV)/.installed
 	$(OFFLINE) $(BIN)/python train_bapo.py
@@ -31,6 +31,9 @@ test: $(VENV)/.installed
 
 test-llm: $(VENV)/.installed-gym
 	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o addopts=-ra tests/llm
+
+test-notebooks: $(VENV)/.installed-notebooks
+	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o addopts=-ra -n 2 --dist worksteal tests/notebooks
 
 test-e2e: $(E2E_CACHE)/.installed
 	$(E2E_BIN)/pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation \
@@ -116,6 +119,11 @@ $(VENV)/.installed-llm: $(VENV)/.installed
 $(VENV)/.installed-gym: $(VENV)/.installed-llm
 	$(PIP) install --quiet --constraint $(CONSTRAINTS) --config-settings editable_mode=compat --editable \
 		'.[reasoning-gym]'
+	touch $@
+
+$(VENV)/.installed-notebooks: $(VENV)/.installed-llm
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) --config-settings editable_mode=compat --editable \
+		'.[notebooks]'
 	touch $@
 
 clean:
