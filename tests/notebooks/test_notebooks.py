@@ -9,6 +9,7 @@ import pytest
 from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
+from bapo_trl.script.command_line import parse_arguments
 from tests.helpers.commands import ROOT
 from tests.notebooks.checks import check_committed, check_figures, execute, with_parameters
 
@@ -61,7 +62,7 @@ def test_the_command_of_the_last_notebook_is_one(monkeypatch):
     ]
     python, script, *arguments = shlex.split(command.replace("\\\n", " "))
     assert (python, script) == ("python", "train_bapo.py")
-    script_args, training_args, model_args, _ = runpy.run_path(str(ROOT / script))["parse_arguments"](arguments)
+    script_args, training_args, model_args, _ = parse_arguments(arguments)
     assert script_args.reward_funcs == ["my_rewards.is_right", "my_rewards.is_finished"]
     assert training_args.reward_weights == [1.0, 0.1]
     assert model_args.model_name_or_path == "smollm2"
