@@ -1,0 +1,85 @@
+"""The fenced blocks of README, CONTRIBUTING and docs/, and the commands in them.
+
+A block that cannot run here says why, in an HTML comment right above it: `<!-- not run: needs vLLM -->`. No reader of
+the page sees it.
+"""
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.helpers.commands import ROOT
+
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+FENCE = re.compile(
+    r"(?:^<!-- not run: (?P<reason>[^\n]+) -->\n\n?)?^```(?P<language>[^\n]*)\n(?P<text>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
+)
+VARIABLE = re.compile(r"\w+=")
+
+
+@dataclass(frozen=True)
+class Block:
+    """
+    A fenced block of a page.
+
+    Attributes:
+        page (`str`):
+            Path of the page from the repository's root.
+        line (`int`):
+            Line of the opening fence, from 1.
+        language (`str`):
+            What stands behind the opening fence.
+        text (`str`):
+            The lines between the fences.
+        reason (`str` or `None`):
+            Why it is not run; `None` if it is to be run or parsed.
+    """
+
+    page: str
+    line: int
+    language: str
+    text: str
+    reason: str | None
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks_of(path: Path) -> list[Block]:
+    """Return the fenced blocks of a page, from top to bottom."""
+    page = path.read_text()
+    return [
+        Block(
+            str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name,
+            page[: match.start("language")].count("\n") + 1,
+            match["language"],
+            match["text"],
+            match["reason"],
+        )
+        for match in FENCE.finditer(page)
+    ]
+
+
+def all_blocks() -> list[Block]:
+    """Return the fenced blocks of all pages."""
+    return [block for path in PAGES for block in blocks_of(path)]
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """
+    Return the words of each command of a bash block, without comments, variables before a command and a final `&`.
+
+    >>> commands_of("# Both\\nA=1 make demo &  # now\\npython x.py \\\\\\n    --flag 'a b'\\n")
+    [['make', 'demo'], ['python', 'x.py', '--flag', 'a b']]
+    """
+    commands = []
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        while words and VARIABLE.match(words[0]):
+            del words[0]
+        if words:
+            commands.append(words[:-1] if words[-1] == "&" else words)
+    return commands

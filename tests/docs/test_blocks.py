@@ -1,0 +1,183 @@
+"""Every code block of README and docs: run on stand-ins for the Hub's models and data, or parsed by what reads it."""
+
+import configparser
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.docs.blocks import PAGES, all_blocks, blocks_of, commands_of
+from tests.helpers.commands import ROOT, accelerate_launcher, run_command
+from tests.helpers.script_runs import CHAT_TEMPLATE, CPU, fill_folder, train_bapo
+
+
+BLOCKS = all_blocks()
+TO_CHECK = {language: [b for b in BLOCKS if b.language == language and b.reason is None] for language in
+            ("bash", "python", "yaml")}  # fmt: skip
+MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+# What makes a run short, in the place of the model, the data and the length that a page names
+SHORT = {**{k: v for k, v in CPU.items() if k not in ("model_name_or_path", "output_dir")}, "logging_steps": "1"}
+SHORT |= {"per_device_train_batch_size": "4", "per_device_eval_batch_size": "16", "num_generations": "4"}
+NOT_RUN = {"recipes/math_7b.yaml", "recipes/smollm2_sums.yaml"}  # vLLM; packages with a model and with tasks
+REWARD = "def is_short(completions, **kwargs):\n    return [-float(len(text)) for text in completions]\n"
+SENTENCES = ["Find 1.", "Find 22.", "Find 3.", "Find 40."] * 8
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with the repository's files, and what the pages take from users and from the Hub."""
+    fill_folder(tmp_path, monkeypatch, CHAT_TEMPLATE)
+    for name in ("recipes", "accelerate_configs", "deepspeed_configs", "scripts", "train_bapo.py", "demo_llm.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    Path(MODEL).parent.mkdir()
+    Path("model").rename(MODEL)
+    Path("my_rewards.py").write_text(
+        "def is_short(completions, **kwargs):\n    return [-len(text) / 9 for text in completions]\n"
+    )
+    problems = [{"prompt": [{"role": "user", "content": text}], "solution": text[5:-1]} for text in SENTENCES]
+    Dataset.from_dict({"prompt": SENTENCES}).to_json("prompts.jsonl")
+    Dataset.from_dict({"question": SENTENCES, "answer": [p["solution"] for p in problems]}).to_json("math.jsonl")
+    for name, rows in (("trl-lib/DeepMath-103K", problems), ("math-ai/aime24", problems)):
+        Path(name).mkdir(parents=True)
+        columns = rows if name.startswith("trl") else [{"problem": p["prompt"][0]["content"], **p} for p in rows[:2]]
+        Dataset.from_list(columns).to_json(f"{name}/train.jsonl")
+    return tmp_path
+
+
+# Commands
+
+
+def make(words):
+    assert run_command(["make", "--dry-run", "PYTHON=true", *words]).returncode == 0
+
+
+def pip(words):
+    subcommand, *packages = words
+    assert subcommand == "install"
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    for package in packages:
+        assert (named := re.fullmatch(r"(?:\.|bapo-trl)(?:\[([\w,-]+)\])?", package)), package
+        assert not named[1] or set(named[1].split(",")) <= set(setup["options.extras_require"])
+
+
+def python(words):
+    script, *arguments = words
+    if script == "demo_llm.py":
+        train_bapo.parse_arguments(["--config", "recipes/smollm2_sums.yaml", *arguments])
+        return
+    assert script == "train_bapo.py", f"`python {script}` is checked by nothing here"
+    script_args, training_args, model_args, _ = train_bapo.parse_arguments([*arguments, *cpu_flags()])
+    if NOT_RUN & set(arguments):
+        return
+    model = model_args.model_name_or_path
+    if model.startswith("outputs/") and not Path(model).exists():  # of an earlier training
+        save_adapter(model)
+    for name in (script_args.dataset_name, script_args.eval_dataset, model):
+        assert name in (None, "embedded") or Path(name).exists(), name
+    train_bapo.main([*arguments, *short_flags()])
+    assert not training_args.do_train or (Path(training_args.output_dir) / "trainer_state.json").exists()
+
+
+def save_adapter(path):
+    base = AutoModelForCausalLM.from_pretrained(MODEL)
+    get_peft_model(base, LoraConfig(target_modules=["q_proj"])).save_pretrained(path)
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(path)
+
+
+def accelerate(words):
+    subcommand, *arguments = words
+    assert subcommand == "launch"
+    launch = launch_command_parser().parse_args(arguments)
+    _validate_launch_command(launch)
+    assert launch.training_script == "train_bapo.py"
+    train_bapo.parse_arguments([*launch.training_script_args, *cpu_flags()])
+    if Path(launch.config_file).stem == "cpu_ddp":
+        launcher = accelerate_launcher("cpu_ddp")
+        script = [str(ROOT / "train_bapo.py"), *launch.training_script_args, *short_flags()]
+        result = run_command([sys.executable, *launcher, *script], cwd=Path.cwd())
+        assert result.returncode == 0, result.stdout + result.stderr
+
+
+def serve(words):
+    assert (ROOT / "scripts" / "serve_vllm.sh").stat().st_mode & 0o100
+    assert not words[0].startswith("-")
+
+
+CHECKS = {"make": make, "pip": pip, "python": python, "accelerate": accelerate, "scripts/serve_vllm.sh": serve}
+
+
+def cpu_flags():
+    return ["--use_cpu", "true", "--bf16", "false"]
+
+
+def short_flags():
+    return [part for name, value in SHORT.items() for part in (f"--{name}", value)]
+
+
+@pytest.mark.parametrize("block", TO_CHECK["bash"], ids=str)
+def test_commands(block, folder):
+    commands = commands_of(block.text)
+    assert commands
+    for words in commands:
+        assert words[0] in CHECKS, f"`{words[0]}` is checked by nothing: add a check, or mark the block as not run"
+        CHECKS[words[0]](words[1:])
+
+
+# Other languages
+
+
+@pytest.mark.parametrize("block", TO_CHECK["python"], ids=str)
+def test_python(block, folder):
+    # The page says to add `use_cpu` where there is no GPU
+    shorter = "use_cpu=True, bf16=False, report_to='none', save_strategy='no', max_steps=2, max_completion_length=6,"
+    code, count = re.subn(r"BAPOConfig\((?=\n)", f"BAPOConfig({shorter}", block.text)
+    assert count == 1
+    names = {"__name__": "block"}
+    exec(compile(code, str(block), "exec"), names)
+    assert names["trainer"].state.global_step == 2
+    assert names["trainer"].args.updates_per_generation == 8  # as its comments say
+
+
+@pytest.mark.parametrize("block", TO_CHECK["yaml"], ids=str)
+def test_settings(block, folder):
+    settings = yaml.safe_load(block.text)
+    quickstart = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
+    Path("recipe.yaml").write_text(yaml.safe_dump({**quickstart, **settings}))
+    _, training_args, *_ = train_bapo.parse_arguments(["--config", "recipe.yaml"])
+    assert {name: getattr(training_args, name) for name in settings} == settings
+
+
+def test_every_block_is_run_or_parsed_or_says_why_not():
+    unmarked = [str(block) for block in BLOCKS if block.reason is None and block.language not in TO_CHECK]
+    assert unmarked == [], "name its language, or write `<!-- not run: why -->` above it"
+    fences = sum(len(re.findall(r"^ *```", page.read_text(), flags=re.MULTILINE)) for page in PAGES)
+    assert fences == 2 * len(BLOCKS), "a fence that is not closed, or indented"
+    assert all(TO_CHECK.values())
+
+
+def test_the_reader_of_blocks_sees_marks_lines_and_languages(tmp_path):
+    page = "Text\n\n```bash\nmake a\n```\n\n<!-- not run: no GPU -->\n```python\nx\n```\n<!-- other -->\n```\ny\n```\n"
+    (tmp_path / "page.md").write_text(page)
+    found = [(b.line, b.language, b.text, b.reason) for b in blocks_of(tmp_path / "page.md")]
+    assert found == [(3, "bash", "make a\n", None), (8, "python", "x\n", "no GPU"), (12, "", "y\n", None)]
+
+
+def test_the_tree_of_the_design_page_is_that_of_the_repository():
+    (tree,) = [block.text for block in BLOCKS if block.page == "docs/design.md"]
+    folders = []
+    for line in filter(None, tree.splitlines()):
+        indent, name = re.match(r"( *)(\S+)", line).groups()
+        if not re.fullmatch(r"[\w/]+/|\w+\.py", name):
+            continue  # a line that goes on
+        del folders[len(indent) // 2 :]
+        path = ROOT.joinpath(*folders, name)
+        assert path.exists(), path
+        if name.endswith("/"):
+            folders.append(name)
