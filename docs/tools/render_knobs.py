@@ -19,7 +19,6 @@ FIRST_KNOBS = (
     "search_scope",
     "replay_zero_advantage",
 )
-PLACE = r"(<!-- [^\n]*render_knobs[^\n]* -->\n).*?(<!-- end -->)"
 PAGES = {"docs/knobs.md": None, "README.md": FIRST_KNOBS}  # `None`: all of them
 
 
@@ -34,11 +33,12 @@ def knob_table(names: Iterable[str] | None) -> str:
     return "\n".join(["| `BAPOConfig` | default | |", "|---|---|---|", *rows])
 
 
-def with_table(page: str, table: str) -> str:
-    """Return the page with the table between its two marks."""
-    text, count = re.subn(PLACE, lambda marks: f"{marks[1]}\n{table}\n\n{marks[2]}", page, flags=re.DOTALL)
+def with_table(page: str, table: str, script: str = "render_knobs") -> str:
+    """Return the page with the table between its two marks, of which the first names the script."""
+    place = rf"(<!-- [^\n]*{script}[^\n]* -->\n).*?(<!-- end -->)"
+    text, count = re.subn(place, lambda marks: f"{marks[1]}\n{table}\n\n{marks[2]}", page, flags=re.DOTALL)
     if count != 1:
-        raise ValueError(f"A page has {count} places for the table of knobs: mark one, as docs/knobs.md does.")
+        raise ValueError(f"A page has {count} places for the table of {script}: mark one, as docs/knobs.md does.")
     return text
 
 

@@ -136,10 +136,13 @@ def test_commands(block, folder):
 @pytest.mark.parametrize("block", TO_CHECK["python"], ids=str)
 def test_python(block, folder):
     # The page says to add `use_cpu` where there is no GPU
+    names = {"__name__": "block"}
+    if "BAPOConfig(" not in block.text:
+        exec(compile(block.text, str(block), "exec"), names)
+        return
     shorter = "use_cpu=True, bf16=False, report_to='none', save_strategy='no', max_steps=2, max_completion_length=6,"
     code, count = re.subn(r"BAPOConfig\((?=\n)", f"BAPOConfig({shorter}", block.text)
     assert count == 1
-    names = {"__name__": "block"}
     exec(compile(code, str(block), "exec"), names)
     assert names["trainer"].state.global_step == 2
     assert names["trainer"].args.updates_per_generation == 8  # as its comments say

@@ -1,0 +1,124 @@
+"""docs/metrics.md and what real runs log: the same names."""
+
+import inspect
+import re
+import runpy
+
+import pytest
+import trl
+from packaging.version import Version
+from trl import GRPOTrainer
+
+from bapo_trl.diagnostics import UPDATE_METRICS
+from bapo_trl.generation.logp_mismatch import MISMATCH_METRICS
+from bapo_trl.generation.rollout_rounds import PARTIAL_METRICS
+from bapo_trl.replay.mixer import REPLAY_METRICS
+from bapo_trl.tasks import character_tokenizer
+from tests.helpers.commands import ROOT
+from tests.helpers.fake_vllm import vllm_trainer
+from tests.helpers.toy import toy_dataset, toy_model, toy_trainer
+
+
+PAGE = (ROOT / "docs" / "metrics.md").read_text()
+NOT_HERE = ("tools/call_frequency", "tools/failure_frequency", "aux_loss")  # take tools, and a mixture of experts
+
+pytestmark = pytest.mark.skipif(Version(trl.__version__) < Version("1.16"), reason="the page is of the pinned TRL")
+
+
+def rows_of_metrics() -> list[list[str]]:
+    """Return the cells of the rows whose table has a formula and a bad value for each metric."""
+    rows, is_metrics = [], False
+    for line in PAGE.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split(" | ")] if line.startswith("|") else []
+        if cells[:1] == ["metric"]:
+            is_metrics = True
+            assert cells == ["metric", "formula", "unit", "healthy", "a bad value"]
+        elif not cells:
+            is_metrics = False
+        elif is_metrics and not line.startswith("|---"):
+            rows.append(cells)
+    return rows
+
+
+def names_on_page() -> set[str]:
+    return {name for cells in rows_of_metrics() for name in re.findall(r"`([^`]+)`", cells[0])}
+
+
+def as_on_page(name: str) -> str:
+    """Return a logged name without what is of one run: the reward function, the number of rollouts."""
+    return re.sub(r"^rewards/\w+/", "rewards/<function>/", name)
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory):
+    """Names that trainings and an evaluation log, by the part of the page that they belong to."""
+    folder = tmp_path_factory.mktemp("runs")
+    toy_model().save_pretrained(folder / "model")
+    character_tokenizer().save_pretrained(folder / "model")
+    runs = [
+        toy_trainer(
+            folder / "all", model=str(folder / "model"), max_steps=6, beta=0.05, entropy_coef=0.01, do_eval=True,
+            replay_fraction=0.5, partial_rollout_oversampling=1.5, partial_rollout_chunk_length=3,
+            eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=6, num_generations_eval=2,
+            trainer_args={"eval_dataset": toy_dataset(6)},
+        ),
+        *(toy_trainer(folder / loss, loss_type=loss, max_steps=2) for loss in ("cispo", "vespo")),
+    ]  # fmt: skip
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        runs.append(vllm_trainer(monkeypatch, folder / "vllm", max_steps=5))
+        for trainer in runs:
+            trainer.train()
+    names = {name for trainer in runs for log in trainer.state.log_history for name in log if name != "step"}
+    return {"training": {as_on_page(n) for n in names if not n.startswith("eval_")},
+            "evaluation": {as_on_page(n.removeprefix("eval_")) for n in names if n.startswith("eval_")}}  # fmt: skip
+
+
+def test_every_logged_metric_is_on_the_page(logged):
+    assert sorted(logged["training"] - names_on_page()) == []
+    of_evaluation = set(re.findall(r"`eval_([^`]+)`", PAGE.partition("## Evaluation")[2].partition("\n## ")[0]))
+    of_evaluation = {name.replace("<k>", "2") for name in of_evaluation}
+    assert sorted(logged["evaluation"] - of_evaluation - names_on_page()) == []
+    assert of_evaluation <= logged["evaluation"]
+
+
+def test_every_metric_on_the_page_is_logged(logged):
+    source = inspect.getsource(GRPOTrainer)
+    assert all(f'["{name}"]' in source for name in NOT_HERE)
+    assert sorted(names_on_page() - logged["training"]) == sorted(NOT_HERE)
+    own = {*UPDATE_METRICS, *REPLAY_METRICS, *PARTIAL_METRICS, *MISMATCH_METRICS}
+    assert own <= names_on_page()
+
+
+def test_metrics_named_in_the_text_are_among_them():
+    named = set(re.findall(r"`((?:bapo|ratio|staleness|replay|partial|sampling|completions|clip_ratio)/\w+)`", PAGE))
+    assert named
+    assert named <= names_on_page()
+
+
+def test_each_metric_has_a_formula_a_unit_and_what_is_healthy():
+    rows = rows_of_metrics()
+    assert len(rows) > 60
+    names = [name for cells in rows for name in re.findall(r"`([^`]+)`", cells[0])]
+    assert len(names) == len(set(names))
+    for cells in rows:
+        name, formula, unit, *_ = cells
+        assert all((formula, unit)), name
+        if re.search("`(bapo|ratio|staleness|partial|sampling)/", name):
+            assert all(cells[3:]), name
+
+
+def test_seen_values_are_those_of_the_study(monkeypatch):
+    tools = ROOT / "docs" / "tools"
+    monkeypatch.syspath_prepend(tools)
+    script = runpy.run_path(str(tools / "render_metric_ranges.py"))
+    assert script["page"]() == PAGE, "run `python docs/tools/render_metric_ranges.py`"
+
+
+def test_the_range_of_seen_values_is_nine_tenths_of_them(monkeypatch):
+    tools = ROOT / "docs" / "tools"
+    monkeypatch.syspath_prepend(tools)
+    script = runpy.run_path(str(tools / "render_metric_ranges.py"))
+    runs = [{"bins": {"x": [*range(0, 100, 2), None]}}, {"bins": {"x": [*range(1, 101, 2), 100]}}]
+    assert script["seen"](runs, "x") == "50 (5 to 95)"  # of 0, 1, ..., 100
+    with pytest.raises(ValueError, match=r"stability\.json has no run of"):
+        script["runs_of"]([], "reported", "sums", "4", 1e-3)

@@ -1,0 +1,38 @@
+"""Settings and pages that the prose of the documentation names: they exist."""
+
+import re
+from dataclasses import fields
+
+import pytest
+import yaml
+from transformers import GenerationConfig
+from trl import DatasetMixtureConfig, ModelConfig
+
+from bapo_trl import BAPOConfig
+from bapo_trl.script.arguments import BAPOScriptArguments
+from tests.docs.blocks import PAGES
+from tests.helpers.commands import ROOT
+
+
+SETTINGS = {f.name for config in (BAPOConfig, BAPOScriptArguments, ModelConfig, DatasetMixtureConfig)
+            for f in fields(config)}  # fmt: skip
+WRITTEN_FOR_USERS = ("index", "faq", "off_policy", "replay", "partial_rollouts", "stability", "algorithm")
+
+
+@pytest.mark.parametrize("name", WRITTEN_FOR_USERS)
+def test_settings_with_a_value_are_settings(name):
+    page = (ROOT / "docs" / f"{name}.md").read_text()
+    named = re.findall(r"`(?:--)?(\w+)(?:=|: | )[^`]+`", page)
+    named += re.findall(r"\b(\w+)=[\d.]+[,`]", page)
+    beside_them = set(vars(GenerationConfig())) | {"python", "make", "config", "w_t"}
+    assert sorted(set(named) - SETTINGS - beside_them) == []
+
+
+def test_every_page_is_in_the_navigation_once():
+    text = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2].partition("\nvalidation:")[0]
+    linked = re.findall(r": (\w+\.md)", text)
+    assert sorted(linked) == sorted(page.name for page in PAGES if page.parent == ROOT / "docs")
+    assert yaml.safe_load("nav:" + text)
+    order = ["index", "algorithm", "stability", "off_policy", "partial_rollouts", "replay", "chat_models"]
+    order += ["distributed", "metrics", "faq", "api"]
+    assert [page.removesuffix(".md") for page in linked if page.removesuffix(".md") in order] == order
