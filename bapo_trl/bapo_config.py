@@ -1,5 +1,6 @@
 """Configuration of `BAPOTrainer`: TRL's `GRPOConfig` and the knobs of the bound search."""
 
+import inspect
 import math
 import textwrap
 from dataclasses import Field, dataclass, field, fields
@@ -427,12 +428,13 @@ def own_fields() -> tuple[Field, ...]:
 def _describe(f: Field) -> str:
     types = " or ".join(f"`{name}`" for name in getattr(f.type, "__name__", str(f.type)).split(" | "))
     default = f'"{f.default}"' if isinstance(f.default, str) else f.default
-    text = textwrap.fill(f.metadata["help"], 119, initial_indent=" " * 12, subsequent_indent=" " * 12)
+    text = textwrap.fill(f.metadata["help"], 119, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return f"{f.name} ({types}, *optional*, defaults to `{default}`):\n{text}"
 
 
 # A help text is the one home of what a field means: `--help`, the docstring and docs/knobs.md show it.
 if BAPOConfig.__doc__:  # `python -OO` has none
-    BAPOConfig.__doc__ = BAPOConfig.__doc__.replace(
-        "{parameters}", f"\n{' ' * 8}".join(_describe(f) for f in own_fields())
+    # Without the indentation of the class, which the compiler takes off by itself from Python 3.13 on
+    BAPOConfig.__doc__ = inspect.cleandoc(BAPOConfig.__doc__).replace(
+        "{parameters}", "\n    ".join(_describe(f) for f in own_fields())
     )

@@ -29,7 +29,7 @@ def test_every_new_field_has_help_and_is_documented():
     assert len(new) == 27
     for field in new:
         assert field.metadata["help"]
-        assert f"        {field.name} (`" in BAPOConfig.__doc__, field.name
+        assert f"\n    {field.name} (`" in BAPOConfig.__doc__, field.name
         assert f"defaults to `{field.default!r}`".replace("'", '"') in BAPOConfig.__doc__, field.name
     TrlParser(BAPOConfig).format_help()  # a bare % in a help text raises
 

@@ -59,4 +59,4 @@ def test_docstring_of_the_config_is_made_of_the_help_texts():
     docstring = " ".join(BAPOConfig.__doc__.split())
     for knob in own_fields():
         assert re.search(rf"\b{knob.name} \(`[^)]+`\): {re.escape(knob.metadata['help'])}", docstring), knob.name
-    assert "    Raises:\n" in BAPOConfig.__doc__
+    assert "\nRaises:\n    ValueError: " in BAPOConfig.__doc__
