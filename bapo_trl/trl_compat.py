@@ -10,15 +10,14 @@ import trl
 from trl import GRPOTrainer
 
 
-TESTED_VERSIONS = ("1.14", "1.16")
-"""TRL minor versions on which the test suite passes."""
+TESTED_VERSIONS = ("1.14.2", "1.16.0")
+"""TRL versions that the tests pass with (docs/versions.md). Later releases of the same minor count as well."""
 
 
 def _missing(names: str, version: str = trl.__version__) -> ImportError:
     return ImportError(
         f"bapo_trl relies on names that trl {version} does not have: {names}. Install a version it is tested with "
-        f"({', '.join(f'{minor}.*' for minor in TESTED_VERSIONS)}), e.g. "
-        f'pip install "trl~={TESTED_VERSIONS[-1]}.0".'
+        f'({", ".join(TESTED_VERSIONS)}), e.g. pip install "trl~={TESTED_VERSIONS[-1]}".'
     )
 
 
