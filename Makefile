@@ -5,9 +5,6 @@ VENV ?= .venv
 # Extra pip flags for torch. On Linux without a GPU, the CPU build saves a download of several GB:
 #   make demo TORCH_FLAGS="--index-url https://download.pytorch.org/whl/cpu"
 TORCH_FLAGS ?=
-# Older TRL versions of `make test-compat`. Of the two minors before the pinned one, the GRPOTrainer of 1.15.0 itself
-# runs on GPUs only (it needs Triton), so the suite can say nothing of it on a CPU.
-OLDER_TRL ?= 1.14.2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
@@ -27,7 +24,7 @@ demo-llm: $(VENV)/.installed-llm
 	$(OFFLINE) $(BIN)/python demo_llm.py
 
 test: $(VENV)/.installed
-	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_FLAGS)
 
 test-llm: $(VENV)/.installed-gym
 	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o addopts=-ra tests/llm
@@ -95,15 +92,22 @@ bench-stability: $(VENV)/.installed
 	$(OFFLINE) $(BIN)/python -m benchmarks.stability --preset full --jobs 2
 	$(BIN)/python -m benchmarks.pages
 
-test-compat: $(OLDER_TRL:%=test-with-trl-%)
+# The suite in every corner of compat/corners.cfg, or in one: make test-compat CORNER=oldest
+test-compat:
+	$(MAKE) --keep-going $(addprefix test-corner-,$(or $(CORNER),$(shell $(PYTHON) -m compat names)))
 
-test-with-trl-%: constraints.txt
-	grep -v '^trl==' constraints.txt > .constraints-trl-$*.txt
-	echo 'trl==$*' >> .constraints-trl-$*.txt
-	$(MAKE) test VENV=.venv-trl-$* CONSTRAINTS=.constraints-trl-$*.txt
+test-corner-%: .venv-corner-%.txt
+	rm -f .venv-corner-$*/junit.xml
+	$(MAKE) test VENV=.venv-corner-$* CONSTRAINTS=$< PYTHON=$$($(PYTHON) -m compat python $*) \
+		PYTEST_FLAGS="--junitxml=.venv-corner-$*/junit.xml --ignore=tests/test_versions.py"; status=$$?; \
+		.venv-corner-$*/bin/python -m compat record $* .venv-corner-$*/junit.xml && exit $$status
+
+.PRECIOUS: .venv-corner-%.txt
+.venv-corner-%.txt: constraints.txt compat/corners.cfg
+	$(PYTHON) -m compat constraints $* > $@.new && mv $@.new $@
 
 CONSTRAINTS ?= constraints.txt
-$(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
+$(VENV)/.installed: setup.cfg pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
 	@echo "Installing into $(VENV), once: this takes a minute or more ..."
 	$(PYTHON) -m venv $(VENV)
@@ -127,4 +131,4 @@ $(VENV)/.installed-notebooks: $(VENV)/.installed-llm
 	touch $@
 
 clean:
-	rm -rf .venv .venv-trl-* .constraints-trl-*.txt .mypy_cache outputs site
+	rm -rf .venv .venv-corner-* .mypy_cache outputs site

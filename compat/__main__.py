@@ -1,0 +1,43 @@
+"""
+Help `make test-compat`, and write `docs/versions.md`.
+
+    python -m compat names               # the corners
+    python -m compat python NAME         # the Python of a corner
+    python -m compat constraints NAME    # its constraints file for pip
+    python -m compat record NAME XML...  # take its result from JUnit files of pytest; run by the corner's own Python
+    python -m compat page                # write the page from the results
+
+The first three need nothing but Python.
+"""
+
+import argparse
+
+from compat import corners
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m compat", description=__doc__.strip().splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("names")
+    commands.add_parser("page")
+    for name in ("python", "constraints", "record"):
+        commands.add_parser(name).add_argument("corner", choices=corners.names())
+    commands.choices["record"].add_argument("junit", nargs="+")
+    arguments = parser.parse_args()
+
+    if arguments.command == "names":
+        print(*corners.names())
+    elif arguments.command == "python":
+        print(f"python{corners.python(arguments.corner)}")
+    elif arguments.command == "constraints":
+        print(*corners.constraints(arguments.corner), sep="\n")
+    else:
+        from compat import results  # needs `packaging`
+
+        if arguments.command == "record":
+            results.record(arguments.corner, arguments.junit)
+        results.write_page()
+
+
+if __name__ == "__main__":
+    main()

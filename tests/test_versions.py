@@ -1,0 +1,133 @@
+"""Versions claimed are versions tested: `setup.cfg`, the corners of `make test-compat` and docs/versions.md."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from bapo_trl import trl_compat
+from compat import corners, results
+
+
+ROOT = Path(__file__).resolve().parents[1]
+SETUP_CFG = (ROOT / "setup.cfg").read_text()
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return results.load()
+
+
+def minors(versions) -> set[str]:
+    return {".".join(str(Version(version)).split(".")[:2]) for version in versions}
+
+
+# --- what the repository claims --------------------------------------------------------------------------------------
+
+
+def test_every_corner_with_a_result_passed_with_the_versions_it_names(rows):
+    page = results.PAGE.read_text()
+    assert {"newest", "oldest"} <= {row["corner"] for row in rows} <= set(corners.names())
+    for name in corners.names():
+        assert (f"The corner {name}: no result yet." in page) == (name not in {row["corner"] for row in rows})
+    for row in rows:
+        assert row["failed"] == 0, row["corner"]
+        assert not row["only"] or "tests/test_trl_contract.py" in row["only"], row["corner"]
+        assert row["python"].startswith(f"{corners.python(row['corner'])}.")
+        pins = corners.pins(row["corner"])
+        different = {
+            name: version for name, version in row["versions"].items() if Version(version) != Version(pins[name])
+        }
+        assert different == {}, f"run `make test-compat CORNER={row['corner']}` again"
+
+
+def test_corners_name_three_minors_of_each_package():
+    for name in corners.PACKAGES:
+        named = minors(corners.pins(corner)[name] for corner in corners.names())
+        assert len(named) >= 2 + (name != "trl"), name  # the minor of TRL between the two is refused
+
+
+def test_ranges_are_those_that_were_tested(rows):
+    assert results.complaints(SETUP_CFG, rows, corners.refused()) == []
+
+
+def test_the_versions_of_trl_claimed_at_import_are_those_that_were_tested(rows):
+    assert {row["versions"]["trl"] for row in rows} == set(trl_compat.TESTED_VERSIONS)
+
+
+def test_the_page_in_docs_is_that_of_the_results():
+    assert results.PAGE.read_text() == results.page(), "`python -m compat page` has to be run"
+
+
+# --- that a wrong claim is seen --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "complaint"),
+    [
+        ("trl>=1.14.2,", "trl>=1.14,", "oldest version tested is 1.14.2"),
+        ("trl>=1.14.2,!=1.15.*", "trl>=1.14.2,!=1.15.*,<1.17", "trl<1.17: no reason"),
+        ("trl>=1.14.2,!=1.15.*", "trl>=1.14.2", "trl!=1.15.*: in compat/corners.cfg, not in setup.cfg"),
+        ("transformers>=5.17", "transformers>=5.17,<5.18", "5.23.0 is tested"),
+        ("    torch>=2.13", "    torch", "oldest version tested is 2.13.0"),
+        ("peft>=0.19", "peft>=0.20", "0.19.0 is tested"),
+        ("python_requires = >=3.11", "python_requires = >=3.10", "Python 3.11"),
+        (" :: 3.11\n", " :: 3.11\n    Programming Language :: Python :: 3.99\n", "Python 3.11"),
+    ],
+)
+def test_a_range_that_nobody_tested_is_named(rows, right, wrong, complaint):
+    assert SETUP_CFG.count(right) == 1
+    found = results.complaints(SETUP_CFG.replace(right, wrong), rows, corners.refused())
+    assert any(complaint in line for line in found), found
+
+
+def test_a_corner_that_failed_counts_for_nothing(rows):
+    failed = [{**row, "failed": 1} if row["corner"] == "oldest" else row for row in rows]
+    found = results.complaints(SETUP_CFG, failed, corners.refused())
+    assert "numpy>=2.0: the oldest version tested is 2.4.6" in found
+
+
+# --- what `make test-compat` is made of ------------------------------------------------------------------------------
+
+
+def test_a_corner_replaces_pins_and_keeps_the_others():
+    pinned = dict(line.split("==") for line in corners.constraints("pinned"))
+    oldest = dict(line.split("==") for line in corners.constraints("oldest"))
+    assert (ROOT / "constraints.txt").read_text().count("==") == len(pinned)
+    assert set(pinned) <= set(oldest)
+    assert (pinned["trl"], oldest["trl"]) == ("1.16.0", "1.14.2")
+    assert oldest["pytest"] == pinned["pytest"]
+
+
+@pytest.mark.parametrize("corner", corners.names())
+def test_constraints_are_written_before_anything_is_installed(corner):
+    command = [sys.executable, "-S", "-m", "compat", "constraints", corner]  # -S: without installed packages
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert lines == corners.constraints(corner)
+
+
+JUNIT = """<testsuites><testsuite name="pytest">
+<testcase classname="tests.test_sweep" name="a"/>
+<testcase classname="tests.test_sweep" name="b"><skipped type="pytest.skip"/></testcase>
+<testcase classname="tests.replay.test_rows" name="c"><failure/><error/></testcase>
+<testcase classname="bapo_trl.reduce" name="bapo_trl.reduce.total"/>
+</testsuite></testsuites>"""
+
+
+def test_a_result_is_counted_recorded_and_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "results.json")
+    (tmp_path / "first.xml").write_text(JUNIT)
+    (tmp_path / "second.xml").write_text('<testsuite><testcase classname="tests.test_docs" name="d"/></testsuite>')
+    results.record("oldest", [tmp_path / "first.xml"])
+    results.record("pinned", [tmp_path / "first.xml", tmp_path / "second.xml"])
+    results.record("oldest", [tmp_path / "second.xml"])
+    pinned, oldest = json.loads((tmp_path / "results.json").read_text())
+    assert (pinned["corner"], pinned["passed"], pinned["skipped"], pinned["failed"]) == ("pinned", 3, 1, 1)
+    assert (oldest["corner"], oldest["passed"], oldest["skipped"], oldest["failed"]) == ("oldest", 1, 0, 0)
+    assert pinned["only"] == ["tests/replay/test_rows.py", "tests/test_docs.py", "tests/test_sweep.py"]
+    assert oldest["only"] == ["tests/test_docs.py"]
+    assert pinned["versions"]["trl"] == trl_compat.trl.__version__
+    assert len((tmp_path / "results.json").read_text().splitlines()) == 4
