@@ -186,7 +186,7 @@ def _rest(rows: Sequence[dict]) -> list[str]:
     parts.pop("", None)
     missing = [name for name in corners.names() if name not in {row["corner"] for row in rows}]
     return [f"- The corner {name}: no result yet." for name in missing] + [
-        f"- In {', '.join(names)}: tests outside of {run}, and some of them." for run, names in parts.items()
+        f"- In {', '.join(names)}: only {run} were run, some of them in part." for run, names in parts.items()
     ]
 
 
