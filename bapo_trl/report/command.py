@@ -1,0 +1,48 @@
+"""`bapo-trl report`: the report of runs on the disk."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from .runs import read_runs
+from .write import NO_MATPLOTLIB, has_matplotlib, health_lines, write_report
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """
+    Write the report of the runs that the arguments name, and print its health lines.
+
+    Args:
+        argv (sequence of `str`, *optional*):
+            Arguments after `report`. `None` for those of the process.
+
+    Raises:
+        SystemExit: With 2 and one line that names the path and the fix, if there is nothing to draw of a run.
+    """
+    parser = argparse.ArgumentParser(
+        prog="bapo-trl report",
+        description="Draw what runs logged, laid over one another with seeds as bands, and say what is not healthy.",
+    )
+    parser.add_argument(
+        "runs",
+        metavar="RUN",
+        nargs="+",
+        help="an output_dir, a checkpoint folder, a trainer_state.json, or a jsonl file of logs",
+    )
+    parser.add_argument(
+        "--output", metavar="FOLDER", default="report", help="where report.html and report.png go (default: report)"
+    )
+    arguments = parser.parse_args(argv)
+    if not has_matplotlib():
+        parser.error(NO_MATPLOTLIB)
+    try:
+        runs = read_runs(arguments.runs)
+    except ValueError as error:
+        parser.error(str(error))
+    image = Path(arguments.output) / "report.png"
+    findings = write_report(runs, image)
+    print("\n".join([f"Report: {image}", f"Report: {image.with_suffix('.html')}", *health_lines(findings)]))
+
+
+if __name__ == "__main__":
+    main()

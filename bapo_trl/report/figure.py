@@ -1,0 +1,188 @@
+"""The figure of the report: the panels that have data, side by side in a PNG or each as an SVG."""
+
+import io
+import math
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .health import is_finite
+from .panels import PANELS, Line, Panel
+from .runs import Group
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLORS = ("#3b82f6", "#e4572e", "#2a9d5c", "#a46fd1", "#b8901c", "#1a9fb0", "#d6568c", "#888888")
+"""Colors that are seen on white and on near black. With one group, of the lines of a panel; else, of the groups."""
+
+STYLES = ("-", "--", ":")
+"""Styles of the lines of a panel, where several groups have its colors."""
+
+BAND = "Line: mean of the seeds that have a value at the update; band: from the smallest to the largest of them."
+
+_INK = "#123456"  # stands for the page's own text color in an SVG
+_GREY = "#8a8a8a"
+_PLAIN_TEXT: dict[Any, Any] = {"text.parse_math": False}  # a `$` in the name of a run is a `$`
+
+
+def drawn_panels(groups: Sequence[Group]) -> list[Panel]:
+    """Return the panels for which some run has data."""
+    return [panel for panel in PANELS if panel.drawn_lines(groups)]
+
+
+def caption(groups: Sequence[Group]) -> str:
+    """Return what is to be said of the lines, in a sentence or two."""
+    parts = ["Grey: thresholds of the health lines, or what a value is measured against."]
+    return " ".join(([BAND] if any(len(group.runs) > 1 for group in groups) else []) + parts)
+
+
+def save_png(groups: Sequence[Group], path: Path) -> None:
+    """
+    Draw all panels that have data into one image.
+
+    Raises:
+        ImportError: If matplotlib is not installed (extra `plots`).
+    """
+    from matplotlib import rc_context
+
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    with rc_context(_PLAIN_TEXT):
+        _all_panels(groups).savefig(unfinished, dpi=110, format="png")
+    os.replace(unfinished, path)
+
+
+def panel_svg(panel: Panel, groups: Sequence[Group]) -> str:
+    """
+    Draw a panel as an SVG element for a page: without background, its text in the page's own color.
+
+    Raises:
+        ImportError: If matplotlib is not installed (extra `plots`).
+    """
+    from matplotlib import rc_context
+
+    inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    ink: dict[Any, Any] = dict.fromkeys(inked, _INK)
+    with rc_context({**_PLAIN_TEXT, **ink, "svg.fonttype": "none", "svg.hashsalt": panel.title}):
+        figure = _new_figure(4.4, 2.5)
+        _draw(figure.subplots(), panel, groups)
+        buffer = io.StringIO()
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+    svg = buffer.getvalue()
+    return re.sub(r"\s*\n\s*", "\n", svg[svg.index("<svg") :]).replace(_INK, "currentColor")
+
+
+def color_of(index: int) -> str:
+    """Return the color of a group by its number."""
+    return COLORS[index % len(COLORS)]
+
+
+def _new_figure(width: float, height: float) -> "Figure":
+    from matplotlib.figure import Figure  # not pyplot, which would choose a window and keep the figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _all_panels(groups: Sequence[Group]) -> "Figure":
+    panels = drawn_panels(groups)
+    columns = min(3, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure = _new_figure(4.2 * columns, 2.5 * rows + 0.5)
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for panel, place in zip(panels, axes, strict=False):
+        has_legend = _draw(place, panel, groups)
+        place.set_title(panel.title, fontsize="medium", loc="left", pad=20 if has_legend else 6)
+    for place in axes[len(panels) :]:
+        place.set_axis_off()
+    for place in axes[max(0, len(panels) - columns) : len(panels)]:
+        place.set_xlabel("optimizer update", fontsize="small")
+    if len(groups) > 1:
+        handles = [_handle(color_of(index), "-", group.label) for index, group in enumerate(groups)]
+        figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(groups)), fontsize="medium")
+    figure.supxlabel(caption(groups), fontsize="small", color=_GREY)
+    return figure
+
+
+def _draw(axes: "Axes", panel: Panel, groups: Sequence[Group]) -> bool:
+    """Draw a panel without its title; return whether a legend stands where the title would be."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
+
+    lines = panel.drawn_lines(groups)
+    is_alone = len(groups) == 1
+    for value in panel.marks:
+        axes.axhline(value, color=_GREY, linewidth=0.8, linestyle=(0, (1, 2)))
+    for index, group in enumerate(groups):
+        for number, line in enumerate(lines):
+            color, style = (color_of(number), "-") if is_alone else (color_of(index), STYLES[number])
+            _draw_line(axes, line, group, color, style, width=1.4 if number == 0 else 1.0, has_band=number == 0)
+    targets = [group.runs[0].settings.get(panel.target) for group in groups] if panel.target else []
+    for index, target in enumerate(targets):
+        if is_finite(target):
+            axes.axhline(target, color=_GREY if is_alone else color_of(index), linewidth=1, linestyle="-.")
+    handles = [
+        _handle(color_of(number) if is_alone else _GREY, "-" if is_alone else STYLES[number], line.label)
+        for number, line in enumerate(lines)
+    ]
+    if any(map(is_finite, targets)):
+        handles.append(_handle(_GREY, "-.", "target"))
+    if len(handles) > 1:
+        axes.legend(
+            handles=handles, loc="best", fontsize="x-small", framealpha=0.4, facecolor="none", edgecolor="none"
+        )
+    steps = [log["step"] for group in groups for run in group.runs for log in run.logs]
+    if min(steps) < max(steps):
+        axes.set_xlim(min(steps), max(steps))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.tick_params(labelsize="small")
+    axes.grid(color=_GREY, alpha=0.2, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    if panel.limits is not None:
+        low, high = panel.limits
+        axes.set_ylim(low if high is None else low - 0.03, None if high is None else high + 0.03)
+    if panel.is_log:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=8))
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    if len(handles) > 1:  # above the axes, where no line runs through it
+        axes.legend(
+            handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(handles), fontsize="small",
+            frameon=False, borderpad=0.2, handlelength=1.6, columnspacing=1.2, borderaxespad=0.2,
+        )  # fmt: skip
+    return len(handles) > 1
+
+
+def _draw_line(axes: "Axes", line: Line, group: Group, color: str, style: Any, width: float, has_band: bool) -> None:
+    """Draw the mean of the group's runs; undefined values leave a gap, updates that did not log it do not."""
+    by_step: dict[int, list[float]] = {}
+    for run in group.runs:
+        for log in run.logs:
+            if line.metric in log:
+                value = log[line.metric]
+                by_step.setdefault(log["step"], []).extend([line.sign * value] if is_finite(value) else [])
+    steps = sorted(by_step)
+    values = [by_step[step] for step in steps]
+    means = [sum(some) / len(some) if some else math.nan for some in values]
+    axes.plot(steps, means, color=color, linestyle=style, linewidth=width)
+    padded = [math.nan, *means, math.nan]
+    alone = [
+        index
+        for index, mean in enumerate(means)
+        if mean == mean and math.isnan(padded[index]) and math.isnan(padded[index + 2])
+    ]
+    axes.plot([steps[i] for i in alone], [means[i] for i in alone], color=color, marker=".", linestyle="none")
+    if has_band and len(group.runs) > 1:
+        low = [min(some, default=math.nan) for some in values]
+        high = [max(some, default=math.nan) for some in values]
+        axes.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
+
+
+def _handle(color: str, style: Any, label: str):
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], color=color, linestyle=style, label=label)

@@ -1,0 +1,127 @@
+"""What the report draws: its panels, and the lines of each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .health import CHI2_MAX, CUT_OFF_MAX, ESS_MIN, NO_SIGNAL_MAX, RATIO_MEAN_MAX, RATIO_MEAN_MIN, points_of
+from .runs import Group
+
+
+@dataclass(frozen=True)
+class Line:
+    """
+    A metric in a panel.
+
+    Args:
+        metric (`str`): Its name in the logs.
+        label (`str`): What it is called beside the other lines of its panel.
+        sign (`int`): -1 draws its negative.
+    """
+
+    metric: str
+    label: str
+    sign: int = 1
+
+
+@dataclass(frozen=True)
+class Panel:
+    """
+    A panel, whose first line is drawn with a band.
+
+    Args:
+        title (`str`): Its title.
+        lines (`tuple` of [`Line`]): Its lines, those without data left out.
+        marks (`tuple` of `float`): Values that a grey line marks.
+        limits (`tuple` of `float`, *optional*): Range of the axis; open above for `None`.
+        is_log (`bool`): Whether the axis is logarithmic.
+        target (`str`, *optional*): Setting whose value is drawn as a dashed line for each group.
+        unless (`float`, *optional*): The panel is left out where no value of its first line differs from this.
+    """
+
+    title: str
+    lines: tuple[Line, ...]
+    marks: tuple[float, ...] = ()
+    limits: tuple[float, float | None] | None = None
+    is_log: bool = False
+    target: str | None = None
+    unless: float | None = None
+
+    def drawn_lines(self, groups: Sequence[Group]) -> list[Line]:
+        """Return the lines that some run has a finite value of; none if the panel is to be left out."""
+        values = {line: _values(line, groups) for line in self.lines}
+        if self.unless is not None and set(values[self.lines[0]]) <= {self.unless}:
+            return []
+        return [line for line in self.lines if values[line]]
+
+
+def _values(line: Line, groups: Sequence[Group]) -> list[float]:
+    return [value for group in groups for run in group.runs for _, value in points_of(run.logs, line.metric)]
+
+
+SHARE = (0.0, 1.0)
+FROM_ZERO = (0.0, None)
+
+PANELS = (
+    Panel("Mean reward of the samples", (Line("reward", "reward"),)),
+    Panel(
+        "Length of the completions (tokens)",
+        (Line("completions/mean_length", "mean"), Line("completions/max_length", "longest")),
+    ),
+    Panel(
+        "Completions cut off, and without signal (share)",
+        (Line("completions/clipped_ratio", "cut off"), Line("frac_reward_zero_std", "without signal")),
+        marks=(CUT_OFF_MAX, NO_SIGNAL_MAX),
+        limits=SHARE,
+    ),
+    Panel("Entropy of the policy (nats per token)", (Line("entropy", "entropy"),)),
+    Panel(
+        "Predicted change of the entropy",
+        (Line("bapo/entropy_covariance", "minus the covariance", sign=-1),),
+        marks=(0.0,),
+    ),
+    Panel("Norm of the gradient", (Line("grad_norm", "gradient norm"),), limits=FROM_ZERO),
+    Panel(
+        "Share of positive-advantage tokens in the loss",
+        (Line("bapo/positive_share", "as trained"), Line("bapo/positive_share_initial", "start bounds")),
+        limits=SHARE,
+        target="positive_contribution_target",
+    ),
+    Panel(
+        "Weight of negative-advantage tokens",
+        (Line("bapo/negative_weight", "weight"),),
+        limits=SHARE,
+        unless=1.0,
+    ),
+    Panel(
+        "Clip bounds (importance ratio)",
+        (Line("bapo/clip_high", "upper bound"), Line("bapo/clip_low", "lower bound")),
+        marks=(1.0,),
+    ),
+    Panel(
+        "Tokens clipped (share)",
+        (
+            Line("clip_ratio/high_mean", "above upper"),
+            Line("clip_ratio/low_mean", "below lower"),
+            Line("cispo_clip_ratio", "above cap"),
+        ),
+        limits=FROM_ZERO,
+    ),
+    Panel(
+        "Importance ratios",
+        (Line("ratio/mean", "mean"), Line("ratio/max", "largest"), Line("ratio/min", "smallest")),
+        marks=(RATIO_MEAN_MIN, RATIO_MEAN_MAX),
+        is_log=True,
+    ),
+    Panel("Effective sample size (share)", (Line("ratio/ess", "ESS"),), marks=(ESS_MIN,), limits=SHARE),
+    Panel("Chi-square divergence", (Line("ratio/chi2", "chi-square"),), marks=(CHI2_MAX,)),
+    Panel(
+        "Staleness of the samples (policy versions)",
+        (Line("staleness/mean", "mean"), Line("staleness/max", "largest")),
+        limits=FROM_ZERO,
+    ),
+    Panel("Samples in the replay queue", (Line("replay/size", "samples"),), limits=FROM_ZERO),
+    Panel("Share of the batch from the queue", (Line("replay/fraction", "share"),), limits=SHARE),
+    Panel("Completions in flight (pool)", (Line("partial/in_flight", "completions"),), limits=FROM_ZERO),
+    Panel("Tokens parked in the pool", (Line("partial/parked_tokens", "tokens"),), limits=FROM_ZERO),
+)
+"""All panels, in their order."""

@@ -1,0 +1,125 @@
+"""Golden tests of each health line: it appears just beyond its threshold, and not within."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from bapo_trl.report.health import CHECKS, describe, examine
+from tests.report.made_logs import HEALTHY, made_logs
+
+
+ROOT = Path(__file__).resolve().parents[2]
+ALL_WELL = "7 of 7 checks made on 20 logs, and none found anything."
+
+
+def lines(**changes) -> list[tuple[str, str, str]]:
+    return [(finding.severity, finding.name, finding.sentence) for finding in examine(made_logs(**changes))]
+
+
+def test_a_healthy_run_has_a_single_line_that_says_so():
+    assert lines() == [("healthy", "Healthy", ALL_WELL)]
+
+
+GOLDEN = [
+    # metric, values just within, values just beyond, severity, name, sentence
+    ("ratio/mean", 0.5, 0.499, "warning", "Mean ratio",
+     "outside [0.5, 2] in 20 of 20 logs; farthest 0.499 at update 1."),
+    ("ratio/mean", 2.0, 2.01, "warning", "Mean ratio",
+     "outside [0.5, 2] in 20 of 20 logs; farthest 2.01 at update 1."),
+    ("ratio/mean", [1.0, 2.0, 0.5, 1.0], [1.0, 2.1, 0.4, 1.0], "warning", "Mean ratio",  # 2 of 20: often
+     "outside [0.5, 2] in 2 of 20 logs; farthest 0.4 at update 3."),  # 0.5 / 0.4 is farther than 2.1 / 2
+    ("ratio/mean", [1.0, 2.0, 1.0], [1.0, 2.1, 1.0], "note", "Mean ratio",
+     "outside [0.5, 2] in 1 of 20 logs; farthest 2.1 at update 2."),
+    ("ratio/ess", 0.3, 0.299, "warning", "Effective sample size",
+     "below 0.3 in 20 of 20 logs; lowest 0.299 at update 1."),
+    ("ratio/ess", [0.9, 0.3, 0.9], [0.9, 0.25, 0.9], "note", "Effective sample size",
+     "below 0.3 in 1 of 20 logs; lowest 0.25 at update 2."),
+    ("ratio/chi2", 1.0, 1.01, "warning", "Chi-square divergence",
+     "above 1 in 20 of 20 logs; highest 1.01 at update 1."),
+    ("ratio/chi2", [0.1, 1.0, 0.1], [0.1, 4.5, 0.1], "note", "Chi-square divergence",
+     "above 1 in 1 of 20 logs; highest 4.5 at update 2."),
+    # 10 of 20 missed: half, not over half; 11 of 20 are
+    ("bapo/target_met", [0.0] * 10 + [1.0], [0.0] * 11 + [1.0], "warning", "Target share missed",
+     "missed in 55% of the updates."),
+    ("entropy", [1.0, 0.501], [1.0, 0.5], "warning", "Entropy halved",
+     "fell from 1 at update 1 to 0.5 at update 2."),
+    # the latest 5 of 20 logs count: 15 of another value before do not
+    ("frac_reward_zero_std", [1.0] * 15 + [0.7], [0.0] * 15 + [0.71], "warning", "Groups without signal",
+     "71% of the completions are in groups whose rewards are all equal, in the latest 5 of 20 logs."),
+    ("completions/clipped_ratio", [1.0] * 15 + [0.5], [0.0] * 15 + [0.51], "warning", "Completions cut off",
+     "51% of the completions ended for their length, in the latest 5 of 20 logs."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("metric", "within", "beyond", "severity", "name", "sentence"), GOLDEN)
+def test_each_line_at_its_threshold(metric, within, beyond, severity, name, sentence):
+    assert lines(**{metric: within}) == [("healthy", "Healthy", ALL_WELL)]
+    assert lines(**{metric: beyond}) == [(severity, name, sentence)]
+
+
+def test_every_check_has_a_golden_line():
+    assert {check.metric for check in CHECKS} == {golden[0] for golden in GOLDEN}
+    assert {check.name for check in CHECKS} == {golden[4] for golden in GOLDEN}
+
+
+def test_the_entropy_halves_within_50_updates_or_slowly():
+    falls = [1.0, 0.9, 0.8, 0.7, 0.6, 0.4]  # update 1, 11, ..., 51: 50 updates from the first to the last
+    assert lines(every=10, entropy=falls) == [
+        ("warning", "Entropy halved", "fell from 1 at update 1 to 0.4 at update 51.")
+    ]
+    assert lines(every=11, entropy=[1.0, 0.9, 0.8, 0.7, 0.51, 0.5])[0][0] == "healthy"  # 55 updates
+    assert lines(every=51, entropy=[1.0, 0.1])[0][0] == "healthy"  # logged too seldom to tell
+    assert lines(entropy=[0.2, 1.0])[0][0] == "healthy"  # it rose
+
+
+def test_several_lines_come_in_their_order():
+    found = lines(**{"completions/clipped_ratio": 0.9, "ratio/chi2": 3.0, "ratio/ess": 0.2})
+    assert [name for _, name, _ in found] == ["Effective sample size", "Chi-square divergence", "Completions cut off"]
+
+
+@pytest.mark.parametrize("undefined", [None, math.nan, math.inf, "text"])
+def test_undefined_values_count_for_nothing(undefined):
+    assert lines(**{"ratio/chi2": [undefined, 0.1, undefined, 0.1]}) == [("healthy", "Healthy", ALL_WELL)]
+    assert lines(**{"ratio/chi2": [undefined, 5.0, 0.1]}) == [
+        ("note", "Chi-square divergence", "above 1 in 1 of 19 logs; highest 5 at update 2.")
+    ]
+
+
+def test_checks_that_could_not_be_made_are_named():
+    plain = [{"loss": 0.1, "step": step, "entropy": 1.0} for step in (1, 2)]
+    (finding,) = examine(plain)
+    assert finding.severity == "healthy"
+    assert finding.sentence == (
+        "1 of 7 checks made on 2 logs, and none found anything. Not checked, because not logged: Mean ratio "
+        "(`ratio/mean`), Effective sample size (`ratio/ess`), Chi-square divergence (`ratio/chi2`), Target share "
+        "missed (`bapo/target_met`), Groups without signal (`frac_reward_zero_std`), Completions cut off "
+        "(`completions/clipped_ratio`)."
+    )
+    found, rest = examine([{**log, "ratio/ess": 0.1} for log in plain])
+    assert (found.name, rest.name, rest.severity) == ("Effective sample size", "Not checked", "note")
+    (nothing,) = examine([{"loss": 0.1, "step": 1}])
+    assert nothing.severity == "note"
+    assert nothing.sentence.count("(`") == 7
+
+
+def test_a_line_of_text_says_what_to_try():
+    (finding,) = examine(made_logs(**{"ratio/ess": 0.2}))
+    assert describe(finding) == (
+        f"[warning] Effective sample size: below 0.3 in 20 of 20 logs; lowest 0.2 at update 1. Try: {CHECKS[1].remedy}"
+    )
+
+
+def test_settings_that_a_line_names_exist():
+    """What to try is worth nothing if there is no such setting."""
+    from bapo_trl import BAPOConfig
+
+    words = [word for check in CHECKS for word in re.findall(r"`([^`]+)`", check.meaning + check.remedy)]
+    assert {word for word in words if word not in HEALTHY and not hasattr(BAPOConfig, word)} <= {"sampling/"}
+
+
+def test_the_page_of_the_docs_has_the_lines():
+    page = (ROOT / "docs" / "report.md").read_text()
+    rows = "\n".join(f"| {check.name} | {check.rule} | {check.meaning} | {check.remedy} |" for check in CHECKS)
+    assert rows in page, f"the table of health lines is to be that of bapo_trl/report/health.py:\n{rows}"

@@ -1,0 +1,195 @@
+"""The page and the picture of runs, by the command."""
+
+import math
+import re
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from bapo_trl.report.command import main
+from bapo_trl.report.panels import PANELS
+from tests.report.made_logs import made_logs, save_run
+
+
+QUEUE = {"replay/size": 40.0, "replay/fraction": 0.25, "bapo/negative_weight": [1.0, 0.4]}
+POOL = {"partial/in_flight": 6.0, "partial/parked_tokens": 120.0}
+OPTIONAL = {
+    "Weight of negative-advantage tokens", "Samples in the replay queue", "Share of the batch from the queue",
+    "Completions in flight (pool)", "Tokens parked in the pool",
+}  # fmt: skip
+
+
+class Page(HTMLParser):
+    """Titles of the panels, the lines of each, and all text; fails on tags that are not closed."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.panels: dict[str, str] = {}
+        self.text = ""
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+        if self.open and self.open[-1] == "figcaption":
+            self.panels[data] = ""
+        elif "svg" in self.open:
+            self.panels[list(self.panels)[-1]] += f"{data.strip()}\n" if data.strip() else ""
+
+
+def report(folder, *runs) -> tuple[Page, str]:
+    main([*map(str, runs), "--output", str(folder)])
+    assert (folder / "report.png").read_bytes()[:4] == b"\x89PNG"
+    assert sorted(path.name for path in folder.iterdir()) == ["report.html", "report.png"]
+    html = (folder / "report.html").read_text()
+    assert "http://" not in re.sub(r'xmlns(:xlink)?="[^"]+"', "", html)
+    assert "https://" not in html
+    return Page(html), html
+
+
+def test_a_run_has_the_panels_it_has_data_for(tmp_path, capsys):
+    run = save_run(tmp_path / "mine", made_logs(), {"positive_contribution_target": 0.55, "seed": 3})
+    page, _ = report(tmp_path / "out", run)
+    assert list(page.panels) == [panel.title for panel in PANELS if panel.title not in OPTIONAL]
+    share = page.panels["Share of positive-advantage tokens in the loss"]
+    assert share.endswith("as trained\nstart bounds\ntarget\n")
+    assert "upper bound\nlower bound\n" in page.panels["Clip bounds (importance ratio)"]
+    assert "mean\nlargest\nsmallest\n" in page.panels["Importance ratios"]
+    assert "7 of 7 checks made on 20 logs, and none found anything." in page.text
+    assert "mean of the seeds" not in page.text
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"Report: {tmp_path}/out/report.png\nReport: {tmp_path}/out/report.html\n  [healthy]")
+
+
+def test_runs_with_different_metrics_are_laid_over_one_another(tmp_path, capsys):
+    first = save_run(tmp_path / "queue", made_logs(**QUEUE), {"positive_contribution_target": 0.5, "seed": 1})
+    plain = [{"loss": 0.1, "reward": 0.4, "step": step, "completions/clipped_ratio": 0.8} for step in range(1, 40)]
+    second = save_run(tmp_path / "plain", plain)
+    page, html = report(tmp_path / "out", first, second)
+    pool = {"Completions in flight (pool)", "Tokens parked in the pool"}
+    assert list(page.panels) == [panel.title for panel in PANELS if panel.title not in pool]
+    for color in ("#3b82f6", "#e4572e"):  # both runs, in the legend and in the panel that both have
+        assert f"background:{color}" in html
+        assert f"stroke: {color}" in html[html.index("Mean reward") : html.index("Length of the completions")]
+    assert "#e4572e" not in html[html.index("<figcaption>Norm of the gradient") : html.index("<figcaption>Share of")]
+    assert "80% of the completions ended for their length" in page.text
+    assert "7 of 7 checks made" in page.text
+    printed = capsys.readouterr().out
+    assert "queue:\n  [healthy]" in printed
+    assert "plain:\n  [warning] Completions cut off" in printed
+
+
+def test_three_seeds_are_a_band(tmp_path):
+    runs = [
+        save_run(tmp_path / f"seed{seed}", made_logs(20 - seed, reward=seed / 10, **POOL), {"seed": seed})
+        for seed in (1, 2, 3)
+    ]
+    page, html = report(tmp_path / "out", *runs)
+    assert "Line: mean of the seeds that have a value at the update; band: from the smallest" in page.text
+    assert f"Training report: {tmp_path.name} (3 seeds)" in page.text
+    assert "1, 2, 3" in page.text  # their seeds, in one column
+    assert "FillBetweenPolyCollection" in html
+    assert "fill-opacity: 0.2" in html[html.index("Mean reward") : html.index("Length of the completions")]
+    assert "Completions in flight (pool)" in page.panels
+    assert page.text.count("checks made on") == 3
+    alone, html = report(tmp_path / "one", runs[0])
+    assert "fill-opacity: 0.2" not in html
+    assert "mean of the seeds" not in alone.text
+
+
+def test_undefined_values_leave_gaps(tmp_path):
+    some = [1.0, None, 0.9, math.nan, 0.8, 0.7]  # the first and the third value stand alone
+    run = save_run(tmp_path / "gaps", made_logs(grad_norm=some, **{"ratio/min": 0.0, "bapo/clip_low": None}))
+    page, html = report(tmp_path / "out", run)
+    norm = html[html.index("<figcaption>Norm of the gradient") : html.index("<figcaption>Share of positive")]
+    assert "lower bound" not in page.panels["Clip bounds (importance ratio)"]
+    assert "nan" not in norm.lower().replace("dominant", "")
+
+
+def test_a_resumed_run_is_drawn_once(tmp_path):
+    doubled = save_run(tmp_path / "doubled", [*made_logs(10), *made_logs(5, first=6, reward=0.9)])
+    straight = save_run(tmp_path / "straight", made_logs(10, reward=[0.5] * 5 + [0.9]))
+    bodies = []
+    for run in (doubled, straight):
+        _, html = report(tmp_path / f"report-{run.name}", run)
+        bodies.append(html[html.index("<h2>Health") :].replace(run.name, ""))
+    assert bodies[0] == bodies[1]
+
+
+def test_what_users_wrote_is_escaped(tmp_path):
+    name = "a<b>&'\"`c` $x^{$"
+    run = save_run(tmp_path / name, made_logs(), {"reward_funcs": ["<script>alert(1)</script>"], "seed": 1})
+    other = save_run(tmp_path / "other", made_logs(), {"reward_funcs": ["x"], "seed": 1})
+    page, html = report(tmp_path / "out", run, other)
+    assert "<script>" not in html
+    assert '["<script>alert(1)</script>"]' in page.text
+    assert name in page.text
+
+
+def test_settings_that_differ_are_in_the_table(tmp_path):
+    runs = [
+        save_run(
+            tmp_path / f"{norm}", made_logs(), {"seed": 1, "adam_beta2": norm, "weight_decay": 0.25, "beta": 0.125}
+        )
+        for norm in (0.875, 0.75)
+    ]
+    page, html = report(tmp_path / "out", *runs)
+    assert "adam_beta2" in page.text
+    assert "max_grad_norm" not in page.text
+    assert html.count("<td>0.125</td>") == 2  # a main setting, though both have the same
+
+
+def test_more_runs_than_colors(tmp_path):
+    runs = [save_run(tmp_path / f"run{index}", made_logs(2), {"seed": 1, "beta": index}) for index in range(9)]
+    page, _ = report(tmp_path / "out", *runs)
+    assert page.text.count("checks made on") == 9
+
+
+def test_a_run_of_one_log(tmp_path):
+    page, _ = report(tmp_path / "out", save_run(tmp_path / "short", made_logs(1)))
+    assert "7 of 7 checks made on 1 log," in page.text
+
+
+@pytest.mark.parametrize("arguments", [["nowhere"], []])
+def test_mistakes_end_in_one_line(tmp_path, monkeypatch, capsys, arguments):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("usage: bapo-trl report")
+    assert re.search("error: RUN .*nowhere: no such file or folder|error: .*required: RUN", error)
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_matplotlib_the_command_says_what_to_install(tmp_path, monkeypatch, capsys):
+    run = save_run(tmp_path / "run", made_logs())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        main([str(run), "--output", str(tmp_path / "out")])
+    assert "matplotlib is not installed (pip install '.[plots]')" in capsys.readouterr().err
+
+
+def test_the_command_loads_neither_torch_nor_a_window(tmp_path):
+    from tests.helpers.commands import run_command
+
+    run = save_run(tmp_path / "run", made_logs(2))
+    code = (
+        "import sys; from bapo_trl.report.command import main; main(sys.argv[1:]); "
+        "assert not {'torch', 'transformers', 'matplotlib.pyplot'} & set(sys.modules)"
+    )
+    result = run_command([sys.executable, "-c", code, str(run), "--output", str(tmp_path / "out")])
+    assert result.returncode == 0, result.stderr
