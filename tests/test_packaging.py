@@ -108,6 +108,8 @@ def test_the_wheel_trains_two_updates_and_reports_them(environment, tmp_path):
     assert run("bapo-trl", "--version") == f"bapo-trl {__version__}\n"
     out = run("bapo-trl", "train", "--output_dir=run", *(f"--{name}={value}" for name, value in TWO_UPDATES.items()))
     assert "BAPO on the embedded task" in out  # the recipe without arguments is the package's
-    assert out.endswith("Report: run/report.png\n")
+    assert "Report: run/report.png\n" in out
     assert (tmp_path / "run" / "report.png").stat().st_size > 0
+    assert "Report: report/report.html\n" in run("bapo-trl", "report", "run")
+    assert (tmp_path / "report" / "report.html").stat().st_size > 0
     assert (tmp_path / "run" / "checkpoint-2" / "model.safetensors").exists()

@@ -13,6 +13,7 @@ from ..bapo_config import BAPOConfig
 from ..bapo_trainer import BAPOTrainer
 from ..cpu_speed import base_dtype
 from ..prompts import check_columns, check_number_of_prompts
+from ..report.callback import ReportCallback
 from ..tasks import MadeTask
 from .arguments import EMBEDDED, BAPOScriptArguments
 from .console import BoundsProgressCallback
@@ -122,6 +123,7 @@ def prepare(
     if not training_args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(BoundsProgressCallback)
+    trainer.add_callback(ReportCallback({**vars(script_args), **vars(model_args), **vars(dataset_args)}))
     return Run(trainer, data, model, task if is_embedded else None, extract_answer)
 
 

@@ -11,6 +11,7 @@ from trl import ModelConfig
 
 from ..bapo_config import BAPOConfig
 from ..cpu_speed import speed_up_cpu
+from ..report.write import report_line
 from ..tasks import held_out_accuracy
 from ..upstream_fixes import end_training
 from .before_after import BeforeAfter
@@ -21,7 +22,6 @@ from .data import has_data
 from .models import PACKAGED_MODELS, adapter_base, check_adapter, save_merged
 from .preparation import Run, prepare
 from .prompts import is_chat
-from .report import report_line
 
 
 def main(arguments: Sequence[str], command: Command = TRAIN) -> None:

@@ -1,13 +1,10 @@
-"""What the terminal and the report show."""
-
-import pytest
+"""What the terminal shows."""
 
 from bapo_trl import BAPOConfig
 from bapo_trl.script.console import accuracy_table, log_line, settings_table
 from bapo_trl.script.pace import Pace, Stopwatch
-from bapo_trl.script.report import save_report
 from bapo_trl.script.sampled_accuracy import Estimate
-from tests.helpers.toy import CPU, OFF_POLICY, toy_trainer
+from tests.helpers.toy import CPU, OFF_POLICY
 
 
 def table(**args):
@@ -126,17 +123,3 @@ def test_accuracies_before_and_after():
     )
     assert accuracy_table({"": {"avg@4": Estimate(0.25, 0.05)}}) == "  avg@4  0.250 ± 0.050"
     assert accuracy_table({"": {}}) == ""
-
-
-@pytest.mark.parametrize("args", [{}, {"negative_weight_min": 0.05}, {"loss_type": "vespo"}])
-def test_report_of_a_real_run(tmp_path, args):
-    trainer = toy_trainer(tmp_path, **args)
-    trainer.train()
-    path = save_report(trainer.state.log_history, tmp_path / "new" / "report.png")
-    assert path.read_bytes()[:4] == b"\x89PNG"
-    assert path.stat().st_size > 10_000
-
-
-def test_a_report_of_nothing_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="nothing to draw"):
-        save_report([{"train_runtime": 1.0}], tmp_path / "report.png")

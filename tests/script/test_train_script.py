@@ -70,6 +70,7 @@ def test_two_updates_on_the_embedded_task(tmp_path):
     ):
         assert re.search(line, out), (line, out)
     assert (tmp_path / "run" / "report.png").read_bytes()[:4] == b"\x89PNG"
+    assert "positive_contribution_target" in (tmp_path / "run" / "report.html").read_text()
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run").config.model_type == "qwen2"
     assert [log["step"] for log in logs(tmp_path / "run") if "bapo/clip_low" in log] == [1, 2]
 
@@ -329,8 +330,8 @@ def test_a_run_that_logs_no_update_has_no_report(tmp_path, capsys, pushed, setti
 
 
 def test_a_report_that_fails_stands_in_the_way_of_nothing(tmp_path, monkeypatch, pushed):
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # installed, but broken
-    with pytest.raises(ImportError, match=r"matplotlib\.pyplot"):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # installed, but broken
+    with pytest.raises(ImportError, match=r"matplotlib\.figure"):
         run_main(output_dir=tmp_path, **PUBLISHED)
     assert is_saved_evaluated_and_pushed(tmp_path, pushed)
 

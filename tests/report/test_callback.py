@@ -1,0 +1,112 @@
+"""The report that a training run keeps up to date."""
+
+import json
+import re
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+from transformers import TrainerCallback
+
+from bapo_trl.report.callback import ReportCallback
+from bapo_trl.report.command import main
+from bapo_trl.report.write import report_line, save_report
+from tests.helpers.toy import toy_trainer
+
+
+SAVES = {"save_strategy": "steps", "save_steps": 2}
+
+
+def last_update(page: Path) -> int:
+    return int(re.search(r"last update logged</th><td>(\d+)</td>", page.read_text())[1])
+
+
+class Watch(TrainerCallback):
+    """Notes after each save up to which update the page goes."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_save(self, args, state, control, **kwargs):
+        page = Path(args.output_dir, "report.html")
+        self.seen.append((state.global_step, last_update(page)))
+
+
+@pytest.mark.parametrize(
+    "args", [{}, {"negative_weight_min": 0.05}, {"loss_type": "vespo"}, {"replay_fraction": 0.25}]
+)
+def test_a_training_run_has_a_report_at_each_save(tmp_path, args):
+    trainer = toy_trainer(tmp_path, **SAVES, **args)
+    assert trainer.args.gradient_checkpointing
+    watch = Watch()
+    trainer.add_callback(ReportCallback({"dataset_name": "toy"}))
+    trainer.add_callback(watch)
+    trainer.train()
+    assert watch.seen == [(2, 2), (4, 4)]
+    assert (tmp_path / "report.png").read_bytes()[:4] == b"\x89PNG"
+    settings = json.loads((tmp_path / "run_settings.json").read_text())
+    assert (settings["seed"], settings["dataset_name"], settings["max_completion_length"]) == (42, "toy", 7)
+    page = (tmp_path / "report.html").read_text()
+    assert ("Clip bounds" in page) == (args.get("loss_type") != "vespo")
+    assert ("Samples in the replay queue" in page) == ("replay_fraction" in args)
+    assert "<th>dataset_name</th><td>toy</td>" in page
+
+
+def test_seeds_of_a_training_are_one_band_and_another_setting_is_not(tmp_path):
+    runs = {"a": {"seed": 1}, "b": {"seed": 2}, "c": {"seed": 3, "learning_rate": 1e-3}}
+    for name, args in runs.items():
+        trainer = toy_trainer(tmp_path / name, max_steps=2, **SAVES, **args)
+        trainer.add_callback(ReportCallback())
+        trainer.train()
+    main([*(str(tmp_path / name) for name in runs), "--output", str(tmp_path / "all")])
+    page = (tmp_path / "all" / "report.html").read_text()
+    assert f"<th>{tmp_path.name} (2 seeds)</th><th>c</th>" in page
+    assert "<th>learning_rate</th><td>0.02</td><td>0.001</td>" in page
+
+
+def test_a_resumed_run_goes_on_with_its_report(tmp_path):
+    for steps, resume in ((2, None), (4, True)):
+        trainer = toy_trainer(tmp_path, max_steps=steps, **SAVES)
+        trainer.add_callback(ReportCallback())
+        trainer.train(resume_from_checkpoint=resume)
+    assert last_update(tmp_path / "report.html") == 4
+
+
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_a_report_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path, monkeypatch, is_installed):
+    if is_installed:
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # broken
+    else:
+        monkeypatch.setattr("bapo_trl.report.callback.has_matplotlib", lambda: False)
+    trainer = toy_trainer(tmp_path, **SAVES)
+    trainer.add_callback(ReportCallback())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    said = [str(warning.message) for warning in caught if "The report is not written" in str(warning.message)]
+    assert len(said) == 1
+    assert ("matplotlib is not installed (pip install '.[plots]')" in said[0]) == (not is_installed)
+    assert trainer.state.global_step == 4
+    assert (tmp_path / "checkpoint-4").is_dir()
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_only_the_main_process_writes(tmp_path):
+    trainer = toy_trainer(tmp_path, **SAVES)
+    callback = ReportCallback()
+    trainer.state.is_world_process_zero = False
+    callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
+    trainer.state.log_history = [{"loss": 0.1, "step": 1}]
+    callback.on_save(trainer.args, trainer.state, trainer.control)
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_drawn_before_an_update_is_logged(tmp_path):
+    trainer = toy_trainer(tmp_path, logging_steps=5, **SAVES)
+    trainer.add_callback(ReportCallback())
+    trainer.train()
+    assert not (tmp_path / "report.html").exists()
+    assert report_line(trainer.state.log_history, tmp_path / "report.png").startswith("Report: not drawn, no update")
+    with pytest.raises(ValueError, match="nothing to draw"):
+        save_report([{"train_runtime": 1.0}], tmp_path / "report.png")
