@@ -110,7 +110,7 @@ def _all_panels(groups: Sequence[Group]) -> "Figure":
 
 def _draw(axes: "Axes", panel: Panel, groups: Sequence[Group]) -> bool:
     """Draw a panel without its title; return whether a legend stands where the title would be."""
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     lines = panel.drawn_lines(groups)
     is_alone = len(groups) == 1
@@ -146,8 +146,9 @@ def _draw(axes: "Axes", panel: Panel, groups: Sequence[Group]) -> bool:
         axes.set_ylim(low if high is None else low - 0.03, None if high is None else high + 0.03)
     if panel.is_log:
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=8))
-        axes.yaxis.set_major_formatter(ScalarFormatter())
+        bottom, top = axes.get_ylim()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if top < 100 * bottom else (1.0,)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
     if len(handles) > 1:  # above the axes, where no line runs through it
         axes.legend(

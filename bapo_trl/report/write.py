@@ -11,7 +11,7 @@ from .page import render_page
 from .runs import Run, group_runs, read_settings, update_logs
 
 
-NO_MATPLOTLIB = "matplotlib is not installed (pip install '.[plots]')"
+NO_MATPLOTLIB = "matplotlib is not installed (pip install 'bapo-trl[plots]')"
 
 
 def has_matplotlib() -> bool:

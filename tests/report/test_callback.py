@@ -86,7 +86,7 @@ def test_a_report_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path
         trainer.train()
     said = [str(warning.message) for warning in caught if "The report is not written" in str(warning.message)]
     assert len(said) == 1
-    assert ("matplotlib is not installed (pip install '.[plots]')" in said[0]) == (not is_installed)
+    assert ("matplotlib is not installed (pip install 'bapo-trl[plots]')" in said[0]) == (not is_installed)
     assert trainer.state.global_step == 4
     assert (tmp_path / "checkpoint-4").is_dir()
     assert not (tmp_path / "report.html").exists()

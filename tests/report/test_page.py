@@ -180,7 +180,7 @@ def test_without_matplotlib_the_command_says_what_to_install(tmp_path, monkeypat
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         main([str(run), "--output", str(tmp_path / "out")])
-    assert "matplotlib is not installed (pip install '.[plots]')" in capsys.readouterr().err
+    assert "matplotlib is not installed (pip install 'bapo-trl[plots]')" in capsys.readouterr().err
 
 
 def test_the_command_loads_neither_torch_nor_a_window(tmp_path):
