@@ -1,6 +1,8 @@
 """Every code block of README and docs: run on stand-ins for the Hub's models and data, or parsed by what reads it."""
 
 import configparser
+import glob
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -12,9 +14,12 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bapo_trl.report import command
+from bapo_trl.script.command_line import parse_arguments
 from tests.docs.blocks import PAGES, all_blocks, blocks_of, commands_of
 from tests.helpers.commands import ROOT, accelerate_launcher, run_command
 from tests.helpers.script_runs import CHAT_TEMPLATE, CPU, fill_folder, train_bapo
+from tests.report.made_logs import made_logs, save_run
 
 
 BLOCKS = all_blocks()
@@ -70,10 +75,10 @@ def pip(words):
 def python(words):
     script, *arguments = words
     if script == "demo_llm.py":
-        train_bapo.parse_arguments(["--config", "recipes/smollm2_sums.yaml", *arguments])
+        parse_arguments(["--config", "recipes/smollm2_sums.yaml", *arguments])
         return
     assert script == "train_bapo.py", f"`python {script}` is checked by nothing here"
-    script_args, training_args, model_args, _ = train_bapo.parse_arguments([*arguments, *cpu_flags()])
+    script_args, training_args, model_args, _ = parse_arguments([*arguments, *cpu_flags()])
     if NOT_RUN & set(arguments):
         return
     model = model_args.model_name_or_path
@@ -97,7 +102,7 @@ def accelerate(words):
     launch = launch_command_parser().parse_args(arguments)
     _validate_launch_command(launch)
     assert launch.training_script == "train_bapo.py"
-    train_bapo.parse_arguments([*launch.training_script_args, *cpu_flags()])
+    parse_arguments([*launch.training_script_args, *cpu_flags()])
     if Path(launch.config_file).stem == "cpu_ddp":
         launcher = accelerate_launcher("cpu_ddp")
         script = [str(ROOT / "train_bapo.py"), *launch.training_script_args, *short_flags()]
@@ -110,7 +115,28 @@ def serve(words):
     assert not words[0].startswith("-")
 
 
-CHECKS = {"make": make, "pip": pip, "python": python, "accelerate": accelerate, "scripts/serve_vllm.sh": serve}
+def bapo_trl(words):
+    subcommand, *arguments = words
+    if subcommand == "report":
+        report(arguments)
+    else:
+        assert subcommand in ("train", "evaluate"), f"`bapo-trl {subcommand}` is checked by nothing here"
+        python(["train_bapo.py", *arguments, *(["--do_train", "false"] if subcommand == "evaluate" else [])])
+
+
+def report(arguments):
+    runs = list(itertools.takewhile(lambda word: not word.startswith("--"), arguments))
+    for run in runs:
+        if not glob.glob(run):
+            save_run(Path(run.replace("*", "1")), made_logs())
+    found = [path for run in runs for path in sorted(glob.glob(run))]
+    command.main([*found, *arguments[len(runs) :]])
+
+
+CHECKS = {
+    "make": make, "pip": pip, "python": python, "accelerate": accelerate, "scripts/serve_vllm.sh": serve,
+    "bapo-trl": bapo_trl,
+}  # fmt: skip
 
 
 def cpu_flags():
@@ -153,7 +179,7 @@ def test_settings(block, folder):
     settings = yaml.safe_load(block.text)
     quickstart = yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text())
     Path("recipe.yaml").write_text(yaml.safe_dump({**quickstart, **settings}))
-    _, training_args, *_ = train_bapo.parse_arguments(["--config", "recipe.yaml"])
+    _, training_args, *_ = parse_arguments(["--config", "recipe.yaml"])
     assert {name: getattr(training_args, name) for name in settings} == settings
 
 
