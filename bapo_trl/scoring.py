@@ -45,7 +45,7 @@ class Scoring(TrainerMixin):
     def _warn_if_padding_counts(self):
         """Warn of a model whose log-probabilities of a row change with the padding before it."""
         self._has_probed_padding = True
-        ids = torch.arange(17, device=self.accelerator.device).unsqueeze(0)
+        ids = (torch.arange(17, device=self.accelerator.device) % len(self._tokenizer)).unsqueeze(0)
         padding = torch.full_like(ids[:, :8], self._tokenizer.pad_token_id)
         ones = torch.ones_like(ids)
         row = {"prompt_ids": ids[:, :1], "prompt_mask": ones[:, :1]}

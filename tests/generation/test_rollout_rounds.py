@@ -14,7 +14,7 @@ from peft import LoraConfig
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.tasks import character_tokenizer
+from bapo_trl.tasks import character_tokenizer, tiny_model
 from tests.helpers.commands import accelerate_launcher, run_command
 from tests.helpers.fake_vllm import FakeVLLM, vllm_trainer
 from tests.helpers.toy import CPU, OFF_POLICY, opt_model, toy_model, toy_trainer, training_logs
@@ -231,6 +231,16 @@ def test_a_model_that_counts_the_padding_is_told_of(tmp_path, make_model, settin
     told = [str(warning.message) for warning in warned if "positions from the attention mask" in str(warning.message)]
     assert len(told) == is_told
     assert all("The model (gpt2)" in text for text in told)
+
+
+def test_the_look_at_the_padding_takes_a_vocabulary_of_any_size(tmp_path):
+    tokenizer = character_tokenizer("0123456789+=")  # 14 tokens; the look is at 17 positions
+    model = tiny_model(tokenizer, seed=0)
+    trainer = toy_trainer(
+        tmp_path, model, trainer_args={"processing_class": tokenizer}, max_steps=1, replay_fraction=0.5
+    )
+    trainer.train()
+    assert trainer.state.global_step == 1
 
 
 # Limits
