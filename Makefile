@@ -15,7 +15,7 @@ E2E_CACHE ?= $(HOME)/.cache/bapo_trl/e2e-$(shell cksum < constraints-e2e.txt | c
 E2E_BIN := $(E2E_CACHE)/venv/bin
 E2E_ENV := $(OFFLINE) OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR=$(E2E_CACHE)/torch_extensions
 
-.PHONY: demo demo-llm test test-llm test-notebooks test-e2e test-compat quality style bench bench-llm bench-vllm bench-stability clean
+.PHONY: demo demo-llm test test-llm test-notebooks test-e2e test-compat quality style bench bench-llm bench-vllm bench-stability bench-balance clean
 
 demo: $(VENV)/.installed
 	$(OFFLINE) $(BIN)/python train_bapo.py
@@ -93,6 +93,12 @@ bench-stability: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.pages
 
 # The suite in every corner of compat/corners.cfg, or in one: make test-compat CORNER=oldest
+# Hours as well: shares reached by a weight, on the small tasks and on the chat model
+bench-balance: $(VENV)/.installed-gym
+	$(OFFLINE) $(BIN)/python -m benchmarks.balance --jobs 2
+	$(OFFLINE) $(BIN)/python -m benchmarks.llm_study --jobs 2
+	$(BIN)/python -m benchmarks.pages
+
 test-compat:
 	$(MAKE) --keep-going $(addprefix test-corner-,$(or $(CORNER),$(shell $(PYTHON) -m compat names)))
 

@@ -4,15 +4,17 @@ BAPO and other methods on a real chat model: a task of reasoning-gym, 16 updates
     python -m benchmarks.llm_study --jobs 1
 
 The model is that of `make demo-llm`, SmolLM2-135M-Instruct with LoRA. Each arm has its own learning rate, the best of
-a small grid on a seed that is not reported. An interrupted study goes on where it stopped; with `--jobs 0`, it writes
-the arms that are finished.
+a small grid on a seed that is not reported. Runs that the result file holds are not made again, and an interrupted
+study goes on where it stopped. With `--jobs 0`, what is finished is written.
 """
 
 import argparse
+import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -22,8 +24,8 @@ from transformers import PrinterCallback, ProgressCallback
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.cpu_speed import base_dtype, has_bfloat16, speed_up_cpu
 from bapo_trl.tasks import load_gym_task, smollm2_path
-from benchmarks.common import ROOT, Section, provenance, save_result, table
-from benchmarks.run_pool import run_all
+from benchmarks.common import ROOT, Section, provenance, result_path, save_result, table
+from benchmarks.run_pool import run_all, run_key
 from benchmarks.stability.summary import best_rate, mean_and_interval
 from benchmarks.training_run import SERIES, fixed_clip
 from demo_llm import complete, seeded
@@ -74,10 +76,28 @@ def pilot(arm: str, learning_rate: float) -> dict:
     return {"seed": PILOT_SEED, "generations": PILOT_GENERATIONS, "problems": 0, "args": args}
 
 
-def spec(arm: str, learning_rate: float, seed: int) -> dict:
-    """Return what [`run`] takes for a run that is reported."""
-    args = {**ARMS[arm], "learning_rate": learning_rate}
-    return {"seed": seed, "generations": GENERATIONS, "problems": PROBLEMS, "args": args}
+@dataclass(frozen=True)
+class Run:
+    """A run of the study: `start` (nothing is trained), `pilot` (chooses a learning rate) or `reported`."""
+
+    purpose: str
+    arm: str
+    learning_rate: float
+    seed: int
+
+    def spec(self) -> dict:
+        """Return what [`run`] takes."""
+        if self.purpose == "start":
+            return {"seed": self.seed, "generations": 0, "problems": PROBLEMS, "args": {}}
+        return {
+            "seed": self.seed,
+            "generations": GENERATIONS if self.purpose == "reported" else PILOT_GENERATIONS,
+            "problems": PROBLEMS if self.purpose == "reported" else 0,
+            "args": {**ARMS[self.arm], "learning_rate": self.learning_rate},
+        }
+
+
+START = Run("start", "BAPO", 0.0, PILOT_SEED)
 
 
 def run(spec: dict) -> dict:
@@ -160,18 +180,32 @@ def fetch_model(specs: Sequence[dict]) -> None:
         smollm2_path()
 
 
-Make = Callable[[list[dict]], list[dict | None]]
+Make = Callable[[Sequence[Run]], list[dict]]
 
 
-def choose_learning_rates(arms: Sequence[str], make: Make) -> dict[str, dict[float, float]]:
-    """Return the mean reward of the last two generations by learning rate, for arms whose pilots are all there."""
-    results = iter(make([pilot(arm, rate) for arm in arms for rate in LEARNING_RATES]))
-    pilots = {arm: {rate: next(results) for rate in LEARNING_RATES} for arm in arms}
-    return {
-        arm: {rate: round(statistics.mean(result["reward"][-2:]), 4) for rate, result in by_rate.items()}
-        for arm, by_rate in pilots.items()
-        if None not in by_rate.values()
-    }
+def make_study(arms: Sequence[str], make: Make) -> None:
+    """
+    Make the runs of some arms: pilots first, then the runs with the best learning rate of each.
+
+    Args:
+        arms (sequence of `str`):
+            Keys of `ARMS`.
+        make (callable):
+            Returns the rows of some runs, fewer than runs if some are not made now.
+    """
+    make([START])
+    pilots = make([Run("pilot", arm, rate, PILOT_SEED) for arm in arms for rate in LEARNING_RATES])
+    rates = {arm: best_rate(rewards) for arm, rewards in pilot_rewards(pilots).items()}
+    make([Run("reported", arm, rate, seed) for seed in SEEDS for arm, rate in rates.items()])
+
+
+def pilot_rewards(rows: Sequence[dict]) -> dict[str, dict[float, float]]:
+    """Return the mean reward of the last two generations by arm and learning rate, for arms with all their pilots."""
+    rewards: dict[str, dict[float, float]] = {}
+    for row in rows:
+        if row["purpose"] == "pilot":
+            rewards.setdefault(row["arm"], {})[row["learning_rate"]] = round(statistics.mean(row["reward"][-2:]), 4)
+    return {arm: by_rate for arm, by_rate in rewards.items() if set(by_rate) == set(LEARNING_RATES)}
 
 
 def main():
@@ -180,121 +214,117 @@ def main():
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="arms to run (all)")
     parser.add_argument("--finished", type=Path, default=ROOT / "outputs" / "llm_study.jsonl", help="finished runs")
     arguments = parser.parse_args()
+    path = result_path("llm_study", "cpu")
+    old = json.loads(path.read_text())["results"] if path.exists() else []
+    rows = {row["key"]: row for row in old}
 
-    def make(specs: list[dict]) -> list[dict | None]:
-        return run_all(specs, arguments.finished, arguments.jobs, run, fetch_model)
+    def make(runs: Sequence[Run]) -> list[dict]:
+        missing = {key: each for each in runs if (key := run_key(each.spec())) not in rows}
+        specs = [each.spec() for each in missing.values()]
+        results = run_all(specs, arguments.finished, arguments.jobs, run, fetch_model) if specs else []
+        for (key, each), result in zip(missing.items(), results, strict=True):
+            if result is not None:
+                rows[key] = {"key": key, **asdict(each), **result_to_row(result)}
+        return [rows[key] for key in map(run_key, (each.spec() for each in runs)) if key in rows]
 
-    (start,) = make([START])
-    pilots = choose_learning_rates(arguments.arms, make)
-    named = [(arm, seed) for seed in SEEDS for arm in pilots]
-    results = make([spec(arm, best_rate(pilots[arm]), seed) for arm, seed in named])
-    rows = [
-        result_to_row(arm, seed, result)
-        for (arm, seed), result in zip(named, results, strict=True)
-        if result is not None
-    ]
-    if start is None or not rows:
-        parser.error(f"there is no finished run in {arguments.finished}: run with --jobs 1.")
-    settings = {
-        "task": TASK,
-        "generations": GENERATIONS,
-        "updates_per_generation": UPDATES_PER_GENERATION,
-        "rows": ROWS,
-        "problems": PROBLEMS,
-        "start": start["held_out"][-1],
-        "learning_rates": {arm: best_rate(rewards) for arm, rewards in pilots.items()},
-        "pilots": {arm: list(rewards.items()) for arm, rewards in pilots.items()},
-        "pilot_generations": PILOT_GENERATIONS,
-        "arms_left": [arm for arm in ARMS if arm not in {row["arm"] for row in rows}],
-        "threads": 1,
-    }
-    save_result("llm_study", "cpu", settings, rows)
+    make_study(arguments.arms, make)
+    if len(rows) > len(old):
+        settings = {
+            "task": TASK,
+            "generations": GENERATIONS,
+            "updates_per_generation": UPDATES_PER_GENERATION,
+            "rows": ROWS,
+            "problems": PROBLEMS,
+            "pilot_generations": PILOT_GENERATIONS,
+            "arms": list(ARMS),
+            "threads": 1,
+        }
+        save_result("llm_study", "cpu", settings, list(rows.values()))
 
 
-def result_to_row(arm: str, seed: int, result: dict) -> dict:
+def result_to_row(result: dict) -> dict:
     """Return what the result file keeps of a run."""
     rewards, series = result["reward"], result["series"]
+    row = {kind: round(value, 4) for kind, value in result["held_out"][-1].items() if kind != "update"}
+    if not rewards:
+        return row
     per_three = [statistics.mean(rewards[index : index + 3]) for index in range(len(rewards) - 2)]
     norms = [norm for norm in series["grad_norm"] if norm]
     return {
-        "arm": arm,
-        "seed": seed,
-        **{kind: round(value, 4) for kind, value in result["held_out"][-1].items() if kind != "update"},
+        **row,
         "reward": rewards,
         "fall": round(max(per_three) - per_three[-1], 4),
         "gradient_peak": round(max(norms) / statistics.median(norms), 2),
         "entropy": [round(value, 3) for value in (series["entropy"][0], series["entropy"][-1])],
-        "negative_weight": round(statistics.mean(series.get("bapo/negative_weight", [1.0])), 3),
+        "share": round(statistics.mean(share for share in series["bapo/positive_share"] if share is not None), 3),
+        "negative_weight": round(statistics.mean(series["bapo/negative_weight"]), 3),
         "seconds": result["seconds"],
     }
 
 
 def summarize(rows: Sequence[dict]) -> list[dict]:
     """Return means and intervals of each arm, and how far BAPO ends above it on the same seeds."""
-    by_key = {(row["arm"], row["seed"]): row for row in rows}
+    rows = [row for row in rows if row["purpose"] == "reported"]
+    of_bapo = {row["seed"]: row["sampled"] for row in rows if row["arm"] == "BAPO"}
     summary = []
     for arm in dict.fromkeys(row["arm"] for row in rows):
         group = [row for row in rows if row["arm"] == arm]
-        below = [
-            by_key["BAPO", row["seed"]]["sampled"] - row["sampled"]
-            for row in group
-            if arm != "BAPO" and ("BAPO", row["seed"]) in by_key
-        ]
+        below = [of_bapo[row["seed"]] - row["sampled"] for row in group if arm != "BAPO" and row["seed"] in of_bapo]
         figures = {
             key: mean_and_interval([row[key] for row in group])
-            for key in ("greedy", "sampled", "pass@4", "fall", "gradient_peak", "negative_weight")
+            for key in ("greedy", "sampled", "pass@4", "fall", "gradient_peak", "share", "negative_weight")
         }
-        summary.append({"arm": arm, "below": mean_and_interval(below), **figures})
+        rate = group[0]["learning_rate"]
+        summary.append(
+            {"arm": arm, "learning_rate": rate, "seeds": len(group), "below": mean_and_interval(below), **figures}
+        )
     return summary
 
 
 def render(content: dict) -> Section:
     """Return the section of a result."""
     settings, rows = content["settings"], content["results"]
-    seeds = len({row["seed"] for row in rows})
-    pilots = "; ".join(
-        f"{arm} {', '.join(f'{rate:g} ({reward:.3f})' for rate, reward in rewards)}"
-        for arm, rewards in settings["pilots"].items()
-    )
-    start = settings["start"]
+    (start,) = [row for row in rows if row["purpose"] == "start"]
     summary = summarize(rows)
-    task = settings["task"][0]
+    pilots = "; ".join(
+        f"{arm} {', '.join(f'{rate:g} ({reward:.3f})' for rate, reward in sorted(by_rate.items()))}"
+        for arm, by_rate in pilot_rewards(rows).items()
+    )
+    missing = [arm for arm in settings["arms"] if arm not in {row["arm"] for row in summary}]
+    ends = [
+        [
+            row["arm"],
+            f"{row['learning_rate']:g}",
+            str(row["seeds"]),
+            _with_interval(row["greedy"]),
+            _with_interval(row["sampled"]),
+            _with_interval(row["below"], "+") if row["below"]["mean"] is not None else "-",
+            _with_interval(row["pass@4"]),
+        ]
+        for row in summary
+    ]
+    ways = [
+        [row["arm"], *(_with_interval(row[key]) for key in ("fall", "gradient_peak", "share", "negative_weight"))]
+        for row in summary
+    ]
     text = [
         "## BAPO and other methods on a chat model",
-        f"SmolLM2-135M-Instruct with LoRA on `reasoning_gym:{task}` with sums and differences of two numbers of one "
-        f"or two digits: {settings['rows'] * settings['updates_per_generation']} completions a generation, "
-        f"{settings['updates_per_generation']} updates on them, {settings['generations']} generations. All arms run "
-        'in `BAPOTrainer`; GRPO means the fixed clip range 0.8 to 1.2, VESPO is `loss_type="vespo"`. Accuracy is of '
-        f"{settings['problems']} held-out problems. Figures are means over {seeds} seeds ± half the width of the "
-        "95 % interval (Student's t). BAPO above: its sampled accuracy less the arm's, seed by seed.",
+        f"SmolLM2-135M-Instruct with LoRA on `reasoning_gym:{settings['task'][0]}`: sums and differences of two "
+        f"numbers of one or two digits. {settings['rows'] * settings['updates_per_generation']} completions a "
+        f"generation, {settings['updates_per_generation']} updates on them, {settings['generations']} generations. "
+        'All arms run in `BAPOTrainer`; GRPO means the fixed clip range 0.8 to 1.2, VESPO is `loss_type="vespo"`. '
+        f"Accuracy is of {settings['problems']} held-out problems. Figures are means over the seeds ± half the width "
+        "of the 95 % interval (Student's t). BAPO above: its sampled accuracy less the arm's, seed by seed.",
         f"At the start: greedy {start['greedy']:.3f}, mean of 4 samples {start['sampled']:.3f}, pass@4 "
         f"{start['pass@4']:.3f}.",
-        table(
-            ["Arm", "Learning rate", "Greedy", "Mean of 4 samples", "BAPO above", "pass@4"],
-            [
-                [
-                    row["arm"],
-                    f"{settings['learning_rates'][row['arm']]:g}",
-                    _with_interval(row["greedy"]),
-                    _with_interval(row["sampled"]),
-                    _with_interval(row["below"], "+") if row["below"]["mean"] is not None else "-",
-                    _with_interval(row["pass@4"]),
-                ]
-                for row in summary
-            ],
-        ),
+        table(["Arm", "Learning rate", "Seeds", "Greedy", "Mean of 4 samples", "BAPO above", "pass@4"], ends),
         "Fall: how far the reward on fresh samples, a mean over three generations, ends below its best. Gradient "
-        "peak: the largest gradient norm over the median. Weight: that of negative tokens, mean over the updates.",
-        table(
-            ["Arm", "Fall", "Gradient peak", "Weight"],
-            [
-                [row["arm"], *(_with_interval(row[key]) for key in ("fall", "gradient_peak", "negative_weight"))]
-                for row in summary
-            ],
-        ),
+        "peak: the largest gradient norm over the median. Share: of the positive tokens in the policy loss. Weight: "
+        "that of negative tokens. Both are means over the updates.",
+        table(["Arm", "Fall", "Gradient peak", "Share", "Weight"], ways),
         f"Learning rates: the best of three for each arm, by the mean reward of the last two of "
         f"{settings['pilot_generations']} generations on another seed: {pilots}.",
-        *([f"Not run yet: {', '.join(settings['arms_left'])}."] if settings["arms_left"] else []),
+        *([f"Not run yet: {', '.join(missing)}."] if missing else []),
         provenance(content),
     ]
     return Section("\n\n".join(text))

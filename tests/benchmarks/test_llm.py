@@ -1,5 +1,7 @@
 """The benchmarks of the chat model: their arms, and what their sections say of invented results."""
 
+import json
+
 import pytest
 import torch
 
@@ -75,9 +77,13 @@ def test_each_arm_of_the_speeds_leaves_one_measure_out():
         assert llm_speed.ARMS["all"] - llm_speed.ARMS[f"without {name}"] == {name}
 
 
+def run_of(arm, seed=0, purpose="reported", learning_rate=1e-4):
+    return llm_study.Run(purpose, arm, learning_rate, seed)
+
+
 @pytest.mark.parametrize("arm", llm_study.ARMS)
 def test_arms_differ_in_the_loss_alone(arm, tmp_path):
-    config = BAPOConfig(tmp_path, bf16=False, **{**llm_study.SETTINGS, **llm_study.spec(arm, 1e-4, 0)["args"]})
+    config = BAPOConfig(tmp_path, bf16=False, **{**llm_study.SETTINGS, **run_of(arm).spec()["args"]})
     assert config.generation_batch_size == llm_study.ROWS * llm_study.UPDATES_PER_GENERATION
     assert config.learning_rate == 1e-4
     assert (config.loss_type == "vespo") == (arm == "VESPO")
@@ -101,49 +107,86 @@ def result(sampled: float, rewards: list[float]) -> dict:
     return {
         "held_out": [{"update": 160, "greedy": 0.4, "sampled": sampled, "pass@4": 0.6}],
         "reward": rewards,
-        "series": {"grad_norm": [1.0, 0.0, 2.0, 4.0, 3.0], "entropy": [2.0, 1.0], "bapo/negative_weight": [1.0, 0.5]},
+        "series": {
+            "grad_norm": [1.0, 0.0, 2.0, 4.0, 3.0], "entropy": [2.0, 1.0], "bapo/negative_weight": [1.0, 0.5],
+            "bapo/positive_share": [0.25, None, 0.5],
+        },
         "seconds": 9,
-    }
+    }  # fmt: skip
+
+
+def row_of(arm, seed, sampled, rewards, purpose="reported", learning_rate=1e-4):
+    return {**vars(run_of(arm, seed, purpose, learning_rate)), **llm_study.result_to_row(result(sampled, rewards))}
 
 
 def test_rows_of_the_study_hold_the_fall_from_the_best_three_generations():
-    row = llm_study.result_to_row("BAPO", 0, result(0.5, [0.0, 0.3, 0.6, 0.6, 0.3, 0.0]))
+    row = llm_study.result_to_row(result(0.5, [0.0, 0.3, 0.6, 0.6, 0.3, 0.0]))
     assert row["fall"] == 0.2  # from (0.3 + 0.6 + 0.6) / 3 to (0.6 + 0.3 + 0) / 3
     assert row["gradient_peak"] == 1.6  # 4 over the median of 1, 2, 3, 4
-    assert row["negative_weight"] == 0.75
-    assert llm_study.result_to_row("BAPO", 0, result(0.5, [0.0, 0.3, 0.6]))["fall"] == 0
+    assert (row["negative_weight"], row["share"]) == (0.75, 0.375)
+    assert llm_study.result_to_row(result(0.5, [0.0, 0.3, 0.6]))["fall"] == 0
 
 
 def test_the_study_says_how_far_bapo_ends_above_on_the_same_seeds():
     rewards = [0.1, 0.2, 0.3]
+    start = {"greedy": 0.15, "sampled": 0.1, "pass@4": 0.3}
     rows = [
-        llm_study.result_to_row(arm, seed, result(sampled, rewards))
-        for arm, seed, sampled in (("BAPO", 0, 0.5), ("GRPO", 1, 0.3), ("BAPO", 1, 0.3), ("GRPO", 0, 0.3))
+        {**vars(llm_study.START), **start},
+        *(row_of("BAPO", 1000, 0.9, rewards, "pilot", rate) for rate in llm_study.LEARNING_RATES),
+        *(
+            row_of(arm, seed, sampled, rewards, learning_rate=2e-4 if arm == "GRPO" else 1e-4)
+            for arm, seed, sampled in (("BAPO", 0, 0.5), ("GRPO", 1, 0.3), ("BAPO", 1, 0.3), ("GRPO", 0, 0.3))
+        ),
     ]
     settings = {
         "generations": 10, "updates_per_generation": 16, "rows": 8, "problems": 256, "pilot_generations": 6,
-        "threads": 1, "task": ["chain_sum", {}], "start": {"greedy": 0.15, "sampled": 0.1, "pass@4": 0.3},
-        "learning_rates": {"BAPO": 1e-4, "GRPO": 2e-4}, "pilots": {"BAPO": [[1e-4, 0.3]], "GRPO": [[2e-4, 0.2]]},
-        "arms_left": ["VESPO"],
+        "threads": 1, "task": ["chain_sum", {}], "arms": ["BAPO", "GRPO", "VESPO"],
     }  # fmt: skip
     section = llm_study.render({**CONTENT, "settings": settings, "results": rows})
     bapo, grpo, *_, bapo_search, _ = cells(section)
-    assert (bapo[4], bapo[1], grpo[1]) == ("-", "0.0001", "0.0002")
+    assert (bapo[5], bapo[1], grpo[1], bapo[2]) == ("-", "0.0001", "0.0002", "2")
     # 0.2 and 0: mean 0.1, deviation 0.1414 over the root of 2, times 12.71
-    assert grpo[4] == "+0.100 ± 1.271"
-    assert grpo[3] == "0.300 ± 0.000"
-    assert bapo_search[2] == "1.600 ± 0.000"
+    assert grpo[5] == "+0.100 ± 1.271"
+    assert grpo[4] == "0.300 ± 0.000"
+    assert bapo_search[2:4] == ["1.600 ± 0.000", "0.375 ± 0.000"]
     assert "pass@4 0.300" in section.text
+    assert "BAPO 0.0001 (0.250), 0.0002 (0.250), 0.0004 (0.250)" in section.text
     assert "Not run yet: VESPO." in section.text
 
 
 def test_learning_rates_are_those_of_the_best_pilot():
     rewards = dict(zip(llm_study.LEARNING_RATES, ([0.9, 0.1, 0.2], [0.0, 0.3, 0.4], [0.0, 0.3, 0.2]), strict=True))
+    made = []
 
-    def make(specs):  # VESPO's last pilot is to come
-        results = [{"reward": rewards[spec["args"]["learning_rate"]]} for spec in specs]
-        return [*results[:-1], None]
+    def make(runs):  # VESPO's last pilot is to come
+        made.extend(runs)
+        rows = [{**vars(run), "reward": rewards.get(run.learning_rate, [])} for run in runs]
+        return rows[:-1] if runs[-1].purpose == "pilot" else rows
 
-    assert llm_study.choose_learning_rates(["GRPO", "VESPO"], make) == {
-        "GRPO": dict(zip(llm_study.LEARNING_RATES, (0.15, 0.35, 0.25), strict=True))
-    }
+    llm_study.make_study(["GRPO", "VESPO"], make)
+    assert made[0] == llm_study.START
+    assert [(run.arm, run.learning_rate, run.seed) for run in made if run.purpose == "reported"] == [
+        ("GRPO", 2e-4, seed) for seed in llm_study.SEEDS
+    ]
+
+
+def test_runs_that_have_rows_are_not_made_again(tmp_path, monkeypatch):
+    specs = []
+
+    def run_all(missing, finished, jobs, *_):
+        specs.extend(missing)
+        return [result(0.5, [0.1, 0.2, 0.3]) for _ in missing]
+
+    monkeypatch.setattr(llm_study, "run_all", run_all)
+    monkeypatch.setattr(llm_study, "result_path", lambda *_: tmp_path / "llm_study.json")
+    monkeypatch.setattr(
+        llm_study,
+        "save_result",
+        lambda *args: (tmp_path / "llm_study.json").write_text(json.dumps({"results": args[-1]})),
+    )
+    monkeypatch.setattr("sys.argv", ["llm_study", "--arms", "GRPO"])
+    llm_study.main()
+    assert len(specs) == 1 + 3 + 3
+    monkeypatch.setattr("sys.argv", ["llm_study", "--arms", "GRPO", "BAPO"])
+    llm_study.main()
+    assert len(specs) == 7 + 6
