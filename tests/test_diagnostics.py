@@ -1,19 +1,14 @@
 """Metrics of an update: hand-worked values, merging, what stops the training."""
 
 import math
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from bapo_trl.clip_bounds import BoundGrid, Contributions, search_bounds
 from bapo_trl.diagnostics import GUARDED_TENSORS, UPDATE_METRICS, UpdateLog, measure_tokens
-from bapo_trl.generation.rollout_rounds import PARTIAL_METRICS
-from bapo_trl.generation.stale_server import SERVER_METRICS
 from bapo_trl.policy_tokens import policy_tokens
-from bapo_trl.replay.mixer import REPLAY_METRICS
 
 
 GRID = BoundGrid(lower_start=0.5, lower_max=1.0, lower_step=0.25, upper_start=1.0, upper_max=2.0, upper_step=0.5)
@@ -129,11 +124,3 @@ def test_values_that_are_not_finite_are_named_with_their_number_and_the_update(n
 
 def test_values_outside_the_mask_stop_nothing():
     closed([measured([[1.0, math.nan]], [0], mask=[[1, 0]], old_per_token_logps=torch.tensor([[0.0, math.inf]]))])
-
-
-def test_every_metric_has_its_definition_in_the_docs():
-    page = (Path(__file__).resolve().parents[1] / "docs" / "metrics.md").read_text()
-    assert set(re.findall(r"`((?:bapo|ratio|staleness)/\w+)`", page)) >= set(UPDATE_METRICS)
-    defined = REPLAY_METRICS | SERVER_METRICS | PARTIAL_METRICS
-    rows = [f"| `{name}` | {text[0].lower()}{text[1:-1]} |" for name, text in defined.items()]
-    assert all(row in page for row in rows)
