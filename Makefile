@@ -92,13 +92,13 @@ bench-stability: $(VENV)/.installed
 	$(OFFLINE) $(BIN)/python -m benchmarks.stability --preset full --jobs 2
 	$(BIN)/python -m benchmarks.pages
 
-# The suite in every corner of compat/corners.cfg, or in one: make test-compat CORNER=oldest
 # Hours as well: shares reached by a weight, on the small tasks and on the chat model
 bench-balance: $(VENV)/.installed-gym
 	$(OFFLINE) $(BIN)/python -m benchmarks.balance --jobs 2
 	$(OFFLINE) $(BIN)/python -m benchmarks.llm_study --jobs 2
 	$(BIN)/python -m benchmarks.pages
 
+# The suite in every corner of compat/corners.cfg, or in one: make test-compat CORNER=oldest
 test-compat:
 	$(MAKE) --keep-going $(addprefix test-corner-,$(or $(CORNER),$(shell $(PYTHON) -m compat names)))
 
