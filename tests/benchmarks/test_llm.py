@@ -7,7 +7,7 @@ import torch
 
 from bapo_trl import BAPOConfig
 from bapo_trl.clip_bounds import contributions, search_bounds
-from benchmarks import llm_demo, llm_speed, llm_study
+from benchmarks import common, llm_demo, llm_speed, llm_study
 
 
 CONTENT = {
@@ -178,15 +178,13 @@ def test_runs_that_have_rows_are_not_made_again(tmp_path, monkeypatch):
         return [result(0.5, [0.1, 0.2, 0.3]) for _ in missing]
 
     monkeypatch.setattr(llm_study, "run_all", run_all)
-    monkeypatch.setattr(llm_study, "result_path", lambda *_: tmp_path / "llm_study.json")
-    monkeypatch.setattr(
-        llm_study,
-        "save_result",
-        lambda *args: (tmp_path / "llm_study.json").write_text(json.dumps({"results": args[-1]})),
-    )
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
     monkeypatch.setattr("sys.argv", ["llm_study", "--arms", "GRPO"])
     llm_study.main()
     assert len(specs) == 1 + 3 + 3
     monkeypatch.setattr("sys.argv", ["llm_study", "--arms", "GRPO", "BAPO"])
     llm_study.main()
     assert len(specs) == 7 + 6
+    content = json.loads((tmp_path / "llm_study.json").read_text())
+    assert len(content["results"]) == 13
+    assert [set(made) for made in content["earlier"]] == [{"command", "date", "machine"}]  # of the first seven

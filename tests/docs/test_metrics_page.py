@@ -12,6 +12,7 @@ from trl import GRPOTrainer
 from bapo_trl.diagnostics import UPDATE_METRICS
 from bapo_trl.generation.logp_mismatch import MISMATCH_METRICS
 from bapo_trl.generation.rollout_rounds import PARTIAL_METRICS
+from bapo_trl.generation.stale_server import SERVER_METRICS
 from bapo_trl.replay.mixer import REPLAY_METRICS
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.commands import ROOT
@@ -85,7 +86,7 @@ def test_every_metric_on_the_page_is_logged(logged):
     source = inspect.getsource(GRPOTrainer)
     assert all(f'["{name}"]' in source for name in NOT_HERE)
     assert sorted(names_on_page() - logged["training"]) == sorted(NOT_HERE)
-    own = {*UPDATE_METRICS, *REPLAY_METRICS, *PARTIAL_METRICS, *MISMATCH_METRICS}
+    own = {*UPDATE_METRICS, *REPLAY_METRICS, *PARTIAL_METRICS, *MISMATCH_METRICS, *SERVER_METRICS}
     assert own <= names_on_page()
 
 
