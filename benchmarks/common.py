@@ -108,6 +108,12 @@ def save_result(name: str, device: str, settings: dict, results: Sequence[dict],
     write_result(content, result_path(name, device))
 
 
+def earlier_runs(old: dict) -> list[dict]:
+    """Return what tells of the rows that a result file holds, for [`save_result`] to keep; `{}` holds none."""
+    newest = [{key: old[key] for key in ("command", "date", "machine")}] if old.get("results") else []
+    return newest + old.get("earlier", [])
+
+
 def write_result(content: dict, path: Path) -> None:
     """Write a result file: a line for each key, and for each row of `results`."""
     *head, (last, rows) = content.items()

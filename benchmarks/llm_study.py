@@ -24,7 +24,7 @@ from transformers import PrinterCallback, ProgressCallback
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.cpu_speed import base_dtype, has_bfloat16, speed_up_cpu
 from bapo_trl.tasks import load_gym_task, smollm2_path
-from benchmarks.common import ROOT, Section, provenance, result_path, save_result, table
+from benchmarks.common import ROOT, Section, earlier_runs, provenance, result_path, save_result, table
 from benchmarks.run_pool import run_all, run_key
 from benchmarks.stability.summary import best_rate, mean_and_interval
 from benchmarks.training_run import SERIES, fixed_clip
@@ -215,8 +215,8 @@ def main():
     parser.add_argument("--finished", type=Path, default=ROOT / "outputs" / "llm_study.jsonl", help="finished runs")
     arguments = parser.parse_args()
     path = result_path("llm_study", "cpu")
-    old = json.loads(path.read_text())["results"] if path.exists() else []
-    rows = {row["key"]: row for row in old}
+    old = json.loads(path.read_text()) if path.exists() else {"results": []}
+    rows = {row["key"]: row for row in old["results"]}
 
     def make(runs: Sequence[Run]) -> list[dict]:
         missing = {key: each for each in runs if (key := run_key(each.spec())) not in rows}
@@ -228,7 +228,7 @@ def main():
         return [rows[key] for key in map(run_key, (each.spec() for each in runs)) if key in rows]
 
     make_study(arguments.arms, make)
-    if len(rows) > len(old):
+    if len(rows) > len(old["results"]):
         settings = {
             "task": TASK,
             "generations": GENERATIONS,
@@ -239,7 +239,7 @@ def main():
             "arms": list(ARMS),
             "threads": 1,
         }
-        save_result("llm_study", "cpu", settings, list(rows.values()))
+        save_result("llm_study", "cpu", settings, list(rows.values()), earlier_runs(old))
 
 
 def result_to_row(result: dict) -> dict:

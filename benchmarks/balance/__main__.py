@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import benchmarks.balance
-from benchmarks.common import ROOT, result_path, save_result
+from benchmarks.common import ROOT, earlier_runs, result_path, save_result
 from benchmarks.run_pool import run_all
 from benchmarks.stability.plan import Run
 from benchmarks.stability.rows import rows_of
@@ -36,9 +36,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     make_study(make, first_study)
     if len(rows) > len(old["results"]):
-        earlier = [{key: old[key] for key in ("command", "date", "machine")}] if old["results"] else []
         settings = {"arms": [*ARMS, *REPEATED], "seeds": SEEDS, "k": K, "threads": 1}
-        save_result("balance", "cpu", settings, list(rows.values()), earlier + old.get("earlier", []))
+        save_result("balance", "cpu", settings, list(rows.values()), earlier_runs(old))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import benchmarks.stability
-from benchmarks.common import ROOT, result_path, save_result, write_result
+from benchmarks.common import ROOT, earlier_runs, result_path, save_result, write_result
 from benchmarks.run_pool import run_all
 
 from .arms import ARMS, MAIN
@@ -45,8 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif len(rows) == len(old["results"]):  # they tell of the machine that made them
         write_result({**old, "settings": settings}, path)
     else:
-        earlier = [{key: old[key] for key in ("command", "date", "machine")}] if old["results"] else []
-        save_result("stability", device, settings, rows, earlier + old.get("earlier", []))
+        save_result("stability", device, settings, rows, earlier_runs(old))
 
 
 def make_study(preset: Preset, kept: Sequence[dict], finished: Path, jobs: int) -> tuple[list[dict], int]:
