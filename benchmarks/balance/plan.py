@@ -23,12 +23,12 @@ from .arms import (
 
 
 Make = Callable[[list[Run]], list[dict]]
-# Task and staleness, the most telling first; where the grids of learning rates begin. They go on beyond their ends.
+# Task and staleness, the short task first; where the grids of learning rates begin. They go on beyond their ends.
 SETTINGS = {
-    ("running_totals", StalenessSetting(64)): (4e-4, 8e-4, 1.6e-3),
     ("sums", StalenessSetting(64)): (2.5e-4, 5e-4, 1e-3),
-    ("running_totals", StalenessSetting(16)): (2e-4, 4e-4, 8e-4),
     ("sums", StalenessSetting(16)): (2.5e-4, 5e-4, 1e-3),
+    ("running_totals", StalenessSetting(64)): (4e-4, 8e-4, 1.6e-3),
+    ("running_totals", StalenessSetting(16)): (2e-4, 4e-4, 8e-4),
 }
 LOW_RATES = ("widest, cap", "share 0.6", "BAPO, weight")  # whose grids begin at half of that
 SEEDS, MORE_SEEDS = FULL.few_seeds, FULL.seeds[len(FULL.few_seeds) :]
