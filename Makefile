@@ -13,9 +13,10 @@ OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=fa
 # Real DeepSpeed and vLLM, which take gigabytes and minutes to install: once, in a folder that checkouts share.
 E2E_CACHE ?= $(HOME)/.cache/bapo_trl/e2e-$(shell cksum < constraints-e2e.txt | cut -d' ' -f1)
 E2E_BIN := $(E2E_CACHE)/venv/bin
+E2E_TESTS ?= tests/e2e
 E2E_ENV := $(OFFLINE) OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR=$(E2E_CACHE)/torch_extensions
 
-.PHONY: demo demo-llm test test-llm test-notebooks test-e2e test-compat quality style bench bench-llm bench-vllm bench-stability bench-balance clean
+.PHONY: demo demo-llm test test-llm test-notebooks test-e2e test-faults test-compat quality style bench bench-llm bench-vllm bench-stability bench-balance clean
 
 demo: $(VENV)/.installed
 	$(OFFLINE) $(BIN)/python train_bapo.py
@@ -36,7 +37,12 @@ test-e2e: $(E2E_CACHE)/.installed
 	$(E2E_BIN)/pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation \
 		--config-settings editable_mode=compat --editable .
 	rm -rf *.egg-info  # of an earlier version, it would hide the plugin's entry point from vLLM
-	$(E2E_ENV) $(E2E_BIN)/python -m pytest -o addopts=-ra tests/e2e
+	$(E2E_ENV) $(E2E_BIN)/python -m pytest -o addopts=-ra $(E2E_TESTS)
+
+# Every fault as often as docs/reliability.md counts it; `make test` and `make test-e2e` try a tenth
+test-faults:
+	FAULTS=all $(MAKE) test PYTEST_FLAGS=tests/faults
+	FAULTS=all $(MAKE) test-e2e E2E_TESTS=tests/e2e/faults
 
 $(E2E_CACHE)/.installed:
 	@echo "Installing DeepSpeed and vLLM into $(E2E_CACHE), once: this takes some minutes ..."
