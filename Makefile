@@ -63,6 +63,10 @@ quality: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	git ls-files -z | xargs -0 $(BIN)/detect-secrets-hook \
+		--disable-plugin HexHighEntropyString --disable-plugin Base64HighEntropyString  # keys of runs, checksums
+	@# Lists what the package index knows no advisories of, by name
+	$(BIN)/pip-audit --no-deps --disable-pip --progress-spinner off --requirement constraints.txt
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 style: $(VENV)/.installed

@@ -193,6 +193,16 @@ class BAPOConfig(GRPOConfig):
         metadata={"help": "Whether a resumed run starts with an empty queue, whatever the checkpoint holds."},
     )
 
+    # Parameters that control what goes to the Hub
+    hub_push_samples: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether `hub_strategy` 'checkpoint' and 'all_checkpoints' upload the replay queue and the "
+            "unfinished rollouts, with the prompts and completions in them. A run that goes on from a checkpoint "
+            "without them starts with none."
+        },
+    )
+
     # Parameters of the partial rollouts
     partial_rollout_oversampling: float = field(
         default=1.0,
@@ -401,12 +411,13 @@ class BAPOConfig(GRPOConfig):
                         "none stays until the first pass over the next generation, to take the place of one without "
                         f"advantage (`replay_zero_advantage`). Set it to at least {smallest} for that."
                     )
-        saves_queue = self.uses_replay and not self.save_only_model
-        if saves_queue and self.push_to_hub and self.hub_strategy in _STRATEGIES_WITH_CHECKPOINTS:
+        saves_samples = (self.uses_replay or self.uses_partial_rollouts) and not self.save_only_model
+        pushes_checkpoints = self.push_to_hub and self.hub_strategy in _STRATEGIES_WITH_CHECKPOINTS
+        if saves_samples and pushes_checkpoints and self.hub_push_samples:
             messages.append(
-                f"`hub_strategy` is '{self.hub_strategy.value}', which uploads whole checkpoints: the replay queue, "
-                "with the prompts and completions in it, goes to the Hub as well. To upload the model alone, set "
-                "`hub_strategy` to 'every_save' or 'end'."
+                f"`hub_strategy` is '{self.hub_strategy.value}', which uploads whole checkpoints: the replay queue "
+                "and the unfinished rollouts, with the prompts and completions in them, go to the Hub as well. To "
+                "leave them out, set `hub_push_samples` to false."
             )
         return messages
 

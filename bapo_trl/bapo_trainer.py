@@ -23,6 +23,7 @@ from .generation.behavior_policy import KnownBehaviorPolicy
 from .generation.logp_mismatch import client_for
 from .generation.partial_trainer import PartialRollouts
 from .generation.server_restart import ServerRestarts
+from .hub_pushes import LeavesSamplesOut
 from .prompts import check_columns, check_number_of_prompts
 from .replay.mixer import ReplayMixer, ReplayQueue, is_queue_file
 from .rewards import best_of_k
@@ -36,7 +37,14 @@ trl_compat.check_trl()
 
 
 class BAPOTrainer(
-    WholeCheckpoints, KnownBehaviorPolicy, PartialRollouts, ServerRestarts, Scoring, ResumeFixes, GRPOTrainer
+    WholeCheckpoints,
+    LeavesSamplesOut,
+    KnownBehaviorPolicy,
+    PartialRollouts,
+    ServerRestarts,
+    Scoring,
+    ResumeFixes,
+    GRPOTrainer,
 ):
     """
     Trainer for Balanced Policy Optimization with Adaptive Clipping (BAPO).
@@ -58,7 +66,7 @@ class BAPOTrainer(
     - `_get_train_sampler`: refuses too few prompts.
     - `_calculate_rewards`: logs the best of k rollouts in evaluation; with `replay_zero_advantage`, looks for ties.
 
-    The bases before it do the rest: [`~whole_checkpoint.WholeCheckpoints`],
+    The bases before it do the rest: [`~whole_checkpoint.WholeCheckpoints`], [`~hub_pushes.LeavesSamplesOut`],
     [`~generation.behavior_policy.KnownBehaviorPolicy`], [`~generation.partial_trainer.PartialRollouts`],
     [`~scoring.Scoring`], [`~upstream_fixes.ResumeFixes`].
 

@@ -26,7 +26,7 @@ def test_defaults_are_those_of_the_contract():
 def test_every_new_field_has_help_and_is_documented():
     inherited = {field.name for field in dataclasses.fields(GRPOConfig)}
     new = [field for field in dataclasses.fields(BAPOConfig) if field.name not in inherited]
-    assert len(new) == 27
+    assert len(new) == 28
     for field in new:
         assert field.metadata["help"]
         assert f"\n    {field.name} (`" in BAPOConfig.__doc__, field.name
@@ -102,7 +102,7 @@ def test_knows_when_every_sample_is_on_policy(args, always_on_policy):
     assert config(**args).is_always_on_policy == always_on_policy
 
 
-def test_warns_that_whole_checkpoints_on_the_hub_hold_the_replay_queue():
+def test_warns_that_whole_checkpoints_on_the_hub_hold_samples():
     def warns(**args):
         settings = {"push_to_hub": True, "replay_fraction": 0.5, "hub_strategy": "checkpoint", **args}
         return any("prompts and completions" in message for message in config(**settings).warnings())
@@ -113,7 +113,9 @@ def test_warns_that_whole_checkpoints_on_the_hub_hold_the_replay_queue():
     assert not warns(hub_strategy="end")
     assert not warns(push_to_hub=False)
     assert not warns(replay_fraction=0)
+    assert warns(replay_fraction=0, partial_rollout_oversampling=1.5, steps_per_generation=2)
     assert not warns(save_only_model=True)
+    assert not warns(hub_push_samples=False)
 
 
 def test_evaluation_batches_are_checked_over_all_processes(monkeypatch):

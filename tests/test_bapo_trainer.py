@@ -503,7 +503,7 @@ def test_evaluation_logs_mean_and_best_of_k_and_leaves_bounds_and_search_alone(t
     assert not any(key.startswith("eval_bapo") for key in metrics)
 
 
-def test_best_of_k_weighs_rewards_and_leaves_out_what_nothing_scored(tmp_path):
+def test_best_of_k_weights_rewards_and_leaves_out_what_nothing_scored(tmp_path):
     def sometimes(prompts, completions, **kwargs):
         return [None if prompt.startswith("0") else 10.0 for prompt in prompts]
 

@@ -33,7 +33,7 @@ def test_most_losses_weigh_all_tokens_alike(loss_type):
     assert torch.equal(tokens(loss_type=loss_type).weights, MASK.float())
 
 
-def test_grpo_weighs_tokens_by_the_inverse_length_of_their_row():
+def test_grpo_weights_tokens_by_the_inverse_length_of_their_row():
     expected = torch.tensor([[1 / 2, 1 / 2, 0], [1 / 3, 1 / 3, 1 / 3]])
     torch.testing.assert_close(tokens(loss_type="grpo").weights, expected)
 

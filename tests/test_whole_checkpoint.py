@@ -309,6 +309,39 @@ def test_a_push_takes_the_checkpoint_under_its_name_and_whole(tmp_path, monkeypa
     assert len(hub.uploads) == 6
 
 
+def test_a_push_leaves_the_samples_out_and_a_run_goes_on_from_what_is_pushed(tmp_path, monkeypatch):
+    hub, copies = Hub(), tmp_path / "hub"
+
+    def upload_folder(*, folder_path, path_in_repo=None, ignore_patterns=(), **kwargs):
+        ignore = shutil.ignore_patterns(*ignore_patterns)
+        shutil.copytree(folder_path, copies / (path_in_repo or "."), ignore=ignore, dirs_exist_ok=True)
+
+    hub.upload_folder = upload_folder
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
+    monkeypatch.setattr("transformers.trainer.PushInProgress", lambda jobs: hub)
+    monkeypatch.setattr(Hub, "wait_until_done", lambda hub: None, raising=False)
+    run = {**SAVING, "partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 4}
+    kept = {"push_to_hub": True, "hub_strategy": "all_checkpoints", "hub_push_samples": False}
+    trainer = toy_trainer(tmp_path / "run", **run, **kept)
+    trainer.train()
+
+    def samples(folder):
+        return {name for name in names(folder) if name.startswith(("replay_queue", "rollout_pool"))}
+
+    assert [len(samples(tmp_path / "run" / f"checkpoint-{update}")) for update in (2, 4, 6)] == [2, 2, 2]
+    assert not any(samples(folder) for folder in (copies, *copies.glob("checkpoint-*")))
+    assert names(tmp_path / "run" / "checkpoint-4") - samples(tmp_path / "run" / "checkpoint-4") == names(
+        copies / "checkpoint-4"
+    )
+    assert not (copies / "_to_push").exists()
+    assert not (tmp_path / "run" / "_to_push").exists()
+    assert find_defect(tmp_path / "run" / "checkpoint-4") is None  # its own manifest is as it was
+    resumed = toy_trainer(tmp_path / "resumed", **run)
+    with pytest.warns(UserWarning, match="holds no replay queue"):
+        resumed.train(resume_from_checkpoint=str(copies / "checkpoint-4"))
+    assert resumed.state.global_step == 6
+
+
 def test_the_save_that_fails_leaves_the_checkpoints_before_it(tmp_path, monkeypatch):
     trainer = toy_trainer(tmp_path, **{**SAVING, "save_total_limit": 1})
     save_state = trainer._save_rng_state

@@ -50,6 +50,11 @@ def save_pool(state: PoolState, folder: str | Path, rank: int, num_ranks: int) -
     return FILES.write(folder, rank, num_ranks, tensors, {"groups": groups, "counts": asdict(state.counts), **rest})
 
 
+def is_pool_file(name: str) -> bool:
+    """Return whether a file of a checkpoint folder, by its name, is the pool of a rank."""
+    return FILES.num_ranks_of(name) is not None
+
+
 def load_pool(folder: str | Path, rank: int, num_ranks: int) -> PoolState | None:
     """
     Read what one rank takes over from a checkpoint folder.

@@ -4,8 +4,8 @@ from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 
-PAD_TOKEN = "<pad>"
-EOS_TOKEN = "<eos>"
+PAD_TOKEN = "<pad>"  # noqa: S105
+EOS_TOKEN = "<eos>"  # noqa: S105
 
 
 def character_tokenizer(alphabet: str | None = None) -> PreTrainedTokenizerFast:
