@@ -14,6 +14,9 @@ from tests.helpers.commands import ROOT, run_command
 
 
 B, T, PROMPT = 3, 5, 4
+needs_fused_head = pytest.mark.skipif(
+    not hasattr(trl_utils, "_use_triton"), reason="TRL before 1.16 has no fused head"
+)
 
 
 @pytest.fixture
@@ -74,7 +77,7 @@ def test_a_head_that_is_trained_is_left_alone(model):
 # --- the scores ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not hasattr(trl_utils, "_use_triton"), reason="TRL before 1.16 has no fused head")
+@needs_fused_head
 @pytest.mark.usefixtures("_trl_as_it_was")
 def test_scoring_completions_only_leaves_log_probabilities_and_gradients_as_they_were(model, monkeypatch):
     trl_utils.add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
@@ -166,6 +169,7 @@ def test_bfloat16_is_for_the_processor_to_say(monkeypatch, tmp_path, amx, avx512
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
+@needs_fused_head
 @pytest.mark.usefixtures("_trl_as_it_was")
 def test_what_was_chosen_is_said_in_one_line(model, monkeypatch):
     monkeypatch.setattr(cpu_speed, "keep_freed_memory", lambda: True)  # not of this process

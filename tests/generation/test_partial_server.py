@@ -15,7 +15,7 @@ from tests.generation.test_rollout_rounds import (
     share_of_digits,
     trainer_of,
 )  # fmt: skip
-from tests.helpers.fake_vllm import FakeVLLM, vllm_trainer
+from tests.helpers.fake_vllm import FakeVLLM, needs_vllm_server, vllm_trainer
 from tests.helpers.toy import training_logs
 
 
@@ -118,6 +118,7 @@ class Restarting(Recording):
         return super()._finish_groups(inputs)
 
 
+@needs_vllm_server
 def test_a_server_that_was_started_anew_goes_on_with_the_parked_completions(monkeypatch, tmp_path):
     trainer = server_trainer(
         monkeypatch,
@@ -132,6 +133,7 @@ def test_a_server_that_was_started_anew_goes_on_with_the_parked_completions(monk
     assert [int(batch["completion_mask"].any(dim=1).sum()) for batch in trainer.batches] == [2, 24, 24, 24]
 
 
+@needs_vllm_server
 def test_without_partial_rollouts_a_restarted_server_gets_the_weights_too(monkeypatch, tmp_path):
     class Restarted(BAPOTrainer):
         def _generate_and_score_completions(self, inputs):
@@ -156,6 +158,7 @@ class RestartingInRequest(FakeVLLM):
         return super().generate(prompts, images, num_generations)
 
 
+@needs_vllm_server
 def test_what_a_server_sampled_before_it_got_the_weights_is_sampled_again(monkeypatch, tmp_path):
     trainer = vllm_trainer(monkeypatch, tmp_path, server=RestartingInRequest, num_iterations=1)
     with pytest.warns(UserWarning, match="server was started anew"):
@@ -165,6 +168,7 @@ def test_what_a_server_sampled_before_it_got_the_weights_is_sampled_again(monkey
             assert log["sampling/sampling_logp_difference/max"] < 1e-5
 
 
+@needs_vllm_server
 def test_a_restart_while_rewards_are_computed_is_no_stale_server(monkeypatch, tmp_path):
     class Restarted(BAPOTrainer):
         def _calculate_rewards(self, *args, **kwargs):
@@ -178,6 +182,7 @@ def test_a_restart_while_rewards_are_computed_is_no_stale_server(monkeypatch, tm
     assert trainer.vllm_generation.num_starts == 4
 
 
+@needs_vllm_server
 def test_several_api_processes_are_one_server(monkeypatch, tmp_path):
     class Several(FakeVLLM):
         def __init__(self, *args, **kwargs):
@@ -190,6 +195,7 @@ def test_several_api_processes_are_one_server(monkeypatch, tmp_path):
     assert trainer.vllm_generation.num_syncs == 4  # one a generation
 
 
+@needs_vllm_server
 def test_a_server_that_does_not_come_back_stops_the_training(monkeypatch, tmp_path):
     class Gone(FakeVLLM):
         def check_server(self, total_timeout):

@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import character_tokenizer, tiny_model
 from tests.helpers.commands import accelerate_launcher, run_command
-from tests.helpers.fake_vllm import FakeVLLM, vllm_trainer
+from tests.helpers.fake_vllm import FakeVLLM, needs_vllm_server, vllm_trainer
 from tests.helpers.toy import CPU, OFF_POLICY, opt_model, toy_model, toy_trainer, training_logs
 
 
@@ -283,6 +283,7 @@ class Windowed(FakeVLLM):
         return super().generate(prompts, *args, **kwargs)
 
 
+@needs_vllm_server
 def test_a_completion_ends_at_the_window_of_the_sampler(monkeypatch, tmp_path):
     trainer = vllm_trainer(
         monkeypatch,
@@ -301,6 +302,7 @@ def test_a_completion_ends_at_the_window_of_the_sampler(monkeypatch, tmp_path):
     assert len(at_window) > 3
 
 
+@needs_vllm_server
 def test_a_prompt_that_fills_the_window_is_named(monkeypatch, tmp_path):
     dataset = Dataset.from_dict({"prompt": ["1+2=" * 10] * 40})
     with pytest.raises(ValueError, match=r"prompt has 40 tokens.*takes 40"):

@@ -1,0 +1,35 @@
+"""A long run holds what a short one holds, and takes no longer for an update."""
+
+import json
+import sys
+from statistics import median
+
+import pytest
+
+from tests.helpers.commands import run_command
+from tests.helpers.fault_counts import cases
+from tests.helpers.slopes import growth
+
+
+EVEN = ("open files", "threads", "hooks", "rows in the queue", "groups in the pool")
+
+
+def test_a_long_run_does_not_grow(tmp_path):
+    updates = cases(3000)
+    command = [sys.executable, "-m", "tests.helpers.long_run", str(tmp_path), str(updates)]
+    result = run_command(command, timeout_s=1800)
+    assert result.returncode == 0, result.stderr[-4000:]
+    lines = [json.loads(line) for line in (tmp_path / "measurements.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in lines] == list(range(1, updates + 1))
+    warm = lines[updates // 5 :]
+    for name in EVEN:
+        assert abs(growth([line[name] for line in warm])) < 0.05 * max(1, median(line[name] for line in warm)), name
+    for name, limit in {"memory": 0.05, "CPU seconds": 0.2}.items():
+        values = [line[name] for line in warm]
+        assert growth(values) < limit * median(values), name
+
+
+@pytest.mark.parametrize(("slope", "grows"), [(0.0, False), (0.002, True)])
+def test_the_slope_tells_growth_from_noise(slope, grows):
+    values = [10 + slope * i + (i * 7919 % 13) / 13 + (50 if i % 100 == 0 else 0) for i in range(800)]
+    assert (growth(values) > 0.05 * median(values)) == grows
