@@ -10,6 +10,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from datasets import IterableDataset
+from transformers import PreTrainedTokenizerBase
 from trl import GRPOTrainer
 
 from . import trl_compat
@@ -17,6 +19,7 @@ from .bapo_config import BAPOConfig
 from .bound_grid import SINGLE_POINT
 from .bound_search import BoundSearch
 from .carried_curves import CURVES_FILE
+from .checked_inputs import CheckedInputs, check_reward_funcs, check_tokenizer
 from .clip_bounds import ClipBounds, Contributions
 from .diagnostics import UpdateLog, measure_tokens
 from .generation.behavior_policy import KnownBehaviorPolicy
@@ -24,7 +27,7 @@ from .generation.logp_mismatch import client_for
 from .generation.partial_trainer import PartialRollouts
 from .generation.server_restart import ServerRestarts
 from .hub_pushes import LeavesSamplesOut
-from .prompts import check_columns, check_number_of_prompts
+from .prompts import check_columns, check_number_of_prompts, check_prompts
 from .replay.mixer import ReplayMixer, ReplayQueue, is_queue_file
 from .rewards import best_of_k
 from .scoring import Scoring
@@ -44,6 +47,7 @@ class BAPOTrainer(
     ServerRestarts,
     Scoring,
     ResumeFixes,
+    CheckedInputs,
     GRPOTrainer,
 ):
     """
@@ -68,7 +72,7 @@ class BAPOTrainer(
 
     The bases before it do the rest: [`~whole_checkpoint.WholeCheckpoints`], [`~hub_pushes.LeavesSamplesOut`],
     [`~generation.behavior_policy.KnownBehaviorPolicy`], [`~generation.partial_trainer.PartialRollouts`],
-    [`~scoring.Scoring`], [`~upstream_fixes.ResumeFixes`].
+    [`~scoring.Scoring`], [`~upstream_fixes.ResumeFixes`], [`~checked_inputs.CheckedInputs`].
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -92,9 +96,11 @@ class BAPOTrainer(
             and nothing reads them.
 
     Raises:
-        ValueError: If the settings contradict one another, if a dataset has no `prompt` column, or fewer prompts than
-            one generation takes.
-        RuntimeError: During training, if a log-probability or an advantage is NaN or infinite.
+        ValueError: If the settings contradict one another; if a dataset has no `prompt` column, a value there that is
+            no prompt, or fewer prompts than one generation takes; if a prompt is too long for the model, or the
+            tokenizer does not go with it. During training, if a stream has such a prompt or ends before one
+            generation, or a reward is no finite number.
+        RuntimeError: During training, if a log-probability, an advantage or the gradient is NaN or infinite.
     """
 
     _tag_names = ["trl", "bapo"]
@@ -126,6 +132,11 @@ class BAPOTrainer(
         # Before the model loads. An environment brings its prompts itself.
         if kwargs.get("environment_factory") is None:
             check_columns(train_dataset, eval_dataset)
+            if kwargs.get("rollout_func") is None:
+                check_prompts(train_dataset, eval_dataset)
+        check_reward_funcs(reward_funcs)
+        if isinstance(kwargs.get("processing_class"), PreTrainedTokenizerBase):
+            check_tokenizer(kwargs["processing_class"])
         trains = args.do_train or not args.do_eval
         if trains:
             check_number_of_prompts(train_dataset, args)
@@ -134,6 +145,7 @@ class BAPOTrainer(
         with client_for(args.device) if uses_server else nullcontext():
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, *rest, **kwargs)
 
+        self._check_inputs(eval_dataset)
         self._inputs_in_loss = None  # the micro-batch whose loss is being computed, else `None`
         self._reset_run_state()
         self._set_clip_bounds(self._search.start_bounds())
@@ -214,7 +226,15 @@ class BAPOTrainer(
     def train(self, *args, **kwargs):
         # A second call starts over at version 0: samples and measurements of the first one would be taken for new.
         self._reset_run_state()
-        return super().train(*args, **kwargs)
+        result = super().train(*args, **kwargs)
+        # A stream does not know its length before it ends
+        if self._step == self.state.global_step == 0 and isinstance(self.train_dataset, IterableDataset):
+            raise ValueError(
+                f"No update was made: the data ended before the {self.args.generation_batch_size} samples of one "
+                "generation (`generation_batch_size`) were there. Give more prompts, or lower `steps_per_generation` "
+                "or `per_device_train_batch_size`."
+            )
+        return result
 
     def _reset_run_state(self):
         super()._reset_run_state()

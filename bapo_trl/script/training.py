@@ -108,12 +108,6 @@ def _train(run: Run, training_args: BAPOConfig, model_args: ModelConfig, evaluat
     if evaluation is not None and not scores_itself:
         evaluation.before(run.model, model_args.model_revision)
     trainer.train(resume_from_checkpoint=resume)
-    if trainer.state.global_step == 0:  # a stream does not know its length before it ends
-        raise ValueError(
-            f"No update was made: the data ended before the {training_args.generation_batch_size} samples of one "
-            "generation (`generation_batch_size`) were there. Nothing is saved. Give more prompts, or lower "
-            "`steps_per_generation` or `per_device_train_batch_size`."
-        )
     trainer.save_model(training_args.output_dir)
     trainer.save_state()
     if scores_itself:
