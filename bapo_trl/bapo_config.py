@@ -21,6 +21,7 @@ from .config_checks import (
     check_replay,
     check_run,
     check_search,
+    check_types,
 )
 from .cpu_speed import has_bfloat16
 from .generation.sampling_settings import biased_settings
@@ -247,6 +248,7 @@ class BAPOConfig(GRPOConfig):
         pad_to_multiple_of: int | None = None
 
     def __post_init__(self):
+        check_types(self, own_fields())
         check_device(self)
         if self.use_cpu and self.bf16 is None:  # TRL would set it whatever the processor
             self.bf16 = not self.fp16 and has_bfloat16()

@@ -7,6 +7,10 @@ from functools import lru_cache
 import torch
 
 
+MOST_POINTS = 10_000
+"""Largest number of candidates of a bound."""
+
+
 def sum_dtype(device: torch.device) -> torch.dtype:
     """Return `torch.float64`, or `torch.float32` on devices that have no double precision (MPS)."""
     return torch.float32 if torch.device(device).type == "mps" else torch.float64
@@ -21,7 +25,11 @@ def _grid_axis(start: float, maximum: float, step: float, device: torch.device, 
 
 
 def _num_points(start: float, maximum: float, step: float) -> int:
-    return math.floor((maximum - start) / step + 1e-9) + 1  # 0.15 / 0.05 is 2.9999999999999996
+    return math.floor(_num_steps(start, maximum, step)) + 1
+
+
+def _num_steps(start: float, maximum: float, step: float) -> float:
+    return (maximum - start) / step + 1e-9  # 0.15 / 0.05 is 2.9999999999999996
 
 
 @dataclass(frozen=True)
@@ -48,8 +56,8 @@ class BoundGrid:
             Step of the upper bound, `> 0`.
 
     Raises:
-        ValueError: If a value is not finite, a start lies above its maximum, a step is not positive, a lower bound
-            lies outside (0, 1] or an upper bound below 1.
+        ValueError: If a value is not finite, a start lies above its maximum, a step is not positive or makes more than
+            [`MOST_POINTS`] candidates, a lower bound lies outside (0, 1] or an upper bound below 1.
 
     Example:
 
@@ -82,6 +90,11 @@ class BoundGrid:
                 raise ValueError(
                     f"`ratio_{side}_start` is {start}, above `ratio_{side}_max`, which is {maximum}: lower "
                     f"`ratio_{side}_start` or raise `ratio_{side}_max` (equal values fix the bound)."
+                )
+            if _num_steps(start, maximum, step) >= MOST_POINTS:
+                raise ValueError(
+                    f"`ratio_{side}_step` is {step}, which makes more than {MOST_POINTS} candidates from "
+                    f"`ratio_{side}_start` ({start}) to `ratio_{side}_max` ({maximum}): raise it, e.g. to 0.05."
                 )
         if self.lower_start <= 0:
             raise ValueError(

@@ -31,8 +31,8 @@ class CheckedInputs(TrainerMixin):
         vocabulary = getattr(text_config, "vocab_size", None)
         check_tokenizer(self._tokenizer, vocabulary)
         window = getattr(text_config, "max_position_embeddings", None)
-        self._limits = TokenLimits(window, self.max_completion_length, vocabulary)
-        if window is not None and window <= self.max_completion_length:
+        self._limits = TokenLimits(window, self.max_completion_length or 0, vocabulary)
+        if window is not None and window <= self._limits.completion:
             raise ValueError(
                 f"`max_completion_length` is {self.max_completion_length}, but the model's window "
                 f"(`max_position_embeddings`) is {window} with the prompt: lower `max_completion_length`."

@@ -1,8 +1,9 @@
 """What `BAPOConfig` refuses: each check raises `ValueError` with the parameter, its value and the fix."""
 
 import math
-from dataclasses import fields
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from dataclasses import Field, fields
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from transformers.utils import is_torch_bf16_gpu_available
@@ -23,6 +24,84 @@ SCOPES = ("batch", "micro_batch", "carried_over")
 CARRIED_OVER_MASSES = ("update", "generation")
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 BOUND_PARTS = tuple(part.name for part in fields(BoundGrid))
+
+# Of TRL and transformers, those that settings of BAPO depend on: the smallest value of each
+_COUNTS = {
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 1,
+    "generation_batch_size": 1,
+    "num_generations": 2,
+    "num_generations_eval": 1,
+    "num_iterations": 1,
+    "max_completion_length": 1,
+    "top_k": 0,
+}
+# The range of each, and whether it has its lower end
+_RANGES = {
+    "temperature": (0, math.inf, False),
+    "top_p": (0, 1, False),
+    "min_p": (0, 1, True),
+    "repetition_penalty": (0, math.inf, False),
+    "beta": (0, math.inf, True),
+    "max_grad_norm": (0, math.inf, True),
+    "top_entropy_quantile": (0, 1, True),
+    "off_policy_mask_threshold": (-math.inf, math.inf, False),
+}
+_CHOICES = {
+    "importance_sampling_level": ("token", "sequence"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "scale_rewards": ("group", "batch", "none", True, False),
+}
+_NAMES_OF_TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def check_types(config: "BAPOConfig", own: Iterable[Field]) -> None:
+    """
+    Refuse values of another type than their fields have, and those of TRL's that its own checks stumble over.
+
+    Args:
+        config ([`BAPOConfig`]):
+            The settings as they were given.
+        own (iterable of `dataclasses.Field`):
+            The fields that `BAPOConfig` adds.
+    """
+    for f in own:
+        types = get_args(f.type) or (f.type,)
+        value = getattr(config, f.name)
+        if "choices" not in f.metadata and type(value) not in types and not (float in types and type(value) is int):
+            wanted = " or ".join(name for type_, name in _NAMES_OF_TYPES.items() if type_ in types)
+            raise ValueError(
+                f"`{f.name}` is {value!r}: set it to {wanted}{' or None' if type(None) in types else ''}."
+            )
+    optional = {f.name for f in fields(config) if type(None) in get_args(f.type)} - {"num_generations"}
+    for name, smallest in _COUNTS.items():
+        value = getattr(config, name)
+        if (value is None and name in optional) or (type(value) is int and value >= smallest):
+            continue
+        raise ValueError(f"`{name}` is {value!r}: set it to a whole number, at least {smallest}.")
+    for name, (low, high, is_closed) in _RANGES.items():
+        value = getattr(config, name)
+        if value is None and name in optional:
+            continue
+        _check_number(name, value)
+        is_inside = (low <= value if is_closed else low < value) and value <= high
+        if not is_inside or not math.isfinite(value):
+            least = "" if low == -math.inf else f" {'at least' if is_closed else 'above'} {low}"
+            most = "" if high == math.inf else f", at most {high}"
+            raise ValueError(f"`{name}` is {value}: set it to a finite number{least}{most}.")
+    for name, choices in _CHOICES.items():
+        if getattr(config, name) not in choices:
+            raise ValueError(f"`{name}` is {getattr(config, name)!r}: choose one of {', '.join(map(repr, choices))}.")
+    if config.delta is not None:
+        _check_number("delta", config.delta)
+    weights = config.reward_weights
+    if weights is not None and not (
+        isinstance(weights, (list, tuple))
+        and all(type(weight) in (int, float) and math.isfinite(weight) for weight in weights)
+    ):
+        raise ValueError(f"`reward_weights` is {weights!r}: set it to a list of finite numbers, one a reward.")
 
 
 def check_run(config: "BAPOConfig") -> None:

@@ -234,11 +234,21 @@ def named_datasets(train_dataset, eval_dataset) -> dict[str, Any]:
 
 
 def stored_prompts(dataset) -> Iterator[Any]:
-    """Yield the prompts that a dataset holds as they are stored; none of a stream, or of what a transform makes."""
+    """
+    Yield the prompts of a dataset; none of a stream, or of a dataset whose transform may make others.
+
+    Raises:
+        ValueError: If a text is not UTF-8.
+    """
     if isinstance(dataset, Dataset) and dataset.format["type"] != "custom" and "prompt" in dataset.column_names:
-        tables: Any = dataset.select_columns("prompt").with_format("arrow")
-        for table in tables.iter(_ROWS_PER_READ):
-            yield from table.column("prompt").to_pylist()
+        prompts: Any = dataset.select_columns("prompt").with_format(None)
+        try:
+            for batch in prompts.iter(_ROWS_PER_READ):
+                yield from batch["prompt"]
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"A prompt of the dataset is not UTF-8 ({error}): convert the file it is from."
+            ) from error
 
 
 def start_of(prompt: Any, length: int = 60) -> str:

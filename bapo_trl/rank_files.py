@@ -20,6 +20,9 @@ from safetensors.torch import save_file
 STATE = "state"
 """Name of the JSON among the tensors."""
 
+SENSELESS = (ArithmeticError, AttributeError, LookupError, RuntimeError, StopIteration, TypeError, ValueError)
+"""What reading a file raises whose contents do not make sense."""
+
 
 @dataclass(frozen=True)
 class RankFiles:
@@ -94,9 +97,10 @@ class RankFiles:
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
-                # Copies: the tensors are windows on the file
-                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+                # Copies: the tensors are windows on the file. Of a foreign file, however large, nothing is read.
+                names = file.keys() if metadata.get("format") == self.format else ()
+                tensors = {name: file.get_tensor(name).clone() for name in names}
+        except (SafetensorError, OSError, *SENSELESS) as error:
             raise self.damaged(path, error) from error
         if metadata.get("format") != self.format:
             raise ValueError(
@@ -108,7 +112,7 @@ class RankFiles:
             if checksum(path.name, text, tensors) != metadata["checksum"]:
                 raise ValueError("what it holds is not what was written under this name")
             return tensors, json.loads(text)
-        except (LookupError, RuntimeError, TypeError, ValueError) as error:
+        except SENSELESS as error:
             raise self.damaged(path, error) from error
 
     def damaged(self, path: Path, error: Exception) -> ValueError:

@@ -189,24 +189,34 @@ def find_defect(folder: str | Path, is_dispensable: Callable[[str], bool] = lamb
     folder = Path(folder)
     if not folder.is_dir():
         return "there is no such folder"
-    name = MANIFEST if (folder / MANIFEST).is_file() else TRAINER_STATE_NAME
-    try:
-        content = json.loads((folder / name).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return f"{name} is missing"
-    except ValueError:
-        return f"{name} is not complete"
-    if name == TRAINER_STATE_NAME:
-        return None
+    has_manifest = (folder / MANIFEST).is_file()
+    contents = []
+    for name in (MANIFEST, TRAINER_STATE_NAME) if has_manifest else (TRAINER_STATE_NAME,):
+        try:
+            contents.append(json.loads((folder / name).read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except (ValueError, RecursionError):
+            return f"{name} is not complete"
+        if not isinstance(contents[-1], dict):
+            return f"{name} is not what was written"
     defects = []
-    for path, size in content.items():
+    for path, size in contents[0].items() if has_manifest else ():
         if is_dispensable(path):
             continue
-        if not (folder / path).is_file():
+        found = _size(folder / path)
+        if found is None:
             defects.append(f"{path} is missing")
-        elif (folder / path).stat().st_size != size:
-            defects.append(f"{path} has {(folder / path).stat().st_size} bytes, not {size}")
+        elif found != size:
+            defects.append(f"{path} has {found} bytes, not {size}")
     return "; ".join(defects) or None
+
+
+def _size(file: Path) -> int | None:
+    try:
+        return file.stat().st_size if file.is_file() else None
+    except (OSError, ValueError):  # no name of a file
+        return None
 
 
 def _checkpoints(run_dir: str) -> list[str]:

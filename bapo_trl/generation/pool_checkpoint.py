@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..rank_files import RankFiles
+from ..rank_files import SENSELESS, RankFiles
 from .partial_rollouts import Group, PartialCompletion, PoolCounts, PoolState
 
 
@@ -115,5 +115,5 @@ def _read(path: Path) -> PoolState:
             groups.append(Group(saved["id"], saved["inputs"], prompt_ids, completions, saved["completed_as"]))
         rest = {name: state[name] for name in ("next_id", "next_place")}
         return PoolState(groups, PoolCounts(**state["counts"]), **rest)
-    except (LookupError, TypeError, ValueError, StopIteration) as error:
+    except SENSELESS as error:
         raise FILES.damaged(path, error) from error

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..rank_files import RankFiles
+from ..rank_files import SENSELESS, RankFiles
 from .queue import ReplayQueue
 from .rows import Column, Rows, Spans, concat_rows
 
@@ -110,7 +110,7 @@ def _deal_out(paths: list[Path], rank: int, num_processes: int) -> tuple[list[Ro
 def _restore(queue: ReplayQueue, chunks: list[Rows], state: dict, path: Path) -> None:
     try:
         queue.restore(chunks, state)
-    except (LookupError, TypeError, ValueError) as error:
+    except SENSELESS as error:
         raise FILES.damaged(path, error) from error
 
 
@@ -120,7 +120,7 @@ def _read(path: Path) -> tuple[list[Rows], dict]:
         chunks = _chunks(tensors)
         if len({sum(map(len, chunks)), *map(len, state["ledger"].values())}) != 1:
             raise ValueError("its values and its ledger do not go together")
-    except (LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+    except SENSELESS as error:
         raise FILES.damaged(path, error) from error
     return chunks, state
 

@@ -9,6 +9,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict,
 from datasets.exceptions import DatasetsError
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as LOADERS  # "json", "csv", ...
 from huggingface_hub.errors import HFValidationError
+from pyarrow import ArrowInvalid
 
 from ..tasks import CHAT_SUMS, GYM_PREFIX, MadeTask, load_chat_sums, load_gym_task, load_task
 from .arguments import EMBEDDED
@@ -90,7 +91,7 @@ def load_splits(
         Splits by name.
 
     Raises:
-        ValueError: If there is no such file or folder, or the Hub does not give the dataset.
+        ValueError: If there is no such file or folder, the file cannot be read, or the Hub does not give the dataset.
     """
     path = Path(name)
     if path.is_file():
@@ -98,7 +99,7 @@ def load_splits(
             raise ValueError(
                 f"`{parameter}` is the file '{name}': expected one of {', '.join(_FILE_BUILDERS)}, or a folder."
             )
-        return load_dataset(_FILE_BUILDERS[path.suffix], data_files={"train": name}, streaming=streaming)
+        return _load_file(name, streaming, parameter)
     if path.is_dir() and ((path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()):
         loaded = load_from_disk(name)
         return DatasetDict(train=loaded) if isinstance(loaded, Dataset) else loaded
@@ -114,6 +115,36 @@ def load_splits(
             f"`{parameter}` is '{name}', which is neither a file nor a folder here, and the Hub did not give it "
             f"either: {error}"
         ) from error
+
+
+def _load_file(name: str, streaming: bool, parameter: str) -> DatasetDict | IterableDatasetDict:
+    builder = _FILE_BUILDERS[Path(name).suffix]
+    try:
+        if builder == "json":
+            _check_encoding(name)
+        splits = load_dataset(builder, data_files={"train": name}, streaming=streaming)
+        next(iter(splits["train"]), None)  # a stream is not read before
+        return splits
+    except (ArrowInvalid, DatasetsError, StopIteration, ValueError) as error:  # the latter two: without a row
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        shape = "one JSON object a row, in UTF-8" if builder == "json" else "a whole parquet file"
+        reason = str(cause).partition("\n")[0] or "it holds no row"
+        raise ValueError(
+            f"`{parameter}` is the file '{name}', which cannot be read ({reason}): give {shape}, with at least a row."
+        ) from error
+
+
+def _check_encoding(name: str) -> None:
+    """Refuse a file that is not UTF-8, with the line where it is not: datasets may read it as if it were."""
+    with open(name, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                # Without its cause: this is the reason that a user is told
+                raise ValueError(f"line {number} is not UTF-8: {error.reason} {line[error.start]:#04x}") from None
 
 
 def hold_out(dataset: Dataset | IterableDataset, fraction: float) -> tuple[Dataset, Dataset]:

@@ -1,0 +1,377 @@
+"""Data, tokenizers and reward functions that nothing can be trained on: what is wrong is named before an update."""
+
+import asyncio
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+from bapo_trl import BAPOTrainer
+from bapo_trl.tasks import character_tokenizer
+from tests.helpers.commands import accelerate_launcher, run_command
+from tests.helpers.script_runs import CHAT_TEMPLATE, fill_folder, run
+from tests.helpers.toy import digits_reward, opt_model, toy_dataset, toy_model, toy_trainer, training_logs
+
+
+SUMS = toy_dataset()["prompt"]
+USER = [{"role": "user", "content": "1+2="}]
+
+
+def stream(*prompts) -> IterableDataset:
+    return IterableDataset.from_generator(lambda: ({"prompt": prompt} for prompt in prompts))
+
+
+def stopped(trainer, error: type, message: str) -> None:
+    """Train, and see that the error comes before the first update."""
+    before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    with pytest.raises(error, match=message):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert all(weight.equal(before[name]) for name, weight in trainer.model.state_dict().items())
+
+
+# Prompts
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([*SUMS, ""], "1 of the 41 prompts of the train dataset cannot be used: that of row 40 is empty"),
+        ([None, *SUMS], "1 of the 41 prompts .* row 0 is None"),
+        ([USER] * 10 + [[]], "1 of the 11 prompts .* row 10 is empty"),
+        (list(range(10)), "10 of the 10 prompts .* row 0 is of type int.*Give text, or a list of messages"),
+        ([0.5] * 10, "is of type float"),
+        ([b"\xff\xfe"] * 10, "is of type bytes"),
+        ([{"text": "1+2="}] * 10, "is of type dict"),
+        ([["1+2=", "1+3="]] * 10, "is a list, but not of messages"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_before_the_model_loads(tmp_path, prompts, message):
+    dataset = Dataset.from_dict({"prompt": prompts})
+    with pytest.raises(ValueError, match=message):
+        toy_trainer(tmp_path, model="no/model", trainer_args={"train_dataset": dataset})
+    with pytest.raises(ValueError, match=message.replace("train", "hard")):
+        toy_trainer(tmp_path, model="no/model", trainer_args={"eval_dataset": {"hard": dataset}})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "'' is empty"),
+        (3, "3 is of type int"),
+        ([], r"\[\] is empty"),
+        ("1+\ud8002=", "has a character that UTF-8 cannot encode"),
+        ("1" * 60000, r"'1+\.\.\. is too long: it has 60000 tokens, .*window of 32768 .*leaves 32761"),
+    ],
+)
+@pytest.mark.parametrize("partial", [1.0, 1.5])
+def test_a_prompt_of_a_stream_is_refused_when_it_comes(tmp_path, prompt, message, partial):
+    dataset = stream(*SUMS[:8], *[prompt] * 8)
+    trainer = toy_trainer(
+        tmp_path,
+        trainer_args={"train_dataset": dataset},
+        shuffle_dataset=False,
+        num_iterations=1,
+        partial_rollout_oversampling=partial,
+    )
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+    assert trainer.state.global_step == 2  # the two updates of the generation before
+
+
+def test_prompts_that_a_transform_makes_are_checked_when_they_come(tmp_path):
+    dataset = toy_dataset().with_transform(lambda rows: {"prompt": [""] * len(rows["prompt"])})
+    stopped(toy_trainer(tmp_path, trainer_args={"train_dataset": dataset}), ValueError, "'' is empty")
+
+
+def test_a_stream_that_ends_before_a_generation_is_no_success(tmp_path):
+    for prompts in ([], SUMS[:7]):
+        trainer = toy_trainer(tmp_path, trainer_args={"train_dataset": stream(*prompts)})
+        stopped(trainer, ValueError, "No update was made: the data ended before the 24 samples of one generation")
+
+
+@pytest.mark.parametrize("model", [opt_model, lambda: toy_model(max_position_embeddings=64)])
+def test_prompts_that_do_not_fit_into_the_window_are_counted(tmp_path, model):
+    # 64 positions, of which a completion may take 7
+    fits = {"train_dataset": Dataset.from_dict({"prompt": [*SUMS, "1" * 57]})}
+    assert toy_trainer(tmp_path, model(), trainer_args=fits, max_steps=1).train().global_step == 1
+    dataset = Dataset.from_dict({"prompt": [*SUMS, "1" * 58, "1" * 61, "1" * 57]})
+    message = (
+        r"2 of the 43 prompts of the train dataset are too long: the longest, row 41, has 61 tokens, but the model's "
+        r"window of 64 .*leaves 57 before .*`max_completion_length` 7"
+    )
+    with pytest.raises(ValueError, match=message):
+        toy_trainer(tmp_path, model(), trainer_args={"train_dataset": dataset})
+    with pytest.raises(ValueError, match="2 of the 43 prompts of the eval dataset"):
+        toy_trainer(tmp_path, model(), trainer_args={"eval_dataset": dataset})
+    with pytest.raises(ValueError, match=r"`max_completion_length` is 64, but the model's window .* is 64"):
+        toy_trainer(tmp_path, model(), max_completion_length=64)
+
+
+def test_what_a_chat_template_adds_counts(tmp_path):
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE  # <u> before a message and <a> at the end
+    chats = [[{"role": "user", "content": "1" * length}] for length in (*range(1, 12), 52)]
+    model, parts = toy_model(max_position_embeddings=64), {"processing_class": tokenizer}
+    with pytest.raises(ValueError, match=r"1 of the 12 prompts .* row 11, has 58 tokens"):
+        toy_trainer(tmp_path, model, trainer_args={**parts, "train_dataset": Dataset.from_dict({"prompt": chats})})
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="chat_template is not set"):
+        toy_trainer(tmp_path, model, trainer_args={**parts, "train_dataset": Dataset.from_dict({"prompt": chats})})
+
+
+def test_only_long_texts_are_tokenized(tmp_path, monkeypatch):
+    tokenized = []
+    before = BAPOTrainer._tokenize
+
+    def counted(self, prompts):
+        tokenized.extend(prompts)
+        return before(self, prompts)
+
+    monkeypatch.setattr(BAPOTrainer, "_tokenize", counted)
+    toy_trainer(tmp_path, toy_model(max_position_embeddings=64), trainer_args={"train_dataset": toy_dataset(2000)})
+    assert len(tokenized) == 1
+    long = Dataset.from_dict({"prompt": ["1" * 60] * 2000})
+    with pytest.raises(ValueError, match="At least 1000 of the 2000 prompts"):
+        toy_trainer(tmp_path, toy_model(max_position_embeddings=64), trainer_args={"train_dataset": long})
+    assert len(tokenized) == 1002
+
+
+# Files
+
+
+def rows(*prompts) -> bytes:
+    return "\n".join(json.dumps({"prompt": prompt}) for prompt in prompts).encode()
+
+
+@pytest.mark.parametrize("streaming", ["false", "true"])
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "latin1.jsonl",
+            rows(*SUMS[:9]).replace(b"1+2", b"\xe9+2"),
+            r"cannot be read \(line 2 is not UTF-8: .* 0xe9\)",
+        ),
+        ("utf16.jsonl", rows(*SUMS).decode().encode("utf-16"), r"cannot be read \(line 1 is not UTF-8: .* 0xff"),
+        ("text.jsonl", b"no json", r"cannot be read \(JSON parse error.*one JSON object a row"),
+        ("empty.jsonl", b"", r"cannot be read \(it holds no row\).*at least a row"),
+        ("other.parquet", b"no parquet file", r"cannot be read \(Parquet .*give a whole parquet file"),
+    ],
+)
+def test_files_that_hold_no_rows_are_named_with_the_reason(tmp_path, monkeypatch, name, content, message, streaming):
+    fill_folder(tmp_path, monkeypatch)
+    Path(name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"`dataset_name` is the file '{name}', which {message}"):
+        run(dataset_name=name, dataset_streaming=streaming)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "message"),
+    [
+        ([*SUMS, None], {"prompt_template": "x{prompt}"}, "row 40 is None"),
+        ([*SUMS, ""], {"prompt_column": "prompt"}, "row 40 is None"),
+        ([*SUMS, 3, ["a"]], {}, "2 of the 42 prompts .* row 40 is of type int"),
+        ([*SUMS, "1" * 40000], {}, "1 of the 41 prompts of the train dataset are too long"),
+    ],
+)
+def test_prompts_of_a_file(tmp_path, monkeypatch, prompts, settings, message):
+    fill_folder(tmp_path, monkeypatch)
+    Path("prompts.jsonl").write_bytes(rows(*prompts))
+    with pytest.raises(ValueError, match=message):
+        run(dataset_name="prompts.jsonl", **settings)
+
+
+# Tokenizers
+
+
+def test_a_tokenizer_without_pad_token_pads_with_its_end_token(tmp_path):
+    tokenizer = character_tokenizer()
+    tokenizer.pad_token = None
+    trainer = toy_trainer(tmp_path, trainer_args={"processing_class": tokenizer})
+    assert trainer.train().global_step == 4
+    assert all(math.isfinite(log["loss"]) for log in training_logs(trainer))
+
+
+def test_a_tokenizer_without_end_token_is_refused_before_the_model_loads(tmp_path):
+    tokenizer = character_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match=r"tokenizer has no `eos_token`.*set `tokenizer\.eos_token`"):
+        toy_trainer(tmp_path, model="no/model", trainer_args={"processing_class": tokenizer})
+
+
+def test_a_vocabulary_that_the_tokenizer_goes_beyond(tmp_path):
+    message = r"tokenizer has tokens up to 257, but the model has 257 .*resize_token_embeddings"
+    with pytest.raises(ValueError, match=message):
+        toy_trainer(tmp_path, toy_model(vocab_size=257))
+    # Tokens that were added, as for images in models of text alone, do no harm where no prompt has them
+    tokenizer = character_tokenizer()
+    tokenizer.add_tokens(["<image>"])
+    parts = {"processing_class": tokenizer}
+    assert toy_trainer(tmp_path, trainer_args=parts, max_steps=1).train().global_step == 1
+    dataset = Dataset.from_dict({"prompt": ["<image>1+2="] * 8})
+    trainer = toy_trainer(tmp_path, trainer_args={**parts, "train_dataset": dataset})
+    stopped(trainer, ValueError, r"'<image>1\+2=' has the token 258, but the model has 258 tokens")
+
+
+# Rewards
+
+
+def one(value):
+    """A reward function that gives sample 3 a value of its own."""
+
+    def my_reward(completions, **kwargs):
+        rewards = digits_reward(completions)
+        rewards[3] = value
+        return rewards
+
+    return my_reward
+
+
+def giving(make):
+    def my_reward(completions, **kwargs):
+        return make(digits_reward(completions))
+
+    return my_reward
+
+
+def as_async(function):
+    async def my_reward(**kwargs):
+        await asyncio.sleep(0)
+        return function(**kwargs)
+
+    return my_reward
+
+
+SAMPLE_3 = r"for sample 3 of 24, prompt '\d+\+\d+=', completion "
+FIX = ".*return a finite number.*or None where the function does not apply"
+BAD_REWARDS = [
+    (one(math.nan), f"returned nan {SAMPLE_3}{FIX}"),
+    (one(math.inf), f"returned inf {SAMPLE_3}"),
+    (one(-np.inf), f"returned -inf {SAMPLE_3}"),
+    (one(torch.tensor(math.nan)), rf"returned tensor\(nan\) {SAMPLE_3}"),
+    (one("0.5"), f"returned '0.5', a str, {SAMPLE_3}{FIX}"),
+    (one([0.5]), rf"returned \[0.5\], a list, {SAMPLE_3}"),
+    (one(1j), f"returned 1j, a complex, {SAMPLE_3}"),
+    (one(1e30), rf"returned 1e\+30 {SAMPLE_3}.*of at most 1e\+18"),
+    (giving(lambda rewards: None), "returned None, a NoneType, for 24 samples.*in a list"),
+    (giving(lambda rewards: 1.0), "returned 1.0, a float, for 24 samples"),
+    (giving(lambda rewards: "x" * 24), "returned 'x+', a str, for 24 samples"),
+    (giving(lambda rewards: dict(enumerate(rewards))), "returned {.*, a dict, for 24 samples"),
+    (giving(lambda rewards: rewards[1:]), f"returned 23 rewards for 24 samples{FIX}"),
+    (giving(lambda rewards: [*rewards, 1.0]), "returned 25 rewards for 24 samples"),
+    (giving(lambda rewards: []), "returned 0 rewards for 24 samples"),
+]
+
+
+@pytest.mark.parametrize(("reward", "message"), BAD_REWARDS)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_reward_that_is_none_names_function_and_sample(tmp_path, reward, message, is_async):
+    functions = [digits_reward, as_async(reward) if is_async else reward]
+    trainer = toy_trainer(tmp_path, reward_funcs=functions)
+    stopped(trainer, ValueError, f"The reward function `my_reward` {message}")
+    assert trainer.reward_funcs == functions
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_a_reward_function_raises_is_raised_with_its_name(tmp_path, is_async):
+    def reads_a_column(completions, **kwargs):
+        return kwargs["solution"]
+
+    trainer = toy_trainer(tmp_path, reward_funcs=as_async(reads_a_column) if is_async else reads_a_column)
+    with pytest.raises(KeyError, match="solution") as caught:
+        trainer.train()
+    name = "my_reward" if is_async else "reads_a_column"
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"Raised by the reward function `{name}` on 24 samples, the first of them prompt '")
+    assert note.endswith("It was given the columns prompts, completions, completion_ids.")
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize(
+    "kind", [list, tuple, torch.tensor, np.array, lambda rewards: map(np.float32, rewards), as_async]
+)
+def test_rewards_in_any_shape_that_trl_takes_train_the_same(tmp_path, kind):
+    expected = toy_trainer(tmp_path)
+    expected.train()
+    reward = as_async(digits_reward) if kind is as_async else giving(kind)
+    trainer = toy_trainer(tmp_path, reward_funcs=reward)
+    trainer.train()
+    assert [log["loss"] for log in training_logs(trainer)] == [log["loss"] for log in training_logs(expected)]
+
+
+def test_none_for_a_sample_means_that_the_function_does_not_apply(tmp_path):
+    trainer = toy_trainer(tmp_path, reward_funcs=[one(None), giving(lambda rewards: [None] * len(rewards))])
+    assert trainer.train().global_step == 4
+    assert all(math.isfinite(log["loss"]) for log in training_logs(trainer))
+
+
+def test_a_reward_model_that_gives_nan_is_named(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 258, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1, num_labels=1, _name_or_path="judge")
+    judge = Qwen2ForSequenceClassification(config)
+    parts = {"reward_processing_classes": character_tokenizer()}
+    trainer = toy_trainer(tmp_path, reward_funcs=judge, trainer_args=parts)
+    assert trainer.train().global_step == 4
+    judge.score.weight.data[0, 0] = math.nan
+    trainer = toy_trainer(tmp_path, reward_funcs=judge, trainer_args=parts)
+    stopped(trainer, ValueError, "The reward function `judge` returned nan for sample 0 of 24")
+
+
+def test_what_is_no_reward_function_is_refused_before_the_model_loads(tmp_path):
+    with pytest.raises(TypeError, match="`reward_funcs` has 3, a int: give functions"):
+        toy_trainer(tmp_path, model="no/model", reward_funcs=[digits_reward, 3])
+
+
+@pytest.mark.parametrize("fault", ["reward", "prompt"])
+def test_an_error_on_one_rank_ends_both(tmp_path, fault):
+    command = [sys.executable, *accelerate_launcher("cpu_ddp"), "-m", "tests.helpers.bad_input_worker"]
+    result = run_command([*command, str(tmp_path), fault], timeout_s=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    said = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
+    message = {"reward": "The reward function `only_rank_1` returned inf for sample 0 of", "prompt": "'' is empty"}[
+        fault
+    ]
+    assert all(message in text for text in said)
+    assert said[0].startswith("RuntimeError: On rank 1: ")
+    assert said[1].startswith("BadRewardError" if fault == "reward" else "ValueError")
+
+
+# Completions
+
+
+def test_completions_of_the_end_token_alone_are_trained_on(tmp_path):
+    model = toy_model()
+    seen = []
+
+    def length(completions, **kwargs):
+        seen.extend(completions)
+        return [float(position % 3) for position in range(len(completions))]
+
+    trainer = toy_trainer(tmp_path, model, reward_funcs=length)
+    trainer.eos_token_ids = list(range(len(character_tokenizer())))  # whatever comes first ends the completion
+    trainer.generation_config.eos_token_id = trainer.eos_token_ids
+    trainer.generation_kwargs["eos_token_id"] = trainer.eos_token_ids
+    model.lm_head.weight.data.zero_()
+    trainer.train()
+    logs = training_logs(trainer)
+    assert logs[0]["completions/max_length"] == 1
+    assert all(math.isfinite(log["loss"]) and math.isfinite(log["grad_norm"]) for log in logs)
+
+
+def test_a_completion_without_a_token_is_refused(tmp_path):
+    def rollout(prompts, trainer):
+        ids = trainer.processing_class(prompts)["input_ids"]
+        return {"prompt_ids": ids, "completion_ids": [[5], *[[]] * (len(ids) - 1)], "logprobs": None}
+
+    trainer = toy_trainer(tmp_path, trainer_args={"rollout_func": rollout})
+    stopped(
+        trainer, ValueError, "`rollout_func` returned a completion without a token for 23 of 24 samples, .*sample 1"
+    )

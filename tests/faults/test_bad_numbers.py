@@ -1,0 +1,200 @@
+"""NaN, infinity and ratios far off: the update stays finite, or the run stops before it."""
+
+import math
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from bapo_trl import BAPOTrainer
+from bapo_trl.bound_grid import BoundGrid
+from tests.helpers.toy import digits_reward, toy_model, toy_trainer, training_logs
+
+
+LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
+SCOPES = ["batch", "micro_batch", "carried_over"]
+
+
+def weights_of(trainer) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+
+
+class WeightsBefore(TrainerCallback):
+    """Keeps the weights as each update began."""
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        self.weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+
+
+def stops(trainer, message: str, updates: int) -> None:
+    """Train, and see that the error comes after so many updates, with the weights as these left them."""
+    before = WeightsBefore()
+    trainer.add_callback(before)
+    with pytest.raises(RuntimeError, match=message):
+        trainer.train()
+    assert trainer.state.global_step == updates
+    assert all(weight.equal(before.weights[name]) for name, weight in trainer.model.state_dict().items())
+
+
+# Gradients
+
+
+class BreaksGradient(BAPOTrainer):
+    """Lets the gradient of the second update have a value that is not finite, behind a loss that is."""
+
+    value = math.nan
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        if self.state.global_step == 1:
+            loss.register_hook(lambda gradient: gradient * self.value)
+        return loss
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_gradient_that_is_not_finite_stops_before_the_optimizer_step(tmp_path, max_grad_norm, value, scope):
+    class Broken(BreaksGradient):
+        pass
+
+    Broken.value = value
+    trainer = toy_trainer(tmp_path, trainer_class=Broken, max_grad_norm=max_grad_norm, search_scope=scope)
+    stops(trainer, r"in the gradient \(its norm is (nan|inf)\) at update 2, before its optimizer step", updates=1)
+
+
+def test_with_a_loss_scaler_such_an_update_is_left_out_instead(tmp_path):
+    trainer = toy_trainer(tmp_path, trainer_class=BreaksGradient, max_steps=2)
+    trainer.accelerator.state._mixed_precision = "fp16"  # a CPU has none
+    try:
+        assert not math.isfinite(trainer._get_grad_norm(trainer.model, grad_norm=torch.tensor(math.inf)))
+    finally:
+        trainer.accelerator.state._mixed_precision = "no"
+    with pytest.raises(RuntimeError, match="in the gradient"):
+        trainer._get_grad_norm(trainer.model, grad_norm=torch.tensor(math.inf))
+
+
+def test_a_kl_term_that_overflows_stops_before_the_optimizer_step(tmp_path):
+    class FarReference(BAPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            output["ref_per_token_logps"] += 100.0  # e^100 is beyond float32
+            return output
+
+    trainer = toy_trainer(tmp_path, trainer_class=FarReference, beta=0.1)
+    stops(trainer, r"NaN or infinity in the gradient .* at update 1", updates=0)
+
+
+# Logits and rewards
+
+
+@pytest.mark.parametrize("partial", [1.0, 1.5])
+def test_logits_that_are_not_finite_stop_the_sampling(tmp_path, partial):
+    model = toy_model()
+    model.model.norm.weight.data[0] = math.nan
+    settings = {"num_iterations": 1, "partial_rollout_oversampling": partial}
+    stops_at_once = toy_trainer(tmp_path, model, **settings)
+    with pytest.raises(RuntimeError, match="NaN or infinity in the logits while sampling, after update 0"):
+        stops_at_once.train()
+
+    class BreakWeight(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 2:
+                model.model.norm.weight.data[0] = math.inf
+
+    trainer = toy_trainer(tmp_path, trainer_args={"callbacks": [BreakWeight()]}, **settings)
+    with pytest.raises(RuntimeError, match="in the logits while sampling, after update 2"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+
+
+@pytest.mark.parametrize("settings", [{"reward_weights": [math.nan]}, {"reward_weights": [-math.inf]}])
+def test_weights_of_rewards_are_finite(tmp_path, settings):
+    with pytest.raises(ValueError, match=r"`reward_weights` is \[(nan|-inf)\]: set it to a list of finite numbers"):
+        toy_trainer(tmp_path, **settings)
+
+
+# Ratios
+
+
+class FarBehavior(BAPOTrainer):
+    """Samples whose policy was far away: by `distance` nats a token, in both directions."""
+
+    distance = 20.0
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        signs = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0]).repeat(100)[: len(output["prompt_ids"])]
+        output["old_per_token_logps"] -= self.distance * signs.unsqueeze(1)
+        return output
+
+
+def finite_run(trainer, args) -> list[dict]:
+    """Train, and see that all is finite and every bound on the grid."""
+    trainer.train()
+    logs = training_logs(trainer)
+    assert len(logs) == args["max_steps"]
+    for log in logs:
+        assert math.isfinite(log["loss"])
+        assert math.isfinite(log["grad_norm"])
+        if "bapo/clip_low" in log and args["search_scope"] != "micro_batch":  # else means over micro-batches
+            assert min(abs(BoundGrid().lower - log["bapo/clip_low"])) < 1e-9
+            assert min(abs(BoundGrid().upper - log["bapo/clip_high"])) < 1e-9
+        assert args["negative_weight_min"] <= log["bapo/negative_weight"] <= 1
+    assert all(weight.isfinite().all() for weight in trainer.model.parameters())
+    return logs
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_ratios_of_e_20_leave_loss_gradient_and_bounds_finite(tmp_path, loss_type, level):
+    for scope, weight in zip(SCOPES, (1.0, 0.05, 0.05), strict=True):
+        args = {"search_scope": scope, "negative_weight_min": weight, "max_steps": 2}
+        cap = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
+        settings = {"loss_type": loss_type, "importance_sampling_level": level, "gradient_checkpointing": False}
+        logs = finite_run(toy_trainer(tmp_path, trainer_class=FarBehavior, **settings, **args, **cap), args)
+        assert logs[0]["ratio/max"] == pytest.approx(math.exp(20), rel=1e-3)
+        assert logs[0]["ratio/min"] == pytest.approx(math.exp(-20), rel=1e-3)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_ratios_beyond_float32_stop_before_the_optimizer_step(tmp_path, loss_type):
+    class Beyond(FarBehavior):
+        distance = 100.0
+
+    cap = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
+    trainer = toy_trainer(tmp_path, trainer_class=Beyond, loss_type=loss_type, **cap)
+    stops(trainer, r"`importance_ratio` \(\d+ values\) at update 1, before its optimizer step", updates=0)
+
+
+# Advantages
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("scope", SCOPES)
+def test_updates_without_any_advantage_train_nothing(tmp_path, loss_type, scope):
+    args = {"search_scope": scope, "negative_weight_min": 0.05, "max_steps": 4}
+    cap = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
+    trainer = toy_trainer(
+        tmp_path, reward_funcs=lambda completions, **_: [1.0] * len(completions), loss_type=loss_type, **args, **cap
+    )
+    before = weights_of(trainer)
+    logs = finite_run(trainer, args)
+    assert all(log["grad_norm"] == 0 for log in logs)
+    assert all(log["bapo/positive_share"] is None for log in logs)
+    assert all(weight.equal(before[name]) for name, weight in trainer.model.state_dict().items())
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_one_update_without_advantage_among_others(tmp_path, scope):
+    calls = []
+
+    def at_times(completions, **kwargs):
+        calls.append(None)
+        return [1.0] * len(completions) if len(calls) == 2 else digits_reward(completions)
+
+    args = {"search_scope": scope, "negative_weight_min": 0.05, "max_steps": 6}
+    trainer = toy_trainer(tmp_path, reward_funcs=at_times, num_iterations=1, **args)
+    logs = finite_run(trainer, args)
+    without = [log["step"] for log in logs if log["bapo/positive_share"] is None]
+    assert without == [3, 4]  # the two updates of the second generation
