@@ -1,0 +1,97 @@
+"""State files of a checkpoint, damaged at random: a clear error, little memory, and no code of theirs is run."""
+
+import json
+import random
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import file_damage
+from tests.helpers.commands import run_command
+from tests.helpers.fault_counts import cases
+from tests.helpers.file_damage import LIMIT_BYTES, RANK_FILES, STATE_FILES
+from tests.helpers.toy import toy_trainer
+
+
+SETTINGS = {
+    "search_scope": "carried_over",
+    "replay_fraction": 0.5,
+    "partial_rollout_oversampling": 1.5,
+    "num_iterations": 1,
+    "gradient_checkpointing": False,
+    "save_strategy": "steps",
+    "save_steps": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A checkpoint with all kinds of state, after the first of two generations."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    toy_trainer(folder, **SETTINGS, max_steps=2).train()
+    assert set(STATE_FILES) <= {path.name for path in (folder / "checkpoint-2").iterdir()}
+    return folder / "checkpoint-2"
+
+
+def test_damaged_files_are_refused_by_name_or_hold_what_was_saved(tmp_path, checkpoint):
+    shutil.copytree(checkpoint, tmp_path / "whole")
+    count = cases(1000)
+    result = run_command([sys.executable, "-m", "tests.helpers.file_damage", str(tmp_path), str(count), "0"])
+    assert result.returncode == 0, result.stdout + result.stderr
+    report = json.loads((tmp_path / "outcomes.json").read_text())
+    assert len(report["outcomes"]) == count
+    wrong = [outcome for outcome in report["outcomes"] if not _is_right(outcome)]
+    assert not wrong, wrong
+    assert not (tmp_path / "code_ran").exists()
+    assert report["memory_kib"] * 1024 < LIMIT_BYTES / 4
+    refused = Counter(outcome["damage"] for outcome in report["outcomes"] if "error" in outcome)
+    assert set(refused) == {damage.__name__ for damage in file_damage.DAMAGES}
+
+
+def _is_right(outcome: dict) -> bool:
+    if "error" in outcome:
+        folder_or_file = outcome["file"] if outcome["file"] in RANK_FILES else "damaged: "
+        return outcome["error"] == "ValueError" and folder_or_file in outcome["message"]
+    # Who writes a checksum of their own can write what they like; and of transformers' file the size is known alone
+    return outcome["is_same"] or outcome["damage"] == "forged" or outcome["file"] == "trainer_state.json"
+
+
+def test_a_run_is_resumed_from_what_was_saved_or_not_at_all(tmp_path, checkpoint):
+    dice = random.Random(0)
+    steps = Counter()
+    for number in range(cases(50)):
+        name = list(RANK_FILES)[number % len(RANK_FILES)]
+        damage = (file_damage.cut_off, file_damage.flipped, file_damage.overwritten)[number // len(RANK_FILES) % 3]
+        shutil.rmtree(tmp_path / "checkpoint-2", ignore_errors=True)
+        shutil.copytree(checkpoint, tmp_path / "checkpoint-2")
+        path = tmp_path / "checkpoint-2" / name
+        path.write_bytes(damage(path.read_bytes(), dice=dice, folder=tmp_path, name=name))
+        trainer = toy_trainer(tmp_path, **{**SETTINGS, "max_steps": 4, "save_strategy": "no"})
+        try:
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+            steps[trainer.state.global_step] += 1
+        except ValueError as error:
+            _check_names(error, name)
+            steps["refused"] += 1
+    assert steps["refused"] > 0
+    assert set(steps) <= {4, "refused"}
+
+
+def _check_names(error: ValueError, name: str) -> None:
+    assert name in str(error), error
+
+
+def test_a_file_of_another_kind_is_refused_without_reading_it(tmp_path, checkpoint):
+    """A foreign file of 8 GiB, most of them a hole: nothing of it comes into memory."""
+    shutil.copytree(checkpoint, tmp_path / "whole")
+    size = 8 << 30
+    header = json.dumps({"weight": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    for name in RANK_FILES:
+        with open(tmp_path / "whole" / name, "wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.truncate(8 + len(header) + size)
+        with pytest.raises(ValueError, match=rf"{name} has the format None, not 'bapo_trl"):
+            file_damage.load(name, Path(tmp_path / "whole"))

@@ -1,0 +1,232 @@
+"""Settings at random: two updates are trained, or a `ValueError` names a field.
+
+Fuzzed are the fields of `BAPOConfig` that GRPO does not have, those of TRL that they depend on (`OF_TRL`), and in
+recipes those of the script. Values are in and out of range, and of any type that YAML has.
+"""
+
+import contextlib
+import dataclasses
+import io
+import logging
+import math
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import given as given_examples
+from hypothesis import strategies as st
+
+from bapo_trl import BAPOConfig
+from bapo_trl.bapo_config import own_fields
+from bapo_trl.clip_bounds import MEASURES, SEARCH_ORDERS
+from bapo_trl.config_checks import SCOPES
+from bapo_trl.policy_tokens import WEIGHTINGS
+from bapo_trl.replay.mixer import DRAW_ORDERS
+from bapo_trl.script.arguments import BAPOScriptArguments
+from bapo_trl.tasks import character_tokenizer
+from tests.helpers.fault_counts import cases
+from tests.helpers.script_runs import CPU, fill_folder, train_bapo
+from tests.helpers.toy import toy_dataset, toy_model, toy_trainer
+
+
+FUZZ = settings(
+    deadline=None,
+    database=None,
+    derandomize=True,
+    phases=(Phase.explicit, Phase.generate, Phase.shrink),
+    suppress_health_check=list(HealthCheck),
+)
+SMALL = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 2,
+    "num_iterations": 1,
+    "num_generations": 2,
+    "max_completion_length": 3,
+}
+
+
+def floats(low: float, high: float) -> st.SearchStrategy:
+    return st.floats(low, high, allow_nan=False) | st.sampled_from([low, high])
+
+
+OF_BAPO = {
+    "positive_contribution_target": floats(0.01, 1.0),
+    "ratio_lower_start": floats(0.1, 1.0),
+    "ratio_lower_max": floats(0.6, 1.0),
+    "ratio_lower_step": floats(0.01, 0.5),
+    "ratio_upper_start": floats(1.0, 2.0),
+    "ratio_upper_max": floats(1.2, 10.0),
+    "ratio_upper_step": floats(0.01, 5.0),
+    "contribution_measure": st.sampled_from(MEASURES),
+    "contribution_weighting": st.sampled_from(WEIGHTINGS),
+    "search_order": st.sampled_from(SEARCH_ORDERS),
+    "search_scope": st.sampled_from(SCOPES),
+    "carried_over_masses": st.sampled_from(["update", "generation"]),
+    "negative_weight_min": floats(0.01, 1.0),
+    "negative_ratio_cap": st.none() | floats(1.0, 10.0),
+    "replay_fraction": floats(0.0, 1.0),
+    "replay_zero_advantage": st.booleans(),
+    "replay_capacity": st.integers(1, 100),
+    "replay_max_staleness": st.none() | st.integers(0, 9),
+    "replay_min_staleness": st.integers(0, 3),
+    "replay_max_reuse": st.none() | st.integers(1, 4),
+    "replay_order": st.sampled_from(DRAW_ORDERS),
+    "replay_discard_saved": st.booleans(),
+    "partial_rollout_oversampling": st.just(1.5) | floats(1.0, 1.99),
+    "partial_rollout_chunk_length": st.integers(1, 9),
+    "partial_rollout_max_staleness": st.none() | st.integers(0, 9),
+    "partial_rollout_mask_stale": st.booleans(),
+    "vllm_logp_tolerance": st.none() | floats(0.01, 10.0),
+}
+OF_TRL = {
+    "loss_type": st.sampled_from(["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]),
+    "importance_sampling_level": st.sampled_from(["token", "sequence"]),
+    "epsilon": st.none() | floats(0.1, 1.0),
+    "epsilon_high": st.none() | floats(0.1, 10.0),
+    "delta": st.none() | floats(1.5, 10.0),
+    "beta": st.just(0.0) | floats(0.0, 1.0),
+    "num_generations": st.integers(2, 4),
+    "per_device_train_batch_size": st.integers(1, 8),
+    "gradient_accumulation_steps": st.integers(1, 3),
+    "steps_per_generation": st.none() | st.integers(1, 4),
+    "generation_batch_size": st.none() | st.integers(1, 16),
+    "num_iterations": st.integers(1, 3),
+    "max_completion_length": st.integers(1, 5),
+    "scale_rewards": st.sampled_from(["group", "batch", "none", True, False]),
+    "multi_objective_aggregation": st.sampled_from(["sum_then_normalize", "normalize_then_sum"]),
+    "mask_truncated_completions": st.booleans(),
+    "top_entropy_quantile": floats(0.0, 1.0),
+    "off_policy_mask_threshold": st.none() | floats(0.01, 1.0),
+    "reward_weights": st.none() | st.lists(floats(-2.0, 2.0), max_size=2),
+    "max_grad_norm": floats(0.0, 2.0),
+    "temperature": floats(0.1, 2.0),
+    "top_p": floats(0.1, 1.0),
+    "top_k": st.integers(0, 5),
+    "min_p": st.none() | floats(0.0, 0.5),
+    "repetition_penalty": floats(0.5, 2.0),
+}
+OF_SCRIPT = {
+    "prompt_column": st.sampled_from(["prompt", ["question", "prompt"]]),
+    "answer_column": st.just("data_source"),
+    "prompt_template": st.just("{prompt}?"),
+    "eval_fraction": floats(0.1, 0.3),
+    "extract_answer": st.sampled_from(["boxed", "last_number", "text"]),
+    "reward_funcs": st.just(["my_rewards.has_digit"]),
+    "task_args": st.none(),
+}
+# Out of range, or of another type
+WILD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.sampled_from([-1, 0, 1, 2, -0.5, 0.0, 1e-300, 1e308, 10**30, -(10**30)]),
+    st.floats(),
+    st.sampled_from(["", "0.5", "3", "true", "none", "null", "1e-3", "ünï-∞", "\u202e", "a b", "[1]", "{}", "-"]),
+    st.lists(st.integers(0, 3) | st.text(max_size=2) | st.none(), max_size=2),
+    st.dictionaries(st.text(max_size=2), st.integers(0, 3), max_size=2),
+    st.just([[{"a": [None]}]]),
+)
+# Large values of these are no error, but take long
+ARE_COSTS = {"per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations", "generation_batch_size"}
+SMALL_WILD = WILD.filter(lambda value: not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 8)
+
+
+@st.composite
+def some_settings(draw, fields: dict[str, st.SearchStrategy]) -> dict:
+    names = draw(st.lists(st.sampled_from(sorted(fields)), min_size=1, max_size=6, unique=True))
+    wild = draw(st.sampled_from([None, None, *names]))
+    return {
+        name: draw((SMALL_WILD if name in ARE_COSTS else WILD) if name == wild else fields[name]) for name in names
+    }
+
+
+def check_is_one_line(error: SystemExit, said: str) -> None:
+    assert error.code == 2
+    assert "error: " in said.splitlines()[-1]
+
+
+def check_names_a_field(error: ValueError) -> None:
+    known = {f.name for kind in (BAPOConfig, BAPOScriptArguments) for f in dataclasses.fields(kind)}
+    named = set(re.findall(r"`(\w+)`", str(error))) | set(re.findall(r"\w+_\w+", str(error)))  # TRL has no backticks
+    assert known & named, error
+
+
+@pytest.fixture(scope="module")
+def quiet():
+    """No warnings and no logs: thousands of trainers would fill the screen."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    logging.disable(before)
+
+
+def test_every_field_of_ours_is_fuzzed():
+    assert set(OF_BAPO) == {f.name for f in own_fields()}
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    return {
+        "output_dir": tmp_path_factory.mktemp("out"),
+        "trainer_args": {"train_dataset": toy_dataset(40), "processing_class": character_tokenizer()},
+    }
+
+
+@FUZZ
+@settings(max_examples=cases(1600))
+@given_examples(given=some_settings(OF_BAPO | OF_TRL))
+def test_settings_train_or_name_a_field(parts, quiet, given):
+    args = {**SMALL, "gradient_checkpointing": False, "logging_strategy": "no", "max_steps": 2, **given}
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            trainer = toy_trainer(model=toy_model(), **parts, **args)
+            trainer.train()
+    except ValueError as error:
+        check_names_a_field(error)
+        return
+    assert trainer.state.global_step == 2
+    assert all(weight.isfinite().all() for weight in trainer.model.parameters())
+    assert math.isfinite(trainer.state.log_history[-1]["train_loss"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        # What comes after the training, and takes longest
+        patch.setattr("bapo_trl.script.training.report_line", lambda *args: "")
+        yield fill_folder(tmp_path_factory.mktemp("recipes"), patch)
+
+
+FLAGS = [part for name, value in CPU.items() for part in (f"--{name}", value)]
+FLAGS += ["--dataset_name", "train.jsonl", "--logging_strategy", "no"]
+
+
+@FUZZ
+@settings(max_examples=cases(400))
+@given_examples(
+    given=some_settings(OF_BAPO | OF_TRL | OF_SCRIPT),
+    typo=st.none() | st.none() | st.tuples(st.integers(0, 400), st.sampled_from("\t:{-\x00é*\n")),
+)
+def test_recipes_train_or_name_what_is_wrong(folder, quiet, given, typo):
+    recipe = {**{name: value for name, value in SMALL.items() if name != "max_completion_length"}}
+    recipe |= {"reward_funcs": ["my_rewards.has_digit"], "per_device_eval_batch_size": 4, **given}
+    text = yaml.safe_dump(recipe, allow_unicode=True)
+    if typo is not None:
+        place, character = typo
+        text = text[: place % len(text)] + character + text[place % len(text) :]
+    Path("recipe.yaml").write_text(text)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            train_bapo.main(["--config", "recipe.yaml", *FLAGS])
+    except ValueError as error:
+        check_names_a_field(error)
+    except SystemExit as error:
+        check_is_one_line(error, said.getvalue())
+    else:
+        assert "Model: out" in said.getvalue()
