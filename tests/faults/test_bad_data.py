@@ -330,18 +330,26 @@ def test_what_is_no_reward_function_is_refused_before_the_model_loads(tmp_path):
         toy_trainer(tmp_path, model="no/model", reward_funcs=[digits_reward, 3])
 
 
-@pytest.mark.parametrize("fault", ["reward", "prompt"])
-def test_an_error_on_one_rank_ends_both(tmp_path, fault):
+@pytest.mark.parametrize(
+    ("fault", "types", "message"),
+    [
+        (
+            "reward",
+            ("RuntimeError: On rank 1", "BadRewardError"),
+            "The reward function `only_rank_1` returned inf for",
+        ),
+        ("prompt", ("RuntimeError: On rank 1", "ValueError"), "'' is empty"),
+        ("gradient", ("RuntimeError", "RuntimeError"), "in the gradient (its norm is nan) at update 2, before its"),
+    ],
+)
+def test_an_error_on_one_rank_ends_both(tmp_path, fault, types, message):
     command = [sys.executable, *accelerate_launcher("cpu_ddp"), "-m", "tests.helpers.bad_input_worker"]
     result = run_command([*command, str(tmp_path), fault], timeout_s=120)
     assert result.returncode == 0, result.stdout + result.stderr
-    said = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
-    message = {"reward": "The reward function `only_rank_1` returned inf for sample 0 of", "prompt": "'' is empty"}[
-        fault
-    ]
-    assert all(message in text for text in said)
-    assert said[0].startswith("RuntimeError: On rank 1: ")
-    assert said[1].startswith("BadRewardError" if fault == "reward" else "ValueError")
+    for rank in range(2):
+        said = (tmp_path / f"{rank}.txt").read_text()
+        assert said.startswith(f"{types[rank]}: ")
+        assert message in said
 
 
 # Completions

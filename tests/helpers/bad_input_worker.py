@@ -1,6 +1,6 @@
-"""Training in which one rank alone sees bad data: `python -m tests.helpers.bad_input_worker FOLDER FAULT`.
+"""Training in which something goes wrong on one rank: `python -m tests.helpers.bad_input_worker FOLDER FAULT`.
 
-Writes what each rank raised to FOLDER/RANK.txt.
+Writes what each rank raised, and at which update, to FOLDER/RANK.txt.
 """
 
 import math
@@ -10,20 +10,32 @@ from pathlib import Path
 from accelerate import PartialState
 from datasets import Dataset
 
+from bapo_trl import BAPOTrainer
 from bapo_trl.upstream_fixes import end_training
 from tests.helpers.toy import digits_reward, toy_dataset, toy_trainer
 
 
 def main(folder: str, fault: str) -> None:
-    rank = PartialState(cpu=True).process_index
+    rank = None
 
     def only_rank_1(completions, **kwargs):
         rewards = digits_reward(completions)
         return [math.inf, *rewards[1:]] if rank == 1 else rewards
 
-    parts, reward = {}, digits_reward
+    class BreaksGradient(BAPOTrainer):
+        """Of the second update, on rank 1."""
+
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            if self.state.global_step == 1 and rank == 1:
+                loss.register_hook(lambda gradient: gradient * math.nan)
+            return loss
+
+    parts, settings = {}, {}
     if fault == "reward":
-        reward = only_rank_1
+        settings["reward_funcs"] = only_rank_1
+    elif fault == "gradient":
+        settings["trainer_class"] = BreaksGradient
     else:  # in the rows of rank 1, as a transform makes them
         prompts = toy_dataset().to_dict()["prompt"]
         prompts[8:16] = ["?"] * 8
@@ -31,12 +43,16 @@ def main(folder: str, fault: str) -> None:
         parts["train_dataset"] = dataset.with_transform(
             lambda rows: {"prompt": ["" if prompt == "?" else prompt for prompt in rows["prompt"]]}
         )
-    trainer = toy_trainer(Path(folder) / "out", reward_funcs=reward, trainer_args=parts, shuffle_dataset=False)
+    trainer = toy_trainer(
+        Path(folder) / "out", trainer_args=parts, shuffle_dataset=False, gradient_checkpointing=False, **settings
+    )
+    rank = PartialState().process_index
     assert trainer.accelerator.num_processes == 2
     try:
         trainer.train()
     except Exception as error:
-        (Path(folder) / f"{rank}.txt").write_text(f"{type(error).__name__}: {error}")
+        text = f"{type(error).__name__}: {error}\n{type(trainer.model_wrapped).__name__} {trainer.state.global_step}"
+        (Path(folder) / f"{rank}.txt").write_text(text)
     end_training(trainer)
 
 
