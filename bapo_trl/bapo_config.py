@@ -4,7 +4,7 @@ import inspect
 import math
 import textwrap
 from dataclasses import Field, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from transformers.trainer_utils import HubStrategy
 from trl import GRPOConfig
@@ -248,7 +248,7 @@ class BAPOConfig(GRPOConfig):
         pad_to_multiple_of: int | None = None
 
     def __post_init__(self):
-        check_types(self, own_fields())
+        check_types(self, own_fields(), _TYPES)
         check_device(self)
         if self.use_cpu and self.bf16 is None:  # TRL would set it whatever the processor
             self.bf16 = not self.fp16 and has_bfloat16()
@@ -436,6 +436,10 @@ def own_fields() -> tuple[Field, ...]:
     """Return the fields that `BAPOConfig` adds to those of `GRPOConfig`."""
     inherited = {f.name for f in fields(GRPOConfig)}
     return tuple(f for f in fields(BAPOConfig) if f.name not in inherited)
+
+
+# As they are declared: parsers of command lines take `None` out of them
+_TYPES = {f.name: get_args(f.type) or (f.type,) for f in fields(BAPOConfig)}
 
 
 def _describe(f: Field) -> str:

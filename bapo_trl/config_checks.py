@@ -1,9 +1,9 @@
 """What `BAPOConfig` refuses: each check raises `ValueError` with the parameter, its value and the fix."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, fields
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.utils import is_torch_bf16_gpu_available
@@ -57,25 +57,25 @@ _CHOICES = {
 _NAMES_OF_TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
-def check_types(config: "BAPOConfig", own: Iterable[Field]) -> None:
+def check_types(config: "BAPOConfig", own_fields: Iterable[Field], types: Mapping[str, tuple[Any, ...]]) -> None:
     """
     Refuse values of another type than their fields have, and those of TRL's that its own checks stumble over.
 
     Args:
         config ([`BAPOConfig`]):
             The settings as they were given.
-        own (iterable of `dataclasses.Field`):
+        own_fields (iterable of `dataclasses.Field`):
             The fields that `BAPOConfig` adds.
+        types (mapping of `str` to tuple):
+            The types of each field.
     """
-    for f in own:
-        types = get_args(f.type) or (f.type,)
-        value = getattr(config, f.name)
-        if "choices" not in f.metadata and type(value) not in types and not (float in types and type(value) is int):
-            wanted = " or ".join(name for type_, name in _NAMES_OF_TYPES.items() if type_ in types)
-            raise ValueError(
-                f"`{f.name}` is {value!r}: set it to {wanted}{' or None' if type(None) in types else ''}."
-            )
-    optional = {f.name for f in fields(config) if type(None) in get_args(f.type)} - {"num_generations"}
+    optional = {name for name, of_field in types.items() if type(None) in of_field} - {"num_generations"}
+    for f in own_fields:
+        of_field, value = types[f.name], getattr(config, f.name)
+        if "choices" in f.metadata or type(value) in of_field or (float in of_field and type(value) is int):
+            continue
+        wanted = " or ".join(words for type_, words in _NAMES_OF_TYPES.items() if type_ in of_field)
+        raise ValueError(f"`{f.name}` is {value!r}: set it to {wanted}{' or None' if f.name in optional else ''}.")
     for name, smallest in _COUNTS.items():
         value = getattr(config, name)
         if (value is None and name in optional) or (type(value) is int and value >= smallest):

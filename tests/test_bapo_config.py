@@ -70,11 +70,36 @@ def test_every_new_field_has_help_and_is_documented():
             {"do_eval": True, "per_device_eval_batch_size": 6, "num_generations_eval": 4},
             "per_device_eval_batch_size.*6.*num_generations_eval.*4",
         ),
+        ({"replay_capacity": "abc"}, "`replay_capacity` is 'abc': set it to a whole number"),
+        ({"replay_capacity": 64.0}, "`replay_capacity` is 64.0: set it to a whole number"),
+        ({"replay_fraction": [0.5]}, r"`replay_fraction` is \[0.5\]: set it to a number"),
+        ({"replay_max_reuse": True}, "`replay_max_reuse` is True: set it to a whole number or None"),
+        ({"replay_zero_advantage": "maybe"}, "`replay_zero_advantage` is 'maybe': set it to true or false"),
+        ({"replay_order": {"a": 1}}, "`replay_order` is {'a': 1}: choose one of 'fifo'"),
+        ({"ratio_upper_step": 1e-300}, "`ratio_upper_step` is 1e-300, which makes more than 10000 candidates"),
+        ({"ratio_upper_max": 1e308}, r"`ratio_upper_step` is 0.05, which makes more than 10000 .*1e\+308"),
+        ({"delta": "3"}, "`delta` is '3': set it to a number"),
+        ({"num_generations": 0}, "`num_generations` is 0: set it to a whole number, at least 2"),
+        ({"num_generations": None}, "`num_generations` is None: set it to a whole number"),
+        ({"steps_per_generation": 0}, "`steps_per_generation` is 0: set it to a whole number, at least 1"),
+        ({"per_device_train_batch_size": "4"}, "`per_device_train_batch_size` is '4': set it to a whole number"),
+        ({"temperature": 0}, "`temperature` is 0: set it to a finite number above 0"),
+        ({"top_p": 1.5}, "`top_p` is 1.5: set it to a finite number above 0, at most 1"),
+        ({"beta": math.inf}, "`beta` is inf: set it to a finite number at least 0"),
+        ({"max_grad_norm": None}, "`max_grad_norm` is None: set it to a number"),
+        ({"scale_rewards": ["group"]}, r"`scale_rewards` is \['group'\]: choose one of"),
+        ({"importance_sampling_level": "row"}, "`importance_sampling_level` is 'row': choose one of 'token'"),
+        ({"reward_weights": [1, None]}, r"`reward_weights` is \[1, None\]: set it to a list of finite numbers"),
     ],
 )
 def test_bad_settings_are_refused_with_field_value_and_fix(args, message):
     with pytest.raises(ValueError, match=message):
         config(**args)
+
+
+def test_what_a_field_may_be_stays_when_a_command_line_is_parsed():
+    TrlParser(BAPOConfig).format_help()  # transformers takes `None` out of the fields' types
+    assert config(replay_max_reuse=None, negative_ratio_cap=None).replay_max_reuse is None
 
 
 def test_settings_at_the_edges_are_accepted():

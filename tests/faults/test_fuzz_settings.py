@@ -171,20 +171,23 @@ def test_every_field_of_ours_is_fuzzed():
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("out")
+    toy_model().save_pretrained(folder / "model")
     return {
-        "output_dir": tmp_path_factory.mktemp("out"),
+        "output_dir": folder,
         "trainer_args": {"train_dataset": toy_dataset(40), "processing_class": character_tokenizer()},
     }
 
 
-@FUZZ
-@settings(max_examples=cases(1600))
+@settings(FUZZ, max_examples=cases(1600))
 @given_examples(given=some_settings(OF_BAPO | OF_TRL))
 def test_settings_train_or_name_a_field(parts, quiet, given):
     args = {**SMALL, "gradient_checkpointing": False, "logging_strategy": "no", "max_steps": 2, **given}
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            trainer = toy_trainer(model=toy_model(), **parts, **args)
+            model = toy_model()
+            model.config._name_or_path = str(parts["output_dir"] / "model")  # where TRL finds the reference
+            trainer = toy_trainer(model=model, **parts, **args)
             trainer.train()
     except ValueError as error:
         check_names_a_field(error)
@@ -206,8 +209,7 @@ FLAGS = [part for name, value in CPU.items() for part in (f"--{name}", value)]
 FLAGS += ["--dataset_name", "train.jsonl", "--logging_strategy", "no"]
 
 
-@FUZZ
-@settings(max_examples=cases(400))
+@settings(FUZZ, max_examples=cases(400))
 @given_examples(
     given=some_settings(OF_BAPO | OF_TRL | OF_SCRIPT),
     typo=st.none() | st.none() | st.tuples(st.integers(0, 400), st.sampled_from("\t:{-\x00é*\n")),
