@@ -179,9 +179,7 @@ def parts(tmp_path_factory):
     }
 
 
-@settings(FUZZ, max_examples=cases(1600))
-@given_examples(given=some_settings(OF_BAPO | OF_TRL))
-def test_settings_train_or_name_a_field(parts, quiet, given):
+def train_or_name_a_field(parts: dict, given: dict) -> None:
     args = {**SMALL, "gradient_checkpointing": False, "logging_strategy": "no", "max_steps": 2, **given}
     try:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -195,6 +193,18 @@ def test_settings_train_or_name_a_field(parts, quiet, given):
     assert trainer.state.global_step == 2
     assert all(weight.isfinite().all() for weight in trainer.model.parameters())
     assert math.isfinite(trainer.state.log_history[-1]["train_loss"])
+
+
+@settings(FUZZ, max_examples=cases(800))
+@given_examples(given=some_settings(OF_BAPO))
+def test_settings_of_ours_train_or_name_a_field(parts, quiet, given):
+    train_or_name_a_field(parts, given)
+
+
+@settings(FUZZ, max_examples=cases(800))
+@given_examples(given=some_settings(OF_BAPO | OF_TRL))
+def test_settings_of_ours_and_of_trl_train_or_name_a_field(parts, quiet, given):
+    train_or_name_a_field(parts, given)
 
 
 @pytest.fixture(scope="module")
