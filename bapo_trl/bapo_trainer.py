@@ -134,7 +134,7 @@ class BAPOTrainer(
             check_columns(train_dataset, eval_dataset)
             if kwargs.get("rollout_func") is None:
                 check_prompts(train_dataset, eval_dataset)
-        check_reward_funcs(reward_funcs)
+        check_reward_funcs(reward_funcs, args.reward_weights)
         if isinstance(kwargs.get("processing_class"), PreTrainedTokenizerBase):
             check_tokenizer(kwargs["processing_class"])
         trains = args.do_train or not args.do_eval

@@ -1,6 +1,7 @@
 """Stops a run at data and numbers that cannot be trained on, before an update is made of them."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from accelerate.utils import DistributedType, gather_object
@@ -155,14 +156,31 @@ def check_tokenizer(tokenizer: Any, vocabulary: int | None = None) -> None:
         )
 
 
-def check_reward_funcs(reward_funcs: Any) -> None:
-    """Refuse what is no reward function: neither a function, nor a model or the name of one (`TypeError`)."""
-    for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
-        if not (function is None or isinstance(function, str) or callable(function)):
+def check_reward_funcs(reward_funcs: Any, weights: Sequence[float] | None = None) -> None:
+    """
+    Refuse what is no reward function, and weights for another number of them.
+
+    Args:
+        reward_funcs:
+            Argument of the trainer.
+        weights (sequence of `float`, *optional*):
+            Setting `reward_weights`.
+
+    Raises:
+        TypeError: If one is neither a function, nor a model or the name of one.
+        ValueError: If there are more or fewer weights.
+    """
+    functions = reward_funcs if isinstance(reward_funcs, list) else [] if reward_funcs is None else [reward_funcs]
+    for function in functions:
+        if not (isinstance(function, str) or callable(function)):
             raise TypeError(
                 f"`reward_funcs` has {function!r}, a {type(function).__name__}: give functions of `completions`, "
                 "reward models or their names."
             )
+    if weights is not None and len(weights) != len(functions):
+        raise ValueError(
+            f"`reward_weights` is {list(weights)}, for {len(functions)} reward functions: give as many weights."
+        )
 
 
 def raise_on_all_ranks(error: Exception | None) -> None:

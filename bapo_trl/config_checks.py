@@ -72,7 +72,10 @@ def check_types(config: "BAPOConfig", own_fields: Iterable[Field], types: Mappin
     optional = {name for name, of_field in types.items() if type(None) in of_field} - {"num_generations"}
     for f in own_fields:
         of_field, value = types[f.name], getattr(config, f.name)
-        if "choices" in f.metadata or type(value) in of_field or (float in of_field and type(value) is int):
+        if float in of_field and type(value) is int:  # torch takes no large ones
+            setattr(config, f.name, float(value) if abs(value) < 1e300 else math.inf)
+            continue
+        if "choices" in f.metadata or type(value) in of_field:
             continue
         wanted = " or ".join(words for type_, words in _NAMES_OF_TYPES.items() if type_ in of_field)
         raise ValueError(f"`{f.name}` is {value!r}: set it to {wanted}{' or None' if f.name in optional else ''}.")
@@ -91,6 +94,7 @@ def check_types(config: "BAPOConfig", own_fields: Iterable[Field], types: Mappin
             least = "" if low == -math.inf else f" {'at least' if is_closed else 'above'} {low}"
             most = "" if high == math.inf else f", at most {high}"
             raise ValueError(f"`{name}` is {value}: set it to a finite number{least}{most}.")
+        setattr(config, name, float(value))
     for name, choices in _CHOICES.items():
         if getattr(config, name) not in choices:
             raise ValueError(f"`{name}` is {getattr(config, name)!r}: choose one of {', '.join(map(repr, choices))}.")

@@ -117,7 +117,7 @@ def _import_function(flag: str, name: str, known: dict[str, Callable]) -> Callab
         sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:  # the latter two: for what is no name
         raise ValueError(
             f"`{flag}` has '{name}', which cannot be imported ({error}): check the path and run from the folder "
             "that holds it, or install its package."

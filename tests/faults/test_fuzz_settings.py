@@ -1,4 +1,4 @@
-"""Settings at random: two updates are trained, or a `ValueError` names a field.
+"""Settings at random: two updates are trained, a `ValueError` names a field, or a number stops the run that is none.
 
 Fuzzed are the fields of `BAPOConfig` that GRPO does not have, those of TRL that they depend on (`OF_TRL`), and in
 recipes those of the script. Values are in and out of range, and of any type that YAML has.
@@ -148,6 +148,11 @@ def check_is_one_line(error: SystemExit, said: str) -> None:
     assert "error: " in said.splitlines()[-1]
 
 
+def check_is_of_numbers(error: RuntimeError) -> None:
+    """A temperature of 1e-300 is a number; what comes of it is none."""
+    assert str(error).startswith("NaN or infinity"), error
+
+
 def check_names_a_field(error: ValueError) -> None:
     known = {f.name for kind in (BAPOConfig, BAPOScriptArguments) for f in dataclasses.fields(kind)}
     named = set(re.findall(r"`(\w+)`", str(error))) | set(re.findall(r"\w+_\w+", str(error)))  # TRL has no backticks
@@ -190,6 +195,9 @@ def train_or_name_a_field(parts: dict, given: dict) -> None:
     except ValueError as error:
         check_names_a_field(error)
         return
+    except RuntimeError as error:
+        check_is_of_numbers(error)
+        return
     assert trainer.state.global_step == 2
     assert all(weight.isfinite().all() for weight in trainer.model.parameters())
     assert math.isfinite(trainer.state.log_history[-1]["train_loss"])
@@ -231,13 +239,15 @@ def test_recipes_train_or_name_what_is_wrong(folder, quiet, given, typo):
     if typo is not None:
         place, character = typo
         text = text[: place % len(text)] + character + text[place % len(text) :]
-    Path("recipe.yaml").write_text(text)
+    Path("recipe.yaml").write_text(text, encoding="utf-8")
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             train_bapo.main(["--config", "recipe.yaml", *FLAGS])
     except ValueError as error:
         check_names_a_field(error)
+    except RuntimeError as error:
+        check_is_of_numbers(error)
     except SystemExit as error:
         check_is_one_line(error, said.getvalue())
     else:
