@@ -1,5 +1,6 @@
 """Load the splits that `train_bapo.py` trains and evaluates on."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,8 +165,8 @@ def hold_out(dataset: Dataset | IterableDataset, fraction: float) -> tuple[Datas
         raise ValueError(
             "`eval_fraction` cannot hold out a share of a stream: set `eval_dataset`, or `dataset_streaming` to false."
         )
-    count = round(fraction * len(dataset)) if 0 < fraction < 1 else 0
-    if not (0 < count < len(dataset)):
+    count = round(fraction * len(dataset)) if math.isfinite(fraction) else 0
+    if not (0 < fraction < 1 and 0 < count < len(dataset)):
         raise ValueError(
             f"`eval_fraction` is {fraction}, which leaves {count} of {len(dataset)} prompts to evaluate on: set it to "
             "a share in (0, 1) that leaves prompts for both."
