@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from accelerate.utils import gather_object
+from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
@@ -198,7 +199,7 @@ def find_defect(folder: str | Path, is_dispensable: Callable[[str], bool] = lamb
             return f"{name} is missing"
         except (ValueError, RecursionError):
             return f"{name} is not complete"
-        if not isinstance(contents[-1], dict):
+        if not isinstance(contents[-1], dict) or (name == TRAINER_STATE_NAME and not _is_state(contents[-1])):
             return f"{name} is not what was written"
     defects = []
     for path, size in contents[0].items() if has_manifest else ():
@@ -210,6 +211,13 @@ def find_defect(folder: str | Path, is_dispensable: Callable[[str], bool] = lamb
         elif found != size:
             defects.append(f"{path} has {found} bytes, not {size}")
     return "; ".join(defects) or None
+
+
+def _is_state(content: dict) -> bool:
+    try:
+        return isinstance(TrainerState(**content).global_step, int)
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return False
 
 
 def _size(file: Path) -> int | None:
