@@ -12,6 +12,7 @@ from trl import ModelConfig
 from ..bapo_config import BAPOConfig
 from ..cpu_speed import speed_up_cpu
 from ..report.write import report_line
+from ..stop_signals import EXIT_CODE, StopSignals, exit_stopped
 from ..tasks import held_out_accuracy
 from ..upstream_fixes import end_training
 from .before_after import BeforeAfter
@@ -35,7 +36,8 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
             The command that they follow.
 
     Raises:
-        SystemExit: For flags that cannot be read, as in [`~command_line.parse_arguments`].
+        SystemExit: For flags that cannot be read, as in [`~command_line.parse_arguments`]. With
+            [`~stop_signals.EXIT_CODE`] for a training that a signal stopped, once it is saved.
         ValueError: For settings that cannot work, with the fix.
     """
     script_args, training_args, model_args, dataset_args = parse_arguments(arguments, command)
@@ -107,7 +109,20 @@ def _train(run: Run, training_args: BAPOConfig, model_args: ModelConfig, evaluat
     before = held_out_accuracy(trainer.model, tokenizer, task.test_dataset) if scores_itself else None
     if evaluation is not None and not scores_itself:
         evaluation.before(run.model, model_args.model_revision)
-    trainer.train(resume_from_checkpoint=resume)
+    stop = StopSignals()
+    trainer.add_callback(stop)
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    finally:
+        stop.restore()
+    done = trainer.state.global_step
+    checkpoint = output_dir / f"checkpoint-{done}"
+    if stop.signal is not None:
+        say(
+            f"Stopped by {stop.signal.name} after update {done}, saved in {checkpoint}. To go on: "
+            f"the same command with --resume_from_checkpoint true. Exit code {EXIT_CODE}."
+        )
+        exit_stopped(trainer)
     trainer.save_model(training_args.output_dir)
     trainer.save_state()
     if scores_itself:
@@ -120,7 +135,6 @@ def _train(run: Run, training_args: BAPOConfig, model_args: ModelConfig, evaluat
     elif task is not None:
         say("Held-out accuracy: measured on one process only; `--do_eval true` evaluates on several.")
     say(f"Model: {training_args.output_dir}")
-    checkpoint = output_dir / f"checkpoint-{trainer.state.global_step}"
     if checkpoint.is_dir():
         say(f"Checkpoint: {checkpoint}")
 

@@ -1,0 +1,274 @@
+"""Signals while a run trains: the update is finished and saved on all ranks, and the run goes on where it was."""
+
+import json
+import re
+import signal
+import sys
+import threading
+
+import pytest
+from safetensors.torch import load_file
+
+from bapo_trl.stop_signals import EXIT_CODE, StopSignals
+from bapo_trl.tasks import warm_start_path
+from bapo_trl.whole_checkpoint import find_defect
+from tests.helpers.commands import ROOT, accelerate_launcher, run_command
+from tests.helpers.fault_counts import cases
+from tests.helpers.toy import toy_trainer
+
+
+SAVES = {"save_strategy": "steps", "save_steps": "2"}
+BEST = {
+    "eval_strategy": "steps", "eval_steps": "1", "save_strategy": "steps", "save_steps": "1", "save_total_limit": "1",
+    "load_best_model_at_end": "true", "metric_for_best_model": "reward",
+    "dataset_name": "train.jsonl", "eval_dataset": "test.jsonl",
+    "per_device_eval_batch_size": "4",
+}  # fmt: skip
+# A generation is trained for two updates of two micro-batches
+CASES = {
+    "at the end of a generation": {"method": "training_step", "call": 4, "signal": "SIGTERM"},
+    "within a generation": {"method": "training_step", "call": 1, "signal": "SIGINT"},
+    "of two ranks to the second": {
+        "method": "_calculate_rewards", "call": 2, "signal": "SIGTERM", "ranks": 2, "rank": 1,
+    },
+    "of two ranks to the first": {
+        "method": "training_step", "call": 3, "signal": "SIGUSR1", "ranks": 2, "rank": 0, "settings": SAVES,
+    },
+    "at an epoch's end": {
+        "method": "training_step", "call": 8, "signal": "SIGTERM",
+        "settings": {"save_strategy": "epoch", "max_steps": "8", "dataset_name": "train.jsonl"},  # of 4 updates
+    },
+    "with a best checkpoint": {"method": "training_step", "call": 6, "signal": "SIGTERM", "settings": BEST},
+    "in the last update": {"method": "training_step", "call": 8, "signal": "SIGTERM", "resumes": False},
+    "twice": {"method": "training_step", "call": 1, "signal": "SIGINT", "times": 2},
+    "before the training": {"method": "train", "call": 1, "signal": "SIGTERM"},
+    "after the training": {"method": "save_state", "call": 1, "signal": "SIGTERM"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> dict[str, dict]:
+    folder = tmp_path_factory.mktemp("signals")
+    command = [sys.executable, "-m", "tests.helpers.signal_runs", str(folder), json.dumps(list(CASES.values()))]
+    result = run_command(command)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return dict(zip(CASES, map(json.loads, result.stdout.splitlines()), strict=True))
+
+
+STOPPED = {  # update, whether a generation ends with it
+    "at the end of a generation": (2, True),
+    "within a generation": (1, False),
+    "of two ranks to the second": (3, False),
+    "of two ranks to the first": (2, True),
+    "at an epoch's end": (4, True),
+    "with a best checkpoint": (3, False),
+}
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_the_update_is_finished_and_saved_once_and_every_rank_leaves_with_the_code(outcomes, name):
+    outcome, (update, _) = outcomes[name], STOPPED[name]
+    for rank in outcome["stopped"]:
+        assert rank["ended"] == EXIT_CODE, outcome["told"]
+        assert rank["handlers_are_back"]
+        every = {"steps": 2, "epoch": 4}.get(CASES[name].get("settings", {}).get("save_strategy"), update)
+        assert rank["saves"] == (update if name == "with a best checkpoint" else update // every)
+    assert f"checkpoint-{update}" in outcome["left"]
+    assert outcome["told"].count(CASES[name]["signal"]) == (1 if CASES[name].get("rank") == 1 else 2)
+    assert (
+        f"Stopped by {CASES[name]['signal']} after update {update}, saved in out/checkpoint-{update}. To go on: the "
+        "same command with --resume_from_checkpoint true. Exit code 75." in outcome["told"]
+    )
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_nothing_is_evaluated_published_or_saved_besides(outcomes, name):
+    besides = {"README.md", "report.html", "report.png", "run_settings.json"}
+    left = [file for file in outcomes[name]["left"] if not file.startswith(("checkpoint-", "eval_"))]
+    assert set(left) <= besides
+    assert "eval_results.json" not in outcomes[name]["left"]
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_the_run_goes_on_to_its_end(outcomes, name):
+    outcome, (update, is_boundary) = outcomes[name], STOPPED[name]
+    assert [rank["ended"] for rank in outcome["resumed"]] == [0] * CASES[name].get("ranks", 1)
+    max_steps = int(CASES[name].get("settings", {}).get("max_steps", 4))
+    assert outcome["updates"] == max_steps
+    if max_steps == 4 and name != "with a best checkpoint":
+        assert outcome["is_as_uninterrupted"] == is_boundary
+        # Within a generation, another is sampled for what is left of it
+        assert {rank["generations"] for rank in outcome["resumed"]} == {2 - update // 2}
+
+
+def test_a_signal_in_the_last_update_changes_nothing(outcomes):
+    (rank,) = outcomes["in the last update"]["stopped"]
+    assert (rank["ended"], rank["saves"], rank["handlers_are_back"]) == (0, 0, True)
+    assert "model.safetensors" in outcomes["in the last update"]["left"]
+
+
+def test_a_second_interrupt_ends_the_run_at_once(outcomes):
+    (rank,) = outcomes["twice"]["stopped"]
+    assert (rank["ended"], rank["saves"], rank["handlers_are_back"]) == ("KeyboardInterrupt", 0, True)
+
+
+@pytest.mark.parametrize("moment", ["before the training", "after the training"])
+def test_outside_the_training_a_signal_does_what_it_did(outcomes, moment):
+    assert [rank["ended"] for rank in outcomes[moment]["stopped"]] == [-15]
+
+
+# Launchers
+
+# Of the second rank alone, or of the launcher, which sends it on to both
+SIGNALLING = """
+import os, signal
+calls = 0
+def digits(completions, **kwargs):
+    global calls
+    calls += 1
+    if os.environ["RANK"] == "1" and calls == 1 and os.environ.get("SIGNALLED"):
+        if os.environ["SIGNALLED"] == "launcher":
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            os.kill(os.getppid(), signal.SIGTERM)
+            signal.sigwait([signal.SIGTERM])
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        signal.raise_signal(signal.SIGTERM)
+    return [sum(map(str.isdigit, text)) - 0.1 * len(text) for text in completions]
+"""
+# On the embedded task; each update is a generation
+LAUNCHED = {
+    "reward_funcs": "signalling.digits", "max_steps": 4, "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1, "steps_per_generation": 1, "num_iterations": 1, "num_generations": 4,
+    "save_strategy": "no", "logging_steps": 1,
+}  # fmt: skip
+
+
+def launch(tmp_path, launcher: str, output_dir: str, signalled: str = "", **settings):
+    (tmp_path / "signalling.py").write_text(SIGNALLING)
+    own = {"script": ["-m", "bapo_trl.script.launcher"], "accelerate": ["-m", "accelerate.commands.launch"]}[launcher]
+    flags = [f"--{name}={value}" for name, value in {**LAUNCHED, "output_dir": output_dir, **settings}.items()]
+    command = [sys.executable, *own, *accelerate_launcher("cpu_ddp")[2:], str(ROOT / "train_bapo.py"), *flags]
+    path = f"{tmp_path}:{ROOT}"
+    return run_command(command, cwd=tmp_path, HF_HUB_OFFLINE="1", PYTHONPATH=path, SIGNALLED=signalled)
+
+
+def test_under_a_launcher_one_rank_is_enough_and_so_is_the_launcher(tmp_path):
+    warm_start_path()
+    out = tmp_path / "out"
+    to_rank = launch(tmp_path, "script", "out", "rank")
+    assert to_rank.returncode == EXIT_CODE, to_rank.stdout + to_rank.stderr
+    assert "Stopped by SIGTERM after update 1, saved in out/checkpoint-1" in to_rank.stdout
+    assert find_defect(out / "checkpoint-1") is None
+    to_launcher = launch(tmp_path, "accelerate", "out", "launcher", resume_from_checkpoint="true")
+    assert to_launcher.returncode == 1
+    assert "Stopped by SIGTERM after update 2, saved in out/checkpoint-2" in to_launcher.stdout
+    assert "SIGKILL" not in to_launcher.stderr
+    assert find_defect(out / "checkpoint-2") is None
+    if cases(10) < 10:
+        return
+    for folder, resume in (("out", "true"), ("straight", "false")):
+        ended = launch(tmp_path, "script", folder, resume_from_checkpoint=resume)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+    resumed, straight = (load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "straight"))
+    assert all((resumed[name] == straight[name]).all() for name in straight)
+
+
+def test_the_launcher_tells_of_a_rank_that_fails_and_of_one_that_is_killed(tmp_path):
+    (tmp_path / "fails.py").write_text("raise SystemExit(3)")
+    (tmp_path / "dies.py").write_text("import os; os.kill(os.getpid(), 9)")
+    for script, code in (("fails.py", 3), ("dies.py", 137)):
+        command = [sys.executable, "-m", "bapo_trl.script.launcher", "--num_processes", "1", "--num_machines", "1"]
+        result = run_command([*command, "--mixed_precision", "no", "--dynamo_backend", "no", str(tmp_path / script)])
+        assert result.returncode == code, result.stderr
+
+
+# Handlers
+
+
+def test_a_training_that_raises_gives_the_handlers_back(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    stop = StopSignals()
+
+    def failing(completions, **kwargs):
+        assert signal.getsignal(signal.SIGTERM) not in (before, signal.SIG_DFL)
+        raise RuntimeError("no reward")
+
+    trainer = toy_trainer(tmp_path, reward_funcs=failing, trainer_args={"callbacks": [stop]})
+    try:
+        with pytest.raises(RuntimeError, match="no reward"):
+            trainer.train()
+    finally:
+        stop.restore()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_in_another_thread_no_handler_is_taken(tmp_path):
+    stop, seen = StopSignals(), []
+    before = signal.getsignal(signal.SIGTERM)
+
+    def watching(completions, **kwargs):
+        seen.append(signal.getsignal(signal.SIGTERM))
+        return [float(len(text)) for text in completions]
+
+    trainer = toy_trainer(tmp_path, reward_funcs=watching, max_steps=1, trainer_args={"callbacks": [stop]})
+    thread = threading.Thread(target=trainer.train)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+
+
+# SLURM
+
+SLURM = "scripts/train_4_plus_1_nodes.slurm"
+STAND_INS = {
+    "scontrol": 'if [[ $1 == show ]]; then printf "node%s\\n" 0 1 2 3 4; else echo "$*" >>"$LOG/asked"; fi',
+    # Runs a task on each of its nodes, one after the other
+    "srun": """
+while [[ $1 == --* ]]; do
+    case $1 in --nodelist=*) nodes=${1#*=} ;; esac
+    shift
+done
+rank=0 code=0
+for node in ${nodes//,/ }; do SLURM_PROCID=$rank "$@" || code=$?; rank=$((rank + 1)); done
+exit $code
+""",
+    # The launcher takes the signal that SLURM sends to all; there is no server
+    "python": """
+if [[ $2 != bapo_trl.script.launcher ]]; then exit 3; fi
+kill -USR1 $$
+echo "$*" >"$LOG/launched-$SLURM_PROCID"
+exit "$CODE"
+""",
+}
+
+
+@pytest.mark.parametrize("found", [[], ["checkpoint-50"], ["_unfinished"]], ids=str)
+@pytest.mark.parametrize("code", [0, 1, EXIT_CODE])
+def test_the_slurm_script_requeues_a_run_that_a_signal_stopped_and_no_other(tmp_path, code, found):
+    for name, script in STAND_INS.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    for name in found:
+        (tmp_path / "out" / name).mkdir(parents=True)
+    environment = {
+        "PATH": f"{tmp_path}:/usr/local/bin:/usr/bin:/bin", "LOG": str(tmp_path), "CODE": str(code),
+        "SLURM_JOB_NODELIST": "node[0-4]", "SLURM_JOB_ID": "17",
+    }  # fmt: skip
+    result = run_command(["bash", SLURM, "recipe.yaml", "model", str(tmp_path / "out")], **environment)
+    assert result.returncode == code, result.stderr
+    asked = tmp_path / "asked"  # by each node
+    assert (asked.read_text() if asked.exists() else "") == ("requeue 17\n" * 4 if code == EXIT_CODE else "")
+    for rank in range(4):
+        launched = (tmp_path / f"launched-{rank}").read_text()
+        assert f"--machine_rank {rank} --main_process_ip node0 " in launched
+        resume = "true" if found == ["checkpoint-50"] else "false"
+        assert f"--config recipe.yaml --output_dir {tmp_path / 'out'} --resume_from_checkpoint {resume} " in launched
+
+
+def test_the_slurm_script_asks_for_a_signal_that_reaches_the_ranks_and_for_one_log():
+    text = (ROOT / SLURM).read_text()
+    options = set(re.findall(r"^#SBATCH (--\S+)", text, re.MULTILINE))
+    assert {"--requeue", "--open-mode=append", "--signal=USR1@1200"} <= options
+    usage = run_command(["bash", SLURM, "recipe.yaml", "model"])
+    assert usage.returncode != 0
+    assert "OUTPUT_DIR" in usage.stderr

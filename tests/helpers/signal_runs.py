@@ -1,0 +1,125 @@
+"""Runs `train_bapo.py` on one rank or two, sends them signals at chosen moments, and starts them again.
+
+    python -m tests.helpers.signal_runs FOLDER CASES
+
+`CASES` is a list in JSON; for each, a JSON line on the standard output tells what came of it. The processes are forked
+from this one, which has imported the libraries.
+"""
+
+import json
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from bapo_trl import BAPOTrainer
+from tests.helpers.save_kills import in_processes
+from tests.helpers.script_runs import fill_folder, run
+
+
+# Two updates of two micro-batches on the samples of a generation
+SETTINGS = {
+    "gradient_accumulation_steps": "2", "steps_per_generation": "4", "num_iterations": "1", "max_steps": "4",
+    "logging_steps": "1",
+}  # fmt: skip
+
+
+def signal_before(method: str, call: int, number: str, times: int) -> None:
+    """Let this process send itself a signal before a call of a method of the trainer, counted from 1."""
+    original, calls = getattr(BAPOTrainer, method), []
+
+    def interrupted(*args, **kwargs):
+        calls.append(method)
+        for _ in range(times if len(calls) == call else 0):
+            os.kill(os.getpid(), getattr(signal, number))
+        return original(*args, **kwargs)
+
+    setattr(BAPOTrainer, method, interrupted)
+
+
+def counted(method: str) -> list[str]:
+    """Count the calls of a method of the trainer."""
+    original, calls = getattr(BAPOTrainer, method), []
+
+    def counting(*args, **kwargs):
+        calls.append(method)
+        return original(*args, **kwargs)
+
+    setattr(BAPOTrainer, method, counting)
+    return calls
+
+
+def trained(case: dict, rank: int, settings: dict) -> dict:
+    """Run the script on one rank; return how it ended."""
+    saves, generations = counted("_save_checkpoint"), counted("_generate_and_score_completions")
+    if case and rank == case.get("rank", 0):
+        signal_before(case["method"], case["call"], case["signal"], case.get("times", 1))
+    ended: str | int = 0
+    try:
+        run(**{**SETTINGS, **settings})
+    except (SystemExit, KeyboardInterrupt) as error:
+        ended = error.code if isinstance(error, SystemExit) else type(error).__name__
+    sys.stdout.flush()
+    kept = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)]
+    return {
+        "ended": ended,
+        "saves": len(saves),
+        "generations": len(generations),
+        "handlers_are_back": kept == [signal.default_int_handler, signal.SIG_DFL],
+    }
+
+
+def weights(folder: Path) -> list[list]:
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        return [[name, file.get_tensor(name).flatten().tolist()] for name in sorted(file.keys())]
+
+
+def wrong_end(result: dict | int) -> dict:
+    return result if isinstance(result, dict) else {"ended": os.waitstatus_to_exitcode(result)}
+
+
+def outcome(case: dict, folder: Path) -> dict:
+    """Send the signal, start the run again; return what both left."""
+    ranks, settings, out = case.get("ranks", 1), case.get("settings", {}), folder / "out"
+
+    def start(case, settings):
+        results = in_processes(ranks, folder, lambda rank: trained(case, rank, settings))
+        return [wrong_end(result) for result in results]
+
+    stopped = start(case, settings)
+    told = (folder / "rank-0.log").read_text()
+    left = sorted(path.name for path in out.iterdir()) if out.exists() else []
+    checkpoints = [name for name in left if name.startswith("checkpoint-")]
+    result = {"stopped": stopped, "told": told, "left": left}
+    if case.get("resumes", True) and checkpoints:
+        result["resumed"] = start({}, {**settings, "resume_from_checkpoint": "true"})
+        with suppress(FileNotFoundError):
+            result["updates"] = json.loads((out / "trainer_state.json").read_text())["global_step"]
+            uninterrupted = f"straight-{ranks}"
+            result["is_as_uninterrupted"] = weights(out) == weights(Path("..", uninterrupted, "out"))
+    return result
+
+
+def main(folder: str, cases: str) -> None:
+    sys.modules["matplotlib"] = None  # drawing reports would take most of the time
+    for ranks in (1, 2):
+        path = Path(folder, f"straight-{ranks}")
+        with pytest.MonkeyPatch.context() as patch:
+            path.mkdir()
+            fill_folder(path, patch)
+            results = in_processes(ranks, path, lambda rank: trained({}, rank, {}))
+            assert [result["ended"] for result in results] == [0] * ranks, (path / "rank-0.log").read_text()[-3000:]
+    for number, case in enumerate(json.loads(cases)):
+        path = Path(folder, f"case-{number:02d}")
+        with pytest.MonkeyPatch.context() as patch:
+            path.mkdir()
+            fill_folder(path, patch)
+            print(json.dumps(outcome(case, path)), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
