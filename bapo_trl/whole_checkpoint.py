@@ -13,7 +13,8 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from accelerate.utils import gather_object
@@ -105,24 +106,55 @@ class WholeCheckpoints(TrainerMixin):
         run_dir, name = self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         unfinished, folder = os.path.join(run_dir, UNFINISHED, name), os.path.join(run_dir, name)
         self._remove_unfinished(run_dir)
-        is_owner = self._make_unfinished(run_dir)
-        self._is_saving = True
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._is_saving = False
-        self._record_best(run_dir, name)
-        self.accelerator.wait_for_everyone()  # all ranks have written
-        if self.is_local_process_zero():  # on each node: what it wrote may be in its memory alone
-            _flush_tree(os.path.join(run_dir, UNFINISHED))
-        self.accelerator.wait_for_everyone()
-        if is_owner:
-            _finish(unfinished, folder)
-        self.accelerator.wait_for_everyone()  # from here on, the folder is there for all ranks
+        is_owner = self._make_unfinished(run_dir, name)
+        with self._failing_together(run_dir, name, self._waits_within_a_save):
+            self._is_saving = True
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._is_saving = False
+            self._record_best(run_dir, name)
+        # All ranks have written
+        with self._failing_together(run_dir, name):
+            if is_owner and os.path.isdir(unfinished):  # not so on a node that saves nothing on a disk of its own
+                _write_manifest(unfinished)
+            if self.is_local_process_zero():  # on each node: what it wrote may be in its memory alone
+                _flush_tree(os.path.join(run_dir, UNFINISHED))
+        with self._failing_together(run_dir, name):
+            if is_owner and os.path.isdir(unfinished):
+                _finish(unfinished, folder)
+        # From here on, the folder is there for all ranks
         if self.args.push_to_hub:
             self._push_from_checkpoint(folder)
         if is_owner:
             _rotate(run_dir, folder, self.args.save_total_limit, self.state.best_model_checkpoint)
+
+    @contextlib.contextmanager
+    def _failing_together(self, run_dir: str, name: str, waits_within: bool = False) -> Iterator[None]:
+        """
+        Wait for all ranks at the end, and raise on all of them what one failed with; otherwise they would wait for it.
+
+        A rank that fails while others may wait for it within (`waits_within`) cannot tell them. It raises alone, and
+        the launcher ends them.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:  # an OSError, or what torch and safetensors make of one
+            error = caught
+            if waits_within:
+                raise OSError(_explain(error, run_dir, name)) from error
+        self.accelerator.wait_for_everyone()
+        failures = gather_object([None if error is None else _explain(error, run_dir, name)])
+        failure = next((each for each in failures if each is not None), None)
+        if failure is not None:
+            raise OSError(failure) from error
+
+    @property
+    def _waits_within_a_save(self) -> bool:
+        """Whether the ranks wait for one another in the parents' save."""
+        is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        return self.accelerator.num_processes > 1 and (is_sharded or bool(self.state.best_global_step))
 
     def _finalize_training(self, trial, *args, **kwargs):
         # The parents would delete these file by file under their own names.
@@ -146,16 +178,18 @@ class WholeCheckpoints(TrainerMixin):
                 )
         self.accelerator.wait_for_everyone()
 
-    def _make_unfinished(self, run_dir: str) -> bool:
+    def _make_unfinished(self, run_dir: str, name: str) -> bool:
         """Make `_unfinished`; return whether this rank made it: of those that share a file system, one does."""
         unfinished = os.path.join(run_dir, UNFINISHED)
         is_owner = False
-        with self.accelerator.main_process_first():
-            if self.is_local_process_zero():
-                os.makedirs(run_dir, exist_ok=True)
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(unfinished)
-                    is_owner = True
+        is_main = self.is_world_process_zero()
+        for is_my_turn in (is_main, not is_main):
+            with self._failing_together(run_dir, name):
+                if is_my_turn and self.is_local_process_zero():
+                    os.makedirs(run_dir, exist_ok=True)
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(unfinished)
+                        is_owner = True
         if not any(gather_object([is_owner])):
             raise RuntimeError(f"{unfinished}, left by a save that did not end, cannot be removed: remove it.")
         return is_owner
@@ -236,16 +270,31 @@ def _step(name: str) -> int:
     return int(name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-"))
 
 
-def _finish(unfinished: str, folder: str) -> None:
-    """Give a checkpoint, whose files are on the disk, its manifest and its name."""
-    if not os.path.isdir(unfinished):
-        return  # a node that saves nothing on a disk of its own
+def _explain(error: Exception, run_dir: str, name: str) -> str:
+    """Say what failed, how much room there is, which checkpoint is whole and how to go on."""
+    there = next(folder for folder in (Path(run_dir), *Path(run_dir).absolute().parents) if folder.is_dir())
+    usage = shutil.disk_usage(there)
+    before = sorted((each for each in _checkpoints(run_dir) if each != name), key=_step, reverse=True)
+    whole = next((each for each in before if find_defect(os.path.join(run_dir, each)) is None), None)
+    resume = (
+        "No checkpoint is there to resume from: the run has to begin anew."
+        if whole is None
+        else f"{whole}, saved before, is whole. Resume with `resume_from_checkpoint=True` (in the script, `true`)."
+    )
+    return (
+        f"{name} could not be saved in {run_dir}, where {usage.free / 1e6:,.0f} MB of {usage.total / 1e6:,.0f} MB are "
+        f"free: {error}. If the disk is full, make room, for one checkpoint more than `save_total_limit`. {resume}"
+    )
+
+
+def _write_manifest(unfinished: str) -> None:
     files = sorted(path for path in Path(unfinished).rglob("*") if path.is_file())
-    manifest = Path(unfinished, MANIFEST)
     sizes = {path.relative_to(unfinished).as_posix(): path.stat().st_size for path in files}
-    manifest.write_text(json.dumps(sizes, indent=2) + "\n", encoding="utf-8")
-    _flush(manifest)
-    _flush(unfinished)
+    Path(unfinished, MANIFEST).write_text(json.dumps(sizes, indent=2) + "\n", encoding="utf-8")
+
+
+def _finish(unfinished: str, folder: str) -> None:
+    """Give a checkpoint its name. All of it is on the disk."""
     if os.path.isdir(folder):  # of an earlier run
         _move_away(folder)
     os.rename(unfinished, folder)
@@ -283,8 +332,9 @@ def _move_away(folder: str) -> None:
 
 
 def _flush_tree(folder: str) -> None:
-    for path in (*Path(folder).rglob("*"), Path(folder)):
-        _flush(path)
+    # At once: a file system with a journal then writes that for many files together, not once for each
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(_flush, (*Path(folder).rglob("*"), Path(folder))))
 
 
 def _flush(path: str | Path) -> None:

@@ -25,7 +25,7 @@ SAVING = {**REPLAY, "max_steps": 6, "save_strategy": "steps", "save_steps": 2}
 SAVE_KILLS = os.environ.get("BAPO_TRL_SAVE_KILLS", "few")
 
 
-@pytest.mark.parametrize(("kind", "few"), [("replay", 8), ("partial", 7)])
+@pytest.mark.parametrize(("kind", "few"), [("replay", 9), ("partial", 7)])
 def test_a_run_that_is_killed_goes_on_without_a_hand(tmp_path, kind, few):
     """Within a save, in a round of a generation, between two updates: with replay alone, and with partial rollouts."""
     command = [sys.executable, "-m", "tests.helpers.save_kills", str(tmp_path), kind, SAVE_KILLS]

@@ -93,7 +93,7 @@ RUNS = {
                 (0, "start", False),
                 (0, "open tokenizer_config.json", True),  # within model.safetensors
                 (0, "torch.save optimizer.pt", False),
-                (0, "os.rename checkpoint-4", True),  # within the manifest
+                (0, "wait", True),  # within what the parents write last, and within the manifest
                 (0, "os.rename checkpoint-2", False),
                 (0, "os.remove model.safetensors", False),
             ],
