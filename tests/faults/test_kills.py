@@ -1,0 +1,24 @@
+"""SIGKILL at random moments on either of two ranks, with replay and partial rollouts."""
+
+import json
+import sys
+
+from tests.helpers.commands import run_command
+from tests.helpers.fault_counts import cases
+from tests.helpers.random_kills import PHASES
+
+
+def test_what_a_killed_run_trains_is_what_the_uninterrupted_one_trains_as_far_as_the_docs_say(tmp_path):
+    count = cases(20)
+    result = run_command(
+        [sys.executable, "-m", "tests.helpers.random_kills", str(tmp_path), str(count)], timeout_s=1200
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    kills = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(kills) == count
+    assert {kill["rank"] for kill in kills} == {0, 1}
+    assert {kill["saves"] for kill in kills} == {"boundaries", "anywhere"}
+    if count == 20:
+        assert {kill["phase"] for kill in kills} == set(PHASES)
+        assert any(kill["resumed_from"] % 2 for kill in kills)
+    assert [kill for kill in kills if kill["wrong"]] == []
