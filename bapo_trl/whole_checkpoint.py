@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import shutil
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ from .trainer_mixin import TrainerMixin
 MANIFEST = "checkpoint_files.json"
 UNFINISHED = "_unfinished"
 _OLD = "old-"  # before the name of a checkpoint that has to go
+_EARLY_BYTES = 16 * 2**20  # a file that has grown by as many is sent to the disk while it is written
 
 
 class WholeCheckpoints(TrainerMixin):
@@ -109,8 +111,10 @@ class WholeCheckpoints(TrainerMixin):
         is_owner = self._make_unfinished(run_dir, name)
         with self._failing_together(run_dir, name, self._waits_within_a_save):
             self._is_saving = True
+            flushes = self.is_local_process_zero()
             try:
-                super()._save_checkpoint(model, trial)
+                with _flush_early(os.path.join(run_dir, UNFINISHED)) if flushes else contextlib.nullcontext():
+                    super()._save_checkpoint(model, trial)
             finally:
                 self._is_saving = False
             self._record_best(run_dir, name)
@@ -329,6 +333,30 @@ def _rotate(run_dir: str, newest: str, limit: int | None, best: str | None) -> N
 def _move_away(folder: str) -> None:
     run_dir, name = os.path.split(folder)
     os.rename(folder, os.path.join(run_dir, UNFINISHED, f"{_OLD}{name}"))
+
+
+@contextlib.contextmanager
+def _flush_early(folder: str) -> Iterator[None]:
+    """Send large files below a folder to the disk while they are written: less is left to wait for afterwards."""
+    is_written = threading.Event()
+    flushed: dict[Path, int] = {}
+
+    def flush_what_has_grown():
+        while not is_written.wait(0.02):
+            for path in Path(folder).rglob("*"):
+                with contextlib.suppress(OSError):  # it is flushed again, and then an error counts
+                    size = path.stat().st_size
+                    if size >= flushed.get(path, 0) + _EARLY_BYTES:
+                        _flush(path)
+                        flushed[path] = size
+
+    thread = threading.Thread(target=flush_what_has_grown, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_written.set()
+        thread.join()
 
 
 def _flush_tree(folder: str) -> None:
