@@ -81,6 +81,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.handles
 	$(BIN)/python -m benchmarks.entropy_rule --jobs 2
 	$(BIN)/python -m benchmarks.replay_queue
+	$(BIN)/python -m benchmarks.save_cost
 	$(BIN)/python -m benchmarks.replay_study --jobs 2
 	$(BIN)/python -m benchmarks.partial_study --jobs 2
 	$(BIN)/python -m benchmarks.partial_rollouts --sampler transformers

@@ -27,6 +27,7 @@ from benchmarks import (
     replay_queue,
     replay_study,
     rollout_simulation,
+    save_cost,
     search_cost,
     update_cost,
 )
@@ -54,6 +55,7 @@ SECTIONS = {
     "balance": balance.render,
     "replay_study": replay_study.render,
     "replay_queue": replay_queue.render,
+    "save_cost": save_cost.render,
     "partial_study": partial_study.render,
     "partial_rollouts": partial_rollouts.render,
     "rollout_simulation": rollout_simulation.render,
