@@ -241,6 +241,14 @@ class BAPOConfig(GRPOConfig):
             "trainer's weights. `None` for no check, nor of whether a server takes the weights it is sent."
         },
     )
+    vllm_request_timeout: float = field(
+        default=1500.0,
+        metadata={
+            "help": "Seconds that the vLLM server may take to answer one request: the samples of a generation, or a "
+            "transfer of the weights. After that, and after any other failure of the server, the trainer waits for it "
+            "for `vllm_server_timeout`, joins it again, and repeats the generation."
+        },
+    )
 
     if TYPE_CHECKING:  # what the parents' `__post_init__` leaves of fields that they declare more widely
         generation_kwargs: dict[str, Any] | None = None

