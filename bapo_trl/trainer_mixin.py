@@ -18,5 +18,8 @@ if TYPE_CHECKING:
         epsilon_low: Any  # a tensor here
         epsilon_high: Any
 
+        def save_for_resume(self) -> str | None:  # of `WholeCheckpoints`
+            ...
+
 else:
     TrainerMixin = object

@@ -44,10 +44,27 @@ class WholeCheckpoints(TrainerMixin):
     """
 
     _is_saving = False
+    _last_checkpoint: str | None = None  # of this run: saved by it, or resumed from
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         self._remove_unfinished(self.args.output_dir)
-        return super().train(self.checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
+        self._last_checkpoint = self.checkpoint_to_resume(resume_from_checkpoint)
+        return super().train(self._last_checkpoint, *args, **kwargs)
+
+    def save_for_resume(self) -> str | None:
+        """
+        Save a checkpoint of the latest update in a run that must end, between two updates, unless it has one; whatever
+        `save_strategy` is. All ranks make this call together.
+
+        Returns:
+            `str`, the folder of the run's last checkpoint; `None` without one, before the first update.
+        """
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        has_it = self._last_checkpoint is not None and os.path.basename(self._last_checkpoint) == name
+        if self.is_in_train and self.state.global_step > 0 and not has_it:
+            self._save_checkpoint(self.model, trial=None)
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        return self._last_checkpoint
 
     def checkpoint_to_resume(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """
@@ -128,6 +145,7 @@ class WholeCheckpoints(TrainerMixin):
             if is_owner and os.path.isdir(unfinished):
                 _finish(unfinished, folder)
         # From here on, the folder is there for all ranks
+        self._last_checkpoint = folder
         if self.args.push_to_hub:
             self._push_from_checkpoint(folder)
         if is_owner:

@@ -135,6 +135,7 @@ class RolloutRounds:
         self.pool = pool
         self.before_generation: PoolState = pool.state()
         """The pool as it was before the prompts of the latest generation entered."""
+        self._is_generating = False
         self._num_groups = num_groups
         self._num_held = num_held
         self._chunk_length = chunk_length
@@ -170,7 +171,7 @@ class RolloutRounds:
         Raises:
             ValueError: If a value of a row cannot be kept in a checkpoint, or a prompt is too long.
         """
-        self.before_generation = self.pool.state()
+        self.before_generation, self._is_generating = self.pool.state(), True
         for inputs, prompt_ids in prompts:
             check_row(inputs)
             self.pool.admit(inputs, prompt_ids)
@@ -184,6 +185,7 @@ class RolloutRounds:
             rounds += 1
         self._score(score, dummy)
         batch = RolloutBatch(self.pool.emit(wanted, oldest_version))
+        self._is_generating = False
         return batch, self._measure(batch, waited, rounds)
 
     def save(self, folder: str | Path, is_boundary: bool) -> None:
@@ -194,10 +196,10 @@ class RolloutRounds:
             folder (`str` or `Path`):
                 Checkpoint folder.
             is_boundary (`bool`):
-                Whether the latest generation has been trained to its end. If not, a resumed run generates it again:
-                the pool is written as it was before its prompts entered.
+                Whether the latest generation has been trained to its end. If not, or if one is under way, a resumed
+                run generates it again: the pool is written as it was before its prompts entered.
         """
-        state = self.pool.state() if is_boundary else self.before_generation
+        state = self.pool.state() if is_boundary and not self._is_generating else self.before_generation
         save_pool(state, folder, self.pool.rank, self.pool.num_ranks)
 
     def load(self, folder: str | Path, reports_logps: bool) -> None:

@@ -1,77 +1,78 @@
-"""Joins a vLLM server again that was started anew: it has its first weights, and no group to get others."""
+"""Brings a run through failures of its vLLM server, or to an end on all ranks: see [`ServerRestarts`]."""
 
-import warnings
+from collections.abc import Callable
 
 from accelerate.utils import broadcast_object_list
 
 from .. import trl_compat
 from ..scoring import Scoring
+from .server_link import ServerLink, Verdict
 
 
 class ServerRestarts(Scoring):
     """
-    Notices that the vLLM server is another one than before: it is joined anew, and gets the current weights before it
-    samples. What it sampled before that is sampled again. To be put before [`~trl.GRPOTrainer`] among the bases of a
+    Goes on when the vLLM server fails and comes back. To be put before [`~trl.GRPOTrainer`] among the bases of a
     trainer, and before [`~scoring.Scoring`].
+
+    A failure in the main process is held by its client until all ranks are past TRL's collectives, see
+    [`~server_client.ServerClient`]. Then the main process waits for the server and joins it, and all ranks send it the
+    weights and repeat the generation. A server that was started anew is noticed by its name: it has its first weights,
+    and no group to get others. What it sampled before it had the weights is sampled again.
+
+    If the server does not come back, all ranks save a checkpoint of the state before the generation, and raise.
     """
 
-    _server_instance: str | None = None  # of the main process: vLLM's name for a server from its start to its end
+    _link: ServerLink | None = None  # of the main process
 
     def _reset_run_state(self):
         super()._reset_run_state()
-        if trl_compat.uses_vllm_server(self) and self.accelerator.is_main_process and self._server_instance is None:
-            self._server_instance = self._ask_server_instance()
-            if self._server_instance is None:
-                warnings.warn(
-                    "The vLLM server has several API processes, which look like different servers: its restart would "
-                    "not be noticed. Start it with `--api-server-count 1` to have it joined again."
-                )
+        if not trl_compat.uses_vllm_server(self):
+            return
+        if not self.accelerator.is_main_process:
+            self._agree(Verdict)
+        elif self._link is None:
+            client = self.vllm_generation.vllm_client
+            self._link = ServerLink(client, self.accelerator.device, self.args.vllm_server_timeout)
+            self._agree(self._link.meet)
+        else:
+            self._link.begin()
+            self._agree(self._link.settle)
 
     def _generate_single_turn(self, *args, **kwargs):
         if not trl_compat.uses_vllm_server(self):
             return super()._generate_single_turn(*args, **kwargs)
-        self._joins_restarted_server()
-        output = super()._generate_single_turn(*args, **kwargs)
-        while self._joins_restarted_server():  # TRL repeats a request that broke off: the new server has answered
+        if self._link is not None:
+            self._link.begin()
+        if self._last_loaded_step != self.state.global_step:  # over NCCL, a transfer to nobody would not end
+            self._joins_server()
+        while True:
+            if self._link is not None:
+                self.vllm_generation.vllm_client.hold_failures()
             output = super()._generate_single_turn(*args, **kwargs)
-        return output
+            if not self._joins_server():
+                return output
 
-    def _joins_restarted_server(self) -> bool:
+    def _joins_server(self) -> bool:
         """
-        Join the server if it was started anew, and have it get the weights before the next request; return whether it
-        was. All ranks make this call together.
+        Join the server if it failed or was started anew, and have it get the weights before the next request; return
+        whether it was joined. All ranks make this call together.
 
         Raises:
-            RuntimeError: On all ranks, if there is no server within `vllm_server_timeout`, or if it cannot be joined.
+            RuntimeError: On all ranks, if the server cannot be used any more.
         """
-        has_joined, failure = False, None
-        if self.accelerator.is_main_process:
-            try:
-                has_joined = self._join_if_restarted()
-            except Exception as error:  # TRL's client raises these; the other ranks wait for the answer below
-                failure = f"The vLLM server at {self.vllm_generation.vllm_client.base_url} cannot be used: {error}"
-        has_joined, failure = broadcast_object_list([has_joined, failure])
-        if failure is not None:
-            raise RuntimeError(failure)
+        has_joined = self._agree(self._link.settle if self._link is not None else Verdict)
         if has_joined:
             self._last_loaded_step = -1  # TRL's
         return has_joined
 
-    def _join_if_restarted(self) -> bool:
-        if self._server_instance is None:
-            return False
-        client = self.vllm_generation.vllm_client
-        client.check_server(self.args.vllm_server_timeout)
-        instance = self._ask_server_instance()
-        if instance == self._server_instance:
-            return False
-        warnings.warn("The vLLM server was started anew: it is joined again, and gets the current weights.")
-        client.close_communicator()
-        client.init_communicator(device=self.accelerator.device)
-        self._server_instance = instance
-        return True
+    def _has_same_server(self) -> bool:
+        """Return whether the server is the one that got the weights. All ranks make this call together."""
+        return broadcast_object_list([self._link is not None and self._link.is_same()])[0]
 
-    def _ask_server_instance(self) -> str | None:
-        info = self.vllm_generation.vllm_client.get_server_info()
-        # Each API process of a server has a name of its own
-        return info["instance_id"] if info["parallel_config"].get("_api_process_count", 1) == 1 else None
+    def _agree(self, find_out: Callable[[], Verdict]) -> bool:
+        (verdict,) = broadcast_object_list([find_out()])
+        if verdict.end is not None:
+            checkpoint = self.save_for_resume()
+            kept = "No checkpoint was saved." if checkpoint is None else f"The last checkpoint is {checkpoint}."
+            raise RuntimeError(f"{verdict.end} This was after update {self.state.global_step}. {kept}")
+        return verdict.has_joined

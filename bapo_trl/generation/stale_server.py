@@ -147,15 +147,18 @@ class StaleServerCheck:
                 TRL's batch of this rank.
 
         Returns:
-            `dict` with the names of [`SERVER_METRICS`], empty while the moves are too small to tell.
+            `dict` with the names of [`SERVER_METRICS`], empty while the moves are too small to tell, or if the server
+            does not answer.
 
         Raises:
             RuntimeError: On all ranks, if the server made less than half of the trainer's change.
         """
         if self._sequence is None:
             (self._sequence,) = broadcast_object_list([self._choose_sequence(batch)])
+            if self._sequence is None:
+                return {}
         trainer = self._ask_trainer()  # on all ranks: each may hold a part of the weights
-        share = self._compare(Reading(trainer, self._ask_server())) if self._client is not None else None
+        share = self._compare_with_server(trainer) if self._client is not None else None
         (share,) = broadcast_object_list([share])
         if share < 0.5:
             raise RuntimeError(
@@ -169,8 +172,17 @@ class StaleServerCheck:
     def _choose_sequence(self, batch: dict[str, torch.Tensor]) -> list[int] | None:
         if self._client is None:
             return None
-        longest = self._client.get_server_info()["model_config"]["max_model_len"]
+        try:
+            longest = self._client.get_server_info()["model_config"]["max_model_len"]
+        except OSError:  # the server is gone, with which the next generation will deal
+            return None
         return choose_sequence(batch, min(MAX_TOKENS, longest - 1))  # the server must generate one token more
+
+    def _compare_with_server(self, trainer: torch.Tensor) -> float:
+        try:
+            return self._compare(Reading(trainer, self._ask_server()))
+        except OSError:  # as above
+            return math.nan
 
     def _compare(self, now: Reading) -> float:
         self._followed, self._moved = self._followed or now, self._moved or now

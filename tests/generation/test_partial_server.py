@@ -195,18 +195,6 @@ def test_several_api_processes_are_one_server(monkeypatch, tmp_path):
     assert trainer.vllm_generation.num_syncs == 4  # one a generation
 
 
-@needs_vllm_server
-def test_a_server_that_does_not_come_back_stops_the_training(monkeypatch, tmp_path):
-    class Gone(FakeVLLM):
-        def check_server(self, total_timeout):
-            if self.num_prompts:
-                raise ConnectionError(f"The vLLM server can't be reached after {total_timeout} seconds.")
-
-    trainer = vllm_trainer(monkeypatch, tmp_path, server=Gone, max_steps=8, vllm_server_timeout=7.0)
-    with pytest.raises(RuntimeError, match=r"vLLM server at http://fake cannot be used: .*after 7.0 seconds"):
-        trainer.train()
-
-
 def test_another_sampler_than_that_of_the_checkpoint_is_refused(monkeypatch, tmp_path):
     saves = {"save_strategy": "steps", "save_steps": 3, "max_steps": 3}
     server_trainer(monkeypatch, tmp_path, **saves).train()

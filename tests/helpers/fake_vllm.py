@@ -46,13 +46,16 @@ class FakeVLLM:
         self.num_starts += 1
         self.served.load_state_dict(self.first_weights)
 
-    def check_server(self, total_timeout):
-        assert total_timeout > 0
+    def hold_failures(self):
+        """Nothing fails here: tests/helpers/failing_server.py is for that."""
 
-    def close_communicator(self):
-        self.joined = None
+    def take_failure(self):
+        return None
 
-    def init_communicator(self, device):
+    def check_health(self):
+        pass
+
+    def join_again(self, device, is_same):
         self.joined = self.num_starts
 
     def get_server_info(self):
@@ -119,5 +122,5 @@ class FakeVLLM:
 def vllm_trainer(monkeypatch, output_dir, server=FakeVLLM, **settings):
     """Return a toy trainer over a fake server."""
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", server)
-    monkeypatch.setattr(bapo_trainer, "client_for", lambda device: nullcontext())
+    monkeypatch.setattr(bapo_trainer, "client_for", lambda *args: nullcontext())
     return toy_trainer(output_dir, use_vllm=True, vllm_mode="server", **settings)

@@ -1,0 +1,407 @@
+"""The vLLM server dies, hangs, refuses or answers late, and comes back or not: over HTTP, in one and two processes."""
+
+import json
+import re
+import sys
+import threading
+import time
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import requests
+import torch
+import trl
+from packaging.version import Version
+from safetensors.torch import load_file
+
+from bapo_trl.generation import server_client
+from bapo_trl.generation.server_client import LimitedAdapter, retry_until
+from tests.helpers.commands import accelerate_launcher, run_command
+from tests.helpers.failing_server import ModelServer, client_of
+from tests.helpers.toy import toy_trainer, training_logs
+from tests.test_bapo_config import config
+
+
+pytestmark = pytest.mark.skipif(Version(trl.__version__) < Version("1.16"), reason="vLLM's own server: TRL 1.16")
+
+# 2 updates on the samples of a generation: four generations, each with a request, a transfer and a check
+RUN = {
+    "num_iterations": 1,
+    "max_steps": 8,
+    "use_vllm": True,
+    "vllm_mode": "server",
+    "vllm_importance_sampling_mode": "token_truncate",
+    "vllm_request_timeout": 2.0,
+    "vllm_server_timeout": 0.2,
+}
+REPLAY = {"replay_fraction": 0.5}
+PARTIAL = {"partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 2}
+
+
+def trainer_over(server, output_dir, **settings):
+    return toy_trainer(output_dir, vllm_server_base_url=server.url, **{**RUN, **settings})
+
+
+def train(output_dir, faults=None, comes_back=True, resume=None, server=None, **settings):
+    """Train over a server with faults; return the trainer. A server that comes back does at the second look for it."""
+    server = server or ModelServer(faults)
+
+    def on_wait(look):
+        if look == 2 and comes_back:
+            server.stop()
+            server.start()
+
+    with client_of(server, on_wait), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = trainer_over(server, output_dir, **settings)
+        try:
+            trainer.train(resume_from_checkpoint=resume)
+        finally:
+            server.stop()
+            trainer.caught = [str(warning.message) for warning in caught if "vLLM server" in str(warning.message)]
+            trainer.server = server
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    runs = {}
+
+    def run(**settings):
+        key = json.dumps(settings, sort_keys=True)
+        if key not in runs:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            runs[key] = train(folder, save_strategy="steps", save_steps=2, **settings)
+        return runs[key]
+
+    return run
+
+
+def assert_same_run(trainer, expected):
+    assert trainer.state.global_step == expected.state.global_step
+    for (name, left), right in zip(
+        trainer.model.state_dict().items(), expected.model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(left, right), name
+    mine, others = ([log["reward"] for log in training_logs(each) if "reward" in log] for each in (trainer, expected))
+    assert mine == others[-len(mine) :]
+
+
+# 58 weights a transfer would take long to count: the 5th of the second transfer is the 5th beyond those of the first
+NUM_WEIGHTS = 15
+FAULTS = [
+    ("/v1/completions", 3, "die"),
+    ("/v1/completions", 3, "hang"),
+    ("/v1/completions", 3, 500),
+    ("/v1/completions", 4, "die"),  # the check of the weights
+    ("/start_weight_update", 2, "die"),
+    ("tensor", NUM_WEIGHTS + 5, "die"),
+    ("tensor", NUM_WEIGHTS + 5, "break"),  # the connection alone
+    ("/update_weights", 3, "hang"),
+    ("/update_weights", 2, 500),
+    ("/finish_weight_update", 2, "die"),
+    ("/reset_prefix_cache", 2, "hang"),
+    ("/server_info", 5, "die"),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[0].strip('/')}-{fault[1]}-{fault[2]}")
+def test_a_run_survives_a_server_that_comes_back(tmp_path, undisturbed, fault):
+    path, number, what = fault
+    trainer = train(tmp_path, {(path, number): what})
+    assert not trainer.server.faults  # it did happen
+    assert trainer.caught
+    assert_same_run(trainer, undisturbed())
+    for log in training_logs(trainer):
+        if "reward" in log:
+            assert log["sampling/sampling_logp_difference/max"] < 1e-5
+
+
+@pytest.mark.parametrize("settings", [REPLAY, PARTIAL, {**REPLAY, **PARTIAL}], ids=["replay", "partial", "both"])
+def test_with_stale_samples_too(tmp_path, undisturbed, settings):
+    trainer = train(tmp_path, {("/v1/completions", 6): "die"}, **settings)
+    assert trainer.server.num_starts == 2
+    assert_same_run(trainer, undisturbed(**settings))
+
+
+def test_several_failures_of_a_generation(tmp_path, undisturbed):
+    faults = {("/v1/completions", 3): 500, ("/v1/completions", 4): "die", ("/update_weights", 4): "die"}
+    trainer = train(tmp_path, faults, vllm_server_timeout=30)
+    assert not trainer.server.faults
+    assert_same_run(trainer, undisturbed())
+
+
+DIES = ("/v1/completions", 5, "die")
+DIES_IN_A_ROUND = ("/v1/completions", 9, "die")  # several requests a generation
+LOSES_WEIGHTS = ("tensor", 2 * NUM_WEIGHTS + 5, "die")
+HANGS = ("/update_weights", 3, "hang")
+
+
+@pytest.mark.parametrize(
+    ("fault", "during", "settings"),
+    [
+        (DIES, "a generation", {}),
+        (LOSES_WEIGHTS, "a transfer of the weights", {}),
+        (HANGS, "a transfer of the weights", {}),
+        (DIES, "a generation", REPLAY),
+        (DIES_IN_A_ROUND, "a generation", PARTIAL),
+        (LOSES_WEIGHTS, "a transfer of the weights", {**REPLAY, **PARTIAL}),
+    ],
+)
+def test_a_server_that_stays_away_ends_the_run_which_resumes(tmp_path, undisturbed, fault, during, settings):
+    path, number, what = fault
+    server = ModelServer({(path, number): what})
+    if what == "hang":  # and everything after it
+        server.faults.update({("/init_weight_transfer_engine", number): "hang" for number in range(2, 9)})
+    with pytest.raises(RuntimeError) as raised:
+        train(tmp_path, comes_back=False, server=server, save_strategy="no", **settings)
+    message = str(raised.value)
+    update = int(re.search(r"after update (\d+)", message).group(1))
+    assert message.startswith(f"The vLLM server at {server.url} failed in {during}")
+    assert "`vllm_server_timeout` 0.2" in message
+    checkpoint = tmp_path / f"checkpoint-{update}"
+    assert message.endswith(f"The last checkpoint is {checkpoint}.")
+    expected = undisturbed(**settings)
+    assert_same_files(checkpoint, f"{expected.args.output_dir}/checkpoint-{update}")
+    resumed = train(tmp_path, resume=True, **settings)
+    assert_same_run(resumed, expected)
+
+
+def assert_same_files(left, right):
+    """Weights, queue, pool, optimizer and random states of two checkpoints are the same."""
+    files = {path.name for path in Path(right).iterdir()}
+    assert {path.name for path in Path(left).iterdir()} == files
+    for name in files:
+        mine, other = Path(left, name), Path(right, name)
+        if name.endswith(".safetensors"):
+            ours, theirs = load_file(mine), load_file(other)
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[key], theirs[key]) for key in ours), name
+        elif name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+            assert repr(torch.load(mine, weights_only=False)) == repr(torch.load(other, weights_only=False)), name
+        elif name == "trainer_state.json":
+            ours, theirs = (json.loads(path.read_text()) for path in (mine, other))
+            for key in ("global_step", "epoch"):
+                assert ours[key] == theirs[key]
+
+
+def test_a_checkpoint_that_is_there_is_not_saved_again(tmp_path):
+    faults = {("/v1/completions", 5): "die"}
+    with pytest.raises(RuntimeError, match=r"The last checkpoint is .*checkpoint-4\.$"):
+        train(tmp_path, faults, comes_back=False, save_strategy="steps", save_steps=4)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+def test_before_the_first_update_there_is_nothing_to_save(tmp_path):
+    with pytest.raises(RuntimeError, match=r"after update 0. No checkpoint was saved\.$"):
+        train(tmp_path, {("/v1/completions", 1): "die"}, comes_back=False)
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_what_the_server_refuses_is_not_repeated(tmp_path):
+    server = ModelServer({("/v1/completions", 3): 400})
+    with pytest.raises(RuntimeError, match=r"failed in a generation: Exception: Request failed: 400.*after update 2"):
+        train(tmp_path, server=server)
+    assert server.counts["/v1/completions"] == 3
+
+
+def test_a_server_that_fails_each_time_ends_the_run(tmp_path):
+    server = ModelServer({("/v1/completions", number): 500 for number in range(3, 20)})
+    with pytest.raises(RuntimeError, match=r"failed in a generation, after 3 repetitions: HTTPError: answer 500"):
+        train(tmp_path, server=server, vllm_server_timeout=30)
+    assert server.counts["/v1/completions"] == 6
+
+
+@pytest.mark.parametrize("what", ["nobody", "deaf", 502])
+def test_a_server_that_is_not_there_at_the_start(tmp_path, monkeypatch, what):
+    monkeypatch.setattr(server_client, "CONNECT_TIMEOUT_S", 0.1)
+    server = ModelServer({("/health", number): "hang" if what == "deaf" else what for number in range(1, 99)})
+    if what == "nobody":
+        server.stop()
+    with pytest.raises(RuntimeError, match=r"failed in the start: ConnectionError: not up within 0.2 seconds"):
+        train(tmp_path, server=server, comes_back=False)
+
+
+def test_a_server_that_comes_up_meanwhile_is_waited_for(tmp_path):
+    server = ModelServer()
+    server.stop()
+    with client_of(server, lambda look: server.start() if look == 3 else None):
+        trainer_over(server, tmp_path, vllm_server_timeout=30)
+    assert server.num_starts == 2
+    server.stop()
+
+
+@pytest.mark.parametrize("path", ["/init_weight_transfer_engine", "/server_info", "/v1/models"])
+def test_a_server_that_dies_while_the_trainer_is_made(tmp_path, path):
+    with pytest.raises(RuntimeError, match=r"vLLM server at http://127.0.0.1:\d+ failed in .*No checkpoint was saved"):
+        train(tmp_path, {(path, 1): "die"}, comes_back=False)
+
+
+def test_a_server_that_dies_between_making_and_training(tmp_path):
+    server = ModelServer()
+    with client_of(server):
+        trainer = trainer_over(server, tmp_path)
+        server.stop()
+        with pytest.raises(RuntimeError, match="failed in between two requests"):
+            trainer.train()
+
+
+# Requests
+
+
+@pytest.fixture
+def deaf():
+    """A server that takes connections and never answers, but on /health as long as `is_well`."""
+    server = ModelServer({("/v1/models", number): "hang" for number in range(1, 9)})
+    yield server
+    server.stop()
+
+
+def session(server, timeout_s, is_up=lambda: True):
+    session = requests.Session()
+    session.mount("http://", LimitedAdapter(timeout_s, is_up))
+    return session
+
+
+def test_a_request_ends_at_its_limit(deaf):
+    with pytest.raises(requests.ReadTimeout):
+        session(deaf, 0.2).get(f"{deaf.url}/v1/models")
+    assert deaf.counts["/v1/models"] == 1  # what may have been done is not asked for again
+
+
+def test_a_request_ends_when_nobody_is_there_any_more(deaf, monkeypatch):
+    monkeypatch.setattr(server_client, "PROBE_INTERVAL_S", 0.01)
+    looks = iter([False, False, True, False, False, False])
+    with pytest.raises(requests.ConnectionError, match="did not answer /health while an answer was awaited"):
+        session(deaf, 60, lambda: next(looks)).get(f"{deaf.url}/v1/models")
+    assert not list(looks)
+
+
+def test_a_late_answer_is_taken_within_the_limit(deaf, monkeypatch):
+    monkeypatch.setattr(server_client, "PROBE_INTERVAL_S", 0.01)
+    deaf.faults = {}
+    begun = threading.Event()
+    answer = deaf.answer
+    deaf.answer = lambda *args: (begun.wait(), answer(*args))[1]
+    with ExitStack() as stack:
+        stack.callback(begun.set)
+        looks = []
+        is_up = lambda: (looks.append(1), len(looks) == 3 and begun.set(), True)[2]  # noqa: E731
+        assert session(deaf, 60, is_up).get(f"{deaf.url}/v1/models").json() == {"data": [{"id": "toy"}]}
+    assert len(looks) == 3
+
+
+def test_what_did_not_reach_the_server_is_sent_again():
+    server = ModelServer({("/v1/models", number): 503 for number in (1, 2)})
+    assert session(server, 60).get(f"{server.url}/v1/models").status_code == 200
+    assert server.counts["/v1/models"] == 3
+    server.stop()
+
+
+def test_pauses_grow_and_end(monkeypatch):
+    now, pauses = [0.0], []
+
+    def sleep(seconds):
+        pauses.append(round(seconds, 3))
+        now[0] += seconds
+
+    def call():
+        now[0] += 0.1
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(server_client.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(server_client.time, "sleep", sleep)
+    with pytest.raises(ConnectionError, match="gone"):
+        retry_until(60, call)
+    assert pauses[:9] == [0, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 15]
+    assert pauses[-1] < 15  # as long as there is time
+    assert now[0] == pytest.approx(60, abs=0.2)
+
+
+def test_an_error_of_ours_is_not_waited_for():
+    with pytest.raises(KeyError):
+        retry_until(time.monotonic() + 60, lambda: {}["no such key"])
+
+
+def test_after_a_failure_the_rest_of_the_weights_is_still_gathered():
+    server, gathered = ModelServer({("tensor", 3): "break"}), []
+
+    def gather():
+        for number in range(6):
+            gathered.append(number)
+            yield str(number), torch.zeros(1)
+
+    with client_of(server) as client_class:
+        client = client_class(base_url=server.url)
+        assert client.take_failure() is None
+        client.hold_failures()
+        client.update_named_params([], gather())
+        assert gathered == list(range(6))
+        output = client.generate([[1, 2], [3]], n=2)  # asks nobody
+        assert [len(output[key]) for key in ("prompt_ids", "completion_ids", "logprobs")] == [2, 4, 4]
+        assert client.image_features([None]) == [None]
+        failure = client.take_failure()
+    assert (failure.during, failure.is_passing) == ("a transfer of the weights", True)
+    assert "tensor of the weights was not taken" in failure.error
+    assert server.counts["/v1/completions"] == 0
+    server.stop()
+
+
+def test_over_nccl_a_failed_transfer_ends_the_trainers_part():
+    """NCCL itself is not run: its communicator is told to abort, once the server's answer is an error."""
+    server, aborted = ModelServer({("/update_weights", 1): 500}), []
+
+    class Communicator:
+        def destroy(self):
+            aborted.append(True)
+
+    with client_of(server) as client_class:
+        client = client_class(base_url=server.url)
+        client.take_failure()
+        client.communicator = Communicator()
+        with pytest.raises(requests.HTTPError, match="answer 500"):
+            client._post(f"{server.url}/update_weights", json={})
+    assert aborted == [True]
+    server.stop()
+
+
+# Two processes
+
+
+@pytest.mark.parametrize("comes_back", [True, False], ids=["back", "gone"])
+def test_two_ranks_go_on_or_stop_together(tmp_path, comes_back):
+    worker = ["-m", "tests.helpers.failing_worker", str(tmp_path), json.dumps(comes_back)]
+    result = run_command([sys.executable, *accelerate_launcher("cpu_ddp"), *worker], timeout_s=120)
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [rank["num_processes"] for rank in ranks] == [2, 2]
+    for fault, left in ranks[0]["runs"].items():
+        right = ranks[1]["runs"][fault]
+        if fault.endswith("none"):
+            assert left["error"] is right["error"] is None
+            expected = left["weights"]
+        elif comes_back:
+            assert left == right == {"error": None, "weights": expected}, fault
+        else:
+            assert left == right, fault
+            assert "The last checkpoint is" in left["error"], fault
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+# Settings
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan")])
+def test_a_limit_is_above_zero(timeout):
+    with pytest.raises(ValueError, match=r"`vllm_request_timeout` is .*: set it above 0, in seconds"):
+        config(vllm_request_timeout=timeout)
+
+
+def test_the_other_ranks_must_wait_as_long(monkeypatch):
+    settings = {"use_vllm": True, "vllm_mode": "server", "vllm_request_timeout": 1700.0}
+    config(**settings)  # one process waits for nobody
+    monkeypatch.setattr("bapo_trl.BAPOConfig.world_size", 2)
+    with pytest.raises(ValueError, match=r"1700 and `vllm_server_timeout` 240.*`ddp_timeout`, which is 1800.*1940"):
+        config(**settings)
+    config(**settings, ddp_timeout=1940)
