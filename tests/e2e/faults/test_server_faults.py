@@ -1,0 +1,175 @@
+"""A live vLLM server, or its worker alone, is killed or stopped, and comes back or not: two ranks, DDP and ZeRO-3."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+from itertools import product
+from pathlib import Path
+from random import Random
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.e2e.launching import ENGINES, vllm_server
+from tests.e2e.test_partial_rollouts import WIDE, save
+from tests.helpers.commands import accelerate_launcher, free_port, run_command
+from tests.helpers.fault_counts import cases
+from tests.helpers.toy import toy_model
+
+
+NUM_CASES = 20
+REQUEST_S, BACK_S, GONE_S = 10, 150, 3  # limits of a request, and of waiting for a server
+PLACES, TARGETS, SIGNALS = ("generation", "transfer"), ("api", "worker"), ("KILL", "STOP")
+SETTINGS = ({}, {"replay_fraction": 0.5}, {"partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 4})
+UPDATES = range(2, 15, 2)  # 2 updates a generation
+FAULTS_A_RUN = 3
+
+
+def draw_cases() -> tuple[list, list]:
+    """Return the faults of servers that come back, and of those that stay away: all kinds of them, in random order."""
+    random = Random(20)
+    kinds = list(product(PLACES, TARGETS, SIGNALS))
+    back = random.sample(kinds, len(kinds)) + random.sample(kinds, 4)
+    gone = sorted(random.sample(kinds, len(kinds)), key=lambda kind: kind[2] == "KILL")  # these end the server
+    share = cases(NUM_CASES) / NUM_CASES
+    return back[: max(1, round(12 * share))], gone[: max(1, round(8 * share))]
+
+
+BACK, GONE = draw_cases()
+
+
+class Servers:
+    """A server at a time, of one model, started where there is none."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.model, self.port = folder, save(toy_model(**WIDE), folder / "model"), free_port()
+        self.script, self.stack = None, None
+
+    def running(self) -> int:
+        """Return the process of a server that is well; start one if need be."""
+        if self.script is None:
+            self.stack = contextlib.ExitStack()
+            log = self.folder / f"server-{len(list(self.folder.glob('*.log')))}.log"
+            self.script = self.stack.enter_context(vllm_server(self.model, log, port=self.port)).process
+        return self.script
+
+    def wake(self) -> None:
+        for each in psutil.Process(self.script).children(recursive=True):
+            each.send_signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        if self.script is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.script, signal.SIGKILL)
+            self.stack.close()
+        self.script = None
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    servers = Servers(tmp_path_factory.mktemp("servers"))
+    yield servers
+    servers.end()
+
+
+def run(servers, folder, engine, faults=(), wait_s=BACK_S, **settings):
+    """Train on two ranks; return what each says."""
+    script = servers.running()
+    settings = {
+        "model": str(servers.model),
+        "script": script,
+        "faults": list(faults),
+        "vllm_server_port": servers.port,
+        "vllm_group_port": free_port(),
+        "vllm_request_timeout": REQUEST_S,
+        "vllm_server_timeout": wait_s,
+        "max_steps": 16,
+        **settings,
+    }
+    command = [sys.executable, *accelerate_launcher(engine, 2)]
+    worker = ["-m", "tests.e2e.faults.server_worker", str(folder), json.dumps(settings)]
+    result = run_command([*command, *worker], timeout_s=100 + 150 * len(list(faults)))
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output[-8000:]
+    ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    for rank in ranks:
+        assert rank["num_processes"] == 2
+        assert {key: rank[key] for key in ENGINES[engine]} == ENGINES[engine]
+    return ranks
+
+
+@pytest.fixture(scope="module")
+def undisturbed(servers, tmp_path_factory):
+    runs = {}
+
+    def train(engine, **settings):
+        key = json.dumps([engine, settings])
+        if key not in runs:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            ranks = run(servers, folder, engine, save_strategy="steps", save_steps=2, **settings)
+            assert ranks[0]["error"] is None
+            runs[key] = folder, ranks
+        return runs[key]
+
+    return train
+
+
+def assert_same_run(folder, ranks, undisturbed):
+    expected_folder, expected = undisturbed
+    left, right = (load_file(each / "final" / "model.safetensors") for each in (folder, expected_folder))
+    assert left.keys() == right.keys()
+    for key in left:
+        torch.testing.assert_close(left[key], right[key], rtol=0, atol=1e-6)
+    mine, others = ([log["reward"] for log in each[0]["logs"] if "reward" in log] for each in (ranks, expected))
+    assert mine == pytest.approx(others[-len(mine) :], abs=1e-6)
+    for log in ranks[0]["logs"]:
+        if "reward" in log:
+            assert log["sampling/sampling_logp_difference/max"] < 1e-4  # rare tokens
+
+
+def engine_of(number: int) -> str:
+    return ("cpu_zero3", "cpu_ddp")[number % 2]
+
+
+@pytest.mark.parametrize("number", range(len(GONE)))
+def test_all_ranks_stop_when_it_does_not_and_the_run_resumes(tmp_path, servers, undisturbed, number):
+    fault, engine, settings = GONE[number], engine_of(number), SETTINGS[number % 3]
+    expected = undisturbed(engine, **settings)
+    update = UPDATES[number % len(UPDATES)]
+    ranks = run(servers, tmp_path, engine, [(update, *fault, "gone")], GONE_S, **settings)
+    assert ranks[0]["left"] == []
+    assert ranks[0]["error"] == ranks[1]["error"]
+    during = "a generation" if fault[0] == "generation" else "a transfer of the weights"
+    message = ranks[0]["error"]
+    assert message.startswith(f"The vLLM server at http://127.0.0.1:{servers.port} failed in {during}"), message
+    assert f"This was after update {update}." in message
+    checkpoint = re.search(r"The last checkpoint is (.*)\.$", message).group(1)
+    assert Path(checkpoint).name == f"checkpoint-{update}"
+    if fault[2] == "STOP":
+        servers.wake()
+    else:
+        servers.end()
+    ranks = run(servers, tmp_path, engine, resume=checkpoint, **settings)
+    assert_same_run(tmp_path, ranks, expected)
+
+
+@pytest.mark.parametrize("number", range(0, len(BACK), FAULTS_A_RUN))
+def test_a_run_goes_on_when_the_server_comes_back(tmp_path, servers, undisturbed, number):
+    engine = engine_of(number)
+    expected = undisturbed(engine)
+    mine = zip(UPDATES, BACK[number : number + FAULTS_A_RUN], strict=False)
+    faults = [(update, *fault, "back") for update, fault in mine]
+    ranks = run(servers, tmp_path, engine, faults)
+    servers.end()  # the run may have started another, which ended with it
+    assert ranks[0]["error"] is ranks[1]["error"] is None
+    assert ranks[0]["left"] == []
+    told = [each for each in ranks[0]["warnings"] if " failed in " in each]
+    assert len(told) >= len(faults)
+    for _, place, *_ in faults:
+        assert any(("a generation" if place == "generation" else "a transfer of the weights") in each for each in told)
+    assert_same_run(tmp_path, ranks, expected)
