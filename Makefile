@@ -96,6 +96,7 @@ bench-llm: $(VENV)/.installed-llm
 
 bench-vllm: $(E2E_CACHE)/.installed
 	$(E2E_ENV) $(E2E_BIN)/python -m benchmarks.partial_rollouts --sampler vllm
+	$(E2E_ENV) $(E2E_BIN)/python -m benchmarks.server_checks
 	$(BIN)/python -m benchmarks.pages
 
 # Hours for a study from scratch, so not part of `bench`; makes the runs that benchmarks/results lacks

@@ -29,6 +29,7 @@ from benchmarks import (
     rollout_simulation,
     save_cost,
     search_cost,
+    server_checks,
     update_cost,
 )
 from benchmarks.common import RESULTS, ROOT, TABLES_PAGE, Section
@@ -59,6 +60,7 @@ SECTIONS = {
     "partial_study": partial_study.render,
     "partial_rollouts": partial_rollouts.render,
     "rollout_simulation": rollout_simulation.render,
+    "server_checks": server_checks.render,
     "llm_demo": llm_demo.render,
     "llm_study": llm_study.render,
     "llm_speed": llm_speed.render,

@@ -1,0 +1,155 @@
+"""
+Time what a trainer does to notice a vLLM server that failed, as a part of its updates over a live server.
+
+    python -m benchmarks.server_checks        # where vLLM is installed; starts a server
+
+Paired within one run: the time of the checks of a generation (asking the server for its name, having all ranks agree)
+over the time of its updates, generation and transfer of the weights included. What the limits themselves cost is
+measured beside it: the same short request over TRL's adapter and over the one with limits, in turn.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import requests
+from requests.adapters import HTTPAdapter
+from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback
+
+from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.generation.server_client import LimitedAdapter
+from bapo_trl.tasks import character_tokenizer, load_task
+from benchmarks.common import Section, provenance, save_result, spread, table, verdict, with_quartiles
+
+
+LIMIT = 0.01
+
+
+class Timed(BAPOTrainer):
+    """Adds up the seconds of its checks."""
+
+    checks_s = 0.0
+
+    def _joins_server(self):
+        return self._timed(super()._joins_server)
+
+    def _has_same_server(self):
+        return self._timed(super()._has_same_server)
+
+    def _timed(self, call):
+        begun = time.perf_counter()
+        try:
+            return call()
+        finally:
+            self.checks_s += time.perf_counter() - begun
+
+
+class Updates(TrainerCallback):
+    """Takes the seconds from one generation to the next, and those of the checks in between."""
+
+    def __init__(self, updates_per_generation: int):
+        self.updates_per_generation, self.trainer = updates_per_generation, None
+        self.marks = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step % self.updates_per_generation == 0:
+            self.marks.append((time.perf_counter(), self.trainer.checks_s))
+
+    def shares(self) -> list[float]:
+        pairs = list(zip(self.marks, self.marks[1:], strict=False))[1:]  # the first one warms up
+        return [(after[1] - before[1]) / (after[0] - before[0]) for before, after in pairs]
+
+
+def request_overheads(url: str, rounds: int) -> list[float]:
+    """Return what the limits add to the time of a request, in ms."""
+    sessions = {"plain": requests.Session(), "limited": requests.Session()}
+    sessions["plain"].mount("http://", HTTPAdapter())
+    sessions["limited"].mount("http://", LimitedAdapter(60.0, lambda: True))
+    differences = []
+    for number in range(rounds):
+        seconds = {}
+        for name in sorted(sessions, reverse=number % 2 == 0):
+            begun = time.perf_counter()
+            sessions[name].get(f"{url}/health")
+            seconds[name] = time.perf_counter() - begun
+        differences.append(1000 * (seconds["limited"] - seconds["plain"]))
+    return differences[5:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0].strip())
+    parser.add_argument("--generations", type=int, default=16)
+    args = parser.parse_args()
+    from tests.e2e.launching import SMALL, vllm_server  # starts scripts/serve_vllm.sh and waits for it
+    from tests.helpers.commands import free_port
+    from tests.helpers.toy import CPU
+
+    tokenizer = character_tokenizer()
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
+             "num_key_value_heads": 8}  # fmt: skip
+    sampled = {"per_device_train_batch_size": 16, "steps_per_generation": 4, "num_generations": 8,
+               "max_completion_length": 32}  # fmt: skip
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        config = Qwen2Config(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+                             eos_token_id=tokenizer.eos_token_id, **sizes)  # fmt: skip
+        Qwen2ForCausalLM(config).save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
+        with vllm_server(folder / "model", folder / "server.log", flags=SMALL) as server:
+            task, updates = load_task(), Updates(sampled["steps_per_generation"])
+            trainer = Timed(
+                str(folder / "model"),
+                task.reward_func,
+                BAPOConfig(
+                    str(folder / "run"),
+                    **{**CPU, **sampled, "logging_steps": 1, "gradient_accumulation_steps": 1},
+                    max_steps=sampled["steps_per_generation"] * (args.generations + 2),
+                    use_vllm=True,
+                    vllm_mode="server",
+                    vllm_server_host="127.0.0.1",
+                    vllm_server_port=server.port,
+                    vllm_group_port=free_port(),
+                    vllm_importance_sampling_mode="token_truncate",
+                ),
+                train_dataset=task.train_dataset,
+                callbacks=[updates],
+            )
+            updates.trainer = trainer
+            trainer.train()
+            added = request_overheads(f"http://127.0.0.1:{server.port}", 105)
+    seconds = [after[0] - before[0] for before, after in zip(updates.marks, updates.marks[1:], strict=False)][1:]
+    row = {
+        "share": spread(updates.shares()),
+        "update_ms": spread([1000 * each / sampled["steps_per_generation"] for each in seconds]),
+        "added_ms": spread(added),
+    }
+    print(row)
+    save_result("server_checks", "cpu", {**sizes, **sampled, "generations": len(seconds), "limit": LIMIT}, [row])
+
+
+def render(content: dict) -> Section:
+    """Return the section of a result."""
+    settings = content["settings"]
+    (row,) = content["results"]
+    limit, is_met = settings["limit"], verdict(row["share"]["median"] <= settings["limit"])
+    in_percent = {key: 100 * value for key, value in row["share"].items()}
+    rows = [
+        ["Checks, part of an update", with_quartiles(in_percent, 2, " %"), f"at most {100 * limit:g} %", is_met],
+        ["An update", with_quartiles(row["update_ms"], 0, " ms"), "-", "-"],
+        ["Added to a request by its limits", with_quartiles(row["added_ms"], 2, " ms"), "-", "-"],
+    ]
+    text = [
+        "## Cost of the checks of a vLLM server",
+        f"One process over a live vLLM server on a CPU, hidden size {settings['hidden_size']}, "
+        f"{settings['num_hidden_layers']} layers, {settings['generations']} generations of "
+        f"{settings['steps_per_generation']} updates. The time of an update includes its part of the generation and "
+        "of the transfer of the weights.",
+        table(["What", "Measured", "Target", "Met"], rows),
+        provenance(content),
+    ]
+    return Section("\n\n".join(text))
+
+
+if __name__ == "__main__":
+    main()
