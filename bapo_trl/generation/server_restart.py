@@ -47,7 +47,7 @@ class ServerRestarts(Scoring):
             self._joins_server()
         while True:
             if self._link is not None:
-                self.vllm_generation.vllm_client.hold_failures()
+                self._link.hold_failures()
             output = super()._generate_single_turn(*args, **kwargs)
             if not self._joins_server():
                 return output
