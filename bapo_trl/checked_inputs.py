@@ -55,7 +55,7 @@ class CheckedInputs(TrainerMixin):
         output, error = None, None
         try:
             check_batch_prompts(prompts)
-            output = self._tokenize(prompts)
+            output = super()._tokenize_prompts(prompts)
             if not self._is_vlm:
                 check_batch_tokens(prompts, output[0], self._limits)
         except Exception as caught:

@@ -52,6 +52,7 @@ OVERRIDDEN_METHODS = (
     "_calculate_rewards",
     "_compute_loss",
     "_finalize_training",
+    "_finish_current_push",
     "_generate",
     "_generate_and_score_completions",
     "_generate_single_turn",
