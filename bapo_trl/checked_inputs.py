@@ -31,7 +31,7 @@ class CheckedInputs(TrainerMixin):
         text_config = self.model.config.get_text_config()
         vocabulary = getattr(text_config, "vocab_size", None)
         check_tokenizer(self._tokenizer, vocabulary)
-        window = getattr(text_config, "max_position_embeddings", None)
+        window = context_window(text_config)
         self._limits = TokenLimits(window, self.max_completion_length or 0, vocabulary)
         if window is not None and window <= self._limits.completion:
             raise ValueError(
@@ -125,6 +125,27 @@ class CheckedInputs(TrainerMixin):
             "update was saved. Look for a learning rate or a `beta` that is too high, or a loss that overflows, and "
             "resume from a checkpoint."
         )
+
+
+def context_window(config: Any) -> int | None:
+    """
+    Return the largest number of tokens of a prompt and its completion, by the configuration of a model.
+
+    Rotary embeddings that are scaled reach `factor` times as far as the model was trained for.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]):
+            Configuration of the text model.
+
+    Returns:
+        `int`, or `None` where the configuration tells none.
+    """
+    window = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if window is None or any(isinstance(value, dict) for value in rope.values()):  # those of each kind of layer
+        return window
+    trained = rope.get("original_max_position_embeddings") or window
+    return max(window, int(trained * (rope.get("factor") or 1)))
 
 
 def check_tokenizer(tokenizer: Any, vocabulary: int | None = None) -> None:

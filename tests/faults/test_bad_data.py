@@ -13,6 +13,7 @@ from datasets import Dataset, IterableDataset
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from bapo_trl import BAPOTrainer
+from bapo_trl.checked_inputs import context_window
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.commands import accelerate_launcher, run_command
 from tests.helpers.script_runs import CHAT_TEMPLATE, fill_folder, run
@@ -94,6 +95,22 @@ def test_a_stream_that_ends_before_a_generation_is_no_success(tmp_path):
     for prompts in ([], SUMS[:7]):
         trainer = toy_trainer(tmp_path, trainer_args={"train_dataset": stream(*prompts)})
         stopped(trainer, ValueError, "No update was made: the data ended before the 24 samples of one generation")
+
+
+@pytest.mark.parametrize(
+    ("rope", "window"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e4}, 64),
+        ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}, 256),
+        ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}, 64),
+    ],
+)
+def test_scaled_rotary_embeddings_have_a_longer_window(rope, window):
+    config = toy_model(max_position_embeddings=64).config
+    config.rope_parameters = rope
+    assert context_window(config) == window
+    del config.max_position_embeddings
+    assert context_window(config) is None
 
 
 @pytest.mark.parametrize("model", [opt_model, lambda: toy_model(max_position_embeddings=64)])
