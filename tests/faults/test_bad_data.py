@@ -109,8 +109,6 @@ def test_scaled_rotary_embeddings_have_a_longer_window(rope, window):
     config = toy_model(max_position_embeddings=64).config
     config.rope_parameters = rope
     assert context_window(config) == window
-    del config.max_position_embeddings
-    assert context_window(config) is None
 
 
 @pytest.mark.parametrize("model", [opt_model, lambda: toy_model(max_position_embeddings=64)])
