@@ -10,7 +10,6 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict,
 from datasets.exceptions import DatasetsError
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as LOADERS  # "json", "csv", ...
 from huggingface_hub.errors import HFValidationError
-from pyarrow import ArrowInvalid
 
 from ..tasks import CHAT_SUMS, GYM_PREFIX, MadeTask, load_chat_sums, load_gym_task, load_task
 from .arguments import EMBEDDED
@@ -126,7 +125,7 @@ def _load_file(name: str, streaming: bool, parameter: str) -> DatasetDict | Iter
         splits = load_dataset(builder, data_files={"train": name}, streaming=streaming)
         next(iter(splits["train"]), None)  # a stream is not read before
         return splits
-    except (ArrowInvalid, DatasetsError, StopIteration, ValueError) as error:  # the latter two: without a row
+    except (DatasetsError, StopIteration, ValueError) as error:  # pyarrow's is a `ValueError`
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
