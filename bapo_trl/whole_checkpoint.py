@@ -361,8 +361,8 @@ def _flush_early(folder: str) -> Iterator[None]:
 
     def flush_what_has_grown():
         while not is_written.wait(0.02):
-            for path in Path(folder).rglob("*"):
-                with contextlib.suppress(OSError):  # it is flushed again, and then an error counts
+            with contextlib.suppress(OSError):  # all is flushed again, and then an error counts
+                for path in Path(folder).rglob("*"):
                     size = path.stat().st_size
                     if size >= flushed.get(path, 0) + _EARLY_BYTES:
                         _flush(path)

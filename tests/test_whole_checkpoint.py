@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,25 @@ def test_all_files_are_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, 
     saved(tmp_path)
     assert named == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     assert str(tmp_path) in flushed  # after the last rename
+
+
+def test_large_files_go_to_the_disk_while_others_are_written(tmp_path, monkeypatch):
+    fsync, save, flushed = os.fsync, torch.save, threading.Event()
+
+    def watched_fsync(descriptor):
+        fsync(descriptor)
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("checkpoint-2/model.safetensors"):
+            flushed.set()
+
+    def waiting_save(content, path, *args, **kwargs):
+        assert flushed.wait(30) or not str(path).endswith("optimizer.pt")
+        save(content, path, *args, **kwargs)
+
+    monkeypatch.setattr("bapo_trl.whole_checkpoint._EARLY_BYTES", 1)
+    monkeypatch.setattr("os.fsync", watched_fsync)
+    monkeypatch.setattr("torch.save", waiting_save)
+    saved(tmp_path, max_steps=2)
+    assert find_defect(tmp_path / "checkpoint-2") is None
 
 
 def test_true_takes_the_newest_whole_checkpoint_and_names_what_it_skips(tmp_path, recwarn):
