@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from trl.generation import vllm_generation
@@ -59,7 +60,8 @@ def client_for(device: torch.device, request_timeout_s: float) -> Iterator[None]
         return
 
     original = vllm_generation.VLLMClient
-    vllm_generation.VLLMClient = type(client_class.__name__, (client_class,), {"request_timeout_s": request_timeout_s})
+    limited: Any = type(client_class.__name__, (client_class,), {"request_timeout_s": request_timeout_s})
+    vllm_generation.VLLMClient = limited
     try:
         yield
     finally:

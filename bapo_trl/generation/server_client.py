@@ -112,8 +112,9 @@ class LimitedAdapter(HTTPAdapter):
 
     def send(self, request, stream=False, timeout=None, verify=True, cert=None, proxies=None):
         """Send a request as `requests` does, within the limit; an answer of 500 or more is an error."""
-        timeout = timeout or (CONNECT_TIMEOUT_S, self._timeout_s)
-        response = super().send(request, stream, timeout, verify, cert, proxies)
+        response = super().send(
+            request, stream, timeout or (CONNECT_TIMEOUT_S, self._timeout_s), verify, cert, proxies
+        )
         if response.status_code >= 500:
             raise requests.HTTPError(f"answer {response.status_code} to {request.url}: {response.text[:1000]}")
         return response
@@ -174,12 +175,12 @@ class ServerClient(VLLMClient):
 
     # What TRL calls in the main process between two collectives
 
-    def generate(self, prompts, features=None, n: int = 1, *args, **kwargs):
+    def generate(self, prompts, features=None, n=1, **kwargs):  # type: ignore[override]
         """Generate as TRL does, see there; after a failure that is held, one token each."""
         output = None
         if self._failure is None:
             with self._held("a generation"):
-                output = super().generate(prompts, features, n, *args, **kwargs)
+                output = super().generate(prompts, features, n, **kwargs)
         if output is not None:
             return output
         rows = len(prompts) * n

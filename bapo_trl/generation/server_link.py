@@ -48,7 +48,7 @@ class ServerLink:
         self._client, self._device, self._timeout_s = client, device, timeout_s
         self._instance: str | None = None  # vLLM's name for a server from its start to its end, if it has one
         self._num_repeats = 0
-        self._deadline: float | None = None
+        self._deadline: float | None = None  # of `time.monotonic()`
 
     def meet(self) -> Verdict:
         """Say what became of the client's making, and remember the server."""
@@ -72,7 +72,7 @@ class ServerLink:
         self._num_repeats, self._deadline = 0, None
 
     def hold_failures(self) -> None:
-        """Have the client keep the next failure for [`ServerLink.settle`]."""
+        """Let the client keep the next failure until [`ServerLink.settle`]."""
         self._client.hold_failures()
 
     def is_same(self) -> bool:
