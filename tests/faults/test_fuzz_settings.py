@@ -80,7 +80,9 @@ OF_BAPO = {
     "partial_rollout_chunk_length": st.integers(1, 9),
     "partial_rollout_max_staleness": st.none() | st.integers(0, 9),
     "partial_rollout_mask_stale": st.booleans(),
+    "hub_push_samples": st.booleans(),
     "vllm_logp_tolerance": st.none() | floats(0.01, 10.0),
+    "vllm_request_timeout": floats(0.1, 1e5),
 }
 OF_TRL = {
     "loss_type": st.sampled_from(["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]),

@@ -149,7 +149,11 @@ def launch(tmp_path, launcher: str, output_dir: str, signalled: str = "", **sett
     flags = [f"--{name}={value}" for name, value in {**LAUNCHED, "output_dir": output_dir, **settings}.items()]
     command = [sys.executable, *own, *accelerate_launcher("cpu_ddp")[2:], str(ROOT / "train_bapo.py"), *flags]
     path = f"{tmp_path}:{ROOT}"
-    return run_command(command, cwd=tmp_path, HF_HUB_OFFLINE="1", PYTHONPATH=path, SIGNALLED=signalled)
+    # On a busy machine, an update and a save take more than the launcher's 30 seconds
+    patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "200"}
+    return run_command(
+        command, cwd=tmp_path, timeout_s=400, HF_HUB_OFFLINE="1", PYTHONPATH=path, SIGNALLED=signalled, **patience
+    )
 
 
 def test_under_a_launcher_one_rank_is_enough_and_so_is_the_launcher(tmp_path):
