@@ -1,6 +1,7 @@
 """What `python -m benchmarks.pages` makes of the files in `benchmarks/results`: the pages and the README's table."""
 
 import json
+import re
 
 import pytest
 
@@ -31,7 +32,7 @@ def test_tables_have_seven_columns_at_most(sections):
 def test_links_to_the_tables_lead_to_headings(sections):
     page, tables = (pages.texts(sections)[pages.DOCS / name] for name in (pages.PAGE, pages.TABLES_PAGE))
     for heading in [line for line in tables.splitlines() if line.startswith("## ")]:
-        anchor = heading.removeprefix("## ").lower().replace(" ", "-").replace("(", "").replace(")", "")
+        anchor = re.sub(r"[^\w -]", "", heading.removeprefix("## ").lower()).replace(" ", "-")
         assert f"({pages.TABLES_PAGE}#{anchor})" in page
 
 

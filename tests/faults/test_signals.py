@@ -119,15 +119,16 @@ def test_outside_the_training_a_signal_does_what_it_did(outcomes, moment):
 
 # Launchers
 
-# Of the second rank alone, or of the launcher, which sends it on to both
+# Of the second rank alone, or of the launcher, which sends it on to both: once the first rank is in its training too
 SIGNALLING = """
 import os, signal
 calls = 0
 def digits(completions, **kwargs):
     global calls
     calls += 1
-    if os.environ["RANK"] == "1" and calls == 1 and os.environ.get("SIGNALLED"):
-        if os.environ["SIGNALLED"] == "launcher":
+    signalled = os.environ.get("SIGNALLED")
+    if os.environ["RANK"] == "1" and calls == {"rank": 1, "launcher": 2}.get(signalled):
+        if signalled == "launcher":
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
             os.kill(os.getppid(), signal.SIGTERM)
             signal.sigwait([signal.SIGTERM])
@@ -165,9 +166,9 @@ def test_under_a_launcher_one_rank_is_enough_and_so_is_the_launcher(tmp_path):
     assert find_defect(out / "checkpoint-1") is None
     to_launcher = launch(tmp_path, "accelerate", "out", "launcher", resume_from_checkpoint="true")
     assert to_launcher.returncode == 1
-    assert "Stopped by SIGTERM after update 2, saved in out/checkpoint-2" in to_launcher.stdout
+    assert "Stopped by SIGTERM after update 3, saved in out/checkpoint-3" in to_launcher.stdout
     assert "SIGKILL" not in to_launcher.stderr
-    assert find_defect(out / "checkpoint-2") is None
+    assert find_defect(out / "checkpoint-3") is None
     if cases(10) < 10:
         return
     for folder, resume in (("out", "true"), ("straight", "false")):

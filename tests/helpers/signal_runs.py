@@ -105,6 +105,7 @@ def outcome(case: dict, folder: Path) -> dict:
 
 
 def main(folder: str, cases: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background would ignore it
     sys.modules["matplotlib"] = None  # drawing reports would take most of the time
     for ranks in (1, 2):
         path = Path(folder, f"straight-{ranks}")
