@@ -25,7 +25,7 @@ demo-llm: $(VENV)/.installed-llm
 	$(OFFLINE) $(BIN)/python demo_llm.py
 
 test: $(VENV)/.installed
-	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_FLAGS)
+	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --disable-warnings $(PYTEST_FLAGS)
 
 test-llm: $(VENV)/.installed-gym
 	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o addopts=-ra tests/llm

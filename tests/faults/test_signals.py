@@ -128,12 +128,15 @@ def digits(completions, **kwargs):
     calls += 1
     signalled = os.environ.get("SIGNALLED")
     if os.environ["RANK"] == "1" and calls == {"rank": 1, "launcher": 2}.get(signalled):
-        if signalled == "launcher":
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        if signalled == "rank":
+            signal.raise_signal(signal.SIGTERM)
+        else:  # and it waits for its own, which any thread may take
+            reader, writer = os.pipe()
+            os.set_blocking(writer, False)
+            signal.set_wakeup_fd(writer)
             os.kill(os.getppid(), signal.SIGTERM)
-            signal.sigwait([signal.SIGTERM])
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-        signal.raise_signal(signal.SIGTERM)
+            os.read(reader, 1)
+            signal.set_wakeup_fd(-1)
     return [sum(map(str.isdigit, text)) - 0.1 * len(text) for text in completions]
 """
 # On the embedded task; each update is a generation
