@@ -23,6 +23,7 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
+from .random_states import RandomStates
 from .trainer_mixin import TrainerMixin
 
 
@@ -38,6 +39,7 @@ class WholeCheckpoints(TrainerMixin):
 
     - `_save_checkpoint`: lets the parents write into `_unfinished`, where their rotation finds one checkpoint and
       leaves it; then renames, pushes and rotates.
+    - `_maybe_log_save_evaluate`: takes note of the random states, for a save later on.
     - `_get_output_dir`, `_push_from_checkpoint`: send the parents there meanwhile, and hold back their push.
     - `_finalize_training`: with `save_total_limit` 1, deletes all but the best checkpoint before the parents do.
     - `train`: resumes from whole checkpoints only.
@@ -45,11 +47,16 @@ class WholeCheckpoints(TrainerMixin):
 
     _is_saving = False
     _last_checkpoint: str | None = None  # of this run: saved by it, or resumed from
+    _random_states: RandomStates | None = None  # at the end of the latest update, where transformers saves
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         self._remove_unfinished(self.args.output_dir)
         self._last_checkpoint = self.checkpoint_to_resume(resume_from_checkpoint)
         return super().train(self._last_checkpoint, *args, **kwargs)
+
+    def _maybe_log_save_evaluate(self, *args, **kwargs):
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        self._random_states = RandomStates.current()
 
     def save_for_resume(self) -> str | None:
         """
@@ -62,6 +69,8 @@ class WholeCheckpoints(TrainerMixin):
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         has_it = self._last_checkpoint is not None and os.path.basename(self._last_checkpoint) == name
         if self.is_in_train and self.state.global_step > 0 and not has_it:
+            if self._random_states is not None:  # an epoch that began since has drawn from them
+                self._random_states.restore()
             self._save_checkpoint(self.model, trial=None)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         return self._last_checkpoint
