@@ -1,16 +1,22 @@
 """The package as an index would have it: built, installed where nothing of the checkout is, and run."""
 
+import ast
+import configparser
+import re
 import shutil
 import sys
 import tarfile
 import venv
 import zipfile
+from collections.abc import Iterable
 from email.parser import Parser
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from bapo_trl import __version__
 from tests.helpers.commands import ROOT, run_command
@@ -83,17 +89,17 @@ def test_sdist_and_wheel_hold_every_file_of_the_package(built):
 def test_metadata(built):
     with zipfile.ZipFile(built.wheel) as wheel:
         folder = f"bapo_trl-{__version__}.dist-info"
-        metadata = Parser().parsestr(wheel.read(f"{folder}/METADATA").decode())
+        told = Parser().parsestr(wheel.read(f"{folder}/METADATA").decode())
         entry_points = wheel.read(f"{folder}/entry_points.txt").decode()
         assert wheel.read(f"{folder}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
-    assert (metadata["Name"], metadata["Version"]) == ("bapo-trl", __version__)
-    assert metadata["License-Expression"] == "Apache-2.0"
-    assert metadata.get_payload().strip() == (ROOT / "README.md").read_text().strip()
+    assert (told["Name"], told["Version"]) == ("bapo-trl", __version__)
+    assert told["License-Expression"] == "Apache-2.0"
+    assert told.get_payload().strip() == (ROOT / "README.md").read_text().strip()
     assert "bapo-trl = bapo_trl.cli:main" in entry_points
     assert "bapo_trl_gloo = bapo_trl.generation.vllm_gloo.server_plugin:register" in entry_points
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert str(citation["version"]) == __version__
-    assert citation["license"] == metadata["License-Expression"]
+    assert citation["license"] == told["License-Expression"]
     assert citation["references"][0]["identifiers"] == [{"type": "other", "value": "arXiv:2510.18927"}]
 
 
@@ -113,3 +119,34 @@ def test_the_wheel_trains_two_updates_and_reports_them(environment, tmp_path):
     assert "Report: report/report.html\n" in run("bapo-trl", "report", "run")
     assert (tmp_path / "report" / "report.html").stat().st_size > 0
     assert (tmp_path / "run" / "checkpoint-2" / "model.safetensors").exists()
+
+
+def imported(path: Path) -> set[str]:
+    """Names of the packages that a file of Python imports, anywhere in it."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    return {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"bapo_trl"}
+
+
+def required(lines: Iterable[str]) -> set[str]:
+    """Names of the distributions that are required whatever the extras."""
+    parsed = map(Requirement, lines)
+    return {each.name.lower() for each in parsed if each.marker is None or each.marker.evaluate({"extra": ""})}
+
+
+def test_what_the_package_imports_is_what_it_requires():
+    options = configparser.ConfigParser()
+    options.read(ROOT / "setup.cfg")
+    lines = [line for line in options["options"]["install_requires"].split("\n") if line and not line.startswith("#")]
+    named = required(lines)
+    # What a required one cannot do without is there too, such as transformers' tokenizers
+    there = named.union(*(required(metadata.requires(name) or []) for name in named))
+    extras = {line for text in options["options.extras_require"].values() for line in text.split("\n") if line}
+    optional = {re.split(r"[\[>=<]", line)[0].replace("-", "_") for line in extras}
+    distributions = metadata.packages_distributions()
+    files = list((ROOT / "bapo_trl").rglob("*.py"))
+    assert {"torch", "requests", "yaml"} <= set().union(*map(imported, files))
+    for path in files:
+        missing = {name for name in imported(path) if distributions.get(name, [name])[0].lower() not in there}
+        assert missing <= optional, path
