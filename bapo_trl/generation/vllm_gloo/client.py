@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from traceback import clear_frames
 
 from trl.generation.vllm_client import VLLMClient
 from vllm.utils.network_utils import get_ip
@@ -45,9 +46,15 @@ class GlooVLLMClient(ServerClient):
         }
         timeout = timedelta(seconds=self.request_timeout_s)
         store = open_weight_store(address, self.group_port, world_size, timeout)
-        # The server answers when its workers have joined, for which the trainer must have come too.
-        with self._posting("init_weight_transfer_engine", {"init_info": init_info}) as answer:
-            self.communicator = join_weight_group(store, 0, world_size, timeout, lambda: _raise_if_failed(answer))
+        try:
+            # The server answers when its workers have joined, for which the trainer must have come too.
+            with self._posting("init_weight_transfer_engine", {"init_info": init_info}) as answer:
+                self.communicator = join_weight_group(store, 0, world_size, timeout, lambda: _raise_if_failed(answer))
+        except Exception as error:
+            # The store is freed, and with it the port, though the error and the answer hold each other
+            clear_frames(error.__traceback__)
+            del store
+            raise
         atexit.register(self.close_communicator)
 
     def _send_weights(self, metadata, named_params):
