@@ -55,6 +55,7 @@ class WholeCheckpoints(TrainerMixin):
         return super().train(self._last_checkpoint, *args, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
+        self._random_states = RandomStates.current()  # the evaluation may end the run
         super()._maybe_log_save_evaluate(*args, **kwargs)
         self._random_states = RandomStates.current()
 

@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import subprocess
 import sys
 import threading
 
@@ -184,10 +185,30 @@ def test_under_a_launcher_one_rank_is_enough_and_so_is_the_launcher(tmp_path):
 def test_the_launcher_tells_of_a_rank_that_fails_and_of_one_that_is_killed(tmp_path):
     (tmp_path / "fails.py").write_text("raise SystemExit(3)")
     (tmp_path / "dies.py").write_text("import os; os.kill(os.getpid(), 9)")
-    for script, code in (("fails.py", 3), ("dies.py", 137)):
-        command = [sys.executable, "-m", "bapo_trl.script.launcher", "--num_processes", "1", "--num_machines", "1"]
-        result = run_command([*command, "--mixed_precision", "no", "--dynamo_backend", "no", str(tmp_path / script)])
+    for script, processes, code in (("fails.py", 1, 3), ("fails.py", 2, 3), ("dies.py", 1, -9), ("dies.py", 2, 137)):
+        result = run_command([*launcher_of(processes), str(tmp_path / script)])
         assert result.returncode == code, result.stderr
+
+
+def launcher_of(processes: int) -> list[str]:
+    single = ["--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
+    flags = single if processes == 1 else accelerate_launcher("cpu_ddp", processes)[2:]
+    return [sys.executable, "-m", "bapo_trl.script.launcher", *flags]
+
+
+@pytest.mark.parametrize("flags", [[], ["--quiet"]], ids=str)
+def test_a_single_rank_gets_the_signals_of_its_launcher(tmp_path, flags):
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *args: sys.exit(75))\n"
+        "print('ready', flush=True)\n"
+        "signal.pause()\n"
+    )
+    with subprocess.Popen([*launcher_of(1), *flags, str(script)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == EXIT_CODE
 
 
 # Handlers
