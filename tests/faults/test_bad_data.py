@@ -10,14 +10,21 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from bapo_trl import BAPOTrainer
 from bapo_trl.checked_inputs import context_window
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.commands import accelerate_launcher, run_command
 from tests.helpers.script_runs import CHAT_TEMPLATE, fill_folder, run
-from tests.helpers.toy import digits_reward, opt_model, toy_dataset, toy_model, toy_trainer, training_logs
+from tests.helpers.toy import (
+    digits_reward,
+    opt_model,
+    reward_model,
+    toy_dataset,
+    toy_model,
+    toy_trainer,
+    training_logs,
+)
 
 
 SUMS = toy_dataset()["prompt"]
@@ -114,7 +121,7 @@ def test_scaled_rotary_embeddings_have_a_longer_window(rope, window):
 @pytest.mark.parametrize("model", [opt_model, lambda: toy_model(max_position_embeddings=64)])
 def test_prompts_that_do_not_fit_into_the_window_are_counted(tmp_path, model):
     # 64 positions, of which a completion may take 7
-    fits = {"train_dataset": Dataset.from_dict({"prompt": [*SUMS, "1" * 57]})}
+    fits = {"train_dataset": Dataset.from_dict({"prompt": ["1" * 57] * 8})}
     assert toy_trainer(tmp_path, model(), trainer_args=fits, max_steps=1).train().global_step == 1
     dataset = Dataset.from_dict({"prompt": [*SUMS, "1" * 58, "1" * 61, "1" * 57]})
     message = (
@@ -134,6 +141,10 @@ def test_what_a_chat_template_adds_counts(tmp_path):
     tokenizer.chat_template = CHAT_TEMPLATE  # <u> before a message and <a> at the end
     chats = [[{"role": "user", "content": "1" * length}] for length in (*range(1, 12), 52)]
     model, parts = toy_model(max_position_embeddings=64), {"processing_class": tokenizer}
+    with pytest.raises(ValueError, match=r"1 of the 12 prompts .* row 11, has 58 tokens"):
+        toy_trainer(tmp_path, model, trainer_args={**parts, "train_dataset": Dataset.from_dict({"prompt": chats})})
+    tokenizer.chat_template = "s" * 40 + CHAT_TEMPLATE  # more than is reckoned with for a message
+    chats[-1] = [{"role": "user", "content": "1" * 12}]
     with pytest.raises(ValueError, match=r"1 of the 12 prompts .* row 11, has 58 tokens"):
         toy_trainer(tmp_path, model, trainer_args={**parts, "train_dataset": Dataset.from_dict({"prompt": chats})})
     tokenizer.chat_template = None
@@ -295,7 +306,10 @@ def test_a_reward_that_is_none_names_function_and_sample(tmp_path, reward, messa
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_what_a_reward_function_raises_is_raised_with_its_name(tmp_path, is_async):
+def test_what_a_reward_function_raises_is_raised_with_its_name(tmp_path, monkeypatch, is_async):
+    told = []  # to the other ranks
+    monkeypatch.setattr("bapo_trl.checked_inputs.gather_object", lambda texts: told.extend(texts) or texts)
+
     def reads_a_column(completions, **kwargs):
         return kwargs["solution"]
 
@@ -306,6 +320,7 @@ def test_what_a_reward_function_raises_is_raised_with_its_name(tmp_path, is_asyn
     (note,) = caught.value.__notes__
     assert note.startswith(f"Raised by the reward function `{name}` on 24 samples, the first of them prompt '")
     assert note.endswith("It was given the columns prompts, completions, completion_ids.")
+    assert told[-1] == f"'solution'\n{note}"
     assert trainer.state.global_step == 0
 
 
@@ -328,10 +343,7 @@ def test_none_for_a_sample_means_that_the_function_does_not_apply(tmp_path):
 
 
 def test_a_reward_model_that_gives_nan_is_named(tmp_path):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 258, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    config = Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1, num_labels=1, _name_or_path="judge")
-    judge = Qwen2ForSequenceClassification(config)
+    judge = reward_model("judge")
     parts = {"reward_processing_classes": character_tokenizer()}
     trainer = toy_trainer(tmp_path, reward_funcs=judge, trainer_args=parts)
     assert trainer.train().global_step == 4
@@ -352,6 +364,11 @@ def test_what_is_no_reward_function_is_refused_before_the_model_loads(tmp_path):
             "reward",
             ("RuntimeError: On rank 1", "BadRewardError"),
             "The reward function `only_rank_1` returned inf for",
+        ),
+        (
+            "judge",
+            ("RuntimeError: On rank 1", "BadRewardError"),
+            "The reward function `judge` returned nan for sample",
         ),
         ("prompt", ("RuntimeError: On rank 1", "ValueError"), "'' is empty"),
         ("gradient", ("RuntimeError", "RuntimeError"), "in the gradient (its norm is nan) at update 2, before its"),

@@ -11,8 +11,9 @@ from accelerate import PartialState
 from datasets import Dataset
 
 from bapo_trl import BAPOTrainer
+from bapo_trl.tasks import character_tokenizer
 from bapo_trl.upstream_fixes import end_training
-from tests.helpers.toy import digits_reward, toy_dataset, toy_trainer
+from tests.helpers.toy import digits_reward, reward_model, toy_dataset, toy_trainer
 
 
 def main(folder: str, fault: str) -> None:
@@ -34,6 +35,9 @@ def main(folder: str, fault: str) -> None:
     parts, settings = {}, {}
     if fault == "reward":
         settings["reward_funcs"] = only_rank_1
+    elif fault == "judge":
+        settings["reward_funcs"] = judge = reward_model("judge")
+        parts["reward_processing_classes"] = character_tokenizer()
     elif fault == "gradient":
         settings["trainer_class"] = BreaksGradient
     else:  # in the rows of rank 1, as a transform makes them
@@ -48,6 +52,8 @@ def main(folder: str, fault: str) -> None:
     )
     rank = PartialState().process_index
     assert trainer.accelerator.num_processes == 2
+    if fault == "judge" and rank == 1:
+        judge.score.weight.data[0, 0] = math.nan
     try:
         trainer.train()
     except Exception as error:

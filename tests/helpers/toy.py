@@ -2,7 +2,7 @@
 
 import torch
 from datasets import Dataset
-from transformers import OPTConfig, OPTForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import OPTConfig, OPTForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import character_tokenizer
@@ -72,6 +72,13 @@ def opt_model(seed: int = 0, **overrides) -> OPTForCausalLM:
         "bos_token_id": tokenizer.eos_token_id,
     }
     return OPTForCausalLM(OPTConfig(**{**settings, **overrides}))
+
+
+def reward_model(name: str) -> Qwen2ForSequenceClassification:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 258, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1, num_labels=1, _name_or_path=name)
+    return Qwen2ForSequenceClassification(config)
 
 
 def toy_dataset(size: int = 40) -> Dataset:
