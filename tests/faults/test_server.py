@@ -17,6 +17,7 @@ import trl
 from packaging.version import Version
 from safetensors.torch import load_file
 
+from bapo_trl import BAPOTrainer
 from bapo_trl.generation import server_client
 from bapo_trl.generation.server_client import LimitedAdapter, retry_until
 from tests.helpers.commands import accelerate_launcher, run_command
@@ -202,11 +203,13 @@ def is_same(left, right) -> bool:
     return left == right
 
 
-def test_a_checkpoint_that_is_there_is_not_saved_again(tmp_path):
-    faults = {("/v1/completions", 5): "die"}
+def test_a_checkpoint_that_is_there_is_not_saved_again(tmp_path, monkeypatch):
+    faults, saves, save = {("/v1/completions", 5): "die"}, [], BAPOTrainer._save_checkpoint
+    monkeypatch.setattr(BAPOTrainer, "_save_checkpoint", lambda *args, **kwargs: saves.append(save(*args, **kwargs)))
     with pytest.raises(RuntimeError, match=r"The last checkpoint is .*checkpoint-4\.$"):
         train(tmp_path, faults, comes_back=False, save_strategy="steps", save_steps=4)
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
+    assert len(saves) == 1
 
 
 def test_before_the_first_update_there_is_nothing_to_save(tmp_path):
@@ -335,7 +338,8 @@ def test_pauses_grow_and_end(monkeypatch):
     assert now[0] == pytest.approx(60, abs=0.2)
 
 
-def test_an_error_of_ours_is_not_waited_for():
+def test_an_error_of_ours_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(server_client.time, "sleep", lambda seconds: pytest.fail("it is waited for"))
     with pytest.raises(KeyError):
         retry_until(time.monotonic() + 60, lambda: {}["no such key"])
 
