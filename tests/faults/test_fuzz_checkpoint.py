@@ -2,6 +2,7 @@
 
 import json
 import random
+import resource
 import shutil
 import sys
 from collections import Counter
@@ -88,6 +89,7 @@ def test_a_file_of_another_kind_is_refused_without_reading_it(tmp_path, checkpoi
     """A foreign file of 8 GiB, most of them a hole: nothing of it comes into memory."""
     shutil.copytree(checkpoint, tmp_path / "whole")
     size = 8 << 30
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     header = json.dumps({"weight": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
     for name in RANK_FILES:
         with open(tmp_path / "whole" / name, "wb") as file:
@@ -95,3 +97,4 @@ def test_a_file_of_another_kind_is_refused_without_reading_it(tmp_path, checkpoi
             file.truncate(8 + len(header) + size)
         with pytest.raises(ValueError, match=rf"{name} has the format None, not 'bapo_trl"):
             file_damage.load(name, Path(tmp_path / "whole"))
+        assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < LIMIT_BYTES
