@@ -40,6 +40,13 @@ class ResumeFixes(TrainerMixin):
         self.add_callback(EpochShuffleCallback(sampler))
         return sampler
 
+    def _init_training_state(self, *args, **kwargs):
+        epochs_trained, micro_batches_to_skip = super()._init_training_state(*args, **kwargs)
+        # TRL's sampler repeats the prompts of a generation for each of its micro-batches, and goes on among them.
+        # TRL's count would start at 0: generations would lie across these blocks, and a next resume lose prompts.
+        self._step = micro_batches_to_skip % self.args.micro_batches_per_generation
+        return epochs_trained, micro_batches_to_skip
+
     def _load_optimizer_and_scheduler(self, checkpoint):
         load_onto_numbered_cpus()
         super()._load_optimizer_and_scheduler(checkpoint)

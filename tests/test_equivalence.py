@@ -8,7 +8,7 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.helpers.commands import accelerate_launcher, run_command
-from tests.helpers.toy import toy_dataset, toy_model, toy_trainer, training_logs
+from tests.helpers.toy import digits_reward, toy_dataset, toy_model, toy_trainer, training_logs
 
 
 FIXED = {"ratio_lower_start": 0.8, "ratio_lower_max": 0.8, "ratio_upper_start": 1.28, "ratio_upper_max": 1.28}
@@ -142,3 +142,19 @@ def test_a_resumed_run_equals_a_straight_one(tmp_path, dataset_size, shuffle):
         keys = [key for key in left if key not in TIMES]
         assert {key: right[key] for key in keys} == {key: left[key] for key in keys}
     assert straight.clip_bounds.high == resumed.clip_bounds.high
+
+
+@pytest.mark.parametrize("replay", [{}, {"replay_fraction": 0.25}], ids=["fresh", "replay"])
+def test_a_resume_within_a_generation_leaves_the_later_ones_where_they_were(tmp_path, replay):
+    generated = []
+
+    def reward(completions, **kwargs):
+        generated.append(trainer.state.global_step)
+        return digits_reward(completions)
+
+    for stop in (5, 12):  # of four updates a generation
+        trainer = toy_trainer(
+            tmp_path, reward_funcs=reward, max_steps=stop, save_strategy="steps", save_steps=5, **replay
+        )
+        trainer.train(resume_from_checkpoint=bool(generated))
+    assert generated == [0, 4, 5, 8]

@@ -43,14 +43,6 @@ class PartialRollouts(Scoring):
         super()._reset_run_state()
         self._rounds = self._make_rounds() if self.args.uses_partial_rollouts else None
 
-    def _init_training_state(self, *args, **kwargs):
-        epochs_trained, micro_batches_to_skip = super()._init_training_state(*args, **kwargs)
-        if self._rounds is not None:
-            # TRL's sampler repeats the prompts of a generation for each of its micro-batches, and goes on among them.
-            # TRL's count would start at 0: generations would lie across these blocks, and a next resume lose prompts.
-            self._step = micro_batches_to_skip % self.args.micro_batches_per_generation
-        return epochs_trained, micro_batches_to_skip
-
     def _make_rounds(self) -> RolloutRounds:
         check_supported(self)
         pool = RolloutPool(
