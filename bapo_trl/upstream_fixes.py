@@ -1,10 +1,14 @@
 """Workarounds for what lies in TRL, transformers, accelerate or torch, each with the version it waits for."""
 
 import functools
+import math
+from pathlib import Path
 from typing import cast
 
 import torch
-from transformers import Trainer, TrainerCallback
+from datasets import IterableDataset
+from transformers import Trainer, TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from .trainer_mixin import TrainerMixin
 from .trl_compat import RepeatSampler
@@ -40,8 +44,16 @@ class ResumeFixes(TrainerMixin):
         self.add_callback(EpochShuffleCallback(sampler))
         return sampler
 
-    def _init_training_state(self, *args, **kwargs):
-        epochs_trained, micro_batches_to_skip = super()._init_training_state(*args, **kwargs)
+    def _init_training_state(
+        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+    ):
+        epochs_trained, micro_batches_to_skip = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        is_stream = isinstance(self.train_dataset, IterableDataset)
+        if is_stream and resume_from_checkpoint is not None and not self.args.ignore_data_skip:
+            epochs_trained, updates = place_in_stream(resume_from_checkpoint)
+            micro_batches_to_skip = updates * self.args.gradient_accumulation_steps
         # TRL's sampler repeats the prompts of a generation for each of its micro-batches, and goes on among them.
         # TRL's count would start at 0: generations would lie across these blocks, and a next resume lose prompts.
         self._step = micro_batches_to_skip % self.args.micro_batches_per_generation
@@ -50,6 +62,26 @@ class ResumeFixes(TrainerMixin):
     def _load_optimizer_and_scheduler(self, checkpoint):
         load_onto_numbered_cpus()
         super()._load_optimizer_and_scheduler(checkpoint)
+
+
+def place_in_stream(checkpoint: str | Path) -> tuple[int, int]:
+    """
+    Return where in a dataset without a length a checkpoint was saved: the passes before, and the updates in this one.
+
+    transformers takes `max_steps` updates for one pass, and so would resume in the first pass, behind its end. But it
+    counts the passes that it makes: `epoch` of the state is their number, plus the updates in this one over
+    `max_steps`. Needed up to transformers 5.17 at least.
+
+    Args:
+        checkpoint (`str` or `Path`):
+            Checkpoint folder.
+
+    Returns:
+        Tuple of the number of passes and that of updates, of which there is at least one.
+    """
+    state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
+    passes = math.ceil(state.epoch) - 1
+    return passes, round((state.epoch - passes) * state.max_steps)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from datasets import IterableDataset
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.helpers.commands import accelerate_launcher, run_command
@@ -142,6 +143,34 @@ def test_a_resumed_run_equals_a_straight_one(tmp_path, dataset_size, shuffle):
         keys = [key for key in left if key not in TIMES]
         assert {key: right[key] for key in keys} == {key: left[key] for key in keys}
     assert straight.clip_bounds.high == resumed.clip_bounds.high
+
+
+@pytest.mark.parametrize("shuffle", [True, False], ids=["shuffled", "in order"])
+@pytest.mark.parametrize("update", [4, 8, 12], ids=["within the first pass", "at its end", "within the second"])
+def test_a_resumed_stream_goes_on_where_it_was(tmp_path, update, shuffle):
+    """A pass is of two generations, of four updates each. Four prompts are left over at its end."""
+    stream = IterableDataset.from_generator(lambda: ({"prompt": f"{i}+{i + 1}="} for i in range(20)))
+
+    def run(output_dir, max_steps=20, resume=None):
+        prompts = []
+
+        def reward(completions, **kwargs):
+            prompts.append((trainer.state.global_step, kwargs["prompts"]))
+            return digits_reward(completions)
+
+        trainer = toy_trainer(
+            output_dir, reward_funcs=reward, max_steps=max_steps, save_strategy="steps", save_steps=update,
+            shuffle_dataset=shuffle, trainer_args={"train_dataset": stream},
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=resume)
+        return prompts, trainer.model.state_dict()
+
+    prompts, straight = run(tmp_path / "straight")
+    run(tmp_path / "stopped", max_steps=update)
+    for folder in ("straight", "stopped"):
+        served, weights = run(tmp_path / "resumed", resume=str(tmp_path / folder / f"checkpoint-{update}"))
+        assert served == [(at, rows) for at, rows in prompts if at >= update]
+        assert all(torch.equal(weights[name], straight[name]) for name in straight)
 
 
 @pytest.mark.parametrize("replay", [{}, {"replay_fraction": 0.25}], ids=["fresh", "replay"])
