@@ -50,6 +50,8 @@ class ResumeFixes(TrainerMixin):
         epochs_trained, micro_batches_to_skip = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
+        if self.state.global_step >= max_steps:  # within an epoch, transformers would make one update more
+            return num_train_epochs, 0
         is_stream = isinstance(self.train_dataset, IterableDataset)
         if is_stream and resume_from_checkpoint is not None and not self.args.ignore_data_skip:
             epochs_trained, updates = place_in_stream(resume_from_checkpoint)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import gather_object
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
@@ -15,6 +16,7 @@ from ..report.write import report_line
 from ..stop_signals import EXIT_CODE, StopSignals, exit_stopped
 from ..tasks import held_out_accuracy
 from ..upstream_fixes import end_training
+from ..whole_checkpoint import find_defect
 from .before_after import BeforeAfter
 from .command_line import parse_arguments
 from .commands import EVALUATE, TRAIN, Command
@@ -92,8 +94,7 @@ def _train(run: Run, training_args: BAPOConfig, model_args: ModelConfig, evaluat
     trainer, task, output_dir = run.trainer, run.embedded_task, Path(training_args.output_dir)
     say = trainer.accelerator.print
     resume = trainer.checkpoint_to_resume(_resume_argument(training_args.resume_from_checkpoint))
-    if resume is not None:
-        _check_resume(resume, training_args)
+    is_over = resume is not None and not _check_resume(resume, training_args)
     say(f"BAPO on {run.data.title}\n{settings_table(training_args)}")
     say(f"Prompts: {'chat messages' if is_chat(run.data.train) else 'plain text'}")
     say(f"Each line below: means over the last {training_args.logging_steps:g} updates, age in policy versions.")
@@ -103,6 +104,9 @@ def _train(run: Run, training_args: BAPOConfig, model_args: ModelConfig, evaluat
             f"Note: {earlier} is of an earlier run and may be overwritten. `--resume_from_checkpoint true` goes "
             "on from it, another `--output_dir` keeps it."
         )
+
+    if is_over:
+        say(f"Note: {resume} is of the last update. Nothing is left to train, but the model was not saved yet.")
 
     scores_itself = task is not None and trainer.accelerator.num_processes == 1
     tokenizer: Any = trainer.processing_class
@@ -149,15 +153,27 @@ def _merge(adapter: str, base: str | None, training_args: BAPOConfig) -> None:
     training_args.distributed_state.wait_for_everyone()
 
 
-def _check_resume(folder: str, training_args: BAPOConfig) -> None:
-    """Refuse a checkpoint at the end of its run: transformers would train one update more and save it as new."""
-    done = TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME)).global_step
-    if 0 < training_args.max_steps <= done:
+def _check_resume(folder: str, training_args: BAPOConfig) -> bool:
+    """Return whether a checkpoint leaves updates to make; refuse that of a run that is over, with its model saved."""
+    state = TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME))
+    done, last = state.global_step, training_args.max_steps
+    if not 0 < last <= done:
+        return True
+    if done > last or any(gather_object([_is_saved(state, training_args.output_dir)])):
         raise ValueError(
-            f"`resume_from_checkpoint` is {folder}, at update {done}, and `max_steps` is {training_args.max_steps}: "
-            "nothing is left to train. Raise `max_steps`, or evaluate it with --do_train false --model_name_or_path "
-            f"{folder}."
+            f"`resume_from_checkpoint` is {folder}, at update {done}, and `max_steps` is {last}: nothing is left to "
+            f"train. Raise `max_steps`, or evaluate it with --do_train false --model_name_or_path {folder}."
         )
+    return False
+
+
+def _is_saved(state: TrainerState, output_dir: str) -> bool:
+    """Whether the model that a run had at its end is saved: its state, which is saved after it, goes on from there."""
+    if find_defect(output_dir) is not None:
+        return False
+    saved = TrainerState.load_from_json(str(Path(output_dir) / TRAINER_STATE_NAME))
+    same_logs = saved.log_history[: len(state.log_history)] == state.log_history
+    return saved.global_step == state.global_step and same_logs
 
 
 def _resume_argument(value: str | None) -> str | bool | None:

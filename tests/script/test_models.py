@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from bapo_trl import BAPOTrainer
 from bapo_trl.script.model_checks import missing_targets
-from tests.helpers.script_runs import completions, fill_folder, run, train_bapo
+from tests.helpers.script_runs import completions, fill_folder, results, run, train_bapo
 
 
 LORA = {"use_peft": "true", "lora_r": 4, "lora_target_modules": "q_proj|v_proj", "max_steps": 4}
@@ -54,6 +55,40 @@ def test_merging_alone_needs_no_data(adapter, capsys):
     train_bapo.main([*flag, "--use_cpu", "true", "--bf16", "false"])
     assert capsys.readouterr().out == "Merged model: new/merged\n"
     assert_alike("new/merged", "adapter")
+
+
+@pytest.mark.parametrize("lora", [{}, {**LORA, "max_steps": 3, "merge_adapter": "true"}], ids=["model", "adapter"])
+def test_a_run_killed_before_its_model_is_saved_is_finished_with_the_weights_of_its_last_update(
+    folder, monkeypatch, capsys, lora
+):
+    settings = {
+        "dataset_name": "train.jsonl", "eval_dataset": "test.jsonl", "save_strategy": "steps", "save_steps": "1",
+        "max_steps": "3", "do_eval": "true", "per_device_eval_batch_size": "4", **lora,
+    }  # fmt: skip
+    save_model = BAPOTrainer.save_model
+
+    def killed(self, output_dir=None, _internal_call=False):
+        if not _internal_call:
+            raise KeyboardInterrupt
+        save_model(self, output_dir, _internal_call)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BAPOTrainer, "save_model", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(**settings)
+    assert not list(Path("out").glob("*model*.safetensors"))
+    capsys.readouterr()
+    run(**settings, resume_from_checkpoint="true")
+    assert "Nothing is left to train, but the model was not saved yet." in capsys.readouterr().out
+    (saved,) = Path("out").glob("*model.safetensors")
+    assert saved.read_bytes() == Path("out/checkpoint-3", saved.name).read_bytes()
+    assert saved.read_bytes() != Path("out/checkpoint-2", saved.name).read_bytes()
+    assert results()["eval_reward"] is not None
+    assert Path("out/merged").is_dir() == bool(lora)
+    with pytest.raises(ValueError, match="at update 3, and `max_steps` is 3: nothing is left to train"):
+        run(**settings, resume_from_checkpoint="true")
+    with pytest.raises(ValueError, match="at update 3, and `max_steps` is 2: nothing is left to train"):
+        run(**{**settings, "max_steps": "2"}, resume_from_checkpoint="true")
 
 
 def test_a_single_target_is_a_name(folder):
