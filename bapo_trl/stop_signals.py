@@ -24,8 +24,8 @@ class StopSignals(TrainerCallback):
     Ends a training after the update in which a signal comes: saves a checkpoint and stops, on all ranks alike.
 
     SIGTERM, SIGINT and SIGUSR1 are taken while `train()` runs in the main thread; before and after it they do what
-    they did. One rank that receives one is enough. A second SIGINT does what it did before, at once. A signal in the
-    last update of a run changes nothing.
+    they did. One rank that receives one is enough. A second SIGINT does what it did before, at once. A signal that
+    comes after the last epoch, too late to stop the training, does what it did before at the end of `train()`.
 
     Attributes:
         signal (`signal.Signals`, *optional*):
@@ -56,13 +56,7 @@ class StopSignals(TrainerCallback):
                 self._earlier.setdefault(number, signal.signal(number, self._receive))
 
     def on_step_end(self, args, state, control, **kwargs):
-        received = torch.tensor(max(self._received, default=0), device=args.device)
-        if distributed.is_available() and distributed.is_initialized():
-            distributed.all_reduce(received, distributed.ReduceOp.MAX)
-        if received.item() and state.global_step < state.max_steps:
-            self.signal = signal.Signals(int(received.item()))
-            control.should_save = control.should_training_stop = True
-            control.should_evaluate = False
+        self._stop_if_signalled(args, control)
         return control
 
     def on_save(self, args, state, control, **kwargs):
@@ -74,16 +68,29 @@ class StopSignals(TrainerCallback):
     def on_epoch_end(self, args, state, control, **kwargs):
         if self.signal is not None:  # this update is saved
             control.should_save = control.should_evaluate = False
+        else:  # one may have come while the last update was saved or evaluated
+            self._stop_if_signalled(args, control)
         return control
 
     def on_train_end(self, args, state, control, **kwargs):
         self.restore()
+        if self.signal is None and self._received:
+            signal.raise_signal(self._received[0])
 
     def restore(self) -> None:
         """Put the earlier handlers back; needed where `train()` may raise."""
         while self._earlier:
             number, handler = self._earlier.popitem()
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
+
+    def _stop_if_signalled(self, args, control) -> None:
+        received = torch.tensor(max(self._received, default=0), device=args.device)
+        if distributed.is_available() and distributed.is_initialized():
+            distributed.all_reduce(received, distributed.ReduceOp.MAX)
+        if received.item():
+            self.signal = signal.Signals(int(received.item()))
+            control.should_save = control.should_training_stop = True
+            control.should_evaluate = False
 
     def _receive(self, number: int, frame) -> None:
         if number == signal.SIGINT and number in self._received:

@@ -40,9 +40,11 @@ CASES = {
         "settings": {"save_strategy": "epoch", "max_steps": "8", "dataset_name": "train.jsonl"},  # of 4 updates
     },
     "with a best checkpoint": {"method": "training_step", "call": 6, "signal": "SIGTERM", "settings": BEST},
-    "in the last update": {"method": "training_step", "call": 8, "signal": "SIGTERM", "resumes": False},
+    "in the last update": {"method": "training_step", "call": 8, "signal": "SIGTERM"},
+    "in the last save": {"method": "_save_checkpoint", "call": 2, "signal": "SIGTERM", "settings": SAVES},
     "twice": {"method": "training_step", "call": 1, "signal": "SIGINT", "times": 2},
     "before the training": {"method": "train", "call": 1, "signal": "SIGTERM"},
+    "after the last epoch": {"method": "_finalize_training", "call": 1, "signal": "SIGTERM"},
     "after the training": {"method": "save_state", "call": 1, "signal": "SIGTERM"},
 }  # fmt: skip
 
@@ -63,6 +65,8 @@ STOPPED = {  # update, whether a generation ends with it
     "of two ranks to the first": (2, True),
     "at an epoch's end": (4, True),
     "with a best checkpoint": (3, False),
+    "in the last update": (4, True),
+    "in the last save": (4, True),
 }
 
 
@@ -73,7 +77,8 @@ def test_the_update_is_finished_and_saved_once_and_every_rank_leaves_with_the_co
         assert rank["ended"] == EXIT_CODE, outcome["told"]
         assert rank["handlers_are_back"]
         every = {"steps": 2, "epoch": 4}.get(CASES[name].get("settings", {}).get("save_strategy"), update)
-        assert rank["saves"] == (update if name == "with a best checkpoint" else update // every)
+        again = name == "in the last save"
+        assert rank["saves"] == (update if name == "with a best checkpoint" else update // every + again)
     assert f"checkpoint-{update}" in outcome["left"]
     assert outcome["told"].count(CASES[name]["signal"]) == (1 if CASES[name].get("rank") == 1 else 2)
     assert (
@@ -102,18 +107,12 @@ def test_the_run_goes_on_to_its_end(outcomes, name):
         assert {rank["generations"] for rank in outcome["resumed"]} == {2 - update // 2}
 
 
-def test_a_signal_in_the_last_update_changes_nothing(outcomes):
-    (rank,) = outcomes["in the last update"]["stopped"]
-    assert (rank["ended"], rank["saves"], rank["handlers_are_back"]) == (0, 0, True)
-    assert "model.safetensors" in outcomes["in the last update"]["left"]
-
-
 def test_a_second_interrupt_ends_the_run_at_once(outcomes):
     (rank,) = outcomes["twice"]["stopped"]
     assert (rank["ended"], rank["saves"], rank["handlers_are_back"]) == ("KeyboardInterrupt", 0, True)
 
 
-@pytest.mark.parametrize("moment", ["before the training", "after the training"])
+@pytest.mark.parametrize("moment", ["before the training", "after the last epoch", "after the training"])
 def test_outside_the_training_a_signal_does_what_it_did(outcomes, moment):
     assert [rank["ended"] for rank in outcomes[moment]["stopped"]] == [-15]
 
