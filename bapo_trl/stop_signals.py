@@ -104,6 +104,12 @@ class StopSignals(TrainerCallback):
             os.write(2, text.encode())  # print is not made for handlers
 
 
+def is_stopped(trainer: Trainer) -> bool:
+    """Return whether a signal stops the training, or has stopped it, by a [`StopSignals`] among the callbacks."""
+    callbacks = trainer.callback_handler.callbacks
+    return any(isinstance(each, StopSignals) and each.signal is not None for each in callbacks)
+
+
 def exit_stopped(trainer: Trainer) -> NoReturn:
     """
     Leave the process on all ranks with [`EXIT_CODE`], after a training that [`StopSignals`] ended.

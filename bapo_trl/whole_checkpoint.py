@@ -24,6 +24,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from .random_states import RandomStates
+from .stop_signals import is_stopped
 from .trainer_mixin import TrainerMixin
 
 
@@ -40,7 +41,8 @@ class WholeCheckpoints(TrainerMixin):
     - `_save_checkpoint`: lets the parents write into `_unfinished`, where their rotation finds one checkpoint and
       leaves it; then renames, pushes and rotates.
     - `_maybe_log_save_evaluate`: takes note of the random states, for a save later on.
-    - `_get_output_dir`, `_push_from_checkpoint`: send the parents there meanwhile, and hold back their push.
+    - `_get_output_dir`, `_push_from_checkpoint`: send the parents there meanwhile, and hold back their push; that of
+      the checkpoint with which a signal stops the run for good.
     - `_finalize_training`: with `save_total_limit` 1, deletes all but the best checkpoint before the parents do.
     - `train`: resumes from whole checkpoints only.
     """
@@ -128,7 +130,7 @@ class WholeCheckpoints(TrainerMixin):
         return os.path.join(run_dir, UNFINISHED) if self._is_saving else run_dir
 
     def _push_from_checkpoint(self, checkpoint_folder):
-        if not self._is_saving:
+        if not self._is_saving and not is_stopped(self):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_checkpoint(self, model, trial):

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -10,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.stop_signals import StopSignals
 from bapo_trl.whole_checkpoint import MANIFEST, UNFINISHED, _rotate, find_defect
 from tests.helpers.commands import run_command
 from tests.helpers.save_events import Start
@@ -327,6 +330,26 @@ def test_a_push_takes_the_checkpoint_under_its_name_and_whole(tmp_path, monkeypa
     ]
     assert all(files == names(tmp_path / name) for _, name, files in pushed)
     assert len(hub.uploads) == 6
+
+
+@pytest.mark.parametrize(("update", "pushed"), [(3, [2]), (6, [2, 4])], ids=["early", "in the last update"])
+def test_a_run_that_a_signal_stops_pushes_nothing_more(tmp_path, monkeypatch, update, pushed):
+    class Signalled(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == update - 1:
+                signal.raise_signal(signal.SIGTERM)
+
+    hub = Hub()
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
+    monkeypatch.setattr("transformers.trainer.PushInProgress", lambda jobs: hub)
+    callbacks = {"callbacks": [StopSignals(), Signalled()]}
+    settings = {"push_to_hub": True, "hub_strategy": "all_checkpoints", **SAVING}
+    trainer = toy_trainer(tmp_path, trainer_args=callbacks, **settings)
+    trainer._finish_current_push = lambda: None
+    trainer.train()
+    assert (tmp_path / f"checkpoint-{update}").is_dir()
+    assert [name for _, name, _ in hub.uploads if name is not None] == [f"checkpoint-{each}" for each in pushed]
+    assert len(hub.uploads) == 2 * len(pushed)
 
 
 def test_a_push_leaves_the_samples_out_and_a_run_goes_on_from_what_is_pushed(tmp_path, monkeypatch):
