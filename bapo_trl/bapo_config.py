@@ -351,6 +351,11 @@ class BAPOConfig(GRPOConfig):
         return self.partial_rollout_oversampling > 1
 
     @property
+    def pushes_checkpoints(self) -> bool:
+        """Whether whole checkpoints are uploaded to the Hub."""
+        return self.push_to_hub and self.hub_strategy in _STRATEGIES_WITH_CHECKPOINTS
+
+    @property
     def rows_per_generation(self) -> int:
         """Number of samples of a generation on each rank."""
         return self.per_device_train_batch_size * self.steps_per_generation
@@ -422,8 +427,7 @@ class BAPOConfig(GRPOConfig):
                         f"advantage (`replay_zero_advantage`). Set it to at least {smallest} for that."
                     )
         saves_samples = (self.uses_replay or self.uses_partial_rollouts) and not self.save_only_model
-        pushes_checkpoints = self.push_to_hub and self.hub_strategy in _STRATEGIES_WITH_CHECKPOINTS
-        if saves_samples and pushes_checkpoints and self.hub_push_samples:
+        if saves_samples and self.pushes_checkpoints and self.hub_push_samples:
             messages.append(
                 f"`hub_strategy` is '{self.hub_strategy.value}', which uploads whole checkpoints: the replay queue "
                 "and the unfinished rollouts, with the prompts and completions in them, go to the Hub as well. To "

@@ -1,5 +1,6 @@
 """Checkpoints through `train()`: whole or not there, named as transformers names them, resumed from without a hand."""
 
+import errno
 import json
 import os
 import shutil
@@ -383,6 +384,48 @@ def test_a_push_leaves_the_samples_out_and_a_run_goes_on_from_what_is_pushed(tmp
     with pytest.warns(UserWarning, match="holds no replay queue"):
         resumed.train(resume_from_checkpoint=str(copies / "checkpoint-4"))
     assert resumed.state.global_step == 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "linked"),
+    [
+        ({"hub_strategy": "every_save"}, [[], [], []]),
+        ({"hub_strategy": "checkpoint"}, [["checkpoint-2"], ["checkpoint-2"], ["checkpoint-6"]]),
+        (
+            {"hub_strategy": "checkpoint", "hub_always_push": True},
+            [["checkpoint-2"], ["checkpoint-2", "checkpoint-4"], ["checkpoint-6"]],
+        ),
+    ],
+)
+@pytest.mark.parametrize("can_link", [True, False])
+def test_the_links_of_a_push_go_when_it_is_done(tmp_path, monkeypatch, settings, linked, can_link):
+    """The first push takes until the third save; a file system without hard links has copies."""
+
+    def no_link(source, target):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), target)
+
+    if not can_link:
+        monkeypatch.setattr("os.link", no_link)
+    hub, found = Hub(), []
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
+    monkeypatch.setattr("transformers.trainer.PushInProgress", lambda jobs: hub)
+    monkeypatch.setattr(Hub, "jobs", [], raising=False)
+    monkeypatch.setattr(Hub, "wait_until_done", lambda hub: None, raising=False)
+
+    class Look(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            links = tmp_path / "_to_push"
+            found.append(sorted(names(links)) if links.is_dir() else [])
+
+    args = {"push_to_hub": True, "hub_push_samples": False, "save_total_limit": 1, **settings}
+    trainer = toy_trainer(tmp_path, trainer_args={"callbacks": [Look()]}, **args, **SAVING)
+    monkeypatch.setattr(Hub, "is_done", lambda hub: trainer.state.global_step != 4)
+    trainer.train()
+    assert found == linked
+    assert names(tmp_path) >= {"checkpoint-6"}
+    assert not names(tmp_path) & {"_to_push", "checkpoint-2", "checkpoint-4"}
+    taken = [files for _, path, files in hub.uploads if path is not None]
+    assert not any(name.startswith("replay_queue") for files in taken for name in files)
 
 
 def test_the_save_that_fails_leaves_the_checkpoints_before_it(tmp_path, monkeypatch):
