@@ -159,12 +159,15 @@ class WholeCheckpoints(TrainerMixin):
         # From here on, the folder is there for all ranks
         self._last_checkpoint = folder
         if self.args.push_to_hub:
-            self._push_from_checkpoint(folder)
+            with self._failing_together(run_dir, name, is_push=True):  # which copies the weights into the run's folder
+                self._push_from_checkpoint(folder)
         if is_owner:
             _rotate(run_dir, folder, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     @contextlib.contextmanager
-    def _failing_together(self, run_dir: str, name: str, waits_within: bool = False) -> Iterator[None]:
+    def _failing_together(
+        self, run_dir: str, name: str, waits_within: bool = False, is_push: bool = False
+    ) -> Iterator[None]:
         """
         Wait for all ranks at the end, and raise on all of them what one failed with; otherwise they would wait for it.
 
@@ -177,9 +180,9 @@ class WholeCheckpoints(TrainerMixin):
         except Exception as caught:  # an OSError, or what torch and safetensors make of one
             error = caught
             if waits_within:
-                raise OSError(_explain(error, run_dir, name)) from error
+                raise OSError(_explain(error, run_dir, name, is_push)) from error
         self.accelerator.wait_for_everyone()
-        failures = gather_object([None if error is None else _explain(error, run_dir, name)])
+        failures = gather_object([None if error is None else _explain(error, run_dir, name, is_push)])
         failure = next((each for each in failures if each is not None), None)
         if failure is not None:
             raise OSError(failure) from error
@@ -304,20 +307,22 @@ def _step(name: str) -> int:
     return int(name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-"))
 
 
-def _explain(error: Exception, run_dir: str, name: str) -> str:
+def _explain(error: Exception, run_dir: str, name: str, is_push: bool) -> str:
     """Say what failed, how much room there is, which checkpoint is whole and how to go on."""
     there = next(folder for folder in (Path(run_dir), *Path(run_dir).absolute().parents) if folder.is_dir())
     usage = shutil.disk_usage(there)
-    before = sorted((each for each in _checkpoints(run_dir) if each != name), key=_step, reverse=True)
+    before = sorted((each for each in _checkpoints(run_dir) if is_push or each != name), key=_step, reverse=True)
     whole = next((each for each in before if find_defect(os.path.join(run_dir, each)) is None), None)
     resume = (
         "No checkpoint is there to resume from: the run has to begin anew."
         if whole is None
         else f"{whole}, saved before, is whole. Resume with `resume_from_checkpoint=True` (in the script, `true`)."
     )
+    failed = "pushed from" if is_push else "saved in"
+    room = f"one checkpoint more than `save_total_limit`{' and a copy of the weights' if is_push else ''}"
     return (
-        f"{name} could not be saved in {run_dir}, where {usage.free / 1e6:,.0f} MB of {usage.total / 1e6:,.0f} MB are "
-        f"free: {error}. If the disk is full, make room, for one checkpoint more than `save_total_limit`. {resume}"
+        f"{name} could not be {failed} {run_dir}, where {usage.free / 1e6:,.0f} MB of {usage.total / 1e6:,.0f} MB are "
+        f"free: {error}. If the disk is full, make room, for {room}. {resume}"
     )
 
 

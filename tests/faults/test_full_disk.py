@@ -4,6 +4,7 @@ import builtins
 import errno
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import safetensors.torch
 import torch
 
 from bapo_trl.whole_checkpoint import MANIFEST, UNFINISHED, find_defect
-from tests.helpers.commands import run_command
+from tests.helpers.commands import accelerate_launcher, run_command
 from tests.helpers.toy import toy_trainer
 from tests.replay.test_mixer import REPLAY
 
@@ -91,6 +92,19 @@ def test_without_a_checkpoint_before_the_error_says_so(tmp_path, fill_up):
     fill_up("optimizer.pt")
     with pytest.raises(OSError, match=r"checkpoint-2 could not .*No checkpoint is there to resume from"):
         toy_trainer(tmp_path, **SAVING).train()
+
+
+def test_a_push_that_finds_no_room_ends_both_ranks_and_the_checkpoint_is_whole(tmp_path):
+    command = [sys.executable, *accelerate_launcher("cpu_ddp"), "-m", "tests.helpers.bad_input_worker"]
+    result = run_command([*command, str(tmp_path), "push"], timeout_s=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    message = (
+        r"OSError: checkpoint-1 could not be pushed from .*/out, where [\d,]+ MB of [\d,]+ MB are free: .*No space "
+        r"left on device\..* and a copy of the weights\. checkpoint-1, saved before, is whole\. Resume with"
+    )
+    for rank in range(2):
+        assert re.match(message, (tmp_path / f"{rank}.txt").read_text())
+    assert find_defect(tmp_path / "out" / "checkpoint-1") is None
 
 
 def test_on_a_disk_that_is_full_all_ranks_stop_and_go_on_once_there_is_room(tmp_path):

@@ -3,9 +3,12 @@
 Writes what each rank raised, and at which update, to FOLDER/RANK.txt.
 """
 
+import errno
 import math
+import os
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock, patch
 
 from accelerate import PartialState
 from datasets import Dataset
@@ -40,6 +43,12 @@ def main(folder: str, fault: str) -> None:
         parts["reward_processing_classes"] = character_tokenizer()
     elif fault == "gradient":
         settings["trainer_class"] = BreaksGradient
+    elif fault == "push":  # of rank 0, which alone copies the weights to push them
+        settings |= {"push_to_hub": True, "save_strategy": "steps", "save_steps": 1}
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        hub = MagicMock(**{"create_repo.return_value.repo_id": "me/model"})
+        patch("transformers.trainer.hf_api", lambda: hub).start()
+        patch("shutil.copy", MagicMock(side_effect=full)).start()
     else:  # in the rows of rank 1, as a transform makes them
         prompts = toy_dataset().to_dict()["prompt"]
         prompts[8:16] = ["?"] * 8
