@@ -75,7 +75,7 @@ class CheckedInputs(TrainerMixin):
                 "a learning rate that is too high, and resume from a checkpoint."
             ) from error
         if not self.tools:  # else a turn after that of a tool may have no room left
-            _check_completions(output[0], "The sampler")
+            raise_on_all_ranks(_empty_completion(output[0], "The sampler"))
         return output
 
     def _generate(self, prompts):
@@ -84,8 +84,14 @@ class CheckedInputs(TrainerMixin):
             return super()._generate(prompts)
 
         def checked(*args: Any) -> Any:
-            output = function(*args)
-            _check_completions(output.get("completion_ids", ()), "The `rollout_func`")
+            output: Any = None
+            error: Exception | None = None
+            try:
+                output = function(*args)
+                error = _empty_completion(output.get("completion_ids", ()), "The `rollout_func`")
+            except Exception as caught:
+                error = caught
+            raise_on_all_ranks(error)
             return output
 
         self.rollout_func = checked
@@ -224,10 +230,11 @@ def raise_on_all_ranks(error: Exception | None) -> None:
             raise RuntimeError(f"On rank {rank}: {text}")
 
 
-def _check_completions(completion_ids: Any, source: str) -> None:
+def _empty_completion(completion_ids: Any, source: str) -> ValueError | None:
     empty = [position for position, ids in enumerate(completion_ids) if not len(ids)]
-    if empty:
-        raise ValueError(
-            f"{source} returned a completion without a token for {len(empty)} of {len(completion_ids)} samples, the "
-            f"first of them sample {empty[0]}: a completion has at least its end token."
-        )
+    if not empty:
+        return None
+    return ValueError(
+        f"{source} returned a completion without a token for {len(empty)} of {len(completion_ids)} samples, the "
+        f"first of them sample {empty[0]}: a completion has at least its end token."
+    )

@@ -371,6 +371,9 @@ def test_what_is_no_reward_function_is_refused_before_the_model_loads(tmp_path):
             "The reward function `judge` returned nan for sample",
         ),
         ("prompt", ("RuntimeError: On rank 1", "ValueError"), "'' is empty"),
+        ("rollout raises", ("RuntimeError: On rank 1", "KeyError"), "mine"),
+        ("rollout", ("RuntimeError: On rank 1", "ValueError"), "a completion without a token for 1 of 24 samples"),
+        ("sampler", ("RuntimeError: On rank 1", "ValueError"), "The sampler returned a completion without a token"),
         ("gradient", ("RuntimeError", "RuntimeError"), "in the gradient (its norm is nan) at update 2, before its"),
     ],
 )

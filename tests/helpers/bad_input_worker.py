@@ -12,6 +12,7 @@ from unittest.mock import MagicMock, patch
 
 from accelerate import PartialState
 from datasets import Dataset
+from trl import GRPOTrainer
 
 from bapo_trl import BAPOTrainer
 from bapo_trl.tasks import character_tokenizer
@@ -25,6 +26,15 @@ def main(folder: str, fault: str) -> None:
     def only_rank_1(completions, **kwargs):
         rewards = digits_reward(completions)
         return [math.inf, *rewards[1:]] if rank == 1 else rewards
+
+    def completions(prompts):
+        return [[] if rank == 1 and row == 2 else [5] for row in range(len(prompts))]
+
+    def rollout(prompts, trainer):
+        if rank == 1 and fault == "rollout raises":
+            raise KeyError("mine")
+        ids = trainer.processing_class(prompts)["input_ids"]
+        return {"prompt_ids": ids, "completion_ids": completions(prompts), "logprobs": None}
 
     class BreaksGradient(BAPOTrainer):
         """Of the second update, on rank 1."""
@@ -43,6 +53,10 @@ def main(folder: str, fault: str) -> None:
         parts["reward_processing_classes"] = character_tokenizer()
     elif fault == "gradient":
         settings["trainer_class"] = BreaksGradient
+    elif fault.startswith("rollout"):
+        parts["rollout_func"] = rollout
+    elif fault == "sampler":
+        GRPOTrainer._generate_single_turn = lambda self, prompts, *args: (completions(prompts), None)
     elif fault == "push":  # of rank 0, which alone copies the weights to push them
         settings |= {"push_to_hub": True, "save_strategy": "steps", "save_steps": 1}
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
