@@ -111,7 +111,10 @@ def prompt_defect(prompt: Any) -> str | None:
     if not prompt:
         return "is empty"
     are_messages = all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in prompt)
-    return None if are_messages else "is a list, but not of messages with a `role` and a `content`"
+    if not are_messages:
+        return "is a list, but not of messages with a `role` and a `content`"
+    bare = [each for each in prompt if not (isinstance(each.get("content"), str | list) or each.get("tool_calls"))]
+    return f"has a message of role '{bare[0]['role']}' without text or a list as its `content`" if bare else None
 
 
 def check_prompts(train_dataset, eval_dataset) -> None:

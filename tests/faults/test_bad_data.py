@@ -17,6 +17,7 @@ from bapo_trl.tasks import character_tokenizer
 from tests.helpers.commands import accelerate_launcher, run_command
 from tests.helpers.script_runs import CHAT_TEMPLATE, fill_folder, run
 from tests.helpers.toy import (
+    brevity,
     digits_reward,
     opt_model,
     reward_model,
@@ -29,6 +30,7 @@ from tests.helpers.toy import (
 
 SUMS = toy_dataset()["prompt"]
 USER = [{"role": "user", "content": "1+2="}]
+BARE = {"role": "assistant", "content": None}
 
 
 def stream(*prompts) -> IterableDataset:
@@ -58,6 +60,8 @@ def stopped(trainer, error: type, message: str) -> None:
         ([b"\xff\xfe"] * 10, "is of type bytes"),
         ([{"text": "1+2="}] * 10, "is of type dict"),
         ([["1+2=", "1+3="]] * 10, "is a list, but not of messages"),
+        ([USER] * 8 + [[*USER, BARE]], "1 of the 9 prompts .* row 8 has a message of role 'assistant' without text"),
+        ([[{"role": "user"}]] * 10, "has a message of role 'user' without text or a list as its `content`"),
     ],
 )
 def test_what_is_no_prompt_is_refused_before_the_model_loads(tmp_path, prompts, message):
@@ -74,6 +78,7 @@ def test_what_is_no_prompt_is_refused_before_the_model_loads(tmp_path, prompts, 
         ("", "'' is empty"),
         (3, "3 is of type int"),
         ([], r"\[\] is empty"),
+        ([BARE], "has a message of role 'assistant' without text or a list as its `content`"),
         ("1+\ud8002=", "has a character that UTF-8 cannot encode"),
         ("1" * 60000, r"'1+\.\.\. is too long: it has 60000 tokens, .*window of 32768 .*leaves 32761"),
     ],
@@ -91,6 +96,16 @@ def test_a_prompt_of_a_stream_is_refused_when_it_comes(tmp_path, prompt, message
     with pytest.raises(ValueError, match=message):
         trainer.train()
     assert trainer.state.global_step == 2  # the two updates of the generation before
+
+
+def test_a_message_of_tool_calls_alone_needs_no_content(tmp_path):
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content or m.tool_calls[0].function.name }}{% endfor %}="
+    call = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
+    chat = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "3"}]
+    data = {"train_dataset": Dataset.from_list([{"prompt": chat}] * 8), "processing_class": tokenizer}
+    trainer = toy_trainer(tmp_path, reward_funcs=brevity, trainer_args=data, max_steps=1)
+    assert trainer.train().global_step == 1
 
 
 def test_prompts_that_a_transform_makes_are_checked_when_they_come(tmp_path):
