@@ -137,7 +137,8 @@ class BAPOTrainer(
         check_reward_funcs(reward_funcs, args.reward_weights)
         if isinstance(kwargs.get("processing_class"), PreTrainedTokenizerBase):
             check_tokenizer(kwargs["processing_class"])
-        trains = args.do_train or not args.do_eval
+        # With an evaluation during training, transformers sets `do_eval`
+        trains = args.do_train or not args.do_eval or args.eval_strategy != "no"
         if trains:
             check_number_of_prompts(train_dataset, args)
 

@@ -550,6 +550,10 @@ def test_one_warning_says_which_knob_makes_data_off_policy(tmp_path):
     with pytest.warns(UserWarning, match=r"always 1.*`steps_per_generation`.*`num_iterations`") as caught:
         toy_trainer(tmp_path, steps_per_generation=2, num_iterations=1)
     assert sum("always 1" in str(warning.message) for warning in caught) == 1
+    evaluated = {"eval_strategy": "steps", "per_device_eval_batch_size": 6}
+    parts = {"eval_dataset": toy_dataset(6)}
+    with pytest.warns(UserWarning, match="always 1"):
+        toy_trainer(tmp_path, trainer_args=parts, steps_per_generation=2, num_iterations=1, **evaluated)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         toy_trainer(tmp_path)
@@ -569,6 +573,9 @@ def test_too_few_prompts_for_one_generation_are_refused_before_the_model_loads(t
     message = r"7 prompts, but one generation takes 8 \(`generation_batch_size` 24 / `num_generations` 3"
     with pytest.raises(ValueError, match=message):
         toy_trainer(tmp_path, model="no/model", trainer_args={"train_dataset": toy_dataset(7)})
+    few = {"train_dataset": toy_dataset(7), "eval_dataset": toy_dataset(6)}
+    with pytest.raises(ValueError, match=message):  # transformers takes it for an evaluation as well
+        toy_trainer(tmp_path, model="no/model", trainer_args=few, eval_strategy="steps", per_device_eval_batch_size=6)
     with pytest.raises(ValueError, match=message):
         BAPOTrainer("no/model", digits_reward, BAPOConfig(str(tmp_path), **CPU, **OFF_POLICY), toy_dataset(7))
     trainer = toy_trainer(tmp_path, trainer_args={"train_dataset": toy_dataset(8)})

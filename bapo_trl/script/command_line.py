@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
+from transformers import IntervalStrategy
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
 from ..bapo_config import BAPOConfig
@@ -46,6 +47,8 @@ def parse_arguments(
     script_args, training_args, model_args, dataset_args = parser.parse_args_and_config(arguments)
     evaluates = script_args.eval_dataset is not None or script_args.eval_fraction is not None
     training_args.do_eval |= evaluates or not training_args.do_train
+    if not training_args.do_train:
+        training_args.eval_strategy = IntervalStrategy.NO  # that of a recipe is for its training
     return script_args, training_args, model_args, dataset_args
 
 

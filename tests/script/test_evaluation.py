@@ -152,6 +152,13 @@ def test_a_file_is_evaluated_on_as_its_only_split(folder):
     assert len(completions()) == 24
 
 
+def test_a_recipe_that_evaluates_in_training_evaluates_few_prompts_alone(folder):
+    Dataset.from_list([{"prompt": "1+1="}, {"prompt": "1+2="}]).to_json("few.jsonl")
+    in_training = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
+    run(do_train="false", eval_dataset="few.jsonl", **in_training)
+    assert len(completions()) == 8
+
+
 def test_two_processes_share_an_evaluation(folder):
     settings = flags(dataset_name="train.jsonl", eval_dataset="test.jsonl", num_generations=4)
     launched = [sys.executable, *accelerate_launcher("cpu_ddp"), str(ROOT / "train_bapo.py"), *settings]
