@@ -92,7 +92,7 @@ class LimitedAdapter(HTTPAdapter):
 
     Args:
         timeout_s (`float`):
-            Seconds that an answer may take.
+            Seconds until an answer begins, and that each read of it may take.
         is_up (`Callable`):
             Tells whether the server is up. Asked while an answer is awaited: a machine that is gone says nothing.
     """
@@ -100,7 +100,7 @@ class LimitedAdapter(HTTPAdapter):
     def __init__(self, timeout_s: float, is_up: Callable[[], bool]):
         self._timeout_s, self._is_up = timeout_s, is_up
         retries = Retry(3, read=False, status_forcelist=(502, 503, 504), allowed_methods=None, backoff_factor=0.2,
-                        raise_on_status=False)  # fmt: skip
+                        raise_on_status=False, respect_retry_after_header=False)  # fmt: skip
         super().__init__(max_retries=retries, pool_maxsize=NUM_CONNECTIONS)
 
     def init_poolmanager(self, *args, **kwargs):

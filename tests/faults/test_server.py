@@ -312,9 +312,10 @@ def test_a_late_answer_is_taken_within_the_limit(deaf, monkeypatch):
 
 
 def test_what_did_not_reach_the_server_is_sent_again():
-    server = ModelServer({("/v1/models", number): 503 for number in (1, 2)})
+    server, start = ModelServer({("/v1/models", number): 503 for number in (1, 2)}), time.monotonic()
     assert session(server, 60).get(f"{server.url}/v1/models").status_code == 200
     assert server.counts["/v1/models"] == 3
+    assert time.monotonic() - start < 30  # the pauses are its own: the server asks for 60 s
     server.stop()
 
 

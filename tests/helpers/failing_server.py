@@ -72,6 +72,8 @@ class ModelServer:
                 text = json.dumps(answer).encode()
                 self.send_response(code)
                 self.send_header("Content-Length", str(len(text)))
+                if code == 503:
+                    self.send_header("Retry-After", "60")
                 self.end_headers()
                 self.wfile.write(text)
 
