@@ -90,7 +90,7 @@ class StopSignals(TrainerCallback):
         if received.item():
             self.signal = signal.Signals(int(received.item()))
             control.should_save = control.should_training_stop = True
-            control.should_evaluate = False
+            control.should_evaluate = args.save_only_model = False  # it is saved to go on from
 
     def _receive(self, number: int, frame) -> None:
         if number == signal.SIGINT and number in self._received:

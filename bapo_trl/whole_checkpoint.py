@@ -44,16 +44,23 @@ class WholeCheckpoints(TrainerMixin):
     - `_get_output_dir`, `_push_from_checkpoint`: send the parents there meanwhile, and hold back their push; that of
       the checkpoint with which a signal stops the run for good.
     - `_finalize_training`: with `save_total_limit` 1, deletes all but the best checkpoint before the parents do.
-    - `train`: resumes from whole checkpoints only.
+    - `train`: resumes from whole checkpoints only, with a warning from those of the model alone.
     """
 
     _is_saving = False
-    _last_checkpoint: str | None = None  # of this run: saved by it, or resumed from
+    _last_checkpoint: str | None = None  # of this run: saved by it, not the model alone, or resumed from
     _random_states: RandomStates | None = None  # at the end of the latest update, where transformers saves
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         self._remove_unfinished(self.args.output_dir)
         self._last_checkpoint = self.checkpoint_to_resume(resume_from_checkpoint)
+        if self._last_checkpoint is not None and self.is_world_process_zero():
+            left_out = _left_out(self._last_checkpoint)
+            if left_out:
+                warnings.warn(
+                    f"The checkpoint {self._last_checkpoint} lacks what `save_only_model` leaves out. These start "
+                    f"anew: {', '.join(left_out)}."
+                )
         return super().train(self._last_checkpoint, *args, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
@@ -64,7 +71,7 @@ class WholeCheckpoints(TrainerMixin):
     def save_for_resume(self) -> str | None:
         """
         Save a checkpoint of the latest update in a run that must end, between two updates, unless it has one; whatever
-        `save_strategy` is. All ranks make this call together.
+        `save_strategy` and `save_only_model` are. All ranks make this call together.
 
         Returns:
             `str`, the folder of the run's last checkpoint; `None` without one, before the first update.
@@ -74,6 +81,7 @@ class WholeCheckpoints(TrainerMixin):
         if self.is_in_train and self.state.global_step > 0 and not has_it:
             if self._random_states is not None:  # an epoch that began since has drawn from them
                 self._random_states.restore()
+            self.args.save_only_model = False
             self._save_checkpoint(self.model, trial=None)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         return self._last_checkpoint
@@ -157,7 +165,8 @@ class WholeCheckpoints(TrainerMixin):
             if is_owner and os.path.isdir(unfinished):
                 _finish(unfinished, folder)
         # From here on, the folder is there for all ranks
-        self._last_checkpoint = folder
+        if not self.args.save_only_model:
+            self._last_checkpoint = folder
         if self.args.push_to_hub:
             with self._failing_together(run_dir, name, is_push=True):  # which copies the weights into the run's folder
                 self._push_from_checkpoint(folder)
@@ -282,6 +291,13 @@ def find_defect(folder: str | Path, is_dispensable: Callable[[str], bool] = lamb
         elif found != size:
             defects.append(f"{path} has {found} bytes, not {size}")
     return "; ".join(defects) or None
+
+
+def _left_out(folder: str) -> list[str]:
+    """Return the states that a run resumed from a checkpoint does not find there."""
+    of_optimizer = ("*optimizer*", "global_step*")  # the second of DeepSpeed, with the schedule in it
+    states = {"optimizer, learning rate schedule": of_optimizer, "random states": ("rng_state*",)}
+    return [name for name, files in states.items() if not any(any(Path(folder).glob(each)) for each in files)]
 
 
 def _is_state(content: dict) -> bool:

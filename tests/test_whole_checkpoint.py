@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,18 @@ def test_a_checkpoint_without_a_manifest_is_whole_if_its_state_can_be_read(tmp_p
     assert find_defect(tmp_path / "checkpoint-6") == "trainer_state.json is not complete"
     with pytest.warns(UserWarning, match=r"checkpoint-6 is not whole and was skipped: trainer_state.json is not com"):
         assert resume(tmp_path, True) == 5
+
+
+def test_to_go_on_from_the_model_alone_gives_a_warning(tmp_path):
+    saved(tmp_path / "all", save_steps=6)
+    saved(tmp_path / "model", save_steps=6, save_only_model=True)
+    message = r"model/checkpoint-6 lacks .* start anew: optimizer, learning rate schedule, random states\."
+    with pytest.warns(UserWarning, match=message):
+        assert resume(tmp_path / "model", True) == 6
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert resume(tmp_path / "all", True) == 6
+    assert not any("start anew" in str(warning.message) for warning in caught)
 
 
 def test_what_a_killed_save_left_is_removed_and_named(tmp_path):

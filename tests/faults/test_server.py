@@ -152,6 +152,8 @@ HANGS = ("/update_weights", 3, "hang")
         (DIES_IN_A_ROUND, "a generation", PARTIAL),
         (LOSES_WEIGHTS, "a transfer of the weights", {**REPLAY, **PARTIAL}),
         (DIES, "a generation", {**REPLAY, "num_prompts": 8}),  # at the start of an epoch
+        (DIES, "a generation", {**REPLAY, "save_only_model": True}),
+        (DIES, "a generation", {"save_only_model": True, "save_strategy": "steps", "save_steps": 2}),
     ],
 )
 def test_a_server_that_stays_away_ends_the_run_which_resumes(tmp_path, undisturbed, fault, during, settings):
@@ -160,13 +162,14 @@ def test_a_server_that_stays_away_ends_the_run_which_resumes(tmp_path, undisturb
     if what == "hang":  # and everything after it
         server.faults.update({("/init_weight_transfer_engine", number): "hang" for number in range(2, 9)})
     with pytest.raises(RuntimeError) as raised:
-        train(tmp_path, comes_back=False, server=server, save_strategy="no", **settings)
+        train(tmp_path, comes_back=False, server=server, **{"save_strategy": "no", **settings})
     message = str(raised.value)
     update = int(re.search(r"after update (\d+)", message).group(1))
     assert message.startswith(f"The vLLM server at {server.url} failed in {during}")
     assert "`vllm_server_timeout` 0.2" in message
     checkpoint = tmp_path / f"checkpoint-{update}"
     assert message.endswith(f"The last checkpoint is {checkpoint}.")
+    settings = {key: value for key, value in settings.items() if not key.startswith("save_")}
     expected = undisturbed(**settings)
     assert_same_files(checkpoint, f"{expected.args.output_dir}/checkpoint-{update}")
     resumed = train(tmp_path, resume=True, **settings)

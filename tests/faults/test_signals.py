@@ -9,6 +9,7 @@ import threading
 
 import pytest
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from bapo_trl.stop_signals import EXIT_CODE, StopSignals
 from bapo_trl.tasks import warm_start_path
@@ -228,6 +229,26 @@ def test_a_training_that_raises_gives_the_handlers_back(tmp_path):
     finally:
         stop.restore()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_checkpoint_of_a_stop_is_one_to_go_on_from_although_others_hold_the_model_alone(tmp_path):
+    class SignalAt2(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                signal.raise_signal(signal.SIGTERM)
+
+    def trained(folder, *callbacks, resume=None, **settings):
+        trainer = toy_trainer(tmp_path / folder, trainer_args={"callbacks": list(callbacks)}, **settings)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer.model.state_dict()
+
+    expected = trained("straight", num_iterations=1)  # two updates a generation
+    saving = {"num_iterations": 1, "save_only_model": True, "save_strategy": "steps", "save_steps": 1}
+    trained("stopped", SignalAt2(), StopSignals(), **saving)
+    assert not (tmp_path / "stopped" / "checkpoint-1" / "optimizer.pt").exists()
+    assert (tmp_path / "stopped" / "checkpoint-2" / "optimizer.pt").exists()
+    resumed = trained("stopped", resume=True, **saving)
+    assert all(resumed[name].equal(weight) for name, weight in expected.items())
 
 
 def test_in_another_thread_no_handler_is_taken(tmp_path):
