@@ -268,9 +268,9 @@ def find_defect(folder: str | Path, is_dispensable: Callable[[str], bool] = lamb
         `str` that names the files, or `None`.
     """
     folder = Path(folder)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # those of `Path` raise what keeps them from looking
         return "there is no such folder"
-    has_manifest = (folder / MANIFEST).is_file()
+    has_manifest = os.path.isfile(folder / MANIFEST)
     contents = []
     for name in (MANIFEST, TRAINER_STATE_NAME) if has_manifest else (TRAINER_STATE_NAME,):
         try:
@@ -279,6 +279,8 @@ def find_defect(folder: str | Path, is_dispensable: Callable[[str], bool] = lamb
             return f"{name} is missing"
         except (ValueError, RecursionError):
             return f"{name} is not complete"
+        except OSError as error:  # no permission, a disk that fails
+            return f"{name} cannot be read ({error.strerror})"
         if not isinstance(contents[-1], dict) or (name == TRAINER_STATE_NAME and not _is_state(contents[-1])):
             return f"{name} is not what was written"
     defects = []

@@ -137,6 +137,21 @@ def test_true_takes_the_newest_whole_checkpoint_and_names_what_it_skips(tmp_path
     assert "optimizer.pt has" in skipped[2]
 
 
+@pytest.mark.parametrize("name", [MANIFEST, "trainer_state.json"])
+def test_a_file_that_cannot_be_read_is_a_defect(tmp_path, monkeypatch, name):
+    saved(tmp_path)
+    read_text = Path.read_text
+
+    def denied(path, *args, **kwargs):
+        if path.parts[-2:] == ("checkpoint-6", name):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return read_text(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", denied)
+    with pytest.warns(UserWarning, match=rf"checkpoint-6 is .* skipped: {name} cannot be read \(Permission denied\)"):
+        assert resume(tmp_path, True) == 4
+
+
 def test_true_without_a_whole_checkpoint_says_what_there_is(tmp_path):
     with pytest.raises(ValueError, match="No valid checkpoint found in output directory"):
         resume(tmp_path / "new", True)
