@@ -102,6 +102,7 @@ ATTRIBUTES = {
         "_metrics",
     ),
     "_save_checkpoint": ("_get_output_dir",),
+    "_push_from_checkpoint": ("push_in_progress",),
     "_generate": ("_generate_single_turn", "_tokenize_prompts", "rollout_func"),
     "_calculate_rewards": ("reward_func_names", "reward_funcs"),
     "_generate_single_turn": ("_last_loaded_step", "eos_token_ids", "generation_config", "generation_kwargs"),
