@@ -62,6 +62,7 @@ OVERRIDDEN_METHODS = (
     "_get_train_sampler",
     "_init_training_state",
     "_load_optimizer_and_scheduler",
+    "_maybe_log_save_evaluate",
     "_prepare_inputs",
     "_push_from_checkpoint",
     "_save_checkpoint",
