@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; 0: write what is finished, make none")
+    parser.add_argument("--arms", nargs="+", choices=[*ARMS, *REPEATED], default=[*ARMS, *REPEATED], help="(all)")
     parser.add_argument("--finished", type=Path, default=ROOT / "outputs" / "balance.jsonl", help="finished runs")
     arguments = parser.parse_args(argv)
     path = result_path("balance", "cpu")
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     def make(runs: Sequence[Run]) -> list[dict]:
         return rows_of(runs, preset, rows, lambda specs: run_all(specs, arguments.finished, arguments.jobs))
 
-    make_study(make, first_study)
+    make_study(make, first_study, arguments.arms)
     if len(rows) > len(old["results"]):
         settings = {"arms": [*ARMS, *REPEATED], "seeds": SEEDS, "k": K, "threads": 1}
         save_result("balance", "cpu", settings, list(rows.values()), earlier_runs(old))

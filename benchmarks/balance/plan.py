@@ -77,7 +77,7 @@ def choose_rate(task: str, staleness: StalenessSetting, arm: str, make: Make) ->
     return choose_learning_rates(task, [arm], preset, make, [staleness]).get((arm, staleness.name))
 
 
-def make_study(make: Make, first_study: Sequence[dict]) -> None:
+def make_study(make: Make, first_study: Sequence[dict], arms: Sequence[str] = (*ARMS, *REPEATED)) -> None:
     """
     Make the runs of the study, setting by setting.
 
@@ -86,6 +86,8 @@ def make_study(make: Make, first_study: Sequence[dict]) -> None:
             Returns the rows of some runs, fewer than runs if some are not made now.
         first_study (sequence of `dict`):
             Rows of `benchmarks.stability`, whose learning rates the published methods take.
+        arms (sequence of `str`, *optional*):
+            Keys of `ARMS` and `REPEATED`; all of them by default.
     """
     known = {
         (row["task"], row["staleness_setting"], row["arm"]): row["learning_rate"]
@@ -97,14 +99,11 @@ def make_study(make: Make, first_study: Sequence[dict]) -> None:
         print(f"{task}, {staleness.name}:", flush=True)
         rows: list[dict] = []
         for arm in ARMS:
-            if rate := choose_rate(task, staleness, arm, make):
+            if arm in arms and (rate := choose_rate(task, staleness, arm, make)):
                 rows += make([Run("reported", task, arm, staleness, rate, seed) for seed in SEEDS])
-        rates = {arm: known[task, staleness.name, NAMES_BEFORE.get(arm, arm)] for arm in REPEATED}
+        rates = {arm: known[task, staleness.name, NAMES_BEFORE.get(arm, arm)] for arm in REPEATED if arm in arms}
         rows += make(
-            [
-                Run("reported", task, arm, staleness, rates[arm], seed)
-                for arm, seed in itertools.product(REPEATED, SEEDS)
-            ]
+            [Run("reported", task, arm, staleness, rates[arm], seed) for arm, seed in itertools.product(rates, SEEDS)]
         )
         make(list(more_seeds(rows)))
         shares[task, staleness.name] = best_share(rows)

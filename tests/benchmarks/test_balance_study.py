@@ -82,6 +82,12 @@ def test_the_plan_tunes_new_arms_and_takes_the_known_rates_of_published_ones():
     assert {run.seed for run in asked if run.purpose == "pilot"} == {1000}
 
 
+def test_some_of_the_arms_alone():
+    asked = []
+    plan.make_study(lambda runs: asked.extend(runs) or rows_of(runs), FIRST_STUDY, ["VESPO, share 0.8", "VESPO"])
+    assert {run.arm for run in asked} == {"VESPO, share 0.8", "VESPO"}
+
+
 def test_a_run_that_is_reported_measures_pass_at_k():
     run = Run("reported", "sums", "VESPO, share 0.8", StalenessSetting(16), 1e-3, 0)
     spec = plan.PRESET.spec(run)
