@@ -48,6 +48,7 @@ class WholeCheckpoints(TrainerMixin):
     """
 
     _is_saving = False
+    _is_ending = False  # with a checkpoint to be resumed from, which is not pushed
     _last_checkpoint: str | None = None  # of this run: saved by it, not the model alone, or resumed from
     _random_states: RandomStates | None = None  # at the end of the latest update, where transformers saves
 
@@ -81,7 +82,7 @@ class WholeCheckpoints(TrainerMixin):
         if self.is_in_train and self.state.global_step > 0 and not has_it:
             if self._random_states is not None:  # an epoch that began since has drawn from them
                 self._random_states.restore()
-            self.args.save_only_model = False
+            self.args.save_only_model, self._is_ending = False, True
             self._save_checkpoint(self.model, trial=None)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         return self._last_checkpoint
@@ -138,7 +139,7 @@ class WholeCheckpoints(TrainerMixin):
         return os.path.join(run_dir, UNFINISHED) if self._is_saving else run_dir
 
     def _push_from_checkpoint(self, checkpoint_folder):
-        if not self._is_saving and not is_stopped(self):
+        if not (self._is_saving or self._is_ending or is_stopped(self)):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_checkpoint(self, model, trial):

@@ -44,6 +44,7 @@ def parse(recipe: Path):
 def test_the_recipes_of_the_readme_are_there():
     assert {recipe.name for recipe in RECIPES} == {
         "quickstart.yaml", "math_7b.yaml", "released_recipe.yaml", "lora_small.yaml", "paper.yaml", "gsm8k.yaml",
+        "stale_samples.yaml",
         "aime24.yaml", "aime25.yaml", "smollm2_sums.yaml",
     }  # fmt: skip
 

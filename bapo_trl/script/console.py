@@ -7,6 +7,7 @@ from datetime import timedelta
 from transformers import ProgressCallback
 
 from ..bapo_config import BAPOConfig
+from .advice import advice_for
 from .pace import Pace, Stopwatch
 from .sampled_accuracy import Estimate
 
@@ -22,13 +23,8 @@ def settings_table(args: BAPOConfig) -> str:
     window = args.gradient_accumulation_steps
     updates = args.micro_batches_per_generation / window
     rows_per_update = args.per_device_train_batch_size * args.world_size * window
-    staleness = f"{args.largest_staleness} policy versions"
-    if args.uses_partial_rollouts:
-        limit = args.partial_rollout_max_staleness
-        staleness = "no limit (partial rollouts)" if limit is None else f"{limit} policy versions (partial rollouts)"
-    if args.uses_replay:
-        limit = args.replay_max_staleness
-        staleness = "no limit (replay queue)" if limit is None else f"{limit} policy versions (replay queue)"
+    age, held_by = _oldest_age(args)
+    staleness = ("no limit" if age == math.inf else f"{age} policy versions") + held_by
     rows = [
         ("samples per generation", f"{args.generation_batch_size} ({args.num_generations} per prompt)"),
         (
@@ -37,6 +33,7 @@ def settings_table(args: BAPOConfig) -> str:
         ),
         ("updates per generation", f"{updates:g}"),
         ("oldest age of a sample", staleness),
+        ("advice", advice_for(age).line(args)),
         *_balance_rows(args),
     ]
     if args.uses_replay:
@@ -53,6 +50,17 @@ def settings_table(args: BAPOConfig) -> str:
         rows.append(("partial rollouts", f"{held} groups a rank held over, looked at every {chunk} tokens"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def _oldest_age(args: BAPOConfig) -> tuple[float, str]:
+    """Return the oldest age at which a sample is trained, and what keeps it so long."""
+    if args.uses_replay:
+        limit, held_by = args.replay_max_staleness, " (replay queue)"
+    elif args.uses_partial_rollouts:
+        limit, held_by = args.partial_rollout_max_staleness, " (partial rollouts)"
+    else:
+        return args.largest_staleness, ""
+    return math.inf if limit is None else limit, held_by
 
 
 def _balance_rows(args: BAPOConfig) -> list[tuple[str, str]]:

@@ -1,9 +1,13 @@
 """What the terminal shows."""
 
+import yaml
+
 from bapo_trl import BAPOConfig
+from bapo_trl.script.advice import ADVICE, advice_table
 from bapo_trl.script.console import accuracy_table, log_line, settings_table
 from bapo_trl.script.pace import Pace, Stopwatch
 from bapo_trl.script.sampled_accuracy import Estimate
+from tests.helpers.commands import ROOT
 from tests.helpers.toy import CPU, OFF_POLICY
 
 
@@ -20,6 +24,7 @@ def test_settings_table_says_what_the_settings_mean():
         "samples per update": "12 (1 x 6 x 2)",
         "updates per generation": "4",
         "oldest age of a sample": "3 policy versions",
+        "advice": "samples hardly stale: the defaults will do (docs/stability.md)",
         "clip bounds": "low 0.6 .. 0.9, high 1.2 .. 3",
         "target share of positives": "0.5 (gradient)",
         "bound search": "upper_first, over each batch",
@@ -50,6 +55,23 @@ def test_settings_table_with_a_replay_queue():
     both = table(replay_fraction=0.25, replay_zero_advantage=True)
     assert "0.25 of each batch and in place of samples without advantage, 4096 samples" in both
     assert "6 policy versions (replay queue)" in table(replay_fraction=0.25, replay_max_staleness=6)
+
+
+def test_settings_table_names_the_row_of_the_advice_that_fits():
+    stale = {"steps_per_generation": 16, "num_iterations": 1}  # 8 updates
+    assert "hardly stale: the defaults" in table(**stale)
+    stale["steps_per_generation"] = 18
+    advised = "stale samples: loss_type vespo, positive_contribution_target 0.8, negative_weight_min 0.05"
+    assert f"advice                     {advised} (docs/stability.md)" in table(**stale)
+    assert f"advice                     {advised}" in table(replay_fraction=0.25)  # as old as the queue has them
+    assert "hardly stale" in table(replay_fraction=0.25, replay_max_staleness=6)
+    assert "stale samples: set as advised (docs/stability.md)" in table(**stale, **ADVICE[1].settings)
+
+
+def test_the_page_and_the_recipe_are_of_the_advice():
+    assert advice_table() in (ROOT / "docs" / "stability.md").read_text()
+    recipe = yaml.safe_load((ROOT / "recipes" / "stale_samples.yaml").read_text())
+    assert {name: recipe[name] for name in ADVICE[1].settings} == ADVICE[1].settings
 
 
 def test_settings_table_of_the_handles_on_negative_tokens():
