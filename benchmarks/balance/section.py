@@ -188,8 +188,8 @@ def draw_shares(summary: Sequence[dict]) -> Figure:
             axes.scatter(shares, finals, color=color, label=label)
         for row in rows:
             axes.annotate(
-                row["arm"], (row["share"]["mean"], row["final"]["mean"]), fontsize=7, xytext=(4, 3),
-                textcoords="offset points",
+                row["arm"], (row["share"]["mean"], row["final"]["mean"]), fontsize=7, xytext=(5, 0),
+                textcoords="offset points", va="center",
             )  # fmt: skip
         axes.set(
             title=f"{TASK_TITLES[task]}, {staleness} updates per generation",
@@ -197,5 +197,7 @@ def draw_shares(summary: Sequence[dict]) -> Figure:
             ylabel="final accuracy",
         )
         axes.margins(x=0.15)
-        axes.legend(loc="lower right", fontsize="small")
+        handles = axes.get_legend_handles_labels()
+    if groups:
+        figure.legend(*handles, loc="outside lower center", ncols=2)
     return figure
