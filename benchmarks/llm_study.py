@@ -24,6 +24,7 @@ from transformers import PrinterCallback, ProgressCallback
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.cpu_speed import base_dtype, has_bfloat16, speed_up_cpu
 from bapo_trl.tasks import load_gym_task, smollm2_path
+from benchmarks.balance import arms as balance
 from benchmarks.common import ROOT, Section, earlier_runs, provenance, result_path, save_result, table
 from benchmarks.run_pool import run_all, run_key
 from benchmarks.stability.summary import best_rate, mean_and_interval
@@ -38,20 +39,16 @@ SEEDS, PILOT_SEED = (0, 1, 2), 1000
 LEARNING_RATES = (1e-4, 2e-4, 4e-4)
 FEWER_RATES = (2e-4, 4e-4)  # of the arms that came after those: 1e-4 was best for none
 PROBLEMS, NUM_SAMPLES = 256, 4
-WIDEST = {**fixed_clip(0.6, 3.0), "negative_ratio_cap": 3.0}
-SHARE = {**WIDEST, "positive_contribution_target": 0.7, "negative_weight_min": 0.05}
-VESPO_SHARE = {"loss_type": "vespo", "positive_contribution_target": 0.8, "negative_weight_min": 0.05}
-OF_GENERATION = {"search_scope": "carried_over", "carried_over_masses": "generation"}
-# Settings of each arm, on top of BAPO's defaults. With a target of 1, the weight of negative tokens is its minimum.
+# Settings of each arm, on top of BAPO's defaults: those of the small tasks.
 ARMS = {
     "BAPO": {},
     "GRPO": fixed_clip(0.8, 1.2),
     "VESPO": {"loss_type": "vespo"},
-    "share 0.7": SHARE,
-    "VESPO, share 0.8": VESPO_SHARE,
-    "VESPO, share 0.8, weight of the generation": VESPO_SHARE | OF_GENERATION,
-    "constant weight 0.5": {**WIDEST, "positive_contribution_target": 1.0, "negative_weight_min": 0.5},
-}  # fmt: skip
+    "share 0.7": balance.settings_of("share 0.7"),
+    "VESPO, share 0.8": balance.settings_of("VESPO, share 0.8"),
+    "VESPO, share 0.8, weight of the generation": balance.settings_of("VESPO, share 0.8; carried over, generation"),
+    "constant weight 0.5": balance.settings_of("constant weight 0.5"),
+}
 SETTINGS = {
     "use_cpu": True,
     "gradient_checkpointing": False,
