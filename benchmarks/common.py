@@ -61,7 +61,7 @@ def describe_run(name: str, device: str) -> dict:
     """
     on_gpu = torch.device(device).type == "cuda"
     return {
-        "command": " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", f"benchmarks.{name}", *map(_without_folder, sys.argv[1:])]),
         "date": date.today().isoformat(),
         "machine": {
             "device": torch.cuda.get_device_name(device) if on_gpu else "CPU",
@@ -74,6 +74,11 @@ def describe_run(name: str, device: str) -> dict:
             "transformers": transformers.__version__,
         },
     }
+
+
+def _without_folder(argument: str) -> str:
+    """Return the name of a file that is given by an absolute path, which is one machine's, and all else as it is."""
+    return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def result_path(name: str, device: str) -> Path:

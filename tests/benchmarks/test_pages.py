@@ -6,7 +6,7 @@ import re
 import pytest
 
 from benchmarks import pages
-from benchmarks.common import RESULTS, write_result
+from benchmarks.common import RESULTS, describe_run, write_result
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +57,12 @@ def test_a_result_file_has_a_row_a_line(tmp_path):
     assert '    {"a": [1, 2]},\n    {"a": null}\n' in text
     for path in RESULTS.glob("*.json"):
         assert len(path.read_text().splitlines()) < 12 + len(json.loads(path.read_text())["results"])
+
+
+def test_commands_name_no_folder_of_one_machine(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["benchmark", "--jobs", "0", "--finished", "/scratch/rows.jsonl"])
+    assert describe_run("balance", "cpu")["command"] == "python -m benchmarks.balance --jobs 0 --finished rows.jsonl"
+    for path in RESULTS.glob("*.json"):
+        content = json.loads(path.read_text())
+        for run in (content, *content.get("earlier", [])):
+            assert " /" not in run["command"], path
