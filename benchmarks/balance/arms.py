@@ -33,7 +33,8 @@ ARMS = {
     "CISPO, share 0.8": with_share(0.8, PUBLISHED["CISPO"]),
     "BAPO, weight": with_share(0.7, {}),
 }
-# The best share of a setting again: with its weights in another order, on the positive tokens, carried over
+# Arms with a share that have controls: their weights in another order, on the positive tokens, carried over
+CONTROLLED = ("share 0.8", "VESPO, share 0.8")
 SHUFFLED, WEIGHED_UP = "weights shuffled", "positives weighed up"
 CARRIED_OVER = {
     f"carried over, {masses}": {"search_scope": "carried_over", "carried_over_masses": masses}
@@ -57,9 +58,18 @@ def variant(arm: str, name: str) -> str:
     return f"{arm}; {name}"
 
 
+def controlled_by(arm: str) -> str | None:
+    """Return the arm with a share that a variant or a constant weight is compared with, `None` for the other arms."""
+    if CONSTANT in arm:
+        return next(name for name in CONTROLLED if name.startswith("VESPO") == arm.startswith("VESPO"))
+    controlled, is_variant, _ = arm.partition("; ")
+    return controlled if is_variant else None
+
+
 def settings_of(arm: str) -> dict:
     """Return the settings of an arm or of a variant."""
-    if arm.startswith(CONSTANT):
-        return with_weight(float(arm.removeprefix(CONSTANT)), CAPPED)
+    of, is_constant, weight = arm.partition(CONSTANT)
+    if is_constant:
+        return with_weight(float(weight), PUBLISHED["VESPO"] if of else CAPPED)
     arm, _, name = arm.partition("; ")
     return {**ARMS, **REPEATED}[arm] | CARRIED_OVER.get(name, {})

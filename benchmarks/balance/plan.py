@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, replace
 
 from benchmarks.run_pool import run_key
 from benchmarks.stability.plan import FULL, Preset, Run, StalenessSetting, choose_learning_rates
+from benchmarks.training_run import RUNNING_TOTALS
 
 from .arms import (
     ARMS,
     CARRIED_OVER,
     CONSTANT,
+    CONTROLLED,
     NAMES_BEFORE,
     REPEATED,
     SHUFFLED,
@@ -33,6 +35,7 @@ SETTINGS = {
 LOW_RATES = ("widest, cap", "share 0.6", "BAPO, weight")  # whose grids begin at half of that
 SEEDS, MORE_SEEDS = FULL.few_seeds, FULL.seeds[len(FULL.few_seeds) :]
 K = 4  # of pass@k
+LITTLE_WEIGHED = 0.9  # mean weight of an arm from which on its controls would hardly differ from it
 IN_REACH = 0.02
 
 
@@ -65,21 +68,65 @@ class BalancePreset(Preset):
         return spec
 
 
-PRESET = BalancePreset(**vars(FULL))
+_updates = {**FULL.updates, **dict.fromkeys(RUNNING_TOTALS, FULL.updates["running_totals"])}  # the variants' as well
+PRESET = BalancePreset(**{**vars(FULL), "updates": _updates})
 
 
-def choose_rate(task: str, staleness: StalenessSetting, arm: str, make: Make) -> float | None:
-    """Return the learning rate of an arm, the best of its pilots; `None` if none of them is made."""
+@dataclass(frozen=True)
+class Further:
+    """
+    A question to some of the arms, on three seeds: staler samples, longer completions or a larger model.
+
+    Attributes:
+        task (`str`):
+            Name of the task.
+        staleness ([`StalenessSetting`]):
+            What makes samples stale.
+        arms (sequence of `str`):
+            Keys of `ARMS` and `REPEATED`, and `CONSTANT` for the mean weight of the first of `CONTROLLED`, at its
+            learning rate.
+        learning_rates (`tuple[float, ...]`, *optional*):
+            Grid of the pilots. By default, an arm has its learning rate of 64 updates per generation, that on the hard
+            task if the task is a variant of it.
+    """
+
+    task: str
+    staleness: StalenessSetting
+    arms: Sequence[str]
+    learning_rates: tuple[float, ...] = ()
+
+    @property
+    def tuned_on(self) -> tuple[str, str]:
+        """Task and name of the staleness setting that the learning rates come from where there are no pilots."""
+        return ("sums" if self.task == "sums" else "running_totals", "64")
+
+
+BEST = ("VESPO, share 0.8", "VESPO", "share 0.8")
+DOSE = (*BEST, "BAPO", CONSTANT, "widest")
+FURTHER = (
+    Further("sums", StalenessSetting(256, num_iterations=4), (*BEST, "GRPO"), (1.25e-4, 2.5e-4, 5e-4)),
+    Further("sums", StalenessSetting(16, replay_min_staleness=64), (*BEST, "GRPO")),
+    Further("running_totals_long", StalenessSetting(64), DOSE),
+    Further("running_totals_larger_model", StalenessSetting(64), (*BEST, "BAPO")),
+    Further("running_totals_longer", StalenessSetting(64), DOSE),
+)
+
+
+def grid_of(task: str, staleness: StalenessSetting, arm: str) -> tuple[float, ...]:
+    """Return where the grid of learning rates of an arm begins, in one of `SETTINGS`."""
     grid = SETTINGS[task, staleness]
-    if arm in LOW_RATES:
-        grid = tuple(rate / 2 for rate in grid)
+    return tuple(rate / 2 for rate in grid) if arm in LOW_RATES else grid
+
+
+def choose_rate(task: str, staleness: StalenessSetting, arm: str, grid: tuple[float, ...], make: Make) -> float | None:
+    """Return the learning rate of an arm, the best of its pilots; `None` if none of them is made."""
     preset = replace(PRESET, learning_rates={task: grid})
     return choose_learning_rates(task, [arm], preset, make, [staleness]).get((arm, staleness.name))
 
 
 def make_study(make: Make, first_study: Sequence[dict], arms: Sequence[str] = (*ARMS, *REPEATED)) -> None:
     """
-    Make the runs of the study, setting by setting.
+    Make the runs of the study, setting by setting, what takes long last.
 
     Args:
         make (callable):
@@ -89,54 +136,90 @@ def make_study(make: Make, first_study: Sequence[dict], arms: Sequence[str] = (*
         arms (sequence of `str`, *optional*):
             Keys of `ARMS` and `REPEATED`; all of them by default.
     """
-    known = {
-        (row["task"], row["staleness_setting"], row["arm"]): row["learning_rate"]
+    rates: dict[tuple, float | None] = {
+        (row["task"], row["staleness_setting"], arm): row["learning_rate"]
         for row in first_study
-        if row["purpose"] == "reported"
+        for arm in REPEATED
+        if row["purpose"] == "reported" and row["arm"] == NAMES_BEFORE.get(arm, arm)
     }
-    shares: dict[tuple[str, str], list[dict]] = {}
+    groups: dict[tuple, list[dict]] = {}  # by task, staleness setting and arm
     for task, staleness in SETTINGS:
         print(f"{task}, {staleness.name}:", flush=True)
-        rows: list[dict] = []
-        for arm in ARMS:
-            if arm in arms and (rate := choose_rate(task, staleness, arm, make)):
+        rows = []
+        for arm in (*ARMS, *REPEATED):
+            if arm in ARMS and arm in arms:
+                grid = grid_of(task, staleness, arm)
+                rates[task, staleness.name, arm] = choose_rate(task, staleness, arm, grid, make)
+            if arm in arms and (rate := rates[task, staleness.name, arm]):
                 rows += make([Run("reported", task, arm, staleness, rate, seed) for seed in SEEDS])
-        rates = {arm: known[task, staleness.name, NAMES_BEFORE.get(arm, arm)] for arm in REPEATED if arm in arms}
-        rows += make(
-            [Run("reported", task, arm, staleness, rates[arm], seed) for arm, seed in itertools.product(rates, SEEDS)]
-        )
         make(list(more_seeds(rows)))
-        shares[task, staleness.name] = best_share(rows)
-    for task, staleness in SETTINGS:
-        make(list(controls(shares[task, staleness.name], shares[_other_task(task), staleness.name])))
+        groups |= {(task, staleness.name, arm): group for arm, group in _by_arm(rows).items()}
+    easy, hard = dict.fromkeys(task for task, _ in SETTINGS)
+    make_controls(easy, groups, make)
+    for question in FURTHER:
+        make_further(question, rates, groups, arms, make)
+    make_controls(hard, groups, make)
 
 
-def best_share(rows: Sequence[dict]) -> list[dict]:
-    """Return the rows of the best of the arms that are named for their share alone; empty if there are none."""
-    groups = _by_arm([row for row in rows if row["arm"].startswith("share") and row["arm"].count(",") == 0])
-    return max(groups.values(), key=lambda group: statistics.mean(row["final"] for row in group), default=[])
+def make_controls(task: str, groups: dict[tuple, list[dict]], make: Make) -> None:
+    """Make the runs that ask what of a share matters on a task, if its weights are far enough from 1."""
+    for (other, staleness), arm in itertools.product(SETTINGS, CONTROLLED):
+        own = groups.get((task, staleness.name, arm), [])
+        if other == task and own and _mean_weight(own) < LITTLE_WEIGHED:
+            elsewhere = groups.get((_other_task(task), staleness.name, arm), [])
+            make(list(controls(own, elsewhere)))
 
 
-def controls(best: Sequence[dict], elsewhere: Sequence[dict]) -> Iterator[Run]:
+def make_further(
+    question: Further,
+    rates: dict[tuple, float | None],
+    groups: dict[tuple, list[dict]],
+    arms: Sequence[str],
+    make: Make,
+) -> None:
+    """Make the runs of a question to those of its arms that are among these, seed by seed."""
+    task, staleness = question.task, question.staleness
+    print(f"{task}, {staleness.name}:", flush=True)
+    chosen: dict[str, float | None] = {}
+    for arm in question.arms:
+        if arm == CONSTANT:
+            if rows := groups.get((*question.tuned_on, CONTROLLED[0])):
+                chosen[constant(rows)] = rows[0]["learning_rate"]
+        elif arm in arms and question.learning_rates:
+            chosen[arm] = choose_rate(task, staleness, arm, question.learning_rates, make)
+        elif arm in arms:
+            chosen[arm] = rates[*question.tuned_on, arm]
+    runs = itertools.product(SEEDS, [arm for arm in chosen if chosen[arm]])
+    make([Run("reported", task, arm, staleness, chosen[arm], seed) for seed, arm in runs])
+
+
+def controls(own: Sequence[dict], elsewhere: Sequence[dict]) -> Iterator[Run]:
     """
-    Yield the runs that ask what of the best share matters, on its seeds and at its learning rate.
+    Yield the runs that ask what of a share matters, on its seeds and at its learning rate.
 
     Its weights in another order, on the positive tokens instead, carried over; and constant weights: the mean of its
-    own, and that of the best share on the other task.
+    own, and that of the same arm on the other task.
 
     Args:
-        best (sequence of `dict`):
-            Rows of the best share of a setting.
+        own (sequence of `dict`):
+            Rows of an arm with a share in a setting.
         elsewhere (sequence of `dict`):
             Those of the other task.
     """
-    for row in best:
+    for row in own:
         if row["seed"] not in SEEDS:
             continue
         variants = [variant(row["arm"], name) for name in (SHUFFLED, WEIGHED_UP, *CARRIED_OVER)]
-        for arm in [*variants, *(f"{CONSTANT}{_mean_weight(rows):.2f}" for rows in (best, elsewhere) if rows)]:
+        constants = dict.fromkeys(constant(rows) for rows in (own, elsewhere) if rows)
+        for arm in [*variants, *constants]:
             staleness = StalenessSetting(int(row["staleness_setting"]))
             yield Run("reported", row["task"], arm, staleness, row["learning_rate"], row["seed"])
+
+
+def constant(rows: Sequence[dict]) -> str:
+    """Return the name of the arm of a constant weight, the mean of those of an arm with a share."""
+    of_vespo = "VESPO, " if rows[0]["arm"].startswith("VESPO") else ""
+    return f"{of_vespo}{CONSTANT}{_mean_weight(rows):.2f}"
 
 
 def _other_task(task: str) -> str:

@@ -9,49 +9,54 @@ from benchmarks.stability.section import TASK_TITLES
 from benchmarks.stability.summary import best_rate, mean_and_interval, pilot_accuracies
 from benchmarks.stability.tables import with_interval
 
-from .arms import REPEATED, SMALLEST_WEIGHT
-from .plan import SETTINGS
+from .arms import CONSTANT, REPEATED, SMALLEST_WEIGHT, controlled_by
+from .plan import FURTHER, SETTINGS
 
 
 FIGURE = "balance_share.png"
+TITLES = {
+    **TASK_TITLES,
+    "running_totals_long": "Running totals, wrong completions twice as long",
+    "running_totals_longer": "Running totals, wrong completions four times as long",
+    "running_totals_larger_model": "Running totals, four times the parameters",
+}
 
 
 def summarize(rows: Sequence[dict]) -> list[dict]:
-    """Return a row for each task, staleness setting and arm: means over the seeds, with intervals, best first."""
-    groups: dict[tuple, list[dict]] = {}
+    """
+    Return a row for each task, staleness setting and arm: means over the seeds, with intervals, best first.
+
+    Each has the difference to another arm on the same seeds, `than`: VESPO, or the arm that a control is of.
+    """
+    groups: dict[tuple, dict[int, dict]] = {}
     for row in rows:
         if row["purpose"] == "reported":
-            groups.setdefault((row["task"], row["staleness_setting"], row["arm"]), []).append(row)
-    vespo = {
-        (row["task"], row["staleness_setting"], row["seed"]): row["final"]
-        for group in groups.values()
-        for row in group
-        if row["arm"] == "VESPO"
-    }
-    summary = [
-        {
-            "task": task,
-            "staleness_setting": staleness,
-            "arm": arm,
-            "learning_rate": group[0]["learning_rate"],
-            "seeds": len(group),
-            "collapsed": sum(row["is_collapsed"] for row in group),
-            "above_vespo": mean_and_interval(
-                [
-                    row["final"] - vespo[task, staleness, row["seed"]]
-                    for row in group
-                    if (task, staleness, row["seed"]) in vespo
-                ]
-            ),
-            **{
-                key: mean_and_interval([row[key] for row in group])
-                for key in ("final", "area", "pass@k", "largest_fall", "gradient_peak", "entropy_ratio")
-            },
-            "share": mean_and_interval([row["means"].get("bapo/positive_share") for row in group]),
-            "weight": mean_and_interval([_mean_weight(row) for row in group]),
-        }
-        for (task, staleness, arm), group in groups.items()
-    ]
+            groups.setdefault((row["task"], row["staleness_setting"], row["arm"]), {})[row["seed"]] = row
+    summary = []
+    for (task, staleness, arm), by_seed in groups.items():
+        than = controlled_by(arm) or "VESPO"
+        others = groups.get((task, staleness, than), {})
+        pairs = [(row, others[seed]) for seed, row in by_seed.items() if seed in others and arm != than]
+        group = list(by_seed.values())
+        summary.append(
+            {
+                "task": task,
+                "staleness_setting": staleness,
+                "arm": arm,
+                "learning_rate": group[0]["learning_rate"],
+                "seeds": len(group),
+                "collapsed": sum(row["is_collapsed"] for row in group),
+                "than": than,
+                "above": mean_and_interval([row["final"] - other["final"] for row, other in pairs]),
+                "above_in_pass@k": mean_and_interval([row["pass@k"] - other["pass@k"] for row, other in pairs]),
+                **{
+                    key: mean_and_interval([row[key] for row in group])
+                    for key in ("final", "area", "pass@k", "largest_fall", "gradient_peak", "entropy_ratio")
+                },
+                "share": mean_and_interval([row["means"].get("bapo/positive_share") for row in group]),
+                "weight": mean_and_interval([_mean_weight(row) for row in group]),
+            }
+        )
     return sorted(summary, key=lambda row: -row["final"]["mean"])
 
 
@@ -89,21 +94,40 @@ def render(content: dict) -> Section:
         "methods are those of the study above; the others have pilots of their own.",
         f"Final is the accuracy of sampled completions. pass@{settings['k']}: held-out problems with a right one "
         f"among {settings['k']} samples. Figures are means ± half the width of the 95 % interval over the seeds "
-        "(Student's t). Above VESPO: mean difference on the same seeds.",
+        "(Student's t), none where there is one seed. Above VESPO: mean difference on the same seeds. A control "
+        "changes one thing of an arm: its weights in another order, on the positive tokens instead, from the masses "
+        "of the update or of the generation (carried over), or a constant weight, its own mean or that of the other "
+        "task.",
     ]
     tables = [f"## {heading}"]
-    for task, staleness in SETTINGS:
+    asked = {
+        **dict.fromkeys(SETTINGS, settings["arms"]),
+        **{(question.task, question.staleness): question.arms for question in FURTHER},
+    }
+    for (task, staleness), names in asked.items():
         arms = [row for row in summary if (row["task"], row["staleness_setting"]) == (task, staleness.name)]
-        title = f"### {TASK_TITLES[task]}, {staleness.name} updates per generation"
-        missing = [arm for arm in settings["arms"] if arm not in {row["arm"] for row in arms}]
+        title = f"### {_title(task, staleness.name)}"
+        there = {CONSTANT if row["arm"].startswith(CONSTANT) else row["arm"] for row in arms}
+        missing = [arm for arm in names if arm not in there]
+        known = [arm for arm in missing if arm in REPEATED and (task, staleness) in SETTINGS]
+        controls = [row for row in arms if controlled_by(row["arm"])]
         text.append(title)
         if arms:
-            text.append(_final_table(arms, settings["k"]))
-            tables += [title, _more_table(arms), _pilots_table(pilots, task, staleness.name)]
-        if missing:
-            text.append(f"Not run yet: {', '.join(missing)}.")
+            text.append(_final_table([row for row in arms if row not in controls], settings["k"]))
+            tables += [title, _more_table(arms), *_pilots_table(pilots, task, staleness.name)]
+        if controls:
+            text.append(_controls_table(controls, settings["k"]))
+        if known:
+            text.append(f"Run in the study above, without pass@{settings['k']}: {', '.join(known)}.")
+        if len(missing) > len(known):
+            text.append(f"Not run: {', '.join(arm.strip() for arm in missing if arm not in known)}.")
     text += [*_scatter_text(summary), f"Areas, entropy and all learning rates: {link_to_tables(heading)}."]
     return Section("\n\n".join([*text, provenance(content)]), "\n\n".join(tables), {FIGURE: draw_shares(summary)})
+
+
+def _title(task: str, staleness: str) -> str:
+    updates, _, how = staleness.partition(", ")
+    return f"{TITLES[task]}, {updates} updates per generation{', ' * bool(how)}{how}"
 
 
 def _final_table(arms: Sequence[dict], k: int) -> str:
@@ -112,7 +136,7 @@ def _final_table(arms: Sequence[dict], k: int) -> str:
         [
             row["arm"] + (f" ({row['collapsed']} of {row['seeds']} collapsed)" if row["collapsed"] else ""),
             with_interval(row["final"], 3),
-            "-" if row["arm"] == "VESPO" or row["above_vespo"]["mean"] is None else _signed(row["above_vespo"]),
+            _signed(row["above"]),
             with_interval(row["pass@k"], 3),
             with_interval(row["largest_fall"], 3),
             with_interval(row["gradient_peak"], 1),
@@ -137,16 +161,33 @@ def _more_table(arms: Sequence[dict]) -> str:
     return table(["Arm", "Seeds", "Learning rate", "Area", "Entropy"], cells)
 
 
-def _pilots_table(pilots: Sequence[dict], task: str, staleness: str) -> str:
+def _pilots_table(pilots: Sequence[dict], task: str, staleness: str) -> list[str]:
     some = [row for row in pilots if (row["task"], row["staleness_setting"]) == (task, staleness)]
     cells = [
         [arm, f"{best_rate(by_rate):g}", ", ".join(f"{rate:g}: {value:.3f}" for rate, value in by_rate.items())]
         for (arm, _), by_rate in pilot_accuracies(some).items()
     ]
-    return table(["Arm", "Chosen", "Accuracy of the pilots by learning rate"], cells)
+    return [table(["Arm", "Chosen", "Accuracy of the pilots by learning rate"], cells)] if cells else []
+
+
+def _controls_table(controls: Sequence[dict], k: int) -> str:
+    cells = [
+        [
+            row["than"],
+            row["arm"].partition("; ")[2] or row["arm"].removeprefix("VESPO, "),
+            with_interval(row["final"], 3),
+            _signed(row["above"]),
+            _signed(row["above_in_pass@k"]),
+            f"{row['share']['mean']:.2f} ({row['weight']['mean']:.2f})",
+        ]
+        for row in sorted(controls, key=lambda row: row["than"])
+    ]
+    return table(["Arm", "Control", "Final", "Above the arm", f"Above it in pass@{k}", "Share (weight)"], cells)
 
 
 def _signed(value: dict) -> str:
+    if value["mean"] is None:
+        return "-"
     return f"{value['mean']:+.3f}" + ("" if value["half_width"] is None else f" ± {value['half_width']:.3f}")
 
 
@@ -161,7 +202,7 @@ def _with_share(summary: Sequence[dict]) -> dict[tuple[str, str], list[dict]]:
 
 def _scatter_text(summary: Sequence[dict]) -> list[str]:
     correlations = [
-        f"{TASK_TITLES[task]}, {staleness}: "
+        f"{_title(task, staleness)}: "
         f"{rank_correlation([row['share']['mean'] for row in rows], [row['final']['mean'] for row in rows]):+.2f} "
         f"({len(rows)} arms)"
         for (task, staleness), rows in _with_share(summary).items()
@@ -192,7 +233,7 @@ def draw_shares(summary: Sequence[dict]) -> Figure:
                 textcoords="offset points", va="center",
             )  # fmt: skip
         axes.set(
-            title=f"{TASK_TITLES[task]}, {staleness} updates per generation",
+            title=_title(task, staleness),
             xlabel="share of positive tokens in the policy loss",
             ylabel="final accuracy",
         )

@@ -12,7 +12,7 @@ from .summary import best_rate, pilot_accuracies
 
 
 ROWS = {task: settings["per_device_train_batch_size"] for task, settings in TASK_SETTINGS.items()}
-# Measurements on held-out problems, by what a run is for; in runs of 64 updates per generation there are twice as many
+# Measurements on held-out problems, by what a run is for, and as many more in longer runs
 MEASUREMENTS = {"pilot": 4, "reported": 8, "candidate": 8}
 
 
@@ -26,29 +26,40 @@ class StalenessSetting:
             Optimizer updates between two generations.
         num_iterations (`int`):
             Passes over a generation that these updates make.
-        is_replayed (`bool`):
-            Whether half of each batch comes from the replay queue, where it holds samples of a staleness of at least
-            16 updates: at first it holds none.
+        replay_min_staleness (`int`, *optional*):
+            If given, half of each batch comes from the replay queue, where it holds samples of a staleness of at least
+            so many updates: at first it holds none.
     """
 
     updates_per_generation: int
     num_iterations: int = 1
-    is_replayed: bool = False
+    replay_min_staleness: int | None = None
 
     def args(self, micro_batches: int) -> dict:
         """Return what sets the staleness of a run whose updates have so many micro-batches."""
-        queue = {"replay_fraction": 0.5, "replay_min_staleness": 16, "replay_capacity": 16384}
+        queue = {
+            "replay_fraction": 0.5,
+            "replay_min_staleness": self.replay_min_staleness,
+            "replay_capacity": 16384,
+        }
         return {
             "steps_per_generation": self.updates_per_generation // self.num_iterations * micro_batches,
             "num_iterations": self.num_iterations,
-            **(queue if self.is_replayed else {}),
+            **(queue if self.replay_min_staleness else {}),
         }
 
     @property
     def name(self) -> str:
         """Name in rows and tables."""
         passes = f", {self.num_iterations} passes" if self.num_iterations > 1 else ""
-        return f"{self.updates_per_generation}{passes}{', queue' if self.is_replayed else ''}"
+        queue = f", queue from {self.replay_min_staleness}" if self.replay_min_staleness else ""
+        return f"{self.updates_per_generation}{passes}{queue}"
+
+    @property
+    def length(self) -> int:
+        """How many times as long as others its runs are: longer where samples get 64 updates old or more."""
+        oldest = max(self.updates_per_generation, self.replay_min_staleness or 0)
+        return 1 if oldest < 64 else 2 if oldest < 256 else 4
 
     @property
     def rate_setting(self) -> str:
@@ -61,7 +72,7 @@ OTHERS = (
     StalenessSetting(4, num_iterations=4),
     StalenessSetting(16, num_iterations=4),
     StalenessSetting(64, num_iterations=4),
-    StalenessSetting(4, is_replayed=True),
+    StalenessSetting(4, replay_min_staleness=16),
 )
 
 
@@ -84,7 +95,7 @@ class Preset:
 
     Attributes:
         updates (`dict[str, int]`):
-            Tasks, with the updates of their runs. With 64 updates per generation, there are twice as many.
+            Tasks, with the updates of their runs, those of length 1.
         learning_rates (`dict[str, tuple[float, ...]]`):
             Grid of each task.
         ablation (`dict[str, tuple[str, ...]]`):
@@ -113,7 +124,7 @@ class Preset:
     def spec(self, run: Run) -> dict:
         """Return what [`training_run.run`] takes."""
         settings = {**ARMS, **ABLATION}[run.arm]
-        updates = self.updates[run.task] * (2 if run.staleness.updates_per_generation == 64 else 1)
+        updates = self.updates[run.task] * run.staleness.length
         micro_batches = settings.get("gradient_accumulation_steps", 1)
         args = {**settings, **run.staleness.args(micro_batches), **self.args, "learning_rate": run.learning_rate}
         if micro_batches > 1:

@@ -54,38 +54,73 @@ def test_the_plan_tunes_new_arms_and_takes_the_known_rates_of_published_ones():
         for row in rows:
             if row["purpose"] == "pilot":  # best at 8e-4
                 row["held_out"] = [[0, 0.0], [1, 1 - abs(row["learning_rate"] - 8e-4)]]
-            elif row["arm"] == "share 0.9":
+            elif row["arm"] == "share 0.8":
                 row |= {"final": 0.9, "weights": [0.4, 0.4] if row["task"] == "running_totals" else [0.5, 0.9]}
+            elif row["arm"] == "VESPO, share 0.8":
+                row["weights"] = [1.0, 0.96] if row["task"] == "running_totals" else [0.6, 0.4]
         return rows
 
     plan.make_study(make, FIRST_STUDY)
     hard = {run for run in asked if (run.task, run.staleness.name) == ("running_totals", "64")}
-    assert {run.learning_rate for run in hard if run.purpose == "pilot" and run.arm == "share 0.9"} == {
+    assert {run.learning_rate for run in hard if run.purpose == "pilot" and run.arm == "share 0.8"} == {
         4e-4, 8e-4, 1.6e-3,
     }  # fmt: skip
     reported = [run for run in hard if run.purpose == "reported"]
     counts = Counter(run.arm for run in reported)
     assert {arm: counts.pop(arm) for arm in (*arms.ARMS, *arms.REPEATED)} == {
-        arm: 5 if arm == "share 0.9" else 3 for arm in (*arms.ARMS, *arms.REPEATED)
+        arm: 5 if arm == "share 0.8" else 3 for arm in (*arms.ARMS, *arms.REPEATED)
     }
-    assert counts == {
-        "share 0.9; weights shuffled": 3,
-        "share 0.9; positives weighed up": 3,
-        "share 0.9; carried over, update": 3,
-        "share 0.9; carried over, generation": 3,
+    assert counts == {  # none of VESPO with a share, whose weight is nearly 1
+        "share 0.8; weights shuffled": 3,
+        "share 0.8; positives weighed up": 3,
+        "share 0.8; carried over, update": 3,
+        "share 0.8; carried over, generation": 3,
         "constant weight 0.40": 3,  # its own mean
         "constant weight 0.70": 3,  # that of the other task
     }
     rates = {run.arm: run.learning_rate for run in reported}
-    assert rates["share 0.9"] == 8e-4
+    assert rates["share 0.8"] == rates["constant weight 0.40"] == 8e-4
     assert (rates["VESPO"], rates["widest"]) == (1.6e-3, 2e-4)
     assert {run.seed for run in asked if run.purpose == "pilot"} == {1000}
+    easy = {run.arm for run in asked if (run.task, run.staleness.name) == ("sums", "64")}
+    assert {"VESPO, constant weight 0.50", "VESPO, constant weight 0.98", "VESPO, share 0.8; weights shuffled"} < easy
+
+
+def test_the_further_questions_have_pilots_or_the_learning_rates_of_64_updates():
+    asked = []
+
+    def make(runs):
+        asked.extend(runs)
+        return [{**row, "weights": [0.5]} for row in rows_of(runs)]
+
+    plan.make_study(make, FIRST_STUDY)
+    of_setting = {}
+    for run in asked:
+        of_setting.setdefault((run.task, run.staleness.name), []).append(run)
+    passes = of_setting["sums", "256, 4 passes"]
+    assert {run.learning_rate for run in passes if run.purpose == "pilot"} >= {1.25e-4, 2.5e-4, 5e-4}
+    assert {run.arm for run in passes if run.purpose == "reported"} == {*plan.BEST, "GRPO"}
+    assert plan.PRESET.spec(passes[0])["args"]["steps_per_generation"] == 64
+    assert plan.PRESET.spec(passes[0])["generations"] == 2
+    queue = of_setting["sums", "16, queue from 64"]
+    assert {run.purpose for run in queue} == {"reported"}
+    assert plan.PRESET.spec(queue[0])["args"]["replay_min_staleness"] == 64
+    long = of_setting["running_totals_long", "64"]
+    assert {run.arm for run in long} == {*plan.BEST, "BAPO", "widest", "constant weight 0.50"}
+    assert {run.learning_rate for run in long if run.arm == "VESPO"} == {1.6e-3}  # that of the hard task
+    assert Counter(run.seed for run in long) == {0: 6, 1: 6, 2: 6}
+    assert plan.PRESET.spec(of_setting["running_totals_larger_model", "64"][0])["generations"] == 2
 
 
 def test_some_of_the_arms_alone():
     asked = []
-    plan.make_study(lambda runs: asked.extend(runs) or rows_of(runs), FIRST_STUDY, ["VESPO, share 0.8", "VESPO"])
-    assert {run.arm for run in asked} == {"VESPO, share 0.8", "VESPO"}
+
+    def make(runs):
+        asked.extend(runs)
+        return [{**row, "weights": [0.5]} for row in rows_of(runs)]
+
+    plan.make_study(make, FIRST_STUDY, ["VESPO, share 0.8", "VESPO"])
+    assert {arms.controlled_by(run.arm) or run.arm for run in asked} == {"VESPO, share 0.8", "VESPO"}
 
 
 def test_a_run_that_is_reported_measures_pass_at_k():
@@ -162,7 +197,11 @@ def finished(final, share, weight):
 
 def test_the_section_ranks_arms_and_compares_them_with_vespo_on_the_same_seeds():
     rows = []
-    for arm, final, share in (("VESPO", 0.8, 0.5), ("share 0.8", 0.85, 0.8), ("BAPO", 0.3, 0.4), ("CISPO", 0.7, None)):
+    of_arm = (
+        ("VESPO", 0.8, 0.5), ("share 0.8", 0.85, 0.8), ("BAPO", 0.3, 0.4), ("CISPO", 0.7, None),
+        ("share 0.8; weights shuffled", 0.81, 0.7), ("constant weight 0.75", 0.9, 0.7),
+    )  # fmt: skip
+    for arm, final, share in of_arm:
         for seed in (0, 1):
             run = Run("reported", "running_totals", arm, StalenessSetting(64), 8e-4, seed)
             rows.append(run_to_row(run, finished(final + 0.02 * seed, share, 0.5), {}))
@@ -171,13 +210,18 @@ def test_the_section_ranks_arms_and_compares_them_with_vespo_on_the_same_seeds()
     settings = {"arms": [*arms.ARMS, *arms.REPEATED], "seeds": [0, 1], "k": 4, "threads": 1}
     shown = section.render({**describe_run("balance", "cpu"), "settings": settings, "results": rows})
     lines = [line.strip("| ").split(" | ") for line in shown.text.splitlines() if line.startswith("| ")][2:]
-    assert [line[0] for line in lines] == ["share 0.8", "VESPO", "CISPO", "BAPO (2 of 2 collapsed)"]
+    assert [line[0] for line in lines[:4]] == ["share 0.8", "VESPO", "CISPO", "BAPO (2 of 2 collapsed)"]
+    assert [line[:2] for line in lines[6:]] == [  # after their header
+        ["share 0.8", "constant weight 0.75"], ["share 0.8", "weights shuffled"],
+    ]  # fmt: skip
+    assert [line[3] for line in lines[6:]] == ["+0.050 ± 0.000", "-0.040 ± 0.000"]
     assert lines[0][2] == "+0.050 ± 0.000"
     assert lines[0][5] == "4.0 ± 0.0"
     assert lines[0][6] == "0.80 (0.75)"
     assert lines[2][6].startswith("-")
-    assert "Not run yet: share 0.9" in shown.text
-    assert "64: +1.00 (3 arms)" in shown.text
+    assert "Not run: share 0.9" in shown.text
+    assert "Run in the study above, without pass@4: GRPO, widest, GSPO." in shown.text
+    assert "64 updates per generation: +0.82 (5 arms)" in shown.text
     assert "0.0008: 0.750" in shown.tables  # the mean of the last two measurements
 
 

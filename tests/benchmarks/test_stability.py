@@ -52,7 +52,7 @@ def test_the_main_arms_run_everywhere_and_the_others_where_samples_are_stale():
         seeds.setdefault((run.arm, run.staleness.name), []).append(run.seed)
     for arm in MAIN:
         settings = {setting for (name, setting) in seeds if name == arm} - {"1"}
-        assert settings == {"4", "16", "64", "4, 4 passes", "16, 4 passes", "64, 4 passes", "4, queue"}
+        assert settings == {"4", "16", "64", "4, 4 passes", "16, 4 passes", "64, 4 passes", "4, queue from 16"}
         assert {tuple(seeds[arm, setting]) for setting in settings} == {(0, 1, 2, 3, 4)}
     assert [(arm, len(values)) for (arm, setting), values in seeds.items() if setting == "1"] == [("GRPO", 5)]
     for arm in {*ARMS, *ABLATION} - set(MAIN):
