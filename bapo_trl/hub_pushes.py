@@ -5,10 +5,10 @@ import os
 import shutil
 from pathlib import Path
 
+from .checkpoint_files import MANIFEST
 from .generation.pool_checkpoint import is_pool_file
 from .replay.checkpoint import is_queue_file
 from .trainer_mixin import TrainerMixin
-from .whole_checkpoint import MANIFEST
 
 
 TO_PUSH = "_to_push"  # in the run's folder; no upload takes what begins with `_`

@@ -8,30 +8,25 @@ checkpoint of the same name, the new one gets the name first. Neither transforme
 """
 
 import contextlib
-import errno
-import json
 import os
 import shutil
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 
 from accelerate.utils import gather_object
-from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
+from .checkpoint_files import MANIFEST, checkpoint_names, find_defect, left_out_states, step_of, write_manifest
+from .disk import flush, flush_early, flush_tree
 from .random_states import RandomStates
 from .stop_signals import is_stopped
 from .trainer_mixin import TrainerMixin
 
 
-MANIFEST = "checkpoint_files.json"
 UNFINISHED = "_unfinished"
 _OLD = "old-"  # before the name of a checkpoint that has to go
-_EARLY_BYTES = 16 * 2**20  # a file that has grown by as many is sent to the disk while it is written
 
 
 class WholeCheckpoints(TrainerMixin):
@@ -56,7 +51,7 @@ class WholeCheckpoints(TrainerMixin):
         self._remove_unfinished(self.args.output_dir)
         self._last_checkpoint = self.checkpoint_to_resume(resume_from_checkpoint)
         if self._last_checkpoint is not None and self.is_world_process_zero():
-            left_out = _left_out(self._last_checkpoint)
+            left_out = left_out_states(self._last_checkpoint)
             if left_out:
                 warnings.warn(
                     f"The checkpoint {self._last_checkpoint} lacks what `save_only_model` leaves out. These start "
@@ -116,7 +111,7 @@ class WholeCheckpoints(TrainerMixin):
                 )
             return resume_from_checkpoint
         skipped = []
-        for name in sorted(set(gather_object(_checkpoints(run_dir))), key=_step, reverse=True):
+        for name in sorted(set(gather_object(checkpoint_names(run_dir))), key=step_of, reverse=True):
             folder = os.path.join(run_dir, name)
             defect = self._defect_on_any_rank(folder)
             if defect is None:
@@ -151,7 +146,7 @@ class WholeCheckpoints(TrainerMixin):
             self._is_saving = True
             flushes = self.is_local_process_zero()
             try:
-                with _flush_early(os.path.join(run_dir, UNFINISHED)) if flushes else contextlib.nullcontext():
+                with flush_early(os.path.join(run_dir, UNFINISHED)) if flushes else contextlib.nullcontext():
                     super()._save_checkpoint(model, trial)
             finally:
                 self._is_saving = False
@@ -159,9 +154,9 @@ class WholeCheckpoints(TrainerMixin):
         # All ranks have written
         with self._failing_together(run_dir, name):
             if is_owner and os.path.isdir(unfinished):  # not so on a node that saves nothing on a disk of its own
-                _write_manifest(unfinished)
+                write_manifest(unfinished)
             if self.is_local_process_zero():  # on each node: what it wrote may be in its memory alone
-                _flush_tree(os.path.join(run_dir, UNFINISHED))
+                flush_tree(os.path.join(run_dir, UNFINISHED))
         with self._failing_together(run_dir, name):
             if is_owner and os.path.isdir(unfinished):
                 _finish(unfinished, folder)
@@ -252,85 +247,11 @@ class WholeCheckpoints(TrainerMixin):
             self.state.save_to_json(os.path.join(run_dir, UNFINISHED, name, TRAINER_STATE_NAME))
 
 
-def find_defect(folder: str | Path, is_dispensable: Callable[[str], bool] = lambda file: False) -> str | None:
-    """
-    Return what keeps a checkpoint from being whole, `None` if it is.
-
-    With a manifest, every file must be there with its size. A checkpoint without one, of another trainer or an older
-    version, counts as whole if its `trainer_state.json` can be read: transformers writes that last.
-
-    Args:
-        folder (`str` or `Path`):
-            Checkpoint folder.
-        is_dispensable (`Callable`, *optional*):
-            Tells of a file of the manifest, by its path in the folder, whether it may be missing or of another size.
-
-    Returns:
-        `str` that names the files, or `None`.
-    """
-    folder = Path(folder)
-    if not os.path.isdir(folder):  # those of `Path` raise what keeps them from looking
-        return "there is no such folder"
-    has_manifest = os.path.isfile(folder / MANIFEST)
-    contents = []
-    for name in (MANIFEST, TRAINER_STATE_NAME) if has_manifest else (TRAINER_STATE_NAME,):
-        try:
-            contents.append(json.loads((folder / name).read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            return f"{name} is missing"
-        except (ValueError, RecursionError):
-            return f"{name} is not complete"
-        except OSError as error:  # no permission, a disk that fails
-            return f"{name} cannot be read ({error.strerror})"
-        if not isinstance(contents[-1], dict) or (name == TRAINER_STATE_NAME and not _is_state(contents[-1])):
-            return f"{name} is not what was written"
-    defects = []
-    for path, size in contents[0].items() if has_manifest else ():
-        if is_dispensable(path):
-            continue
-        found = _size(folder / path)
-        if found is None:
-            defects.append(f"{path} is missing")
-        elif found != size:
-            defects.append(f"{path} has {found} bytes, not {size}")
-    return "; ".join(defects) or None
-
-
-def _left_out(folder: str) -> list[str]:
-    """Return the states that a run resumed from a checkpoint does not find there."""
-    of_optimizer = ("*optimizer*", "global_step*")  # the second of DeepSpeed, with the schedule in it
-    states = {"optimizer, learning rate schedule": of_optimizer, "random states": ("rng_state*",)}
-    return [name for name, files in states.items() if not any(any(Path(folder).glob(each)) for each in files)]
-
-
-def _is_state(content: dict) -> bool:
-    try:
-        return isinstance(TrainerState(**content).global_step, int)
-    except (AttributeError, LookupError, TypeError, ValueError):
-        return False
-
-
-def _size(file: Path) -> int | None:
-    try:
-        return file.stat().st_size if file.is_file() else None
-    except (OSError, ValueError):  # no name of a file
-        return None
-
-
-def _checkpoints(run_dir: str) -> list[str]:
-    names = [os.path.basename(path) for path in sort_checkpoints(run_dir)]
-    return [name for name in names if name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-").isdigit()]
-
-
-def _step(name: str) -> int:
-    return int(name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-"))
-
-
 def _explain(error: Exception, run_dir: str, name: str, is_push: bool) -> str:
     """Say what failed, how much room there is, which checkpoint is whole and how to go on."""
     there = next(folder for folder in (Path(run_dir), *Path(run_dir).absolute().parents) if folder.is_dir())
     usage = shutil.disk_usage(there)
-    before = sorted((each for each in _checkpoints(run_dir) if is_push or each != name), key=_step, reverse=True)
+    before = sorted((each for each in checkpoint_names(run_dir) if is_push or each != name), key=step_of, reverse=True)
     whole = next((each for each in before if find_defect(os.path.join(run_dir, each)) is None), None)
     resume = (
         "No checkpoint is there to resume from: the run has to begin anew."
@@ -345,18 +266,12 @@ def _explain(error: Exception, run_dir: str, name: str, is_push: bool) -> str:
     )
 
 
-def _write_manifest(unfinished: str) -> None:
-    files = sorted(path for path in Path(unfinished).rglob("*") if path.is_file())
-    sizes = {path.relative_to(unfinished).as_posix(): path.stat().st_size for path in files}
-    Path(unfinished, MANIFEST).write_text(json.dumps(sizes, indent=2) + "\n", encoding="utf-8")
-
-
 def _finish(unfinished: str, folder: str) -> None:
     """Give a checkpoint its name. All of it is on the disk."""
     if os.path.isdir(folder):  # of an earlier run
         _move_away(folder)
     os.rename(unfinished, folder)
-    _flush(os.path.dirname(folder))
+    flush(os.path.dirname(folder))
 
 
 def _finish_replacement(run_dir: str) -> None:
@@ -387,48 +302,3 @@ def _rotate(run_dir: str, newest: str, limit: int | None, best: str | None) -> N
 def _move_away(folder: str) -> None:
     run_dir, name = os.path.split(folder)
     os.rename(folder, os.path.join(run_dir, UNFINISHED, f"{_OLD}{name}"))
-
-
-@contextlib.contextmanager
-def _flush_early(folder: str) -> Iterator[None]:
-    """Send large files below a folder to the disk while they are written: less is left to wait for afterwards."""
-    is_written = threading.Event()
-    flushed: dict[Path, int] = {}
-
-    def flush_what_has_grown():
-        while not is_written.wait(0.02):
-            with contextlib.suppress(OSError):  # all is flushed again, and then an error counts
-                for path in Path(folder).rglob("*"):
-                    size = path.stat().st_size
-                    if size >= flushed.get(path, 0) + _EARLY_BYTES:
-                        _flush(path)
-                        flushed[path] = size
-
-    thread = threading.Thread(target=flush_what_has_grown, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_written.set()
-        thread.join()
-
-
-def _flush_tree(folder: str) -> None:
-    # At once: a file system with a journal then writes that for many files together, not once for each
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(_flush, (*Path(folder).rglob("*"), Path(folder))))
-
-
-def _flush(path: str | Path) -> None:
-    """Wait until a file, or the list of a folder's files, is on the disk."""
-    if os.name == "nt":
-        return  # which cannot flush what is not open for writing; a rename there still outlives the process
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems have no such thing for folders.
-        if not (os.path.isdir(path) and error.errno in (errno.EINVAL, errno.ENOTSUP)):
-            raise
-    finally:
-        os.close(descriptor)

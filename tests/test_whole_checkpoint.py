@@ -18,8 +18,9 @@ from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.checkpoint_files import MANIFEST, find_defect
 from bapo_trl.stop_signals import StopSignals
-from bapo_trl.whole_checkpoint import MANIFEST, UNFINISHED, _rotate, find_defect
+from bapo_trl.whole_checkpoint import UNFINISHED, _rotate
 from tests.helpers.commands import run_command
 from tests.helpers.save_events import Start
 from tests.helpers.toy import toy_dataset, toy_trainer
@@ -115,7 +116,7 @@ def test_large_files_go_to_the_disk_while_others_are_written(tmp_path, monkeypat
         assert flushed.wait(30) or not str(path).endswith("optimizer.pt")
         save(content, path, *args, **kwargs)
 
-    monkeypatch.setattr("bapo_trl.whole_checkpoint._EARLY_BYTES", 1)
+    monkeypatch.setattr("bapo_trl.disk._EARLY_BYTES", 1)
     monkeypatch.setattr("os.fsync", watched_fsync)
     monkeypatch.setattr("torch.save", waiting_save)
     saved(tmp_path, max_steps=2)

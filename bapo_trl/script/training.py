@@ -11,12 +11,12 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig
 
 from ..bapo_config import BAPOConfig
+from ..checkpoint_files import find_defect
 from ..cpu_speed import speed_up_cpu
 from ..report.write import report_line
 from ..stop_signals import EXIT_CODE, StopSignals, exit_stopped
 from ..tasks import held_out_accuracy
 from ..upstream_fixes import end_training
-from ..whole_checkpoint import find_defect
 from .before_after import BeforeAfter
 from .command_line import parse_arguments
 from .commands import EVALUATE, TRAIN, Command

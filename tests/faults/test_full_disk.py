@@ -13,7 +13,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from bapo_trl.whole_checkpoint import MANIFEST, UNFINISHED, find_defect
+from bapo_trl.checkpoint_files import MANIFEST, find_defect
+from bapo_trl.whole_checkpoint import UNFINISHED
 from tests.helpers.commands import accelerate_launcher, run_command
 from tests.helpers.toy import toy_trainer
 from tests.replay.test_mixer import REPLAY

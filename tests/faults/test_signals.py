@@ -11,9 +11,9 @@ import pytest
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
+from bapo_trl.checkpoint_files import find_defect
 from bapo_trl.stop_signals import EXIT_CODE, StopSignals
 from bapo_trl.tasks import warm_start_path
-from bapo_trl.whole_checkpoint import find_defect
 from tests.helpers.commands import ROOT, accelerate_launcher, run_command
 from tests.helpers.fault_counts import cases
 from tests.helpers.toy import toy_trainer

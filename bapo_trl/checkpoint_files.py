@@ -1,0 +1,96 @@
+"""What the folder of a checkpoint holds: its manifest, what is missing, what it was saved without."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+
+
+MANIFEST = "checkpoint_files.json"
+
+
+def find_defect(folder: str | Path, is_dispensable: Callable[[str], bool] = lambda file: False) -> str | None:
+    """
+    Return what keeps a checkpoint from being whole, `None` if it is.
+
+    With a manifest, every file must be there with its size. A checkpoint without one, of another trainer or an older
+    version, counts as whole if its `trainer_state.json` can be read: transformers writes that last.
+
+    Args:
+        folder (`str` or `Path`):
+            Checkpoint folder.
+        is_dispensable (`Callable`, *optional*):
+            Tells of a file of the manifest, by its path in the folder, whether it may be missing or of another size.
+
+    Returns:
+        `str` that names the files, or `None`.
+    """
+    folder = Path(folder)
+    if not os.path.isdir(folder):  # those of `Path` raise what keeps them from looking
+        return "there is no such folder"
+    has_manifest = os.path.isfile(folder / MANIFEST)
+    contents = []
+    for name in (MANIFEST, TRAINER_STATE_NAME) if has_manifest else (TRAINER_STATE_NAME,):
+        try:
+            contents.append(json.loads((folder / name).read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except (ValueError, RecursionError):
+            return f"{name} is not complete"
+        except OSError as error:  # no permission, a disk that fails
+            return f"{name} cannot be read ({error.strerror})"
+        if not isinstance(contents[-1], dict) or (name == TRAINER_STATE_NAME and not _is_state(contents[-1])):
+            return f"{name} is not what was written"
+    defects = []
+    for path, size in contents[0].items() if has_manifest else ():
+        if is_dispensable(path):
+            continue
+        found = _size(folder / path)
+        if found is None:
+            defects.append(f"{path} is missing")
+        elif found != size:
+            defects.append(f"{path} has {found} bytes, not {size}")
+    return "; ".join(defects) or None
+
+
+def left_out_states(folder: str) -> list[str]:
+    """Return the states that a run resumed from a checkpoint does not find there."""
+    of_optimizer = ("*optimizer*", "global_step*")  # the second of DeepSpeed, with the schedule in it
+    states = {"optimizer, learning rate schedule": of_optimizer, "random states": ("rng_state*",)}
+    return [name for name, files in states.items() if not any(any(Path(folder).glob(each)) for each in files)]
+
+
+def _is_state(content: dict) -> bool:
+    try:
+        return isinstance(TrainerState(**content).global_step, int)
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return False
+
+
+def _size(file: Path) -> int | None:
+    try:
+        return file.stat().st_size if file.is_file() else None
+    except (OSError, ValueError):  # no name of a file
+        return None
+
+
+def checkpoint_names(run_dir: str) -> list[str]:
+    """Return the names of the checkpoints in the folder of a run."""
+    names = [os.path.basename(path) for path in sort_checkpoints(run_dir)]
+    return [name for name in names if name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-").isdigit()]
+
+
+def step_of(name: str) -> int:
+    """Return the optimizer updates that a checkpoint of this name has behind it."""
+    return int(name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-"))
+
+
+def write_manifest(folder: str) -> None:
+    """Write the sizes of all files of a checkpoint into its folder."""
+    files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+    Path(folder, MANIFEST).write_text(json.dumps(sizes, indent=2) + "\n", encoding="utf-8")
