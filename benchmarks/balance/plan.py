@@ -35,7 +35,7 @@ SETTINGS = {
 LOW_RATES = ("widest, cap", "share 0.6", "BAPO, weight")  # whose grids begin at half of that
 SEEDS, MORE_SEEDS = FULL.few_seeds, FULL.seeds[len(FULL.few_seeds) :]
 K = 4  # of pass@k
-LITTLE_WEIGHED = 0.9  # mean weight of an arm from which on its controls would hardly differ from it
+LITTLE_WEIGHED = 0.9  # mean weight of an arm from which on weights hardly differ from none
 IN_REACH = 0.02
 
 
@@ -162,11 +162,10 @@ def make_study(make: Make, first_study: Sequence[dict], arms: Sequence[str] = (*
 
 
 def make_controls(task: str, groups: dict[tuple, list[dict]], make: Make) -> None:
-    """Make the runs that ask what of a share matters on a task, if its weights are far enough from 1."""
+    """Make the runs that ask what of a share matters on a task."""
     for (other, staleness), arm in itertools.product(SETTINGS, CONTROLLED):
-        own = groups.get((task, staleness.name, arm), [])
-        if other == task and own and _mean_weight(own) < LITTLE_WEIGHED:
-            elsewhere = groups.get((_other_task(task), staleness.name, arm), [])
+        if other == task:
+            own, elsewhere = (groups.get((name, staleness.name, arm), []) for name in (task, _other_task(task)))
             make(list(controls(own, elsewhere)))
 
 
@@ -198,7 +197,7 @@ def controls(own: Sequence[dict], elsewhere: Sequence[dict]) -> Iterator[Run]:
     Yield the runs that ask what of a share matters, on its seeds and at its learning rate.
 
     Its weights in another order, on the positive tokens instead, carried over; and constant weights: the mean of its
-    own, and that of the same arm on the other task.
+    own, and that of the same arm on the other task. Without those whose weights would hardly differ from 1.
 
     Args:
         own (sequence of `dict`):
@@ -206,14 +205,13 @@ def controls(own: Sequence[dict], elsewhere: Sequence[dict]) -> Iterator[Run]:
         elsewhere (sequence of `dict`):
             Those of the other task.
     """
-    for row in own:
-        if row["seed"] not in SEEDS:
-            continue
-        variants = [variant(row["arm"], name) for name in (SHUFFLED, WEIGHED_UP, *CARRIED_OVER)]
-        constants = dict.fromkeys(constant(rows) for rows in (own, elsewhere) if rows)
-        for arm in [*variants, *constants]:
-            staleness = StalenessSetting(int(row["staleness_setting"]))
-            yield Run("reported", row["task"], arm, staleness, row["learning_rate"], row["seed"])
+    weighed = [rows for rows in (own, elsewhere) if rows and _mean_weight(rows) < LITTLE_WEIGHED]
+    names = dict.fromkeys(map(constant, weighed))
+    if own in weighed:
+        names |= {variant(own[0]["arm"], name): None for name in (SHUFFLED, WEIGHED_UP, *CARRIED_OVER)}
+    for row, arm in itertools.product([row for row in own if row["seed"] in SEEDS], names):
+        staleness = StalenessSetting(int(row["staleness_setting"]))
+        yield Run("reported", row["task"], arm, staleness, row["learning_rate"], row["seed"])
 
 
 def constant(rows: Sequence[dict]) -> str:

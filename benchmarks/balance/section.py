@@ -118,9 +118,9 @@ def render(content: dict) -> Section:
         if controls:
             text.append(_controls_table(controls, settings["k"]))
         if known:
-            text.append(f"Run in the study above, without pass@{settings['k']}: {', '.join(known)}.")
+            text.append(f"Run in the study above, without pass@{settings['k']}: {'; '.join(known)}.")
         if len(missing) > len(known):
-            text.append(f"Not run: {', '.join(arm.strip() for arm in missing if arm not in known)}.")
+            text.append(f"Not run: {'; '.join(arm.strip() for arm in missing if arm not in known)}.")
     text += [*_scatter_text(summary), f"Areas, entropy and all learning rates: {link_to_tables(heading)}."]
     return Section("\n\n".join([*text, provenance(content)]), "\n\n".join(tables), {FIGURE: draw_shares(summary)})
 
