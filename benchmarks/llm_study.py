@@ -48,6 +48,7 @@ ARMS = {
     "VESPO, share 0.8": balance.settings_of("VESPO, share 0.8"),
     "VESPO, share 0.8, weight of the generation": balance.settings_of("VESPO, share 0.8; carried over, generation"),
     "constant weight 0.5": balance.settings_of("constant weight 0.5"),
+    "VESPO, constant weight 0.5": balance.settings_of("VESPO, constant weight 0.5"),
 }
 SETTINGS = {
     "use_cpu": True,

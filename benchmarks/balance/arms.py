@@ -25,6 +25,7 @@ ARMS = {
     "share 0.9": with_share(0.9, CAPPED),
     "share 0.7": with_share(0.7, CAPPED),
     "VESPO, share 0.8": with_share(0.8, PUBLISHED["VESPO"]),
+    "VESPO, constant weight 0.5": with_weight(0.5, PUBLISHED["VESPO"]),
     "widest, cap": CAPPED,
     "share 0.95": with_share(0.95, CAPPED),
     "share 0.6": with_share(0.6, CAPPED),
@@ -60,7 +61,7 @@ def variant(arm: str, name: str) -> str:
 
 def controlled_by(arm: str) -> str | None:
     """Return the arm with a share that a variant or a constant weight is compared with, `None` for the other arms."""
-    if CONSTANT in arm:
+    if CONSTANT in arm and arm not in ARMS:
         return next(name for name in CONTROLLED if name.startswith("VESPO") == arm.startswith("VESPO"))
     controlled, is_variant, _ = arm.partition("; ")
     return controlled if is_variant else None

@@ -83,8 +83,7 @@ class Further:
         staleness ([`StalenessSetting`]):
             What makes samples stale.
         arms (sequence of `str`):
-            Keys of `ARMS` and `REPEATED`, and `CONSTANT` for the mean weight of the first of `CONTROLLED`, at its
-            learning rate.
+            Keys of `ARMS` and `REPEATED`.
         learning_rates (`tuple[float, ...]`, *optional*):
             Grid of the pilots. By default, an arm has its learning rate of 64 updates per generation, that on the hard
             task if the task is a variant of it.
@@ -101,14 +100,13 @@ class Further:
         return ("sums" if self.task == "sums" else "running_totals", "64")
 
 
-BEST = ("VESPO, share 0.8", "VESPO", "share 0.8")
-DOSE = (*BEST, "BAPO", CONSTANT, "widest")
+BEST = ("VESPO, constant weight 0.5", "VESPO, share 0.8", "VESPO")
 FURTHER = (
     Further("sums", StalenessSetting(256, num_iterations=4), (*BEST, "GRPO"), (1.25e-4, 2.5e-4, 5e-4)),
     Further("sums", StalenessSetting(16, replay_min_staleness=64), (*BEST, "GRPO")),
-    Further("running_totals_long", StalenessSetting(64), DOSE),
+    Further("running_totals_long", StalenessSetting(64), (*BEST, "BAPO", "widest")),
     Further("running_totals_larger_model", StalenessSetting(64), (*BEST, "BAPO")),
-    Further("running_totals_longer", StalenessSetting(64), DOSE),
+    Further("running_totals_longer", StalenessSetting(64), (*BEST, "BAPO", "widest")),
 )
 
 
@@ -157,7 +155,7 @@ def make_study(make: Make, first_study: Sequence[dict], arms: Sequence[str] = (*
     easy, hard = dict.fromkeys(task for task, _ in SETTINGS)
     make_controls(easy, groups, make)
     for question in FURTHER:
-        make_further(question, rates, groups, arms, make)
+        make_further(question, rates, arms, make)
     make_controls(hard, groups, make)
 
 
@@ -172,7 +170,6 @@ def make_controls(task: str, groups: dict[tuple, list[dict]], make: Make) -> Non
 def make_further(
     question: Further,
     rates: dict[tuple, float | None],
-    groups: dict[tuple, list[dict]],
     arms: Sequence[str],
     make: Make,
 ) -> None:
@@ -180,13 +177,10 @@ def make_further(
     task, staleness = question.task, question.staleness
     print(f"{task}, {staleness.name}:", flush=True)
     chosen: dict[str, float | None] = {}
-    for arm in question.arms:
-        if arm == CONSTANT:
-            if rows := groups.get((*question.tuned_on, CONTROLLED[0])):
-                chosen[constant(rows)] = rows[0]["learning_rate"]
-        elif arm in arms and question.learning_rates:
+    for arm in (arm for arm in question.arms if arm in arms):
+        if question.learning_rates:
             chosen[arm] = choose_rate(task, staleness, arm, question.learning_rates, make)
-        elif arm in arms:
+        else:
             chosen[arm] = rates[*question.tuned_on, arm]
     runs = itertools.product(SEEDS, [arm for arm in chosen if chosen[arm]])
     make([Run("reported", task, arm, staleness, chosen[arm], seed) for seed, arm in runs])

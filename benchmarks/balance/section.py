@@ -9,7 +9,7 @@ from benchmarks.stability.section import TASK_TITLES
 from benchmarks.stability.summary import best_rate, mean_and_interval, pilot_accuracies
 from benchmarks.stability.tables import with_interval
 
-from .arms import CONSTANT, REPEATED, SMALLEST_WEIGHT, controlled_by
+from .arms import REPEATED, SMALLEST_WEIGHT, controlled_by
 from .plan import FURTHER, SETTINGS
 
 
@@ -107,8 +107,7 @@ def render(content: dict) -> Section:
     for (task, staleness), names in asked.items():
         arms = [row for row in summary if (row["task"], row["staleness_setting"]) == (task, staleness.name)]
         title = f"### {_title(task, staleness.name)}"
-        there = {CONSTANT if row["arm"].startswith(CONSTANT) else row["arm"] for row in arms}
-        missing = [arm for arm in names if arm not in there]
+        missing = [arm for arm in names if arm not in {row["arm"] for row in arms}]
         known = [arm for arm in missing if arm in REPEATED and (task, staleness) in SETTINGS]
         controls = [row for row in arms if controlled_by(row["arm"])]
         text.append(title)
@@ -120,7 +119,7 @@ def render(content: dict) -> Section:
         if known:
             text.append(f"Run in the study above, without pass@{settings['k']}: {'; '.join(known)}.")
         if len(missing) > len(known):
-            text.append(f"Not run: {'; '.join(arm.strip() for arm in missing if arm not in known)}.")
+            text.append(f"Not run: {'; '.join(arm for arm in missing if arm not in known)}.")
     text += [*_scatter_text(summary), f"Areas, entropy and all learning rates: {link_to_tables(heading)}."]
     return Section("\n\n".join([*text, provenance(content)]), "\n\n".join(tables), {FIGURE: draw_shares(summary)})
 
