@@ -130,7 +130,8 @@ class BAPOConfig(GRPOConfig):
         metadata={
             "help": "Smallest weight of negative-advantage tokens in the policy loss, in (0, 1]. Where the bounds "
             "miss `positive_contribution_target`, these tokens are weighed down to reach it. With 1 there is no "
-            "weight, as in the paper."
+            "weight, as in the paper. With fixed bounds and a target of 1, it is the weight in every update, and "
+            "needs no extra forward pass."
         },
     )
     negative_ratio_cap: float | None = field(
@@ -301,7 +302,14 @@ class BAPOConfig(GRPOConfig):
     @property
     def is_adaptive(self) -> bool:
         """Whether anything of the loss is chosen for each update: a bound, or the weight of negative tokens."""
-        return not self.bound_grid.is_fixed or self.negative_weight_min < 1
+        has_weight = self.negative_weight_min < 1 and not self.has_constant_weight
+        return not self.bound_grid.is_fixed or has_weight
+
+    @property
+    def has_constant_weight(self) -> bool:
+        """Whether negative tokens have their smallest weight in every update: a share of 1 is out of reach."""
+        never_met = self.positive_contribution_target == 1 and self.bound_grid.is_fixed
+        return never_met and self.negative_weight_min < 1
 
     @property
     def micro_batches_per_generation(self) -> int:

@@ -240,7 +240,7 @@ class BAPOTrainer(
     def _reset_run_state(self):
         super()._reset_run_state()
         self._replay = self._make_replay() if self.args.uses_replay else None
-        self._update_log = UpdateLog(has_clip_bounds=self.args.has_clip_bounds)
+        self._update_log = UpdateLog(self.args.has_clip_bounds, has_target=not self.args.has_constant_weight)
         self._masses_of_buffer: list[Contributions] = []  # of each micro-batch, of all ranks
         self._buffer_of_masses = None
         self._masses_of_update: Contributions | None = None
@@ -251,6 +251,7 @@ class BAPOTrainer(
             order=self.args.search_order,
             delta=self.args.delta,
             negative_weight_min=self.args.negative_weight_min,
+            has_constant_weight=self.args.has_constant_weight,
             negative_ratio_cap=self.args.negative_ratio_cap,
             device=self.accelerator.device,
             sum_over_ranks=partial(self.accelerator.reduce, reduction="sum"),

@@ -1,6 +1,7 @@
 """The search of a run: what it has seen of the tokens since the last one, and the bounds it chooses for them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -34,6 +35,8 @@ class BoundSearch:
             TRL's two-sided clip, which stops tokens above it.
         negative_weight_min (`float`):
             Smallest weight of negative tokens, see [`~clip_bounds.search_bounds`].
+        has_constant_weight (`bool`):
+            Whether that is their weight in every update, the first and those without negative tokens among them.
         negative_ratio_cap (`float`, *optional*):
             Largest size of the gradient of a negative token, at weight and advantage 1.
         device (`torch.device`):
@@ -55,6 +58,7 @@ class BoundSearch:
         order: str,
         delta: float | None,
         negative_weight_min: float,
+        has_constant_weight: bool,
         negative_ratio_cap: float | None,
         device: torch.device,
         sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
@@ -65,6 +69,7 @@ class BoundSearch:
         self._order = order
         self._delta = delta
         self._negative_weight_min = negative_weight_min
+        self._has_constant_weight = has_constant_weight
         self._negative_ratio_cap = negative_ratio_cap
         self._device = device
         self._sum_over_ranks = sum_over_ranks
@@ -125,4 +130,8 @@ class BoundSearch:
         return curves
 
     def _search(self, curves: Contributions) -> ClipBounds:
-        return search_bounds(curves, self.grid, self._target, self._order, self._negative_weight_min)
+        bounds = search_bounds(curves, self.grid, self._target, self._order, self._negative_weight_min)
+        if self._has_constant_weight:
+            weight = torch.full_like(bounds.negative_weight, self._negative_weight_min)
+            bounds = replace(bounds, negative_weight=weight)
+        return bounds

@@ -170,7 +170,8 @@ def check_search(config: "BAPOConfig") -> None:
             "positive tokens before the upper bound does. Raise `delta` to at least that, or unset it."
         )
     default_target = type(config).positive_contribution_target
-    if not config.is_adaptive and config.positive_contribution_target != default_target:
+    moves_share = config.is_adaptive or config.has_constant_weight
+    if not moves_share and config.positive_contribution_target != default_target:
         reason = (
             "both clip bounds are fixed" if config.has_clip_bounds else f"`loss_type` {config.loss_type!r} has none"
         )

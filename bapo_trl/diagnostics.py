@@ -182,10 +182,14 @@ class UpdateLog:
     Args:
         has_clip_bounds (`bool`, *optional*, defaults to `True`):
             Whether the loss has clip bounds; else there is nothing to log of them.
+        has_target (`bool`, *optional*, defaults to `True`):
+            Whether the share of positive tokens has a target; else there is none to log as met.
     """
 
-    def __init__(self, has_clip_bounds: bool = True):
-        self._has_clip_bounds = has_clip_bounds
+    def __init__(self, has_clip_bounds: bool = True, has_target: bool = True):
+        self._skipped: tuple[str, ...] = () if has_clip_bounds else METRICS_OF_CLIP_BOUNDS
+        if not has_target:
+            self._skipped += ("bapo/target_met",)
         self.searches: list[ClipBounds] = []
         self._tally: Tally | None = None
 
@@ -225,8 +229,7 @@ class UpdateLog:
                 "this update was applied. Look for a learning rate that is too high, a reward that is not finite or "
                 "half precision without loss scaling, and resume from a checkpoint."
             )
-        skipped = () if self._has_clip_bounds else METRICS_OF_CLIP_BOUNDS
-        return {name: numbers[name] for name in bounds if name not in skipped} | token_metrics(numbers)
+        return {name: numbers[name] for name in bounds if name not in self._skipped} | token_metrics(numbers)
 
 
 def _ratio(numerator: float, denominator: float) -> float:

@@ -97,6 +97,58 @@ def test_gradients_of_negative_tokens_scale_by_the_weight_and_others_stay(tmp_pa
 
 
 @pytest.mark.parametrize("name", NINE_LOSSES)
+@pytest.mark.parametrize("scope", ["batch", "carried_over"])
+def test_a_target_of_one_is_a_constant_weight_from_the_first_micro_batch_on_without_another_forward(
+    tmp_path, name, scope
+):
+    fixed = {} if name in UNCLIPPED else {"ratio_lower_max": 0.6, "ratio_upper_start": 3.0}
+    trainer = trained(
+        tmp_path, **NINE_LOSSES[name], **fixed, search_scope=scope, negative_weight_min=0.25,
+        positive_contribution_target=1.0, learning_rate=1e-2,
+    )  # fmt: skip
+    assert trainer.look_ahead_calls == 0
+    logs = training_logs(trainer)
+    assert {log["bapo/negative_weight"] for log in logs} == {0.25}
+    assert not any("bapo/target_met" in log for log in logs)  # which is 0 always, and no reason for a warning
+    for update, log in zip(trainer.updates, logs, strict=True):
+        sizes = [[0.0, 0.0]]
+        for record in update:
+            plain = gradient_by_sign(trainer, record, record["inputs"])
+            negative = record["inputs"]["advantages"] < 0
+            torch.testing.assert_close(record["gradient"][negative], plain[negative] * 0.25, rtol=1e-5, atol=1e-9)
+            assert torch.equal(record["gradient"][~negative], plain[~negative])
+            sizes.append([record["gradient"].abs()[rows].sum().item() for rows in (~negative, negative)])
+        positive, negative = map(sum, zip(*sizes, strict=True))
+        if name != "bnpo":  # which divides each micro-batch by its own tokens
+            assert log["bapo/positive_share"] == pytest.approx(positive / (positive + negative), rel=1e-4)
+
+
+def test_a_constant_weight_holds_where_an_update_has_no_negative_tokens(tmp_path):
+    trainer = toy_trainer(
+        tmp_path, loss_type="vespo", negative_weight_min=0.25, positive_contribution_target=1.0, scale_rewards="none",
+    )  # fmt: skip
+    curves_of_positives = Contributions(torch.tensor([2.0]), torch.tensor([0.0]))
+    trainer._search._curves = curves_of_positives
+    bounds = trainer._search.choose()
+    assert (bounds.negative_weight.item(), bounds.positive_share.item()) == (0.25, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("args", "is_constant", "is_adaptive"),
+    [
+        ({"loss_type": "vespo", "positive_contribution_target": 1.0}, True, False),
+        ({"loss_type": "vespo", "positive_contribution_target": 0.999}, False, True),
+        ({"positive_contribution_target": 1.0}, False, True),  # its bounds are searched
+        ({"positive_contribution_target": 1.0, "ratio_lower_max": 0.6, "ratio_upper_start": 3.0}, True, False),
+    ],
+)
+def test_which_settings_are_a_constant_weight(tmp_path, args, is_constant, is_adaptive):
+    config = BAPOConfig(tmp_path, **CPU, **args, negative_weight_min=0.5)
+    assert (config.has_constant_weight, config.is_adaptive) == (is_constant, is_adaptive)
+    assert not BAPOConfig(tmp_path, **CPU, loss_type="vespo").has_constant_weight
+
+
+@pytest.mark.parametrize("name", NINE_LOSSES)
 @pytest.mark.parametrize("scope", ["batch", "micro_batch", "carried_over"])
 def test_the_logged_share_is_that_of_the_gradient_of_each_loss(tmp_path, name, scope):
     trainer = trained(

@@ -74,11 +74,14 @@ def _balance_rows(args: BAPOConfig) -> list[tuple[str, str]]:
     if args.has_clip_bounds:
         low = _range(args.ratio_lower_start, args.ratio_lower_max)
         high = _range(args.ratio_upper_start, args.ratio_upper_max)
-        rows = [("clip bounds", f"low {low}, high {high}"), target, ("bound search", f"{args.search_order}, {scope}")]
+        rows = [("clip bounds", f"low {low}, high {high}")]
+        if not args.has_constant_weight:
+            rows += [target, ("bound search", f"{args.search_order}, {scope}")]
     elif args.is_adaptive:
         rows += [target, ("search of the weight", scope)]
     if args.negative_weight_min < 1:
-        rows.append(("weight of negatives", f"{args.negative_weight_min:g} .. 1"))
+        is_constant = args.has_constant_weight
+        rows.append(("weight of negatives", f"{args.negative_weight_min:g}{'' if is_constant else ' .. 1'}"))
     if args.negative_ratio_cap is not None:
         rows.append(("ratio of negatives", f"counts as {args.negative_ratio_cap:g} above that"))
     return rows

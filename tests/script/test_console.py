@@ -46,6 +46,17 @@ def test_settings_table_of_on_policy_and_fixed_settings():
     assert "over each micro-batch" in text
 
 
+def test_settings_table_of_a_constant_weight():
+    text = table(loss_type="vespo", positive_contribution_target=1.0, negative_weight_min=0.5)
+    assert text.endswith("weight of negatives     0.5")  # not a range
+    assert "target share" not in text  # it is never met
+    assert "search" not in text
+    fixed = {"ratio_lower_max": 0.6, "ratio_upper_start": 3.0}
+    text = table(positive_contribution_target=1.0, negative_weight_min=0.5, **fixed)
+    assert "low 0.6, high 3\n" in text
+    assert "search" not in text
+
+
 def test_settings_table_with_a_replay_queue():
     text = table(replay_fraction=0.25)
     assert "oldest age of a sample     no limit (replay queue)" in text
