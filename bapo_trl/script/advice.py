@@ -49,8 +49,8 @@ ADVICE = (
         "stale samples",
         math.inf,
         "more (measured: 16 and 64)",
-        "below 0.8",
-        {"loss_type": "vespo", "positive_contribution_target": 0.8, "negative_weight_min": 0.05},
+        "0.3 to 0.7 (measured)",
+        {"loss_type": "vespo", "positive_contribution_target": 1.0, "negative_weight_min": 0.5},
     ),
 )
 

@@ -102,7 +102,7 @@ class Further:
 
 BEST = ("VESPO, constant weight 0.5", "VESPO, share 0.8", "VESPO")
 FURTHER = (
-    Further("sums", StalenessSetting(256, num_iterations=4), (*BEST, "GRPO"), (1.25e-4, 2.5e-4, 5e-4)),
+    Further("sums", StalenessSetting(256, num_iterations=4), (*BEST, "GRPO"), (2.5e-4, 5e-4, 1e-3)),
     Further("sums", StalenessSetting(16, replay_min_staleness=64), (*BEST, "GRPO")),
     Further("running_totals_long", StalenessSetting(64), (*BEST, "BAPO", "widest")),
     Further("running_totals_larger_model", StalenessSetting(64), (*BEST, "BAPO")),

@@ -21,6 +21,20 @@ TITLES = {
     "running_totals_larger_model": "Running totals, four times the parameters",
 }
 
+NOT_RUN = """### What was not run, and why
+
+The study had two cores. A run takes half a minute on sums at 64 updates and two minutes on running totals, and each
+arm has pilots. So not all arms went on:
+
+- On running totals, and on sums at 16 updates: the shares that led on sums at 64, VESPO, and constant weights. The
+  others end at or below VESPO there.
+- The published methods on running totals: their runs in the study above count. They lack pass@4.
+- Controls on running totals: constant weights of VESPO alone, the only ones that did better than their arm on sums or
+  are simpler.
+- 256 updates and a minimum staleness of 64: on sums alone.
+- Longer completions and the larger model: one seed, with the learning rates of running totals. They tell of large
+  differences only."""
+
 
 def summarize(rows: Sequence[dict]) -> list[dict]:
     """
@@ -120,7 +134,7 @@ def render(content: dict) -> Section:
             text.append(f"Run in the study above, without pass@{settings['k']}: {'; '.join(known)}.")
         if len(missing) > len(known):
             text.append(f"Not run: {'; '.join(arm for arm in missing if arm not in known)}.")
-    text += [*_scatter_text(summary), f"Areas, entropy and all learning rates: {link_to_tables(heading)}."]
+    text += [NOT_RUN, *_scatter_text(summary), f"Areas, entropy and all learning rates: {link_to_tables(heading)}."]
     return Section("\n\n".join([*text, provenance(content)]), "\n\n".join(tables), {FIGURE: draw_shares(summary)})
 
 

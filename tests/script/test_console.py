@@ -72,7 +72,7 @@ def test_settings_table_names_the_row_of_the_advice_that_fits():
     stale = {"steps_per_generation": 16, "num_iterations": 1}  # 8 updates
     assert "hardly stale: the defaults" in table(**stale)
     stale["steps_per_generation"] = 18
-    advised = "stale samples: loss_type vespo, positive_contribution_target 0.8, negative_weight_min 0.05"
+    advised = "stale samples: loss_type vespo, positive_contribution_target 1.0, negative_weight_min 0.5"
     assert f"advice                     {advised} (docs/stability.md)" in table(**stale)
     assert f"advice                     {advised}" in table(replay_fraction=0.25)  # as old as the queue has them
     assert "hardly stale" in table(replay_fraction=0.25, replay_max_staleness=6)
