@@ -127,15 +127,24 @@ def test_rows_of_the_study_hold_the_fall_from_the_best_three_generations():
     assert llm_study.result_to_row(result(0.5, [0.0, 0.3, 0.6]))["fall"] == 0
 
 
-def test_the_study_says_how_far_bapo_ends_above_on_the_same_seeds():
+def test_the_study_says_how_far_arms_end_above_vespo_on_the_same_seeds():
     rewards = [0.1, 0.2, 0.3]
     start = {"greedy": 0.15, "sampled": 0.1, "pass@4": 0.3}
     rows = [
         {**vars(llm_study.START), **start},
-        *(row_of("BAPO", 1000, 0.9, rewards, "pilot", rate) for rate in llm_study.LEARNING_RATES),
+        *(row_of("VESPO", 1000, 0.9, rewards, "pilot", rate) for rate in llm_study.LEARNING_RATES),
         *(
             row_of(arm, seed, sampled, rewards, learning_rate=2e-4 if arm == "GRPO" else 1e-4)
-            for arm, seed, sampled in (("BAPO", 0, 0.5), ("GRPO", 1, 0.3), ("BAPO", 1, 0.3), ("GRPO", 0, 0.3))
+            for arm, seed, sampled in (
+                ("VESPO", 0, 0.5),
+                ("GRPO", 1, 0.3),
+                ("VESPO", 1, 0.3),
+                ("GRPO", 0, 0.3),
+                ("GRPO", 2, 0.3),
+                ("VESPO", 2, 0.4),
+                ("share 0.7", 0, 0.6),
+                ("share 0.7", 1, 0.6),
+            )
         ),
     ]
     settings = {
@@ -143,15 +152,16 @@ def test_the_study_says_how_far_bapo_ends_above_on_the_same_seeds():
         "threads": 1, "task": ["chain_sum", {}], "arms": ["BAPO", "GRPO", "VESPO"],
     }  # fmt: skip
     section = llm_study.render({**CONTENT, "settings": settings, "results": rows})
-    bapo, grpo, *_, bapo_search, _ = cells(section)
-    assert (bapo[5], bapo[1], grpo[1], bapo[2]) == ("-", "0.0001", "0.0002", "2")
-    # 0.2 and 0: mean 0.1, deviation 0.1414 over the root of 2, times 12.71
-    assert grpo[5] == "+0.100 ± 1.271"
+    vespo, grpo, share, _, _, vespo_balance, *_ = cells(section)
+    assert (vespo[5], vespo[1], grpo[1], vespo[2]) == ("-", "0.0001", "0.0002", "3")
+    # -0.2, 0 and -0.1: mean -0.1, deviation 0.1 over the root of 3, times 4.303
+    assert grpo[5] == "-0.100 ± 0.248"
     assert grpo[4] == "0.300 ± 0.000"
-    assert bapo_search[2:4] == ["1.600 ± 0.000", "0.375 ± 0.000"]
+    assert share[4:6] == ["0.600", "+0.200"]  # of two seeds
+    assert vespo_balance[2:4] == ["1.600 ± 0.000", "0.375 ± 0.000"]
     assert "pass@4 0.300" in section.text
-    assert "BAPO 0.0001 (0.250), 0.0002 (0.250), 0.0004 (0.250)" in section.text
-    assert "Not run yet: VESPO." in section.text
+    assert "VESPO 0.0001 (0.250), 0.0002 (0.250), 0.0004 (0.250)" in section.text
+    assert "Not run: BAPO; 32 samples an update" in section.text
 
 
 def test_learning_rates_are_those_of_the_best_pilot():
@@ -168,6 +178,14 @@ def test_learning_rates_are_those_of_the_best_pilot():
     assert [(run.arm, run.learning_rate, run.seed) for run in made if run.purpose == "reported"] == [
         ("GRPO", 2e-4, seed) for seed in llm_study.SEEDS
     ]
+
+
+def test_arms_with_a_given_rate_have_no_pilots():
+    made = []
+    llm_study.make_study(["VESPO, share 0.8, at 2e-4"], lambda runs: made.extend(runs) or [])
+    arm = llm_study.Run("reported", "VESPO, share 0.8, at 2e-4", 2e-4, 0)
+    assert made[:2] == [llm_study.START, arm]
+    assert arm.spec()["args"] == {**run_of("VESPO, share 0.8").spec()["args"], "learning_rate": 2e-4}
 
 
 def test_runs_that_have_rows_are_not_made_again(tmp_path, monkeypatch):
