@@ -13,7 +13,6 @@ from .bound_grid import SINGLE_POINT, BoundGrid
 from .clip_bounds import MEASURES, SEARCH_ORDERS
 from .config_checks import (
     BOUND_PARTS,
-    CARRIED_OVER_MASSES,
     SCOPES,
     check_batch_sizes,
     check_device,
@@ -114,15 +113,6 @@ class BAPOConfig(GRPOConfig):
             "`micro_batch`, the current micro-batch of all ranks, which needs no extra forward pass; or "
             "`carried_over`, a forecast from the update before.",
             "choices": list(SCOPES),
-        },
-    )
-    carried_over_masses: str = field(
-        default="update",
-        metadata={
-            "help": "With `search_scope: carried_over`, the sums of advantages that the forecast goes by: those of "
-            "the `update`, or of the whole `generation`. With the latter the weight of negative tokens does not jump "
-            "where an update has few samples.",
-            "choices": list(CARRIED_OVER_MASSES),
         },
     )
     negative_weight_min: float = field(

@@ -361,9 +361,8 @@ class BAPOTrainer(
         self._masses_of_update = _total([self._masses_of_buffer[position] for position in self._window])
         if is_first:  # nothing to carry over: the curves of the update itself
             self._search.carry(self._masses_of_update)
-        of_update = self.args.carried_over_masses == "update"
-        masses = self._masses_of_update if of_update else _total(self._masses_of_buffer)
-        self._set_clip_bounds(self._search.choose_carried(masses))  # logged with the shares of its own tokens
+        bounds = self._search.choose_carried(self._masses_of_update)
+        self._set_clip_bounds(bounds)  # logged with the shares of its own tokens
 
     def _take_masses(self):
         masses = torch.stack([self._masses(inputs).as_vector() for inputs in self._buffered_inputs])

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 SCOPES = ("batch", "micro_batch", "carried_over")
-CARRIED_OVER_MASSES = ("update", "generation")
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 BOUND_PARTS = tuple(part.name for part in fields(BoundGrid))
 
@@ -151,16 +150,10 @@ def check_search(config: "BAPOConfig") -> None:
         ("contribution_weighting", WEIGHTINGS),
         ("search_order", SEARCH_ORDERS),
         ("search_scope", SCOPES),
-        ("carried_over_masses", CARRIED_OVER_MASSES),
         ("loss_type", (*CLIPPED_LOSS_TYPES, *UNCLIPPED_LOSS_TYPES)),
     ):
         if getattr(config, name) not in choices:
             raise ValueError(f"`{name}` is {getattr(config, name)!r}: choose one of {', '.join(map(repr, choices))}.")
-    if config.carried_over_masses != "update" and config.search_scope != "carried_over":
-        raise ValueError(
-            f"`carried_over_masses` is {config.carried_over_masses!r}, but `search_scope` is {config.search_scope!r}: "
-            "set that to 'carried_over', or leave `carried_over_masses` out."
-        )
     _check_unclipped_loss(config)
     _check_handles(config)
     BoundGrid(**{part: getattr(config, f"ratio_{part}") for part in BOUND_PARTS})  # checks the bounds
@@ -308,6 +301,11 @@ def check_partial_rollouts(config: "BAPOConfig") -> None:
             raise ValueError(f"`{name}` is {value!r}: set it to a whole number, at least {smallest}.")
     if not config.uses_partial_rollouts:
         return
+    if config.max_completion_length is None:
+        raise ValueError(
+            "`max_completion_length` is None, but partial rollouts cut a completion into calls of at most so many "
+            "tokens in all: set it to a number, or set `partial_rollout_oversampling` to 1.0."
+        )
     if config.rows_per_generation % config.num_generations != 0:
         raise ValueError(
             f"`num_generations` is {config.num_generations}, but each rank has {config.rows_per_generation} samples "

@@ -47,7 +47,6 @@ ARMS = {
     "VESPO": {"loss_type": "vespo"},
     "share 0.7": balance.settings_of("share 0.7"),
     "VESPO, share 0.8": balance.settings_of("VESPO, share 0.8"),
-    "VESPO, share 0.8, weight of the generation": balance.settings_of("VESPO, share 0.8; carried over, generation"),
     "constant weight 0.5": balance.settings_of("constant weight 0.5"),
     "VESPO, constant weight 0.5": balance.settings_of("VESPO, constant weight 0.5"),
     # Was it the learning rate? These have the lower one, whatever their pilots say.
@@ -325,12 +324,14 @@ def render(content: dict) -> Section:
         table(["Arm", "Learning rate", "Seeds", "Greedy", "Mean of 4 samples", "Above VESPO", "pass@4"], ends),
         "Fall: how far the reward on fresh samples, a mean over three generations, ends below its best. Gradient "
         "peak: the largest gradient norm over the median. Share: of the positive tokens in the policy loss. Weight: "
-        "that of negative tokens. Both are means over the updates.",
+        "that of negative tokens, 1 where an update has none. Both are means over the updates.",
         table(["Arm", "Fall", "Gradient peak", "Share", "Weight"], ways),
         f"Learning rates: the best of those named for each arm, by the mean reward of the last two of "
         f"{settings['pilot_generations']} generations on another seed: {pilots}.",
-        "Arms with a rate in their name were added to tell the learning rate from the weight. Not run: "
-        f"{''.join(f'{arm}; ' for arm in missing)}32 samples an update, of which a run takes four times as long.",
+        "Weight of the generation: it went by the advantages of the whole generation, not of the update alone. It won "
+        "nowhere, and its option is gone. Arms with a rate in their name were added to tell the learning rate from "
+        f"the weight. Not run: {''.join(f'{arm}; ' for arm in missing)}32 samples an update, of which a run takes "
+        "four times as long.",
         provenance(content),
     ]
     return Section("\n\n".join(text))

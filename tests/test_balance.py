@@ -302,9 +302,8 @@ def test_vllms_correction_counts_in_the_share_of_each_loss_whatever_the_scope(tm
         torch.testing.assert_close(getattr(first["batch"], name), getattr(first["carried_over"], name))
 
 
-@pytest.mark.parametrize("masses", ["update", "generation"])
-def test_later_updates_take_the_curves_of_the_one_before_scaled_to_their_masses(tmp_path, masses):
-    trainer = trained(tmp_path, **CARRIED, carried_over_masses=masses)
+def test_later_updates_take_the_curves_of_the_one_before_scaled_to_their_masses(tmp_path):
+    trainer = trained(tmp_path, **CARRIED)
     grid, target = trainer.args.bound_grid, trainer.args.positive_contribution_target
 
     def tokens_of(update):
@@ -326,7 +325,7 @@ def test_later_updates_take_the_curves_of_the_one_before_scaled_to_their_masses(
             seen = contributions(tokens.ratio, tokens.advantages, tokens.weights, grid)
             carried = CarriedCurves(grid, torch.device("cpu"))
             carried.learn(seen, masses_of([before]))
-            scaled = carried.scaled_to(masses_of([update] if masses == "update" else generation))
+            scaled = carried.scaled_to(masses_of([update]))
             expected = search_bounds(scaled, grid, target, negative_weight_min=0.05)
             bounds = update[0]["bounds"]
             found = [bounds.low, bounds.high, bounds.negative_weight]
@@ -348,9 +347,8 @@ def test_a_generation_whose_ratios_are_not_one_for_sure_is_looked_ahead_at_once(
     assert trainer.look_ahead_calls == 2 * generations  # its first update, of two micro-batches
 
 
-@pytest.mark.parametrize("masses", ["update", "generation"])
-def test_carried_curves_are_in_the_checkpoint_and_a_resumed_run_goes_on_with_them(tmp_path, masses):
-    settings = {**CARRIED, "carried_over_masses": masses, "save_strategy": "steps", "save_steps": 4}
+def test_carried_curves_are_in_the_checkpoint_and_a_resumed_run_goes_on_with_them(tmp_path):
+    settings = {**CARRIED, "save_strategy": "steps", "save_steps": 4}
     straight = toy_trainer(tmp_path / "straight", **settings)
     straight.train()
     checkpoint = tmp_path / "straight" / "checkpoint-4"
@@ -387,14 +385,13 @@ class OneSigned(Recorder):
 
     def _take_masses(self):
         super()._take_masses()
-        if self.state.global_step >= 4:  # the others of the generation have some
-            self._masses_of_buffer[-1] = curves(0.0, 1e3)
+        if self.state.global_step >= 4:  # its later updates have some
+            self._masses_of_buffer[2:] = [curves(1e3, 1e3) for _ in self._masses_of_buffer[2:]]
 
 
 def test_a_resumed_run_takes_the_curve_of_a_missing_sign_from_the_checkpoint(tmp_path):
     settings = {
-        **CARRIED, "carried_over_masses": "generation", "save_strategy": "steps", "save_steps": 4, "max_steps": 5,
-        "trainer_class": OneSigned,
+        **CARRIED, "save_strategy": "steps", "save_steps": 4, "max_steps": 6, "trainer_class": OneSigned,
     }  # fmt: skip
     straight = toy_trainer(tmp_path / "straight", **settings)
     straight.train()
@@ -449,9 +446,7 @@ def test_a_sign_without_mass_keeps_its_curve():
         ({"loss_type": "cispo", "epsilon_high": math.nan}, "`epsilon_high` is nan, the cap"),
         ({"loss_type": "vespo", "delta": 3.0}, "`delta` is 3.0, but `loss_type` 'vespo' has no clip bounds"),
         ({"loss_type": "vespo", "contribution_weighting": "behavior_prob"}, "`contribution_weighting` is"),
-        ({"carried_over_masses": "generation"}, "is 'generation', but `search_scope` is 'batch'"),
         ({"loss_type": "ppo"}, "`loss_type` is 'ppo': choose one of 'grpo', .*'vespo'"),
-        ({"search_scope": "carried_over", "carried_over_masses": "rank"}, "`carried_over_masses` is 'rank'"),
         (
             {"search_scope": "carried_over", "gradient_accumulation_steps": 3, "steps_per_generation": 4},
             "`search_scope` is 'carried_over', but an optimizer step of 3",

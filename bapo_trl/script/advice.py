@@ -48,7 +48,7 @@ ADVICE = (
     Advice(
         "stale samples",
         math.inf,
-        "more (measured: 16 and 64)",
+        "more (measured: 16, 64 and 256)",
         "0.3 to 0.7 (measured)",
         {"loss_type": "vespo", "positive_contribution_target": 1.0, "negative_weight_min": 0.5},
     ),

@@ -68,7 +68,7 @@ def _balance_rows(args: BAPOConfig) -> list[tuple[str, str]]:
     scope = {
         "batch": "over each batch",
         "micro_batch": "over each micro-batch",
-        "carried_over": f"carried over from the update before, by the advantages of the {args.carried_over_masses}",
+        "carried_over": "carried over from the update before",
     }[args.search_scope]
     rows = [("clip bounds", f"none (loss_type {args.loss_type})")]
     if args.has_clip_bounds:

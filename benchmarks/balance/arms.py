@@ -37,10 +37,7 @@ ARMS = {
 # Arms with a share that have controls: their weights in another order, on the positive tokens, carried over
 CONTROLLED = ("share 0.8", "VESPO, share 0.8")
 SHUFFLED, WEIGHED_UP = "weights shuffled", "positives weighed up"
-CARRIED_OVER = {
-    f"carried over, {masses}": {"search_scope": "carried_over", "carried_over_masses": masses}
-    for masses in ("update", "generation")
-}
+CARRIED_OVER = "carried over"
 CONSTANT = "constant weight "  # and then the weight
 # Their runs of `benchmarks.stability` count; pass@4 is measured in runs of this study, which repeat some of those
 REPEATED = {
@@ -73,4 +70,4 @@ def settings_of(arm: str) -> dict:
     if is_constant:
         return with_weight(float(weight), PUBLISHED["VESPO"] if of else CAPPED)
     arm, _, name = arm.partition("; ")
-    return {**ARMS, **REPEATED}[arm] | CARRIED_OVER.get(name, {})
+    return {**ARMS, **REPEATED}[arm] | ({"search_scope": "carried_over"} if name == CARRIED_OVER else {})

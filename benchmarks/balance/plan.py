@@ -202,7 +202,7 @@ def controls(own: Sequence[dict], elsewhere: Sequence[dict]) -> Iterator[Run]:
     weighed = [rows for rows in (own, elsewhere) if rows and _mean_weight(rows) < LITTLE_WEIGHED]
     names = dict.fromkeys(map(constant, weighed))
     if own in weighed:
-        names |= {variant(own[0]["arm"], name): None for name in (SHUFFLED, WEIGHED_UP, *CARRIED_OVER)}
+        names |= {variant(own[0]["arm"], name): None for name in (SHUFFLED, WEIGHED_UP, CARRIED_OVER)}
     for row, arm in itertools.product([row for row in own if row["seed"] in SEEDS], names):
         staleness = StalenessSetting(int(row["staleness_setting"]))
         yield Run("reported", row["task"], arm, staleness, row["learning_rate"], row["seed"])

@@ -109,9 +109,9 @@ def render(content: dict) -> Section:
         f"Final is the accuracy of sampled completions. pass@{settings['k']}: held-out problems with a right one "
         f"among {settings['k']} samples. Figures are means ± half the width of the 95 % interval over the seeds "
         "(Student's t), none where there is one seed. Above VESPO: mean difference on the same seeds. A control "
-        "changes one thing of an arm: its weights in another order, on the positive tokens instead, from the masses "
-        "of the update or of the generation (carried over), or a constant weight, its own mean or that of the other "
-        "task.",
+        "changes one thing of an arm: its weights in another order, on the positive tokens instead, by the curves "
+        "of the update before (carried over, and for once by the masses of the whole generation), or a constant "
+        "weight, its own mean or that of the other task.",
     ]
     tables = [f"## {heading}"]
     asked = {

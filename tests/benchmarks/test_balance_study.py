@@ -77,8 +77,7 @@ def test_the_plan_tunes_new_arms_and_takes_the_known_rates_of_published_ones():
         "VESPO, constant weight 0.50": 3,  # that of the other task: its own is nearly 1
         "share 0.8; weights shuffled": 3,
         "share 0.8; positives weighed up": 3,
-        "share 0.8; carried over, update": 3,
-        "share 0.8; carried over, generation": 3,
+        "share 0.8; carried over": 3,
         "constant weight 0.40": 3,  # its own mean
         "constant weight 0.70": 3,  # that of the other task
     }
@@ -148,9 +147,7 @@ def test_controls_change_one_thing_of_the_best_share():
         return {key: value for key, value in spec.items() if key != "args" and of_arm.get(key) != value} | args
 
     assert difference("share 0.9; positives weighed up") == {"trainer": "weighed up"}
-    assert difference("share 0.9; carried over, generation") == {
-        "search_scope": "carried_over", "carried_over_masses": "generation",
-    }  # fmt: skip
+    assert difference("share 0.9; carried over") == {"search_scope": "carried_over"}
     assert difference("constant weight 0.43") == {"positive_contribution_target": 1.0, "negative_weight_min": 0.43}
     shuffled = difference("share 0.9; weights shuffled")
     assert shuffled.pop("weights") != weights

@@ -65,7 +65,6 @@ OF_BAPO = {
     "contribution_weighting": st.sampled_from(WEIGHTINGS),
     "search_order": st.sampled_from(SEARCH_ORDERS),
     "search_scope": st.sampled_from(SCOPES),
-    "carried_over_masses": st.sampled_from(["update", "generation"]),
     "negative_weight_min": floats(0.01, 1.0),
     "negative_ratio_cap": st.none() | floats(1.0, 10.0),
     "replay_fraction": floats(0.0, 1.0),

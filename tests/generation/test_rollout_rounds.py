@@ -445,6 +445,7 @@ def test_oversampling_of_one_is_a_run_without_partial_rollouts(tmp_path):
             {"partial_rollout_oversampling": 1.04},
             r"is 1.04, which holds over none of the 12 groups.*above 1.042, e.g. to 1.083,",
         ),
+        ({"max_completion_length": None}, r"`max_completion_length` is None, but partial rollouts"),
         ({"partial_rollout_oversampling": None}, r"`partial_rollout_oversampling` is None: set it to a number"),
         ({"partial_rollout_oversampling": "1.5"}, r"`partial_rollout_oversampling` is '1.5': set it to a number"),
         ({"partial_rollout_chunk_length": 0}, r"`partial_rollout_chunk_length` is 0: set it to a whole number, at"),

@@ -87,8 +87,8 @@ def test_the_page_and_the_recipe_are_of_the_advice():
 
 def test_settings_table_of_the_handles_on_negative_tokens():
     handles = {"negative_weight_min": 0.05, "positive_contribution_target": 0.7}
-    text = table(**handles, negative_ratio_cap=3.0, search_scope="carried_over", carried_over_masses="generation")
-    assert "carried over from the update before, by the advantages of the generation" in text
+    text = table(**handles, negative_ratio_cap=3.0, search_scope="carried_over")
+    assert "carried over from the update before" in text
     assert "weight of negatives        0.05 .. 1" in text
     assert "ratio of negatives         counts as 3 above that" in text
     plain = table(loss_type="vespo")
