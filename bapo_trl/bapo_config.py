@@ -120,8 +120,8 @@ class BAPOConfig(GRPOConfig):
         metadata={
             "help": "Smallest weight of negative-advantage tokens in the policy loss, in (0, 1]. Where the bounds "
             "miss `positive_contribution_target`, these tokens are weighed down to reach it. With 1 there is no "
-            "weight, as in the paper. With fixed bounds and a target of 1, it is the weight in every update, and "
-            "needs no extra forward pass."
+            "weight, as in the paper. With fixed bounds, or none, and a target of 1, it is the weight in every "
+            "update and needs no extra forward pass."
         },
     )
     negative_ratio_cap: float | None = field(
