@@ -22,6 +22,7 @@ from .carried_curves import CURVES_FILE
 from .checked_inputs import CheckedInputs, check_reward_funcs, check_tokenizer
 from .clip_bounds import ClipBounds, Contributions
 from .diagnostics import UpdateLog, measure_tokens
+from .errors import InputError
 from .generation.behavior_policy import KnownBehaviorPolicy
 from .generation.logp_mismatch import client_for
 from .generation.partial_trainer import PartialRollouts
@@ -156,7 +157,7 @@ class BAPOTrainer(
 
     def _make_replay(self) -> ReplayMixer:
         if self._is_vlm:
-            raise ValueError(
+            raise InputError(
                 f"A replay queue keeps text only, but the model is multimodal: set {self.args.without_replay}."
             )
         args = self.args
@@ -230,7 +231,7 @@ class BAPOTrainer(
         result = super().train(*args, **kwargs)
         # A stream does not know its length before it ends
         if self._step == self.state.global_step == 0 and isinstance(self.train_dataset, IterableDataset):
-            raise ValueError(
+            raise InputError(
                 f"No update was made: the data ended before the {self.args.generation_batch_size} samples of one "
                 "generation (`generation_batch_size`) were there. Give more prompts, or lower `steps_per_generation` "
                 "or `per_device_train_batch_size`."
@@ -329,7 +330,7 @@ class BAPOTrainer(
             warnings.warn(f"The checkpoint {checkpoint} holds no replay queue: starting with an empty one.")
         rows, _ = self._replay.queue.state()
         if self.args.uses_partial_rollouts and any("token_versions" not in chunk.columns for chunk in rows):
-            raise ValueError(
+            raise InputError(
                 f"`partial_rollout_oversampling` is {self.args.partial_rollout_oversampling}, but the replay queue of "
                 f"the checkpoint {checkpoint} is of a run without partial rollouts: set it back to 1.0, or set "
                 "`replay_discard_saved` to start with an empty queue."

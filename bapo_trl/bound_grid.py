@@ -6,6 +6,8 @@ from functools import lru_cache
 
 import torch
 
+from .errors import InputError
+
 
 MOST_POINTS = 10_000
 """Largest number of candidates of a bound."""
@@ -83,31 +85,31 @@ class BoundGrid:
             start, maximum, step = (getattr(self, f"{side}_{part}") for part in ("start", "max", "step"))
             for part, value in (("start", start), ("max", maximum), ("step", step)):
                 if not math.isfinite(value):
-                    raise ValueError(f"`ratio_{side}_{part}` is {value}: set it to a finite number.")
+                    raise InputError(f"`ratio_{side}_{part}` is {value}: set it to a finite number.")
             if step <= 0:
-                raise ValueError(f"`ratio_{side}_step` is {step}: set it to a positive step, e.g. 0.05.")
+                raise InputError(f"`ratio_{side}_step` is {step}: set it to a positive step, e.g. 0.05.")
             if start > maximum:
-                raise ValueError(
+                raise InputError(
                     f"`ratio_{side}_start` is {start}, above `ratio_{side}_max`, which is {maximum}: lower "
                     f"`ratio_{side}_start` or raise `ratio_{side}_max` (equal values fix the bound)."
                 )
             if _num_steps(start, maximum, step) >= MOST_POINTS:
-                raise ValueError(
+                raise InputError(
                     f"`ratio_{side}_step` is {step}, which makes more than {MOST_POINTS} candidates from "
                     f"`ratio_{side}_start` ({start}) to `ratio_{side}_max` ({maximum}): raise it, e.g. to 0.05."
                 )
         if self.lower_start <= 0:
-            raise ValueError(
+            raise InputError(
                 f"`ratio_lower_start` is {self.lower_start}: lower bounds are ratios in (0, 1], e.g. 0.6 (not "
                 "`1 - epsilon` offsets)."
             )
         if self.lower_max > 1:
-            raise ValueError(
+            raise InputError(
                 f"`ratio_lower_max` is {self.lower_max}: lower bounds are ratios in (0, 1], e.g. 0.9, because a ratio "
                 "of 1 (on-policy) must not be clipped."
             )
         if self.upper_start < 1:
-            raise ValueError(
+            raise InputError(
                 f"`ratio_upper_start` is {self.upper_start}: upper bounds are ratios of at least 1, e.g. 1.2 (not "
                 "`epsilon` offsets)."
             )

@@ -7,6 +7,7 @@ from typing import Any
 from accelerate.utils import DistributedType, gather_object
 from torch import nn
 
+from .errors import InputError
 from .prompts import TokenLimits, check_batch_prompts, check_batch_tokens, check_prompt_lengths
 from .reward_checks import RewardChecks
 from .trainer_mixin import TrainerMixin
@@ -34,7 +35,7 @@ class CheckedInputs(TrainerMixin):
         window = context_window(text_config)
         self._limits = TokenLimits(window, self.max_completion_length or 0, vocabulary)
         if window is not None and window <= self._limits.completion:
-            raise ValueError(
+            raise InputError(
                 f"`max_completion_length` is {self.max_completion_length}, but the model's window "
                 f"(`max_position_embeddings`) is {window} with the prompt: lower `max_completion_length`."
             )
@@ -170,7 +171,7 @@ def check_tokenizer(tokenizer: Any, vocabulary: int | None = None) -> None:
         ValueError: With the fix.
     """
     if tokenizer.eos_token_id is None:
-        raise ValueError(
+        raise InputError(
             "The tokenizer has no `eos_token`, so that no completion would end: set `tokenizer.eos_token` to the "
             "token that ends one (`eos_token` in the model's tokenizer_config.json)."
         )
@@ -178,7 +179,7 @@ def check_tokenizer(tokenizer: Any, vocabulary: int | None = None) -> None:
         return
     last = max(tokenizer.vocab_size - 1, tokenizer.eos_token_id, tokenizer.pad_token_id or 0)
     if last >= vocabulary:
-        raise ValueError(
+        raise InputError(
             f"The tokenizer has tokens up to {last}, but the model has {vocabulary} (`vocab_size`): take the "
             "tokenizer that belongs to the model, or make room with `model.resize_token_embeddings(len(tokenizer))`."
         )
@@ -206,7 +207,7 @@ def check_reward_funcs(reward_funcs: Any, weights: Sequence[float] | None = None
                 "reward models or their names."
             )
     if weights is not None and len(weights) != len(functions):
-        raise ValueError(
+        raise InputError(
             f"`reward_weights` is {list(weights)}, for {len(functions)} reward functions: give as many weights."
         )
 

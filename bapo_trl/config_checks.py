@@ -10,6 +10,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from .bound_grid import BoundGrid
 from .clip_bounds import MEASURES, SEARCH_ORDERS
+from .errors import InputError
 from .generation.sampling_settings import broken_across_calls
 from .loss_kernels import UNCLIPPED_LOSS_TYPES
 from .policy_tokens import WEIGHTINGS
@@ -77,12 +78,12 @@ def check_types(config: "BAPOConfig", own_fields: Iterable[Field], types: Mappin
         if "choices" in f.metadata or type(value) in of_field:
             continue
         wanted = " or ".join(words for type_, words in _NAMES_OF_TYPES.items() if type_ in of_field)
-        raise ValueError(f"`{f.name}` is {value!r}: set it to {wanted}{' or None' if f.name in optional else ''}.")
+        raise InputError(f"`{f.name}` is {value!r}: set it to {wanted}{' or None' if f.name in optional else ''}.")
     for name, smallest in _COUNTS.items():
         value = getattr(config, name)
         if (value is None and name in optional) or (type(value) is int and value >= smallest):
             continue
-        raise ValueError(f"`{name}` is {value!r}: set it to a whole number, at least {smallest}.")
+        raise InputError(f"`{name}` is {value!r}: set it to a whole number, at least {smallest}.")
     for name, (low, high, is_closed) in _RANGES.items():
         value = getattr(config, name)
         if value is None and name in optional:
@@ -92,11 +93,11 @@ def check_types(config: "BAPOConfig", own_fields: Iterable[Field], types: Mappin
         if not is_inside or not math.isfinite(value):
             least = "" if low == -math.inf else f" {'at least' if is_closed else 'above'} {low}"
             most = "" if high == math.inf else f", at most {high}"
-            raise ValueError(f"`{name}` is {value}: set it to a finite number{least}{most}.")
+            raise InputError(f"`{name}` is {value}: set it to a finite number{least}{most}.")
         setattr(config, name, float(value))
     for name, choices in _CHOICES.items():
         if getattr(config, name) not in choices:
-            raise ValueError(f"`{name}` is {getattr(config, name)!r}: choose one of {', '.join(map(repr, choices))}.")
+            raise InputError(f"`{name}` is {getattr(config, name)!r}: choose one of {', '.join(map(repr, choices))}.")
     if config.delta is not None:
         _check_number("delta", config.delta)
     weights = config.reward_weights
@@ -104,30 +105,30 @@ def check_types(config: "BAPOConfig", own_fields: Iterable[Field], types: Mappin
         isinstance(weights, (list, tuple))
         and all(type(weight) in (int, float) and math.isfinite(weight) for weight in weights)
     ):
-        raise ValueError(f"`reward_weights` is {weights!r}: set it to a list of finite numbers, one a reward.")
+        raise InputError(f"`reward_weights` is {weights!r}: set it to a list of finite numbers, one a reward.")
 
 
 def check_run(config: "BAPOConfig") -> None:
     """Refuse values of the run that no search, queue or pool depends on."""
     if config.num_iterations < 1:
-        raise ValueError(f"`num_iterations` is {config.num_iterations}: set it to at least 1.")
+        raise InputError(f"`num_iterations` is {config.num_iterations}: set it to at least 1.")
     generations_eval = config.num_generations_eval or config.num_generations
     if config.do_eval and config.per_device_eval_batch_size * config.world_size % generations_eval != 0:
-        raise ValueError(
+        raise InputError(
             f"`per_device_eval_batch_size` is {config.per_device_eval_batch_size} on {config.world_size} processes: "
             f"their product must be a multiple of `num_generations_eval` ({generations_eval}), so that all "
             "rollouts of a prompt are in one batch."
         )
     if config.vllm_logp_tolerance is not None and not config.vllm_logp_tolerance > 0:
-        raise ValueError(
+        raise InputError(
             f"`vllm_logp_tolerance` is {config.vllm_logp_tolerance}: set it above 0, in nats a token, or to None "
             "for no check."
         )
     if not config.vllm_request_timeout > 0:
-        raise ValueError(f"`vllm_request_timeout` is {config.vllm_request_timeout}: set it above 0, in seconds.")
+        raise InputError(f"`vllm_request_timeout` is {config.vllm_request_timeout}: set it above 0, in seconds.")
     longest = config.vllm_request_timeout + config.vllm_server_timeout
     if config.use_vllm and config.vllm_mode == "server" and config.world_size > 1 and longest > config.ddp_timeout:
-        raise ValueError(
+        raise InputError(
             f"`vllm_request_timeout` is {config.vllm_request_timeout:g} and `vllm_server_timeout` "
             f"{config.vllm_server_timeout:g}: the other ranks wait for the main process that long, but give up after "
             f"`ddp_timeout`, which is {config.ddp_timeout}. Raise that to {math.ceil(longest)} at least."
@@ -141,7 +142,7 @@ def check_search(config: "BAPOConfig") -> None:
     for name in ("positive_contribution_target", "negative_weight_min", *(f"ratio_{part}" for part in BOUND_PARTS)):
         _check_number(name, getattr(config, name))
     if not 0 < config.positive_contribution_target <= 1:
-        raise ValueError(
+        raise InputError(
             f"`positive_contribution_target` is {config.positive_contribution_target}: set it to a share in (0, 1] "
             "(odds tau are the share tau / (1 + tau))."
         )
@@ -153,12 +154,12 @@ def check_search(config: "BAPOConfig") -> None:
         ("loss_type", (*CLIPPED_LOSS_TYPES, *UNCLIPPED_LOSS_TYPES)),
     ):
         if getattr(config, name) not in choices:
-            raise ValueError(f"`{name}` is {getattr(config, name)!r}: choose one of {', '.join(map(repr, choices))}.")
+            raise InputError(f"`{name}` is {getattr(config, name)!r}: choose one of {', '.join(map(repr, choices))}.")
     _check_unclipped_loss(config)
     _check_handles(config)
     BoundGrid(**{part: getattr(config, f"ratio_{part}") for part in BOUND_PARTS})  # checks the bounds
     if config.has_clip_bounds and config.delta is not None and not config.delta >= config.ratio_upper_max:
-        raise ValueError(
+        raise InputError(
             f"`delta` is {config.delta}, below `ratio_upper_max`, which is {config.ratio_upper_max}: it would cap "
             "positive tokens before the upper bound does. Raise `delta` to at least that, or unset it."
         )
@@ -168,14 +169,14 @@ def check_search(config: "BAPOConfig") -> None:
         reason = (
             "both clip bounds are fixed" if config.has_clip_bounds else f"`loss_type` {config.loss_type!r} has none"
         )
-        raise ValueError(
+        raise InputError(
             f"`positive_contribution_target` is {config.positive_contribution_target}, but nothing moves the share: "
             f"{reason}, and `negative_weight_min` is 1. Set `negative_weight_min` below 1, e.g. 0.05, or leave the "
             f"target at {default_target}."
         )
     window, generation = config.gradient_accumulation_steps, config.micro_batches_per_generation
     if config.search_scope != "micro_batch" and config.is_adaptive and generation % window != 0:
-        raise ValueError(
+        raise InputError(
             f"`search_scope` is {config.search_scope!r}, but an optimizer step of {window} micro-batches "
             f"(`gradient_accumulation_steps`) would span two generations of {generation} micro-batches "
             "(`steps_per_generation` x `num_iterations`), and the second is not sampled yet when the search runs. "
@@ -191,15 +192,15 @@ def _check_epsilon(config: "BAPOConfig", name: str) -> None:
     if config.loss_type == "cispo":
         _check_number(name, value)
         if not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"`{name}` is {value}, the cap on the ratio under 'cispo': set it above 0, e.g. 5.0.")
+            raise InputError(f"`{name}` is {value}, the cap on the ratio under 'cispo': set it above 0, e.g. 5.0.")
     elif config.has_clip_bounds:
-        raise ValueError(
+        raise InputError(
             f"`{name}` is {value}, but it has no effect under BAPO, which searches the clip bounds. Remove it; to fix "
             "both bounds as in GRPO, set `ratio_lower_start` = `ratio_lower_max` (1 - epsilon) and "
             "`ratio_upper_start` = `ratio_upper_max` (1 + epsilon_high)."
         )
     else:
-        raise ValueError(
+        raise InputError(
             f"`{name}` is {value}, but it has no effect under `loss_type` {config.loss_type!r}: remove it."
         )
 
@@ -210,7 +211,7 @@ def _check_unclipped_loss(config: "BAPOConfig") -> None:
     of_bounds = (*(f"ratio_{part}" for part in BOUND_PARTS), "contribution_measure", "contribution_weighting")
     for name in (*of_bounds, "search_order", "delta"):
         if getattr(config, name) != getattr(type(config), name):
-            raise ValueError(
+            raise InputError(
                 f"`{name}` is {getattr(config, name)!r}, but `loss_type` {config.loss_type!r} has no clip bounds: "
                 "leave it out, or choose a loss type with bounds "
                 f"({', '.join(map(repr, CLIPPED_LOSS_TYPES))})."
@@ -219,7 +220,7 @@ def _check_unclipped_loss(config: "BAPOConfig") -> None:
 
 def _check_handles(config: "BAPOConfig") -> None:
     if not 0 < config.negative_weight_min <= 1:
-        raise ValueError(
+        raise InputError(
             f"`negative_weight_min` is {config.negative_weight_min}: set it to a weight in (0, 1], 1 for none."
         )
     cap = config.negative_ratio_cap
@@ -227,14 +228,14 @@ def _check_handles(config: "BAPOConfig") -> None:
         return
     _check_number("negative_ratio_cap", cap)
     if not (cap >= 1 and math.isfinite(cap)):
-        raise ValueError(f"`negative_ratio_cap` is {cap}: set it to a ratio of at least 1, e.g. 3.0, or to None.")
+        raise InputError(f"`negative_ratio_cap` is {cap}: set it to a ratio of at least 1, e.g. 3.0, or to None.")
     if config.delta is not None:
-        raise ValueError(
+        raise InputError(
             f"`negative_ratio_cap` is {cap}, but `delta` ({config.delta}) takes the gradient of tokens above it away: "
             "set one of the two."
         )
     if config.loss_type in ("sapo", "vespo"):
-        raise ValueError(
+        raise InputError(
             f"`negative_ratio_cap` is {cap}, but `loss_type` {config.loss_type!r} bounds the gradient of large ratios "
             "itself: leave it out."
         )
@@ -244,7 +245,7 @@ def check_device(config: "BAPOConfig") -> None:
     """Refuse bfloat16, TRL's default, where neither a GPU nor a CPU was asked for that could be used."""
     wants_bf16 = config.bf16 or config.bf16_full_eval or (config.bf16 is None and not config.fp16)
     if wants_bf16 and not config.use_cpu and not torch.cuda.is_available() and not is_torch_bf16_gpu_available():
-        raise ValueError(
+        raise InputError(
             "`use_cpu` is false, but no GPU was found: set `use_cpu` to true (--use_cpu true), and `bf16` to false "
             "unless the processor computes in bfloat16 (--bf16 false)."
         )
@@ -259,26 +260,26 @@ def check_batch_sizes(config: "BAPOConfig") -> None:
         config.generation_batch_size,
     )
     if samples is not None and steps is not None and samples != size * processes * steps:
-        raise ValueError(
+        raise InputError(
             f"`generation_batch_size` is {samples} and `steps_per_generation` is {steps}, which both say how many "
             "samples a generation has: leave one of them out (`null` in a recipe)."
         )
     if samples is not None and samples % (size * processes) != 0:
-        raise ValueError(
+        raise InputError(
             f"`generation_batch_size` is {samples}, which does not divide into micro-batches of {size} "
             f"(`per_device_train_batch_size`) on {processes} processes: make it a multiple of {size * processes}."
         )
     group = config.num_generations
     if samples is not None and steps is not None and samples % group != 0:
         factor = group // math.gcd(group, processes * steps)
-        raise ValueError(
+        raise InputError(
             f"`num_generations` is {group}, but a generation has {samples} samples (`per_device_train_batch_size` "
             f"{size} x `steps_per_generation` {steps} x {processes} processes), which are no whole groups: set "
             f"`per_device_train_batch_size` to a multiple of {factor}, or `num_generations` to a divisor of {samples}."
         )
     group, size = config.num_generations_eval or config.num_generations, config.per_device_eval_batch_size
     if config.do_eval and config.eval_strategy != "no" and size * processes % group != 0:
-        raise ValueError(
+        raise InputError(
             f"`per_device_eval_batch_size` is {size} on {processes} processes, which are no whole groups of {group} "
             "(`num_generations_eval`, else `num_generations`): set it to a multiple of "
             f"{group // math.gcd(group, processes)}, or `num_generations_eval` to a divisor of {size * processes}."
@@ -289,7 +290,7 @@ def check_partial_rollouts(config: "BAPOConfig") -> None:
     """Refuse values of the partial rollouts, and settings of the sampler that they do not go with."""
     _check_number("partial_rollout_oversampling", config.partial_rollout_oversampling)
     if not 1 <= config.partial_rollout_oversampling < 2:
-        raise ValueError(
+        raise InputError(
             f"`partial_rollout_oversampling` is {config.partial_rollout_oversampling}: set it to at least 1 (off) "
             "and less than 2."
         )
@@ -298,22 +299,22 @@ def check_partial_rollouts(config: "BAPOConfig") -> None:
         if value is None and name == "partial_rollout_max_staleness":
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-            raise ValueError(f"`{name}` is {value!r}: set it to a whole number, at least {smallest}.")
+            raise InputError(f"`{name}` is {value!r}: set it to a whole number, at least {smallest}.")
     if not config.uses_partial_rollouts:
         return
     if config.max_completion_length is None:
-        raise ValueError(
+        raise InputError(
             "`max_completion_length` is None, but partial rollouts cut a completion into calls of at most so many "
             "tokens in all: set it to a number, or set `partial_rollout_oversampling` to 1.0."
         )
     if config.rows_per_generation % config.num_generations != 0:
-        raise ValueError(
+        raise InputError(
             f"`num_generations` is {config.num_generations}, but each rank has {config.rows_per_generation} samples "
             "of a generation (`per_device_train_batch_size` x `steps_per_generation`): with partial rollouts a "
             "group lives on one rank, so make that a multiple of it."
         )
     if config.groups_held == 0:
-        raise ValueError(
+        raise InputError(
             f"`partial_rollout_oversampling` is {config.partial_rollout_oversampling}, which holds over none of the "
             f"{config.groups_per_generation} groups of a generation on each rank: raise it above "
             f"{1 + 0.5 / config.groups_per_generation:.4g}, e.g. to {1 + 1 / config.groups_per_generation:.4g}, or "
@@ -325,7 +326,7 @@ def check_partial_rollouts(config: "BAPOConfig") -> None:
         )
     needed = config.updates_per_generation + config.largest_staleness
     if config.partial_rollout_max_staleness is not None and config.partial_rollout_max_staleness < needed:
-        raise ValueError(
+        raise InputError(
             f"`partial_rollout_max_staleness` is {config.partial_rollout_max_staleness}, but a completion parked "
             f"for one generation is {needed} versions old at its last update: with less, nothing is ever parked. "
             f"Set it to at least {needed}, or to None."
@@ -333,7 +334,7 @@ def check_partial_rollouts(config: "BAPOConfig") -> None:
     settings = {**(config.generation_kwargs or {}), "structured_outputs": config.vllm_structured_outputs_regex}
     broken = broken_across_calls(settings)
     if broken:
-        raise ValueError(
+        raise InputError(
             f"{'; '.join(broken)} (in `generation_kwargs` or by a field): that does not go with partial rollouts, "
             "where a completion is sampled in several calls. Remove it, or set `partial_rollout_oversampling` to "
             "1.0."
@@ -343,39 +344,39 @@ def check_partial_rollouts(config: "BAPOConfig") -> None:
 def check_replay(config: "BAPOConfig") -> None:
     """Refuse values of the replay queue, and those under which it would hold nothing to draw."""
     if not 0 <= config.replay_fraction <= 1:
-        raise ValueError(f"`replay_fraction` is {config.replay_fraction}: set it to a share in [0, 1].")
+        raise InputError(f"`replay_fraction` is {config.replay_fraction}: set it to a share in [0, 1].")
     if config.replay_order not in DRAW_ORDERS:
-        raise ValueError(
+        raise InputError(
             f"`replay_order` is {config.replay_order!r}: choose one of {', '.join(map(repr, DRAW_ORDERS))}."
         )
     for name, smallest in (("replay_capacity", 1), ("replay_max_reuse", 1), ("replay_max_staleness", 0)):
         value = getattr(config, name)
         if value is not None and value < smallest:
-            raise ValueError(f"`{name}` is {value}: set it to at least {smallest}.")
+            raise InputError(f"`{name}` is {value}: set it to at least {smallest}.")
     if config.replay_min_staleness < 0:
-        raise ValueError(f"`replay_min_staleness` is {config.replay_min_staleness}: set it to at least 0.")
+        raise InputError(f"`replay_min_staleness` is {config.replay_min_staleness}: set it to at least 0.")
     if not config.uses_replay:
         return
     if config.sync_ref_model:
-        raise ValueError(
+        raise InputError(
             "`sync_ref_model` is True, but queued samples keep the log-probabilities of the reference model that "
             "scored them: the KL term would hold the policy to references that no longer exist. Set "
             f"`sync_ref_model` to False, or, for no replay queue, {config.without_replay}."
         )
     if config.steps_per_generation % config.gradient_accumulation_steps != 0:
-        raise ValueError(
+        raise InputError(
             f"`steps_per_generation` is {config.steps_per_generation}: with a replay queue it must be a multiple of "
             f"`gradient_accumulation_steps` ({config.gradient_accumulation_steps}), so that each optimizer step is "
             "drawn at once."
         )
     rows = config.rows_per_generation
     if config.replay_capacity < rows:
-        raise ValueError(
+        raise InputError(
             f"`replay_capacity` is {config.replay_capacity}, less than the {rows} samples of a generation on each "
             f"rank: set it to at least {rows}."
         )
     if 0 < config.replay_fraction <= 0.5 / rows:
-        raise ValueError(
+        raise InputError(
             f"`replay_fraction` is {config.replay_fraction}, less than one of the {rows} samples of a batch on each "
             f"rank: set it to at least {1 / rows:.3g}, or to 0."
         )
@@ -388,7 +389,7 @@ def check_replay(config: "BAPOConfig") -> None:
         config.replay_min_staleness,
     )
     if config.replay_capacity < needed:
-        raise ValueError(
+        raise InputError(
             f"`replay_min_staleness` is {config.replay_min_staleness}, but a queue with a `replay_capacity` of "
             f"{config.replay_capacity} lets samples go before enough of them are that old, at {rows} samples a "
             f"generation on each rank and {updates * config.num_iterations} updates on them: set `replay_capacity` "
@@ -401,7 +402,7 @@ def check_replay(config: "BAPOConfig") -> None:
     if config.uses_partial_rollouts:  # rows are up to a generation old when they enter
         oldest += config.updates_per_generation
     if config.replay_max_staleness is not None and config.replay_max_staleness < oldest:
-        raise ValueError(
+        raise InputError(
             f"`replay_max_staleness` is {config.replay_max_staleness}, but with {updates} updates in a pass, "
             f"`num_iterations` {config.num_iterations} and `replay_min_staleness` {config.replay_min_staleness} a "
             f"queued sample is {oldest} versions old before "
@@ -409,14 +410,14 @@ def check_replay(config: "BAPOConfig") -> None:
             f"it to at least {oldest}."
         )
     if config.replay_max_reuse is not None and config.replay_max_reuse < config.num_iterations:
-        raise ValueError(
+        raise InputError(
             f"`replay_max_reuse` is {config.replay_max_reuse}, but `num_iterations` ({config.num_iterations}) passes "
             f"train each sample that many times on average: set it to at least {config.num_iterations}."
         )
     # From an empty queue, the passes over a generation use up all that it brings.
     draws_its_own = config.num_iterations > 1 and config.replay_min_staleness <= updates * (config.num_iterations - 1)
     if config.replay_max_reuse == config.num_iterations and (config.replay_fraction > 0 or not draws_its_own):
-        raise ValueError(
+        raise InputError(
             f"`replay_max_reuse` is {config.replay_max_reuse}: the {config.num_iterations} passes over a generation "
             "(`num_iterations`) use its samples up, and the first pass over the next one finds none in the "
             f"queue. Set `replay_max_reuse` to at least {config.num_iterations + 1}."
@@ -425,4 +426,4 @@ def check_replay(config: "BAPOConfig") -> None:
 
 def _check_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"`{name}` is {value!r}: set it to a number.")
+        raise InputError(f"`{name}` is {value!r}: set it to a number.")

@@ -8,6 +8,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 
 from .bapo_config import BAPOConfig
+from .errors import InputError
 
 
 _ROWS_PER_READ = 10_000
@@ -54,7 +55,7 @@ def check_columns(train_dataset, eval_dataset) -> None:
     for name, dataset in named_datasets(train_dataset, eval_dataset).items():
         columns = dataset.column_names if isinstance(dataset, (Dataset, IterableDataset)) else None
         if columns is not None and "prompt" not in columns:
-            raise ValueError(
+            raise InputError(
                 f"The {name} dataset has no `prompt` column, only {columns}: rename the column with the prompts, "
                 "e.g. `dataset.rename_column('question', 'prompt')`."
             )
@@ -75,7 +76,7 @@ def check_number_of_prompts(train_dataset, args: BAPOConfig) -> None:
     """
     needed = args.generation_batch_size // args.num_generations
     if isinstance(train_dataset, Dataset) and len(train_dataset) < needed:
-        raise ValueError(
+        raise InputError(
             f"The train dataset has {len(train_dataset)} prompts, but one generation takes {needed} "
             f"(`generation_batch_size` {args.generation_batch_size} / `num_generations` {args.num_generations}, over "
             f"all processes): nothing would be trained. Give at least {needed} prompts, or lower "
@@ -134,7 +135,7 @@ def check_prompts(train_dataset, eval_dataset) -> None:
         if found:
             row, defect = found[0]
             count = f"{len(found)} of the {len(dataset)} prompts"
-            raise ValueError(
+            raise InputError(
                 f"{count} of the {name} dataset cannot be used: that of row {row} {defect}. {_PROMPT_FIX}, or leave "
                 "such rows out with `dataset.filter`."
             )
@@ -145,7 +146,7 @@ def check_batch_prompts(prompts: Sequence[Any]) -> None:
     for prompt in prompts:
         defect = prompt_defect(prompt)
         if defect is not None:
-            raise ValueError(f"A prompt of the dataset cannot be used: {start_of(prompt)} {defect}. {_PROMPT_FIX}.")
+            raise InputError(f"A prompt of the dataset cannot be used: {start_of(prompt)} {defect}. {_PROMPT_FIX}.")
 
 
 def check_batch_tokens(prompts: Sequence[Any], prompt_ids: Sequence[Sequence[int]], limits: TokenLimits) -> None:
@@ -167,13 +168,13 @@ def check_batch_tokens(prompts: Sequence[Any], prompt_ids: Sequence[Sequence[int
     longest = limits.longest_prompt
     for prompt, ids in zip(prompts, prompt_ids, strict=False):
         if not len(ids):
-            raise ValueError(
+            raise InputError(
                 f"The prompt {start_of(prompt)} has no token: the tokenizer knows none of its characters."
             )
         if longest is not None and len(ids) > longest:
-            raise ValueError(f"The prompt {start_of(prompt)} is too long: it has {len(ids)} tokens, {_says(limits)}")
+            raise InputError(f"The prompt {start_of(prompt)} is too long: it has {len(ids)} tokens, {_says(limits)}")
         if limits.vocabulary is not None and max(ids) >= limits.vocabulary:
-            raise ValueError(
+            raise InputError(
                 f"The prompt {start_of(prompt)} has the token {max(ids)}, but the model has {limits.vocabulary} "
                 "tokens: take the tokenizer that belongs to the model, or make room with "
                 "`model.resize_token_embeddings(len(tokenizer))`."
@@ -216,7 +217,7 @@ def check_prompt_lengths(train_dataset, eval_dataset, tokenize, limits: TokenLim
         if too_long:
             ((row, length),) = lengths.most_common(1)
             at_least = "At least " if len(rows) == _LONGEST_TOKENIZED else ""
-            raise ValueError(
+            raise InputError(
                 f"{at_least}{len(too_long)} of the {len(dataset)} prompts of the {name} dataset are too long: the "
                 f"longest, row {row}, has {length} tokens, {_says(limits)}"
             )
@@ -249,7 +250,7 @@ def stored_prompts(dataset) -> Iterator[Any]:
             for batch in prompts.iter(_ROWS_PER_READ):
                 yield from batch["prompt"]
         except UnicodeDecodeError as error:
-            raise ValueError(
+            raise InputError(
                 f"A prompt of the dataset is not UTF-8 ({error}): convert the file it is from."
             ) from error
 

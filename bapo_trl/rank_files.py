@@ -16,6 +16,8 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from .errors import InputError
+
 
 STATE = "state"
 """Name of the JSON among the tensors."""
@@ -77,7 +79,7 @@ class RankFiles:
         """
         sizes = {size for path in Path(folder).iterdir() if (size := self.num_ranks_of(path.name)) is not None}
         if len(sizes) > 1:
-            raise ValueError(
+            raise InputError(
                 f"{folder} holds {self.name}s of runs with {sorted(sizes)} processes: remove the foreign ones, or "
                 f"{self.remedy}."
             )
@@ -91,7 +93,7 @@ class RankFiles:
             ValueError: If the file is missing, damaged or not ours, naming it.
         """
         if not path.exists():
-            raise ValueError(
+            raise InputError(
                 f"The {self.name} {path} is missing, while other ranks' are there: the checkpoint is damaged."
             )
         try:
@@ -103,14 +105,14 @@ class RankFiles:
         except (SafetensorError, OSError, *SENSELESS) as error:
             raise self.damaged(path, error) from error
         if metadata.get("format") != self.format:
-            raise ValueError(
+            raise InputError(
                 f"The {self.name} {path} has the format {metadata.get('format')!r}, not {self.format!r}: it was not "
                 f"written by this version of bapo_trl. {self.remedy[0].upper()}{self.remedy[1:]}."
             )
         try:
             text = bytes(tensors.pop(STATE).numpy()).decode() if STATE in tensors else metadata[STATE]
             if checksum(path.name, text, tensors) != metadata["checksum"]:
-                raise ValueError("what it holds is not what was written under this name")
+                raise InputError("what it holds is not what was written under this name")
             return tensors, json.loads(text)
         except SENSELESS as error:
             raise self.damaged(path, error) from error

@@ -20,6 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from .checkpoint_files import MANIFEST, checkpoint_names, find_defect, left_out_states, step_of, write_manifest
 from .disk import flush, flush_early, flush_tree
+from .errors import InputError
 from .random_states import RandomStates
 from .stop_signals import is_stopped
 from .trainer_mixin import TrainerMixin
@@ -104,7 +105,7 @@ class WholeCheckpoints(TrainerMixin):
         if resume_from_checkpoint is not True:
             defect = self._defect_on_any_rank(resume_from_checkpoint)
             if defect is not None:
-                raise ValueError(
+                raise InputError(
                     f"The checkpoint {resume_from_checkpoint} is not whole: {defect}. Resume from another one "
                     "(`True`, in the script `true`, takes the newest that is whole). If the files were changed on "
                     f"purpose, remove {MANIFEST} there."
@@ -119,7 +120,7 @@ class WholeCheckpoints(TrainerMixin):
             skipped.append(f"{folder} is not whole and was skipped: {defect}.")
             if self.is_world_process_zero():
                 warnings.warn(skipped[-1])
-        raise ValueError("\n".join([f"No valid checkpoint found in output directory ({run_dir})", *skipped]))
+        raise InputError("\n".join([f"No valid checkpoint found in output directory ({run_dir})", *skipped]))
 
     def _defect_on_any_rank(self, folder: str) -> str | None:
         defects = gather_object([find_defect(folder, self._is_dispensable)])

@@ -3,6 +3,7 @@
 import torch
 
 from .. import trl_compat
+from ..errors import InputError
 from ..forward_passes import without_gradient_checkpointing
 from .logp_mismatch import DifferenceCheck, compare_with_sampler
 from .server_restart import ServerRestarts
@@ -34,7 +35,7 @@ class KnownBehaviorPolicy(ServerRestarts):
 
     def _generate_and_score_completions(self, inputs):
         if self.environment_factories is None and "prompt" not in inputs[0]:
-            raise ValueError(f"A row of the dataset has no `prompt`, only {sorted(inputs[0])}: rename the column.")
+            raise InputError(f"A row of the dataset has no `prompt`, only {sorted(inputs[0])}: rename the column.")
         with without_gradient_checkpointing(self.model):
             output = super()._generate_and_score_completions(inputs)
         if not self.model.training:

@@ -17,6 +17,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..errors import InputError
+
 
 @dataclass
 class PartialCompletion:
@@ -183,7 +185,7 @@ class RolloutPool:
             ValueError: If the prompt leaves no room in the window.
         """
         if self.window is not None and len(prompt_ids) >= self.window:
-            raise ValueError(
+            raise InputError(
                 f"A prompt has {len(prompt_ids)} tokens, but the sampler takes {self.window} with the completion: "
                 "leave it out, or give the sampler a larger window (`--max-model-len` of a vLLM server, else "
                 "`vllm_max_model_length`)."
@@ -234,7 +236,7 @@ class RolloutPool:
         for index, (continuation, new) in enumerate(zip(continuations, tokens, strict=True)):
             completion, most = continuation.completion, min(cap, continuation.num_left)
             if completion.has_ended or not 0 < len(new) <= most:
-                raise ValueError(
+                raise InputError(
                     f"group {continuation.group.id} got {len(new)} tokens of at most {most} for a completion that has "
                     f"{'ended' if completion.has_ended else 'not ended'}"
                 )
@@ -321,19 +323,19 @@ class RolloutPool:
         """
         for group in state.groups:
             if len(group.completions) != self.num_generations:
-                raise ValueError(
+                raise InputError(
                     f"`num_generations` is {self.num_generations}, but the parked groups have "
                     f"{len(group.completions)} completions: set it back."
                 )
             for completion in group.completions:
                 length, limit = len(completion.tokens), self.max_completion_length
                 if length > limit or (length == limit and not completion.has_ended):
-                    raise ValueError(
+                    raise InputError(
                         f"`max_completion_length` is {limit}, but a parked completion has {length} tokens"
                         f"{'' if completion.has_ended else ' and goes on'}: set it back, or higher."
                     )
                 if not completion.has_ended and self._num_left(group, completion) < 1:
-                    raise ValueError(
+                    raise InputError(
                         f"The sampler takes {self.window} tokens of a prompt and its completion, but one that is "
                         f"parked and goes on has {len(group.prompt_ids) + length}: give it its window back."
                     )

@@ -15,6 +15,7 @@ import torch
 from datasets import Dataset
 from trl import GRPOTrainer
 
+from ..errors import InputError
 from .dataset_rows import check_dataset, check_row
 from .partial_rollouts import Group, PartialCompletion, PoolState, RolloutPool
 from .pool_checkpoint import FILES, load_pool, save_pool
@@ -221,7 +222,7 @@ class RolloutRounds:
             return
         begun = [each for group in state.groups for each in group.completions if each.tokens]
         if any(bool(completion.sampler_logps) != reports_logps for completion in begun):
-            raise ValueError(
+            raise InputError(
                 f"`use_vllm` is {reports_logps}, but the completions in flight of the checkpoint {folder} were begun "
                 f"{'without' if reports_logps else 'with'} vLLM, whose log-probabilities belong to them: set it back."
             )
@@ -348,7 +349,7 @@ def check_supported(trainer: GRPOTrainer) -> None:
     }
     for name, is_there in reasons.items():
         if is_there:
-            raise ValueError(
+            raise InputError(
                 f"The trainer has {name}, which does not go with partial rollouts: an unfinished completion is kept "
                 "as token ids, and goes on from these alone. Set `partial_rollout_oversampling` to 1.0."
             )
@@ -361,7 +362,7 @@ def check_supported(trainer: GRPOTrainer) -> None:
     settings = generation_config.to_diff_dict() | {"max_length": None}
     broken = broken_across_calls({k: v for k, v in settings.items() if trainer.generation_kwargs.get(k) is None})
     if broken:
-        raise ValueError(
+        raise InputError(
             "The model's generation config does not go with partial rollouts, where a completion is sampled in "
             f"several calls: {'; '.join(broken)}. Remove it from `model.generation_config`, or set "
             "`partial_rollout_oversampling` to 1.0."
@@ -378,7 +379,7 @@ def check_no_pool(folder: str | Path) -> None:
     num_ranks = len(FILES.find(folder))
     groups = sum(len(load_pool(folder, rank, num_ranks).groups) for rank in range(num_ranks))
     if groups:
-        raise ValueError(
+        raise InputError(
             f"`partial_rollout_oversampling` is 1.0, but the checkpoint {folder} holds {groups} unfinished groups, "
             "which would be lost: set it to what it was."
         )

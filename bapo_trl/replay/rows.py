@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from ..errors import InputError
 from ..policy_tokens import policy_mask
 from ..trl_compat import FORWARD_KEYS
 
@@ -193,7 +194,7 @@ def concat_rows(parts: Iterable[tuple[Rows, Sequence[int] | np.ndarray]]) -> Row
     keys = parts[0][0].columns.keys()
     for rows, _ in parts:
         if rows.columns.keys() != keys:
-            raise ValueError(f"The rows differ in {sorted(keys ^ rows.columns.keys())}: {_OTHER_SETTINGS}")
+            raise InputError(f"The rows differ in {sorted(keys ^ rows.columns.keys())}: {_OTHER_SETTINGS}")
     columns = {}
     shared: dict[str, Spans] = {}  # by the side of the padding: prompts and completions
     for key in keys:
@@ -207,7 +208,7 @@ def concat_rows(parts: Iterable[tuple[Rows, Sequence[int] | np.ndarray]]) -> Row
         lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
         spans = shared.setdefault(_FIELDS[key].side, Spans(lengths))
         if not np.array_equal(spans.lengths, lengths):
-            raise ValueError(f"Some rows have one `{key}` for each token, others one for all: {_OTHER_SETTINGS}")
+            raise InputError(f"Some rows have one `{key}` for each token, others one for all: {_OTHER_SETTINGS}")
         columns[key] = Column(torch.cat(pieces) if pieces else empty.reshape(-1), spans)
     return Rows(columns)
 
@@ -232,12 +233,12 @@ def batch_to_rows(batch: Mapping[str, torch.Tensor], pad_token_id: int) -> Rows:
     """
     for key in batch:
         if key in FORWARD_KEYS:
-            raise ValueError(
+            raise InputError(
                 f"The batch has `{key}`: multimodal samples cannot be replayed. Set `replay_fraction` to 0 and "
                 "`replay_zero_advantage` to False."
             )
         if key not in _FIELDS and key not in _PER_BATCH:
-            raise ValueError(f"The batch has `{key}`, which cannot be cut into rows: known are {', '.join(_FIELDS)}.")
+            raise InputError(f"The batch has `{key}`, which cannot be cut into rows: known are {', '.join(_FIELDS)}.")
 
     kept = {}
     for key, field in _FIELDS.items():

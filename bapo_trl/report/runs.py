@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..errors import InputError
+
 
 STATE_FILE = "trainer_state.json"
 SETTINGS_FILE = "run_settings.json"
@@ -96,7 +98,7 @@ def read_settings(folder: Path) -> Mapping:
         if candidate.is_file() and (candidate.parent == folder or folder.name.startswith("checkpoint-")):
             settings = _parse(candidate.read_text(encoding="utf-8"), candidate)
             if not isinstance(settings, dict):
-                raise ValueError(f"{candidate} is damaged: no settings by name. Remove it; the report goes without.")
+                raise InputError(f"{candidate} is damaged: no settings by name. Remove it; the report goes without.")
             return settings
     return {}
 
@@ -159,10 +161,10 @@ def _state_file(path: Path) -> Path:
     if path.is_file():
         return path
     if not path.is_dir():
-        raise ValueError(f"RUN {path}: no such file or folder. Give the `output_dir` of a run.")
+        raise InputError(f"RUN {path}: no such file or folder. Give the `output_dir` of a run.")
     files = [file for file in (path / STATE_FILE, *path.glob(f"checkpoint-*/{STATE_FILE}")) if file.is_file()]
     if not files:
-        raise ValueError(
+        raise InputError(
             f"RUN {path} has no {STATE_FILE}, nor has a checkpoint in it: give the `output_dir` of a run that has "
             "saved (`save_strategy`, `save_steps`), one of its checkpoint folders, or a file of its logs."
         )
@@ -180,11 +182,11 @@ def _read_logs(file: Path) -> list[Mapping]:
         state = _parse(text, file)
         history = state.get("log_history") if isinstance(state, dict) else state
     if not isinstance(history, list) or not all(isinstance(log, dict) for log in history):
-        raise ValueError(f"RUN {file} holds no logs: give a {STATE_FILE}, or a jsonl file of one log a line.")
+        raise InputError(f"RUN {file} holds no logs: give a {STATE_FILE}, or a jsonl file of one log a line.")
     logs = [log for log in history if isinstance(log.get("step"), int)]
     updates = update_logs(logs)
     if not updates:
-        raise ValueError(
+        raise InputError(
             f"RUN {file} has no log of an update: train with a smaller `logging_steps`, or give another run."
         )
     return updates
@@ -194,4 +196,4 @@ def _parse(text: str, file: Path):
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is damaged: {error}. Give another checkpoint of the run.") from None
+        raise InputError(f"{file} is damaged: {error}. Give another checkpoint of the run.") from None

@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ..errors import InputError
 from .figure import drawn_panels, panel_svg, save_png
 from .health import Finding, describe, examine
 from .page import render_page
@@ -64,7 +65,7 @@ def save_report(log_history: Sequence[Mapping], path: str | Path) -> dict[str, l
     """
     logs = update_logs(log_history)
     if not logs:
-        raise ValueError("`log_history` has no log of an update: nothing to draw.")
+        raise InputError("`log_history` has no log of an update: nothing to draw.")
     folder = Path(path).resolve().parent
     return write_report([Run(folder.name, logs, read_settings(folder), folder)], path)
 

@@ -5,6 +5,8 @@ from typing import Any
 
 from trl import ScriptArguments
 
+from ..errors import InputError
+
 
 EMBEDDED = "embedded"
 """What `dataset_name` and `model_name_or_path` say for the embedded task and its model."""
@@ -89,12 +91,12 @@ class BAPOScriptArguments(ScriptArguments):
             if isinstance(value, str):  # in a recipe, one name needs no brackets
                 setattr(self, name, [value])
             elif value is not None and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
-                raise ValueError(f"`{name}` is {value!r}: set it to a name, or to a list of names.")
+                raise InputError(f"`{name}` is {value!r}: set it to a name, or to a list of names.")
         for name in ("prompt_template", "system_prompt", "eval_dataset", "extract_answer"):
             value = getattr(self, name)
             if not (value is None or isinstance(value, str)):
-                raise ValueError(f"`{name}` is {value!r}: set it to text.")
+                raise InputError(f"`{name}` is {value!r}: set it to text.")
         if not (self.eval_fraction is None or type(self.eval_fraction) in (int, float)):
-            raise ValueError(f"`eval_fraction` is {self.eval_fraction!r}: set it to a share in (0, 1).")
+            raise InputError(f"`eval_fraction` is {self.eval_fraction!r}: set it to a share in (0, 1).")
         if not (self.task_args is None or isinstance(self.task_args, (str, dict))):
-            raise ValueError(f"`task_args` is {self.task_args!r}: set it to a mapping, or to one as JSON.")
+            raise InputError(f"`task_args` is {self.task_args!r}: set it to a mapping, or to one as JSON.")

@@ -7,6 +7,7 @@ from typing import Any
 from trl import DatasetMixtureConfig, get_dataset
 
 from ..bapo_config import BAPOConfig
+from ..errors import InputError
 from ..tasks import MadeTask
 from .arguments import EMBEDDED, BAPOScriptArguments
 from .datasets import Data, common_hub_id, hold_out, load_splits, pick_eval_split, pick_split
@@ -44,7 +45,7 @@ def load_data(
         ValueError: If no data is named, or it cannot be had, or two flags contradict one another.
     """
     if script_args.eval_dataset is not None and script_args.eval_fraction is not None:
-        raise ValueError("`eval_dataset` and `eval_fraction` are both set: leave one of them out.")
+        raise InputError("`eval_dataset` and `eval_fraction` are both set: leave one of them out.")
     hub_id: str | None = None
     train: Any = None
     splits: Any = None
@@ -58,7 +59,7 @@ def load_data(
         title, hub_id = script_args.dataset_name, common_hub_id([script_args.dataset_name])
         splits = load_splits(script_args.dataset_name, script_args.dataset_config, script_args.dataset_streaming)
     elif script_args.eval_dataset is None or training_args.do_train:
-        raise ValueError(
+        raise InputError(
             "`dataset_name` is not set: give a json, jsonl or parquet file, a dataset folder, an id on the Hub, or "
             f"'{EMBEDDED}' for the built-in task (or list `datasets` in the config file)."
         )

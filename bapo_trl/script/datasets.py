@@ -11,6 +11,7 @@ from datasets.exceptions import DatasetsError
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as LOADERS  # "json", "csv", ...
 from huggingface_hub.errors import HFValidationError
 
+from ..errors import InputError
 from ..tasks import CHAT_SUMS, GYM_PREFIX, MadeTask, load_chat_sums, load_gym_task, load_task
 from .arguments import EMBEDDED
 
@@ -96,7 +97,7 @@ def load_splits(
     path = Path(name)
     if path.is_file():
         if path.suffix not in _FILE_BUILDERS:
-            raise ValueError(
+            raise InputError(
                 f"`{parameter}` is the file '{name}': expected one of {', '.join(_FILE_BUILDERS)}, or a folder."
             )
         return _load_file(name, streaming, parameter)
@@ -104,14 +105,14 @@ def load_splits(
         loaded = load_from_disk(name)
         return DatasetDict(train=loaded) if isinstance(loaded, Dataset) else loaded
     if _is_path(name) and not path.is_dir():
-        raise ValueError(
+        raise InputError(
             f"`{parameter}` is '{name}', but there is no such file or folder: correct the path, or give an id on the "
             "Hub such as 'org/dataset'."
         )
     try:
         return load_dataset(name, name=config, streaming=streaming)
     except (OSError, DatasetsError, HFValidationError) as error:
-        raise ValueError(
+        raise InputError(
             f"`{parameter}` is '{name}', which is neither a file nor a folder here, and the Hub did not give it "
             f"either: {error}"
         ) from error
@@ -131,7 +132,7 @@ def _load_file(name: str, streaming: bool, parameter: str) -> DatasetDict | Iter
             cause = cause.__cause__
         shape = "one JSON object a row, in UTF-8" if builder == "json" else "a whole parquet file"
         reason = str(cause).partition("\n")[0] or "it holds no row"
-        raise ValueError(
+        raise InputError(
             f"`{parameter}` is the file '{name}', which cannot be read ({reason}): give {shape}, with at least a row."
         ) from error
 
@@ -144,7 +145,7 @@ def _check_encoding(name: str) -> None:
                 line.decode()
             except UnicodeDecodeError as error:
                 # Without its cause: this is the reason that a user is told
-                raise ValueError(f"line {number} is not UTF-8: {error.reason} {line[error.start]:#04x}") from None
+                raise InputError(f"line {number} is not UTF-8: {error.reason} {line[error.start]:#04x}") from None
 
 
 def hold_out(dataset: Dataset | IterableDataset, fraction: float) -> tuple[Dataset, Dataset]:
@@ -161,12 +162,12 @@ def hold_out(dataset: Dataset | IterableDataset, fraction: float) -> tuple[Datas
         ValueError: If `fraction` is out of its range or one part has no row, or for a stream.
     """
     if isinstance(dataset, IterableDataset):
-        raise ValueError(
+        raise InputError(
             "`eval_fraction` cannot hold out a share of a stream: set `eval_dataset`, or `dataset_streaming` to false."
         )
     count = round(fraction * len(dataset)) if math.isfinite(fraction) else 0
     if not (0 < fraction < 1 and 0 < count < len(dataset)):
-        raise ValueError(
+        raise InputError(
             f"`eval_fraction` is {fraction}, which leaves {count} of {len(dataset)} prompts to evaluate on: set it to "
             "a share in (0, 1) that leaves prompts for both."
         )
@@ -190,7 +191,7 @@ def make_task(name: str | None, task_args: str | dict[str, Any] | None = None) -
     if name is not None and name.startswith(GYM_PREFIX):
         return load_gym_task(name, task_args)
     if task_args is not None:
-        raise ValueError(
+        raise InputError(
             f"`task_args` is {task_args!r}, but `dataset_name` is '{name}', which takes none: leave `task_args` out, "
             f"or give a task such as '{GYM_PREFIX}chain_sum'."
         )
@@ -218,7 +219,7 @@ def pick_split(splits: DatasetDict | IterableDatasetDict, split: str, parameter:
         ValueError: If there is no such split, naming those there are.
     """
     if split not in splits:
-        raise ValueError(
+        raise InputError(
             f"`{parameter}` is '{split}', but the dataset has only the splits {sorted(splits)}: set `{parameter}` to "
             "one of them."
         )

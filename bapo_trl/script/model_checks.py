@@ -11,6 +11,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl import ModelConfig
 
+from ..errors import InputError
+
 
 def check_packages(model_args: ModelConfig) -> None:
     """
@@ -25,7 +27,7 @@ def check_packages(model_args: ModelConfig) -> None:
         ("load_in_8bit", model_args.load_in_8bit, "bitsandbytes", "bitsandbytes"),
     ):
         if is_set and importlib.util.find_spec(module) is None:
-            raise ValueError(
+            raise InputError(
                 f"`{flag}` needs the package {module}, which is not installed: run `pip install {requirement}`, or "
                 f"leave `{flag}` out."
             )
@@ -57,7 +59,7 @@ def settle_lora_targets(model: str, model_args: ModelConfig, trust_remote_code: 
         model_args.lora_target_modules = missing
     elif missing:
         linear = sorted({name.rpartition(".")[2] for name, is_linear in layers.items() if is_linear})
-        raise ValueError(
+        raise InputError(
             f"`lora_target_modules` has {', '.join(missing)}, which the model does not have: its linear layers are "
             f"{', '.join(linear)}; `all-linear` takes all but the head."
         )

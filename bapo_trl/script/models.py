@@ -9,6 +9,7 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils import find_adapter_config_file
 
+from ..errors import InputError
 from ..tasks import SMOLLM2, smollm2_path, warm_start_path
 from ..trl_compat import create_model_from_path
 from .arguments import EMBEDDED
@@ -42,7 +43,7 @@ def adapter_base(model: str, revision: str | None = None) -> str | None:
         return None
     base = json.loads(Path(path).read_text()).get("base_model_name_or_path")
     if not base:
-        raise ValueError(
+        raise InputError(
             f"`model_name_or_path` is '{model}', an adapter that does not name its base model: write it into "
             f"`base_model_name_or_path` of {path}."
         )
@@ -76,14 +77,14 @@ def load_adapter(
     try:
         from peft import PeftModel
     except ImportError as error:
-        raise ValueError(
+        raise InputError(
             f"`model_name_or_path` is '{adapter}', an adapter, which needs the package peft: install it with "
             "`pip install 'bapo-trl[peft]'`."
         ) from error
     try:
         model = create_model_from_path(base, **kwargs)
     except (OSError, ValueError) as error:
-        raise ValueError(
+        raise InputError(
             f"`model_name_or_path` is '{adapter}', an adapter of '{base}', and that base cannot be loaded: put it "
             "there, or correct `base_model_name_or_path` in the adapter's adapter_config.json. What failed: "
             f"{_first_line(error)}"
@@ -118,7 +119,7 @@ def load_processing_class(
     try:
         return AutoProcessor.from_pretrained(base or model, revision=None if base else revision, **settings)
     except (OSError, ValueError) as error:
-        raise ValueError(
+        raise InputError(
             f"`model_name_or_path` is '{model}', and the tokenizer of '{base or model}' cannot be loaded: give a "
             f"folder with a model and its tokenizer, or an id on the Hub. What failed: {_first_line(error)}"
         ) from error
@@ -135,7 +136,7 @@ def check_adapter(base: str | None, is_made: bool = False) -> None:
             Whether the run makes one.
     """
     if base is None and not is_made:
-        raise ValueError(
+        raise InputError(
             "`merge_adapter` is set, but there is no adapter: set `use_peft` to train one, or `model_name_or_path` to "
             "the folder of a saved one."
         )

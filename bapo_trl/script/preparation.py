@@ -12,6 +12,7 @@ from trl import DatasetMixtureConfig, ModelConfig, get_peft_config, get_quantiza
 from ..bapo_config import BAPOConfig
 from ..bapo_trainer import BAPOTrainer
 from ..cpu_speed import base_dtype
+from ..errors import InputError
 from ..prompts import check_columns, check_number_of_prompts
 from ..report.callback import ReportCallback
 from ..tasks import MadeTask
@@ -86,7 +87,7 @@ def prepare(
     reward_funcs = _choose_rewards(script_args.reward_funcs, task)
     model = model_args.model_name_or_path
     if model is None:
-        raise ValueError("`model_name_or_path` is not set: give a folder, an id on the Hub, 'embedded' or 'smollm2'.")
+        raise InputError("`model_name_or_path` is not set: give a folder, an id on the Hub, 'embedded' or 'smollm2'.")
     if script_args.merge_adapter:
         check_adapter(base, training_args.do_train and model_args.use_peft)
     extract_answer = resolve_extractor(script_args.extract_answer)
@@ -131,7 +132,7 @@ def _choose_rewards(names: list[str] | None, task: MadeTask | None) -> list[Any]
     if names:
         return resolve_reward_funcs(names)
     if task is None:
-        raise ValueError("`reward_funcs` is not set: name a reward of TRL's or an import path, see --help.")
+        raise InputError("`reward_funcs` is not set: name a reward of TRL's or an import path, see --help.")
     return [task.reward_func]
 
 
@@ -146,7 +147,7 @@ def _settle_model(model: str, base: str | None, training_args: BAPOConfig, model
         **given,
     }
     if base is not None and model_args.use_peft:
-        raise ValueError(
+        raise InputError(
             f"`use_peft` asks for a new adapter, but `model_name_or_path` is one, {model}: leave `use_peft` out to "
             "train it on, or merge it first (--do_train false --merge_adapter true)."
         )

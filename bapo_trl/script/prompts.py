@@ -7,6 +7,8 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
+from ..errors import InputError
+
 
 @dataclass(frozen=True)
 class PromptFormat:
@@ -46,7 +48,7 @@ class PromptFormat:
             ValueError: If there is a system prompt, but no chat template.
         """
         if self.system_prompt is not None and not has_chat_template:
-            raise ValueError(
+            raise InputError(
                 "`system_prompt` is set, but the tokenizer of `model_name_or_path` has no chat template, so there "
                 "are no system messages: put the text into `prompt_template`, or take a model with a chat template."
             )
@@ -104,7 +106,7 @@ def check_chat_template(dataset: Dataset | IterableDataset | None, processing_cl
         ValueError: If it has none.
     """
     if is_chat(dataset) and not getattr(processing_class, "chat_template", None):
-        raise ValueError(
+        raise InputError(
             "The prompts are chat messages, but the tokenizer of `model_name_or_path` has no chat template: take a "
             "model with one (an instruct model), put a `chat_template.jinja` into the model's folder, or give prompts "
             "that are text (`prompt_column`)."
@@ -119,7 +121,7 @@ def _find(row: Mapping[str, Any], columns: Sequence[str], flag: str, name: str) 
             continue
         return column
     named = " or ".join(f"`{column}`" for column in columns)
-    raise ValueError(f"The {name} has no {named} column, only {_names(row)}: set `--{flag}` to one of them.")
+    raise InputError(f"The {name} has no {named} column, only {_names(row)}: set `--{flag}` to one of them.")
 
 
 def _names(row: Mapping[str, Any]) -> list[str]:
@@ -138,7 +140,7 @@ def _get(row: Mapping[str, Any], column: str) -> Any:
 
 def _check_template(template: str, row: Mapping[str, Any]) -> None:
     if not any(f"{{{name}}}" in template for name in ("prompt", *row)):
-        raise ValueError(
+        raise InputError(
             f"`prompt_template` is {template!r}, which has no place for the prompt: write {{prompt}} there, or the "
             f"name of a column in braces ({', '.join(row)})."
         )

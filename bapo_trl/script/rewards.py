@@ -10,6 +10,7 @@ from typing import Any
 from trl import rewards
 from trl.import_utils import is_math_verify_available
 
+from ..errors import InputError
 from .answers import EXTRACTORS, gold_answers
 
 
@@ -81,7 +82,7 @@ def resolve_reward_funcs(names: Sequence[str]) -> list[Callable]:
     """
     for name in names:
         if name in _NEED_MATH and not is_math_verify_available():
-            raise ValueError(
+            raise InputError(
                 f"`reward_funcs` has '{name}', which needs the package math-verify: install it with "
                 "`pip install 'bapo-trl[math]'`, or name another reward."
             )
@@ -109,7 +110,7 @@ def _resolve(flag: str, name: str, known: dict[str, Callable]) -> Callable:
 def _import_function(flag: str, name: str, known: dict[str, Callable]) -> Callable:
     module_name, _, function_name = name.rpartition(".")
     if not module_name:
-        raise ValueError(
+        raise InputError(
             f"`{flag}` has '{name}', which is not known: choose one of {', '.join(known)}, or give an import path "
             "such as 'my_package.rewards.my_reward'."
         )
@@ -118,10 +119,10 @@ def _import_function(flag: str, name: str, known: dict[str, Callable]) -> Callab
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:  # the latter two: for what is no name
-        raise ValueError(
+        raise InputError(
             f"`{flag}` has '{name}', which cannot be imported ({error}): check the path and run from the folder "
             "that holds it, or install its package."
         ) from error
     if not callable(function):
-        raise ValueError(f"`{flag}` has '{name}', which is not a function.")
+        raise InputError(f"`{flag}` has '{name}', which is not a function.")
     return function

@@ -13,6 +13,7 @@ from trl import ModelConfig
 from ..bapo_config import BAPOConfig
 from ..checkpoint_files import find_defect
 from ..cpu_speed import speed_up_cpu
+from ..errors import InputError
 from ..report.write import report_line
 from ..stop_signals import EXIT_CODE, StopSignals, exit_stopped
 from ..tasks import held_out_accuracy
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
     """
     script_args, training_args, model_args, dataset_args = parse_arguments(arguments, command)
     if not training_args.do_train and training_args.resume_from_checkpoint not in (None, "false"):
-        raise ValueError(
+        raise InputError(
             f"`resume_from_checkpoint` is '{training_args.resume_from_checkpoint}', but `do_train` is false and "
             "evaluation is of `model_name_or_path`: set that to the checkpoint's folder."
         )
@@ -160,7 +161,7 @@ def _check_resume(folder: str, training_args: BAPOConfig) -> bool:
     if not 0 < last <= done:
         return True
     if done > last or any(gather_object([_is_saved(state, training_args.output_dir)])):
-        raise ValueError(
+        raise InputError(
             f"`resume_from_checkpoint` is {folder}, at update {done}, and `max_steps` is {last}: nothing is left to "
             f"train. Raise `max_steps`, or evaluate it with --do_train false --model_name_or_path {folder}."
         )

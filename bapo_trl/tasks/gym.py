@@ -13,6 +13,7 @@ from typing import Any
 
 from datasets import Dataset
 
+from ..errors import InputError
 from .answers import Completion, completion_text, read_answer
 from .made import MadeTask
 
@@ -53,7 +54,7 @@ def load_gym_task(name: str, task_args: str | dict[str, Any] | None = None) -> M
     asked = {_question(row) for row in test}
     train = [row for row in problems if _question(row) not in asked]
     if not train:
-        raise ValueError(
+        raise InputError(
             f"`task_args` is {json.dumps(args)}: all problems of '{name}' that it gives to train on are among those "
             "held out. Raise `size`, or let the task make more kinds of problems."
         )
@@ -102,14 +103,14 @@ def _parse(task_args: str | dict[str, Any] | None) -> dict[str, Any]:
         try:
             task_args = json.loads(task_args)
         except json.JSONDecodeError as error:
-            raise ValueError(f"`task_args` is '{task_args}', which is not JSON ({error}): {example}.") from error
+            raise InputError(f"`task_args` is '{task_args}', which is not JSON ({error}): {example}.") from error
     if not isinstance(task_args, dict | None):
-        raise ValueError(f"`task_args` is {task_args!r}, not arguments by name: {example}.")
+        raise InputError(f"`task_args` is {task_args!r}, not arguments by name: {example}.")
     args = task_args or {}
     for count, least in (("size", 1), ("seed", 0)):
         value = args.get(count, least)
         if type(value) is not int or value < least:
-            raise ValueError(f"`task_args` has {count} {value!r}: give a whole number from {least} on.")
+            raise InputError(f"`task_args` has {count} {value!r}: give a whole number from {least} on.")
     return args
 
 
@@ -124,14 +125,14 @@ def _make(name: str, args: dict[str, Any]) -> Any:
             "pip install 'bapo-trl[reasoning-gym]', or give another dataset."
         ) from error
     if name not in DATASETS:
-        raise ValueError(
+        raise InputError(
             f"`dataset_name` is '{GYM_PREFIX}{name}', but reasoning-gym has no such task{_nearest(name, DATASETS)}."
         )
     try:
         return reasoning_gym.create_dataset(name, **args)
     except Exception as error:  # of any kind: each task checks its arguments itself
         known = ", ".join(DATASETS[name][1].__dataclass_fields__)
-        raise ValueError(
+        raise InputError(
             f"`task_args` is {json.dumps(args)}, which the task '{name}' does not take ({error}): correct it; its "
             f"arguments are {known}."
         ) from error
@@ -162,7 +163,7 @@ def _check_scores(row: dict[str, Any]) -> None:
     problem = json.loads(row["entry"])
     answer = problem["entry"]["answer"]
     if answer and gym_reward([f"<answer>{answer}</answer>"], [row["entry"]])[0] < 1:
-        raise ValueError(
+        raise InputError(
             f"`dataset_name` is '{GYM_PREFIX}{problem['task']}', whose entries do not survive JSON: its own right "
             "answer would not be rewarded. Take another task."
         )

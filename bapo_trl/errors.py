@@ -1,0 +1,9 @@
+"""What a user gave and can mend, as an error of its own: the command line ends with its one sentence."""
+
+
+class InputError(ValueError):
+    """
+    A setting, a file, a data set, a reward or a package that cannot be used. The message names it and the fix.
+
+    Everything else that is raised is a bug, or an error of the user's own code, and keeps its traceback.
+    """
