@@ -3,15 +3,20 @@
 import json
 import re
 from collections.abc import Callable
-from decimal import Decimal, InvalidOperation
+from numbers import Number
 from typing import Any
 
-from ..tasks.answers import last_number, without_separators
+from ..tasks.answers import last_number, plain_number, without_separators
+
+
+_BRACES = re.compile(r"\\boxed\{|\\[{}]|[{}]")
 
 
 def boxed_answer(text: str) -> str | None:
     r"""
-    Return what the last `\boxed{...}` holds, or `None` if there is none that is closed.
+    Return what the last closed `\boxed{...}` holds, or `None` if there is none or it is empty.
+
+    Braces that are to be seen, `\{` and `\}`, close nothing.
 
     Example:
 
@@ -21,16 +26,14 @@ def boxed_answer(text: str) -> str | None:
 
     ```
     """
-    start = text.rfind(r"\boxed{")
-    if start < 0:
-        return None
-    start += len(r"\boxed{")
-    depth = 1
-    for position in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if depth == 0:
-            return text[start:position]
-    return None
+    opened: list[int | None] = []  # for each open brace, where the content of its box begins, if it is one
+    begin = end = 0
+    for brace in _BRACES.finditer(text):
+        if brace[0] in (r"\boxed{", "{"):
+            opened.append(brace.end() if brace[0] == r"\boxed{" else None)
+        elif brace[0] == "}" and opened and (start := opened.pop() or 0) > begin:
+            begin, end = start, brace.start()
+    return text[begin:end].strip() or None
 
 
 def whole_text(text: str) -> str | None:
@@ -59,23 +62,52 @@ def canonical(answer: str) -> str:
     ```
     """
     text = re.sub(r"\s", "", answer).strip("$").removesuffix(".")
-    try:
-        number = Decimal(without_separators(text))
-    except InvalidOperation:
-        return text
-    return f"{number.normalize():f}" if number.is_finite() else text
+    return plain_number(text) or text
+
+
+def gold_texts(value: Any) -> list[str]:
+    """
+    Return the texts of right answers that a column's value holds; none if it is missing.
+
+    Args:
+        value (`str`, number or list of these):
+            Value of a row. Text may be a JSON list of strings (as in Skywork-OR1's `ground_truth`). A number is
+            written out, one that is whole without decimals. `None`, NaN and empty text are missing, and so is what is
+            neither text nor number.
+
+    Example:
+
+    ```python
+    >>> gold_texts(73.0), gold_texts(0.00001), gold_texts('["1/2", "0.5"]'), gold_texts(None)
+    (['73'], ['0.00001'], ['1/2', '0.5'], [])
+
+    ```
+    """
+    parts = value if isinstance(value, (list, tuple)) else _listed(value)
+    return [text for part in parts if (text := _as_text(part))]
+
+
+def _listed(value: Any) -> list[Any]:
+    if isinstance(value, str) and value.lstrip().startswith('["'):  # strings: [1, 2] is an interval
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            pass
+    return [value]
+
+
+def _as_text(value: Any) -> str | None:
+    if isinstance(value, Number) and not isinstance(value, bool):
+        return plain_number(str(value))
+    return str(value).strip() if isinstance(value, (str, bool)) else None
 
 
 def gold_answers(value: Any) -> list[str]:
     r"""
-    Return the answers that a column's value stands for; any of them is right.
+    Return the answers that a column's value stands for; any of them is right. None for a value that is missing.
 
-    Numbers, a JSON list in a string (as in Skywork-OR1's `ground_truth`), the text after `####` (as in GSM8K) and the
-    last `\boxed{...}` of a worked solution are understood. Any other text is itself the answer.
-
-    Args:
-        value (`str`, `int`, `float` or a list of these):
-            Value of a row. A number that is whole loses its decimals.
+    Of each of its [`gold_texts`], the text after `####` (as in GSM8K) and the last `\boxed{...}` of a worked solution
+    are understood. Any other text is itself the answer.
 
     Example:
 
@@ -87,17 +119,9 @@ def gold_answers(value: Any) -> list[str]:
 
     ```
     """
-    if isinstance(value, (list, tuple)):
-        return [answer for part in value for answer in gold_answers(part)]
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    text = str(value).strip()
-    if text.startswith('["'):  # strings: [1, 2] is an interval
-        try:
-            return gold_answers(json.loads(text))
-        except json.JSONDecodeError:
-            pass
-    if "####" in text:
-        text = text.rpartition("####")[2].strip()
-    boxed = boxed_answer(text)
-    return [without_separators(text if boxed is None else boxed)]
+    return [answer for text in gold_texts(value) if (answer := _answer_in(text))]
+
+
+def _answer_in(text: str) -> str:
+    answer = text.rpartition("####")[2]
+    return without_separators(boxed_answer(answer) or answer.strip().removesuffix("."))

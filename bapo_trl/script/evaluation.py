@@ -151,7 +151,7 @@ def count(
         PromptResult(
             tuple(record["correct"] for record in group),
             None if extract_answer is None else tuple(_answer(record, extract_answer) for record in group),
-            group[0].get(SOURCE_COLUMN),
+            _source(group[0]),
         )
         for group in scored
     )
@@ -201,4 +201,9 @@ def _first_reward(record: Mapping[str, Any]) -> float | None:
 
 def _answer(record: Mapping[str, Any], extract_answer: Callable[[str], str | None]) -> str | None:
     answer = extract_answer(record["completion"])
-    return None if answer is None else canonical(answer)
+    return None if answer is None else canonical(answer) or None  # what is empty has no vote
+
+
+def _source(record: Mapping[str, Any]) -> str | None:
+    source = record.get(SOURCE_COLUMN)
+    return source if source is None or isinstance(source, str) else json.dumps(source, sort_keys=True, default=str)

@@ -10,6 +10,7 @@ from accelerate.utils import gather_object
 from torch.utils.data import DataLoader
 
 from ..forward_passes import forked_random_state, without_gradient_checkpointing
+from ..tasks.answers import completion_text
 from ..trainer_mixin import TrainerMixin
 
 
@@ -98,7 +99,7 @@ class SamplesCompletions(TrainerMixin):
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         sampled = gather_object(
             [
-                (part["position"], _text(completion), len(ids), ids[-1] not in ends)
+                (part["position"], completion_text(completion), len(ids), ids[-1] not in ends)
                 for part, completion, ids in zip(inputs, completions, completion_ids, strict=True)
             ]
         )
@@ -110,7 +111,3 @@ class SamplesCompletions(TrainerMixin):
                 ]
             )
         return None, None, None
-
-
-def _text(completion: str | list[dict[str, Any]]) -> str:
-    return completion if isinstance(completion, str) else completion[-1]["content"] or ""

@@ -8,6 +8,7 @@ reward is a plain function of the batch, on any rank and after a resume.
 import difflib
 import functools
 import json
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,7 +78,7 @@ def gym_reward(completions: Sequence[Completion], entry: Sequence[str], **kwargs
             Further columns and arguments TRL passes; unused.
 
     Returns:
-        `list[float]`: The scores of `score_answer` of the tasks.
+        `list[float]`: The scores of `score_answer` of the tasks; 0 for an answer on which it raises.
     """
     return [_score(completion_text(completion), row) for completion, row in zip(completions, entry, strict=True)]
 
@@ -85,7 +86,12 @@ def gym_reward(completions: Sequence[Completion], entry: Sequence[str], **kwargs
 def _score(text: str, row: str) -> float:
     problem = json.loads(row)
     task = _rebuild(problem["task"], json.dumps(problem["task_args"]))
-    return float(task.score_answer(read_answer(text, problem["entry"]["answer"] or ""), problem["entry"]))
+    answer = read_answer(text, problem["entry"]["answer"] or "")
+    try:
+        return float(task.score_answer(answer, problem["entry"]))
+    except Exception as error:  # of any kind: each task parses answers itself, and a model may write anything
+        warnings.warn(f"The task '{problem['task']}' could not read an answer, which counts as 0: {error!r}")
+        return 0.0
 
 
 @functools.cache

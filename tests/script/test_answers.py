@@ -1,8 +1,23 @@
 """The answers in completions and in columns."""
 
-import pytest
+import math
 
-from bapo_trl.script.answers import EXTRACTORS, boxed_answer, canonical, gold_answers, whole_text
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bapo_trl.script.answers import EXTRACTORS, boxed_answer, canonical, gold_answers, gold_texts, whole_text
+from bapo_trl.tasks.answers import last_number, last_number_reward, plain_number, read_answer, same_number
+
+
+# Text of any kind, and text of what answers are made of
+PIECES = [*"0123456789.,-+eE\u2212 \n{}$#\\", "1e9999999", "\\boxed{", "<answer>", "</answer>", '["', '"]', "####"]
+TEXTS = st.text() | st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXTS,
+    lambda parts: st.lists(parts, max_size=3) | st.dictionaries(TEXTS, parts, max_size=3),
+    max_leaves=6,
+)
 
 
 @pytest.mark.parametrize(
@@ -18,6 +33,16 @@ from bapo_trl.script.answers import EXTRACTORS, boxed_answer, canonical, gold_an
         ("= +5", None, "5"),
         ("none", None, None),
         ("", None, None),
+        ("it is \u22124", None, "-4"),
+        ("5\u22123", None, "3"),
+        ("about 1e5, or 2.5E-3", None, "2.5E-3"),
+        ("1e\u22125", None, "1e-5"),
+        ("2e3x", None, "3"),
+        (r"\boxed{5} and \boxed{\frac{1}{2}", "5", "2"),
+        (r"\boxed{\boxed{5} and on", "5", "5"),
+        (r"\boxed{1\boxed{2}3}", "2", "3"),
+        (r"} \boxed{5}{ \boxed{ }", None, "5"),
+        (r"\boxed{\left\{ 7 \right.}", r"\left\{ 7 \right.", "7"),
     ],
 )
 def test_answers_in_completions(text, boxed, number):
@@ -36,6 +61,54 @@ def test_one_spelling_for_numbers_and_none_for_what_only_looks_like_one():
     assert canonical("1,2") == "1,2"
     assert canonical("1000") == "1000"
     assert canonical("Infinity") == "Infinity"
+    assert canonical("\u22125") == canonical("-5.0") == "-5"
+    assert canonical("-0") == canonical("0e7") == "0"
+    assert canonical("1e5") == canonical("100,000") == "100000"
+
+
+def test_all_digits_of_a_number_count():
+    first, second = f"{'7' * 40}1", f"{'7' * 40}2"  # Decimal's own context keeps 28
+    assert canonical(first) == first != canonical(second)
+    assert canonical("1" * 5000) != canonical("1" * 4999 + "2")
+    assert same_number(first, first + ".0")
+    assert not same_number(first, second)
+    assert len(plain_number("1e999999999")) < 20
+
+
+@given(TEXTS, TEXTS)
+def test_no_text_makes_an_answer_fail(text, other):
+    for extract in EXTRACTORS.values():
+        answer = extract(text)
+        assert answer is None or isinstance(canonical(answer), str)
+    assert same_number(last_number(text), last_number(text)) == (last_number(text) is not None)
+    assert isinstance(read_answer(text, other), str)
+    assert last_number_reward([text], answer=[other])[0] in (None, 0, 1)
+
+
+@given(JSON)
+def test_no_value_of_a_column_makes_an_answer_fail(value):
+    assert all(isinstance(answer, str) and answer for answer in gold_answers(value))
+    assert last_number_reward(["5"], answer=[value])[0] in (None, 0, 1)
+
+
+def read_slowly(text):
+    """All pairs of tags without one between them that closes, the last of them."""
+    opens = [place for place in range(len(text)) if text.startswith("<answer>", place)]
+    closed = [place for place in opens if "</answer>" in text[place:]]
+    return text[closed[-1] + len("<answer>") :].partition("</answer>")[0].strip() if closed else None
+
+
+@settings(max_examples=300)
+@given(st.lists(st.sampled_from(["<answer>", "</answer>", "1", " ", "<"]), max_size=10).map("".join))
+def test_the_last_tags_that_close_hold_the_answer(text):
+    expected = read_slowly(text)
+    assert read_answer(text, "yes") == (text.strip() if expected is None else expected)
+
+
+def test_many_open_tags_and_boxes_are_read_in_one_pass():
+    """A pass for each would take hours."""
+    assert read_answer("<answer>" * 1_000_000 + "5", "3") == "5"
+    assert boxed_answer(r"\boxed{7}" + r"\boxed{" * 1_000_000) == "7"
 
 
 @pytest.mark.parametrize(
@@ -52,7 +125,18 @@ def test_one_spelling_for_numbers_and_none_for_what_only_looks_like_one():
         ("12 * 100 = <<12*100=1200>>1,200\n#### 1,200", ["1200"]),
         (r"Since $x=3$, \boxed{1} is out and \boxed{(1, 2)} holds.", ["(1, 2)"]),
         (r"2\sqrt{3}", [r"2\sqrt{3}"]),
+        (0.00001, ["0.00001"]),
+        (5e-324, [f"0.{'0' * 323}5"]),
+        ("5.", ["5"]),
+        (["5", None, " "], ["5"]),
+        ('["5", [1], null]', ["5"]),
+        ("The end. ####", []),
     ],
 )
 def test_answers_in_columns(value, answers):
     assert gold_answers(value) == answers
+
+
+@pytest.mark.parametrize("missing", [None, math.nan, math.inf, "", " \n", [], [None], {"a": 5}, {}])
+def test_what_is_missing_is_no_answer(missing):
+    assert gold_texts(missing) == gold_answers(missing) == []

@@ -1,5 +1,6 @@
 """Tasks for chat models: the problems, how an answer is read, what is refused."""
 
+import math
 import sys
 
 import pytest
@@ -36,6 +37,9 @@ def test_the_sums_of_the_embedded_task_are_asked_in_words():
         ("78 is 59 + 19", 0),
         ("59-78", 1),  # no minus but a difference
         ("It is -78", 0),
+        ("It is \u221278", 0),
+        ("It is 7.8e1", 1),
+        ("It is 1e99999999999999999999", 0),
         ("7.8", 0),
         ("78,000", 0),
         ("78th", 1),
@@ -46,6 +50,11 @@ def test_the_sums_of_the_embedded_task_are_asked_in_words():
 def test_the_last_number_counts(text, reward):
     after_a_tool = [*message("I shall ask: 78"), {"role": "tool", "content": "78"}, *message(text)]
     assert last_number_reward([text, message(text), after_a_tool], answer=["78"] * 3) == [reward] * 3
+
+
+def test_the_right_number_may_be_a_number_and_is_none_if_missing():
+    texts = ["78", message("-78"), [{"role": "assistant", "tool_calls": []}], "None", "nan"]
+    assert last_number_reward(texts, answer=[78, "\u221278", "78", None, math.nan]) == [1, 1, 0, None, None]
 
 
 @pytest.mark.parametrize(
@@ -59,6 +68,9 @@ def test_the_last_number_counts(text, reward):
         ("none", "3", ""),
         ("The 2 kings", "kings", "The 2 kings"),
         ("  yes\n", "", "yes"),
+        ("<answer>1</answer> is in </answer>", "3", "1"),
+        ("</answer> 2 <answer>", "3", "2"),
+        ("about 1e5", "100000", "1e5"),
     ],
 )
 def test_an_answer_is_read_by_tags_then_as_the_last_number_then_as_a_whole(text, right_answer, read):
@@ -135,6 +147,19 @@ def test_the_reward_is_what_the_task_gives_for_the_answer_read(monkeypatch):
     completions = [message("Half of 0 is 0."), "<answer>1</answer>, not 2", "9"]
     assert gym.gym_reward(completions, entry=entries, trainer_state=None) == [1.0, 1.0, 0.25]
     assert made == [("halving", {"size": 3, "seed": 0})]  # once for all rows
+    gym._rebuild.cache_clear()
+
+
+def test_an_answer_that_a_task_cannot_read_counts_nothing(monkeypatch):
+    class ReadsNumbers(Halving):
+        def score_answer(self, answer, entry):
+            return float(int(answer) == int(entry["answer"]))
+
+    monkeypatch.setattr(gym, "_make", lambda name, args: ReadsNumbers(**args))
+    gym._rebuild.cache_clear()
+    entries = gym.load_gym_task("numbers", {"size": 3}).train_dataset["entry"][:]
+    with pytest.warns(UserWarning, match="'numbers' could not read an answer, which counts as 0: ValueError"):
+        assert gym.gym_reward(["0", "<answer>one</answer>", message("2")], entry=entries) == [1.0, 0.0, 1.0]
     gym._rebuild.cache_clear()
 
 
