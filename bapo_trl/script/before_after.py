@@ -61,6 +61,7 @@ class BeforeAfter:
         lines = [
             f"Evaluation of {model} on {title}: {log_line(self.trainer.state.global_step, self._rewards())}",
             accuracy_table(accuracies),
+            self._left_out(),
             f"Completions: {self.output_dir / 'eval_completions.jsonl'}",
             f"Metrics: {self.output_dir / 'eval_results.json'}",
         ]
@@ -69,6 +70,10 @@ class BeforeAfter:
     def _evaluate(self, name: str, model: str, revision: str | None) -> Evaluation:
         weights = weights_identity(model, revision)
         return evaluate(self.trainer, self.dataset, self.output_dir / name, weights, self.extract_answer)
+
+    def _left_out(self) -> str:
+        count = self._after.metrics.get("prompts_without_reward", 0)
+        return f"Left out, without a reward: {count} of {count + self._after.num_prompts} prompts" if count else ""
 
     def _rewards(self) -> dict[str, float]:
         return {f"eval_{name}": value for name, value in self._after.metrics.items()}

@@ -8,6 +8,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 
 from ..errors import InputError
+from .answers import gold_texts
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,13 @@ def is_chat(dataset: Dataset | IterableDataset | None) -> bool:
     return isinstance(first.get("prompt"), list)
 
 
+def count_missing_answers(dataset: Dataset | IterableDataset) -> int:
+    """Count the rows whose `solution` is missing; 0 without such a column, and for a stream."""
+    if isinstance(dataset, IterableDataset) or "solution" not in dataset.column_names:
+        return 0
+    return sum(not gold_texts(answer) for answer in dataset["solution"])
+
+
 def check_chat_template(dataset: Dataset | IterableDataset | None, processing_class: Any) -> None:
     """
     Refuse prompts that are chat messages for a tokenizer without a chat template.
@@ -171,4 +179,5 @@ def _form_prompt(prompt: Any, row: Mapping[str, Any], form: PromptFormat) -> Any
 
 
 def _as_answer(value: Any) -> Any:
-    return str(value) if isinstance(value, int | float) else value
+    """Return an answer as text if it is a number, and as it is if not: a column of the dataset has one type."""
+    return next(iter(gold_texts(value)), None) if isinstance(value, int | float) else value

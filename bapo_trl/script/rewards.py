@@ -11,7 +11,7 @@ from trl import rewards
 from trl.import_utils import is_math_verify_available
 
 from ..errors import InputError
-from .answers import EXTRACTORS, gold_answers
+from .answers import EXTRACTORS, gold_answers, gold_texts
 
 
 def _of_chats(reward: Callable) -> Callable:
@@ -26,34 +26,62 @@ def _of_chats(reward: Callable) -> Callable:
 
 def _of_answers(reward: Callable) -> Callable:
     """
-    Let a reward of TRL's that compares with `solution` take the forms of [`~answers.gold_answers`], and plain text.
+    Let a reward of TRL's that compares with `solution` take the forms of [`~answers.gold_texts`], and plain text.
 
-    A bare `2\\sqrt{3}` is read by math-verify as 2, `(1, 2)` as 2, and `x^2+1` not at all; in a box they are what they
-    say. Of several answers, the one that gives the highest reward counts.
+    Of several readings of an answer, the one that gives the highest reward counts. Without an answer there is none.
     """
 
     @functools.wraps(reward)
-    def scored(completions: list[Any], solution: list[Any], **kwargs: Any) -> list[float | None]:
-        golds = [[f"\\boxed{{{answer}}}" for answer in gold_answers(value)] for value in solution]
-        if any(len(answers) > 1 for answers in golds):
-            kwargs.pop("log_extra", None)  # it takes a line for each completion
-        flat = [
-            (_as_messages(completion), gold)
-            for completion, answers in zip(completions, golds, strict=True)
-            for gold in answers
+    def scored(
+        completions: list[Any], solution: list[Any], log_extra: Callable | None = None, **kwargs: Any
+    ) -> list[float | None]:
+        judged = [
+            _best_of(reward, _as_messages(completion), _readings(value), kwargs)
+            for completion, value in zip(completions, solution, strict=True)
         ]
-        given = iter(reward([messages for messages, _ in flat], solution=[gold for _, gold in flat], **kwargs))
-        return [_highest([next(given) for _ in answers]) for answers in golds]
+        if log_extra is not None:
+            for column in dict.fromkeys(column for _, extra in judged for column in extra):
+                log_extra(column, [extra.get(column) for _, extra in judged])
+        return [given for given, _ in judged]
 
     return scored
 
 
+def _readings(value: Any) -> list[str]:
+    r"""
+    Return what to give to TRL's reward as the right answer, in turn: the text itself, then the answer in it, boxed.
+
+    math-verify finds the number in `5 dollars.`, but reads a bare `2\sqrt{3}` as 2, `(1, 2)` as 2, and `x^2+1` not at
+    all. In a box these are what they say.
+    """
+    whole = [value] if isinstance(value, str) and gold_texts(value) else []
+    return whole + [f"\\boxed{{{answer}}}" for answer in gold_answers(value)]
+
+
+def _best_of(
+    reward: Callable, messages: Any, readings: list[str], kwargs: dict[str, Any]
+) -> tuple[float | None, dict[str, Any]]:
+    """Return the highest reward, and what TRL notes about the reading that gave it, by column."""
+    best, noted = None, {}
+    for reading in readings:
+        extra: dict[str, Any] = {}
+
+        def note(column: str, values: list[Any], extra: dict[str, Any] = extra) -> None:
+            extra[column] = values[0]
+
+        (given,) = reward([messages], solution=[reading], log_extra=note, **kwargs)
+        if best is None or (given is not None and given > best):
+            best, noted = given, extra
+        if best == 1:
+            break
+    return best, noted
+
+
 def _as_messages(completion: Any) -> Any:
-    return [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-
-
-def _highest(rewards: list[float | None]) -> float | None:
-    return max((reward for reward in rewards if reward is not None), default=None)
+    """Return a completion as messages, each with a text, which a call of a tool may lack."""
+    if isinstance(completion, str):
+        return [{"role": "assistant", "content": completion}]
+    return [{**message, "content": message.get("content") or ""} for message in completion]
 
 
 REWARDS: dict[str, Callable] = {

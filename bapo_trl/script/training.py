@@ -25,7 +25,7 @@ from .console import settings_table
 from .data import has_data
 from .models import PACKAGED_MODELS, adapter_base, check_adapter, save_merged
 from .preparation import Run, prepare
-from .prompts import is_chat
+from .prompts import count_missing_answers, is_chat
 
 
 def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
@@ -98,6 +98,9 @@ def _train(run: Run, training_args: BAPOConfig, model_args: ModelConfig, evaluat
     is_over = resume is not None and not _check_resume(resume, training_args)
     say(f"BAPO on {run.data.title}\n{settings_table(training_args)}")
     say(f"Prompts: {'chat messages' if is_chat(run.data.train) else 'plain text'}")
+    missing = count_missing_answers(run.data.train)
+    if missing:
+        say(f"Note: {missing} of {len(run.data.train)} prompts have no `solution`: a reward that reads it gives none.")
     say(f"Each line below: means over the last {training_args.logging_steps:g} updates, age in policy versions.")
     earlier = get_last_checkpoint(output_dir) if output_dir.is_dir() else None
     if earlier is not None and resume is None:
