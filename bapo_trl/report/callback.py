@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from .masks import without_secrets
 from .runs import SETTINGS_FILE, update_logs
 from .write import NO_MATPLOTLIB, has_matplotlib, save_report
 
@@ -16,7 +17,8 @@ class ReportCallback(TrainerCallback):
     """
     Writes `report.html` and `report.png` into `output_dir` at each save, and `run_settings.json` at the start.
 
-    Only the main process writes. Nothing that goes wrong here stops the training: it is warned of, once.
+    Only the main process writes. Secrets in the settings are masked. Nothing that goes wrong here stops the training:
+    it is warned of, once.
 
     Args:
         settings (mapping, *optional*):
@@ -45,7 +47,7 @@ class ReportCallback(TrainerCallback):
         settings = {"model": name, **self.settings, **args.to_dict()}
         folder = Path(args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(settings, indent=2, sort_keys=True, default=str)
+        text = json.dumps(without_secrets(settings), indent=2, sort_keys=True)
         (folder / SETTINGS_FILE).write_text(text + "\n", encoding="utf-8")
 
     def _write_report(self, args, state) -> None:

@@ -53,6 +53,58 @@ def test_a_training_run_has_a_report_at_each_save(tmp_path, args):
     assert "<th>dataset_name</th><td>toy</td>" in page
 
 
+SECRET = "s3cretS3cretS3cret"
+SHAPES = {
+    f"http://me:{SECRET}@node-7:8000/": "http://<SECRET>@node-7:8000/",
+    f"https://{SECRET}@node-7:8000": "https://<SECRET>@node-7:8000",
+    f"http://node-7/?access_token={SECRET}&x=1": "http://node-7/?access_token=<SECRET>&x=1",
+    f"hf_{SECRET}": "<SECRET>",
+    f"Bearer {SECRET}": "Bearer <SECRET>",
+    f'{{"deep": {{"api_key": "{SECRET}"}}}}': '{"deep": {"api_key": "<SECRET>"}}',
+    f"WANDB_API_KEY={SECRET} python train.py": "WANDB_API_KEY=<SECRET> python train.py",
+}
+
+
+def test_no_secret_is_written_into_the_settings(tmp_path):
+    load = {"token": SECRET, "proxies": {"http": f"http://me:{SECRET}@proxy"}, "attn_implementation": "eager"}
+    settings = {
+        "deep": [{"headers": {"Authorization": SECRET, "X-Api-Key": SECRET}}, ({"auth": ["me", SECRET]}, *SHAPES)],
+        "object": Path(f"hf_{SECRET}"),
+        "api_key": SECRET,
+        "use_auth_token": True,
+    }
+    server = f"http://me:{SECRET}@node-7:8000"
+    trainer = toy_trainer(tmp_path, max_steps=1, vllm_server_base_url=server, model_init_kwargs=load)
+    trainer.add_callback(ReportCallback(settings))
+    trainer.train()
+    text = (tmp_path / "run_settings.json").read_text()
+    assert SECRET not in text
+    written = json.loads(text)
+    assert written["vllm_server_base_url"] == "http://<SECRET>@node-7:8000"
+    assert written["model_init_kwargs"] == {
+        "token": "<TOKEN>", "proxies": {"http": "http://<SECRET>@proxy"}, "attn_implementation": "eager",
+    }  # fmt: skip
+    assert written["deep"][1] == [{"auth": "<AUTH>"}, *SHAPES.values()]
+    assert written["use_auth_token"] is True
+
+
+def test_settings_that_are_no_secret_stay(tmp_path):
+    trainer = toy_trainer(tmp_path, max_steps=1)
+    kept = {
+        "dataset_name": "org/hf_datasets-of-tokens@main",
+        "url": "http://node-7:8000/?mail=me@node-7",
+        "prompt_template": "{prompt}\nThe token is: a word. Basic arithmetic, sk-learn.",
+        "revision": "0123456789abcdef0123456789abcdef01234567",
+        "reward_funcs": ["my_rewards.no_secret"],
+    }
+    trainer.add_callback(ReportCallback(kept))
+    trainer.train()
+    written = json.loads((tmp_path / "run_settings.json").read_text())
+    assert {name: written[name] for name in kept} == kept
+    plain = json.loads(json.dumps(trainer.args.to_dict(), default=str))
+    assert {name: written[name] for name in plain if name not in kept} == plain
+
+
 def test_seeds_of_a_training_are_one_band_and_another_setting_is_not(tmp_path):
     runs = {"a": {"seed": 1}, "b": {"seed": 2}, "c": {"seed": 3, "learning_rate": 1e-3}}
     for name, args in runs.items():
