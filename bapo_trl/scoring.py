@@ -142,12 +142,15 @@ class Scoring(TrainerMixin):
             are_fresh (`bool`):
                 Whether the current policy sampled all rows: their ratios are 1 then, unless a forward pass is random.
         """
-        knows_behavior = "old_per_token_logps" in self._buffered_inputs[self._window[0]]
+        batch = self._buffered_inputs[self._window[0]]
+        # The mask compares them with the sampler's
+        masks = self.off_policy_mask_threshold is not None and "sampling_per_token_logps" in batch
+        reads_logps = masks or self.args.contribution_weighting == "behavior_prob"
         return (
             not are_fresh
             or self._has_random_forward
             or self.top_entropy_quantile < 1
-            or (self.args.contribution_weighting == "behavior_prob" and not knows_behavior)
+            or (reads_logps and "old_per_token_logps" not in batch)
         )
 
     @torch.no_grad()

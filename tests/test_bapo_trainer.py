@@ -208,6 +208,24 @@ def test_off_policy_mask_reads_the_log_probs_of_the_sampler(tmp_path):
     assert_logged_shares_are_those_of_the_loss(trainer)
 
 
+def test_off_policy_mask_reads_the_log_probs_of_a_rollout_func(tmp_path):
+    """One update a generation: all samples are fresh, and TRL computes no log-probabilities before the loss."""
+    random = torch.Generator().manual_seed(0)
+
+    def rollout(prompts, trainer):
+        completions = [torch.randint(2, 12, (4 + i % 4,), generator=random).tolist() for i in range(len(prompts))]
+        logprobs = [(-5 + 2 * torch.randn(len(ids), generator=random)).tolist() for ids in completions]
+        prompt_ids = trainer.processing_class(prompts)["input_ids"]
+        return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": logprobs}
+
+    trainer = trained(
+        tmp_path, trainer_args={"rollout_func": rollout}, steps_per_generation=2, num_iterations=1,
+        off_policy_mask_threshold=0.0,
+    )  # fmt: skip
+    assert "old_per_token_logps" not in trainer.updates[0][0]["inputs"]
+    assert_logged_shares_are_those_of_the_loss(trainer)
+
+
 def test_look_ahead_passes_the_models_other_inputs_on(tmp_path):
     class WithTokenTypes(Recorder):
         def _generate_and_score_completions(self, inputs):
