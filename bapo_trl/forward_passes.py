@@ -72,11 +72,12 @@ def has_random_forward(model: PreTrainedModel, neftune_noise_alpha: float | None
     )
 
 
-def _has_rate(settings: Mapping) -> bool:
+def _has_rate(settings: Mapping, are_rates: bool = False) -> bool:
     for name, value in settings.items():
-        if isinstance(value, Mapping):
-            if _has_rate(value):
+        is_rate = are_rates or "drop" in str(name) or "jitter" in str(name)
+        if isinstance(value, Mapping):  # LoHa and LoKr have a rate for each adapter
+            if _has_rate(value, is_rate):
                 return True
-        elif ("drop" in str(name) or "jitter" in str(name)) and isinstance(value, int | float) and value > 0:
+        elif is_rate and isinstance(value, int | float) and value > 0:
             return True
     return False

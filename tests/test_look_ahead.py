@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoHaConfig, LoKrConfig, LoraConfig
 from transformers import Qwen2Config, TrainerCallback
 
 from bapo_trl import BAPOTrainer
@@ -14,6 +14,11 @@ from tests.test_bapo_trainer import Recorder, assert_logged_shares_are_those_of_
 
 def lora(**settings) -> dict:
     return {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **settings)}
+
+
+def adapter(config_class, **settings) -> dict:
+    config = config_class(r=4, target_modules="all-linear", init_weights=False, **settings)
+    return {"trainer_args": {"peft_config": config}}
 
 
 # The model afterwards
@@ -112,8 +117,10 @@ def test_the_random_state_of_the_device_is_given_back(monkeypatch, device_type):
         (lambda: toy_model(attention_dropout=0.3), {"disable_dropout": True}),
         (toy_model, {"neftune_noise_alpha": 5.0}),
         (toy_model, {"trainer_args": lora(lora_dropout=0.5)}),  # without effect until the first update
+        (toy_model, adapter(LoHaConfig, rank_dropout=0.5)),
+        (toy_model, adapter(LoKrConfig, module_dropout=0.5)),
     ],
-    ids=["opt", "opt-disable_dropout", "attention-disable_dropout", "neftune", "lora"],
+    ids=["opt", "opt-disable_dropout", "attention-disable_dropout", "neftune", "lora", "loha", "lokr"],
 )
 def test_the_logged_share_is_that_of_the_loss_whatever_is_random(tmp_path, model, args, checkpointing):
     """Also where the samples are those of the current policy: the ratios are not 1 even there."""
