@@ -302,7 +302,15 @@ class BAPOTrainer(
         guarded["per_token_logps"] = per_token_logps
         staleness = self.state.global_step - inputs.get("token_versions", inputs["policy_version"])
         self._update_log.add(
-            measure_tokens(tokens, staleness, guarded, inputs["completion_mask"], self.clip_bounds, self.args.delta)
+            measure_tokens(
+                tokens,
+                staleness,
+                guarded,
+                inputs["completion_mask"],
+                self.clip_bounds,
+                self.args.delta,
+                self.args.negative_ratio_cap,
+            )
         )
 
     # Checkpoints

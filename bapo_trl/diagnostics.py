@@ -17,8 +17,9 @@ from .reduce import Tally
 
 
 UPDATE_METRICS = {
-    "bapo/clip_low": "Lower clip bound of the update, in ratio space.",
-    "bapo/clip_high": "Upper clip bound of the update, in ratio space.",
+    "bapo/clip_low": "Lower clip bound of the update, in ratio space. On samples of the current policy every ratio is "
+    "1 and no bound matters: the share can miss the target by rounding there, and both bounds end at their limits.",
+    "bapo/clip_high": "Upper clip bound of the update, in ratio space; as the lower one.",
     "bapo/positive_share": "Share of the policy loss that positive-advantage tokens contribute under these bounds and "
     "the weight of negative tokens. Under `cispo`, `sapo` and `vespo`, their share of its gradient.",
     "bapo/positive_share_initial": "The same share under the start bounds, with negative tokens at full weight.",
@@ -54,6 +55,7 @@ def measure_tokens(
     completion_mask: torch.Tensor,
     bounds: ClipBounds,
     delta: float | None = None,
+    negative_ratio_cap: float | None = None,
 ) -> Tally:
     """
     Sum up one micro-batch.
@@ -74,6 +76,8 @@ def measure_tokens(
             Clip bounds of the loss, and the weight of its negative tokens.
         delta (`float`, *optional*):
             TRL's two-sided clip.
+        negative_ratio_cap (`float`, *optional*):
+            Largest size of the gradient of a negative token, under a loss without clip bounds.
 
     Returns:
         [`~reduce.Tally`]: What [`token_metrics`] needs of it.
@@ -97,8 +101,11 @@ def measure_tokens(
     nonfinite["importance_ratio"] = (~tokens.ratio.isfinite() & valid).sum()
 
     passes = tokens.passes(bounds.low, bounds.high, delta)
-    size = 1.0 if tokens.gradient_size is None else tokens.gradient_size
-    weighed = tokens.balanced_advantages(bounds.negative_weight).reshape(advantages.shape) * size
+    if tokens.gradient_size is None:
+        weighed = tokens.balanced_advantages(bounds.negative_weight).reshape(advantages.shape)
+    else:
+        capped = tokens.balanced_advantages(bounds.negative_weight, negative_ratio_cap)
+        weighed = capped.reshape(len(advantages), -1) * tokens.gradient_size
     passing_logps = torch.where(passes, guarded["per_token_logps"], 0.0).to(dtype)
     passing_advantages = torch.where(passes, weighed, 0.0).to(dtype)
     return Tally(

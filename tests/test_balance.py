@@ -235,7 +235,7 @@ def test_above_the_cap_a_negative_token_keeps_a_gradient_of_the_caps_size(tmp_pa
         tmp_path, loss_type=loss_type, importance_sampling_level=level, negative_ratio_cap=1.05, learning_rate=2e-2,
         gradient_accumulation_steps=1, steps_per_generation=2, **args,
     )  # fmt: skip
-    num_capped = 0
+    num_capped, covariances = 0, []
     for (record,) in trainer.updates:
         inputs = record["inputs"]
         mask = inputs["completion_mask"].bool()
@@ -249,6 +249,14 @@ def test_above_the_cap_a_negative_token_keeps_a_gradient_of_the_caps_size(tmp_pa
         expected = torch.where(capped, plain * 1.05 / size, plain)
         torch.testing.assert_close(record["gradient"], expected, rtol=1e-5, atol=1e-9)
         num_capped += int((capped & (plain != 0)).sum())
+        if loss_type == "cispo" and level == "token":  # the log counts the size that is left
+            passes = record["gradient"] != 0
+            logps = record["logps"][passes]
+            advantages = -record["gradient"][passes] * inputs["num_items_in_batch"] / 2  # of both micro-batches
+            covariance = ((logps - logps.mean()) * advantages).mean().item()
+            log = training_logs(trainer)[len(covariances)]
+            covariances.append(covariance)
+            assert log["bapo/entropy_covariance"] == pytest.approx(covariance, rel=1e-3)
     assert num_capped > 5
 
 
