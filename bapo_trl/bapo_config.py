@@ -23,6 +23,7 @@ from .config_checks import (
     check_types,
 )
 from .cpu_speed import has_bfloat16
+from .errors import InputError
 from .generation.sampling_settings import biased_settings
 from .loss_kernels import UNCLIPPED_LOSS_TYPES
 from .policy_tokens import WEIGHTINGS
@@ -446,6 +447,32 @@ def own_fields() -> tuple[Field, ...]:
     """Return the fields that `BAPOConfig` adds to those of `GRPOConfig`."""
     inherited = {f.name for f in fields(GRPOConfig)}
     return tuple(f for f in fields(BAPOConfig) if f.name not in inherited)
+
+
+def own_settings(config: BAPOConfig) -> dict[str, Any]:
+    """Return the values of the fields that `BAPOConfig` adds, by name."""
+    return {f.name: getattr(config, f.name) for f in own_fields()}
+
+
+def check_unchanged(config: BAPOConfig, settings: dict[str, Any]) -> None:
+    """
+    Refuse a change of settings during a run, which reads each of them once.
+
+    Args:
+        config ([`BAPOConfig`]):
+            The settings now.
+        settings (`dict`):
+            What [`own_settings`] returned when the run began.
+
+    Raises:
+        InputError: If one has changed, naming it.
+    """
+    for name, value in own_settings(config).items():
+        if value != settings[name]:
+            raise InputError(
+                f"`{name}` was changed from {settings[name]!r} to {value!r} during a run, which reads it once, when "
+                "`train()` begins: set it before."
+            )
 
 
 # As they are declared: parsers of command lines take `None` out of them

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import GRPOTrainer
 
 from . import trl_compat
-from .bapo_config import BAPOConfig
+from .bapo_config import BAPOConfig, check_unchanged, own_settings
 from .bound_grid import SINGLE_POINT
 from .bound_search import BoundSearch
 from .carried_curves import CURVES_FILE
@@ -197,9 +197,15 @@ class BAPOTrainer(
             share = self._replay.clear_ties(output["advantages"])
             if self.multi_objective_aggregation == "sum_then_normalize" and self.scale_rewards != "batch":
                 self._metrics["train"]["frac_reward_zero_std"][-1] = share  # TRL's misses some by rounding
-        return self._take_batch(self._replay.draw_first_pass(output, self.state.global_step))
+        num_padding = self._num_padding_rows if self.args.uses_partial_rollouts else 0
+        is_made_again = self._step % self.args.micro_batches_per_generation != 0
+        return self._take_batch(
+            self._replay.draw_first_pass(output, self.state.global_step, num_padding, is_made_again)
+        )
 
     def _prepare_inputs(self, generation_batch):
+        if self.model.training:
+            check_unchanged(self.args, self._settings)
         step = self._step % self.args.micro_batches_per_generation
         starts_later_pass = step > 0 and step % self.args.steps_per_generation == 0
         if self._replay is not None and self.model.training and starts_later_pass and self._buffered_inputs:
@@ -240,6 +246,7 @@ class BAPOTrainer(
 
     def _reset_run_state(self):
         super()._reset_run_state()
+        self._settings = own_settings(self.args)
         self._replay = self._make_replay() if self.args.uses_replay else None
         self._update_log = UpdateLog(self.args.has_clip_bounds, has_target=not self.args.has_constant_weight)
         self._masses_of_buffer: list[Contributions] = []  # of each micro-batch, of all ranks

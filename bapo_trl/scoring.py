@@ -1,5 +1,6 @@
 """What a `GRPOTrainer` can tell of a batch besides its loss: log-probabilities, and how the loss weighs each token."""
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,7 +24,15 @@ class Scoring(TrainerMixin):
 
     def _reset_run_state(self):
         """Forget what belongs to a run. The bases add their own."""
-        self._step, self._buffered_inputs = 0, None  # TRL's
+        # TRL's, which makes them with the trainer, and not for each run
+        self._step, self._buffered_inputs = 0, None
+        self.entropy_coef, self._last_world_entropy, self._entropy_window_stats = (
+            self.args.entropy_coef,
+            math.inf,
+            None,
+        )
+        for metrics in self._metrics.values():
+            metrics.clear()
         self._has_probed_padding = False
         self._has_random_forward = has_random_forward(self.model, self.args.neftune_noise_alpha)
 

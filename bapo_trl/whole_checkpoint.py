@@ -58,7 +58,11 @@ class WholeCheckpoints(TrainerMixin):
                     f"The checkpoint {self._last_checkpoint} lacks what `save_only_model` leaves out. These start "
                     f"anew: {', '.join(left_out)}."
                 )
-        return super().train(self._last_checkpoint, *args, **kwargs)
+        save_only_model = self.args.save_only_model
+        try:
+            return super().train(self._last_checkpoint, *args, **kwargs)
+        finally:  # what a run that must end has set, in order to be resumed
+            self.args.save_only_model, self._is_ending = save_only_model, False
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
         self._random_states = RandomStates.current()  # the evaluation may end the run

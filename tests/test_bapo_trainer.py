@@ -255,6 +255,50 @@ def test_a_second_call_to_train_starts_over(tmp_path):
     assert training_logs(trainer)[0]["ratio/max"] == 1
 
 
+class Interrupted(TrainerCallback):
+    """Raises between the two micro-batches of an update, once."""
+
+    def __init__(self, update):
+        self.update = update
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if state.global_step == self.update:
+            self.update = None
+            raise KeyboardInterrupt
+
+
+def test_a_run_after_an_aborted_one_is_that_of_a_new_trainer(tmp_path):
+    """Frozen weights: what differs would come from the run before."""
+    settings = {
+        "learning_rate": 0.0, "use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0,
+        "entropy_coef_delta": 0.1, "logging_steps": 2, "vllm_logp_tolerance": None,
+    }  # fmt: skip
+    new = toy_trainer(tmp_path, **settings)
+    again = toy_trainer(tmp_path, **settings, trainer_args={"callbacks": [Interrupted(update=3)]})
+    with pytest.raises(KeyboardInterrupt):
+        again.train()
+    for trainer in (new, again):
+        torch.manual_seed(1)
+        trainer.train()
+    for one, other in zip(training_logs(new), training_logs(again), strict=True):
+        assert {**one, "step_time": 0} == {**other, "step_time": 0}
+    assert new.entropy_coef == again.entropy_coef > 0.1
+
+
+def test_a_setting_that_changes_during_a_run_is_refused_by_name(tmp_path):
+    class Change(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            args.positive_contribution_target = 0.8
+
+    trainer = toy_trainer(tmp_path, trainer_args={"callbacks": [Change()]})
+    with pytest.raises(ValueError, match=r"`positive_contribution_target` was changed from 0.5 to 0.8 during a run"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+    trainer.args.positive_contribution_target = 0.8  # between two runs it may
+    trainer.train()
+    assert {log["bapo/target_met"] for log in training_logs(trainer) if log["bapo/positive_share"] >= 0.8} <= {1.0}
+
+
 def test_gradient_measure_counts_neither_kl_nor_masked_tokens(tmp_path):
     # With beta the loss has a KL term besides: compare with the same batch without it.
     trainer = trained(tmp_path, beta=0.1, gradient_accumulation_steps=1, model=saved_model(tmp_path))

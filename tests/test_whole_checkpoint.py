@@ -382,6 +382,20 @@ def test_a_run_that_a_signal_stops_pushes_nothing_more(tmp_path, monkeypatch, up
     assert len(hub.uploads) == 2 * len(pushed)
 
 
+def test_a_run_after_one_that_a_signal_stopped_saves_what_its_settings_say(tmp_path):
+    class Signalled(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                signal.raise_signal(signal.SIGTERM)
+
+    stop, sent = StopSignals(), Signalled()
+    trainer = toy_trainer(tmp_path, save_only_model=True, trainer_args={"callbacks": [stop, sent]})
+    trainer.train()
+    assert stop.signal is not None
+    assert (tmp_path / "checkpoint-2" / "optimizer.pt").exists()  # to be resumed from
+    assert trainer.args.save_only_model
+
+
 def test_a_push_leaves_the_samples_out_and_a_run_goes_on_from_what_is_pushed(tmp_path, monkeypatch):
     hub, copies = Hub(), tmp_path / "hub"
 

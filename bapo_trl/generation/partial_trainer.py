@@ -77,7 +77,8 @@ class PartialRollouts(Scoring):
         output["old_per_token_logps"] = rollouts.behavior_logps(num_tokens).to(self.accelerator.device)
         output["policy_version"] = rollouts.oldest_versions
         output["token_versions"] = rollouts.token_versions(num_tokens)
-        self._log_values({"partial/masked": (num_rows - len(rollouts)) * self.accelerator.num_processes})
+        self._num_padding_rows = num_rows - len(rollouts)
+        self._log_values({"partial/masked": self._num_padding_rows * self.accelerator.num_processes})
         return pad_with_masked_rows(output, num_rows)
 
     def _finish_groups(self, inputs) -> RolloutBatch:

@@ -102,21 +102,34 @@ class ReplayMixer:
         return self._is_tied.float().mean().item()
 
     def draw_first_pass(
-        self, batch: dict[str, torch.Tensor], policy_version: int
+        self, batch: dict[str, torch.Tensor], policy_version: int, num_padding: int = 0, is_made_again: bool = False
     ) -> tuple[dict[str, torch.Tensor], bool]:
         """
         Take in a generation; return the batch to train on, and whether all its rows on all ranks are fresh.
+
+        Args:
+            batch (`dict`):
+                TRL's batch.
+            policy_version (`int`):
+                Version of the current policy.
+            num_padding (`int`, *optional*, defaults to `0`):
+                Number of its rows that only keep the shape.
+            is_made_again (`bool`, *optional*, defaults to `False`):
+                Whether a run was resumed within a generation, and this is its second half. The queue has taken in,
+                and given for, the first one: it is left as it is.
 
         Raises:
             ValueError: If the batch has images, or a key that cannot be cut into rows.
         """
         self._latest = batch_to_rows(batch, self._pad_token_id)
-        drawn = self.queue.draw_first_pass(
+        queue = ReplayQueue(len(self._latest)) if is_made_again else self.queue
+        drawn = queue.draw_first_pass(
             self._latest,
             self._fraction,
             self._replaces_zero_advantage,
             policy_version,
             policy_version + self._updates_per_pass - 1,
+            num_padding,
         )
         return self._finish(drawn, policy_version)
 

@@ -272,6 +272,7 @@ class ReplayQueue:
         replaces_zero_advantage: bool,
         policy_version: int,
         last_version: int,
+        num_padding: int = 0,
     ) -> ReplayBatch:
         """
         Take in the rows of a generation and give back as many to train on, fresh and queued ones.
@@ -291,6 +292,8 @@ class ReplayQueue:
                 Policy version at the first update on the batch.
             last_version (`int`):
                 Policy version at the last update on the batch.
+            num_padding (`int`, *optional*, defaults to `0`):
+                Number of rows without a trained token that keep the shape of the batch, and were sampled by nobody.
 
         Returns:
             [`ReplayBatch`] of `len(fresh)` rows.
@@ -308,7 +311,7 @@ class ReplayQueue:
             rows=concat_rows([*queued, (fresh, np.concatenate([trained, fillers]))]),
             from_queue=len(uses),
             zero_advantage_filled=min(len(without) - len(fillers), len(uses)),
-            untrained=int((~is_trained).sum()),
+            untrained=int((~is_trained).sum()) - num_padding,
             masked=0,
             uses=int(uses.sum()) + len(trained) + len(fillers),
         )

@@ -173,6 +173,13 @@ class Rows:
         """Return a copy of some rows, in the order of `indices`."""
         return concat_rows([(self, indices)])
 
+    def with_tool_mask(self) -> "Rows":
+        """Return the rows with a `tool_mask`: where there is none, the policy wrote all tokens."""
+        if "tool_mask" in self.columns:
+            return self
+        mask = self.columns["completion_mask"]
+        return Rows({**self.columns, "tool_mask": Column(torch.ones_like(mask.values), mask.spans)})
+
     def masked(self) -> "Rows":
         """Return the rows with no token that counts: they keep the shape of a batch and train nothing."""
         mask = self.columns["completion_mask"]
@@ -181,7 +188,7 @@ class Rows:
 
 def concat_rows(parts: Iterable[tuple[Rows, Sequence[int] | np.ndarray]]) -> Rows:
     """
-    Copy rows of several collections into one.
+    Copy rows of several collections into one. If some have a `tool_mask`, it is all ones for the others.
 
     Args:
         parts (iterable of pairs):
@@ -191,6 +198,8 @@ def concat_rows(parts: Iterable[tuple[Rows, Sequence[int] | np.ndarray]]) -> Row
         ValueError: If one has a key that another has not, or values for tokens where another has them for rows.
     """
     parts = [(rows, np.asarray(indices, dtype=np.int64)) for rows, indices in parts]
+    if any("tool_mask" in rows.columns for rows, _ in parts):
+        parts = [(rows.with_tool_mask(), indices) for rows, indices in parts]
     keys = parts[0][0].columns.keys()
     for rows, _ in parts:
         if rows.columns.keys() != keys:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.policy_tokens import policy_mask
@@ -36,9 +36,9 @@ def fingerprint(batch, index) -> tuple:
 
 
 class SpyReplay(ReplayMixer):
-    def draw_first_pass(self, batch, policy_version):
+    def draw_first_pass(self, batch, *args):
         self.generated.append(([fingerprint(batch, i) for i in range(len(batch["advantages"]))], batch["advantages"]))
-        return super().draw_first_pass(batch, policy_version)
+        return super().draw_first_pass(batch, *args)
 
 
 class Spy(BAPOTrainer):
@@ -257,6 +257,90 @@ class Masks(Spy):
         self.queued.append([policy_mask(row).any().item() for chunk in rows for row in chunk])
         self.fresh.append(policy_mask(rows_to_batch(self._replay._latest, 0, "cpu")).any(dim=1).tolist())
         return super()._take_batch(batch_and_whether_fresh)
+
+
+class MaskNowAndThen:
+    """A `rollout_func` that masks every other token, in every other generation."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, prompts, trainer):
+        self.calls += 1
+        tokenizer = trainer.processing_class
+        completions = [[4 + i % 7, 5, 6, 7][: 2 + (i + self.calls) % 3] for i in range(len(prompts))]
+        output = {"prompt_ids": tokenizer(prompts)["input_ids"], "completion_ids": completions, "logprobs": None}
+        if self.calls % 2:
+            output["env_mask"] = [[i % 2 for i in range(len(ids))] for ids in completions]
+        return output
+
+
+@pytest.mark.parametrize("saved_at", [None, 2, 4])
+def test_a_mask_that_some_generations_lack_is_all_ones_for_them(tmp_path, saved_at):
+    def trainer_of(first_call):
+        rollout = MaskNowAndThen()
+        rollout.calls = first_call
+        args = {"save_strategy": "steps", "save_steps": 2, "replay_fraction": 0.75}
+        return toy_trainer(tmp_path, **{**REPLAY, **args}, trainer_args={"rollout_func": rollout})
+
+    trainer = trainer_of(0)
+    seen, compute_loss = [], trainer._compute_loss
+
+    def kept(model, inputs):
+        versions = inputs["policy_version"].tolist()
+        masks = inputs.get("tool_mask", torch.ones_like(inputs["completion_mask"]))
+        tokens = inputs["completion_mask"].bool()
+        seen.extend(zip(versions, [mask[row].tolist() for mask, row in zip(masks, tokens, strict=True)], strict=True))
+        return compute_loss(model, inputs)
+
+    trainer._compute_loss = kept
+    trainer.train()
+    if saved_at is not None:
+        resumed = trainer_of(saved_at // 2)
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{saved_at}"))
+        assert resumed.state.global_step == 12
+    of_queue = 0
+    for version, mask in seen:
+        is_masked = version % 4 == 0  # 2 updates a generation; the first has a mask
+        assert mask == [i % 2 if is_masked else 1 for i in range(len(mask))]
+        of_queue += version < 10
+    assert of_queue > 20
+
+
+def test_rows_that_keep_the_shape_of_a_batch_are_not_counted_as_untrained(tmp_path):
+    args = {"partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 2, "replay_max_reuse": 4}
+    trainer = toy_trainer(tmp_path, trainer_class=Masks, **{**REPLAY, **args})
+    trainer.train()
+    logs = [log for log in training_logs(trainer) if "replay/size" in log]
+    assert logs[0]["partial/masked"] > 0  # in the first generations, while the pool fills
+    assert [log["replay/untrained"] for log in logs] == [0] * len(logs)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_generation_that_a_resume_makes_again_leaves_the_queue_as_it_was_saved(tmp_path, passes):
+    args = {**REPLAY, "num_iterations": passes, "replay_max_reuse": 9, "steps_per_generation": 8, "max_steps": 8}
+    saved = {"save_strategy": "steps", "save_steps": 1}
+    toy_trainer(tmp_path, **args, **saved).train()
+    resumed = toy_trainer(tmp_path, trainer_class=Masks, **args)
+    ledgers = []
+    load = resumed._load_optimizer_and_scheduler
+
+    def noting(checkpoint):
+        load(checkpoint)
+        ledgers.append(resumed._replay.queue.state()[1]["ledger"])
+
+    resumed._load_optimizer_and_scheduler = noting
+
+    class AfterTheStep(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            ledgers.append(resumed._replay.queue.state()[1]["ledger"])
+
+    resumed.add_callback(AfterTheStep())
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    loaded, *after = ledgers
+    assert loaded["version"]
+    assert after[0] == after[1] == loaded  # updates 3 and 4: the rest of a pass over the generation
+    assert after[-1] != loaded
 
 
 class ToolsOnly(Masks):
