@@ -39,7 +39,7 @@ class ReportCallback(TrainerCallback):
             self._try(self._write_settings, args, model)
 
     def on_save(self, args, state, control, **kwargs):
-        if state.is_world_process_zero and update_logs(state.log_history):
+        if state.is_world_process_zero and len(update_logs(state.log_history)):
             self._try(self._write_report, args, state)
 
     def _write_settings(self, args, model) -> None:

@@ -4,8 +4,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..errors import InputError
 from .runs import read_runs
-from .write import NO_MATPLOTLIB, has_matplotlib, health_lines, write_report
+from .write import NO_MATPLOTLIB, has_matplotlib, report_lines
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -36,12 +37,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not has_matplotlib():
         parser.error(NO_MATPLOTLIB)
     try:
-        runs = read_runs(arguments.runs)
-    except ValueError as error:
+        print(report_lines(read_runs(arguments.runs), Path(arguments.output) / "report.png"))
+    except InputError as error:
         parser.error(str(error))
-    image = Path(arguments.output) / "report.png"
-    findings = write_report(runs, image)
-    print("\n".join([f"Report: {image}", f"Report: {image.with_suffix('.html')}", *health_lines(findings)]))
+    except OSError as error:
+        parser.error(f"--output {arguments.output} cannot be written: {error.strerror}. Give another folder.")
 
 
 if __name__ == "__main__":

@@ -2,14 +2,16 @@
 
 import io
 import math
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .health import is_finite
-from .panels import PANELS, Line, Panel
+import numpy as np
+
+from .curves import curve_of, thinned
+from .logs import Logs, Points, is_finite
+from .panels import LOSS, PANELS, Line, Panel
 from .runs import Group
 
 
@@ -31,8 +33,9 @@ _PLAIN_TEXT: dict[Any, Any] = {"text.parse_math": False}  # a `$` in the name of
 
 
 def drawn_panels(groups: Sequence[Group]) -> list[Panel]:
-    """Return the panels for which some run has data."""
-    return [panel for panel in PANELS if panel.drawn_lines(groups)]
+    """Return the panels for which some run has data; that of the loss if there is no other."""
+    panels = [panel for panel in PANELS if panel.drawn_lines(_logs(groups))]
+    return panels or [panel for panel in (LOSS,) if panel.drawn_lines(_logs(groups))]
 
 
 def caption(groups: Sequence[Group]) -> str:
@@ -43,17 +46,15 @@ def caption(groups: Sequence[Group]) -> str:
 
 def save_png(groups: Sequence[Group], path: Path) -> None:
     """
-    Draw all panels that have data into one image.
+    Draw all panels that have data, at least one, into one image.
 
     Raises:
         ImportError: If matplotlib is not installed (extra `plots`).
     """
     from matplotlib import rc_context
 
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     with rc_context(_PLAIN_TEXT):
-        _all_panels(groups).savefig(unfinished, dpi=110, format="png")
-    os.replace(unfinished, path)
+        _all_panels(groups).savefig(path, dpi=110, format="png")
 
 
 def panel_svg(panel: Panel, groups: Sequence[Group]) -> str:
@@ -82,6 +83,10 @@ def color_of(index: int) -> str:
     return COLORS[index % len(COLORS)]
 
 
+def _logs(groups: Sequence[Group]) -> list[Logs]:
+    return [run.logs for group in groups for run in group.runs]
+
+
 def _new_figure(width: float, height: float) -> "Figure":
     from matplotlib.figure import Figure  # not pyplot, which would choose a window and keep the figure
 
@@ -102,8 +107,10 @@ def _all_panels(groups: Sequence[Group]) -> "Figure":
     for place in axes[max(0, len(panels) - columns) : len(panels)]:
         place.set_xlabel("optimizer update", fontsize="small")
     if len(groups) > 1:
-        handles = [_handle(color_of(index), "-", group.label) for index, group in enumerate(groups)]
+        handles = [_handle(color_of(index), "-", group.title) for index, group in enumerate(groups)]
         figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(groups)), fontsize="medium")
+    else:
+        figure.suptitle(groups[0].title, fontsize="large")
     figure.supxlabel(caption(groups), fontsize="small", color=_GREY)
     return figure
 
@@ -112,7 +119,7 @@ def _draw(axes: "Axes", panel: Panel, groups: Sequence[Group]) -> bool:
     """Draw a panel without its title; return whether a legend stands where the title would be."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-    lines = panel.drawn_lines(groups)
+    lines = panel.drawn_lines(_logs(groups))
     is_alone = len(groups) == 1
     for value in panel.marks:
         axes.axhline(value, color=_GREY, linewidth=0.8, linestyle=(0, (1, 2)))
@@ -120,7 +127,8 @@ def _draw(axes: "Axes", panel: Panel, groups: Sequence[Group]) -> bool:
         for number, line in enumerate(lines):
             color, style = (color_of(number), "-") if is_alone else (color_of(index), STYLES[number])
             _draw_line(axes, line, group, color, style, width=1.4 if number == 0 else 1.0, has_band=number == 0)
-    targets = [group.runs[0].settings.get(panel.target) for group in groups] if panel.target else []
+    first_runs = [group.runs[0] for group in groups] if panel.target else []
+    targets = [run.settings.get(panel.target) if run.method.has_target else None for run in first_runs]
     for index, target in enumerate(targets):
         if is_finite(target):
             axes.axhline(target, color=_GREY if is_alone else color_of(index), linewidth=1, linestyle="-.")
@@ -134,9 +142,9 @@ def _draw(axes: "Axes", panel: Panel, groups: Sequence[Group]) -> bool:
         axes.legend(
             handles=handles, loc="best", fontsize="x-small", framealpha=0.4, facecolor="none", edgecolor="none"
         )
-    steps = [log["step"] for group in groups for run in group.runs for log in run.logs]
-    if min(steps) < max(steps):
-        axes.set_xlim(min(steps), max(steps))
+    ends = [logs.steps[end] for logs in _logs(groups) for end in (0, -1)]
+    if min(ends) < max(ends):
+        axes.set_xlim(min(ends), max(ends))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.tick_params(labelsize="small")
     axes.grid(color=_GREY, alpha=0.2, linewidth=0.6)
@@ -160,27 +168,15 @@ def _draw(axes: "Axes", panel: Panel, groups: Sequence[Group]) -> bool:
 
 def _draw_line(axes: "Axes", line: Line, group: Group, color: str, style: Any, width: float, has_band: bool) -> None:
     """Draw the mean of the group's runs; undefined values leave a gap, updates that did not log it do not."""
-    by_step: dict[int, list[float]] = {}
-    for run in group.runs:
-        for log in run.logs:
-            if line.metric in log:
-                value = log[line.metric]
-                by_step.setdefault(log["step"], []).extend([line.sign * value] if is_finite(value) else [])
-    steps = sorted(by_step)
-    values = [by_step[step] for step in steps]
-    means = [sum(some) / len(some) if some else math.nan for some in values]
-    axes.plot(steps, means, color=color, linestyle=style, linewidth=width)
-    padded = [math.nan, *means, math.nan]
-    alone = [
-        index
-        for index, mean in enumerate(means)
-        if mean == mean and math.isnan(padded[index]) and math.isnan(padded[index + 2])
-    ]
-    axes.plot([steps[i] for i in alone], [means[i] for i in alone], color=color, marker=".", linestyle="none")
+    columns = [run.logs.logged(line.metric) for run in group.runs]
+    curve = thinned(curve_of([Points(steps, line.sign * values) for steps, values in columns]))
+    steps, mean = curve.steps, curve.mean
+    axes.plot(steps, mean, color=color, linestyle=style, linewidth=width)
+    is_gap = np.isnan(np.concatenate([[math.nan], mean, [math.nan]]))
+    is_alone = ~is_gap[1:-1] & is_gap[:-2] & is_gap[2:]
+    axes.plot(steps[is_alone], mean[is_alone], color=color, marker=".", linestyle="none")
     if has_band and len(group.runs) > 1:
-        low = [min(some, default=math.nan) for some in values]
-        high = [max(some, default=math.nan) for some in values]
-        axes.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
+        axes.fill_between(steps, curve.low, curve.high, color=color, alpha=0.2, linewidth=0)
 
 
 def _handle(color: str, style: Any, label: str):

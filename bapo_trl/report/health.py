@@ -6,9 +6,14 @@ it is there for. A log is a mean over `logging_steps` updates, so a single updat
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeGuard
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from .logs import Logs, Points
+from .method import Method
 
 
 RATIO_MEAN_MIN, RATIO_MEAN_MAX = 0.5, 2.0
@@ -38,8 +43,12 @@ LATEST_PART = 0.25
 OFTEN = 0.1
 """From this part of the logs on, a line on single logs is a warning; below, a note."""
 
-Points = Sequence[tuple[int, float]]
-"""Updates and finite values of a metric, in the order of the updates."""
+
+class Remedy(NamedTuple):
+    """Something to try: a sentence, and for which methods it is said."""
+
+    sentence: str
+    fits: Callable[[Method], bool] = lambda method: True
 
 
 @dataclass(frozen=True)
@@ -52,16 +61,23 @@ class Check:
         metric (`str`): Name of the metric in the logs.
         rule (`str`): When the line appears.
         meaning (`str`): What it means.
-        remedy (`str`): What to try.
-        find (`Callable`): Takes the [`Points`] of the metric, at least one; returns severity and sentence, or `None`.
+        remedies (`tuple` of [`Remedy`]): What to try.
+        find (`Callable`): Takes the finite [`~logs.Points`] of the metric, at least one; returns severity and
+            sentence, or `None`.
+        fits (`Callable`, *optional*): For which methods the check is made; by default, for all.
     """
 
     name: str
     metric: str
     rule: str
     meaning: str
-    remedy: str
+    remedies: tuple[Remedy, ...]
     find: Callable[[Points], tuple[str, str] | None]
+    fits: Callable[[Method], bool] = lambda method: True
+
+    def remedy(self, method: Method) -> str:
+        """Return what to try with a method, in sentences."""
+        return " ".join(remedy.sentence for remedy in self.remedies if remedy.fits(method))
 
 
 @dataclass(frozen=True)
@@ -84,42 +100,61 @@ class Finding:
     remedy: str = ""
 
 
-def points_of(logs: Iterable[Mapping], metric: str) -> Points:
-    """Return the updates and values of a metric where it was logged as a finite number."""
-    points = ((log["step"], log.get(metric)) for log in logs)
-    return [(step, value) for step, value in points if is_finite(value)]
-
-
-def is_finite(value: object) -> TypeGuard[float]:
-    """Return whether a logged value is a finite number; `None` and text are none."""
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def examine(logs: Sequence[Mapping]) -> list[Finding]:
+def examine(logs: Logs, method: Method | None = None) -> list[Finding]:
     """
     Return the health of a run, a finding for each check that finds something.
 
     Args:
-        logs (sequence of mappings):
-            Logs of the updates, with their `step`, in order.
+        logs ([`~logs.Logs`]):
+            Logs of the updates.
+        method ([`~method.Method`], *optional*):
+            Method of the run: which checks are made, and what there is to try. `None` if it is not known.
 
     Returns:
         `list` of [`Finding`]: A single one of severity `healthy` if no check finds anything. Checks whose metric was
         not logged are named in it, or in a note at the end.
     """
-    points = {check.metric: points_of(logs, check.metric) for check in CHECKS}
-    made = [check for check in CHECKS if points[check.metric]]
-    missing = ", ".join(f"{check.name} (`{check.metric}`)" for check in CHECKS if not points[check.metric])
+    method = method or Method()
+    checks = [check for check in CHECKS if check.fits(method)]
+    points = {check: logs.finite(check.metric) for check in checks}
+    made = [check for check in checks if len(points[check].steps)]
+    missing = ", ".join(f"{check.name} (`{check.metric}`)" for check in checks if check not in made)
     unchecked = f"Not checked, because not logged: {missing}." if missing else ""
     if not made:
         return [Finding("Not checked", "note", unchecked)]
-    found = [(check, check.find(points[check.metric])) for check in made]
-    findings = [Finding(check.name, *result, check.meaning, check.remedy) for check, result in found if result]
+    found = [(check, check.find(points[check])) for check in made]
+    findings = [Finding(check.name, *result, check.meaning, check.remedy(method)) for check, result in found if result]
     if not findings:
         what = f"{len(logs)} logs" if len(logs) != 1 else "1 log"
-        sentence = f"{len(made)} of {len(CHECKS)} checks made on {what}, and none found anything."
+        sentence = f"{len(made)} of {len(checks)} checks made on {what}, and none found anything."
         return [Finding("Healthy", "healthy", f"{sentence} {unchecked}".strip())]
     return findings + ([Finding("Not checked", "note", unchecked)] if unchecked else [])
+
+
+def shared(findings: Mapping[str, Sequence[Finding]]) -> dict[tuple[str, ...], list[Finding]]:
+    """
+    Return each finding once, by the runs that share it.
+
+    Args:
+        findings (mapping of `str` to sequences of [`Finding`]):
+            Findings by the label of their run. Those that differ in nothing but their numbers are one.
+
+    Returns:
+        `dict` of lists of [`Finding`] by labels of runs. Where sentences differ, each is behind the label of its run.
+    """
+    sentences: dict[Finding, dict[str, str]] = {}
+    for label, some in findings.items():
+        for finding in some:
+            sentences.setdefault(replace(finding, sentence=""), {})[label] = finding.sentence
+    by_runs: dict[tuple[str, ...], list[Finding]] = {}
+    for finding, said in sentences.items():
+        labels_of: dict[str, list[str]] = {}
+        for label, sentence in said.items():
+            labels_of.setdefault(sentence, []).append(label)
+        parts = [f"{', '.join(labels)}: {sentence}" for sentence, labels in labels_of.items()]
+        sentence = " ".join(parts) if len(parts) > 1 else next(iter(labels_of))
+        by_runs.setdefault(tuple(said), []).append(replace(finding, sentence=sentence))
+    return by_runs
 
 
 def describe(finding: Finding) -> str:
@@ -129,53 +164,62 @@ def describe(finding: Finding) -> str:
     )
 
 
-def _beyond(points: Points, excess: Callable[[float], float], verb: str, worst: str) -> tuple[str, str] | None:
+def _beyond(points: Points, excess: np.ndarray, verb: str, worst: str) -> tuple[str, str] | None:
     """Find logs whose excess over the threshold is above 0."""
-    beyond = [(step, value) for step, value in points if excess(value) > 0]
-    if not beyond:
+    count, total = int((excess > 0).sum()), len(excess)
+    if not count:
         return None
-    step, value = max(beyond, key=lambda point: excess(point[1]))
-    severity = "warning" if len(beyond) >= OFTEN * len(points) else "note"
-    return severity, f"{verb} in {len(beyond)} of {len(points)} logs; {worst} {value:.3g} at update {step}."
+    farthest = excess.argmax()
+    severity = "warning" if count >= OFTEN * total else "note"
+    at = f"{points.values[farthest]:.3g} at update {points.steps[farthest]}"
+    return severity, f"{verb} in {count} of {total} logs; {worst} {at}."
 
 
 def _ratio_mean(points: Points) -> tuple[str, str] | None:
-    def excess(value: float) -> float:
-        return max(RATIO_MEAN_MIN / value - 1, value / RATIO_MEAN_MAX - 1) if value > 0 else math.inf
-
+    is_ratio = points.values > 0
+    values = np.where(is_ratio, points.values, 1.0)
+    excess = np.where(is_ratio, np.maximum(RATIO_MEAN_MIN / values, values / RATIO_MEAN_MAX) - 1, math.inf)
     return _beyond(points, excess, f"outside [{RATIO_MEAN_MIN:g}, {RATIO_MEAN_MAX:g}]", "farthest")
 
 
 def _ess(points: Points) -> tuple[str, str] | None:
-    return _beyond(points, lambda value: ESS_MIN - value, f"below {ESS_MIN:g}", "lowest")
+    return _beyond(points, ESS_MIN - points.values, f"below {ESS_MIN:g}", "lowest")
 
 
 def _chi2(points: Points) -> tuple[str, str] | None:
-    return _beyond(points, lambda value: value - CHI2_MAX, f"above {CHI2_MAX:g}", "highest")
+    return _beyond(points, points.values - CHI2_MAX, f"above {CHI2_MAX:g}", "highest")
+
+
+def _mean(values: np.ndarray) -> float:
+    return math.fsum(values) / len(values)
 
 
 def _target_missed(points: Points) -> tuple[str, str] | None:
-    missed = 1 - sum(value for _, value in points) / len(points)
+    missed = 1 - _mean(points.values)
     return ("warning", f"missed in {missed:.0%} of the updates.") if missed > TARGET_MISSED_MAX else None
 
 
 def _entropy(points: Points) -> tuple[str, str] | None:
-    falls = [
-        (late / early, first, early, last, late)
-        for index, (first, early) in enumerate(points)
-        for last, late in points[index + 1 : index + 1 + ENTROPY_UPDATES]
-        if last - first <= ENTROPY_UPDATES and late <= ENTROPY_FACTOR * early and early > 0
-    ]
-    if not falls:
+    steps, values = points
+    deepest = []  # fall between logs that are so many logs apart
+    for apart in range(1, 1 + min(ENTROPY_UPDATES, len(steps) - 1)):
+        early, late = values[:-apart], values[apart:]
+        is_near = steps[apart:] - steps[:-apart] <= ENTROPY_UPDATES
+        falls = np.flatnonzero((late <= ENTROPY_FACTOR * early) & (early > 0) & is_near)
+        if len(falls):
+            first = falls[(late[falls] / early[falls]).argmin()]
+            deepest.append((late[first] / early[first], steps[first], early[first], steps[first + apart], late[first]))
+    if not deepest:
         return None
-    _, first, early, last, late = min(falls)
-    return "warning", f"fell from {early:.3g} at update {first} to {late:.3g} at update {last}."
+    _, first, before, last, after = min(deepest)
+    return "warning", f"fell from {before:.3g} at update {first} to {after:.3g} at update {last}."
 
 
 def _latest(points: Points, largest: float, what: str) -> tuple[str, str] | None:
-    latest = points[-math.ceil(LATEST_PART * len(points)) :]
-    mean = sum(value for _, value in latest) / len(latest)
-    since = f"in the latest {len(latest)} of {len(points)} logs" if len(points) > 1 else "in the only log"
+    total = len(points.values)
+    latest = points.values[-math.ceil(LATEST_PART * total) :]
+    mean = _mean(latest)
+    since = f"in the latest {len(latest)} of {total} logs" if total > 1 else "in the only log"
     return ("warning", f"{mean:.0%} of the completions {what}, {since}.") if mean > largest else None
 
 
@@ -197,8 +241,12 @@ CHECKS = (
         f"`ratio/mean` below {RATIO_MEAN_MIN:g} or above {RATIO_MEAN_MAX:g} {_IN_A_LOG}",
         "The samples come from another policy than the one that trains. It is near 1 for samples of a policy that is "
         "near, also for stale ones.",
-        "Compare the sampler's log-probabilities with the trainer's (`sampling/` metrics). Then fresher samples: a "
-        "smaller `steps_per_generation` or `num_iterations`, a `replay_max_staleness`. Then a lower `learning_rate`.",
+        (
+            Remedy("Compare the sampler's log-probabilities with the trainer's (`sampling/` metrics)."),
+            Remedy("Then fresher samples: a smaller `steps_per_generation` or `num_iterations`."),
+            Remedy("Then a smaller `replay_max_staleness`.", lambda method: method.has_queue),
+            Remedy("Then a lower `learning_rate`."),
+        ),
         _ratio_mean,
     ),
     Check(
@@ -206,8 +254,13 @@ CHECKS = (
         "ratio/ess",
         f"`ratio/ess` below {ESS_MIN:g} {_IN_A_LOG}",
         "A few tokens with large ratios carry the update; it is as noisy as one of a much smaller batch.",
-        "Fresher samples, or a lower `learning_rate`. `negative_ratio_cap` bounds what large ratios of "
-        "negative-advantage tokens do.",
+        (
+            Remedy("Fresher samples, or a lower `learning_rate`."),
+            Remedy(
+                "`negative_ratio_cap` bounds what large ratios of negative-advantage tokens do.",
+                lambda method: method.can_cap,
+            ),
+        ),
         _ess,
     ),
     Check(
@@ -215,19 +268,33 @@ CHECKS = (
         "ratio/chi2",
         f"`ratio/chi2` above {CHI2_MAX:g} {_IN_A_LOG}",
         "The ratios have heavy tails: the policy has moved far from the one that sampled, for some tokens.",
-        "Fresher samples, or a lower `learning_rate`. A single spike that the gradient norm does not show can be left "
-        "alone.",
+        (
+            Remedy("Fresher samples, or a lower `learning_rate`."),
+            Remedy("A single spike that the gradient norm does not show can be left alone."),
+        ),
         _chi2,
     ),
     Check(
         "Target share missed",
         "bapo/target_met",
-        f"`bapo/target_met` is 0 in over {TARGET_MISSED_MAX:.0%} of the updates",
-        "The search ends at the widest bounds, and positive tokens still contribute less than "
-        "`positive_contribution_target`. With both bounds fixed it says only what the share is.",
-        "A lower `positive_contribution_target`, a higher `ratio_upper_max`, larger batches, or "
-        "`negative_weight_min` below 1, which reaches the target wherever there are positive tokens.",
+        f"`bapo/target_met` is 0 in over {TARGET_MISSED_MAX:.0%} of the updates, where a bound or a weight is "
+        "searched",
+        "The search goes to its end, and positive tokens still contribute less than `positive_contribution_target`.",
+        (
+            Remedy("A lower `positive_contribution_target`, or larger batches."),
+            Remedy("A higher `ratio_upper_max`.", lambda method: method.searches_upper),
+            Remedy(
+                "A higher `ratio_lower_max`, the only bound that is searched.",
+                lambda method: method.searches_lower and not method.searches_upper,
+            ),
+            Remedy(
+                "`negative_weight_min` below 1, which reaches the target wherever there are positive tokens.",
+                lambda method: method.can_weigh,
+            ),
+            Remedy("A smaller `negative_weight_min`.", lambda method: method.searches_weight and not method.can_weigh),
+        ),
         _target_missed,
+        lambda method: method.has_target,
     ),
     Check(
         "Entropy halved",
@@ -236,8 +303,13 @@ CHECKS = (
         f"{ENTROPY_UPDATES})",
         "The policy settles fast, and soon samples groups that are all alike. Harmless where the reward rises with it "
         "and the task has one right answer.",
-        "A higher `positive_contribution_target` or `ratio_upper_max`, which let rare positive tokens through; a "
-        "lower `learning_rate`; `temperature` 1.",
+        (
+            Remedy(
+                "A higher `positive_contribution_target` or `ratio_upper_max`, to let rare positive tokens through.",
+                lambda method: method.searches_upper,
+            ),
+            Remedy("A lower `learning_rate`, or `temperature` 1."),
+        ),
         _entropy,
     ),
     Check(
@@ -245,8 +317,12 @@ CHECKS = (
         "frac_reward_zero_std",
         f"`frac_reward_zero_std` above {NO_SIGNAL_MAX:g} {_IN_THE_LATEST}",
         "Most completions have advantage 0 and train nothing: all of their group are right, or all wrong.",
-        "Prompts that are neither too easy nor too hard, a larger `num_generations`, a finer reward, or "
-        "`replay_zero_advantage`, which puts queued samples in their place.",
+        (
+            Remedy("Prompts that are neither too easy nor too hard, a larger `num_generations`, or a finer reward."),
+            Remedy(
+                "`replay_zero_advantage`, which puts queued samples in their place.", lambda method: method.can_refill
+            ),
+        ),
         _no_signal,
     ),
     Check(
@@ -255,8 +331,12 @@ CHECKS = (
         f"`completions/clipped_ratio` above {CUT_OFF_MAX:g} {_IN_THE_LATEST}",
         "Most completions end before their answer, so the reward says more about their length than about their "
         "content.",
-        "A larger `max_completion_length`, a shorter form asked for in the prompt, a check that the end-of-sequence "
-        "token is the model's own, or `mask_truncated_completions`.",
+        (
+            Remedy(
+                "A larger `max_completion_length`, a shorter form asked for in the prompt, a check that the "
+                "end-of-sequence token is the model's own, or `mask_truncated_completions`."
+            ),
+        ),
         _cut_off,
     ),
 )

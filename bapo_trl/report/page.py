@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 
 from .figure import caption, color_of
-from .health import Finding
+from .health import Finding, shared
 from .panels import Panel
-from .runs import Group
+from .runs import Group, title_of
 
 
 MAIN_SETTINGS = (
@@ -74,8 +74,12 @@ def render_page(
     Returns:
         `str`: HTML. What users wrote (names, settings) is escaped.
     """
-    title = "Training report: " + ", ".join(group.label for group in groups)
-    health = "".join(_health(label if len(findings) > 1 else "", some) for label, some in findings.items())
+    title = "Training report: " + ", ".join(group.title for group in groups)
+    runs = {run.label: run for group in groups for run in group.runs}
+    health = "".join(
+        _health(title_of([runs[label] for label in labels]) if len(runs) > 1 else "", some)
+        for labels, some in shared(findings).items()
+    )
     figures = "".join(
         f"<figure><figcaption>{html.escape(panel.title)}</figcaption>{svg}</figure>" for panel, svg in panels.items()
     )
@@ -112,7 +116,7 @@ def _legend(groups: Sequence[Group]) -> str:
     if len(groups) == 1:
         return ""
     items = "".join(
-        f'<li><span class="swatch" style="background:{color_of(index)}"></span>{html.escape(group.label)}</li>'
+        f'<li><span class="swatch" style="background:{color_of(index)}"></span>{html.escape(group.title)}</li>'
         for index, group in enumerate(groups)
     )
     return f'<ul class="legend">{items}</ul>\n'
@@ -123,9 +127,10 @@ def _settings_table(groups: Sequence[Group]) -> str:
     names = [name for name in MAIN_SETTINGS if any(name in some for some in settings)]
     others = sorted({name for some in settings for name in some} - {*MAIN_SETTINGS, *NEVER_SHOWN, "seed", "data_seed"})
     names += [name for name in others if len({_value(some, name) for some in settings if some}) > 1]
-    rows = {name: [_value(some, name) for some in settings] for name in names}
+    rows = {"method": [group.runs[0].method.name or "not saved" for group in groups]}
+    rows |= {name: [_value(some, name) for some in settings] for name in names}
     rows["seed"] = [", ".join(_value(run.settings, "seed") for run in group.runs) for group in groups]
-    rows["last update logged"] = [", ".join(str(run.logs[-1]["step"]) for run in group.runs) for group in groups]
+    rows["last update logged"] = [", ".join(str(run.logs.steps[-1]) for run in group.runs) for group in groups]
     head = "".join(f"<th>{html.escape(group.label)}</th>" for group in groups)
     body = "".join(
         f"<tr><th>{html.escape(name)}</th>{''.join(f'<td>{html.escape(value)}</td>' for value in values)}</tr>"

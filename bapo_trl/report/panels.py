@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .health import CHI2_MAX, CUT_OFF_MAX, ESS_MIN, NO_SIGNAL_MAX, RATIO_MEAN_MAX, RATIO_MEAN_MIN, points_of
-from .runs import Group
+import numpy as np
+
+from .health import CHECKS, CHI2_MAX, CUT_OFF_MAX, ESS_MIN, NO_SIGNAL_MAX, RATIO_MEAN_MAX, RATIO_MEAN_MIN
+from .logs import Logs
+from .method import EVIDENCE
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Panel:
         marks (`tuple` of `float`): Values that a grey line marks.
         limits (`tuple` of `float`, *optional*): Range of the axis; open above for `None`.
         is_log (`bool`): Whether the axis is logarithmic.
-        target (`str`, *optional*): Setting whose value is drawn as a dashed line for each group.
+        target (`str`, *optional*): Setting whose value is drawn as a dashed line for each group that has a target.
         unless (`float`, *optional*): The panel is left out where no value of its first line differs from this.
     """
 
@@ -46,16 +49,12 @@ class Panel:
     target: str | None = None
     unless: float | None = None
 
-    def drawn_lines(self, groups: Sequence[Group]) -> list[Line]:
+    def drawn_lines(self, runs: Sequence[Logs]) -> list[Line]:
         """Return the lines that some run has a finite value of; none if the panel is to be left out."""
-        values = {line: _values(line, groups) for line in self.lines}
-        if self.unless is not None and set(values[self.lines[0]]) <= {self.unless}:
+        values = {line: np.concatenate([logs.finite(line.metric).values for logs in runs]) for line in self.lines}
+        if self.unless is not None and (values[self.lines[0]] == self.unless).all():
             return []
-        return [line for line in self.lines if values[line]]
-
-
-def _values(line: Line, groups: Sequence[Group]) -> list[float]:
-    return [value for group in groups for run in group.runs for _, value in points_of(run.logs, line.metric)]
+        return [line for line in self.lines if len(values[line])]
 
 
 SHARE = (0.0, 1.0)
@@ -125,3 +124,17 @@ PANELS = (
     Panel("Tokens parked in the pool", (Line("partial/parked_tokens", "tokens"),), limits=FROM_ZERO),
 )
 """All panels, in their order."""
+
+LOSS = Panel("Loss", (Line("loss", "loss"),))
+"""Drawn of runs that logged nothing else: it says little of how a policy does."""
+
+METRICS = tuple(
+    dict.fromkeys(
+        [
+            *(line.metric for panel in (*PANELS, LOSS) for line in panel.lines),
+            *(check.metric for check in CHECKS),
+            *EVIDENCE,
+        ]
+    )
+)
+"""All metrics that a report takes from the logs."""

@@ -4,18 +4,21 @@ The logs are those of `trainer_state.json`. The settings are in `run_settings.js
 [`~callback.ReportCallback`] writes: transformers keeps them in a pickle only, which is not read here.
 """
 
-import contextlib
 import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from ..errors import InputError
+from .log_files import STATE_FILE, logs_in, read_json
+from .logs import Logs
+from .method import Method, method_of
+from .panels import METRICS
 
 
-STATE_FILE = "trainer_state.json"
 SETTINGS_FILE = "run_settings.json"
 
 NOT_OF_THE_SETTING = frozenset(
@@ -36,15 +39,20 @@ class Run:
 
     Args:
         label (`str`): Its name in the report.
-        logs (sequence of mappings): Logs of its updates, in the order of their `step`, none twice.
+        logs ([`~logs.Logs`]): Logs of its updates.
         settings (mapping): Settings by name; empty if the run saved none.
         path (`Path`): Where it was read, without symbolic links.
     """
 
     label: str
-    logs: Sequence[Mapping]
+    logs: Logs
     settings: Mapping = field(default_factory=dict)
     path: Path = Path()
+
+    @cached_property
+    def method(self) -> Method:
+        """What it trains with."""
+        return method_of(self.settings, self.logs)
 
 
 @dataclass(frozen=True)
@@ -54,21 +62,29 @@ class Group:
     label: str
     runs: Sequence[Run]
 
+    @property
+    def title(self) -> str:
+        """Its method, if that is known, and its label."""
+        return _titled(self.runs[0].method.name, self.label)
 
-def update_logs(log_history: Iterable[Mapping]) -> list[Mapping]:
-    """
-    Return the logs of updates, in order: without evaluations, the summary at the end, and what a resumed run repeats.
 
-    Where the step falls back, the run was resumed from there, and later logs replace those that came before.
-    """
-    logs: list[Mapping] = []
+def title_of(runs: Iterable[Run]) -> str:
+    """Return methods and labels of runs, each method once."""
+    labels: dict[str, list[str]] = {}
+    for run in runs:
+        labels.setdefault(run.method.name, []).append(run.label)
+    return "; ".join(_titled(name, ", ".join(some)) for name, some in labels.items())
+
+
+def _titled(method: str, label: str) -> str:
+    return f"{method}: {label}" if method else label
+
+
+def update_logs(log_history: Iterable[Mapping]) -> Logs:
+    """Return what the report takes from the logs of updates, see [`~logs.Logs`]."""
+    logs = Logs(METRICS)
     for log in log_history:
-        is_update = "loss" in log or "bapo/positive_share" in log
-        if not is_update or "train_runtime" in log:  # TRL puts what it has not logged yet into the summary
-            continue
-        while logs and logs[-1]["step"] >= log["step"]:
-            logs.pop()
-        logs.append(log)
+        logs.add(log)
     return logs
 
 
@@ -82,7 +98,7 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
             line (jsonl).
 
     Raises:
-        ValueError: If a path does not exist, holds no state, is damaged, or no update was logged.
+        InputError: If a path does not exist, holds no state, is damaged, or no update was logged.
     """
     unique = list({Path(path).resolve(): None for path in paths})
     files = [_state_file(path) for path in unique]
@@ -96,7 +112,7 @@ def read_settings(folder: Path) -> Mapping:
     """Return the settings of a run by one of its folders, the one it saves to or a checkpoint; empty if none."""
     for candidate in (folder / SETTINGS_FILE, folder.parent / SETTINGS_FILE):
         if candidate.is_file() and (candidate.parent == folder or folder.name.startswith("checkpoint-")):
-            settings = _parse(candidate.read_text(encoding="utf-8"), candidate)
+            settings = read_json(candidate)
             if not isinstance(settings, dict):
                 raise InputError(f"{candidate} is damaged: no settings by name. Remove it; the report goes without.")
             return settings
@@ -125,6 +141,11 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     ]
 
 
+def readable(text: str) -> str:
+    """Return a text that can be written as UTF-8: a name on the disk may have bytes that are none."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def _setting(run: Run) -> object:
     if run.settings:
         setting = {name: value for name, value in run.settings.items() if name not in NOT_OF_THE_SETTING}
@@ -137,7 +158,7 @@ def _group_label(runs: Sequence[Run]) -> str:
         return runs[0].label
     start = _common_start([run.label for run in runs])
     name = re.sub(r"([-_/=. ]|\bseed|_seed)*$", "", re.sub(r"\d+$", "", start))
-    return f"{name or runs[0].path.parent.name} ({len(runs)} seeds)"
+    return f"{name or readable(runs[0].path.parent.name)} ({len(runs)} seeds)"
 
 
 def _common_start(texts: Sequence[str]) -> str:
@@ -151,10 +172,10 @@ def _named(path: Path) -> Path:
 
 def _labels(paths: Sequence[Path]) -> list[str]:
     for length in range(1, 1 + max((len(path.parts) for path in paths), default=0)):
-        labels = ["/".join(path.parts[-length:]) for path in paths]
+        labels = [readable("/".join(path.parts[-length:])) for path in paths]
         if len(set(labels)) == len(labels):
             return labels
-    return [str(path) for path in paths]
+    return [readable(str(path)) for path in paths]
 
 
 def _state_file(path: Path) -> Path:
@@ -171,29 +192,10 @@ def _state_file(path: Path) -> Path:
     return max(files, key=lambda file: (file.stat().st_mtime, file.parent == path))
 
 
-def _read_logs(file: Path) -> list[Mapping]:
-    text = file.read_text(encoding="utf-8", errors="replace")
-    if file.suffix == ".jsonl":
-        *whole, last = text.split("\n")  # a run that still writes, or was killed, may leave a part of a line
-        history = [_parse(line, file) for line in whole if line.strip()]
-        with contextlib.suppress(json.JSONDecodeError):
-            history.append(json.loads(last))
-    else:
-        state = _parse(text, file)
-        history = state.get("log_history") if isinstance(state, dict) else state
-    if not isinstance(history, list) or not all(isinstance(log, dict) for log in history):
-        raise InputError(f"RUN {file} holds no logs: give a {STATE_FILE}, or a jsonl file of one log a line.")
-    logs = [log for log in history if isinstance(log.get("step"), int)]
-    updates = update_logs(logs)
-    if not updates:
+def _read_logs(file: Path) -> Logs:
+    logs = update_logs(logs_in(file))
+    if not len(logs):
         raise InputError(
             f"RUN {file} has no log of an update: train with a smaller `logging_steps`, or give another run."
         )
-    return updates
-
-
-def _parse(text: str, file: Path):
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{file} is damaged: {error}. Give another checkpoint of the run.") from None
+    return logs

@@ -14,6 +14,7 @@ from ..bapo_config import BAPOConfig
 from ..checkpoint_files import find_defect
 from ..cpu_speed import speed_up_cpu
 from ..errors import InputError
+from ..report.method import method_by_settings
 from ..report.write import report_line
 from ..stop_signals import EXIT_CODE, StopSignals, exit_stopped
 from ..tasks import held_out_accuracy
@@ -96,7 +97,7 @@ def _train(run: Run, training_args: BAPOConfig, model_args: ModelConfig, evaluat
     say = trainer.accelerator.print
     resume = trainer.checkpoint_to_resume(_resume_argument(training_args.resume_from_checkpoint))
     is_over = resume is not None and not _check_resume(resume, training_args)
-    say(f"BAPO on {run.data.title}\n{settings_table(training_args)}")
+    say(f"{method_by_settings(vars(training_args)).name} on {run.data.title}\n{settings_table(training_args)}")
     say(f"Prompts: {'chat messages' if is_chat(run.data.train) else 'plain text'}")
     missing = count_missing_answers(run.data.train)
     if missing:

@@ -6,12 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from bapo_trl.report.health import CHECKS, describe, examine
+from bapo_trl.report.health import CHECKS, Finding, describe
+from bapo_trl.report.health import examine as examine_columns
+from bapo_trl.report.method import Method
+from bapo_trl.report.runs import update_logs
 from tests.report.made_logs import HEALTHY, made_logs
 
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL_WELL = "7 of 7 checks made on 20 logs, and none found anything."
+
+
+def examine(logs: list[dict]) -> list[Finding]:
+    return examine_columns(update_logs(logs))
 
 
 def lines(**changes) -> list[tuple[str, str, str]]:
@@ -106,8 +113,9 @@ def test_checks_that_could_not_be_made_are_named():
 
 def test_a_line_of_text_says_what_to_try():
     (finding,) = examine(made_logs(**{"ratio/ess": 0.2}))
+    remedy = CHECKS[1].remedy(Method())
     assert describe(finding) == (
-        f"[warning] Effective sample size: below 0.3 in 20 of 20 logs; lowest 0.2 at update 1. Try: {CHECKS[1].remedy}"
+        f"[warning] Effective sample size: below 0.3 in 20 of 20 logs; lowest 0.2 at update 1. Try: {remedy}"
     )
 
 
@@ -115,11 +123,14 @@ def test_settings_that_a_line_names_exist():
     """What to try is worth nothing if there is no such setting."""
     from bapo_trl import BAPOConfig
 
-    words = [word for check in CHECKS for word in re.findall(r"`([^`]+)`", check.meaning + check.remedy)]
+    words = [word for check in CHECKS for word in re.findall(r"`([^`]+)`", check.meaning + str(check.remedies))]
     assert {word for word in words if word not in HEALTHY and not hasattr(BAPOConfig, word)} <= {"sampling/"}
 
 
 def test_the_page_of_the_docs_has_the_lines():
     page = (ROOT / "docs" / "report.md").read_text()
-    rows = "\n".join(f"| {check.name} | {check.rule} | {check.meaning} | {check.remedy} |" for check in CHECKS)
+    rows = "\n".join(
+        f"| {check.name} | {check.rule} | {check.meaning} | {' '.join(remedy.sentence for remedy in check.remedies)} |"
+        for check in CHECKS
+    )
     assert rows in page, f"the table of health lines is to be that of bapo_trl/report/health.py:\n{rows}"

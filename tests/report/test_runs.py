@@ -6,11 +6,11 @@ import os
 import pytest
 
 from bapo_trl.report.runs import group_runs, read_runs, update_logs
-from tests.report.made_logs import made_logs, save_run
+from tests.report.made_logs import HEALTHY, made_logs, save_run
 
 
 def steps(run) -> list[int]:
-    return [log["step"] for log in run.logs]
+    return run.logs.steps.tolist()
 
 
 def test_a_run_is_a_folder_a_checkpoint_a_state_or_a_file_of_logs(tmp_path):
@@ -36,16 +36,18 @@ def test_a_run_is_a_folder_a_checkpoint_a_state_or_a_file_of_logs(tmp_path):
 
 def test_evaluations_and_the_summary_are_no_updates():
     history = [*made_logs(2), {"step": 2, "eval_reward": 0.5}, {**made_logs(1)[0], "step": 2, "train_runtime": 1.0}]
-    assert update_logs(history) == made_logs(2)
+    logs = update_logs(history)
+    assert logs.steps.tolist() == [1, 2]
+    assert [logs.logged(name).values.tolist() for name in HEALTHY] == [[value] * 2 for value in HEALTHY.values()]
 
 
 def test_a_resumed_run_counts_each_update_once():
     again = made_logs(3, first=4, reward=0.9)
     logs = update_logs([*made_logs(6), {"step": 6, "eval_reward": 0.5}, *again])  # killed at 6, resumed from 3
-    assert [log["step"] for log in logs] == [1, 2, 3, 4, 5, 6]
-    assert [log["reward"] for log in logs] == [0.5] * 3 + [0.9] * 3
+    assert logs.steps.tolist() == [1, 2, 3, 4, 5, 6]
+    assert logs.logged("reward").values.tolist() == [0.5] * 3 + [0.9] * 3
     coarser = update_logs([*made_logs(6), *made_logs(2, first=4, every=4)])  # resumed from 3, logs each 4th
-    assert [log["step"] for log in coarser] == [1, 2, 3, 4, 8]
+    assert coarser.steps.tolist() == [1, 2, 3, 4, 8]
 
 
 def test_labels_are_the_shortest_that_tell_runs_apart(tmp_path):

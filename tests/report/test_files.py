@@ -1,0 +1,195 @@
+"""Files as users have them: damaged, with odd names, with nothing to draw, or too long to draw whole."""
+
+import codecs
+import json
+import os
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from bapo_trl.errors import InputError
+from bapo_trl.report.command import main
+from bapo_trl.report.curves import MOST_POINTS, curve_of, thinned
+from bapo_trl.report.figure import save_png
+from bapo_trl.report.logs import Points
+from bapo_trl.report.runs import read_runs, update_logs
+from tests.report.made_logs import made_logs, save_run
+
+
+def refusal(capsys, *arguments) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main([*map(str, arguments)])
+    assert ended.value.code == 2
+    *usage, error = capsys.readouterr().err.splitlines()
+    assert usage[0].startswith("usage: ")
+    return error
+
+
+def test_a_run_that_logged_its_loss_alone_is_drawn(tmp_path, capsys):
+    logs = [{"loss": 0.1 * step, "step": step} for step in (1, 2, 3)]
+    main([str(save_run(tmp_path / "run", logs)), "--output", str(tmp_path / "out")])
+    assert "<figcaption>Loss</figcaption>" in (tmp_path / "out" / "report.html").read_text()
+    assert (tmp_path / "out" / "report.png").read_bytes()[:4] == b"\x89PNG"
+    assert "[note] Not checked" in capsys.readouterr().out
+
+
+def test_a_run_without_a_number_is_refused(tmp_path, capsys):
+    run = save_run(tmp_path / "run", [{"loss": None, "step": 1}])
+    error = refusal(capsys, run, "--output", tmp_path / "out")
+    assert error.endswith("error: RUN run: its logs hold no number to draw, such as `reward`. Give another run.")
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_that_are_no_utf_8(tmp_path, capsys):
+    runs = [save_run(tmp_path / os.fsdecode(name), made_logs(2)) for name in (b"\xff run", b"\xfe run")]
+    out = tmp_path / os.fsdecode(b"out \xff")
+    main([*map(str, runs), "--output", str(out)])
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert "Training report: \\udcff run, \\udcfe run" in page
+    assert "out \\udcff/report.png" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("mark", "encoding"), [(codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (b"", "utf-8")]
+)
+def test_a_byte_order_mark_is_no_damage(tmp_path, mark, encoding):
+    run = save_run(tmp_path / "run", made_logs(3), {"model": "ä"})
+    (run / "logs.jsonl").write_text("".join(json.dumps(log) + "\n" for log in made_logs(3)))
+    for file in run.iterdir():
+        file.write_bytes(mark + file.read_text().encode(encoding))
+    for path in (run, run / "logs.jsonl"):
+        (read,) = read_runs([path])
+        assert (read.logs.steps.tolist(), read.settings) == ([1, 2, 3], {"model": "ä"})
+
+
+STATE = json.dumps({"global_step": 3, "log_history": made_logs(3), "zeros": [0] * 3}, indent=2)
+LINES = "".join(json.dumps(log) + "\n" for log in made_logs(3))
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "line", "reason"),
+    [
+        ("logs.jsonl", LINES.replace('"step": 2', '"step" 2'), 2, "Expecting ':' delimiter. Mend or remove it."),
+        ("logs.jsonl", LINES + "\n\n{broken}\n", 6, "Expecting property name"),
+        ("logs.jsonl", LINES + "[1]\n", 4, "is none"),
+        ("logs.jsonl", LINES + "[" * 100_000 + "\n", 4, "recursion"),
+        ("logs.jsonl", LINES + "9" * 5000 + "\n", 4, "Exceeds the limit"),
+        ("trainer_state.json", STATE.replace('"step": 2', '"step" 2'), None, "Expecting ':' delimiter"),
+        ("trainer_state.json", STATE.replace("0\n  ]", "0,\n  ]"), None, "Expecting value"),
+        ("trainer_state.json", STATE.replace('ory": [', 'ory": ' + "[" * 100_000), 3, "recursion"),
+        ("trainer_state.json", STATE + "\n}", None, "Extra data"),
+        ("trainer_state.json", STATE.replace('"log_history": [', '"log_history": [\n3,'), 4, "is none"),
+        ("trainer_state.json", "", 1, "Expecting value"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path, capsys, file, text, line, reason):
+    (tmp_path / file).write_text(text)
+    if line is None:  # as json has it of the text as a whole
+        with pytest.raises(json.JSONDecodeError) as whole:
+            json.loads(text)
+        line = whole.value.lineno
+    error = refusal(capsys, tmp_path / file, "--output", tmp_path / "out")
+    assert f"{tmp_path / file} " in error
+    assert f"line {line} " in error or f"line {line}:" in error
+    assert reason in error
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_a_state_is_read_in_chunks(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr("bapo_trl.report.log_files._CHUNK_CHARACTERS", chunk)
+    (tmp_path / "trainer_state.json").write_text(STATE)
+    (run,) = read_runs([tmp_path])
+    whole = update_logs(made_logs(3))
+    assert run.logs.steps.tolist() == [1, 2, 3]
+    assert run.logs.logged("ratio/max").values.tolist() == whole.logged("ratio/max").values.tolist()
+    broken = STATE.replace('"step": 2', '"step" 2')
+    (tmp_path / "trainer_state.json").write_text(broken)
+    line = 1 + broken.count("\n", 0, broken.index('"step" 2'))
+    with pytest.raises(InputError, match=f"line {line}: Expecting ':' delimiter"):
+        read_runs([tmp_path])
+
+
+@pytest.mark.parametrize("file", ["trainer_state.json", "logs.jsonl"])
+def test_a_file_is_never_in_memory_as_a_whole(tmp_path, file):
+    filled = [{**log, "text": "x" * 5000} for log in made_logs(2000)]
+    state = json.dumps({"log_history": filled}, indent=2)
+    (tmp_path / file).write_text("".join(json.dumps(log) + "\n" for log in filled) if "jsonl" in file else state)
+    del filled, state
+    tracemalloc.start()
+    try:
+        read_runs([tmp_path / file])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < (tmp_path / file).stat().st_size / 2
+
+
+@pytest.mark.parametrize("broken", ["save_png", "render_page", "os.replace"])
+def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch, broken):
+    run, out = save_run(tmp_path / "run", made_logs(2)), tmp_path / "out"
+    main([str(run), "--output", str(out)])
+    before = {file.name: file.stat().st_mtime_ns for file in out.iterdir()}
+
+    def fail(groups, path, *more):
+        if broken == "save_png":
+            save_png(groups, path)
+        raise RuntimeError("full")
+
+    monkeypatch.setattr(f"bapo_trl.report.write.{broken}", fail)
+    with pytest.raises(RuntimeError):
+        main([str(run), "--output", str(out)])
+    left = {file.name: file.stat().st_mtime_ns for file in out.iterdir()}
+    assert left.keys() == before.keys()
+    assert left["report.html"] == before["report.html"]
+
+
+def test_an_output_that_is_a_file_is_refused(tmp_path, capsys):
+    run, out = save_run(tmp_path / "run", made_logs(2)), tmp_path / "out"
+    out.touch()
+    assert f"--output {out} cannot be written: File exists. Give" in refusal(capsys, run, "--output", out)
+
+
+def test_a_long_run_is_thinned_before_it_is_drawn(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    size = 20 * MOST_POINTS
+    rewards = np.sin(np.arange(size) / 100)
+    rewards[[777, 40_000]] = -3.0, 4.0
+    logs = made_logs(size, reward=rewards.tolist())
+    drawn, plot = [], Axes.plot
+
+    def watch(axes, steps, values, **style):
+        drawn.append((steps, values))
+        return plot(axes, steps, values, **style)
+
+    monkeypatch.setattr(Axes, "plot", watch)
+    main([str(save_run(tmp_path / "run", logs)), "--output", str(tmp_path / "out")])
+    assert max(len(steps) for steps, _ in drawn) <= MOST_POINTS
+    steps, values = drawn[0]
+    assert (steps[0], steps[-1], values[0], values[-1]) == (1, size, rewards[0], rewards[-1])
+    assert dict(zip(steps, values, strict=True)).items() >= {778: -3.0, 40_001: 4.0}.items()
+
+
+def test_thinning_keeps_ends_extremes_and_long_gaps():
+    draw = np.random.default_rng(0)
+    size = 50_000
+    steps = np.arange(size) * 3
+    columns = [Points(steps, draw.normal(size=size)), Points(steps, draw.normal(size=size))]
+    for _, values in columns:
+        values[10_000:11_000] = np.nan
+        values[20_001] = np.nan  # too short to be seen
+    whole = curve_of(columns)
+    assert np.array_equal(whole.mean, (columns[0].values + columns[1].values) / 2, equal_nan=True)
+    curve = thinned(whole)
+    assert len(curve.steps) <= MOST_POINTS
+    assert (np.diff(curve.steps) > 0).all()
+    assert (curve.steps[0], curve.steps[-1]) == (steps[0], steps[-1])
+    for name, extreme in (("mean", np.nanmin), ("mean", np.nanmax), ("low", np.nanmin), ("high", np.nanmax)):
+        for part in np.array_split(np.arange(size), 400):  # what a pixel shows
+            of_whole = getattr(whole, name)[part]
+            of_drawn = getattr(curve, name)[np.isin(curve.steps, steps[part])]
+            if np.isfinite(of_whole).any():
+                assert extreme(of_whole) == extreme(of_drawn)
+    assert np.isnan(curve.mean[(curve.steps >= 30_300) & (curve.steps < 32_700)]).all()
+    assert thinned(curve) is curve
