@@ -14,8 +14,10 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
 from bapo_trl import BAPOConfig
+from bapo_trl.errors import InputError
 from bapo_trl.script.arguments import EMBEDDED, BAPOScriptArguments
 from bapo_trl.script.command_line import parse_arguments
+from bapo_trl.script.launcher import read_arguments
 from tests.helpers.commands import ROOT, free_port, run_command
 
 
@@ -93,7 +95,44 @@ def test_every_launch_config_is_accounted_for_and_no_setting_has_two_homes():
         assert not {"optimizer", "scheduler"} & set(config)
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "scripts").iterdir()), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", ACCELERATE_CONFIGS, ids=lambda path: path.stem)
+def test_a_configuration_is_launched_by_its_name_from_any_folder(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # One of the same name in the user's folder is not that of the package
+    (tmp_path / "deepspeed_configs").mkdir()
+    (tmp_path / "deepspeed_configs" / "zero3.json").write_text("{}")
+    arguments = read_arguments(["--accelerate", path.stem, "--main_process_port", "0", "train", "--config", "math_7b"])
+    arguments, _, _ = _validate_launch_command(arguments)
+    processes, engine, deepspeed_config = LAUNCHES[path.stem]
+    assert arguments.num_processes == processes
+    assert arguments.use_deepspeed == (engine == "deepspeed")
+    if deepspeed_config:
+        assert Path(arguments.deepspeed_config_file) == (ROOT / deepspeed_config).resolve()
+    assert (arguments.module, arguments.training_script) == (True, "bapo_trl")
+    assert arguments.training_script_args == ["train", "--config", "math_7b"]
+
+
+def test_a_configuration_of_ones_own_names_its_deepspeed_file_from_the_folder_or_from_itself(tmp_path, monkeypatch):
+    own = tmp_path / "configs" / "mine.yaml"
+    own.parent.mkdir()
+    own.write_text((ROOT / "accelerate_configs" / "zero3.yaml").read_text().replace("deepspeed_configs/", ""))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="which is neither in the current folder nor beside it"):
+        read_arguments(["--accelerate", str(own), "x.py"])
+    (own.parent / "zero3.json").write_text("{}")
+    for flag in ("--accelerate", "--config_file"):
+        assert read_arguments([flag, str(own), "x.py"]).deepspeed_config_file == str(own.parent / "zero3.json")
+    (tmp_path / "zero3.json").write_text("{}")
+    assert read_arguments(["--accelerate", str(own), "x.py"]).deepspeed_config_file == str(tmp_path / "zero3.json")
+    given = ["--accelerate", str(own), "--deepspeed_config_file", "other.json", "x.py"]
+    assert read_arguments(given).deepspeed_config_file == "other.json"
+    with pytest.raises(InputError, match="`--accelerate` is 'zero9': there is no such file; the package has cpu_ddp,"):
+        read_arguments(["--accelerate", "zero9", "x.py"])
+    with pytest.raises(InputError, match="leave one out"):
+        read_arguments(["--accelerate", "zero3", "--config_file", "x.yaml", "x.py"])
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("*.s*")), ids=lambda path: path.name)
 def test_every_script_is_valid_bash(script):
     assert run_command(["bash", "-n", str(script)]).returncode == 0
 

@@ -73,7 +73,11 @@ def environment(built, tmp_path_factory) -> Path:
 def test_sdist_and_wheel_hold_every_file_of_the_package(built):
     files = [path for path in (ROOT / "bapo_trl").rglob("*") if path.is_file() and path.suffix != ".pyc"]
     package = {path.relative_to(ROOT).as_posix() for path in files}
-    assert "bapo_trl/recipes/quickstart.yaml" in package
+    assert {
+        "bapo_trl/recipes/quickstart.yaml",
+        "bapo_trl/accelerate_configs/zero3.yaml",
+        "bapo_trl/deepspeed_configs/zero3.json",
+    } <= set(package)
     with zipfile.ZipFile(built.wheel) as wheel:
         assert {name for name in wheel.namelist() if ".dist-info/" not in name} == package
     with tarfile.open(built.sdist) as sdist:

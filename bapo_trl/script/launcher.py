@@ -1,6 +1,10 @@
-"""`accelerate launch` with the exit code of the rank that failed first. By itself it makes a 1 of every failure.
+"""
+`accelerate launch` by the name of a configuration, with the exit code of the rank that failed first.
 
-python -m bapo_trl.script.launcher --config_file accelerate_configs/zero3.yaml train_bapo.py --config ...
+    bapo-trl launch --accelerate zero3 --num_processes 6 train --config math_7b
+
+By itself, `accelerate launch` takes paths alone, those in its files are relative to the current folder, and it makes a
+1 of every failure.
 """
 
 import argparse
@@ -8,11 +12,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
+import yaml
 from accelerate.commands import launch
 from accelerate.utils import prepare_simple_launcher_cmd_env
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from ..errors import InputError
+
+
+PACKAGE = Path(__file__).resolve().parents[1]
+CONFIGS = PACKAGE / "accelerate_configs"
+COMMANDS = ("train", "evaluate")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -21,16 +34,19 @@ def main(arguments: Sequence[str]) -> None:
 
     Args:
         arguments (sequence of `str`):
-            Those of `accelerate launch`.
+            Those of `accelerate launch`; with `--accelerate NAME`, a configuration of the package or the path of one.
+            Instead of a script, `train` or `evaluate` of this package.
 
     Raises:
+        InputError: If there is no such configuration, or none of DeepSpeed where it names one.
         SystemExit: With the code of the rank that ended first, if it is not 0; 128 plus the number of the signal that
             ended it. A launcher of several ranks that is sent SIGTERM itself ends with 1, as accelerate does. A single
             rank takes the place of its launcher, and gets its signals.
     """
     launch.simple_launcher = _become_rank
+    args = read_arguments(arguments)
     try:
-        launch.launch_command(launch.launch_command_parser().parse_args(arguments))
+        launch.launch_command(args)
     except ChildFailedError as error:
         print(error, file=sys.stderr)
         _, failure = error.get_first_failure()
@@ -41,6 +57,77 @@ def main(arguments: Sequence[str]) -> None:
     else:
         return
     raise SystemExit(code if code >= 0 else 128 - code)
+
+
+def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """
+    Return the arguments of `accelerate launch` that these stand for.
+
+    Args:
+        arguments (sequence of `str`):
+            As in [`main`].
+
+    Raises:
+        InputError: As in [`main`].
+    """
+    parser: Any = launch.launch_command_parser()
+    parser.prog = "bapo-trl launch"
+    parser.add_argument(
+        "--accelerate", metavar="NAME", help=f"configuration: {', '.join(config_names())}, or the path of a file"
+    )
+    args = parser.parse_args(arguments)
+    if args.accelerate is not None:
+        if args.config_file is not None:
+            raise InputError(
+                f"`--accelerate` is '{args.accelerate}' and `--config_file` '{args.config_file}': leave one out."
+            )
+        args.config_file = str(_find_config(args.accelerate))
+        args.nondefault.add("config_file")
+    if args.config_file is not None and "deepspeed_config_file" not in args.nondefault:
+        named = _deepspeed_file_of(Path(args.config_file))
+        if named is not None:
+            args.deepspeed_config_file = str(_find_deepspeed_file(named, Path(args.config_file)))
+            args.nondefault.add("deepspeed_config_file")
+    if args.training_script in COMMANDS and not args.module:
+        args.training_script_args = [args.training_script, *args.training_script_args]
+        args.training_script, args.module = "bapo_trl", True
+        args.nondefault.add("module")
+    return args
+
+
+def config_names() -> list[str]:
+    """Return the names of the package's configurations."""
+    return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+
+
+def _find_config(name: str) -> Path:
+    shipped = CONFIGS / f"{name}.yaml"
+    if shipped.is_file() or Path(name).is_file():
+        return shipped if shipped.is_file() else Path(name)
+    raise InputError(
+        f"`--accelerate` is '{name}': there is no such file; the package has {', '.join(config_names())}."
+    )
+
+
+def _deepspeed_file_of(config: Path) -> str | None:
+    if not config.is_file():  # accelerate says so
+        return None
+    content = yaml.safe_load(config.read_text(encoding="utf-8"))
+    settings = content.get("deepspeed_config") if isinstance(content, dict) else None
+    return settings.get("deepspeed_config_file") if isinstance(settings, dict) else None
+
+
+def _find_deepspeed_file(named: str, config: Path) -> Path:
+    """Return the DeepSpeed file that a configuration names: relative to the current folder, else to its own."""
+    own = config.resolve().parent
+    places = [own.parent] if own == CONFIGS else [Path.cwd(), own, own.parent]
+    for place in places:
+        if (place / named).is_file():
+            return place / named
+    raise InputError(
+        f"{config} names '{named}' (`deepspeed_config_file`), which is neither in the current folder nor beside it: "
+        "give `--deepspeed_config_file`."
+    )
 
 
 def _become_rank(args: argparse.Namespace) -> NoReturn:

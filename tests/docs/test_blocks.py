@@ -12,10 +12,11 @@ import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 from bapo_trl.report import command
 from bapo_trl.script.command_line import parse_arguments
+from bapo_trl.script.launcher import read_arguments
 from tests.docs.blocks import PAGES, all_blocks, blocks_of, commands_of
 from tests.helpers.commands import ROOT, accelerate_launcher, run_command
 from tests.helpers.script_runs import CHAT_TEMPLATE, CPU, fill_folder, train_bapo
@@ -77,6 +78,9 @@ def python(words):
     if script == "demo_llm.py":
         parse_arguments(["--config", "recipes/smollm2_sums.yaml", *arguments])
         return
+    if script == "scripts/submit_slurm.py":
+        submit(arguments)
+        return
     assert script == "train_bapo.py", f"`python {script}` is checked by nothing here"
     script_args, training_args, model_args, _ = parse_arguments([*arguments, *cpu_flags()])
     if NOT_RUN & set(arguments):
@@ -88,6 +92,18 @@ def python(words):
         assert name in (None, "embedded") or Path(name).exists(), name
     train_bapo.main([*arguments, *short_flags()])
     assert not training_args.do_train or (Path(training_args.output_dir) / "trainer_state.json").exists()
+
+
+def submit(arguments):
+    Path("sbatch").write_text('#!/bin/sh\nexec echo "$@"\n')
+    Path("sbatch").chmod(0o755)
+    Qwen2Config(num_attention_heads=28, num_key_value_heads=4).save_pretrained(
+        arguments[arguments.index("--model") + 1]
+    )
+    command = [sys.executable, str(ROOT / "scripts" / "submit_slurm.py"), *arguments]
+    result = run_command(command, cwd=Path.cwd(), PATH=f"{Path.cwd()}:/usr/bin:/bin")
+    assert result.returncode == 0, result.stderr
+    assert "--nodes=5 --gpus-per-node=8" in result.stdout
 
 
 def save_adapter(path):
@@ -119,6 +135,10 @@ def bapo_trl(words):
     subcommand, *arguments = words
     if subcommand == "report":
         report(arguments)
+    elif subcommand == "launch":
+        launch, _, _ = _validate_launch_command(read_arguments(arguments))
+        assert launch.training_script == "bapo_trl"
+        parse_arguments([*launch.training_script_args[1:], *cpu_flags()])
     else:
         assert subcommand in ("train", "evaluate"), f"`bapo-trl {subcommand}` is checked by nothing here"
         python(["train_bapo.py", *arguments, *(["--do_train", "false"] if subcommand == "evaluate" else [])])

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 from safetensors.torch import load_file
-from transformers import TrainerCallback
+from transformers import Qwen2Config, TrainerCallback
 
 from bapo_trl.checkpoint_files import find_defect
 from bapo_trl.stop_signals import EXIT_CODE, StopSignals
@@ -270,7 +270,8 @@ def test_in_another_thread_no_handler_is_taken(tmp_path):
 
 SLURM = "scripts/train_4_plus_1_nodes.slurm"
 STAND_INS = {
-    "scontrol": 'if [[ $1 == show ]]; then printf "node%s\\n" 0 1 2 3 4; else echo "$*" >>"$LOG/asked"; fi',
+    "scontrol": 'if [[ $1 == show ]]; then printf "node%s\\n" $NODES; else echo "$*" >>"$LOG/asked"; fi',
+    "sbatch": '(echo "$*"; printenv TRAINER_NODES GPUS_PER_NODE TENSOR_PARALLEL_SIZE) >"$LOG/submitted"',
     # Runs a task on each of its nodes, one after the other
     "srun": """
 while [[ $1 == --* ]]; do
@@ -278,7 +279,11 @@ while [[ $1 == --* ]]; do
     shift
 done
 rank=0 code=0
-for node in ${nodes//,/ }; do SLURM_PROCID=$rank "$@" || code=$?; rank=$((rank + 1)); done
+for node in ${nodes//,/ }; do
+    if [[ $* == *"test -e"* && $node == "${BLIND:-}" ]]; then exit 1; fi
+    SLURM_PROCID=$rank "$@" || code=$?
+    rank=$((rank + 1))
+done
 exit $code
 """,
     # The launcher takes the signal that SLURM sends to all; there is no server
@@ -291,33 +296,87 @@ exit "$CODE"
 }
 
 
-@pytest.mark.parametrize("found", [[], ["checkpoint-50"], ["_unfinished"]], ids=str)
-@pytest.mark.parametrize("code", [0, 1, EXIT_CODE])
-def test_the_slurm_script_requeues_a_run_that_a_signal_stopped_and_no_other(tmp_path, code, found):
+@pytest.fixture
+def slurm(tmp_path):
+    """The environment of a cluster of 5 nodes of 8 GPUs, whose commands leave notes in `tmp_path`."""
     for name, script in STAND_INS.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
         (tmp_path / name).chmod(0o755)
-    for name in found:
-        (tmp_path / "out" / name).mkdir(parents=True)
-    environment = {
-        "PATH": f"{tmp_path}:/usr/local/bin:/usr/bin:/bin", "LOG": str(tmp_path), "CODE": str(code),
+    return {
+        "PATH": f"{tmp_path}:/usr/local/bin:/usr/bin:/bin", "LOG": str(tmp_path), "CODE": "0", "NODES": "0 1 2 3 4",
         "SLURM_JOB_NODELIST": "node[0-4]", "SLURM_JOB_ID": "17",
+        "TRAINER_NODES": "4", "GPUS_PER_NODE": "8", "TENSOR_PARALLEL_SIZE": "4",
     }  # fmt: skip
-    result = run_command(["bash", SLURM, "recipe.yaml", "model", str(tmp_path / "out")], **environment)
+
+
+@pytest.mark.parametrize("found", [[], ["checkpoint-50"], ["_unfinished"]], ids=str)
+@pytest.mark.parametrize("code", [0, 1, EXIT_CODE])
+def test_the_slurm_script_requeues_a_run_that_a_signal_stopped_and_no_other(tmp_path, slurm, code, found):
+    output_dir = tmp_path / "out [1] of 2"  # a pattern, to a shell that is not careful
+    for name in found:
+        (output_dir / name).mkdir(parents=True)
+    result = run_command(["bash", SLURM, "recipe.yaml", "model", str(output_dir)], **slurm | {"CODE": str(code)})
     assert result.returncode == code, result.stderr
     asked = tmp_path / "asked"  # by each node
     assert (asked.read_text() if asked.exists() else "") == ("requeue 17\n" * 4 if code == EXIT_CODE else "")
     for rank in range(4):
         launched = (tmp_path / f"launched-{rank}").read_text()
+        assert "--num_machines 4 --num_processes 32 " in launched
         assert f"--machine_rank {rank} --main_process_ip node0 " in launched
         resume = "true" if found == ["checkpoint-50"] else "false"
-        assert f"--config recipe.yaml --output_dir {tmp_path / 'out'} --resume_from_checkpoint {resume} " in launched
+        assert f"--model_name_or_path model --output_dir {output_dir} --resume_from_checkpoint {resume} " in launched
+    assert sorted(path.name for path in output_dir.iterdir()) == found  # the mark of the shared disk is gone
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [({"BLIND": "node2"}, "which not all nodes share"), ({"NODES": "0 1 2"}, "The job has 3 nodes, not 5")],
+)
+def test_a_job_that_cannot_work_ends_before_it_starts_a_server(tmp_path, slurm, changed, message):
+    result = run_command(["bash", SLURM, "recipe.yaml", "model", str(tmp_path / "out")], **slurm | changed)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert not list(tmp_path.glob("launched-*"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "submitted"),
+    [
+        ([], "--nodes=5 --gpus-per-node=8 JOB recipe.yaml MODEL OUT\n4\n8\n4\n"),  # 28 heads, 4 of keys and values
+        (
+            ["--trainer_nodes", "2", "--gpus_per_node", "4", "--tensor_parallel_size", "2", "--", "--time=1:00:00"],
+            "--nodes=3 --gpus-per-node=4 --time=1:00:00 JOB recipe.yaml MODEL OUT\n2\n4\n2\n",
+        ),
+        (["--tensor_parallel_size", "8"], "has 28 attention heads (4 of keys and values), and a node 8 GPUs: choose"),
+        (["--trainer_nodes", "0"], "--trainer_nodes is 0: give 1 at least"),
+        (["--model", "nowhere"], "--model is 'nowhere': no configuration of it could be read"),
+        (["--output_dir", "recipe.yaml/x"], "which cannot be made"),
+    ],
+    ids=["defaults", "sizes", "heads", "no node", "no model", "no folder"],
+)
+def test_a_job_is_submitted_with_sizes_that_go_together_or_not_at_all(tmp_path, slurm, flags, submitted):
+    Qwen2Config(num_attention_heads=28, num_key_value_heads=4).save_pretrained(tmp_path / "model")
+    (tmp_path / "recipe.yaml").write_text("")
+    names = {"--recipe": "recipe.yaml", "--model": str(tmp_path / "model"), "--output_dir": "out"}
+    given = [part for name, value in names.items() if name not in flags for part in (name, value)]
+    python = [sys.executable, str(ROOT / "scripts" / "submit_slurm.py")]
+    result = run_command([*python, *given, *flags], cwd=tmp_path, **slurm | {"HF_HUB_OFFLINE": "1"})
+    note = tmp_path / "submitted"
+    if result.returncode:
+        assert submitted in result.stderr
+        assert not note.exists()
+        return
+    expected = submitted.replace("MODEL", str(tmp_path / "model")).replace("OUT", str(tmp_path / "out"))
+    assert note.read_text() == expected.replace("JOB", str(ROOT / SLURM))
+    assert "has to be on a disk that all of them share" in result.stdout
 
 
 def test_the_slurm_script_asks_for_a_signal_that_reaches_the_ranks_and_for_one_log():
     text = (ROOT / SLURM).read_text()
     options = set(re.findall(r"^#SBATCH (--\S+)", text, re.MULTILINE))
     assert {"--requeue", "--open-mode=append", "--signal=USR1@1200"} <= options
-    usage = run_command(["bash", SLURM, "recipe.yaml", "model"])
-    assert usage.returncode != 0
-    assert "OUTPUT_DIR" in usage.stderr
+    assert {f"##SBATCH --{name}=" in text for name in ("time", "account", "partition")} == {True}  # to fill in
+    for arguments in (["recipe.yaml", "model"], ["recipe.yaml", "model", "out"]):
+        usage = run_command(["bash", SLURM, *arguments])
+        assert usage.returncode != 0
+        assert "scripts/submit_slurm.py --recipe RECIPE --model MODEL --output_dir OUTPUT_DIR" in usage.stderr

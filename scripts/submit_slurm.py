@@ -1,0 +1,97 @@
+#!/usr/bin/env python
+"""
+Submit a training on several nodes to SLURM: ZeRO-3 on some, samples from a vLLM server on one more.
+
+    python scripts/submit_slurm.py --recipe recipes/math_7b.yaml --model deepseek-ai/DeepSeek-R1-Distill-Qwen-7B \\
+        --output_dir /shared/runs/math --trainer_nodes 4
+
+What a job would fail at after hours in the queue is looked at before: whether the server can split the model's heads,
+and whether the output folder can be written. Time limit, account and environment are lines to fill in at the head of
+scripts/train_4_plus_1_nodes.slurm, or flags of sbatch behind `--`:
+
+    python scripts/submit_slurm.py ... -- --time=12:00:00 --account=mine
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+
+JOB = Path(__file__).resolve().parent / "train_4_plus_1_nodes.slurm"
+
+
+def splits(heads: int, key_value_heads: int, size: int) -> bool:
+    """Whether vLLM can split the attention of a model over so many GPUs."""
+    return heads % size == 0 and (key_value_heads % size == 0 or size % key_value_heads == 0)
+
+
+def choose_size(model: str, asked: int | None, gpus: int, trust_remote_code: bool) -> int:
+    """
+    Return over how many GPUs the server splits the model: as asked, or as many of a node as can be.
+
+    Raises:
+        SystemExit: With one line, if the model cannot be split so, or nothing is known of it.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code).get_text_config()
+    except (OSError, ValueError) as error:
+        sys.exit(f"--model is '{model}': no configuration of it could be read: {str(error).splitlines()[0]}")
+    heads = config.num_attention_heads
+    key_value_heads = getattr(config, "num_key_value_heads", None) or heads
+    possible = [size for size in range(1, gpus + 1) if splits(heads, key_value_heads, size)]
+    if asked is None:
+        return possible[-1]
+    if asked not in possible:
+        sys.exit(
+            f"--tensor_parallel_size is {asked}, but {model} has {heads} attention heads ({key_value_heads} of keys "
+            f"and values), and a node {gpus} GPUs: choose one of {', '.join(map(str, possible))}."
+        )
+    return asked
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", required=True, help="YAML file, or the name of a recipe of the package")
+    parser.add_argument("--model", required=True, help="folder that all nodes see, or id on the Hub")
+    parser.add_argument("--output_dir", required=True, help="folder of the run, on a disk that all nodes share")
+    parser.add_argument("--trainer_nodes", type=int, default=4, help="nodes that train (default: 4); one more samples")
+    parser.add_argument("--gpus_per_node", type=int, default=8, help="default: 8")
+    parser.add_argument("--tensor_parallel_size", type=int, help="GPUs of the server (default: as many as go)")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run the code that comes with the model")
+    parser.add_argument("sbatch", nargs="*", help="behind `--`: flags of sbatch")
+    args = parser.parse_args(arguments)
+    for name in ("trainer_nodes", "gpus_per_node"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} is {getattr(args, name)}: give 1 at least")
+    size = choose_size(args.model, args.tensor_parallel_size, args.gpus_per_node, args.trust_remote_code)
+    output_dir = Path(args.output_dir).absolute()
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"--output_dir is '{args.output_dir}', which cannot be made: {error}")
+    if not os.access(output_dir, os.W_OK):
+        sys.exit(f"--output_dir is '{args.output_dir}', which cannot be written into.")
+    print(
+        f"{args.trainer_nodes} nodes train and one samples, split over {size} of its {args.gpus_per_node} GPUs. "
+        f"{output_dir} has to be on a disk that all of them share: the job looks, and ends at once if it is not.",
+        flush=True,
+    )
+    environment = {
+        "TRAINER_NODES": str(args.trainer_nodes),
+        "GPUS_PER_NODE": str(args.gpus_per_node),
+        "TENSOR_PARALLEL_SIZE": str(size),
+    }
+    command = ["sbatch", f"--nodes={args.trainer_nodes + 1}", f"--gpus-per-node={args.gpus_per_node}", *args.sbatch]
+    command += [str(JOB), args.recipe, args.model, str(output_dir)]
+    os.chdir(JOB.parents[1])  # the job's folder
+    try:
+        os.execvpe(command[0], command, {**os.environ, **environment})
+    except FileNotFoundError:
+        sys.exit("sbatch was not found: submit on a machine that has SLURM's commands.")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
