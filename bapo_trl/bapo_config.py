@@ -21,6 +21,8 @@ from .config_checks import (
     check_run,
     check_search,
     check_types,
+    check_values_of_trl,
+    take_numpy_numbers,
 )
 from .cpu_speed import has_bfloat16
 from .errors import InputError
@@ -248,16 +250,20 @@ class BAPOConfig(GRPOConfig):
         pad_to_multiple_of: int | None = None
 
     def __post_init__(self):
+        take_numpy_numbers(self, own_fields())
         check_types(self, own_fields(), _TYPES)
-        check_device(self)
         if self.use_cpu and self.bf16 is None:  # TRL would set it whatever the processor
             self.bf16 = not self.fp16 and has_bfloat16()
         try:
             super().__post_init__()
-        except ValueError:
-            check_batch_sizes(self)  # says what to change
+            self._validate()
+        except InputError:
             raise
-        self._validate()
+        except (TypeError, ValueError, ArithmeticError):
+            check_values_of_trl(self)  # says what to change
+            check_device(self)
+            check_batch_sizes(self)
+            raise
 
     @classmethod
     def from_grpo_config(cls, args: GRPOConfig) -> "BAPOConfig":
@@ -275,6 +281,7 @@ class BAPOConfig(GRPOConfig):
                 setattr(config, f.name, f.default)
             elif f.name in ("epsilon", "epsilon_high") and getattr(args, f.name) == trl_defaults[f.name]:
                 setattr(config, f.name, None)
+        take_numpy_numbers(config, ())
         config._validate()
         return config
 
@@ -437,10 +444,10 @@ class BAPOConfig(GRPOConfig):
     def _validate(self):
         if self.loss_type == "cispo" and self.epsilon is None:  # TRL caps at it where `epsilon_high` is not set
             self.epsilon = GRPOConfig.epsilon
-        check_run(self)
         check_search(self)
         check_partial_rollouts(self)
         check_replay(self)
+        check_run(self)
 
 
 def own_fields() -> tuple[Field, ...]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from datasets import IterableDataset
-from transformers import PreTrainedTokenizerBase
 from trl import GRPOTrainer
 
 from . import trl_compat
@@ -19,8 +18,9 @@ from .bapo_config import BAPOConfig, check_unchanged, own_settings
 from .bound_grid import SINGLE_POINT
 from .bound_search import BoundSearch
 from .carried_curves import CURVES_FILE
-from .checked_inputs import CheckedInputs, check_reward_funcs, check_tokenizer
+from .checked_inputs import CheckedInputs, explained
 from .clip_bounds import ClipBounds, Contributions
+from .config_checks import check_values_of_trl
 from .diagnostics import UpdateLog, measure_tokens
 from .errors import InputError
 from .generation.behavior_policy import KnownBehaviorPolicy
@@ -28,8 +28,9 @@ from .generation.logp_mismatch import client_for
 from .generation.partial_trainer import PartialRollouts
 from .generation.server_restart import ServerRestarts
 from .hub_pushes import LeavesSamplesOut
-from .prompts import check_columns, check_number_of_prompts, check_prompts
+from .prompts import check_number_of_prompts
 from .replay.mixer import ReplayMixer, ReplayQueue, is_queue_file
+from .reward_checks import check_reward_funcs
 from .rewards import best_of_k
 from .scoring import Scoring
 from .trl_compat import get_config_model_id, shuffle_sequence_dict, split_tensor_dict
@@ -97,10 +98,9 @@ class BAPOTrainer(
             and nothing reads them.
 
     Raises:
-        ValueError: If the settings contradict one another; if a dataset has no `prompt` column, a value there that is
-            no prompt, or fewer prompts than one generation takes; if a prompt is too long for the model, or the
-            tokenizer does not go with it. During training, if a stream has such a prompt or ends before one
-            generation, or a reward is no finite number.
+        ValueError: If the settings contradict one another, or a dataset has fewer prompts than one generation takes.
+            During training, if a stream ends before one generation, or a reward is infinite. What TRL, transformers or
+            a reward function raises comes through, with a note of what was wrong where that can be told.
         RuntimeError: During training, if a log-probability, an advantage or the gradient is NaN or infinite.
     """
 
@@ -130,24 +130,17 @@ class BAPOTrainer(
             args = BAPOConfig(f"{model_name.split('/')[-1]}-BAPO")
         elif not isinstance(args, BAPOConfig):
             args = BAPOConfig.from_grpo_config(args)
-        # Before the model loads. An environment brings its prompts itself.
-        if kwargs.get("environment_factory") is None:
-            check_columns(train_dataset, eval_dataset)
-            if kwargs.get("rollout_func") is None:
-                check_prompts(train_dataset, eval_dataset)
-        check_reward_funcs(reward_funcs, args.reward_weights)
-        if isinstance(kwargs.get("processing_class"), PreTrainedTokenizerBase):
-            check_tokenizer(kwargs["processing_class"])
         # With an evaluation during training, transformers sets `do_eval`
         trains = args.do_train or not args.do_eval or args.eval_strategy != "no"
         if trains:
             check_number_of_prompts(train_dataset, args)
 
         uses_server = args.use_vllm and args.vllm_mode == "server"
-        with client_for(args.device, args.vllm_request_timeout) if uses_server else nullcontext():
+        server = client_for(args.device, args.vllm_request_timeout) if uses_server else nullcontext()
+        rewards = partial(check_reward_funcs, reward_funcs, args.reward_weights)
+        with explained(partial(check_values_of_trl, args), rewards), server:
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, *rest, **kwargs)
 
-        self._check_inputs(eval_dataset)
         self._inputs_in_loss = None  # the micro-batch whose loss is being computed, else `None`
         self._reset_run_state()
         self._set_clip_bounds(self._search.start_bounds())

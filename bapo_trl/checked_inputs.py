@@ -1,72 +1,59 @@
-"""Stops a run at data and numbers that cannot be trained on, before an update is made of them."""
+"""What the trainer stops at, and what it adds to the errors of TRL, transformers and a user's functions."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 from accelerate.utils import DistributedType, gather_object
 from torch import nn
 
+from .config_checks import check_eval_groups, check_values_of_trl
 from .errors import InputError
-from .prompts import TokenLimits, check_batch_prompts, check_batch_tokens, check_prompt_lengths
-from .reward_checks import RewardChecks
+from .prompts import TokenLimits, check_batch_prompts, check_batch_tokens, check_prompts
+from .reward_checks import KeptRewards, check_size_of_rewards
 from .trainer_mixin import TrainerMixin
 
 
 class CheckedInputs(TrainerMixin):
     """
-    Checks what a [`~trl.GRPOTrainer`], which comes after it in the bases, is given and what it computes.
+    Explains what goes wrong in a [`~trl.GRPOTrainer`], which comes after it in the bases, and stops at what would go
+    wrong silently.
 
-    - `_tokenize_prompts`: prompts of every batch, streams among them, before and after the tokenizer.
-    - `_generate_single_turn`, `_generate`: logits that nothing can be sampled from, completions without a token.
-    - `_calculate_rewards`: what the reward functions raise and return.
-    - `_get_grad_norm`: the gradient before the optimizer step.
+    - `train`, `evaluate`, `_tokenize_prompts`, `_generate_single_turn`, `_generate`, `_calculate_rewards`: what is
+      raised there goes on its way, with a note that names the setting, prompt or function, and the fix.
+    - `_calculate_rewards`: stops at infinite rewards, on all ranks, by the rewards that TRL gathered.
+    - `_get_grad_norm`: stops at a gradient that is not finite, before the optimizer step.
 
-    What only one process can see is raised on all of them: the others would wait for it.
+    Nothing of this communicates: an error of one rank ends that rank, and the launcher the others, as under TRL.
     """
 
-    _limits: TokenLimits | None = None
+    def train(self, *args, **kwargs):
+        with explained(partial(check_values_of_trl, self.args)):
+            return super().train(*args, **kwargs)
 
-    def _check_inputs(self, eval_dataset) -> None:
-        """Refuse a tokenizer that does not go with the model, and prompts that are too long for it."""
-        text_config = self.model.config.get_text_config()
-        vocabulary = getattr(text_config, "vocab_size", None)
-        check_tokenizer(self._tokenizer, vocabulary)
-        window = context_window(text_config)
-        self._limits = TokenLimits(window, self.max_completion_length or 0, vocabulary)
-        if window is not None and window <= self._limits.completion:
-            raise InputError(
-                f"`max_completion_length` is {self.max_completion_length}, but the model's window "
-                f"(`max_position_embeddings`) is {window} with the prompt: lower `max_completion_length`."
-            )
-        if window is not None and self._makes_prompts and not self._is_vlm:
-            check_prompt_lengths(
-                self.train_dataset, eval_dataset, lambda prompts: self._tokenize(prompts)[0], self._limits
-            )
-
-    @property
-    def _makes_prompts(self) -> bool:
-        """Whether the prompts are those of the dataset."""
-        return self.environment_factories is None and self.rollout_func is None
-
-    def _tokenize(self, prompts):
-        return super()._tokenize_prompts(prompts)
+    def evaluate(self, *args, **kwargs):
+        with explained(partial(check_values_of_trl, self.args), partial(check_eval_groups, self.args)):
+            return super().evaluate(*args, **kwargs)
 
     def _tokenize_prompts(self, prompts):
-        output, error = None, None
+        with explained(partial(self._check_prompts, prompts)):
+            return super()._tokenize_prompts(prompts)
+
+    def _check_prompts(self, prompts: Sequence[Any]) -> None:
+        """Refuse a prompt of a batch that is none; by its row, if it is stored in the dataset as it is."""
         try:
             check_batch_prompts(prompts)
-            output = super()._tokenize_prompts(prompts)
-            if not self._is_vlm:
-                check_batch_tokens(prompts, output[0], self._limits)
-        except Exception as caught:
-            error = caught
-        raise_on_all_ranks(error)
-        return output
+        except InputError:
+            check_prompts(self.train_dataset, self.eval_dataset)
+            raise
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         try:
-            output = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            with explained(partial(self._check_tokens, prompt_ids)):
+                return super()._generate_single_turn(prompt_ids, *args, **kwargs)
         except RuntimeError as error:
             if "probability tensor contains" not in str(error):
                 raise
@@ -75,49 +62,47 @@ class CheckedInputs(TrainerMixin):
                 "weights are broken, or half precision overflows. Look at the weights that the run started from, for "
                 "a learning rate that is too high, and resume from a checkpoint."
             ) from error
-        if not self.tools:  # else a turn after that of a tool may have no room left
-            raise_on_all_ranks(_empty_completion(output[0], "The sampler"))
-        return output
+
+    def _check_tokens(self, prompt_ids: Sequence[Sequence[int]]) -> None:
+        """Refuse prompts that the model cannot take, and a tokenizer that does not go with it."""
+        config = self.model.config.get_text_config()
+        limits = token_limits(config, self.max_completion_length)
+        if has_rotary_positions(config) and not self.use_vllm:  # they go on beyond the window
+            limits = TokenLimits(None, limits.completion, limits.vocabulary)
+        check_batch_tokens(self._tokenizer.batch_decode(prompt_ids), prompt_ids, limits)
+        check_tokenizer(self._tokenizer, limits.vocabulary)
 
     def _generate(self, prompts):
-        function = self.rollout_func
-        if function is None:
-            return super()._generate(prompts)
-
-        def checked(*args: Any) -> Any:
-            output: Any = None
-            error: Exception | None = None
-            try:
-                output = function(*args)
-                error = _empty_completion(output.get("completion_ids", ()), "The `rollout_func`")
-            except Exception as caught:
-                error = caught
-            raise_on_all_ranks(error)
-            return output
-
-        self.rollout_func = checked
         try:
             return super()._generate(prompts)
-        finally:
-            self.rollout_func = function
+        except IndexError as error:  # TRL looks at the last token of each completion
+            made_by = "The sampler" if self.rollout_func is None else "The `rollout_func`"
+            for frame, _ in walk_tb(error.__traceback__):
+                is_of_trl = frame.f_code.co_name == "_generate"
+                completion_ids = frame.f_locals.get("completion_ids", ()) if is_of_trl else ()
+                empty = [position for position, ids in enumerate(completion_ids) if not len(ids)]
+                if empty:
+                    error.add_note(
+                        f"{made_by} returned a completion without a token for {len(empty)} of {len(completion_ids)} "
+                        f"samples, the first of them sample {empty[0]}: a completion has at least its end token."
+                    )
+            raise
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         functions: Any = self.reward_funcs
-        names, checks = self.reward_func_names, RewardChecks()
-        is_model = [isinstance(function, nn.Module) for function in functions]
+        kept = KeptRewards(prompts, completions)
         self.reward_funcs = [
-            function if is_one else checks.wrap(function, name)
-            for function, name, is_one in zip(functions, names, is_model, strict=True)
+            function if isinstance(function, nn.Module) else kept.wrap(function, name)
+            for function, name in zip(functions, self.reward_func_names, strict=True)
         ]
         try:
-            rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            with explained(kept.check):
+                rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         finally:
             self.reward_funcs = functions
-        first = self.accelerator.process_index * len(prompts)
-        for column, name in enumerate(names):
-            if is_model[column]:
-                checks.check_model(rewards_per_func[first : first + len(prompts), column], name, prompts, completions)
-        raise_on_all_ranks(checks.error)
+        check_size_of_rewards(
+            rewards_per_func, self.reward_func_names, prompts, completions, self.accelerator.process_index
+        )
         return rewards_per_func
 
     def _get_grad_norm(self, model, grad_norm=None):
@@ -132,6 +117,29 @@ class CheckedInputs(TrainerMixin):
             "update was saved. Look for a learning rate or a `beta` that is too high, or a loss that overflows, and "
             "resume from a checkpoint."
         )
+
+
+@contextmanager
+def explained(*checks: Callable[[], None]) -> Iterator[None]:
+    """
+    Add to an error of the block what these checks refuse, as notes. It stays the error that it is.
+
+    Args:
+        *checks (`Callable`):
+            Each raises [`InputError`] for what it finds. They are called when there is an error, and only then.
+    """
+    try:
+        yield
+    except InputError:  # says it all
+        raise
+    except Exception as error:
+        for check in checks:
+            try:
+                check()
+            except Exception as found:  # a check that fails itself must not hide the error
+                if isinstance(found, InputError):
+                    error.add_note(str(found))
+        raise
 
 
 def context_window(config: Any) -> int | None:
@@ -153,6 +161,24 @@ def context_window(config: Any) -> int | None:
         return window
     trained = rope.get("original_max_position_embeddings") or window
     return max(window, int(trained * (rope.get("factor") or 1)))
+
+
+def has_rotary_positions(config: Any) -> bool:
+    """Return whether a text model goes on beyond its window, worse and worse; with learned positions, it fails."""
+    return getattr(config, "rope_parameters", None) is not None
+
+
+def token_limits(config: Any, max_completion_length: int | None) -> TokenLimits:
+    """
+    Return what a model takes.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]):
+            Configuration of the text model.
+        max_completion_length (`int`, *optional*):
+            Largest number of tokens of a completion.
+    """
+    return TokenLimits(context_window(config), max_completion_length or 0, getattr(config, "vocab_size", None))
 
 
 def check_tokenizer(tokenizer: Any, vocabulary: int | None = None) -> None:
@@ -185,33 +211,6 @@ def check_tokenizer(tokenizer: Any, vocabulary: int | None = None) -> None:
         )
 
 
-def check_reward_funcs(reward_funcs: Any, weights: Sequence[float] | None = None) -> None:
-    """
-    Refuse what is no reward function, and weights for another number of them.
-
-    Args:
-        reward_funcs:
-            Argument of the trainer.
-        weights (sequence of `float`, *optional*):
-            Setting `reward_weights`.
-
-    Raises:
-        TypeError: If one is neither a function, nor a model or the name of one.
-        ValueError: If there are more or fewer weights.
-    """
-    functions = reward_funcs if isinstance(reward_funcs, list) else [] if reward_funcs is None else [reward_funcs]
-    for function in functions:
-        if not (isinstance(function, str) or callable(function)):
-            raise TypeError(
-                f"`reward_funcs` has {function!r}, a {type(function).__name__}: give functions of `completions`, "
-                "reward models or their names."
-            )
-    if weights is not None and len(weights) != len(functions):
-        raise InputError(
-            f"`reward_weights` is {list(weights)}, for {len(functions)} reward functions: give as many weights."
-        )
-
-
 def raise_on_all_ranks(error: Exception | None) -> None:
     """
     Raise the error of a rank on all of them. All ranks make this call together.
@@ -229,13 +228,3 @@ def raise_on_all_ranks(error: Exception | None) -> None:
     for rank, text in enumerate(texts):
         if text is not None:
             raise RuntimeError(f"On rank {rank}: {text}")
-
-
-def _empty_completion(completion_ids: Any, source: str) -> ValueError | None:
-    empty = [position for position, ids in enumerate(completion_ids) if not len(ids)]
-    if not empty:
-        return None
-    return ValueError(
-        f"{source} returned a completion without a token for {len(empty)} of {len(completion_ids)} samples, the "
-        f"first of them sample {empty[0]}: a completion has at least its end token."
-    )

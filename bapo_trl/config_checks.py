@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import Field, fields
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from transformers.utils import is_torch_bf16_gpu_available
 
@@ -25,29 +26,42 @@ SCOPES = ("batch", "micro_batch", "carried_over")
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 BOUND_PARTS = tuple(part.name for part in fields(BoundGrid))
 
-# Of TRL and transformers, those that settings of BAPO depend on: the smallest value of each
-_COUNTS = {
+# Of TRL and transformers, those that settings of BAPO are computed from: the smallest value of each
+_SIZES = {
     "per_device_train_batch_size": 1,
-    "per_device_eval_batch_size": 1,
     "gradient_accumulation_steps": 1,
     "steps_per_generation": 1,
     "generation_batch_size": 1,
     "num_generations": 2,
-    "num_generations_eval": 1,
     "num_iterations": 1,
+}
+# And what these fail at in words that name no setting
+_COUNTS = {
+    **_SIZES,
+    "per_device_eval_batch_size": 1,
+    "num_generations_eval": 0,
     "max_completion_length": 1,
     "top_k": 0,
 }
 # The range of each, and whether it has its lower end
 _RANGES = {
     "temperature": (0, math.inf, False),
-    "top_p": (0, 1, False),
+    "top_p": (0, math.inf, True),
     "min_p": (0, 1, True),
     "repetition_penalty": (0, math.inf, False),
-    "beta": (0, math.inf, True),
-    "max_grad_norm": (0, math.inf, True),
-    "top_entropy_quantile": (0, 1, True),
-    "off_policy_mask_threshold": (-math.inf, math.inf, False),
+    "beta": (-math.inf, math.inf, True),
+    "max_grad_norm": (-math.inf, math.inf, True),
+    "top_entropy_quantile": (0, math.inf, True),
+    "off_policy_mask_threshold": (-math.inf, math.inf, True),
+}
+_OPTIONAL = {
+    "steps_per_generation",
+    "generation_batch_size",
+    "num_generations_eval",
+    "max_completion_length",
+    "top_k",
+    "min_p",
+    "off_policy_mask_threshold",
 }
 _CHOICES = {
     "importance_sampling_level": ("token", "sequence"),
@@ -57,9 +71,17 @@ _CHOICES = {
 _NAMES_OF_TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
+def take_numpy_numbers(config: "BAPOConfig", own_fields: Iterable[Field]) -> None:
+    """Put Python's numbers in the place of NumPy's; in the fields that `BAPOConfig` adds, of arrays of one too."""
+    own = {f.name for f in own_fields}
+    for name, value in vars(config).items():
+        if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.size == 1 and name in own):
+            setattr(config, name, value.item())
+
+
 def check_types(config: "BAPOConfig", own_fields: Iterable[Field], types: Mapping[str, tuple[Any, ...]]) -> None:
     """
-    Refuse values of another type than their fields have, and those of TRL's that its own checks stumble over.
+    Refuse values of another type than their fields have.
 
     Args:
         config ([`BAPOConfig`]):
@@ -79,46 +101,50 @@ def check_types(config: "BAPOConfig", own_fields: Iterable[Field], types: Mappin
             continue
         wanted = " or ".join(words for type_, words in _NAMES_OF_TYPES.items() if type_ in of_field)
         raise InputError(f"`{f.name}` is {value!r}: set it to {wanted}{' or None' if f.name in optional else ''}.")
-    for name, smallest in _COUNTS.items():
-        value = getattr(config, name)
-        if (value is None and name in optional) or (type(value) is int and value >= smallest):
-            continue
-        raise InputError(f"`{name}` is {value!r}: set it to a whole number, at least {smallest}.")
+
+
+def check_values_of_trl(config: "BAPOConfig") -> None:
+    """Refuse values that TRL and transformers fail at. To be asked when they did, not before: it is theirs to say."""
+    _check_counts(config, _COUNTS)
     for name, (low, high, is_closed) in _RANGES.items():
         value = getattr(config, name)
-        if value is None and name in optional:
+        if value is None and name in _OPTIONAL:
             continue
         _check_number(name, value)
         is_inside = (low <= value if is_closed else low < value) and value <= high
-        if not is_inside or not math.isfinite(value):
+        if not is_inside:
             least = "" if low == -math.inf else f" {'at least' if is_closed else 'above'} {low}"
             most = "" if high == math.inf else f", at most {high}"
             raise InputError(f"`{name}` is {value}: set it to a finite number{least}{most}.")
-        setattr(config, name, float(value))
     for name, choices in _CHOICES.items():
         if getattr(config, name) not in choices:
             raise InputError(f"`{name}` is {getattr(config, name)!r}: choose one of {', '.join(map(repr, choices))}.")
-    if config.delta is not None:
-        _check_number("delta", config.delta)
     weights = config.reward_weights
-    if weights is not None and not (
-        isinstance(weights, (list, tuple))
-        and all(type(weight) in (int, float) and math.isfinite(weight) for weight in weights)
-    ):
+    is_list = isinstance(weights, Iterable) and not any(isinstance(weight, str | None) for weight in weights)
+    if weights is not None and not is_list:
         raise InputError(f"`reward_weights` is {weights!r}: set it to a list of finite numbers, one a reward.")
+
+
+def check_eval_groups(config: "BAPOConfig") -> None:
+    """Refuse batches of an evaluation that are no whole groups."""
+    group, size = config.num_generations_eval or config.num_generations, config.per_device_eval_batch_size
+    processes = config.world_size
+    if size * processes % group != 0:
+        raise InputError(
+            f"`per_device_eval_batch_size` is {size} on {processes} processes, which are no whole groups of {group} "
+            "(`num_generations_eval`, else `num_generations`): set it to a multiple of "
+            f"{group // math.gcd(group, processes)}, or `num_generations_eval` to a divisor of {size * processes}."
+        )
 
 
 def check_run(config: "BAPOConfig") -> None:
     """Refuse values of the run that no search, queue or pool depends on."""
-    if config.num_iterations < 1:
-        raise InputError(f"`num_iterations` is {config.num_iterations}: set it to at least 1.")
-    generations_eval = config.num_generations_eval or config.num_generations
-    if config.do_eval and config.per_device_eval_batch_size * config.world_size % generations_eval != 0:
-        raise InputError(
-            f"`per_device_eval_batch_size` is {config.per_device_eval_batch_size} on {config.world_size} processes: "
-            f"their product must be a multiple of `num_generations_eval` ({generations_eval}), so that all "
-            "rollouts of a prompt are in one batch."
-        )
+    for name, value in vars(config).items():
+        if isinstance(value, float) and math.isnan(value):  # no comparison would notice
+            raise InputError(f"`{name}` is nan: set it to a number.")
+    weights = () if config.reward_weights is None else config.reward_weights
+    if not all(math.isfinite(weight) for weight in weights if isinstance(weight, (float, np.floating))):
+        raise InputError(f"`reward_weights` is {list(weights)}: set it to a list of finite numbers, one a reward.")
     if config.vllm_logp_tolerance is not None and not config.vllm_logp_tolerance > 0:
         raise InputError(
             f"`vllm_logp_tolerance` is {config.vllm_logp_tolerance}: set it above 0, in nats a token, or to None "
@@ -137,6 +163,9 @@ def check_run(config: "BAPOConfig") -> None:
 
 def check_search(config: "BAPOConfig") -> None:
     """Refuse values of the bound search, and losses and updates that it does not go with."""
+    _check_counts(config, _SIZES)
+    if config.delta is not None:
+        _check_number("delta", config.delta)
     for name in ("epsilon", "epsilon_high"):
         _check_epsilon(config, name)
     for name in ("positive_contribution_target", "negative_weight_min", *(f"ratio_{part}" for part in BOUND_PARTS)):
@@ -277,13 +306,8 @@ def check_batch_sizes(config: "BAPOConfig") -> None:
             f"{size} x `steps_per_generation` {steps} x {processes} processes), which are no whole groups: set "
             f"`per_device_train_batch_size` to a multiple of {factor}, or `num_generations` to a divisor of {samples}."
         )
-    group, size = config.num_generations_eval or config.num_generations, config.per_device_eval_batch_size
-    if config.do_eval and config.eval_strategy != "no" and size * processes % group != 0:
-        raise InputError(
-            f"`per_device_eval_batch_size` is {size} on {processes} processes, which are no whole groups of {group} "
-            "(`num_generations_eval`, else `num_generations`): set it to a multiple of "
-            f"{group // math.gcd(group, processes)}, or `num_generations_eval` to a divisor of {size * processes}."
-        )
+    if config.do_eval and config.eval_strategy != "no":
+        check_eval_groups(config)
 
 
 def check_partial_rollouts(config: "BAPOConfig") -> None:
@@ -422,6 +446,13 @@ def check_replay(config: "BAPOConfig") -> None:
             "(`num_iterations`) use its samples up, and the first pass over the next one finds none in the "
             f"queue. Set `replay_max_reuse` to at least {config.num_iterations + 1}."
         )
+
+
+def _check_counts(config: "BAPOConfig", counts: Mapping[str, int]) -> None:
+    for name, smallest in counts.items():
+        value = getattr(config, name)
+        if not ((value is None and name in _OPTIONAL) or (isinstance(value, int) and value >= smallest)):
+            raise InputError(f"`{name}` is {value!r}: set it to a whole number, at least {smallest}.")
 
 
 def _check_number(name: str, value: object) -> None:

@@ -52,7 +52,7 @@ def check_columns(train_dataset, eval_dataset) -> None:
     Raises:
         ValueError: If one has columns, but no `prompt`.
     """
-    for name, dataset in named_datasets(train_dataset, eval_dataset).items():
+    for name, dataset in named_datasets(train_dataset, eval_dataset):
         columns = dataset.column_names if isinstance(dataset, (Dataset, IterableDataset)) else None
         if columns is not None and "prompt" not in columns:
             raise InputError(
@@ -114,7 +114,8 @@ def prompt_defect(prompt: Any) -> str | None:
     are_messages = all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in prompt)
     if not are_messages:
         return "is a list, but not of messages with a `role` and a `content`"
-    bare = [each for each in prompt if not (isinstance(each.get("content"), str | list) or each.get("tool_calls"))]
+    kinds = str | list | dict  # the last in messages of tools
+    bare = [each for each in prompt if not (isinstance(each.get("content"), kinds) or each.get("tool_calls"))]
     return f"has a message of role '{bare[0]['role']}' without text or a list as its `content`" if bare else None
 
 
@@ -129,7 +130,7 @@ def check_prompts(train_dataset, eval_dataset) -> None:
     Raises:
         ValueError: With the number of such rows, the first of them and the fix.
     """
-    for name, dataset in named_datasets(train_dataset, eval_dataset).items():
+    for name, dataset in named_datasets(train_dataset, eval_dataset):
         defects = ((row, prompt_defect(prompt)) for row, prompt in enumerate(stored_prompts(dataset)))
         found = [(row, defect) for row, defect in defects if defect is not None]
         if found:
@@ -199,7 +200,7 @@ def check_prompt_lengths(train_dataset, eval_dataset, tokenize, limits: TokenLim
     Raises:
         ValueError: With the number of such prompts, the longest of them, the window and the fix.
     """
-    for name, dataset in named_datasets(train_dataset, eval_dataset).items():
+    for name, dataset in named_datasets(train_dataset, eval_dataset):
         sizes = [_size(prompt) for prompt in stored_prompts(dataset)]
         if not sizes:
             continue
@@ -231,20 +232,22 @@ def _says(limits: TokenLimits) -> str:
     )
 
 
-def named_datasets(train_dataset, eval_dataset) -> dict[str, Any]:
-    """Return the datasets of a trainer by the names that messages call them."""
+def named_datasets(train_dataset, eval_dataset) -> list[tuple[str, Any]]:
+    """Return the datasets of a trainer with the names that messages call them; a split may be called `train` too."""
     eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
-    return {"train": train_dataset, **eval_datasets}
+    return [("train", train_dataset), *eval_datasets.items()]
 
 
 def stored_prompts(dataset) -> Iterator[Any]:
     """
-    Yield the prompts of a dataset; none of a stream, or of a dataset whose transform may make others.
+    Yield the prompts of a dataset; none of a stream, of a dataset whose transform may make others, or with images.
 
     Raises:
         ValueError: If a text is not UTF-8.
     """
-    if isinstance(dataset, Dataset) and dataset.format["type"] != "custom" and "prompt" in dataset.column_names:
+    is_stored = isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
+    feature = dataset.features.get("prompt") if is_stored else None
+    if feature is not None and not _has_media(feature):  # each image would be decoded
         prompts: Any = dataset.select_columns("prompt").with_format(None)
         try:
             for batch in prompts.iter(_ROWS_PER_READ):
@@ -253,6 +256,14 @@ def stored_prompts(dataset) -> Iterator[Any]:
             raise InputError(
                 f"A prompt of the dataset is not UTF-8 ({error}): convert the file it is from."
             ) from error
+
+
+def _has_media(feature: Any) -> bool:
+    if isinstance(feature, dict):
+        return any(map(_has_media, feature.values()))
+    if hasattr(feature, "feature"):
+        return _has_media(feature.feature)
+    return getattr(feature, "decode", False) and type(feature).__name__ != "Json"
 
 
 def start_of(prompt: Any, length: int = 60) -> str:

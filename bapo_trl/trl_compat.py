@@ -68,6 +68,7 @@ OVERRIDDEN_METHODS = (
     "_save_checkpoint",
     "_save_optimizer_and_scheduler",
     "_tokenize_prompts",
+    "evaluate",
     "train",
 )
 """Methods of `GRPOTrainer` that the trainer overrides and calls through `super()`."""

@@ -8,7 +8,8 @@ from trl import GRPOConfig, TrlParser
 
 from bapo_trl import BAPOConfig
 from bapo_trl.clip_bounds import BoundGrid
-from tests.helpers.toy import CPU
+from bapo_trl.errors import InputError
+from tests.helpers.toy import CPU, digits_reward, toy_dataset, toy_trainer
 
 
 def config(**args) -> BAPOConfig:
@@ -66,10 +67,6 @@ def test_every_new_field_has_help_and_is_documented():
             {"gradient_accumulation_steps": 2, "steps_per_generation": 3},
             "search_scope.*gradient_accumulation_steps.*divisor of 3",
         ),
-        (
-            {"do_eval": True, "per_device_eval_batch_size": 6, "num_generations_eval": 4},
-            "per_device_eval_batch_size.*6.*num_generations_eval.*4",
-        ),
         ({"replay_capacity": "abc"}, "`replay_capacity` is 'abc': set it to a whole number"),
         ({"replay_capacity": 64.0}, "`replay_capacity` is 64.0: set it to a whole number"),
         ({"replay_fraction": [0.5]}, r"`replay_fraction` is \[0.5\]: set it to a number"),
@@ -83,13 +80,8 @@ def test_every_new_field_has_help_and_is_documented():
         ({"num_generations": None}, "`num_generations` is None: set it to a whole number"),
         ({"steps_per_generation": 0}, "`steps_per_generation` is 0: set it to a whole number, at least 1"),
         ({"per_device_train_batch_size": "4"}, "`per_device_train_batch_size` is '4': set it to a whole number"),
-        ({"temperature": 0}, "`temperature` is 0: set it to a finite number above 0"),
-        ({"top_p": 1.5}, "`top_p` is 1.5: set it to a finite number above 0, at most 1"),
-        ({"beta": math.inf}, "`beta` is inf: set it to a finite number at least 0"),
-        ({"max_grad_norm": None}, "`max_grad_norm` is None: set it to a number"),
+        ({"max_grad_norm": math.nan}, "`max_grad_norm` is nan: set it to a number"),
         ({"scale_rewards": ["group"]}, r"`scale_rewards` is \['group'\]: choose one of"),
-        ({"importance_sampling_level": "row"}, "`importance_sampling_level` is 'row': choose one of 'token'"),
-        ({"reward_weights": [1, None]}, r"`reward_weights` is \[1, None\]: set it to a list of finite numbers"),
     ],
 )
 def test_bad_settings_are_refused_with_field_value_and_fix(args, message):
@@ -143,8 +135,34 @@ def test_warns_that_whole_checkpoints_on_the_hub_hold_samples():
     assert not warns(hub_push_samples=False)
 
 
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"temperature": 0}, "`temperature` is 0: set it to a finite number above 0"),
+        ({"top_p": -0.5}, "`top_p` is -0.5: set it to a finite number at least 0"),
+        ({"max_grad_norm": None}, "`max_grad_norm` is None: set it to a number"),
+        ({"max_completion_length": -1}, "`max_completion_length` is -1: set it to a whole number, at least 1"),
+        ({"importance_sampling_level": "row"}, "`importance_sampling_level` is 'row': choose one of 'token'"),
+        ({"reward_weights": [1, None]}, r"`reward_weights` is \[1, None\]: set it to a list of finite numbers"),
+        ({"reward_weights": [1]}, r"`reward_weights` is \[1\], for 2 reward functions: give as many weights"),
+    ],
+)
+def test_settings_that_trl_fails_at_are_named_in_a_note(tmp_path, args, message):
+    with pytest.raises((TypeError, ValueError), match=message) as caught:
+        toy_trainer(tmp_path, reward_funcs=[digits_reward] * 2, **args).train()
+    assert not isinstance(caught.value, InputError)
+
+
+def test_an_evaluation_in_batches_of_no_whole_groups_is_explained(tmp_path):
+    data = {"eval_dataset": toy_dataset(4)}
+    sizes = {"do_eval": True, "per_device_eval_batch_size": 6, "num_generations_eval": 4}
+    trainer = toy_trainer(tmp_path, trainer_args=data, **sizes)
+    with pytest.raises(RuntimeError, match=r"per_device_eval_batch_size.*6.*num_generations_eval.*to a multiple of 4"):
+        trainer.evaluate()
+
+
 def test_evaluation_batches_are_checked_over_all_processes(monkeypatch):
-    two = {"do_eval": True, "per_device_eval_batch_size": 2, "num_generations_eval": 4}
+    two = {"eval_strategy": "epoch", "per_device_eval_batch_size": 2, "num_generations_eval": 4}
     with pytest.raises(ValueError, match=r"2 on 1 processes"):
         config(**two)
     monkeypatch.setattr(BAPOConfig, "world_size", 2)

@@ -1,7 +1,8 @@
-"""What `train_bapo.py` refuses before it loads a model's weights: packages and LoRA targets that are not there."""
+"""What `train_bapo.py` refuses before it trains: packages and LoRA targets that are not there, prompts too long."""
 
 import importlib.util
 import re
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +12,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl import ModelConfig
 
+from ..bapo_trainer import BAPOTrainer
+from ..checked_inputs import check_tokenizer, has_rotary_positions, token_limits
 from ..errors import InputError
+from ..prompts import check_prompt_lengths
 
 
 def check_packages(model_args: ModelConfig) -> None:
@@ -88,6 +92,42 @@ def missing_targets(targets: str | Iterable[str], names: Iterable[str]) -> list[
         found = targets == "all-linear" or any(re.fullmatch(targets, name) for name in names)
         return [] if found else [targets]
     return [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in names)]
+
+
+def check_prompts_fit(trainer: BAPOTrainer, eval_dataset: Any = None) -> None:
+    """
+    Refuse a tokenizer with more tokens than the model, and prompts that are too long for it.
+
+    Rotary positions go on beyond the window that the model was trained for, worse and worse: there, this only warns.
+
+    Args:
+        trainer ([`BAPOTrainer`]):
+            With the model, the tokenizer and the prompts to train on.
+        eval_dataset (*optional*):
+            Prompts to evaluate on, as the trainer was given them.
+
+    Raises:
+        InputError: With the number of such prompts, the longest of them and the fix.
+    """
+    config = trainer.model.config.get_text_config()
+    limits = token_limits(config, trainer.max_completion_length)
+    check_tokenizer(trainer._tokenizer, limits.vocabulary)
+    if limits.longest_prompt is None or trainer._is_vlm:
+        return
+    try:
+        if limits.longest_prompt <= 0:
+            raise InputError(
+                f"`max_completion_length` is {limits.completion}, but the model's window (`max_position_embeddings`) "
+                f"is {limits.window} with the prompt: lower `max_completion_length`."
+            )
+        check_prompt_lengths(
+            trainer.train_dataset, eval_dataset, lambda prompts: trainer._tokenize_prompts(prompts)[0], limits
+        )
+    except InputError as refusal:
+        if not has_rotary_positions(config):
+            raise
+        if trainer.accelerator.is_main_process:
+            warnings.warn(str(refusal), stacklevel=2)
 
 
 def _layers(model: str, revision: str | None, trust_remote_code: bool) -> dict[str, bool]:

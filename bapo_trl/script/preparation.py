@@ -11,16 +11,17 @@ from trl import DatasetMixtureConfig, ModelConfig, get_peft_config, get_quantiza
 
 from ..bapo_config import BAPOConfig
 from ..bapo_trainer import BAPOTrainer
+from ..checked_inputs import check_tokenizer
 from ..cpu_speed import base_dtype
 from ..errors import InputError
-from ..prompts import check_columns, check_number_of_prompts
+from ..prompts import check_columns, check_number_of_prompts, check_prompts
 from ..report.callback import ReportCallback
 from ..tasks import MadeTask
 from .arguments import EMBEDDED, BAPOScriptArguments
 from .console import BoundsProgressCallback
 from .data import format_data, load_data
 from .datasets import Data, make_task
-from .model_checks import check_packages, settle_lora_targets
+from .model_checks import check_packages, check_prompts_fit, settle_lora_targets
 from .models import PACKAGED_MODELS, check_adapter, load_adapter, load_processing_class
 from .prompts import check_chat_template
 from .rewards import resolve_extractor, resolve_reward_funcs
@@ -101,13 +102,16 @@ def prepare(
     )
     data = format_data(data, script_args, load_tokenizer)
     prompts = data.train if data.train is not None else data.test
+    eval_dataset = data.test if training_args.do_eval else None
     check_columns(prompts, data.test)
+    check_prompts(prompts, eval_dataset)
     if training_args.do_train:
         check_number_of_prompts(data.train, training_args)
     check_packages(model_args)
     if base is None:
         settle_lora_targets(model, model_args, training_args.trust_remote_code)
     processing_class = load_tokenizer()
+    check_tokenizer(getattr(processing_class, "tokenizer", processing_class))
     for dataset in (data.train, data.test):
         check_chat_template(dataset, processing_class)
     loaded, quantization = _settle_model(model, base, training_args, model_args)
@@ -116,11 +120,12 @@ def prepare(
         reward_funcs,
         training_args,
         train_dataset=prompts,
-        eval_dataset=data.test if training_args.do_eval else None,
+        eval_dataset=eval_dataset,
         processing_class=processing_class,
         quantization_config=quantization,
         peft_config=get_peft_config(model_args),
     )
+    check_prompts_fit(trainer, eval_dataset)
     if not training_args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(BoundsProgressCallback)

@@ -162,7 +162,7 @@ def _fill(template: str, prompt: str, row: Mapping[str, Any]) -> str:
 
 def _form_prompt(prompt: Any, row: Mapping[str, Any], form: PromptFormat) -> Any:
     if prompt is None or prompt == "":
-        return None  # the trainer refuses it
+        return None  # `check_prompts` refuses it
     if not isinstance(prompt, list):
         text = str(prompt) if form.template is None else _fill(form.template, str(prompt), row)
         if not form.makes_chats:

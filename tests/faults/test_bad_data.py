@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -12,7 +13,10 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from bapo_trl import BAPOTrainer
-from bapo_trl.checked_inputs import context_window
+from bapo_trl.checked_inputs import check_tokenizer, context_window
+from bapo_trl.errors import InputError
+from bapo_trl.prompts import check_prompts
+from bapo_trl.script.model_checks import check_prompts_fit
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.commands import accelerate_launcher, run_command
 from tests.helpers.script_runs import CHAT_TEMPLATE, fill_folder, run
@@ -64,36 +68,55 @@ def stopped(trainer, error: type, message: str) -> None:
         ([[{"role": "user"}]] * 10, "has a message of role 'user' without text or a list as its `content`"),
     ],
 )
-def test_what_is_no_prompt_is_refused_before_the_model_loads(tmp_path, prompts, message):
+def test_what_is_no_prompt_is_refused_by_its_row(prompts, message):
     dataset = Dataset.from_dict({"prompt": prompts})
-    with pytest.raises(ValueError, match=message):
-        toy_trainer(tmp_path, model="no/model", trainer_args={"train_dataset": dataset})
-    with pytest.raises(ValueError, match=message.replace("train", "hard")):
-        toy_trainer(tmp_path, model="no/model", trainer_args={"eval_dataset": {"hard": dataset}})
+    with pytest.raises(InputError, match=message):
+        check_prompts(dataset, None)
+    with pytest.raises(InputError, match=message.replace("train", "hard")):
+        check_prompts(toy_dataset(), {"hard": dataset})
+
+
+@pytest.mark.parametrize(
+    ("prompts", "error", "message"),
+    [
+        ([None, *SUMS], ValueError, "1 of the 41 prompts of the train dataset cannot be used: that of row 0 is None"),
+        (
+            list(range(10)),
+            ValueError,
+            "10 of the 10 prompts .* row 0 is of type int.*Give text, or a list of messages",
+        ),
+        ([{"text": "1+2="}] * 10, ValueError, "row 0 is of type dict"),
+        ([[{"role": "user"}]] * 10, KeyError, "row 0 has a message of role 'user' without text"),
+    ],
+)
+def test_the_error_of_a_prompt_that_is_none_has_a_note_of_its_row(tmp_path, prompts, error, message):
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    data = {"train_dataset": Dataset.from_dict({"prompt": prompts}), "processing_class": tokenizer}
+    stopped(toy_trainer(tmp_path, trainer_args=data, shuffle_dataset=False), error, message)
 
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ("", "'' is empty"),
         (3, "3 is of type int"),
         ([], r"\[\] is empty"),
-        ([BARE], "has a message of role 'assistant' without text or a list as its `content`"),
         ("1+\ud8002=", "has a character that UTF-8 cannot encode"),
-        ("1" * 60000, r"'1+\.\.\. is too long: it has 60000 tokens, .*window of 32768 .*leaves 32761"),
+        ("1" * 70, r"'1+\.\.\. is too long: it has 70 tokens, .*window of 64 .*leaves 57"),
     ],
 )
 @pytest.mark.parametrize("partial", [1.0, 1.5])
-def test_a_prompt_of_a_stream_is_refused_when_it_comes(tmp_path, prompt, message, partial):
+def test_a_prompt_of_a_stream_is_explained_when_it_comes(tmp_path, prompt, message, partial):
     dataset = stream(*SUMS[:8], *[prompt] * 8)
     trainer = toy_trainer(
         tmp_path,
+        opt_model(),
         trainer_args={"train_dataset": dataset},
         shuffle_dataset=False,
         num_iterations=1,
         partial_rollout_oversampling=partial,
     )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError, IndexError), match=message):
         trainer.train()
     assert trainer.state.global_step == 2  # the two updates of the generation before
 
@@ -108,9 +131,9 @@ def test_a_message_of_tool_calls_alone_needs_no_content(tmp_path):
     assert trainer.train().global_step == 1
 
 
-def test_prompts_that_a_transform_makes_are_checked_when_they_come(tmp_path):
-    dataset = toy_dataset().with_transform(lambda rows: {"prompt": [""] * len(rows["prompt"])})
-    stopped(toy_trainer(tmp_path, trainer_args={"train_dataset": dataset}), ValueError, "'' is empty")
+def test_prompts_that_a_transform_makes_are_explained_when_they_come(tmp_path):
+    dataset = toy_dataset().with_transform(lambda rows: {"prompt": [3] * len(rows["prompt"])})
+    stopped(toy_trainer(tmp_path, trainer_args={"train_dataset": dataset}), ValueError, "3 is of type int")
 
 
 def test_a_stream_that_ends_before_a_generation_is_no_success(tmp_path):
@@ -133,54 +156,71 @@ def test_scaled_rotary_embeddings_have_a_longer_window(rope, window):
     assert context_window(config) == window
 
 
-@pytest.mark.parametrize("model", [opt_model, lambda: toy_model(max_position_embeddings=64)])
-def test_prompts_that_do_not_fit_into_the_window_are_counted(tmp_path, model):
+def refused(folder, model, message: str, **settings) -> None:
+    """See that the command line refuses a trainer."""
+    trainer = toy_trainer(folder, model, **settings)
+    with pytest.raises(InputError, match=message):
+        check_prompts_fit(trainer, trainer.eval_dataset)
+
+
+TOO_LONG = (
+    r"2 of the 43 prompts of the train dataset are too long: the longest, row 41, has 61 tokens, but the model's "
+    r"window of 64 .*leaves 57 before .*`max_completion_length` 7"
+)
+
+
+def test_prompts_that_do_not_fit_into_the_window_are_counted(tmp_path):
     # 64 positions, of which a completion may take 7
     fits = {"train_dataset": Dataset.from_dict({"prompt": ["1" * 57] * 8})}
-    assert toy_trainer(tmp_path, model(), trainer_args=fits, max_steps=1).train().global_step == 1
+    assert toy_trainer(tmp_path, opt_model(), trainer_args=fits, max_steps=1).train().global_step == 1
     dataset = Dataset.from_dict({"prompt": [*SUMS, "1" * 58, "1" * 61, "1" * 57]})
-    message = (
-        r"2 of the 43 prompts of the train dataset are too long: the longest, row 41, has 61 tokens, but the model's "
-        r"window of 64 .*leaves 57 before .*`max_completion_length` 7"
-    )
-    with pytest.raises(ValueError, match=message):
-        toy_trainer(tmp_path, model(), trainer_args={"train_dataset": dataset})
-    with pytest.raises(ValueError, match="2 of the 43 prompts of the eval dataset"):
-        toy_trainer(tmp_path, model(), trainer_args={"eval_dataset": dataset})
-    with pytest.raises(ValueError, match=r"`max_completion_length` is 64, but the model's window .* is 64"):
-        toy_trainer(tmp_path, model(), max_completion_length=64)
+    refused(tmp_path, opt_model(), TOO_LONG, trainer_args={"train_dataset": dataset})
+    message = "2 of the 43 prompts of the eval dataset"
+    refused(tmp_path, opt_model(), message, trainer_args={"eval_dataset": dataset})
+    message = r"`max_completion_length` is 64, but the model's window .* is 64"
+    refused(tmp_path, opt_model(), message, max_completion_length=64)
+
+
+def test_rotary_positions_beyond_the_window_are_warned_of(tmp_path):
+    dataset = Dataset.from_dict({"prompt": [*SUMS, "1" * 58, "1" * 61, "1" * 57]})
+    trainer = toy_trainer(tmp_path, toy_model(max_position_embeddings=64), trainer_args={"train_dataset": dataset})
+    with pytest.warns(UserWarning, match=TOO_LONG):
+        check_prompts_fit(trainer)
 
 
 def test_what_a_chat_template_adds_counts(tmp_path):
     tokenizer = character_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE  # <u> before a message and <a> at the end
     chats = [[{"role": "user", "content": "1" * length}] for length in (*range(1, 12), 52)]
-    model, parts = toy_model(max_position_embeddings=64), {"processing_class": tokenizer}
-    with pytest.raises(ValueError, match=r"1 of the 12 prompts .* row 11, has 58 tokens"):
-        toy_trainer(tmp_path, model, trainer_args={**parts, "train_dataset": Dataset.from_dict({"prompt": chats})})
+    parts = {"processing_class": tokenizer}
+
+    def refuses(error, message):
+        parts["train_dataset"] = Dataset.from_dict({"prompt": chats})
+        trainer = toy_trainer(tmp_path, opt_model(), trainer_args=parts)
+        with pytest.raises(error, match=message):
+            check_prompts_fit(trainer)
+
+    refuses(InputError, r"1 of the 12 prompts .* row 11, has 58 tokens")
     tokenizer.chat_template = "s" * 40 + CHAT_TEMPLATE  # more than is reckoned with for a message
     chats[-1] = [{"role": "user", "content": "1" * 12}]
-    with pytest.raises(ValueError, match=r"1 of the 12 prompts .* row 11, has 58 tokens"):
-        toy_trainer(tmp_path, model, trainer_args={**parts, "train_dataset": Dataset.from_dict({"prompt": chats})})
+    refuses(InputError, r"1 of the 12 prompts .* row 11, has 58 tokens")
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="chat_template is not set"):
-        toy_trainer(tmp_path, model, trainer_args={**parts, "train_dataset": Dataset.from_dict({"prompt": chats})})
+    refuses(ValueError, "chat_template is not set")
 
 
 def test_only_long_texts_are_tokenized(tmp_path, monkeypatch):
     tokenized = []
-    before = BAPOTrainer._tokenize
+    before = BAPOTrainer._tokenize_prompts
 
     def counted(self, prompts):
         tokenized.extend(prompts)
         return before(self, prompts)
 
-    monkeypatch.setattr(BAPOTrainer, "_tokenize", counted)
-    toy_trainer(tmp_path, toy_model(max_position_embeddings=64), trainer_args={"train_dataset": toy_dataset(2000)})
+    monkeypatch.setattr(BAPOTrainer, "_tokenize_prompts", counted)
+    check_prompts_fit(toy_trainer(tmp_path, opt_model(), trainer_args={"train_dataset": toy_dataset(2000)}))
     assert len(tokenized) == 1
     long = Dataset.from_dict({"prompt": ["1" * 60] * 2000})
-    with pytest.raises(ValueError, match="At least 1000 of the 2000 prompts"):
-        toy_trainer(tmp_path, toy_model(max_position_embeddings=64), trainer_args={"train_dataset": long})
+    refused(tmp_path, opt_model(), "At least 1000 of the 2000 prompts", trainer_args={"train_dataset": long})
     assert len(tokenized) == 1002
 
 
@@ -219,7 +259,6 @@ def test_files_that_hold_no_rows_are_named_with_the_reason(tmp_path, monkeypatch
         ([*SUMS, None], {"prompt_template": "x{prompt}"}, "row 40 is None"),
         ([*SUMS, ""], {"prompt_column": "prompt"}, "row 40 is None"),
         ([*SUMS, 3, ["a"]], {}, "2 of the 42 prompts .* row 40 is of type int"),
-        ([*SUMS, "1" * 40000], {}, "1 of the 41 prompts of the train dataset are too long"),
     ],
 )
 def test_prompts_of_a_file(tmp_path, monkeypatch, prompts, settings, message):
@@ -240,25 +279,28 @@ def test_a_tokenizer_without_pad_token_pads_with_its_end_token(tmp_path):
     assert all(math.isfinite(log["loss"]) for log in training_logs(trainer))
 
 
-def test_a_tokenizer_without_end_token_is_refused_before_the_model_loads(tmp_path):
+def test_a_tokenizer_without_end_token_is_named(tmp_path):
     tokenizer = character_tokenizer()
     tokenizer.eos_token = None
-    with pytest.raises(ValueError, match=r"tokenizer has no `eos_token`.*set `tokenizer\.eos_token`"):
-        toy_trainer(tmp_path, model="no/model", trainer_args={"processing_class": tokenizer})
+    message = r"tokenizer has no `eos_token`.*set `tokenizer\.eos_token`"
+    with pytest.raises(InputError, match=message):
+        check_tokenizer(tokenizer)
+    stopped(toy_trainer(tmp_path, trainer_args={"processing_class": tokenizer}), TypeError, message)
 
 
 def test_a_vocabulary_that_the_tokenizer_goes_beyond(tmp_path):
     message = r"tokenizer has tokens up to 257, but the model has 257 .*resize_token_embeddings"
-    with pytest.raises(ValueError, match=message):
-        toy_trainer(tmp_path, toy_model(vocab_size=257))
+    refused(tmp_path, toy_model(vocab_size=257), message)
     # Tokens that were added, as for images in models of text alone, do no harm where no prompt has them
     tokenizer = character_tokenizer()
     tokenizer.add_tokens(["<image>"])
     parts = {"processing_class": tokenizer}
-    assert toy_trainer(tmp_path, trainer_args=parts, max_steps=1).train().global_step == 1
+    trainer = toy_trainer(tmp_path, trainer_args=parts, max_steps=1)
+    check_prompts_fit(trainer)
+    assert trainer.train().global_step == 1
     dataset = Dataset.from_dict({"prompt": ["<image>1+2="] * 8})
     trainer = toy_trainer(tmp_path, trainer_args={**parts, "train_dataset": dataset})
-    stopped(trainer, ValueError, r"'<image>1\+2=' has the token 258, but the model has 258 tokens")
+    stopped(trainer, IndexError, r"'<image>1\+2=' has the token 258, but the model has 258 tokens")
 
 
 # Rewards
@@ -292,39 +334,41 @@ def as_async(function):
 
 SAMPLE_3 = r"for sample 3 of 24, prompt '\d+\+\d+=', completion "
 FIX = ".*return a finite number.*or None where the function does not apply"
-BAD_REWARDS = [
-    (one(math.nan), f"returned nan {SAMPLE_3}{FIX}"),
-    (one(math.inf), f"returned inf {SAMPLE_3}"),
+INFINITE = [
+    (one(math.inf), f"returned inf {SAMPLE_3}{FIX}"),
     (one(-np.inf), f"returned -inf {SAMPLE_3}"),
-    (one(torch.tensor(math.nan)), rf"returned tensor\(nan\) {SAMPLE_3}"),
+    (one(1e30), rf"returned 1e\+30 {SAMPLE_3}.*of at most 1e\+18"),
+    (giving(lambda rewards: torch.tensor([math.inf, *rewards[1:]])), r"returned inf for sample 0 of 24"),
+]
+# What TRL makes no rewards of
+NO_REWARDS = [
     (one("0.5"), f"returned '0.5', a str, {SAMPLE_3}{FIX}"),
     (one([0.5]), rf"returned \[0.5\], a list, {SAMPLE_3}"),
     (one(1j), f"returned 1j, a complex, {SAMPLE_3}"),
-    (one(1e30), rf"returned 1e\+30 {SAMPLE_3}.*of at most 1e\+18"),
     (giving(lambda rewards: None), "returned None, a NoneType, for 24 samples.*in a list"),
     (giving(lambda rewards: 1.0), "returned 1.0, a float, for 24 samples"),
     (giving(lambda rewards: "x" * 24), "returned 'x+', a str, for 24 samples"),
-    (giving(lambda rewards: dict(enumerate(rewards))), "returned {.*, a dict, for 24 samples"),
     (giving(lambda rewards: rewards[1:]), f"returned 23 rewards for 24 samples{FIX}"),
     (giving(lambda rewards: [*rewards, 1.0]), "returned 25 rewards for 24 samples"),
     (giving(lambda rewards: []), "returned 0 rewards for 24 samples"),
 ]
 
 
-@pytest.mark.parametrize(("reward", "message"), BAD_REWARDS)
+@pytest.mark.parametrize(
+    ("reward", "error", "message"),
+    [(reward, InputError, message) for reward, message in INFINITE]
+    + [(reward, (TypeError, ValueError, RuntimeError), message) for reward, message in NO_REWARDS],
+)
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_reward_that_is_none_names_function_and_sample(tmp_path, reward, message, is_async):
+def test_a_reward_that_is_none_names_function_and_sample(tmp_path, reward, error, message, is_async):
     functions = [digits_reward, as_async(reward) if is_async else reward]
     trainer = toy_trainer(tmp_path, reward_funcs=functions)
-    stopped(trainer, ValueError, f"The reward function `my_reward` {message}")
+    stopped(trainer, error, f"The reward function `my_reward` {message}")
     assert trainer.reward_funcs == functions
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_what_a_reward_function_raises_is_raised_with_its_name(tmp_path, monkeypatch, is_async):
-    told = []  # to the other ranks
-    monkeypatch.setattr("bapo_trl.checked_inputs.gather_object", lambda texts: told.extend(texts) or texts)
-
+def test_what_a_reward_function_raises_is_raised_with_its_name(tmp_path, is_async):
     def reads_a_column(completions, **kwargs):
         return kwargs["solution"]
 
@@ -335,7 +379,6 @@ def test_what_a_reward_function_raises_is_raised_with_its_name(tmp_path, monkeyp
     (note,) = caught.value.__notes__
     assert note.startswith(f"Raised by the reward function `{name}` on 24 samples, the first of them prompt '")
     assert note.endswith("It was given the columns prompts, completions, completion_ids.")
-    assert told[-1] == f"'solution'\n{note}"
     assert trainer.state.global_step == 0
 
 
@@ -357,49 +400,46 @@ def test_none_for_a_sample_means_that_the_function_does_not_apply(tmp_path):
     assert all(math.isfinite(log["loss"]) for log in training_logs(trainer))
 
 
-def test_a_reward_model_that_gives_nan_is_named(tmp_path):
+def test_a_reward_model_that_gives_infinity_is_named(tmp_path):
     judge = reward_model("judge")
     parts = {"reward_processing_classes": character_tokenizer()}
     trainer = toy_trainer(tmp_path, reward_funcs=judge, trainer_args=parts)
     assert trainer.train().global_step == 4
-    judge.score.weight.data[0, 0] = math.nan
+    judge.score.weight.data[0] = 1e38
     trainer = toy_trainer(tmp_path, reward_funcs=judge, trainer_args=parts)
-    stopped(trainer, ValueError, "The reward function `judge` returned nan for sample 0 of 24")
+    stopped(trainer, InputError, "The reward function `judge` returned -?(inf|.*e.*) for sample 0 of 24")
 
 
-def test_what_is_no_reward_function_is_refused_before_the_model_loads(tmp_path):
-    with pytest.raises(TypeError, match="`reward_funcs` has 3, a int: give functions"):
-        toy_trainer(tmp_path, model="no/model", reward_funcs=[digits_reward, 3])
+def test_what_is_no_reward_function_is_named(tmp_path):
+    with pytest.raises(AttributeError, match="`reward_funcs` has 3, a int: give functions"):
+        toy_trainer(tmp_path, reward_funcs=[digits_reward, 3])
 
 
 @pytest.mark.parametrize(
-    ("fault", "types", "message"),
+    ("fault", "ranks", "message"),
     [
+        ("reward", (0, 1), "InputError: The reward function `only_rank_1` returned inf for sample 0 of 24, "),
+        ("reward raises", (1,), "Raised by the reward function `only_rank_1` on 24 samples, the first of them prompt"),
+        ("prompt", (1,), "A prompt of the dataset cannot be used: 3 is of type int"),
+        ("rollout raises", (1,), "KeyError: 'mine'"),
         (
-            "reward",
-            ("RuntimeError: On rank 1", "BadRewardError"),
-            "The reward function `only_rank_1` returned inf for",
+            "rollout",
+            (1,),
+            "The `rollout_func` returned a completion without a token for 1 of 24 samples",
         ),
-        (
-            "judge",
-            ("RuntimeError: On rank 1", "BadRewardError"),
-            "The reward function `judge` returned nan for sample",
-        ),
-        ("prompt", ("RuntimeError: On rank 1", "ValueError"), "'' is empty"),
-        ("rollout raises", ("RuntimeError: On rank 1", "KeyError"), "mine"),
-        ("rollout", ("RuntimeError: On rank 1", "ValueError"), "a completion without a token for 1 of 24 samples"),
-        ("sampler", ("RuntimeError: On rank 1", "ValueError"), "The sampler returned a completion without a token"),
-        ("gradient", ("RuntimeError", "RuntimeError"), "in the gradient (its norm is nan) at update 2, before its"),
+        ("sampler", (1,), "The sampler returned a completion without a token for 1 of 24 samples"),
+        ("gradient", (0, 1), r"RuntimeError: .*in the gradient \(its norm is nan\) at update 2, before its"),
     ],
 )
-def test_an_error_on_one_rank_ends_both(tmp_path, fault, types, message):
+def test_an_error_on_one_rank_ends_the_run(tmp_path, fault, ranks, message):
     command = [sys.executable, *accelerate_launcher("cpu_ddp"), "-m", "tests.helpers.bad_input_worker"]
     result = run_command([*command, str(tmp_path), fault], timeout_s=120)
-    assert result.returncode == 0, result.stdout + result.stderr
-    for rank in range(2):
+    is_of_one = len(ranks) == 1
+    assert (result.returncode != 0) == is_of_one, result.stdout + result.stderr
+    for rank in ranks:
         said = (tmp_path / f"{rank}.txt").read_text()
-        assert said.startswith(f"{types[rank]}: ")
-        assert message in said
+        assert re.search(message, said), said
+        assert not is_of_one or re.search(message, result.stderr)
 
 
 # Completions
@@ -431,5 +471,5 @@ def test_a_completion_without_a_token_is_refused(tmp_path):
 
     trainer = toy_trainer(tmp_path, trainer_args={"rollout_func": rollout})
     stopped(
-        trainer, ValueError, "`rollout_func` returned a completion without a token for 23 of 24 samples, .*sample 1"
+        trainer, IndexError, "`rollout_func` returned a completion without a token for 23 of 24 samples, .*sample 1"
     )

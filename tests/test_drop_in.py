@@ -1,0 +1,327 @@
+"""Set-ups that `GRPOTrainer` trains: `BAPOTrainer` trains each of them as well, whatever it would have said of it."""
+
+import json
+import math
+import sys
+from functools import partial
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import trl
+from datasets import Dataset, IterableDataset
+from peft import LoraConfig
+from PIL import Image
+from tokenizers import processors
+from trl import GRPOConfig, GRPOTrainer
+
+from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.prompts import check_prompts
+from bapo_trl.tasks import character_tokenizer
+from tests.helpers.commands import accelerate_launcher, run_command
+from tests.helpers.rollouts import multi_turn
+from tests.helpers.script_runs import CHAT_TEMPLATE
+from tests.helpers.toy import brevity, digits_reward, opt_model, reward_model, toy_dataset, toy_model, toy_trainer
+
+
+SMALL = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 2,
+    "num_iterations": 1,
+    "num_generations": 2,
+    "max_completion_length": 4,
+    "gradient_checkpointing": False,
+    "max_steps": 1,
+}
+USER = {"role": "user", "content": "1+2="}
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": "{}"}}],
+}
+ROLES = "{% for message in messages %}{{ message.role }}{% endfor %}="
+TEXTS = [f"{number}+1=" for number in range(8)]
+
+
+def chat_tokenizer(template: str = CHAT_TEMPLATE):
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def prompts(values, **parts) -> dict:
+    """A set-up with these prompts to train on."""
+    return {"trainer_args": {"train_dataset": Dataset.from_dict({"prompt": list(values)}), **parts}}
+
+
+def dataset(made) -> dict:
+    return {"trainer_args": {"train_dataset": made}}
+
+
+def chats(*messages: dict, template: str = CHAT_TEMPLATE) -> dict:
+    """A set-up with eight times the same conversation, as rows that no Arrow type need hold."""
+    made = IterableDataset.from_generator(lambda: ({"prompt": list(messages)} for _ in range(8)))
+    parts = {"train_dataset": made, "processing_class": chat_tokenizer(template)}
+    return {"reward_funcs": brevity, "trainer_args": parts}
+
+
+def reward(make) -> dict:
+    """A set-up whose reward function returns what `make` makes of a list of rewards."""
+
+    def my_reward(completions, **kwargs):
+        return make(digits_reward(completions))
+
+    return {"reward_funcs": my_reward}
+
+
+async def later(completions, **kwargs):
+    return digits_reward(completions)
+
+
+class Scorer:
+    """A reward that is no function."""
+
+    def __call__(self, completions, **kwargs):
+        return digits_reward(completions)
+
+
+def scaled(completions, scale, **kwargs):
+    return [scale * value for value in digits_reward(completions)]
+
+
+def tokenizer(**tokens) -> dict:
+    """A set-up with a tokenizer that has these special tokens."""
+    made = character_tokenizer()
+    for name, token in tokens.items():
+        setattr(made, name, token)
+    return {"trainer_args": {"processing_class": made}}
+
+
+def with_start_token() -> dict:
+    made = character_tokenizer()
+    start = made.convert_ids_to_tokens(7)
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{start} $A", special_tokens=[(start, 7)]
+    )
+    return prompts(["", "1+2="] * 4, processing_class=made)
+
+
+def wide_tokenizer() -> dict:
+    made = character_tokenizer()
+    made.add_tokens(["<image>", "<video>"])
+    return {"trainer_args": {"processing_class": made}}
+
+
+def narrow_model() -> dict:
+    return {"model": toy_model(vocab_size=257)}
+
+
+def judge() -> dict:
+    parts = {"reward_processing_classes": [character_tokenizer(), None]}
+    return {"reward_funcs": [reward_model("judge"), digits_reward], "trainer_args": parts}
+
+
+def named_train() -> dict:
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+    return {"trainer_args": {"eval_dataset": {"train": toy_dataset(4), "eval": toy_dataset(2)}}, **settings}
+
+
+def images() -> dict:
+    content = [{"type": "text", "text": "1+2="}]
+    return chats({"role": "user", "content": content}, template="{{ messages[0].content[0].text }}")
+
+
+def add(a: int, b: int) -> int:
+    """
+    Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+
+    Returns:
+        The sum.
+    """
+    return a + b
+
+
+class Counter:
+    """An environment that brings its prompts and gives its reward."""
+
+    def reset(self, **kwargs) -> str:
+        self.count = 0
+        return "Count."
+
+    def step(self) -> str:
+        """
+        Count one on.
+
+        Returns:
+            The count.
+        """
+        self.count += 1
+        return str(self.count)
+
+    def get_reward(self) -> float:
+        return float(self.count)
+
+
+def tools(**parts) -> dict:
+    template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
+    made = Dataset.from_list([{"prompt": [USER]}] * 8)
+    return {
+        "reward_funcs": brevity_of_all,
+        "trainer_args": {"train_dataset": made, "processing_class": chat_tokenizer(template), **parts},
+    }
+
+
+def brevity_of_all(completions, **kwargs):
+    return [-float(len(str(messages))) for messages in completions]
+
+
+def rows(**columns) -> Dataset:
+    return Dataset.from_dict({"prompt": TEXTS, **columns})
+
+
+def solved(completions, solution, **kwargs):
+    return [float(text.startswith(str(answer))) for text, answer in zip(completions, solution, strict=True)]
+
+
+SET_UPS = {
+    # Datasets
+    "text": lambda: {},
+    "stream": lambda: dataset(IterableDataset.from_generator(lambda: ({"prompt": text} for text in TEXTS))),
+    "stream that knows its columns": lambda: dataset(rows().to_iterable_dataset()),
+    "transform that makes the prompt": lambda: dataset(
+        Dataset.from_dict({"n": TEXTS}).with_transform(lambda batch: {"prompt": batch["n"]})
+    ),
+    "pandas format": lambda: dataset(rows().with_format("pandas")),
+    "numpy format": lambda: dataset(rows(solution=[3.0] * 8).with_format("numpy")),
+    "torch format": lambda: dataset(rows(solution=[3.0] * 8).with_format("torch")),
+    "columns for the reward": lambda: {**dataset(rows(solution=[3] * 8)), "reward_funcs": solved},
+    "unused columns removed": lambda: {**dataset(rows(other=[3] * 8)), "remove_unused_columns": True},
+    "evaluation split named train": named_train,
+    "prompts of very different length": lambda: prompts(["1", "1" * 300] * 4),
+    "as many prompts as a generation takes": lambda: prompts(TEXTS[:4]),
+    # Prompts
+    "chat": lambda: chats(USER),
+    "system message": lambda: chats({"role": "system", "content": "Add."}, USER),
+    "message of parts": images,
+    "tool calls without content": lambda: chats(USER, CALL, {"role": "tool", "content": "3"}, template=ROLES),
+    "tool message with a dict": lambda: chats(USER, CALL, {"role": "tool", "content": {"sum": 3}}, template=ROLES),
+    "message without content": lambda: chats(
+        {"role": "user", "content": None, "text": "1+2="}, template="{{ messages[0].text }}"
+    ),
+    "empty message": lambda: chats({"role": "user", "content": ""}),
+    "empty prompt behind a start token": with_start_token,
+    "rotary positions beyond those of the training": lambda: {
+        "model": toy_model(max_position_embeddings=4), "max_completion_length": 5, **prompts(["1" * 20] * 8),
+    },
+    "learned positions that suffice": lambda: {"model": opt_model()},
+    # Rewards
+    "column tensor": lambda: reward(lambda values: torch.tensor(values)[:, None]),
+    "one-element tensors": lambda: reward(lambda values: [torch.tensor([value]) for value in values]),
+    "array": lambda: reward(np.array),
+    "iterator": lambda: reward(lambda values: map(np.float32, values)),
+    "truth values": lambda: reward(lambda values: [value > 0.5 for value in values]),
+    "some None": lambda: reward(lambda values: [None, *values[1:]]),
+    "only None": lambda: reward(lambda values: [None] * len(values)),
+    "NaN": lambda: reward(lambda values: [math.nan, *values[1:]]),
+    "asynchronous": lambda: {"reward_funcs": [later, digits_reward]},
+    "object and partial": lambda: {"reward_funcs": [Scorer(), partial(scaled, scale=2.0)]},
+    "reward model": judge,
+    "weights in an array": lambda: {"reward_funcs": [digits_reward, later], "reward_weights": np.array([1.0, 0.5])},
+    # Tokenizers
+    "no pad token": lambda: tokenizer(pad_token=None),
+    "tokens beyond the model's": wide_tokenizer,
+    "model with fewer tokens": narrow_model,
+    # Configs
+    "NumPy numbers of TRL's": lambda: {
+        "learning_rate": np.float64(1e-3), "temperature": np.float64(0.9), "num_generations": np.int64(2),
+        "max_completion_length": np.int32(4), "gradient_accumulation_steps": np.int64(1),
+        "shuffle_dataset": np.bool_(0),
+    },
+    "arrays in TRL's": lambda: {"learning_rate": np.array(1e-3), "beta": np.array(0.0)},
+    "top_k of None": lambda: {"top_k": None},
+    "no limit of the mask": lambda: {"off_policy_mask_threshold": math.inf},
+    "negative beta": lambda: {"model": saved_model, "beta": -0.01},
+    "evaluation that never comes": lambda: {
+        "do_eval": True, "per_device_eval_batch_size": 3, "trainer_args": {"eval_dataset": toy_dataset(2)},
+    },
+    "num_generations_eval of 0": lambda: {
+        "num_generations_eval": 0, "per_device_eval_batch_size": 4, "eval_strategy": "steps", "eval_steps": 1,
+        "trainer_args": {"eval_dataset": toy_dataset(2)},
+    },
+    "adapter": lambda: {"trainer_args": {"peft_config": LoraConfig(target_modules=["q_proj"])}},
+    # Rollouts
+    "turns": lambda: {"trainer_args": {"rollout_func": multi_turn}},
+    "tools": lambda: tools(tools=[add]),
+    "environment": lambda: tools(environment_factory=Counter),
+}  # fmt: skip
+
+
+def saved_model(folder: Path) -> str:
+    toy_model().save_pretrained(folder / "model")
+    return str(folder / "model")
+
+
+def trained(folder: Path, set_up: dict, trainer_class: type, config_class: type) -> int:
+    model = set_up.pop("model", None)
+    model = model(folder) if callable(model) and not isinstance(model, torch.nn.Module) else model
+    trainer = toy_trainer(folder, model, trainer_class, config_class, **{**SMALL, **set_up})
+    trainer.train()
+    return trainer.state.global_step
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", SET_UPS)
+def test_what_grpo_trains_this_trains(tmp_path, name):
+    assert trained(tmp_path / "grpo", SET_UPS[name](), GRPOTrainer, GRPOConfig) == 1
+    assert trained(tmp_path / "bapo", SET_UPS[name](), BAPOTrainer, BAPOConfig) == 1
+
+
+def test_turns_of_different_number_on_each_rank(tmp_path):
+    command = [sys.executable, *accelerate_launcher("cpu_ddp"), "-m", "tests.helpers.rollouts", str(tmp_path)]
+    result = run_command(command, timeout_s=180)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for rank, turns in ((0, 2), (1, 4)):
+        expected = {"updates": 1, "turns": turns}
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == {
+            "GRPOTrainer": expected, "BAPOTrainer": expected,
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [np.float64(0.4), np.float32(0.4), np.array(0.4), np.array([0.4])])
+def test_numpy_numbers_in_fields_of_ours(tmp_path, value):
+    settings = {
+        "positive_contribution_target": value, "delta": np.float64(3.0), "replay_capacity": np.int64(64),
+        "replay_fraction": value, "replay_zero_advantage": np.bool_(True), "replay_max_reuse": np.array(4),
+    }  # fmt: skip
+    trainer = toy_trainer(tmp_path, **{**SMALL, **settings}, save_strategy="steps", save_steps=1)
+    assert trainer.train().global_step == 1
+    assert type(trainer.args.positive_contribution_target) is float
+    assert (type(trainer.args.replay_capacity), type(trainer.args.replay_zero_advantage)) == (int, bool)
+
+
+def test_a_grpo_config_is_taken_with_numpy_numbers(tmp_path):
+    settings = {"num_generations": np.int64(2), "top_k": None}
+    trainer = toy_trainer(tmp_path, config_class=GRPOConfig, **{**SMALL, **settings})
+    assert trainer.train().global_step == 1
+
+
+def test_images_in_prompts_are_not_decoded_before_they_are_due(tmp_path, monkeypatch):
+    decoded = []
+    decode = datasets.Image.decode_example
+    monkeypatch.setattr(datasets.Image, "decode_example", lambda *args, **kw: decoded.append(1) or decode(*args, **kw))
+    parts = [{"type": "image", "image": Image.new("RGB", (4, 4)), "text": None}, {"type": "text", "text": "1+2="}]
+    part = {"type": datasets.Value("string"), "image": datasets.Image(), "text": datasets.Value("string")}
+    features = datasets.Features({"prompt": [{"role": datasets.Value("string"), "content": [part]}]})
+    made = Dataset.from_list([{"prompt": [{"role": "user", "content": parts}]}] * 8, features=features)
+    assert made[0]["prompt"][0]["content"][0]["image"].size == (4, 4)
+    decoded.clear()
+    toy_trainer(tmp_path, reward_funcs=brevity, trainer_args={"train_dataset": made, "eval_dataset": made}, **SMALL)
+    check_prompts(made, made)  # of the command line
+    assert not decoded
