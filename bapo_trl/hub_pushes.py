@@ -1,9 +1,12 @@
 """What of a checkpoint goes to the Hub: the samples in it may be nobody else's business."""
 
+import contextlib
 import json
 import os
 import shutil
 from pathlib import Path
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .checkpoint_files import MANIFEST
 from .generation.pool_checkpoint import is_pool_file
@@ -44,7 +47,11 @@ class LeavesSamplesOut(TrainerMixin):
         return is_asked_for and self.is_world_process_zero()
 
     def _remove_links(self) -> None:
-        shutil.rmtree(os.path.join(self.args.output_dir, TO_PUSH), ignore_errors=True)
+        links = Path(self.args.output_dir, TO_PUSH)
+        for folder in links.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # not there, or with files of the user in it
+            links.rmdir()
 
 
 def link_without_samples(folder: str | Path) -> str:

@@ -1,15 +1,17 @@
 """Checkpoints that are whole or not there, whenever the processes are killed and whatever they are saving.
 
-Invariant: a folder `checkpoint-N` holds all files of its manifest. It is written in `_unfinished`, flushed to the disk
-and renamed; one that has to go is renamed back to there and then deleted. `_unfinished` is gone at the end of a save:
-if one is found, it was left by a save that did not end, and is removed. If that save had made room for a new
-checkpoint of the same name, the new one gets the name first. Neither transformers nor an upload to the Hub takes
-`_unfinished`, or what is in it, for a checkpoint.
+Invariant: a folder `checkpoint-N` holds all files of its manifest. It is written in `_unfinished-ID`, with the id of
+the run, flushed to the disk and renamed; one that has to go is renamed back to there and then deleted. The folder is
+gone at the end of a save, and a folder of checkpoints has one live run: if one is found, it was left by a save that
+did not end, and is removed. If that save had made room for a new checkpoint of the same name, the new one gets the
+name first. Neither transformers nor an upload to the Hub takes it, or what is in it, for a checkpoint.
 """
 
 import contextlib
 import os
+import re
 import shutil
+import uuid
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,11 +24,12 @@ from .checkpoint_files import MANIFEST, checkpoint_names, find_defect, left_out_
 from .disk import flush, flush_early, flush_tree
 from .errors import InputError
 from .random_states import RandomStates
+from .run_lock import RunLock
 from .stop_signals import is_stopped
 from .trainer_mixin import TrainerMixin
 
 
-UNFINISHED = "_unfinished"
+UNFINISHED = "_unfinished"  # begin of the folder's name
 _OLD = "old-"  # before the name of a checkpoint that has to go
 
 
@@ -34,14 +37,18 @@ class WholeCheckpoints(TrainerMixin):
     """
     Makes the checkpoints of a [`~transformers.Trainer`], which comes after it in the bases, whole or not there.
 
-    - `_save_checkpoint`: lets the parents write into `_unfinished`, where their rotation finds one checkpoint and
+    - `_save_checkpoint`: lets the parents write into `_unfinished-ID`, where their rotation finds one checkpoint and
       leaves it; then renames, pushes and rotates.
     - `_maybe_log_save_evaluate`: takes note of the random states, for a save later on.
     - `_get_output_dir`, `_push_from_checkpoint`: send the parents there meanwhile, and hold back their push; that of
       the checkpoint with which a signal stops the run for good.
     - `_finalize_training`: with `save_total_limit` 1, deletes all but the best checkpoint before the parents do.
-    - `train`: resumes from whole checkpoints only, with a warning from those of the model alone.
+    - `train`: refuses an `output_dir` of another live run; resumes from whole checkpoints only, with a warning from
+      those of the model alone.
     """
+
+    _run_id = "0" * 8  # of the latest run, the same on all ranks
+    _holds_output_dir = False
 
     _is_saving = False
     _is_ending = False  # with a checkpoint to be resumed from, which is not pushed
@@ -49,6 +56,35 @@ class WholeCheckpoints(TrainerMixin):
     _random_states: RandomStates | None = None  # at the end of the latest update, where transformers saves
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        with self.holding_output_dir():
+            return self._train_alone(resume_from_checkpoint, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def holding_output_dir(self) -> Iterator[None]:
+        """
+        Keep other runs out of `output_dir`, until the process ends at the latest. All ranks make this call together.
+
+        The main process holds it. On a disk that several hosts share, runs of other hosts may not see that.
+
+        Raises:
+            InputError: If another run of this host holds it.
+        """
+        if self._holds_output_dir:
+            yield
+            return
+        lock = RunLock(self.args.output_dir)
+        refusal = lock.acquire() if self.is_world_process_zero() else None
+        refusal, self._run_id = gather_object([(refusal, uuid.uuid4().hex[:8])])[0]
+        if refusal is not None:
+            raise InputError(refusal)
+        self._holds_output_dir = True
+        try:
+            yield
+        finally:
+            self._holds_output_dir = False
+            lock.release()
+
+    def _train_alone(self, resume_from_checkpoint, *args, **kwargs):
         self._remove_unfinished(self.args.output_dir)
         self._last_checkpoint = self.checkpoint_to_resume(resume_from_checkpoint)
         if self._last_checkpoint is not None and self.is_world_process_zero():
@@ -100,12 +136,13 @@ class WholeCheckpoints(TrainerMixin):
             `str`, or `None` for a run from the start.
 
         Raises:
-            ValueError: If the folder is not whole, naming what is missing; if none is.
+            InputError: If the folder is not whole, naming what is missing; if none is; if another run holds it.
         """
         if resume_from_checkpoint is None or resume_from_checkpoint is False:
             return None
         run_dir = self.args.output_dir
-        self._remove_unfinished(run_dir)
+        with self.holding_output_dir():
+            self._remove_unfinished(run_dir)
         if resume_from_checkpoint is not True:
             defect = self._defect_on_any_rank(resume_from_checkpoint)
             if defect is not None:
@@ -136,7 +173,10 @@ class WholeCheckpoints(TrainerMixin):
 
     def _get_output_dir(self, trial):
         run_dir = super()._get_output_dir(trial)
-        return os.path.join(run_dir, UNFINISHED) if self._is_saving else run_dir
+        return self._unfinished(run_dir) if self._is_saving else run_dir
+
+    def _unfinished(self, run_dir: str) -> str:
+        return os.path.join(run_dir, f"{UNFINISHED}-{self._run_id}")
 
     def _push_from_checkpoint(self, checkpoint_folder):
         if not (self._is_saving or self._is_ending or is_stopped(self)):
@@ -144,14 +184,13 @@ class WholeCheckpoints(TrainerMixin):
 
     def _save_checkpoint(self, model, trial):
         run_dir, name = self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        unfinished, folder = os.path.join(run_dir, UNFINISHED, name), os.path.join(run_dir, name)
-        self._remove_unfinished(run_dir)
+        unfinished, folder = os.path.join(self._unfinished(run_dir), name), os.path.join(run_dir, name)
         is_owner = self._make_unfinished(run_dir, name)
         with self._failing_together(run_dir, name, self._waits_within_a_save):
             self._is_saving = True
             flushes = self.is_local_process_zero()
             try:
-                with flush_early(os.path.join(run_dir, UNFINISHED)) if flushes else contextlib.nullcontext():
+                with flush_early(self._unfinished(run_dir)) if flushes else contextlib.nullcontext():
                     super()._save_checkpoint(model, trial)
             finally:
                 self._is_saving = False
@@ -161,7 +200,7 @@ class WholeCheckpoints(TrainerMixin):
             if is_owner and os.path.isdir(unfinished):  # not so on a node that saves nothing on a disk of its own
                 write_manifest(unfinished)
             if self.is_local_process_zero():  # on each node: what it wrote may be in its memory alone
-                flush_tree(os.path.join(run_dir, UNFINISHED))
+                flush_tree(self._unfinished(run_dir))
         with self._failing_together(run_dir, name):
             if is_owner and os.path.isdir(unfinished):
                 _finish(unfinished, folder)
@@ -172,7 +211,7 @@ class WholeCheckpoints(TrainerMixin):
             with self._failing_together(run_dir, name, is_push=True):  # which copies the weights into the run's folder
                 self._push_from_checkpoint(folder)
         if is_owner:
-            _rotate(run_dir, folder, self.args.save_total_limit, self.state.best_model_checkpoint)
+            _rotate(self._unfinished(run_dir), folder, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     @contextlib.contextmanager
     def _failing_together(
@@ -209,25 +248,25 @@ class WholeCheckpoints(TrainerMixin):
             run_dir = self._get_output_dir(trial)
             best = os.path.join(run_dir, os.path.basename(self.state.best_model_checkpoint))
             if os.path.isdir(best):
-                os.makedirs(os.path.join(run_dir, UNFINISHED), exist_ok=True)
-                _rotate(run_dir, newest=best, limit=1, best=best)
+                os.makedirs(self._unfinished(run_dir), exist_ok=True)
+                _rotate(self._unfinished(run_dir), newest=best, limit=1, best=best)
         return super()._finalize_training(trial, *args, **kwargs)
 
     def _remove_unfinished(self, run_dir: str) -> None:
-        unfinished = os.path.join(run_dir, UNFINISHED)
-        if self.is_local_process_zero() and os.path.isdir(unfinished):
+        for unfinished in sorted(Path(run_dir).glob(f"{UNFINISHED}-*")) if self.is_local_process_zero() else ():
             with contextlib.suppress(FileNotFoundError):  # another node, which shares the folder, was faster
-                _finish_replacement(run_dir)
-                names = sorted(os.listdir(unfinished))
-                shutil.rmtree(unfinished, ignore_errors=True)
-                warnings.warn(
-                    f"Removed {unfinished}, left by a save that did not end, with {len(names)} in it: {names}."
-                )
+                if _is_left_by_a_save(unfinished):
+                    _finish_replacement(unfinished)
+                    names = sorted(os.listdir(unfinished))
+                    shutil.rmtree(unfinished, ignore_errors=True)
+                    warnings.warn(
+                        f"Removed {unfinished}, left by a save that did not end, with {len(names)} in it: {names}."
+                    )
         self.accelerator.wait_for_everyone()
 
     def _make_unfinished(self, run_dir: str, name: str) -> bool:
-        """Make `_unfinished`; return whether this rank made it: of those that share a file system, one does."""
-        unfinished = os.path.join(run_dir, UNFINISHED)
+        """Make `_unfinished-ID`; return whether this rank made it: of those that share a file system, one does."""
+        unfinished = self._unfinished(run_dir)
         is_owner = False
         is_main = self.is_world_process_zero()
         for is_my_turn in (is_main, not is_main):
@@ -242,14 +281,14 @@ class WholeCheckpoints(TrainerMixin):
         return is_owner
 
     def _record_best(self, run_dir: str, name: str) -> None:
-        # The parent did, but looked for it, and found this one, in `_unfinished`.
+        # The parent did, but looked for it, and found this one, in `_unfinished-ID`.
         best_name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
         best = os.path.join(run_dir, best_name)
         if best == self.state.best_model_checkpoint or not (best_name == name or os.path.isdir(best)):
             return
         self.state.best_model_checkpoint = best
         if self.args.should_save:
-            self.state.save_to_json(os.path.join(run_dir, UNFINISHED, name, TRAINER_STATE_NAME))
+            self.state.save_to_json(os.path.join(self._unfinished(run_dir), name, TRAINER_STATE_NAME))
 
 
 def _explain(error: Exception, run_dir: str, name: str, is_push: bool) -> str:
@@ -274,36 +313,46 @@ def _explain(error: Exception, run_dir: str, name: str, is_push: bool) -> str:
 def _finish(unfinished: str, folder: str) -> None:
     """Give a checkpoint its name. All of it is on the disk."""
     if os.path.isdir(folder):  # of an earlier run
-        _move_away(folder)
+        _move_away(folder, os.path.dirname(unfinished))
     os.rename(unfinished, folder)
     flush(os.path.dirname(folder))
 
 
-def _finish_replacement(run_dir: str) -> None:
+def _is_left_by_a_save(folder: Path) -> bool:
+    """Whether a folder looks like it: by its name, and with checkpoints alone in it. Others are the user's."""
+    return (
+        re.fullmatch(rf"{UNFINISHED}-[0-9a-f]{{8}}", folder.name) is not None
+        and folder.is_dir()
+        and all(re.fullmatch(rf"({_OLD})?{PREFIX_CHECKPOINT_DIR}-\d+", each.name) for each in folder.iterdir())
+    )
+
+
+def _finish_replacement(unfinished: Path) -> None:
     """Give a checkpoint its name, where a save was killed between moving the old one away and naming the new one."""
-    for name in os.listdir(os.path.join(run_dir, UNFINISHED)):
-        new, old = (os.path.join(run_dir, UNFINISHED, each) for each in (name, f"{_OLD}{name}"))
-        if os.path.isdir(old) and not os.path.isdir(os.path.join(run_dir, name)):
-            os.rename(new, os.path.join(run_dir, name))
+    for name in os.listdir(unfinished):
+        new, old, folder = unfinished / name, unfinished / f"{_OLD}{name}", unfinished.parent / name
+        if os.path.isdir(old) and not os.path.isdir(folder):
+            os.rename(new, folder)
 
 
-def _rotate(run_dir: str, newest: str, limit: int | None, best: str | None) -> None:
+def _rotate(unfinished: str, newest: str, limit: int | None, best: str | None) -> None:
     """
-    Delete what is in `_unfinished`, and the checkpoints beyond the limit: the oldest, but for the newest and the best.
+    Delete the folder `_unfinished-ID`, and the checkpoints beyond the limit: the oldest, but for the newest and best.
 
     The choice is that of transformers' `rotate_checkpoints`. That deletes them file by file under their own names:
     killed within, it leaves parts of one. These are the last to be modified, so that its next rotation would keep
     them in place of a whole one.
     """
     if limit is not None and limit > 0:
-        checkpoints = [os.path.normpath(path) for path in sort_checkpoints(run_dir, use_mtime=True)]
+        checkpoints = [
+            os.path.normpath(path) for path in sort_checkpoints(os.path.dirname(unfinished), use_mtime=True)
+        ]
         kept = {os.path.normpath(path) for path in (newest, best) if path is not None}
         surplus = max(0, len(checkpoints) - limit)
         for folder in [path for path in checkpoints if path not in kept][:surplus]:
-            _move_away(folder)
-    shutil.rmtree(os.path.join(run_dir, UNFINISHED))
+            _move_away(folder, unfinished)
+    shutil.rmtree(unfinished)
 
 
-def _move_away(folder: str) -> None:
-    run_dir, name = os.path.split(folder)
-    os.rename(folder, os.path.join(run_dir, UNFINISHED, f"{_OLD}{name}"))
+def _move_away(folder: str, unfinished: str) -> None:
+    os.rename(folder, os.path.join(unfinished, f"{_OLD}{os.path.basename(folder)}"))

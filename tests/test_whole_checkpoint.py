@@ -19,10 +19,12 @@ from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.checkpoint_files import MANIFEST, find_defect
+from bapo_trl.errors import InputError
+from bapo_trl.run_lock import LOCK
 from bapo_trl.stop_signals import StopSignals
 from bapo_trl.whole_checkpoint import UNFINISHED, _rotate
 from tests.helpers.commands import run_command
-from tests.helpers.save_events import Start
+from tests.helpers.save_events import Start, names
 from tests.helpers.toy import toy_dataset, toy_trainer
 from tests.replay.test_mixer import REPLAY
 
@@ -42,10 +44,6 @@ def test_a_run_that_is_killed_goes_on_without_a_hand(tmp_path, kind, few):
     assert len(kills) == few if SAVE_KILLS == "few" else len(kills) >= 40
     assert {kill["ranks"] for kill in kills} == {1, 2}
     assert [kill for kill in kills if kill["wrong"]] == []
-
-
-def names(folder) -> set[str]:
-    return {path.name for path in Path(folder).iterdir()} - {"README.md"}
 
 
 def saved(folder, trainer_class=BAPOTrainer, resume_from=None, **args):
@@ -199,10 +197,74 @@ def test_to_go_on_from_the_model_alone_gives_a_warning(tmp_path):
 
 
 def test_what_a_killed_save_left_is_removed_and_named(tmp_path):
-    (tmp_path / UNFINISHED / "checkpoint-4").mkdir(parents=True)
+    (tmp_path / f"{UNFINISHED}-0123abcd" / "checkpoint-4").mkdir(parents=True)
     with pytest.warns(UserWarning, match=rf"Removed .*{UNFINISHED}.*checkpoint-4"):
         saved(tmp_path)
     assert names(tmp_path) == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
+
+
+def test_a_folder_has_one_live_run(tmp_path):
+    """A second one is started in the middle of a save of the first, and refused."""
+    first, refused = toy_trainer(tmp_path, **SAVING), []
+    save_state = first._save_rng_state
+
+    def saving(folder):
+        second = toy_trainer(tmp_path, **SAVING)
+        for start in (second.train, lambda: second.train(True), lambda: second.checkpoint_to_resume(True)):
+            with pytest.raises(InputError, match=rf"`output_dir` is {tmp_path}, where another run is training"):
+                start()
+            refused.append(start)
+        save_state(folder)
+
+    first._save_rng_state = saving
+    first.train()
+    assert len(refused) == 9
+    assert names(tmp_path) == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
+    assert all(find_defect(checkpoint) is None for checkpoint in tmp_path.glob("checkpoint-*"))
+    del first._save_rng_state
+    first.train(resume_from_checkpoint=True)  # the lock is free again
+
+
+@pytest.mark.parametrize("ends", ["raises", "is killed"])
+def test_a_run_that_ended_in_any_way_keeps_no_other_out(tmp_path, ends):
+    if ends == "raises":
+        failing = toy_trainer(tmp_path, reward_funcs=lambda completions, **kwargs: 1 / 0, **SAVING)
+        with pytest.raises(ZeroDivisionError):
+            failing.train()
+        assert names(tmp_path) == set()
+    else:
+        lock = "import os, sys; from bapo_trl.run_lock import RunLock; RunLock(sys.argv[1]).acquire(); "
+        killed = run_command([sys.executable, "-c", lock + "os.kill(os.getpid(), 9)", str(tmp_path)])
+        assert killed.returncode == -signal.SIGKILL
+        assert names(tmp_path) == {LOCK}
+    assert names(saved(tmp_path).args.output_dir) == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
+
+
+def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch):
+    def no_lock(descriptor, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", no_lock)
+    with pytest.warns(
+        UserWarning, match=rf"{LOCK} cannot be locked .*: see that no other run writes into this folder"
+    ):
+        assert saved(tmp_path).state.global_step == 6
+
+
+def test_folders_that_are_not_ours_stay(tmp_path, monkeypatch):
+    """Where the run's folder is the user's own: also with names that are alike."""
+    mine = ["_unfinished/novel.txt", "_unfinished-0123abcd/novel.txt", "_unfinished-draft/checkpoint-4/novel.txt"]
+    for file in (*mine, "_to_push/novel.txt"):
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("transformers.trainer.hf_api", Hub)
+    monkeypatch.setattr("transformers.trainer.PushInProgress", lambda jobs: Hub())
+    args = {"push_to_hub": True, "hub_strategy": "checkpoint", "hub_push_samples": False}
+    trainer = toy_trainer(".", **{**SAVING, **args, "max_steps": 2})
+    trainer.train()
+    assert all((tmp_path / file).exists() for file in mine)
+    assert names(tmp_path / "_to_push") == {"novel.txt"}
 
 
 def test_a_checkpoint_of_an_earlier_run_is_replaced_as_a_whole(tmp_path):
@@ -233,7 +295,8 @@ def test_a_kill_between_the_old_checkpoint_and_the_new_one_of_its_name_leaves_th
         saved(tmp_path, save_steps=6, learning_rate=1e-3)
     monkeypatch.undo()
     assert names(tmp_path) == {UNFINISHED}
-    later = load_file(tmp_path / UNFINISHED / "checkpoint-6" / "model.safetensors")
+    (unfinished,) = tmp_path.glob(f"{UNFINISHED}-*")
+    later = load_file(unfinished / "checkpoint-6" / "model.safetensors")
     trainer = toy_trainer(tmp_path, **SAVING)
     assert trainer.checkpoint_to_resume(True) == str(tmp_path / "checkpoint-6")
     assert names(tmp_path) == {"checkpoint-6"}
@@ -322,10 +385,11 @@ def test_the_rotation_keeps_what_that_of_transformers_keeps(tmp_path, limit, bes
         ):
             (tmp_path / run / name).mkdir(parents=True)
             os.utime(tmp_path / run / name, (1000 + 10 * number, 1000 + 10 * number))
-    (tmp_path / "whole" / UNFINISHED).mkdir()
+    unfinished = tmp_path / "whole" / f"{UNFINISHED}-0123abcd"
+    unfinished.mkdir()
     of = {run: None if best is None else str(tmp_path / run / f"checkpoint-{best}") for run in ("plain", "whole")}
     rotate_checkpoints(str(tmp_path / "plain"), limit, of["plain"], use_mtime=True)
-    _rotate(str(tmp_path / "whole"), str(tmp_path / "whole" / "checkpoint-5"), limit, of["whole"])
+    _rotate(str(unfinished), str(tmp_path / "whole" / "checkpoint-5"), limit, of["whole"])
     assert names(tmp_path / "whole") == names(tmp_path / "plain")
 
 
@@ -345,6 +409,9 @@ class Hub:
 
     def is_done(self):
         return True
+
+    def wait_until_done(self):
+        pass
 
 
 def test_a_push_takes_the_checkpoint_under_its_name_and_whole(tmp_path, monkeypatch):
@@ -406,7 +473,6 @@ def test_a_push_leaves_the_samples_out_and_a_run_goes_on_from_what_is_pushed(tmp
     hub.upload_folder = upload_folder
     monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
     monkeypatch.setattr("transformers.trainer.PushInProgress", lambda jobs: hub)
-    monkeypatch.setattr(Hub, "wait_until_done", lambda hub: None, raising=False)
     run = {**SAVING, "partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 4}
     kept = {"push_to_hub": True, "hub_strategy": "all_checkpoints", "hub_push_samples": False}
     trainer = toy_trainer(tmp_path / "run", **run, **kept)
@@ -453,7 +519,6 @@ def test_the_links_of_a_push_go_when_it_is_done(tmp_path, monkeypatch, settings,
     monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
     monkeypatch.setattr("transformers.trainer.PushInProgress", lambda jobs: hub)
     monkeypatch.setattr(Hub, "jobs", [], raising=False)
-    monkeypatch.setattr(Hub, "wait_until_done", lambda hub: None, raising=False)
 
     class Look(TrainerCallback):
         def on_save(self, args, state, control, **kwargs):

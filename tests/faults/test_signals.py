@@ -309,7 +309,7 @@ def slurm(tmp_path):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("found", [[], ["checkpoint-50"], ["_unfinished"]], ids=str)
+@pytest.mark.parametrize("found", [[], ["checkpoint-50"], ["_unfinished-0123abcd"]], ids=str)
 @pytest.mark.parametrize("code", [0, 1, EXIT_CODE])
 def test_the_slurm_script_requeues_a_run_that_a_signal_stopped_and_no_other(tmp_path, slurm, code, found):
     output_dir = tmp_path / "out [1] of 2"  # a pattern, to a shell that is not careful

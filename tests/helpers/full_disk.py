@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from bapo_trl.checkpoint_files import find_defect
+from tests.helpers.save_events import names
 from tests.helpers.save_kills import Run, in_processes, state_of
 from tests.helpers.toy import toy_trainer
 from tests.replay.test_mixer import REPLAY
@@ -46,7 +47,7 @@ def outcome(run: Run, folder: Path) -> dict:
     size = sum(file.stat().st_size for file in last.rglob("*") if file.is_file())
     mount(disk, int(1.6 * size))  # a checkpoint and a part of the next
     stopped = trained_ranks(disk)
-    left = sorted(path.name for path in (disk / "run").iterdir() if path.name != "README.md")
+    left = sorted(names(disk / "run"))
     defect = find_defect(disk / "run" / f"checkpoint-{STEPS}")
     mount(disk, 4 * size, "remount")
     resumed = trained_ranks(disk, resume=True)

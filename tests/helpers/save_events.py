@@ -1,12 +1,17 @@
-"""What happens in a save and in the training after it, to be killed in the middle of it; where a run starts."""
+"""What happens in a save and in the training after it, to be killed in the middle of it; where a run starts, and what
+it leaves."""
 
 import os
+import re
 import signal
 import sys
+from pathlib import Path
 
 import safetensors.torch
 import torch
 from transformers import TrainerCallback
+
+from bapo_trl.whole_checkpoint import UNFINISHED
 
 
 class SaveEvents:
@@ -92,3 +97,9 @@ class Start(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.update = state.global_step
+
+
+def names(folder) -> set[str]:
+    """Return what is in a folder; of the folders of unfinished saves, without the id of the run."""
+    found = {path.name for path in Path(folder).iterdir()} - {"README.md"}
+    return {re.sub(rf"^{UNFINISHED}-[0-9a-f]{{8}}$", UNFINISHED, name) for name in found}
