@@ -1,5 +1,6 @@
 """Lets a `GRPOTrainer` train on partial rollouts: TRL takes complete groups as if it had generated them."""
 
+import math
 import warnings
 
 import torch
@@ -29,6 +30,7 @@ class PartialRollouts(Scoring):
     _rollouts: RolloutBatch | None = None  # complete groups while TRL takes them for its own generation
     _awaits_behavior_logps = False
     _has_saved = False  # a checkpoint in this run
+    _generated_at = (0, 0)  # policy version and micro-batch of the latest generation
 
     def train(self, *args, **kwargs):
         self._has_saved = False
@@ -85,6 +87,7 @@ class PartialRollouts(Scoring):
         prompts = inputs[:: self.num_generations]  # a group's rows follow one another
         prompt_ids, _, _ = self._tokenize_prompts([row["prompt"] for row in prompts])
         version, limit = self.state.global_step, self.args.partial_rollout_max_staleness
+        self._generated_at = version, self._step
         staleness_if_parked = self.args.updates_per_generation + self.args.largest_staleness
         rollouts, metrics = self._rounds.generate(
             list(zip(prompts, prompt_ids, strict=True)),
@@ -139,7 +142,15 @@ class PartialRollouts(Scoring):
         super()._save_optimizer_and_scheduler(output_dir)
         if self._rounds is not None:
             self._has_saved = True
-            self._rounds.save(output_dir, self._step % self.args.micro_batches_per_generation == 0)
+            self._rounds.save(output_dir, self._is_trained_to_its_end)
+
+    @property
+    def _is_trained_to_its_end(self) -> bool:
+        """Whether the updates on the latest generation are made; a save may come before the step of the last one."""
+        version, first = self._generated_at
+        updates = math.ceil((self._step - first) / self.args.gradient_accumulation_steps)
+        ends_here = self._step % self.args.micro_batches_per_generation == 0
+        return ends_here and self.state.global_step - version >= updates
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import character_tokenizer, tiny_model
@@ -626,6 +627,40 @@ def test_a_second_resume_from_inside_a_generation_loses_no_prompt(tmp_path, repl
     del emitted[1]  # of the generation that was made again
     parked = [group.inputs["prompt"] for group in trainer._rounds.pool]
     assert sorted([*chain(*emitted), *parked]) == sorted(prompts[:48])
+
+
+@pytest.mark.parametrize(("steps_per_generation", "stop"), [(6, 4), (6, 6), (2, 2)])
+def test_a_checkpoint_before_an_optimizer_step_loses_no_prompt_and_trains_none_twice(
+    tmp_path, steps_per_generation, stop
+):
+    """That of transformers' `enable_jit_checkpoint`, whose step is in no checkpoint: the second generation's."""
+
+    class Terminated(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == stop - 1:
+                (jit,) = (each for each in first.callback_handler.callbacks if isinstance(each, JITCheckpointCallback))
+                jit.jit_manager.is_checkpoint_requested = True  # as some seconds after SIGTERM
+
+    emitted = []
+
+    class Emitting(Recording):
+        def _finish_groups(self, inputs):
+            rollouts = super()._finish_groups(inputs)
+            emitted.append([row["prompt"] for row in rollouts.inputs[::2]])
+            return rollouts
+
+    data = {"train_dataset": Dataset.from_dict({"prompt": [f"{i}+" for i in range(60)]})}
+    settings = {"shuffle_dataset": False, "steps_per_generation": steps_per_generation, "enable_jit_checkpoint": True}
+    first = trainer_of(tmp_path, Emitting, trainer_args={**data, "callbacks": [Terminated()]}, **settings)
+    first.train()
+    assert len(emitted) == 2
+    updates = 3 * steps_per_generation // 2
+    second = trainer_of(tmp_path, Emitting, trainer_args=data, **settings, max_steps=updates)
+    second.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{stop - 1}"))
+    del emitted[1]
+    parked = [group.inputs["prompt"] for group in second._rounds.pool]
+    of_generation = 2 * steps_per_generation
+    assert sorted([*chain(*emitted), *parked]) == sorted(data["train_dataset"]["prompt"][: 3 * of_generation])
 
 
 @pytest.mark.parametrize(
