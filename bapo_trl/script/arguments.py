@@ -77,6 +77,13 @@ class BAPOScriptArguments(ScriptArguments):
             "import path of a function of the text."
         },
     )
+    overwrite_output_dir: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether a training from the start may delete the checkpoints and the model of an earlier run in "
+            "`output_dir`, with its settings, report and evaluation. Else it is refused."
+        },
+    )
     merge_adapter: bool = field(
         default=False,
         metadata={

@@ -7,6 +7,7 @@ import yaml
 
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+DEMO_FOLDER = "outputs/quickstart"  # of the recipe `quickstart`
 
 
 def recipe_names() -> list[str]:

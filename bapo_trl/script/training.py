@@ -7,7 +7,6 @@ from typing import Any
 from accelerate.utils import gather_object
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig
 
 from ..bapo_config import BAPOConfig
@@ -19,14 +18,17 @@ from ..report.write import report_line
 from ..stop_signals import EXIT_CODE, StopSignals, exit_stopped
 from ..tasks import held_out_accuracy
 from ..upstream_fixes import end_training
+from .arguments import EMBEDDED
 from .before_after import BeforeAfter
 from .command_line import parse_arguments
 from .commands import EVALUATE, TRAIN, Command
 from .console import settings_table
 from .data import has_data
+from .earlier_run import check_output_dir, remove_earlier_run
 from .models import PACKAGED_MODELS, adapter_base, check_adapter, save_merged
 from .preparation import Run, prepare
 from .prompts import count_missing_answers, is_chat
+from .recipes import DEMO_FOLDER
 
 
 def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
@@ -55,6 +57,12 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
     if script_args.merge_adapter and not training_args.do_train and not has_data(script_args, dataset_args):
         return _merge(model, base, training_args)
 
+    # The demo's own folder is nobody's work
+    is_demo = script_args.dataset_name == EMBEDDED and training_args.output_dir == DEMO_FOLDER
+    is_new = training_args.do_train and not _goes_on(training_args)
+    if is_new:
+        check_output_dir(training_args.output_dir, script_args.overwrite_output_dir or is_demo, model)
+
     run = prepare(script_args, training_args, model_args, dataset_args, base)
     trainer, data, output_dir = run.trainer, run.data, Path(training_args.output_dir)
     say = trainer.accelerator.print
@@ -64,7 +72,10 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
         say(speed)
 
     if training_args.do_train:
-        _train(run, training_args, model_args, evaluation)
+        with trainer.holding_output_dir():
+            if is_new and trainer.is_world_process_zero():
+                remove_earlier_run(output_dir)
+            _train(run, training_args, model_args, evaluation)
 
     if evaluation is not None:
         evaluated = training_args.output_dir if training_args.do_train else run.model
@@ -103,13 +114,6 @@ def _train(run: Run, training_args: BAPOConfig, model_args: ModelConfig, evaluat
     if missing:
         say(f"Note: {missing} of {len(run.data.train)} prompts have no `solution`: a reward that reads it gives none.")
     say(f"Each line below: means over the last {training_args.logging_steps:g} updates, age in policy versions.")
-    earlier = get_last_checkpoint(output_dir) if output_dir.is_dir() else None
-    if earlier is not None and resume is None:
-        say(
-            f"Note: {earlier} is of an earlier run and may be overwritten. `--resume_from_checkpoint true` goes "
-            "on from it, another `--output_dir` keeps it."
-        )
-
     if is_over:
         say(f"Note: {resume} is of the last update. Nothing is left to train, but the model was not saved yet.")
 
@@ -179,6 +183,12 @@ def _is_saved(state: TrainerState, output_dir: str) -> bool:
     saved = TrainerState.load_from_json(str(Path(output_dir) / TRAINER_STATE_NAME))
     same_logs = saved.log_history[: len(state.log_history)] == state.log_history
     return saved.global_step == state.global_step and same_logs
+
+
+def _goes_on(training_args: BAPOConfig) -> bool:
+    """Whether the run goes on from a checkpoint of its own output folder."""
+    resume, run_dir = _resume_argument(training_args.resume_from_checkpoint), Path(training_args.output_dir).resolve()
+    return resume is True or (isinstance(resume, str) and Path(resume).resolve().parent == run_dir)
 
 
 def _resume_argument(value: str | None) -> str | bool | None:

@@ -52,7 +52,7 @@ def test_before_and_after_on_data_of_ones_own(folder, capsys):
 
 def test_an_evaluation_before_changes_nothing_in_the_training(folder):
     histories = []
-    for settings in ({}, {"eval_dataset": "test.jsonl"}):
+    for settings in ({}, {"eval_dataset": "test.jsonl", "overwrite_output_dir": "true"}):
         run(dataset_name="train.jsonl", logging_steps=1, log_completions="true", **settings)
         logs = json.loads((folder / "out" / "trainer_state.json").read_text())["log_history"]
         tables = [pd.read_parquet(path).to_dict("list") for path in sorted(folder.glob("out/completions/*.parquet"))]
@@ -68,7 +68,7 @@ def test_a_fraction_is_held_out(folder):
     run(dataset_name="train.jsonl", eval_fraction=0.25)
     held_out = {line["prompt"] for line in completions()}
     assert len(held_out) == 4
-    run(dataset_name="train.jsonl", eval_fraction=0.25, seed=7)
+    run(dataset_name="train.jsonl", eval_fraction=0.25, seed=7, overwrite_output_dir="true")
     assert {line["prompt"] for line in completions()} == held_out
     assert "eval_maj@4" not in results()
 

@@ -1,0 +1,79 @@
+"""What an earlier run left in the output folder: kept, unless the flags let it go."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from transformers.trainer import TRAINER_STATE_NAME
+
+from ..checkpoint_files import checkpoint_names
+from ..errors import InputError
+from ..report.runs import SETTINGS_FILE
+
+
+_MODEL = re.compile(
+    r"(model|pytorch_model|adapter_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?|adapter_config\.json"
+)
+# Without the weights, these are no sign of a run that anybody trained
+_BESIDE = (
+    TRAINER_STATE_NAME, SETTINGS_FILE, "report.png", "report.html", "all_results.json", "eval_results.json",
+    "eval_completions.jsonl", "eval_completions_before.jsonl",
+)  # fmt: skip
+
+
+def check_output_dir(output_dir: str | Path, overwrites: bool, model: str | None = None) -> None:
+    """
+    Refuse an output folder with checkpoints or a model, which a run from the start would delete or overwrite.
+
+    Args:
+        output_dir (`str` or `Path`):
+            The folder.
+        overwrites (`bool`):
+            Whether they may go, unless the run starts from them.
+        model (`str`, *optional*):
+            Folder or id of the model that the run starts from.
+
+    Raises:
+        InputError: With what is there and the flags to set.
+    """
+    run_dir = Path(output_dir)
+    found = _find_trained(run_dir)
+    if not found:
+        return
+    names = ", ".join(path.name for path in found)
+    start = None if model is None else Path(model).resolve()
+    if start == run_dir.resolve() or start in [path.resolve() for path in found]:
+        raise InputError(
+            f"`output_dir` is {run_dir}, which holds the model that the run starts from ({model}), and would lose it: "
+            "give another --output_dir."
+        )
+    if not overwrites:
+        raise InputError(
+            f"`output_dir` is {run_dir}, which holds {names} of an earlier run: go on from its checkpoints with "
+            "--resume_from_checkpoint true, give another --output_dir, or delete them with --overwrite_output_dir "
+            "true."
+        )
+
+
+def remove_earlier_run(output_dir: str | Path) -> None:
+    """Delete the checkpoints and the model of an earlier run, with its state, settings, report and evaluation."""
+    run_dir = Path(output_dir)
+    found = _find_trained(run_dir)
+    for path in [*found, *(run_dir / name for name in _BESIDE), *_completions(run_dir)] if found else ():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _find_trained(run_dir: Path) -> list[Path]:
+    """Return the checkpoints and the files of the model."""
+    if not run_dir.is_dir():
+        return []
+    checkpoints = [run_dir / name for name in checkpoint_names(str(run_dir))]
+    return [*checkpoints, *sorted(path for path in run_dir.iterdir() if _MODEL.fullmatch(path.name))]
+
+
+def _completions(run_dir: Path) -> Iterator[Path]:
+    return run_dir.glob("completions/completions_*.parquet")  # TRL's, with `log_completions`
