@@ -18,7 +18,7 @@ from .bapo_config import BAPOConfig, check_unchanged, own_settings
 from .bound_grid import SINGLE_POINT
 from .bound_search import BoundSearch
 from .carried_curves import CURVES_FILE
-from .checked_inputs import CheckedInputs, explained
+from .checked_inputs import CheckedInputs, explained, raising_on_all_ranks
 from .clip_bounds import ClipBounds, Contributions
 from .config_checks import check_values_of_trl
 from .diagnostics import UpdateLog, measure_tokens
@@ -334,6 +334,10 @@ class BAPOTrainer(
             )
         if self._replay is None or checkpoint is None or self.args.replay_discard_saved:
             return
+        with raising_on_all_ranks():  # each reads a file of its own
+            self._load_replay(checkpoint)
+
+    def _load_replay(self, checkpoint):
         if not self._replay.load(checkpoint):
             warnings.warn(f"The checkpoint {checkpoint} holds no replay queue: starting with an empty one.")
         rows, _ = self._replay.queue.state()

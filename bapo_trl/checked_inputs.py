@@ -220,11 +220,24 @@ def raise_on_all_ranks(error: Exception | None) -> None:
             That of this rank.
 
     Raises:
-        Exception: The error of this rank; on the others a `RuntimeError` that quotes the first.
+        Exception: The error of this rank; on the others one that quotes the first, an `InputError` if that was one,
+            else a `RuntimeError`.
     """
-    texts = gather_object([None if error is None else "\n".join([str(error), *getattr(error, "__notes__", ())])])
+    text = None if error is None else "\n".join([str(error), *getattr(error, "__notes__", ())])
+    texts = gather_object([(text, isinstance(error, InputError))])
     if error is not None:
         raise error
-    for rank, text in enumerate(texts):
+    for rank, (text, is_of_user) in enumerate(texts):
         if text is not None:
-            raise RuntimeError(f"On rank {rank}: {text}")
+            raise (InputError if is_of_user else RuntimeError)(f"On rank {rank}: {text}")
+
+
+@contextmanager
+def raising_on_all_ranks() -> Iterator[None]:
+    """Raise at its end, on all ranks, what one of them raises within, where none waits for another: see above."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    raise_on_all_ranks(error)

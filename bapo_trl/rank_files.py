@@ -117,9 +117,9 @@ class RankFiles:
         except SENSELESS as error:
             raise self.damaged(path, error) from error
 
-    def damaged(self, path: Path, error: Exception) -> ValueError:
+    def damaged(self, path: Path, error: Exception) -> InputError:
         """Return the error for a file whose contents do not make sense."""
-        return ValueError(f"The {self.name} {path} is damaged ({error}): {self.remedy}.")
+        return InputError(f"The {self.name} {path} is damaged ({error}): {self.remedy}.")
 
 
 def checksum(name: str, state: str, tensors: Mapping[str, torch.Tensor]) -> str:

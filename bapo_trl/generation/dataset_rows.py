@@ -4,6 +4,8 @@ from typing import Any
 
 from datasets import Dataset, Value
 
+from ..errors import InputError
+
 
 _FOREIGN_TYPES = ("timestamp", "date", "time", "duration", "binary", "large_binary", "decimal")
 
@@ -13,7 +15,7 @@ def check_row(row: dict[str, Any]) -> None:
     Refuse a row of the dataset that a checkpoint could not give back as it is.
 
     Raises:
-        ValueError: If a value is not made of what JSON knows, or of NaN; names the column.
+        InputError: If a value is not made of what JSON knows, or of NaN; names the column.
     """
     for name, value in row.items():
         foreign = _foreign_part(value)
@@ -26,7 +28,7 @@ def check_dataset(dataset: Dataset) -> None:
     Refuse a dataset by its types and its first row. What a transform makes of the other rows is not known yet.
 
     Raises:
-        ValueError: As [`check_row`].
+        InputError: As [`check_row`].
     """
     if not len(dataset) or dataset.format["type"] == "custom":
         return
@@ -58,8 +60,8 @@ def _foreign_feature(feature: Any) -> str | None:
     return next((foreign for part in parts if (foreign := _foreign_feature(part)) is not None), None)
 
 
-def _cannot_keep(column: str, foreign: str) -> ValueError:
-    return ValueError(
+def _cannot_keep(column: str, foreign: str) -> InputError:
+    return InputError(
         f"The column `{column}` has a {foreign}, which a checkpoint of partial rollouts cannot keep: make it of "
         "strings, numbers, lists and dictionaries with strings as keys (without `with_format`), remove it, or set "
         "`partial_rollout_oversampling` to 1.0."

@@ -5,6 +5,7 @@ import warnings
 
 import torch
 
+from ..checked_inputs import raising_on_all_ranks
 from ..scoring import Scoring
 from ..trl_compat import pad
 from .partial_rollouts import RolloutPool
@@ -156,7 +157,8 @@ class PartialRollouts(Scoring):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
-        if self._rounds is not None:
-            self._rounds.load(checkpoint, reports_logps=self.use_vllm)
-        else:
-            check_no_pool(checkpoint)
+        with raising_on_all_ranks():  # each reads a file of its own
+            if self._rounds is not None:
+                self._rounds.load(checkpoint, reports_logps=self.use_vllm)
+            else:
+                check_no_pool(checkpoint)

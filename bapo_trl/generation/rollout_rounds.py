@@ -15,6 +15,7 @@ import torch
 from datasets import Dataset
 from trl import GRPOTrainer
 
+from ..checked_inputs import raising_on_all_ranks
 from ..errors import InputError
 from .dataset_rows import check_dataset, check_row
 from .partial_rollouts import Group, PartialCompletion, PoolState, RolloutPool
@@ -173,9 +174,10 @@ class RolloutRounds:
             ValueError: If a value of a row cannot be kept in a checkpoint, or a prompt is too long.
         """
         self.before_generation, self._is_generating = self.pool.state(), True
-        for inputs, prompt_ids in prompts:
-            check_row(inputs)
-            self.pool.admit(inputs, prompt_ids)
+        with raising_on_all_ranks():
+            for inputs, prompt_ids in prompts:
+                check_row(inputs)
+                self.pool.admit(inputs, prompt_ids)
         # Fewer while there are not yet enough in flight: at first, and after a resume with other settings
         smallest = int(min(size for (size,) in self._gather([len(self.pool)])))
         wanted = min(self._num_groups, smallest - self._num_held)

@@ -55,7 +55,7 @@ def test_damaged_files_are_refused_by_name_or_hold_what_was_saved(tmp_path, chec
 def _is_right(outcome: dict) -> bool:
     if "error" in outcome:
         folder_or_file = outcome["file"] if outcome["file"] in RANK_FILES else "damaged: "
-        return outcome["error"] == "ValueError" and folder_or_file in outcome["message"]
+        return outcome["error"] == "InputError" and folder_or_file in outcome["message"]
     # Who writes a checksum of their own can write what they like; and of transformers' file the size is known alone
     return outcome["is_same"] or outcome["damage"] == "forged" or outcome["file"] == "trainer_state.json"
 

@@ -768,6 +768,18 @@ def test_two_ranks_of_unequal_lengths_stay_in_step(tmp_path):
     assert means[1] > 6 * means[0]
 
 
+def test_what_one_rank_alone_cannot_take_ends_both(tmp_path):
+    """A row of its own, its file of the pool, its file of the replay queue."""
+    result = run_command([sys.executable, "-m", "tests.helpers.lone_errors", str(tmp_path)])
+    assert result.returncode == 0, result.stdout + result.stderr
+    other, own = json.loads(result.stdout)
+    assert own.keys() == {"row", "pool", "queue"}
+    assert "The column `when` has a datetime" in own["row"]
+    assert "rollout_pool_00001_of_00002.safetensors is damaged" in own["pool"]
+    assert "replay_queue_00001_of_00002.safetensors is damaged" in own["queue"]
+    assert other == {case: f"On rank 1: {error}" for case, error in own.items()}
+
+
 def test_on_two_ranks_a_quarter_of_the_completions_have_several_versions_each_scored_by_its_own(tmp_path):
     result = launch(tmp_path, learning_rate=5e-3)
     assert result.returncode == 0, result.stderr

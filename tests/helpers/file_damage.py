@@ -23,6 +23,7 @@ from bapo_trl.bound_grid import BoundGrid
 from bapo_trl.carried_curves import _FILES as CURVES
 from bapo_trl.carried_curves import CarriedCurves
 from bapo_trl.checkpoint_files import MANIFEST, find_defect
+from bapo_trl.errors import InputError
 from bapo_trl.generation.pool_checkpoint import FILES as POOL
 from bapo_trl.generation.pool_checkpoint import load_pool
 from bapo_trl.rank_files import RankFiles
@@ -61,7 +62,7 @@ def load(name: str, folder: Path) -> Any:
         return curves._per_mass.as_vector().tolist() if curves.load(folder) else None
     defect = find_defect(folder)
     if defect is not None:
-        raise ValueError(f"{folder}: {defect}")
+        raise InputError(f"{folder}: {defect}")
     return json.loads((folder / name).read_text())
 
 
