@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import safe_open
 
 from bapo_trl import BAPOTrainer
@@ -182,6 +183,9 @@ def checkpoints(folder: Path) -> dict[str, set[str]]:
 def size_of(file: Path) -> int | str:
     if file.suffix == ".json":
         return type(json.loads(file.read_text())).__name__  # times and paths differ; half a file raises
+    if file.name == "training_args.bin":  # its size grows with the length of the path
+        args = torch.load(file, weights_only=False).to_dict()
+        return str({name: value for name, value in args.items() if name not in ("output_dir", "save_total_limit")})
     return file.stat().st_size
 
 
@@ -200,7 +204,7 @@ def checksum_of(file: Path) -> str:
 def wrong_after(kill: Kill, run: Run, folder: Path, straight: dict) -> list[str]:
     """Kill a run, start it again; return what went wrong."""
     folder.mkdir()
-    out = folder / "out!"  # as long as the name of the straight run: a file of the checkpoint holds it
+    out = folder / f"out{'!' * 64}"  # longer than that of the straight run: what is saved holds the path
 
     def killed(of_rank):
         events = SaveEvents(run.killed_save, kill.event, kill.tears) if of_rank == kill.rank else None
@@ -213,7 +217,7 @@ def wrong_after(kill: Kill, run: Run, folder: Path, straight: dict) -> list[str]
         for name, files in checkpoints(out).items():
             if files != straight["checkpoints"][name]:
                 wrong.append(f"{name} is not whole: {sorted(straight['checkpoints'][name] ^ files)}")
-    except ValueError as error:
+    except (RuntimeError, ValueError) as error:
         wrong.append(f"a checkpoint is not whole: {error!r}")
     newest = max(int(name.split("-")[1]) for name in os.listdir(out) if name.startswith("checkpoint-"))
     resumed = in_processes(kill.ranks, folder, lambda of_rank: run.train(out, True))
