@@ -338,7 +338,7 @@ class BAPOTrainer(
             self._load_replay(checkpoint)
 
     def _load_replay(self, checkpoint):
-        if not self._replay.load(checkpoint):
+        if not self._replay.load(checkpoint, self.state.global_step):
             warnings.warn(f"The checkpoint {checkpoint} holds no replay queue: starting with an empty one.")
         rows, _ = self._replay.queue.state()
         if self.args.uses_partial_rollouts and any("token_versions" not in chunk.columns for chunk in rows):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 
 MANIFEST = "checkpoint_files.json"
+_NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-[0-9]+")
 
 
 def find_defect(folder: str | Path, is_dispensable: Callable[[str], bool] = lambda file: False) -> str | None:
@@ -18,7 +20,8 @@ def find_defect(folder: str | Path, is_dispensable: Callable[[str], bool] = lamb
     Return what keeps a checkpoint from being whole, `None` if it is.
 
     With a manifest, every file must be there with its size. A checkpoint without one, of another trainer or an older
-    version, counts as whole if its `trainer_state.json` can be read: transformers writes that last.
+    version, counts as whole if its `trainer_state.json` can be read: transformers writes that last. The state must be
+    of the update in the folder's name.
 
     Args:
         folder (`str` or `Path`):
@@ -43,10 +46,15 @@ def find_defect(folder: str | Path, is_dispensable: Callable[[str], bool] = lamb
             return f"{name} is not complete"
         except OSError as error:  # no permission, a disk that fails
             return f"{name} cannot be read ({error.strerror})"
-        if not isinstance(contents[-1], dict) or (name == TRAINER_STATE_NAME and not _is_state(contents[-1])):
+        if not isinstance(contents[-1], dict) or (name == TRAINER_STATE_NAME and not _is_state(contents[-1], folder)):
             return f"{name} is not what was written"
+    sizes = contents[0] if has_manifest else {}
+    if has_manifest and TRAINER_STATE_NAME not in sizes:
+        return f"{MANIFEST} does not list {TRAINER_STATE_NAME}"
     defects = []
-    for path, size in contents[0].items() if has_manifest else ():
+    for path, size in sizes.items():
+        if os.path.isabs(path) or ".." in Path(path).parts:
+            return f"{MANIFEST} lists {path}, which is not in the folder"
         if is_dispensable(path):
             continue
         found = _size(folder / path)
@@ -64,9 +72,12 @@ def left_out_states(folder: str) -> list[str]:
     return [name for name, files in states.items() if not any(any(Path(folder).glob(each)) for each in files)]
 
 
-def _is_state(content: dict) -> bool:
+def _is_state(content: dict, folder: Path) -> bool:
+    """Whether it is a state, of the update in the folder's name, and of no more passes than updates."""
     try:
-        return isinstance(TrainerState(**content).global_step, int)
+        state = TrainerState(**content)
+        is_of_folder = _NAME.fullmatch(folder.name) is None or state.global_step == step_of(folder.name)
+        return is_of_folder and type(state.global_step) is int and 0 <= (state.epoch or 0) <= state.global_step
     except (AttributeError, LookupError, TypeError, ValueError):
         return False
 
@@ -81,7 +92,7 @@ def _size(file: Path) -> int | None:
 def checkpoint_names(run_dir: str) -> list[str]:
     """Return the names of the checkpoints in the folder of a run."""
     names = [os.path.basename(path) for path in sort_checkpoints(run_dir)]
-    return [name for name in names if name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-").isdigit()]
+    return [name for name in names if _NAME.fullmatch(name)]
 
 
 def step_of(name: str) -> int:

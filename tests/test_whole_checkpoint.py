@@ -2,12 +2,14 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 import signal
 import sys
 import threading
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from trl import GRPOConfig, GRPOTrainer
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.checkpoint_files import MANIFEST, find_defect
 from bapo_trl.errors import InputError
+from bapo_trl.replay.checkpoint import FILES
 from bapo_trl.run_lock import LOCK
 from bapo_trl.stop_signals import StopSignals
 from bapo_trl.whole_checkpoint import UNFINISHED, _rotate
@@ -182,6 +185,57 @@ def test_a_checkpoint_without_a_manifest_is_whole_if_its_state_can_be_read(tmp_p
     assert find_defect(tmp_path / "checkpoint-6") == "trainer_state.json is not complete"
     with pytest.warns(UserWarning, match=r"checkpoint-6 is not whole and was skipped: trainer_state.json is not com"):
         assert resume(tmp_path, True) == 5
+
+
+def state_of(**changes):
+    def change(checkpoint):
+        file = checkpoint / "trainer_state.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+    return change
+
+
+def manifest_of(content):
+    return lambda checkpoint: (checkpoint / MANIFEST).write_text(json.dumps(content(checkpoint)))
+
+
+def queue_of(file_format="2", **changes):
+    def change(checkpoint):
+        tensors, state = FILES.read(checkpoint / "replay_queue_00000_of_00001.safetensors")
+        ledger = {name: [changes.get(name, values[0]), *values[1:]] for name, values in state["ledger"].items()}
+        (checkpoint / MANIFEST).unlink()
+        replace(FILES, version=file_format).write(checkpoint, 0, 1, tensors, {**state, "ledger": ledger})
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (state_of(global_step=-3), "trainer_state.json is not what was written"),
+        (state_of(global_step=10**9), "trainer_state.json is not what was written"),
+        (state_of(global_step=math.nan), "trainer_state.json is not what was written"),
+        (state_of(epoch=math.nan), "trainer_state.json is not what was written"),
+        (state_of(epoch=10**9), "trainer_state.json is not what was written"),
+        (manifest_of(lambda checkpoint: {}), f"{MANIFEST} does not list trainer_state.json"),
+        (
+            manifest_of(lambda checkpoint: {"trainer_state.json": 1, "../model.bin": 1}),
+            rf"{MANIFEST} lists ../model.bin, which is not in the folder",
+        ),
+        (
+            manifest_of(lambda checkpoint: {"trainer_state.json": 1, str(checkpoint / "rng_state.pth"): 1}),
+            rf"{MANIFEST} lists /.*rng_state.pth, which is not in the folder",
+        ),
+        (queue_of(uses=-1), r"samples that were used less than 0 times\): set `replay_discard_saved`"),
+        (queue_of(version=7), r"samples of version 7, but that of the checkpoint is 6: set `replay_discard_saved`"),
+        (queue_of("3"), r"has the format 'bapo_trl replay queue 3', .*: .*Set `replay_discard_saved`"),
+    ],
+)
+def test_a_checkpoint_that_somebody_changed_is_refused_by_what_is_wrong(tmp_path, change, message):
+    saved(tmp_path, save_steps=6)
+    change(tmp_path / "checkpoint-6")
+    with pytest.raises(InputError, match=message):
+        resume(tmp_path, str(tmp_path / "checkpoint-6"))
 
 
 def test_to_go_on_from_the_model_alone_gives_a_warning(tmp_path):

@@ -120,6 +120,8 @@ def _read(path: Path) -> tuple[list[Rows], dict]:
         chunks = _chunks(tensors)
         if len({sum(map(len, chunks)), *map(len, state["ledger"].values())}) != 1:
             raise ValueError("its values and its ledger do not go together")
+        if min(state["ledger"]["uses"], default=0) < 0:
+            raise ValueError("it has samples that were used less than 0 times")
     except SENSELESS as error:
         raise FILES.damaged(path, error) from error
     return chunks, state

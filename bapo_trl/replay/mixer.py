@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
+from ..errors import InputError
 from ..policy_tokens import policy_mask
 from ..reduce import Tally
 from .checkpoint import is_queue_file, load_queue, save_queue
@@ -144,9 +145,16 @@ class ReplayMixer:
         """Write the queue into a checkpoint folder."""
         save_queue(self.queue, folder, self._accelerator.process_index, self._accelerator.num_processes)
 
-    def load(self, folder: str | Path) -> bool:
-        """Restore the queue from a checkpoint folder; return whether it holds one."""
-        return load_queue(self.queue, folder, self._accelerator.process_index, self._accelerator.num_processes)
+    def load(self, folder: str | Path, policy_version: int) -> bool:
+        """Restore the queue from a checkpoint folder of a policy version; return whether it holds one."""
+        is_there = load_queue(self.queue, folder, self._accelerator.process_index, self._accelerator.num_processes)
+        newest = self.queue.newest_version
+        if newest is not None and newest > policy_version:
+            raise InputError(
+                f"The replay queue in {folder} holds samples of version {newest}, but that of the checkpoint is "
+                f"{policy_version}: set `replay_discard_saved` to start with an empty queue."
+            )
+        return is_there
 
     def _finish(self, drawn: ReplayBatch, policy_version: int) -> tuple[dict[str, torch.Tensor], bool]:
         device = self._accelerator.device

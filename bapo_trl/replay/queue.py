@@ -198,6 +198,11 @@ class ReplayQueue:
         return len(self._ledger.version)
 
     @property
+    def newest_version(self) -> int | None:
+        """Policy version of the newest row; `None` without any."""
+        return int(self._ledger.version.max()) if len(self) else None
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of memory that the rows' values take."""
         return self._store.num_bytes
