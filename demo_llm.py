@@ -27,6 +27,7 @@ from bapo_trl.cpu_speed import base_dtype, keep_freed_memory, limit_threads, mak
 from bapo_trl.script import training
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.commands import SCRIPT
+from bapo_trl.script.failures import run_command
 from bapo_trl.script.models import PACKAGED_MODELS
 from bapo_trl.script.recipes import RECIPES
 from bapo_trl.tasks import load_chat_sums
@@ -164,7 +165,7 @@ def describe(before: HeldOut, after: HeldOut, problems, max_new_tokens: int) -> 
     return "\n".join(lines)
 
 
-def main(arguments: list[str]):
+def main(arguments: Sequence[str]):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -207,4 +208,4 @@ def main(arguments: list[str]):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_command(main, sys.argv[1:], COMMAND.name)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from bapo_trl.script import training
 from bapo_trl.script.commands import SCRIPT
+from bapo_trl.script.failures import run_command
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -17,4 +18,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_command(main, sys.argv[1:], SCRIPT.name)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pkgutil import resolve_name
 
 from . import __version__
+from .script.failures import run_command
 
 
 COMMANDS = {
@@ -31,13 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
         `int` or `None`: Exit status of the process, `None` for success.
 
     Raises:
-        SystemExit: With 2 and the known sub-commands on stderr for one that is not known.
+        SystemExit: With 2 and the known sub-commands on stderr for one that is not known; as in
+            [`~script.failures.run_command`] for what the sub-command raises.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(
         prog="bapo-trl",
         description="BAPO (arXiv 2510.18927): reinforcement learning of language models on stale samples.",
-        epilog="`bapo-trl COMMAND --help` tells of its settings.",
+        epilog="`bapo-trl COMMAND --help` tells of its settings; `--traceback` shows where an error comes from.",
     )
     parser.add_argument("--version", action="version", version=f"bapo-trl {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -45,4 +47,4 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
         commands.add_parser(name, help=purpose, add_help=False)
     command = parser.parse_args(arguments[:1]).command
     function, _ = COMMANDS[command]
-    return resolve_name(function)(arguments[1:])
+    return run_command(lambda rest: resolve_name(function)(rest), arguments[1:], f"{parser.prog} {command}")

@@ -7,3 +7,7 @@ class InputError(ValueError):
 
     Everything else that is raised is a bug, or an error of the user's own code, and keeps its traceback.
     """
+
+
+class MissingPackageError(InputError, ImportError):
+    """A package is not installed that a setting needs. The message names both, and the command that installs it."""

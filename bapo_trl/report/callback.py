@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from ..errors import MissingPackageError
 from .masks import without_secrets
 from .runs import SETTINGS_FILE, update_logs
 from .write import NO_MATPLOTLIB, has_matplotlib, save_report
@@ -52,7 +53,7 @@ class ReportCallback(TrainerCallback):
 
     def _write_report(self, args, state) -> None:
         if not has_matplotlib():
-            raise ImportError(NO_MATPLOTLIB)
+            raise MissingPackageError(NO_MATPLOTLIB)
         save_report(state.log_history, Path(args.output_dir) / "report.png")
 
     def _try(self, write: Callable[..., None], *arguments) -> None:

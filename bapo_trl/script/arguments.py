@@ -103,6 +103,8 @@ class BAPOScriptArguments(ScriptArguments):
             value = getattr(self, name)
             if not (value is None or isinstance(value, str)):
                 raise InputError(f"`{name}` is {value!r}: set it to text.")
+            if value == "" and name in ("eval_dataset", "extract_answer"):
+                raise InputError(f"`{name}` is empty: give a name, or leave it out.")
         if not (self.eval_fraction is None or type(self.eval_fraction) in (int, float)):
             raise InputError(f"`eval_fraction` is {self.eval_fraction!r}: set it to a share in (0, 1).")
         if not (self.task_args is None or isinstance(self.task_args, (str, dict))):

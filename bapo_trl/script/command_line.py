@@ -5,12 +5,14 @@ import difflib
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from transformers import IntervalStrategy
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
 from ..bapo_config import BAPOConfig
+from ..errors import InputError
 from .arguments import BAPOScriptArguments
 from .commands import TRAIN, Command
 from .recipes import RECIPES, find_defect, find_recipe, recipe_names
@@ -47,6 +49,8 @@ def parse_arguments(
     script_args, training_args, model_args, dataset_args = parser.parse_args_and_config(arguments)
     evaluates = script_args.eval_dataset is not None or script_args.eval_fraction is not None
     training_args.do_eval |= evaluates or not training_args.do_train
+    if training_args.learning_rate < 0:
+        raise InputError(f"`learning_rate` is {training_args.learning_rate}: set it to at least 0, e.g. 1e-6.")
     if not training_args.do_train:
         training_args.eval_strategy = IntervalStrategy.NO  # that of a recipe is for its training
     return script_args, training_args, model_args, dataset_args
@@ -84,6 +88,12 @@ class RecipeParser(TrlParser):
         return super().parse_args_and_config(args, *rest, **kwargs)
 
     def set_defaults_with_config(self, **config):
+        for settings in self.dataclass_types:
+            hints = get_type_hints(settings)
+            for name in config.keys() & {f.name for f in fields(settings) if f.init}:
+                wanted = _wanted(hints[name], config[name])
+                if wanted is not None:
+                    self._refuse(f"{self._recipe}: `{name}` is {config[name]!r}: set it to {wanted}")
         remaining = super().set_defaults_with_config(**config)
         unknown = [flag.removeprefix("--") for flag in remaining[::2]]  # a value follows each
         if unknown:
@@ -110,3 +120,18 @@ class RecipeParser(TrlParser):
 
     def _refuse(self, message: str):
         self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def _wanted(hint: Any, value: Any) -> str | None:
+    """Return what a setting takes instead of a number or a truth value that it does not; `None` if it takes it."""
+    if not isinstance(value, bool | int | float):  # text is read as on the command line
+        return None
+    types = set(get_args(hint)) if get_args(hint) and get_origin(hint) in (Union, UnionType) else {hint}
+    types -= {type(None)}
+    if not all(isinstance(each, type) for each in types) or type(value) in types:
+        return None
+    if type(value) is int and float in types:
+        return None
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text, in quotes"}
+    known = [names[each] for each in names if each in types]
+    return " or ".join(known) or "another value: see --help"

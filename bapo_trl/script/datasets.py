@@ -111,7 +111,14 @@ def load_splits(
         )
     try:
         return load_dataset(name, name=config, streaming=streaming)
-    except (OSError, DatasetsError, HFValidationError) as error:
+    except (OSError, DatasetsError, HFValidationError, ValueError) as error:
+        if path.is_dir():
+            for file in sorted(each for each in path.rglob("*") if each.suffix in _FILE_BUILDERS):
+                _load_file(str(file), streaming, parameter)  # says which one it is
+            raise InputError(
+                f"`{parameter}` is the folder '{name}', whose files cannot be read together: give files of one kind "
+                f"and with the same columns. What failed: {_reason(error)}"
+            ) from error
         raise InputError(
             f"`{parameter}` is '{name}', which is neither a file nor a folder here, and the Hub did not give it "
             f"either: {error}"
@@ -127,14 +134,18 @@ def _load_file(name: str, streaming: bool, parameter: str) -> DatasetDict | Iter
         next(iter(splits["train"]), None)  # a stream is not read before
         return splits
     except (DatasetsError, StopIteration, ValueError) as error:  # pyarrow's is a `ValueError`
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
         shape = "one JSON object a row, in UTF-8" if builder == "json" else "a whole parquet file"
-        reason = str(cause).partition("\n")[0] or "it holds no row"
+        reason = _reason(error) or "it holds no row"
         raise InputError(
             f"`{parameter}` is the file '{name}', which cannot be read ({reason}): give {shape}, with at least a row."
         ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of what was raised first."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).partition("\n")[0]
 
 
 def _check_encoding(name: str) -> None:

@@ -41,7 +41,13 @@ def adapter_base(model: str, revision: str | None = None) -> str | None:
         return None
     if path is None:
         return None
-    base = json.loads(Path(path).read_text()).get("base_model_name_or_path")
+    try:
+        base = json.loads(Path(path).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (AttributeError, OSError, ValueError) as error:
+        raise InputError(
+            f"`model_name_or_path` is '{model}', an adapter whose {path} is damaged: save it again, or take another. "
+            f"What failed: {_first_line(error)}"
+        ) from error
     if not base:
         raise InputError(
             f"`model_name_or_path` is '{model}', an adapter that does not name its base model: write it into "

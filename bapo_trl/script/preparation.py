@@ -1,6 +1,7 @@
 """From the settings to a trainer: data, rewards, model. What cannot work is refused before the weights load."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -115,22 +116,38 @@ def prepare(
     for dataset in (data.train, data.test):
         check_chat_template(dataset, processing_class)
     loaded, quantization = _settle_model(model, base, training_args, model_args)
-    trainer = EvaluatedTrainer(
-        loaded,
-        reward_funcs,
-        training_args,
-        train_dataset=prompts,
-        eval_dataset=eval_dataset,
-        processing_class=processing_class,
-        quantization_config=quantization,
-        peft_config=get_peft_config(model_args),
-    )
+    with _explaining_pushes(training_args):
+        trainer = EvaluatedTrainer(
+            loaded,
+            reward_funcs,
+            training_args,
+            train_dataset=prompts,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            quantization_config=quantization,
+            peft_config=get_peft_config(model_args),
+        )
     check_prompts_fit(trainer, eval_dataset)
     if not training_args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(BoundsProgressCallback)
     trainer.add_callback(ReportCallback({**vars(script_args), **vars(model_args), **vars(dataset_args)}))
     return Run(trainer, data, model, task if is_embedded else None, extract_answer)
+
+
+@contextmanager
+def _explaining_pushes(training_args: BAPOConfig) -> Iterator[None]:
+    """Say in a sentence that the Hub cannot be pushed to: transformers asks it for the repository at the start."""
+    try:
+        yield
+    except Exception as error:
+        is_of_hub = type(error).__module__.partition(".")[0] in ("huggingface_hub", "httpx")
+        if not (training_args.push_to_hub and is_of_hub):
+            raise
+        raise InputError(
+            f"`push_to_hub` is set, but the Hub cannot be pushed to ({str(error).splitlines()[0]}): look at the "
+            "network and at the token (`hf auth login`), or leave it out."
+        ) from error
 
 
 def _choose_rewards(names: list[str] | None, task: MadeTask | None) -> list[Any]:

@@ -96,7 +96,8 @@ def format_prompts(
 def is_chat(dataset: Dataset | IterableDataset | None) -> bool:
     """Tell whether the first prompt is a list of messages; not so of an empty dataset or of none."""
     first: dict[str, Any] = next(iter(dataset), {}) if dataset is not None else {}
-    return isinstance(first.get("prompt"), list)
+    prompt = first.get("prompt")
+    return isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
 
 
 def count_missing_answers(dataset: Dataset | IterableDataset) -> int:

@@ -33,12 +33,24 @@ def find_recipe(name: str) -> str | None:
     return str(RECIPES / f"{path.stem}.yaml") if is_name and path.stem in recipe_names() else None
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice, of which YAML takes the last."""
+
+    def construct_mapping(self, node, deep=False):
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+                raise yaml.YAMLError(f"the key `{key.value}` is there twice, again in line {key.start_mark.line + 1}")
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def find_defect(path: str) -> str | None:
     """Return what keeps a file from being a recipe, with the fix; `None` if it is one."""
     example = "write one setting a line, such as `learning_rate: 1.0e-6`"
     try:
         with open(path, encoding="utf-8") as file:
-            recipe = yaml.safe_load(file)
+            recipe = yaml.load(file, Loader=_UniqueKeys)  # noqa: S506 -- a safe one
     except OSError as error:
         return f"cannot be read ({error.strerror}): check its permissions"
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -14,7 +14,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from ..errors import InputError
+from ..errors import InputError, MissingPackageError
 from .answers import Completion, completion_text, read_answer
 from .made import MadeTask
 
@@ -126,7 +126,7 @@ def _make(name: str, args: dict[str, Any]) -> Any:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise ImportError(
+        raise MissingPackageError(
             f"`dataset_name` is '{GYM_PREFIX}{name}', but the package reasoning-gym cannot be imported ({error}): "
             "pip install 'bapo-trl[reasoning-gym]', or give another dataset."
         ) from error

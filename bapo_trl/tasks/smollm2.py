@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..errors import MissingPackageError
 from .cache import cached_folder
 
 
@@ -51,7 +52,7 @@ def smollm2_path() -> Path:
 
 def _build(folder: Path) -> None:
     if importlib.util.find_spec("gguf") is None:
-        raise ImportError(
+        raise MissingPackageError(
             f"`model_name_or_path` is '{SMOLLM2}', which is read with the package `gguf`, and that is not installed: "
             "pip install 'bapo-trl[llm]', or give the folder or the Hub id of another model."
         )
