@@ -18,7 +18,7 @@ from .bapo_config import BAPOConfig, check_unchanged, own_settings
 from .bound_grid import SINGLE_POINT
 from .bound_search import BoundSearch
 from .carried_curves import CURVES_FILE
-from .checked_inputs import CheckedInputs, explained, raising_on_all_ranks
+from .checked_inputs import CheckedInputs, check_model_name, explained, raising_on_all_ranks
 from .clip_bounds import ClipBounds, Contributions
 from .config_checks import check_values_of_trl
 from .diagnostics import UpdateLog, measure_tokens
@@ -138,7 +138,7 @@ class BAPOTrainer(
         uses_server = args.use_vllm and args.vllm_mode == "server"
         server = client_for(args.device, args.vllm_request_timeout) if uses_server else nullcontext()
         rewards = partial(check_reward_funcs, reward_funcs, args.reward_weights)
-        with explained(partial(check_values_of_trl, args), rewards), server:
+        with explained(partial(check_model_name, model), partial(check_values_of_trl, args), rewards), server:
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, *rest, **kwargs)
 
         self._inputs_in_loss = None  # the micro-batch whose loss is being computed, else `None`

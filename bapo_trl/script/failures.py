@@ -122,7 +122,13 @@ def _use_robust_streams() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 -- for as long as the process lives
         elif stream is getattr(sys, f"__{name}__") and not isinstance(stream.buffer, _Robust):
             robust: Any = _Robust(stream)
-            new = io.TextIOWrapper(robust, stream.encoding, "backslashreplace", line_buffering=stream.line_buffering)
+            new = io.TextIOWrapper(
+                robust,
+                stream.encoding,
+                "backslashreplace",
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
             setattr(sys, name, new)
             setattr(sys, f"__{name}__", new)
 

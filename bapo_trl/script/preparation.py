@@ -1,5 +1,6 @@
 """From the settings to a trainer: data, rewards, model. What cannot work is refused before the weights load."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from ..prompts import check_columns, check_number_of_prompts, check_prompts
 from ..report.callback import ReportCallback
 from ..tasks import MadeTask
 from .arguments import EMBEDDED, BAPOScriptArguments
-from .console import BoundsProgressCallback
+from .console import UpdateLines, UpdateLinesAboveBar
 from .data import format_data, load_data
 from .datasets import Data, make_task
 from .model_checks import check_packages, check_prompts_fit, settle_lora_targets
@@ -130,7 +131,7 @@ def prepare(
     check_prompts_fit(trainer, eval_dataset)
     if not training_args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(BoundsProgressCallback)
+        trainer.add_callback(UpdateLinesAboveBar if sys.stderr.isatty() else UpdateLines)
     trainer.add_callback(ReportCallback({**vars(script_args), **vars(model_args), **vars(dataset_args)}))
     return Run(trainer, data, model, task if is_embedded else None, extract_answer)
 

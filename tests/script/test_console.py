@@ -1,10 +1,15 @@
 """What the terminal shows."""
 
+import contextlib
+import io
+
+import pytest
 import yaml
+from transformers import TrainerState
 
 from bapo_trl import BAPOConfig
 from bapo_trl.script.advice import ADVICE, advice_table
-from bapo_trl.script.console import accuracy_table, log_line, settings_table
+from bapo_trl.script.console import UpdateLines, UpdateLinesAboveBar, accuracy_table, log_line, settings_table
 from bapo_trl.script.pace import Pace, Stopwatch
 from bapo_trl.script.sampled_accuracy import Estimate
 from tests.helpers.commands import ROOT
@@ -156,3 +161,30 @@ def test_accuracies_before_and_after():
     )
     assert accuracy_table({"": {"avg@4": Estimate(0.25, 0.05)}}) == "  avg@4  0.250 ± 0.050"
     assert accuracy_table({"": {}}) == ""
+
+
+@pytest.mark.parametrize("terminal", [False, True], ids=["file", "terminal"])
+def test_the_bar_and_the_lines_of_updates_stand_apart(terminal):
+    """In a terminal the bar is cleared before each line; in a file there is none, and each line comes at once."""
+    output = Terminal() if terminal else io.StringIO()
+    callback = UpdateLinesAboveBar() if terminal else UpdateLines()
+    state = TrainerState(max_steps=3, is_world_process_zero=True)
+    events = [({"bapo/positive_share": 0.5, "entropy": float(step)}, step) for step in (1, 2, 3)]
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        callback.on_log(None, state, None, {"eval_reward": 1.0})  # before the training
+        callback.on_train_begin(None, state, None)
+        for logs, step in events:
+            state.global_step = step
+            callback.on_step_end(None, state, None)
+            callback.on_log(None, state, None, logs)
+        callback.on_train_end(None, state, None)
+    text = output.getvalue()
+    written = [line.rpartition("\r")[2] for line in text.splitlines() if "update " in line]
+    starts = [f"update    {step}  positive share 0.50  entropy {step}.00" for step in (1, 2, 3)]
+    assert [line[: len(start)] for line, start in zip(written, starts, strict=True)] == starts
+    assert ("it/s" in text) == ("\r" in text) == terminal
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
