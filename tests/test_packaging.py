@@ -161,6 +161,7 @@ def test_what_the_package_imports_is_what_it_requires():
     # What a required one cannot do without is there too, such as transformers' tokenizers
     there = named.union(*(required(metadata.requires(name) or []) for name in named))
     extras = {line for text in options["options.extras_require"].values() for line in text.split("\n") if line}
+    extras |= {"vllm"} if "trl[vllm]" in extras else set()
     optional = {re.split(r"[\[>=<]", line)[0].replace("-", "_") for line in extras}
     distributions = metadata.packages_distributions()
     files = list((ROOT / "bapo_trl").rglob("*.py"))
