@@ -14,6 +14,7 @@ from datasets import IterableDataset
 from trl import GRPOTrainer
 
 from . import trl_compat
+from .advice import staleness_line
 from .bapo_config import BAPOConfig, check_unchanged, own_settings
 from .bound_grid import SINGLE_POINT
 from .bound_search import BoundSearch
@@ -227,6 +228,8 @@ class BAPOTrainer(
     def train(self, *args, **kwargs):
         # A second call starts over at version 0: samples and measurements of the first one would be taken for new.
         self._reset_run_state()
+        # Printed as transformers prints its logs: a library's logger would hide it where nothing is set up
+        self.accelerator.print(staleness_line(self.args))
         result = super().train(*args, **kwargs)
         # A stream does not know its length before it ends
         if self._step == self.state.global_step == 0 and isinstance(self.train_dataset, IterableDataset):

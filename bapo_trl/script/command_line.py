@@ -11,7 +11,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from transformers import IntervalStrategy
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
-from ..bapo_config import BAPOConfig
+from ..bapo_config import BAPOConfig, own_fields
 from ..errors import InputError
 from .arguments import BAPOScriptArguments
 from .commands import TRAIN, Command
@@ -36,7 +36,7 @@ def parse_arguments(
     """
     named = {argument.partition("=")[0].replace("-", "_") for argument in arguments}
     merges = {"__merge_adapter", "__model_name_or_path"} <= named
-    if not named & {"__config", "__dataset_name", "__eval_dataset", "__help", "_h"} and not merges:
+    if not named & {"__config", "__dataset_name", "__eval_dataset", "__help", "_h", "__help_all"} and not merges:
         arguments = ["--config", str(RECIPES / "quickstart.yaml"), *arguments]
     parser = RecipeParser(
         (BAPOScriptArguments, BAPOConfig, ModelConfig, DatasetMixtureConfig),
@@ -67,7 +67,31 @@ class RecipeParser(TrlParser):
 
     def __init__(self, dataclass_types: Iterable[Any], **kwargs):
         super().__init__(dataclass_types, allow_abbrev=False, **kwargs)
+        self.add_argument("--help-all", action=_HelpAll, help="show those of TRL and transformers as well, and exit")
         self._recipe: str | None = None
+
+    def format_help(self, shows_all: bool = False) -> str:
+        """Return the help text: the flags of this package, those of TRL and transformers only if asked for."""
+        own = {
+            "Data, rewards and evaluation": {f.name for f in fields(BAPOScriptArguments)} - {"ignore_bias_buffers"},
+            "BAPO": {f.name for f in own_fields()},
+        }
+        first = {"help", argparse.SUPPRESS}  # the second is of --help-all
+        others = {action.dest for action in self._actions} - first - set().union(*own.values())
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        sections = {"Help": first, **own, **({"TRL and transformers": others} if shows_all else {})}
+        for title, names in sections.items():
+            formatter.start_section(title)
+            formatter.add_arguments([action for action in self._actions if action.dest in names])
+            formatter.end_section()
+        if not shows_all:
+            formatter.add_text(
+                f"{len(others)} more are of TRL and transformers (--help-all), such as --model_name_or_path, "
+                "--output_dir, --learning_rate, --use_peft."
+            )
+        return formatter.format_help()
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, *rest, **kwargs):
         args = sys.argv[1:] if args is None else args
@@ -120,6 +144,15 @@ class RecipeParser(TrlParser):
 
     def _refuse(self, message: str):
         self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+class _HelpAll(argparse.Action):
+    def __init__(self, option_strings, dest, **kwargs):
+        super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, **kwargs)
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        print(parser.format_help(shows_all=True))
+        parser.exit()
 
 
 def _wanted(hint: Any, value: Any) -> str | None:

@@ -45,8 +45,8 @@ A saved model or adapter, evaluated alone:
 
     {command} --config recipes/aime24.yaml --model_name_or_path out
 
-`--help` lists all settings: those of this command, of `BAPOConfig` (a `GRPOConfig`), of TRL's `ModelConfig` (LoRA
-flags among them) and of TRL's dataset mixtures.
+`--help` lists the settings of this package. `--help-all` lists all: those of `GRPOConfig`, of TRL's `ModelConfig`
+(LoRA flags among them) and of TRL's dataset mixtures as well.
 """
 _EVALUATION = """
 Evaluate a model: what `bapo-trl train` does with `--do_train false`, and with the same settings.

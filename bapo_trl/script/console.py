@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import ProgressCallback, TrainerCallback
 
+from ..advice import oldest_age
 from ..bapo_config import BAPOConfig
-from .advice import advice_for
 from .pace import Pace, Stopwatch
 from .sampled_accuracy import Estimate
 
@@ -24,7 +24,7 @@ def settings_table(args: BAPOConfig) -> str:
     window = args.gradient_accumulation_steps
     updates = args.micro_batches_per_generation / window
     rows_per_update = args.per_device_train_batch_size * args.world_size * window
-    age, held_by = _oldest_age(args)
+    age, held_by = oldest_age(args)
     staleness = ("no limit" if age == math.inf else f"{age} policy versions") + held_by
     rows = [
         ("samples per generation", f"{args.generation_batch_size} ({args.num_generations} per prompt)"),
@@ -34,7 +34,6 @@ def settings_table(args: BAPOConfig) -> str:
         ),
         ("updates per generation", f"{updates:g}"),
         ("oldest age of a sample", staleness),
-        ("advice", advice_for(age).line(args)),
         *_balance_rows(args),
     ]
     if args.uses_replay:
@@ -51,17 +50,6 @@ def settings_table(args: BAPOConfig) -> str:
         rows.append(("partial rollouts", f"{held} groups a rank held over, looked at every {chunk} tokens"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
-
-
-def _oldest_age(args: BAPOConfig) -> tuple[float, str]:
-    """Return the oldest age at which a sample is trained, and what keeps it so long."""
-    if args.uses_replay:
-        limit, held_by = args.replay_max_staleness, " (replay queue)"
-    elif args.uses_partial_rollouts:
-        limit, held_by = args.partial_rollout_max_staleness, " (partial rollouts)"
-    else:
-        return args.largest_staleness, ""
-    return math.inf if limit is None else limit, held_by
 
 
 def _balance_rows(args: BAPOConfig) -> list[tuple[str, str]]:

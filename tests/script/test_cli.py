@@ -1,12 +1,16 @@
 """`bapo-trl` and its sub-commands. What `train` and `evaluate` do is in the tests of the script."""
 
 import json
+import re
 import sys
 import types
+from dataclasses import fields
 
 import pytest
 
 from bapo_trl import __version__, cli
+from bapo_trl.bapo_config import own_fields
+from bapo_trl.script.arguments import BAPOScriptArguments
 from tests.helpers.commands import run_command
 
 
@@ -43,6 +47,19 @@ def test_what_is_no_command_ends_with_those_that_are(arguments, error, capsys):
     message = capsys.readouterr().err
     assert error in message
     assert not arguments or all(name in message for name in ("train", "evaluate", "report", "serve", "env"))
+
+
+def test_help_shows_our_flags_and_those_of_trl_if_asked_for(capsys):
+    ours = {f.name for f in (*own_fields(), *fields(BAPOScriptArguments))} - {"ignore_bias_buffers"}
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["train", flag])
+        assert not ended.value.code
+        shown = re.findall(r"^  (?:-h, )?--([\w-]+)", capsys.readouterr().out, re.MULTILINE)
+        assert shown[:2] == ["help", "help-all"]
+        assert ours <= set(shown[2 : 3 + len(ours)])  # before the others; one has a flag for false as well
+        assert ("learning_rate" in shown) == ("lora_r" in shown) == (flag == "--help-all")
+    assert len(shown) > 200
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate"])

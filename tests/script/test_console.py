@@ -8,12 +8,12 @@ import yaml
 from transformers import TrainerState
 
 from bapo_trl import BAPOConfig
-from bapo_trl.script.advice import ADVICE, advice_table
+from bapo_trl.advice import ADVICE, advice_table, staleness_line
 from bapo_trl.script.console import UpdateLines, UpdateLinesAboveBar, accuracy_table, log_line, settings_table
 from bapo_trl.script.pace import Pace, Stopwatch
 from bapo_trl.script.sampled_accuracy import Estimate
 from tests.helpers.commands import ROOT
-from tests.helpers.toy import CPU, OFF_POLICY
+from tests.helpers.toy import CPU, OFF_POLICY, toy_trainer
 
 
 def table(**args):
@@ -29,7 +29,6 @@ def test_settings_table_says_what_the_settings_mean():
         "samples per update": "12 (1 x 6 x 2)",
         "updates per generation": "4",
         "oldest age of a sample": "3 policy versions",
-        "advice": "samples hardly stale: the defaults will do (docs/stability.md)",
         "clip bounds": "low 0.6 .. 0.9, high 1.2 .. 3",
         "target share of positives": "0.5 (gradient)",
         "bound search": "upper_first, over each batch",
@@ -73,15 +72,29 @@ def test_settings_table_with_a_replay_queue():
     assert "6 policy versions (replay queue)" in table(replay_fraction=0.25, replay_max_staleness=6)
 
 
-def test_settings_table_names_the_row_of_the_advice_that_fits():
+def test_a_run_says_at_its_start_how_stale_it_is_and_the_row_of_the_advice_that_fits(tmp_path, capsys):
+    def line(**args):
+        return staleness_line(BAPOConfig("unused", **{**CPU, **OFF_POLICY, **args}))
+
     stale = {"steps_per_generation": 16, "num_iterations": 1}  # 8 updates
-    assert "hardly stale: the defaults" in table(**stale)
+    assert line(**stale) == (
+        "8 updates a generation, of 2 micro-batches each; samples at most 7 policy versions old. "
+        "Samples hardly stale: the defaults will do (docs/stability.md)."
+    )
     stale["steps_per_generation"] = 18
-    advised = "stale samples: loss_type vespo, positive_contribution_target 1.0, negative_weight_min 0.5"
-    assert f"advice                     {advised} (docs/stability.md)" in table(**stale)
-    assert f"advice                     {advised}" in table(replay_fraction=0.25)  # as old as the queue has them
-    assert "hardly stale" in table(replay_fraction=0.25, replay_max_staleness=6)
-    assert "stale samples: set as advised (docs/stability.md)" in table(**stale, **ADVICE[1].settings)
+    advised = "Stale samples: loss_type vespo, positive_contribution_target 1.0, negative_weight_min 0.5"
+    assert line(**stale).endswith(f"at most 8 policy versions old. {advised} (docs/stability.md).")
+    # As old as the queue has them
+    assert f"samples of any age (replay queue). {advised}" in line(replay_fraction=0.25)
+    assert "hardly stale" in line(replay_fraction=0.25, replay_max_staleness=6)
+    assert "Stale samples: set as advised (docs/stability.md)" in line(**stale, **ADVICE[1].settings)
+    alone = {"steps_per_generation": 1, "gradient_accumulation_steps": 1, "num_iterations": 1}
+    assert line(**alone).startswith("1 update a generation, of 1 micro-batch each; samples at most 0")
+
+    trainer = toy_trainer(tmp_path, max_steps=1)
+    capsys.readouterr()
+    trainer.train()
+    assert capsys.readouterr().out.splitlines()[0] == staleness_line(trainer.args)
 
 
 def test_the_page_and_the_recipe_are_of_the_advice():

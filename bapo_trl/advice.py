@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..bapo_config import BAPOConfig
+from .bapo_config import BAPOConfig
 
 
 PAGE = "docs/stability.md"
@@ -40,7 +40,7 @@ class Advice:
         what = ", ".join(f"{name} {value}" for name, value in self.settings.items()) or "the defaults will do"
         if self.settings and all(getattr(args, name) == value for name, value in self.settings.items()):
             what = "set as advised"
-        return f"{self.name}: {what} ({PAGE})"
+        return f"{self.name[0].upper()}{self.name[1:]}: {what} ({PAGE})."
 
 
 ADVICE = (
@@ -58,6 +58,35 @@ ADVICE = (
 def advice_for(oldest_age: float) -> Advice:
     """Return the row for samples that get as old as this, in policy versions."""
     return next(advice for advice in ADVICE if oldest_age <= advice.oldest)
+
+
+def oldest_age(args: BAPOConfig) -> tuple[float, str]:
+    """Return the oldest age at which a sample is trained, in policy versions, and what keeps it so long."""
+    if args.uses_replay:
+        limit, held_by = args.replay_max_staleness, " (replay queue)"
+    elif args.uses_partial_rollouts:
+        limit, held_by = args.partial_rollout_max_staleness, " (partial rollouts)"
+    else:
+        return args.largest_staleness, ""
+    return math.inf if limit is None else limit, held_by
+
+
+def staleness_line(args: BAPOConfig) -> str:
+    """
+    Return what a run says at its start: how stale its samples get, and the row of the advice for that.
+
+    Args:
+        args ([`BAPOConfig`]):
+            Settings of the run, in a process that knows the number of processes.
+    """
+    window = args.gradient_accumulation_steps
+    age, held_by = oldest_age(args)
+    updates = args.micro_batches_per_generation / window
+    oldest = "of any age" if age == math.inf else f"at most {age} policy versions old"
+    return (
+        f"{updates:g} update{'s' if updates != 1 else ''} a generation, of {window} micro-batch"
+        f"{'es' if window != 1 else ''} each; samples {oldest}{held_by}. {advice_for(age).line(args)}"
+    )
 
 
 def advice_table() -> str:
