@@ -139,9 +139,6 @@ def check_eval_groups(config: "BAPOConfig") -> None:
 
 def check_run(config: "BAPOConfig") -> None:
     """Refuse values of the run that no search, queue or pool depends on."""
-    for name, value in vars(config).items():
-        if isinstance(value, float) and math.isnan(value):  # no comparison would notice
-            raise InputError(f"`{name}` is nan: set it to a number.")
     weights = () if config.reward_weights is None else config.reward_weights
     if not all(math.isfinite(weight) for weight in weights if isinstance(weight, (float, np.floating))):
         raise InputError(f"`reward_weights` is {list(weights)}: set it to a list of finite numbers, one a reward.")
@@ -159,6 +156,9 @@ def check_run(config: "BAPOConfig") -> None:
             f"{config.vllm_server_timeout:g}: the other ranks wait for the main process that long, but give up after "
             f"`ddp_timeout`, which is {config.ddp_timeout}. Raise that to {math.ceil(longest)} at least."
         )
+    for name, value in vars(config).items():
+        if isinstance(value, float) and math.isnan(value):  # no comparison would notice
+            raise InputError(f"`{name}` is nan: set it to a number.")
 
 
 def check_search(config: "BAPOConfig") -> None:

@@ -57,7 +57,20 @@ class WholeCheckpoints(TrainerMixin):
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         with self.holding_output_dir():
-            return self._train_alone(resume_from_checkpoint, *args, **kwargs)
+            self._remove_unfinished(self.args.output_dir)
+            self._last_checkpoint = self.checkpoint_to_resume(resume_from_checkpoint)
+            if self._last_checkpoint is not None and self.is_world_process_zero():
+                left_out = left_out_states(self._last_checkpoint)
+                if left_out:
+                    warnings.warn(
+                        f"The checkpoint {self._last_checkpoint} lacks what `save_only_model` leaves out. These start "
+                        f"anew: {', '.join(left_out)}."
+                    )
+            save_only_model = self.args.save_only_model
+            try:
+                return super().train(self._last_checkpoint, *args, **kwargs)
+            finally:  # what a run that must end has set, in order to be resumed
+                self.args.save_only_model, self._is_ending = save_only_model, False
 
     @contextlib.contextmanager
     def holding_output_dir(self) -> Iterator[None]:
@@ -83,22 +96,6 @@ class WholeCheckpoints(TrainerMixin):
         finally:
             self._holds_output_dir = False
             lock.release()
-
-    def _train_alone(self, resume_from_checkpoint, *args, **kwargs):
-        self._remove_unfinished(self.args.output_dir)
-        self._last_checkpoint = self.checkpoint_to_resume(resume_from_checkpoint)
-        if self._last_checkpoint is not None and self.is_world_process_zero():
-            left_out = left_out_states(self._last_checkpoint)
-            if left_out:
-                warnings.warn(
-                    f"The checkpoint {self._last_checkpoint} lacks what `save_only_model` leaves out. These start "
-                    f"anew: {', '.join(left_out)}."
-                )
-        save_only_model = self.args.save_only_model
-        try:
-            return super().train(self._last_checkpoint, *args, **kwargs)
-        finally:  # what a run that must end has set, in order to be resumed
-            self.args.save_only_model, self._is_ending = save_only_model, False
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
         self._random_states = RandomStates.current()  # the evaluation may end the run

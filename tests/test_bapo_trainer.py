@@ -631,11 +631,11 @@ def test_one_warning_says_which_knob_makes_data_off_policy(tmp_path):
 
 
 def test_a_dataset_without_prompts_is_refused(tmp_path):
-    questions = Dataset.from_dict({"question": ["1+1="]})
-    with pytest.raises(ValueError, match=r"train dataset has no `prompt` column, only \['question'\].*rename_column"):
-        toy_trainer(tmp_path, trainer_args={"train_dataset": questions})
-    with pytest.raises(ValueError, match=r"held_out dataset has no `prompt` column"):
-        toy_trainer(tmp_path, trainer_args={"eval_dataset": {"held_out": questions}})
+    questions = Dataset.from_dict({"question": ["1+1="] * 40})
+    trainer = toy_trainer(tmp_path, trainer_args={"train_dataset": questions, "eval_dataset": {"held_out": questions}})
+    for run in (trainer.train, trainer.evaluate):
+        with pytest.raises(ValueError, match=r"A row of the dataset has no `prompt`, only \['question'\]: rename the"):
+            run()
 
 
 def test_too_few_prompts_for_one_generation_are_refused_before_the_model_loads(tmp_path):

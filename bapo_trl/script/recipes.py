@@ -50,7 +50,7 @@ def find_defect(path: str) -> str | None:
     example = "write one setting a line, such as `learning_rate: 1.0e-6`"
     try:
         with open(path, encoding="utf-8") as file:
-            recipe = yaml.load(file, Loader=_UniqueKeys)  # noqa: S506 -- a safe one
+            recipe = _UniqueKeys(file).get_single_data()
     except OSError as error:
         return f"cannot be read ({error.strerror}): check its permissions"
     except (yaml.YAMLError, UnicodeDecodeError) as error:
