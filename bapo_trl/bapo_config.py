@@ -457,8 +457,8 @@ def own_fields() -> tuple[Field, ...]:
 
 
 def own_settings(config: BAPOConfig) -> dict[str, Any]:
-    """Return the values of the fields that `BAPOConfig` adds, by name."""
-    return {f.name: getattr(config, f.name) for f in own_fields()}
+    """Return the values of the fields that `BAPOConfig` adds, and of TRL's that the search depends on, by name."""
+    return {name: getattr(config, name) for name in (*(f.name for f in own_fields()), "loss_type", "delta")}
 
 
 def check_unchanged(config: BAPOConfig, settings: dict[str, Any]) -> None:

@@ -192,7 +192,8 @@ class BAPOTrainer(
             if self.multi_objective_aggregation == "sum_then_normalize" and self.scale_rewards != "batch":
                 self._metrics["train"]["frac_reward_zero_std"][-1] = share  # TRL's misses some by rounding
         num_padding = self._num_padding_rows if self.args.uses_partial_rollouts else 0
-        is_made_again = self._step % self.args.micro_batches_per_generation != 0
+        # The queue of a checkpoint within a generation has seen the first half of it
+        is_made_again = self._has_loaded_queue and self._step % self.args.micro_batches_per_generation != 0
         return self._take_batch(
             self._replay.draw_first_pass(output, self.state.global_step, num_padding, is_made_again)
         )
@@ -244,6 +245,7 @@ class BAPOTrainer(
         super()._reset_run_state()
         self._settings = own_settings(self.args)
         self._replay = self._make_replay() if self.args.uses_replay else None
+        self._has_loaded_queue = False
         self._update_log = UpdateLog(self.args.has_clip_bounds, has_target=not self.args.has_constant_weight)
         self._masses_of_buffer: list[Contributions] = []  # of each micro-batch, of all ranks
         self._buffer_of_masses = None
@@ -341,7 +343,8 @@ class BAPOTrainer(
             self._load_replay(checkpoint)
 
     def _load_replay(self, checkpoint):
-        if not self._replay.load(checkpoint, self.state.global_step):
+        self._has_loaded_queue = self._replay.load(checkpoint, self.state.global_step)
+        if not self._has_loaded_queue:
             warnings.warn(f"The checkpoint {checkpoint} holds no replay queue: starting with an empty one.")
         rows, _ = self._replay.queue.state()
         if self.args.uses_partial_rollouts and any("token_versions" not in chunk.columns for chunk in rows):

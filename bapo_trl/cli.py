@@ -47,4 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
         commands.add_parser(name, help=purpose, add_help=False)
     command = parser.parse_args(arguments[:1]).command
     function, _ = COMMANDS[command]
-    return run_command(lambda rest: resolve_name(function)(rest), arguments[1:], f"{parser.prog} {command}")
+
+    def run(rest: Sequence[str]) -> int | None:
+        # What stands behind the script is the script's, `--traceback` too
+        return resolve_name(function)(arguments[1:] if command == "launch" else rest)
+
+    return run_command(run, arguments[1:], f"{parser.prog} {command}")

@@ -10,6 +10,20 @@ LOCK = "_running"
 """The locked file. A run that is killed leaves it, which keeps nobody out; no upload takes what begins with `_`."""
 
 
+_held: set[int] = set()
+"""Descriptors of this process. A child that is forked gets them too, and would hold the lock after our end."""
+
+
+def _let_go_in_a_child() -> None:
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go_in_a_child)
+
+
 class RunLock:
     """
     Lock of the folder of a run.
@@ -27,6 +41,7 @@ class RunLock:
         """Take the lock; return why not, if another run has it. A file system without locks gives a warning."""
         try:
             self._descriptor = _lock(self._path)
+            _held.add(self._descriptor)
         except BlockingIOError:
             return (
                 f"`output_dir` is {self._path.parent}, where another run is training: give each run an `output_dir` "
@@ -38,7 +53,8 @@ class RunLock:
 
     def release(self) -> None:
         """Let go of the lock, if it is held, and remove the file."""
-        if self._descriptor is not None:
+        if self._descriptor in _held:
+            _held.remove(self._descriptor)
             with contextlib.suppress(OSError):  # the folder may be gone by now, or be read-only
                 self._path.unlink()
             os.close(self._descriptor)

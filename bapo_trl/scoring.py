@@ -31,8 +31,8 @@ class Scoring(TrainerMixin):
             math.inf,
             None,
         )
-        for metrics in self._metrics.values():
-            metrics.clear()
+        for left in (*self._metrics.values(), self._pending_metrics, self._pending_extra_logs):
+            left.clear()
         self._has_probed_padding = False
         self._has_random_forward = has_random_forward(self.model, self.args.neftune_noise_alpha)
 

@@ -85,7 +85,9 @@ def main(arguments: list[str]) -> None:
         "TENSOR_PARALLEL_SIZE": str(size),
     }
     command = ["sbatch", f"--nodes={args.trainer_nodes + 1}", f"--gpus-per-node={args.gpus_per_node}", *args.sbatch]
-    command += [str(JOB), args.recipe, args.model, str(output_dir)]
+    # The job's folder is another
+    recipe, model = (str(Path(name).absolute()) if Path(name).exists() else name for name in (args.recipe, args.model))
+    command += [str(JOB), recipe, model, str(output_dir)]
     os.chdir(JOB.parents[1])  # the job's folder
     try:
         os.execvpe(command[0], command, {**os.environ, **environment})

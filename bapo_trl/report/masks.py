@@ -7,7 +7,8 @@ from typing import Any
 
 
 _SECRET_NAME = re.compile(
-    r"secret|(?:token|passw(?:or)?d|passphrase|(?:api|access|private)[_-]?key|credentials?|authorization|auth|cookie)$",
+    r"secret|(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<!stop_)(?<!image_)(?<!mask_)token$"
+    r"|(?:passw(?:or)?d|pwd|passphrase|[_-]key|apikey|credentials?|authorization|auth|cookie)$",
     re.IGNORECASE,
 )
 _SHAPES = re.compile(
@@ -15,6 +16,7 @@ _SHAPES = re.compile(
     r"|\b(?:hf|api_org)_[A-Za-z0-9]{16,}"
     r"|\b(?:gh[a-z]|github_pat|glpat|sk|xox[a-z])[_-][\w-]{20,}"
     r"|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"
+    r"|(?<=[?&]key=)[^&#\s\"']+|(?<=[?&]sig=)[^&#\s\"']+"
     r"|\beyJ[\w-]+\.[\w-]+\.[\w-]*"  # JSON web tokens
     r"|(?<=\bbearer )[\w.~+/-]{16,}=*|(?<=\bbasic )[\w+/-]{16,}=*"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[^-]*(?:-----END [A-Z ]*-----)?",

@@ -9,7 +9,7 @@ from typing import Any
 from ..tasks.answers import last_number, plain_number, without_separators
 
 
-_BRACES = re.compile(r"\\boxed\{|\\[{}]|[{}]")
+_BRACES = re.compile(r"\\boxed\{|\\\\|\\[{}]|[{}]")
 
 
 def boxed_answer(text: str) -> str | None:

@@ -41,9 +41,10 @@ def check_output_dir(output_dir: str | Path, overwrites: bool, model: str | None
     found = _find_trained(run_dir)
     if not found:
         return
-    names = ", ".join(path.name for path in found)
+    names = ", ".join(path.name for path in found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
     start = None if model is None else Path(model).resolve()
-    if start == run_dir.resolve() or start in [path.resolve() for path in found]:
+    going = [path.resolve() for path in found]
+    if start is not None and (start == run_dir.resolve() or any(start.is_relative_to(path) for path in going)):
         raise InputError(
             f"`output_dir` is {run_dir}, which holds the model that the run starts from ({model}), and would lose it: "
             "give another --output_dir."
@@ -61,7 +62,7 @@ def remove_earlier_run(output_dir: str | Path) -> None:
     run_dir = Path(output_dir)
     found = _find_trained(run_dir)
     for path in [*found, *(run_dir / name for name in _BESIDE), *_completions(run_dir)] if found else ():
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)

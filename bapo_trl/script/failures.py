@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import io
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -16,7 +17,7 @@ from ..errors import InputError
 
 FLAG = "--traceback"
 PACKAGE = Path(__file__).resolve().parents[1]
-_LIBRARIES = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
+_STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
 
 Result = TypeVar("Result")
 
@@ -52,7 +53,7 @@ def run_command(function: Callable[[Sequence[str]], Result], arguments: Sequence
             text = f"{program}: error: {_in_one_line(error)}\n"
         else:
             text = "".join(_short_traceback(error)) + f"{FLAG} shows all frames.\n"
-        if _is_first_to_say(f"{type(error).__name__}: {error}"):
+        if _is_first_to_say(re.sub(r"^On rank \d+: ", "", str(error))):  # which others say of it
             with contextlib.suppress(OSError):
                 sys.stderr.write(text)
         raise SystemExit(1) from None
@@ -62,10 +63,11 @@ def _in_one_line(error: BaseException) -> str:
     return " ".join(" ".join([str(error), *getattr(error, "__notes__", ())]).split())
 
 
-def _short_traceback(error: BaseException) -> Iterator[str]:
+def _short_traceback(error: BaseException, seen: frozenset[int] = frozenset()) -> Iterator[str]:
+    seen |= {id(error)}
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    if cause is not None:
-        yield from _short_traceback(cause)
+    if cause is not None and id(cause) not in seen:
+        yield from _short_traceback(cause, seen)
         yield "\nFrom this came:\n\n" if error.__cause__ is None else "\nWhich was the cause of this:\n\n"
     yield "Traceback (most recent call last):\n"
     folded: list[str] = []
@@ -79,6 +81,10 @@ def _short_traceback(error: BaseException) -> Iterator[str]:
         yield from traceback.format_list([frame])
     yield from _counted(folded)
     yield from traceback.format_exception_only(error)
+    for number, part in enumerate(getattr(error, "exceptions", ()), start=1):  # of a group
+        if id(part) not in seen:
+            yield f"\n{number} of them:\n\n"
+            yield from _short_traceback(part, seen)
 
 
 def _counted(folded: list[str]) -> Iterator[str]:
@@ -94,10 +100,10 @@ def _library_of(filename: str) -> str | None:
     path = Path(filename).resolve()
     if path.is_relative_to(PACKAGE):
         return None
-    for folder in reversed(_LIBRARIES):  # packages lie within the standard library's folder
-        if path.is_relative_to(folder):
-            return "python" if folder == _LIBRARIES[0] else path.relative_to(folder).parts[0].removesuffix(".py")
-    return None
+    for folder in ("site-packages", "dist-packages"):  # which may lie within the standard library's folder
+        if folder in path.parts[:-1]:
+            return path.parts[path.parts.index(folder) + 1].removesuffix(".py")
+    return "python" if path.is_relative_to(_STANDARD_LIBRARY) else None
 
 
 def _is_first_to_say(message: str) -> bool:
@@ -142,6 +148,10 @@ class _Robust(io.RawIOBase):
 
     def writable(self) -> bool:
         return True
+
+    @property
+    def name(self) -> Any:
+        return self._stream.name
 
     def isatty(self) -> bool:
         return self._stream.isatty()

@@ -112,9 +112,14 @@ def _find_config(name: str) -> Path:
 def _deepspeed_file_of(config: Path) -> str | None:
     if not config.is_file():  # accelerate says so
         return None
-    content = yaml.safe_load(config.read_text(encoding="utf-8"))
+    try:
+        content = yaml.safe_load(config.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"{config} is no configuration of accelerate ({reason}): correct it there.") from error
     settings = content.get("deepspeed_config") if isinstance(content, dict) else None
-    return settings.get("deepspeed_config_file") if isinstance(settings, dict) else None
+    named = settings.get("deepspeed_config_file") if isinstance(settings, dict) else None
+    return None if named == "none" else named
 
 
 def _find_deepspeed_file(named: str, config: Path) -> Path:

@@ -147,7 +147,7 @@ def _explaining_pushes(training_args: BAPOConfig) -> Iterator[None]:
         if not (training_args.push_to_hub and is_of_hub):
             raise
         raise InputError(
-            f"`push_to_hub` is set, but the Hub cannot be pushed to ({str(error).splitlines()[0]}): look at the "
+            f"`push_to_hub` is set, but the Hub cannot be pushed to ({str(error).partition(chr(10))[0]}): look at the "
             "network and at the token (`hf auth login`), or leave it out."
         ) from error
 

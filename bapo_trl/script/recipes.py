@@ -36,13 +36,14 @@ def find_recipe(name: str) -> str | None:
 class _UniqueKeys(yaml.SafeLoader):
     """Refuses a key that a mapping has twice, of which YAML takes the last."""
 
-    def construct_mapping(self, node, deep=False):
+    def compose_mapping_node(self, anchor):
+        node = super().compose_mapping_node(anchor)
         seen = set()
-        for key, _ in node.value:
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
                 raise yaml.YAMLError(f"the key `{key.value}` is there twice, again in line {key.start_mark.line + 1}")
             seen.add(key.value)
-        return super().construct_mapping(node, deep)
+        return node
 
 
 def find_defect(path: str) -> str | None:

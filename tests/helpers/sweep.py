@@ -8,14 +8,18 @@ import json
 import math
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoHaConfig
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from bapo_trl import BAPOTrainer
+from bapo_trl.forward_passes import in_eval_mode
+from bapo_trl.policy_tokens import policy_mask
 from bapo_trl.tasks import character_tokenizer
 from bapo_trl.upstream_fixes import end_training
 from tests.helpers.model_state import model_state
@@ -27,6 +31,7 @@ MODELS = {
     "attention dropout": lambda: toy_model(attention_dropout=0.3),
     "functional dropout": lambda: opt_model(dropout=0.3),
     "embedding noise": toy_model,
+    "LoHa dropout": toy_model,
 }
 
 MICRO_BATCHES = {
@@ -36,7 +41,35 @@ MICRO_BATCHES = {
     "carried over": {"gradient_accumulation_steps": 2, "search_scope": "carried_over"},
 }
 
+
+def made_rollouts(has_mask: bool, prompts: list, trainer: GRPOTrainer) -> dict:
+    """A `rollout_func`: random completions with the log-probabilities of another sampler, masked now and then."""
+    random = torch.Generator().manual_seed(1000 * trainer.state.global_step + trainer.accelerator.process_index)
+    completions = [torch.randint(2, 12, (3 + i % 6,), generator=random).tolist() for i in range(len(prompts))]
+    for ids in completions[::4] + completions[1::4] + completions[2::4]:  # the others are cut off
+        ids[-1] = trainer.processing_class.eos_token_id
+    prompt_ids = trainer.processing_class(prompts)["input_ids"]
+    logps = []
+    for prompt, ids in zip(prompt_ids, completions, strict=True):
+        with in_eval_mode(trainer.model), torch.no_grad():
+            logits = trainer.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        of_model = logits.log_softmax(-1).gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1)
+        logps.append((of_model + 0.2 * torch.randn(len(ids), generator=random)).tolist())
+    output = {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": logps}
+    if has_mask and trainer.state.global_step < 2:  # not in every generation
+        output["env_mask"] = [[i % 3 != 1 for i in range(len(ids))] for ids in completions]
+    return output
+
+
+SAMPLES = {
+    "TRL's": None,
+    "rollout_func": partial(made_rollouts, False),
+    "env_mask": partial(made_rollouts, True),
+}
+
 SETTINGS = {
+    "samples": list(SAMPLES),
+    "trains_twice": [False, True],
     "loss_type": ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"],
     "negative_weight_min": [1.0, 0.05],
     "negative_ratio_cap": [None, 1.0],
@@ -92,7 +125,7 @@ class AgainstAutograd(BAPOTrainer):
         (gradient,) = torch.autograd.grad(policy_loss, self._output_of_forward[0], retain_graph=True)
         size = gradient.double().abs().sum(1)
         if self.loss_type == "bnpo":  # the search takes the update as one batch
-            size = size * inputs["completion_mask"].sum()
+            size = size * policy_mask(inputs).sum()
         by_sign = torch.stack([size[inputs["advantages"] > 0].sum(), size[inputs["advantages"] < 0].sum()])
         self.sizes[-1].append(self.accelerator.reduce(by_sign, reduction="sum"))
         if self.accelerator.sync_gradients:
@@ -111,13 +144,19 @@ def save_models(folder: Path) -> None:
 
 
 def trained(folder: Path, case: dict) -> tuple[AgainstAutograd, StateOfEachUpdate]:
-    args = {name: value for name, value in case.items() if name not in ("random", "micro_batches", "processes")}
+    own = ("random", "micro_batches", "processes", "samples", "trains_twice")
+    args = {name: value for name, value in case.items() if name not in own}
     args |= MICRO_BATCHES[case["micro_batches"]]
     if args["loss_type"] in ("sapo", "vespo"):
         args["negative_ratio_cap"] = None  # refused
     if args["loss_type"] == "cispo":
         args["epsilon_high"] = 1.1
     callback = StateOfEachUpdate()
+    parts = {"callbacks": [callback]}
+    if case["random"] == "LoHa dropout":
+        parts["peft_config"] = LoHaConfig(r=4, target_modules="all-linear", init_weights=False, rank_dropout=0.3)
+    if SAMPLES[case["samples"]] is not None:
+        parts["rollout_func"] = SAMPLES[case["samples"]]
     trainer = toy_trainer(
         folder / "out",
         model=str(folder / case["random"]),
@@ -128,9 +167,12 @@ def trained(folder: Path, case: dict) -> tuple[AgainstAutograd, StateOfEachUpdat
         max_steps=2,
         max_completion_length=12,
         per_device_train_batch_size=12,
-        trainer_args={"callbacks": [callback]},
+        trainer_args=parts,
         **args,
     )
+    if case["trains_twice"]:
+        trainer.train()
+        trainer.sizes, callback.seen = [[]], []
     trainer.train()
     return trainer, callback
 
