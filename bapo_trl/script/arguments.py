@@ -84,9 +84,6 @@ class BAPOScriptArguments(ScriptArguments):
             "`output_dir`, with its settings, report and evaluation. Else it is refused."
         },
     )
-    max_eval_samples: int | None = field(
-        default=None, metadata={"help": "Number of prompts to evaluate on, the first ones, for a quick look."}
-    )
     merge_adapter: bool = field(
         default=False,
         metadata={
@@ -108,10 +105,6 @@ class BAPOScriptArguments(ScriptArguments):
                 raise InputError(f"`{name}` is {value!r}: set it to text.")
             if value == "" and name in ("eval_dataset", "extract_answer"):
                 raise InputError(f"`{name}` is empty: give a name, or leave it out.")
-        if self.max_eval_samples is not None and not (
-            type(self.max_eval_samples) is int and self.max_eval_samples > 0
-        ):
-            raise InputError(f"`max_eval_samples` is {self.max_eval_samples!r}: set it to a whole number, at least 1.")
         if not (self.eval_fraction is None or type(self.eval_fraction) in (int, float)):
             raise InputError(f"`eval_fraction` is {self.eval_fraction!r}: set it to a share in (0, 1).")
         if not (self.task_args is None or isinstance(self.task_args, (str, dict))):

@@ -148,23 +148,6 @@ def check_adapter(base: str | None, is_made: bool = False) -> None:
         )
 
 
-def check_merged(folder: Path, overwrites: bool) -> None:
-    """
-    Refuse to merge into a folder that is there.
-
-    Args:
-        folder (`Path`):
-            Where the merged model is to go.
-        overwrites (`bool`):
-            Whether what is there may go.
-    """
-    if (folder.exists() or folder.is_symlink()) and not overwrites:
-        raise InputError(
-            f"`merge_adapter` is set, but {folder} is there already: move it away, give another --output_dir, or let "
-            "it go with --overwrite_output_dir true."
-        )
-
-
 def save_merged(adapter: str, base: str, folder: Path, trust_remote_code: bool = False) -> None:
     """
     Merge a saved adapter into its base, in the base's precision, and save the model with its tokenizer.
@@ -188,10 +171,7 @@ def save_merged(adapter: str, base: str, folder: Path, trust_remote_code: bool =
     shutil.rmtree(part, ignore_errors=True)
     model.save_pretrained(part)
     load_processing_class(adapter, base, trust_remote_code=trust_remote_code).save_pretrained(part)
-    if folder.is_symlink():
-        folder.unlink()
-    elif folder.exists():
-        shutil.rmtree(folder)
+    shutil.rmtree(folder, ignore_errors=True)
     part.rename(folder)
 
 

@@ -3,12 +3,11 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import torch
-from datasets import Dataset, IterableDataset
 from transformers import ProgressCallback
 from trl import DatasetMixtureConfig, ModelConfig, get_peft_config, get_quantization_config
 
@@ -103,7 +102,7 @@ def prepare(
     load_tokenizer = cache(
         partial(load_processing_class, model, base, model_args.model_revision, training_args.trust_remote_code)
     )
-    data = _first_of_test(format_data(data, script_args, load_tokenizer), script_args.max_eval_samples)
+    data = format_data(data, script_args, load_tokenizer)
     prompts = data.train if data.train is not None else data.test
     eval_dataset = data.test if training_args.do_eval else None
     check_columns(prompts, data.test)
@@ -127,7 +126,7 @@ def prepare(
             eval_dataset=eval_dataset,
             processing_class=processing_class,
             quantization_config=quantization,
-            peft_config=get_peft_config(model_args) if training_args.do_train else None,
+            peft_config=get_peft_config(model_args),
         )
     check_prompts_fit(trainer, eval_dataset)
     if not training_args.disable_tqdm:
@@ -152,16 +151,6 @@ def _explaining_pushes(training_args: BAPOConfig) -> Iterator[None]:
         ) from error
 
 
-def _first_of_test(data: Data, count: int | None) -> Data:
-    """Return the data with as many prompts to evaluate on, or all; read at once, also of a stream."""
-    test = data.test
-    if isinstance(test, IterableDataset):
-        test = Dataset.from_list(list(test if count is None else test.take(count)))
-    elif test is not None and count is not None:
-        test = test.select(range(min(count, len(test))))
-    return replace(data, test=test)
-
-
 def _choose_rewards(names: list[str] | None, task: MadeTask | None) -> list[Any]:
     if names:
         return resolve_reward_funcs(names)
@@ -180,7 +169,7 @@ def _settle_model(model: str, base: str | None, training_args: BAPOConfig, model
         "trust_remote_code": training_args.trust_remote_code,
         **given,
     }
-    if base is not None and model_args.use_peft and training_args.do_train:
+    if base is not None and model_args.use_peft:
         raise InputError(
             f"`use_peft` asks for a new adapter, but `model_name_or_path` is one, {model}: leave `use_peft` out to "
             "train it on, or merge it first (--do_train false --merge_adapter true)."

@@ -25,7 +25,7 @@ from .commands import EVALUATE, TRAIN, Command
 from .console import settings_table
 from .data import has_data
 from .earlier_run import check_output_dir, remove_earlier_run
-from .models import PACKAGED_MODELS, adapter_base, check_adapter, check_merged, save_merged
+from .models import PACKAGED_MODELS, adapter_base, check_adapter, save_merged
 from .preparation import Run, prepare
 from .prompts import count_missing_answers, is_chat
 from .recipes import DEMO_FOLDER
@@ -54,17 +54,8 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
         )
     model = model_args.model_name_or_path
     base = None if model is None or model in PACKAGED_MODELS else adapter_base(model, model_args.model_revision)
-    if script_args.merge_adapter:
-        is_own = training_args.do_train and _goes_on(training_args)  # of the run that is resumed
-        check_merged(_merged_folder(training_args), script_args.overwrite_output_dir or is_own)
-        if not training_args.do_train and not has_data(script_args, dataset_args):
-            return _merge(model, base, training_args)
-    if command is EVALUATE and not _names_a_model(arguments) and training_args.distributed_state.is_main_process:
-        print(
-            f"No --model_name_or_path: this evaluates the embedded model on the embedded task, into "
-            f"{training_args.output_dir}.",
-            flush=True,
-        )
+    if script_args.merge_adapter and not training_args.do_train and not has_data(script_args, dataset_args):
+        return _merge(model, base, training_args)
 
     # The demo's own folder is nobody's work
     is_demo = script_args.dataset_name == EMBEDDED and training_args.output_dir == DEMO_FOLDER
@@ -161,19 +152,10 @@ def _train(run: Run, training_args: BAPOConfig, model_args: ModelConfig, evaluat
         say(f"Checkpoint: {checkpoint}")
 
 
-def _names_a_model(arguments: Sequence[str]) -> bool:
-    names = {argument.partition("=")[0].replace("-", "_") for argument in arguments}
-    return bool(names & {"__model_name_or_path", "__config"})
-
-
-def _merged_folder(training_args: BAPOConfig) -> Path:
-    return Path(training_args.output_dir) / "merged"
-
-
 def _merge(adapter: str, base: str | None, training_args: BAPOConfig) -> None:
     """Save the merged model, from the main process, and say where."""
     check_adapter(base)
-    folder = _merged_folder(training_args)
+    folder = Path(training_args.output_dir) / "merged"
     if training_args.distributed_state.is_main_process:
         save_merged(adapter, base, folder, training_args.trust_remote_code)
         print(f"Merged model: {folder}")

@@ -17,7 +17,6 @@ from datasets import Dataset, DatasetDict
 from trl.trainer import grpo_trainer
 
 from bapo_trl import BAPOTrainer, bapo_trainer
-from bapo_trl.script import training
 from tests.helpers.commands import ROOT, accelerate_launcher, run_command
 from tests.helpers.fake_vllm import FakeVLLM
 from tests.helpers.script_runs import CHAT_TEMPLATE, completions, fill_folder, flags, results, run
@@ -234,26 +233,6 @@ def test_what_cannot_be_is_refused_with_the_flag_to_change(folder, settings, mes
     Dataset.from_list([{"prompt": [{"role": "user", "content": "1+1="}]}] * 4).to_json("chats.jsonl")
     with pytest.raises(ValueError, match=message):
         run(**{"dataset_name": "train.jsonl", **settings})
-
-
-@pytest.mark.parametrize("streaming", ["false", "true"])
-def test_a_quick_look_takes_the_first_prompts(folder, streaming):
-    alone = {"do_train": "false", "dataset_name": "test.jsonl", "dataset_streaming": streaming, "max_steps": -1}
-    run(**alone, max_eval_samples=2)
-    rows = [json.loads(line)["prompt"] for line in Path("test.jsonl").read_text().splitlines()]
-    assert [line["prompt"] for line in completions()[::4]] == rows[:2]
-    run(**alone, max_eval_samples=99)
-    assert [line["prompt"] for line in completions()[::4]] == rows
-    with pytest.raises(ValueError, match="`max_eval_samples` is 0: set it to a whole number, at least 1"):
-        run(**alone, max_eval_samples=0)
-
-
-def test_without_a_model_the_embedded_one_is_evaluated_and_that_is_said_first(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    training.evaluate(["--max_eval_samples", "1", "--num_generations_eval", "1", "--report_to", "none"])
-    said = "No --model_name_or_path: this evaluates the embedded model on the embedded task, into outputs/quickstart."
-    assert capsys.readouterr().out.splitlines()[0] == said
-    assert (tmp_path / "outputs" / "quickstart" / "eval_completions.jsonl").exists()
 
 
 def test_a_file_is_evaluated_on_as_its_only_split(folder):

@@ -28,17 +28,6 @@ def adapter(folder):
     return folder
 
 
-def test_settings_of_the_training_do_not_count_in_an_evaluation(adapter):
-    """The recipe that trained an adapter evaluates it."""
-    alone = {"do_train": "false", "eval_dataset": "test.jsonl", "model_name_or_path": "adapter"}
-    run(**alone)
-    expected = completions()
-    run(**alone, output_dir="again", **LORA)
-    assert [line["completion"] for line in completions("again/eval_completions.jsonl")] == [
-        line["completion"] for line in expected
-    ]
-
-
 def assert_alike(path, other):
     torch.testing.assert_close(logits(path), logits(other), rtol=1e-4, atol=1e-4)
 
@@ -59,24 +48,6 @@ def test_an_adapter_is_evaluated_and_merged_and_the_merged_model_evaluated(adapt
     run(**alone, model_name_or_path="out/merged", output_dir="merged")
     assert [line["completion"] for line in completions("merged/eval_completions.jsonl")] == of_adapter
     assert not Path("out/model.safetensors").exists()
-
-
-@pytest.mark.parametrize("is_link", [False, True], ids=["folder", "link"])
-def test_what_is_where_the_merged_model_goes_stays_unless_it_may_go(adapter, is_link):
-    flag = ["--do_train", "false", "--model_name_or_path", "adapter", "--merge_adapter", "true", "--output_dir", "new"]
-    flag += ["--use_cpu", "true", "--bf16", "false"]
-    mine = Path("elsewhere" if is_link else "new/merged")
-    mine.mkdir(parents=True)
-    (mine / "notes.txt").write_text("mine")
-    if is_link:
-        Path("new").mkdir()
-        Path("new/merged").symlink_to(mine.resolve())
-    with pytest.raises(ValueError, match=r"new/merged is there already.*--overwrite_output_dir true"):
-        train_bapo.main(flag)
-    assert (mine / "notes.txt").exists()
-    train_bapo.main([*flag, "--overwrite_output_dir", "true"])
-    assert_alike("new/merged", "adapter")
-    assert (mine / "notes.txt").exists() == is_link  # the link went, and not what it led to
 
 
 def test_merging_alone_needs_no_data(adapter, capsys):
