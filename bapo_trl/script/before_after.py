@@ -6,7 +6,7 @@ from pathlib import Path
 from datasets import Dataset, IterableDataset
 
 from .console import accuracy_table, log_line
-from .evaluation import Evaluation, evaluate, model_identity
+from .evaluation import Evaluation, evaluate, weights_identity
 from .sampling import SamplesCompletions
 
 
@@ -68,8 +68,8 @@ class BeforeAfter:
         return "\n".join(line for line in lines if line)
 
     def _evaluate(self, name: str, model: str, revision: str | None) -> Evaluation:
-        identity = model_identity(model, revision)
-        return evaluate(self.trainer, self.dataset, self.output_dir / name, identity, self.extract_answer)
+        weights = weights_identity(model, revision)
+        return evaluate(self.trainer, self.dataset, self.output_dir / name, weights, self.extract_answer)
 
     def _left_out(self) -> str:
         count = self._after.metrics.get("prompts_without_reward", 0)

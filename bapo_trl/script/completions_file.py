@@ -52,11 +52,6 @@ class CompletionsFile:
             file.flush()
             os.fsync(file.fileno())
 
-    def replace(self, records: Iterable[dict[str, Any]]) -> None:
-        """Put completions in the place of those of the same `prompt_index` and `number`."""
-        self._records |= {(record["prompt_index"], record["number"]): record for record in records}
-        self._rewrite()
-
     def records(self) -> list[dict[str, Any]]:
         """Return the completions by prompt, and for each in order."""
         return [self._records[key] for key in sorted(self._records)]

@@ -9,15 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
-from huggingface_hub import try_to_load_from_cache
 
 from ..rewards import best_of_k, weighted_sums
 from .answers import canonical
 from .completions_file import CompletionsFile
-from .models import adapter_base
 from .sampled_accuracy import Estimate, PromptResult, summarize
 from .sampling import Completion, SamplesCompletions
 
@@ -25,14 +22,7 @@ from .sampling import Completion, SamplesCompletions
 SOURCE_COLUMN = "data_source"
 _SAMPLING_SETTINGS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length", "generation_kwargs",
-    "chat_template_kwargs", "seed",
-)  # fmt: skip
-
-
-# Not those that a run writes beside its model
-_MODEL_FILES = (
-    "*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "config.json", "adapter_config.json",
-    "generation_config.json", "tokenizer*", "*.jinja",
+    "chat_template_kwargs",
 )  # fmt: skip
 
 
@@ -82,10 +72,9 @@ def evaluate(
         dataset (`Dataset` or `IterableDataset`):
             Prompts, with what the reward functions read; `data_source` says where a prompt comes from.
         path (`Path`):
-            File of the completions. Those that the same model gave to the same prompts with the same sampling, seed
-            and precision are kept, and scored anew.
+            File of the completions. Those of the same evaluation that are there already are kept.
         model (`str`):
-            What tells the model from any other, as [`model_identity`] returns it.
+            What tells the model's weights from any others, as [`weights_identity`] returns it.
         extract_answer (`Callable[[str], str | None]`, *optional*):
             Finds the answer in a completion, for maj@k.
 
@@ -96,11 +85,10 @@ def evaluate(
     num_completions = trainer.num_generations_eval
     names = _distinct(trainer.reward_func_names)
     pending: list[tuple[int, int]] = []
-    kept: list[dict[str, Any]] = []
     if trainer.accelerator.is_main_process:
         file = CompletionsFile(path, _identity(trainer, rows, model), num_completions)
-        pending, kept = file.missing(len(rows)), file.records()
-    pending, kept = broadcast_object_list([pending, kept])
+        pending = file.missing(len(rows))
+    (pending,) = broadcast_object_list([pending])
 
     def write(completions: list[Completion]) -> None:
         file.append(
@@ -110,14 +98,6 @@ def evaluate(
 
     if pending:
         trainer.sample_completions([rows[prompt] for prompt, _ in pending], write, seed=str(pending[0]))
-    if kept:
-        rewards = trainer.score_completions(
-            [rows[record["prompt_index"]] for record in kept],
-            [record.get("messages", record["completion"]) for record in kept],
-            [record["token_ids"] for record in kept],
-        )
-        if trainer.accelerator.is_main_process:
-            file.replace({**record, **_judged(given, names)} for record, given in zip(kept, rewards, strict=True))
     evaluation = None
     if trainer.accelerator.is_main_process:
         evaluation = count(file.records(), num_completions, trainer.reward_weights, extract_answer)
@@ -178,37 +158,18 @@ def count(
     return Evaluation(accuracies, metrics, len(scored))
 
 
-def model_identity(model: str, revision: str | None = None) -> str:
-    """
-    Return what tells a model from any other: the content of its files, and of those of its base if it is an adapter.
-
-    Args:
-        model (`str`):
-            A folder, or an id on the Hub, which is told by its files in the cache.
-        revision (`str`, *optional*):
-            Revision of an id.
-    """
-    folder, base = Path(model), adapter_base(model, revision)
-    if not folder.is_dir():
-        config = "config.json" if base is None else "adapter_config.json"
-        cached = try_to_load_from_cache(model, config, revision=revision)
-        if not isinstance(cached, str):
-            return f"{model} {revision}"
-        folder = Path(cached).parent
-    digest = xxhash.xxh3_128()
-    for file in sorted({file for pattern in _MODEL_FILES for file in folder.glob(pattern)}):
-        digest.update(file.name.encode())
-        with file.open("rb") as content:
-            while block := content.read(2**24):
-                digest.update(block)
-    return digest.hexdigest() if base is None else f"{digest.hexdigest()} on {model_identity(base)}"
+def weights_identity(model: str, revision: str | None = None) -> str:
+    """Return what tells the weights of a model from others: its name, and the sizes and times of files here."""
+    files = sorted(path for pattern in ("*.safetensors", "*.bin") for path in Path(model).glob(pattern))
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return json.dumps([str(Path(model).resolve()) if stats else model, revision, stats])
 
 
 def _identity(trainer: SamplesCompletions, rows: Any, model: str) -> str:
     settings = {name: getattr(trainer.args, name, None) for name in _SAMPLING_SETTINGS}
-    precision = [str(trainer.model.dtype), trainer.accelerator.mixed_precision]
+    parts = [model, settings, trainer.reward_func_names, *rows]
     digest = hashlib.sha256()
-    for part in (model, settings, precision, *(row["prompt"] for row in rows)):
+    for part in parts:
         digest.update(json.dumps(part, sort_keys=True, default=str).encode())
     return digest.hexdigest()[:16]
 
@@ -220,23 +181,18 @@ def _distinct(names: list[str]) -> list[str]:
 def _as_record(
     completion: Completion, prompt_index: int, number: int, row: Mapping[str, Any], names: list[str]
 ) -> dict[str, Any]:
+    first = completion.rewards[0]
     return {
         "prompt_index": prompt_index,
         "number": number,
         **({SOURCE_COLUMN: row[SOURCE_COLUMN]} if row.get(SOURCE_COLUMN) is not None else {}),
         "prompt": row["prompt"],
         "completion": completion.text,
-        **_judged(completion.rewards, names),
-        "tokens": len(completion.token_ids),
+        "rewards": dict(zip(names, completion.rewards, strict=True)),
+        "correct": first is not None and first >= 1,
+        "tokens": completion.num_tokens,
         "cut_off": completion.is_cut_off,
-        "token_ids": completion.token_ids,
-        **({} if isinstance(completion.completion, str) else {"messages": completion.completion}),
     }
-
-
-def _judged(rewards: list[float | None], names: list[str]) -> dict[str, Any]:
-    first = rewards[0]
-    return {"rewards": dict(zip(names, rewards, strict=True)), "correct": first is not None and first >= 1}
 
 
 def _first_reward(record: Mapping[str, Any]) -> float | None:

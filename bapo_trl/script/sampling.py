@@ -1,8 +1,7 @@
 """Completions of given rows, sampled with whatever the trainer samples with, and scored by its reward functions."""
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from accelerate.utils import gather_object
 from torch.utils.data import DataLoader
 
-from ..forward_passes import forked_random_state, in_eval_mode, without_gradient_checkpointing
+from ..forward_passes import forked_random_state, without_gradient_checkpointing
 from ..tasks.answers import completion_text
 from ..trainer_mixin import TrainerMixin
 
@@ -27,10 +26,8 @@ class Completion:
             What the model wrote, without special tokens.
         rewards (`list[float | None]`):
             Rewards by function; `None` where a function gave none.
-        completion (`str` or `list[dict]`):
-            The same as reward functions get it: text, or messages.
-        token_ids (`list[int]`):
-            Its tokens, the end token included.
+        num_tokens (`int`):
+            Tokens, the end token included.
         is_cut_off (`bool`):
             Whether it ended for its length.
     """
@@ -38,8 +35,7 @@ class Completion:
     position: int
     text: str
     rewards: list[float | None]
-    completion: str | list[dict[str, Any]]
-    token_ids: list[int]
+    num_tokens: int
     is_cut_off: bool
 
 
@@ -72,49 +68,13 @@ class SamplesCompletions(TrainerMixin):
             collate_fn=list,
         )
         own_seed = f"{self.args.seed} {self.accelerator.process_index} {seed}"
-        with self._outside_of_training(take), forked_random_state(self.accelerator.device):
-            torch.manual_seed(zlib.crc32(own_seed.encode()))
-            self.evaluation_loop(self.accelerator.prepare_data_loader(loader), "Evaluation", True)
-
-    def score_completions(
-        self,
-        rows: Sequence[Mapping[str, Any]],
-        completions: Sequence[str | list[dict[str, Any]]],
-        token_ids: Sequence[list[int]],
-    ) -> list[list[float | None]]:
-        """
-        Score completions that were sampled before. All processes make this call together.
-
-        Args:
-            rows (sequence of mappings):
-                Row of each completion.
-            completions, token_ids (sequences):
-                As [`Completion`] has them.
-
-        Returns:
-            `list`: Rewards of each by function; `None` where a function gave none.
-        """
-        here, size = self.accelerator.process_index, self.args.eval_batch_size
-        rewards: list[list[float]] = []
-        with self._outside_of_training(lambda sampled: None), in_eval_mode(self.model), torch.no_grad():
-            for start in range(0, len(rows), size * self.accelerator.num_processes):
-                # The last batch is filled with its last row
-                places = [min(start + here * size + place, len(rows) - 1) for place in range(size)]
-                rewards += self._calculate_rewards(
-                    [rows[i] for i in places],
-                    [rows[i]["prompt"] for i in places],
-                    [completions[i] for i in places],
-                    [token_ids[i] for i in places],
-                ).tolist()
-        return [_without_nan(given) for given in rewards[: len(rows)]]
-
-    @contextmanager
-    def _outside_of_training(self, take: Callable[[list[Completion]], None]) -> Iterator[None]:
         num_generations = self.num_generations_eval
         self._take = take
         self.num_generations_eval = 1  # the rows of a batch are no groups
         try:
-            yield
+            with forked_random_state(self.accelerator.device):
+                torch.manual_seed(zlib.crc32(own_seed.encode()))
+                self.evaluation_loop(self.accelerator.prepare_data_loader(loader), "Evaluation", True)
         finally:
             self._take = None
             self.num_generations_eval = num_generations
@@ -139,19 +99,15 @@ class SamplesCompletions(TrainerMixin):
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         sampled = gather_object(
             [
-                (part["position"], completion, list(map(int, ids)), ids[-1] not in ends)
+                (part["position"], completion_text(completion), len(ids), ids[-1] not in ends)
                 for part, completion, ids in zip(inputs, completions, completion_ids, strict=True)
             ]
         )
         if self.accelerator.is_main_process:
             self._take(
                 [
-                    Completion(position, completion_text(completion), _without_nan(given), completion, *end)
-                    for (position, completion, *end), given in zip(sampled, rewards, strict=True)
+                    Completion(position, text, [None if reward != reward else reward for reward in given], *end)
+                    for (position, text, *end), given in zip(sampled, rewards, strict=True)
                 ]
             )
         return None, None, None
-
-
-def _without_nan(rewards: list[float]) -> list[float | None]:
-    return [None if reward != reward else reward for reward in rewards]
