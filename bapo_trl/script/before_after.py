@@ -1,13 +1,17 @@
 """Evaluation of a run: of the model it starts from and of the one it ends with, on the same prompts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from datasets import Dataset, IterableDataset
 
 from .console import accuracy_table, log_line
-from .evaluation import Evaluation, evaluate, weights_identity
+from .evaluation import Evaluation, evaluate, model_identity
 from .sampling import SamplesCompletions
+
+
+Parts = Sequence[tuple[str, str | None]]
+"""Name and revision of a model, and those of its base if it is an adapter: see [`~evaluation.model_identity`]."""
 
 
 class BeforeAfter:
@@ -36,18 +40,18 @@ class BeforeAfter:
         self._before: Evaluation | None = None
         self._after: Evaluation | None = None
 
-    def before(self, model: str, revision: str | None = None) -> None:
+    def before(self, parts: Parts) -> None:
         """Evaluate what the run starts from. Engines that shard the model cannot before they train: they say so."""
         if self.trainer.is_deepspeed_enabled or self.trainer.is_fsdp_enabled:
             self.trainer.accelerator.print(
                 "Before training: not evaluated under DeepSpeed or FSDP. `--do_train false` evaluates the model alone."
             )
             return
-        self._before = self._evaluate("eval_completions_before.jsonl", model, revision)
+        self._before = self._evaluate("eval_completions_before.jsonl", parts)
 
-    def after(self, model: str, revision: str | None = None) -> None:
+    def after(self, parts: Parts) -> None:
         """Evaluate the model as it is now, log its rewards, and save all that was found."""
-        self._after = self._evaluate("eval_completions.jsonl", model, revision)
+        self._after = self._evaluate("eval_completions.jsonl", parts)
         self.trainer.log(self._rewards())
         before = {} if self._before is None else self._before.as_results("before")
         self.trainer.save_metrics("eval", {**before, **self._after.as_results("eval")})
@@ -67,9 +71,9 @@ class BeforeAfter:
         ]
         return "\n".join(line for line in lines if line)
 
-    def _evaluate(self, name: str, model: str, revision: str | None) -> Evaluation:
-        weights = weights_identity(model, revision)
-        return evaluate(self.trainer, self.dataset, self.output_dir / name, weights, self.extract_answer)
+    def _evaluate(self, name: str, parts: Parts) -> Evaluation:
+        model = model_identity(parts) if self.trainer.is_world_process_zero() else ""
+        return evaluate(self.trainer, self.dataset, self.output_dir / name, model, self.extract_answer)
 
     def _left_out(self) -> str:
         count = self._after.metrics.get("prompts_without_reward", 0)

@@ -2,8 +2,9 @@
 The completions of an evaluation on disk, one line each, such that an evaluation that was killed goes on.
 
 Invariants: the completions of a batch are in the file before the next is sampled; a line that a kill cut in two is
-dropped, and no other with it; completions of another evaluation (of another model, other data or other sampling) are
-never taken for this one's.
+dropped, and no other with it; completions of another evaluation (of another model, other prompts or other sampling)
+are never taken for this one's, and never deleted: their file is put aside, under a name with their evaluation in it,
+from where it comes back for that evaluation.
 """
 
 import json
@@ -19,7 +20,7 @@ class CompletionsFile:
 
     Args:
         path (`Path`):
-            The file. If it is there, its completions of the same evaluation are kept, and all others dropped.
+            The file. If it is there, its completions of the same evaluation are kept.
         evaluation (`str`):
             What tells this evaluation from any other.
         num_completions (`int`):
@@ -30,9 +31,19 @@ class CompletionsFile:
         self.path, self.evaluation, self.num_completions = path, evaluation, num_completions
         self._records: dict[tuple[int, int], dict[str, Any]] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        for line in lines:
-            self._take(line)
+        lines = _lines(path)
+        other = next((record["evaluation"] for record in map(_as_record, lines) if record is not None), evaluation)
+        if other != evaluation:
+            path.replace(self._aside(other))
+            if self._aside(evaluation).exists():
+                self._aside(evaluation).replace(path)
+            lines = _lines(path)
+        records = [record for record in map(_as_record, lines) if record is not None]
+        self._records = {
+            (record["prompt_index"], record["number"]): record
+            for record in records
+            if record["evaluation"] == evaluation
+        }
         if len(self._records) < len(lines):
             self._rewrite()
 
@@ -56,18 +67,33 @@ class CompletionsFile:
         """Return the completions by prompt, and for each in order."""
         return [self._records[key] for key in sorted(self._records)]
 
-    def _take(self, line: bytes) -> None:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            return
-        if line.endswith(b"\n") and isinstance(record, dict) and record.get("evaluation") == self.evaluation:
-            self._records[record["prompt_index"], record["number"]] = record
+    def replace(self, records: Iterable[dict[str, Any]]) -> None:
+        """Write completions that are there anew, at once."""
+        for record in records:
+            self._records[record["prompt_index"], record["number"]] = {**record, "evaluation": self.evaluation}
+        self._rewrite()
+
+    def _aside(self, evaluation: str) -> Path:
+        return self.path.with_name(f"{self.path.stem}-{evaluation}{self.path.suffix}")
 
     def _rewrite(self) -> None:
         part = self.path.with_name(self.path.name + ".part")
         part.write_bytes(b"".join(map(_as_line, self.records())))
         part.replace(self.path)
+
+
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines(keepends=True) if path.exists() else []
+
+
+def _as_record(line: bytes) -> dict[str, Any] | None:
+    """Return the completion of a line; `None` for what is none, or cut in two."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    is_whole = line.endswith(b"\n") and isinstance(record, dict) and "evaluation" in record
+    return record if is_whole else None
 
 
 def _as_line(record: dict[str, Any]) -> bytes:

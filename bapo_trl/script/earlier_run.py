@@ -18,7 +18,6 @@ _MODEL = re.compile(
 # Without the weights, these are no sign of a run that anybody trained
 _BESIDE = (
     TRAINER_STATE_NAME, SETTINGS_FILE, "report.png", "report.html", "all_results.json", "eval_results.json",
-    "eval_completions.jsonl", "eval_completions_before.jsonl",
 )  # fmt: skip
 
 
@@ -77,4 +76,5 @@ def _find_trained(run_dir: Path) -> list[Path]:
 
 
 def _completions(run_dir: Path) -> Iterator[Path]:
-    return run_dir.glob("completions/completions_*.parquet")  # TRL's, with `log_completions`
+    yield from run_dir.glob("completions/completions_*.parquet")  # TRL's, with `log_completions`
+    yield from run_dir.glob("eval_completions*.jsonl")

@@ -1,8 +1,8 @@
 """Evaluation of a model on prompts: several completions of each, kept on disk, and how many of them are right."""
 
-import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
+from transformers.utils import cached_file
+from xxhash import xxh3_128
 
 from ..rewards import best_of_k, weighted_sums
 from .answers import canonical
@@ -21,9 +23,15 @@ from .sampling import Completion, SamplesCompletions
 
 SOURCE_COLUMN = "data_source"
 _SAMPLING_SETTINGS = (
+    "seed", "bf16", "fp16", "use_vllm", "cast_lm_head_to_fp32",
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length", "generation_kwargs",
     "chat_template_kwargs",
 )  # fmt: skip
+# Weights, and what they are loaded and asked with. Of an output folder, nothing else: a run writes there
+_MODEL_FILE = re.compile(
+    r"(pytorch_|adapter_)?model.*\.(safetensors|bin)|(adapter_|generation_)?config\.json|chat_template\.jinja"
+    r"|(special_)?token.*\.(json|model)|added_tokens\.json|vocab\..*|merges\.txt|(pre)?processor_config\.json"
+)
 
 
 @dataclass(frozen=True)
@@ -72,9 +80,10 @@ def evaluate(
         dataset (`Dataset` or `IterableDataset`):
             Prompts, with what the reward functions read; `data_source` says where a prompt comes from.
         path (`Path`):
-            File of the completions. Those of the same evaluation that are there already are kept.
+            File of the completions. Those of the same model, sampling and prompts that are there already are kept, and
+            scored anew.
         model (`str`):
-            What tells the model's weights from any others, as [`weights_identity`] returns it.
+            What tells the model from any other, as [`model_identity`] returns it. Only the main process reads it.
         extract_answer (`Callable[[str], str | None]`, *optional*):
             Finds the answer in a completion, for maj@k.
 
@@ -85,10 +94,17 @@ def evaluate(
     num_completions = trainer.num_generations_eval
     names = _distinct(trainer.reward_func_names)
     pending: list[tuple[int, int]] = []
+    kept: list[dict[str, Any]] = []
     if trainer.accelerator.is_main_process:
         file = CompletionsFile(path, _identity(trainer, rows, model), num_completions)
-        pending = file.missing(len(rows))
+        pending, kept = file.missing(len(rows)), file.records()
     (pending,) = broadcast_object_list([pending])
+    rescored = trainer.score_completions(rows, [_as_completion(record) for record in kept])
+    if kept:
+        file.replace(
+            _as_record(completion, record["prompt_index"], record["number"], rows[record["prompt_index"]], names)
+            for record, completion in zip(kept, rescored, strict=True)
+        )
 
     def write(completions: list[Completion]) -> None:
         file.append(
@@ -158,18 +174,40 @@ def count(
     return Evaluation(accuracies, metrics, len(scored))
 
 
-def weights_identity(model: str, revision: str | None = None) -> str:
-    """Return what tells the weights of a model from others: its name, and the sizes and times of files here."""
-    files = sorted(path for pattern in ("*.safetensors", "*.bin") for path in Path(model).glob(pattern))
-    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return json.dumps([str(Path(model).resolve()) if stats else model, revision, stats])
+def model_identity(parts: Iterable[tuple[str, str | None]]) -> str:
+    """
+    Return what tells a model from any other, wherever it is: a digest of the files that it is loaded from.
+
+    Args:
+        parts (iterable of pairs):
+            Name and revision of the model; for an adapter, those of its base as well.
+
+    Raises:
+        OSError: If one of them is neither here nor on the Hub.
+    """
+    digest = xxh3_128()
+    for name, revision in parts:
+        for file in sorted(path for path in _folder(name, revision).iterdir() if _MODEL_FILE.fullmatch(path.name)):
+            digest.update(f"{file.name} {file.stat().st_size} ".encode())
+            with file.open("rb") as content:
+                while chunk := content.read(1 << 24):
+                    digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _folder(name: str, revision: str | None) -> Path:
+    """Return the folder of a model; of one on the Hub, that of its revision in the cache."""
+    if Path(name).is_dir():
+        return Path(name)
+    config: Any = cached_file(name, "config.json", revision=revision, _raise_exceptions_for_missing_entries=False)
+    return Path(config or cached_file(name, "adapter_config.json", revision=revision)).parent
 
 
 def _identity(trainer: SamplesCompletions, rows: Any, model: str) -> str:
     settings = {name: getattr(trainer.args, name, None) for name in _SAMPLING_SETTINGS}
-    parts = [model, settings, trainer.reward_func_names, *rows]
-    digest = hashlib.sha256()
-    for part in parts:
+    loaded = [str(trainer.model.dtype), str(getattr(trainer.model.config, "quantization_config", None))]
+    digest = xxh3_128()
+    for part in [model, loaded, settings, *(row["prompt"] for row in rows)]:
         digest.update(json.dumps(part, sort_keys=True, default=str).encode())
     return digest.hexdigest()[:16]
 
@@ -190,9 +228,16 @@ def _as_record(
         "completion": completion.text,
         "rewards": dict(zip(names, completion.rewards, strict=True)),
         "correct": first is not None and first >= 1,
-        "tokens": completion.num_tokens,
+        "tokens": len(completion.token_ids),
         "cut_off": completion.is_cut_off,
+        **({} if isinstance(completion.content, str) else {"messages": completion.content}),
+        "token_ids": completion.token_ids,
     }
+
+
+def _as_completion(record: Mapping[str, Any]) -> Completion:
+    content = record.get("messages", record["completion"])
+    return Completion(record["prompt_index"], content, record["token_ids"], record["cut_off"])
 
 
 def _first_reward(record: Mapping[str, Any]) -> float | None:

@@ -46,6 +46,8 @@ class Run:
             Prompts to train and to evaluate on.
         model (`str`):
             Folder or id of the model it starts from.
+        parts (`list[tuple[str, str | None]]`):
+            Name and revision of this model, and of its base if it is an adapter.
         embedded_task ([`~tasks.MadeTask`], *optional*):
             The embedded task, if the run is on it.
         extract_answer (`Callable[[str], str | None]`, *optional*):
@@ -55,6 +57,7 @@ class Run:
     trainer: EvaluatedTrainer
     data: Data
     model: str
+    parts: list[tuple[str, str | None]]
     embedded_task: MadeTask | None
     extract_answer: Callable[[str], str | None] | None
 
@@ -133,7 +136,8 @@ def prepare(
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(UpdateLinesAboveBar if sys.stderr.isatty() else UpdateLines)
     trainer.add_callback(ReportCallback({**vars(script_args), **vars(model_args), **vars(dataset_args)}))
-    return Run(trainer, data, model, task if is_embedded else None, extract_answer)
+    parts = [(model, model_args.model_revision), *([] if base is None else [(base, None)])]
+    return Run(trainer, data, model, parts, task if is_embedded else None, extract_answer)
 
 
 @contextmanager

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, is_peft_model
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
-from trl import ModelConfig
 
 from ..bapo_config import BAPOConfig
 from ..checkpoint_files import find_defect
@@ -75,11 +74,14 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
         with trainer.holding_output_dir():
             if is_new and trainer.is_world_process_zero():
                 remove_earlier_run(output_dir)
-            _train(run, training_args, model_args, evaluation)
+            _train(run, training_args, evaluation)
 
     if evaluation is not None:
-        evaluated = training_args.output_dir if training_args.do_train else run.model
-        evaluation.after(evaluated, None if training_args.do_train else model_args.model_revision)
+        evaluated, parts = run.model, run.parts
+        if training_args.do_train:
+            evaluated = training_args.output_dir
+            parts = [(evaluated, None), *(run.parts[-1:] if is_peft_model(trainer.model) else [])]
+        evaluation.after(parts)
         say(evaluation.report(evaluated, data.test_title or data.title))
 
     if training_args.push_to_hub:
@@ -102,7 +104,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     main([*arguments, "--do_train", "false"], EVALUATE)
 
 
-def _train(run: Run, training_args: BAPOConfig, model_args: ModelConfig, evaluation: BeforeAfter | None) -> None:
+def _train(run: Run, training_args: BAPOConfig, evaluation: BeforeAfter | None) -> None:
     """Train and save, with what the terminal says before and after."""
     trainer, task, output_dir = run.trainer, run.embedded_task, Path(training_args.output_dir)
     say = trainer.accelerator.print
@@ -121,7 +123,7 @@ def _train(run: Run, training_args: BAPOConfig, model_args: ModelConfig, evaluat
     tokenizer: Any = trainer.processing_class
     before = held_out_accuracy(trainer.model, tokenizer, task.test_dataset) if scores_itself else None
     if evaluation is not None and not scores_itself:
-        evaluation.before(run.model, model_args.model_revision)
+        evaluation.before(run.parts)
     stop = StopSignals()
     trainer.add_callback(stop)
     try:

@@ -2,10 +2,13 @@
 
 import json
 import math
+import os
 import re
+import shutil
 import signal
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -14,6 +17,7 @@ from datasets import Dataset, DatasetDict
 from trl.trainer import grpo_trainer
 
 from bapo_trl import bapo_trainer
+from bapo_trl.script.sampling import SamplesCompletions
 from tests.helpers.commands import ROOT, accelerate_launcher, run_command
 from tests.helpers.fake_vllm import FakeVLLM
 from tests.helpers.script_runs import CHAT_TEMPLATE, completions, fill_folder, flags, results, run
@@ -83,16 +87,75 @@ def test_a_killed_evaluation_goes_on(folder):
     with (folder / "out" / "eval_completions.jsonl").open("a") as file:
         file.write('{"prompt_index": 2, "num')
     run(**alone)
-    assert sys.modules["my_rewards"].calls == 3  # 14 completions are left
+    assert sys.modules["my_rewards"].calls == 2 + 3  # 10 completions are scored anew, 14 are left
     assert completions()[:10] == kept
     assert len({(line["prompt_index"], line["number"]) for line in completions()}) == 24
     before = results()
     run(**alone, extract_answer="text")  # all is there
-    assert sys.modules["my_rewards"].calls == 3
+    assert sys.modules["my_rewards"].calls == 5 + 5
     assert "eval_maj@4" in results()
     assert {**results(), **before} == results()
     run(**alone, temperature=0.5)  # another evaluation
-    assert sys.modules["my_rewards"].calls == 3 + 5
+    assert sys.modules["my_rewards"].calls == 10 + 5
+
+
+def test_completions_are_kept_by_what_made_them_and_scored_anew(folder, monkeypatch):
+    sampled = []
+    sample = SamplesCompletions.sample_completions
+    monkeypatch.setattr(
+        SamplesCompletions, "sample_completions", lambda self, rows, *args, **kw: (
+            sampled.append(len(rows)), sample(self, rows, *args, **kw)
+        ),
+    )  # fmt: skip
+    weights = folder / "model" / "model.safetensors"
+    whole, times = weights.read_bytes(), (weights.stat().st_atime_ns, weights.stat().st_mtime_ns)
+    Path("my_rewards.py").write_text(
+        "value = 1.0\ndef has_digit(completions, completion_ids, **kwargs):\n"
+        "    seen.extend(zip(completions, completion_ids))\n    return [value] * len(completions)\nseen = []\n"
+    )
+
+    def count(**settings) -> int:
+        sampled.clear()
+        run(do_train="false", eval_dataset="test.jsonl", num_generations_eval=2, **settings)
+        return sum(sampled)
+
+    assert count() == 12
+    first, rewards = completions(), sys.modules["my_rewards"]
+    seen = list(rewards.seen)
+    rewards.value = 0.0  # as if its code were edited
+    rewards.seen.clear()
+    assert count() == 0
+    assert results()["eval_avg@2"] == 0 == sum(line["correct"] for line in completions())
+    assert rewards.seen == seen[:12]  # the same texts and tokens; the last batch of the sampling was filled up
+    shutil.copytree("model", "copied")
+    assert count(model_name_or_path="copied") == 0
+    Dataset.from_list([{"prompt": line["prompt"], "more": 1} for line in first[::2]]).to_json("test.jsonl")
+    assert count() == 0  # the prompts are the same
+    for settings in ({"seed": 1}, {"dtype": "bfloat16"}, {"top_k": 5}):
+        assert count(**settings) == 12
+        assert {line["evaluation"] for line in completions()}.isdisjoint(line["evaluation"] for line in first)
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    os.utime(weights, ns=times)
+    assert count() == 12
+    weights.write_bytes(whole)
+    assert count() == 0  # what another evaluation put aside is there again
+    assert [line["completion"] for line in completions()] == [line["completion"] for line in first]
+
+
+def test_messages_are_scored_anew_as_messages(tmp_path, monkeypatch):
+    fill_folder(tmp_path, monkeypatch, CHAT_TEMPLATE)
+    settings = {"do_train": "false", "eval_dataset": "test.jsonl", "system_prompt": "Add.", "num_generations_eval": 1}
+    Path("my_rewards.py").write_text(
+        "seen = []\ndef has_digit(completions, **kwargs):\n"
+        "    seen.extend(completions)\n    return [0.0] * len(completions)\n"
+    )
+    run(**settings)
+    seen = sys.modules["my_rewards"].seen
+    first = seen[:6]
+    seen.clear()
+    run(**settings)
+    assert seen == first
+    assert {message["role"] for messages in seen for message in messages} == {"assistant"}
 
 
 def test_prompts_that_no_reward_can_judge_are_counted_apart(folder, capsys):
