@@ -77,11 +77,15 @@ class BAPOScriptArguments(ScriptArguments):
             "import path of a function of the text."
         },
     )
+    max_eval_samples: int | None = field(
+        default=None, metadata={"help": "Prompts to evaluate on: the first so many, for a quick look. By default all."}
+    )
     overwrite_output_dir: bool = field(
         default=False,
         metadata={
             "help": "Whether a training from the start may delete the checkpoints and the model of an earlier run in "
-            "`output_dir`, with its settings, report and evaluation. Else it is refused."
+            "`output_dir`, with its settings, report and evaluation, and `merge_adapter` the folder `merged`. Else "
+            "it is refused."
         },
     )
     merge_adapter: bool = field(
@@ -107,5 +111,9 @@ class BAPOScriptArguments(ScriptArguments):
                 raise InputError(f"`{name}` is empty: give a name, or leave it out.")
         if not (self.eval_fraction is None or type(self.eval_fraction) in (int, float)):
             raise InputError(f"`eval_fraction` is {self.eval_fraction!r}: set it to a share in (0, 1).")
+        if not (self.max_eval_samples is None or (type(self.max_eval_samples) is int and self.max_eval_samples > 0)):
+            raise InputError(
+                f"`max_eval_samples` is {self.max_eval_samples!r}: set it to at least 1, or leave it out."
+            )
         if not (self.task_args is None or isinstance(self.task_args, (str, dict))):
             raise InputError(f"`task_args` is {self.task_args!r}: set it to a mapping, or to one as JSON.")

@@ -51,8 +51,10 @@ def parse_arguments(
     training_args.do_eval |= evaluates or not training_args.do_train
     if training_args.learning_rate < 0:
         raise InputError(f"`learning_rate` is {training_args.learning_rate}: set it to at least 0, e.g. 1e-6.")
-    if not training_args.do_train:
-        training_args.eval_strategy = IntervalStrategy.NO  # that of a recipe is for its training
+    if not training_args.do_train:  # settings of a recipe that are for its training
+        training_args.eval_strategy = IntervalStrategy.NO
+        training_args.max_steps = 1  # none is made, but transformers asks for a number where the data is a stream
+        model_args.use_peft = False
     return script_args, training_args, model_args, dataset_args
 
 

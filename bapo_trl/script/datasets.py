@@ -186,6 +186,11 @@ def hold_out(dataset: Dataset | IterableDataset, fraction: float) -> tuple[Datas
     return parts["train"], parts["test"]
 
 
+def first_rows(dataset: Dataset | IterableDataset, count: int) -> Dataset | IterableDataset:
+    """Return the first rows of a dataset: `count`, or all where there are fewer."""
+    return dataset.take(count if isinstance(dataset, IterableDataset) else min(count, len(dataset)))
+
+
 def make_task(name: str | None, task_args: str | dict[str, Any] | None = None) -> MadeTask | None:
     """
     Make the task of a name such as `"chat_sums"` or `"reasoning_gym:chain_sum"`; `None` for a dataset to be loaded.

@@ -148,6 +148,28 @@ def check_adapter(base: str | None, is_made: bool = False) -> None:
         )
 
 
+def check_merged(folder: Path, overwrites: bool) -> None:
+    """
+    Refuse to merge into what is there already.
+
+    Args:
+        folder (`Path`):
+            Where the merged model is to be saved.
+        overwrites (`bool`):
+            Whether an earlier folder may go. A link or a file is refused all the same.
+
+    Raises:
+        InputError: With the fix.
+    """
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise InputError(f"`merge_adapter` is to save the folder {folder}, which is a link or a file: remove it.")
+    if folder.exists() and not overwrites:
+        raise InputError(
+            f"`merge_adapter` is to save the folder {folder}, which is there already: rename or remove it, or replace "
+            "it with --overwrite_output_dir true."
+        )
+
+
 def save_merged(adapter: str, base: str, folder: Path, trust_remote_code: bool = False) -> None:
     """
     Merge a saved adapter into its base, in the base's precision, and save the model with its tokenizer.
@@ -168,10 +190,12 @@ def save_merged(adapter: str, base: str, folder: Path, trust_remote_code: bool =
     settings: dict[str, Any] = {"dtype": "auto", "device_map": None, "trust_remote_code": trust_remote_code}
     model: PreTrainedModel = load_adapter(adapter, base, **settings).merge_and_unload()
     part = folder.with_name(folder.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
+    if part.exists():
+        shutil.rmtree(part)
     model.save_pretrained(part)
     load_processing_class(adapter, base, trust_remote_code=trust_remote_code).save_pretrained(part)
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        shutil.rmtree(folder)
     part.rename(folder)
 
 

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..tasks import MadeTask
 from .arguments import EMBEDDED, BAPOScriptArguments
 from .console import UpdateLines, UpdateLinesAboveBar
 from .data import format_data, load_data
-from .datasets import Data, make_task
+from .datasets import Data, first_rows, make_task
 from .model_checks import check_packages, check_prompts_fit, settle_lora_targets
 from .models import PACKAGED_MODELS, check_adapter, load_adapter, load_processing_class
 from .prompts import check_chat_template
@@ -90,6 +90,8 @@ def prepare(
     task = make_task(script_args.dataset_name, script_args.task_args)
     is_embedded = script_args.dataset_name == EMBEDDED
     data = load_data(script_args, training_args, dataset_args, task)
+    if data.test is not None and script_args.max_eval_samples is not None:
+        data = replace(data, test=first_rows(data.test, script_args.max_eval_samples))
     reward_funcs = _choose_rewards(script_args.reward_funcs, task)
     model = model_args.model_name_or_path
     if model is None:

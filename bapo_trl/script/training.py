@@ -17,14 +17,14 @@ from ..report.write import report_line
 from ..stop_signals import EXIT_CODE, StopSignals, exit_stopped
 from ..tasks import held_out_accuracy
 from ..upstream_fixes import end_training
-from .arguments import EMBEDDED
+from .arguments import EMBEDDED, BAPOScriptArguments
 from .before_after import BeforeAfter
 from .command_line import parse_arguments
 from .commands import EVALUATE, TRAIN, Command
 from .console import settings_table
 from .data import has_data
 from .earlier_run import check_output_dir, remove_earlier_run
-from .models import PACKAGED_MODELS, adapter_base, check_adapter, save_merged
+from .models import PACKAGED_MODELS, adapter_base, check_adapter, check_merged, save_merged
 from .preparation import Run, prepare
 from .prompts import count_missing_answers, is_chat
 from .recipes import DEMO_FOLDER
@@ -53,6 +53,8 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
         )
     model = model_args.model_name_or_path
     base = None if model is None or model in PACKAGED_MODELS else adapter_base(model, model_args.model_revision)
+    if script_args.merge_adapter and not _goes_on(training_args):
+        check_merged(_merged_folder(training_args), script_args.overwrite_output_dir)
     if script_args.merge_adapter and not training_args.do_train and not has_data(script_args, dataset_args):
         return _merge(model, base, training_args)
 
@@ -62,6 +64,9 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
     if is_new:
         check_output_dir(training_args.output_dir, script_args.overwrite_output_dir or is_demo, model)
 
+    if not training_args.do_train and training_args.distributed_state.is_main_process:
+        title = script_args.eval_dataset or ("a mixture" if dataset_args.datasets else script_args.dataset_name)
+        print(f"Evaluates the model {model} on {title}, into {training_args.output_dir}", flush=True)
     run = prepare(script_args, training_args, model_args, dataset_args, base)
     trainer, data, output_dir = run.trainer, run.data, Path(training_args.output_dir)
     say = trainer.accelerator.print
@@ -74,7 +79,7 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
         with trainer.holding_output_dir():
             if is_new and trainer.is_world_process_zero():
                 remove_earlier_run(output_dir)
-            _train(run, training_args, evaluation)
+            _train(run, script_args, training_args, evaluation)
 
     if evaluation is not None:
         evaluated, parts = run.model, run.parts
@@ -104,12 +109,16 @@ def evaluate(arguments: Sequence[str]) -> None:
     main([*arguments, "--do_train", "false"], EVALUATE)
 
 
-def _train(run: Run, training_args: BAPOConfig, evaluation: BeforeAfter | None) -> None:
+def _train(
+    run: Run, script_args: BAPOScriptArguments, training_args: BAPOConfig, evaluation: BeforeAfter | None
+) -> None:
     """Train and save, with what the terminal says before and after."""
     trainer, task, output_dir = run.trainer, run.embedded_task, Path(training_args.output_dir)
     say = trainer.accelerator.print
     resume = trainer.checkpoint_to_resume(_resume_argument(training_args.resume_from_checkpoint))
     is_over = resume is not None and not _check_resume(resume, training_args)
+    if script_args.merge_adapter:  # of a run that goes on, not asked before
+        check_merged(_merged_folder(training_args), script_args.overwrite_output_dir)
     say(f"{method_by_settings(vars(training_args)).name} on {run.data.title}\n{settings_table(training_args)}")
     say(f"Prompts: {'chat messages' if is_chat(run.data.train) else 'plain text'}")
     missing = count_missing_answers(run.data.train)
@@ -157,11 +166,15 @@ def _train(run: Run, training_args: BAPOConfig, evaluation: BeforeAfter | None) 
 def _merge(adapter: str, base: str | None, training_args: BAPOConfig) -> None:
     """Save the merged model, from the main process, and say where."""
     check_adapter(base)
-    folder = Path(training_args.output_dir) / "merged"
+    folder = _merged_folder(training_args)
     if training_args.distributed_state.is_main_process:
         save_merged(adapter, base, folder, training_args.trust_remote_code)
         print(f"Merged model: {folder}")
     training_args.distributed_state.wait_for_everyone()
+
+
+def _merged_folder(training_args: BAPOConfig) -> Path:
+    return Path(training_args.output_dir) / "merged"
 
 
 def _check_resume(folder: str, training_args: BAPOConfig) -> bool:

@@ -17,6 +17,7 @@ from datasets import Dataset, DatasetDict
 from trl.trainer import grpo_trainer
 
 from bapo_trl import bapo_trainer
+from bapo_trl.script import training
 from bapo_trl.script.sampling import SamplesCompletions
 from tests.helpers.commands import ROOT, accelerate_launcher, run_command
 from tests.helpers.fake_vllm import FakeVLLM
@@ -218,6 +219,7 @@ def test_chats_of_other_columns(tmp_path, monkeypatch):
     ("settings", "message"),
     [
         ({"eval_dataset": "test.jsonl", "eval_fraction": 0.5}, "`eval_dataset` and `eval_fraction` are both set"),
+        ({"eval_dataset": "test.jsonl", "max_eval_samples": 0}, "`max_eval_samples` is 0: set it to at least 1"),
         ({"eval_fraction": 1.5}, "`eval_fraction` is 1.5, which leaves 24 of 16 prompts"),
         ({"eval_fraction": 0.5, "dataset_streaming": "true"}, "`eval_fraction` cannot hold out a share of a stream"),
         ({"eval_dataset": "tset.jsonl"}, "`eval_dataset` is 'tset.jsonl', but there is no such file"),
@@ -246,6 +248,23 @@ def test_what_cannot_be_is_refused_with_the_flag_to_change(folder, settings, mes
 def test_a_file_is_evaluated_on_as_its_only_split(folder):
     run(do_train="false", dataset_name="test.jsonl")
     assert len(completions()) == 24
+
+
+@pytest.mark.parametrize("streaming", ["true", "false"])
+@pytest.mark.parametrize(("count", "expected"), [(2, 2), (100, 6)])
+def test_a_quick_look_is_at_the_first_prompts(folder, streaming, count, expected):
+    run(
+        do_train="false", dataset_name="test.jsonl", dataset_streaming=streaming, max_steps=-1,
+        max_eval_samples=count, num_generations_eval=1,
+    )  # fmt: skip
+    assert [line["prompt"] for line in completions()] == [f"{a}+{a + 1}=" for a in range(17, 17 + expected)]
+
+
+def test_an_evaluation_of_nothing_in_particular_says_first_what_it_is_of(monkeypatch, capsys):
+    monkeypatch.setattr(training, "prepare", lambda *args: sys.exit("prepares"))
+    with pytest.raises(SystemExit, match="prepares"):
+        training.evaluate([])
+    assert capsys.readouterr().out == "Evaluates the model embedded on embedded, into outputs/quickstart\n"
 
 
 def test_a_recipe_that_evaluates_in_training_evaluates_few_prompts_alone(folder):

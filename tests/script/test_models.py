@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bapo_trl import BAPOTrainer
+from bapo_trl.errors import InputError
 from bapo_trl.script.model_checks import missing_targets
 from tests.helpers.script_runs import completions, fill_folder, results, run, train_bapo
 
@@ -48,6 +49,36 @@ def test_an_adapter_is_evaluated_and_merged_and_the_merged_model_evaluated(adapt
     run(**alone, model_name_or_path="out/merged", output_dir="merged")
     assert [line["completion"] for line in completions("merged/eval_completions.jsonl")] == of_adapter
     assert not Path("out/model.safetensors").exists()
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "dangling"])
+def test_merging_replaces_a_folder_only_if_told_to_and_never_a_link(adapter, kind):
+    merged, target = Path("out/merged"), Path("mine" if kind == "link" else "out/merged")
+    merged.parent.mkdir()
+    if kind != "dangling":
+        target.mkdir()
+        (target / "notes.txt").write_text("mine")
+    if kind != "folder":
+        merged.symlink_to(Path("mine").absolute())
+    flag = ["--do_train", "false", "--model_name_or_path", "adapter", "--merge_adapter", "true", "--output_dir", "out"]
+    flag += ["--use_cpu", "true", "--bf16", "false"]
+    with pytest.raises(InputError, match="out/merged, which is"):
+        train_bapo.main(flag)
+    if kind == "folder":
+        assert (merged / "notes.txt").read_text() == "mine"
+        train_bapo.main([*flag, "--overwrite_output_dir", "true"])
+        assert {"model.safetensors", "notes.txt"} & {path.name for path in merged.iterdir()} == {"model.safetensors"}
+    else:
+        with pytest.raises(InputError, match="is a link or a file: remove it"):
+            train_bapo.main([*flag, "--overwrite_output_dir", "true"])
+        assert merged.is_symlink()
+        assert {path.name for path in merged.glob("*")} == ({"notes.txt"} if kind == "link" else set())
+
+
+def test_an_adapter_is_evaluated_with_the_settings_that_trained_it(adapter, capsys):
+    run(do_train="false", eval_dataset="test.jsonl", model_name_or_path="adapter", **LORA)
+    assert capsys.readouterr().out.startswith("Evaluates the model adapter on test.jsonl, into out\n")
+    assert len(completions()) == 24
 
 
 def test_merging_alone_needs_no_data(adapter, capsys):
