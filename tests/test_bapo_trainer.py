@@ -285,15 +285,21 @@ def test_a_run_after_an_aborted_one_is_that_of_a_new_trainer(tmp_path):
     assert new.entropy_coef == again.entropy_coef > 0.1
 
 
-def test_a_setting_that_changes_during_a_run_is_refused_by_name(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [("positive_contribution_target", 0.5, 0.8), ("loss_type", "dapo", "cispo"), ("delta", None, 1.01)],
+)
+def test_a_setting_that_changes_during_a_run_is_refused_by_name(tmp_path, name, old, new):
     class Change(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            args.positive_contribution_target = 0.8
+            setattr(args, name, new)
 
     trainer = toy_trainer(tmp_path, trainer_args={"callbacks": [Change()]})
-    with pytest.raises(ValueError, match=r"`positive_contribution_target` was changed from 0.5 to 0.8 during a run"):
+    with pytest.raises(ValueError, match=f"`{name}` was changed from {old!r} to {new!r} during a run"):
         trainer.train()
     assert trainer.state.global_step == 1
+    setattr(trainer.args, name, old)
+    trainer.remove_callback(Change)
     trainer.args.positive_contribution_target = 0.8  # between two runs it may
     trainer.train()
     assert {log["bapo/target_met"] for log in training_logs(trainer) if log["bapo/positive_share"] >= 0.8} <= {1.0}

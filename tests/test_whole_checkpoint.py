@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import multiprocessing
 import os
 import shutil
 import signal
@@ -19,11 +20,11 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOConfig, GRPOTrainer
 
-from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl import BAPOConfig, BAPOTrainer, run_lock
 from bapo_trl.checkpoint_files import MANIFEST, find_defect
 from bapo_trl.errors import InputError
 from bapo_trl.replay.checkpoint import FILES
-from bapo_trl.run_lock import LOCK
+from bapo_trl.run_lock import LOCK, RunLock
 from bapo_trl.stop_signals import StopSignals
 from bapo_trl.whole_checkpoint import UNFINISHED, _rotate
 from tests.helpers.commands import run_command
@@ -501,6 +502,20 @@ def test_a_run_that_a_signal_stops_pushes_nothing_more(tmp_path, monkeypatch, up
     assert (tmp_path / f"checkpoint-{update}").is_dir()
     assert [name for _, name, _ in hub.uploads if name is not None] == [f"checkpoint-{each}" for each in pushed]
     assert len(hub.uploads) == 2 * len(pushed)
+
+
+def test_a_child_that_outlives_a_run_does_not_hold_its_folder(tmp_path):
+    """As the workers of a data loader may, after their trainer was killed."""
+    holder, child = RunLock(str(tmp_path)), multiprocessing.get_context("fork").Process(target=signal.pause)
+    assert holder.acquire() is None
+    child.start()
+    assert RunLock(str(tmp_path)).acquire() is not None
+    run_lock._let_go_in_a_child()  # what the kernel does for the holder, when it is killed
+    after = RunLock(str(tmp_path))
+    assert after.acquire() is None
+    after.release()
+    child.kill()
+    child.join()
 
 
 def test_a_run_after_one_that_a_signal_stopped_saves_what_its_settings_say(tmp_path):

@@ -73,6 +73,23 @@ def test_what_was_raised_first_is_shown_first(capsys):
     assert first < lines.index("Which was the cause of this:") < last
 
 
+def test_errors_of_a_group_are_shown_and_an_error_that_caused_itself_ends(capsys):
+    def several(arguments):
+        raise ExceptionGroup("in a reward", [KeyError("solution"), ValueError("no number")])
+
+    text = failed(several, capsys=capsys)
+    assert "KeyError: 'solution'" in text
+    assert "ValueError: no number" in text
+
+    def itself(arguments):
+        try:
+            raise ValueError("a circle")
+        except ValueError as error:
+            raise error from error
+
+    assert failed(itself, capsys=capsys).count("ValueError: a circle") == 1
+
+
 def test_the_flag_is_taken_out_and_results_are_handed_on():
     assert run_command(list, ["--a", "--traceback", "1"], "x") == ["--a", "1"]
 
@@ -93,6 +110,7 @@ def test_several_processes_say_it_once(tmp_path, kind):
 REFUSED = {
     "wrong type": (["--config", "seed.yaml"], "seed.yaml: `seed` is 1.5: set it to a whole number"),
     "text": (["--config", "folder.yaml"], "folder.yaml: `output_dir` is 5: set it to text, in quotes"),
+    "no name": (["--config", "list.yaml"], "is not valid YAML ("),
     "twice": (["--config", "twice.yaml"], "(the key `max_steps` is there twice, again in line 3)"),
     "learning rate": (["--learning_rate", "-1"], "`learning_rate` is -1.0: set it to at least 0, e.g. 1e-6."),
     "empty name": (["--eval_dataset", ""], "`eval_dataset` is empty: give a name, or leave it out."),
@@ -116,6 +134,7 @@ def folder(tmp_path_factory) -> Path:
     for name, text in {
         "seed.yaml": "seed: 1.5\n",
         "folder.yaml": "output_dir: 5\n",
+        "list.yaml": "? [a, b]\n: 1\n",
         "twice.yaml": "max_steps: 1\nseed: 2\nmax_steps: 3\n",
         "files/a.jsonl": '{"prompt": "1+1="}\n',
         "files/b.jsonl": '{"prompt": \n',
