@@ -506,16 +506,20 @@ def test_a_run_that_a_signal_stops_pushes_nothing_more(tmp_path, monkeypatch, up
 
 def test_a_child_that_outlives_a_run_does_not_hold_its_folder(tmp_path):
     """As the workers of a data loader may, after their trainer was killed."""
-    holder, child = RunLock(str(tmp_path)), multiprocessing.get_context("fork").Process(target=signal.pause)
-    assert holder.acquire() is None
+    processes = multiprocessing.get_context("fork")
+    begun = processes.Event()
+    child = processes.Process(target=lambda: (begun.set(), signal.pause()), daemon=True)
+    assert RunLock(str(tmp_path)).acquire() is None
     child.start()
+    assert begun.wait(60)
     assert RunLock(str(tmp_path)).acquire() is not None
     run_lock._let_go_in_a_child()  # what the kernel does for the holder, when it is killed
     after = RunLock(str(tmp_path))
-    assert after.acquire() is None
-    after.release()
+    refusal = after.acquire()
     child.kill()
     child.join()
+    assert refusal is None
+    after.release()
 
 
 def test_a_run_after_one_that_a_signal_stopped_saves_what_its_settings_say(tmp_path):
