@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.cpu_speed import keep_freed_memory
@@ -118,7 +118,15 @@ def settings() -> list[tuple[float, float]]:
     return chosen + [(1.5, chunk) for chunk in LONGER_CHUNKS]
 
 
-def measure(oversampling: float, chunk: float, median: int, generations: int, sampler: dict) -> dict[str, float]:
+def measure(
+    oversampling: float,
+    chunk: float,
+    median: int,
+    generations: int,
+    settings: dict,
+    model: PreTrainedModel | None = None,
+    groups: int | None = None,
+) -> dict[str, float]:
     """
     Train once.
 
@@ -131,16 +139,22 @@ def measure(oversampling: float, chunk: float, median: int, generations: int, sa
             Median length of a completion in tokens.
         generations (`int`):
             Generations that count.
-        sampler (`dict`):
-            Settings of the sampler, none for transformers' generation.
+        settings (`dict`):
+            Settings of the sampler and the device; `{}` for transformers' generation on the CPU.
+        model ([`~transformers.PreTrainedModel`], *optional*):
+            The model, by default that of `lognormal_model.py`.
+        groups (`int`, *optional*):
+            Groups a generation.
 
     Returns:
         `dict` with, a trained sample: decode `steps`, `idle` slots, `wall` seconds of generation and training, `cpu`
         seconds of this process; with `sent_again`, prompt and completion tokens sent once more over tokens
         decoded; and with the run's means of `staleness` (policy versions), `segments` and `length` (tokens).
     """
-    rows = GROUPS * COMPLETIONS
-    prompts = [f"{index:0{PROMPT_TOKENS}d}" for index in range(GROUPS * (WARMUP + generations))]
+    groups = groups or GROUPS
+    rows = groups * COMPLETIONS
+    prompts = [f"{index:0{PROMPT_TOKENS}d}" for index in range(groups * (WARMUP + generations))]
+    on_cpu = {"use_cpu": True, "bf16": False, "dataloader_pin_memory": False}
     clock = GenerationClock()
     with tempfile.TemporaryDirectory() as folder:
         args = BAPOConfig(
@@ -158,14 +172,11 @@ def measure(oversampling: float, chunk: float, median: int, generations: int, sa
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
-            use_cpu=True,
-            bf16=False,
             gradient_checkpointing=False,
-            dataloader_pin_memory=False,
-            **sampler,
+            **{**on_cpu, **settings},
         )
         trainer = Counting(
-            lognormal_model(median, TAIL, PROMPT_TOKENS, CAP * median),
+            model or lognormal_model(median, TAIL, PROMPT_TOKENS, CAP * median),
             lambda completions, **kwargs: [float(len(set(text)) % 2) for text in completions],
             args,
             train_dataset=Dataset.from_dict({"prompt": prompts}),

@@ -48,12 +48,12 @@ MEMORY_TARGET = 4.0
 GRID = BoundGrid()
 
 
-def make_tokens(device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def make_tokens(device: str, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return ratios (B, T), advantages (B,) and weights (B, T): a quarter of the rows positive, uneven lengths."""
     generator = torch.Generator().manual_seed(0)
-    ratio = torch.exp(0.35 * torch.randn(ROWS, LENGTH_TOKENS, generator=generator))
-    advantages = torch.where(torch.arange(ROWS) % 4 == 0, 1.0, -1.0)
-    lengths = torch.randint(LENGTH_TOKENS // 2, LENGTH_TOKENS + 1, (ROWS, 1), generator=generator)
+    ratio = torch.exp(0.35 * torch.randn(rows, LENGTH_TOKENS, generator=generator))
+    advantages = torch.where(torch.arange(rows) % 4 == 0, 1.0, -1.0)
+    lengths = torch.randint(LENGTH_TOKENS // 2, LENGTH_TOKENS + 1, (rows, 1), generator=generator)
     weights = (torch.arange(LENGTH_TOKENS) < lengths).float()
     return ratio.to(device), advantages.to(device), weights.to(device)
 

@@ -1,0 +1,160 @@
+"""Models of random weights in the shapes of Qwen2.5, made where they compute, and what goes with them."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from bapo_trl.tasks import character_tokenizer
+from benchmarks.lognormal_model import lognormal_hazards
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model: those of Qwen2.5 as in their `config.json`."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    vocabulary: int
+    ties_embeddings: bool
+
+
+QWEN_05B = Shape(896, 4864, 24, 14, 2, 151936, True)
+QWEN_7B = Shape(3584, 18944, 28, 28, 4, 152064, False)
+TINY = Shape(64, 128, 1, 2, 1, 320, True)
+
+
+@dataclass(frozen=True)
+class Load:
+    """An update that is timed: 4 micro-batches of `rows`, each of so many completion tokens."""
+
+    name: str
+    shape: Shape
+    uses_lora: bool
+    rows: int
+    completion_tokens: int
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a run of the command takes: the model that must run, the updates that are timed, the lengths generated."""
+
+    trained: Shape
+    completion_tokens: int
+    loads: tuple[Load, ...]
+    search_rows: int
+    median_tokens: int
+    groups: int
+    generations: int
+    rounds: int
+
+
+SIZES = {
+    "full": Sizes(
+        trained=QWEN_05B,
+        completion_tokens=32,
+        loads=(
+            Load("0.5B, all weights, 2k", QWEN_05B, False, 4, 2048, 8),
+            Load("7B, LoRA, 2k", QWEN_7B, True, 4, 2048, 5),
+            Load("0.5B, all weights, 8k", QWEN_05B, False, 1, 8192, 8),
+            Load("7B, LoRA, 8k", QWEN_7B, True, 1, 8192, 4),
+        ),
+        search_rows=512,
+        median_tokens=32,
+        groups=8,
+        generations=3,
+        rounds=2,
+    ),
+    "tiny": Sizes(
+        trained=TINY,
+        completion_tokens=6,
+        loads=(Load("tiny, LoRA", TINY, True, 2, 16, 2),),
+        search_rows=8,
+        median_tokens=4,
+        groups=2,
+        generations=1,
+        rounds=1,
+    ),
+}
+
+
+def make_model(shape: Shape, device: str, dtype: torch.dtype, seed: int) -> Qwen2ForCausalLM:
+    """Return a model with random weights, made on the device."""
+    tokenizer = character_tokenizer()
+    config = Qwen2Config(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.key_value_heads,
+        tie_word_embeddings=shape.ties_embeddings,
+        max_position_embeddings=32768,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    torch.manual_seed(seed)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return Qwen2ForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def lora(**overrides: Any) -> Any:
+    """Return the settings of an adapter on all linear layers, without dropout."""
+    from peft import LoraConfig
+
+    settings = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
+    return LoraConfig(**{**settings, **overrides}, task_type="CAUSAL_LM")
+
+
+@torch.no_grad()
+def end_by_hazards(model: PreTrainedModel, median: float, tail: float, max_tokens: int, first_token: int) -> None:
+    """
+    Make the completions of a Qwen2 as long as a lognormal distribution says, whatever its layers compute.
+
+    The layers add nothing to the hidden state, which is that of the embedding: a one at the place of the token. The
+    n-th token of every completion is `first_token + n`, or the end by the hazard of its place.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Changed in place. Its width must be above `max_tokens`.
+        median (`float`):
+            Median length in tokens.
+        tail (`float`):
+            95th percentile over the median.
+        max_tokens (`int`):
+            Longest completion.
+        first_token (`int`):
+            First of the tokens that completions consist of; no token of a prompt.
+    """
+    if model.config.tie_word_embeddings:
+        raise ValueError("the head needs weights of its own: make the model with `tie_word_embeddings` false.")
+    decoder: Any = model.get_decoder()
+    for layer in decoder.layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    embeddings, head = decoder.embed_tokens.weight, model.get_output_embeddings().weight
+    places = torch.arange(max_tokens, device=embeddings.device)
+    embeddings.zero_()
+    embeddings[:, 0] = 1.0
+    embeddings[:first_token, 1] = 1.0  # whichever token of a prompt is its last
+    embeddings[first_token + places[:-1], 2 + places[:-1]] = 1.0
+    one = math.sqrt(model.config.hidden_size / 2)  # which the last norm makes of each of the two ones of a token
+    hazards = lognormal_hazards(median, tail, max_tokens).clamp(max=0.999)
+    log_odds = (hazards / (1 - hazards)).log().clamp(min=-20).to(head)
+    head.zero_()
+    head[:, 0] = -40.0 / one
+    head[first_token + places, 1 + places] = 40.0 / one
+    head[model.config.eos_token_id, 0] = 0.0
+    head[model.config.eos_token_id, 1 + places] = log_odds / one

@@ -1,0 +1,123 @@
+"""The tables of docs/gpu.md, from the file of a run."""
+
+import statistics
+from collections.abc import Sequence
+
+from benchmarks.common import table, verdict
+
+
+BYTES_A_TOKEN = 12
+
+
+def render(content: dict) -> str:
+    """Return the tables of a run in Markdown: a line of what it ran on, then a table a part, with what it lacks."""
+    machine = dict(content["machine"])
+    device, driver = machine.pop("device"), machine.pop("driver")
+    on = f"{device}, driver {driver}" if driver else f"{device} (no GPU)"
+    versions = ", ".join(f"{name} {version}" for name, version in machine.items())
+    sections = [f"On {on}, {content['date']}; {versions}. Seed {content['asked']['seed']}."]
+    for name, part in content["parts"].items():
+        failed = [f"- {case}: {row['error']}" for case, row in part["cases"].items() if "error" in row]
+        rows = {case: row for case, row in part["cases"].items() if "error" not in row}
+        lines = [TABLES[name](rows)] if rows else []
+        status = [] if part["status"] == "done" else [f"Part `{name}`: {part['status']}."]
+        sections += [f"### {TITLES[name]}", *status, *lines, *(["\n".join(failed)] if failed else [])]
+    return "\n\n".join(sections)
+
+
+TITLES = {
+    "runs": "It runs",
+    "cost": "Time of an update over GRPOTrainer's",
+    "memory": "Peak memory over GRPOTrainer's",
+    "reads": "Calls of an update that wait for the device",
+    "search": "The search against the step loop",
+    "rollouts": "Partial rollouts against whole generations",
+}
+
+
+def _ratios(own: Sequence[float], other: Sequence[float]) -> str:
+    ratios = [one / two for one, two in zip(own, other, strict=True)]
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+
+
+def _runs(rows: dict[str, dict]) -> str:
+    lines = []
+    for case, row in rows.items():
+        if "largest_difference" in row:
+            found = (
+                f"weights differ by {row['largest_difference']:.2g} at most; GRPOTrainer from itself by "
+                f"{row['largest_difference_of_grpo_from_itself']:.2g}"
+            )
+        else:
+            losses = ", ".join(f"{loss:.4f}" for loss in row["losses"])
+            works = row["is_finite"] and not row["misplaced_tensors"]
+            found = f"{row['updates']} updates, losses {losses}; finite, tensors in place: {verdict(works)}"
+        lines.append([case, found])
+    return table(["Run", "Result"], lines)
+
+
+def _cost(rows: dict[str, dict]) -> str:
+    names = [name for name in next(iter(rows.values()))["seconds"] if name != "grpo"]
+    lines = [
+        [case, *(_ratios(row["seconds"][name], row["seconds"]["grpo"]) for name in names),
+         f"{statistics.median(row['seconds']['grpo']):.2f} s"]
+        for case, row in rows.items()
+    ]  # fmt: skip
+    header = ["Model", *(name if name == "grpo again" else f"`{name}`" for name in names), "GRPOTrainer"]
+    return table(header, lines) + "\n\nMedian (smallest to largest) over the rounds. `grpo again` is the noise."
+
+
+def _memory(rows: dict[str, dict]) -> str:
+    lines = []
+    for case, row in rows.items():
+        base, kinds = row["grpo"], [kind for kind in row if isinstance(row[kind], dict) and kind != "grpo"]
+        for kind in kinds:
+            held = [
+                own - other
+                for own, other in zip(
+                    row[kind]["bytes_between_micro_batches"], base["bytes_between_micro_batches"], strict=True
+                )
+            ]
+            a_token = max(held) / row["completion_tokens"]
+            peak = row[kind]["peak_bytes"] / base["peak_bytes"]
+            lines.append([case, f"`{kind}`", f"{peak:.3f}", f"{a_token:.1f}", verdict(a_token <= BYTES_A_TOKEN)])
+    return table(["Model", "Scope", "Peak", "Bytes held a completion token", f"At most {BYTES_A_TOKEN}"], lines)
+
+
+def _reads(rows: dict[str, dict]) -> str:
+    lines = [[case, str(row["synchronizing_calls"])] for case, row in rows.items()]
+    of_grpo = set(rows.get("grpo", {}).get("lines", {}))
+    own = sorted({line for row in rows.values() for line in row["lines"]} - of_grpo)
+    return "\n\n".join([table(["Trainer", "Calls"], lines), "\n".join(f"- `{line}`" for line in own)]).strip()
+
+
+def _search(rows: dict[str, dict]) -> str:
+    lines = [
+        [
+            case,
+            f"{row['tokens']:,}",
+            _ratios(row["seconds"]["recomputed"], row["seconds"]["search"]),
+            _ratios(row["seconds"]["hoisted"], row["seconds"]["search"]),
+            verdict(row["same_bounds_as_on_the_cpu"]),
+        ]
+        for case, row in rows.items()
+    ]
+    return table(["Measure", "Tokens", "Faster than the loop", "than the hoisted loop", "Bounds as on the CPU"], lines)
+
+
+def _rollouts(rows: dict[str, dict]) -> str:
+    lines = []
+    for case, row in rows.items():
+        pairs = {key: [[one[key] for one in row[kind]] for kind in ("whole", "partial")] for key in ("steps", "wall")}
+        lines.append([case, *(_ratios(*pairs[key]) for key in ("steps", "wall"))])
+    return table(["Partial rollouts", "Fewer decode steps", "Less wall time"], lines)
+
+
+TABLES = {
+    "runs": _runs,
+    "cost": _cost,
+    "memory": _memory,
+    "reads": _reads,
+    "search": _search,
+    "rollouts": _rollouts,
+}
