@@ -18,7 +18,7 @@ from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import character_tokenizer, tiny_model
 from tests.helpers.commands import accelerate_launcher, run_command
 from tests.helpers.fake_vllm import FakeVLLM, needs_vllm_server, vllm_trainer
-from tests.helpers.toy import CPU, OFF_POLICY, opt_model, toy_model, toy_trainer, training_logs
+from tests.helpers.toy import CPU, OFF_POLICY, ending_model, opt_model, toy_model, toy_trainer, training_logs
 
 
 # 24 rows a generation in 12 groups of 2, of which 11 are held over; 3 updates of 2 micro-batches of 4 rows.
@@ -33,17 +33,6 @@ PARTIAL = {
     "max_steps": 15,
     "gradient_checkpointing": True,
 }
-
-
-def ending_model(seed: int = 0, eos_logit: float = 2.2, **overrides):
-    """A toy model whose completions end at any length: EOS has a logit that hardly depends on the context."""
-    model = toy_model(seed, **overrides)
-    with torch.no_grad():
-        model.model.embed_tokens.weight[:, 0] = 2.0  # carried along by the residual stream
-        model.lm_head.weight[:, 0] = 0.0
-        model.lm_head.weight[model.config.eos_token_id] = 0.0
-        model.lm_head.weight[model.config.eos_token_id, 0] = eos_logit
-    return model
 
 
 def countdown_model(**overrides):

@@ -52,6 +52,17 @@ def toy_model(seed: int = 0, **overrides) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(Qwen2Config(**{**settings, **overrides}))
 
 
+def ending_model(seed: int = 0, eos_logit: float = 2.2, **overrides):
+    """A toy model whose completions end at any length: EOS has a logit that hardly depends on the context."""
+    model = toy_model(seed, **overrides)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 2.0  # carried along by the residual stream
+        model.lm_head.weight[:, 0] = 0.0
+        model.lm_head.weight[model.config.eos_token_id] = 0.0
+        model.lm_head.weight[model.config.eos_token_id, 0] = eos_logit
+    return model
+
+
 def opt_model(seed: int = 0, **overrides) -> OPTForCausalLM:
     """OPT drops out in functional calls, with rates that no module named Dropout holds."""
     tokenizer = character_tokenizer()
