@@ -45,7 +45,8 @@ def describe_machine(device: str) -> dict[str, Any]:
     return {"device": name, "driver": driver, "python": platform.python_version(), **versions}
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="file to write")
     parser.add_argument("--continue", dest="old", type=Path, metavar="OLD", help="file of a call that was cut")
@@ -54,6 +55,11 @@ def main() -> None:
     parser.add_argument("--sizes", choices=sorted(SIZES), default="full")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART",
                         help=f"of {', '.join(PARTS)}; all by default")  # fmt: skip
+    return parser
+
+
+def main() -> None:
+    parser = make_parser()
     args = parser.parse_args()
     if args.table is not None:
         print(render(json.loads(args.table.read_text())))

@@ -14,6 +14,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
+import benchmarks.gpu_first_run.__main__ as gpu_first_run
 from bapo_trl.report import command
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.launcher import read_arguments
@@ -75,6 +76,10 @@ def pip(words):
 
 def python(words):
     script, *arguments = words
+    if script == "-m":
+        assert arguments.pop(0) == "benchmarks.gpu_first_run", f"`python -m {words[1]}` is checked by nothing here"
+        gpu_first_run.make_parser().parse_args(arguments)
+        return
     if script == "demo_llm.py":
         parse_arguments(["--config", "recipes/smollm2_sums.yaml", *arguments])
         return
