@@ -1,0 +1,93 @@
+"""Forty small changes that the tests of their part must notice, chosen before the tests were made faster."""
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """A change of one place: the symbol, wherever in the package it lives, and the text in it, which is there once."""
+
+    symbol: str
+    before: str
+    after: str
+
+
+METHOD = (
+    Mutant("search_bounds", "met = share >= target", "met = share > target"),
+    Mutant("search_bounds", "torch.where(met.any(), first_met, last_step)", "torch.where(met.any(), first_met, 0)"),
+    Mutant("search_bounds", "positive * (1 - target) / (target * negative)", "positive / (target * negative)"),
+    Mutant("contributions", "num_upper, or_equal=False)", "num_upper, or_equal=True)"),
+    Mutant("contributions", "_sum_from(value[num_upper + 1 :])[1:]", "_sum_from(value[num_upper + 1 :])[:-1]"),
+    Mutant("contributions", "counts &= block_ratio <= delta", "counts &= block_ratio >= 0"),
+    Mutant("BAPOTrainer._compute_loss", "self._inputs_in_loss = dict(inputs)", "self._inputs_in_loss = inputs"),
+    Mutant("CarriedCurves.learn", "curves.positive / masses.positive", "curves.positive"),
+    Mutant("BoundSearch.add", "self._curves + curves", "curves"),
+    Mutant("policy_tokens", "(log_ratio * mask).sum(dim=1, keepdim=True)", "log_ratio.sum(dim=1, keepdim=True)"),
+)
+REPLAY = (
+    Mutant("ReplayQueue.expire", "<= self.max_staleness", "< self.max_staleness"),
+    Mutant("ReplayQueue.draw", ">= self.min_staleness", "> self.min_staleness"),
+    Mutant("ReplayQueue.draw", "ledger.uses[drawn] += 1", "ledger.uses[drawn] += 0"),
+    Mutant("ReplayQueue.draw_first_pass", "[0] * len(displaced)", "[1] * len(displaced)"),
+    Mutant(
+        "ReplayQueue.draw_first_pass",
+        "len(fresh)), policy_version, last_version)",
+        "len(fresh)), policy_version, policy_version)",
+    ),
+    Mutant("ReplayQueue._overflow", "np.arange(len(self)) >= excess", "np.arange(len(self)) < self.capacity"),
+    Mutant("ReplayQueue.restore", 'self._random.bit_generator.state = state["random"]', "pass"),
+    Mutant("ReplayMixer._finish", 'torch.as_tensor(tally.sums["tokens"])', "torch.as_tensor(len(drawn.rows))"),
+    Mutant(
+        "rows_to_batch", 'pad_token_id if key in ("prompt_ids", "completion_ids") else field.padding', "field.padding"
+    ),
+    Mutant("Rows.masked", "torch.zeros_like(mask.values)", "mask.values"),
+)
+ROLLOUTS = (
+    Mutant("RolloutPool.take", "append([policy_version, len(new)])", "append([policy_version + 1, len(new)])"),
+    Mutant("RolloutPool.take", "len(new) < cap", "len(new) <= cap"),
+    Mutant(
+        "RolloutPool.emit",
+        "(group.id not in overdue, group.completed_as)",
+        "(group.id in overdue, group.completed_as)",
+    ),
+    Mutant("RolloutPool._num_left", "self.window - len(group.prompt_ids)", "self.window"),
+    Mutant("RolloutPool.overdue", "g.first_version < oldest_version", "g.first_version <= oldest_version"),
+    Mutant("RolloutPool.admit", "self._next_id += self.num_ranks", "self._next_id += 1"),
+    Mutant(
+        "RolloutRounds._score",
+        "values[len(completion.logps) : len(completion.tokens)]",
+        "values[: len(completion.tokens) - len(completion.logps)]",
+    ),
+    Mutant("RolloutRounds.save", "is_boundary and not self._is_generating", "is_boundary"),
+    Mutant("RolloutRounds._decode_round", "missing = most - len(continuations)", "missing = 0"),
+    Mutant("pad_with_masked_rows", '["completion_mask"][present:] = 0', '["completion_mask"][present:] = 1'),
+)
+CHECKPOINTS = (
+    Mutant("find_defect", "elif found != size:", "elif found > size:"),
+    Mutant(
+        "RankFiles.read",
+        "if checksum(path.name, text, tensors) !=",
+        "if False and checksum(path.name, text, tensors) !=",
+    ),
+    Mutant("WholeCheckpoints._save_checkpoint", "write_manifest(unfinished)", "pass"),
+    Mutant("WholeCheckpoints._save_checkpoint", "self._last_checkpoint = folder", "pass"),
+    Mutant("WholeCheckpoints.checkpoint_to_resume", "key=step_of, reverse=True", "key=step_of"),
+    Mutant("WholeCheckpoints.save_for_resume", "self._random_states.restore()", "pass"),
+    Mutant("_rotate", "for path in (newest, best) if", "for path in (newest,) if"),
+    Mutant("_finish_replacement", "os.rename(new, os.path.join(run_dir, name))", "pass"),
+    Mutant("flush_tree", "pool.map(flush, (*Path(folder)", "pool.map(str, (*Path(folder)"),
+    Mutant(
+        "StopSignals._stop_if_signalled",
+        "control.should_save = control.should_training_stop = True",
+        "control.should_training_stop = True",
+    ),
+)
+PARTS = {"method": METHOD, "replay": REPLAY, "rollouts": ROLLOUTS, "checkpoints": CHECKPOINTS}
+TESTS = {
+    "method": ["tests/test_clip_bounds.py", "tests/test_policy_tokens.py", "tests/test_look_ahead.py",
+               "tests/test_balance.py", "tests/test_bapo_trainer.py", "tests/test_equivalence.py"],
+    "replay": ["tests/replay"],
+    "rollouts": ["tests/generation/test_partial_rollouts.py", "tests/generation/test_rollout_rounds.py",
+                 "tests/generation/test_pool_checkpoint.py"],
+    "checkpoints": ["tests/test_whole_checkpoint.py", "tests/replay/test_mixer.py", "tests/faults/test_kills.py",
+                    "tests/faults/test_signals.py", "tests/faults/test_fuzz_checkpoint.py"],
+}  # fmt: skip
