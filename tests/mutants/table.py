@@ -73,7 +73,7 @@ CHECKPOINTS = (
     Mutant("WholeCheckpoints.checkpoint_to_resume", "key=step_of, reverse=True", "key=step_of"),
     Mutant("WholeCheckpoints.save_for_resume", "self._random_states.restore()", "pass"),
     Mutant("_rotate", "for path in (newest, best) if", "for path in (newest,) if"),
-    Mutant("_finish_replacement", "os.rename(new, os.path.join(run_dir, name))", "pass"),
+    Mutant("_finish_replacement", "os.rename(new, folder)", "pass"),
     Mutant("flush_tree", "pool.map(flush, (*Path(folder)", "pool.map(str, (*Path(folder)"),
     Mutant(
         "StopSignals._stop_if_signalled",
