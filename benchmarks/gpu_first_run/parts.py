@@ -218,7 +218,7 @@ def loaded_trainers(setup: Setup, load: Load, kinds: dict[str, str], rounds: int
             trainers[name] = make_trainer(
                 kind,
                 model,
-                folder,
+                f"{folder}/{name}",  # a folder has one live run
                 load_settings(setup, load, rounds),
                 peft_config=lora() if load.uses_lora and not trainers else None,
                 rollout_func=RandomCompletions(load, setup.seed),
