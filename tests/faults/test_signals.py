@@ -342,10 +342,10 @@ def test_a_job_that_cannot_work_ends_before_it_starts_a_server(tmp_path, slurm, 
 @pytest.mark.parametrize(
     ("flags", "submitted"),
     [
-        ([], "--nodes=5 --gpus-per-node=8 JOB recipe.yaml MODEL OUT\n4\n8\n4\n"),  # 28 heads, 4 of keys and values
+        ([], "--nodes=5 --gpus-per-node=8 JOB RECIPE MODEL OUT\n4\n8\n4\n"),  # 28 heads, 4 of keys and values
         (
             ["--trainer_nodes", "2", "--gpus_per_node", "4", "--tensor_parallel_size", "2", "--", "--time=1:00:00"],
-            "--nodes=3 --gpus-per-node=4 --time=1:00:00 JOB recipe.yaml MODEL OUT\n2\n4\n2\n",
+            "--nodes=3 --gpus-per-node=4 --time=1:00:00 JOB RECIPE MODEL OUT\n2\n4\n2\n",
         ),
         (["--tensor_parallel_size", "8"], "has 28 attention heads (4 of keys and values), and a node 8 GPUs: choose"),
         (["--trainer_nodes", "0"], "--trainer_nodes is 0: give 1 at least"),
@@ -366,8 +366,8 @@ def test_a_job_is_submitted_with_sizes_that_go_together_or_not_at_all(tmp_path, 
         assert submitted in result.stderr
         assert not note.exists()
         return
-    expected = submitted.replace("MODEL", str(tmp_path / "model")).replace("OUT", str(tmp_path / "out"))
-    assert note.read_text() == expected.replace("JOB", str(ROOT / SLURM))
+    paths = {"JOB": ROOT / SLURM, "RECIPE": tmp_path / "recipe.yaml", "MODEL": tmp_path / "model", "OUT": tmp_path / "out"}
+    assert note.read_text() == re.sub("JOB|RECIPE|MODEL|OUT", lambda name: str(paths[name[0]]), submitted)
     assert "has to be on a disk that all of them share" in result.stdout
 
 
