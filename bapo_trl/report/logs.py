@@ -51,12 +51,12 @@ class Logs:
             steps.pop()
             del self._cells[-len(self._places) :]
         steps.append(step)
-        self._cells.extend(
-            [
-                value if type(value := log.get(metric)) is float and math.isfinite(value) else _cell(log, metric)
-                for metric in self._places
-            ]
-        )
+        row = [_NOT_LOGGED] * len(self._places)
+        for metric, value in log.items():
+            place = self._places.get(metric)
+            if place is not None:
+                row[place] = float(value) if is_finite(value) else _UNDEFINED
+        self._cells.extend(row)
 
     @property
     def steps(self) -> np.ndarray:
@@ -79,10 +79,3 @@ class Logs:
 def is_finite(value: object) -> TypeGuard[float]:
     """Return whether a logged value is a finite number; `None` and text are none."""
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
-
-
-def _cell(log: Mapping, metric: str) -> float:
-    if metric not in log:
-        return _NOT_LOGGED
-    value = log[metric]
-    return float(value) if is_finite(value) else _UNDEFINED

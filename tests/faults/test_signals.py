@@ -366,7 +366,8 @@ def test_a_job_is_submitted_with_sizes_that_go_together_or_not_at_all(tmp_path, 
         assert submitted in result.stderr
         assert not note.exists()
         return
-    paths = {"JOB": ROOT / SLURM, "RECIPE": tmp_path / "recipe.yaml", "MODEL": tmp_path / "model", "OUT": tmp_path / "out"}
+    here = {"RECIPE": "recipe.yaml", "MODEL": "model", "OUT": "out"}
+    paths = {"JOB": ROOT / SLURM} | {word: tmp_path / name for word, name in here.items()}
     assert note.read_text() == re.sub("JOB|RECIPE|MODEL|OUT", lambda name: str(paths[name[0]]), submitted)
     assert "has to be on a disk that all of them share" in result.stdout
 
