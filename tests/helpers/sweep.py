@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoHaConfig
 from transformers import TrainerCallback
 from trl import GRPOTrainer
@@ -23,7 +24,7 @@ from bapo_trl.policy_tokens import policy_mask
 from bapo_trl.tasks import character_tokenizer
 from bapo_trl.upstream_fixes import end_training
 from tests.helpers.model_state import model_state
-from tests.helpers.toy import opt_model, toy_model, toy_trainer, training_logs
+from tests.helpers.toy import digits_reward, opt_model, toy_dataset, toy_model, toy_trainer, training_logs
 
 
 MODELS = {
@@ -61,10 +62,53 @@ def made_rollouts(has_mask: bool, prompts: list, trainer: GRPOTrainer) -> dict:
     return output
 
 
+def lower(text: str) -> str:
+    """
+    Make text small.
+
+    Args:
+        text: The text.
+
+    Returns:
+        The small text.
+    """
+    return text.lower()
+
+
+def tool_parts() -> dict:
+    """Parts of a trainer whose model calls a tool with each capital letter that it samples."""
+    tokenizer = character_tokenizer()
+    # A call's text and its arguments; a tool's answer takes two tokens
+    call = "{% for call in message.tool_calls or [] %}{{ call.function }}{% endfor %}"
+    said = "{% if message.role == 'tool' %}={% endif %}{{ message.content }}"
+    tokenizer.chat_template = f"{{% for message in messages %}}{call}{said}{{% endfor %}}"
+    function = {"name": "lower", "arguments": {"text": "{text}"}}
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "=",
+        "fields": {
+            "tool_calls": {
+                "open_pattern": "(?P<text>[A-Z])", "close_pattern": "(?=.|$)", "repeats": True, "content": "text",
+                "transform": {"type": "function", "function": function},
+            },
+            "content": {"close_pattern": "$", "content": "text"},
+        },
+    }  # fmt: skip
+    prompts = [[{"role": "user", "content": prompt}] for prompt in toy_dataset()["prompt"]]
+    return {"tools": [lower], "processing_class": tokenizer, "train_dataset": Dataset.from_dict({"prompt": prompts})}
+
+
+def digits_and_answers(completions, **kwargs) -> list[float]:
+    """Reward digits in all that was said, whether or not a tool said it."""
+    texts = ["".join(message["content"] for message in messages) for messages in completions]
+    return digits_reward(texts)
+
+
 SAMPLES = {
-    "TRL's": None,
-    "rollout_func": partial(made_rollouts, False),
-    "env_mask": partial(made_rollouts, True),
+    "TRL's": dict,
+    "rollout_func": lambda: {"rollout_func": partial(made_rollouts, False)},
+    "env_mask": lambda: {"rollout_func": partial(made_rollouts, True)},
+    "tools": tool_parts,
 }
 
 SETTINGS = {
@@ -108,6 +152,7 @@ class AgainstAutograd(BAPOTrainer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.sizes = [[]]
+        self.answered = 0  # tokens that a tool said
         self._output_of_forward = self._output_given = None
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
@@ -119,6 +164,8 @@ class AgainstAutograd(BAPOTrainer):
 
     def _compute_loss(self, model, inputs):
         loss = super()._compute_loss(model, inputs)
+        if "tool_mask" in inputs:
+            self.answered += int((inputs["completion_mask"] > inputs["tool_mask"]).sum())
         self._output_given, beta, self.beta = self._output_of_forward, self.beta, 0.0
         policy_loss = GRPOTrainer._compute_loss(self, model, self._inputs_of_loss)
         self._output_given, self.beta = None, beta
@@ -152,11 +199,9 @@ def trained(folder: Path, case: dict) -> tuple[AgainstAutograd, StateOfEachUpdat
     if args["loss_type"] == "cispo":
         args["epsilon_high"] = 1.1
     callback = StateOfEachUpdate()
-    parts = {"callbacks": [callback]}
+    parts = {"callbacks": [callback], **SAMPLES[case["samples"]]()}
     if case["random"] == "LoHa dropout":
         parts["peft_config"] = LoHaConfig(r=4, target_modules="all-linear", init_weights=False, rank_dropout=0.3)
-    if SAMPLES[case["samples"]] is not None:
-        parts["rollout_func"] = SAMPLES[case["samples"]]
     trainer = toy_trainer(
         folder / "out",
         model=str(folder / case["random"]),
@@ -165,8 +210,9 @@ def trained(folder: Path, case: dict) -> tuple[AgainstAutograd, StateOfEachUpdat
         steps_per_generation=args["gradient_accumulation_steps"],
         num_iterations=2,
         max_steps=2,
-        max_completion_length=12,
+        max_completion_length=20 if case["samples"] == "tools" else 12,
         per_device_train_batch_size=12,
+        reward_funcs=digits_and_answers if case["samples"] == "tools" else digits_reward,
         trainer_args=parts,
         **args,
     )
@@ -186,6 +232,9 @@ def check(trainer: AgainstAutograd, callback: StateOfEachUpdate, case: dict) -> 
     assert trainer.accelerator.num_processes == case["processes"]
     logs = training_logs(trainer)
     assert len(logs) == 2
+    if case["samples"] == "tools":
+        assert logs[0]["tools/call_frequency"] > 0.2
+        assert trainer.answered > 0
     assert any(0 < (log["bapo/positive_share"] or 0) < 1 for log in logs)  # tokens of both signs
     for log, sizes in zip(logs, trainer.sizes, strict=False):
         assert math.isfinite(log["loss"])
