@@ -1,13 +1,31 @@
-"""Each test's CPU-seconds: their sum and the dearest tests are printed at the end."""
+"""
+What is slow, and what each test cost in CPU-seconds: their sum and the dearest are printed at the end.
+
+With `TEST_ORDER` set to a number, files come in a random order of that seed, and so do the tests of each.
+"""
 
 import os
+from random import Random
 
 import pytest
 
 from tests.helpers import cpu_seconds
 
 
+REASONS = ("processes", "kills", "fuzz", "sharding", "trainings", "figures")
 _START = pytest.StashKey[float]()
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if any(item.get_closest_marker(reason) for reason in REASONS):
+            item.add_marker("slow")
+    if seed := os.environ.get("TEST_ORDER"):
+        random = Random(seed)
+        place = {path: random.random() for path in dict.fromkeys(item.path for item in items)}
+        random.shuffle(items)
+        items.sort(key=lambda item: place[item.path])
 
 
 @pytest.hookimpl(wrapper=True)
@@ -24,10 +42,17 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
-def pytest_terminal_summary(terminalreporter):
+def pytest_terminal_summary(terminalreporter, config):
+    if hasattr(config, "workerinput"):
+        return  # of pytest-xdist: all tests are counted where they are reported
     reports = [report for group in terminalreporter.stats.values() for report in group]
-    ends = [report for report in reports if getattr(report, "when", None) == "teardown"]
-    costs = {report.nodeid: dict(report.user_properties)["cpu_seconds"] for report in ends}
+    costs = {
+        report.nodeid: seconds
+        for report in reports
+        if getattr(report, "when", None) == "teardown"
+        for name, seconds in report.user_properties
+        if name == "cpu_seconds"  # doctests of the package have none: they are not below this file
+    }
     terminalreporter.section("CPU-seconds")
     terminalreporter.write_line(cpu_seconds.summary(costs))
     if file := os.environ.get("CPU_SECONDS"):

@@ -286,6 +286,7 @@ def test_the_first_update_of_a_generation_is_that_of_the_batch_scope(tmp_path):
     assert bounds_of(carried)[2] != pytest.approx(bounds_of(batch)[2])
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(
     "args", [*NINE_LOSSES.values(), {"off_policy_mask_threshold": 0.05}], ids=[*NINE_LOSSES, "off-policy mask"]
 )

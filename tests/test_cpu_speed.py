@@ -129,6 +129,7 @@ print(faults)
 """
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
 def test_freed_memory_is_used_again_without_page_faults():
     kept, faults = python(PAGE_FAULTS).split()

@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.prompts import check_prompts
 from bapo_trl.tasks import character_tokenizer
-from tests.helpers.commands import accelerate_launcher, run_command
+from tests.helpers.forked import run_python
 from tests.helpers.rollouts import multi_turn
 from tests.helpers.script_runs import CHAT_TEMPLATE
 from tests.helpers.toy import brevity, digits_reward, opt_model, reward_model, toy_dataset, toy_model, toy_trainer
@@ -284,8 +283,7 @@ def test_what_grpo_trains_this_trains(tmp_path, name):
 
 
 def test_turns_of_different_number_on_each_rank(tmp_path):
-    command = [sys.executable, *accelerate_launcher("cpu_ddp"), "-m", "tests.helpers.rollouts", str(tmp_path)]
-    result = run_command(command, timeout_s=180)
+    result = run_python(["-m", "tests.helpers.rollouts", tmp_path], ranks=2)
     assert result.returncode == 0, result.stdout + result.stderr
     for rank, turns in ((0, 2), (1, 4)):
         expected = {"updates": 1, "turns": turns}

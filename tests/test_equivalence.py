@@ -1,14 +1,13 @@
 """Runs that must come out the same: with GRPOTrainer, over shardings, and across a resume."""
 
 import json
-import sys
 
 import pytest
 import torch
 from datasets import IterableDataset
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.helpers.commands import accelerate_launcher, run_command
+from tests.helpers.forked import run_python
 from tests.helpers.toy import digits_reward, toy_dataset, toy_model, toy_trainer, training_logs
 
 
@@ -64,14 +63,14 @@ def test_grpo_and_adaptive_bounds_do_part(tmp_path):
 
 
 def launch(script_arguments: list[str], num_processes: int) -> None:
-    launcher = accelerate_launcher("cpu_ddp", num_processes) if num_processes > 1 else []
-    result = run_command([sys.executable, *launcher, "-m", "tests.helpers.sharding_worker", *script_arguments])
+    result = run_python(["-m", "tests.helpers.sharding_worker", *script_arguments], num_processes)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
 WEIGHED = {"negative_weight_min": 0.05, "positive_contribution_target": 0.7}
 
 
+@pytest.mark.sharding
 @pytest.mark.parametrize(
     "settings",
     [
@@ -145,6 +144,7 @@ def test_a_resumed_run_equals_a_straight_one(tmp_path, dataset_size, shuffle):
     assert straight.clip_bounds.high == resumed.clip_bounds.high
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize("shuffle", [True, False], ids=["shuffled", "in order"])
 @pytest.mark.parametrize("update", [4, 8, 12], ids=["within the first pass", "at its end", "within the second"])
 def test_a_resumed_stream_goes_on_where_it_was(tmp_path, update, shuffle):

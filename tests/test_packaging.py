@@ -107,6 +107,7 @@ def test_metadata(built):
     assert citation["references"][0]["identifiers"] == [{"type": "other", "value": "arXiv:2510.18927"}]
 
 
+@pytest.mark.processes
 def test_the_wheel_trains_two_updates_and_reports_them(environment, tmp_path):
     def run(command: str, *arguments: str) -> str:
         return succeeded(

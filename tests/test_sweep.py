@@ -2,13 +2,15 @@
 
 import itertools
 import json
-import sys
 
 import pytest
 
 from tests.helpers import sweep
-from tests.helpers.commands import accelerate_launcher, run_command
+from tests.helpers.forked import run_python
 from tests.helpers.pairwise import pairwise
+
+
+pytestmark = pytest.mark.fuzz
 
 
 CASES = pairwise(sweep.SETTINGS)
@@ -40,7 +42,7 @@ def test_the_logged_share_is_that_of_the_loss_and_nothing_stays_on_the_model(fol
 def test_the_same_on_two_ranks(folder):
     cases = [case for case in CASES if case["processes"] == 2]
     (folder / "cases.json").write_text(json.dumps(cases))
-    result = run_command([sys.executable, *accelerate_launcher("cpu_ddp"), "-m", "tests.helpers.sweep", str(folder)])
+    result = run_python(["-m", "tests.helpers.sweep", folder], ranks=2)
     assert result.returncode == 0, result.stdout + result.stderr
     for rank in range(2):
         errors = json.loads((folder / f"{rank}.json").read_text())

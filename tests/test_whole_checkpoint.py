@@ -28,6 +28,7 @@ from bapo_trl.run_lock import LOCK, RunLock
 from bapo_trl.stop_signals import StopSignals
 from bapo_trl.whole_checkpoint import UNFINISHED, _rotate
 from tests.helpers.commands import run_command
+from tests.helpers.forked import run_python
 from tests.helpers.save_events import Start, names
 from tests.helpers.toy import toy_dataset, toy_trainer
 from tests.replay.test_mixer import REPLAY
@@ -38,16 +39,25 @@ SAVING = {**REPLAY, "max_steps": 6, "save_strategy": "steps", "save_steps": 2}
 SAVE_KILLS = os.environ.get("BAPO_TRL_SAVE_KILLS", "few")
 
 
+def kills_gone_wrong(folder, kind, which, count):
+    timeout_s = 3600 if which == "all" else 400
+    result = run_python(["-m", "tests.helpers.save_kills", folder, kind, which], timeout_s=timeout_s)
+    assert result.returncode == 0, result.stdout + result.stderr
+    kills = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(kills) == count if which != "all" else len(kills) >= 40
+    assert {kill["ranks"] for kill in kills} == ({1} if which == "one" else {1, 2})
+    return [kill for kill in kills if kill["wrong"]]
+
+
+def test_a_run_that_is_killed_once_goes_on_without_a_hand(tmp_path):
+    assert kills_gone_wrong(tmp_path, "replay", "one", 1) == []
+
+
+@pytest.mark.kills
 @pytest.mark.parametrize(("kind", "few"), [("replay", 9), ("partial", 7)])
 def test_a_run_that_is_killed_goes_on_without_a_hand(tmp_path, kind, few):
     """Within a save, in a round of a generation, between two updates: with replay alone, and with partial rollouts."""
-    command = [sys.executable, "-m", "tests.helpers.save_kills", str(tmp_path), kind, SAVE_KILLS]
-    result = run_command(command, timeout_s=400 if SAVE_KILLS == "few" else 3600)
-    assert result.returncode == 0, result.stdout + result.stderr
-    kills = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(kills) == few if SAVE_KILLS == "few" else len(kills) >= 40
-    assert {kill["ranks"] for kill in kills} == {1, 2}
-    assert [kill for kill in kills if kill["wrong"]] == []
+    assert kills_gone_wrong(tmp_path, kind, SAVE_KILLS, few) == []
 
 
 def saved(folder, trainer_class=BAPOTrainer, resume_from=None, **args):
@@ -378,6 +388,7 @@ def scored(base: type, scores: dict[int, float]) -> type:
     return Scored
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(("strategy", "limit"), [("steps", None), ("steps", 1), ("best", 2)])
 @pytest.mark.parametrize("scores", [{2: 1, 4: 3, 6: 2}, {2: 1, 4: 2, 6: 3}, {2: 3, 4: 2, 6: 1}], ids=[4, 6, 2])
 def test_the_best_checkpoint_is_that_of_transformers_under_its_name(tmp_path, strategy, limit, scores):
@@ -568,6 +579,7 @@ def test_a_push_leaves_the_samples_out_and_a_run_goes_on_from_what_is_pushed(tmp
     assert resumed.state.global_step == 6
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(
     ("settings", "linked"),
     [

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import warnings
 from collections import Counter
 
@@ -10,19 +9,21 @@ import pytest
 import torch
 
 from bapo_trl.tasks import character_tokenizer
-from benchmarks.common import ROOT
 from benchmarks.gpu_first_run import parts, shapes
 from benchmarks.gpu_first_run.results_file import run_part
 from benchmarks.gpu_first_run.table import render
 from benchmarks.lognormal_model import lognormal_hazards
+from tests.helpers.forked import run_python
+
+
+pytestmark = pytest.mark.trainings
 
 
 TINY = parts.Setup("cpu", "tiny", 0)
 
 
 def call(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "benchmarks.gpu_first_run", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return run_python(["-m", "benchmarks.gpu_first_run", *arguments])
 
 
 def test_the_command_writes_all_that_a_cpu_can_tell_and_goes_on_where_it_was_cut(tmp_path):

@@ -187,6 +187,7 @@ class Watched(MeasuredBAPOTrainer):
         return super()._compute_loss(model, inputs)
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize("arm", ARMS)
 def test_a_run_of_each_arm_counts_what_its_columns_say(arm, tmp_path, monkeypatch):
     """A model after a few updates of its warm start: completions of all lengths up to the cap."""

@@ -1,23 +1,23 @@
 """The training runs of the studies in `benchmarks/`: one run of each trainer, and the pool that makes many."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 
 from benchmarks import run_pool, training_run
-from benchmarks.common import ROOT
 from benchmarks.stability.figures import draw_arms, draw_bounds, draw_staleness
 from benchmarks.stability.plan import FULL, Run, StalenessSetting
 from benchmarks.stability.rows import run_to_row
 from benchmarks.stability.summary import summarize
+from tests.helpers.forked import run_python
+
+
+pytestmark = pytest.mark.trainings
 
 
 def run_for_real(spec):
-    command = [sys.executable, "-m", "benchmarks.training_run", json.dumps(spec)]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    process = run_python(["-m", "benchmarks.training_run", json.dumps(spec)])
     return json.loads(process.stdout.splitlines()[-1])
 
 

@@ -20,8 +20,12 @@ from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.launcher import read_arguments
 from tests.docs.blocks import PAGES, all_blocks, blocks_of, commands_of
 from tests.helpers.commands import ROOT, accelerate_launcher, run_command
+from tests.helpers.forked import run_python
 from tests.helpers.script_runs import CHAT_TEMPLATE, CPU, fill_folder, train_bapo
 from tests.report.made_logs import made_logs, save_run
+
+
+pytestmark = pytest.mark.processes
 
 
 BLOCKS = all_blocks()
@@ -105,8 +109,8 @@ def submit(arguments):
     Qwen2Config(num_attention_heads=28, num_key_value_heads=4).save_pretrained(
         arguments[arguments.index("--model") + 1]
     )
-    command = [sys.executable, str(ROOT / "scripts" / "submit_slurm.py"), *arguments]
-    result = run_command(command, cwd=Path.cwd(), PATH=f"{Path.cwd()}:/usr/bin:/bin")
+    script = ROOT / "scripts" / "submit_slurm.py"
+    result = run_python([script, *arguments], cwd=Path.cwd(), PATH=f"{Path.cwd()}:/usr/bin:/bin")
     assert result.returncode == 0, result.stderr
     assert "--nodes=5 --gpus-per-node=8" in result.stdout
 

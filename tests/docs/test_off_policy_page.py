@@ -9,6 +9,9 @@ from bapo_trl import BAPOConfig
 from tests.helpers.commands import ROOT
 
 
+pytestmark = pytest.mark.trainings
+
+
 PAGE = (ROOT / "docs" / "off_policy.md").read_text()
 
 

@@ -9,8 +9,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from bapo_trl.diagnostics import UPDATE_METRICS
-from tests.e2e.launching import ENGINES, launch
+from tests.e2e.launching import ENGINES, fork, launch
 from tests.helpers.commands import accelerate_launcher, run_command
+from tests.helpers.forked import run_python
 
 
 BOUNDS = ("bapo/clip_low", "bapo/clip_high", "bapo/search_steps")
@@ -32,10 +33,10 @@ class Runs:
                 checkpoint = [str(self.folder / f"{engine}-{lora}-straight" / "checkpoint-4")]
             worker = ["-m", "tests.e2e.scripted_worker", str(out), "4" if engine else "8", lora, *checkpoint]
             if engine is None:
-                result = run_command([sys.executable, *worker])
+                result = run_python(worker)
                 assert result.returncode == 0, result.stdout + result.stderr
             else:
-                launch(engine, worker)
+                fork(engine, worker)
         return out
 
 
@@ -112,7 +113,7 @@ def test_zero3_that_is_killed_in_a_save_goes_on_without_a_hand(tmp_path, runs, k
     assert "exitcode  : -9" in killed.stderr, killed.stderr[-8000:]
     assert {path.name for path in tmp_path.glob("*checkpoint-*")} == {"checkpoint-4"}
     assert list(tmp_path.glob("_unfinished-*/checkpoint-6/global_step6/*zero_pp_rank_1*"))
-    launch("cpu_zero3", [*worker, "true"])
+    fork("cpu_zero3", [*worker, "true"])
     assert len(read(tmp_path)["logs"]) == 6
     assert_close(weights(runs("cpu_zero3")), weights(tmp_path), atol=0)
 

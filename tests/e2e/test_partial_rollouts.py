@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bapo_trl.tasks import character_tokenizer
-from tests.e2e.launching import ENGINES, launch, vllm_server
+from tests.e2e.launching import ENGINES, fork, vllm_server
 from tests.generation.test_rollout_rounds import countdown_model, score
 from tests.helpers.commands import free_port
 from tests.helpers.toy import ending_model, toy_model
@@ -68,7 +68,7 @@ def server(request, tmp_path_factory):
 def run(folder, model, engine="cpu_zero3", **settings) -> list[dict]:
     """Train on two ranks; return what each says."""
     folder.mkdir(exist_ok=True)
-    launch(engine, ["-m", "tests.e2e.partial_worker", str(folder), json.dumps({"model": str(model), **settings})])
+    fork(engine, ["-m", "tests.e2e.partial_worker", str(folder), json.dumps({"model": str(model), **settings})])
     ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
     for rank in ranks:
         assert rank["num_processes"] == 2

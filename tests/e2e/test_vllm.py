@@ -4,7 +4,6 @@ import gc
 import json
 import socket
 import statistics
-import sys
 import urllib.request
 from pathlib import Path
 from typing import NamedTuple
@@ -19,8 +18,9 @@ from bapo_trl.generation.vllm_gloo.client import GlooVLLMClient
 from bapo_trl.generation.vllm_gloo.weight_group import open_weight_store
 from bapo_trl.tasks import character_tokenizer, load_task, tiny_model, warm_start_path
 from bapo_trl.tasks.model import MODEL_SETTINGS
-from tests.e2e.launching import ENGINES, launch, vllm_server
-from tests.helpers.commands import accelerate_launcher, free_port, run_command
+from tests.e2e.launching import ENGINES, fork, run_ranks, vllm_server
+from tests.helpers.commands import free_port
+from tests.helpers.forked import run_python
 
 
 class Server(NamedTuple):
@@ -83,7 +83,7 @@ def assert_server_followed(logs: list[dict]) -> None:
 
 def run(tmp_path, server, num_processes, engine="cpu_zero3", **settings) -> list[dict]:
     worker = ["-m", "tests.e2e.vllm_worker", str(tmp_path), settings_for(server, **settings)]
-    launch(engine, worker, num_processes)
+    fork(engine, worker, num_processes)
     result = json.loads((tmp_path / "rank-0.json").read_text())
     assert result["num_processes"] == num_processes
     assert {key: result[key] for key in ENGINES[engine]} == ENGINES[engine]
@@ -133,7 +133,7 @@ def test_lora_adapters_reach_the_server_merged(tmp_path, server, engine):
 
 def test_a_server_with_other_weights_stops_the_training(tmp_path, server):
     settings = settings_for(server, max_steps=12, is_deaf=True, learning_rate=1e-2)
-    result = run_command([sys.executable, "-m", "tests.e2e.vllm_worker", str(tmp_path), settings])
+    result = run_python(["-m", "tests.e2e.vllm_worker", tmp_path, settings])
     assert result.returncode != 0
     assert "nats a token on the samples just drawn, on average; `vllm_logp_tolerance` is 0.1" in result.stderr
     assert "server's weights are not the trainer's" in result.stderr
@@ -143,7 +143,7 @@ def test_a_server_with_other_weights_stops_the_training(tmp_path, server):
 @pytest.mark.parametrize("learning_rate", [5e-5, 1e-6])
 def test_a_server_that_never_hears_of_new_weights_stops_the_training(tmp_path, server, learning_rate):
     settings = settings_for(server, max_steps=13, is_deaf=True, learning_rate=learning_rate)
-    result = run_command([sys.executable, "-m", "tests.e2e.vllm_worker", str(tmp_path), settings])
+    result = run_python(["-m", "tests.e2e.vllm_worker", tmp_path, settings])
     assert result.returncode != 0
     assert "server does not take the trainer's weights" in result.stderr
     assert "made 0.00 of the trainer's change" in result.stderr
@@ -152,8 +152,7 @@ def test_a_server_that_never_hears_of_new_weights_stops_the_training(tmp_path, s
 @pytest.mark.parametrize("engine", ENGINES)
 def test_all_ranks_stop_together_when_the_server_is_stale(tmp_path, server, engine):
     settings = settings_for(server, max_steps=13, is_deaf=True, learning_rate=1e-6)
-    command = [sys.executable, *accelerate_launcher(engine, 2), "-m", "tests.e2e.vllm_worker", str(tmp_path), settings]
-    assert run_command(command, timeout_s=120).returncode != 0
+    assert run_ranks(engine, ["-m", "tests.e2e.vllm_worker", tmp_path, settings]).returncode != 0
     errors = [(tmp_path / f"rank-{rank}.error").read_text() for rank in range(2)]
     assert errors[0] == errors[1]
     assert errors[0].startswith("The vLLM server does not take the trainer's weights")
@@ -162,7 +161,7 @@ def test_all_ranks_stop_together_when_the_server_is_stale(tmp_path, server, engi
 def test_no_false_alarm_in_200_transfers(tmp_path, server):
     sizes = {"per_device_train_batch_size": 8, "steps_per_generation": 1}
     settings = settings_for(server, max_steps=200, learning_rate=1e-6, **sizes)
-    result = run_command([sys.executable, "-m", "tests.e2e.vllm_worker", str(tmp_path), settings])
+    result = run_python(["-m", "tests.e2e.vllm_worker", tmp_path, settings])
     assert result.returncode == 0, result.stdout + result.stderr
     logs = json.loads((tmp_path / "rank-0.json").read_text())["logs"]
     assert len([log for log in logs if "reward" in log]) == 200  # a transfer each

@@ -4,7 +4,6 @@ import asyncio
 import json
 import math
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from bapo_trl.errors import InputError
 from bapo_trl.prompts import check_prompts
 from bapo_trl.script.model_checks import check_prompts_fit
 from bapo_trl.tasks import character_tokenizer
-from tests.helpers.commands import accelerate_launcher, run_command
+from tests.helpers.forked import run_python
 from tests.helpers.script_runs import CHAT_TEMPLATE, fill_folder, run
 from tests.helpers.toy import (
     brevity,
@@ -30,6 +29,9 @@ from tests.helpers.toy import (
     toy_trainer,
     training_logs,
 )
+
+
+pytestmark = pytest.mark.trainings
 
 
 SUMS = toy_dataset()["prompt"]
@@ -432,8 +434,7 @@ def test_what_is_no_reward_function_is_named(tmp_path):
     ],
 )
 def test_an_error_on_one_rank_ends_the_run(tmp_path, fault, ranks, message):
-    command = [sys.executable, *accelerate_launcher("cpu_ddp"), "-m", "tests.helpers.bad_input_worker"]
-    result = run_command([*command, str(tmp_path), fault], timeout_s=120)
+    result = run_python(["-m", "tests.helpers.bad_input_worker", tmp_path, fault], ranks=2)
     is_of_one = len(ranks) == 1
     assert (result.returncode != 0) == is_of_one, result.stdout + result.stderr
     for rank in ranks:

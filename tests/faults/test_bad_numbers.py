@@ -11,6 +11,9 @@ from bapo_trl.bound_grid import BoundGrid
 from tests.helpers.toy import digits_reward, toy_model, toy_trainer, training_logs
 
 
+pytestmark = pytest.mark.trainings
+
+
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
 SCOPES = ["batch", "micro_batch", "carried_over"]
 

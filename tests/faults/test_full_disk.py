@@ -15,10 +15,14 @@ import torch
 
 from bapo_trl.checkpoint_files import MANIFEST, find_defect
 from bapo_trl.whole_checkpoint import UNFINISHED
-from tests.helpers.commands import accelerate_launcher, run_command
+from tests.helpers.commands import run_command
+from tests.helpers.forked import run_python
 from tests.helpers.save_events import names
 from tests.helpers.toy import toy_trainer
 from tests.replay.test_mixer import REPLAY
+
+
+pytestmark = pytest.mark.processes
 
 
 SAVING = {**REPLAY, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
@@ -97,8 +101,7 @@ def test_without_a_checkpoint_before_the_error_says_so(tmp_path, fill_up):
 
 
 def test_a_push_that_finds_no_room_ends_both_ranks_and_the_checkpoint_is_whole(tmp_path):
-    command = [sys.executable, *accelerate_launcher("cpu_ddp"), "-m", "tests.helpers.bad_input_worker"]
-    result = run_command([*command, str(tmp_path), "push"], timeout_s=120)
+    result = run_python(["-m", "tests.helpers.bad_input_worker", tmp_path, "push"], ranks=2)
     assert result.returncode == 0, result.stdout + result.stderr
     message = (
         r"OSError: checkpoint-1 could not be pushed from .*/out, where [\d,]+ MB of [\d,]+ MB are free: .*No space "

@@ -4,17 +4,19 @@ import json
 import random
 import resource
 import shutil
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import file_damage
-from tests.helpers.commands import run_command
 from tests.helpers.fault_counts import cases
 from tests.helpers.file_damage import LIMIT_BYTES, RANK_FILES, STATE_FILES
+from tests.helpers.forked import run_python
 from tests.helpers.toy import toy_trainer
+
+
+pytestmark = pytest.mark.fuzz
 
 
 SETTINGS = {
@@ -40,7 +42,7 @@ def checkpoint(tmp_path_factory):
 def test_damaged_files_are_refused_by_name_or_hold_what_was_saved(tmp_path, checkpoint):
     shutil.copytree(checkpoint, tmp_path / "whole")
     count = cases(1000)
-    result = run_command([sys.executable, "-m", "tests.helpers.file_damage", str(tmp_path), str(count), "0"])
+    result = run_python(["-m", "tests.helpers.file_damage", tmp_path, count, 0])
     assert result.returncode == 0, result.stdout + result.stderr
     report = json.loads((tmp_path / "outcomes.json").read_text())
     assert len(report["outcomes"]) == count

@@ -34,6 +34,9 @@ from tests.helpers.script_runs import CPU, fill_folder, train_bapo
 from tests.helpers.toy import toy_dataset, toy_model, toy_trainer
 
 
+pytestmark = pytest.mark.fuzz
+
+
 FUZZ = settings(
     deadline=None,
     database=None,

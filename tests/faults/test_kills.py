@@ -1,18 +1,20 @@
 """SIGKILL at random moments on either of two ranks, with replay and partial rollouts."""
 
 import json
-import sys
 
-from tests.helpers.commands import run_command
+import pytest
+
 from tests.helpers.fault_counts import cases
+from tests.helpers.forked import run_python
 from tests.helpers.random_kills import PHASES
+
+
+pytestmark = pytest.mark.kills
 
 
 def test_what_a_killed_run_trains_is_what_the_uninterrupted_one_trains_as_far_as_the_docs_say(tmp_path):
     count = cases(20)
-    result = run_command(
-        [sys.executable, "-m", "tests.helpers.random_kills", str(tmp_path), str(count)], timeout_s=1200
-    )
+    result = run_python(["-m", "tests.helpers.random_kills", tmp_path, count], timeout_s=1200)
     assert result.returncode == 0, result.stdout + result.stderr
     kills = [json.loads(line) for line in result.stdout.splitlines()]
     assert len(kills) == count

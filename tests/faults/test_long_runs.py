@@ -11,6 +11,9 @@ from tests.helpers.fault_counts import CPU_LIMIT, cases
 from tests.helpers.slopes import growth
 
 
+pytestmark = pytest.mark.trainings
+
+
 EVEN = ("open files", "threads", "hooks", "rows in the queue", "groups in the pool")
 
 

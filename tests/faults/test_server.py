@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 import threading
 import time
 import warnings
@@ -20,13 +19,16 @@ from safetensors.torch import load_file
 from bapo_trl import BAPOTrainer
 from bapo_trl.generation import server_client
 from bapo_trl.generation.server_client import LimitedAdapter, retry_until
-from tests.helpers.commands import accelerate_launcher, run_command
 from tests.helpers.failing_server import ModelServer, client_of
+from tests.helpers.forked import run_python
 from tests.helpers.toy import toy_dataset, toy_trainer, training_logs
 from tests.test_bapo_config import config
 
 
-pytestmark = pytest.mark.skipif(Version(trl.__version__) < Version("1.16"), reason="vLLM's own server: TRL 1.16")
+pytestmark = [
+    pytest.mark.trainings,
+    pytest.mark.skipif(Version(trl.__version__) < Version("1.16"), reason="vLLM's own server: TRL 1.16"),
+]
 
 # 2 updates on the samples of a generation: four generations, each with a request, a transfer and a check
 RUN = {
@@ -395,8 +397,7 @@ def test_over_nccl_a_failed_transfer_ends_the_trainers_part():
 
 @pytest.mark.parametrize("comes_back", [True, False], ids=["back", "gone"])
 def test_two_ranks_go_on_or_stop_together(tmp_path, comes_back):
-    worker = ["-m", "tests.helpers.failing_worker", str(tmp_path), json.dumps(comes_back)]
-    result = run_command([sys.executable, *accelerate_launcher("cpu_ddp"), *worker], timeout_s=120)
+    result = run_python(["-m", "tests.helpers.failing_worker", tmp_path, json.dumps(comes_back)], ranks=2)
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert [rank["num_processes"] for rank in ranks] == [2, 2]
     for fault, left in ranks[0]["runs"].items():

@@ -8,6 +8,9 @@ from tests.helpers.scripted_llm import StaleLLM, colocate_trainer
 from tests.helpers.toy import ending_model, training_logs
 
 
+pytestmark = pytest.mark.trainings
+
+
 COMMON = {"max_completion_length": 40, "vllm_importance_sampling_mode": "token_truncate"}
 SETTINGS = {
     "plain": {},

@@ -185,6 +185,7 @@ SETTINGS_OF_VLLM = [
 ]
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(("settings", "named"), SETTINGS_OF_VLLM)
 def test_what_a_setting_explains_does_not_stop_the_training(monkeypatch, tmp_path, settings, named):
     trainer = vllm_trainer(monkeypatch, tmp_path, vllm_logp_tolerance=1e-4, max_steps=8, **settings)

@@ -19,6 +19,9 @@ from tests.helpers.fake_vllm import FakeVLLM, needs_vllm_server, vllm_trainer
 from tests.helpers.toy import training_logs
 
 
+pytestmark = pytest.mark.trainings
+
+
 def server_trainer(monkeypatch, tmp_path, trainer_class=Recording, server=FakeVLLM, **settings):
     return vllm_trainer(
         monkeypatch,

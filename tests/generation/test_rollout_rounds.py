@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 import warnings
 from datetime import datetime
 from itertools import chain, count
@@ -16,8 +15,8 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import character_tokenizer, tiny_model
-from tests.helpers.commands import accelerate_launcher, run_command
 from tests.helpers.fake_vllm import FakeVLLM, needs_vllm_server, vllm_trainer
+from tests.helpers.forked import run_python
 from tests.helpers.toy import CPU, OFF_POLICY, ending_model, opt_model, toy_model, toy_trainer, training_logs
 
 
@@ -203,6 +202,7 @@ def gpt2_model(**overrides) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(**sizes, **tokens, **no_dropout, initializer_range=0.3, **overrides))
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(
     ("make_model", "settings", "is_told"),
     [
@@ -352,6 +352,7 @@ def test_evaluation_in_between_does_not_touch_the_pool(tmp_path):
 # Together with TRL's settings and the other sources of stale samples
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(
     "settings",
     [
@@ -592,6 +593,7 @@ def test_a_checkpoint_inside_a_generation_admits_each_prompt_once(tmp_path):
     assert sorted([*trained, *parked]) == sorted(admitted)
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize("replay", [{}, {"replay_fraction": 0.25, "num_iterations": 2}], ids=["fresh", "replay"])
 def test_a_second_resume_from_inside_a_generation_loses_no_prompt(tmp_path, replay):
     """The blocks in which the sampler repeats the prompts go on where they were, and the generations with them."""
@@ -618,6 +620,7 @@ def test_a_second_resume_from_inside_a_generation_loses_no_prompt(tmp_path, repl
     assert sorted([*chain(*emitted), *parked]) == sorted(prompts[:48])
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(("steps_per_generation", "stop"), [(6, 4), (6, 6), (2, 2)])
 def test_a_checkpoint_before_an_optimizer_step_loses_no_prompt_and_trains_none_twice(
     tmp_path, steps_per_generation, stop
@@ -652,6 +655,7 @@ def test_a_checkpoint_before_an_optimizer_step_loses_no_prompt_and_trains_none_t
     assert sorted([*chain(*emitted), *parked]) == sorted(data["train_dataset"]["prompt"][: 3 * of_generation])
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -694,6 +698,7 @@ def full_rows(trainer) -> list[int]:
     return [int(batch["completion_mask"].any(dim=1).sum()) for batch in trainer.batches]
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(("before", "held"), [(1.0, 0), (1.1, 1), (1.9, 11)])
 def test_a_first_batch_after_a_resume_is_short_by_what_is_missing_in_flight(tmp_path, before, held):
     """12 groups of 2 a generation, of which 1.5 holds 6 over."""
@@ -731,9 +736,7 @@ def test_more_groups_that_may_not_wait_than_a_generation_trains_go_one_after_the
 
 def launch(folder, num_processes=2, **settings):
     folder.mkdir(exist_ok=True)
-    launcher = accelerate_launcher("cpu_ddp", num_processes) if num_processes > 1 else []
-    worker = ["-m", "tests.helpers.partial_worker", str(folder), json.dumps(settings)]
-    return run_command([sys.executable, *launcher, *worker])
+    return run_python(["-m", "tests.helpers.partial_worker", folder, json.dumps(settings)], num_processes)
 
 
 def results(folder, num_processes=2) -> list[dict]:
@@ -759,7 +762,7 @@ def test_two_ranks_of_unequal_lengths_stay_in_step(tmp_path):
 
 def test_what_one_rank_alone_cannot_take_ends_both(tmp_path):
     """A row of its own, its file of the pool, its file of the replay queue."""
-    result = run_command([sys.executable, "-m", "tests.helpers.lone_errors", str(tmp_path)])
+    result = run_python(["-m", "tests.helpers.lone_errors", tmp_path])
     assert result.returncode == 0, result.stdout + result.stderr
     other, own = json.loads(result.stdout)
     assert own.keys() == {"row", "pool", "queue"}
@@ -769,6 +772,7 @@ def test_what_one_rank_alone_cannot_take_ends_both(tmp_path):
     assert other == {case: f"On rank 1: {error}" for case, error in own.items()}
 
 
+@pytest.mark.processes
 def test_on_two_ranks_a_quarter_of_the_completions_have_several_versions_each_scored_by_its_own(tmp_path):
     result = launch(tmp_path, learning_rate=5e-3)
     assert result.returncode == 0, result.stderr
@@ -782,6 +786,7 @@ def test_on_two_ranks_a_quarter_of_the_completions_have_several_versions_each_sc
             torch.testing.assert_close(torch.tensor(logps)[here], expected[here], rtol=0, atol=1e-5)
 
 
+@pytest.mark.processes
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 3, "counts_down": True, "learning_rate": 0.0}
     settings["generation_kwargs"] = {"do_sample": False}

@@ -18,7 +18,7 @@ EVERY_UPDATE = {  # a generation and a transfer before each
     "lr_scheduler_type": "constant",
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*no clip bound has any effect")
+pytestmark = [pytest.mark.trainings, pytest.mark.filterwarnings("ignore:.*no clip bound has any effect")]
 
 
 class InFloat32(FakeVLLM):

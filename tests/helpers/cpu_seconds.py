@@ -2,7 +2,7 @@
 What tests cost in CPU-seconds, with the processes that they start and wait for.
 
 A fixture that tests share counts with the first that asks for it. With the environment variable `CPU_SECONDS`, each
-run of pytest adds its costs to that file. As a script, prints those of a file: `python -m tests.helpers.cpu_seconds FILE`.
+run of pytest adds its costs to that file. `python -m tests.helpers.cpu_seconds FILE` prints those of a file.
 """
 
 import json
@@ -12,12 +12,18 @@ from pathlib import Path
 
 
 SHOWN = 10
+_forked = [0.0]
+
+
+def add_forked(seconds: float) -> None:
+    """Count a process that is not this one's child: the child's child."""
+    _forked[0] += seconds
 
 
 def used() -> float:
-    """Return the CPU-seconds of this process and of its children that have ended."""
+    """Return the CPU-seconds of this process and of its children that have ended, with those that were forked."""
     of_both = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in of_both)
+    return sum(usage.ru_utime + usage.ru_stime for usage in of_both) + _forked[0]
 
 
 def add(file: str, costs: dict[str, float]) -> None:

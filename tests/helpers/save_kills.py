@@ -1,6 +1,6 @@
 """Kills trainers in the middle of a save and in the training after it, at chosen events, and starts them again.
 
-    python -m tests.helpers.save_kills FOLDER replay|partial few|all
+    python -m tests.helpers.save_kills FOLDER replay|partial one|few|all
 
 For each kill, a JSON line on the standard output tells what went wrong afterwards, if anything. The processes are
 forked from this one, which has imported the libraries: a kill takes seconds. `all` takes every event of every rank.
@@ -266,14 +266,14 @@ def all_kills(events: list[list[tuple[str, bool]]]) -> Iterator[Kill]:
 
 
 def main(folder: str, kind: str, which: str) -> None:
-    for run in RUNS[kind]:
+    for run in RUNS[kind][:1] if which == "one" else RUNS[kind]:
         straight = straight_run(run, Path(folder, f"straight-{run.ranks}"))
         kills = [
             kill
             for kill in all_kills(straight["events"])
             if which == "all" or (kill.rank, kill.name, kill.tears) in run.few
         ]
-        for number, kill in enumerate(kills):
+        for number, kill in enumerate(kills[:1] if which == "one" else kills):
             wrong = wrong_after(kill, run, Path(folder, f"killed-{run.ranks}-{number:02d}"), straight)
             print(json.dumps({**kill._asdict(), "wrong": wrong}), flush=True)
 

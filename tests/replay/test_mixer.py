@@ -1,7 +1,6 @@
 """The replay queue through `train()`: what is trained was generated, stays within the limits, survives a resume."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from bapo_trl.policy_tokens import policy_mask
 from bapo_trl.replay.mixer import REPLAY_METRICS, ReplayMixer
 from bapo_trl.replay.rows import rows_to_batch
 from tests.generation.test_logp_mismatch import Sampler
-from tests.helpers.commands import accelerate_launcher, run_command
+from tests.helpers.forked import run_python
 from tests.helpers.toy import CPU, OFF_POLICY, toy_dataset, toy_model, toy_trainer, training_logs
 from tests.test_bapo_trainer import saved_model
 from tests.test_equivalence import TIMES
@@ -131,6 +130,7 @@ def rested_rows_by_pass(trainer) -> list[int]:
     return [sum(rested[start : start + 24]) for start in range(0, len(rested), 24)]
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(
     ("args", "smallest", "wanted"),
     [
@@ -168,6 +168,7 @@ def drawn_by_first_passes(trainer) -> list[float]:
     return shares[:: trainer.args.num_iterations]
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(
     ("args", "name", "smallest"),
     [
@@ -646,9 +647,7 @@ def test_a_multimodal_model_is_refused_with_the_settings_that_are_on(tmp_path, s
 
 
 def test_two_ranks_with_unequal_queues_stay_in_step(tmp_path):
-    result = run_command(
-        [sys.executable, *accelerate_launcher("cpu_ddp"), "-m", "tests.helpers.replay_worker", str(tmp_path)]
-    )
+    result = run_python(["-m", "tests.helpers.replay_worker", tmp_path], ranks=2)
     assert result.returncode == 0, result.stdout + result.stderr
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert [rank["num_processes"] for rank in ranks] == [2, 2]

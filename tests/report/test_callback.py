@@ -15,6 +15,9 @@ from bapo_trl.report.write import report_line, save_report
 from tests.helpers.toy import toy_trainer
 
 
+pytestmark = pytest.mark.figures
+
+
 SAVES = {"save_strategy": "steps", "save_steps": 2}
 
 

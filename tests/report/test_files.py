@@ -17,6 +17,9 @@ from bapo_trl.report.runs import read_runs, update_logs
 from tests.report.made_logs import made_logs, save_run
 
 
+pytestmark = pytest.mark.figures
+
+
 def refusal(capsys, *arguments) -> str:
     with pytest.raises(SystemExit) as ended:
         main([*map(str, arguments)])

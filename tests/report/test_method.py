@@ -12,6 +12,9 @@ from bapo_trl.report.runs import update_logs
 from tests.report.made_logs import made_logs, save_run
 
 
+pytestmark = pytest.mark.figures
+
+
 FIXED = {"ratio_lower_max": 0.6, "ratio_upper_max": 1.2}
 GRPO = {"ratio_lower_start": 0.8, "ratio_lower_max": 0.8, "ratio_upper_start": 1.2, "ratio_upper_max": 1.2}
 WEIGHT = {"negative_weight_min": 0.5}

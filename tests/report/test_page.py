@@ -12,6 +12,9 @@ from bapo_trl.report.panels import PANELS
 from tests.report.made_logs import made_logs, save_run
 
 
+pytestmark = pytest.mark.figures
+
+
 QUEUE = {"replay/size": 40.0, "replay/fraction": 0.25, "bapo/negative_weight": [1.0, 0.4]}
 POOL = {"partial/in_flight": 6.0, "partial/parked_tokens": 120.0}
 OPTIONAL = {

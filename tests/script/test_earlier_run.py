@@ -57,6 +57,7 @@ def test_a_training_does_not_delete_the_model_it_starts_from(folder, start):
     assert contents() == before
 
 
+@pytest.mark.trainings
 def test_what_is_overwritten_is_that_of_the_earlier_run_and_no_more(folder):
     run(**SAVING, max_steps=6, eval_dataset="test.jsonl", logging_steps=1, log_completions="true")
     run_dir(**{"adapter_model.safetensors": b"", "novel.txt": b"mine", "checkpoint-mine/novel.txt": b"mine"})
@@ -70,6 +71,7 @@ def test_what_is_overwritten_is_that_of_the_earlier_run_and_no_more(folder):
     assert Path("out/checkpoint-2").is_dir()
 
 
+@pytest.mark.processes
 def test_the_demo_may_be_run_again(folder):
     demo = parse_arguments([])
     assert (demo[0].dataset_name, demo[1].output_dir) == ("embedded", DEMO_FOLDER)

@@ -19,9 +19,13 @@ from trl.trainer import grpo_trainer
 from bapo_trl import bapo_trainer
 from bapo_trl.script import training
 from bapo_trl.script.sampling import SamplesCompletions
-from tests.helpers.commands import ROOT, accelerate_launcher, run_command
+from tests.helpers.commands import ROOT
 from tests.helpers.fake_vllm import FakeVLLM
+from tests.helpers.forked import run_python
 from tests.helpers.script_runs import CHAT_TEMPLATE, completions, fill_folder, flags, results, run
+
+
+pytestmark = pytest.mark.trainings
 
 
 @pytest.fixture
@@ -80,8 +84,7 @@ def test_a_fraction_is_held_out(folder):
 
 def test_a_killed_evaluation_goes_on(folder):
     alone = {"do_train": "false", "eval_dataset": "test.jsonl"}
-    command = [sys.executable, str(ROOT / "train_bapo.py"), *flags(**alone)]
-    killed = run_command(command, cwd=folder, PYTHONPATH=str(ROOT), KILLED_AT="3")
+    killed = run_python([ROOT / "train_bapo.py", *flags(**alone)], cwd=folder, KILLED_AT="3")
     assert killed.returncode == -signal.SIGKILL
     kept = completions()
     assert len(kept) == 10  # 2 batches of 5
@@ -276,8 +279,7 @@ def test_a_recipe_that_evaluates_in_training_evaluates_few_prompts_alone(folder)
 
 def test_two_processes_share_an_evaluation(folder):
     settings = flags(dataset_name="train.jsonl", eval_dataset="test.jsonl", num_generations=4)
-    launched = [sys.executable, *accelerate_launcher("cpu_ddp"), str(ROOT / "train_bapo.py"), *settings]
-    result = run_command(launched, cwd=folder, PYTHONPATH=str(ROOT))
+    result = run_python([ROOT / "train_bapo.py", *settings], ranks=2, cwd=folder)
     assert result.returncode == 0, result.stderr
     for prefix, name in (("before", "eval_completions_before"), ("eval", "eval_completions")):
         lines = completions(f"out/{name}.jsonl")

@@ -94,6 +94,7 @@ def test_the_flag_is_taken_out_and_results_are_handed_on():
     assert run_command(list, ["--a", "--traceback", "1"], "x") == ["--a", "1"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", ["InputError", "ZeroDivisionError"])
 def test_several_processes_say_it_once(tmp_path, kind):
     script = tmp_path / "fails.py"
@@ -148,6 +149,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.processes
 def test_what_a_user_gets_wrong_ends_in_one_line(folder):
     """In one process, which imports everything once."""
     code = (
@@ -177,6 +179,7 @@ def test_what_a_user_gets_wrong_ends_in_one_line(folder):
         assert "Traceback" not in said[name]
 
 
+@pytest.mark.processes
 def test_a_terminal_that_is_gone_or_knows_no_umlauts_loses_no_result(tmp_path):
     recipe = yaml.safe_load((Path(failures.PACKAGE) / "recipes" / "quickstart.yaml").read_text())
     (tmp_path / "recipe.yaml").write_text(

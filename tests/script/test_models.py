@@ -13,6 +13,9 @@ from bapo_trl.script.model_checks import missing_targets
 from tests.helpers.script_runs import completions, fill_folder, results, run, train_bapo
 
 
+pytestmark = pytest.mark.trainings
+
+
 LORA = {"use_peft": "true", "lora_r": 4, "lora_target_modules": "q_proj|v_proj", "max_steps": 4}
 
 

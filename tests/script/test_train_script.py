@@ -14,6 +14,7 @@ from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.recipes import RECIPES, recipe_names
 from bapo_trl.tasks import load_task, warm_start_path
 from tests.helpers.commands import ROOT, accelerate_launcher, run_command
+from tests.helpers.forked import run_python
 
 
 sys.path.insert(0, str(ROOT))
@@ -38,10 +39,12 @@ def _warm_start():
     warm_start_path()  # once, so that the scripts find it
 
 
-def train(output_dir, *flags, cwd=ROOT, launcher=(), program=(str(ROOT / "train_bapo.py"),), **settings):
+def train(output_dir, *flags, cwd=ROOT, command_line=(), program=(str(ROOT / "train_bapo.py"),), **settings):
     arguments = [f"--{name}={value}" for name, value in {**SHORT, **settings}.items()]
-    command = [sys.executable, *launcher, *program, "--output_dir", str(output_dir), *arguments, *flags]
-    return run_command(command, cwd=cwd, HF_HUB_OFFLINE="1")
+    command = [*program, "--output_dir", output_dir, *arguments, *flags]
+    if command_line:
+        return run_command([*command_line, *map(str, command)], cwd=cwd, HF_HUB_OFFLINE="1")
+    return run_python(command, cwd=cwd)
 
 
 def succeeded(result):
@@ -54,7 +57,7 @@ def logs(output_dir):
 
 
 def test_two_updates_on_the_embedded_task(tmp_path):
-    out = succeeded(train(tmp_path / "run"))
+    out = succeeded(train(tmp_path / "run", command_line=[sys.executable]))
     for line in (
         r"samples per generation +16 \(4 per prompt\)",
         r"samples per update +8 \(1 x 8 x 1\)",
@@ -75,12 +78,14 @@ def test_two_updates_on_the_embedded_task(tmp_path):
     assert [log["step"] for log in logs(tmp_path / "run") if "bapo/clip_low" in log] == [1, 2]
 
 
+@pytest.mark.processes
 def test_lora_saves_the_adapter_alone(tmp_path):
     succeeded(train(tmp_path, "--use_peft", "--lora_target_modules", "q_proj", "v_proj", lora_r=4))
     assert (tmp_path / "adapter_model.safetensors").exists()
     assert not (tmp_path / "model.safetensors").exists()
 
 
+@pytest.mark.processes
 def test_resume_trains_on_from_the_latest_whole_checkpoint(tmp_path):
     succeeded(train(tmp_path / "stopped", max_steps=2, save_strategy="steps", save_steps=2))
     (tmp_path / "stopped" / "checkpoint-4").mkdir()
@@ -117,6 +122,7 @@ def test_evaluation_alone(tmp_path):
     assert "Held-out accuracy" not in out
 
 
+@pytest.mark.processes
 def test_evaluation_during_training_on_a_users_own_data_and_reward(tmp_path):
     (tmp_path / "my_rewards.py").write_text(
         "def prefers_short(completions, **kwargs):\n    return [-float(len(text)) for text in completions]\n"
@@ -280,6 +286,7 @@ def run_main(**settings):
     train_bapo.main([part for name, value in settings.items() for part in (f"--{name}", str(value))])
 
 
+@pytest.mark.trainings
 def test_push_to_hub_names_no_dataset_but_one_of_the_hub(tmp_path, monkeypatch, pushed):
     problems = load_task().train_dataset.select(range(16))
     asked = []
@@ -320,6 +327,7 @@ def is_saved_evaluated_and_pushed(folder, pushed):
     return (folder / "model.safetensors").exists() and (folder / "eval_results.json").exists() and len(pushed) == 2
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize("settings", [{}, {"eval_strategy": "steps", "eval_steps": 2}])
 def test_a_run_that_logs_no_update_has_no_report(tmp_path, capsys, pushed, settings):
     run_main(output_dir=tmp_path, logging_steps=5, **PUBLISHED, **settings)
@@ -328,6 +336,7 @@ def test_a_run_that_logs_no_update_has_no_report(tmp_path, capsys, pushed, setti
     assert not (tmp_path / "report.png").exists()
 
 
+@pytest.mark.trainings
 def test_a_report_that_fails_stands_in_the_way_of_nothing(tmp_path, monkeypatch, pushed):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # installed, but broken
     with pytest.raises(ImportError, match=r"matplotlib\.figure"):
@@ -335,15 +344,17 @@ def test_a_report_that_fails_stands_in_the_way_of_nothing(tmp_path, monkeypatch,
     assert is_saved_evaluated_and_pushed(tmp_path, pushed)
 
 
+@pytest.mark.processes
 def test_two_processes_share_the_work(tmp_path):
     program = ["-m", "bapo_trl", "train"]  # as users of an installed package launch it
-    out = succeeded(train(tmp_path, launcher=accelerate_launcher("cpu_ddp"), program=program))
+    out = succeeded(train(tmp_path, command_line=[sys.executable, *accelerate_launcher("cpu_ddp")], program=program))
     assert re.search(r"samples per update +16 \(2 x 8 x 1\)", out)
     assert out.count("BAPO on the embedded task") == 1
     assert [log["step"] for log in logs(tmp_path) if "bapo/clip_low" in log] == [1, 2]
     assert (tmp_path / "model.safetensors").exists()
 
 
+@pytest.mark.processes
 def test_a_dataset_mixture_from_a_recipe(tmp_path):
     for name, size in (("a", 5), ("b", 11)):
         load_task().train_dataset.select(range(size)).to_json(tmp_path / f"{name}.jsonl")

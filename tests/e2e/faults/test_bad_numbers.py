@@ -1,10 +1,10 @@
 """DeepSpeed steps within its backward pass: a gradient that is not finite stops the run right after."""
 
-from tests.e2e.launching import launch
+from tests.e2e.launching import fork
 
 
 def test_zero3_stops_at_a_gradient_that_is_not_finite_on_both_ranks(tmp_path):
-    launch("cpu_zero3", ["-m", "tests.helpers.bad_input_worker", str(tmp_path), "gradient"])
+    fork("cpu_zero3", ["-m", "tests.helpers.bad_input_worker", str(tmp_path), "gradient"])
     for rank in range(2):
         error, engine = (tmp_path / f"{rank}.txt").read_text().splitlines()
         # DeepSpeed says infinity of either

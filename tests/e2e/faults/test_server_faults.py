@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import sys
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -15,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.launching import ENGINES, vllm_server
+from tests.e2e.launching import ENGINES, run_ranks, vllm_server
 from tests.e2e.test_partial_rollouts import WIDE, save
-from tests.helpers.commands import accelerate_launcher, free_port, run_command
+from tests.helpers.commands import free_port
 from tests.helpers.fault_counts import cases
 from tests.helpers.toy import toy_model
 
@@ -93,9 +92,8 @@ def run(servers, folder, engine, faults=(), wait_s=BACK_S, **settings):
         "max_steps": 16,
         **settings,
     }
-    command = [sys.executable, *accelerate_launcher(engine, 2)]
-    worker = ["-m", "tests.e2e.faults.server_worker", str(folder), json.dumps(settings)]
-    result = run_command([*command, *worker], timeout_s=100 + 150 * len(list(faults)))
+    worker = ["-m", "tests.e2e.faults.server_worker", folder, json.dumps(settings)]
+    result = run_ranks(engine, worker, timeout_s=100 + 150 * len(list(faults)))
     output = result.stdout + result.stderr
     assert result.returncode == 0, output[-8000:]
     ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
