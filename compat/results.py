@@ -68,7 +68,7 @@ def count(junit: Iterable[str | Path]) -> dict:
 
 
 def test_files() -> list[str]:
-    """Return the test files that a corner runs: those of `make test` but the one that looks at the results."""
+    """Return the test files that a corner runs: all but the one that looks at the results."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     ignored = re.findall(r"--ignore=tests/(\S+)", setup["tool:pytest"]["addopts"])
@@ -168,8 +168,8 @@ def page() -> str:
         "What else a range leaves out:",
         *(f"- `{bound}`: {reason}." for bound, reason in corners.refused().items()),
         "## Corners",
-        "`make test-compat` runs the whole fast suite in each of these corners, in an environment of its own; `make "
-        "test-compat CORNER=oldest` in one. They are listed in `compat/corners.cfg`. Where a part of the suite was "
+        "`make test-compat` runs `make test` and `make test-all` in each of these corners, in an environment of its own; "
+        "`make test-compat CORNER=oldest` in one. They are listed in `compat/corners.cfg`. Where a part of the suite was "
         "run, the last section says which.",
         "\n".join(f"- **{name}**: {corners.why(name)}." for name in corners.names()),
         _table(table),

@@ -1,26 +1,31 @@
 """
 Break the package in forty places, one at a time, and see which tests notice.
 
-    python -m tests.mutants                      # each mutant against the test files of its part
+    python -m tests.mutants                 # each mutant against the test files of its part
     python -m tests.mutants --part replay
-    python -m tests.mutants --tests "-m fast"    # each against these arguments of pytest instead
 
-Each mutant is made in a copy of the tree, in a folder for temporary files. A mutant is found by the name of its
-function or method, so it survives a move to another file.
+Of those files, the tests of `make test` run first, and those of `make test-all` if none of them fails. Each mutant is
+made in a copy of the tree, in a folder for temporary files. A mutant is found by the name of its function or method,
+so it survives a move to another file.
 """
 
 import argparse
 import ast
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
+
+import pytest
 
 from tests.mutants.table import PARTS, TESTS, Mutant
 
 
 ROOT = Path(__file__).resolve().parents[2]
+SUITES = {"make test": "not slow", "make test-all": "slow"}
 COPIED = ("bapo_trl", "tests", "benchmarks", "compat", "docs", "scripts", "notebooks", "accelerate_configs",
           "deepspeed_configs", "setup.cfg", "pyproject.toml", "train_bapo.py", "demo_llm.py", "README.md",
           "constraints.txt", "constraints-e2e.txt", "mkdocs.yml", "Makefile", "CITATION.cff", "CHANGELOG.md",
@@ -54,8 +59,8 @@ def _functions(tree: ast.AST, prefix: str = ""):
             yield f"{prefix}{node.name}", node
 
 
-def is_caught(mutant: Mutant, tests: list[str]) -> bool:
-    """Return whether a test fails on a copy of the tree with this mutant."""
+def caught_by(mutant: Mutant, files: list[str]) -> str | None:
+    """Return the first suite with a test that fails on a copy of the tree with this mutant; `None` if none does."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         tree.mkdir()
@@ -68,34 +73,30 @@ def is_caught(mutant: Mutant, tests: list[str]) -> bool:
         (tree / "recipes").symlink_to("bapo_trl/recipes")
         path, text = find(mutant, tree / "bapo_trl")
         path.write_text(text, encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-        result = subprocess.run(command, cwd=tree, env=_environment(tree), capture_output=True, text=True)
-    if result.returncode not in (0, 1):
+        return next((suite for suite, markers in SUITES.items() if _fails(tree, [*files, "-m", markers])), None)
+
+
+def _fails(tree: Path, arguments: list[str]) -> bool:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    if result.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
         raise RuntimeError(f"pytest ended with {result.returncode}:\n{result.stdout[-2000:]}{result.stderr[-2000:]}")
-    return result.returncode == 1
-
-
-def _environment(tree: Path) -> dict[str, str]:
-    import os
-
-    return {**os.environ, "PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return result.returncode == pytest.ExitCode.TESTS_FAILED
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=list(PARTS), action="append")
-    parser.add_argument("--tests", help="arguments of pytest, in place of the test files of the part")
     args = parser.parse_args()
-    survivors, count = [], 0
+    caught = Counter()
     for part in args.part or PARTS:
         for mutant in PARTS[part]:
-            tests = args.tests.split() if args.tests else TESTS[part]
-            caught = is_caught(mutant, tests)
-            count += 1
-            survivors += [] if caught else [mutant]
-            print(f"{part:<12} {'caught' if caught else 'SURVIVED':<9} {mutant.symbol}: {mutant.after}", flush=True)
-    print(f"{count - len(survivors)} of {count} caught")
-    return len(survivors)
+            suite = caught_by(mutant, TESTS[part])
+            caught[suite] += 1
+            print(f"{part:<12} {suite or 'SURVIVED':<14} {mutant.symbol}: {mutant.after}", flush=True)
+    print(f"{caught['make test']} of {caught.total()} caught by make test, {caught['make test-all']} by make test-all")
+    return caught[None]
 
 
 if __name__ == "__main__":
