@@ -16,7 +16,7 @@ E2E_BIN := $(E2E_CACHE)/venv/bin
 E2E_TESTS ?= tests/e2e
 E2E_ENV := $(OFFLINE) OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR=$(E2E_CACHE)/torch_extensions
 
-PYTEST := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --disable-warnings
+PYTEST := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal --disable-warnings
 
 .PHONY: demo demo-llm test test-all test-llm test-notebooks test-e2e test-faults test-compat quality style bench bench-llm bench-vllm bench-stability bench-balance clean
 

@@ -114,6 +114,7 @@ def test_sharding_does_not_change_the_bounds(tmp_path, settings):
 
 
 # With 8 prompts an epoch is one generation, so that the resume is in a later one.
+@pytest.mark.trainings
 @pytest.mark.parametrize(("dataset_size", "shuffle"), [(40, True), (8, True), (8, False)])
 def test_a_resumed_run_equals_a_straight_one(tmp_path, dataset_size, shuffle):
     def run(output_dir, resume=None, max_steps=12):
@@ -173,6 +174,7 @@ def test_a_resumed_stream_goes_on_where_it_was(tmp_path, update, shuffle):
         assert all(torch.equal(weights[name], straight[name]) for name in straight)
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize("replay", [{}, {"replay_fraction": 0.25}], ids=["fresh", "replay"])
 def test_a_resume_within_a_generation_leaves_the_later_ones_where_they_were(tmp_path, replay):
     generated = []

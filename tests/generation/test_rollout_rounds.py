@@ -138,6 +138,7 @@ def test_every_batch_after_the_first_is_full_and_every_prompt_is_trained_once(tm
     assert sorted([*trained[::2], *parked]) == sorted(trainer.prompts)
 
 
+@pytest.mark.trainings
 def test_greedy_completions_are_those_of_one_uninterrupted_generation(tmp_path):
     """Frozen weights: what several calls sample piece by piece is what one call samples."""
     tokenizer = character_tokenizer()
@@ -236,6 +237,7 @@ def test_the_look_at_the_padding_takes_a_vocabulary_of_any_size(tmp_path):
 # Limits
 
 
+@pytest.mark.trainings
 def test_no_token_is_older_at_its_last_update_than_the_limit(tmp_path):
     """3 updates a generation: 2 * 3 - 1 = 5 is the least limit. A completion is parked for one generation at most."""
     ages = {}
@@ -273,6 +275,7 @@ class Windowed(FakeVLLM):
         return super().generate(prompts, *args, **kwargs)
 
 
+@pytest.mark.trainings
 @needs_vllm_server
 def test_a_completion_ends_at_the_window_of_the_sampler(monkeypatch, tmp_path):
     trainer = vllm_trainer(
@@ -745,6 +748,7 @@ def results(folder, num_processes=2) -> list[dict]:
     return found
 
 
+@pytest.mark.processes
 def test_two_ranks_of_unequal_lengths_stay_in_step(tmp_path):
     """Rank 0 has completions of 1 to 4 tokens, rank 1 of 19 to 36, which cross several policy versions."""
     result = launch(tmp_path, counts_down=True, learning_rate=0.0, generation_kwargs={"do_sample": False})

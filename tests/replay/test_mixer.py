@@ -276,6 +276,7 @@ class MaskNowAndThen:
         return output
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize("saved_at", [None, 2, 4])
 def test_a_mask_that_some_generations_lack_is_all_ones_for_them(tmp_path, saved_at):
     def trainer_of(first_call):
@@ -484,6 +485,7 @@ def test_a_resumed_run_draws_the_same_rows(tmp_path, order):
         assert {key: right[key] for key in keys} == {key: left[key] for key in keys}
 
 
+@pytest.mark.trainings
 def test_resume_without_a_saved_queue_warns_and_with_the_flag_starts_empty(tmp_path):
     saving = {**REPLAY, "save_strategy": "steps", "save_steps": 4, "max_steps": 4}
     checkpoint = tmp_path / "checkpoint-4"
@@ -521,6 +523,7 @@ class Served(Sampler):
         return output
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize("modes", [("sequence_mask", "token_truncate"), ("token_mask", "sequence_truncate")])
 def test_resume_with_ratios_of_another_level_says_how_to_go_on(tmp_path, modes):
     def run(mode, max_steps, resume=None, **args):
