@@ -168,9 +168,9 @@ def page() -> str:
         "What else a range leaves out:",
         *(f"- `{bound}`: {reason}." for bound, reason in corners.refused().items()),
         "## Corners",
-        "`make test-compat` runs `make test` and `make test-all` in each of these corners, in an environment of its own; "
-        "`make test-compat CORNER=oldest` in one. They are listed in `compat/corners.cfg`. Where a part of the suite was "
-        "run, the last section says which.",
+        "`make test-compat` runs `make test` and `make test-all` in each of these corners, in an environment of its "
+        "own; `make test-compat CORNER=oldest` in one. They are listed in `compat/corners.cfg`. Where a part of the "
+        "suite was run, the last section says which.",
         "\n".join(f"- **{name}**: {corners.why(name)}." for name in corners.names()),
         _table(table),
         "## Not run",
