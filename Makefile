@@ -44,9 +44,9 @@ test-e2e: $(E2E_CACHE)/.installed
 	rm -rf *.egg-info  # of an earlier version, it would hide the plugin's entry point from vLLM
 	$(E2E_ENV) $(E2E_BIN)/python -m pytest -o addopts=-ra $(E2E_TESTS)
 
-# Every fault as often as docs/reliability.md counts it; `make test` and `make test-e2e` try a tenth
+# Every fault as often as docs/reliability.md counts it; `make test-all` and `make test-e2e` try a tenth
 test-faults:
-	FAULTS=all $(MAKE) test test-all PYTEST_FLAGS=tests/faults
+	FAULTS=all $(MAKE) test-all PYTEST_FLAGS=tests/faults
 	FAULTS=all $(MAKE) test-e2e E2E_TESTS=tests/e2e/faults
 
 $(E2E_CACHE)/.installed:

@@ -6,6 +6,7 @@ With `TEST_ORDER` set to a number, files come in a random order of that seed, an
 
 import os
 from random import Random
+from tempfile import mkdtemp
 
 import pytest
 
@@ -14,6 +15,11 @@ from tests.helpers import cpu_seconds
 
 REASONS = ("processes", "kills", "fuzz", "sharding", "trainings", "figures")
 _START = pytest.StashKey[float]()
+
+
+def pytest_configure():
+    if not os.access(os.path.expanduser("~"), os.W_OK):  # a user without a home
+        os.environ.setdefault("BAPO_TRL_CACHE", mkdtemp())
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects

@@ -283,7 +283,7 @@ def test_what_grpo_trains_this_trains(tmp_path, name):
 
 
 def test_turns_of_different_number_on_each_rank(tmp_path):
-    result = run_python(["-m", "tests.helpers.rollouts", tmp_path], ranks=2)
+    result = run_python(["-m", "tests.helpers.rollouts", tmp_path], ranks=2, timeout_s=180)
     assert result.returncode == 0, result.stdout + result.stderr
     for rank, turns in ((0, 2), (1, 4)):
         expected = {"updates": 1, "turns": turns}

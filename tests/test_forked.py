@@ -10,10 +10,17 @@ from tests.helpers.forked import run_python
 
 
 SCRIPT = """
-import atexit, json, os, signal, sys
+import atexit, json, os, random, signal, sys, threading
+import numpy, torch
 atexit.register(print, "at the end")
 print(json.dumps([sys.argv, os.getcwd(), os.environ.get("RANK"), os.environ.get("WORLD_SIZE"), os.environ["GIVEN"]]))
 rank, how = os.environ.get("RANK", "0"), sys.argv[1]
+if how == "draws":
+    draws = [random.random(), numpy.random.rand(), torch.rand(1).item()]
+    sys.exit(open(f"draws-{rank}", "w").write(json.dumps(draws)) and None)
+if how == "leaves a thread":
+    threading.Thread(target=lambda: (threading.Event().wait(0.2), print("of the thread"))).start()
+    how = "nothing"
 if rank != "0":
     signal.pause()
 if how == "raises":
@@ -53,6 +60,16 @@ def test_a_program_has_its_own_arguments_folder_and_environment_and_its_status_i
         assert json.loads(seen) == [["script.py", how], str(tmp_path), None, None, "x"]
         assert rest == ["at the end"]
     assert os.environ.get("GIVEN") is None
+
+
+def test_threads_end_first(run):
+    assert run("leaves a thread").stdout.splitlines()[1:] == ["of the thread", "at the end"]
+
+
+def test_ranks_draw_what_they_draw(tmp_path, run):
+    assert run("draws", ranks=2).returncode == 0
+    left, right = (json.loads((tmp_path / f"draws-{rank}").read_text()) for rank in range(2))
+    assert all(mine != others for mine, others in zip(left, right, strict=True))
 
 
 def test_a_rank_that_fails_ends_the_others(run):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -153,7 +154,8 @@ def stand_in(tmp_path):
 
     def make(server: str) -> dict[str, str]:
         python = tmp_path / "python"
-        script = f'[[ $1 == -c ]] && exit 0\nif [[ $1 == -m ]]; then\n{server}\nfi\nexec {sys.executable} "$@"\n'
+        real = shlex.quote(sys.executable)
+        script = f'[[ $1 == -c ]] && exit 0\nif [[ $1 == -m ]]; then\n{server}\nfi\nexec {real} "$@"\n'
         python.write_text(f"#!/usr/bin/env bash\n{script}")
         python.chmod(0o755)
         return {"PYTHON": str(python), "DEVICE": "cpu", "SERVE_PORT": str(free_port())}
@@ -177,7 +179,7 @@ def test_the_server_script_does_not_take_another_server_for_its_own(stand_in):
 
 
 def test_the_server_script_ends_its_server_when_it_is_told_to_before_it_is_ready(stand_in, tmp_path):
-    environment = stand_in(f"echo $$ > {tmp_path / 'pid'}; echo started; exec sleep 600")
+    environment = stand_in(f"echo $$ > {shlex.quote(str(tmp_path / 'pid'))}; echo started; exec sleep 600")
     process = subprocess.Popen(
         ["scripts/serve_vllm.sh", "model"],
         cwd=ROOT,

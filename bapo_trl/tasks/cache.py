@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ..errors import InputError
+
 
 def cached_folder(name: str, what: str, how_long: str, build: Callable[[Path], None]) -> Path:
     """
@@ -31,13 +33,20 @@ def cached_folder(name: str, what: str, how_long: str, build: Callable[[Path], N
 
     Returns:
         `pathlib.Path`: The folder.
+
+    Raises:
+        InputError: If the cache cannot be made.
     """
-    root = Path(os.environ.get("BAPO_TRL_CACHE") or Path.home() / ".cache" / "bapo_trl").expanduser()
+    try:
+        root = Path(os.environ.get("BAPO_TRL_CACHE") or Path.home() / ".cache" / "bapo_trl").expanduser()
+        root.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # a user without a home
+        fix = "Set the environment variable BAPO_TRL_CACHE to a folder that you can write to."
+        raise InputError(f"There is no folder for {what}: {error}. {fix}") from error
     path = root / name
     if path.is_dir():
         return path
 
-    root.mkdir(parents=True, exist_ok=True)
     print(f"Building {what}, once ({how_long}) ...", flush=True)
     started = time.perf_counter()
     unfinished = Path(tempfile.mkdtemp(prefix=f"{name}.unfinished-", dir=root))

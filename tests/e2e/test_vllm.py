@@ -18,7 +18,7 @@ from bapo_trl.generation.vllm_gloo.client import GlooVLLMClient
 from bapo_trl.generation.vllm_gloo.weight_group import open_weight_store
 from bapo_trl.tasks import character_tokenizer, load_task, tiny_model, warm_start_path
 from bapo_trl.tasks.model import MODEL_SETTINGS
-from tests.e2e.launching import ENGINES, fork, run_ranks, vllm_server
+from tests.e2e.launching import ENGINES, fork, launch, run_ranks, vllm_server
 from tests.helpers.commands import free_port
 from tests.helpers.forked import run_python
 
@@ -81,9 +81,9 @@ def assert_server_followed(logs: list[dict]) -> None:
     assert shares == pytest.approx([1] * len(shares), abs=0.02)
 
 
-def run(tmp_path, server, num_processes, engine="cpu_zero3", **settings) -> list[dict]:
+def run(tmp_path, server, num_processes, engine="cpu_zero3", start=fork, **settings) -> list[dict]:
     worker = ["-m", "tests.e2e.vllm_worker", str(tmp_path), settings_for(server, **settings)]
-    fork(engine, worker, num_processes)
+    start(engine, worker, num_processes)
     result = json.loads((tmp_path / "rank-0.json").read_text())
     assert result["num_processes"] == num_processes
     assert {key: result[key] for key in ENGINES[engine]} == ENGINES[engine]
@@ -94,7 +94,7 @@ def run(tmp_path, server, num_processes, engine="cpu_zero3", **settings) -> list
 
 
 def test_zero3_trainers_learn_over_the_server(tmp_path, server):
-    logs = run(tmp_path, server, server.num_processes, max_steps=30)
+    logs = run(tmp_path, server, server.num_processes, start=launch, max_steps=30)
     generations = [log for log in logs if "reward" in log]
     for log in generations:
         # The warm-started model is sharp: in float32 its own rounding moves rare tokens by more than 1e-5.
@@ -152,7 +152,7 @@ def test_a_server_that_never_hears_of_new_weights_stops_the_training(tmp_path, s
 @pytest.mark.parametrize("engine", ENGINES)
 def test_all_ranks_stop_together_when_the_server_is_stale(tmp_path, server, engine):
     settings = settings_for(server, max_steps=13, is_deaf=True, learning_rate=1e-6)
-    assert run_ranks(engine, ["-m", "tests.e2e.vllm_worker", tmp_path, settings]).returncode != 0
+    assert run_ranks(engine, ["-m", "tests.e2e.vllm_worker", tmp_path, settings], timeout_s=120).returncode != 0
     errors = [(tmp_path / f"rank-{rank}.error").read_text() for rank in range(2)]
     assert errors[0] == errors[1]
     assert errors[0].startswith("The vLLM server does not take the trainer's weights")

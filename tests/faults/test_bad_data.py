@@ -434,7 +434,7 @@ def test_what_is_no_reward_function_is_named(tmp_path):
     ],
 )
 def test_an_error_on_one_rank_ends_the_run(tmp_path, fault, ranks, message):
-    result = run_python(["-m", "tests.helpers.bad_input_worker", tmp_path, fault], ranks=2)
+    result = run_python(["-m", "tests.helpers.bad_input_worker", tmp_path, fault], ranks=2, timeout_s=120)
     is_of_one = len(ranks) == 1
     assert (result.returncode != 0) == is_of_one, result.stdout + result.stderr
     for rank in ranks:

@@ -101,7 +101,7 @@ def test_without_a_checkpoint_before_the_error_says_so(tmp_path, fill_up):
 
 
 def test_a_push_that_finds_no_room_ends_both_ranks_and_the_checkpoint_is_whole(tmp_path):
-    result = run_python(["-m", "tests.helpers.bad_input_worker", tmp_path, "push"], ranks=2)
+    result = run_python(["-m", "tests.helpers.bad_input_worker", tmp_path, "push"], ranks=2, timeout_s=120)
     assert result.returncode == 0, result.stdout + result.stderr
     message = (
         r"OSError: checkpoint-1 could not be pushed from .*/out, where [\d,]+ MB of [\d,]+ MB are free: .*No space "

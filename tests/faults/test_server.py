@@ -397,7 +397,9 @@ def test_over_nccl_a_failed_transfer_ends_the_trainers_part():
 
 @pytest.mark.parametrize("comes_back", [True, False], ids=["back", "gone"])
 def test_two_ranks_go_on_or_stop_together(tmp_path, comes_back):
-    result = run_python(["-m", "tests.helpers.failing_worker", tmp_path, json.dumps(comes_back)], ranks=2)
+    result = run_python(
+        ["-m", "tests.helpers.failing_worker", tmp_path, json.dumps(comes_back)], ranks=2, timeout_s=120
+    )
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert [rank["num_processes"] for rank in ranks] == [2, 2]
     for fault, left in ranks[0]["runs"].items():

@@ -3,30 +3,37 @@ Python programs in children of one process that has imported what they need, so 
 
 A child runs a module or a script as `python -m module` and `python script` do: with its own arguments, environment
 and working directory, and up to the functions that are registered for the end. Variables that are read at an import
-are those of the tests. What is to be seen of a launcher or of an import takes `commands.run_command`.
+and the seed of hashes are those of the tests. What is to be seen of a launcher, of an import or of the interpreter's
+end takes `commands.run_command`.
 """
 
 import atexit
 import gc
 import json
 import os
+import random
 import runpy
 import select
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
+import torch
+
 from tests.helpers import cpu_seconds
 from tests.helpers.commands import ROOT, free_port
 
 
-GRACE_S = 30
+# Limits: of all imports, of ranks beside one that failed before they are told to end, and before they are killed
+IMPORT_S, PEERS_S, GRACE_S = 300, 2, 30
 IMPORTED = ("train_bapo", "deepspeed")
 
 
@@ -45,7 +52,7 @@ def run_python(
             "arguments": [str(argument) for argument in arguments], "cwd": str(cwd), "files": files,
             "env": {**os.environ, "OMP_NUM_THREADS": "1", **env}, "ranks": _environments(ranks),
         }  # fmt: skip
-        statuses = _parent().run(program, time.monotonic() + timeout_s)
+        statuses = _parent().run(program, timeout_s)
         stdout, stderr = (Path(file).read_text(errors="replace") for file in files)
     if statuses is None:
         raise AssertionError(f"{arguments} did not end in {timeout_s} s:\n{stdout}\n{stderr}")
@@ -70,25 +77,28 @@ class _Parent:
             env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
         )  # fmt: skip
         atexit.register(self._end)
+        assert self._has_answer(time.monotonic() + IMPORT_S), f"the imports took more than {IMPORT_S} s"
+        self._answer()
 
-    def run(self, program: dict, deadline: float) -> list[int] | None:
-        """Return the exit status of each rank, `None` if the deadline came first."""
+    def run(self, program: dict, timeout_s: float) -> list[int] | None:
+        """Return the exit status of each rank, `None` if the time was over first."""
         self._process.stdin.write(json.dumps(program).encode() + b"\n")
         self._process.stdin.flush()
         pids = self._answer()
+        deadline = time.monotonic() + timeout_s
         statuses: dict[int, int] = {}
-        is_late = is_ending = False
+        is_late, then = False, [signal.SIGKILL]
         while len(statuses) < len(pids):
             if not self._has_answer(deadline):
-                self._signal(pids, statuses, signal.SIGKILL)
-                is_late, deadline = not is_ending, time.monotonic() + GRACE_S
+                is_late = is_late or not any(statuses.values())
+                self._signal(pids, statuses, then[0])
+                then, deadline = then[1:] or then, time.monotonic() + GRACE_S
                 continue
             pid, status, seconds = self._answer()
+            if status and not is_late and not any(statuses.values()):  # the others may end by themselves
+                then, deadline = [signal.SIGTERM, signal.SIGKILL], min(deadline, time.monotonic() + PEERS_S)
             statuses[pid] = status
             cpu_seconds.add_forked(seconds)
-            if status and not is_ending and not is_late:
-                is_ending, deadline = True, time.monotonic() + GRACE_S
-                self._signal(pids, statuses, signal.SIGTERM)
         for pid in pids:  # what a program started and left
             self._signal_group(pid, signal.SIGKILL)
         return None if is_late else [statuses[pid] for pid in pids]
@@ -128,21 +138,25 @@ _ANSWER = 256
 
 def _fork_programs() -> dict:
     """Fork for each program that standard input names; return in the children alone, with the program."""
-    requests, answers = os.dup(0), os.dup(1)
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)
-    os.dup2(null, 1)
+    requests, answers = os.fdopen(os.dup(0)), os.dup(1)
+    with open(os.devnull, "r+b") as null:
+        os.dup2(null.fileno(), 0)
+        os.dup2(null.fileno(), 1)
     for module in IMPORTED:
         if find_spec(module):
             import_module(module)
     gc.freeze()
-    for line in os.fdopen(requests):
+    _tell(answers, [])
+    for line in requests:
         program = json.loads(line)
         pids = []
         for environment in program["ranks"]:
             pid = os.fork()
             if pid == 0:
+                os.close(answers)
+                requests.close()
                 return {**program, "env": {**program["env"], **environment}}
+            os.setpgid(pid, pid)  # here and in the child: whichever comes first
             pids.append(pid)
         _tell(answers, pids)
         for _ in pids:
@@ -157,12 +171,15 @@ def _tell(answers: int, message: list) -> None:
 
 def _run(program: dict) -> None:
     """Run a program as this process, and end."""
-    os.setsid()
+    os.setpgid(0, 0)
+    for descriptor, file in enumerate(program["files"], 1):
+        with open(file, "ab") as opened:
+            os.dup2(opened.fileno(), descriptor)
     os.chdir(program["cwd"])
     os.environ.clear()
     os.environ.update(program["env"])
-    for descriptor, file in enumerate(program["files"], 1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    for draw_anew in (random.seed, np.random.seed, torch.seed):  # or all ranks would draw the same
+        draw_anew()
     first, *rest = program["arguments"]
     path = program["env"].get("PYTHONPATH", "").split(os.pathsep)
     is_module = first == "-m"
@@ -181,6 +198,7 @@ def _run(program: dict) -> None:
     except BaseException:
         sys.excepthook(*sys.exc_info())
         status = 1
+    threading._shutdown()  # waits for those that run on
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo_trl import tasks
+from bapo_trl.errors import InputError
 from bapo_trl.tasks import sums, warm_start
 
 
@@ -197,6 +198,15 @@ def test_built_weights_depend_on_the_seed_alone(quick_builds, tmp_path, monkeypa
     torch.rand(1)
     assert (tasks.warm_start_path(seed=0) / "model.safetensors").read_bytes() == first
     assert other != first
+
+
+@pytest.mark.parametrize("cache", ["", "taken/cache"])
+def test_a_user_without_a_home_is_told_of_the_variable(tmp_path, monkeypatch, cache):
+    (tmp_path / "taken").write_text("a file")
+    monkeypatch.setenv("HOME", str(tmp_path / "taken"))
+    monkeypatch.setenv("BAPO_TRL_CACHE", cache and str(tmp_path / cache))
+    with pytest.raises(InputError, match="Set the environment variable BAPO_TRL_CACHE to a folder"):
+        tasks.warm_start_path()
 
 
 @pytest.mark.parametrize(
