@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bapo_trl.cpu_speed import base_dtype, keep_freed_memory, limit_threads, make_head_input_contiguous
 from bapo_trl.script import training
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.commands import SCRIPT
@@ -33,6 +32,7 @@ from bapo_trl.script.recipes import RECIPES
 from bapo_trl.tasks import load_chat_sums
 from bapo_trl.tasks.chat_sums import ask
 from bapo_trl.tasks.evaluation import seeded
+from bapo_trl.upstream.cpu_speed import base_dtype, keep_freed_memory, limit_threads, make_head_input_contiguous
 
 
 COMMAND = replace(SCRIPT, name="demo_llm.py")

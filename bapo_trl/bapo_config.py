@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, get_args
 from transformers.trainer_utils import HubStrategy
 from trl import GRPOConfig
 
-from .bound_grid import SINGLE_POINT, BoundGrid
 from .clip_bounds import MEASURES, SEARCH_ORDERS
+from .clip_bounds.grid import SINGLE_POINT, BoundGrid
+from .clip_bounds.loss_kernels import UNCLIPPED_LOSS_TYPES
+from .clip_bounds.tokens import WEIGHTINGS
 from .config_checks import (
     BOUND_PARTS,
     SCOPES,
@@ -24,12 +26,10 @@ from .config_checks import (
     check_values_of_trl,
     take_numpy_numbers,
 )
-from .cpu_speed import has_bfloat16
 from .errors import InputError
-from .generation.sampling_settings import biased_settings
-from .loss_kernels import UNCLIPPED_LOSS_TYPES
-from .policy_tokens import WEIGHTINGS
 from .replay.mixer import DRAW_ORDERS, smallest_max_staleness
+from .rollouts.sampling_settings import biased_settings
+from .upstream.cpu_speed import has_bfloat16
 
 
 _STRATEGIES_WITH_CHECKPOINTS = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)

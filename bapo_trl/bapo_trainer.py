@@ -13,30 +13,30 @@ import torch
 from datasets import IterableDataset
 from trl import GRPOTrainer
 
-from . import trl_compat
 from .advice import staleness_line
 from .bapo_config import BAPOConfig, check_unchanged, own_settings
-from .bound_grid import SINGLE_POINT
-from .bound_search import BoundSearch
-from .carried_curves import CURVES_FILE
-from .checked_inputs import CheckedInputs, check_model_name, explained, raising_on_all_ranks
+from .behavior_policy import KnownBehaviorPolicy
+from .checkpoints.hub_pushes import LeavesSamplesOut
+from .checkpoints.whole import WholeCheckpoints
 from .clip_bounds import ClipBounds, Contributions
+from .clip_bounds.carried_curves import CURVES_FILE
+from .clip_bounds.grid import SINGLE_POINT
+from .clip_bounds.run_search import BoundSearch
+from .clip_bounds.update_log import UpdateLog, measure_tokens
 from .config_checks import check_values_of_trl
-from .diagnostics import UpdateLog, measure_tokens
 from .errors import InputError
-from .generation.behavior_policy import KnownBehaviorPolicy
-from .generation.logp_mismatch import client_for
-from .generation.partial_trainer import PartialRollouts
-from .generation.server_restart import ServerRestarts
-from .hub_pushes import LeavesSamplesOut
-from .prompts import check_number_of_prompts
+from .inputs.checks import CheckedInputs, check_model_name, explained, raising_on_all_ranks
+from .inputs.prompt_checks import check_number_of_prompts
+from .inputs.reward_checks import check_reward_funcs
+from .inputs.reward_sums import best_of_k
 from .replay.mixer import ReplayMixer, ReplayQueue, is_queue_file
-from .reward_checks import check_reward_funcs
-from .rewards import best_of_k
+from .rollouts.partial_trainer import PartialRollouts
 from .scoring import Scoring
-from .trl_compat import get_config_model_id, shuffle_sequence_dict, split_tensor_dict
-from .upstream_fixes import ResumeFixes
-from .whole_checkpoint import WholeCheckpoints
+from .upstream import trl_compat
+from .upstream.fixes import ResumeFixes
+from .upstream.trl_compat import get_config_model_id, shuffle_sequence_dict, split_tensor_dict
+from .vllm_server.mismatch import client_for
+from .vllm_server.restart import ServerRestarts
 
 
 trl_compat.check_trl()
@@ -73,9 +73,10 @@ class BAPOTrainer(
     - `_get_train_sampler`: refuses too few prompts.
     - `_calculate_rewards`: logs the best of k rollouts in evaluation; with `replay_zero_advantage`, looks for ties.
 
-    The bases before it do the rest: [`~whole_checkpoint.WholeCheckpoints`], [`~hub_pushes.LeavesSamplesOut`],
-    [`~generation.behavior_policy.KnownBehaviorPolicy`], [`~generation.partial_trainer.PartialRollouts`],
-    [`~scoring.Scoring`], [`~upstream_fixes.ResumeFixes`], [`~checked_inputs.CheckedInputs`].
+    The bases before it do the rest: [`~checkpoints.whole.WholeCheckpoints`],
+    [`~checkpoints.hub_pushes.LeavesSamplesOut`], [`~behavior_policy.KnownBehaviorPolicy`],
+    [`~rollouts.partial_trainer.PartialRollouts`], [`~scoring.Scoring`], [`~upstream.fixes.ResumeFixes`],
+    [`~inputs.checks.CheckedInputs`].
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):

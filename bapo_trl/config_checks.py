@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from transformers.utils import is_torch_bf16_gpu_available
 
-from .bound_grid import BoundGrid
 from .clip_bounds import MEASURES, SEARCH_ORDERS
+from .clip_bounds.grid import BoundGrid
+from .clip_bounds.loss_kernels import UNCLIPPED_LOSS_TYPES
+from .clip_bounds.tokens import WEIGHTINGS
 from .errors import InputError
-from .generation.sampling_settings import broken_across_calls
-from .loss_kernels import UNCLIPPED_LOSS_TYPES
-from .policy_tokens import WEIGHTINGS
 from .replay.mixer import DRAW_ORDERS, smallest_capacity
+from .rollouts.sampling_settings import broken_across_calls
 
 
 if TYPE_CHECKING:

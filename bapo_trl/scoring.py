@@ -8,11 +8,16 @@ from dataclasses import replace
 import torch
 
 from .clip_bounds import Contributions, size_contributions
-from .forward_passes import forked_random_state, has_random_forward, in_eval_mode, without_gradient_checkpointing
-from .loss_kernels import cispo_gradient_size, sapo_gradient_size
-from .policy_tokens import PolicyTokens, policy_mask, policy_tokens
+from .clip_bounds.loss_kernels import cispo_gradient_size, sapo_gradient_size
+from .clip_bounds.tokens import PolicyTokens, policy_mask, policy_tokens
 from .trainer_mixin import TrainerMixin
-from .trl_compat import FORWARD_KEYS
+from .upstream.forward_passes import (
+    forked_random_state,
+    has_random_forward,
+    in_eval_mode,
+    without_gradient_checkpointing,
+)
+from .upstream.trl_compat import FORWARD_KEYS
 
 
 class Scoring(TrainerMixin):

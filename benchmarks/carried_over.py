@@ -17,10 +17,10 @@ import torch
 from transformers import PrinterCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.carried_curves import CarriedCurves
 from bapo_trl.clip_bounds import ClipBounds, Contributions
-from bapo_trl.cpu_speed import keep_freed_memory
+from bapo_trl.clip_bounds.carried_curves import CarriedCurves
 from bapo_trl.tasks import load_task, warm_start_path
+from bapo_trl.upstream.cpu_speed import keep_freed_memory
 from benchmarks.common import Section, provenance, save_result, table
 from benchmarks.training_run import SETTINGS
 

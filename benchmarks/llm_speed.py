@@ -1,6 +1,6 @@
 """
-CPU-seconds of a generation and its first update with a real chat model: with the measures of `bapo_trl.cpu_speed`,
-without, and without each of them.
+CPU-seconds of a generation and its first update with a real chat model: with the measures of
+`bapo_trl.upstream.cpu_speed`, without, and without each of them.
 
     python -m benchmarks.llm_speed
 
@@ -21,8 +21,9 @@ from statistics import median
 import torch
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-from bapo_trl import BAPOConfig, BAPOTrainer, cpu_speed
+from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import load_chat_sums, smollm2_path
+from bapo_trl.upstream import cpu_speed
 from benchmarks.common import ROOT, Section, provenance, save_result, spread, table, verdict, with_quartiles
 
 
@@ -161,7 +162,8 @@ def render(content: dict) -> Section:
         "## A chat model on a CPU",
         "CPU-seconds of a generation (128 samples of at most "
         f"{settings['completion_tokens']} tokens) and its first update (32 samples), LoRA on SmolLM2-135M: with all "
-        "measures of `bapo_trl/cpu_speed.py`, with none, and without each. The ratio is to all measures, paired.",
+        "measures of `bapo_trl/upstream/cpu_speed.py`, with none, and without each. The ratio is to all measures, "
+        "paired.",
         f"Target: at most {settings['target_seconds']} CPU-seconds with all of them. Met: {verdict(met)}.",
         table(
             ["Measures", "CPU-seconds", "Of the system", "Ratio", "Peak memory (GB)"],

@@ -22,8 +22,8 @@ from peft import LoraConfig
 from transformers import PrinterCallback, ProgressCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.cpu_speed import base_dtype, has_bfloat16, speed_up_cpu
 from bapo_trl.tasks import load_gym_task, smollm2_path
+from bapo_trl.upstream.cpu_speed import base_dtype, has_bfloat16, speed_up_cpu
 from benchmarks.balance import arms as balance
 from benchmarks.common import ROOT, Section, earlier_runs, provenance, result_path, save_result, table
 from benchmarks.run_pool import run_all, run_key

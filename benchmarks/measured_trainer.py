@@ -8,7 +8,7 @@ from trl import GRPOTrainer
 
 from bapo_trl import BAPOTrainer
 from bapo_trl.clip_bounds import ClipBounds
-from bapo_trl.policy_tokens import policy_mask
+from bapo_trl.clip_bounds.tokens import policy_mask
 
 
 class MeasuredGRPOTrainer(GRPOTrainer):

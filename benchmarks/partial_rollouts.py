@@ -29,7 +29,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.cpu_speed import keep_freed_memory
+from bapo_trl.upstream.cpu_speed import keep_freed_memory
 from benchmarks.common import (
     Section,
     link_to_tables,

@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from bapo_trl.generation.partial_rollouts import Continuation, Group, RolloutPool
+from bapo_trl.rollouts.pool import Continuation, Group, RolloutPool
 from benchmarks.common import Section, provenance, save_result, table
 
 

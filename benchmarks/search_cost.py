@@ -27,7 +27,7 @@ from collections.abc import Callable
 import torch
 
 from bapo_trl.clip_bounds import MEASURES, BoundGrid, contributions, search_bounds
-from bapo_trl.cpu_speed import keep_freed_memory
+from bapo_trl.upstream.cpu_speed import keep_freed_memory
 from benchmarks.common import (
     Section,
     num_cores,

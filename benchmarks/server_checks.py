@@ -18,8 +18,8 @@ from requests.adapters import HTTPAdapter
 from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.generation.server_client import LimitedAdapter
 from bapo_trl.tasks import character_tokenizer, load_task
+from bapo_trl.vllm_server.client import LimitedAdapter
 from benchmarks.common import Section, provenance, save_result, spread, table, verdict, with_quartiles
 
 

@@ -20,9 +20,9 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import GRPOConfig
 
 from bapo_trl import BAPOConfig
-from bapo_trl.cpu_speed import keep_freed_memory
 from bapo_trl.tasks import EmbeddedTask, HeldOutAccuracy, held_out_accuracy, load_task, warm_start_path
 from bapo_trl.tasks.evaluation import seeded
+from bapo_trl.upstream.cpu_speed import keep_freed_memory
 from benchmarks.long_tailed_sums import load_long_tailed_sums
 from benchmarks.measured_trainer import (
     GivenWeightsTrainer,

@@ -40,8 +40,8 @@ from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, Trainer
 from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.cpu_speed import keep_freed_memory
 from bapo_trl.tasks import character_tokenizer
+from bapo_trl.upstream.cpu_speed import keep_freed_memory
 from benchmarks.common import (
     Section,
     provenance,

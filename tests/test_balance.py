@@ -8,9 +8,9 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig
-from bapo_trl.carried_curves import CURVES_FILE, CarriedCurves
 from bapo_trl.clip_bounds import BoundGrid, Contributions, contributions, search_bounds
-from bapo_trl.policy_tokens import policy_tokens
+from bapo_trl.clip_bounds.carried_curves import CURVES_FILE, CarriedCurves
+from bapo_trl.clip_bounds.tokens import policy_tokens
 from tests.helpers.toy import CPU, OFF_POLICY, toy_model, toy_trainer, training_logs
 from tests.test_bapo_trainer import Recorder, VLLMCorrected, trained
 from tests.test_equivalence import TIMES

@@ -10,8 +10,9 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import GRPOConfig
 
-from bapo_trl import BAPOConfig, BAPOTrainer, diagnostics
+from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.clip_bounds import MEASURES, SEARCH_ORDERS, BoundGrid, contributions, search_bounds
+from bapo_trl.clip_bounds import update_log as diagnostics
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.toy import CPU, OFF_POLICY, digits_reward, toy_dataset, toy_model, toy_trainer, training_logs
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from trl.trainer import utils as trl_utils
 
-from bapo_trl import BAPOConfig, cpu_speed
+from bapo_trl import BAPOConfig
 from bapo_trl.tasks import character_tokenizer, tiny_model
+from bapo_trl.upstream import cpu_speed
 from tests.helpers.commands import ROOT, run_command
 
 
@@ -118,7 +119,7 @@ def test_scoring_completions_only_leaves_log_probabilities_and_gradients_as_they
 
 PAGE_FAULTS = """
 import resource, torch
-from bapo_trl.cpu_speed import keep_freed_memory
+from bapo_trl.upstream.cpu_speed import keep_freed_memory
 torch.set_num_threads(1)
 print(keep_freed_memory())
 for _ in range(8):  # the first ones make room

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from bapo_trl.clip_bounds import BoundGrid, Contributions, search_bounds
-from bapo_trl.diagnostics import GUARDED_TENSORS, UPDATE_METRICS, UpdateLog, measure_tokens
-from bapo_trl.policy_tokens import policy_tokens
+from bapo_trl.clip_bounds.tokens import policy_tokens
+from bapo_trl.clip_bounds.update_log import GUARDED_TENSORS, UPDATE_METRICS, UpdateLog, measure_tokens
 
 
 GRID = BoundGrid(lower_start=0.5, lower_max=1.0, lower_step=0.25, upper_start=1.0, upper_max=2.0, upper_step=0.5)

@@ -17,7 +17,7 @@ from tokenizers import processors
 from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.prompts import check_prompts
+from bapo_trl.inputs.prompt_checks import check_prompts
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.forked import run_python
 from tests.helpers.rollouts import multi_turn

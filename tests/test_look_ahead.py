@@ -6,7 +6,7 @@ from peft import LoHaConfig, LoKrConfig, LoraConfig
 from transformers import Qwen2Config, TrainerCallback
 
 from bapo_trl import BAPOTrainer
-from bapo_trl.forward_passes import forked_random_state, has_random_forward
+from bapo_trl.upstream.forward_passes import forked_random_state, has_random_forward
 from tests.helpers.model_state import hooks, model_state, random_state
 from tests.helpers.toy import opt_model, toy_dataset, toy_model, toy_trainer, training_logs
 from tests.test_bapo_trainer import Recorder, assert_logged_shares_are_those_of_the_loss

@@ -100,7 +100,7 @@ def test_metadata(built):
     assert told["License-Expression"] == "Apache-2.0"
     assert told.get_payload().strip() == (ROOT / "README.md").read_text().strip()
     assert "bapo-trl = bapo_trl.cli:main" in entry_points
-    assert "bapo_trl_gloo = bapo_trl.generation.vllm_gloo.server_plugin:register" in entry_points
+    assert "bapo_trl_gloo = bapo_trl.vllm_server.gloo.server_plugin:register" in entry_points
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert str(citation["version"]) == __version__
     assert citation["license"] == told["License-Expression"]

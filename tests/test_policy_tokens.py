@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bapo_trl.policy_tokens import policy_tokens
+from bapo_trl.clip_bounds.tokens import policy_tokens
 
 
 LOGPS = torch.log(torch.tensor([[0.5, 0.4, 0.9], [0.2, 0.8, 0.3]]))

@@ -7,7 +7,8 @@ import trl
 from packaging.version import Version
 from trl import GRPOTrainer
 
-from bapo_trl import BAPOTrainer, trl_compat
+from bapo_trl import BAPOTrainer
+from bapo_trl.upstream import trl_compat
 
 
 BASES = BAPOTrainer.__mro__[: BAPOTrainer.__mro__.index(GRPOTrainer)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from bapo_trl import trl_compat
+from bapo_trl.upstream import trl_compat
 from compat import corners, results
 
 
@@ -113,7 +113,7 @@ JUNIT = """<testsuites><testsuite name="pytest">
 <testcase classname="tests.test_sweep" name="a"/>
 <testcase classname="tests.test_sweep" name="b"><skipped type="pytest.skip"/></testcase>
 <testcase classname="tests.replay.test_rows" name="c"><failure/><error/></testcase>
-<testcase classname="bapo_trl.reduce" name="bapo_trl.reduce.total"/>
+<testcase classname="bapo_trl.clip_bounds.reduce" name="bapo_trl.clip_bounds.reduce.total"/>
 </testsuite></testsuites>"""
 
 

@@ -20,13 +20,14 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOConfig, GRPOTrainer
 
-from bapo_trl import BAPOConfig, BAPOTrainer, run_lock
-from bapo_trl.checkpoint_files import MANIFEST, find_defect
+from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.checkpoints import run_lock
+from bapo_trl.checkpoints.files import MANIFEST, find_defect
+from bapo_trl.checkpoints.run_lock import LOCK, RunLock
+from bapo_trl.checkpoints.stop_signals import StopSignals
+from bapo_trl.checkpoints.whole import UNFINISHED, _rotate
 from bapo_trl.errors import InputError
 from bapo_trl.replay.checkpoint import FILES
-from bapo_trl.run_lock import LOCK, RunLock
-from bapo_trl.stop_signals import StopSignals
-from bapo_trl.whole_checkpoint import UNFINISHED, _rotate
 from tests.helpers.commands import run_command
 from tests.helpers.forked import run_python
 from tests.helpers.save_events import Start, names
@@ -128,7 +129,7 @@ def test_large_files_go_to_the_disk_while_others_are_written(tmp_path, monkeypat
         assert flushed.wait(30) or not str(path).endswith("optimizer.pt")
         save(content, path, *args, **kwargs)
 
-    monkeypatch.setattr("bapo_trl.disk._EARLY_BYTES", 1)
+    monkeypatch.setattr("bapo_trl.checkpoints.disk._EARLY_BYTES", 1)
     monkeypatch.setattr("os.fsync", watched_fsync)
     monkeypatch.setattr("torch.save", waiting_save)
     saved(tmp_path, max_steps=2)
@@ -298,7 +299,7 @@ def test_a_run_that_ended_in_any_way_keeps_no_other_out(tmp_path, ends):
             failing.train()
         assert names(tmp_path) == set()
     else:
-        lock = "import os, sys; from bapo_trl.run_lock import RunLock; RunLock(sys.argv[1]).acquire(); "
+        lock = "import os, sys; from bapo_trl.checkpoints.run_lock import RunLock; RunLock(sys.argv[1]).acquire(); "
         killed = run_command([sys.executable, "-c", lock + "os.kill(os.getpid(), 9)", str(tmp_path)])
         assert killed.returncode == -signal.SIGKILL
         assert names(tmp_path) == {LOCK}

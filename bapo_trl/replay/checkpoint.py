@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..rank_files import SENSELESS, RankFiles
+from ..checkpoints.rank_files import SENSELESS, RankFiles
 from .queue import ReplayQueue
 from .rows import Column, Rows, Spans, concat_rows
 

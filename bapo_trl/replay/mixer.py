@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
+from ..clip_bounds.reduce import Tally
+from ..clip_bounds.tokens import policy_mask
 from ..errors import InputError
-from ..policy_tokens import policy_mask
-from ..reduce import Tally
 from .checkpoint import is_queue_file, load_queue, save_queue
 from .queue import DRAW_ORDERS, ReplayBatch, ReplayQueue, smallest_capacity, smallest_max_staleness
 from .rows import Rows, batch_to_rows, rows_to_batch

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from ..clip_bounds.tokens import policy_mask
 from ..errors import InputError
-from ..policy_tokens import policy_mask
-from ..trl_compat import FORWARD_KEYS
+from ..upstream.trl_compat import FORWARD_KEYS
 
 
 @dataclass(frozen=True)

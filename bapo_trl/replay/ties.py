@@ -6,7 +6,7 @@ what is left looks like an advantage. Ties are therefore read off the rewards.
 
 import torch
 
-from ..rewards import weighted_sums
+from ..inputs.reward_sums import weighted_sums
 
 
 def tied_rows(

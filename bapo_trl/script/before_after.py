@@ -5,9 +5,9 @@ from pathlib import Path
 
 from datasets import Dataset, IterableDataset
 
+from ..evaluation.evaluate import Evaluation, evaluate, model_identity
+from ..evaluation.sampling import SamplesCompletions
 from .console import accuracy_table, log_line
-from .evaluation import Evaluation, evaluate, model_identity
-from .sampling import SamplesCompletions
 
 
 Parts = Sequence[tuple[str, str | None]]

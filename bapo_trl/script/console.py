@@ -9,8 +9,8 @@ from transformers import ProgressCallback, TrainerCallback
 
 from ..advice import oldest_age
 from ..bapo_config import BAPOConfig
+from ..evaluation.accuracy import Estimate
 from .pace import Pace, Stopwatch
-from .sampled_accuracy import Estimate
 
 
 def settings_table(args: BAPOConfig) -> str:

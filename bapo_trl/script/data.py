@@ -94,7 +94,7 @@ def format_data(data: Data, script_args: BAPOScriptArguments, load_tokenizer: Ca
             Loads the tokenizer. Called only where chats may be formed.
 
     Returns:
-        [`~datasets.Data`]: The same rows; errors as in [`~prompts.format_prompts`].
+        [`~datasets.Data`]: The same rows; errors as in [`~inputs.prompt_checks.format_prompts`].
     """
     form = PromptFormat(
         script_args.prompt_column, script_args.answer_column, script_args.prompt_template, script_args.system_prompt

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ..checkpoint_files import checkpoint_names
+from ..checkpoints.files import checkpoint_names
 from ..errors import InputError
 from ..report.runs import SETTINGS_FILE
 

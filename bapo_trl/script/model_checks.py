@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trl import ModelConfig
 
 from ..bapo_trainer import BAPOTrainer
-from ..checked_inputs import check_tokenizer, has_rotary_positions, token_limits
 from ..errors import InputError
-from ..prompts import check_prompt_lengths
+from ..inputs.checks import check_tokenizer, has_rotary_positions, token_limits
+from ..inputs.prompt_checks import check_prompt_lengths
 
 
 def check_packages(model_args: ModelConfig) -> None:

@@ -11,7 +11,7 @@ from transformers.utils import find_adapter_config_file
 
 from ..errors import InputError
 from ..tasks import SMOLLM2, smollm2_path, warm_start_path
-from ..trl_compat import create_model_from_path
+from ..upstream.trl_compat import create_model_from_path
 from .arguments import EMBEDDED
 
 

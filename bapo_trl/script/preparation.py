@@ -13,12 +13,13 @@ from trl import DatasetMixtureConfig, ModelConfig, get_peft_config, get_quantiza
 
 from ..bapo_config import BAPOConfig
 from ..bapo_trainer import BAPOTrainer
-from ..checked_inputs import check_tokenizer
-from ..cpu_speed import base_dtype
 from ..errors import InputError
-from ..prompts import check_columns, check_number_of_prompts, check_prompts
+from ..evaluation.sampling import SamplesCompletions
+from ..inputs.checks import check_tokenizer
+from ..inputs.prompt_checks import check_columns, check_number_of_prompts, check_prompts
 from ..report.callback import ReportCallback
 from ..tasks import MadeTask
+from ..upstream.cpu_speed import base_dtype
 from .arguments import EMBEDDED, BAPOScriptArguments
 from .console import UpdateLines, UpdateLinesAboveBar
 from .data import format_data, load_data
@@ -27,7 +28,6 @@ from .model_checks import check_packages, check_prompts_fit, settle_lora_targets
 from .models import PACKAGED_MODELS, check_adapter, load_adapter, load_processing_class
 from .prompts import check_chat_template
 from .rewards import resolve_extractor, resolve_reward_funcs
-from .sampling import SamplesCompletions
 
 
 class EvaluatedTrainer(SamplesCompletions, BAPOTrainer):

@@ -8,7 +8,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 
 from ..errors import InputError
-from .answers import gold_texts
+from ..evaluation.answers import gold_texts
 
 
 @dataclass(frozen=True)

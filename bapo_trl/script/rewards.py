@@ -11,7 +11,7 @@ from trl import rewards
 from trl.import_utils import is_math_verify_available
 
 from ..errors import InputError
-from .answers import EXTRACTORS, gold_answers, gold_texts
+from ..evaluation.answers import EXTRACTORS, gold_answers, gold_texts
 
 
 def _of_chats(reward: Callable) -> Callable:

@@ -9,14 +9,14 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..bapo_config import BAPOConfig
-from ..checkpoint_files import find_defect
-from ..cpu_speed import speed_up_cpu
+from ..checkpoints.files import find_defect
+from ..checkpoints.stop_signals import EXIT_CODE, StopSignals, exit_stopped
 from ..errors import InputError
 from ..report.method import method_by_settings
 from ..report.write import report_line
-from ..stop_signals import EXIT_CODE, StopSignals, exit_stopped
 from ..tasks import held_out_accuracy
-from ..upstream_fixes import end_training
+from ..upstream.cpu_speed import speed_up_cpu
+from ..upstream.fixes import end_training
 from .arguments import EMBEDDED, BAPOScriptArguments
 from .before_after import BeforeAfter
 from .command_line import parse_arguments
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
 
     Raises:
         SystemExit: For flags that cannot be read, as in [`~command_line.parse_arguments`]. With
-            [`~stop_signals.EXIT_CODE`] for a training that a signal stopped, once it is saved.
+            [`~checkpoints.stop_signals.EXIT_CODE`] for a training that a signal stopped, once it is saved.
         ValueError: For settings that cannot work, with the fix.
     """
     script_args, training_args, model_args, dataset_args = parse_arguments(arguments, command)

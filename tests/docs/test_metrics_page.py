@@ -9,12 +9,12 @@ import trl
 from packaging.version import Version
 from trl import GRPOTrainer
 
-from bapo_trl.diagnostics import UPDATE_METRICS
-from bapo_trl.generation.logp_mismatch import MISMATCH_METRICS
-from bapo_trl.generation.rollout_rounds import PARTIAL_METRICS
-from bapo_trl.generation.stale_server import SERVER_METRICS
+from bapo_trl.clip_bounds.update_log import UPDATE_METRICS
 from bapo_trl.replay.mixer import REPLAY_METRICS
+from bapo_trl.rollouts.rounds import PARTIAL_METRICS
 from bapo_trl.tasks import character_tokenizer
+from bapo_trl.vllm_server.mismatch import MISMATCH_METRICS
+from bapo_trl.vllm_server.stale_server import SERVER_METRICS
 from tests.helpers.commands import ROOT
 from tests.helpers.fake_vllm import vllm_trainer
 from tests.helpers.toy import toy_dataset, toy_model, toy_trainer

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from peft import LoraConfig
 
-from bapo_trl.upstream_fixes import end_training
+from bapo_trl.upstream.fixes import end_training
 from tests.helpers.save_events import SaveEvents
 from tests.helpers.sharding_worker import Scripted
 from tests.helpers.toy import toy_dataset, toy_model, toy_trainer, training_logs

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from bapo_trl.diagnostics import UPDATE_METRICS
+from bapo_trl.clip_bounds.update_log import UPDATE_METRICS
 from tests.e2e.launching import ENGINES, fork, launch
 from tests.helpers.commands import accelerate_launcher, run_command
 from tests.helpers.forked import run_python

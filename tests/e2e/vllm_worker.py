@@ -8,7 +8,7 @@ from peft import LoraConfig
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import load_task
-from bapo_trl.upstream_fixes import end_training
+from bapo_trl.upstream.fixes import end_training
 from tests.helpers.toy import CPU, digits_reward, training_logs
 
 

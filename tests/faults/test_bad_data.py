@@ -12,9 +12,9 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from bapo_trl import BAPOTrainer
-from bapo_trl.checked_inputs import check_tokenizer, context_window
 from bapo_trl.errors import InputError
-from bapo_trl.prompts import check_prompts
+from bapo_trl.inputs.checks import check_tokenizer, context_window
+from bapo_trl.inputs.prompt_checks import check_prompts
 from bapo_trl.script.model_checks import check_prompts_fit
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.forked import run_python

@@ -7,7 +7,7 @@ import torch
 from transformers import TrainerCallback
 
 from bapo_trl import BAPOTrainer
-from bapo_trl.bound_grid import BoundGrid
+from bapo_trl.clip_bounds.grid import BoundGrid
 from tests.helpers.toy import digits_reward, toy_model, toy_trainer, training_logs
 
 

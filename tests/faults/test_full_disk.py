@@ -13,8 +13,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from bapo_trl.checkpoint_files import MANIFEST, find_defect
-from bapo_trl.whole_checkpoint import UNFINISHED
+from bapo_trl.checkpoints.files import MANIFEST, find_defect
+from bapo_trl.checkpoints.whole import UNFINISHED
 from tests.helpers.commands import run_command
 from tests.helpers.forked import run_python
 from tests.helpers.save_events import names

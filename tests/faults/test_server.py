@@ -17,8 +17,8 @@ from packaging.version import Version
 from safetensors.torch import load_file
 
 from bapo_trl import BAPOTrainer
-from bapo_trl.generation import server_client
-from bapo_trl.generation.server_client import LimitedAdapter, retry_until
+from bapo_trl.vllm_server import client as server_client
+from bapo_trl.vllm_server.client import LimitedAdapter, retry_until
 from tests.helpers.failing_server import ModelServer, client_of
 from tests.helpers.forked import run_python
 from tests.helpers.toy import toy_dataset, toy_trainer, training_logs

@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import load_file
 from transformers import Qwen2Config, TrainerCallback
 
-from bapo_trl.checkpoint_files import find_defect
-from bapo_trl.stop_signals import EXIT_CODE, StopSignals
+from bapo_trl.checkpoints.files import find_defect
+from bapo_trl.checkpoints.stop_signals import EXIT_CODE, StopSignals
 from bapo_trl.tasks import warm_start_path
 from tests.helpers.commands import ROOT, accelerate_launcher, run_command
 from tests.helpers.fault_counts import cases

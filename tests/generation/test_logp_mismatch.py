@@ -8,9 +8,9 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.generation import logp_mismatch
-from bapo_trl.generation.logp_mismatch import MISMATCH_METRICS, DifferenceCheck, client_for, compare_with_sampler
-from bapo_trl.upstream_fixes import load_onto_numbered_cpus
+from bapo_trl.upstream.fixes import load_onto_numbered_cpus
+from bapo_trl.vllm_server import mismatch as logp_mismatch
+from bapo_trl.vllm_server.mismatch import MISMATCH_METRICS, DifferenceCheck, client_for, compare_with_sampler
 from tests.helpers.fake_vllm import FakeVLLM, vllm_trainer
 from tests.helpers.toy import CPU, toy_model, toy_trainer, training_logs
 

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from bapo_trl.generation.partial_rollouts import RolloutPool
+from bapo_trl.rollouts.pool import RolloutPool
 
 
 EOS = 1

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from bapo_trl import BAPOTrainer
-from bapo_trl.generation.partial_rollouts import RolloutPool
-from bapo_trl.generation.rollout_rounds import RolloutRounds
+from bapo_trl.rollouts.pool import RolloutPool
+from bapo_trl.rollouts.rounds import RolloutRounds
 from tests.generation.test_rollout_rounds import (
     PARTIAL,
     Recording,

@@ -3,8 +3,8 @@
 import pytest
 from safetensors.torch import load_file, save_file
 
-from bapo_trl.generation.partial_rollouts import PoolCounts, RolloutPool
-from bapo_trl.generation.pool_checkpoint import load_pool, save_pool
+from bapo_trl.rollouts.checkpoint import load_pool, save_pool
+from bapo_trl.rollouts.pool import PoolCounts, RolloutPool
 
 
 EOS = 1

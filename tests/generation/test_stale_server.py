@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bapo_trl.generation.stale_server import Reading, StaleServerCheck, choose_sequence, share_followed, stands_still
+from bapo_trl.vllm_server.stale_server import Reading, StaleServerCheck, choose_sequence, share_followed, stands_still
 from tests.helpers.fake_vllm import FakeVLLM, needs_vllm_server, vllm_trainer
 from tests.helpers.toy import toy_model, training_logs
 

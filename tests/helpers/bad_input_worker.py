@@ -16,7 +16,7 @@ from datasets import Dataset
 from trl import GRPOTrainer
 
 from bapo_trl import BAPOTrainer
-from bapo_trl.upstream_fixes import end_training
+from bapo_trl.upstream.fixes import end_training
 from tests.helpers.toy import digits_reward, toy_dataset, toy_trainer
 
 

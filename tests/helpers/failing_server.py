@@ -19,8 +19,8 @@ import torch
 from trl.generation import vllm_client, vllm_generation
 
 from bapo_trl import bapo_trainer
-from bapo_trl.generation.server_client import ServerClient
 from bapo_trl.tasks import character_tokenizer
+from bapo_trl.vllm_server.client import ServerClient
 from tests.helpers.toy import toy_model
 
 

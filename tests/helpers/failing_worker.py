@@ -8,7 +8,7 @@ from pathlib import Path
 
 from accelerate import PartialState
 
-from bapo_trl.upstream_fixes import end_training
+from bapo_trl.upstream.fixes import end_training
 from tests.helpers.failing_server import ModelServer, client_of
 from tests.helpers.toy import toy_trainer
 

@@ -12,7 +12,7 @@ from transformers import TopPLogitsWarper
 from trl.trainer import grpo_trainer
 
 from bapo_trl import bapo_trainer
-from bapo_trl.trl_compat import HAS_OPENAI_CLIENT
+from bapo_trl.upstream.trl_compat import HAS_OPENAI_CLIENT
 from tests.helpers.toy import toy_trainer
 
 

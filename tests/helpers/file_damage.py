@@ -19,17 +19,17 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from bapo_trl.bound_grid import BoundGrid
-from bapo_trl.carried_curves import _FILES as CURVES
-from bapo_trl.carried_curves import CarriedCurves
-from bapo_trl.checkpoint_files import MANIFEST, find_defect
+from bapo_trl.checkpoints.files import MANIFEST, find_defect
+from bapo_trl.checkpoints.rank_files import RankFiles
+from bapo_trl.clip_bounds.carried_curves import _FILES as CURVES
+from bapo_trl.clip_bounds.carried_curves import CarriedCurves
+from bapo_trl.clip_bounds.grid import BoundGrid
 from bapo_trl.errors import InputError
-from bapo_trl.generation.pool_checkpoint import FILES as POOL
-from bapo_trl.generation.pool_checkpoint import load_pool
-from bapo_trl.rank_files import RankFiles
 from bapo_trl.replay.checkpoint import FILES as QUEUE
 from bapo_trl.replay.checkpoint import load_queue
 from bapo_trl.replay.queue import ReplayQueue
+from bapo_trl.rollouts.checkpoint import FILES as POOL
+from bapo_trl.rollouts.checkpoint import load_pool
 
 
 LIMIT_BYTES = 256 << 20

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bapo_trl.checkpoint_files import find_defect
+from bapo_trl.checkpoints.files import find_defect
 from tests.helpers.save_events import names
 from tests.helpers.save_kills import Run, in_processes, state_of
 from tests.helpers.toy import toy_trainer

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 from transformers import TrainerCallback
 
-from bapo_trl.upstream_fixes import end_training
+from bapo_trl.upstream.fixes import end_training
 from tests.generation.test_rollout_rounds import PARTIAL
 from tests.helpers.toy import ending_model, toy_trainer
 

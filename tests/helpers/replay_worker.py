@@ -7,7 +7,7 @@ from pathlib import Path
 from accelerate import PartialState
 
 from bapo_trl import BAPOTrainer
-from bapo_trl.upstream_fixes import end_training
+from bapo_trl.upstream.fixes import end_training
 from tests.helpers.toy import digits_reward, toy_model, toy_trainer
 from tests.replay.test_mixer import REPLAY
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.upstream_fixes import end_training
+from bapo_trl.upstream.fixes import end_training
 from tests.helpers.toy import toy_trainer
 
 

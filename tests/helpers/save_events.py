@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from transformers import TrainerCallback
 
-from bapo_trl.whole_checkpoint import UNFINISHED
+from bapo_trl.checkpoints.whole import UNFINISHED
 
 
 class SaveEvents:

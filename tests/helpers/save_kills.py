@@ -22,7 +22,7 @@ import torch
 from safetensors import safe_open
 
 from bapo_trl import BAPOTrainer
-from bapo_trl.upstream_fixes import end_training
+from bapo_trl.upstream.fixes import end_training
 from tests.generation.test_rollout_rounds import PARTIAL, trainer_of
 from tests.helpers.commands import free_port
 from tests.helpers.save_events import SaveEvents, Start

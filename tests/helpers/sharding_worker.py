@@ -5,8 +5,9 @@ import sys
 
 import torch
 
-from bapo_trl import BAPOTrainer, diagnostics
-from bapo_trl.upstream_fixes import end_training
+from bapo_trl import BAPOTrainer
+from bapo_trl.clip_bounds import update_log as diagnostics
+from bapo_trl.upstream.fixes import end_training
 from tests.helpers.toy import toy_dataset, toy_model, toy_trainer, training_logs
 
 

@@ -19,10 +19,10 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from bapo_trl import BAPOTrainer
-from bapo_trl.forward_passes import in_eval_mode
-from bapo_trl.policy_tokens import policy_mask
+from bapo_trl.clip_bounds.tokens import policy_mask
 from bapo_trl.tasks import character_tokenizer
-from bapo_trl.upstream_fixes import end_training
+from bapo_trl.upstream.fixes import end_training
+from bapo_trl.upstream.forward_passes import in_eval_mode
 from tests.helpers.model_state import model_state
 from tests.helpers.toy import digits_reward, opt_model, toy_dataset, toy_model, toy_trainer, training_logs
 

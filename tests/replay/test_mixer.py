@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.policy_tokens import policy_mask
+from bapo_trl.clip_bounds.tokens import policy_mask
 from bapo_trl.replay.mixer import REPLAY_METRICS, ReplayMixer
 from bapo_trl.replay.rows import rows_to_batch
 from tests.generation.test_logp_mismatch import Sampler

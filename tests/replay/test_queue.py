@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from safetensors.torch import save_file
 
-from bapo_trl.rank_files import checksum
+from bapo_trl.checkpoints.rank_files import checksum
 from bapo_trl.replay.checkpoint import FILES, load_queue, save_queue
 from bapo_trl.replay.queue import ReplayQueue, smallest_max_staleness
 from bapo_trl.replay.rows import Column, Rows, Spans, batch_to_rows, concat_rows

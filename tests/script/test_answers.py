@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_trl.script.answers import EXTRACTORS, boxed_answer, canonical, gold_answers, gold_texts, whole_text
+from bapo_trl.evaluation.answers import EXTRACTORS, boxed_answer, canonical, gold_answers, gold_texts, whole_text
 from bapo_trl.tasks.answers import last_number, last_number_reward, plain_number, read_answer, same_number
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bapo_trl.script.completions_file import CompletionsFile
+from bapo_trl.evaluation.completions_file import CompletionsFile
 
 
 def completion(prompt, number):

@@ -17,8 +17,8 @@ from datasets import Dataset, DatasetDict
 from trl.trainer import grpo_trainer
 
 from bapo_trl import bapo_trainer
+from bapo_trl.evaluation.sampling import SamplesCompletions
 from bapo_trl.script import training
-from bapo_trl.script.sampling import SamplesCompletions
 from tests.helpers.commands import ROOT
 from tests.helpers.fake_vllm import FakeVLLM
 from tests.helpers.forked import run_python

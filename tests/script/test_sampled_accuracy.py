@@ -8,13 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bapo_trl.script.sampled_accuracy import (
-    PromptResult,
-    majority_vote,
-    mean_over_prompts,
-    pass_at_k,
-    summarize,
-)
+from bapo_trl.evaluation.accuracy import PromptResult, majority_vote, mean_over_prompts, pass_at_k, summarize
 
 
 def pass_at_k_counted(correct: list[bool], k: int) -> float:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import load_task
-from bapo_trl.upstream_fixes import end_training
+from bapo_trl.upstream.fixes import end_training
 from tests.helpers.long_run import Measurements
 from tests.helpers.toy import CPU
 

@@ -14,10 +14,10 @@ import psutil
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.generation import server_client
-from bapo_trl.generation.vllm_gloo import client as gloo_client
-from bapo_trl.generation.vllm_gloo.client import GlooVLLMClient
-from bapo_trl.upstream_fixes import end_training
+from bapo_trl.upstream.fixes import end_training
+from bapo_trl.vllm_server import client as server_client
+from bapo_trl.vllm_server.gloo import client as gloo_client
+from bapo_trl.vllm_server.gloo.client import GlooVLLMClient
 from tests.e2e.launching import vllm_server
 from tests.helpers.toy import CPU, OFF_POLICY, digits_reward, toy_dataset, training_logs
 

@@ -1,0 +1,131 @@
+"""State in a checkpoint folder: one safetensors file a rank, with JSON as the bytes of a tensor. No pickle.
+
+The JSON of early files is in their headers, which hold 100 MB at most. A checksum over all that a file holds, and over
+its name, tells of what has changed since it was written.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ..errors import InputError
+
+
+STATE = "state"
+"""Name of the JSON among the tensors."""
+
+SENSELESS = (ArithmeticError, AttributeError, LookupError, RuntimeError, StopIteration, TypeError, ValueError)
+"""What reading a file raises whose contents do not make sense."""
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    """
+    The files of one kind of state.
+
+    Args:
+        name (`str`):
+            Name of the state in messages, and with `_` for blanks the start of the files' names.
+        version (`str`):
+            Version of the format.
+        remedy (`str`):
+            What a user can do about a file that cannot be read, for messages.
+    """
+
+    name: str
+    version: str
+    remedy: str
+
+    @property
+    def format(self) -> str:
+        """Mark that each file carries."""
+        return f"bapo_trl {self.name} {self.version}"
+
+    def path(self, folder: str | Path, rank: int, num_ranks: int) -> Path:
+        """Return the file of a rank."""
+        return Path(folder) / f"{self.name.replace(' ', '_')}_{rank:05d}_of_{num_ranks:05d}.safetensors"
+
+    def num_ranks_of(self, file_name: str) -> int | None:
+        """Return the number of ranks of the run that wrote a file of this name; `None` if it is none of these."""
+        match = re.fullmatch(rf"{self.name.replace(' ', '_')}_\d{{5}}_of_(\d{{5}})\.safetensors", file_name)
+        return int(match[1]) if match else None
+
+    def write(
+        self, folder: str | Path, rank: int, num_ranks: int, tensors: Mapping[str, torch.Tensor], state: Any
+    ) -> Path:
+        """Write the tensors, and what JSON can hold, of one rank into a folder, made if it is not there."""
+        path = self.path(folder, rank, num_ranks)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(state)
+        metadata = {"format": self.format, "checksum": checksum(path.name, text, tensors)}
+        state_bytes = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        save_file({**tensors, STATE: state_bytes}, path, metadata=metadata)
+        return path
+
+    def find(self, folder: str | Path) -> list[Path]:
+        """
+        Return the files of all ranks, in their order; none if the folder has none.
+
+        Raises:
+            ValueError: If there are files of runs with different numbers of ranks.
+        """
+        sizes = {size for path in Path(folder).iterdir() if (size := self.num_ranks_of(path.name)) is not None}
+        if len(sizes) > 1:
+            raise InputError(
+                f"{folder} holds {self.name}s of runs with {sorted(sizes)} processes: remove the foreign ones, or "
+                f"{self.remedy}."
+            )
+        return [self.path(folder, rank, size) for size in sizes for rank in range(size)]
+
+    def read(self, path: Path) -> tuple[dict[str, torch.Tensor], Any]:
+        """
+        Return the tensors and the state of a file.
+
+        Raises:
+            ValueError: If the file is missing, damaged or not ours, naming it.
+        """
+        if not path.exists():
+            raise InputError(
+                f"The {self.name} {path} is missing, while other ranks' are there: the checkpoint is damaged."
+            )
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                # Copies: the tensors are windows on the file. Of a foreign file, however large, nothing is read.
+                names = file.keys() if metadata.get("format") == self.format else ()
+                tensors = {name: file.get_tensor(name).clone() for name in names}
+        except (SafetensorError, OSError, *SENSELESS) as error:
+            raise self.damaged(path, error) from error
+        if metadata.get("format") != self.format:
+            raise InputError(
+                f"The {self.name} {path} has the format {metadata.get('format')!r}, not {self.format!r}: it was not "
+                f"written by this version of bapo_trl. {self.remedy[0].upper()}{self.remedy[1:]}."
+            )
+        try:
+            text = bytes(tensors.pop(STATE).numpy()).decode() if STATE in tensors else metadata[STATE]
+            if checksum(path.name, text, tensors) != metadata["checksum"]:
+                raise InputError("what it holds is not what was written under this name")
+            return tensors, json.loads(text)
+        except SENSELESS as error:
+            raise self.damaged(path, error) from error
+
+    def damaged(self, path: Path, error: Exception) -> InputError:
+        """Return the error for a file whose contents do not make sense."""
+        return InputError(f"The {self.name} {path} is damaged ({error}): {self.remedy}.")
+
+
+def checksum(name: str, state: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the checksum of a file of this name, with this state as JSON and these tensors."""
+    digest = xxhash.xxh3_128(f"{name} {state}".encode())
+    for key in sorted(tensors):
+        digest.update(f"{key} {tensors[key].dtype} {tuple(tensors[key].shape)}".encode())
+        digest.update(tensors[key].reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,154 @@
+"""The candidate values of both clip bounds, in ratio space (`0.8`, `1.2`), never `1 - epsilon`."""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from ..errors import InputError
+
+
+MOST_POINTS = 10_000
+"""Largest number of candidates of a bound."""
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Return `torch.float64`, or `torch.float32` on devices that have no double precision (MPS)."""
+    return torch.float32 if torch.device(device).type == "mps" else torch.float64
+
+
+@lru_cache(maxsize=64)
+def _grid_axis(start: float, maximum: float, step: float, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    # Made on the device (a copy from the host would wait for it) and by index arithmetic: repeated addition of 0.05
+    # misses 3.0.
+    with torch.inference_mode(False):  # kept for later calls, which may need gradients
+        return start + step * torch.arange(_num_points(start, maximum, step), device=device, dtype=dtype)
+
+
+def _num_points(start: float, maximum: float, step: float) -> int:
+    return math.floor(_num_steps(start, maximum, step)) + 1
+
+
+def _num_steps(start: float, maximum: float, step: float) -> float:
+    return (maximum - start) / step + 1e-9  # 0.15 / 0.05 is 2.9999999999999996
+
+
+@dataclass(frozen=True)
+class BoundGrid:
+    """
+    Candidate values of both clip bounds, in ratio space.
+
+    Each axis holds `start + k * step` for `k = 0 .. floor((max - start) / step)`. An axis may be a single point
+    (`start == max`): that bound is then fixed. Error messages name the fields as [`BAPOConfig`] does (`ratio_` in
+    front).
+
+    Args:
+        lower_start (`float`, *optional*, defaults to `0.6`):
+            Lowest lower bound, where each search starts. In (0, 1].
+        lower_max (`float`, *optional*, defaults to `0.9`):
+            Highest lower bound. In [`lower_start`, 1].
+        lower_step (`float`, *optional*, defaults to `0.02`):
+            Step of the lower bound, `> 0`.
+        upper_start (`float`, *optional*, defaults to `1.2`):
+            Lowest upper bound, where each search starts. At least 1.
+        upper_max (`float`, *optional*, defaults to `3.0`):
+            Highest upper bound. At least `upper_start`.
+        upper_step (`float`, *optional*, defaults to `0.05`):
+            Step of the upper bound, `> 0`.
+
+    Raises:
+        ValueError: If a value is not finite, a start lies above its maximum, a step is not positive or makes more than
+            [`MOST_POINTS`] candidates, a lower bound lies outside (0, 1] or an upper bound below 1.
+
+    Example:
+
+    ```python
+    >>> grid = BoundGrid(lower_start=0.8, lower_max=0.9, lower_step=0.05, upper_start=1.2, upper_max=1.2)
+    >>> grid.lower
+    tensor([0.8000, 0.8500, 0.9000], dtype=torch.float64)
+    >>> grid.upper
+    tensor([1.2000], dtype=torch.float64)
+
+    ```
+    """
+
+    lower_start: float = 0.6
+    lower_max: float = 0.9
+    lower_step: float = 0.02
+    upper_start: float = 1.2
+    upper_max: float = 3.0
+    upper_step: float = 0.05
+
+    def __post_init__(self):
+        for side in ("lower", "upper"):
+            start, maximum, step = (getattr(self, f"{side}_{part}") for part in ("start", "max", "step"))
+            for part, value in (("start", start), ("max", maximum), ("step", step)):
+                if not math.isfinite(value):
+                    raise InputError(f"`ratio_{side}_{part}` is {value}: set it to a finite number.")
+            if step <= 0:
+                raise InputError(f"`ratio_{side}_step` is {step}: set it to a positive step, e.g. 0.05.")
+            if start > maximum:
+                raise InputError(
+                    f"`ratio_{side}_start` is {start}, above `ratio_{side}_max`, which is {maximum}: lower "
+                    f"`ratio_{side}_start` or raise `ratio_{side}_max` (equal values fix the bound)."
+                )
+            if _num_steps(start, maximum, step) >= MOST_POINTS:
+                raise InputError(
+                    f"`ratio_{side}_step` is {step}, which makes more than {MOST_POINTS} candidates from "
+                    f"`ratio_{side}_start` ({start}) to `ratio_{side}_max` ({maximum}): raise it, e.g. to 0.05."
+                )
+        if self.lower_start <= 0:
+            raise InputError(
+                f"`ratio_lower_start` is {self.lower_start}: lower bounds are ratios in (0, 1], e.g. 0.6 (not "
+                "`1 - epsilon` offsets)."
+            )
+        if self.lower_max > 1:
+            raise InputError(
+                f"`ratio_lower_max` is {self.lower_max}: lower bounds are ratios in (0, 1], e.g. 0.9, because a ratio "
+                "of 1 (on-policy) must not be clipped."
+            )
+        if self.upper_start < 1:
+            raise InputError(
+                f"`ratio_upper_start` is {self.upper_start}: upper bounds are ratios of at least 1, e.g. 1.2 (not "
+                "`epsilon` offsets)."
+            )
+
+    @property
+    def lower(self) -> torch.Tensor:
+        """Candidates of the lower bound, shape `(K_low,)`, float64 on the CPU, ascending."""
+        return self.lower_on("cpu").clone()
+
+    @property
+    def upper(self) -> torch.Tensor:
+        """Candidates of the upper bound, shape `(K_high,)`, float64 on the CPU, ascending."""
+        return self.upper_on("cpu").clone()
+
+    @property
+    def num_lower(self) -> int:
+        """Number of candidates of the lower bound, `K_low`."""
+        return _num_points(self.lower_start, self.lower_max, self.lower_step)
+
+    @property
+    def num_upper(self) -> int:
+        """Number of candidates of the upper bound, `K_high`."""
+        return _num_points(self.upper_start, self.upper_max, self.upper_step)
+
+    def lower_on(self, device: torch.device | str) -> torch.Tensor:
+        """Return [`BoundGrid.lower`] on `device`, in the widest floating type the device has. Shared: do not write."""
+        device = torch.device(device)
+        return _grid_axis(self.lower_start, self.lower_max, self.lower_step, device, sum_dtype(device))
+
+    def upper_on(self, device: torch.device | str) -> torch.Tensor:
+        """Return [`BoundGrid.upper`] on `device`, in the widest floating type the device has. Shared: do not write."""
+        device = torch.device(device)
+        return _grid_axis(self.upper_start, self.upper_max, self.upper_step, device, sum_dtype(device))
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether there is a single pair of bounds, so that nothing is left to search."""
+        return self.num_lower == self.num_upper == 1
+
+
+SINGLE_POINT = BoundGrid(lower_start=1.0, lower_max=1.0, upper_start=1.0, upper_max=1.0)
+"""The grid of a loss without clip bounds: nothing to search, and nobody clips at it."""

@@ -1,0 +1,176 @@
+"""Pure: choose the clip bounds of one optimizer update, Algorithm 1 of BAPO, as a look-up on the curves.
+
+Nothing here waits for the device: no function reads a tensor value back to the host. All bounds are in ratio space.
+
+References:
+    https://huggingface.co/papers/2510.18927, Algorithm 1.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from .curves import Contributions
+from .grid import BoundGrid
+
+
+SEARCH_ORDERS = ("upper_first", "lower_first")
+
+
+@dataclass(frozen=True)
+class ClipBounds:
+    """
+    Outcome of one search. All fields are 0-dim tensors on the device of the contributions.
+
+    Args:
+        low (`torch.Tensor`):
+            Lower clip bound in ratio space.
+        high (`torch.Tensor`):
+            Upper clip bound in ratio space.
+        positive_share (`torch.Tensor`):
+            Share `P / (P + w N)` of the positive tokens under the chosen bounds and weight `w`, in [0, 1]; NaN where
+            no token contributes.
+        initial_positive_share (`torch.Tensor`):
+            The same share under the start bounds, with negative tokens at full weight.
+        target_met (`torch.Tensor`):
+            Boolean, whether `positive_share` reached the target.
+        steps (`torch.Tensor`):
+            Integer, number of times a bound moved.
+        negative_weight (`torch.Tensor`):
+            Weight of the negative tokens in the policy loss, in (0, 1]; 1 where the bounds alone reach the target.
+    """
+
+    low: torch.Tensor
+    high: torch.Tensor
+    positive_share: torch.Tensor
+    initial_positive_share: torch.Tensor
+    target_met: torch.Tensor
+    steps: torch.Tensor
+    negative_weight: torch.Tensor
+
+
+def search_bounds(
+    contributions: Contributions,
+    grid: BoundGrid,
+    target: float,
+    order: str = "upper_first",
+    negative_weight_min: float = 1.0,
+) -> ClipBounds:
+    """
+    Walk from the start bounds until the positive share reaches the target; weigh negative tokens down for the rest.
+
+    The path goes to the end of one bound's axis before it moves the other; the first pair on it with
+    `P / (P + N) >= target` is taken, or the last pair where there is none. Where nothing contributes under the start
+    bounds (`P + N = 0`), those are kept and the share is NaN; further on, a pair under which nothing contributes
+    does not meet the target.
+
+    Where no pair meets it, the weight `w = P (1 - target) / (target N)` of negative tokens does, `P / (P + w N) =
+    target`. It is kept in [`negative_weight_min`, 1]: the smallest where `P = 0`, 1 where `N = 0`.
+
+    Args:
+        contributions ([`Contributions`]):
+            Curves on `grid`, summed over all tokens of the update.
+        grid ([`BoundGrid`]):
+            Candidate bounds.
+        target (`float`):
+            Share of the policy loss that positive tokens are to contribute, in (0, 1].
+        order (`str`, *optional*, defaults to `"upper_first"`):
+            `"upper_first"` raises the upper bound to its end before the lower one moves, `"lower_first"` the other
+            way round.
+        negative_weight_min (`float`, *optional*, defaults to `1.0`):
+            Smallest weight of negative tokens, in (0, 1]. With 1 there is no weight, as in the paper.
+
+    Returns:
+        [`ClipBounds`]: 0-dim tensors on the device of the contributions; nothing is read back to the host.
+
+    Raises:
+        ValueError: If `order` is unknown, `target` or `negative_weight_min` is outside (0, 1] or the curves are not
+            those of `grid`.
+
+    References:
+        https://huggingface.co/papers/2510.18927, Algorithm 1.
+
+    Example:
+
+    ```python
+    >>> grid = BoundGrid(lower_start=0.5, lower_max=0.5, upper_start=1.0, upper_max=2.0, upper_step=1.0)
+    >>> curves = Contributions(positive=torch.tensor([0.0, 1.5]), negative=torch.tensor([0.5]))
+    >>> bounds = search_bounds(curves, grid, target=0.5)
+    >>> bounds.high.item(), bounds.positive_share.item(), bounds.steps.item()
+    (2.0, 0.75, 1)
+
+    ```
+    """
+    if order not in SEARCH_ORDERS:
+        raise ValueError(f"`order` is {order!r}: choose one of {', '.join(map(repr, SEARCH_ORDERS))}.")
+    if not 0 < target <= 1:
+        raise ValueError(f"`target` is {target}: set it to a share in (0, 1].")
+    if not 0 < negative_weight_min <= 1:
+        raise ValueError(f"`negative_weight_min` is {negative_weight_min}: set it to a weight in (0, 1].")
+    device = contributions.positive.device
+    upper, lower = grid.upper_on(device), grid.lower_on(device)
+    if contributions.positive.shape != upper.shape or contributions.negative.shape != lower.shape:
+        raise ValueError(
+            f"The contributions have {len(contributions.positive)} upper and {len(contributions.negative)} lower "
+            f"points, the grid has {len(upper)} and {len(lower)}: compute them on the same grid."
+        )
+
+    last_upper, last_lower = len(upper) - 1, len(lower) - 1
+    last_step = last_upper + last_lower
+    position = torch.arange(last_step + 1, device=device)
+    if order == "upper_first":
+        upper_index, lower_index = position.clamp(max=last_upper), (position - last_upper).clamp(min=0)
+    else:
+        upper_index, lower_index = (position - last_lower).clamp(min=0), position.clamp(max=last_lower)
+
+    positive, negative = contributions.positive.take(upper_index), contributions.negative.take(lower_index)
+    share = positive / (positive + negative)  # NaN where nothing contributes
+    met = share >= target
+    first_met = met.int().argmax()
+    step = torch.where(met.any(), first_met, last_step)
+    step = torch.where(share[0].isnan(), 0, step)
+    weight, final_share, final_met = torch.ones_like(share[0]), share.take(step), met.take(step)
+    if negative_weight_min < 1:
+        positive, negative = positive.take(step), negative.take(step)
+        exact = positive * (1 - target) / (target * negative)
+        may_weigh = ~final_met & (negative > 0)
+        weight = torch.where(may_weigh, exact.clamp(negative_weight_min, 1.0), weight)
+        final_share = positive / (positive + weight * negative)
+        final_met = final_met | (may_weigh & (exact >= negative_weight_min) & (positive > 0))
+    return ClipBounds(
+        low=lower.take(lower_index.take(step)),
+        high=upper.take(upper_index.take(step)),
+        positive_share=final_share,
+        initial_positive_share=share[0],
+        target_met=final_met,
+        steps=step,
+        negative_weight=weight,
+    )
+
+
+def share_under(bounds: ClipBounds, contributions: Contributions, grid: BoundGrid, target: float) -> ClipBounds:
+    """
+    Return `bounds`, chosen for other curves, with the shares that they and their weight have on these.
+
+    Args:
+        bounds ([`ClipBounds`]):
+            Bounds on `grid`, and a weight of negative tokens.
+        contributions ([`Contributions`]):
+            Curves on `grid`, summed over all tokens of the update.
+        grid ([`BoundGrid`]):
+            Candidate bounds.
+        target (`float`):
+            Share of the policy loss that positive tokens are to contribute.
+    """
+    upper_index = ((bounds.high - grid.upper_start) / grid.upper_step).round().long()
+    lower_index = ((bounds.low - grid.lower_start) / grid.lower_step).round().long()
+    positive = contributions.positive.take(upper_index)
+    negative = contributions.negative.take(lower_index)
+    share = positive / (positive + bounds.negative_weight * negative)
+    first_positive, first_negative = contributions.positive[0], contributions.negative[0]
+    return replace(
+        bounds,
+        positive_share=share,
+        initial_positive_share=first_positive / (first_positive + first_negative),
+        target_met=share >= target * (1 - 1e-9),  # a weight meets it but for rounding
+    )

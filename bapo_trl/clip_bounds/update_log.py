@@ -1,0 +1,243 @@
+"""What is logged at every optimizer update: names, definitions, and the one reduction that all of them share.
+
+A rank sums up each micro-batch in a `Tally` (`measure_tokens`). Tallies add up over micro-batches and ranks, so one
+gather of a few numbers at the end of an update serves every metric, and one transfer to the host reads them. Legend:
+`B` rows, `T` completion tokens.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from .grid import sum_dtype
+from .reduce import Tally
+from .search import ClipBounds
+from .tokens import PolicyTokens
+
+
+UPDATE_METRICS = {
+    "bapo/clip_low": "Lower clip bound of the update, in ratio space. On samples of the current policy every ratio is "
+    "1 and no bound matters: the share can miss the target by rounding there, and both bounds end at their limits.",
+    "bapo/clip_high": "Upper clip bound of the update, in ratio space; as the lower one.",
+    "bapo/positive_share": "Share of the policy loss that positive-advantage tokens contribute under these bounds and "
+    "the weight of negative tokens. Under `cispo`, `sapo` and `vespo`, their share of its gradient.",
+    "bapo/positive_share_initial": "The same share under the start bounds, with negative tokens at full weight.",
+    "bapo/target_met": "1 if the share reached `positive_contribution_target`, else 0.",
+    "bapo/search_steps": "Number of times a bound moved in the search.",
+    "bapo/negative_weight": "Weight of negative-advantage tokens in the policy loss, in (0, 1].",
+    "bapo/entropy_covariance": "Covariance of log-probability and advantage over the tokens that pass a gradient, "
+    "with the weight of negative ones; under `cispo`, `sapo` and `vespo` times the size of their gradient. The "
+    "entropy falls by it, times a learning rate (Eq. 6-7).",
+    "ratio/mean": "Mean importance ratio r over the tokens of the update (sequences, for sequence-level ratios).",
+    "ratio/min": "Smallest importance ratio.",
+    "ratio/max": "Largest importance ratio.",
+    "ratio/ess": "Effective sample size over the number of ratios, (sum r)^2 / (N sum r^2), in (0, 1].",
+    "ratio/kl": "k3 estimate of KL(behaviour policy || policy): mean of r - 1 - log r.",
+    "ratio/chi2": "Chi-square divergence of the policy from the behaviour policy: mean of r^2 - 1.",
+    "staleness/mean": "Mean staleness of the trained rows, in policy versions (optimizer updates since they were "
+    "sampled). With partial rollouts, of the trained tokens.",
+    "staleness/max": "Largest staleness of the trained rows or tokens, in policy versions.",
+}
+"""Definition of each logged metric."""
+
+METRICS_OF_CLIP_BOUNDS = ("bapo/clip_low", "bapo/clip_high", "bapo/search_steps")
+"""Those that a loss without clip bounds does not have."""
+
+GUARDED_TENSORS = ("per_token_logps", "old_per_token_logps", "ref_per_token_logps", "advantages", "importance_ratio")
+"""Tensors in which a NaN or an infinity stops the training."""
+
+
+def measure_tokens(
+    tokens: PolicyTokens,
+    staleness: torch.Tensor,
+    guarded: Mapping[str, torch.Tensor | None],
+    completion_mask: torch.Tensor,
+    bounds: ClipBounds,
+    delta: float | None = None,
+    negative_ratio_cap: float | None = None,
+) -> Tally:
+    """
+    Sum up one micro-batch.
+
+    Args:
+        tokens ([`PolicyTokens`]):
+            Ratios, advantages and mask of the micro-batch.
+        staleness (`torch.Tensor`):
+            Staleness of each row, shape `(B,)`, or of each token, `(B, T)`, in policy versions, integer. Rows without
+            a token of the loss, and tokens that are none, do not count.
+        guarded (mapping of `str` to `torch.Tensor`):
+            Log-probabilities by name, shape `(B, T)`; their NaNs and infinities on completion tokens are counted.
+            `None` for a tensor that the batch does not have.
+        completion_mask (`torch.Tensor`):
+            1 for completion tokens, those that a tool wrote included, shape `(B, T)`. The loss multiplies tool tokens
+            by 0, which does not stop a NaN.
+        bounds ([`~clip_bounds.ClipBounds`]):
+            Clip bounds of the loss, and the weight of its negative tokens.
+        delta (`float`, *optional*):
+            TRL's two-sided clip.
+        negative_ratio_cap (`float`, *optional*):
+            Largest size of the gradient of a negative token, under a loss without clip bounds.
+
+    Returns:
+        [`~clip_bounds.reduce.Tally`]: What [`token_metrics`] needs of it.
+    """
+    device = tokens.ratio.device
+    dtype = sum_dtype(device)
+    valid = tokens.ratio_mask
+    ratio = torch.where(valid, tokens.ratio, 0.0).to(dtype)
+    log_ratio = torch.where(valid, tokens.log_ratio, 0.0).to(dtype)
+    is_trained = tokens.mask.any(dim=1)
+    counted = is_trained if staleness.dim() == 1 else tokens.mask.bool()
+    staleness = torch.where(counted, staleness.to(device, dtype, non_blocking=True), 0.0)
+
+    mask = completion_mask.bool()
+    advantages = tokens.column_advantages
+    suspects = {**guarded, "advantages": advantages.expand(mask.shape)}
+    nonfinite = {
+        name: (~suspects[name].isfinite() & mask).sum() if suspects.get(name) is not None else 0
+        for name in GUARDED_TENSORS[:-1]
+    }
+    nonfinite["importance_ratio"] = (~tokens.ratio.isfinite() & valid).sum()
+
+    passes = tokens.passes(bounds.low, bounds.high, delta)
+    if tokens.gradient_size is None:
+        weighed = tokens.balanced_advantages(bounds.negative_weight).reshape(advantages.shape)
+    else:
+        capped = tokens.balanced_advantages(bounds.negative_weight, negative_ratio_cap)
+        weighed = capped.reshape(len(advantages), -1) * tokens.gradient_size
+    passing_logps = torch.where(passes, guarded["per_token_logps"], 0.0).to(dtype)
+    passing_advantages = torch.where(passes, weighed, 0.0).to(dtype)
+    return Tally(
+        {
+            "ratios": valid.sum(),
+            "ratio": ratio.sum(),
+            "ratio_squared": ratio.square().sum(),
+            "k3": torch.where(valid, ratio - 1 - log_ratio, 0.0).sum(),
+            "versions": counted.sum(),
+            "staleness": staleness.sum(),
+            "passing": passes.sum(),
+            "passing_logp": passing_logps.sum(),
+            "passing_advantage": passing_advantages.sum(),
+            "passing_product": (passing_logps * passing_advantages).sum(),
+            **nonfinite,
+        },
+        {
+            "ratio_max": torch.where(valid, tokens.ratio, -math.inf).amax(),
+            "negative_ratio_min": torch.where(valid, -tokens.ratio, -math.inf).amax(),
+            "staleness_max": staleness.amax(),
+        },
+    )
+
+
+def average_searches(searches: Sequence[ClipBounds]) -> dict[str, torch.Tensor]:
+    """
+    Average the outcomes of an update's searches (one, or one for each micro-batch) for the log.
+
+    Returns:
+        `dict` of 0-dim tensors with the names of the `bapo/` metrics. An undefined share is left out of its mean, and
+        is NaN where all are undefined.
+    """
+    dtype = searches[0].low.dtype
+    rows = [
+        {
+            "bapo/clip_low": bounds.low,
+            "bapo/clip_high": bounds.high,
+            "bapo/positive_share": bounds.positive_share,
+            "bapo/positive_share_initial": bounds.initial_positive_share,
+            "bapo/target_met": bounds.target_met,
+            "bapo/search_steps": bounds.steps,
+            "bapo/negative_weight": bounds.negative_weight,
+        }
+        for bounds in searches
+    ]
+    return {name: torch.stack([row[name].to(dtype) for row in rows]).nanmean() for name in rows[0]}
+
+
+def token_metrics(total: Mapping[str, float]) -> dict[str, float]:
+    """
+    Compute the metrics of one optimizer update that its tokens give.
+
+    Args:
+        total (mapping of `str` to `float`):
+            The numbers of [`measure_tokens`], of all micro-batches on all ranks.
+
+    Returns:
+        `dict` with the names of [`UPDATE_METRICS`] but those of the search; NaN where a value is undefined.
+    """
+    count, passing = total["ratios"], total["passing"]
+    return {
+        "bapo/entropy_covariance": _ratio(total["passing_product"], passing)
+        - _ratio(total["passing_logp"], passing) * _ratio(total["passing_advantage"], passing),
+        "ratio/mean": _ratio(total["ratio"], count),
+        "ratio/min": -total["negative_ratio_min"] if count else math.nan,
+        "ratio/max": total["ratio_max"] if count else math.nan,
+        "ratio/ess": _ratio(total["ratio"] ** 2, count * total["ratio_squared"]),
+        "ratio/kl": _ratio(total["k3"], count),
+        "ratio/chi2": _ratio(total["ratio_squared"], count) - 1,
+        "staleness/mean": _ratio(total["staleness"], total["versions"]),
+        "staleness/max": total["staleness_max"],
+    }
+
+
+class UpdateLog:
+    """
+    Collects what is logged of one optimizer update, from its first micro-batch to its last.
+
+    Holds tensors only until `close`, which reduces them over ranks, reads them once, and starts afresh.
+
+    Args:
+        has_clip_bounds (`bool`, *optional*, defaults to `True`):
+            Whether the loss has clip bounds; else there is nothing to log of them.
+        has_target (`bool`, *optional*, defaults to `True`):
+            Whether the share of positive tokens has a target; else there is none to log as met.
+    """
+
+    def __init__(self, has_clip_bounds: bool = True, has_target: bool = True):
+        self._skipped: tuple[str, ...] = () if has_clip_bounds else METRICS_OF_CLIP_BOUNDS
+        if not has_target:
+            self._skipped += ("bapo/target_met",)
+        self.searches: list[ClipBounds] = []
+        self._tally: Tally | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a micro-batch of the current update has been added."""
+        return self._tally is not None
+
+    def add(self, tally: Tally) -> None:
+        """Add a micro-batch, as summed up by [`measure_tokens`]."""
+        self._tally = tally if self._tally is None else self._tally + tally
+
+    def close(self, gather: Callable[[torch.Tensor], torch.Tensor], update: int) -> dict[str, float]:
+        """
+        Return the metrics of the update, see [`UPDATE_METRICS`].
+
+        Args:
+            gather (`Callable`):
+                Concatenates a tensor of all ranks along the first dimension.
+            update (`int`):
+                Number of the update, for the error message.
+
+        Raises:
+            RuntimeError: If a log-probability, an advantage or an importance ratio of a trained token is NaN or
+                infinite, on any rank.
+        """
+        bounds = average_searches(self.searches)
+        device = self.searches[0].low.device
+        total = self._tally.over_ranks(gather, device, sum_dtype(device))
+        self.searches, self._tally = [], None
+
+        numbers = Tally({**bounds, **total.sums}, total.maxima).numbers()
+        broken = [f"`{name}` ({numbers[name]:.0f} values)" for name in GUARDED_TENSORS if numbers[name]]
+        if broken:
+            raise RuntimeError(
+                f"NaN or infinity in {', '.join(broken)} at update {update}, before its optimizer step: nothing of "
+                "this update was applied. Look for a learning rate that is too high, a reward that is not finite or "
+                "half precision without loss scaling, and resume from a checkpoint."
+            )
+        return {name: numbers[name] for name in bounds if name not in self._skipped} | token_metrics(numbers)
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else math.nan

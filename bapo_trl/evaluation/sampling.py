@@ -1,0 +1,172 @@
+"""Completions of given rows, sampled with whatever the trainer samples with, and scored by its reward functions."""
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list, gather_object
+from torch.utils.data import DataLoader
+
+from ..tasks.answers import completion_text
+from ..trainer_mixin import TrainerMixin
+from ..upstream.forward_passes import forked_random_state, without_gradient_checkpointing
+
+
+@dataclass(frozen=True)
+class Completion:
+    """
+    A completion as it was sampled and scored.
+
+    Attributes:
+        position (`int`):
+            Its row's place among the rows that were given.
+        content (`str` or `list[dict]`):
+            What the model wrote, without special tokens: text, or messages to a chat.
+        token_ids (`list[int]`):
+            The same as tokens, the end token included.
+        is_cut_off (`bool`):
+            Whether it ended for its length.
+        rewards (`list[float | None]`):
+            Rewards by function; `None` where a function gave none.
+    """
+
+    position: int
+    content: Any
+    token_ids: list[int]
+    is_cut_off: bool
+    rewards: list[float | None] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """What the model wrote, as text."""
+        return completion_text(self.content)
+
+
+class SamplesCompletions(TrainerMixin):
+    """
+    Samples one completion of each of given rows, and scores those that there are. To be put before the trainer among
+    the bases.
+    """
+
+    _is_apart = False  # from the trainer's own evaluation, in what it logs
+    _take: Callable[[list[Completion]], None] | None = None
+
+    def sample_completions(
+        self, rows: Sequence[Mapping[str, Any]], take: Callable[[list[Completion]], None], seed: str = ""
+    ) -> None:
+        """
+        Sample and score a completion of each row, `per_device_eval_batch_size` rows at a time on each process.
+
+        All processes make this call together. The random state of torch is afterwards what it was before.
+
+        Args:
+            rows (sequence of mappings):
+                Rows with a `prompt`, and what the reward functions read.
+            take (`Callable[[list[Completion]], None]`):
+                Gets the completions of each batch, of all processes, as soon as they are scored. It is called on the
+                main process alone. To fill the last batch, some may come twice.
+            seed (`str`, *optional*, defaults to `""`):
+                What the samples are drawn from, besides the trainer's `seed`.
+        """
+        placed: Any = [{"position": position, "row": row} for position, row in enumerate(rows)]
+        loader: DataLoader = DataLoader(
+            placed,
+            batch_size=self.args.eval_batch_size,
+            collate_fn=list,
+        )
+        own_seed = f"{self.args.seed} {self.accelerator.process_index} {seed}"
+        self._take = take
+        try:
+            with self._apart():
+                torch.manual_seed(zlib.crc32(own_seed.encode()))
+                self.evaluation_loop(self.accelerator.prepare_data_loader(loader), "Evaluation", True)
+        finally:
+            self._take = None
+
+    def score_completions(
+        self, rows: Sequence[Mapping[str, Any]], completions: Sequence[Completion]
+    ) -> list[Completion]:
+        """
+        Score completions that were sampled before, in batches as large as those of [`sample_completions`].
+
+        All processes make this call together, with the same rows and number of completions. The random state of torch
+        is afterwards what it was before.
+
+        Args:
+            rows (sequence of mappings):
+                As [`sample_completions`] takes them.
+            completions (sequence of [`Completion`]):
+                On the main process, completions of the rows; elsewhere, none.
+
+        Returns:
+            `list[Completion]`: The same with their rewards, on all processes.
+        """
+        (count,) = broadcast_object_list([len(completions)])
+        num_processes, rank = self.accelerator.num_processes, self.accelerator.process_index
+        size = self.args.eval_batch_size * num_processes
+        scored: list[Completion] = []
+        with self._apart():
+            self.model.eval()
+            for start in range(0, count, size):
+                batch: list[Completion]
+                (batch,) = broadcast_object_list([completions[start : start + size]])
+                share = math.ceil(len(batch) / num_processes)  # the last batch is filled up, for equal shares
+                own = [batch[place % len(batch)] for place in range(rank * share, (rank + 1) * share)]
+                own_rows = [rows[completion.position] for completion in own]
+                rewards = self._rewards_of_all(
+                    own_rows, [each.content for each in own], [each.token_ids for each in own]
+                )
+                scored += [replace(each, rewards=given) for each, given in zip(batch, rewards, strict=False)]
+        return scored
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Keep the random state and the logs of the trainer as they are."""
+        num_generations = self.num_generations_eval
+        self._is_apart = True
+        self.num_generations_eval = 1  # the rows of a batch are no groups
+        try:
+            with forked_random_state(self.accelerator.device):
+                yield
+        finally:
+            self._is_apart = False
+            self.num_generations_eval = num_generations
+            self._metrics["eval"].clear()
+
+    def _rewards_of_all(
+        self, rows: list[Mapping[str, Any]], completions: list[Any], completion_ids: list[list[int]]
+    ) -> list[list[float | None]]:
+        """Return the rewards of all processes' completions, in the order of the processes."""
+        prompts = [row["prompt"] for row in rows]
+        rewards = self._calculate_rewards(rows, prompts, completions, completion_ids).tolist()
+        return [[None if reward != reward else reward for reward in given] for given in rewards]
+
+    def _log_completion_extra(self, *args):
+        if not self._is_apart:  # TRL would add it to the next generation's
+            super()._log_completion_extra(*args)
+
+    def _log_metric(self, *args):
+        if not self._is_apart:
+            super()._log_metric(*args)
+
+    def prediction_step(self, model, inputs, *args, **kwargs):
+        if self._take is None:
+            return super().prediction_step(model, inputs, *args, **kwargs)
+        rows = [part["row"] for part in inputs]
+        with without_gradient_checkpointing(self.model):
+            _, completion_ids, _, completions, *_ = self._generate([row["prompt"] for row in rows])
+        rewards = self._rewards_of_all(rows, completions, completion_ids)
+        ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
+        sampled = gather_object(
+            [
+                Completion(part["position"], completion, list(ids), ids[-1] not in ends)
+                for part, completion, ids in zip(inputs, completions, completion_ids, strict=True)
+            ]
+        )
+        if self.accelerator.is_main_process:
+            self._take([replace(each, rewards=given) for each, given in zip(sampled, rewards, strict=True)])
+        return None, None, None

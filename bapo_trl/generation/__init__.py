@@ -1,1 +1,0 @@
-"""What stands between the sampler and the trainer."""

@@ -1,0 +1,258 @@
+"""What the trainer stops at, and what it adds to the errors of TRL, transformers and a user's functions."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from traceback import walk_tb
+from typing import Any
+
+from accelerate.utils import DistributedType, gather_object
+from torch import nn
+
+from ..config_checks import check_eval_groups, check_values_of_trl
+from ..errors import InputError
+from ..trainer_mixin import TrainerMixin
+from .prompt_checks import TokenLimits, check_batch_prompts, check_batch_tokens, check_prompts
+from .reward_checks import KeptRewards, check_size_of_rewards
+
+
+class CheckedInputs(TrainerMixin):
+    """
+    Explains what goes wrong in a [`~trl.GRPOTrainer`], which comes after it in the bases, and stops at what would go
+    wrong silently.
+
+    - `train`, `evaluate`, `_tokenize_prompts`, `_generate_single_turn`, `_generate`, `_calculate_rewards`: what is
+      raised there goes on its way, with a note that names the setting, prompt or function, and the fix.
+    - `_calculate_rewards`: stops at infinite rewards, on all ranks, by the rewards that TRL gathered.
+    - `_get_grad_norm`: stops at a gradient that is not finite, before the optimizer step.
+
+    Nothing of this communicates: an error of one rank ends that rank, and the launcher the others, as under TRL.
+    """
+
+    def train(self, *args, **kwargs):
+        with explained(partial(check_values_of_trl, self.args)):
+            return super().train(*args, **kwargs)
+
+    def evaluate(self, *args, **kwargs):
+        with explained(partial(check_values_of_trl, self.args), partial(check_eval_groups, self.args)):
+            return super().evaluate(*args, **kwargs)
+
+    def _tokenize_prompts(self, prompts):
+        with explained(partial(self._check_prompts, prompts)):
+            return super()._tokenize_prompts(prompts)
+
+    def _check_prompts(self, prompts: Sequence[Any]) -> None:
+        """Refuse a prompt of a batch that is none; by its row, if it is stored in the dataset as it is."""
+        try:
+            check_batch_prompts(prompts)
+        except InputError:
+            check_prompts(self.train_dataset, self.eval_dataset)
+            raise
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        try:
+            with explained(partial(self._check_tokens, prompt_ids)):
+                return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        except RuntimeError as error:
+            if "probability tensor contains" not in str(error):
+                raise
+            raise RuntimeError(
+                f"NaN or infinity in the logits while sampling, after update {self.state.global_step}: the model's "
+                "weights are broken, or half precision overflows. Look at the weights that the run started from, for "
+                "a learning rate that is too high, and resume from a checkpoint."
+            ) from error
+
+    def _check_tokens(self, prompt_ids: Sequence[Sequence[int]]) -> None:
+        """Refuse prompts that the model cannot take, and a tokenizer that does not go with it."""
+        config = self.model.config.get_text_config()
+        limits = token_limits(config, self.max_completion_length)
+        if has_rotary_positions(config) and not self.use_vllm:  # they go on beyond the window
+            limits = TokenLimits(None, limits.completion, limits.vocabulary)
+        check_batch_tokens(self._tokenizer.batch_decode(prompt_ids), prompt_ids, limits)
+        check_tokenizer(self._tokenizer, limits.vocabulary)
+
+    def _generate(self, prompts):
+        try:
+            return super()._generate(prompts)
+        except IndexError as error:  # TRL looks at the last token of each completion
+            made_by = "The sampler" if self.rollout_func is None else "The `rollout_func`"
+            for frame, _ in walk_tb(error.__traceback__):
+                is_of_trl = frame.f_code.co_name == "_generate"
+                completion_ids = frame.f_locals.get("completion_ids", ()) if is_of_trl else ()
+                empty = [position for position, ids in enumerate(completion_ids) if not len(ids)]
+                if empty:
+                    error.add_note(
+                        f"{made_by} returned a completion without a token for {len(empty)} of {len(completion_ids)} "
+                        f"samples, the first of them sample {empty[0]}: a completion has at least its end token."
+                    )
+            raise
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        functions: Any = self.reward_funcs
+        kept = KeptRewards(prompts, completions)
+        self.reward_funcs = [
+            function if isinstance(function, nn.Module) else kept.wrap(function, name)
+            for function, name in zip(functions, self.reward_func_names, strict=True)
+        ]
+        try:
+            with explained(kept.check):
+                rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        finally:
+            self.reward_funcs = functions
+        check_size_of_rewards(
+            rewards_per_func, self.reward_func_names, prompts, completions, self.accelerator.process_index
+        )
+        return rewards_per_func
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        # A loss scaler leaves out such an update itself. The norm is that of all ranks, so that all of them stop.
+        if grad_norm is None or self.accelerator.mixed_precision == "fp16" or math.isfinite(grad_norm):
+            return grad_norm
+        is_late = self.accelerator.distributed_type == DistributedType.DEEPSPEED  # which has made its step
+        raise RuntimeError(
+            f"NaN or infinity in the gradient (its norm is {float(grad_norm)}) at update "
+            f"{self.state.global_step + 1}, {'in' if is_late else 'before'} its optimizer step: nothing of this "
+            "update was saved. Look for a learning rate or a `beta` that is too high, or a loss that overflows, and "
+            "resume from a checkpoint."
+        )
+
+
+@contextmanager
+def explained(*checks: Callable[[], None]) -> Iterator[None]:
+    """
+    Add to an error of the block what these checks refuse, as notes. It stays the error that it is.
+
+    Args:
+        *checks (`Callable`):
+            Each raises [`InputError`] for what it finds. They are called when there is an error, and only then.
+    """
+    try:
+        yield
+    except InputError:  # says it all
+        raise
+    except Exception as error:
+        for check in checks:
+            try:
+                check()
+            except Exception as found:  # a check that fails itself must not hide the error
+                if isinstance(found, InputError):
+                    error.add_note(str(found))
+        raise
+
+
+def context_window(config: Any) -> int | None:
+    """
+    Return the largest number of tokens of a prompt and its completion, by the configuration of a model.
+
+    Rotary embeddings that are scaled reach `factor` times as far as the model was trained for.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]):
+            Configuration of the text model.
+
+    Returns:
+        `int`, or `None` where the configuration tells none.
+    """
+    window = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if window is None or any(isinstance(value, dict) for value in rope.values()):  # those of each kind of layer
+        return window
+    trained = rope.get("original_max_position_embeddings") or window
+    return max(window, int(trained * (rope.get("factor") or 1)))
+
+
+def has_rotary_positions(config: Any) -> bool:
+    """Return whether a text model goes on beyond its window, worse and worse; with learned positions, it fails."""
+    return getattr(config, "rope_parameters", None) is not None
+
+
+def token_limits(config: Any, max_completion_length: int | None) -> TokenLimits:
+    """
+    Return what a model takes.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]):
+            Configuration of the text model.
+        max_completion_length (`int`, *optional*):
+            Largest number of tokens of a completion.
+    """
+    return TokenLimits(context_window(config), max_completion_length or 0, getattr(config, "vocab_size", None))
+
+
+def check_tokenizer(tokenizer: Any, vocabulary: int | None = None) -> None:
+    """
+    Refuse a tokenizer without an end token, or with more tokens than the model has.
+
+    Tokens that were added to the tokenizer may go beyond the model's: prompts with such a token are refused.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Of text.
+        vocabulary (`int`, *optional*):
+            Number of tokens of the model, if it is known.
+
+    Raises:
+        ValueError: With the fix.
+    """
+    if tokenizer.eos_token_id is None:
+        raise InputError(
+            "The tokenizer has no `eos_token`, so that no completion would end: set `tokenizer.eos_token` to the "
+            "token that ends one (`eos_token` in the model's tokenizer_config.json)."
+        )
+    if vocabulary is None:
+        return
+    last = max(tokenizer.vocab_size - 1, tokenizer.eos_token_id, tokenizer.pad_token_id or 0)
+    if last >= vocabulary:
+        raise InputError(
+            f"The tokenizer has tokens up to {last}, but the model has {vocabulary} (`vocab_size`): take the "
+            "tokenizer that belongs to the model, or make room with `model.resize_token_embeddings(len(tokenizer))`."
+        )
+
+
+def check_model_name(model: Any) -> None:
+    """
+    Refuse a model of the package by the name that it has on the command line.
+
+    Raises:
+        InputError: With the function that gives its folder.
+    """
+    functions = {"embedded": "warm_start_path", "smollm2": "smollm2_path"}
+    if isinstance(model, str) and model in functions:
+        raise InputError(
+            f"`model` is '{model}', a name of the command line: in Python, give "
+            f"`str(bapo_trl.tasks.{functions[model]}())`."
+        )
+
+
+def raise_on_all_ranks(error: Exception | None) -> None:
+    """
+    Raise the error of a rank on all of them. All ranks make this call together.
+
+    Args:
+        error (`Exception`, *optional*):
+            That of this rank.
+
+    Raises:
+        Exception: The error of this rank; on the others one that quotes the first, an `InputError` if that was one,
+            else a `RuntimeError`.
+    """
+    text = None if error is None else "\n".join([str(error), *getattr(error, "__notes__", ())])
+    texts = gather_object([(text, isinstance(error, InputError))])
+    if error is not None:
+        raise error
+    for rank, (text, is_of_user) in enumerate(texts):
+        if text is not None:
+            raise (InputError if is_of_user else RuntimeError)(f"On rank {rank}: {text}")
+
+
+@contextmanager
+def raising_on_all_ranks() -> Iterator[None]:
+    """Raise at its end, on all ranks, what one of them raises within, where none waits for another: see above."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    raise_on_all_ranks(error)

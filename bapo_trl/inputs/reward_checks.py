@@ -1,0 +1,197 @@
+"""Rewards that a run cannot use: infinite ones, and what TRL could make no numbers of. Legend: `B` samples."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import InputError
+from ..upstream.trl_compat import is_async_callable
+
+
+LARGEST_REWARD = 1e18
+"""Largest size of a reward: TRL squares rewards in float32, which ends at 3e38."""
+
+_FIX = "return a finite number for each completion, or None where the function does not apply"
+
+
+class KeptRewards:
+    """
+    Keeps what the reward functions return for a batch, to tell what was wrong with it if TRL fails.
+
+    Args:
+        prompts, completions (sequences):
+            The samples.
+    """
+
+    def __init__(self, prompts: Sequence[Any], completions: Sequence[Any]):
+        self._prompts, self._completions = prompts, completions
+        self._returned: list[tuple[str, Any]] = []
+
+    def wrap(self, function: Callable, name: str) -> Callable:
+        """Return the reward function, asynchronous if it is, with a note of its name on what it raises."""
+        if is_async_callable(function):
+
+            @functools.wraps(function)
+            async def kept_async(**inputs: Any) -> Any:
+                try:
+                    return self._keep(name, await function(**inputs))
+                except Exception as error:
+                    self._add_note(error, name, inputs)
+                    raise
+
+            return kept_async
+
+        @functools.wraps(function)
+        def kept(**inputs: Any) -> Any:
+            try:
+                return self._keep(name, function(**inputs))
+            except Exception as error:
+                self._add_note(error, name, inputs)
+                raise
+
+        return kept
+
+    def check(self) -> None:
+        """
+        Refuse what is no list of rewards.
+
+        Raises:
+            InputError: With function, sample, value and fix.
+        """
+        for name, returned in self._returned:
+            defect = rewards_defect(returned, self._prompts, self._completions)
+            if defect is not None:
+                raise InputError(f"The reward function `{name}` returned {defect}.")
+
+    def _keep(self, name: str, returned: Any) -> Any:
+        if isinstance(returned, Iterator):  # to be read twice
+            returned = list(returned)
+        self._returned.append((name, returned))
+        return returned
+
+    def _add_note(self, error: Exception, name: str, inputs: Mapping[str, Any]) -> None:
+        columns = ", ".join(key for key, value in inputs.items() if isinstance(value, list))
+        error.add_note(
+            f"Raised by the reward function `{name}` on {len(self._prompts)} samples, the first of them "
+            f"{_describe(self._prompts, self._completions, 0)}. It was given the columns {columns}."
+        )
+
+
+def check_reward_funcs(reward_funcs: Any, weights: Sequence[float] | None) -> None:
+    """
+    Refuse what is no reward function, and weights for another number of them.
+
+    Args:
+        reward_funcs:
+            Argument of the trainer.
+        weights (sequence of `float`, *optional*):
+            Setting `reward_weights`.
+
+    Raises:
+        InputError: If one is neither a function, nor a model or the name of one; if there are more or fewer weights.
+    """
+    functions = reward_funcs if isinstance(reward_funcs, list) else [] if reward_funcs is None else [reward_funcs]
+    for function in functions:
+        if not (isinstance(function, str) or callable(function)):
+            raise InputError(
+                f"`reward_funcs` has {function!r}, a {type(function).__name__}: give functions of `completions`, "
+                "reward models or their names."
+            )
+    if weights is not None and len(weights) != len(functions):
+        raise InputError(
+            f"`reward_weights` is {list(weights)}, for {len(functions)} reward functions: give as many weights."
+        )
+
+
+def check_size_of_rewards(
+    rewards_per_func: torch.Tensor, names: Sequence[str], prompts: Sequence[Any], completions: Sequence[Any], rank: int
+) -> None:
+    """
+    Refuse rewards of which TRL would compute infinite or no advantages. All ranks refuse the same ones.
+
+    Args:
+        rewards_per_func (`torch.Tensor`):
+            Rewards by function, of the samples of all ranks. NaN where a function gave none.
+        names (sequence of `str`):
+            Names of the functions.
+        prompts, completions (sequences):
+            The `B` samples of this rank.
+        rank (`int`):
+            This rank.
+
+    Raises:
+        InputError: With function, sample, value and fix.
+    """
+    too_large = (rewards_per_func.abs() > LARGEST_REWARD).nonzero()
+    if not len(too_large):
+        return
+    row, column = too_large[0].tolist()
+    of_rank, position = divmod(row, len(prompts))
+    is_here = of_rank == rank
+    where = _describe(prompts, completions, position) if is_here else f"on rank {of_rank}"
+    raise InputError(
+        f"The reward function `{names[column]}` returned {rewards_per_func[row, column]:g} for sample {position} of "
+        f"{len(prompts)}, {where}: {_FIX.replace('number', f'number of at most {LARGEST_REWARD:g}', 1)}."
+    )
+
+
+def rewards_defect(returned: Any, prompts: Sequence[Any], completions: Sequence[Any]) -> str | None:
+    """
+    Return what keeps TRL from making `B` rewards of a value, in words that follow "returned"; `None` if nothing does.
+
+    Args:
+        returned:
+            What a reward function returned.
+        prompts, completions (sequences):
+            The samples.
+
+    Example:
+
+    ```python
+    >>> rewards_defect([1, None], ["1+1=", "1+2="], ["2", "3"])
+    >>> rewards_defect([1], ["1+1=", "1+2="], ["2", "3"])[:23]
+    '1 rewards for 2 samples'
+
+    ```
+    """
+    count = len(prompts)
+    if isinstance(returned, (str, bytes, Mapping, Set)) or not hasattr(returned, "__iter__"):
+        return f"{_short(returned)}, a {type(returned).__name__}, for {count} samples: {_FIX}, in a list"
+    rewards = list(returned)
+    if len(rewards) != count:
+        return f"{len(rewards)} rewards for {count} samples: {_FIX}"
+    for position, reward in enumerate(rewards):
+        if reward is not None and not _is_number(reward):
+            return (
+                f"{_short(reward)}, a {type(reward).__name__}, for sample {position} of {count}, "
+                f"{_describe(prompts, completions, position)}: {_FIX}"
+            )
+    return None
+
+
+def _is_number(reward: Any) -> bool:
+    if isinstance(reward, (str, bytes)) or (isinstance(reward, np.ndarray) and reward.ndim):
+        return False
+    try:
+        float(reward)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return False
+    return True
+
+
+def _describe(prompts: Sequence[Any], completions: Sequence[Any], position: int) -> str:
+    return f"prompt {_short(_text(prompts[position]))}, completion {_short(_text(completions[position]))}"
+
+
+def _text(value: Any) -> Any:
+    """Return the last message of a chat, or what is no chat."""
+    is_chat = isinstance(value, list) and value and isinstance(value[-1], dict)
+    return value[-1].get("content") if is_chat else value
+
+
+def _short(value: Any, length: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= length else f"{text[: length - 3]}..."

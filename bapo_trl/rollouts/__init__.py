@@ -1,0 +1,1 @@
+"""Partial rollouts: completions that are generated in rounds and go on under later policies."""

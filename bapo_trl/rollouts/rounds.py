@@ -1,0 +1,387 @@
+"""Decodes a generation in rounds, until every rank has the groups it needs, and hands these to TRL as rows.
+
+What TRL and the model do comes in as plain functions. All ranks make the same calls in the same order, whatever their
+completions: each round begins with one gather, which decides for all ranks whether there is one, and the scoring at
+the end with another. Legend: `B` rows, `T` completion tokens.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from trl import GRPOTrainer
+
+from ..errors import InputError
+from ..inputs.checks import raising_on_all_ranks
+from .checkpoint import FILES, load_pool, save_pool
+from .dataset_rows import check_dataset, check_row
+from .pool import Group, PartialCompletion, PoolState, RolloutPool
+from .sampling_settings import broken_across_calls
+
+
+PARTIAL_METRICS = {
+    "partial/in_flight": "Completions that have not ended, over all ranks, after the generation.",
+    "partial/parked_tokens": "Tokens that stay in the pools of all ranks after the generation.",
+    "partial/segments_mean": "Mean number of segments of the completions that go to training: 1 if one policy version "
+    "sampled all their tokens.",
+    "partial/segments_max": "Largest number of segments of these.",
+    "partial/rounds": "Calls of the sampler in the generation.",
+    "partial/waited": "Groups that this generation decoded to their end, or let go first, because "
+    "`partial_rollout_max_staleness` let them wait no longer.",
+    "partial/masked": "Rows that keep the shape of the batch and train nothing, where too few completions had ended.",
+    "partial/trained_length_ratio": "Mean length of the completions that went to training over that of all that have "
+    "ended, since the start of the run. Below 1, the training has seen too many short ones so far.",
+}
+"""Definition of each metric logged at a generation with partial rollouts."""
+
+Sampler = Callable[[list[list[int]], int], tuple[list[list[int]], list[list[float | None]] | None]]
+"""Continues token ids: prompts and the largest number of new tokens in; new tokens out, and their log-probabilities if
+the sampler reports them."""
+
+Scorer = Callable[[list[list[int]], list[list[int]]], list[list[float]]]
+"""Scores completions after their prompts: the log-probability of each token under the current policy."""
+
+
+class RolloutBatch:
+    """
+    Complete groups as rows for TRL, one a completion.
+
+    Args:
+        groups (sequence of [`~partial_rollouts.Group`]):
+            At least one group.
+    """
+
+    def __init__(self, groups: Sequence[Group]):
+        self._groups = list(groups)
+        self._completions: list[PartialCompletion] = [each for group in groups for each in group.completions]
+
+    def __len__(self) -> int:
+        return len(self._completions)
+
+    @property
+    def inputs(self) -> list[dict[str, Any]]:
+        """Rows of the dataset, each a copy of its own."""
+        return [copy.deepcopy(group.inputs) for group in self._groups for _ in group.completions]
+
+    @property
+    def prompt_ids(self) -> list[list[int]]:
+        """Token ids of each row's prompt, as they were when its completion was begun."""
+        return [list(group.prompt_ids) for group in self._groups for _ in group.completions]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """Token ids of each completion."""
+        return [list(completion.tokens) for completion in self._completions]
+
+    @property
+    def sampler_logps(self) -> list[list[float | None]] | None:
+        """Log-probability that the sampler reported for each token; `None` if it reports none."""
+        return [list(each.sampler_logps) for each in self._completions] if self._completions[0].sampler_logps else None
+
+    @property
+    def latest_segment_masks(self) -> list[list[int]]:
+        """For each completion, 1 for the tokens of its latest segment and 0 for those before."""
+        return [[int(version == each.segments[-1][0]) for version in each.versions] for each in self._completions]
+
+    @property
+    def num_segments(self) -> list[int]:
+        """Number of segments of each completion."""
+        return [len(completion.segments) for completion in self._completions]
+
+    @property
+    def oldest_versions(self) -> torch.Tensor:
+        """Policy version of the oldest token of each row, shape `(B,)`, on the CPU."""
+        return torch.tensor([completion.segments[0][0] for completion in self._completions])
+
+    def token_versions(self, num_tokens: int) -> torch.Tensor:
+        """Return the policy version that sampled each token, `(B, num_tokens)`, on the CPU; padded with the last."""
+        rows = [each.versions + [each.segments[-1][0]] * (num_tokens - len(each.tokens)) for each in self._completions]
+        return torch.tensor(rows)
+
+    def behavior_logps(self, num_tokens: int) -> torch.Tensor:
+        """Return each token's log-probability under the policy that sampled it, `(B, num_tokens)`, padded with 0."""
+        rows = [each.logps + [0.0] * (num_tokens - len(each.tokens)) for each in self._completions]
+        return torch.tensor(rows, dtype=torch.float32)
+
+
+class RolloutRounds:
+    """
+    Generations of one rank with partial rollouts.
+
+    Args:
+        pool ([`~partial_rollouts.RolloutPool`]):
+            The groups that are not trained yet.
+        num_groups (`int`):
+            Groups of a generation on each rank.
+        num_held (`int`):
+            Groups that stay in the pool beyond a generation.
+        chunk_length (`int`):
+            Tokens decoded between two looks at who has finished.
+        gather (`Callable`):
+            Numbers of this rank in; those of all ranks out, one list a rank.
+    """
+
+    def __init__(
+        self,
+        pool: RolloutPool,
+        *,
+        num_groups: int,
+        num_held: int,
+        chunk_length: int,
+        gather: Callable[[list[float]], list[list[float]]],
+    ):
+        self.pool = pool
+        self.before_generation: PoolState = pool.state()
+        """The pool as it was before the prompts of the latest generation entered."""
+        self._is_generating = False
+        self._num_groups = num_groups
+        self._num_held = num_held
+        self._chunk_length = chunk_length
+        self._gather = gather
+
+    def generate(
+        self,
+        prompts: Sequence[tuple[dict[str, Any], list[int]]],
+        policy_version: int,
+        oldest_version: int | None,
+        sample: Sampler,
+        score: Scorer,
+    ) -> tuple[RolloutBatch, dict[str, float]]:
+        """
+        Admit the prompts of a generation, decode until every rank has enough complete groups, and let these go.
+
+        Args:
+            prompts (sequence of pairs):
+                For each new group, the prompt's row of the dataset and its token ids.
+            policy_version (`int`):
+                Version of the current policy.
+            oldest_version (`int`, *optional*):
+                Groups with a token of an older version are decoded to their end, and go. `None` for no limit.
+            sample (`Callable`):
+                Continues token ids under the current policy, see [`Sampler`].
+            score (`Callable`):
+                Scores completions under the current policy, see [`Scorer`].
+
+        Returns:
+            The groups that go to training, as many on each rank, and the values of [`PARTIAL_METRICS`] but for
+            `partial/masked`.
+
+        Raises:
+            ValueError: If a value of a row cannot be kept in a checkpoint, or a prompt is too long.
+        """
+        self.before_generation, self._is_generating = self.pool.state(), True
+        with raising_on_all_ranks():
+            for inputs, prompt_ids in prompts:
+                check_row(inputs)
+                self.pool.admit(inputs, prompt_ids)
+        # Fewer while there are not yet enough in flight: at first, and after a resume with other settings
+        smallest = int(min(size for (size,) in self._gather([len(self.pool)])))
+        wanted = min(self._num_groups, smallest - self._num_held)
+
+        waited, rounds = len(self.pool.overdue(oldest_version)), 0
+        dummy = prompts[0][1][:1]  # as short as can be: it fits whatever the cap
+        while self._decode_round(wanted, policy_version, oldest_version, sample, dummy):
+            rounds += 1
+        self._score(score, dummy)
+        batch = RolloutBatch(self.pool.emit(wanted, oldest_version))
+        self._is_generating = False
+        return batch, self._measure(batch, waited, rounds)
+
+    def save(self, folder: str | Path, is_boundary: bool) -> None:
+        """
+        Write the pool into a checkpoint folder.
+
+        Args:
+            folder (`str` or `Path`):
+                Checkpoint folder.
+            is_boundary (`bool`):
+                Whether the latest generation has been trained to its end. If not, or if one is under way, a resumed
+                run generates it again: the pool is written as it was before its prompts entered.
+        """
+        state = self.pool.state() if is_boundary and not self._is_generating else self.before_generation
+        save_pool(state, folder, self.pool.rank, self.pool.num_ranks)
+
+    def load(self, folder: str | Path, reports_logps: bool) -> None:
+        """
+        Restore the pool from a checkpoint folder. Without one there, it starts empty, with a warning.
+
+        Args:
+            folder (`str` or `Path`):
+                Checkpoint folder.
+            reports_logps (`bool`):
+                Whether the sampler reports the log-probability of each token.
+
+        Raises:
+            ValueError: If the file is damaged, or what it holds does not go with the settings.
+        """
+        state = load_pool(folder, self.pool.rank, self.pool.num_ranks)
+        if state is None:
+            warnings.warn(f"The checkpoint {folder} holds no unfinished rollouts: starting without any.")
+            return
+        begun = [each for group in state.groups for each in group.completions if each.tokens]
+        if any(bool(completion.sampler_logps) != reports_logps for completion in begun):
+            raise InputError(
+                f"`use_vllm` is {reports_logps}, but the completions in flight of the checkpoint {folder} were begun "
+                f"{'without' if reports_logps else 'with'} vLLM, whose log-probabilities belong to them: set it back."
+            )
+        self.pool.restore(state)
+        self.before_generation = self.pool.state()
+        held, limit = len(self.pool), self._num_held
+        if held > limit and self.pool.rank == 0:
+            too_old = ", too many for a `partial_rollout_max_staleness` to hold"
+            warnings.warn(
+                f"The checkpoint {folder} holds {held} groups in flight for each rank, more than the {limit} that "
+                "`partial_rollout_oversampling` holds over. A generation trains as many groups as enter it, so that "
+                f"they stay as many{too_old if held > self._num_groups else ''}. Set "
+                "`partial_rollout_oversampling`, the sizes of a generation and the number of processes to what they "
+                "were."
+            )
+
+    def describe_left(self, has_checkpoint: bool) -> str | None:
+        """
+        Return sentences on the groups that a run leaves in flight, on all ranks; `None` without any.
+
+        Args:
+            has_checkpoint (`bool`):
+                Whether the run has saved one.
+        """
+        tokens = sum(len(each.tokens) for group in self.pool for each in group.completions)
+        groups, tokens = (sum(column) for column in zip(*self._gather([len(self.pool), tokens]), strict=True))
+        if not groups:
+            return None
+        number = "1 group" if groups == 1 else f"{groups} groups"
+        saved = " A run that is resumed from its last checkpoint goes on from the groups of that."
+        return (
+            f"The run ends with {number} in flight ({tokens} tokens), which have trained nothing."
+            f"{saved if has_checkpoint else ''}"
+        )
+
+    def _decode_round(
+        self, wanted: int, policy_version: int, oldest_version: int | None, sample: Sampler, dummy: list[int]
+    ) -> bool:
+        """Continue what has not ended by a chunk; return `False`, on all ranks, if each has enough already."""
+        continuations = self.pool.unfinished()
+        # One cap holds for all of them. A server refuses prompts that it would take out of the model's window, so that
+        # none may go beyond `max_completion_length`.
+        cap = min([self._chunk_length, *(continuation.num_left for continuation in continuations)])
+        ranks = self._gather([self.pool.has_enough(wanted, oldest_version), cap, len(continuations)])
+        if all(has_enough for has_enough, _, _ in ranks):
+            return False
+        cap, most = int(min(cap for _, cap, _ in ranks)), int(max(number for _, _, number in ranks))
+        # TRL's server mode hands its answer out in equal parts, and sharded models are called together: each rank
+        # continues as many prompts.
+        missing = most - len(continuations)
+        prompts = [continuation.prompt_ids for continuation in continuations] + [dummy] * missing
+        tokens, sampler_logps = sample(prompts, cap)
+        if continuations:
+            kept = slice(len(continuations))
+            sampler_logps = None if sampler_logps is None else sampler_logps[kept]
+            self.pool.take(continuations, tokens[kept], policy_version, cap, sampler_logps)
+        return True
+
+    def _score(self, score: Scorer, dummy: list[int]) -> None:
+        """Score all tokens that this generation sampled, those that stay among them: the next policy differs."""
+        rows = self.pool.unscored()
+        most = int(max(count for (count,) in self._gather([len(rows)])))
+        missing = most - len(rows)  # sharded models are called together, with as many rows
+        prompts = [group.prompt_ids for group, _ in rows] + [dummy] * missing
+        completions = [completion.tokens for _, completion in rows] + [dummy[-1:]] * missing
+        logps = score(prompts, completions) if most else []
+        for (_, completion), values in zip(rows, logps, strict=False):  # the dummies are left over
+            completion.logps += values[len(completion.logps) : len(completion.tokens)]
+
+    def _measure(self, batch: RolloutBatch, waited: int, rounds: int) -> dict[str, float]:
+        segments, counts = batch.num_segments, self.pool.counts
+        parked = sum(len(each.tokens) for group in self.pool for each in group.completions)
+        numbers = [len(self.pool.unfinished()), parked, sum(segments), len(segments), waited]
+        numbers += [counts.emitted, counts.emitted_tokens, counts.ended, counts.ended_tokens]
+        ranks = self._gather([*numbers, max(segments)])
+        in_flight, parked, total, rows, waited, *lengths = (sum(column) for column in zip(*ranks, strict=True))
+        emitted, emitted_tokens, ended, ended_tokens, _ = lengths
+        return {
+            "partial/in_flight": in_flight,
+            "partial/parked_tokens": parked,
+            "partial/segments_mean": total / rows,
+            "partial/segments_max": max(numbers[-1] for numbers in ranks),
+            "partial/rounds": rounds,
+            "partial/waited": waited,
+            "partial/trained_length_ratio": (emitted_tokens / emitted) / (ended_tokens / ended),
+        }
+
+
+def pad_with_masked_rows(batch: dict[str, torch.Tensor], num_rows: int) -> dict[str, torch.Tensor]:
+    """
+    Repeat rows of TRL's batch, with no token that counts, until it has `num_rows`. They train nothing.
+
+    Args:
+        batch (`dict`):
+            TRL's batch: tensors with one row a completion, and values of the whole batch.
+        num_rows (`int`):
+            Number of rows wanted.
+    """
+    present = len(batch["completion_ids"])
+    rows = torch.arange(num_rows) % present
+    padded = {
+        key: value[rows.to(value.device)] if isinstance(value, torch.Tensor) and value.dim() else value
+        for key, value in batch.items()
+    }
+    padded["completion_mask"] = padded["completion_mask"].clone()
+    padded["completion_mask"][present:] = 0
+    return padded
+
+
+def check_supported(trainer: GRPOTrainer) -> None:
+    """
+    Refuse trainers whose completions cannot be parked on token ids alone, or not be sampled in several calls.
+
+    Raises:
+        ValueError: If the trainer has tools, environments, a `rollout_func`, a multimodal model, or a model whose own
+            generation config does not go with several calls, or if the dataset has a column that a checkpoint cannot
+            keep; names it.
+    """
+    reasons = {
+        "`tools`": bool(trainer.tools),
+        "`environment_factory`": trainer.environment_factories is not None,
+        "`rollout_func`": trainer.rollout_func is not None,
+        "a model that takes images": trainer._is_vlm,
+    }
+    for name, is_there in reasons.items():
+        if is_there:
+            raise InputError(
+                f"The trainer has {name}, which does not go with partial rollouts: an unfinished completion is kept "
+                "as token ids, and goes on from these alone. Set `partial_rollout_oversampling` to 1.0."
+            )
+    if isinstance(trainer.train_dataset, Dataset) and not trainer.args.remove_unused_columns:
+        check_dataset(trainer.train_dataset)
+    if trainer.use_vllm:
+        return
+    # transformers takes from there what the trainer does not set. `max_length` gives way to `max_new_tokens`
+    generation_config: Any = trainer.model.generation_config
+    settings = generation_config.to_diff_dict() | {"max_length": None}
+    broken = broken_across_calls({k: v for k, v in settings.items() if trainer.generation_kwargs.get(k) is None})
+    if broken:
+        raise InputError(
+            "The model's generation config does not go with partial rollouts, where a completion is sampled in "
+            f"several calls: {'; '.join(broken)}. Remove it from `model.generation_config`, or set "
+            "`partial_rollout_oversampling` to 1.0."
+        )
+
+
+def check_no_pool(folder: str | Path) -> None:
+    """
+    Refuse to resume without partial rollouts from a checkpoint that holds unfinished ones.
+
+    Raises:
+        ValueError: If the pool of a rank there is not empty.
+    """
+    num_ranks = len(FILES.find(folder))
+    groups = sum(len(load_pool(folder, rank, num_ranks).groups) for rank in range(num_ranks))
+    if groups:
+        raise InputError(
+            f"`partial_rollout_oversampling` is 1.0, but the checkpoint {folder} holds {groups} unfinished groups, "
+            "which would be lost: set it to what it was."
+        )

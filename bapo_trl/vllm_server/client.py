@@ -1,0 +1,305 @@
+"""TRL's client of a vLLM server with a limit on every wait, and failures that do not part the ranks.
+
+The main process alone talks to the server. Were an error raised where it comes up, the others would wait for it in
+TRL's next collective. Invariant: between [`ServerClient.hold_failures`] and [`ServerClient.take_failure`], no method
+that TRL calls raises. The first failure is kept, what follows asks the server for nothing, and each answer has the
+shape that TRL hands on to the other ranks. The trainer then has all ranks agree.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, TypeVar
+
+import requests
+import torch
+from requests.adapters import HTTPAdapter
+from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
+from urllib3.util.retry import Retry
+from urllib3.util.wait import wait_for_read
+
+from ..upstream.trl_compat import VLLMClient
+
+
+T = TypeVar("T")
+
+CONNECT_TIMEOUT_S = 10.0
+"""Seconds within which the server must take a connection, and answer when asked whether it is up."""
+
+ENGINE_TIMEOUT_S = 30.0
+"""Seconds within which the engine behind the server must answer before it is joined."""
+
+PROBE_INTERVAL_S = 10.0
+"""Seconds between two looks at whether the server is still up, while an answer is awaited."""
+
+NUM_PROBES = 3
+"""Looks in a row that must find nobody before the answer is given up."""
+
+NUM_CONNECTIONS = 64
+"""Largest number of connections that are kept, as in TRL."""
+
+
+class ServerFailure(NamedTuple):
+    """What went wrong with the server: `during` what, how, and whether it may be tried again."""
+
+    during: str
+    error: str
+    is_passing: bool
+
+
+def passes(error: Exception) -> bool:
+    """Return whether an error may be gone when the server is there again, unlike a request that it refuses."""
+    return isinstance(error, (OSError, torch.distributed.DistError))
+
+
+def describe(during: str, error: Exception) -> ServerFailure:
+    """Return an error, in words."""
+    return ServerFailure(during, f"{type(error).__name__}: {error}", passes(error))
+
+
+def retry_until(deadline: float, call: Callable[[], T]) -> T:
+    """
+    Call until that raises nothing, with pauses that grow from 0 to 15 s.
+
+    Args:
+        deadline (`float`):
+            Time of `time.monotonic()` after which no call begins. There is at least one.
+        call (`Callable`):
+            What to call, with a limit of its own. An error that passes, see [`passes`], has it called again.
+
+    Returns:
+        What `call` returned.
+    """
+    pauses = Retry(total=None, backoff_factor=0.1, backoff_max=15)
+    while True:
+        try:
+            return call()
+        except Exception as error:
+            left = deadline - time.monotonic()
+            if not passes(error) or left <= 0:
+                raise
+        pauses = pauses.increment()
+        time.sleep(min(pauses.get_backoff_time(), left))
+
+
+class LimitedAdapter(HTTPAdapter):
+    """
+    Sends requests over HTTP that end: with an answer, or with an error of `requests` once a limit is reached.
+
+    A request that never reached the server, or that a proxy or a busy server turned away (502 to 504), is sent again
+    up to three times, with growing pauses. One that broke off is not: the server may have done it.
+
+    Args:
+        timeout_s (`float`):
+            Seconds until an answer begins, and that each read of it may take.
+        is_up (`Callable`):
+            Tells whether the server is up. Asked while an answer is awaited: a machine that is gone says nothing.
+    """
+
+    def __init__(self, timeout_s: float, is_up: Callable[[], bool]):
+        self._timeout_s, self._is_up = timeout_s, is_up
+        retries = Retry(3, read=False, status_forcelist=(502, 503, 504), allowed_methods=None, backoff_factor=0.2,
+                        raise_on_status=False, respect_retry_after_header=False)  # fmt: skip
+        super().__init__(max_retries=retries, pool_maxsize=NUM_CONNECTIONS)
+
+    def init_poolmanager(self, *args, **kwargs):
+        super().init_poolmanager(*args, **kwargs)
+        self.poolmanager.pool_classes_by_scheme = {
+            "http": self._watched(HTTPConnectionPool),
+            "https": self._watched(HTTPSConnectionPool),
+        }
+
+    def send(self, request, stream=False, timeout=None, verify=True, cert=None, proxies=None):
+        """Send a request as `requests` does, within the limit; an answer of 500 or more is an error."""
+        response = super().send(
+            request, stream, timeout or (CONNECT_TIMEOUT_S, self._timeout_s), verify, cert, proxies
+        )
+        if response.status_code >= 500:
+            raise requests.HTTPError(f"answer {response.status_code} to {request.url}: {response.text[:1000]}")
+        return response
+
+    def _watched(self, pool: type) -> type:
+        is_up = self._is_up
+
+        class WatchedConnection(pool.ConnectionCls):  # type: ignore[name-defined]
+            def getresponse(self):
+                deadline, silent = time.monotonic() + (math.inf if self.timeout is None else self.timeout), 0
+                while not wait_for_read(self.sock, max(0, min(PROBE_INTERVAL_S, deadline - time.monotonic()))):
+                    if time.monotonic() >= deadline:
+                        raise TimeoutError
+                    silent = 0 if is_up() else silent + 1
+                    if silent == NUM_PROBES:
+                        raise ConnectionAbortedError("the server did not answer /health while an answer was awaited")
+                return super().getresponse()
+
+        return type(pool.__name__, (pool,), {"ConnectionCls": WatchedConnection})
+
+
+class ServerClient(VLLMClient):
+    """
+    TRL's [`~trl.generation.vllm_client.VLLMClient`] with limits. It holds failures from its making on.
+
+    Attributes:
+        request_timeout_s (`float`):
+            Seconds that a request may take.
+    """
+
+    request_timeout_s: float = 1500.0
+    communicator: Any
+    _failure: ServerFailure | None = None
+    _holds_failures = False
+
+    def __init__(self, *args, **kwargs):
+        self.hold_failures()
+        with self._held("the start"):
+            super().__init__(*args, **kwargs)
+
+    def hold_failures(self) -> None:
+        """Keep the next failure instead of raising it."""
+        self._failure, self._holds_failures = None, True
+
+    def take_failure(self) -> ServerFailure | None:
+        """Return the failure since [`ServerClient.hold_failures`], if any, and raise failures again from here on."""
+        failure, self._failure, self._holds_failures = self._failure, None, False
+        return failure
+
+    @contextmanager
+    def _held(self, during: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not self._holds_failures:
+                raise
+            self._failure = describe(during, error)  # words: a traceback would keep the weight group, and its port
+
+    # What TRL calls in the main process between two collectives
+
+    def generate(self, prompts, features=None, n=1, **kwargs):  # type: ignore[override]
+        """Generate as TRL does, see there; after a failure that is held, one token each."""
+        output = None
+        if self._failure is None:
+            with self._held("a generation"):
+                output = super().generate(prompts, features, n, **kwargs)
+        if output is not None:
+            return output
+        rows = len(prompts) * n
+        return {
+            "prompt_ids": list(prompts),
+            "completion_ids": [[0] for _ in range(rows)],
+            "logprobs": [[[0.0]] for _ in range(rows)],
+            "logprob_token_ids": [[[0]] for _ in range(rows)],
+        }
+
+    def image_features(self, images, *args, **kwargs):
+        """Have images processed as TRL does, see there; after a failure that is held, none."""
+        output = None
+        if self._failure is None:
+            with self._held("a generation"):
+                output = super().image_features(images, *args, **kwargs)
+        return [None for _ in images] if output is None else output
+
+    def update_named_params(self, metadata, named_params):
+        """Send weights as TRL does, see there; after a failure that is held, gather the rest along with the others."""
+        if self._failure is None:
+            with self._held("a transfer of the weights"):
+                self._send_weights(metadata, named_params)
+        if self._failure is not None:
+            for _ in named_params:  # the other ranks go on through these
+                pass
+
+    def reset_prefix_cache(self):
+        """Forget cached prompts as TRL does."""
+        if self._failure is None:
+            with self._held("a transfer of the weights"):
+                super().reset_prefix_cache()
+
+    def init_communicator(self, device: torch.device | str | int = 0):
+        """Form the group of trainer and server workers."""
+        if self._failure is None:
+            with self._held("joining its group for the weights"):
+                self._join_group(device)
+
+    def get_server_info(self) -> dict:
+        """Ask for the configuration as TRL does; after a failure that is held, give what TRL reads of it."""
+        info = None
+        if self._failure is None:
+            with self._held("a question for its settings"):
+                info = super().get_server_info()
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}} if info is None else info
+
+    # The server
+
+    def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0):
+        """
+        Wait until the server is up, with growing pauses.
+
+        Args:
+            total_timeout (`float`, *optional*, defaults to `0.0`):
+                Seconds to wait.
+            retry_interval (`float`, *optional*):
+                Not used: the pauses grow.
+
+        Raises:
+            ConnectionError: If it is not up by then.
+        """
+        self._limit_requests()
+        try:
+            retry_until(time.monotonic() + total_timeout, self.check_health)
+        except requests.RequestException as error:
+            raise ConnectionError(
+                f"not up within {total_timeout:g} seconds (`vllm_server_timeout`): {error}"
+            ) from error
+
+    def join_again(self, device: torch.device, is_same: bool) -> None:
+        """
+        Join a server that is up.
+
+        Args:
+            device (`torch.device`):
+                From which the weights are sent.
+            is_same (`bool`):
+                Whether it is the one that was joined before: a transfer of weights may have broken off there.
+        """
+        self.close_communicator()  # sets a worker free that still waits for weights
+        # A request to join that no engine takes would stay in the server's queue, and spoil the next one's group
+        self.session.post(f"{self.base_url}/reset_prefix_cache", timeout=ENGINE_TIMEOUT_S).raise_for_status()
+        self.init_communicator(device)
+        if is_same:  # vLLM counts the weights of a layer: an open transfer is ended, whether it says so (500) or not
+            with suppress(requests.HTTPError):
+                self._start_weight_update()
+            with suppress(requests.HTTPError):
+                self._finish_weight_update()
+
+    def check_health(self) -> None:
+        """Ask whether the server is up; raise if not."""
+        requests.get(f"{self.base_url}/health", timeout=CONNECT_TIMEOUT_S).raise_for_status()
+
+    def _is_up(self) -> bool:
+        try:
+            self.check_health()
+        except requests.RequestException:
+            return False
+        return True
+
+    def _limit_requests(self) -> None:
+        if not isinstance(self.session.get_adapter(self.base_url), LimitedAdapter):  # TRL's constructor made it
+            for scheme in ("http://", "https://"):
+                self.session.mount(scheme, LimitedAdapter(self.request_timeout_s, self._is_up))
+
+    # Over NCCL
+
+    def _join_group(self, device) -> None:
+        super().init_communicator(device)
+
+    def _send_weights(self, metadata, named_params) -> None:
+        super().update_named_params(metadata, named_params)
+
+    def _post(self, url: str, **kwargs) -> dict:
+        try:
+            return super()._post(url, **kwargs)
+        except Exception:
+            # NCCL has no limit: its part of the transfer, in another thread, would wait for the worker for ever
+            if url.endswith("/update_weights") and hasattr(self.communicator, "destroy"):
+                self.communicator.destroy()
+            raise

