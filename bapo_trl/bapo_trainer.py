@@ -1,84 +1,79 @@
 """`BAPOTrainer`: TRL's `GRPOTrainer` with clip bounds that are searched for each optimizer update."""
 
-import functools
-import operator
 import textwrap
 import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from datasets import IterableDataset
-from trl import GRPOTrainer
+from transformers import PreTrainedModel
 
 from .advice import staleness_line
 from .bapo_config import BAPOConfig, check_unchanged, own_settings
-from .behavior_policy import KnownBehaviorPolicy
-from .checkpoints.hub_pushes import LeavesSamplesOut
+from .checkpoints.hub_pushes import make_pushes
+from .checkpoints.rank_errors import raising_on_all_ranks
 from .checkpoints.whole import WholeCheckpoints
-from .clip_bounds import ClipBounds, Contributions
+from .clip_bounds import ClipBounds
 from .clip_bounds.carried_curves import CURVES_FILE
-from .clip_bounds.grid import SINGLE_POINT
-from .clip_bounds.run_search import BoundSearch
-from .clip_bounds.update_log import UpdateLog, measure_tokens
-from .config_checks import check_values_of_trl
+from .clip_bounds.update_bounds import UpdateBounds
+from .config_checks import check_eval_groups, check_values_of_trl
 from .errors import InputError
-from .inputs.checks import CheckedInputs, check_model_name, explained, raising_on_all_ranks
+from .inputs import checks
+from .inputs.checks import explained
 from .inputs.prompt_checks import check_number_of_prompts
-from .inputs.reward_checks import check_reward_funcs
+from .inputs.reward_checks import check_reward_funcs, check_size_of_rewards
 from .inputs.reward_sums import best_of_k
-from .replay.mixer import ReplayMixer, ReplayQueue, is_queue_file
-from .rollouts.partial_trainer import PartialRollouts
-from .scoring import Scoring
-from .upstream import trl_compat
-from .upstream.fixes import ResumeFixes
+from .policy.behavior import BehaviorPolicy
+from .policy.scoring import read_masses, read_tokens, read_tokens_ahead, score, warn_if_padding_counts
+from .replay.mixer import is_queue_file, make_replay
+from .rollouts.checkpoint import is_pool_file
+from .rollouts.handover import finish_groups, is_trained_to_its_end, make_rounds
+from .rollouts.rounds import RolloutBatch, check_no_pool
+from .rollouts.sampler_limits import token_cap
+from .upstream import fixes, trl_compat
+from .upstream.forward_passes import has_random_forward, without_gradient_checkpointing
 from .upstream.trl_compat import get_config_model_id, shuffle_sequence_dict, split_tensor_dict
 from .vllm_server.mismatch import client_for
-from .vllm_server.restart import ServerRestarts
+from .vllm_server.retries import make_retries
+from .vllm_server.stale_server import make_server_check
 
 
 trl_compat.check_trl()
 
 
-class BAPOTrainer(
-    WholeCheckpoints,
-    LeavesSamplesOut,
-    KnownBehaviorPolicy,
-    PartialRollouts,
-    ServerRestarts,
-    Scoring,
-    ResumeFixes,
-    CheckedInputs,
-    GRPOTrainer,
-):
+class BAPOTrainer(WholeCheckpoints):
     """
     Trainer for Balanced Policy Optimization with Adaptive Clipping (BAPO).
 
     BAPO (https://huggingface.co/papers/2510.18927) keeps off-policy training stable by choosing the clip bounds anew
     for every optimizer update, such that positive-advantage tokens contribute a set share of the policy loss.
 
-    What differs from [`~trl.GRPOTrainer`], each time around a call to the parent's method:
+    A [`~trl.GRPOTrainer`] whose checkpoints are whole or not there. Each of TRL's hooks is overridden once, around a
+    call to the parent's method, and the file has them in the order in which a sample travels:
 
-    - `train`: starts over when it is called again.
-    - `_compute_loss`: where the optimizer step has several micro-batches, searches the bounds over all of them before
-      the first (`"batch"` scope); at the last, logs the update, or stops if a log-probability is NaN or infinite.
-    - `_get_per_token_logps_and_entropies`: inside the loss, shows the log-probabilities to the search and to the log
-      before TRL clips with `epsilon_low` and `epsilon_high`; scales the advantages of negative tokens, which TRL reads
-      afterwards.
-    - `_generate_and_score_completions`, `_prepare_inputs`: trade fresh rows for queued ones.
-    - `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler`: keep the replay queue and the carried curves in
-      the checkpoint.
-    - `_get_train_sampler`: refuses too few prompts.
-    - `_calculate_rewards`: logs the best of k rollouts in evaluation; with `replay_zero_advantage`, looks for ties.
+    - `train` runs; we start over when it is called again, and say how stale its samples will be.
+    - `_get_train_sampler`, `_init_training_state` choose the prompts; we refuse too few, and resume their order.
+    - `_prepare_inputs` generates where the buffer is used up, or hands out a micro-batch; at later passes over a
+      generation, we trade rows with the replay queue.
+    - `_generate_and_score_completions` makes a batch of prompts; we finish partial rollouts before it, and after it
+      stamp the samples with their policy, check the sampler, and trade rows with the replay queue.
+    - `_tokenize_prompts`, `_generate_single_turn`, `_generate` are its way to the completions; we hand over complete
+      groups, bring it through failures of a vLLM server, and explain errors.
+    - `_calculate_rewards` rewards them; we explain errors, stop at infinite rewards, look for ties.
+    - `_get_per_token_logps_and_entropies` scores; for complete groups, we hand over what they were sampled with, and
+      inside the loss we show the log-probabilities to the search before TRL clips.
+    - `_compute_loss` clips with `epsilon_low` and `epsilon_high`; we choose these, ahead of the first micro-batch
+      where several share them, and log the update at the last.
+    - `_get_grad_norm` clips the gradient; we stop at one that is not finite.
+    - `evaluate` samples and rewards; we explain errors.
+    - `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler` write and read a checkpoint; we add pools, queue
+      and carried curves.
+    - `_finish_current_push` waits for an upload; we remove what we made for it.
 
-    The bases before it do the rest: [`~checkpoints.whole.WholeCheckpoints`],
-    [`~checkpoints.hub_pushes.LeavesSamplesOut`], [`~behavior_policy.KnownBehaviorPolicy`],
-    [`~rollouts.partial_trainer.PartialRollouts`], [`~scoring.Scoring`], [`~upstream.fixes.ResumeFixes`],
-    [`~inputs.checks.CheckedInputs`].
-
-    Args:
+        Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             Model to train, as in [`~trl.GRPOTrainer`].
         reward_funcs (`RewardFunc` or `list[RewardFunc]`, *optional*):
@@ -105,6 +100,12 @@ class BAPOTrainer(
             a reward function raises comes through, with a note of what was wrong where that can be told.
         RuntimeError: During training, if a log-probability, an advantage or the gradient is NaN or infinite.
     """
+
+    args: BAPOConfig
+    model: PreTrainedModel
+    _buffered_inputs: Any
+    epsilon_low: Any  # a tensor here
+    epsilon_high: Any
 
     _tag_names = ["trl", "bapo"]
     _name = "BAPO"
@@ -138,66 +139,102 @@ class BAPOTrainer(
             check_number_of_prompts(train_dataset, args)
 
         uses_server = args.use_vllm and args.vllm_mode == "server"
-        server = client_for(args.device, args.vllm_request_timeout) if uses_server else nullcontext()
+        client = client_for(args.device, args.vllm_request_timeout) if uses_server else nullcontext()
         rewards = partial(check_reward_funcs, reward_funcs, args.reward_weights)
-        with explained(partial(check_model_name, model), partial(check_values_of_trl, args), rewards), server:
+        with explained(partial(checks.check_model_name, model), partial(check_values_of_trl, args), rewards), client:
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, *rest, **kwargs)
 
         self._inputs_in_loss = None  # the micro-batch whose loss is being computed, else `None`
+        self._handed_over: RolloutBatch | None = None  # complete groups while TRL takes them for its own generation
+        self._server = make_retries(self, self._forget_sent_weights, self._end_without_server)
+        self._pushes = make_pushes(self, lambda file: is_queue_file(file) or is_pool_file(file))
         self._reset_run_state()
-        self._set_clip_bounds(self._search.start_bounds())
         if trains and self.accelerator.is_main_process:
             for message in args.warnings():
                 warnings.warn(message, stacklevel=2)
 
-    def _make_replay(self) -> ReplayMixer:
-        if self._is_vlm:
-            raise InputError(
-                f"A replay queue keeps text only, but the model is multimodal: set {self.args.without_replay}."
-            )
-        args = self.args
-        queue = ReplayQueue(
-            args.replay_capacity,
-            max_staleness=args.replay_max_staleness,
-            min_staleness=args.replay_min_staleness,
-            max_reuse=args.replay_max_reuse,
-            order=args.replay_order,
-            seed=args.seed + self.accelerator.process_index,
-        )
-        return ReplayMixer(
-            queue,
-            fraction=args.replay_fraction,
-            replaces_zero_advantage=args.replay_zero_advantage,
-            updates_per_pass=args.updates_per_pass,
-            pad_token_id=self._tokenizer.pad_token_id,
-            pad_to_multiple_of=args.pad_to_multiple_of,
-            accelerator=self.accelerator,
-            log=self._log_values,
-        )
+    @property
+    def clip_bounds(self) -> ClipBounds:
+        """Outcome of the latest search."""
+        return self._bounds.current
 
-    # Data and generation
+    # The run
+
+    def train(self, *args, **kwargs):
+        # A second call starts over at version 0: samples and measurements of the first one would be taken for new.
+        self._reset_run_state()
+        # Printed as transformers prints its logs: a library's logger would hide it where nothing is set up
+        self.accelerator.print(staleness_line(self.args))
+        with explained(partial(check_values_of_trl, self.args)):
+            result = super().train(*args, **kwargs)
+        left = None if self._rounds is None else self._rounds.describe_left(self._has_saved)
+        if left is not None and self.accelerator.is_main_process:
+            warnings.warn(left)
+        # A stream does not know its length before it ends
+        if self._step == self.state.global_step == 0 and isinstance(self.train_dataset, IterableDataset):
+            raise InputError(
+                f"No update was made: the data ended before the {self.args.generation_batch_size} samples of one "
+                "generation (`generation_batch_size`) were there. Give more prompts, or lower `steps_per_generation` "
+                "or `per_device_train_batch_size`."
+            )
+        return result
+
+    def _reset_run_state(self) -> None:
+        """Forget what belongs to a run."""
+        fixes.reset_grpo_state(self)
+        self._settings = own_settings(self.args)
+        self._has_random_forward = has_random_forward(self.model, self.args.neftune_noise_alpha)
+        self._has_probed_padding = self._has_saved = self._has_loaded_queue = False
+        # The version that sampled all rows of the buffer, on all ranks; `None` if they differ
+        self._buffer_version: int | None = None
+        self._generated_at = (0, 0)  # policy version and micro-batch of the latest generation
+        if self._server is not None:  # before the rounds, which ask it for its window
+            self._server.begin_run()
+        self._forget_sent_weights()
+        self._rounds = make_rounds(self) if self.args.uses_partial_rollouts else None
+        self._behavior = BehaviorPolicy(self.args, self.accelerator, self._score_all, self._log_values)
+        self._server_check = make_server_check(self)
+        self._replay = make_replay(self, self._log_values) if self.args.uses_replay else None
+        self._bounds = UpdateBounds(
+            self.args,
+            self.accelerator,
+            read_tokens=partial(read_tokens, self),
+            read_masses=partial(read_masses, self),
+        )
+        self._clip_with(self._bounds.current)
+
+    def _forget_sent_weights(self) -> None:
+        self._last_loaded_step = -1  # TRL's: vLLM gets the weights before the next generation
+
+    def _end_without_server(self, reason: str) -> NoReturn:
+        checkpoint = self.save_for_resume()
+        kept = "No checkpoint was saved." if checkpoint is None else f"The last checkpoint is {checkpoint}."
+        raise RuntimeError(f"{reason} This was after update {self.state.global_step}. {kept}")
+
+    def _log_values(self, values: Mapping[str, float], mode: str = "train") -> None:
+        """Add values by name to what TRL averages and logs next."""
+        for name, value in values.items():
+            self._metrics[mode][name].append(value)
+
+    # Prompts
 
     def _get_train_sampler(self, dataset=None):
         check_number_of_prompts(self.train_dataset if dataset is None else dataset, self.args)
-        return super()._get_train_sampler(dataset)
+        sampler: Any = super()._get_train_sampler(dataset)
+        fixes.continue_shuffles(self, sampler)
+        return sampler
 
-    def _generate_and_score_completions(self, inputs):
-        trains_past_samples = self._replay is not None or self.args.uses_partial_rollouts
-        if self.model.training and trains_past_samples and not self._has_probed_padding:
-            self._warn_if_padding_counts()
-        output = super()._generate_and_score_completions(inputs)
-        if not self.model.training or self._replay is None:
-            return output
-        if self.args.replay_zero_advantage:
-            share = self._replay.clear_ties(output["advantages"])
-            if self.multi_objective_aggregation == "sum_then_normalize" and self.scale_rewards != "batch":
-                self._metrics["train"]["frac_reward_zero_std"][-1] = share  # TRL's misses some by rounding
-        num_padding = self._num_padding_rows if self.args.uses_partial_rollouts else 0
-        # The queue of a checkpoint within a generation has seen the first half of it
-        is_made_again = self._has_loaded_queue and self._step % self.args.micro_batches_per_generation != 0
-        return self._take_batch(
-            self._replay.draw_first_pass(output, self.state.global_step, num_padding, is_made_again)
+    def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial):
+        place = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial
         )
+        epochs, skipped = fixes.place_to_resume(self, place, max_steps, num_train_epochs, checkpoint)
+        # TRL's sampler repeats the prompts of a generation for each of its micro-batches, and goes on among them.
+        # TRL's count would start at 0: generations would lie across these blocks, and a next resume lose prompts.
+        self._step = skipped % self.args.micro_batches_per_generation
+        return epochs, skipped
+
+    # A generation
 
     def _prepare_inputs(self, generation_batch):
         if self.model.training:
@@ -210,13 +247,83 @@ class BAPOTrainer(
             self._buffered_inputs = split_tensor_dict(shuffled, self.args.steps_per_generation)
         return super()._prepare_inputs(generation_batch)
 
-    def _take_batch(self, batch_and_whether_fresh):
-        batch, is_fresh = batch_and_whether_fresh
-        self._buffer_version = self.state.global_step if is_fresh else None
-        return batch
+    def _generate_and_score_completions(self, inputs):
+        if self.environment_factories is None and "prompt" not in inputs[0]:
+            raise InputError(f"A row of the dataset has no `prompt`, only {sorted(inputs[0])}: rename the column.")
+        self._probe_padding()
+        rollouts = self._finish_groups(inputs) if self._rounds is not None and self.model.training else None
+        with without_gradient_checkpointing(self.model), self._handing_over(rollouts):
+            batch = super()._generate_and_score_completions(inputs if rollouts is None else rollouts.inputs)
+        if not self.model.training:
+            return batch
+        num_padding = 0
+        if rollouts is not None:
+            num_padding = self.args.rows_per_generation - len(rollouts)
+            self._log_values({"partial/masked": num_padding * self.accelerator.num_processes})
+            batch = rollouts.complete(batch, self.args.rows_per_generation)
+        # Without vLLM, TRL does not read the log-probabilities of a `rollout_func`: they may be placeholders.
+        are_of_sampler = self.use_vllm or self.rollout_func is None
+        is_sampled_now = self._behavior.stamp(batch, self.state.global_step, are_of_sampler)
+        self._buffer_version = self.state.global_step if is_sampled_now else None
+        # A server that was started anew meanwhile has old weights for a good reason; the next generation sees to it
+        if self._server_check is not None and self._server.has_same_server():
+            self._log_values(self._server_check(self.model, batch))
+        return batch if self._replay is None else self._draw_first_pass(batch, num_padding)
+
+    def _probe_padding(self) -> None:
+        trains_past_samples = self._replay is not None or self._rounds is not None
+        if self.model.training and trains_past_samples and not self._has_probed_padding:
+            self._has_probed_padding = True
+            warn_if_padding_counts(self)
+
+    def _finish_groups(self, inputs) -> RolloutBatch:
+        self._generated_at = self.state.global_step, self._step
+        with without_gradient_checkpointing(self.model):
+            rollouts, metrics = finish_groups(self, self._rounds, inputs, self._continue_completions, self._score_all)
+        self._log_values(metrics)
+        return rollouts
+
+    @contextmanager
+    def _handing_over(self, rollouts: RolloutBatch | None) -> Iterator[None]:
+        """Let TRL take complete groups for what it generates and scores within."""
+        self._handed_over = rollouts
+        self._awaits_behavior_logps = rollouts is not None and self.args.scores_samples
+        try:
+            yield
+        finally:
+            self._handed_over = None
+
+    def _tokenize_prompts(self, prompts):
+        if self._handed_over is not None:  # a template that shows the date gives others by now
+            return self._handed_over.prompt_ids, None, {}
+        with explained(partial(checks.check_prompts_of_batch, prompts, self.train_dataset, self.eval_dataset)):
+            return super()._tokenize_prompts(prompts)
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        if self._handed_over is not None:
+            return self._handed_over.tokens, self._handed_over.sampler_logps
+        sample = partial(super()._generate_single_turn, prompt_ids, *args, **kwargs)
+        with (
+            explained(partial(checks.check_tokens_of_batch, self, prompt_ids)),
+            checks.explaining_broken_logits(self.state.global_step),
+        ):
+            if self._server is None:
+                return sample()
+            return self._server.generate(sample, self._last_loaded_step != self.state.global_step)
+
+    def _continue_completions(self, prompts, cap):
+        with token_cap(self, cap):
+            return self._generate_single_turn(prompts, None, {}, num_generations=1)
+
+    def _generate(self, prompts):
+        with checks.explaining_empty_completions("sampler" if self.rollout_func is None else "`rollout_func`"):
+            return super()._generate(prompts)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        with checks.explaining_rewards(self, prompts, completions):
+            rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        rank = self.accelerator.process_index
+        check_size_of_rewards(rewards_per_func, self.reward_func_names, prompts, completions, rank)
         if not self.model.training and self.num_generations_eval > 1:
             best = best_of_k(rewards_per_func, self.reward_weights, self.num_generations_eval)
             self._log_values({f"reward_best_of_{self.num_generations_eval}": best}, "eval")
@@ -225,50 +332,32 @@ class BAPOTrainer(
             self._replay.observe_rewards(rewards_per_func, self.reward_weights, self.num_generations, summed_first)
         return rewards_per_func
 
-    # Training
+    def _score_all(self, batch) -> torch.Tensor:
+        return score(self, batch, batch_size=self.args.per_device_train_batch_size)[0]
 
-    def train(self, *args, **kwargs):
-        # A second call starts over at version 0: samples and measurements of the first one would be taken for new.
-        self._reset_run_state()
-        # Printed as transformers prints its logs: a library's logger would hide it where nothing is set up
-        self.accelerator.print(staleness_line(self.args))
-        result = super().train(*args, **kwargs)
-        # A stream does not know its length before it ends
-        if self._step == self.state.global_step == 0 and isinstance(self.train_dataset, IterableDataset):
-            raise InputError(
-                f"No update was made: the data ended before the {self.args.generation_batch_size} samples of one "
-                "generation (`generation_batch_size`) were there. Give more prompts, or lower `steps_per_generation` "
-                "or `per_device_train_batch_size`."
-            )
-        return result
-
-    def _reset_run_state(self):
-        super()._reset_run_state()
-        self._settings = own_settings(self.args)
-        self._replay = self._make_replay() if self.args.uses_replay else None
-        self._has_loaded_queue = False
-        self._update_log = UpdateLog(self.args.has_clip_bounds, has_target=not self.args.has_constant_weight)
-        self._masses_of_buffer: list[Contributions] = []  # of each micro-batch, of all ranks
-        self._buffer_of_masses = None
-        self._masses_of_update: Contributions | None = None
-        self._search = BoundSearch(
-            self.args.bound_grid,
-            measure=self.args.contribution_measure,
-            target=self.args.positive_contribution_target,
-            order=self.args.search_order,
-            delta=self.args.delta,
-            negative_weight_min=self.args.negative_weight_min,
-            has_constant_weight=self.args.has_constant_weight,
-            negative_ratio_cap=self.args.negative_ratio_cap,
-            device=self.accelerator.device,
-            sum_over_ranks=partial(self.accelerator.reduce, reduction="sum"),
+    def _draw_first_pass(self, batch, num_padding):
+        if self.args.replay_zero_advantage:
+            share = self._replay.clear_ties(batch["advantages"])
+            if self.multi_objective_aggregation == "sum_then_normalize" and self.scale_rewards != "batch":
+                self._metrics["train"]["frac_reward_zero_std"][-1] = share  # TRL's misses some by rounding
+        # The queue of a checkpoint within a generation has seen the first half of it
+        is_made_again = self._has_loaded_queue and self._step % self.args.micro_batches_per_generation != 0
+        return self._take_batch(
+            self._replay.draw_first_pass(batch, self.state.global_step, num_padding, is_made_again)
         )
+
+    def _take_batch(self, batch_and_whether_fresh):
+        batch, is_fresh = batch_and_whether_fresh
+        self._buffer_version = self.state.global_step if is_fresh else None
+        return batch
+
+    # An update
 
     def _compute_loss(self, model, inputs):
         if not self.model.training:  # evaluation keeps the latest bounds
             return super()._compute_loss(model, inputs)
-        if self._searches_ahead and not self._update_log.is_open:
-            self._choose_bounds_ahead()
+        if not self._bounds.is_open:
+            self._begin_update()
         # A copy: the advantages are scaled in it, and the buffer's own are read again at the next pass
         self._inputs_in_loss = dict(inputs)
         try:
@@ -276,48 +365,44 @@ class BAPOTrainer(
         finally:
             self._inputs_in_loss = None
         if self.accelerator.sync_gradients:
-            self._log_values(self._update_log.close(self.accelerator.gather, update=self.state.global_step + 1))
+            self._log_values(self._bounds.close(update=self.state.global_step + 1))
         return loss
 
+    def _begin_update(self) -> None:
+        count = self.current_gradient_accumulation_steps
+        window = [(self._step + i) % self.args.steps_per_generation for i in range(count)]
+        are_fresh = self._buffer_version == self.state.global_step
+        micro_batches = [self._buffered_inputs[position] for position in window]
+        read_ahead = partial(read_tokens_ahead, self, micro_batches, are_fresh, self._has_random_forward)
+        self._clip_with(self._bounds.begin(self._buffered_inputs, window, read_ahead))
+
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        if self._handed_over is not None and self._awaits_behavior_logps:
+            self._awaits_behavior_logps = False  # the calls that follow are of the reference
+            _, _, num_tokens = args
+            return self._handed_over.behavior_logps(num_tokens).to(self.accelerator.device), None, None
         output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         if self._inputs_in_loss is not None:
             per_token_logps, entropies, *_ = output
-            self._observe_logps(self._inputs_in_loss, per_token_logps.detach(), entropies)
+            is_last, version = self.accelerator.sync_gradients, self.state.global_step
+            logps = per_token_logps.detach()
+            self._clip_with(self._bounds.observe(self._inputs_in_loss, logps, entropies, version, is_last))
         return output
 
-    @torch.no_grad()
-    def _observe_logps(self, inputs, per_token_logps, entropies):
-        tokens = self._policy_tokens(inputs, per_token_logps, entropies)
-        is_last = self.accelerator.sync_gradients
-        if not self._searches_ahead:
-            self._search.add(tokens)
-            if self.args.search_scope == "micro_batch" or is_last:
-                self._use(self._search.choose())
-        elif self._carries_over:
-            self._search.add(tokens)
-            if is_last:
-                curves = self._search.carry(self._masses_of_update)
-                self._use(self._search.judge(self.clip_bounds, curves))
-        if self.args.negative_weight_min < 1 or self.args.negative_ratio_cap is not None:
-            inputs["advantages"] = tokens.balanced_advantages(
-                self.clip_bounds.negative_weight, self.args.negative_ratio_cap
-            )
+    def _clip_with(self, bounds: ClipBounds) -> None:
+        if self.args.has_clip_bounds:
+            # TRL clips with, and logs the clip ratios of, these two. As tensors, they keep the host out of the search.
+            self.epsilon_low = 1 - bounds.low
+            self.epsilon_high = bounds.high - 1
 
-        guarded = {name: inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps")}
-        guarded["per_token_logps"] = per_token_logps
-        staleness = self.state.global_step - inputs.get("token_versions", inputs["policy_version"])
-        self._update_log.add(
-            measure_tokens(
-                tokens,
-                staleness,
-                guarded,
-                inputs["completion_mask"],
-                self.clip_bounds,
-                self.args.delta,
-                self.args.negative_ratio_cap,
-            )
-        )
+    def _get_grad_norm(self, model, grad_norm=None):
+        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        checks.check_gradient(self, grad_norm)
+        return grad_norm
+
+    def evaluate(self, *args, **kwargs):
+        with explained(partial(check_values_of_trl, self.args), partial(check_eval_groups, self.args)):
+            return super().evaluate(*args, **kwargs)
 
     # Checkpoints
 
@@ -326,81 +411,38 @@ class BAPOTrainer(
 
     def _save_optimizer_and_scheduler(self, output_dir):
         super()._save_optimizer_and_scheduler(output_dir)
+        if self._rounds is not None:
+            self._has_saved = True
+            self._rounds.save(output_dir, is_trained_to_its_end(self, self._generated_at))
         if self._replay is not None:
             self._replay.save(output_dir)
-        if self._carries_over and self.args.should_save:
-            self._search.carried.save(output_dir)
+        if self.args.should_save:
+            self._bounds.save(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
+        fixes.load_onto_numbered_cpus()
         super()._load_optimizer_and_scheduler(checkpoint)
-        if self._carries_over and checkpoint is not None and not self._search.carried.load(checkpoint):
-            warnings.warn(
-                f"The checkpoint {checkpoint} holds no carried curves on these candidate bounds: a sign of advantages "
-                "that the first update lacks counts as in fresh samples."
-            )
-        if self._replay is None or checkpoint is None or self.args.replay_discard_saved:
+        if checkpoint is None:
             return
-        with raising_on_all_ranks():  # each reads a file of its own
-            self._load_replay(checkpoint)
+        with raising_on_all_ranks():  # each reads files of its own
+            if self._rounds is not None:
+                self._rounds.load(checkpoint, reports_logps=self.use_vllm)
+            else:
+                check_no_pool(checkpoint)
+        self._bounds.load(checkpoint)
+        if self._replay is not None and not self.args.replay_discard_saved:
+            with raising_on_all_ranks():
+                self._has_loaded_queue = self._replay.load(
+                    checkpoint, self.state.global_step, self.args.partial_rollout_oversampling
+                )
 
-    def _load_replay(self, checkpoint):
-        self._has_loaded_queue = self._replay.load(checkpoint, self.state.global_step)
-        if not self._has_loaded_queue:
-            warnings.warn(f"The checkpoint {checkpoint} holds no replay queue: starting with an empty one.")
-        rows, _ = self._replay.queue.state()
-        if self.args.uses_partial_rollouts and any("token_versions" not in chunk.columns for chunk in rows):
-            raise InputError(
-                f"`partial_rollout_oversampling` is {self.args.partial_rollout_oversampling}, but the replay queue of "
-                f"the checkpoint {checkpoint} is of a run without partial rollouts: set it back to 1.0, or set "
-                "`replay_discard_saved` to start with an empty queue."
-            )
+    def _push_whole_checkpoint(self, folder):
+        if self._pushes is not None:
+            folder = self._pushes.folder_to_push(folder, self.push_in_progress)
+        if folder is not None:
+            super()._push_whole_checkpoint(folder)
 
-    # Bound search
-
-    @property
-    def _carries_over(self) -> bool:
-        return self.args.search_scope == "carried_over" and self.args.is_adaptive
-
-    @property
-    def _searches_ahead(self) -> bool:
-        """Whether the bounds are due before the log-probabilities of all tokens they depend on are known."""
-        several_micro_batches = self.current_gradient_accumulation_steps > 1
-        searches_batch = self.args.search_scope == "batch" and several_micro_batches and self.args.is_adaptive
-        return searches_batch or self._carries_over
-
-    def _choose_bounds_ahead(self):
-        is_first = self._buffer_of_masses is not self._buffered_inputs  # update on these samples
-        if is_first or not self._carries_over:
-            for tokens in self._tokens_ahead(are_fresh=self._buffer_version == self.state.global_step):
-                self._search.add(tokens)
-        if not self._carries_over:
-            self._use(self._search.choose())
-            return
-        if is_first:
-            self._take_masses()
-        self._masses_of_update = _total([self._masses_of_buffer[position] for position in self._window])
-        if is_first:  # nothing to carry over: the curves of the update itself
-            self._search.carry(self._masses_of_update)
-        bounds = self._search.choose_carried(self._masses_of_update)
-        self._set_clip_bounds(bounds)  # logged with the shares of its own tokens
-
-    def _take_masses(self):
-        masses = torch.stack([self._masses(inputs).as_vector() for inputs in self._buffered_inputs])
-        totals = self.accelerator.reduce(masses, reduction="sum")
-        self._masses_of_buffer = [Contributions.from_vector(total, SINGLE_POINT) for total in totals]
-        self._buffer_of_masses = self._buffered_inputs
-
-    def _use(self, bounds: ClipBounds):
-        self._update_log.searches.append(bounds)
-        self._set_clip_bounds(bounds)
-
-    def _set_clip_bounds(self, bounds: ClipBounds):
-        self.clip_bounds = bounds
-        if self.args.has_clip_bounds:
-            # TRL clips with, and logs the clip ratios of, these two. As tensors, they keep the host out of the search.
-            self.epsilon_low = 1 - bounds.low
-            self.epsilon_high = bounds.high - 1
-
-
-def _total(masses: Sequence[Contributions]) -> Contributions:
-    return functools.reduce(operator.add, masses)
+    def _finish_current_push(self):
+        super()._finish_current_push()
+        if self._pushes is not None:
+            self._pushes.remove_links()

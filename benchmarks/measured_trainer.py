@@ -72,16 +72,21 @@ class GivenWeightsTrainer(MeasuredBAPOTrainer):
 
     given_weights: Sequence[float] = ()
 
-    def _use(self, bounds):
-        super()._use(with_weight(bounds, self.given_weights[self.state.global_step]))
+    def _reset_run_state(self):
+        super()._reset_run_state()
+        use = self._bounds._use
+        self._bounds._use = lambda bounds: use(with_weight(bounds, self.given_weights[self.state.global_step]))
 
 
 class WeighedUpTrainer(MeasuredBAPOTrainer):
     """A `BAPOTrainer` that weighs positive tokens up where it would weigh the negative ones down."""
 
-    def _observe_logps(self, inputs, per_token_logps, entropies):
-        super()._observe_logps(inputs, per_token_logps, entropies)
-        inputs["advantages"] = inputs["advantages"] / self.clip_bounds.negative_weight
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        output = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        inputs = self._inputs_in_loss
+        if inputs is not None:
+            inputs["advantages"] = inputs["advantages"] / self.clip_bounds.negative_weight
+        return output
 
 
 def with_weight(bounds: ClipBounds, weight: float) -> ClipBounds:

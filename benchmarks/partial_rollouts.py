@@ -79,12 +79,9 @@ class Counting(BAPOTrainer):
         self.calls.append([])
         return super()._generate_and_score_completions(inputs)
 
-    def _continue_completions(self, prompts, cap):
-        return self._count(prompts, super()._continue_completions(prompts, cap))
-
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         output = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        return output if self._rollouts is not None else self._count(prompt_ids, output)
+        return output if self._handed_over is not None else self._count(prompt_ids, output)
 
     def _count(self, prompts, output):
         lengths = [len(row) for row in output[0]]

@@ -11,6 +11,7 @@ measured beside it: the same short request over TRL's adapter and over the one w
 import argparse
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import requests
@@ -31,11 +32,10 @@ class Timed(BAPOTrainer):
 
     checks_s = 0.0
 
-    def _joins_server(self):
-        return self._timed(super()._joins_server)
-
-    def _has_same_server(self):
-        return self._timed(super()._has_same_server)
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        for name in ("_joins_server", "has_same_server"):
+            setattr(self._server, name, partial(self._timed, getattr(self._server, name)))
 
     def _timed(self, call):
         begun = time.perf_counter()

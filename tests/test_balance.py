@@ -128,8 +128,8 @@ def test_a_constant_weight_holds_where_an_update_has_no_negative_tokens(tmp_path
         tmp_path, loss_type="vespo", negative_weight_min=0.25, positive_contribution_target=1.0, scale_rewards="none",
     )  # fmt: skip
     curves_of_positives = Contributions(torch.tensor([2.0]), torch.tensor([0.0]))
-    trainer._search._curves = curves_of_positives
-    bounds = trainer._search.choose()
+    trainer._bounds._search._curves = curves_of_positives
+    bounds = trainer._bounds._search.choose()
     assert (bounds.negative_weight.item(), bounds.positive_share.item()) == (0.25, 1.0)
 
 
@@ -392,10 +392,16 @@ class OneSigned(Recorder):
             output["advantages"] = torch.where(output["advantages"] < 0, 0.0, output["advantages"])
         return output
 
-    def _take_masses(self):
-        super()._take_masses()
-        if self.state.global_step >= 4:  # its later updates have some
-            self._masses_of_buffer[2:] = [curves(1e3, 1e3) for _ in self._masses_of_buffer[2:]]
+    def _reset_run_state(self):
+        super()._reset_run_state()
+        take_masses = self._bounds._take_masses
+
+        def some_later(buffer):
+            take_masses(buffer)
+            if self.state.global_step >= 4:  # its later updates have some
+                self._bounds._masses_of_buffer[2:] = [curves(1e3, 1e3) for _ in buffer[2:]]
+
+        self._bounds._take_masses = some_later
 
 
 def test_a_resumed_run_takes_the_curve_of_a_missing_sign_from_the_checkpoint(tmp_path):

@@ -46,22 +46,10 @@ class Traced(BAPOTrainer):
         super().__init__(*args, **kwargs)
         self.trace = Trace()
 
-    def _tokens_ahead(self, are_fresh):
-        with self.trace:
-            return super()._tokens_ahead(are_fresh)
-
-    def _choose_bounds_ahead(self):
-        with self.trace:
-            super()._choose_bounds_ahead()
-
-    def _observe_logps(self, *args):
-        with self.trace:
-            super()._observe_logps(*args)
-
     def _reset_run_state(self):
         super()._reset_run_state()
-        self._update_log.close = self.traced(self._update_log.close)
-        self._search.add = self.traced(self._search.add)
+        for name in ("begin", "observe", "close"):
+            setattr(self._bounds, name, self.traced(getattr(self._bounds, name)))
 
     def traced(self, function):
         def run(*args, **kwargs):

@@ -5,7 +5,7 @@ import torch
 from peft import LoHaConfig, LoKrConfig, LoraConfig
 from transformers import Qwen2Config, TrainerCallback
 
-from bapo_trl import BAPOTrainer
+from bapo_trl.policy.scoring import read_tokens_ahead
 from bapo_trl.upstream.forward_passes import forked_random_state, has_random_forward
 from tests.helpers.model_state import hooks, model_state, random_state
 from tests.helpers.toy import opt_model, toy_dataset, toy_model, toy_trainer, training_logs
@@ -67,23 +67,23 @@ def test_no_hook_is_left_by_an_update_or_a_generation(tmp_path, args):
     ],
     ids=lambda args: "-".join(args),
 )
-def test_the_look_ahead_leaves_everything_as_it_found_it(tmp_path, recwarn, args):
-    class Compared(BAPOTrainer):
-        def _tokens_ahead(self, are_fresh):
-            before = {**model_state(self.model), **random_state()}
-            before["weights"] = [weight.detach().clone() for weight in self.model.parameters()]
-            tokens = super()._tokens_ahead(are_fresh)
-            after = {**model_state(self.model), **random_state()}
-            weights = zip(before.pop("weights"), self.model.parameters(), strict=True)
-            assert all(torch.equal(left, right) for left, right in weights)
-            assert after == before
-            compared.append(self.state.global_step)
-            return tokens
+def test_the_look_ahead_leaves_everything_as_it_found_it(tmp_path, monkeypatch, recwarn, args):
+    def compare(trainer, *args):
+        before = {**model_state(trainer.model), **random_state()}
+        before["weights"] = [weight.detach().clone() for weight in trainer.model.parameters()]
+        tokens = read_tokens_ahead(trainer, *args)
+        after = {**model_state(trainer.model), **random_state()}
+        weights = zip(before.pop("weights"), trainer.model.parameters(), strict=True)
+        assert all(torch.equal(left, right) for left, right in weights)
+        assert after == before
+        compared.append(trainer.state.global_step)
+        return tokens
+
+    monkeypatch.setattr("bapo_trl.bapo_trainer.read_tokens_ahead", compare)
 
     compared = []
     trainer = toy_trainer(
-        tmp_path, model=toy_model(attention_dropout=0.1, num_hidden_layers=2), trainer_class=Compared,
-        **args,
+        tmp_path, model=toy_model(attention_dropout=0.1, num_hidden_layers=2), **args,
     )  # fmt: skip
     trainer.train()
     assert compared == [0, 1, 2, 3]

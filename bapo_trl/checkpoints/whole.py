@@ -19,9 +19,9 @@ from pathlib import Path
 from accelerate.utils import gather_object
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+from trl import GRPOTrainer
 
 from ..errors import InputError
-from ..trainer_mixin import TrainerMixin
 from .disk import flush, flush_early, flush_tree
 from .files import MANIFEST, checkpoint_names, find_defect, left_out_states, step_of, write_manifest
 from .random_states import RandomStates
@@ -33,9 +33,9 @@ UNFINISHED = "_unfinished"  # begin of the folder's name
 _OLD = "old-"  # before the name of a checkpoint that has to go
 
 
-class WholeCheckpoints(TrainerMixin):
+class WholeCheckpoints(GRPOTrainer):
     """
-    Makes the checkpoints of a [`~transformers.Trainer`], which comes after it in the bases, whole or not there.
+    A trainer whose checkpoints are whole or not there. All that it overrides is of [`~transformers.Trainer`].
 
     - `_save_checkpoint`: lets the parents write into `_unfinished-ID`, where their rotation finds one checkpoint and
       leaves it; then renames, pushes and rotates.
@@ -177,7 +177,11 @@ class WholeCheckpoints(TrainerMixin):
 
     def _push_from_checkpoint(self, checkpoint_folder):
         if not (self._is_saving or self._is_ending or is_stopped(self)):
-            super()._push_from_checkpoint(checkpoint_folder)
+            self._push_whole_checkpoint(checkpoint_folder)
+
+    def _push_whole_checkpoint(self, folder: str) -> None:
+        """Upload what `hub_strategy` says of a whole checkpoint. A hook for what is to be left out."""
+        super()._push_from_checkpoint(folder)
 
     def _save_checkpoint(self, model, trial):
         run_dir, name = self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

@@ -18,7 +18,7 @@ from ..inputs.reward_sums import best_of_k, weighted_sums
 from .accuracy import Estimate, PromptResult, summarize
 from .answers import canonical
 from .completions_file import CompletionsFile
-from .sampling import Completion, SamplesCompletions
+from .sampling import Completion, EvaluatedTrainer
 
 
 SOURCE_COLUMN = "data_source"
@@ -63,7 +63,7 @@ class Evaluation:
 
 
 def evaluate(
-    trainer: SamplesCompletions,
+    trainer: EvaluatedTrainer,
     dataset: Dataset | IterableDataset,
     path: Path,
     model: str,
@@ -75,7 +75,7 @@ def evaluate(
     All processes make this call together. A completion is right if its first reward is at least 1.
 
     Args:
-        trainer ([`~sampling.SamplesCompletions`]):
+        trainer ([`~sampling.EvaluatedTrainer`]):
             Trainer with the model and the reward functions.
         dataset (`Dataset` or `IterableDataset`):
             Prompts, with what the reward functions read; `data_source` says where a prompt comes from.
@@ -203,7 +203,7 @@ def _folder(name: str, revision: str | None) -> Path:
     return Path(config or cached_file(name, "adapter_config.json", revision=revision)).parent
 
 
-def _identity(trainer: SamplesCompletions, rows: Any, model: str) -> str:
+def _identity(trainer: EvaluatedTrainer, rows: Any, model: str) -> str:
     settings = {name: getattr(trainer.args, name, None) for name in _SAMPLING_SETTINGS}
     loaded = [str(trainer.model.dtype), str(getattr(trainer.model.config, "quantization_config", None))]
     digest = xxh3_128()

@@ -11,8 +11,8 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from torch.utils.data import DataLoader
 
+from ..bapo_trainer import BAPOTrainer
 from ..tasks.answers import completion_text
-from ..trainer_mixin import TrainerMixin
 from ..upstream.forward_passes import forked_random_state, without_gradient_checkpointing
 
 
@@ -46,11 +46,8 @@ class Completion:
         return completion_text(self.content)
 
 
-class SamplesCompletions(TrainerMixin):
-    """
-    Samples one completion of each of given rows, and scores those that there are. To be put before the trainer among
-    the bases.
-    """
+class EvaluatedTrainer(BAPOTrainer):
+    """[`BAPOTrainer`] that also samples one completion of each of given rows, and scores those that there are."""
 
     _is_apart = False  # from the trainer's own evaluation, in what it logs
     _take: Callable[[list[Completion]], None] | None = None

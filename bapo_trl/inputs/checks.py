@@ -1,122 +1,118 @@
-"""What the trainer stops at, and what it adds to the errors of TRL, transformers and a user's functions."""
+"""
+What the trainer stops at, and what it adds to the errors of TRL, transformers and a user's functions.
+
+Nothing of this communicates: an error of one rank ends that rank, and the launcher the others, as under TRL.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from traceback import walk_tb
 from typing import Any
 
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import DistributedType
 from torch import nn
 
-from ..config_checks import check_eval_groups, check_values_of_trl
 from ..errors import InputError
-from ..trainer_mixin import TrainerMixin
 from .prompt_checks import TokenLimits, check_batch_prompts, check_batch_tokens, check_prompts
-from .reward_checks import KeptRewards, check_size_of_rewards
+from .reward_checks import KeptRewards
 
 
-class CheckedInputs(TrainerMixin):
+def check_prompts_of_batch(prompts: Sequence[Any], train_dataset: Any, eval_dataset: Any) -> None:
     """
-    Explains what goes wrong in a [`~trl.GRPOTrainer`], which comes after it in the bases, and stops at what would go
-    wrong silently.
+    Refuse a prompt of a batch that is none; by its row, if it is stored in the dataset as it is.
 
-    - `train`, `evaluate`, `_tokenize_prompts`, `_generate_single_turn`, `_generate`, `_calculate_rewards`: what is
-      raised there goes on its way, with a note that names the setting, prompt or function, and the fix.
-    - `_calculate_rewards`: stops at infinite rewards, on all ranks, by the rewards that TRL gathered.
-    - `_get_grad_norm`: stops at a gradient that is not finite, before the optimizer step.
-
-    Nothing of this communicates: an error of one rank ends that rank, and the launcher the others, as under TRL.
+    Raises:
+        InputError: With the row, or the prompt, and the fix.
     """
+    try:
+        check_batch_prompts(prompts)
+    except InputError:
+        check_prompts(train_dataset, eval_dataset)
+        raise
 
-    def train(self, *args, **kwargs):
-        with explained(partial(check_values_of_trl, self.args)):
-            return super().train(*args, **kwargs)
 
-    def evaluate(self, *args, **kwargs):
-        with explained(partial(check_values_of_trl, self.args), partial(check_eval_groups, self.args)):
-            return super().evaluate(*args, **kwargs)
+def check_tokens_of_batch(trainer: Any, prompt_ids: Sequence[Sequence[int]]) -> None:
+    """
+    Refuse prompts that the model cannot take, and a tokenizer that does not go with it.
 
-    def _tokenize_prompts(self, prompts):
-        with explained(partial(self._check_prompts, prompts)):
-            return super()._tokenize_prompts(prompts)
+    Raises:
+        InputError: With the prompt or the setting, and the fix.
+    """
+    config = trainer.model.config.get_text_config()
+    limits = token_limits(config, trainer.max_completion_length)
+    if has_rotary_positions(config) and not trainer.use_vllm:  # they go on beyond the window
+        limits = TokenLimits(None, limits.completion, limits.vocabulary)
+    check_batch_tokens(trainer._tokenizer.batch_decode(prompt_ids), prompt_ids, limits)
+    check_tokenizer(trainer._tokenizer, limits.vocabulary)
 
-    def _check_prompts(self, prompts: Sequence[Any]) -> None:
-        """Refuse a prompt of a batch that is none; by its row, if it is stored in the dataset as it is."""
-        try:
-            check_batch_prompts(prompts)
-        except InputError:
-            check_prompts(self.train_dataset, self.eval_dataset)
+
+@contextmanager
+def explaining_broken_logits(update: int) -> Iterator[None]:
+    """Say what to look for where torch finds no probabilities to sample from, after this update."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "probability tensor contains" not in str(error):
             raise
-
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        try:
-            with explained(partial(self._check_tokens, prompt_ids)):
-                return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        except RuntimeError as error:
-            if "probability tensor contains" not in str(error):
-                raise
-            raise RuntimeError(
-                f"NaN or infinity in the logits while sampling, after update {self.state.global_step}: the model's "
-                "weights are broken, or half precision overflows. Look at the weights that the run started from, for "
-                "a learning rate that is too high, and resume from a checkpoint."
-            ) from error
-
-    def _check_tokens(self, prompt_ids: Sequence[Sequence[int]]) -> None:
-        """Refuse prompts that the model cannot take, and a tokenizer that does not go with it."""
-        config = self.model.config.get_text_config()
-        limits = token_limits(config, self.max_completion_length)
-        if has_rotary_positions(config) and not self.use_vllm:  # they go on beyond the window
-            limits = TokenLimits(None, limits.completion, limits.vocabulary)
-        check_batch_tokens(self._tokenizer.batch_decode(prompt_ids), prompt_ids, limits)
-        check_tokenizer(self._tokenizer, limits.vocabulary)
-
-    def _generate(self, prompts):
-        try:
-            return super()._generate(prompts)
-        except IndexError as error:  # TRL looks at the last token of each completion
-            made_by = "The sampler" if self.rollout_func is None else "The `rollout_func`"
-            for frame, _ in walk_tb(error.__traceback__):
-                is_of_trl = frame.f_code.co_name == "_generate"
-                completion_ids = frame.f_locals.get("completion_ids", ()) if is_of_trl else ()
-                empty = [position for position, ids in enumerate(completion_ids) if not len(ids)]
-                if empty:
-                    error.add_note(
-                        f"{made_by} returned a completion without a token for {len(empty)} of {len(completion_ids)} "
-                        f"samples, the first of them sample {empty[0]}: a completion has at least its end token."
-                    )
-            raise
-
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        functions: Any = self.reward_funcs
-        kept = KeptRewards(prompts, completions)
-        self.reward_funcs = [
-            function if isinstance(function, nn.Module) else kept.wrap(function, name)
-            for function, name in zip(functions, self.reward_func_names, strict=True)
-        ]
-        try:
-            with explained(kept.check):
-                rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        finally:
-            self.reward_funcs = functions
-        check_size_of_rewards(
-            rewards_per_func, self.reward_func_names, prompts, completions, self.accelerator.process_index
-        )
-        return rewards_per_func
-
-    def _get_grad_norm(self, model, grad_norm=None):
-        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        # A loss scaler leaves out such an update itself. The norm is that of all ranks, so that all of them stop.
-        if grad_norm is None or self.accelerator.mixed_precision == "fp16" or math.isfinite(grad_norm):
-            return grad_norm
-        is_late = self.accelerator.distributed_type == DistributedType.DEEPSPEED  # which has made its step
         raise RuntimeError(
-            f"NaN or infinity in the gradient (its norm is {float(grad_norm)}) at update "
-            f"{self.state.global_step + 1}, {'in' if is_late else 'before'} its optimizer step: nothing of this "
-            "update was saved. Look for a learning rate or a `beta` that is too high, or a loss that overflows, and "
-            "resume from a checkpoint."
-        )
+            f"NaN or infinity in the logits while sampling, after update {update}: the model's weights are broken, or "
+            "half precision overflows. Look at the weights that the run started from, for a learning rate that is too "
+            "high, and resume from a checkpoint."
+        ) from error
+
+
+@contextmanager
+def explaining_empty_completions(made_by: str) -> Iterator[None]:
+    """Add to TRL's error, which looks at the last token of each completion, a note of those that have none."""
+    try:
+        yield
+    except IndexError as error:
+        for frame, _ in walk_tb(error.__traceback__):
+            is_of_trl = frame.f_code.co_name == "_generate"
+            completion_ids = frame.f_locals.get("completion_ids", ()) if is_of_trl else ()
+            empty = [position for position, ids in enumerate(completion_ids) if not len(ids)]
+            if empty:
+                error.add_note(
+                    f"The {made_by} returned a completion without a token for {len(empty)} of {len(completion_ids)} "
+                    f"samples, the first of them sample {empty[0]}: a completion has at least its end token."
+                )
+        raise
+
+
+@contextmanager
+def explaining_rewards(trainer: Any, prompts: Sequence[Any], completions: Sequence[Any]) -> Iterator[None]:
+    """Note on errors of the trainer's reward functions, and of what they return, which it was and for what sample."""
+    functions = trainer.reward_funcs
+    kept = KeptRewards(prompts, completions)
+    trainer.reward_funcs = [
+        function if isinstance(function, nn.Module) else kept.wrap(function, name)
+        for function, name in zip(functions, trainer.reward_func_names, strict=True)
+    ]
+    try:
+        with explained(kept.check):
+            yield
+    finally:
+        trainer.reward_funcs = functions
+
+
+def check_gradient(trainer: Any, grad_norm: Any) -> None:
+    """
+    Stop at a gradient that is not finite. The norm is that of all ranks, so that all of them stop.
+
+    Raises:
+        RuntimeError: With what to look for.
+    """
+    # A loss scaler leaves out such an update itself
+    if grad_norm is None or trainer.accelerator.mixed_precision == "fp16" or math.isfinite(grad_norm):
+        return
+    is_late = trainer.accelerator.distributed_type == DistributedType.DEEPSPEED  # which has made its step
+    raise RuntimeError(
+        f"NaN or infinity in the gradient (its norm is {float(grad_norm)}) at update "
+        f"{trainer.state.global_step + 1}, {'in' if is_late else 'before'} its optimizer step: nothing of this "
+        "update was saved. Look for a learning rate or a `beta` that is too high, or a loss that overflows, and "
+        "resume from a checkpoint."
+    )
 
 
 @contextmanager
@@ -224,35 +220,3 @@ def check_model_name(model: Any) -> None:
             f"`model` is '{model}', a name of the command line: in Python, give "
             f"`str(bapo_trl.tasks.{functions[model]}())`."
         )
-
-
-def raise_on_all_ranks(error: Exception | None) -> None:
-    """
-    Raise the error of a rank on all of them. All ranks make this call together.
-
-    Args:
-        error (`Exception`, *optional*):
-            That of this rank.
-
-    Raises:
-        Exception: The error of this rank; on the others one that quotes the first, an `InputError` if that was one,
-            else a `RuntimeError`.
-    """
-    text = None if error is None else "\n".join([str(error), *getattr(error, "__notes__", ())])
-    texts = gather_object([(text, isinstance(error, InputError))])
-    if error is not None:
-        raise error
-    for rank, (text, is_of_user) in enumerate(texts):
-        if text is not None:
-            raise (InputError if is_of_user else RuntimeError)(f"On rank {rank}: {text}")
-
-
-@contextmanager
-def raising_on_all_ranks() -> Iterator[None]:
-    """Raise at its end, on all ranks, what one of them raises within, where none waits for another: see above."""
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as caught:
-        error = caught
-    raise_on_all_ranks(error)

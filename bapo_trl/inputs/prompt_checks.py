@@ -7,7 +7,6 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-from ..bapo_config import BAPOConfig
 from ..errors import InputError
 
 
@@ -61,14 +60,14 @@ def check_columns(train_dataset, eval_dataset) -> None:
             )
 
 
-def check_number_of_prompts(train_dataset, args: BAPOConfig) -> None:
+def check_number_of_prompts(train_dataset, args: Any) -> None:
     """
     Refuse a dataset that does not fill one generation: TRL leaves out an incomplete one, and would train nothing.
 
     Args:
         train_dataset (`Dataset` or `IterableDataset`):
             Prompts to train on. Of a stream the number is not known: it passes.
-        args ([`BAPOConfig`]):
+        args ([`~bapo_config.BAPOConfig`]):
             Settings of the run, in a process that knows the number of processes.
 
     Raises:

@@ -1,7 +1,9 @@
 """Puts the replay queue between generation and training: TRL's batch in, a batch of fresh and queued rows out."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -21,6 +23,7 @@ __all__ = [
     "ReplayMixer",
     "ReplayQueue",
     "is_queue_file",
+    "make_replay",
     "smallest_capacity",
     "smallest_max_staleness",
 ]
@@ -145,8 +148,24 @@ class ReplayMixer:
         """Write the queue into a checkpoint folder."""
         save_queue(self.queue, folder, self._accelerator.process_index, self._accelerator.num_processes)
 
-    def load(self, folder: str | Path, policy_version: int) -> bool:
-        """Restore the queue from a checkpoint folder of a policy version; return whether it holds one."""
+    def load(self, folder: str | Path, policy_version: int, oversampling: float = 1.0) -> bool:
+        """
+        Restore the queue from a checkpoint folder. Without one there, it starts empty, with a warning.
+
+        Args:
+            folder (`str` or `Path`):
+                Checkpoint folder.
+            policy_version (`int`):
+                Of the checkpoint.
+            oversampling (`float`, *optional*, defaults to `1.0`):
+                Setting `partial_rollout_oversampling`. Above 1, the rows of the run have a version for each token.
+
+        Returns:
+            `bool`: Whether the folder holds a queue.
+
+        Raises:
+            InputError: If its rows are newer than the checkpoint, or lack versions.
+        """
         is_there = load_queue(self.queue, folder, self._accelerator.process_index, self._accelerator.num_processes)
         newest = self.queue.newest_version
         if newest is not None and newest > policy_version:
@@ -154,6 +173,15 @@ class ReplayMixer:
                 f"The replay queue in {folder} holds samples of version {newest}, but that of the checkpoint is "
                 f"{policy_version}: set `replay_discard_saved` to start with an empty queue."
             )
+        rows, _ = self.queue.state()
+        if oversampling > 1 and any("token_versions" not in chunk.columns for chunk in rows):
+            raise InputError(
+                f"`partial_rollout_oversampling` is {oversampling}, but the replay queue of the checkpoint {folder} "
+                "is of a run without partial rollouts: set it back to 1.0, or set `replay_discard_saved` to start "
+                "with an empty queue."
+            )
+        if not is_there:
+            warnings.warn(f"The checkpoint {folder} holds no replay queue: starting with an empty one.")
         return is_there
 
     def _finish(self, drawn: ReplayBatch, policy_version: int) -> tuple[dict[str, torch.Tensor], bool]:
@@ -184,3 +212,39 @@ class ReplayMixer:
         total["reuse_mean"] = total["uses"] / max(1, total["rows"] - total["masked"])
         self._log({name: total[name.removeprefix("replay/")] for name in REPLAY_METRICS})
         return batch, total["stale"] == 0
+
+
+def make_replay(trainer: Any, log: Callable[[dict[str, float]], None]) -> ReplayMixer:
+    """
+    Return the mixer of a run, with an empty queue.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]):
+            With the settings of BAPO.
+        log (`Callable`):
+            Takes metrics by name.
+
+    Raises:
+        InputError: If the model takes images.
+    """
+    args = trainer.args
+    if trainer._is_vlm:
+        raise InputError(f"A replay queue keeps text only, but the model is multimodal: set {args.without_replay}.")
+    queue = ReplayQueue(
+        args.replay_capacity,
+        max_staleness=args.replay_max_staleness,
+        min_staleness=args.replay_min_staleness,
+        max_reuse=args.replay_max_reuse,
+        order=args.replay_order,
+        seed=args.seed + trainer.accelerator.process_index,
+    )
+    return ReplayMixer(
+        queue,
+        fraction=args.replay_fraction,
+        replaces_zero_advantage=args.replay_zero_advantage,
+        updates_per_pass=args.updates_per_pass,
+        pad_token_id=trainer._tokenizer.pad_token_id,
+        pad_to_multiple_of=args.pad_to_multiple_of,
+        accelerator=trainer.accelerator,
+        log=log,
+    )

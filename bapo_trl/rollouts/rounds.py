@@ -15,8 +15,8 @@ import torch
 from datasets import Dataset
 from trl import GRPOTrainer
 
+from ..checkpoints.rank_errors import raising_on_all_ranks
 from ..errors import InputError
-from ..inputs.checks import raising_on_all_ranks
 from .checkpoint import FILES, load_pool, save_pool
 from .dataset_rows import check_dataset, check_row
 from .pool import Group, PartialCompletion, PoolState, RolloutPool
@@ -106,6 +106,23 @@ class RolloutBatch:
         """Return each token's log-probability under the policy that sampled it, `(B, num_tokens)`, padded with 0."""
         rows = [each.logps + [0.0] * (num_tokens - len(each.tokens)) for each in self._completions]
         return torch.tensor(rows, dtype=torch.float32)
+
+    def complete(self, batch: dict[str, Any], num_rows: int) -> dict[str, Any]:
+        """
+        Return TRL's batch of these rows with what TRL does not know of them, and as many rows as a generation has.
+
+        Args:
+            batch (`dict`):
+                TRL's batch.
+            num_rows (`int`):
+                Number of rows wanted, see [`pad_with_masked_rows`].
+        """
+        completion_ids = batch["completion_ids"]
+        num_tokens = completion_ids.size(1)
+        batch["old_per_token_logps"] = self.behavior_logps(num_tokens).to(completion_ids.device)
+        batch["policy_version"] = self.oldest_versions
+        batch["token_versions"] = self.token_versions(num_tokens)
+        return pad_with_masked_rows(batch, num_rows)
 
 
 class RolloutRounds:

@@ -6,7 +6,7 @@ from pathlib import Path
 from datasets import Dataset, IterableDataset
 
 from ..evaluation.evaluate import Evaluation, evaluate, model_identity
-from ..evaluation.sampling import SamplesCompletions
+from ..evaluation.sampling import EvaluatedTrainer
 from .console import accuracy_table, log_line
 
 
@@ -19,7 +19,7 @@ class BeforeAfter:
     Evaluates before and after the training, or once if there is none.
 
     Args:
-        trainer ([`~sampling.SamplesCompletions`]):
+        trainer ([`~sampling.EvaluatedTrainer`]):
             Trainer with the model and the reward functions.
         dataset (`Dataset` or `IterableDataset`):
             Prompts, as in [`~evaluation.evaluate`].
@@ -31,7 +31,7 @@ class BeforeAfter:
 
     def __init__(
         self,
-        trainer: SamplesCompletions,
+        trainer: EvaluatedTrainer,
         dataset: Dataset | IterableDataset,
         output_dir: Path,
         extract_answer: Callable[[str], str | None] | None = None,

@@ -12,9 +12,8 @@ from transformers import ProgressCallback
 from trl import DatasetMixtureConfig, ModelConfig, get_peft_config, get_quantization_config
 
 from ..bapo_config import BAPOConfig
-from ..bapo_trainer import BAPOTrainer
 from ..errors import InputError
-from ..evaluation.sampling import SamplesCompletions
+from ..evaluation.sampling import EvaluatedTrainer
 from ..inputs.checks import check_tokenizer
 from ..inputs.prompt_checks import check_columns, check_number_of_prompts, check_prompts
 from ..report.callback import ReportCallback
@@ -28,10 +27,6 @@ from .model_checks import check_packages, check_prompts_fit, settle_lora_targets
 from .models import PACKAGED_MODELS, check_adapter, load_adapter, load_processing_class
 from .prompts import check_chat_template
 from .rewards import resolve_extractor, resolve_reward_funcs
-
-
-class EvaluatedTrainer(SamplesCompletions, BAPOTrainer):
-    """[`BAPOTrainer`] whose completions of given prompts can be counted one by one."""
 
 
 @dataclass(frozen=True)

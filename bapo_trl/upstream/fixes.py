@@ -3,14 +3,13 @@
 import functools
 import math
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import torch
 from datasets import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ..trainer_mixin import TrainerMixin
 from .trl_compat import RepeatSampler
 
 
@@ -35,35 +34,44 @@ class EpochShuffleCallback(TrainerCallback):
                 torch.randperm(self.sampler.num_samples, generator=self.sampler.generator)
 
 
-class ResumeFixes(TrainerMixin):
-    """Lets a resumed run go on where it was. To be put before [`~trl.GRPOTrainer`] among the bases of a trainer."""
+def reset_grpo_state(trainer: Any) -> None:
+    """Forget what TRL makes with the trainer, and not for each run. Needed up to TRL 1.16 at least."""
+    trainer._step, trainer._buffered_inputs = 0, None
+    trainer.entropy_coef, trainer._last_world_entropy = trainer.args.entropy_coef, math.inf
+    trainer._entropy_window_stats = None
+    for left in (*trainer._metrics.values(), trainer._pending_metrics, trainer._pending_extra_logs):
+        left.clear()
 
-    def _get_train_sampler(self, dataset=None):
-        sampler = cast(RepeatSampler, super()._get_train_sampler(dataset))
-        self.pop_callback(EpochShuffleCallback)  # of an earlier run
-        self.add_callback(EpochShuffleCallback(sampler))
-        return sampler
 
-    def _init_training_state(
-        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-    ):
-        epochs_trained, micro_batches_to_skip = super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-        )
-        if self.state.global_step >= max_steps:  # within an epoch, transformers would make one update more
-            return num_train_epochs, 0
-        is_stream = isinstance(self.train_dataset, IterableDataset)
-        if is_stream and resume_from_checkpoint is not None and not self.args.ignore_data_skip:
-            epochs_trained, updates = place_in_stream(resume_from_checkpoint)
-            micro_batches_to_skip = updates * self.args.gradient_accumulation_steps
-        # TRL's sampler repeats the prompts of a generation for each of its micro-batches, and goes on among them.
-        # TRL's count would start at 0: generations would lie across these blocks, and a next resume lose prompts.
-        self._step = micro_batches_to_skip % self.args.micro_batches_per_generation
-        return epochs_trained, micro_batches_to_skip
+def continue_shuffles(trainer: Trainer, sampler: RepeatSampler | None) -> None:
+    """Have a trainer whose run begins go on with the shuffles of `sampler` where its checkpoint left off."""
+    trainer.pop_callback(EpochShuffleCallback)  # of an earlier run
+    trainer.add_callback(EpochShuffleCallback(sampler))
 
-    def _load_optimizer_and_scheduler(self, checkpoint):
-        load_onto_numbered_cpus()
-        super()._load_optimizer_and_scheduler(checkpoint)
+
+def place_to_resume(
+    trainer: Any, place: tuple[int, int], max_steps: int, num_train_epochs: int, checkpoint: str | None
+) -> tuple[int, int]:
+    """
+    Return where the data goes on.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            With the state of the checkpoint.
+        place (pair of `int`):
+            Epochs trained and micro-batches to skip, by transformers.
+        max_steps, num_train_epochs (`int`):
+            Of the run.
+        checkpoint (`str`, *optional*):
+            Folder that it is resumed from.
+    """
+    if trainer.state.global_step >= max_steps:  # within an epoch, transformers would make one update more
+        return num_train_epochs, 0
+    is_stream = isinstance(trainer.train_dataset, IterableDataset)
+    if is_stream and checkpoint is not None and not trainer.args.ignore_data_skip:
+        passes, updates = place_in_stream(checkpoint)
+        return passes, updates * trainer.args.gradient_accumulation_steps
+    return place
 
 
 def place_in_stream(checkpoint: str | Path) -> tuple[int, int]:

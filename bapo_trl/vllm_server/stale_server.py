@@ -9,16 +9,15 @@ weights. Steps too small to tell add up until they are not.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch.nn.functional import cross_entropy
 
-from ..upstream.trl_compat import VLLMClient
+from ..upstream.forward_passes import in_eval_mode
+from ..upstream.trl_compat import VLLMClient, uses_vllm_server
 
 
 NUM_SAMPLES = 8
@@ -121,16 +120,14 @@ class StaleServerCheck:
     Stops a training whose server does not take the weights.
 
     Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The model in training.
         accelerator ([`~accelerate.Accelerator`]):
             Of the training. All ranks must make the same calls.
         client (`VLLMClient`, *optional*):
             TRL's client of the server, in the main process.
     """
 
-    def __init__(self, model: torch.nn.Module, accelerator: Accelerator, client: VLLMClient | None):
-        self._model, self._accelerator, self._client = model, accelerator, client
+    def __init__(self, accelerator: Accelerator, client: VLLMClient | None):
+        self._accelerator, self._client = accelerator, client
         self._sequence: list[int] | None = None  # the same on all ranks
         # Of the main process: the last reading by which the server had followed; the last one by which the server had
         # moved at all, or had repeated itself although the trainer moved, and how often in a row it did that
@@ -138,11 +135,13 @@ class StaleServerCheck:
         self._moved: Reading | None = None
         self._repeats = 0
 
-    def __call__(self, batch: dict[str, torch.Tensor]) -> dict[str, float]:
+    def __call__(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, float]:
         """
         Compare the moves of server and trainer after a generation. The first one gives the sequence.
 
         Args:
+            model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+                The model in training.
             batch (`dict`):
                 TRL's batch of this rank.
 
@@ -157,7 +156,7 @@ class StaleServerCheck:
             (self._sequence,) = broadcast_object_list([self._choose_sequence(batch)])
             if self._sequence is None:
                 return {}
-        trainer = self._ask_trainer()  # on all ranks: each may hold a part of the weights
+        trainer = self._ask_trainer(model)  # on all ranks: each may hold a part of the weights
         share = self._compare_with_server(trainer) if self._client is not None else None
         (share,) = broadcast_object_list([share])
         if share < 0.5:
@@ -198,11 +197,11 @@ class StaleServerCheck:
         return share
 
     @torch.no_grad()
-    def _ask_trainer(self) -> torch.Tensor:
+    def _ask_trainer(self, model: torch.nn.Module) -> torch.Tensor:
         """Return the log-probabilities of all tokens but the first, at temperature 1."""
         ids = torch.tensor([self._sequence], device=self._accelerator.device)
-        with _without_dropout(self._model), self._accelerator.autocast():
-            logits = self._model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+        with in_eval_mode(model), self._accelerator.autocast():
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
         return -cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="none").cpu().double()
 
     def _ask_server(self) -> torch.Tensor:
@@ -216,12 +215,9 @@ class StaleServerCheck:
         return torch.tensor([place[str(token)]["logprob"] for token, place in places], dtype=torch.float64)
 
 
-@contextmanager
-def _without_dropout(model: torch.nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
+def make_server_check(trainer: Any) -> StaleServerCheck | None:
+    """Return the check of a run; `None` if it is off, or the trainer does not sample from vLLM's server."""
+    if not uses_vllm_server(trainer) or trainer._is_vlm or trainer.args.vllm_logp_tolerance is None:
+        return None
+    client = trainer.vllm_generation.vllm_client if trainer.accelerator.is_main_process else None
+    return StaleServerCheck(trainer.accelerator, client)

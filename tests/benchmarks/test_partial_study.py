@@ -164,13 +164,8 @@ class Watched(MeasuredBAPOTrainer):
 
     def _generate_single_turn(self, *args, **kwargs):
         output = super()._generate_single_turn(*args, **kwargs)
-        if not self.args.uses_partial_rollouts:
+        if self._handed_over is None:
             self.longest_of_calls[-1].append(max(len(ids) for ids in output[0]))
-        return output
-
-    def _continue_completions(self, prompts, cap):
-        output = super()._continue_completions(prompts, cap)
-        self.longest_of_calls[-1].append(max(len(ids) for ids in output[0]))
         return output
 
     def _generate_and_score_completions(self, inputs):

@@ -78,7 +78,7 @@ class Moments(TrainerCallback):
         for phase, method in (
             ("generation", "_continue_completions"),
             ("scoring", "_calculate_rewards"),
-            ("look-ahead", "_choose_bounds_ahead"),
+            ("look-ahead", "_begin_update"),
             ("step", "training_step"),
         ):
             setattr(trainer, method, self._before(phase, getattr(trainer, method)))

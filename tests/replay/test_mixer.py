@@ -47,10 +47,10 @@ class Spy(BAPOTrainer):
         self.generated, self.trained, self.items = [], [], []
         super().__init__(*args, **kwargs)
 
-    def _make_replay(self):
-        replay = super()._make_replay()
-        replay.__class__, replay.generated = SpyReplay, self.generated
-        return replay
+    def _reset_run_state(self):
+        super()._reset_run_state()
+        if self._replay is not None:
+            self._replay.__class__, self._replay.generated = SpyReplay, self.generated
 
     def _compute_loss(self, model, inputs):
         loss = super()._compute_loss(model, inputs)
@@ -440,9 +440,11 @@ def test_evaluation_in_between_changes_nothing(tmp_path):
 
 def test_a_replayed_ratio_is_taken_against_the_policy_that_sampled_the_row(tmp_path):
     class Ratios(Spy):
-        def _observe_logps(self, inputs, per_token_logps, entropies):
-            records.append((self.state.global_step, inputs, per_token_logps.clone()))
-            return super()._observe_logps(inputs, per_token_logps, entropies)
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            output = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            if self._inputs_in_loss is not None:
+                records.append((self.state.global_step, self._inputs_in_loss, output[0].detach().clone()))
+            return output
 
     records = []
     toy_trainer(tmp_path, trainer_class=Ratios, **{**REPLAY, "save_strategy": "steps", "save_steps": 1}).train()

@@ -17,7 +17,7 @@ from datasets import Dataset, DatasetDict
 from trl.trainer import grpo_trainer
 
 from bapo_trl import bapo_trainer
-from bapo_trl.evaluation.sampling import SamplesCompletions
+from bapo_trl.evaluation.sampling import EvaluatedTrainer
 from bapo_trl.script import training
 from tests.helpers.commands import ROOT
 from tests.helpers.fake_vllm import FakeVLLM
@@ -105,9 +105,9 @@ def test_a_killed_evaluation_goes_on(folder):
 
 def test_completions_are_kept_by_what_made_them_and_scored_anew(folder, monkeypatch):
     sampled = []
-    sample = SamplesCompletions.sample_completions
+    sample = EvaluatedTrainer.sample_completions
     monkeypatch.setattr(
-        SamplesCompletions, "sample_completions", lambda self, rows, *args, **kw: (
+        EvaluatedTrainer, "sample_completions", lambda self, rows, *args, **kw: (
             sampled.append(len(rows)), sample(self, rows, *args, **kw)
         ),
     )  # fmt: skip

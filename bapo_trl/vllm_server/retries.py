@@ -1,0 +1,112 @@
+"""Brings runs through failures of their vLLM server, or to an end on all ranks: see [`ServerRetries`]."""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from accelerate.utils import broadcast_object_list
+
+from ..upstream.trl_compat import uses_vllm_server
+from .link import ServerLink, Verdict
+
+
+class ServerRetries:
+    """
+    Goes on when the vLLM server fails and comes back. All ranks make the same calls.
+
+    A failure in the main process is held by its client until all ranks are past TRL's collectives, see
+    [`~vllm_server.client.ServerClient`]. Then the main process waits for the server and joins it, and all ranks send
+    it the weights and repeat the generation. A server that was started anew is noticed by its name: it has its first
+    weights, and no group to get others. What it sampled before it had the weights is sampled again.
+
+    Args:
+        client ([`~vllm_server.client.ServerClient`], *optional*):
+            Of the server, in the main process.
+        device (`torch.device`):
+            From which the weights are sent.
+        timeout_s (`float`):
+            Seconds to wait for a server that failed.
+        forget_sent_weights (`Callable`):
+            Has the trainer send the weights before the next request.
+        end_run (`Callable`):
+            Given the reason, saves a checkpoint of the state before the generation, and raises. On all ranks.
+    """
+
+    def __init__(
+        self,
+        client: Any | None,
+        device: torch.device,
+        timeout_s: float,
+        *,
+        forget_sent_weights: Callable[[], None],
+        end_run: Callable[[str], NoReturn],
+    ):
+        self._link = None if client is None else ServerLink(client, device, timeout_s)
+        self._forget_sent_weights, self._end_run = forget_sent_weights, end_run
+        self._has_met = False
+
+    def begin_run(self) -> None:
+        """Meet the server before the first run; before a later one, see that it is there."""
+        if self._link is None:
+            self._agree(Verdict())
+        elif not self._has_met:
+            self._agree(self._link.meet())
+        else:
+            self._link.begin()
+            self._agree(self._link.settle())
+        self._has_met = True
+
+    def generate(self, attempt: Callable[[], Any], is_first_request: bool) -> Any:
+        """
+        Return what an attempt of all ranks returned by which the server did all it was asked for.
+
+        Args:
+            attempt (`Callable`):
+                Sends the weights, if they were not yet, and requests samples.
+            is_first_request (`bool`):
+                Whether it sends weights: over NCCL, a transfer to nobody would not end.
+
+        Raises:
+            RuntimeError: On all ranks, if the server cannot be used any more.
+        """
+        if self._link is not None:
+            self._link.begin()
+        if is_first_request:
+            self._joins_server()
+        while True:
+            if self._link is not None:
+                self._link.hold_failures()
+            output = attempt()
+            if not self._joins_server():
+                return output
+
+    def has_same_server(self) -> bool:
+        """Return whether the server is the one that got the weights."""
+        return broadcast_object_list([self._link is not None and self._link.is_same()])[0]
+
+    def _joins_server(self) -> bool:
+        has_joined = self._agree(self._link.settle() if self._link is not None else Verdict())
+        if has_joined:
+            self._forget_sent_weights()
+        return has_joined
+
+    def _agree(self, verdict: Verdict) -> bool:
+        (verdict,) = broadcast_object_list([verdict])
+        if verdict.end is not None:
+            self._end_run(verdict.end)
+        return verdict.has_joined
+
+
+def make_retries(
+    trainer: Any, forget_sent_weights: Callable[[], None], end_run: Callable[[str], NoReturn]
+) -> ServerRetries | None:
+    """Return the retries of a trainer, see [`ServerRetries`]; `None` if it does not sample from vLLM's server."""
+    if not uses_vllm_server(trainer):
+        return None
+    return ServerRetries(
+        trainer.vllm_generation.vllm_client if trainer.accelerator.is_main_process else None,
+        trainer.accelerator.device,
+        trainer.args.vllm_server_timeout,
+        forget_sent_weights=forget_sent_weights,
+        end_run=end_run,
+    )
