@@ -82,15 +82,11 @@ bench: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.quickstart
 	$(BIN)/python -m benchmarks.search_cost
 	$(BIN)/python -m benchmarks.update_cost
-	$(BIN)/python -m benchmarks.carried_over
-	$(BIN)/python -m benchmarks.handles
-	$(BIN)/python -m benchmarks.entropy_rule --jobs 2
 	$(BIN)/python -m benchmarks.replay_queue
 	$(BIN)/python -m benchmarks.save_cost
 	$(BIN)/python -m benchmarks.replay_study --jobs 2
 	$(BIN)/python -m benchmarks.partial_study --jobs 2
 	$(BIN)/python -m benchmarks.partial_rollouts --sampler transformers
-	$(BIN)/python -m benchmarks.rollout_simulation
 	$(BIN)/python -m benchmarks.pages
 
 # The chat model: the work of the demo in CPU-seconds, and the demo on three seeds

@@ -27,7 +27,7 @@ from .config_checks import (
     take_numpy_numbers,
 )
 from .errors import InputError
-from .replay.mixer import DRAW_ORDERS, smallest_max_staleness
+from .replay.mixer import smallest_max_staleness
 from .rollouts.sampling_settings import biased_settings
 from .upstream.cpu_speed import has_bfloat16
 
@@ -175,14 +175,6 @@ class BAPOConfig(GRPOConfig):
         default=None,
         metadata={"help": "Number of times a sample may be trained, the first included. `None` for no limit."},
     )
-    replay_order: str = field(
-        default="fifo",
-        metadata={
-            "help": "Which queued samples are drawn first: `fifo`, those trained least often, and of these the ones "
-            "that have waited longest; `newest`, those sampled last; `uniform`, any, at random.",
-            "choices": list(DRAW_ORDERS),
-        },
-    )
     replay_discard_saved: bool = field(
         default=False,
         metadata={"help": "Whether a resumed run starts with an empty queue, whatever the checkpoint holds."},
@@ -216,13 +208,6 @@ class BAPOConfig(GRPOConfig):
         metadata={
             "help": "Largest number of policy versions between a completion's first token and the last update on it. "
             "A group that would exceed it is decoded to its end. `None` for no limit."
-        },
-    )
-    partial_rollout_mask_stale: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether of a completion that several policy versions sampled only the tokens of the latest are "
-            "trained."
         },
     )
 

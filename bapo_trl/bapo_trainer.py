@@ -436,11 +436,8 @@ class BAPOTrainer(WholeCheckpoints):
                     checkpoint, self.state.global_step, self.args.partial_rollout_oversampling
                 )
 
-    def _push_whole_checkpoint(self, folder):
-        if self._pushes is not None:
-            folder = self._pushes.folder_to_push(folder, self.push_in_progress)
-        if folder is not None:
-            super()._push_whole_checkpoint(folder)
+    def _folder_to_push(self, checkpoint):
+        return checkpoint if self._pushes is None else self._pushes.folder_to_push(checkpoint, self.push_in_progress)
 
     def _finish_current_push(self):
         super()._finish_current_push()

@@ -14,7 +14,7 @@ from .clip_bounds.grid import BoundGrid
 from .clip_bounds.loss_kernels import UNCLIPPED_LOSS_TYPES
 from .clip_bounds.tokens import WEIGHTINGS
 from .errors import InputError
-from .replay.mixer import DRAW_ORDERS, smallest_capacity
+from .replay.mixer import smallest_capacity
 from .rollouts.sampling_settings import broken_across_calls
 
 
@@ -369,10 +369,6 @@ def check_replay(config: "BAPOConfig") -> None:
     """Refuse values of the replay queue, and those under which it would hold nothing to draw."""
     if not 0 <= config.replay_fraction <= 1:
         raise InputError(f"`replay_fraction` is {config.replay_fraction}: set it to a share in [0, 1].")
-    if config.replay_order not in DRAW_ORDERS:
-        raise InputError(
-            f"`replay_order` is {config.replay_order!r}: choose one of {', '.join(map(repr, DRAW_ORDERS))}."
-        )
     for name, smallest in (("replay_capacity", 1), ("replay_max_reuse", 1), ("replay_max_staleness", 0)):
         value = getattr(config, name)
         if value is not None and value < smallest:

@@ -15,9 +15,6 @@ from pathlib import Path
 import benchmarks.balance.section as balance
 import benchmarks.stability.section as stability
 from benchmarks import (
-    carried_over,
-    entropy_rule,
-    handles,
     llm_demo,
     llm_speed,
     llm_study,
@@ -26,7 +23,6 @@ from benchmarks import (
     quickstart,
     replay_queue,
     replay_study,
-    rollout_simulation,
     save_cost,
     search_cost,
     server_checks,
@@ -49,9 +45,6 @@ SECTIONS = {
     "quickstart": quickstart.render,
     "update_cost": update_cost.render,
     "search_cost": search_cost.render,
-    "carried_over": carried_over.render,
-    "handles": handles.render,
-    "entropy_rule": entropy_rule.render,
     "stability": stability.render,
     "balance": balance.render,
     "replay_study": replay_study.render,
@@ -59,7 +52,6 @@ SECTIONS = {
     "save_cost": save_cost.render,
     "partial_study": partial_study.render,
     "partial_rollouts": partial_rollouts.render,
-    "rollout_simulation": rollout_simulation.render,
     "server_checks": server_checks.render,
     "llm_demo": llm_demo.render,
     "llm_study": llm_study.render,

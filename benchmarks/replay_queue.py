@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from bapo_trl.replay.checkpoint import load_queue, save_queue
-from bapo_trl.replay.queue import DRAW_ORDERS, ReplayQueue
+from bapo_trl.replay.queue import ReplayQueue
 from bapo_trl.replay.rows import batch_to_rows, concat_rows, rows_to_batch
 from benchmarks.common import Section, provenance, save_result, spread, table, verdict, with_quartiles
 
@@ -168,12 +168,9 @@ def main():
     memory = (resident_bytes() - before) / sum(int(rows.row_bytes().sum()) for rows in queue.state()[0])
     print(f"memory over payload: {memory:.3f}")
 
-    exchanges = {}
-    for order in DRAW_ORDERS:
-        queue.order = order
-        times = time_exchanges(queue, arguments.batch, arguments.exchanges, generator)
-        exchanges[order] = {part: spread(milliseconds) for part, milliseconds in times.items()}
-        print(order, {part: times["median"] for part, times in exchanges[order].items()})
+    times = time_exchanges(queue, arguments.batch, arguments.exchanges, generator)
+    exchanges = {"fifo": {part: spread(milliseconds) for part, milliseconds in times.items()}}
+    print({part: times["median"] for part, times in exchanges["fifo"].items()})
 
     rates = []
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:

@@ -177,11 +177,13 @@ class WholeCheckpoints(GRPOTrainer):
 
     def _push_from_checkpoint(self, checkpoint_folder):
         if not (self._is_saving or self._is_ending or is_stopped(self)):
-            self._push_whole_checkpoint(checkpoint_folder)
+            folder = self._folder_to_push(checkpoint_folder)
+            if folder is not None:
+                super()._push_from_checkpoint(folder)
 
-    def _push_whole_checkpoint(self, folder: str) -> None:
-        """Upload what `hub_strategy` says of a whole checkpoint. A hook for what is to be left out."""
-        super()._push_from_checkpoint(folder)
+    def _folder_to_push(self, checkpoint: str) -> str | None:
+        """Return the folder to upload for a whole checkpoint, `None` for no upload. A hook for what is left out."""
+        return checkpoint
 
     def _save_checkpoint(self, model, trial):
         run_dir, name = self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

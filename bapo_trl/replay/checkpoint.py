@@ -50,9 +50,8 @@ def load_queue(queue: ReplayQueue, folder: str | Path, rank: int, num_processes:
     Restore the queue of one rank from a checkpoint folder.
 
     With another number of ranks than at saving, the rows of all ranks are dealt out again: in the order of the ranks,
-    within a rank in the order of entry, the i-th row goes to rank i modulo the number of ranks. A rank then goes on
-    with the random state of the saved rank of its number, if there is one, and counts the evictions of the saved
-    ranks `rank`, `rank + num_processes`, ...
+    within a rank in the order of entry, the i-th row goes to rank i modulo the number of ranks. A rank then counts the
+    evictions of the saved ranks `rank`, `rank + num_processes`, ...
 
     Args:
         queue ([`ReplayQueue`]):
@@ -103,7 +102,6 @@ def _deal_out(paths: list[Path], rank: int, num_processes: int) -> tuple[list[Ro
         "ledger": {name: values[order].tolist() for name, values in ledger.items()},
         "next_turn": max(state["next_turn"] for state in states),
         "departures": {name: sum(counts[name] for counts in evictions) for name in states[0]["departures"]},
-        "random": states[rank]["random"] if rank < len(states) else None,
     }
 
 

@@ -12,13 +12,12 @@ from ..clip_bounds.reduce import Tally
 from ..clip_bounds.tokens import policy_mask
 from ..errors import InputError
 from .checkpoint import is_queue_file, load_queue, save_queue
-from .queue import DRAW_ORDERS, ReplayBatch, ReplayQueue, smallest_capacity, smallest_max_staleness
+from .queue import ReplayBatch, ReplayQueue, smallest_capacity, smallest_max_staleness
 from .rows import Rows, batch_to_rows, rows_to_batch
 from .ties import tied_rows
 
 
 __all__ = [
-    "DRAW_ORDERS",
     "REPLAY_METRICS",
     "ReplayMixer",
     "ReplayQueue",
@@ -235,8 +234,6 @@ def make_replay(trainer: Any, log: Callable[[dict[str, float]], None]) -> Replay
         max_staleness=args.replay_max_staleness,
         min_staleness=args.replay_min_staleness,
         max_reuse=args.replay_max_reuse,
-        order=args.replay_order,
-        seed=args.seed + trainer.accelerator.process_index,
     )
     return ReplayMixer(
         queue,

@@ -4,8 +4,8 @@ One queue a rank, on the CPU, rows without padding; it owns no model and does no
 
 - Every row that enters leaves once: by use (`max_reuse`), by age (`max_staleness`) or by capacity, each counted.
 - No row is drawn more than `max_reuse` times, nor for updates at which it would be older than `max_staleness`.
-- The same calls on the same contents give the same rows. Draws at random come from the queue's own generator, which a
-  checkpoint holds with the rows.
+- The same calls on the same contents give the same rows: those trained least often first, and of these the ones that
+  have waited longest since they entered or were last drawn.
 """
 
 import math
@@ -16,9 +16,6 @@ import numpy as np
 
 from .rows import Rows, concat_rows
 from .store import RowStore
-
-
-DRAW_ORDERS = ("fifo", "newest", "uniform")
 
 
 def smallest_capacity(
@@ -165,11 +162,6 @@ class ReplayQueue:
             Smallest age of a row when it is drawn from the queue.
         max_reuse (`int`, *optional*):
             Number of times a row may be trained, the first time included. `None` for no limit.
-        order (`str`, *optional*, defaults to `"fifo"`):
-            Which rows are drawn first: `"fifo"`, those drawn least often, and of these the ones that have waited
-            longest since they entered or were last drawn; `"newest"`, those sampled last; `"uniform"`, any, at random.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the draws at random.
     """
 
     def __init__(
@@ -178,18 +170,12 @@ class ReplayQueue:
         max_staleness: int | None = None,
         min_staleness: int = 0,
         max_reuse: int | None = None,
-        order: str = "fifo",
-        seed: int = 0,
     ):
-        if order not in DRAW_ORDERS:
-            raise ValueError(f"`order` is {order!r}: choose one of {', '.join(map(repr, DRAW_ORDERS))}.")
         self.capacity = capacity
         self.max_staleness = max_staleness
         self.min_staleness = min_staleness
         self.max_reuse = max_reuse
-        self.order = order
         self.evictions = Evictions()
-        self._random = np.random.default_rng(seed)
         self._store = RowStore()
         self._ledger = _Ledger()
         self._next_touch = 0
@@ -363,15 +349,10 @@ class ReplayQueue:
             "ledger": ledger,
             "next_turn": self._next_touch,
             "departures": vars(self.evictions),
-            "random": self._random.bit_generator.state,
         }
 
     def restore(self, chunks: Sequence[Rows], state: dict) -> None:
-        """
-        Take over what [`ReplayQueue.state`] returned. Beyond `capacity`, the rows that entered first leave.
-
-        Without a random state (`None`), the queue goes on with its own.
-        """
+        """Take over what [`ReplayQueue.state`] returned. Beyond `capacity`, the rows that entered first leave."""
         self._store, self._ledger = RowStore(), _Ledger()
         for rows in chunks:
             self._store.append(rows)
@@ -379,18 +360,12 @@ class ReplayQueue:
         self._ledger.extend(ledger["version"], ledger["uses"], ledger["turn"])
         self._next_touch = state["next_turn"]
         self.evictions = Evictions(**state["departures"])
-        if state["random"] is not None:
-            self._random.bit_generator.state = state["random"]
         self._leave_used()  # the limits may have changed since
         self._overflow()
 
     def _in_order(self, candidates: np.ndarray) -> np.ndarray:
         ledger = self._ledger
-        if self.order == "uniform":
-            return self._random.permutation(candidates)
-        if self.order == "fifo":
-            return candidates[np.lexsort((ledger.last_touched[candidates], ledger.uses[candidates]))]
-        return candidates[np.argsort(-ledger.version[candidates], kind="stable")]
+        return candidates[np.lexsort((ledger.last_touched[candidates], ledger.uses[candidates]))]
 
     def _leave_used(self) -> None:
         if self.max_reuse is not None:

@@ -83,11 +83,6 @@ class RolloutBatch:
         return [list(each.sampler_logps) for each in self._completions] if self._completions[0].sampler_logps else None
 
     @property
-    def latest_segment_masks(self) -> list[list[int]]:
-        """For each completion, 1 for the tokens of its latest segment and 0 for those before."""
-        return [[int(version == each.segments[-1][0]) for version in each.versions] for each in self._completions]
-
-    @property
     def num_segments(self) -> list[int]:
         """Number of segments of each completion."""
         return [len(completion.segments) for completion in self._completions]

@@ -42,7 +42,7 @@ def settings_table(args: BAPOConfig) -> str:
         rows.append(
             (
                 "replay queue",
-                f"{' and '.join(shares)}, {args.replay_capacity} samples a rank at most, {args.replay_order}",
+                f"{' and '.join(shares)}, {args.replay_capacity} samples a rank at most",
             )
         )
     if args.uses_partial_rollouts:

@@ -1,13 +1,12 @@
 """The benchmark of partial rollouts: lengths of its model, its counts, its simulation and what is written of them."""
 
 import json
-import random
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import partial_rollouts, rollout_simulation
+from benchmarks import partial_rollouts
 from benchmarks.common import RESULTS
 from benchmarks.lognormal_model import lognormal_hazards, lognormal_model, lognormal_tokenizer
 
@@ -62,47 +61,6 @@ def test_a_run_is_counted(monkeypatch):
     assert made[1].calls[0][0].rows == 8
     slots = sum(calls[0].rows * sum(call.longest for call in calls) for calls in made[1].calls[1:])
     assert partial["idle"] == (slots - sum(call.tokens for call in calls)) / 16
-
-
-def oracle(num_held, num_groups, num_completions, rng, generations):
-    """Steps of each generation on one rank, with lengths alone: no pool, no tokens."""
-    in_flight, steps = [], []
-    for _ in range(generations):
-        in_flight += [[draw(rng) for _ in range(num_completions)] for _ in range(num_groups)]
-        wanted = max(1, min(num_groups, len(in_flight) - num_held))
-        taken = 0
-        while sum(max(group) <= 0 for group in in_flight) < wanted:
-            chunk = min(8, max(left for group in in_flight for left in group))
-            in_flight = [[left - chunk for left in group] for group in in_flight]
-            taken += chunk
-        done = sorted(range(len(in_flight)), key=lambda i: max(in_flight[i]) > 0)[:wanted]
-        in_flight = [group for i, group in enumerate(in_flight) if i not in done]
-        steps.append(taken)
-    return steps
-
-
-def draw(rng):
-    length = round(rollout_simulation.MEDIAN * np.exp(rng.gauss(0, np.log(5) / 1.6448536)))
-    return min(320, max(1, length))
-
-
-@pytest.mark.parametrize("oversampling", [1.0, 1.5])
-def test_the_simulation_counts_the_steps_of_the_slowest_completions(monkeypatch, oversampling):
-    monkeypatch.setattr(rollout_simulation, "GROUPS", 4)
-    monkeypatch.setattr(rollout_simulation, "COMPLETIONS", 2)
-    monkeypatch.setattr(rollout_simulation, "PREFILL_TOKENS", float("inf"))
-    monkeypatch.setattr(rollout_simulation, "BYTES_PER_TOKEN", 0)  # a step takes the time of a step
-    monkeypatch.setattr(rollout_simulation, "WARMUP", 0)
-    monkeypatch.setattr(rollout_simulation.Rank.__init__, "__defaults__", (4,))
-    simulated = rollout_simulation.simulate(oversampling, 1, 320, seed=3)
-    steps = oracle(round((oversampling - 1) * 4), 4, 2, random.Random(3), rollout_simulation.GENERATIONS)
-    if oversampling == 1:
-        assert simulated["time"] == pytest.approx(np.mean(steps), abs=0.05)
-        assert (simulated["staleness_mean"], simulated["staleness_max"]) == (1.5, 3)
-    else:
-        # A round is cut short where a completion comes to the cap
-        assert simulated["time"] == pytest.approx(np.mean(steps), rel=0.05)
-        assert simulated["staleness_mean"] > 1.5
 
 
 def test_targets_and_ratios_are_written_from_the_rows():

@@ -26,7 +26,6 @@ from bapo_trl.bapo_config import own_fields
 from bapo_trl.clip_bounds import MEASURES, SEARCH_ORDERS
 from bapo_trl.clip_bounds.tokens import WEIGHTINGS
 from bapo_trl.config_checks import SCOPES
-from bapo_trl.replay.mixer import DRAW_ORDERS
 from bapo_trl.script.arguments import BAPOScriptArguments
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.fault_counts import cases
@@ -78,12 +77,10 @@ OF_BAPO = {
     "replay_max_staleness": st.none() | st.integers(0, 9),
     "replay_min_staleness": st.integers(0, 3),
     "replay_max_reuse": st.none() | st.integers(1, 4),
-    "replay_order": st.sampled_from(DRAW_ORDERS),
     "replay_discard_saved": st.booleans(),
     "partial_rollout_oversampling": st.just(1.5) | floats(1.0, 1.99),
     "partial_rollout_chunk_length": st.integers(1, 9),
     "partial_rollout_max_staleness": st.none() | st.integers(0, 9),
-    "partial_rollout_mask_stale": st.booleans(),
     "hub_push_samples": st.booleans(),
     "vllm_logp_tolerance": st.none() | floats(0.01, 10.0),
     "vllm_request_timeout": floats(0.1, 1e5),

@@ -302,20 +302,6 @@ def test_a_prompt_that_fills_the_window_is_named(monkeypatch, tmp_path):
         vllm_trainer(monkeypatch, tmp_path, trainer_args={"train_dataset": dataset}, **PARTIAL).train()
 
 
-def test_with_mask_stale_only_the_latest_segment_of_a_completion_trains(tmp_path):
-    trainer = train(tmp_path, partial_rollout_mask_stale=True)
-    masked = 0
-    for batch in trainer.batches:
-        mask, versions = batch["completion_mask"].bool(), batch["token_versions"]
-        for row in range(len(mask)):
-            here = versions[row][mask[row]]
-            if len(here):
-                assert torch.equal(batch["tool_mask"][row][mask[row]].bool(), here == here.max())
-                masked += int((here < here.max()).sum())
-    assert masked > 50
-    assert max(log["staleness/max"] or 0 for log in training_logs(trainer)) > 2  # completions that wait, ended
-
-
 def test_evaluation_samples_to_the_full_length(tmp_path):
     trainer = train(
         tmp_path,
@@ -364,7 +350,7 @@ def test_evaluation_in_between_does_not_touch_the_pool(tmp_path):
         {"loss_type": "dr_grpo", "importance_sampling_level": "sequence", "search_scope": "micro_batch"},
         {"loss_type": "luspo", "importance_sampling_level": "sequence", "gradient_accumulation_steps": 1},
         {"loss_type": "dapo", "mask_truncated_completions": True, "top_entropy_quantile": 0.5},
-        {"gradient_accumulation_steps": 6, "partial_rollout_mask_stale": True},  # TRL alone would see an on-policy run
+        {"gradient_accumulation_steps": 6},  # TRL alone would see an on-policy run
         {"loss_type": "vespo", "negative_weight_min": 0.05, "search_scope": "carried_over"},
         {"loss_type": "cispo", "epsilon_high": 5.0, "negative_ratio_cap": 3.0},
         {"loss_type": "sapo"},
@@ -406,7 +392,7 @@ def test_goes_with_other_settings(tmp_path, settings):
 def test_oversampling_of_one_is_a_run_without_partial_rollouts(tmp_path):
     """The other knobs do nothing then: every file that a run leaves is the same but for times."""
     folders = [tmp_path / "off", tmp_path / "absent"]
-    knobs = [{"partial_rollout_oversampling": 1.0, "partial_rollout_mask_stale": True}, {}]
+    knobs = [{"partial_rollout_oversampling": 1.0, "partial_rollout_chunk_length": 7}, {}]
     sizes = {name: value for name, value in PARTIAL.items() if not name.startswith("partial_")}
     for folder, knob in zip(folders, knobs, strict=True):
         model = ending_model()

@@ -106,7 +106,7 @@ RUNS = {
         Run(
             1,
             trainer_of,
-            {**PARTIAL_REPLAY, "replay_order": "uniform", "per_device_train_batch_size": 2},
+            {**PARTIAL_REPLAY, "per_device_train_batch_size": 2},
             3,
             [
                 (0, "safetensors replay_queue_00000_of_00001.safetensors", True),  # within the pool

@@ -34,7 +34,7 @@ REPLAY = (
         "len(fresh)), policy_version, policy_version)",
     ),
     Mutant("ReplayQueue._overflow", "np.arange(len(self)) >= excess", "np.arange(len(self)) < self.capacity"),
-    Mutant("ReplayQueue.restore", 'self._random.bit_generator.state = state["random"]', "pass"),
+    Mutant("ReplayQueue.restore", 'self._next_touch = state["next_turn"]', "pass"),
     Mutant("ReplayMixer._finish", 'torch.as_tensor(tally.sums["tokens"])', "torch.as_tensor(len(drawn.rows))"),
     Mutant(
         "rows_to_batch", 'pad_token_id if key in ("prompt_ids", "completion_ids") else field.padding', "field.padding"

@@ -74,8 +74,8 @@ def spied(tmp_path, **args):
     "args",
     [
         {},
-        {"replay_order": "uniform", "replay_max_staleness": 5, "replay_fraction": 0.75},
-        {"num_iterations": 3, "replay_max_reuse": 4, "replay_order": "newest"},
+        {"replay_max_staleness": 5, "replay_fraction": 0.75},
+        {"num_iterations": 3, "replay_max_reuse": 4},
         {"replay_zero_advantage": True, "replay_fraction": 0.0, "num_iterations": 2},
         {"gradient_accumulation_steps": 4, "beta": 0.0},
         {"loss_type": "grpo", "search_scope": "micro_batch", "num_iterations": 2, "replay_max_reuse": 3},
@@ -469,10 +469,9 @@ def test_a_replayed_ratio_is_taken_against_the_policy_that_sampled_the_row(tmp_p
     assert checked > 50
 
 
-@pytest.mark.parametrize("order", ["fifo", "uniform"])
-def test_a_resumed_run_draws_the_same_rows(tmp_path, order):
+def test_a_resumed_run_draws_the_same_rows(tmp_path):
     def run(folder, max_steps, resume=None):
-        args = {**REPLAY, "num_iterations": 2, "replay_order": order, "save_strategy": "steps", "save_steps": 8}
+        args = {**REPLAY, "num_iterations": 2, "save_strategy": "steps", "save_steps": 8}
         trainer = toy_trainer(tmp_path / folder, trainer_class=Spy, **{**args, "max_steps": max_steps})
         trainer.train(resume_from_checkpoint=resume)
         return trainer
@@ -545,7 +544,7 @@ def test_resume_with_ratios_of_another_level_says_how_to_go_on(tmp_path, modes):
 
 
 def test_without_a_knob_there_is_no_queue(tmp_path):
-    trainer = toy_trainer(tmp_path, save_strategy="steps", save_steps=4, replay_capacity=30, replay_order="uniform")
+    trainer = toy_trainer(tmp_path, save_strategy="steps", save_steps=4, replay_capacity=30)
     assert trainer._replay is None
     trainer.train()
     assert not list((tmp_path / "checkpoint-4").glob("replay_queue_*"))
@@ -562,7 +561,6 @@ def test_on_policy_settings_with_a_queue_have_behaviour_log_probs_and_no_warning
     ("args", "message"),
     [
         ({"replay_fraction": 1.5}, r"replay_fraction.*1.5.*\[0, 1\]"),
-        ({"replay_order": "lifo"}, r"replay_order.*lifo.*'fifo'"),
         ({"replay_capacity": 20}, r"replay_capacity.*20.*24"),
         ({"replay_fraction": 0.5 / 24}, r"replay_fraction.*24 samples.*at least 0.0417"),
         ({"replay_fraction": 0.01}, r"replay_fraction.*0.01.*24 samples.*at least 0.0417"),
