@@ -24,7 +24,7 @@ demo: $(VENV)/.installed
 	$(OFFLINE) $(BIN)/python train_bapo.py
 
 demo-llm: $(VENV)/.installed-llm
-	$(OFFLINE) $(BIN)/python demo_llm.py
+	$(OFFLINE) $(BIN)/python train_bapo.py --config recipes/smollm2_sums.yaml
 
 test: $(VENV)/.installed-test
 	$(PYTEST) -m 'not slow' $(PYTEST_FLAGS)
@@ -89,10 +89,9 @@ bench: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.partial_rollouts --sampler transformers
 	$(BIN)/python -m benchmarks.pages
 
-# The chat model: the work of the demo in CPU-seconds, and the demo on three seeds
+# The chat model: the work of the demo in CPU-seconds
 bench-llm: $(VENV)/.installed-llm
 	$(BIN)/python -m benchmarks.llm_speed
-	$(OFFLINE) $(BIN)/python -m benchmarks.llm_demo
 	$(BIN)/python -m benchmarks.pages
 
 bench-vllm: $(E2E_CACHE)/.installed

@@ -12,24 +12,23 @@ from trl import GRPOConfig
 from .clip_bounds import MEASURES, SEARCH_ORDERS
 from .clip_bounds.grid import SINGLE_POINT, BoundGrid
 from .clip_bounds.loss_kernels import UNCLIPPED_LOSS_TYPES
+from .clip_bounds.settings import BOUND_PARTS, SCOPES, check_search
 from .clip_bounds.tokens import WEIGHTINGS
-from .config_checks import (
-    BOUND_PARTS,
-    SCOPES,
+from .errors import InputError
+from .inputs.setting_checks import (
     check_batch_sizes,
     check_device,
-    check_partial_rollouts,
-    check_replay,
-    check_run,
-    check_search,
+    check_numbers,
     check_types,
     check_values_of_trl,
     take_numpy_numbers,
 )
-from .errors import InputError
-from .replay.mixer import smallest_max_staleness
+from .replay.queue import smallest_max_staleness
+from .replay.settings import check_replay
 from .rollouts.sampling_settings import biased_settings
+from .rollouts.settings import check_partial_rollouts
 from .upstream.cpu_speed import has_bfloat16
+from .vllm_server.settings import check_vllm
 
 
 _STRATEGIES_WITH_CHECKPOINTS = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
@@ -432,7 +431,8 @@ class BAPOConfig(GRPOConfig):
         check_search(self)
         check_partial_rollouts(self)
         check_replay(self)
-        check_run(self)
+        check_vllm(self)
+        check_numbers(self)
 
 
 def own_fields() -> tuple[Field, ...]:

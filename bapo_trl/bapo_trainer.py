@@ -19,13 +19,13 @@ from .checkpoints.whole import WholeCheckpoints
 from .clip_bounds import ClipBounds
 from .clip_bounds.carried_curves import CURVES_FILE
 from .clip_bounds.update_bounds import UpdateBounds
-from .config_checks import check_eval_groups, check_values_of_trl
 from .errors import InputError
 from .inputs import checks
 from .inputs.checks import explained
 from .inputs.prompt_checks import check_number_of_prompts
 from .inputs.reward_checks import check_reward_funcs, check_size_of_rewards
 from .inputs.reward_sums import best_of_k
+from .inputs.setting_checks import check_eval_groups, check_values_of_trl
 from .policy.behavior import BehaviorPolicy
 from .policy.scoring import read_masses, read_tokens, read_tokens_ahead, score, warn_if_padding_counts
 from .replay.mixer import is_queue_file, make_replay

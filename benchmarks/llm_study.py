@@ -23,13 +23,13 @@ from transformers import PrinterCallback, ProgressCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import load_gym_task, smollm2_path
+from bapo_trl.tasks.evaluation import seeded
 from bapo_trl.upstream.cpu_speed import base_dtype, has_bfloat16, speed_up_cpu
 from benchmarks.balance import arms as balance
 from benchmarks.common import ROOT, Section, earlier_runs, provenance, result_path, save_result, table
 from benchmarks.run_pool import run_all, run_key
 from benchmarks.stability.summary import best_rate, mean_and_interval
 from benchmarks.training_run import SERIES, fixed_clip
-from demo_llm import complete, seeded
 
 
 TASK = ("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2})
@@ -68,6 +68,24 @@ SETTINGS = {
     "report_to": "none",
     "disable_tqdm": True,
 }
+
+
+def complete(model, tokenizer, prompts: Sequence[list[dict]], max_new_tokens: int, sample: bool = False):
+    """Return the completions to prompts, and whether each ended by itself."""
+    texts, ended = [], []
+    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if sample else {"do_sample": False}
+    for start in range(0, len(prompts), 64):
+        batch = tokenizer.apply_chat_template(
+            list(prompts[start : start + 64]), add_generation_prompt=True, tokenize=True, padding=True,
+            return_tensors="pt", return_dict=True,
+        ).to(model.device)  # fmt: skip
+        output = model.generate(
+            **batch, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, **sampling
+        )
+        completions = output[:, batch["input_ids"].shape[1] :]
+        texts += tokenizer.batch_decode(completions, skip_special_tokens=True)
+        ended += (completions == tokenizer.eos_token_id).any(dim=1).tolist()
+    return texts, ended
 
 
 def learning_rates(arm: str) -> tuple[float, ...]:

@@ -15,7 +15,6 @@ from pathlib import Path
 import benchmarks.balance.section as balance
 import benchmarks.stability.section as stability
 from benchmarks import (
-    llm_demo,
     llm_speed,
     llm_study,
     partial_rollouts,
@@ -53,7 +52,6 @@ SECTIONS = {
     "partial_study": partial_study.render,
     "partial_rollouts": partial_rollouts.render,
     "server_checks": server_checks.render,
-    "llm_demo": llm_demo.render,
     "llm_study": llm_study.render,
     "llm_speed": llm_speed.render,
 }

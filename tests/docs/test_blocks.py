@@ -44,7 +44,7 @@ SENTENCES = ["Find 1.", "Find 22.", "Find 3.", "Find 40."] * 8
 def folder(tmp_path, monkeypatch):
     """A working directory with the repository's files, and what the pages take from users and from the Hub."""
     fill_folder(tmp_path, monkeypatch, CHAT_TEMPLATE)
-    for name in ("recipes", "accelerate_configs", "deepspeed_configs", "scripts", "train_bapo.py", "demo_llm.py"):
+    for name in ("recipes", "accelerate_configs", "deepspeed_configs", "scripts", "train_bapo.py"):
         (tmp_path / name).symlink_to(ROOT / name)
     Path(MODEL).parent.mkdir()
     Path("model").rename(MODEL)
@@ -83,9 +83,6 @@ def python(words):
     if script == "-m":
         assert arguments.pop(0) == "benchmarks.gpu_first_run", f"`python -m {words[1]}` is checked by nothing here"
         gpu_first_run.make_parser().parse_args(arguments)
-        return
-    if script == "demo_llm.py":
-        parse_arguments(["--config", "recipes/smollm2_sums.yaml", *arguments])
         return
     if script == "scripts/submit_slurm.py":
         submit(arguments)

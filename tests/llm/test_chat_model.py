@@ -12,11 +12,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo_trl.tasks import load_chat_sums, smollm2_path
+from bapo_trl.tasks.chat_sums import ask
+from benchmarks.llm_study import complete
 from tests.helpers.commands import ROOT, run_command
-
-
-sys.path.insert(0, str(ROOT))
-import demo_llm
 
 
 SHORT = {
@@ -28,6 +26,7 @@ SHORT = {
     "logging_steps": 1,
     "save_steps": 2,
     "save_total_limit": 2,
+    "do_eval": "false",
 }
 
 
@@ -69,9 +68,9 @@ def test_the_model_of_the_package_answers_and_stops(folder):
     assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.padding_side) == ("<|im_end|>", "<|im_end|>", "left")
     for config in (model.config, model.generation_config):
         assert config.eos_token_id == config.pad_token_id == tokenizer.eos_token_id
-    questions = [demo_llm.ask(a, b) for a, b in demo_llm.EASY_SUMS]
-    texts, ended = demo_llm.complete(model, tokenizer, questions, 48)
-    rewards = load_chat_sums().reward_func(texts, [str(a + b) for a, b in demo_llm.EASY_SUMS])
+    sums = [(1, 2), (2, 2), (3, 4), (5, 5), (7, 8), (9, 6), (4, 1), (8, 3)]
+    texts, ended = complete(model, tokenizer, [ask(a, b) for a, b in sums], 48)
+    rewards = load_chat_sums().reward_func(texts, [str(a + b) for a, b in sums])
     assert sum(rewards) >= len(rewards) / 2, texts
     assert sum(ended) >= len(ended) / 2
 
@@ -100,7 +99,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(run, folder, tmp_path):
 def test_a_merged_adapter_is_the_same_model_and_is_evaluated(run, folder, tmp_path):
     model, tokenizer = load(folder)
     adapted = PeftModel.from_pretrained(model, run[0]).eval()
-    ids = tokenizer.apply_chat_template(demo_llm.ask(59, 19), return_tensors="pt", return_dict=True)["input_ids"]
+    ids = tokenizer.apply_chat_template(ask(59, 19), return_tensors="pt", return_dict=True)["input_ids"]
     with torch.no_grad():
         before = adapted(ids).logits.log_softmax(-1)
         merged = adapted.merge_and_unload()
@@ -111,7 +110,7 @@ def test_a_merged_adapter_is_the_same_model_and_is_evaluated(run, folder, tmp_pa
         "\n".join(json.dumps(row) for row in load_chat_sums().test_dataset.select(range(16)))
     )
     out = train_bapo(
-        tmp_path / "out", do_train="false", model_name_or_path=tmp_path / "merged",
+        tmp_path / "out", do_train="false", do_eval="true", model_name_or_path=tmp_path / "merged",
         dataset_name=tmp_path / "problems.jsonl", dataset_test_split="train",
         reward_funcs="bapo_trl.tasks.answers.last_number_reward", per_device_eval_batch_size=16,
         num_generations_eval=1, max_completion_length=16,
@@ -132,15 +131,9 @@ def test_a_task_of_reasoning_gym_is_trained_on_by_name(tmp_path):
 
 
 def test_the_demo_ends_with_before_and_after(folder, tmp_path):
-    flags = {**SHORT, "model_name_or_path": folder, "output_dir": tmp_path, "max_steps": 2, "held_out_problems": 4}
-    command = [sys.executable, str(ROOT / "demo_llm.py"), *(f"--{name}={value}" for name, value in flags.items())]
-    result = run_command(command, HF_HUB_OFFLINE="1")
-    assert result.returncode == 0, result.stdout + result.stderr
-    results = json.loads((tmp_path / "demo_results.json").read_text())
-    assert results["problems"] == 4
-    ending = result.stdout[result.stdout.index("Held-out accuracy on 4 problems") :]
-    for name, key in (("greedy, at most 8 tokens", "greedy"), ("greedy, at most 96 tokens", "without_limit")):
-        before, after = results["before"][key], results["after"][key]
-        assert re.search(rf"{name} +{before:.3f} -> {after:.3f}\n", ending)
-    assert ending.count("What is ") == ending.count("  before: ") == ending.count("  after:  ") == 3
-    assert f"Report: {tmp_path / 'report.png'}" in ending
+    out = train_bapo(tmp_path, model_name_or_path=folder, max_steps=2, do_eval="true", max_eval_samples=4)
+    results = json.loads((tmp_path / "eval_results.json").read_text())
+    for name in ("avg@4", "pass@4"):
+        before, after = results[f"before_{name}"], results[f"eval_{name}"]
+        assert re.search(rf"{name}\D.*{before:.3f}.*{after:.3f}", out), out
+    assert f"Report: {tmp_path / 'report.png'}" in out

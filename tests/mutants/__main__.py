@@ -27,7 +27,7 @@ from tests.mutants.table import PARTS, TESTS, Mutant
 ROOT = Path(__file__).resolve().parents[2]
 SUITES = {"make test": "not slow", "make test-all": "slow"}
 COPIED = ("bapo_trl", "tests", "benchmarks", "compat", "docs", "scripts", "notebooks", "accelerate_configs",
-          "deepspeed_configs", "setup.cfg", "pyproject.toml", "train_bapo.py", "demo_llm.py", "README.md",
+          "deepspeed_configs", "setup.cfg", "pyproject.toml", "train_bapo.py", "README.md",
           "constraints.txt", "constraints-e2e.txt", "mkdocs.yml", "Makefile", "CITATION.cff", "CHANGELOG.md",
           "CONTRIBUTING.md", "MANIFEST.in", "LICENSE")  # fmt: skip
 
