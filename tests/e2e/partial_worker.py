@@ -14,8 +14,8 @@ from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import character_tokenizer
 from bapo_trl.upstream.fixes import end_training
 from tests.e2e.launching import vllm_server
-from tests.generation.test_rollout_rounds import PARTIAL, prompts_of_many_lengths, share_of_digits
 from tests.helpers.toy import CPU, OFF_POLICY, training_logs
+from tests.rollouts.test_rollout_rounds import PARTIAL, prompts_of_many_lengths, share_of_digits
 
 
 class Recording(BAPOTrainer):

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from bapo_trl.tasks import character_tokenizer
 from tests.e2e.launching import ENGINES, fork, vllm_server
-from tests.generation.test_rollout_rounds import countdown_model, score
 from tests.helpers.commands import free_port
 from tests.helpers.toy import ending_model, toy_model
+from tests.rollouts.test_rollout_rounds import countdown_model, score
 
 
 # vLLM's attention on CPUs needs heads of 32 or more, and takes them to be as wide as the width over their number.

@@ -14,8 +14,8 @@ from pathlib import Path
 from accelerate import PartialState
 
 from bapo_trl.errors import InputError
-from tests.generation.test_rollout_rounds import prompts_of_many_lengths, trainer_of
 from tests.helpers.save_kills import PARTIAL_REPLAY, in_processes
+from tests.rollouts.test_rollout_rounds import prompts_of_many_lengths, trainer_of
 
 
 SAVING = {**PARTIAL_REPLAY, "save_strategy": "steps", "save_steps": 3, "max_steps": 3}

@@ -9,8 +9,8 @@ import psutil
 from transformers import TrainerCallback
 
 from bapo_trl.upstream.fixes import end_training
-from tests.generation.test_rollout_rounds import PARTIAL
 from tests.helpers.toy import ending_model, toy_trainer
+from tests.rollouts.test_rollout_rounds import PARTIAL
 
 
 SETTINGS = {

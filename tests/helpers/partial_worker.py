@@ -9,8 +9,8 @@ from datasets import Dataset
 
 from bapo_trl.tasks import character_tokenizer
 from bapo_trl.upstream.fixes import end_training
-from tests.generation.test_rollout_rounds import PARTIAL, Recording, countdown_model, trained_rows
 from tests.helpers.toy import ending_model, toy_trainer
+from tests.rollouts.test_rollout_rounds import PARTIAL, Recording, countdown_model, trained_rows
 
 
 def main(folder: str, settings: str) -> None:

@@ -20,10 +20,10 @@ from typing import NamedTuple
 from transformers import TrainerCallback
 
 from bapo_trl.replay.rows import rows_to_batch
-from tests.generation.test_rollout_rounds import trainer_of
 from tests.helpers.save_events import SaveEvents
 from tests.helpers.save_kills import PARTIAL_REPLAY, Run, in_processes
 from tests.replay.test_mixer import Spy, fingerprint
+from tests.rollouts.test_rollout_rounds import trainer_of
 
 
 PHASES = ("generation", "save", "scoring", "step", "look-ahead")

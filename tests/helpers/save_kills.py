@@ -23,11 +23,11 @@ from safetensors import safe_open
 
 from bapo_trl import BAPOTrainer
 from bapo_trl.upstream.fixes import end_training
-from tests.generation.test_rollout_rounds import PARTIAL, trainer_of
 from tests.helpers.commands import free_port
 from tests.helpers.save_events import SaveEvents, Start
 from tests.helpers.toy import toy_trainer
 from tests.replay.test_mixer import REPLAY
+from tests.rollouts.test_rollout_rounds import PARTIAL, trainer_of
 
 
 STATE_SUFFIXES = (".safetensors", ".pt", ".pth")

@@ -10,11 +10,11 @@ from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.clip_bounds.tokens import policy_mask
 from bapo_trl.replay.mixer import REPLAY_METRICS, ReplayMixer
 from bapo_trl.replay.rows import rows_to_batch
-from tests.generation.test_logp_mismatch import Sampler
 from tests.helpers.forked import run_python
 from tests.helpers.toy import CPU, OFF_POLICY, toy_dataset, toy_model, toy_trainer, training_logs
 from tests.test_bapo_trainer import saved_model
 from tests.test_equivalence import TIMES
+from tests.vllm_server.test_logp_mismatch import Sampler
 
 
 # 2 updates a pass; 24 rows a generation

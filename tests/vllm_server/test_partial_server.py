@@ -6,7 +6,9 @@ import torch
 from bapo_trl import BAPOTrainer
 from bapo_trl.rollouts.pool import RolloutPool
 from bapo_trl.rollouts.rounds import RolloutRounds
-from tests.generation.test_rollout_rounds import (
+from tests.helpers.fake_vllm import FakeVLLM, needs_vllm_server, vllm_trainer
+from tests.helpers.toy import training_logs
+from tests.rollouts.test_rollout_rounds import (
     PARTIAL,
     Recording,
     ending_model,
@@ -15,8 +17,6 @@ from tests.generation.test_rollout_rounds import (
     share_of_digits,
     trainer_of,
 )  # fmt: skip
-from tests.helpers.fake_vllm import FakeVLLM, needs_vllm_server, vllm_trainer
-from tests.helpers.toy import training_logs
 
 
 pytestmark = pytest.mark.trainings
