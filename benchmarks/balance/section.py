@@ -78,8 +78,7 @@ def summarize(rows: Sequence[dict]) -> list[dict]:
 
 
 def _mean_weight(row: dict) -> float:
-    weights = [weight for weight in row["bins"].get("bapo/negative_weight", [1.0]) if weight is not None]
-    return sum(weights) / len(weights)
+    return row.get("mean_weight", 1.0)
 
 
 def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""The rows of the study, one for each run: its figures, its held-out measurements and its metrics in bins."""
+"""The rows of the study, one for each run: what a table or a figure reads of it."""
 
 import itertools
 import math
@@ -10,6 +10,7 @@ from dataclasses import fields
 from bapo_trl import BAPOConfig
 from benchmarks.run_pool import run_key
 
+from .figures import ARM_COLORS, DRAWN
 from .plan import Preset, Run
 
 
@@ -83,15 +84,23 @@ def run_to_row(run: Run, result: dict, settings: dict) -> dict:
         "largest_fall": round(max(map(operator.sub, itertools.accumulate(accuracies, max), accuracies)), 4),
         "is_collapsed": accuracies[-1] < max(accuracies) / 2,
         **describe_search(settings, series),
-        **({"weights": series["bapo/negative_weight"]} if settings.get("negative_weight_min", 1) < 1 else {}),
+        **(_weights_of(series["bapo/negative_weight"]) if settings.get("negative_weight_min", 1) < 1 else {}),
         "updates": result["updates"],
         "generated_tokens": result["generated_tokens"][-1],
         "tokens_per_update": round(result["generated_tokens"][-1] * run.staleness.num_iterations / result["updates"]),
         "seconds": result["seconds"],
         "means": result["means"],
         "held_out": [[point[key] for key in ("update", "sampled", "greedy", "entropy")] for point in points],
-        "bins": {name: bin_means(values) for name, values in series.items()},
+        **({"bins": {name: bin_means(series[name]) for name in DRAWN if name in series}} if _is_drawn(run) else {}),
     }
+
+
+def _is_drawn(run: Run) -> bool:
+    return run.purpose == "reported" and run.arm in ARM_COLORS
+
+
+def _weights_of(weights: list[float | None]) -> dict:
+    return {"weights": weights, "mean_weight": round(statistics.mean(w for w in weights if w is not None), 4)}
 
 
 def describe_search(settings: dict, series: dict[str, list]) -> dict:

@@ -206,9 +206,9 @@ def test_the_section_ranks_arms_and_compares_them_with_vespo_on_the_same_seeds()
     for arm, final, share in of_arm:
         for seed in (0, 1):
             run = Run("reported", "running_totals", arm, StalenessSetting(64), 8e-4, seed)
-            rows.append(run_to_row(run, finished(final + 0.02 * seed, share, 0.5), {}))
+            rows.append(run_to_row(run, finished(final + 0.02 * seed, share, 0.5), {"negative_weight_min": 0.05}))
     pilot = Run("pilot", "running_totals", "share 0.8", StalenessSetting(64), 8e-4, 1000)
-    rows.append(run_to_row(pilot, finished(0.6, 0.8, 0.5), {}))
+    rows.append(run_to_row(pilot, finished(0.6, 0.8, 0.5), {"negative_weight_min": 0.05}))
     settings = {"arms": [*arms.ARMS, *arms.REPEATED], "seeds": [0, 1], "k": 4, "threads": 1}
     shown = section.render({**describe_run("balance", "cpu"), "settings": settings, "results": rows})
     lines = [line.strip("| ").split(" | ") for line in shown.text.splitlines() if line.startswith("| ")][2:]

@@ -37,8 +37,7 @@ def test_a_run_gives_what_the_study_reports(arm):
     assert [point[0] for point in row["held_out"]] == [0, 2, 4]
     assert 0.3 < row["held_out"][0][1] < 0.6  # what the warm start can do
     assert 4 * 128 * 2 < row["generated_tokens"] < 4 * 128 * 4
-    assert ("bapo/clip_low" in row["bins"]) == (arm != "CISPO")
-    assert len(row["bins"]["grad_norm"]) == 4
+    assert "bins" not in row  # of an arm that no figure draws
     assert summarize([row])[0]["seeds"] == [0]
 
 
