@@ -21,14 +21,6 @@ class PushesWithoutSamples:
     Gives the uploads of a trainer folders of links to all files of a checkpoint but those with samples: whole
     checkpoints too. The links of the pushes before go once these are done: they would keep rotated checkpoints on the
     disk. Of the main process.
-
-    Args:
-        output_dir (`str` or `Path`):
-            Folder of the run.
-        always_pushes (`bool`):
-            Setting `hub_always_push`.
-        is_sample_file (`Callable[[str], bool]`):
-            Tells a file with samples by its name.
     """
 
     def __init__(self, output_dir: str | Path, always_pushes: bool, is_sample_file: Callable[[str], bool]):

@@ -25,13 +25,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class RunLock:
-    """
-    Lock of the folder of a run.
-
-    Args:
-        folder (`str`):
-            The folder; made if it is not there.
-    """
+    """Lock of the folder of a run."""
 
     def __init__(self, folder: str):
         self._path = Path(folder, LOCK)

@@ -20,15 +20,7 @@ CURVES_FILE = _FILES.path("", 0, 1).name
 
 
 class CarriedCurves:
-    """
-    The curves per unit of mass that were last seen, the same on all ranks.
-
-    Args:
-        grid ([`~clip_bounds.grid.BoundGrid`]):
-            Candidate bounds.
-        device (`torch.device`):
-            Device of the curves.
-    """
+    """The curves per unit of mass that were last seen, the same on all ranks."""
 
     def __init__(self, grid: BoundGrid, device: torch.device):
         self._grid = grid

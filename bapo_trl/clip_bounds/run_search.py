@@ -16,28 +16,6 @@ class BoundSearch:
     """
     Collects the contribution curves of micro-batches until their bounds are due.
 
-    Args:
-        grid ([`~clip_bounds.grid.BoundGrid`]):
-            Candidate bounds.
-        measure (`str`):
-            What a token contributes, see [`~clip_bounds.contributions`].
-        target (`float`):
-            Share of the policy loss that positive-advantage tokens are to contribute.
-        order (`str`):
-            Which bound moves first, see [`~clip_bounds.search_bounds`].
-        delta (`float`, *optional*):
-            TRL's two-sided clip, which stops tokens above it.
-        negative_weight_min (`float`):
-            Smallest weight of negative tokens, see [`~clip_bounds.search_bounds`].
-        has_constant_weight (`bool`):
-            Whether that is their weight in every update, the first and those without negative tokens among them.
-        negative_ratio_cap (`float`, *optional*):
-            Largest size of the gradient of a negative token, at weight and advantage 1.
-        device (`torch.device`):
-            Device of the bounds.
-        sum_over_ranks (`Callable[[torch.Tensor], torch.Tensor]`):
-            Sums a tensor over the ranks.
-
     Attributes:
         carried ([`~clip_bounds.carried_curves.CarriedCurves`]):
             What `choose_carried` goes by.

@@ -185,12 +185,6 @@ class UpdateLog:
     Collects what is logged of one optimizer update, from its first micro-batch to its last.
 
     Holds tensors only until `close`, which reduces them over ranks, reads them once, and starts afresh.
-
-    Args:
-        has_clip_bounds (`bool`, *optional*, defaults to `True`):
-            Whether the loss has clip bounds; else there is nothing to log of them.
-        has_target (`bool`, *optional*, defaults to `True`):
-            Whether the share of positive tokens has a target; else there is none to log as met.
     """
 
     def __init__(self, has_clip_bounds: bool = True, has_target: bool = True):

@@ -15,17 +15,7 @@ from typing import Any
 
 
 class CompletionsFile:
-    """
-    A jsonl file of completions.
-
-    Args:
-        path (`Path`):
-            The file. If it is there, its completions of the same evaluation are kept.
-        evaluation (`str`):
-            What tells this evaluation from any other.
-        num_completions (`int`):
-            Completions of each prompt.
-    """
+    """A jsonl file of completions."""
 
     def __init__(self, path: Path, evaluation: str, num_completions: int):
         self.path, self.evaluation, self.num_completions = path, evaluation, num_completions

@@ -18,13 +18,7 @@ _FIX = "return a finite number for each completion, or None where the function d
 
 
 class KeptRewards:
-    """
-    Keeps what the reward functions return for a batch, to tell what was wrong with it if TRL fails.
-
-    Args:
-        prompts, completions (sequences):
-            The samples.
-    """
+    """Keeps what the reward functions return for a batch, to tell what was wrong with it if TRL fails."""
 
     def __init__(self, prompts: Sequence[Any], completions: Sequence[Any]):
         self._prompts, self._completions = prompts, completions

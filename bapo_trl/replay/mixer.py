@@ -49,24 +49,6 @@ class ReplayMixer:
     The queue of this rank and what it needs to stand between generation and training.
 
     Each draw makes one gather, whatever the contents of the queues, so that the ranks stay in step.
-
-    Args:
-        queue ([`~queue.ReplayQueue`]):
-            The queue of this rank.
-        fraction (`float`):
-            Share of each batch taken from the queue, in [0, 1].
-        replaces_zero_advantage (`bool`):
-            Whether fresh samples without advantage give their place to queued ones.
-        updates_per_pass (`int`):
-            Optimizer updates in one pass over a batch.
-        pad_token_id (`int`):
-            Token that pads the batches.
-        pad_to_multiple_of (`int`, *optional*):
-            What the lengths of the batches are padded to a multiple of.
-        accelerator ([`~accelerate.Accelerator`]):
-            Accelerator of the run.
-        log (`Callable[[dict[str, float]], None]`):
-            Takes metrics by name.
     """
 
     def __init__(

@@ -150,19 +150,7 @@ class _Ledger:
 
 
 class ReplayQueue:
-    """
-    Queue of the rows of one rank.
-
-    Args:
-        capacity (`int`):
-            Largest number of rows; beyond it, the rows that entered first leave.
-        max_staleness (`int`, *optional*):
-            Largest age of a row when it is trained, in policy versions. `None` for no limit.
-        min_staleness (`int`, *optional*, defaults to `0`):
-            Smallest age of a row when it is drawn from the queue.
-        max_reuse (`int`, *optional*):
-            Number of times a row may be trained, the first time included. `None` for no limit.
-    """
+    """Queue of the rows of one rank."""
 
     def __init__(
         self,

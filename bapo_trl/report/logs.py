@@ -25,9 +25,6 @@ class Logs:
 
     Their steps ascend. Where a log's step does not, the run was resumed from there, and it replaces those from its
     step on.
-
-    Args:
-        metrics (iterable of `str`): Metrics to keep; all others are dropped.
     """
 
     def __init__(self, metrics: Iterable[str]):

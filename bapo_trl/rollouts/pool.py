@@ -132,23 +132,7 @@ class PoolCounts:
 
 
 class RolloutPool:
-    """
-    The groups of one rank that are not trained yet.
-
-    Args:
-        num_generations (`int`):
-            Completions of a group.
-        max_completion_length (`int`):
-            Largest number of tokens of a completion, over all its segments.
-        eos_token_ids (collection of `int`):
-            Tokens that end a completion.
-        rank (`int`, *optional*, defaults to `0`):
-            Index of the process.
-        num_ranks (`int`, *optional*, defaults to `1`):
-            Number of processes: groups are numbered in steps of it.
-        window (`int`, *optional*):
-            Largest number of tokens of a prompt and its completion that the sampler takes; `None` without a limit.
-    """
+    """The groups of one rank that are not trained yet."""
 
     def __init__(
         self,

@@ -47,13 +47,7 @@ Scorer = Callable[[list[list[int]], list[list[int]]], list[list[float]]]
 
 
 class RolloutBatch:
-    """
-    Complete groups as rows for TRL, one a completion.
-
-    Args:
-        groups (sequence of [`~partial_rollouts.Group`]):
-            At least one group.
-    """
+    """Complete groups as rows for TRL, one a completion."""
 
     def __init__(self, groups: Sequence[Group]):
         self._groups = list(groups)
@@ -121,21 +115,7 @@ class RolloutBatch:
 
 
 class RolloutRounds:
-    """
-    Generations of one rank with partial rollouts.
-
-    Args:
-        pool ([`~partial_rollouts.RolloutPool`]):
-            The groups that are not trained yet.
-        num_groups (`int`):
-            Groups of a generation on each rank.
-        num_held (`int`):
-            Groups that stay in the pool beyond a generation.
-        chunk_length (`int`):
-            Tokens decoded between two looks at who has finished.
-        gather (`Callable`):
-            Numbers of this rank in; those of all ranks out, one list a rank.
-    """
+    """Generations of one rank with partial rollouts."""
 
     def __init__(
         self,

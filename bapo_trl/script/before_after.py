@@ -15,19 +15,7 @@ Parts = Sequence[tuple[str, str | None]]
 
 
 class BeforeAfter:
-    """
-    Evaluates before and after the training, or once if there is none.
-
-    Args:
-        trainer ([`~sampling.EvaluatedTrainer`]):
-            Trainer with the model and the reward functions.
-        dataset (`Dataset` or `IterableDataset`):
-            Prompts, as in [`~evaluation.evaluate`].
-        output_dir (`Path`):
-            Folder for `eval_completions_before.jsonl`, `eval_completions.jsonl` and `eval_results.json`.
-        extract_answer (`Callable[[str], str | None]`, *optional*):
-            Finds the answer in a completion, for maj@k.
-    """
+    """Evaluates before and after the training, or once if there is none."""
 
     def __init__(
         self,

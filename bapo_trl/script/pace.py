@@ -26,17 +26,7 @@ class Pace:
 
 
 class Stopwatch:
-    """
-    Measures the pace from line to line.
-
-    Args:
-        step (`int`):
-            Number of updates at the start, which a resumed run does not begin at 0.
-        tokens (`float`):
-            Number of tokens at the start.
-        clock (`Callable[[], float]`, *optional*):
-            Tells the time in seconds.
-    """
+    """Measures the pace from line to line."""
 
     def __init__(self, step: int, tokens: float, clock: Callable[[], float] = time.monotonic):
         self._clock = clock

@@ -19,10 +19,6 @@ class EpochShuffleCallback(TrainerCallback):
 
     TRL's sampler draws a permutation from its own generator at the start of each epoch. A resumed run makes a new
     sampler, which would begin again with the permutation of the first epoch. Needed up to TRL 1.16 at least.
-
-    Args:
-        sampler ([`~trl.trainer.utils.RepeatSampler`], *optional*):
-            Sampler of the run; `None` for iterable datasets.
     """
 
     def __init__(self, sampler: RepeatSampler | None):

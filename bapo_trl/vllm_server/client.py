@@ -89,12 +89,6 @@ class LimitedAdapter(HTTPAdapter):
 
     A request that never reached the server, or that a proxy or a busy server turned away (502 to 504), is sent again
     up to three times, with growing pauses. One that broke off is not: the server may have done it.
-
-    Args:
-        timeout_s (`float`):
-            Seconds until an answer begins, and that each read of it may take.
-        is_up (`Callable`):
-            Tells whether the server is up. Asked while an answer is awaited: a machine that is gone says nothing.
     """
 
     def __init__(self, timeout_s: float, is_up: Callable[[], bool]):

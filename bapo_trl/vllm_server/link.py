@@ -32,17 +32,7 @@ class Verdict(NamedTuple):
 
 
 class ServerLink:
-    """
-    Ties the main process to a server.
-
-    Args:
-        client ([`~server_client.ServerClient`]):
-            Of the server.
-        device (`torch.device`):
-            From which the weights are sent.
-        timeout_s (`float`):
-            Seconds to wait for a server that failed. Counted anew when another one was joined meanwhile.
-    """
+    """Ties the main process to a server."""
 
     def __init__(self, client: Any, device: torch.device, timeout_s: float):
         self._client, self._device, self._timeout_s = client, device, timeout_s

@@ -116,15 +116,7 @@ def choose_sequence(batch: dict[str, torch.Tensor], length: int) -> list[int]:
 
 
 class StaleServerCheck:
-    """
-    Stops a training whose server does not take the weights.
-
-    Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            Of the training. All ranks must make the same calls.
-        client (`VLLMClient`, *optional*):
-            TRL's client of the server, in the main process.
-    """
+    """Stops a training whose server does not take the weights."""
 
     def __init__(self, accelerator: Accelerator, client: VLLMClient | None):
         self._accelerator, self._client = accelerator, client
