@@ -23,7 +23,7 @@ from transformers import PrinterCallback, ProgressCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import load_gym_task, smollm2_path
-from bapo_trl.tasks.evaluation import seeded
+from bapo_trl.tasks.held_out import seeded
 from bapo_trl.upstream.cpu_speed import base_dtype, has_bfloat16, speed_up_cpu
 from benchmarks.balance import arms as balance
 from benchmarks.common import ROOT, Section, earlier_runs, provenance, result_path, save_result, table

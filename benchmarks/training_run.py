@@ -21,7 +21,7 @@ from trl import GRPOConfig
 
 from bapo_trl import BAPOConfig
 from bapo_trl.tasks import EmbeddedTask, HeldOutAccuracy, held_out_accuracy, load_task, warm_start_path
-from bapo_trl.tasks.evaluation import seeded
+from bapo_trl.tasks.held_out import seeded
 from bapo_trl.upstream.cpu_speed import keep_freed_memory
 from benchmarks.long_tailed_sums import load_long_tailed_sums
 from benchmarks.measured_trainer import (

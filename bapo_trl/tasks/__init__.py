@@ -5,8 +5,8 @@ tasks for chat models, one of which a package carries.
 
 from .chat_sums import CHAT_SUMS, load_chat_sums
 from .embedded import EmbeddedTask, WarmStart
-from .evaluation import HeldOutAccuracy, held_out_accuracy
 from .gym import GYM_PREFIX, gym_reward, load_gym_task
+from .held_out import HeldOutAccuracy, held_out_accuracy
 from .made import MadeTask
 from .model import tiny_model
 from .smollm2 import SMOLLM2, smollm2_path
