@@ -91,22 +91,25 @@ class BAPOConfig(GRPOConfig):
     contribution_measure: str = field(
         default="gradient",
         metadata={
-            "help": "What a token contributes: `gradient`, its part in the gradient if the clip lets it through, or "
-            "`surrogate`, the value of its clipped term.",
+            "help": "Paper: what a token contributes, `gradient`, its part in the gradient if the clip lets it "
+            "through, or `surrogate`, the value of its clipped term.",
             "choices": list(MEASURES),
         },
     )
     contribution_weighting: str = field(
         default="uniform",
         metadata={
-            "help": "Weight of a token in the share: `uniform`, or `behavior_prob`, its probability under the policy "
-            "that sampled it, as the paper's Eq. 8 prints it.",
+            "help": "Paper: weight of a token in the share, `uniform`, or `behavior_prob`, its probability under the "
+            "policy that sampled it, as Eq. 8 prints it.",
             "choices": list(WEIGHTINGS),
         },
     )
     search_order: str = field(
         default="upper_first",
-        metadata={"help": "Which bound moves first: `upper_first` or `lower_first`.", "choices": list(SEARCH_ORDERS)},
+        metadata={
+            "help": "Paper: which bound moves first, `upper_first` or `lower_first`.",
+            "choices": list(SEARCH_ORDERS),
+        },
     )
     search_scope: str = field(
         default="batch",

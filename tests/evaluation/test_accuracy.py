@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bapo_trl.evaluation.accuracy import PromptResult, majority_vote, mean_over_prompts, pass_at_k, summarize
+from bapo_trl.evaluation.accuracy import (
+    Estimate,
+    PromptResult,
+    accuracy_table,
+    majority_vote,
+    mean_over_prompts,
+    pass_at_k,
+    summarize,
+)
 
 
 def pass_at_k_counted(correct: list[bool], k: int) -> float:
@@ -86,3 +94,12 @@ def test_summaries_without_answers_sources_or_prompts():
     ]  # fmt: skip
     assert list(summarize([PromptResult((True,))])) == ["avg@1"]
     assert summarize([]) == {}
+
+
+def test_accuracies_before_and_after():
+    before = {"avg@4": Estimate(0.25, 0.05), "maj@4": Estimate(0.5, float("nan"))}
+    assert accuracy_table({"before": before, "after": {"avg@4": Estimate(0.5, 0.0625)}}) == (
+        "         before         after\n  avg@4  0.250 ± 0.050  0.500 ± 0.062\n  maj@4  0.500"
+    )
+    assert accuracy_table({"": {"avg@4": Estimate(0.25, 0.05)}}) == "  avg@4  0.250 ± 0.050"
+    assert accuracy_table({"": {}}) == ""
