@@ -126,12 +126,13 @@ test-corner-%: .venv-corner-%.txt
 	$(PYTHON) -m compat constraints $* > $@.new && mv $@.new $@
 
 CONSTRAINTS ?= constraints.txt
-INSTALL = $(PIP) install --quiet --constraint $(CONSTRAINTS) --config-settings editable_mode=compat --editable
+# Python compiles what is imported, when it is imported: a fraction of what is installed, and half of the time
+INSTALL = $(PIP) install --quiet --no-compile --constraint $(CONSTRAINTS) --config-settings editable_mode=compat --editable
 $(VENV)/.installed: setup.cfg pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
 	@echo "Installing into $(VENV), once: this takes a minute or more ..."
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --constraint $(CONSTRAINTS) $(TORCH_FLAGS) torch
+	$(PIP) install --quiet --no-compile --constraint $(CONSTRAINTS) $(TORCH_FLAGS) torch
 	$(INSTALL) '.[plots]'
 	touch $@
 

@@ -158,7 +158,8 @@ class WholeCheckpoints(GRPOTrainer):
             skipped.append(f"{folder} is not whole and was skipped: {defect}.")
             if self.is_world_process_zero():
                 warnings.warn(skipped[-1])
-        raise InputError("\n".join([f"No valid checkpoint found in output directory ({run_dir})", *skipped]))
+        found = f"No valid checkpoint found in output directory ({run_dir}): start without `resume_from_checkpoint`."
+        raise InputError("\n".join([found, *skipped]))
 
     def _defect_on_any_rank(self, folder: str) -> str | None:
         defects = gather_object([find_defect(folder, self._is_dispensable)])

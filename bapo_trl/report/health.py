@@ -123,12 +123,29 @@ def examine(logs: Logs, method: Method | None = None) -> list[Finding]:
     if not made:
         return [Finding("Not checked", "note", unchecked)]
     found = [(check, check.find(points[check])) for check in made]
-    findings = [Finding(check.name, *result, check.meaning, check.remedy(method)) for check, result in found if result]
+    findings = _no_reward(logs) + [
+        Finding(check.name, *result, check.meaning, check.remedy(method)) for check, result in found if result
+    ]
     if not findings:
         what = f"{len(logs)} logs" if len(logs) != 1 else "1 log"
         sentence = f"{len(made)} of {len(checks)} checks made on {what}, and none found anything."
         return [Finding("Healthy", "healthy", f"{sentence} {unchecked}".strip())]
     return findings + ([Finding("Not checked", "note", unchecked)] if unchecked else [])
+
+
+def _no_reward(logs: Logs) -> list[Finding]:
+    rewards = logs.logged("reward")
+    if not len(rewards.steps) or np.isfinite(rewards.values).any():
+        return []
+    return [
+        Finding(
+            "No reward",
+            "warning",
+            f"undefined in all {len(rewards.steps)} logs.",
+            "No reward function applied to any sample: each returned None, or NaN. Nothing is trained.",
+            "A reward function that returns a number where it applies.",
+        )
+    ]
 
 
 def shared(findings: Mapping[str, Sequence[Finding]]) -> dict[tuple[str, ...], list[Finding]]:

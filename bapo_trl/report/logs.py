@@ -21,7 +21,8 @@ class Points(NamedTuple):
 
 class Logs:
     """
-    Logs of updates: without evaluations, the summary at the end, and what a resumed run repeats.
+    Logs of updates: without evaluations, the summary at the end unless it is the only log, and what a resumed run
+    repeats.
 
     Their steps ascend. Where a log's step does not, the run was resumed from there, and it replaces those from its
     step on.
@@ -38,7 +39,8 @@ class Logs:
     def add(self, log: Mapping) -> None:
         """Add a log if it is that of an update."""
         is_update = "loss" in log or "bapo/positive_share" in log
-        if not is_update or "train_runtime" in log:  # TRL puts what it has not logged yet into the summary
+        is_summary = "train_runtime" in log  # into which TRL puts what it has not logged yet
+        if not is_update or (is_summary and self._steps):
             return
         step = log.get("step")
         if not isinstance(step, int) or not 0 <= step <= sys.maxsize:

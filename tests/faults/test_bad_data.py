@@ -465,6 +465,17 @@ def test_completions_of_the_end_token_alone_are_trained_on(tmp_path):
     assert all(math.isfinite(log["loss"]) and math.isfinite(log["grad_norm"]) for log in logs)
 
 
+def test_too_few_completions_are_no_fault_of_the_reward(tmp_path):
+    def rollout(prompts, trainer):
+        ids = trainer.processing_class(prompts)["input_ids"]
+        return {"prompt_ids": ids, "completion_ids": [[5]] * (len(ids) - 1), "logprobs": None}
+
+    trainer = toy_trainer(tmp_path, trainer_args={"rollout_func": rollout})
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - TRL's own, whichever
+        trainer.train()
+    assert "The `rollout_func` returned 23 completions for 24 prompts" in str(raised.value.__notes__)
+
+
 def test_a_completion_without_a_token_is_refused(tmp_path):
     def rollout(prompts, trainer):
         ids = trainer.processing_class(prompts)["input_ids"]

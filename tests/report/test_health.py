@@ -94,6 +94,15 @@ def test_undefined_values_count_for_nothing(undefined):
     ]
 
 
+def test_a_run_without_any_reward_is_not_healthy():
+    undefined = {
+        "reward": None,
+        "frac_reward_zero_std": 0.0,
+    }  # as TRL logs it: the deviation of no reward is NaN, not 0
+    assert [finding.name for finding in examine(made_logs(**undefined))] == ["No reward"]
+    assert [finding.severity for finding in examine(made_logs(reward=[None, 0.5]))] == ["healthy"]
+
+
 def test_checks_that_could_not_be_made_are_named():
     plain = [{"loss": 0.1, "step": step, "entropy": 1.0} for step in (1, 2)]
     (finding,) = examine(plain)

@@ -41,6 +41,13 @@ def test_evaluations_and_the_summary_are_no_updates():
     assert [logs.logged(name).values.tolist() for name in HEALTHY] == [[value] * 2 for value in HEALTHY.values()]
 
 
+def test_the_summary_of_a_run_shorter_than_its_logging_is_its_only_log():
+    """TRL merges into the summary what it has not logged yet."""
+    summary = {**made_logs(1)[0], "step": 8, "train_runtime": 1.0}
+    assert update_logs([summary]).steps.tolist() == [8]
+    assert update_logs([{"step": 8, "train_runtime": 1.0}]).steps.tolist() == []
+
+
 def test_a_resumed_run_counts_each_update_once():
     again = made_logs(3, first=4, reward=0.9)
     logs = update_logs([*made_logs(6), {"step": 6, "eval_reward": 0.5}, *again])  # killed at 6, resumed from 3
