@@ -52,7 +52,8 @@ class BeforeAfter:
         else:
             accuracies = {"before": self._before.accuracies, "after": self._after.accuracies}
         lines = [
-            f"Evaluation of {model} on {title}, {self._after.num_prompts} prompts: {log_line(self.trainer.state.global_step, self._rewards())}",
+            f"Evaluation of {model} on {title}, {self._after.num_prompts} prompts: "
+            f"{log_line(self.trainer.state.global_step, self._rewards())}",
             accuracy_table(accuracies),
             self._left_out(),
             f"Completions: {self.output_dir / 'eval_completions.jsonl'}",
