@@ -78,6 +78,10 @@ def test_rows_of_different_batches_are_padded_to_the_longest():
     assert mixed["prompt_ids"].tolist() == [[7, 8, 9, 5], [0, 0, 5, 6]]
     assert mixed["completion_ids"].tolist() == [[9, 0, 0], [5, 6, 1]]
     assert rows_to_batch(rows.select([0]), PAD, "cpu", pad_to_multiple_of=4)["completion_ids"].shape == (1, 4)
+    of_another_tokenizer = rows_to_batch(rows.select([1, 0]), 3, "cpu")
+    assert of_another_tokenizer["prompt_ids"].tolist() == [[7, 8, 9, 5], [3, 3, 5, 6]]
+    assert of_another_tokenizer["completion_ids"].tolist() == [[9, 3, 3], [5, 6, 1]]
+    assert of_another_tokenizer["old_per_token_logps"][0, 1:].tolist() == [0, 0]
 
 
 def test_one_token_completions_and_sequence_ratios_do_not_get_mixed_up():

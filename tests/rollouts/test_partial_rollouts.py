@@ -129,6 +129,8 @@ def test_what_may_not_wait_goes_first():
     number = pool.admit({}, [2])
     lengths[number] = [1]
     assert pool.has_enough(1)
+    assert pool.overdue(0) == []  # a token of that very version may wait
+    assert [group.id for group in pool.overdue(1)] == [0, 1]
     assert not pool.has_enough(1, oldest_version=1)  # group 0 has tokens of version 0, and goes on
     while not pool.has_enough(1, oldest_version=1):
         go_on(pool, lengths, policy_version=3, cap=4)
