@@ -4,6 +4,8 @@ import math
 from dataclasses import fields
 from typing import Any
 
+import torch
+
 from ..errors import InputError
 from ..inputs.setting_checks import SIZES, check_counts, check_number
 from .curves import MEASURES
@@ -21,8 +23,8 @@ BOUND_PARTS = tuple(part.name for part in fields(BoundGrid))
 def check_search(config: Any) -> None:
     """Refuse values of the bound search, and losses and updates that it does not go with."""
     check_counts(config, SIZES)
-    if config.delta is not None:
-        check_number("delta", config.delta)
+    for name in ("delta", "negative_ratio_cap", "epsilon", "epsilon_high"):
+        _check_fits_ratios(name, getattr(config, name))
     for name in ("epsilon", "epsilon_high"):
         _check_epsilon(config, name)
     for name in ("positive_contribution_target", "negative_weight_min", *(f"ratio_{part}" for part in BOUND_PARTS)):
@@ -69,6 +71,15 @@ def check_search(config: Any) -> None:
             f"Set `gradient_accumulation_steps` to a divisor of {generation}, make `steps_per_generation` a "
             f"multiple of {window}, or set `search_scope` to 'micro_batch'."
         )
+
+
+def _check_fits_ratios(name: str, value: Any) -> None:
+    """Refuse a bound of ratios that float32, their type, does not hold: torch raises without a name."""
+    if value is None:
+        return
+    check_number(name, value)
+    if torch.finfo(torch.float32).max < abs(value) < math.inf:
+        raise InputError(f"`{name}` is {value}, more than float32 holds: set it to a ratio, e.g. 4.0, or to None.")
 
 
 def _check_epsilon(config: Any, name: str) -> None:
