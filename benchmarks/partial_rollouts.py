@@ -246,7 +246,7 @@ def main() -> None:
 
 
 def _measure_over_server(rounds: int, generations: int) -> list[dict]:
-    from tests.e2e.launching import vllm_server  # starts scripts/serve_vllm.sh and waits for it
+    from tests.e2e.launching import vllm_server  # starts `bapo-trl serve` and waits for it
     from tests.helpers.commands import free_port
 
     median = MEDIANS["vllm"]

@@ -81,7 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0].strip())
     parser.add_argument("--generations", type=int, default=16)
     args = parser.parse_args()
-    from tests.e2e.launching import SMALL, vllm_server  # starts scripts/serve_vllm.sh and waits for it
+    from tests.e2e.launching import SMALL, vllm_server  # starts `bapo-trl serve` and waits for it
     from tests.helpers.commands import free_port
     from tests.helpers.toy import CPU
 

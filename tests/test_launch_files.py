@@ -1,11 +1,6 @@
 """Every YAML file in the repository parses with the parser that reads it."""
 
 import json
-import os
-import shlex
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +12,7 @@ from bapo_trl.errors import InputError
 from bapo_trl.script.arguments import EMBEDDED
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.launcher import read_arguments
-from tests.helpers.commands import ROOT, free_port, run_command
+from tests.helpers.commands import ROOT, run_command
 
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -127,71 +122,6 @@ def test_a_configuration_of_ones_own_names_its_deepspeed_file_from_the_folder_or
 @pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("*.s*")), ids=lambda path: path.name)
 def test_every_script_is_valid_bash(script):
     assert run_command(["bash", "-n", str(script)]).returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environment", "message"),
-    [
-        ([], {}, "scripts/serve_vllm.sh MODEL"),
-        (["model"], {"SERVE_HOST": "0.0.0.0"}, "TRUSTED_NETWORK=1"),
-        (["model", "--host", "0.0.0.0"], {}, "--host: set SERVE_HOST and SERVE_PORT"),
-        (["model", "--port=9"], {}, "--port=9: set SERVE_HOST and SERVE_PORT"),
-        (["model"], {"DEVICE": "tpu"}, "choose cuda or cpu"),
-        (["model"], {"DEVICE": "cpu", "TIMEOUT": "soon"}, "TIMEOUT is 'soon'"),
-        (["model"], {"DEVICE": "cpu", "SERVE_PORT": "http"}, "SERVE_PORT 'http'"),
-        (["model"], {"DEVICE": "cpu", "PYTHON": sys.executable}, "has no vllm"),
-    ],
-)
-def test_the_server_script_refuses_what_cannot_work(arguments, environment, message):
-    result = run_command(["scripts/serve_vllm.sh", *arguments], **environment)
-    assert result.returncode == 2
-    assert message in result.stderr
-
-
-@pytest.fixture
-def stand_in(tmp_path):
-    """A Python whose `-m vllm...` does what a script says, and the environment to serve with it."""
-
-    def make(server: str) -> dict[str, str]:
-        python = tmp_path / "python"
-        real = shlex.quote(sys.executable)
-        script = f'[[ $1 == -c ]] && exit 0\nif [[ $1 == -m ]]; then\n{server}\nfi\nexec {real} "$@"\n'
-        python.write_text(f"#!/usr/bin/env bash\n{script}")
-        python.chmod(0o755)
-        return {"PYTHON": str(python), "DEVICE": "cpu", "SERVE_PORT": str(free_port())}
-
-    return make
-
-
-def test_the_server_script_tells_of_a_server_that_ends(stand_in):
-    result = run_command(["scripts/serve_vllm.sh", "model"], **stand_in("echo out of memory >&2; exit 3"))
-    assert result.returncode == 1
-    assert "out of memory" in result.stderr
-    assert "ended before it was ready" in result.stderr
-
-
-def test_the_server_script_does_not_take_another_server_for_its_own(stand_in):
-    environment = stand_in("sleep 60")
-    with socket.create_server(("127.0.0.1", int(environment["SERVE_PORT"]))):
-        result = run_command(["scripts/serve_vllm.sh", "model"], **environment)
-    assert result.returncode == 2
-    assert "something listens already" in result.stderr
-
-
-def test_the_server_script_ends_its_server_when_it_is_told_to_before_it_is_ready(stand_in, tmp_path):
-    environment = stand_in(f"echo $$ > {shlex.quote(str(tmp_path / 'pid'))}; echo started; exec sleep 600")
-    process = subprocess.Popen(
-        ["scripts/serve_vllm.sh", "model"],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout.readline() == "started\n"
-    process.terminate()
-    assert process.wait(timeout=60) == 143
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 def test_recipes_with_vllm_keep_stale_data_usable():

@@ -171,7 +171,7 @@ class DifferenceCheck:
             raise RuntimeError(
                 f"{finding}Either the server's weights are not the trainer's (another model, a weight transfer that "
                 "failed), or it reports other log-probabilities than those it samples from: start it with "
-                "`scripts/serve_vllm.sh MODEL` or with `--logprobs-mode processed_logprobs`; a `rollout_func` must "
+                "`bapo-trl serve --model MODEL` or with `--logprobs-mode processed_logprobs`; a `rollout_func` must "
                 "hand on vLLM's. If the difference comes from low precision, raise the tolerance."
             )
         if self.warns:

@@ -155,7 +155,7 @@ class StaleServerCheck:
             raise RuntimeError(
                 "The vLLM server does not take the trainer's weights: since they last arrived, the server's "
                 f"log-probabilities of fixed tokens made {share:.2f} of the trainer's change. Look for an error of "
-                "the weight transfer in the server's log, and start it anew with `scripts/serve_vllm.sh MODEL`. "
+                "the weight transfer in the server's log, and start it anew with `bapo-trl serve --model MODEL`. "
                 "`vllm_logp_tolerance` None switches this check off."
             )
         return {} if math.isnan(share) else {"sampling/server_followed": share}

@@ -6,6 +6,7 @@ import itertools
 import re
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 import benchmarks.gpu_first_run.__main__ as gpu_first_run
 from bapo_trl.report import command
+from bapo_trl.script import serving
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.launcher import read_arguments
 from tests.docs.blocks import PAGES, all_blocks, blocks_of, commands_of
@@ -132,11 +134,6 @@ def accelerate(words):
         assert result.returncode == 0, result.stdout + result.stderr
 
 
-def serve(words):
-    assert (ROOT / "scripts" / "serve_vllm.sh").stat().st_mode & 0o100
-    assert not words[0].startswith("-")
-
-
 def bapo_trl(words):
     subcommand, *arguments = words
     if subcommand == "report":
@@ -145,9 +142,18 @@ def bapo_trl(words):
         launch, _, _ = _validate_launch_command(read_arguments(arguments))
         assert launch.training_script == "bapo_trl"
         parse_arguments([*launch.training_script_args[1:], *cpu_flags()])
+    elif subcommand == "serve":
+        serve(arguments)
     else:
         assert subcommand in ("train", "evaluate"), f"`bapo-trl {subcommand}` is checked by nothing here"
         python(["train_bapo.py", *arguments, *(["--do_train", "false"] if subcommand == "evaluate" else [])])
+
+
+def serve(flags):
+    with patch("importlib.util.find_spec"), patch("os.execve") as become:
+        serving.main(flags)
+    _, server, _ = become.call_args.args
+    assert server[-2:] == ["--tensor-parallel-size", "2"]
 
 
 def report(arguments):
@@ -160,8 +166,7 @@ def report(arguments):
 
 
 CHECKS = {
-    "make": make, "pip": pip, "python": python, "accelerate": accelerate, "scripts/serve_vllm.sh": serve,
-    "bapo-trl": bapo_trl,
+    "make": make, "pip": pip, "python": python, "accelerate": accelerate, "bapo-trl": bapo_trl,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Start trainers with `accelerate launch` and the repository's own configs, and vLLM servers with its script."""
+"""Start trainers with `accelerate launch` and the repository's own configs, and vLLM servers with `bapo-trl serve`."""
 
 import os
 import signal
@@ -66,24 +66,14 @@ def _output_of(result: subprocess.CompletedProcess) -> str:
 
 
 @contextmanager
-def vllm_server(
-    model: Path, log: Path, timeout_s: int = 300, port: int | None = None, flags: Sequence[str] = SMALL
-) -> Iterator[Server]:
-    """Serve a model with `scripts/serve_vllm.sh`; say where once it says that it is ready, end it afterwards."""
+def vllm_server(model: Path, log: Path, port: int | None = None, flags: Sequence[str] = SMALL) -> Iterator[Server]:
+    """Serve a model with `bapo-trl serve`; say where once it says that it is ready, end it afterwards."""
     port = port or free_port()
-    environment = {
-        **os.environ,
-        "PYTHON": sys.executable,
-        "DEVICE": "cpu",
-        "SERVE_PORT": str(port),
-        "TIMEOUT": str(timeout_s),
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }
+    command = [sys.executable, "-m", "bapo_trl", "serve", "--model", str(model)]
     process = subprocess.Popen(
-        ["scripts/serve_vllm.sh", str(model), *flags],
+        [*command, "--device", "cpu", "--port", str(port), *flags],
         cwd=ROOT,
-        env=environment,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -93,7 +83,7 @@ def vllm_server(
     try:
         for line in process.stdout:
             lines.append(line)
-            if line.startswith("vLLM serves"):
+            if "Application startup complete" in line:
                 break
         else:
             raise AssertionError("The server did not start:\n" + "".join(lines[-60:]))

@@ -181,7 +181,7 @@ def test_a_server_that_cannot_send_over_gloo_is_refused(config):
         def get_server_info(self):
             return {"weight_transfer_config": config}
 
-    with pytest.raises(RuntimeError, match=r"127.0.0.1:1 transfers weights by (None|'nccl').*serve_vllm.sh"):
+    with pytest.raises(RuntimeError, match=r"127.0.0.1:1 transfers weights by (None|'nccl').*bapo-trl serve"):
         Client().init_communicator("cpu")
 
 

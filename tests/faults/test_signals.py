@@ -1,6 +1,7 @@
 """Signals while a run trains: the update is finished and saved on all ranks, and the run goes on where it was."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -289,9 +290,11 @@ for node in ${nodes//,/ }; do
 done
 exit $code
 """,
-    # The launcher takes the signal that SLURM sends to all; there is no server
+    # The server says what it serves to the first rank, which waits for it. Launchers take the signal that SLURM sends
     "python": """
+if [[ "$2 $3" == "bapo_trl serve" ]]; then echo "$*" >"$LOG/server"; exit; fi
 if [[ $2 != bapo_trl.script.launcher ]]; then exit 3; fi
+if [[ $SLURM_PROCID == 0 ]]; then cat "$LOG/server" >"$LOG/served"; fi
 kill -USR1 $$
 echo "$*" >"$LOG/launched-$SLURM_PROCID"
 exit "$CODE"
@@ -305,6 +308,7 @@ def slurm(tmp_path):
     for name, script in STAND_INS.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
         (tmp_path / name).chmod(0o755)
+    os.mkfifo(tmp_path / "server")
     return {
         "PATH": f"{tmp_path}:/usr/local/bin:/usr/bin:/bin", "LOG": str(tmp_path), "CODE": "0", "NODES": "0 1 2 3 4",
         "SLURM_JOB_NODELIST": "node[0-4]", "SLURM_JOB_ID": "17",
@@ -322,6 +326,8 @@ def test_the_slurm_script_requeues_a_run_that_a_signal_stopped_and_no_other(tmp_
     assert result.returncode == code, result.stderr
     asked = tmp_path / "asked"  # by each node
     assert (asked.read_text() if asked.exists() else "") == ("requeue 17\n" * 4 if code == EXIT_CODE else "")
+    served = "-m bapo_trl serve --model model --host 0.0.0.0 --tensor-parallel-size 4\n"
+    assert (tmp_path / "served").read_text() == served
     for rank in range(4):
         launched = (tmp_path / f"launched-{rank}").read_text()
         assert "--num_machines 4 --num_processes 32 " in launched

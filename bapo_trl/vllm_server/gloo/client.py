@@ -36,7 +36,7 @@ class GlooVLLMClient(ServerClient):
         if backend != "gloo":
             raise RuntimeError(
                 f"The vLLM server at {self.base_url} transfers weights by {backend!r}, but the trainer runs on a CPU: "
-                "start the server with `scripts/serve_vllm.sh MODEL`, or with "
+                "start the server with `bapo-trl serve --model MODEL`, or with "
                 """`--weight-transfer-config '{"backend": "gloo"}'` where bapo-trl is installed."""
             )
         world_size = self.get_world_size() + 1
