@@ -22,8 +22,7 @@ from peft import LoraConfig
 from transformers import PrinterCallback, ProgressCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.tasks import load_gym_task, smollm2_path
-from bapo_trl.tasks.held_out import seeded
+from bapo_trl.tasks import held_out_accuracy, load_gym_task, smollm2_path
 from bapo_trl.upstream.cpu_speed import base_dtype, has_bfloat16, speed_up_cpu
 from benchmarks.balance import arms as balance
 from benchmarks.common import ROOT, Section, earlier_runs, provenance, result_path, save_result, table
@@ -68,24 +67,6 @@ SETTINGS = {
     "report_to": "none",
     "disable_tqdm": True,
 }
-
-
-def complete(model, tokenizer, prompts: Sequence[list[dict]], max_new_tokens: int, sample: bool = False):
-    """Return the completions to prompts, and whether each ended by itself."""
-    texts, ended = [], []
-    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if sample else {"do_sample": False}
-    for start in range(0, len(prompts), 64):
-        batch = tokenizer.apply_chat_template(
-            list(prompts[start : start + 64]), add_generation_prompt=True, tokenize=True, padding=True,
-            return_tensors="pt", return_dict=True,
-        ).to(model.device)  # fmt: skip
-        output = model.generate(
-            **batch, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, **sampling
-        )
-        completions = output[:, batch["input_ids"].shape[1] :]
-        texts += tokenizer.batch_decode(completions, skip_special_tokens=True)
-        ended += (completions == tokenizer.eos_token_id).any(dim=1).tolist()
-    return texts, ended
 
 
 def learning_rates(arm: str) -> tuple[float, ...]:
@@ -169,26 +150,15 @@ def run(spec: dict) -> dict:
     }
 
 
-@torch.no_grad()
 def accuracy(trainer: BAPOTrainer, problems, reward_func: Callable[..., list[float]]) -> dict[str, float]:
     """Return what is right of the greedy completions, of 4 samples on average, and of the best of the 4 (pass@4)."""
-    model, tokenizer = trainer.model, trainer.processing_class
-    prompts, entries = problems["prompt"][:], problems["entry"][:]
-
-    def is_right(texts: list[str], entries: list[str]) -> list[bool]:
-        return [reward >= 1 for reward in reward_func(texts, entry=entries)]
-
-    model.eval()
-    greedy, _ = complete(model, tokenizer, prompts, trainer.args.max_completion_length)
-    with seeded(model.device, 0):
-        sampled, _ = complete(model, tokenizer, prompts * NUM_SAMPLES, trainer.args.max_completion_length, sample=True)
-    model.train()
-    right = is_right(sampled, entries * NUM_SAMPLES)
-    return {
-        "greedy": statistics.mean(is_right(greedy, entries)),
-        "sampled": statistics.mean(right),
-        "pass@4": statistics.mean(any(right[index :: len(prompts)]) for index in range(len(prompts))),
-    }
+    found = held_out_accuracy(
+        trainer.model, trainer.processing_class,
+        [{"prompt": row["prompt"], "answer": row["entry"]} for row in problems],
+        num_samples=NUM_SAMPLES, max_new_tokens=trainer.args.max_completion_length, batch_size=64,
+        reward_func=lambda texts, entries: [float(reward >= 1) for reward in reward_func(texts, entry=entries)],
+    )  # fmt: skip
+    return {"greedy": found.greedy, "sampled": found.sampled, "pass@4": found.solved}
 
 
 def fetch_model(specs: Sequence[dict]) -> None:

@@ -1,7 +1,7 @@
 """Accuracy of a model on held-out problems."""
 
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,7 @@ class HeldOutAccuracy:
 def held_out_accuracy(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    problems: Iterable[dict[str, str]],
+    problems: Iterable[Mapping[str, Any]],
     num_samples: int = 4,
     temperature: float = 1.0,
     max_new_tokens: int = MAX_ANSWER_CHARACTERS + 1,
@@ -53,8 +53,8 @@ def held_out_accuracy(
             Model to measure.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             Its tokenizer; must pad on the left.
-        problems (iterable of `dict[str, str]`):
-            Rows with `prompt` and `answer`, for example [`EmbeddedTask`]`.test_dataset`.
+        problems (iterable of mappings):
+            Rows with `prompt`, text or messages, and `answer`, for example [`EmbeddedTask`]`.test_dataset`.
         num_samples (`int`, *optional*, defaults to `4`):
             Sampled completions a problem, at least 1.
         temperature (`float`, *optional*, defaults to `1.0`):
@@ -82,14 +82,14 @@ def held_out_accuracy(
     if tokenizer.padding_side != "left":
         raise ValueError(f"Generation needs `padding_side='left'`, the tokenizer has {tokenizer.padding_side!r}.")
 
-    prompts = [row["prompt"] for row in rows]
+    prompts = [_as_text(row["prompt"], tokenizer) for row in rows]
     answers = [row["answer"] for row in rows]
     # The neutral top_k and top_p matter: generate() would otherwise cut the distribution to its 50 best tokens.
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
 
     generate: Any = model.generate  # not every model has it, says its type
 
-    def score(prompts: list[str], answers: list[str], **generation: object) -> list[float]:
+    def score(prompts: list[str], answers: list[Any], **generation: object) -> list[float]:
         texts: list[str] = []
         for start in range(0, len(prompts), batch_size):
             batch = tokenizer(prompts[start : start + batch_size], return_tensors="pt", padding=True).to(model.device)
@@ -107,6 +107,12 @@ def held_out_accuracy(
         model.train(was_training)
     best = [max(sampled[index :: len(rows)]) for index in range(len(rows))]
     return HeldOutAccuracy(*map(statistics.mean, (greedy, sampled, best)))
+
+
+def _as_text(prompt: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
+    if isinstance(prompt, str):
+        return prompt
+    return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
 
 
 @contextmanager

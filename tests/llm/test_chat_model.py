@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo_trl.tasks import load_chat_sums, smollm2_path
 from bapo_trl.tasks.chat_sums import ask
-from benchmarks.llm_study import complete
 from tests.helpers.commands import ROOT, run_command
 
 
@@ -69,7 +68,12 @@ def test_the_model_of_the_package_answers_and_stops(folder):
     for config in (model.config, model.generation_config):
         assert config.eos_token_id == config.pad_token_id == tokenizer.eos_token_id
     sums = [(1, 2), (2, 2), (3, 4), (5, 5), (7, 8), (9, 6), (4, 1), (8, 3)]
-    texts, ended = complete(model, tokenizer, [ask(a, b) for a, b in sums], 48)
+    prompts = tokenizer.apply_chat_template(
+        [ask(a, b) for a, b in sums], add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+    )
+    output = model.generate(**prompts, max_new_tokens=48, do_sample=False)[:, prompts["input_ids"].shape[1] :]
+    texts = tokenizer.batch_decode(output, skip_special_tokens=True)
+    ended = (output == tokenizer.eos_token_id).any(dim=1).tolist()
     rewards = load_chat_sums().reward_func(texts, [str(a + b) for a, b in sums])
     assert sum(rewards) >= len(rewards) / 2, texts
     assert sum(ended) >= len(ended) / 2

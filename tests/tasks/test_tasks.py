@@ -334,6 +334,13 @@ def test_a_problem_is_solved_by_the_best_of_its_own_samples(tokenizer):
     assert accuracy.solved == accuracy.sampled == 30 / 150
 
 
+def test_prompts_of_messages_are_asked_with_the_chat_template(tokenizer):
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if add_generation_prompt %}={% endif %}"
+    chats = [{**row, "prompt": [{"role": "user", "content": row["prompt"][:-1]}]} for row in PROBLEMS]
+    model = ScriptedModel(tokenizer, knows=lambda a, b: a == 3)
+    assert tasks.held_out_accuracy(model, tokenizer, chats).greedy == 30 / 150
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_accuracy_repeats_and_leaves_the_random_state_and_mode(tokenizer, task, training):
     model = tasks.tiny_model(tokenizer, seed=0).train(training)
