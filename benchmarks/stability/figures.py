@@ -6,6 +6,12 @@ from collections.abc import Iterable, Sequence
 from matplotlib.figure import Figure
 
 
+HARD_TASK = "running_totals"
+"""The task of the figures."""
+
+BINNED = ("grad_norm", "bapo/positive_share", "bapo/clip_low", "bapo/clip_high")
+"""Metrics of updates that are drawn, each as its means over some bins of the run."""
+
 ARM_COLORS = {"GRPO": "tab:blue", "clip-higher": "tab:orange", "BAPO": "tab:red"}
 STALENESS_COLORS = {"1": "black", "4": "tab:blue", "16": "tab:orange", "64": "tab:red"}
 
@@ -60,6 +66,11 @@ def draw_bounds(rows: Sequence[dict]) -> Figure:
 def new_figure(width: float, height: float) -> Figure:
     """Return an empty figure of this size in inches."""
     return Figure(figsize=(width, height), dpi=110, layout="constrained")
+
+
+def is_drawn(purpose: str, task: str, arm: str, staleness: str) -> bool:
+    """Return whether a figure draws these runs."""
+    return purpose == "reported" and task == HARD_TASK and arm in ARM_COLORS and staleness in STALENESS_COLORS
 
 
 def select(rows: Sequence[dict], arm: str, staleness: str) -> list[dict]:

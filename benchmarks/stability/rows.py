@@ -10,7 +10,7 @@ from dataclasses import fields
 from bapo_trl import BAPOConfig
 from benchmarks.run_pool import run_key
 
-from .figures import ARM_COLORS
+from .figures import BINNED, is_drawn
 from .plan import Preset, Run
 
 
@@ -84,19 +84,28 @@ def run_to_row(run: Run, result: dict, settings: dict) -> dict:
         "largest_fall": round(max(map(operator.sub, itertools.accumulate(accuracies, max), accuracies)), 4),
         "is_collapsed": accuracies[-1] < max(accuracies) / 2,
         **describe_search(settings, series),
-        **(_weights_of(series["bapo/negative_weight"]) if settings.get("negative_weight_min", 1) < 1 else {}),
+        **(_weights_of(run, series["bapo/negative_weight"]) if settings.get("negative_weight_min", 1) < 1 else {}),
         "updates": result["updates"],
         "generated_tokens": result["generated_tokens"][-1],
         "tokens_per_update": round(result["generated_tokens"][-1] * run.staleness.num_iterations / result["updates"]),
         "seconds": result["seconds"],
         "means": result["means"],
-        "held_out": [[point[key] for key in ("update", "sampled", "greedy", "entropy")] for point in points],
-        **({"bins": {name: bin_means(values) for name, values in series.items()}} if run.arm in ARM_COLORS else {}),
+        **_curves(run, series, points),
     }
 
 
-def _weights_of(weights: list[float | None]) -> dict:
-    return {"weights": weights, "mean_weight": round(statistics.mean(w for w in weights if w is not None), 4)}
+def _weights_of(run: Run, weights: list[float | None]) -> dict:
+    """Return their mean, and for the control that takes them in another order, all of them."""
+    mean = round(statistics.mean(weight for weight in weights if weight is not None), 4)
+    return {"mean_weight": mean} if run.purpose != "reported" else {"weights": weights, "mean_weight": mean}
+
+
+def _curves(run: Run, series: dict[str, list], points: Sequence[dict]) -> dict:
+    """Return the way of a run that is drawn; of another, where it began and its last two measurements."""
+    held_out = [[point[key] for key in ("update", "sampled", "greedy", "entropy")] for point in points]
+    if not is_drawn(run.purpose, run.task, run.arm, run.staleness.name):
+        return {"held_out": [held_out[0], *held_out[1:][-2:]]}
+    return {"held_out": held_out, "bins": {name: bin_means(series[name]) for name in BINNED if name in series}}
 
 
 def describe_search(settings: dict, series: dict[str, list]) -> dict:

@@ -22,8 +22,8 @@ from benchmarks.stability.tables import readme_table, undefined_gradients
 RATES = {(arm, staleness): 1e-3 for arm in ARMS for staleness in ("16", "64")}
 
 
-def a_run(arm="BAPO", staleness=16, seed=0, learning_rate=1e-3):
-    return Run("reported", "sums", arm, StalenessSetting(staleness), learning_rate, seed)
+def a_run(arm="BAPO", staleness=16, seed=0, learning_rate=1e-3, task="sums"):
+    return Run("reported", task, arm, StalenessSetting(staleness), learning_rate, seed)
 
 
 # --- plan ------------------------------------------------------------------------------------------------------------
@@ -304,10 +304,10 @@ def test_intervals_are_those_of_student_s_t():
     assert mean_and_interval([1.0]) == {"mean": 1.0, "half_width": None}
 
 
-def rows_with(ends):
+def rows_with(ends, task="sums"):
     """Return the rows of arms that end with these accuracies, by seed."""
     return [
-        run_to_row(a_run(arm, seed=seed), finished_run(accuracies, [1.0] * 20), ARMS.get(arm, {}))
+        run_to_row(a_run(arm, seed=seed, task=task), finished_run(accuracies, [1.0] * 20), ARMS.get(arm, {}))
         for arm, by_seed in ends.items()
         for seed, accuracies in by_seed.items()
     ]
@@ -365,10 +365,10 @@ def test_the_section_judges_the_aims_by_the_rows():
     ends = {"BAPO": (0.8, 0.9), "GRPO": (0.3, 0.4), "clip-higher": (0.7, 0.9)}  # intervals at 0.85, 0.35 and 0.8
     finals = {arm: [pair[0], *[sum(pair) / 2] * 3, pair[1]] for arm, pair in ends.items()}
     rows = rows_with(
-        {arm: {seed: [0.1, 0.2, end] for seed, end in enumerate(by_seed)} for arm, by_seed in finals.items()}
+        {arm: {seed: [0.1, 0.2, end] for seed, end in enumerate(by_seed)} for arm, by_seed in finals.items()},
+        task="running_totals",
     )
     pilots = {("BAPO", 1e-4): 0.7, ("BAPO", 2e-4): 0.9, ("GRPO", 5e-5): 0.6, ("GRPO", 1e-4): 0.3}
-    rows = [{**row, "task": "running_totals"} for row in rows]
     rows += [{**row, "purpose": "candidate"} for row in rows]
     rows += [
         {
