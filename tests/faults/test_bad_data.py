@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import trl
 from datasets import Dataset, IterableDataset
+from packaging.version import Version
 
 from bapo_trl import BAPOTrainer
 from bapo_trl.errors import InputError
@@ -465,6 +467,7 @@ def test_completions_of_the_end_token_alone_are_trained_on(tmp_path):
     assert all(math.isfinite(log["loss"]) and math.isfinite(log["grad_norm"]) for log in logs)
 
 
+@pytest.mark.skipif(Version(trl.__version__) < Version("1.16"), reason="its error comes before the rewards")
 def test_too_few_completions_are_no_fault_of_the_reward(tmp_path):
     def rollout(prompts, trainer):
         ids = trainer.processing_class(prompts)["input_ids"]

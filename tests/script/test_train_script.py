@@ -328,9 +328,8 @@ def is_saved_evaluated_and_pushed(folder, pushed):
 
 
 @pytest.mark.trainings
-@pytest.mark.parametrize("settings", [{}, {"eval_strategy": "steps", "eval_steps": 2}])
-def test_a_run_that_logs_no_update_has_no_report(tmp_path, capsys, pushed, settings):
-    run_main(output_dir=tmp_path, logging_steps=5, **PUBLISHED, **settings)
+def test_a_run_that_logs_no_update_has_no_report(tmp_path, capsys, pushed):
+    run_main(output_dir=tmp_path, logging_steps=5, eval_strategy="steps", eval_steps=2, **PUBLISHED)
     assert is_saved_evaluated_and_pushed(tmp_path, pushed)
     assert "\nReport: not drawn, no update was logged" in capsys.readouterr().out
     assert not (tmp_path / "report.png").exists()
