@@ -73,6 +73,11 @@ def is_drawn(purpose: str, task: str, arm: str, staleness: str) -> bool:
     return purpose == "reported" and task == HARD_TASK and arm in ARM_COLORS and staleness in STALENESS_COLORS
 
 
+def has_ranges(purpose: str, arm: str, staleness: str) -> bool:
+    """Return whether the ranges of metrics in docs/metrics.md may be of these runs."""
+    return purpose != "candidate" and arm == "BAPO" and staleness in STALENESS_COLORS
+
+
 def select(rows: Sequence[dict], arm: str, staleness: str) -> list[dict]:
     """Return the rows of an arm at a staleness setting."""
     return [row for row in rows if row["arm"] == arm and row["staleness_setting"] == staleness]

@@ -10,7 +10,7 @@ from dataclasses import fields
 from bapo_trl import BAPOConfig
 from benchmarks.run_pool import run_key
 
-from .figures import BINNED, is_drawn
+from .figures import BINNED, has_ranges, is_drawn
 from .plan import Preset, Run
 
 
@@ -103,9 +103,13 @@ def _weights_of(run: Run, weights: list[float | None]) -> dict:
 def _curves(run: Run, series: dict[str, list], points: Sequence[dict]) -> dict:
     """Return the way of a run that is drawn; of another, where it began and its last two measurements."""
     held_out = [[point[key] for key in ("update", "sampled", "greedy", "entropy")] for point in points]
-    if not is_drawn(run.purpose, run.task, run.arm, run.staleness.name):
-        return {"held_out": [held_out[0], *held_out[1:][-2:]]}
-    return {"held_out": held_out, "bins": {name: bin_means(series[name]) for name in BINNED if name in series}}
+    is_whole = is_drawn(run.purpose, run.task, run.arm, run.staleness.name)
+    names = list(series) if has_ranges(run.purpose, run.arm, run.staleness.name) else BINNED if is_whole else ()
+    bins = {name: bin_means(series[name]) for name in names if name in series}
+    return {
+        "held_out": held_out if is_whole else [held_out[0], *held_out[1:][-2:]],
+        **({"bins": bins} if bins else {}),
+    }
 
 
 def describe_search(settings: dict, series: dict[str, list]) -> dict:
