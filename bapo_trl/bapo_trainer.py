@@ -73,7 +73,7 @@ class BAPOTrainer(WholeCheckpoints):
       and carried curves.
     - `_finish_current_push` waits for an upload; we remove what we made for it.
 
-        Args:
+    Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             Model to train, as in [`~trl.GRPOTrainer`].
         reward_funcs (`RewardFunc` or `list[RewardFunc]`, *optional*):
@@ -147,7 +147,6 @@ class BAPOTrainer(WholeCheckpoints):
         self._inputs_in_loss = None  # the micro-batch whose loss is being computed, else `None`
         self._handed_over: RolloutBatch | None = None  # complete groups while TRL takes them for its own generation
         self._server = make_retries(self, self._forget_sent_weights, self._end_without_server)
-        self._pushes = make_pushes(self, lambda file: is_queue_file(file) or is_pool_file(file))
         self._reset_run_state()
         if trains and self.accelerator.is_main_process:
             for message in args.warnings():
@@ -183,6 +182,7 @@ class BAPOTrainer(WholeCheckpoints):
         """Forget what belongs to a run."""
         fixes.reset_grpo_state(self)
         self._settings = own_settings(self.args)
+        self._pushes = make_pushes(self, lambda file: is_queue_file(file) or is_pool_file(file))
         self._has_random_forward = has_random_forward(self.model, self.args.neftune_noise_alpha)
         self._has_probed_padding = self._has_saved = self._has_loaded_queue = False
         # The version that sampled all rows of the buffer, on all ranks; `None` if they differ
@@ -302,14 +302,18 @@ class BAPOTrainer(WholeCheckpoints):
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         if self._handed_over is not None:
             return self._handed_over.tokens, self._handed_over.sampler_logps
-        sample = partial(super()._generate_single_turn, prompt_ids, *args, **kwargs)
-        with (
-            explained(partial(checks.check_tokens_of_batch, self, prompt_ids)),
-            checks.explaining_broken_logits(self.state.global_step),
-        ):
-            if self._server is None:
-                return sample()
-            return self._server.generate(sample, self._last_loaded_step != self.state.global_step)
+        generate = super()._generate_single_turn
+
+        def sample():
+            with (
+                explained(partial(checks.check_tokens_of_batch, self, prompt_ids)),
+                checks.explaining_broken_logits(self.state.global_step),
+            ):
+                return generate(prompt_ids, *args, **kwargs)
+
+        if self._server is None:
+            return sample()
+        return self._server.generate(sample, self._last_loaded_step != self.state.global_step)
 
     def _continue_completions(self, prompts, cap):
         with token_cap(self, cap):
@@ -372,8 +376,7 @@ class BAPOTrainer(WholeCheckpoints):
         count = self.current_gradient_accumulation_steps
         window = [(self._step + i) % self.args.steps_per_generation for i in range(count)]
         are_fresh = self._buffer_version == self.state.global_step
-        micro_batches = [self._buffered_inputs[position] for position in window]
-        read_ahead = partial(read_tokens_ahead, self, micro_batches, are_fresh, self._has_random_forward)
+        read_ahead = partial(read_tokens_ahead, self, window, are_fresh, self._has_random_forward)
         self._clip_with(self._bounds.begin(self._buffered_inputs, window, read_ahead))
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):

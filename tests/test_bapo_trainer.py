@@ -246,6 +246,14 @@ def test_look_ahead_passes_the_models_other_inputs_on(tmp_path):
     assert len(seen) == 4 * 2 + 3 * 2  # losses, and look-aheads but that of the first update
 
 
+def test_the_loss_of_a_batch_of_ones_own_needs_no_buffer(tmp_path):
+    trainer = toy_trainer(tmp_path, gradient_accumulation_steps=1, max_steps=1)
+    trainer.train()
+    batch, trainer._buffered_inputs = trainer._buffered_inputs[0], None
+    trainer.model.train()
+    assert trainer.compute_loss(trainer.model, batch).isfinite()
+
+
 def test_a_second_call_to_train_starts_over(tmp_path):
     trainer = trained(tmp_path, max_steps=2)
     trainer.updates = [[]]

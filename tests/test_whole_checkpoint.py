@@ -581,6 +581,22 @@ def test_a_push_leaves_the_samples_out_and_a_run_goes_on_from_what_is_pushed(tmp
 
 
 @pytest.mark.trainings
+def test_settings_of_a_push_are_those_of_when_the_training_begins(tmp_path, monkeypatch):
+    hub = Hub()
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
+    monkeypatch.setattr("transformers.trainer.PushInProgress", lambda jobs: hub)
+    with pytest.warns(UserWarning, match="go to the Hub as well"):
+        trainer = toy_trainer(tmp_path / "first", push_to_hub=True, hub_strategy="all_checkpoints", **SAVING)
+    trainer.args.hub_push_samples, trainer.args.output_dir = False, str(tmp_path / "second")
+    trainer.train()
+    taken = [name for _, _, files in hub.uploads for name in files]
+    assert "model.safetensors" in taken
+    assert not any(name.startswith("replay_queue") for name in taken)
+    assert "checkpoint-6" in names(tmp_path / "second")
+    assert "_to_push" not in names(tmp_path / "second")
+
+
+@pytest.mark.trainings
 @pytest.mark.parametrize(
     ("settings", "linked"),
     [

@@ -41,7 +41,7 @@ class Evaluation:
 
     Attributes:
         accuracies (`dict[str, Estimate]`):
-            As [`~sampled_accuracy.summarize`] names them; empty if no prompt has a reward.
+            As [`~accuracy.summarize`] names them; empty if no prompt has a reward.
         metrics (`dict[str, float]`):
             Rewards, lengths and numbers, by the names under which TRL logs them, without a prefix.
         num_prompts (`int`):

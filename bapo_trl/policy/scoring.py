@@ -68,22 +68,21 @@ def read_masses(trainer: Any, inputs: Mapping[str, Any]) -> Contributions:
 
 
 @torch.no_grad()
-def read_tokens_ahead(
-    trainer: Any, micro_batches: Sequence[Mapping[str, Any]], are_fresh: bool, is_random: bool
-) -> list[PolicyTokens]:
+def read_tokens_ahead(trainer: Any, window: Sequence[int], are_fresh: bool, is_random: bool) -> list[PolicyTokens]:
     """
     Return the tokens of the micro-batches of the coming update, as their losses will see them.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]):
             In training.
-        micro_batches (sequence of `dict`):
-            TRL's batches, at least one.
+        window (sequence of `int`):
+            Positions of these in the trainer's buffer, at least one.
         are_fresh (`bool`):
             Whether the current policy sampled all rows: their ratios are 1 then, unless a forward pass is random.
         is_random (`bool`):
             Whether two forward passes may differ.
     """
+    micro_batches = [trainer._buffered_inputs[position] for position in window]
     if not (is_random or _needs_forward_pass(trainer, micro_batches[0], are_fresh)):
         return [read_tokens(trainer, inputs, _any_logps(inputs), None) for inputs in micro_batches]
     # The forward passes of the loss come in the same order: from the same random state they drop out the same.

@@ -63,7 +63,7 @@ def load_pool(folder: str | Path, rank: int, num_ranks: int) -> PoolState | None
     numbers: the i-th goes to rank i modulo the number of ranks. The counts of saved rank i go to the same.
 
     Returns:
-        [`~partial_rollouts.PoolState`], or `None` if the folder holds no pool.
+        [`~pool.PoolState`], or `None` if the folder holds no pool.
 
     Raises:
         ValueError: If a file is damaged, missing or not ours, naming it.

@@ -26,7 +26,7 @@ def _of_chats(reward: Callable) -> Callable:
 
 def _of_answers(reward: Callable) -> Callable:
     """
-    Let a reward of TRL's that compares with `solution` take the forms of [`~answers.gold_texts`], and plain text.
+    Let a reward of TRL's that compares with `solution` take all [`~evaluation.answers.gold_texts`], and plain text.
 
     Of several readings of an answer, the one that gives the highest reward counts. Without an answer there is none.
     """
@@ -123,7 +123,7 @@ def resolve_extractor(name: str | None) -> Callable[[str], str | None] | None:
 
     Args:
         name (`str`, *optional*):
-            A name in [`~answers.EXTRACTORS`], or an import path.
+            A name in [`~evaluation.answers.EXTRACTORS`], or an import path.
 
     Raises:
         ValueError: If the name is neither known nor importable.

@@ -21,7 +21,7 @@ from bapo_trl.vllm_server import client as server_client
 from bapo_trl.vllm_server.client import LimitedAdapter, retry_until
 from tests.helpers.failing_server import ModelServer, client_of
 from tests.helpers.forked import run_python
-from tests.helpers.toy import toy_dataset, toy_trainer, training_logs
+from tests.helpers.toy import toy_dataset, toy_model, toy_trainer, training_logs
 from tests.test_bapo_config import config
 
 
@@ -206,6 +206,17 @@ def is_same(left, right) -> bool:
     if isinstance(left, torch.Tensor | np.ndarray):
         return left.shape == right.shape and bool((left == right).all())
     return left == right
+
+
+def test_a_server_that_stays_away_is_no_fault_of_the_prompts(tmp_path):
+    """Unfinished completions lie behind their prompts, and together they come near the window."""
+    model = toy_model(max_position_embeddings=14)
+    for number in range(4, 10):
+        with pytest.raises(RuntimeError, match="after update") as ended:
+            train(
+                tmp_path / str(number), {("/v1/completions", number): "die"}, comes_back=False, model=model, **PARTIAL
+            )
+        assert not hasattr(ended.value, "__notes__")
 
 
 def test_a_checkpoint_that_is_there_is_not_saved_again(tmp_path, monkeypatch):
