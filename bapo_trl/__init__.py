@@ -3,10 +3,10 @@
 import importlib
 
 
-__all__ = ["BAPOConfig", "BAPOTrainer"]
+__all__ = ["BAPOConfig", "BAPOTrainer", "dry_run"]
 __version__ = "0.1.0"
 
-_HOMES = {"BAPOConfig": "bapo_config", "BAPOTrainer": "bapo_trainer"}
+_HOMES = {"BAPOConfig": "bapo_config", "BAPOTrainer": "bapo_trainer", "dry_run": "plan.dry_run"}
 
 
 def __getattr__(name: str):

@@ -1,11 +1,13 @@
 """README and docs: within their length, without dead links, with the texts of the code."""
 
+import inspect
 import re
 import runpy
 from pathlib import Path
 
 import pytest
 
+from bapo_trl import BAPOTrainer, dry_run
 from bapo_trl.bapo_config import BAPOConfig, own_fields
 
 
@@ -60,3 +62,9 @@ def test_docstring_of_the_config_is_made_of_the_help_texts():
     for knob in own_fields():
         assert re.search(rf"\b{knob.name} \(`[^)]+`\): {re.escape(knob.metadata['help'])}", docstring), knob.name
     assert "\nRaises:\n    ValueError: " in BAPOConfig.__doc__
+
+
+def test_sections_of_a_docstring_stand_where_readers_look_for_them():
+    for each in (BAPOConfig, BAPOTrainer, dry_run):
+        sections = re.findall(r"^( *)(Args|Attributes|Raises|Returns):$", inspect.cleandoc(each.__doc__), re.MULTILINE)
+        assert {indent for indent, _ in sections} == {""}, each

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.utils import is_torch_bf16_gpu_available
+from transformers import training_args
 
 from ..errors import InputError
 
@@ -137,7 +137,8 @@ def check_numbers(config: Any) -> None:
 def check_device(config: Any) -> None:
     """Refuse bfloat16, TRL's default, where neither a GPU nor a CPU was asked for that could be used."""
     wants_bf16 = config.bf16 or config.bf16_full_eval or (config.bf16 is None and not config.fp16)
-    if wants_bf16 and not config.use_cpu and not torch.cuda.is_available() and not is_torch_bf16_gpu_available():
+    has_bf16 = torch.cuda.is_available() or training_args.is_torch_bf16_gpu_available()
+    if wants_bf16 and not config.use_cpu and not has_bf16:
         raise InputError(
             "`use_cpu` is false, but no GPU was found: set `use_cpu` to true (--use_cpu true), and `bf16` to false "
             "unless the processor computes in bfloat16 (--bf16 false)."

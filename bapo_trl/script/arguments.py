@@ -96,6 +96,15 @@ class BAPOScriptArguments(ScriptArguments):
         },
     )
 
+    dry_run: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether to print what the run would do, and do nothing of it: samples and updates, age of the "
+            "samples, memory on a GPU by weights, gradients and optimizer, the first prompt, and what each reward "
+            "function gives. No weights are loaded, nothing is written."
+        },
+    )
+
     def __post_init__(self):
         for name in ("reward_funcs", "prompt_column", "answer_column"):
             value = getattr(self, name)

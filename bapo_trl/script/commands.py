@@ -1,5 +1,7 @@
 """The commands that train or evaluate, as their help texts and errors name them."""
 
+import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -68,3 +70,10 @@ TRAIN = Command(
     "bapo-trl train", _TRAINING.format(command="bapo-trl train", launch="accelerate launch -m bapo_trl train")
 )
 EVALUATE = Command("bapo-trl evaluate", _EVALUATION)
+
+
+def asks_for_dry_run(arguments: Sequence[str]) -> bool:
+    """Return whether flags ask for a dry run, before they are parsed."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--dry_run", "--dry-run", nargs="?", const="true", default="false")
+    return parser.parse_known_args(arguments)[0].dry_run.lower() in ("true", "t", "yes", "y", "1")

@@ -21,6 +21,7 @@ from accelerate.utils import prepare_simple_launcher_cmd_env
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ..errors import InputError
+from .commands import EVALUATE, TRAIN, asks_for_dry_run
 
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -45,6 +46,8 @@ def main(arguments: Sequence[str]) -> None:
     """
     launch.simple_launcher = _become_rank
     args = read_arguments(arguments)
+    if args.training_script == "bapo_trl" and asks_for_dry_run(args.training_script_args):
+        return _dry_run(args)
     try:
         launch.launch_command(args)
     except ChildFailedError as error:
@@ -57,6 +60,18 @@ def main(arguments: Sequence[str]) -> None:
     else:
         return
     raise SystemExit(code if code >= 0 else 128 - code)
+
+
+def _dry_run(args: argparse.Namespace) -> None:
+    """Print what the processes would do, from this one."""
+    from ..plan.memory import layout_of_launch
+    from .dry_run import main
+
+    validated, _, _ = launch._validate_launch_command(args)
+    name, *flags = args.training_script_args
+    if name == "evaluate":
+        return main([*flags, "--do_train", "false"], EVALUATE, layout_of_launch(validated))
+    main(flags, TRAIN, layout_of_launch(validated))
 
 
 def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:

@@ -6,16 +6,14 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-import transformers
-from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 from trl import ModelConfig
 
 from ..bapo_trainer import BAPOTrainer
 from ..errors import InputError
 from ..inputs.checks import check_tokenizer, has_rotary_positions, token_limits
 from ..inputs.prompt_checks import check_prompt_lengths
+from ..plan.shape import empty_model
 
 
 def check_packages(model_args: ModelConfig) -> None:
@@ -133,10 +131,7 @@ def check_prompts_fit(trainer: BAPOTrainer, eval_dataset: Any = None) -> None:
 def _layers(model: str, revision: str | None, trust_remote_code: bool) -> dict[str, bool]:
     """Return for each module of the model, by name, whether it is linear; nothing where that cannot be told."""
     try:
-        config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
-        architecture: Any = getattr(transformers, config.architectures[0], AutoModelForCausalLM)
-        with init_empty_weights():
-            built = architecture._from_config(config)
+        built = empty_model(model, revision, trust_remote_code)
     except Exception:  # said where it is loaded
         return {}
     return {name: isinstance(module, nn.Linear) for name, module in built.named_modules()}

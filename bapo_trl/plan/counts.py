@@ -1,0 +1,90 @@
+"""How many prompts, samples and updates a run makes, and how old its samples get."""
+
+import math
+from dataclasses import dataclass
+
+from ..bapo_config import BAPOConfig
+
+
+@dataclass(frozen=True)
+class Counts:
+    """
+    Numbers of a run on so many processes. Each process has the same `steps_per_generation`.
+
+    Attributes:
+        processes (`int`):
+            Trainer processes.
+        prompts (`float`):
+            Prompts of a generation, of `num_generations` samples each.
+        samples (`int`):
+            Samples of a generation.
+        samples_per_update (`int`):
+            Samples of an optimizer update.
+        generations_per_epoch (`int`, *optional*):
+            Generations of a pass over the prompts; `None` for prompts that are not counted.
+        updates_per_epoch (`float`, *optional*):
+            Optimizer updates of such a pass.
+        refusal (`str`, *optional*):
+            Why no run with that many processes is possible.
+    """
+
+    processes: int
+    prompts: float
+    samples: int
+    samples_per_update: int
+    generations_per_epoch: int | None
+    updates_per_epoch: float | None
+    refusal: str | None
+
+
+def count(args: BAPOConfig, processes: int, num_prompts: int | None) -> Counts:
+    """
+    Return the numbers of a run.
+
+    Args:
+        args ([`BAPOConfig`]):
+            Settings of the run.
+        processes (`int`):
+            Trainer processes, at least 1.
+        num_prompts (`int`, *optional*):
+            Prompts to train on.
+    """
+    samples = args.rows_per_generation * processes
+    prompts = samples / args.num_generations
+    generations = None if num_prompts is None else int(num_prompts // prompts)
+    refusal = None
+    if samples % args.num_generations:
+        refusal = f"{samples} samples are no multiple of num_generations {args.num_generations}"
+    elif generations == 0:
+        refusal = f"a generation takes {prompts:g} prompts, there are {num_prompts}"
+    return Counts(
+        processes=processes,
+        prompts=prompts,
+        samples=samples,
+        samples_per_update=args.per_device_train_batch_size * processes * args.gradient_accumulation_steps,
+        generations_per_epoch=generations,
+        updates_per_epoch=None if generations is None else generations * updates_per_generation(args),
+        refusal=refusal,
+    )
+
+
+def updates_per_generation(args: BAPOConfig) -> float:
+    """Return the optimizer updates between two generations; not rounded."""
+    return args.micro_batches_per_generation / args.gradient_accumulation_steps
+
+
+def mean_age(args: BAPOConfig) -> float:
+    """
+    Return the mean age of fresh samples when they are trained on, in policy versions.
+
+    A sample of micro-batch `m` is as old as there are updates between its generation and that micro-batch. Generations
+    may begin within an update, so the mean is over as many generations as it takes to begin at the same place again.
+    """
+    generation, window = args.micro_batches_per_generation, args.gradient_accumulation_steps
+    cycle = math.lcm(generation, window)
+    ages = (
+        (start + offset) // window - start // window
+        for start in range(0, cycle, generation)
+        for offset in range(generation)
+    )
+    return sum(ages) / cycle

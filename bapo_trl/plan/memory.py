@@ -1,0 +1,159 @@
+"""Bytes of weights, gradients and optimizer on each GPU, by the way that they are sharded; not of activations."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+ENGINES = {"none": "no sharding", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
+"""Ways to shard a training, by name, and how they are written."""
+
+_STATES = {  # bytes of a float32 state of each trained parameter; others are not known here
+    "adamw_torch": 8, "adamw_torch_fused": 8, "adamw_torch_8bit": 2, "adamw_8bit": 2, "adamw_bnb_8bit": 2,
+    "paged_adamw_8bit": 2, "sgd": 0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layout:
+    """
+    Where a training runs.
+
+    Attributes:
+        processes (`int`):
+            Trainer processes, a GPU each.
+        engine (`str`):
+            One of [`ENGINES`].
+        offloaded (`frozenset[str]`):
+            What lies in CPU memory instead: `weights`, `optimizer`.
+    """
+
+    processes: int = 1
+    engine: str = "none"
+    offloaded: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Memory:
+    """
+    Bytes on one GPU.
+
+    Attributes:
+        weights (`float`):
+            Of the model.
+        gradients (`float`):
+            Of what is trained.
+        optimizer (`float`, *optional*):
+            States, with the float32 copy of the weights that DeepSpeed keeps; `None` for an optimizer that is not
+            known here.
+        reference (`float`):
+            Of the reference model of `beta`.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float | None
+    reference: float
+
+    @property
+    def total(self) -> float:
+        """Sum of what is known."""
+        return self.weights + self.gradients + (self.optimizer or 0.0) + self.reference
+
+
+def memory_of(
+    parameters: int, trained: int, weight_bytes: int, layout: Layout, is_mixed: bool, has_reference: bool, optim: str
+) -> Memory:
+    """
+    Return what lies on one GPU before the first activation.
+
+    Args:
+        parameters (`int`):
+            Parameters of the model, with an adapter's.
+        trained (`int`):
+            Those that are trained.
+        weight_bytes (`int`):
+            Bytes of a parameter as it is loaded.
+        layout ([`Layout`]):
+            Where the training runs.
+        is_mixed (`bool`):
+            Whether it computes in half precision. DeepSpeed then keeps weights and gradients in that, and a float32
+            copy beside the states of the optimizer; elsewhere the weights stay as they are loaded.
+        has_reference (`bool`):
+            Whether there is a second, frozen model.
+        optim (`str`):
+            Name of the optimizer, as in `TrainingArguments`.
+    """
+    states = _STATES.get(str(getattr(optim, "value", optim)))
+    frozen = parameters - trained
+    is_deepspeed = layout.engine in ("zero2", "zero3")
+    if is_deepspeed:
+        held = 2 if is_mixed else 4
+        weights, gradients, of_reference = parameters * held, trained * held, parameters * held
+        master = 4 if is_mixed else 0
+    else:
+        held = weight_bytes if trained == parameters else 4  # peft keeps an adapter in float32
+        weights, gradients = frozen * weight_bytes + trained * held, trained * held
+        of_reference, master = parameters * weight_bytes, 0
+    optimizer = None if states is None else trained * (master + states)
+    shards = layout.processes if layout.engine != "none" else 1
+    weight_shards = 1 if layout.engine == "zero2" else shards
+    return Memory(
+        weights=0.0 if "weights" in layout.offloaded else weights / weight_shards,
+        gradients=gradients / shards,
+        optimizer=0.0 if "optimizer" in layout.offloaded else None if optimizer is None else optimizer / shards,
+        reference=of_reference / weight_shards if has_reference else 0.0,
+    )
+
+
+def layout_of_process(environment: Mapping[str, str] = os.environ, deepspeed: Any = None) -> Layout:
+    """
+    Return where this process trains, by what its launcher says in the environment.
+
+    Args:
+        environment (mapping of `str` to `str`, *optional*):
+            Variables, as `accelerate launch` sets them.
+        deepspeed (`str` or `dict`, *optional*):
+            The setting `deepspeed` of `TrainingArguments`.
+    """
+    processes = int(environment.get("WORLD_SIZE", 1))
+    if deepspeed:
+        return _deepspeed_layout(processes, deepspeed)
+    if environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+        return _deepspeed_layout(processes, file or environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
+    if environment.get("ACCELERATE_USE_FSDP") == "true":
+        return Layout(processes, "fsdp2")
+    return Layout(processes)
+
+
+def layout_of_launch(launch: Any) -> Layout:
+    """
+    Return where the processes of `accelerate launch` would train.
+
+    Args:
+        launch (`argparse.Namespace`):
+            Its arguments, with those of its configuration.
+    """
+    processes = launch.num_processes or 1
+    if launch.use_deepspeed:
+        return _deepspeed_layout(processes, launch.deepspeed_config_file or str(launch.zero_stage))
+    return Layout(processes, "fsdp2" if launch.use_fsdp else "none")
+
+
+def _deepspeed_layout(processes: int, config: str | dict) -> Layout:
+    """Return the layout of a DeepSpeed configuration: a stage, a file or its content."""
+    if isinstance(config, str):
+        config = {"zero_optimization": {"stage": int(config)}} if config.isdigit() else json.loads(_read(config))
+    zero = config.get("zero_optimization", {})
+    engine = {2: "zero2", 3: "zero3"}.get(zero.get("stage", 0), "none")
+    names = {"offload_param": "weights", "offload_optimizer": "optimizer"}
+    offloaded = {what for name, what in names.items() if (zero.get(name) or {}).get("device", "none") != "none"}
+    return Layout(processes, engine, frozenset(offloaded))
+
+
+def _read(file: str) -> str:
+    return Path(file).read_text(encoding="utf-8")

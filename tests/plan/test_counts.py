@@ -1,0 +1,80 @@
+"""The arithmetic of a dry run, against runs and a simulation of micro-batches."""
+
+import math
+
+import pytest
+from accelerate.utils import set_seed
+
+from bapo_trl import BAPOConfig
+from bapo_trl.plan.counts import count, mean_age
+from tests.helpers.toy import CPU, toy_dataset, toy_trainer, training_logs
+
+
+def config(tmp_path, **settings):
+    return BAPOConfig(tmp_path, **{**CPU, "num_generations": 2, "search_scope": "micro_batch", **settings})
+
+
+SCHEDULES = [  # steps_per_generation, num_iterations, gradient_accumulation_steps
+    (4, 1, 1), (8, 2, 4), (1, 1, 1), (6, 1, 4), (3, 1, 2), (5, 2, 3), (2, 1, 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("steps", "iterations", "window"), SCHEDULES)
+def test_ages_are_those_of_every_micro_batch_of_many_generations(tmp_path, steps, iterations, window):
+    args = config(
+        tmp_path, steps_per_generation=steps, num_iterations=iterations, gradient_accumulation_steps=window,
+        per_device_train_batch_size=2,
+    )  # fmt: skip
+    ages, version, sampled_by, micro_batches = [], 0, 0, 0
+    for _ in range(window * 12):  # whole cycles
+        sampled_by = version
+        for _ in range(steps * iterations):
+            ages.append(version - sampled_by)
+            micro_batches += 1
+            version += micro_batches % window == 0
+    assert mean_age(args) == pytest.approx(sum(ages) / len(ages))
+    assert args.largest_staleness == max(ages)
+
+
+@pytest.mark.trainings
+@pytest.mark.parametrize(("steps", "iterations", "window"), [(4, 2, 2), (3, 1, 2)])
+def test_a_run_makes_as_many_updates_on_samples_as_old(tmp_path, steps, iterations, window):
+    set_seed(0)
+    trainer = toy_trainer(
+        tmp_path, steps_per_generation=steps, num_iterations=iterations, gradient_accumulation_steps=window,
+        max_steps=-1, num_train_epochs=1, logging_steps=1, search_scope="micro_batch",
+        trainer_args={"train_dataset": toy_dataset(30)},
+    )  # fmt: skip
+    generations = []
+    generate = trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda inputs: generations.append(len(inputs)) or generate(inputs)
+    trainer.train()
+    counts = count(trainer.args, 1, 30)
+    assert counts.refusal is None
+    assert len(generations) == counts.generations_per_epoch
+    assert set(generations) == {counts.samples}
+    assert counts.samples / counts.prompts == trainer.num_generations
+    logs = training_logs(trainer)
+    assert abs(len(logs) - counts.updates_per_epoch) < 1  # the last one may be of fewer micro-batches
+    cycle = math.lcm(steps * iterations, window) // window
+    ages = [log["staleness/mean"] for log in logs[: len(logs) // cycle * cycle]]
+    assert sum(ages) / len(ages) == pytest.approx(mean_age(trainer.args))
+
+
+def test_processes_multiply_samples_and_not_updates(tmp_path):
+    args = config(tmp_path, per_device_train_batch_size=4, steps_per_generation=8, gradient_accumulation_steps=2)
+    one, eight = count(args, 1, 1000), count(args, 8, 1000)
+    assert (one.samples, one.prompts, one.samples_per_update) == (32, 16, 8)
+    assert (eight.samples, eight.prompts, eight.samples_per_update) == (256, 128, 64)
+    assert (one.generations_per_epoch, eight.generations_per_epoch) == (62, 7)
+    assert eight.updates_per_epoch == 7 * 4
+    assert count(args, 1, None).updates_per_epoch is None
+
+
+def test_numbers_of_processes_that_cannot_train_say_why(tmp_path):
+    args = config(tmp_path, per_device_train_batch_size=2, steps_per_generation=3, num_generations=6)
+    assert count(args, 2, 100).refusal is None
+    assert count(args, 8, 5).refusal == "a generation takes 8 prompts, there are 5"
+    args.per_device_train_batch_size = 1  # on one process, the configuration would be refused
+    assert count(args, 1, 100).refusal == "3 samples are no multiple of num_generations 6"
+    assert count(args, 2, 100).refusal is None

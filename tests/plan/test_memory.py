@@ -1,0 +1,124 @@
+"""Bytes of a dry run, against tensors that torch holds and against the formula of docs/distributed.md."""
+
+import json
+
+import pytest
+import torch
+from accelerate.commands.launch import _validate_launch_command
+from accelerate.utils import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from peft import LoraConfig, get_peft_model
+
+from bapo_trl.plan.memory import Layout, layout_of_launch, layout_of_process, memory_of
+from bapo_trl.plan.shape import empty_model, shape_of
+from bapo_trl.script.launcher import read_arguments
+from tests.helpers.commands import ROOT
+from tests.helpers.toy import toy_model
+
+
+ADAM = "adamw_torch_fused"
+
+
+def held(model):
+    """Return the bytes of weights, gradients and states of an optimizer after a step."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    optimizer.step()
+
+    def size(tensors):
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    return size(model.parameters()), size(parameter.grad for parameter in trained), size(states)
+
+
+def numbers(shape):
+    return shape.parameters, shape.trained, shape.cache_numbers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("adapter", [None, LoraConfig(r=3, target_modules="all-linear")], ids=["full", "LoRA"])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_one_process_holds_what_is_said(dtype, adapter, is_tied):
+    model = toy_model(tie_word_embeddings=is_tied).to(dtype)
+    shape = shape_of(model, adapter)
+    model = model if adapter is None else get_peft_model(model, adapter)
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    memory = memory_of(
+        shape.parameters, shape.trained, dtype.itemsize, Layout(), is_mixed=False, has_reference=False, optim=ADAM
+    )
+    if dtype == torch.bfloat16 and adapter is None:
+        memory = (memory.weights, memory.gradients, memory.optimizer / 2)  # our Adam is of float32
+    else:
+        memory = (memory.weights, memory.gradients, memory.optimizer)
+    assert memory == held(model)
+
+
+def test_the_shape_needs_no_weights_and_leaves_the_model_alone(tmp_path):
+    model = toy_model()
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    empty = empty_model(str(tmp_path))
+    assert {parameter.device.type for parameter in empty.parameters()} == {"meta"}
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    adapter = LoraConfig(r=3, target_modules="all-linear")
+    assert numbers(shape_of(empty, adapter)) == numbers(shape_of(model, adapter))
+    assert before.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert shape_of(model).cache_numbers == 2 * 1 * 1 * 8  # layers, heads of keys, head size
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [  # of 10 parameters: weights, gradients, optimizer, reference
+        (Layout(4), (40, 40, 80, 40)),
+        (Layout(4, "zero2"), (20, 5, 30, 20)),
+        (Layout(4, "zero3"), (5, 5, 30, 5)),
+        (Layout(4, "fsdp2"), (10, 10, 20, 10)),
+        (Layout(4, "zero3", frozenset({"weights", "optimizer"})), (0, 5, 0, 5)),
+    ],
+)
+def test_shards(layout, expected):
+    memory = memory_of(10, 10, 4, layout, is_mixed=True, has_reference=True, optim=ADAM)
+    assert (memory.weights, memory.gradients, memory.optimizer, memory.reference) == expected
+    assert memory.total == sum(expected)
+    if layout == Layout(4, "zero3"):  # the formula of the page: 16 P / N
+        assert memory.total - memory.reference == 16 * 10 / 4
+
+
+def test_an_optimizer_that_is_not_known_is_not_guessed():
+    assert memory_of(10, 10, 4, Layout(), is_mixed=True, has_reference=False, optim="lion_32bit").optimizer is None
+    eight_bits = memory_of(10, 10, 4, Layout(), is_mixed=True, has_reference=False, optim="adamw_8bit")
+    assert eight_bits.optimizer == 20
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("single_gpu", Layout(1)), ("multi_gpu", Layout(8)), ("zero2", Layout(8, "zero2")),
+        ("zero3", Layout(8, "zero3")), ("zero3_multinode", Layout(32, "zero3")), ("fsdp2", Layout(8, "fsdp2")),
+    ],
+)  # fmt: skip
+def test_layouts_of_the_shipped_configurations(name, expected):
+    launch, _, _ = _validate_launch_command(read_arguments(["--accelerate", name, "train"]))
+    assert layout_of_launch(launch) == expected
+    environment = _environment(launch)
+    assert layout_of_process({**environment, "WORLD_SIZE": str(expected.processes)}) == expected
+
+
+def _environment(launch):
+    """Return what accelerate's launcher sets for its ranks."""
+    if launch.use_deepspeed:
+        launch.num_machines, launch.deepspeed_fields_from_accelerate_config = 1, ""
+        _, environment = prepare_deepspeed_cmd_env(launch)
+        return environment
+    return prepare_multi_gpu_env(launch) if launch.multi_gpu or launch.use_fsdp else {}
+
+
+def test_what_lies_in_cpu_memory_is_left_out():
+    offload = ROOT / "deepspeed_configs" / "zero3_offload.json"
+    layout = Layout(1, "zero3", frozenset({"weights", "optimizer"}))
+    assert layout_of_process({}, deepspeed=str(offload)) == layout
+    assert layout_of_process({}, deepspeed=json.loads(offload.read_text())) == layout
+    stage = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "WORLD_SIZE": "2"}
+    assert layout_of_process(stage) == Layout(2, "zero3")

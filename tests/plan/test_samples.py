@@ -1,0 +1,80 @@
+"""Prompts as the model gets them, and reward functions called once."""
+
+import pytest
+from datasets import Dataset
+
+from bapo_trl.plan.samples import LOOKED_AT, look_at_prompts, try_rewards
+from bapo_trl.tasks import character_tokenizer
+from tests.helpers.script_runs import CHAT_TEMPLATE
+
+
+def chat_tokenizer():
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def test_lengths_of_prompts_are_quantiles_of_tokens():
+    dataset = Dataset.from_dict({"prompt": ["1" * length for length in range(1, 101)]})
+    prompts = look_at_prompts(dataset, character_tokenizer(), room=90)
+    assert prompts.lengths == {0.05: 5, 0.5: 50, 0.95: 95, 1.0: 100}
+    assert (prompts.too_long, prompts.num_prompts, prompts.looked_at, prompts.first) == (10, 100, 100, "1")
+    assert look_at_prompts(dataset, character_tokenizer(), room=None).too_long == 0
+
+
+def test_messages_go_through_the_chat_template():
+    dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": "12"}]] * 3})
+    prompts = look_at_prompts(dataset, chat_tokenizer(), room=None)
+    assert prompts.first == "<u>12<a>"
+
+
+def test_of_many_prompts_some_are_looked_at_and_of_a_stream_the_first():
+    many = Dataset.from_dict({"prompt": ["1"] * (2 * LOOKED_AT) + ["1234"] * (2 * LOOKED_AT)})
+    prompts = look_at_prompts(many, character_tokenizer(), room=None)
+    assert (prompts.num_prompts, prompts.looked_at) == (4 * LOOKED_AT, LOOKED_AT)
+    assert (prompts.lengths[0.5], prompts.lengths[0.95]) == (1, 4)
+    stream = look_at_prompts(many.to_iterable_dataset(), character_tokenizer(), room=None)
+    assert (stream.num_prompts, stream.looked_at, stream.lengths[1.0]) == (None, LOOKED_AT, 1)
+
+
+ROW = {"prompt": "1+1=", "solution": "2", "level": 3}
+
+
+def of_columns(prompts, completions, completion_ids, solution, level, trainer_state, log_extra, log_metric):
+    log_extra("level", level)
+    log_metric("mean", 1.0)
+    assert (prompts, solution, level, trainer_state.global_step) == (["1+1="], ["2"], [3], 0)
+    assert character_tokenizer().decode(completion_ids[0]) == completions[0]
+    return [float(solution[0] in completions[0])]
+
+
+async def of_a_service(completions, **kwargs):
+    return [None]
+
+
+def broken(completions, **kwargs):
+    return [len(completion["content"]) for completion in completions]
+
+
+def too_many(completions, **kwargs):
+    return [1.0, 2.0]
+
+
+def test_each_reward_function_is_called_as_the_trainer_calls_it():
+    found = try_rewards([of_columns, of_a_service, broken, too_many], ROW, character_tokenizer())
+    assert [each.name for each in found] == ["of_columns", "of_a_service", "broken", "too_many"]
+    assert [each.value for each in found] == [1.0, None, None, None]
+    assert [each.error for each in found[:2]] == [None, None]
+    assert found[2].error.startswith("raised TypeError: string indices must be integers")
+    assert found[3].error.startswith("returned 2 rewards for 1")
+
+
+@pytest.mark.parametrize("solution", [None, "2"])
+def test_a_made_completion_has_the_form_of_the_prompts(solution):
+    def content(completions, **kwargs):
+        assert completions[0][0]["role"] == "assistant"
+        return [float("boxed{2}" in completions[0][0]["content"])]
+
+    row = {"prompt": [{"role": "user", "content": "1+1="}], "solution": solution}
+    (found,) = try_rewards([content], row, chat_tokenizer())
+    assert found.value == float(solution is not None)
