@@ -71,6 +71,7 @@ class UpdateBounds:
         self._masses_of_buffer: list[Contributions] = []  # of each micro-batch, of all ranks
         self._buffer_of_masses: Sequence[Batch] | None = None
         self._masses_of_update: Contributions | None = None
+        self._versions_on_device: dict[int, torch.Tensor] = {}  # of each micro-batch, by the id of the original
 
     @property
     def is_open(self) -> bool:
@@ -78,14 +79,15 @@ class UpdateBounds:
         return self._log.is_open
 
     def begin(
-        self, buffer: Sequence[Batch], window: Sequence[int], read_ahead: Callable[[], Sequence[PolicyTokens]]
+        self, buffer: Sequence[Batch] | None, window: Sequence[int], read_ahead: Callable[[], Sequence[PolicyTokens]]
     ) -> ClipBounds:
         """
         Begin an update; choose its bounds, if they are due before the log-probabilities of all its tokens are known.
 
         Args:
-            buffer (sequence of `dict`):
-                The micro-batches of the current pass, the same object for all its updates.
+            buffer (sequence of `dict`, *optional*):
+                The micro-batches of the current pass, the same object for all its updates. `None` for a loss of a
+                batch of the caller's own.
             window (sequence of `int`):
                 Positions in it of those of the update.
             read_ahead (`Callable`):
@@ -94,6 +96,7 @@ class UpdateBounds:
         Returns:
             The bounds of its first micro-batch.
         """
+        self._copy_versions(buffer, window)
         searches_batch = self._settings.search_scope == "batch" and len(window) > 1 and self._settings.is_adaptive
         self._searches_ahead = searches_batch or self._carries_over
         if not self._searches_ahead:
@@ -153,7 +156,8 @@ class UpdateBounds:
 
         guarded = {name: inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps")}
         guarded["per_token_logps"] = per_token_logps
-        staleness = version - inputs.get("token_versions", inputs["policy_version"])
+        versions = _versions(inputs)
+        staleness = version - self._versions_on_device.get(id(versions), versions)
         mask = inputs["completion_mask"]
         self._log.add(measure_tokens(tokens, staleness, guarded, mask, self.current, delta, cap))
         return self.current
@@ -185,8 +189,19 @@ class UpdateBounds:
         self.current = bounds
         return bounds
 
+    def _copy_versions(self, buffer: Sequence[Batch] | None, window: Sequence[int]) -> None:
+        """Copy the versions that sampled the update's rows to the device, at once: they lie on the CPU."""
+        originals = [] if buffer is None else [_versions(buffer[position]) for position in window]
+        copies = torch.stack(originals).to(self._accelerator.device) if originals else ()
+        self._versions_on_device = dict(zip(map(id, originals), copies, strict=True))
+
     def _take_masses(self, buffer: Sequence[Batch]) -> None:
         masses = torch.stack([self._read_masses(inputs).as_vector() for inputs in buffer])
         totals = self._accelerator.reduce(masses, reduction="sum")
         self._masses_of_buffer = [Contributions.from_vector(total, SINGLE_POINT) for total in totals]
         self._buffer_of_masses = buffer
+
+
+def _versions(inputs: Batch) -> torch.Tensor:
+    """Return the policy versions that sampled a micro-batch: `(B,)`, or `(B, T)` where its tokens have several."""
+    return inputs.get("token_versions", inputs["policy_version"])
