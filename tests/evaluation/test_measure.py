@@ -264,7 +264,7 @@ def test_a_quick_look_is_at_the_first_prompts(folder, streaming, count, expected
 
 
 def test_an_evaluation_of_nothing_in_particular_says_first_what_it_is_of(monkeypatch, capsys):
-    monkeypatch.setattr(training, "prepare", lambda *args: sys.exit("prepares"))
+    monkeypatch.setattr(training, "gather_inputs", lambda *args: sys.exit("prepares"))
     with pytest.raises(SystemExit, match="prepares"):
         training.evaluate([])
     assert capsys.readouterr().out == "Evaluates the model embedded on embedded, into outputs/quickstart\n"

@@ -413,7 +413,7 @@ def test_errors_name_the_argument_the_value_and_the_fix(tmp_path, settings, mess
 
 
 def test_where_there_is_no_gpu_the_flags_for_a_cpu_are_named(monkeypatch):
-    monkeypatch.setattr("bapo_trl.inputs.setting_checks.is_torch_bf16_gpu_available", lambda: False)
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ValueError, match=r"`use_cpu` is false, but no GPU was found: .*--use_cpu true.*--bf16 false"):
         train_bapo.main(["--dataset_name", "prompts.jsonl", "--output_dir", "out"])
