@@ -35,7 +35,7 @@ class Recording(BAPOTrainer):
                 workers = psutil.Process(process).children(recursive=True)
                 for each in [psutil.Process(process), *workers]:
                     each.kill()
-                psutil.wait_procs(workers)  # the script itself is for its parent to wait for
+                psutil.wait_procs(workers)  # the server itself is for its parent to wait for
                 log = Path(self.args.output_dir) / "second-server.log"
                 self.server.enter_context(vllm_server(Path(model), log, port=self.args.vllm_server_port))
             self.accelerator.wait_for_everyone()

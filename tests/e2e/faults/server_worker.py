@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import select
 import signal
 import sys
 import threading
@@ -31,9 +32,9 @@ class Faults:
     server comes "back" (is started anew, or goes on) when it is looked for the second time, or stays "gone".
     """
 
-    def __init__(self, faults: list, script: int, model: Path, port: int, folder: Path):
+    def __init__(self, faults: list, server: int, model: Path, port: int, folder: Path):
         self.faults = [tuple(fault) for fault in faults]
-        self.script, self.model, self.port, self.folder = script, model, port, folder
+        self.server, self.model, self.port, self.folder = server, model, port, folder
         self.update, self.fault, self.looks, self.num_tensors = 0, None, 0, 0
         self.servers, self.starting = ExitStack(), None
         self.is_waiting = self.is_probing = False
@@ -43,8 +44,7 @@ class Faults:
 
     def processes(self, target: str) -> list[psutil.Process]:
         """The process that listens on the port, or those that it has started."""
-        everyone = psutil.Process(self.script).children(recursive=True)
-        api = next(each for each in everyone if any(c.laddr.port == self.port for c in each.net_connections("tcp")))
+        api = psutil.Process(self.server)
         return [api] if target == "api" else api.children(recursive=True)
 
     def strike(self, fault: tuple) -> None:
@@ -52,10 +52,13 @@ class Faults:
         self.fault, self.looks = fault, 0
         _, _, target, name, _ = fault
         victims = self.processes(target)
+        ends = [os.pidfd_open(each.pid) for each in victims]
         for each in victims:
             each.send_signal(getattr(signal, f"SIG{name}"))
-        if name == "KILL":
-            psutil.wait_procs(victims, timeout=30)
+        for end in ends:
+            if name == "KILL":
+                select.select([end], [], [], 30)  # that it is not there any more is for its parent to take note of
+            os.close(end)
         print(f"struck {fault}", flush=True)
 
     def look(self) -> None:
@@ -76,9 +79,9 @@ class Faults:
 
     def start_anew(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.script, signal.SIGKILL)
+            os.killpg(self.server, signal.SIGKILL)
         log = self.folder / f"server-after-{self.update}.log"
-        self.script = self.servers.enter_context(vllm_server(self.model, log, port=self.port)).process
+        self.server = self.servers.enter_context(vllm_server(self.model, log, port=self.port)).process
 
     def install(self) -> None:
         post, broadcast, health = GlooVLLMClient._post, gloo_client.broadcast, GlooVLLMClient.check_health
@@ -141,7 +144,7 @@ def main(out: str, settings: str) -> None:
     server_client.CONNECT_TIMEOUT_S, server_client.ENGINE_TIMEOUT_S = 1.0, 3.0
     server_client.PROBE_INTERVAL_S = 0.3
     model, resume = settings.pop("model"), settings.pop("resume", None)
-    faults = Faults(settings.pop("faults"), settings.pop("script"), Path(model), settings["vllm_server_port"], folder)
+    faults = Faults(settings.pop("faults"), settings.pop("server"), Path(model), settings["vllm_server_port"], folder)
     args = BAPOConfig(
         str(folder / "run"),
         **{

@@ -49,26 +49,27 @@ class Servers:
 
     def __init__(self, folder: Path):
         self.folder, self.model, self.port = folder, save(toy_model(**WIDE), folder / "model"), free_port()
-        self.script, self.stack = None, None
+        self.process, self.stack = None, None
 
     def running(self) -> int:
         """Return the process of a server that is well; start one if need be."""
-        if self.script is None:
+        if self.process is None:
             self.stack = contextlib.ExitStack()
             log = self.folder / f"server-{len(list(self.folder.glob('*.log')))}.log"
-            self.script = self.stack.enter_context(vllm_server(self.model, log, port=self.port)).process
-        return self.script
+            self.process = self.stack.enter_context(vllm_server(self.model, log, port=self.port)).process
+        return self.process
 
     def wake(self) -> None:
-        for each in psutil.Process(self.script).children(recursive=True):
+        server = psutil.Process(self.process)
+        for each in [server, *server.children(recursive=True)]:
             each.send_signal(signal.SIGCONT)
 
     def end(self) -> None:
-        if self.script is not None:
+        if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.script, signal.SIGKILL)
+                os.killpg(self.process, signal.SIGKILL)
             self.stack.close()
-        self.script = None
+        self.process = None
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +81,10 @@ def servers(tmp_path_factory):
 
 def run(servers, folder, engine, faults=(), wait_s=BACK_S, **settings):
     """Train on two ranks; return what each says."""
-    script = servers.running()
+    server = servers.running()
     settings = {
         "model": str(servers.model),
-        "script": script,
+        "server": server,
         "faults": list(faults),
         "vllm_server_port": servers.port,
         "vllm_group_port": free_port(),
