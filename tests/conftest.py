@@ -13,7 +13,7 @@ import pytest
 from tests.helpers import cpu_seconds
 
 
-REASONS = ("processes", "kills", "fuzz", "sharding", "trainings", "figures")
+REASONS = ("processes", "kills", "fuzz", "sharding", "trainings", "figures", "rehearsal")
 _START = pytest.StashKey[float]()
 
 

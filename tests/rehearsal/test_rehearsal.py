@@ -1,0 +1,67 @@
+"""
+An update of BAPOTrainer beside one of GRPOTrainer on a made-up accelerator: devices, reads by the host, copies, memory
+and collectives. What kernels do, how fast, and in which numbers, it does not show.
+"""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.helpers.commands import ROOT
+from tests.helpers.forked import run_python
+from tests.rehearsal.accelerator import NAME
+from tests.rehearsal.worker import CASES, SHAPES
+
+
+PINS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+IS_PINNED = torch.__version__.partition("+")[0] == PINS["torch"]
+pytestmark = [
+    pytest.mark.rehearsal,
+    pytest.mark.skipif(not IS_PINNED, reason="stands on private names of the pinned torch"),
+]
+
+
+def test_an_update_on_a_rehearsed_accelerator(tmp_path):
+    """All in one test: the process that rehearses is dear. That it went through says that no devices are mixed."""
+    result = run_python(["-m", "tests.rehearsal.worker", tmp_path / "found.json"], timeout_s=600)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    for case in CASES:
+        the_host_reads_one_vector_more_and_versions_are_copied_once(case, **found[case])
+    a_replay_draw_reads_a_generation_once(found["draws"])
+    for row in found["held"]:
+        assert 0 < row["bytes"] <= 12 * row["tokens"], row  # between two micro-batches
+        assert row["wide"] == [], row  # nothing with a dimension of the vocabulary
+    assert len(found["held"]) == 3 * len(SHAPES)
+    for scope, (long, short) in found["collectives"].items():
+        assert long == short, scope  # ranks with samples of other lengths
+        assert len(long) > 10
+        assert {device for call in long for *_, device in call[1:]} == {NAME}, scope  # NCCL takes none of the CPU
+    what_it_is_there_to_find_it_finds(**found["mutants"])
+
+
+def the_host_reads_one_vector_more_and_versions_are_copied_once(case, GRPO, BAPO):
+    more = 0 if case == "evaluation" else 1
+    assert len(GRPO["reads"]) >= 4, case
+    assert ours(BAPO["reads"]) == ["last micro-batch"] * more, case
+    assert len(BAPO["reads"]) == len(GRPO["reads"]) + more, case
+    assert len(BAPO["copies"]) == len(GRPO["copies"]) + more, case
+
+
+def a_replay_draw_reads_a_generation_once(notes):
+    reads, lines = Counter(phase for phase, _ in notes), {line for _, line in notes}
+    assert lines == {"bapo_trl/replay/rows.py:batch_to_rows", "bapo_trl/clip_bounds/reduce.py:numbers"}
+    assert reads["later pass"] == 1  # the numbers of its log
+    assert reads["first pass"] == reads["queue empty"] <= 12
+
+
+def what_it_is_there_to_find_it_finds(reads, held, error):
+    assert "micro-batch" in ours(reads["reads"])
+    assert held["bytes"] > 12 * held["tokens"]
+    assert f"at least two devices, {NAME}:0 and cpu" in error
+
+
+def ours(notes):
+    return [phase for phase, line in notes if line.startswith("bapo_trl/")]

@@ -1,0 +1,283 @@
+"""
+Rehearse an update of GRPOTrainer and BAPOTrainer in many settings, in a process of its own.
+
+    python -m tests.rehearsal.worker OUTPUT.json
+
+Two updates are trained on the CPU for real. Then weights and buffer are put on the accelerator, where they lie on a
+GPU: all there, but `policy_version` and `token_versions`. Then comes one more update.
+"""
+
+import copy
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from accelerate.state import AcceleratorState, DistributedType, PartialState
+from peft import LoraConfig
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import add_fused_lm_head
+
+from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.clip_bounds import run_search
+from tests.helpers.toy import toy_dataset, toy_model, toy_trainer
+from tests.rehearsal.accelerator import Rehearsal, register
+
+
+ON_CPU = ("policy_version", "token_versions")
+CASES: dict[str, dict[str, Any]] = {
+    "batch": {},
+    "micro_batch": {"search_scope": "micro_batch"},
+    "carried_over": {"search_scope": "carried_over"},
+    "upper bound first": {"search_order": "upper_first"},
+    "a weight": {"negative_weight_min": 0.3},
+    "VESPO with half the weight": {
+        "loss_type": "vespo", "negative_weight_min": 0.5, "positive_contribution_target": 1.0
+    },
+    "replay": {"replay_fraction": 0.5},
+    "partial rollouts": {"partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 4},
+    "LoRA": {"lora": True},
+    "no gradient checkpointing": {"gradient_checkpointing": False},
+    "bfloat16": {"autocast": True},
+    "a reference": {"beta": 0.1},
+    "the off-policy mask": {"off_policy_mask_threshold": 0.5},
+    "evaluation": {"evaluates": True},
+}  # fmt: skip
+SCOPES = ("batch", "micro_batch", "carried_over")
+OURS = {f for f in BAPOConfig.__dataclass_fields__ if f not in GRPOConfig.__dataclass_fields__}
+
+
+def make(is_ours: bool, **settings: Any) -> GRPOTrainer:
+    """Return a trainer after two updates on the CPU."""
+    given: dict[str, Any] = {"eval_dataset": toy_dataset(6)}
+    if settings.pop("lora", False):
+        given["peft_config"] = LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.1)
+    folder = tempfile.mkdtemp()
+    toy_model().save_pretrained(folder)  # a reference is loaded from there
+    trainer = toy_trainer(
+        folder, folder, trainer_class=BAPOTrainer if is_ours else GRPOTrainer,
+        config_class=BAPOConfig if is_ours else GRPOConfig, trainer_args=given,
+        **{"gradient_checkpointing": True, "max_steps": 2, **settings},
+    )  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+def place(trainer: Any, stage: Rehearsal, lengths: tuple[int, int] | None = None) -> list[dict[str, Any]]:
+    """Put a trainer on the accelerator, at the beginning of a run; return its micro-batches, as long as asked for."""
+    stage.place_module(trainer.model)
+    if trainer.ref_model is not None:
+        stage.place_module(trainer.ref_model)
+    buffer = [_place_batch(batch, stage, lengths) for batch in trainer._buffered_inputs]
+    trainer.accelerator.state.device = stage.device
+    if isinstance(trainer, BAPOTrainer):
+        with stage.running():
+            trainer._reset_run_state()
+        trainer._buffer_version = None  # samples are stale: the search runs its forward passes
+    trainer._buffered_inputs, trainer._step = buffer, 0
+    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+    trainer.model.train()
+    return buffer
+
+
+def _place_batch(batch: dict[str, Any], stage: Rehearsal, lengths: tuple[int, int] | None) -> dict[str, Any]:
+    sizes = {} if lengths is None else dict(
+        zip((batch["prompt_ids"].shape[1], batch["completion_ids"].shape[1]), lengths, strict=True)
+    )  # fmt: skip
+    placed = {}
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor) or (name in ON_CPU and not sizes):
+            placed[name] = value
+            continue
+        shape = (*value.shape[:1], *(sizes.get(size, size) for size in value.shape[1:]))
+        placed[name] = value.new_zeros(shape) if name in ON_CPU else stage.place(value, shape if sizes else None)
+    return placed
+
+
+def update(trainer: Any, stage: Rehearsal, autocast: bool = False, between: Callable[[], Any] = lambda: None) -> list:
+    """Make an update; return what `between` returned between its micro-batches."""
+    parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters)
+    count, seen = trainer.args.gradient_accumulation_steps, []
+    with stage.running() as watch:
+        for position in range(count):
+            is_last = position == count - 1
+            trainer.accelerator.gradient_state._set_sync_gradients(is_last)
+            watch.phase = "last micro-batch" if is_last else "micro-batch"
+            with torch.autocast(stage.device.type, torch.bfloat16) if autocast else nullcontext():
+                loss = trainer._compute_loss(trainer.model, trainer._buffered_inputs[position])
+            watch.phase = "backward"
+            loss.backward()
+            trainer._step += 1
+            del loss
+            if not is_last:
+                seen.append(between())
+        watch.phase = "step"
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+    return seen
+
+
+def rehearse(is_ours: bool, settings: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return the reads and copies of an update."""
+    settings = dict(settings)
+    autocast, evaluates = settings.pop("autocast", False), settings.pop("evaluates", False)
+    trainer, stage = make(is_ours, **settings), Rehearsal(device)
+    buffer = place(trainer, stage)
+    if evaluates:
+        trainer.model.eval()
+        with stage.running(), torch.no_grad():
+            trainer._compute_loss(trainer.model, buffer[0])
+    else:
+        update(trainer, stage, autocast)
+    watch = stage.watch
+    return {"reads": watch.reads + watch.copies_down, "copies": watch.copies_up}
+
+
+def main(output: str) -> None:
+    torch.set_num_threads(1)
+    device = register()
+    found: dict[str, Any] = {}
+    of_grpo: dict[str, Any] = {}  # by its settings: those of ours mean nothing to it
+    for name, case in CASES.items():
+        theirs = {setting: value for setting, value in case.items() if setting not in OURS}
+        key = json.dumps(theirs)
+        of_grpo[key] = of_grpo.get(key) or rehearse(False, theirs, device)
+        found[name] = {"GRPO": of_grpo[key], "BAPO": rehearse(True, case, device)}
+    found["mutants"] = mutants(device)
+    found["draws"] = draws(device)
+    found["held"] = held(device)
+    found["collectives"] = collectives(device)
+    Path(output).write_text(json.dumps(found))
+
+
+def mutants(device: torch.device) -> dict[str, Any]:
+    """Return what shows of searches that read a number, keep 16 bytes a token, or take a tensor of the CPU."""
+    add = run_search.BoundSearch.add
+
+    def reading(self, tokens):
+        tokens.advantages.sum().item()
+        add(self, tokens)
+
+    def keeping(self, tokens):
+        add(self, tokens)
+        self.kept = tokens.ratio.double().repeat(2, 1)
+
+    def elsewhere(self, tokens):
+        add(self, replace(tokens, weights=torch.ones(tokens.weights.shape)))
+
+    try:
+        run_search.BoundSearch.add = reading
+        reads = rehearse(True, CASES["batch"], device)
+        run_search.BoundSearch.add = keeping
+        (row,) = held(device, ["micro_batch"], ["0.5B"])
+        run_search.BoundSearch.add = elsewhere
+        try:
+            rehearse(True, CASES["batch"], device)
+        except RuntimeError as error:
+            return {"reads": reads, "held": row, "error": str(error)}
+        return {"reads": reads, "held": row, "error": ""}
+    finally:
+        run_search.BoundSearch.add = add
+
+
+def draws(device: torch.device) -> list[tuple[str, str]]:
+    """Return the reads of replay draws: of a generation's first pass, and of its second."""
+    trainer, stage = make(True, replay_fraction=0.5, num_iterations=2), Rehearsal(device)
+    buffer = place(trainer, stage)
+    fresh = {name: _joined([batch[name] for batch in buffer], stage) for name in buffer[0]}
+    with stage.running() as watch:
+        watch.answer = 1
+        for version, phase in ((0, "queue empty"), (4, "first pass")):
+            watch.phase, trainer.state.global_step = phase, version
+            fresh["policy_version"] = torch.full_like(fresh["policy_version"], version)
+            trainer._draw_first_pass(dict(fresh), 0)
+        watch.phase = "later pass"
+        trainer._take_batch(trainer._replay.draw_later_pass(version))
+    return watch.reads + watch.copies_down
+
+
+def _joined(values: list[Any], stage: Rehearsal) -> Any:
+    if not isinstance(values[0], torch.Tensor) or values[0].dim() == 0:
+        return values[0]
+    if values[0].device != stage.device:
+        return torch.cat(values)
+    return stage.place(values[0], (sum(map(len, values)), *values[0].shape[1:]))
+
+
+SHAPES = {  # hidden size, vocabulary, tokens; two layers of each: what we hold does not depend on their number
+    "0.5B": (896, 151936, 2048), "7B": (3584, 152064, 8192), "32B": (5120, 152064, 32768),
+}  # fmt: skip
+
+
+def held(device: torch.device, scopes: Sequence[str] = SCOPES, names: Iterable[str] = SHAPES) -> list[dict[str, Any]]:
+    """Return the bytes that BAPOTrainer holds between two micro-batches beyond GRPOTrainer, and shapes of our own."""
+    trained = {scope: make(True, search_scope=scope) for scope in scopes}
+    trained["GRPO"] = make(False)
+    rows = []
+    for shape in names:
+        hidden, vocabulary, length = SHAPES[shape]
+        alive = {
+            name: _alive(copy.copy(trainer), device, hidden, vocabulary, length) for name, trainer in trained.items()
+        }
+        of_grpo, shapes_of_grpo = alive.pop("GRPO")
+        for scope, (size, shapes) in alive.items():
+            wide = [list(each) for each in shapes - shapes_of_grpo if vocabulary in each]
+            tokens = trained["GRPO"].args.per_device_train_batch_size * length
+            rows.append({"scope": scope, "shape": shape, "tokens": tokens, "bytes": size - of_grpo, "wide": wide})
+    return rows
+
+
+def _alive(trainer: Any, device: torch.device, hidden: int, vocabulary: int, length: int) -> tuple[int, set]:
+    with torch.device("meta"):
+        trainer.model = toy_model(
+            hidden_size=hidden, vocab_size=vocabulary, num_hidden_layers=2, intermediate_size=4 * hidden,
+            num_attention_heads=hidden // 128,
+        )  # fmt: skip
+    add_fused_lm_head(trainer.model, outputs=("log_probs", "entropy"))
+    stage = Rehearsal(device)
+    place(trainer, stage, (200, length))
+    (size, shapes), *_ = update(trainer, stage, between=lambda: (stage.live_bytes(), stage.live_shapes()))
+    return size, shapes
+
+
+def collectives(device: torch.device) -> dict[str, list]:
+    """Return what two of eight ranks call in an update, on samples of different lengths, by scope."""
+    torch.distributed.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    found = {}
+    for scope in SCOPES:
+        trainer = make(True, search_scope=scope)
+        found[scope] = [_calls(trainer, device, lengths) for lengths in ((200, 2048), (31, 700))]
+    return found
+
+
+def _calls(trainer: Any, device: torch.device, lengths: tuple[int, int]) -> list:
+    stage, calls = Rehearsal(device), []
+    place(trainer, stage, lengths)
+
+    def noted(name: str) -> Callable:
+        def call(*tensors: Any, **kwargs: Any) -> None:
+            sent = [each for each in tensors if isinstance(each, torch.Tensor)]
+            calls.append([name, *((list(each.shape), str(each.dtype), each.device.type) for each in sent)])
+
+        return call
+
+    state = {"num_processes": 8, "distributed_type": DistributedType.MULTI_GPU, "backend": "nccl", "device": device}
+    with ExitStack() as patches:
+        patches.enter_context(patch.dict(PartialState._shared_state, state))
+        patches.enter_context(patch.dict(AcceleratorState._shared_state, state))
+        for name in ("all_reduce", "all_gather_into_tensor", "all_gather", "broadcast"):
+            patches.enter_context(patch.object(torch.distributed, name, noted(name)))
+        update(trainer, stage)
+    return calls
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
