@@ -88,5 +88,6 @@ TESTS = {
     "replay": ["tests/replay"],
     "rollouts": ["tests/rollouts", "tests/vllm_server/test_partial_server.py"],
     "checkpoints": ["tests/test_whole_checkpoint.py", "tests/replay/test_mixer.py", "tests/faults/test_kills.py",
-                    "tests/faults/test_signals.py", "tests/faults/test_fuzz_checkpoint.py"],
+                    "tests/faults/test_signals.py", "tests/faults/test_fuzz_checkpoint.py",
+                    "tests/faults/test_server.py"],
 }  # fmt: skip
