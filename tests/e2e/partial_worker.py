@@ -82,12 +82,11 @@ def main(folder: str, settings: str) -> None:
     )
     with Recording.server:
         trainer.train(resume_from_checkpoint=resume)
-    engine = trainer.model_wrapped
     result = {
         "num_processes": trainer.accelerator.num_processes,
         "distributed_type": trainer.accelerator.distributed_type.value,
-        "engine": type(engine).__name__,
-        "sharding": type(getattr(engine, "optimizer", None)).__name__,
+        "engine": type(trainer.model_wrapped).__name__,
+        "sharding": type(getattr(trainer.model_wrapped, "optimizer", None)).__name__,
         "logs": training_logs(trainer),
         "prompts": trainer.prompts,
         "batches": trainer.batches,

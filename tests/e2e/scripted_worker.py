@@ -39,13 +39,13 @@ def main(out: str, micro_batches: str, uses_lora: str, checkpoint: str = "", *ki
         if trainer.accelerator.process_index == int(rank):
             SaveEvents(6, event, tears == "tears").watch(trainer)
     trainer.train(resume_from_checkpoint=checkpoint == "true" or checkpoint or None)
-    engine, optimizer = trainer.model_wrapped, trainer.optimizer
     result = {
         "num_processes": trainer.accelerator.num_processes,
         "distributed_type": trainer.accelerator.distributed_type.value,
-        "engine": type(engine).__name__,
-        "sharding": type(getattr(engine, "optimizer", None)).__name__,
-        "optimizer": type(optimizer).__name__,
+        # Named without a variable: who holds the engine beyond `end_training` destroys the process group with it
+        "engine": type(trainer.model_wrapped).__name__,
+        "sharding": type(getattr(trainer.model_wrapped, "optimizer", None)).__name__,
+        "optimizer": type(trainer.optimizer).__name__,
         "logs": training_logs(trainer),
     }
     (folder / f"rank-{trainer.accelerator.process_index}.json").write_text(json.dumps(result))

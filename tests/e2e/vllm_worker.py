@@ -55,12 +55,11 @@ def main(out: str, settings: str) -> None:
         raise
     trainer.vllm_generation.sync_weights()
     trainer.save_model(str(folder / "final"))
-    engine = trainer.model_wrapped
     result = {
         "num_processes": trainer.accelerator.num_processes,
         "distributed_type": trainer.accelerator.distributed_type.value,
-        "engine": type(engine).__name__,
-        "sharding": type(getattr(engine, "optimizer", None)).__name__,
+        "engine": type(trainer.model_wrapped).__name__,
+        "sharding": type(getattr(trainer.model_wrapped, "optimizer", None)).__name__,
         "logs": training_logs(trainer),
     }
     (folder / f"rank-{trainer.accelerator.process_index}.json").write_text(json.dumps(result))

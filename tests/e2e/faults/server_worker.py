@@ -180,11 +180,10 @@ def main(out: str, settings: str) -> None:
             result["error"] = str(error)
         if result["error"] is None:
             trainer.save_model(str(folder / "final"))
-    engine = trainer.model_wrapped
     result |= {
         "distributed_type": trainer.accelerator.distributed_type.value,
-        "engine": type(engine).__name__,
-        "sharding": type(getattr(engine, "optimizer", None)).__name__,
+        "engine": type(trainer.model_wrapped).__name__,
+        "sharding": type(getattr(trainer.model_wrapped, "optimizer", None)).__name__,
         "logs": training_logs(trainer),
         "warnings": [str(each.message) for each in caught if "vLLM server" in str(each.message)],
         "left": faults.faults,
