@@ -153,19 +153,12 @@ class Rehearsal:
         with _numbers_there(), self._mode, self.watch:
             yield self.watch
 
-    def live_bytes(self) -> int:
-        """Return the bytes of all storages there that something holds."""
+    def alive(self) -> tuple[int, set[tuple[int, ...]]]:
+        """Return the bytes of all storages there that something holds, and the shapes of the tensors in them."""
         gc.collect()
-        storages = {}
-        for each in gc.get_objects():
-            if isinstance(each, FakeTensor) and is_there(each):
-                storage = each.untyped_storage()
-                storages[storage._cdata] = storage.nbytes()
-        return sum(storages.values())
-
-    def live_shapes(self) -> set[tuple[int, ...]]:
-        """Return the shapes of all tensors there that something holds."""
-        return {tuple(each.shape) for each in gc.get_objects() if isinstance(each, FakeTensor) and is_there(each)}
+        there = [each for each in gc.get_objects() if type(each) is FakeTensor and is_there(each)]
+        storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in there}
+        return sum(storages.values()), {tuple(each.shape) for each in there}
 
 
 @contextmanager

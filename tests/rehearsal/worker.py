@@ -36,7 +36,6 @@ CASES: dict[str, dict[str, Any]] = {
     "batch": {},
     "micro_batch": {"search_scope": "micro_batch"},
     "carried_over": {"search_scope": "carried_over"},
-    "upper bound first": {"search_order": "upper_first"},
     "a weight": {"negative_weight_min": 0.3},
     "VESPO with half the weight": {
         "loss_type": "vespo", "negative_weight_min": 0.5, "positive_contribution_target": 1.0
@@ -244,7 +243,7 @@ def _alive(trainer: Any, device: torch.device, hidden: int, vocabulary: int, len
     add_fused_lm_head(trainer.model, outputs=("log_probs", "entropy"))
     stage = Rehearsal(device)
     place(trainer, stage, (200, length))
-    (size, shapes), *_ = update(trainer, stage, between=lambda: (stage.live_bytes(), stage.live_shapes()))
+    (size, shapes), *_ = update(trainer, stage, between=stage.alive)
     return size, shapes
 
 
