@@ -23,7 +23,7 @@ from accelerate.state import AcceleratorState, DistributedType, PartialState
 from peft import LoraConfig
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from trl import GRPOConfig, GRPOTrainer
-from trl.trainer.utils import add_fused_lm_head
+from trl.trainer import utils as trl_utils
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.clip_bounds import run_search
@@ -240,7 +240,7 @@ def _alive(trainer: Any, device: torch.device, hidden: int, vocabulary: int, len
             hidden_size=hidden, vocab_size=vocabulary, num_hidden_layers=2, intermediate_size=4 * hidden,
             num_attention_heads=hidden // 128,
         )  # fmt: skip
-    add_fused_lm_head(trainer.model, outputs=("log_probs", "entropy"))
+    trl_utils.add_fused_lm_head(trainer.model, outputs=("log_probs", "entropy"))
     stage = Rehearsal(device)
     place(trainer, stage, (200, length))
     (size, shapes), *_ = update(trainer, stage, between=stage.alive)
