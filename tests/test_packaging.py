@@ -51,8 +51,7 @@ def built(tmp_path_factory) -> Built:
     folder = tmp_path_factory.mktemp("built")
     shutil.copytree(ROOT, folder / "checkout", symlinks=True, ignore=NOT_OF_THE_PROJECT)
     sdist = build("sdist", folder / "checkout", folder)
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder / "sdist", filter="data")
+    shutil.unpack_archive(sdist, folder / "sdist")  # `extractall(filter=...)` begins with Python 3.11.4
     return Built(sdist, build("wheel", folder / "sdist" / f"bapo_trl-{__version__}", folder))
 
 
