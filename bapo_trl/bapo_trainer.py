@@ -321,7 +321,10 @@ class BAPOTrainer(WholeCheckpoints):
 
     def _generate(self, prompts):
         with checks.explaining_empty_completions("sampler" if self.rollout_func is None else "`rollout_func`"):
-            return super()._generate(prompts)
+            generated = super()._generate(prompts)
+        if self.rollout_func is not None:
+            checks.check_rollouts(prompts, *generated[:2])
+        return generated
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         with checks.explaining_rewards(self, prompts, completions):

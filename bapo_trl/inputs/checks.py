@@ -80,6 +80,20 @@ def explaining_empty_completions(made_by: str) -> Iterator[None]:
         raise
 
 
+def check_rollouts(prompts: Sequence[Any], prompt_ids: Sequence[Any], completion_ids: Sequence[Any]) -> None:
+    """
+    Refuse another number of prompts or completions from a `rollout_func` than it was given prompts.
+
+    Raises:
+        InputError: With the numbers and the fix.
+    """
+    if not len(prompts) == len(prompt_ids) == len(completion_ids):
+        raise InputError(
+            f"The `rollout_func` returned {len(prompt_ids)} `prompt_ids` and {len(completion_ids)} `completion_ids` "
+            f"for {len(prompts)} prompts: return one for each."
+        )
+
+
 @contextmanager
 def explaining_rewards(trainer: Any, prompts: Sequence[Any], completions: Sequence[Any]) -> Iterator[None]:
     """Note on errors of the trainer's reward functions, and of what they return, which it was and for what sample."""

@@ -50,16 +50,11 @@ class KeptRewards:
 
     def check(self) -> None:
         """
-        Refuse what is no list of rewards, and another number of completions than of prompts.
+        Refuse what is no list of rewards.
 
         Raises:
             InputError: With function, sample, value and fix.
         """
-        if len(self._completions) != len(self._prompts):
-            raise InputError(
-                f"The `rollout_func` returned {len(self._completions)} completions for {len(self._prompts)} prompts: "
-                "return one for each."
-            )
         for name, returned in self._returned:
             defect = rewards_defect(returned, self._prompts, self._completions)
             if defect is not None:
