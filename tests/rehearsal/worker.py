@@ -49,6 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
     "the off-policy mask": {"off_policy_mask_threshold": 0.5},
     "evaluation": {"evaluates": True},
 }  # fmt: skip
+ROWS = 2  # of a micro-batch that is given other lengths
 SCOPES = ("batch", "micro_batch", "carried_over")
 OURS = {f for f in BAPOConfig.__dataclass_fields__ if f not in GRPOConfig.__dataclass_fields__}
 
@@ -95,33 +96,33 @@ def _place_batch(batch: dict[str, Any], stage: Rehearsal, lengths: tuple[int, in
         if not isinstance(value, torch.Tensor) or (name in ON_CPU and not sizes):
             placed[name] = value
             continue
-        shape = (*value.shape[:1], *(sizes.get(size, size) for size in value.shape[1:]))
+        rows = [min(count, ROWS) for count in value.shape[:1]]
+        shape = (*rows, *(sizes.get(size, size) for size in value.shape[1:]))
         placed[name] = value.new_zeros(shape) if name in ON_CPU else stage.place(value, shape if sizes else None)
     return placed
 
 
-def update(trainer: Any, stage: Rehearsal, autocast: bool = False, between: Callable[[], Any] = lambda: None) -> list:
-    """Make an update; return what `between` returned between its micro-batches."""
+def micro_batch(trainer: Any, stage: Rehearsal, position: int, autocast: bool = False) -> None:
+    """Make the forward and backward pass of one micro-batch of an update."""
+    is_last = position == trainer.args.gradient_accumulation_steps - 1
+    trainer.accelerator.gradient_state._set_sync_gradients(is_last)
+    stage.watch.phase = "last micro-batch" if is_last else "micro-batch"
+    with torch.autocast(stage.device.type, torch.bfloat16) if autocast else nullcontext():
+        loss = trainer._compute_loss(trainer.model, trainer._buffered_inputs[position])
+    stage.watch.phase = "backward"
+    loss.backward()
+    trainer._step += 1
+
+
+def update(trainer: Any, stage: Rehearsal, autocast: bool = False) -> None:
     parameters = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters)
-    count, seen = trainer.args.gradient_accumulation_steps, []
     with stage.running() as watch:
-        for position in range(count):
-            is_last = position == count - 1
-            trainer.accelerator.gradient_state._set_sync_gradients(is_last)
-            watch.phase = "last micro-batch" if is_last else "micro-batch"
-            with torch.autocast(stage.device.type, torch.bfloat16) if autocast else nullcontext():
-                loss = trainer._compute_loss(trainer.model, trainer._buffered_inputs[position])
-            watch.phase = "backward"
-            loss.backward()
-            trainer._step += 1
-            del loss
-            if not is_last:
-                seen.append(between())
+        for position in range(trainer.args.gradient_accumulation_steps):
+            micro_batch(trainer, stage, position, autocast)
         watch.phase = "step"
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-    return seen
 
 
 def rehearse(is_ours: bool, settings: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -229,7 +230,7 @@ def held(device: torch.device, scopes: Sequence[str] = SCOPES, names: Iterable[s
         of_grpo, shapes_of_grpo = alive.pop("GRPO")
         for scope, (size, shapes) in alive.items():
             wide = [list(each) for each in shapes - shapes_of_grpo if vocabulary in each]
-            tokens = trained["GRPO"].args.per_device_train_batch_size * length
+            tokens = ROWS * length
             rows.append({"scope": scope, "shape": shape, "tokens": tokens, "bytes": size - of_grpo, "wide": wide})
     return rows
 
@@ -243,8 +244,9 @@ def _alive(trainer: Any, device: torch.device, hidden: int, vocabulary: int, len
     trl_utils.add_fused_lm_head(trainer.model, outputs=("log_probs", "entropy"))
     stage = Rehearsal(device)
     place(trainer, stage, (200, length))
-    (size, shapes), *_ = update(trainer, stage, between=stage.alive)
-    return size, shapes
+    with stage.running():
+        micro_batch(trainer, stage, 0)
+        return stage.alive()
 
 
 def collectives(device: torch.device) -> dict[str, list]:
