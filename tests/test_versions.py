@@ -72,7 +72,7 @@ def test_the_page_in_docs_is_that_of_the_results():
         ("trl>=1.14.2,!=1.15.*", "trl>=1.14.2,!=1.15.*,<1.17", "trl<1.17: no reason"),
         ("trl>=1.14.2,!=1.15.*", "trl>=1.14.2", "trl!=1.15.*: in compat/corners.cfg, not in setup.cfg"),
         ("transformers>=5.17", "transformers>=5.17,<5.18", "5.23.0 is tested"),
-        ("    torch>=2.13", "    torch", "oldest version tested is 2.13.0"),
+        ("    torch>=2.11", "    torch", "oldest version tested is 2.11.0"),
         ("peft>=0.19", "peft>=0.20", "0.19.0 is tested"),
         ("python_requires = >=3.11", "python_requires = >=3.10", "Python 3.11"),
         (" :: 3.11\n", " :: 3.11\n    Programming Language :: Python :: 3.99\n", "Python 3.11"),
