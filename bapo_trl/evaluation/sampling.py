@@ -142,6 +142,17 @@ class EvaluatedTrainer(BAPOTrainer):
         rewards = self._calculate_rewards(rows, prompts, completions, completion_ids).tolist()
         return [[None if reward != reward else reward for reward in given] for given in rewards]
 
+    def _calculate_rewards(self, *args):
+        rewards_per_func = super()._calculate_rewards(*args)
+        if not (self.model.training or self._is_apart):
+            count = self.num_generations_eval
+            first = rewards_per_func[:, 0].view(-1, count)
+            right = first[~first.isnan().all(dim=1)].ge(1).float()  # prompts without a first reward do not count
+            if len(right):
+                self._log_values({f"avg@{count}": right.mean().item()}, "eval")
+                self._log_values({f"pass@{count}": right.amax(dim=1).mean().item()}, "eval")
+        return rewards_per_func
+
     def _log_completion_extra(self, *args):
         if not self._is_apart:  # TRL would add it to the next generation's
             super()._log_completion_extra(*args)

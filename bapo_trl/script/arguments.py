@@ -22,6 +22,13 @@ class BAPOScriptArguments(ScriptArguments):
     The fields are described by their help texts, which `--help` shows.
     """
 
+    method: str | None = field(
+        default=None,
+        metadata={
+            "help": "Settings of a method by one name: grpo, clip_higher, bapo, bapo_released, cispo, gspo, sapo, vespo, "
+            "or recommended, which goes by the staleness of the run (docs/stability.md)."
+        },
+    )
     reward_funcs: list[str] | None = field(
         default=None,
         metadata={

@@ -15,6 +15,7 @@ from ..bapo_config import BAPOConfig, own_fields
 from ..errors import InputError
 from .arguments import BAPOScriptArguments
 from .commands import TRAIN, Command
+from .methods import check_method, settings_of_method
 from .recipes import RECIPES, find_defect, find_recipe, recipe_names
 
 
@@ -47,6 +48,14 @@ def parse_arguments(
     )
     parser.set_defaults(do_train=True, dtype=None)
     script_args, training_args, model_args, dataset_args = parser.parse_args_and_config(arguments)
+    if script_args.method is not None:
+        named = {name.removeprefix("__") for name in named}
+        if "method" not in named:  # what a recipe has beside its method belongs to it
+            named |= parser.recipe_settings.keys()
+        method = settings_of_method(script_args.method, training_args)
+        parser.method_settings = {name: value for name, value in method.items() if name not in named}
+        script_args, training_args, model_args, dataset_args = parser.parse_args_and_config(arguments)
+        check_method(script_args.method, named, training_args, method)
     evaluates = script_args.eval_dataset is not None or script_args.eval_fraction is not None
     training_args.do_eval |= evaluates or not training_args.do_train
     if training_args.learning_rate < 0:
@@ -71,6 +80,8 @@ class RecipeParser(TrlParser):
         super().__init__(dataclass_types, allow_abbrev=False, **kwargs)
         self.add_argument("--help-all", action=_HelpAll, help="show those of TRL and transformers as well, and exit")
         self._recipe: str | None = None
+        self.recipe_settings: dict[str, Any] = {}
+        self.method_settings: dict[str, Any] = {}
 
     def format_help(self, shows_all: bool = False) -> str:
         """Return the help text: the flags of this package, those of TRL and transformers only if asked for."""
@@ -96,6 +107,8 @@ class RecipeParser(TrlParser):
         return formatter.format_help()
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, *rest, **kwargs):
+        """Return the settings; those of `method_settings` come before a recipe's, and after flags."""
+        self.set_defaults(**self.method_settings)
         args = sys.argv[1:] if args is None else args
         args = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
         if "--config" in args:
@@ -114,6 +127,8 @@ class RecipeParser(TrlParser):
         return super().parse_args_and_config(args, *rest, **kwargs)
 
     def set_defaults_with_config(self, **config):
+        self.recipe_settings = config
+        config = {**config, **self.method_settings}
         for settings in self.dataclass_types:
             hints = get_type_hints(settings)
             for name in config.keys() & {f.name for f in fields(settings) if f.init}:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import yaml
 
+from ..errors import InputError
+
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 DEMO_FOLDER = "outputs/quickstart"  # of the recipe `quickstart`
@@ -67,3 +69,21 @@ def find_defect(path: str) -> str | None:
     if not isinstance(env, dict):
         return f"has an `env` that is a {type(env).__name__}: write one variable a line below it, such as `  A: 1`"
     return None
+
+
+def read_recipe(name: str) -> dict:
+    """
+    Return what stands in a recipe, or in another YAML file of names and values.
+
+    Raises:
+        InputError: If there is no such file, or it is no mapping, with the fix.
+    """
+    path = find_recipe(name)
+    if path is None:
+        raise InputError(
+            f"`config` is '{name}': there is no such file; the recipes of the package are {', '.join(recipe_names())}."
+        )
+    defect = find_defect(path)
+    if defect is not None:
+        raise InputError(f"{path} {defect}.")
+    return yaml.safe_load(Path(path).read_text(encoding="utf-8"))

@@ -137,10 +137,10 @@ def _train(
     if is_over:
         say(f"Note: {resume} is of the last update. Nothing is left to train, but the model was not saved yet.")
 
-    scores_itself = task is not None and trainer.accelerator.num_processes == 1
+    scores_itself = task is not None and evaluation is None and trainer.accelerator.num_processes == 1
     tokenizer: Any = trainer.processing_class
     before = held_out_accuracy(trainer.model, tokenizer, task.test_dataset) if scores_itself else None
-    if evaluation is not None and not scores_itself:
+    if evaluation is not None:
         evaluation.before(inputs.parts)
     stop = StopSignals()
     trainer.add_callback(stop)
@@ -165,7 +165,7 @@ def _train(
             f"Held-out accuracy{since}, greedy {before.greedy:.3f} -> {after.greedy:.3f}, "
             f"mean of 4 samples {before.sampled:.3f} -> {after.sampled:.3f}"
         )
-    elif task is not None:
+    elif task is not None and evaluation is None:
         say("Held-out accuracy: measured on one process only; `--do_eval true` evaluates on several.")
     say(f"Model: {training_args.output_dir}")
     if checkpoint.is_dir():

@@ -1,0 +1,1 @@
+"""`bapo-trl compare`: several methods on one task, over seeds, and what their differences say."""

@@ -1,0 +1,110 @@
+"""`bapo-trl compare STUDY.yaml --output_dir FOLDER`."""
+
+import argparse
+import importlib.util
+import statistics
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from ..errors import InputError, MissingPackageError
+from .execution import find_finished, make_runs
+from .results import Row
+from .study import Run, read_study
+
+
+_DESCRIPTION = """
+Compare methods on one task, over several seeds: which of them ends highest, and is the difference more than luck?
+
+    bapo-trl compare my_study.yaml --output_dir study --jobs 2
+
+The YAML file names what all runs share (`base`), the arms, the seeds, and how often to measure; docs/compare.md has
+an example. Each run is a process of `bapo-trl train`. A study that is stopped goes on where it was; one that is
+finished only prints its tables.
+"""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """
+    Make the runs that a study lacks, and print what came out.
+
+    Raises:
+        InputError: For a study that cannot be made, before any run begins.
+    """
+    parser = argparse.ArgumentParser(
+        prog="bapo-trl compare", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("study", metavar="STUDY", help="YAML file")
+    parser.add_argument("--output_dir", required=True, type=Path, help="folder of the results, one JSON file a run")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (1)")
+    parser.add_argument("--only", nargs="+", metavar="ARM", help="arms to run (all)")
+    parser.add_argument("--against", metavar="ARM", help="arm that the others are compared with (the first)")
+    parser.add_argument("--shard", default="1/1", metavar="I/N", help="the I-th of N parts of the runs, on one of N machines")
+    parser.add_argument("--table", choices=("markdown", "csv"), default="markdown", help="form of the tables")
+    parser.add_argument("--dry_run", nargs="?", const="true", default="false", choices=("true", "false"),
+                        help="list the runs, and do nothing")  # fmt: skip
+    options = parser.parse_args(arguments)
+    if options.jobs < 1:
+        raise InputError(f"`--jobs` is {options.jobs}: set it to at least 1.")
+    if importlib.util.find_spec("statsmodels") is None:
+        raise MissingPackageError("`compare` needs statsmodels, which is not installed: pip install 'bapo-trl[compare]'")
+    study = read_study(options.study)
+    for arm in [*(options.only or ()), *([options.against] if options.against else [])]:
+        if arm not in study.arms:
+            raise InputError(f"'{arm}' is no arm of {options.study}: it has {', '.join(study.arms)}.")
+    runs, part = study.runs(), _shard(options.shard)
+    chosen = [run for run in runs[part] if run.arm in (options.only or study.arms)]
+    finished = find_finished(runs, options.output_dir)
+    missing = [run for run in chosen if run.key not in finished]
+    if missing:
+        study.check()
+    if options.dry_run == "true":
+        print(_plan(chosen, finished, options.jobs))
+        return
+    if missing:
+        options.output_dir.mkdir(parents=True, exist_ok=True)
+        print(f"{len(missing)} of {len(runs)} runs to make, {options.jobs} at a time", flush=True)
+        make_runs(study, missing, options.output_dir, options.jobs, lambda line: print(line, flush=True))
+        finished = find_finished(runs, options.output_dir)
+    rows = [finished[run.key] for run in runs if run.key in finished]
+    _show(rows, list(study.arms), options, len(runs))
+
+
+def _show(rows: list[Row], arms: list[str], options: argparse.Namespace, number: int) -> None:
+    """Print the tables, and write them and the figure beside the results."""
+    from .tables import as_csv, as_markdown, compare  # takes scipy
+
+    if not rows:
+        raise InputError(f"{options.output_dir} has no result yet: run the study first.")
+    comparisons = compare(rows, arms, options.against or arms[0])
+    if options.table == "csv":
+        print(as_csv(comparisons))
+        return
+    text = as_markdown(comparisons)
+    if len(rows) < number:
+        text = f"{len(rows)} of {number} runs are there.\n\n{text}"
+    print(f"\n{text}")
+    (options.output_dir / "comparison.md").write_text(f"{text}\n", encoding="utf-8")
+    if importlib.util.find_spec("matplotlib") is not None:
+        from .figure import save_figure
+
+        save_figure(comparisons, options.output_dir / "comparison.png")
+        print(f"\nFigure: {options.output_dir / 'comparison.png'}")
+
+
+def _plan(runs: Sequence[Run], finished: dict[str, Row], jobs: int) -> str:
+    lines = [f"{'done' if run.key in finished else 'to do'}  {run.label}" for run in runs]
+    left = sum(run.key not in finished for run in runs)
+    lines.append(f"{len(runs)} runs, {left} to make, {jobs} at a time")
+    seconds = [row.seconds for row in finished.values() if row.error is None]
+    if left and seconds:
+        lines[-1] += f": about {timedelta(seconds=round(left * statistics.mean(seconds) / jobs))} at the pace so far"
+    return "\n".join(lines)
+
+
+def _shard(text: str) -> slice:
+    """Return which runs are those of `I/N`: every N-th, from the I-th on."""
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise InputError(f"`--shard` is '{text}': set it to I/N with I from 1 to N, such as 2/8.")
+    return slice(int(part) - 1, None, int(parts))

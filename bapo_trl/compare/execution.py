@@ -1,0 +1,105 @@
+"""Makes the runs of a study, some at a time, each as a process of its own."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from datetime import timedelta
+from pathlib import Path
+
+from ..errors import InputError
+from .results import FOLDER, Row, read_rows, row_of, write_row
+from .study import Run, Study, as_arguments
+
+
+def find_finished(runs: Sequence[Run], folder: Path) -> dict[str, Row]:
+    """
+    Return the rows that a folder has of some runs, by the key of the run.
+
+    Raises:
+        InputError: If it has a result of one of them with other settings.
+    """
+    rows = read_rows(folder)
+    finished = {run.key: rows[run.key] for run in runs if run.key in rows}
+    by_name = {(row.arm, str(row.over), row.seed): (key, row) for key, row in rows.items()}
+    for run in runs:
+        key, row = by_name.get((run.arm, str(run.over), run.seed), (None, None))
+        if run.key not in finished and row is not None:
+            was, now = row.settings, run.settings
+            changed = sorted(name for name in {*was, *now} if was.get(name) != now.get(name))
+            described = ", ".join(f"{name} {was.get(name)!r}, now {now.get(name)!r}" for name in changed)
+            raise InputError(
+                f"{folder / FOLDER / key}.json is a result of other settings ({described}): give another "
+                "`--output_dir`, or remove it."
+            )
+    return finished
+
+
+def make_runs(study: Study, runs: Sequence[Run], folder: Path, jobs: int, say: Callable[[str], None]) -> None:
+    """
+    Make runs that have no row yet, and write a row for each when it ends; for one that fails, with its error.
+
+    Args:
+        study ([`~study.Study`]):
+            The study.
+        runs (sequence of [`~study.Run`]):
+            Runs to make.
+        folder (`Path`):
+            Folder of the study. Logs and settings of a run stay in `logs`, its model is deleted.
+        jobs (`int`):
+            Runs at a time.
+        say (`Callable[[str], None]`):
+            Gets a line for each run that ends.
+    """
+    started = time.monotonic()
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = {pool.submit(_make, run, study.accelerate, folder, jobs): run for run in runs}
+        try:
+            for done, future in enumerate(as_completed(futures), start=1):
+                run, row = futures[future], future.result()
+                write_row(row, folder / FOLDER / f"{run.key}.json")
+                left = (time.monotonic() - started) / done * (len(runs) - done)
+                found = f"failed: {row.error}" if row.final is None else f"{row.final:.3f}"
+                say(
+                    f"[{done}/{len(runs)}] {run.label}: {found}, {timedelta(seconds=round(row.seconds))}; "
+                    f"left about {timedelta(seconds=round(left))}"
+                )
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(_running):
+                process.terminate()
+            raise
+
+
+_running: set[subprocess.Popen] = set()
+
+
+def _make(run: Run, accelerate: str | None, folder: Path, jobs: int) -> Row:
+    log = folder / "logs" / f"{run.key}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    launch = ["launch", "--accelerate", accelerate] if accelerate else []
+    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs)), **os.environ}
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".run-") as work, log.open("w") as output:
+        command = [sys.executable, "-m", "bapo_trl", *launch, "train"]
+        arguments = [*as_arguments(run.flags), "--output_dir", work]
+        process = subprocess.Popen(
+            [*command, *arguments], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
+        )
+        _running.add(process)
+        code = process.wait()
+        _running.discard(process)
+        seconds = round(time.monotonic() - started, 1)
+        if code != 0:
+            lines = log.read_text(errors="replace").strip().splitlines()
+            reason = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "")
+            error = f"exit code {code}: {reason.strip()} ({log})"
+            return Row(run.arm, run.over, run.seed, run.settings, seconds=seconds, error=error)
+        row = row_of(run, Path(work), seconds)
+        for name in ("trainer_state.json", "run_settings.json"):
+            shutil.copyfile(Path(work, name), log.with_suffix(f".{name}"))
+    return row

@@ -1,0 +1,59 @@
+"""The figure of a study: accuracy over the updates, a panel for each setting, a line with its band for each arm."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..report.figure import color_of
+from .statistics import mean_over_seeds
+from .study import name_setting
+from .tables import Comparison
+
+
+def save_figure(comparisons: Sequence[Comparison], path: Path) -> None:
+    """
+    Draw the accuracies of all arms.
+
+    Args:
+        comparisons (sequence of [`~tables.Comparison`]):
+            Settings, at least one.
+        path (`Path`):
+            PNG file to write.
+
+    Raises:
+        ImportError: If matplotlib is not installed (extra `plots`).
+    """
+    from matplotlib.figure import Figure
+
+    count = len(comparisons)
+    columns = min(count, 3)
+    lines = -(-count // columns)
+    figure = Figure(figsize=(4.6 * columns, 3.4 * lines + 0.6), layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False, sharey=True).flatten()
+    for panel, comparison in zip(axes, comparisons, strict=False):
+        for index, (arm, rows) in enumerate(comparison.arms.items()):
+            accuracies: dict[int, list[float]] = {}
+            for step, accuracy in (point for row in rows if row.error is None for point in row.curve):
+                accuracies.setdefault(step, []).append(accuracy)
+            steps = sorted(accuracies)
+            means = [mean_over_seeds(accuracies[step]) for step in steps]
+            color = color_of(index)
+            panel.plot(steps, [mean.value for mean in means], color=color, label=arm)
+            with_band = [(step, mean) for step, mean in zip(steps, means, strict=True) if mean.count > 1]
+            panel.fill_between(
+                [step for step, _ in with_band],
+                [mean.value - mean.half_width for _, mean in with_band],
+                [mean.value + mean.half_width for _, mean in with_band],
+                color=color,
+                alpha=0.15,
+                linewidth=0,
+            )
+        panel.set(title=name_setting(comparison.over), xlabel="updates")
+        panel.grid(alpha=0.25)
+    for panel in axes[count:]:
+        panel.set_axis_off()
+    for panel in axes[::columns]:
+        panel.set_ylabel("accuracy")
+    axes[0].set_ylim(max(0.0, axes[0].get_ylim()[0]), min(1.0, axes[0].get_ylim()[1]))
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False)
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,170 @@
+"""What a study keeps of a run: one row, one JSON file, written when the run ends."""
+
+import itertools
+import json
+import math
+import os
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from .study import Run
+
+
+FOLDER = "runs"
+
+
+@dataclass(frozen=True)
+class Row:
+    """
+    A run that has ended.
+
+    Attributes:
+        arm, over, seed, settings:
+            As of [`~study.Run`].
+        final (`float`, *optional*):
+            Accuracy at the end, avg@k in [0, 1]; `None` for a run that failed.
+        pass_at_k (`float`, *optional*):
+            Problems with a right completion among the k.
+        curve (`list[tuple[int, float]]`):
+            Updates and accuracies, from the start on.
+        gradient_peak (`float`, *optional*):
+            Largest gradient norm over the median one.
+        entropy (`tuple[float, float]`, *optional*):
+            Mean entropy (nats) of the first and of the last tenth of the updates.
+        share (`float`, *optional*):
+            Mean share of positive tokens in the policy loss.
+        at_limits (`float`, *optional*):
+            Share of the updates in which both bounds ended at their limits; `None` where none is searched.
+        generated_tokens (`int`, *optional*):
+            Tokens of all completions that were generated.
+        seconds (`float`):
+            Of the training, with its evaluations.
+        error (`str`, *optional*):
+            Why the run failed.
+    """
+
+    arm: str
+    over: dict[str, Any]
+    seed: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    final: float | None = None
+    pass_at_k: float | None = None
+    curve: list[tuple[int, float]] = field(default_factory=list)
+    gradient_peak: float | None = None
+    entropy: tuple[float, float] | None = None
+    share: float | None = None
+    at_limits: float | None = None
+    generated_tokens: int | None = None
+    seconds: float = 0.0
+    error: str | None = None
+
+    @property
+    def area(self) -> float | None:
+        """Mean accuracy over the updates, between the first and the last measurement."""
+        if len(self.curve) < 2:
+            return None
+        width = self.curve[-1][0] - self.curve[0][0]
+        return sum((b - a) * (f + g) / 2 for (a, f), (b, g) in itertools.pairwise(self.curve)) / width
+
+    @property
+    def fall(self) -> float | None:
+        """How far the accuracy fell below the best so far, at most."""
+        accuracies = [accuracy for _, accuracy in self.curve]
+        best = itertools.accumulate(accuracies, max)
+        return max((high - now for high, now in zip(best, accuracies, strict=True)), default=None)
+
+
+def row_of(run: Run, folder: Path, seconds: float) -> Row:
+    """
+    Return the row of a run that has ended, from what `train` left in its folder.
+
+    Raises:
+        OSError, KeyError, ValueError: If its files are not there, or are not what `train` writes.
+    """
+    logs = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    results = json.loads((folder / "eval_results.json").read_text())
+    avg, best = (f"{kind}@{run.flags['num_generations_eval']}" for kind in ("avg", "pass"))
+    updates = [log for log in logs if "bapo/positive_share_initial" in log or "grad_norm" in log]
+    last = max(log["step"] for log in updates)
+    curve = [(0, results[f"before_{avg}"])] if f"before_{avg}" in results else []
+    measured = {log["step"]: log[f"eval_{avg}"] for log in logs if f"eval_{avg}" in log}
+    curve += [(step, accuracy) for step, accuracy in sorted(measured.items()) if step < last]
+    curve.append((last, results[f"eval_{avg}"]))
+    norms = [log["grad_norm"] for log in updates if log.get("grad_norm")]
+    norms = [norm for norm in norms if math.isfinite(norm)]
+    return Row(
+        run.arm,
+        run.over,
+        run.seed,
+        run.settings,
+        final=results[f"eval_{avg}"],
+        pass_at_k=results.get(f"eval_{best}"),
+        curve=[(step, round(accuracy, 4)) for step, accuracy in curve],
+        gradient_peak=round(max(norms) / statistics.median(norms), 2) if norms else None,
+        entropy=_ends([log["entropy"] for log in updates if log.get("entropy") is not None]),
+        share=_mean(log.get("bapo/positive_share") for log in updates),
+        at_limits=_at_limits(updates, json.loads((folder / "run_settings.json").read_text())),
+        generated_tokens=_generated_tokens(updates, json.loads((folder / "run_settings.json").read_text())),
+        seconds=round(seconds, 1),
+    )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    defined = [value for value in values if value is not None and math.isfinite(value)]
+    return round(statistics.mean(defined), 4) if defined else None
+
+
+def _ends(values: list[float]) -> tuple[float, float] | None:
+    if not values:
+        return None
+    count = max(1, len(values) // 10)
+    return round(statistics.mean(values[:count]), 4), round(statistics.mean(values[-count:]), 4)
+
+
+def _at_limits(updates: list[dict], settings: Mapping[str, Any]) -> float | None:
+    limits = settings["ratio_lower_max"], settings["ratio_upper_max"]
+    chosen = [(log["bapo/clip_low"], log["bapo/clip_high"]) for log in updates if log.get("bapo/clip_low") is not None]
+    if not chosen or limits == (settings["ratio_lower_start"], settings["ratio_upper_start"]):
+        return None
+    return round(statistics.mean(math.dist(bounds, limits) < 1e-3 for bounds in chosen), 4)
+
+
+def _generated_tokens(updates: list[dict], settings: Mapping[str, Any]) -> int | None:
+    lengths = [log["completions/mean_length"] for log in updates if "completions/mean_length" in log]
+    rows = settings["generation_batch_size"]
+    return round(sum(lengths) * rows) if lengths else None
+
+
+def write_row(row: Row, path: Path) -> None:
+    """Write a row, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(asdict(row), default=str) + "\n", encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+def read_rows(source: Path) -> dict[str, Row]:
+    """
+    Read rows: those of a study's folder by the name of their file, or those of one file, a row a line, by number.
+
+    Raises:
+        InputError: If a file holds no row, naming it.
+    """
+    if source.is_file():
+        lines = source.read_text(encoding="utf-8").splitlines()
+        return {str(number): _read(line, source) for number, line in enumerate(lines, start=1)}
+    files = sorted((source / FOLDER).glob("*.json"))
+    return {file.stem: _read(file.read_text(encoding="utf-8"), file) for file in files}
+
+
+def _read(text: str, path: Path) -> Row:
+    try:
+        content = json.loads(text)
+        row = Row(**content)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{path} is no result of a run ({error}): remove it, and its run is made again.") from error
+    return row

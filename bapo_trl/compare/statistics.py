@@ -1,0 +1,151 @@
+"""Means over seeds, differences paired by seed, and how many seeds a difference takes. Pure; by scipy and statsmodels."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+from statsmodels.stats.multitest import multipletests
+from statsmodels.stats.power import TTestPower
+
+
+LEVEL, POWER = 0.05, 0.8
+MOST_SEEDS = 10_000
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over seeds, and half the width of its 95 % interval; NaN for less than two seeds."""
+
+    value: float
+    half_width: float
+    count: int
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether the interval lies on one side of 0."""
+        return abs(self.value) > self.half_width
+
+
+@dataclass(frozen=True)
+class Difference:
+    """
+    How far an arm ends above another, paired by seed.
+
+    Attributes:
+        arm, against (`str`):
+            The arms.
+        mean ([`Mean`]):
+            Mean difference, with an interval that holds for all comparisons at once (Bonferroni).
+        values (`tuple[float, ...]`):
+            Difference on each seed.
+        p_value (`float`):
+            Of the paired t-test, adjusted for the number of comparisons (Holm); NaN for less than two seeds.
+    """
+
+    arm: str
+    against: str
+    mean: Mean
+    values: tuple[float, ...]
+    p_value: float
+
+
+def mean_over_seeds(values: Sequence[float], comparisons: int = 1) -> Mean:
+    """
+    Return the mean and half the width of its interval, by Student's t.
+
+    Args:
+        values (sequence of `float`):
+            One of each seed, at least one.
+        comparisons (`int`, *optional*, defaults to `1`):
+            Intervals that are to hold all at once, with a probability of 95 %: each is widened to 1 - 0.05 / that.
+
+    Example:
+
+    ```python
+    >>> mean = mean_over_seeds([0.1, 0.2, 0.3])
+    >>> round(mean.value, 3), round(mean.half_width, 3)
+    (0.2, 0.248)
+
+    ```
+    """
+    count = len(values)
+    center = math.fsum(values) / count
+    if count < 2:
+        return Mean(center, math.nan, count)
+    factor = stats.t.ppf(1 - LEVEL / comparisons / 2, count - 1)
+    return Mean(center, float(factor * stats.sem(values)), count)
+
+
+def differences(
+    finals: Mapping[str, Mapping[int, float]], pairs: Sequence[tuple[str, str]], comparisons: int | None = None
+) -> list[Difference]:
+    """
+    Compare arms, seed by seed.
+
+    Args:
+        finals (mapping):
+            A figure of each arm by seed.
+        pairs (sequence of pairs of `str`):
+            Arm, and the arm that it is compared with. A pair without a common seed is left out.
+        comparisons (`int`, *optional*):
+            What the intervals and p-values are widened for; the number of pairs by default.
+    """
+    common = {pair: sorted(finals[pair[0]].keys() & finals[pair[1]].keys()) for pair in pairs}
+    values = {
+        (arm, against): tuple(finals[arm][seed] - finals[against][seed] for seed in seeds)
+        for (arm, against), seeds in common.items()
+        if seeds
+    }
+    comparisons = comparisons or len(values)
+    p_values = [_p_value(each) for each in values.values()]
+    tested = [p for p in p_values if not math.isnan(p)]
+    adjusted = iter(multipletests(tested, method="holm")[1] if tested else ())
+    holm = [math.nan if math.isnan(p) else float(next(adjusted)) for p in p_values]
+    return [
+        Difference(arm, against, mean_over_seeds(each, comparisons), each, p)
+        for ((arm, against), each), p in zip(values.items(), holm, strict=True)
+    ]
+
+
+def _p_value(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return math.nan
+    if np.ptp(values) == 0:  # no spread to test against
+        return 0.0 if values[0] else 1.0
+    return float(stats.ttest_1samp(values, 0.0).pvalue)
+
+
+def seeds_for(difference: float, values: Sequence[float], comparisons: int = 1) -> int | None:
+    """
+    Return how many seeds show a difference with a probability of 80 %, at the spread of these differences.
+
+    Args:
+        difference (`float`):
+            Mean difference to be shown, not 0.
+        values (sequence of `float`):
+            Differences on seeds that there are, from which the spread is taken.
+        comparisons (`int`, *optional*, defaults to `1`):
+            Comparisons at once: the level is 0.05 over that.
+
+    Returns:
+        `int`, or `None` where fewer than two seeds tell no spread, or more than 10,000 are needed.
+    """
+    if len(values) < 2 or difference == 0:
+        return None
+    spread = float(np.std(values, ddof=1))
+    if spread == 0:
+        return 2
+    effect = abs(difference) / spread
+    power = TTestPower()
+    level = LEVEL / comparisons
+    few, many = 2, 2
+    while power.power(effect, many, level) < POWER:  # the solver of statsmodels fails for few seeds
+        few, many = many, many * 2
+        if few > MOST_SEEDS:
+            return None
+    while many - few > 1:
+        middle = (few + many) // 2
+        few, many = (few, middle) if power.power(effect, middle, level) >= POWER else (middle, many)
+    return many

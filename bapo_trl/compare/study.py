@@ -1,0 +1,212 @@
+"""A study as a YAML file describes it: which runs it has, and with which flags."""
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from ..script.command_line import parse_arguments
+from ..script.commands import Command
+from ..script.recipes import find_recipe, read_recipe
+
+
+_KEYS = ("base", "arms", "over", "seeds", "measure", "accelerate")
+_OWN = ("seed", "output_dir", "do_train", "do_eval", "eval_strategy", "eval_steps", "num_generations_eval", "logging_steps")
+_DEFAULTS = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+
+
+@dataclass(frozen=True)
+class Run:
+    """
+    One run of a study.
+
+    Attributes:
+        arm (`str`):
+            Name of the arm.
+        over (`dict`):
+            Values of what the study varies for all arms.
+        seed (`int`):
+            Seed of the run.
+        flags (`dict`):
+            Flags of `bapo-trl train`, without `output_dir`.
+        settings (`dict`):
+            The same, with those of its recipe: what tells the run from one of other settings.
+    """
+
+    arm: str
+    over: dict[str, Any]
+    seed: int
+    flags: dict[str, Any]
+    settings: dict[str, Any]
+
+    @property
+    def setting(self) -> str:
+        """What the study varies, as text; empty if nothing."""
+        return name_setting(self.over)
+
+    @property
+    def label(self) -> str:
+        """Arm, setting and seed, as text."""
+        return ", ".join(part for part in (self.arm, self.setting, f"seed {self.seed}") if part)
+
+    @property
+    def key(self) -> str:
+        """Name of the run among the files of a study: readable, and another for other settings."""
+        digest = hashlib.sha256(json.dumps([self.arm, self.settings], sort_keys=True, default=str).encode())
+        return f"{re.sub(r'[^a-zA-Z0-9.]+', '_', self.label).strip('_')}-{digest.hexdigest()[:10]}"
+
+
+def name_setting(over: Mapping[str, Any]) -> str:
+    """Return what a study varies as text, `name value` each."""
+    return ", ".join(f"{name} {value}" for name, value in over.items())
+
+
+@dataclass(frozen=True)
+class Study:
+    """
+    Arms that are compared, over settings and seeds.
+
+    Attributes:
+        base (`dict`):
+            Flags that all runs have.
+        arms (`dict[str, dict]`):
+            Flags of each arm, by its name; the first is what the others are compared with.
+        over (`dict[str, list]`):
+            Values of flags that all arms share: each combination is a setting of its own.
+        seeds (`list[int]`):
+            Seeds. Arms with the same seed see the same prompts in the same order.
+        every (`int`):
+            Updates between two measurements.
+        avg_at (`int`):
+            Completions of each evaluation prompt.
+        dataset (`str`, *optional*):
+            Evaluation prompts; by default those of `base`.
+        accelerate (`str`, *optional*):
+            Configuration with which `bapo-trl launch` starts the runs; by default they are one process each.
+    """
+
+    base: dict[str, Any]
+    arms: dict[str, dict[str, Any]]
+    over: dict[str, list]
+    seeds: list[int]
+    every: int
+    avg_at: int
+    dataset: str | None = None
+    accelerate: str | None = None
+
+    def settings(self) -> list[dict[str, Any]]:
+        """Return each combination of what the study varies; one that is empty if nothing."""
+        return [dict(zip(self.over, values, strict=True)) for values in itertools.product(*self.over.values())]
+
+    def runs(self) -> list[Run]:
+        """Return all runs, seed by seed, so that a study that is cut short has all arms."""
+        return [
+            self._run(seed, over, arm) for seed in self.seeds for over in self.settings() for arm in self.arms
+        ]
+
+    def _run(self, seed: int, over: dict[str, Any], arm: str) -> Run:
+        given = {**_DEFAULTS, **self.base, **over, **self.arms[arm]}
+        measured = {
+            "do_eval": True,
+            "eval_strategy": "steps",
+            "eval_steps": self.every,
+            "num_generations_eval": self.avg_at,
+            "logging_steps": 1,
+            **({} if self.dataset is None else {"eval_dataset": self.dataset}),
+        }
+        flags = {**given, **measured, "seed": seed}
+        recipe = {} if "config" not in flags else read_recipe(flags["config"])
+        return Run(arm, over, seed, flags, {**recipe, **{k: v for k, v in flags.items() if k != "config"}})
+
+    def check(self) -> None:
+        """
+        Read the flags of each arm in each setting as `train` would, before any run begins.
+
+        Raises:
+            InputError: For flags that cannot be read or contradict one another, naming the arm.
+            SystemExit: With 2 and one line on stderr for flags that are not known.
+        """
+        for run in self.runs()[: len(self.arms) * len(self.settings())]:
+            command = Command(f"bapo-trl compare, arm {run.arm!r}", "")
+            try:
+                parse_arguments([*as_arguments(run.flags), "--output_dir", "study"], command)
+            except ValueError as error:
+                raise InputError(f"arm '{run.arm}'{f' ({run.setting})' if run.over else ''}: {error}") from error
+
+
+def as_arguments(flags: Mapping[str, Any]) -> list[str]:
+    """Return flags as they stand on a command line."""
+    arguments: list[str] = []
+    for name, value in flags.items():
+        values = value if isinstance(value, list) else [value]
+        arguments += [f"--{name}", *(json.dumps(v) if isinstance(v, dict | bool) else str(v) for v in values)]
+    return arguments
+
+
+def read_study(path: str) -> Study:
+    """
+    Read a study.
+
+    Args:
+        path (`str`):
+            YAML file.
+
+    Raises:
+        InputError: If it is no study, in one sentence with the fix.
+    """
+    if find_recipe(path) != path:
+        raise InputError(f"STUDY is '{path}': there is no such file.")
+    content = read_recipe(path)
+    where = f"{path}: "
+    for name in content:
+        if name not in _KEYS:
+            raise InputError(f"{where}`{name}` is no part of a study: they are {', '.join(_KEYS)}.")
+    for name in ("base", "arms", "seeds", "measure"):
+        if not content.get(name):
+            raise InputError(f"{where}`{name}` is missing: docs/compare.md has an example.")
+    base, arms = _mapping(content["base"], f"{where}`base`"), _mapping(content["arms"], f"{where}`arms`")
+    arms = {str(arm): _mapping(flags or {}, f"{where}arm '{arm}'") for arm, flags in arms.items()}
+    over = _mapping(content.get("over") or {}, f"{where}`over`")
+    for name, values in over.items():
+        if not isinstance(values, list) or not values or _repeated(values):
+            raise InputError(f"{where}`over` has {name}: {values!r}: set it to a list of values, each once.")
+        taken = [arm for arm, flags in arms.items() if name in flags]
+        if taken or name in base:
+            raise InputError(f"{where}`{name}` is in `over` and in {taken or '`base`'}: leave one of them out.")
+    seeds = content["seeds"]
+    if not isinstance(seeds, list) or not all(type(seed) is int and seed >= 0 for seed in seeds):
+        raise InputError(f"{where}`seeds` is {seeds!r}: set it to a list of whole numbers from 0 on.")
+    if _repeated(seeds):
+        raise InputError(f"{where}`seeds` has {_repeated(seeds)} more than once: name each seed once.")
+    every, avg_at, dataset = _measure(_mapping(content["measure"], f"{where}`measure`"), where)
+    for title, flags in {"`base`": base, "`over`": over, **{f"arm '{arm}'": flags for arm, flags in arms.items()}}.items():
+        for name in _OWN:
+            if name in flags:
+                raise InputError(f"{where}{title} has `{name}`, which the study sets itself: leave it out.")
+    return Study(base, arms, over, seeds, every, avg_at, dataset, content.get("accelerate"))
+
+
+def _measure(measure: dict[str, Any], where: str) -> tuple[int, int, str | None]:
+    for name in measure:
+        if name not in ("every", "avg_at", "dataset"):
+            raise InputError(f"{where}`measure` has `{name}`: it takes every, avg_at and dataset.")
+    numbers = {name: measure.get(name) for name in ("every", "avg_at")}
+    for name, value in numbers.items():
+        if type(value) is not int or value < 1:
+            raise InputError(f"{where}`measure` has {name}: {value!r}: set it to a whole number from 1 on.")
+    return numbers["every"], numbers["avg_at"], measure.get("dataset")
+
+
+def _mapping(value: Any, title: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InputError(f"{title} is {value!r}: set it to names and values.")
+    return dict(value)
+
+
+def _repeated(values: Sequence) -> list:
+    return [value for position, value in enumerate(values) if value in values[:position]]

@@ -1,0 +1,212 @@
+"""The tables of a study, and its verdict in words that say no more than the intervals do."""
+
+import csv
+import io
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .results import Row
+from .statistics import Difference, Mean, differences, mean_over_seeds, seeds_for
+from .study import name_setting
+
+
+SMALL = 0.03
+"""A difference in accuracy of which the tables say how many seeds it takes."""
+
+FIGURES: dict[str, tuple[str, Callable[[Row], float | None]]] = {
+    "final accuracy": (".3f", lambda row: row.final),
+    "area": (".3f", lambda row: row.area),
+    "pass@k": (".3f", lambda row: row.pass_at_k),
+    "worst fall": (".3f", lambda row: row.fall),
+    "gradient peak": (".1f", lambda row: row.gradient_peak),
+    "entropy at end / start": (".2f", lambda row: row.entropy[1] / row.entropy[0] if row.entropy else None),
+    "positive share": (".2f", lambda row: row.share),
+    "both bounds at limits": (".0%", lambda row: row.at_limits),
+    "generated tokens": (",.0f", lambda row: row.generated_tokens),
+    "seconds": (",.0f", lambda row: row.seconds),
+}
+"""Columns by title: format, and what they read of a run."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """
+    Arms in one setting.
+
+    Attributes:
+        over (`dict`):
+            The setting: what the study varies.
+        arms (`dict[str, list[Row]]`):
+            Runs of each arm, those that failed too.
+        against (`str`):
+            Arm that the others are compared with.
+    """
+
+    over: dict[str, Any]
+    arms: dict[str, list[Row]]
+    against: str
+
+    @property
+    def finals(self) -> dict[str, dict[int, float]]:
+        """Final accuracy of each arm by seed, of the runs that did not fail."""
+        return {
+            arm: {row.seed: row.final for row in rows if row.final is not None} for arm, rows in self.arms.items()
+        }
+
+    def means(self, read: Callable[[Row], float | None]) -> dict[str, Mean | None]:
+        """Return the mean over the seeds of a figure, by arm; `None` for an arm without it."""
+        values = {
+            arm: [value for row in rows if row.error is None and (value := read(row)) is not None]
+            for arm, rows in self.arms.items()
+        }
+        return {arm: mean_over_seeds(each) if each else None for arm, each in values.items()}
+
+    def differences(self) -> list[Difference]:
+        """Return how far each arm ends above the one that all are compared with."""
+        return differences(self.finals, [(arm, self.against) for arm in self.arms if arm != self.against])
+
+
+def compare(rows: Iterable[Row], arms: Sequence[str], against: str) -> list[Comparison]:
+    """Return a comparison for each setting that has a run, in the order of the rows."""
+    settings: dict[str, tuple[dict, dict[str, list[Row]]]] = {}
+    for row in rows:
+        _, by_arm = settings.setdefault(name_setting(row.over), (row.over, {arm: [] for arm in arms}))
+        if row.arm in by_arm:
+            by_arm[row.arm].append(row)
+    return [
+        Comparison(over, {arm: sorted(some, key=lambda row: row.seed) for arm, some in by_arm.items()}, against)
+        for over, by_arm in settings.values()
+    ]
+
+
+def with_interval(mean: Mean | None, form: str, sign: str = "") -> str:
+    """Return a mean with half the width of its interval, as text."""
+    if mean is None:
+        return "-"
+    half = "" if math.isnan(mean.half_width) else f" ± {mean.half_width:{form}}"
+    return f"{mean.value:{sign}{form}}{half}"
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown, its columns padded to be read as text too."""
+    lines = [list(header), *map(list, rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    padded = [
+        "| " + " | ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
+    ]
+    return "\n".join([padded[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *padded[1:]])
+
+
+def as_markdown(comparisons: Sequence[Comparison]) -> str:
+    """Return the tables and the verdict of each setting."""
+    parts = []
+    for comparison in comparisons:
+        if comparison.over:
+            parts.append(f"## {name_setting(comparison.over)}")
+        parts += [*_tables(comparison), *_failures(comparison), "\n".join(f"- {line}" for line in verdict(comparison))]
+    ends = at_ends_of_grid(comparisons)
+    return "\n\n".join([*parts, *(["\n".join(f"- {line}" for line in ends)] if ends else [])])
+
+
+def _tables(comparison: Comparison) -> list[str]:
+    means = {title: comparison.means(read) for title, (_, read) in FIGURES.items()}
+    shown = [title for title, by_arm in means.items() if any(by_arm.values())]
+    rows = [
+        [arm, str(len(finals)), *(with_interval(means[title][arm], FIGURES[title][0]) for title in shown)]
+        for arm, finals in comparison.finals.items()
+    ]
+    against = comparison.differences()
+    paired = [
+        [
+            each.arm,
+            with_interval(each.mean, ".3f", "+"),
+            "-" if math.isnan(each.p_value) else f"{each.p_value:.3f}",
+            f"{sum(value > 0 for value in each.values)} of {len(each.values)}",
+            _seeds(seeds_for(SMALL, each.values, len(against))),
+        ]
+        for each in against
+    ]
+    header = ["arm", f"above {comparison.against}", "p (Holm)", "seeds above", f"seeds that show {SMALL}"]
+    parts = [markdown(["arm", "seeds", *shown], rows)]
+    return [*parts, markdown(header, paired)] if paired else parts
+
+
+def _seeds(count: int | None) -> str:
+    return "-" if count is None else str(count)
+
+
+def _failures(comparison: Comparison) -> list[str]:
+    failed = [row for rows in comparison.arms.values() for row in rows if row.error is not None]
+    lines = [f"- {row.arm}, seed {row.seed}, failed: {row.error}" for row in failed]
+    return ["\n".join(lines)] if lines else []
+
+
+def verdict(comparison: Comparison) -> list[str]:
+    """
+    Return what the differences say: an order only where an interval that holds for all comparisons excludes 0.
+
+    First each arm against the one that all are compared with; then the two that end highest, if neither is that one,
+    by an interval that holds for all pairs.
+    """
+    lines = [_sentence(each, len(comparison.arms) - 1) for each in comparison.differences()]
+    means = {arm: sum(by_seed.values()) / len(by_seed) for arm, by_seed in comparison.finals.items() if by_seed}
+    highest = sorted(means, key=means.__getitem__, reverse=True)[:2]
+    if len(highest) == 2 and comparison.against not in highest:
+        pairs = len(comparison.arms) * (len(comparison.arms) - 1) // 2
+        lines += [_sentence(each, pairs) for each in differences(comparison.finals, [(highest[0], highest[1])], pairs)]
+    missing = [arm for arm, by_seed in comparison.finals.items() if not by_seed]
+    return lines + [f"No run of {arm} is there." for arm in missing]
+
+
+def _sentence(each: Difference, comparisons: int) -> str:
+    count = len(each.values)
+    if count < 2:
+        return f"{each.arm} and {each.against}: one seed tells nothing."
+    if each.mean.excludes_zero:
+        above, below = (each.arm, each.against) if each.mean.value > 0 else (each.against, each.arm)
+        on = sum((value > 0) == (each.mean.value > 0) and value != 0 for value in each.values)
+        return f"{above} above {below} on {on} of {count} seeds."
+    needed = seeds_for(each.mean.value, each.values, comparisons)
+    more = "" if needed is None or needed <= count else f": about {needed - count} more seeds would"
+    return f"{each.arm} and {each.against} cannot be told apart{more}."
+
+
+def at_ends_of_grid(comparisons: Sequence[Comparison]) -> list[str]:
+    """Return a line for each arm whose best learning rate is the smallest or the largest that the study tries."""
+    groups: dict[tuple[str, str], dict[float, float]] = {}
+    for comparison in comparisons:
+        rest = {name: value for name, value in comparison.over.items() if name != "learning_rate"}
+        for arm, by_seed in comparison.finals.items():
+            if "learning_rate" in comparison.over and by_seed:
+                rates = groups.setdefault((arm, name_setting(rest)), {})
+                rates[float(comparison.over["learning_rate"])] = sum(by_seed.values()) / len(by_seed)
+    lines = []
+    for (arm, setting), rates in groups.items():
+        best = max(rates, key=rates.__getitem__)
+        if len(rates) > 1 and best in (min(rates), max(rates)):
+            where = f" ({setting})" if setting else ""
+            lines.append(f"{arm}{where} is best at learning_rate {best:g}, an end of the grid: try rates beyond it.")
+    return lines
+
+
+def as_csv(comparisons: Sequence[Comparison]) -> str:
+    """Return all figures in long form: setting, arm, figure, seeds, mean, half the width of the 95 % interval."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["setting", "arm", "figure", "seeds", "mean", "half_width"])
+    for comparison, (title, (_, read)) in itertools.product(comparisons, FIGURES.items()):
+        for arm, mean in comparison.means(read).items():
+            if mean is not None:
+                writer.writerow([name_setting(comparison.over), arm, title, mean.count, *_numbers(mean)])
+    for comparison in comparisons:
+        for each in comparison.differences():
+            title = f"final accuracy above {each.against} (Bonferroni)"
+            writer.writerow([name_setting(comparison.over), each.arm, title, each.mean.count, *_numbers(each.mean)])
+    return text.getvalue().rstrip("\n")
+
+
+def _numbers(mean: Mean) -> list[str]:
+    return [f"{mean.value:.6g}", "" if math.isnan(mean.half_width) else f"{mean.half_width:.6g}"]

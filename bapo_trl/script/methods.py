@@ -1,0 +1,110 @@
+"""`--method`: one name for the settings that make a method."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from types import MappingProxyType
+from typing import Any
+
+from ..advice import advice_for, oldest_age
+from ..bapo_config import BAPOConfig
+from ..clip_bounds.settings import CLIPPED_LOSS_TYPES
+from ..errors import InputError
+
+
+RECOMMENDED = "recommended"
+
+
+def fixed_bounds(low: float, high: float) -> dict[str, float]:
+    """Return the settings of a fixed clip range in ratio space, which leave nothing to search."""
+    return {"ratio_lower_start": low, "ratio_lower_max": low, "ratio_upper_start": high, "ratio_upper_max": high}
+
+
+METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "grpo": fixed_bounds(0.8, 1.2),
+        "clip_higher": fixed_bounds(0.8, 1.28),  # DAPO's
+        "bapo": {},
+        "bapo_released": {
+            "positive_contribution_target": 0.33333333,
+            "ratio_lower_start": 0.8,
+            "ratio_lower_max": 0.95,
+            "ratio_lower_step": 0.05,
+            "ratio_upper_start": 1.2,
+            "ratio_upper_max": 2.0,
+            "ratio_upper_step": 0.1,
+            "contribution_measure": "surrogate",
+            "search_order": "lower_first",
+            "search_scope": "micro_batch",
+            "delta": 3.0,
+        },
+        "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
+        "gspo": {
+            **fixed_bounds(1 - 3e-4, 1 + 4e-4),
+            "importance_sampling_level": "sequence",
+            "loss_type": "grpo",
+        },
+        "sapo": {"loss_type": "sapo"},
+        "vespo": {"loss_type": "vespo"},
+    }
+)
+"""Settings by method. Those of TRL's other losses are the ones that TRL's documentation gives for their papers."""
+
+METHOD_NAMES = (*METHODS, RECOMMENDED)
+
+_MADE_OF = (
+    *(f"ratio_{side}_{part}" for side in ("lower", "upper") for part in ("start", "max", "step")),
+    "positive_contribution_target", "contribution_measure", "search_order", "negative_weight_min",
+    "negative_ratio_cap", "delta", "importance_sampling_level", "epsilon_high",
+)  # fmt: skip
+
+
+def settings_of_method(name: str, args: BAPOConfig) -> dict[str, Any]:
+    """
+    Return the settings that a method stands for, those of a recipe that are not of it set back to their defaults.
+
+    Args:
+        name (`str`):
+            One of `METHOD_NAMES`; `recommended` is the row of the advice for the staleness of the run.
+        args ([`BAPOConfig`]):
+            Settings of the run without the method.
+
+    Raises:
+        InputError: If there is no such method.
+    """
+    if name not in METHOD_NAMES:
+        raise InputError(f"`method` is '{name}': set it to one of {', '.join(METHOD_NAMES)}.")
+    own = advice_for(oldest_age(args)[0]).settings if name == RECOMMENDED else METHODS[name]
+    defaults = {f.name: f.default for f in fields(BAPOConfig)}
+    settings = {field: defaults[field] for field in _MADE_OF}
+    if args.loss_type not in CLIPPED_LOSS_TYPES:
+        settings["loss_type"] = defaults["loss_type"]
+    return settings | dict(own)
+
+
+def check_method(name: str, named: Iterable[str], args: BAPOConfig, settings: Mapping[str, Any]) -> None:
+    """
+    Refuse a method next to settings that contradict it.
+
+    Args:
+        name (`str`):
+            The method.
+        named (iterable of `str`):
+            Settings that were named next to it.
+        args ([`BAPOConfig`]):
+            Settings of the run, with the method.
+        settings (mapping of `str` to values):
+            What [`settings_of_method`] returned. A setting that the method leaves at its default may be another.
+
+    Raises:
+        InputError: If one differs, naming both.
+    """
+    defaults = {f.name: f.default for f in fields(BAPOConfig)}
+    for field in named:
+        value = getattr(args, field, None)
+        is_loss_without_bounds = field == "loss_type" and value not in CLIPPED_LOSS_TYPES
+        is_of_method = field in settings and settings[field] != defaults[field]
+        if (is_of_method or is_loss_without_bounds) and value != settings.get(field, defaults[field]):
+            raise InputError(
+                f"`method` is '{name}', which sets `{field}` to {settings.get(field, defaults[field])!r}, and "
+                f"`{field}` is {value!r}: leave one of them out."
+            )
