@@ -17,16 +17,11 @@ class Advice:
     A row of the advice: for which runs, and what to set.
 
     Attributes:
-        name (`str`):
-            What the row calls the samples.
-        oldest (`float`):
-            Oldest age of a sample that the row is for, in policy versions.
-        updates (`str`):
-            The same as optimizer updates per generation, with those that were measured.
-        share (`str`):
-            Shares of positive tokens at the start that it is for.
-        settings (mapping of `str` to values):
-            Fields of [`BAPOConfig`], on top of the defaults.
+        name (`str`): What the row calls the samples.
+        oldest (`float`): Oldest age of a sample that the row is for, in policy versions.
+        updates (`str`): The same as optimizer updates per generation, with those that were measured.
+        share (`str`): Shares of positive tokens at the start that it is for.
+        settings (mapping of `str` to values): Fields of [`BAPOConfig`], on top of the defaults.
     """
 
     name: str
@@ -76,8 +71,7 @@ def staleness_line(args: BAPOConfig) -> str:
     Return what a run says at its start: how stale its samples get, and the row of the advice for that.
 
     Args:
-        args ([`BAPOConfig`]):
-            Settings of the run, in a process that knows the number of processes.
+        args ([`BAPOConfig`]): Settings of the run, in a process that knows the number of processes.
     """
     window = args.gradient_accumulation_steps
     age, held_by = oldest_age(args)

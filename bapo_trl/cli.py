@@ -26,8 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     Run a sub-command.
 
     Args:
-        arguments (sequence of `str`, *optional*):
-            The sub-command and its own arguments; by default those of the process.
+        arguments (sequence of `str`, *optional*): The sub-command and its own arguments; by default those of the
+            process.
 
     Returns:
         `int` or `None`: Exit status of the process, `None` for success.

@@ -24,10 +24,9 @@ def find_defect(folder: str | Path, is_dispensable: Callable[[str], bool] = lamb
     of the update in the folder's name.
 
     Args:
-        folder (`str` or `Path`):
-            Checkpoint folder.
-        is_dispensable (`Callable`, *optional*):
-            Tells of a file of the manifest, by its path in the folder, whether it may be missing or of another size.
+        folder (`str` or `Path`): Checkpoint folder.
+        is_dispensable (`Callable`, *optional*): Tells of a file of the manifest, by its path in the folder, whether it
+            may be missing or of another size.
 
     Returns:
         `str` that names the files, or `None`.

@@ -32,10 +32,8 @@ class PushesWithoutSamples:
         Return the folder to upload instead of a checkpoint; `None` for no upload.
 
         Args:
-            checkpoint (`str`):
-                Folder of a whole checkpoint.
-            push_in_progress (*optional*):
-                The trainer's.
+            checkpoint (`str`): Folder of a whole checkpoint.
+            push_in_progress (*optional*): The trainer's.
         """
         if push_in_progress is None or push_in_progress.is_done():
             self.remove_links()
@@ -68,10 +66,8 @@ def link_without_samples(folder: str | Path, is_sample_file: Callable[[str], boo
     links gets copies. The manifest there lists what is linked, so that the copy is a whole checkpoint.
 
     Args:
-        folder (`str` or `Path`):
-            Checkpoint folder.
-        is_sample_file (`Callable[[str], bool]`):
-            Tells a file with samples by its name.
+        folder (`str` or `Path`): Checkpoint folder.
+        is_sample_file (`Callable[[str], bool]`): Tells a file with samples by its name.
 
     Returns:
         `str`: Path of the folder with the links.

@@ -32,12 +32,9 @@ class RankFiles:
     The files of one kind of state.
 
     Args:
-        name (`str`):
-            Name of the state in messages, and with `_` for blanks the start of the files' names.
-        version (`str`):
-            Version of the format.
-        remedy (`str`):
-            What a user can do about a file that cannot be read, for messages.
+        name (`str`): Name of the state in messages, and with `_` for blanks the start of the files' names.
+        version (`str`): Version of the format.
+        remedy (`str`): What a user can do about a file that cannot be read, for messages.
     """
 
     name: str

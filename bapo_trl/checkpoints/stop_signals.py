@@ -28,8 +28,8 @@ class StopSignals(TrainerCallback):
     comes after the last epoch, too late to stop the training, does what it did before at the end of `train()`.
 
     Attributes:
-        signal (`signal.Signals`, *optional*):
-            What stopped the last training, on all ranks the same; `None` if it went to its end.
+        signal (`signal.Signals`, *optional*): What stopped the last training, on all ranks the same; `None` if it went
+            to its end.
 
     Example:
 

@@ -125,9 +125,8 @@ class WholeCheckpoints(GRPOTrainer):
         Return the folder to resume from, the same on all ranks.
 
         Args:
-            resume_from_checkpoint (`str` or `bool`, *optional*):
-                A folder, or `True` for the newest checkpoint in `output_dir` that is whole on every rank, with a
-                warning for each newer one.
+            resume_from_checkpoint (`str` or `bool`, *optional*): A folder, or `True` for the newest checkpoint in
+                `output_dir` that is whole on every rank, with a warning for each newer one.
 
         Returns:
             `str`, or `None` for a run from the start.

@@ -19,10 +19,8 @@ def cispo_gradient_size(ratio: torch.Tensor, cap: float) -> torch.Tensor:
     Return `min(r, cap)`: CISPO keeps the gradient of every token, weighed by its capped ratio.
 
     Args:
-        ratio (`torch.Tensor`):
-            Importance ratios, shape `(B, T)` or `(B, 1)`, at least 0.
-        cap (`float`):
-            TRL's `epsilon_high`, a ratio.
+        ratio (`torch.Tensor`): Importance ratios, shape `(B, T)` or `(B, 1)`, at least 0.
+        cap (`float`): TRL's `epsilon_high`, a ratio.
 
     References:
         https://huggingface.co/papers/2506.13585
@@ -37,14 +35,11 @@ def sapo_gradient_size(
     Return `4 s (1 - s) r` with `s = sigmoid(temperature (r - 1))`, the derivative of SAPO's soft gate by `log r`.
 
     Args:
-        ratio (`torch.Tensor`):
-            Importance ratios, shape `(B, T)` or `(B, 1)`, at least 0.
-        advantages (`torch.Tensor`):
-            Advantages, of a shape that broadcasts with `ratio`. Their sign chooses the temperature.
-        temperature_pos (`float`):
-            Temperature of positive advantages.
-        temperature_neg (`float`):
-            Temperature of the others.
+        ratio (`torch.Tensor`): Importance ratios, shape `(B, T)` or `(B, 1)`, at least 0.
+        advantages (`torch.Tensor`): Advantages, of a shape that broadcasts with `ratio`. Their sign chooses the
+            temperature.
+        temperature_pos (`float`): Temperature of positive advantages.
+        temperature_neg (`float`): Temperature of the others.
 
     References:
         https://huggingface.co/papers/2511.20347

@@ -16,10 +16,8 @@ class Tally:
     waits for the host until [`Tally.numbers`].
 
     Args:
-        sums (mapping of `str` to `torch.Tensor` or `float`):
-            Numbers to be summed, each of one element.
-        maxima (mapping of `str` to `torch.Tensor` or `float`, *optional*):
-            Numbers of which the largest is kept.
+        sums (mapping of `str` to `torch.Tensor` or `float`): Numbers to be summed, each of one element.
+        maxima (mapping of `str` to `torch.Tensor` or `float`, *optional*): Numbers of which the largest is kept.
 
     Example:
 
@@ -47,12 +45,9 @@ class Tally:
         Combine the tallies of all ranks, with one gather.
 
         Args:
-            gather (`Callable`):
-                Concatenates a tensor of all ranks along the first dimension.
-            device (`torch.device`):
-                Device of the transfer.
-            dtype (`torch.dtype`):
-                Type of the transfer: it must hold the largest sum.
+            gather (`Callable`): Concatenates a tensor of all ranks along the first dimension.
+            device (`torch.device`): Device of the transfer.
+            dtype (`torch.dtype`): Type of the transfer: it must hold the largest sum.
         """
         values = [*self.sums.values(), *self.maxima.values()]
         packed = torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in values])

@@ -17,8 +17,7 @@ class BoundSearch:
     Collects the contribution curves of micro-batches until their bounds are due.
 
     Attributes:
-        carried ([`~clip_bounds.carried_curves.CarriedCurves`]):
-            What `choose_carried` goes by.
+        carried ([`~clip_bounds.carried_curves.CarriedCurves`]): What `choose_carried` goes by.
     """
 
     def __init__(
@@ -67,8 +66,7 @@ class BoundSearch:
         Choose the bounds for tokens of these masses, of all ranks, by the curves that are carried over.
 
         Args:
-            masses ([`~clip_bounds.Contributions`]):
-                Sum of w |A| of each sign, curves of one point.
+            masses ([`~clip_bounds.Contributions`]): Sum of w |A| of each sign, curves of one point.
         """
         return self._search(self.carried.scaled_to(masses))
 

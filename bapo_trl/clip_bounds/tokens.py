@@ -23,19 +23,16 @@ class PolicyTokens:
     Tokens of one micro-batch as the policy loss weighs them.
 
     Args:
-        log_ratio (`torch.Tensor`):
-            Log of the importance ratio, shape `(B, T)`, or `(B, 1)` where ratios are taken over sequences.
-        ratio (`torch.Tensor`):
-            Importance ratio `exp(log_ratio)`, same shape.
-        advantages (`torch.Tensor`):
-            Advantages, shape `(B,)` or `(B, T)`.
-        weights (`torch.Tensor`):
-            Weight of each token in the policy loss, shape `(B, T)`, at least 0, up to a factor common to the batch.
-        mask (`torch.Tensor`):
-            1 for tokens that the loss counts, 0 for padding and for tokens the policy did not write, shape `(B, T)`.
-        gradient_size (`torch.Tensor`, *optional*):
-            Under a loss without clip bounds, the size of each token's gradient at weight and advantage 1, shape
-            `(B, T)` or `(B, 1)`.
+        log_ratio (`torch.Tensor`): Log of the importance ratio, shape `(B, T)`, or `(B, 1)` where ratios are taken
+            over sequences.
+        ratio (`torch.Tensor`): Importance ratio `exp(log_ratio)`, same shape.
+        advantages (`torch.Tensor`): Advantages, shape `(B,)` or `(B, T)`.
+        weights (`torch.Tensor`): Weight of each token in the policy loss, shape `(B, T)`, at least 0, up to a factor
+            common to the batch.
+        mask (`torch.Tensor`): 1 for tokens that the loss counts, 0 for padding and for tokens the policy did not
+            write, shape `(B, T)`.
+        gradient_size (`torch.Tensor`, *optional*): Under a loss without clip bounds, the size of each token's gradient
+            at weight and advantage 1, shape `(B, T)` or `(B, 1)`.
     """
 
     log_ratio: torch.Tensor
@@ -61,12 +58,9 @@ class PolicyTokens:
         Return which tokens have a gradient of the policy loss, boolean, shape `(B, T)`.
 
         Args:
-            low (`torch.Tensor`):
-                Lower clip bound in ratio space, 0-dim; not read under a loss without clip bounds.
-            high (`torch.Tensor`):
-                Upper clip bound.
-            delta (`float`, *optional*):
-                TRL's two-sided clip, which stops tokens above it.
+            low (`torch.Tensor`): Lower clip bound in ratio space, 0-dim; not read under a loss without clip bounds.
+            high (`torch.Tensor`): Upper clip bound.
+            delta (`float`, *optional*): TRL's two-sided clip, which stops tokens above it.
         """
         advantages = self.column_advantages
         counts = (self.weights > 0) & (advantages != 0)
@@ -82,10 +76,9 @@ class PolicyTokens:
         Return the advantages with those of negative tokens scaled, which scales their gradients and nothing else.
 
         Args:
-            negative_weight (`torch.Tensor` or `float`):
-                Weight of all negative tokens, in (0, 1].
-            negative_ratio_cap (`float`, *optional*):
-                Ratio above which a negative token keeps a gradient of this size, instead of one of its ratio.
+            negative_weight (`torch.Tensor` or `float`): Weight of all negative tokens, in (0, 1].
+            negative_ratio_cap (`float`, *optional*): Ratio above which a negative token keeps a gradient of this size,
+                instead of one of its ratio.
 
         Returns:
             `torch.Tensor`: In the shape of `advantages`; with a cap, one for each ratio, `(B, T)` or `(B, 1)`.
@@ -121,23 +114,17 @@ def policy_tokens(
     (number of rows, of tokens, of micro-batches) are left out: the share of the positive tokens does not see them.
 
     Args:
-        per_token_logps (`torch.Tensor`):
-            Log-probabilities under the policy that is trained, shape `(B, T)`.
-        old_per_token_logps (`torch.Tensor`):
-            Log-probabilities under the policy that sampled each token, shape `(B, T)`.
-        advantages (`torch.Tensor`):
-            Advantages, shape `(B,)` or `(B, T)`.
-        mask (`torch.Tensor`):
-            1 for tokens that the loss counts, else 0, shape `(B, T)`.
-        loss_type (`str`):
-            TRL's loss aggregation.
-        importance_sampling_level (`str`, *optional*, defaults to `"token"`):
-            `"token"` or `"sequence"`.
-        weighting (`str`, *optional*, defaults to `"uniform"`):
-            `"uniform"`, or `"behavior_prob"` to weigh each token by `exp(old_logp)` as Eq. 8 prints it.
-        factors (sequence of `torch.Tensor`, *optional*):
-            Further factors of the token loss (entropy mask, off-policy mask, vLLM importance-sampling correction),
-            each of shape `(B, T)` or `(B, 1)`.
+        per_token_logps (`torch.Tensor`): Log-probabilities under the policy that is trained, shape `(B, T)`.
+        old_per_token_logps (`torch.Tensor`): Log-probabilities under the policy that sampled each token, shape `(B,
+            T)`.
+        advantages (`torch.Tensor`): Advantages, shape `(B,)` or `(B, T)`.
+        mask (`torch.Tensor`): 1 for tokens that the loss counts, else 0, shape `(B, T)`.
+        loss_type (`str`): TRL's loss aggregation.
+        importance_sampling_level (`str`, *optional*, defaults to `"token"`): `"token"` or `"sequence"`.
+        weighting (`str`, *optional*, defaults to `"uniform"`): `"uniform"`, or `"behavior_prob"` to weigh each token
+            by `exp(old_logp)` as Eq. 8 prints it.
+        factors (sequence of `torch.Tensor`, *optional*): Further factors of the token loss (entropy mask, off-policy
+            mask, vLLM importance-sampling correction), each of shape `(B, T)` or `(B, 1)`.
 
     Returns:
         [`PolicyTokens`], detached from the graph.

@@ -28,18 +28,15 @@ class UpdateBounds:
     An update is `begin`, `observe` for each of its micro-batches, `close`. All ranks make the same calls.
 
     Args:
-        settings ([`~bapo_config.BAPOConfig`]):
-            Of the run.
-        accelerator ([`~accelerate.Accelerator`]):
-            Of the run.
-        read_tokens (`Callable`):
-            Micro-batch, log-probabilities and entropies, `(B, T)` each, in; [`~tokens.PolicyTokens`] out.
-        read_masses (`Callable`):
-            Micro-batch in; the sum of w |A| of each sign out, as [`~curves.Contributions`] of one point.
+        settings ([`~bapo_config.BAPOConfig`]): Of the run.
+        accelerator ([`~accelerate.Accelerator`]): Of the run.
+        read_tokens (`Callable`): Micro-batch, log-probabilities and entropies, `(B, T)` each, in;
+            [`~tokens.PolicyTokens`] out.
+        read_masses (`Callable`): Micro-batch in; the sum of w |A| of each sign out, as [`~curves.Contributions`] of
+            one point.
 
     Attributes:
-        current ([`~search.ClipBounds`]):
-            Outcome of the latest search; before the first one, the start bounds.
+        current ([`~search.ClipBounds`]): Outcome of the latest search; before the first one, the start bounds.
     """
 
     def __init__(
@@ -85,13 +82,10 @@ class UpdateBounds:
         Begin an update; choose its bounds, if they are due before the log-probabilities of all its tokens are known.
 
         Args:
-            buffer (sequence of `dict`, *optional*):
-                The micro-batches of the current pass, the same object for all its updates. `None` for a loss of a
-                batch of the caller's own.
-            window (sequence of `int`):
-                Positions in it of those of the update.
-            read_ahead (`Callable`):
-                Returns the tokens of these as their losses will see them.
+            buffer (sequence of `dict`, *optional*): The micro-batches of the current pass, the same object for all its
+                updates. `None` for a loss of a batch of the caller's own.
+            window (sequence of `int`): Positions in it of those of the update.
+            read_ahead (`Callable`): Returns the tokens of these as their losses will see them.
 
         Returns:
             The bounds of its first micro-batch.
@@ -128,16 +122,11 @@ class UpdateBounds:
         Take in a micro-batch; where a weight is searched, scale the advantages of its negative tokens.
 
         Args:
-            inputs (`dict`):
-                TRL's micro-batch. Its `advantages` are replaced.
-            per_token_logps (`torch.Tensor`):
-                Log-probabilities under the current policy, `(B, T)`.
-            entropies (`torch.Tensor`, *optional*):
-                Entropies, `(B, T)`.
-            version (`int`):
-                Of the current policy.
-            is_last (`bool`):
-                Whether the update ends with it.
+            inputs (`dict`): TRL's micro-batch. Its `advantages` are replaced.
+            per_token_logps (`torch.Tensor`): Log-probabilities under the current policy, `(B, T)`.
+            entropies (`torch.Tensor`, *optional*): Entropies, `(B, T)`.
+            version (`int`): Of the current policy.
+            is_last (`bool`): Whether the update ends with it.
 
         Returns:
             The bounds of its loss.

@@ -61,23 +61,17 @@ def measure_tokens(
     Sum up one micro-batch.
 
     Args:
-        tokens ([`PolicyTokens`]):
-            Ratios, advantages and mask of the micro-batch.
-        staleness (`torch.Tensor`):
-            Staleness of each row, shape `(B,)`, or of each token, `(B, T)`, in policy versions, integer. Rows without
-            a token of the loss, and tokens that are none, do not count.
-        guarded (mapping of `str` to `torch.Tensor`):
-            Log-probabilities by name, shape `(B, T)`; their NaNs and infinities on completion tokens are counted.
-            `None` for a tensor that the batch does not have.
-        completion_mask (`torch.Tensor`):
-            1 for completion tokens, those that a tool wrote included, shape `(B, T)`. The loss multiplies tool tokens
-            by 0, which does not stop a NaN.
-        bounds ([`~clip_bounds.ClipBounds`]):
-            Clip bounds of the loss, and the weight of its negative tokens.
-        delta (`float`, *optional*):
-            TRL's two-sided clip.
-        negative_ratio_cap (`float`, *optional*):
-            Largest size of the gradient of a negative token, under a loss without clip bounds.
+        tokens ([`PolicyTokens`]): Ratios, advantages and mask of the micro-batch.
+        staleness (`torch.Tensor`): Staleness of each row, shape `(B,)`, or of each token, `(B, T)`, in policy
+            versions, integer. Rows without a token of the loss, and tokens that are none, do not count.
+        guarded (mapping of `str` to `torch.Tensor`): Log-probabilities by name, shape `(B, T)`; their NaNs and
+            infinities on completion tokens are counted. `None` for a tensor that the batch does not have.
+        completion_mask (`torch.Tensor`): 1 for completion tokens, those that a tool wrote included, shape `(B, T)`.
+            The loss multiplies tool tokens by 0, which does not stop a NaN.
+        bounds ([`~clip_bounds.ClipBounds`]): Clip bounds of the loss, and the weight of its negative tokens.
+        delta (`float`, *optional*): TRL's two-sided clip.
+        negative_ratio_cap (`float`, *optional*): Largest size of the gradient of a negative token, under a loss
+            without clip bounds.
 
     Returns:
         [`~clip_bounds.reduce.Tally`]: What [`token_metrics`] needs of it.
@@ -159,8 +153,7 @@ def token_metrics(total: Mapping[str, float]) -> dict[str, float]:
     Compute the metrics of one optimizer update that its tokens give.
 
     Args:
-        total (mapping of `str` to `float`):
-            The numbers of [`measure_tokens`], of all micro-batches on all ranks.
+        total (mapping of `str` to `float`): The numbers of [`measure_tokens`], of all micro-batches on all ranks.
 
     Returns:
         `dict` with the names of [`UPDATE_METRICS`] but those of the search; NaN where a value is undefined.
@@ -208,10 +201,8 @@ class UpdateLog:
         Return the metrics of the update, see [`UPDATE_METRICS`].
 
         Args:
-            gather (`Callable`):
-                Concatenates a tensor of all ranks along the first dimension.
-            update (`int`):
-                Number of the update, for the error message.
+            gather (`Callable`): Concatenates a tensor of all ranks along the first dimension.
+            update (`int`): Number of the update, for the error message.
 
         Raises:
             RuntimeError: If a log-probability, an advantage or an importance ratio of a trained token is NaN or

@@ -44,16 +44,11 @@ def make_runs(study: Study, runs: Sequence[Run], folder: Path, jobs: int, say: C
     Make runs that have no row yet, and write a row for each when it ends; for one that fails, with its error.
 
     Args:
-        study ([`~study.Study`]):
-            The study.
-        runs (sequence of [`~study.Run`]):
-            Runs to make.
-        folder (`Path`):
-            Folder of the study. Logs and settings of a run stay in `logs`, its model is deleted.
-        jobs (`int`):
-            Runs at a time.
-        say (`Callable[[str], None]`):
-            Gets a line for each run that ends.
+        study ([`~study.Study`]): The study.
+        runs (sequence of [`~study.Run`]): Runs to make.
+        folder (`Path`): Folder of the study. Logs and settings of a run stay in `logs`, its model is deleted.
+        jobs (`int`): Runs at a time.
+        say (`Callable[[str], None]`): Gets a line for each run that ends.
     """
     started = time.monotonic()
     with ThreadPoolExecutor(jobs) as pool:

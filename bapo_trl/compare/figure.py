@@ -14,10 +14,8 @@ def save_figure(comparisons: Sequence[Comparison], path: Path) -> None:
     Draw the accuracies of all arms.
 
     Args:
-        comparisons (sequence of [`~tables.Comparison`]):
-            Settings, at least one.
-        path (`Path`):
-            PNG file to write.
+        comparisons (sequence of [`~tables.Comparison`]): Settings, at least one.
+        path (`Path`): PNG file to write.
 
     Raises:
         ImportError: If matplotlib is not installed (extra `plots`).

@@ -25,26 +25,18 @@ class Row:
     Attributes:
         arm, over, seed, settings:
             As of [`~study.Run`].
-        final (`float`, *optional*):
-            Accuracy at the end, avg@k in [0, 1]; `None` for a run that failed.
-        pass_at_k (`float`, *optional*):
-            Problems with a right completion among the k.
-        curve (`list[tuple[int, float]]`):
-            Updates and accuracies, from the start on.
-        gradient_peak (`float`, *optional*):
-            Largest gradient norm over the median one.
-        entropy (`tuple[float, float]`, *optional*):
-            Mean entropy (nats) of the first and of the last tenth of the updates.
-        share (`float`, *optional*):
-            Mean share of positive tokens in the policy loss.
-        at_limits (`float`, *optional*):
-            Share of the updates in which both bounds ended at their limits; `None` where none is searched.
-        generated_tokens (`int`, *optional*):
-            Tokens of all completions that were generated.
-        seconds (`float`):
-            Of the training, with its evaluations.
-        error (`str`, *optional*):
-            Why the run failed.
+        final (`float`, *optional*): Accuracy at the end, avg@k in [0, 1]; `None` for a run that failed.
+        pass_at_k (`float`, *optional*): Problems with a right completion among the k.
+        curve (`list[tuple[int, float]]`): Updates and accuracies, from the start on.
+        gradient_peak (`float`, *optional*): Largest gradient norm over the median one.
+        entropy (`tuple[float, float]`, *optional*): Mean entropy (nats) of the first and of the last tenth of the
+            updates.
+        share (`float`, *optional*): Mean share of positive tokens in the policy loss.
+        at_limits (`float`, *optional*): Share of the updates in which both bounds ended at their limits; `None` where
+            none is searched.
+        generated_tokens (`int`, *optional*): Tokens of all completions that were generated.
+        seconds (`float`): Of the training, with its evaluations.
+        error (`str`, *optional*): Why the run failed.
     """
 
     arm: str

@@ -34,14 +34,11 @@ class Difference:
     How far an arm ends above another, paired by seed.
 
     Attributes:
-        arm, against (`str`):
-            The arms.
-        mean ([`Mean`]):
-            Mean difference, with an interval that holds for all comparisons at once (Bonferroni).
-        values (`tuple[float, ...]`):
-            Difference on each seed.
-        p_value (`float`):
-            Of the paired t-test, adjusted for the number of comparisons (Holm); NaN for less than two seeds.
+        arm, against (`str`): The arms.
+        mean ([`Mean`]): Mean difference, with an interval that holds for all comparisons at once (Bonferroni).
+        values (`tuple[float, ...]`): Difference on each seed.
+        p_value (`float`): Of the paired t-test, adjusted for the number of comparisons (Holm); NaN for less than two
+            seeds.
     """
 
     arm: str
@@ -56,10 +53,9 @@ def mean_over_seeds(values: Sequence[float], comparisons: int = 1) -> Mean:
     Return the mean and half the width of its interval, by Student's t.
 
     Args:
-        values (sequence of `float`):
-            One of each seed, at least one.
-        comparisons (`int`, *optional*, defaults to `1`):
-            Intervals that are to hold all at once, with a probability of 95 %: each is widened to 1 - 0.05 / that.
+        values (sequence of `float`): One of each seed, at least one.
+        comparisons (`int`, *optional*, defaults to `1`): Intervals that are to hold all at once, with a probability of
+            95 %: each is widened to 1 - 0.05 / that.
 
     Example:
 
@@ -85,12 +81,11 @@ def differences(
     Compare arms, seed by seed.
 
     Args:
-        finals (mapping):
-            A figure of each arm by seed.
-        pairs (sequence of pairs of `str`):
-            Arm, and the arm that it is compared with. A pair without a common seed is left out.
-        comparisons (`int`, *optional*):
-            What the intervals and p-values are widened for; the number of pairs by default.
+        finals (mapping): A figure of each arm by seed.
+        pairs (sequence of pairs of `str`): Arm, and the arm that it is compared with. A pair without a common seed is
+            left out.
+        comparisons (`int`, *optional*): What the intervals and p-values are widened for; the number of pairs by
+            default.
     """
     common = {pair: sorted(finals[pair[0]].keys() & finals[pair[1]].keys()) for pair in pairs}
     values = {
@@ -122,12 +117,9 @@ def seeds_for(difference: float, values: Sequence[float], comparisons: int = 1) 
     Return how many seeds show a difference with a probability of 80 %, at the spread of these differences.
 
     Args:
-        difference (`float`):
-            Mean difference to be shown, not 0.
-        values (sequence of `float`):
-            Differences on seeds that there are, from which the spread is taken.
-        comparisons (`int`, *optional*, defaults to `1`):
-            Comparisons at once: the level is 0.05 over that.
+        difference (`float`): Mean difference to be shown, not 0.
+        values (sequence of `float`): Differences on seeds that there are, from which the spread is taken.
+        comparisons (`int`, *optional*, defaults to `1`): Comparisons at once: the level is 0.05 over that.
 
     Returns:
         `int`, or `None` where fewer than two seeds tell no spread, or more than 10,000 are needed.

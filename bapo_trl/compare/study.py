@@ -26,16 +26,11 @@ class Run:
     One run of a study.
 
     Attributes:
-        arm (`str`):
-            Name of the arm.
-        over (`dict`):
-            Values of what the study varies for all arms.
-        seed (`int`):
-            Seed of the run.
-        flags (`dict`):
-            Flags of `bapo-trl train`, without `output_dir`.
-        settings (`dict`):
-            The same, with those of its recipe: what tells the run from one of other settings.
+        arm (`str`): Name of the arm.
+        over (`dict`): Values of what the study varies for all arms.
+        seed (`int`): Seed of the run.
+        flags (`dict`): Flags of `bapo-trl train`, without `output_dir`.
+        settings (`dict`): The same, with those of its recipe: what tells the run from one of other settings.
     """
 
     arm: str
@@ -72,22 +67,15 @@ class Study:
     Arms that are compared, over settings and seeds.
 
     Attributes:
-        base (`dict`):
-            Flags that all runs have.
-        arms (`dict[str, dict]`):
-            Flags of each arm, by its name; the first is what the others are compared with.
-        over (`dict[str, list]`):
-            Values of flags that all arms share: each combination is a setting of its own.
-        seeds (`list[int]`):
-            Seeds. Arms with the same seed see the same prompts in the same order.
-        every (`int`):
-            Updates between two measurements.
-        avg_at (`int`):
-            Completions of each evaluation prompt.
-        dataset (`str`, *optional*):
-            Evaluation prompts; by default those of `base`.
-        accelerate (`str`, *optional*):
-            Configuration with which `bapo-trl launch` starts the runs; by default they are one process each.
+        base (`dict`): Flags that all runs have.
+        arms (`dict[str, dict]`): Flags of each arm, by its name; the first is what the others are compared with.
+        over (`dict[str, list]`): Values of flags that all arms share: each combination is a setting of its own.
+        seeds (`list[int]`): Seeds. Arms with the same seed see the same prompts in the same order.
+        every (`int`): Updates between two measurements.
+        avg_at (`int`): Completions of each evaluation prompt.
+        dataset (`str`, *optional*): Evaluation prompts; by default those of `base`.
+        accelerate (`str`, *optional*): Configuration with which `bapo-trl launch` starts the runs; by default they are
+            one process each.
     """
 
     base: dict[str, Any]
@@ -153,8 +141,7 @@ def read_study(path: str) -> Study:
     Read a study.
 
     Args:
-        path (`str`):
-            YAML file.
+        path (`str`): YAML file.
 
     Raises:
         InputError: If it is no study, in one sentence with the fix.

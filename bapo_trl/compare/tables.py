@@ -37,12 +37,9 @@ class Comparison:
     Arms in one setting.
 
     Attributes:
-        over (`dict`):
-            The setting: what the study varies.
-        arms (`dict[str, list[Row]]`):
-            Runs of each arm, those that failed too.
-        against (`str`):
-            Arm that the others are compared with.
+        over (`dict`): The setting: what the study varies.
+        arms (`dict[str, list[Row]]`): Runs of each arm, those that failed too.
+        against (`str`): Arm that the others are compared with.
     """
 
     over: dict[str, Any]

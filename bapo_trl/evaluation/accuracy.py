@@ -12,12 +12,10 @@ class PromptResult:
     The completions to one prompt.
 
     Attributes:
-        correct (`tuple[bool, ...]`):
-            Whether each completion is right; at least one.
-        answers (`tuple[str | None, ...]`, *optional*):
-            The answer in each completion, `None` where there is none; `None` for all if none was looked for.
-        source (`str`, *optional*):
-            Where the prompt comes from.
+        correct (`tuple[bool, ...]`): Whether each completion is right; at least one.
+        answers (`tuple[str | None, ...]`, *optional*): The answer in each completion, `None` where there is none;
+            `None` for all if none was looked for.
+        source (`str`, *optional*): Where the prompt comes from.
     """
 
     correct: tuple[bool, ...]
@@ -31,10 +29,8 @@ class Estimate:
     A mean over prompts.
 
     Attributes:
-        mean (`float`):
-            The mean.
-        error (`float`):
-            Its standard error; NaN for a single prompt.
+        mean (`float`): The mean.
+        error (`float`): Its standard error; NaN for a single prompt.
     """
 
     mean: float
@@ -49,12 +45,9 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     ones.
 
     Args:
-        num_samples (`int`):
-            Samples drawn, `n`.
-        num_correct (`int`):
-            Those of them that are right, `c`, in [0, n].
-        k (`int`):
-            In [1, n].
+        num_samples (`int`): Samples drawn, `n`.
+        num_correct (`int`): Those of them that are right, `c`, in [0, n].
+        k (`int`): In [1, n].
 
     Raises:
         ValueError: If `k` or `num_correct` is out of its range.
@@ -85,10 +78,8 @@ def majority_vote(answers: Sequence[str | None], correct: Sequence[bool]) -> flo
     with the share of right ones. A completion without an answer has no vote.
 
     Args:
-        answers (sequence of `str` or `None`):
-            Answers of the completions to one prompt.
-        correct (sequence of `bool`):
-            Whether each completion is right, as many.
+        answers (sequence of `str` or `None`): Answers of the completions to one prompt.
+        correct (sequence of `bool`): Whether each completion is right, as many.
 
     Returns:
         `float`: In [0, 1]; 0 if no completion has an answer.
@@ -122,8 +113,7 @@ def mean_over_prompts(values: Sequence[float]) -> Estimate:
     The completions to a prompt are alike, so that the prompts are what is counted, whatever the number of completions.
 
     Args:
-        values (sequence of `float`):
-            A value for each prompt, at least one.
+        values (sequence of `float`): A value for each prompt, at least one.
 
     References:
         Miller 2024, Adding Error Bars to Evals (https://arxiv.org/abs/2411.00640), Section 2.2.
@@ -149,8 +139,8 @@ def summarize(results: Iterable[PromptResult]) -> dict[str, Estimate]:
     Return all accuracies: over all prompts, and where prompts have different sources, for each of these.
 
     Args:
-        results (iterable of [`PromptResult`]):
-            Prompts with equally many completions, `n`; with answers for all or none.
+        results (iterable of [`PromptResult`]): Prompts with equally many completions, `n`; with answers for all or
+            none.
 
     Returns:
         `dict[str, Estimate]`: `avg@n`; `pass@k` for the powers of two from 2 up to `n`, and `n`; `maj@n` if there are
@@ -185,8 +175,8 @@ def accuracy_table(evaluations: Mapping[str, Mapping[str, Estimate]]) -> str:
     Return a table of accuracies with their standard errors, one line for each.
 
     Args:
-        evaluations (mapping of `str` to mappings of `str` to [`Estimate`]):
-            Accuracies by name, by the title of their column. An empty title is no column head.
+        evaluations (mapping of `str` to mappings of `str` to [`Estimate`]): Accuracies by name, by the title of their
+            column. An empty title is no column head.
     """
     names = list(dict.fromkeys(name for accuracies in evaluations.values() for name in accuracies))
     columns = [

@@ -70,10 +70,9 @@ def gold_texts(value: Any) -> list[str]:
     Return the texts of right answers that a column's value holds; none if it is missing.
 
     Args:
-        value (`str`, number or list of these):
-            Value of a row. Text may be a JSON list of strings (as in Skywork-OR1's `ground_truth`). A number is
-            written out, one that is whole without decimals. `None`, NaN and empty text are missing, and so is what is
-            neither text nor number.
+        value (`str`, number or list of these): Value of a row. Text may be a JSON list of strings (as in Skywork-OR1's
+            `ground_truth`). A number is written out, one that is whole without decimals. `None`, NaN and empty text
+            are missing, and so is what is neither text nor number.
 
     Example:
 

@@ -40,12 +40,10 @@ class Evaluation:
     What an evaluation found.
 
     Attributes:
-        accuracies (`dict[str, Estimate]`):
-            As [`~accuracy.summarize`] names them; empty if no prompt has a reward.
-        metrics (`dict[str, float]`):
-            Rewards, lengths and numbers, by the names under which TRL logs them, without a prefix.
-        num_prompts (`int`):
-            Prompts with a reward.
+        accuracies (`dict[str, Estimate]`): As [`~accuracy.summarize`] names them; empty if no prompt has a reward.
+        metrics (`dict[str, float]`): Rewards, lengths and numbers, by the names under which TRL logs them, without a
+            prefix.
+        num_prompts (`int`): Prompts with a reward.
     """
 
     accuracies: dict[str, Estimate]
@@ -75,17 +73,14 @@ def evaluate(
     All processes make this call together. A completion is right if its first reward is at least 1.
 
     Args:
-        trainer ([`~sampling.EvaluatedTrainer`]):
-            Trainer with the model and the reward functions.
-        dataset (`Dataset` or `IterableDataset`):
-            Prompts, with what the reward functions read; `data_source` says where a prompt comes from.
-        path (`Path`):
-            File of the completions. Those of the same model, sampling and prompts that are there already are kept, and
-            scored anew.
-        model (`str`):
-            What tells the model from any other, as [`model_identity`] returns it. Only the main process reads it.
-        extract_answer (`Callable[[str], str | None]`, *optional*):
-            Finds the answer in a completion, for maj@k.
+        trainer ([`~sampling.EvaluatedTrainer`]): Trainer with the model and the reward functions.
+        dataset (`Dataset` or `IterableDataset`): Prompts, with what the reward functions read; `data_source` says
+            where a prompt comes from.
+        path (`Path`): File of the completions. Those of the same model, sampling and prompts that are there already
+            are kept, and scored anew.
+        model (`str`): What tells the model from any other, as [`model_identity`] returns it. Only the main process
+            reads it.
+        extract_answer (`Callable[[str], str | None]`, *optional*): Finds the answer in a completion, for maj@k.
 
     Returns:
         [`Evaluation`]: The same on all processes.
@@ -131,14 +126,11 @@ def count(
     Count the completions of a file of completions.
 
     Args:
-        records (iterable of mappings):
-            Completions, those of a prompt one after the other. Beyond `num_completions` of a prompt they do not count.
-        num_completions (`int`):
-            Completions of each prompt.
-        reward_weights (`torch.Tensor`):
-            Weights of the reward functions, shape `(F,)`.
-        extract_answer (`Callable[[str], str | None]`, *optional*):
-            Finds the answer in a completion, for maj@k.
+        records (iterable of mappings): Completions, those of a prompt one after the other. Beyond `num_completions` of
+            a prompt they do not count.
+        num_completions (`int`): Completions of each prompt.
+        reward_weights (`torch.Tensor`): Weights of the reward functions, shape `(F,)`.
+        extract_answer (`Callable[[str], str | None]`, *optional*): Finds the answer in a completion, for maj@k.
 
     Returns:
         [`Evaluation`]: A prompt none of whose completions has a first reward is left out of the accuracies, and
@@ -179,8 +171,7 @@ def model_identity(parts: Iterable[tuple[str, str | None]]) -> str:
     Return what tells a model from any other, wherever it is: a digest of the files that it is loaded from.
 
     Args:
-        parts (iterable of pairs):
-            Name and revision of the model; for an adapter, those of its base as well.
+        parts (iterable of pairs): Name and revision of the model; for an adapter, those of its base as well.
 
     Raises:
         OSError: If one of them is neither here nor on the Hub.

@@ -22,16 +22,11 @@ class Completion:
     A completion as it was sampled and scored.
 
     Attributes:
-        position (`int`):
-            Its row's place among the rows that were given.
-        content (`str` or `list[dict]`):
-            What the model wrote, without special tokens: text, or messages to a chat.
-        token_ids (`list[int]`):
-            The same as tokens, the end token included.
-        is_cut_off (`bool`):
-            Whether it ended for its length.
-        rewards (`list[float | None]`):
-            Rewards by function; `None` where a function gave none.
+        position (`int`): Its row's place among the rows that were given.
+        content (`str` or `list[dict]`): What the model wrote, without special tokens: text, or messages to a chat.
+        token_ids (`list[int]`): The same as tokens, the end token included.
+        is_cut_off (`bool`): Whether it ended for its length.
+        rewards (`list[float | None]`): Rewards by function; `None` where a function gave none.
     """
 
     position: int
@@ -61,13 +56,11 @@ class EvaluatedTrainer(BAPOTrainer):
         All processes make this call together. The random state of torch is afterwards what it was before.
 
         Args:
-            rows (sequence of mappings):
-                Rows with a `prompt`, and what the reward functions read.
-            take (`Callable[[list[Completion]], None]`):
-                Gets the completions of each batch, of all processes, as soon as they are scored. It is called on the
-                main process alone. To fill the last batch, some may come twice.
-            seed (`str`, *optional*, defaults to `""`):
-                What the samples are drawn from, besides the trainer's `seed`.
+            rows (sequence of mappings): Rows with a `prompt`, and what the reward functions read.
+            take (`Callable[[list[Completion]], None]`): Gets the completions of each batch, of all processes, as soon
+                as they are scored. It is called on the main process alone. To fill the last batch, some may come
+                twice.
+            seed (`str`, *optional*, defaults to `""`): What the samples are drawn from, besides the trainer's `seed`.
         """
         placed: Any = [{"position": position, "row": row} for position, row in enumerate(rows)]
         loader: DataLoader = DataLoader(
@@ -94,10 +87,8 @@ class EvaluatedTrainer(BAPOTrainer):
         is afterwards what it was before.
 
         Args:
-            rows (sequence of mappings):
-                As [`sample_completions`] takes them.
-            completions (sequence of [`Completion`]):
-                On the main process, completions of the rows; elsewhere, none.
+            rows (sequence of mappings): As [`sample_completions`] takes them.
+            completions (sequence of [`Completion`]): On the main process, completions of the rows; elsewhere, none.
 
         Returns:
             `list[Completion]`: The same with their rewards, on all processes.

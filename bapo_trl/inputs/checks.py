@@ -135,8 +135,8 @@ def explained(*checks: Callable[[], None]) -> Iterator[None]:
     Add to an error of the block what these checks refuse, as notes. It stays the error that it is.
 
     Args:
-        *checks (`Callable`):
-            Each raises [`InputError`] for what it finds. They are called when there is an error, and only then.
+        *checks (`Callable`): Each raises [`InputError`] for what it finds. They are called when there is an error, and
+            only then.
     """
     try:
         yield
@@ -159,8 +159,7 @@ def context_window(config: Any) -> int | None:
     Rotary embeddings that are scaled reach `factor` times as far as the model was trained for.
 
     Args:
-        config ([`~transformers.PreTrainedConfig`]):
-            Configuration of the text model.
+        config ([`~transformers.PreTrainedConfig`]): Configuration of the text model.
 
     Returns:
         `int`, or `None` where the configuration tells none.
@@ -183,10 +182,8 @@ def token_limits(config: Any, max_completion_length: int | None) -> TokenLimits:
     Return what a model takes.
 
     Args:
-        config ([`~transformers.PreTrainedConfig`]):
-            Configuration of the text model.
-        max_completion_length (`int`, *optional*):
-            Largest number of tokens of a completion.
+        config ([`~transformers.PreTrainedConfig`]): Configuration of the text model.
+        max_completion_length (`int`, *optional*): Largest number of tokens of a completion.
     """
     return TokenLimits(context_window(config), max_completion_length or 0, getattr(config, "vocab_size", None))
 
@@ -198,10 +195,8 @@ def check_tokenizer(tokenizer: Any, vocabulary: int | None = None) -> None:
     Tokens that were added to the tokenizer may go beyond the model's: prompts with such a token are refused.
 
     Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Of text.
-        vocabulary (`int`, *optional*):
-            Number of tokens of the model, if it is known.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Of text.
+        vocabulary (`int`, *optional*): Number of tokens of the model, if it is known.
 
     Raises:
         ValueError: With the fix.

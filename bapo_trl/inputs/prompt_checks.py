@@ -22,12 +22,10 @@ class TokenLimits:
     What a model takes.
 
     Args:
-        window (`int`, *optional*):
-            Largest number of tokens of a prompt and its completion; `None` where the model's configuration tells none.
-        completion (`int`):
-            `max_completion_length`.
-        vocabulary (`int`, *optional*):
-            Number of its tokens.
+        window (`int`, *optional*): Largest number of tokens of a prompt and its completion; `None` where the model's
+            configuration tells none.
+        completion (`int`): `max_completion_length`.
+        vocabulary (`int`, *optional*): Number of its tokens.
     """
 
     window: int | None
@@ -65,10 +63,9 @@ def check_number_of_prompts(train_dataset, args: Any) -> None:
     Refuse a dataset that does not fill one generation: TRL leaves out an incomplete one, and would train nothing.
 
     Args:
-        train_dataset (`Dataset` or `IterableDataset`):
-            Prompts to train on. Of a stream the number is not known: it passes.
-        args ([`~bapo_config.BAPOConfig`]):
-            Settings of the run, in a process that knows the number of processes.
+        train_dataset (`Dataset` or `IterableDataset`): Prompts to train on. Of a stream the number is not known: it
+            passes.
+        args ([`~bapo_config.BAPOConfig`]): Settings of the run, in a process that knows the number of processes.
 
     Raises:
         ValueError: If it has fewer prompts than one generation takes, over all processes.
@@ -154,12 +151,9 @@ def check_batch_tokens(prompts: Sequence[Any], prompt_ids: Sequence[Sequence[int
     Refuse prompts that the model cannot take, by their tokens.
 
     Args:
-        prompts (sequence):
-            Prompts of a batch.
-        prompt_ids (sequence of sequences of `int`):
-            Their tokens.
-        limits ([`TokenLimits`]):
-            Those of the model.
+        prompts (sequence): Prompts of a batch.
+        prompt_ids (sequence of sequences of `int`): Their tokens.
+        limits ([`TokenLimits`]): Those of the model.
 
     Raises:
         ValueError: If one has no token, more than fit into the window with its completion, or one that the model does
@@ -191,10 +185,8 @@ def check_prompt_lengths(train_dataset, eval_dataset, tokenize, limits: TokenLim
     Args:
         train_dataset, eval_dataset (`Dataset`, `IterableDataset` or, for evaluation, a mapping of names to these):
             Arguments of the trainer. Streams pass, and what a transform makes.
-        tokenize (`Callable`):
-            Prompts in, lists of token ids out.
-        limits ([`TokenLimits`]):
-            Those of the model.
+        tokenize (`Callable`): Prompts in, lists of token ids out.
+        limits ([`TokenLimits`]): Those of the model.
 
     Raises:
         ValueError: With the number of such prompts, the longest of them, the window and the fix.

@@ -81,8 +81,7 @@ def check_reward_funcs(reward_funcs: Any, weights: Sequence[float] | None) -> No
     Args:
         reward_funcs:
             Argument of the trainer.
-        weights (sequence of `float`, *optional*):
-            Setting `reward_weights`.
+        weights (sequence of `float`, *optional*): Setting `reward_weights`.
 
     Raises:
         InputError: If one is neither a function, nor a model or the name of one; if there are more or fewer weights.
@@ -107,14 +106,11 @@ def check_size_of_rewards(
     Refuse rewards of which TRL would compute infinite or no advantages. All ranks refuse the same ones.
 
     Args:
-        rewards_per_func (`torch.Tensor`):
-            Rewards by function, of the samples of all ranks. NaN where a function gave none.
-        names (sequence of `str`):
-            Names of the functions.
-        prompts, completions (sequences):
-            The `B` samples of this rank.
-        rank (`int`):
-            This rank.
+        rewards_per_func (`torch.Tensor`): Rewards by function, of the samples of all ranks. NaN where a function gave
+            none.
+        names (sequence of `str`): Names of the functions.
+        prompts, completions (sequences): The `B` samples of this rank.
+        rank (`int`): This rank.
 
     Raises:
         InputError: With function, sample, value and fix.
@@ -139,8 +135,7 @@ def rewards_defect(returned: Any, prompts: Sequence[Any], completions: Sequence[
     Args:
         returned:
             What a reward function returned.
-        prompts, completions (sequences):
-            The samples.
+        prompts, completions (sequences): The samples.
 
     Example:
 

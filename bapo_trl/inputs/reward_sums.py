@@ -11,10 +11,9 @@ def weighted_sums(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torc
     Sum each row's rewards over the functions.
 
     Args:
-        rewards_per_func (`torch.Tensor`):
-            Rewards by function, shape `(B, F)`. NaN where a function gave none; these do not count.
-        weights (`torch.Tensor`):
-            Weights of the functions, shape `(F,)`, on the same device.
+        rewards_per_func (`torch.Tensor`): Rewards by function, shape `(B, F)`. NaN where a function gave none; these
+            do not count.
+        weights (`torch.Tensor`): Weights of the functions, shape `(F,)`, on the same device.
 
     Returns:
         `torch.Tensor`: Shape `(B,)`, NaN for rows that no function scored.
@@ -37,12 +36,10 @@ def best_of_k(rewards_per_func: torch.Tensor, weights: torch.Tensor, num_generat
     Return the mean over prompts of the best reward among the completions of each.
 
     Args:
-        rewards_per_func (`torch.Tensor`):
-            Rewards by function, shape `(B, F)`, the groups one after the other. NaN where a function gave none.
-        weights (`torch.Tensor`):
-            Weights of the functions, shape `(F,)`.
-        num_generations (`int`):
-            Completions of a prompt.
+        rewards_per_func (`torch.Tensor`): Rewards by function, shape `(B, F)`, the groups one after the other. NaN
+            where a function gave none.
+        weights (`torch.Tensor`): Weights of the functions, shape `(F,)`.
+        num_generations (`int`): Completions of a prompt.
 
     Returns:
         `float`: NaN if no completion has a reward. Completions and prompts without any do not count.

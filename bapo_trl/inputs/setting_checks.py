@@ -71,12 +71,9 @@ def check_types(config: Any, own_fields: Iterable[Field], types: Mapping[str, tu
     Refuse values of another type than their fields have.
 
     Args:
-        config ([`~bapo_config.BAPOConfig`]):
-            The settings as they were given.
-        own_fields (iterable of `dataclasses.Field`):
-            The fields that `BAPOConfig` adds.
-        types (mapping of `str` to tuple):
-            The types of each field.
+        config ([`~bapo_config.BAPOConfig`]): The settings as they were given.
+        own_fields (iterable of `dataclasses.Field`): The fields that `BAPOConfig` adds.
+        types (mapping of `str` to tuple): The types of each field.
     """
     optional = {name for name, of_field in types.items() if type(None) in of_field} - {"num_generations"}
     for f in own_fields:

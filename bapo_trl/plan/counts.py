@@ -12,20 +12,14 @@ class Counts:
     Numbers of a run on so many processes. Each process has the same `steps_per_generation`.
 
     Attributes:
-        processes (`int`):
-            Trainer processes.
-        prompts (`float`):
-            Prompts of a generation, of `num_generations` samples each.
-        samples (`int`):
-            Samples of a generation.
-        samples_per_update (`int`):
-            Samples of an optimizer update.
-        generations_per_epoch (`int`, *optional*):
-            Generations of a pass over the prompts; `None` for prompts that are not counted.
-        updates_per_epoch (`float`, *optional*):
-            Optimizer updates of such a pass.
-        refusal (`str`, *optional*):
-            Why no run with that many processes is possible.
+        processes (`int`): Trainer processes.
+        prompts (`float`): Prompts of a generation, of `num_generations` samples each.
+        samples (`int`): Samples of a generation.
+        samples_per_update (`int`): Samples of an optimizer update.
+        generations_per_epoch (`int`, *optional*): Generations of a pass over the prompts; `None` for prompts that are
+            not counted.
+        updates_per_epoch (`float`, *optional*): Optimizer updates of such a pass.
+        refusal (`str`, *optional*): Why no run with that many processes is possible.
     """
 
     processes: int
@@ -42,12 +36,9 @@ def count(args: BAPOConfig, processes: int, num_prompts: int | None) -> Counts:
     Return the numbers of a run.
 
     Args:
-        args ([`BAPOConfig`]):
-            Settings of the run.
-        processes (`int`):
-            Trainer processes, at least 1.
-        num_prompts (`int`, *optional*):
-            Prompts to train on.
+        args ([`BAPOConfig`]): Settings of the run.
+        processes (`int`): Trainer processes, at least 1.
+        num_prompts (`int`, *optional*): Prompts to train on.
     """
     samples = args.rows_per_generation * processes
     prompts = samples / args.num_generations

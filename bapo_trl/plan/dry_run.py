@@ -35,20 +35,15 @@ def dry_run(
     What TRL's trainer refuses when it is made, it does not see: it makes none.
 
     Args:
-        args ([`BAPOConfig`]):
-            Settings of the run.
-        model (`str` or [`~transformers.PreTrainedModel`]):
-            Model to train, as [`BAPOTrainer`] takes it.
-        reward_funcs (`RewardFunc` or `list[RewardFunc]`, *optional*):
-            Reward functions, as [`BAPOTrainer`] takes them. Each is called once.
-        train_dataset (`Dataset` or `IterableDataset`):
-            Prompts to train on; with `do_train` false, to evaluate on.
+        args ([`BAPOConfig`]): Settings of the run.
+        model (`str` or [`~transformers.PreTrainedModel`]): Model to train, as [`BAPOTrainer`] takes it.
+        reward_funcs (`RewardFunc` or `list[RewardFunc]`, *optional*): Reward functions, as [`BAPOTrainer`] takes them.
+            Each is called once.
+        train_dataset (`Dataset` or `IterableDataset`): Prompts to train on; with `do_train` false, to evaluate on.
         processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
             Tokenizer; by default the model's.
-        peft_config ([`~peft.PeftConfig`], *optional*):
-            Adapter to train.
-        layout ([`~memory.Layout`], *optional*):
-            Where it trains; by default where this process would.
+        peft_config ([`~peft.PeftConfig`], *optional*): Adapter to train.
+        layout ([`~memory.Layout`], *optional*): Where it trains; by default where this process would.
 
     Raises:
         ValueError: Without prompts, or for a model that cannot be found or built by its name.

@@ -23,12 +23,9 @@ class Layout:
     Where a training runs.
 
     Attributes:
-        processes (`int`):
-            Trainer processes, a GPU each.
-        engine (`str`):
-            One of [`ENGINES`].
-        offloaded (`frozenset[str]`):
-            What lies in CPU memory instead: `weights`, `optimizer`.
+        processes (`int`): Trainer processes, a GPU each.
+        engine (`str`): One of [`ENGINES`].
+        offloaded (`frozenset[str]`): What lies in CPU memory instead: `weights`, `optimizer`.
     """
 
     processes: int = 1
@@ -42,15 +39,11 @@ class Memory:
     Bytes on one GPU.
 
     Attributes:
-        weights (`float`):
-            Of the model.
-        gradients (`float`):
-            Of what is trained.
-        optimizer (`float`, *optional*):
-            States, with the float32 copy of the weights that DeepSpeed keeps; `None` for an optimizer that is not
-            known here.
-        reference (`float`):
-            Of the reference model of `beta`.
+        weights (`float`): Of the model.
+        gradients (`float`): Of what is trained.
+        optimizer (`float`, *optional*): States, with the float32 copy of the weights that DeepSpeed keeps; `None` for
+            an optimizer that is not known here.
+        reference (`float`): Of the reference model of `beta`.
     """
 
     weights: float
@@ -71,21 +64,14 @@ def memory_of(
     Return what lies on one GPU before the first activation.
 
     Args:
-        parameters (`int`):
-            Parameters of the model, with an adapter's.
-        trained (`int`):
-            Those that are trained.
-        weight_bytes (`int`):
-            Bytes of a parameter as it is loaded.
-        layout ([`Layout`]):
-            Where the training runs.
-        is_mixed (`bool`):
-            Whether it computes in half precision. DeepSpeed then keeps weights and gradients in that, and a float32
-            copy beside the states of the optimizer; elsewhere the weights stay as they are loaded.
-        has_reference (`bool`):
-            Whether there is a second, frozen model.
-        optim (`str`):
-            Name of the optimizer, as in `TrainingArguments`.
+        parameters (`int`): Parameters of the model, with an adapter's.
+        trained (`int`): Those that are trained.
+        weight_bytes (`int`): Bytes of a parameter as it is loaded.
+        layout ([`Layout`]): Where the training runs.
+        is_mixed (`bool`): Whether it computes in half precision. DeepSpeed then keeps weights and gradients in that,
+            and a float32 copy beside the states of the optimizer; elsewhere the weights stay as they are loaded.
+        has_reference (`bool`): Whether there is a second, frozen model.
+        optim (`str`): Name of the optimizer, as in `TrainingArguments`.
     """
     states = _STATES.get(str(getattr(optim, "value", optim)))
     frozen = parameters - trained
@@ -114,10 +100,8 @@ def layout_of_process(environment: Mapping[str, str] = os.environ, deepspeed: An
     Return where this process trains, by what its launcher says in the environment.
 
     Args:
-        environment (mapping of `str` to `str`, *optional*):
-            Variables, as `accelerate launch` sets them.
-        deepspeed (`str` or `dict`, *optional*):
-            The setting `deepspeed` of `TrainingArguments`.
+        environment (mapping of `str` to `str`, *optional*): Variables, as `accelerate launch` sets them.
+        deepspeed (`str` or `dict`, *optional*): The setting `deepspeed` of `TrainingArguments`.
     """
     processes = int(environment.get("WORLD_SIZE", 1))
     if deepspeed:
@@ -135,8 +119,7 @@ def layout_of_launch(launch: Any) -> Layout:
     Return where the processes of `accelerate launch` would train.
 
     Args:
-        launch (`argparse.Namespace`):
-            Its arguments, with those of its configuration.
+        launch (`argparse.Namespace`): Its arguments, with those of its configuration.
     """
     processes = launch.num_processes or 1
     if launch.use_deepspeed:

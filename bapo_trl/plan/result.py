@@ -22,22 +22,14 @@ class DryRun:
     What is known of a run before it begins. `print` it.
 
     Attributes:
-        args ([`BAPOConfig`]):
-            Its settings.
-        layout ([`~memory.Layout`]):
-            Where it trains.
-        counts (`list[Counts]`):
-            Its arithmetic, on its own number of processes first; empty for an evaluation alone.
-        advice ([`~advice.Advice`]):
-            The row of the advice for samples as old as its own get.
-        shape ([`~shape.Shape`]):
-            Sizes of the model.
-        memory ([`~memory.Memory`]):
-            What lies on one GPU before the first activation.
-        prompts ([`~samples.Prompts`]):
-            The prompts, as the model gets them.
-        rewards (`list[Reward]`):
-            What each reward function gives to a made completion.
+        args ([`BAPOConfig`]): Its settings.
+        layout ([`~memory.Layout`]): Where it trains.
+        counts (`list[Counts]`): Its arithmetic, on its own number of processes first; empty for an evaluation alone.
+        advice ([`~advice.Advice`]): The row of the advice for samples as old as its own get.
+        shape ([`~shape.Shape`]): Sizes of the model.
+        memory ([`~memory.Memory`]): What lies on one GPU before the first activation.
+        prompts ([`~samples.Prompts`]): The prompts, as the model gets them.
+        rewards (`list[Reward]`): What each reward function gives to a made completion.
     """
 
     args: BAPOConfig

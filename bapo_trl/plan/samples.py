@@ -28,18 +28,12 @@ class Prompts:
     The prompts of a run as its model gets them.
 
     Attributes:
-        first (`str`):
-            The first one, after the chat template.
-        num_prompts (`int`, *optional*):
-            Prompts that there are; `None` for a stream.
-        looked_at (`int`):
-            Those that were tokenized.
-        lengths (`dict[float, int]`):
-            Tokens of a prompt, by quantile.
-        too_long (`int`):
-            Those of them that leave no room for a completion of `max_completion_length`.
-        room (`int`, *optional*):
-            Longest prompt that leaves room; `None` for a model without a window.
+        first (`str`): The first one, after the chat template.
+        num_prompts (`int`, *optional*): Prompts that there are; `None` for a stream.
+        looked_at (`int`): Those that were tokenized.
+        lengths (`dict[float, int]`): Tokens of a prompt, by quantile.
+        too_long (`int`): Those of them that leave no room for a completion of `max_completion_length`.
+        room (`int`, *optional*): Longest prompt that leaves room; `None` for a model without a window.
     """
 
     first: str
@@ -56,14 +50,10 @@ class Reward:
     What a reward function gave to a made completion.
 
     Attributes:
-        name (`str`):
-            The function.
-        completion (`str`):
-            What it was shown.
-        value (`float`, *optional*):
-            Its reward, `None` if it gave none.
-        error (`str`, *optional*):
-            What it raised, or what is wrong with what it returned.
+        name (`str`): The function.
+        completion (`str`): What it was shown.
+        value (`float`, *optional*): Its reward, `None` if it gave none.
+        error (`str`, *optional*): What it raised, or what is wrong with what it returned.
     """
 
     name: str
@@ -77,14 +67,11 @@ def look_at_prompts(dataset: Any, processing_class: Any, room: int | None, templ
     Tokenize prompts as the trainer does.
 
     Args:
-        dataset (`Dataset` or `IterableDataset`):
-            With a column `prompt`, text or messages.
-        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`]):
-            Tokenizer, or what holds it.
-        room (`int`, *optional*):
-            Tokens that a prompt may have.
-        template_kwargs (mapping, *optional*):
-            Arguments of the chat template.
+        dataset (`Dataset` or `IterableDataset`): With a column `prompt`, text or messages.
+        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`]): Tokenizer, or
+            what holds it.
+        room (`int`, *optional*): Tokens that a prompt may have.
+        template_kwargs (mapping, *optional*): Arguments of the chat template.
     """
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if isinstance(dataset, Dataset):
@@ -117,12 +104,11 @@ def try_rewards(functions: Sequence[Any], row: Mapping[str, Any], processing_cla
     Call each reward function once, as the trainer would with one sample.
 
     Args:
-        functions (sequence of reward functions):
-            As [`BAPOTrainer`] takes them. A model that is one is not called.
-        row (mapping):
-            A row of the prompts. The made completion ends with the answer in its `solution`, boxed, where it has one.
-        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`]):
-            Tokenizer, or what holds it.
+        functions (sequence of reward functions): As [`BAPOTrainer`] takes them. A model that is one is not called.
+        row (mapping): A row of the prompts. The made completion ends with the answer in its `solution`, boxed, where
+            it has one.
+        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`]): Tokenizer, or
+            what holds it.
     """
     answer = next(iter(gold_answers(row.get("solution"))), None)
     text = "The answer is 1." if answer is None else f"The answer is \\boxed{{{answer}}}."

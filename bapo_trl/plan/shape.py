@@ -15,14 +15,10 @@ class Shape:
     Sizes of a model.
 
     Attributes:
-        config ([`~transformers.PreTrainedConfig`]):
-            Configuration of its text model.
-        parameters (`int`):
-            Parameters, an adapter's among them.
-        trained (`int`):
-            Those that a training changes.
-        cache_numbers (`int`):
-            Keys and values of one token, in all layers; 0 where the configuration does not tell.
+        config ([`~transformers.PreTrainedConfig`]): Configuration of its text model.
+        parameters (`int`): Parameters, an adapter's among them.
+        trained (`int`): Those that a training changes.
+        cache_numbers (`int`): Keys and values of one token, in all layers; 0 where the configuration does not tell.
     """
 
     config: Any
@@ -36,12 +32,9 @@ def empty_model(name: str, revision: str | None = None, trust_remote_code: bool 
     Build a model without its weights.
 
     Args:
-        name (`str`):
-            A folder or an id on the Hub.
-        revision (`str`, *optional*):
-            Revision of an id.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether code in the model's folder may run.
+        name (`str`): A folder or an id on the Hub.
+        revision (`str`, *optional*): Revision of an id.
+        trust_remote_code (`bool`, *optional*, defaults to `False`): Whether code in the model's folder may run.
 
     Raises:
         Exception: Whatever transformers raises for a model that it cannot find or build.
@@ -57,10 +50,8 @@ def shape_of(model: PreTrainedModel, peft_config: Any = None) -> Shape:
     Return the sizes of a model.
 
     Args:
-        model ([`~transformers.PreTrainedModel`]):
-            With or without weights. It is left as it is.
-        peft_config ([`~peft.PeftConfig`], *optional*):
-            An adapter to train on it.
+        model ([`~transformers.PreTrainedModel`]): With or without weights. It is left as it is.
+        peft_config ([`~peft.PeftConfig`], *optional*): An adapter to train on it.
     """
     config = model.config.get_text_config()
     if peft_config is not None:

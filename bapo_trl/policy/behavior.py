@@ -14,14 +14,10 @@ class BehaviorPolicy:
     Stamps the generations of a run with the policy that sampled them, and compares separate samplers with the trainer.
 
     Args:
-        settings ([`~bapo_config.BAPOConfig`]):
-            Of the run.
-        accelerator ([`~accelerate.Accelerator`]):
-            Of the run.
-        score (`Callable`):
-            Returns the log-probabilities of a batch, `(B, T)`, under the current policy.
-        log (`Callable`):
-            Takes metrics by name.
+        settings ([`~bapo_config.BAPOConfig`]): Of the run.
+        accelerator ([`~accelerate.Accelerator`]): Of the run.
+        score (`Callable`): Returns the log-probabilities of a batch, `(B, T)`, under the current policy.
+        log (`Callable`): Takes metrics by name.
     """
 
     def __init__(
@@ -41,12 +37,9 @@ class BehaviorPolicy:
         Add what the batch lacks of policy versions, and of log-probabilities where they will be needed.
 
         Args:
-            batch (`dict`):
-                TRL's batch; with a `policy_version` already, if not all of it was sampled now.
-            version (`int`):
-                Of the current policy.
-            reports_logps (`bool`):
-                Whether `sampling_per_token_logps`, if they are there, are those of the sampler.
+            batch (`dict`): TRL's batch; with a `policy_version` already, if not all of it was sampled now.
+            version (`int`): Of the current policy.
+            reports_logps (`bool`): Whether `sampling_per_token_logps`, if they are there, are those of the sampler.
 
         Returns:
             `bool`: Whether the current policy sampled it all.

@@ -18,14 +18,10 @@ def save_queue(queue: ReplayQueue, folder: str | Path, rank: int, num_processes:
     Write the queue of one rank into a checkpoint folder.
 
     Args:
-        queue ([`ReplayQueue`]):
-            The queue.
-        folder (`str` or `Path`):
-            Checkpoint folder; made if it is not there.
-        rank (`int`):
-            Rank of the queue.
-        num_processes (`int`):
-            Number of ranks.
+        queue ([`ReplayQueue`]): The queue.
+        folder (`str` or `Path`): Checkpoint folder; made if it is not there.
+        rank (`int`): Rank of the queue.
+        num_processes (`int`): Number of ranks.
 
     Returns:
         `Path` of the file.
@@ -54,14 +50,10 @@ def load_queue(queue: ReplayQueue, folder: str | Path, rank: int, num_processes:
     evictions of the saved ranks `rank`, `rank + num_processes`, ...
 
     Args:
-        queue ([`ReplayQueue`]):
-            Queue to fill.
-        folder (`str` or `Path`):
-            Checkpoint folder.
-        rank (`int`):
-            Rank of the queue.
-        num_processes (`int`):
-            Number of ranks now.
+        queue ([`ReplayQueue`]): Queue to fill.
+        folder (`str` or `Path`): Checkpoint folder.
+        rank (`int`): Rank of the queue.
+        num_processes (`int`): Number of ranks now.
 
     Returns:
         `bool`: Whether the folder holds queues. If not, the queue is left as it is.

@@ -93,15 +93,11 @@ class ReplayMixer:
         Take in a generation; return the batch to train on, and whether all its rows on all ranks are fresh.
 
         Args:
-            batch (`dict`):
-                TRL's batch.
-            policy_version (`int`):
-                Version of the current policy.
-            num_padding (`int`, *optional*, defaults to `0`):
-                Number of its rows that only keep the shape.
-            is_made_again (`bool`, *optional*, defaults to `False`):
-                Whether a run was resumed within a generation, and this is its second half. The queue has taken in,
-                and given for, the first one: it is left as it is.
+            batch (`dict`): TRL's batch.
+            policy_version (`int`): Version of the current policy.
+            num_padding (`int`, *optional*, defaults to `0`): Number of its rows that only keep the shape.
+            is_made_again (`bool`, *optional*, defaults to `False`): Whether a run was resumed within a generation, and
+                this is its second half. The queue has taken in, and given for, the first one: it is left as it is.
 
         Raises:
             ValueError: If the batch has images, or a key that cannot be cut into rows.
@@ -134,12 +130,10 @@ class ReplayMixer:
         Restore the queue from a checkpoint folder. Without one there, it starts empty, with a warning.
 
         Args:
-            folder (`str` or `Path`):
-                Checkpoint folder.
-            policy_version (`int`):
-                Of the checkpoint.
-            oversampling (`float`, *optional*, defaults to `1.0`):
-                Setting `partial_rollout_oversampling`. Above 1, the rows of the run have a version for each token.
+            folder (`str` or `Path`): Checkpoint folder.
+            policy_version (`int`): Of the checkpoint.
+            oversampling (`float`, *optional*, defaults to `1.0`): Setting `partial_rollout_oversampling`. Above 1, the
+                rows of the run have a version for each token.
 
         Returns:
             `bool`: Whether the folder holds a queue.
@@ -200,10 +194,8 @@ def make_replay(trainer: Any, log: Callable[[dict[str, float]], None]) -> Replay
     Return the mixer of a run, with an empty queue.
 
     Args:
-        trainer ([`~trl.GRPOTrainer`]):
-            With the settings of BAPO.
-        log (`Callable`):
-            Takes metrics by name.
+        trainer ([`~trl.GRPOTrainer`]): With the settings of BAPO.
+        log (`Callable`): Takes metrics by name.
 
     Raises:
         InputError: If the model takes images.

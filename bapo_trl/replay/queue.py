@@ -31,16 +31,11 @@ def smallest_capacity(
     most.
 
     Args:
-        rows (`int`):
-            Rows of a generation; at most as many enter the queue.
-        drawn_first (`int`):
-            Rows that the first pass over a generation draws; a later pass draws `rows`.
-        updates_per_pass (`int`):
-            Optimizer updates of a pass.
-        num_iterations (`int`, *optional*, defaults to `1`):
-            Passes over a generation.
-        min_staleness (`int`, *optional*, defaults to `0`):
-            Smallest age of a row when it is drawn, in policy versions.
+        rows (`int`): Rows of a generation; at most as many enter the queue.
+        drawn_first (`int`): Rows that the first pass over a generation draws; a later pass draws `rows`.
+        updates_per_pass (`int`): Optimizer updates of a pass.
+        num_iterations (`int`, *optional*, defaults to `1`): Passes over a generation.
+        min_staleness (`int`, *optional*, defaults to `0`): Smallest age of a row when it is drawn, in policy versions.
 
     Returns:
         `int`: Number of rows.
@@ -69,12 +64,9 @@ def smallest_max_staleness(updates_per_pass: int, num_iterations: int = 1, min_s
     `d = max(1, ceil(min_staleness / (U I)))`.
 
     Args:
-        updates_per_pass (`int`):
-            Optimizer updates of a pass.
-        num_iterations (`int`, *optional*, defaults to `1`):
-            Passes over a generation.
-        min_staleness (`int`, *optional*, defaults to `0`):
-            Smallest age of a row when it is drawn, in policy versions.
+        updates_per_pass (`int`): Optimizer updates of a pass.
+        num_iterations (`int`, *optional*, defaults to `1`): Passes over a generation.
+        min_staleness (`int`, *optional*, defaults to `0`): Smallest age of a row when it is drawn, in policy versions.
 
     Returns:
         `int`: Number of policy versions.
@@ -97,18 +89,14 @@ class ReplayBatch:
     Rows to train on next.
 
     Args:
-        rows ([`~rows.Rows`]):
-            The rows.
-        from_queue (`int`):
-            How many of them waited in the queue.
-        zero_advantage_filled (`int`):
-            How many of those stand in for fresh rows without advantage or without a trained token.
-        untrained (`int`):
-            How many fresh rows had no trained token.
-        masked (`int`):
-            How many rows only keep the shape: copies without a token that counts, where the queue had too few.
-        uses (`int`):
-            Sum over the other rows of the number of times they have been drawn, this time included.
+        rows ([`~rows.Rows`]): The rows.
+        from_queue (`int`): How many of them waited in the queue.
+        zero_advantage_filled (`int`): How many of those stand in for fresh rows without advantage or without a trained
+            token.
+        untrained (`int`): How many fresh rows had no trained token.
+        masked (`int`): How many rows only keep the shape: copies without a token that counts, where the queue had too
+            few.
+        uses (`int`): Sum over the other rows of the number of times they have been drawn, this time included.
     """
 
     rows: Rows
@@ -186,10 +174,10 @@ class ReplayQueue:
         Let rows in. Beyond `capacity`, the rows that entered first leave.
 
         Args:
-            rows ([`~rows.Rows`]):
-                The rows. The queue keeps them as they are: they must share no memory with what will change.
-            uses (sequence of `int`, or `int`, *optional*, defaults to `0`):
-                Number of times that each, or all, have been drawn already.
+            rows ([`~rows.Rows`]): The rows. The queue keeps them as they are: they must share no memory with what will
+                change.
+            uses (sequence of `int`, or `int`, *optional*, defaults to `0`): Number of times that each, or all, have
+                been drawn already.
         """
         uses = np.broadcast_to(np.asarray(uses, dtype=np.int64), (len(rows),))
         if self.max_reuse is not None and (uses >= self.max_reuse).any():
@@ -216,14 +204,11 @@ class ReplayQueue:
         Draw rows, for updates from `policy_version` to `last_version`. With its last use, a row leaves.
 
         Args:
-            count (`int`):
-                Number of rows wanted, at least 0.
-            policy_version (`int`):
-                Policy version at the first update on the rows.
-            last_version (`int`):
-                Policy version at the last update on the rows.
-            fill_with_young (`bool`, *optional*, defaults to `False`):
-                Whether rows younger than `min_staleness` are drawn where there are too few others.
+            count (`int`): Number of rows wanted, at least 0.
+            policy_version (`int`): Policy version at the first update on the rows.
+            last_version (`int`): Policy version at the last update on the rows.
+            fill_with_young (`bool`, *optional*, defaults to `False`): Whether rows younger than `min_staleness` are
+                drawn where there are too few others.
 
         Returns:
             Up to `count` rows, fewer where not enough may be drawn, as what [`~rows.concat_rows`] copies them from;
@@ -260,19 +245,15 @@ class ReplayQueue:
         Rows without a trained token are the first to be displaced and never enter the queue.
 
         Args:
-            fresh ([`~rows.Rows`]):
-                Rows that the current policy sampled.
-            fraction (`float`):
-                Share of the batch taken from the queue, in [0, 1].
-            replaces_zero_advantage (`bool`):
-                Whether fresh rows without advantage or without a trained token give their place to queued rows, beyond
-                `fraction`. Then rows without advantage do not enter the queue either.
-            policy_version (`int`):
-                Policy version at the first update on the batch.
-            last_version (`int`):
-                Policy version at the last update on the batch.
-            num_padding (`int`, *optional*, defaults to `0`):
-                Number of rows without a trained token that keep the shape of the batch, and were sampled by nobody.
+            fresh ([`~rows.Rows`]): Rows that the current policy sampled.
+            fraction (`float`): Share of the batch taken from the queue, in [0, 1].
+            replaces_zero_advantage (`bool`): Whether fresh rows without advantage or without a trained token give
+                their place to queued rows, beyond `fraction`. Then rows without advantage do not enter the queue
+                either.
+            policy_version (`int`): Policy version at the first update on the batch.
+            last_version (`int`): Policy version at the last update on the batch.
+            num_padding (`int`, *optional*, defaults to `0`): Number of rows without a trained token that keep the
+                shape of the batch, and were sampled by nobody.
 
         Returns:
             [`ReplayBatch`] of `len(fresh)` rows.
@@ -300,15 +281,11 @@ class ReplayQueue:
         Draw a whole batch from the queue, for a later pass over a generation.
 
         Args:
-            count (`int`):
-                Number of rows.
-            shape_from ([`~rows.Rows`]):
-                At least one row. Where the queue has too few, masked copies of these keep the shape; they train
-                nothing.
-            policy_version (`int`):
-                Policy version at the first update on the batch.
-            last_version (`int`):
-                Policy version at the last update on the batch.
+            count (`int`): Number of rows.
+            shape_from ([`~rows.Rows`]): At least one row. Where the queue has too few, masked copies of these keep the
+                shape; they train nothing.
+            policy_version (`int`): Policy version at the first update on the batch.
+            last_version (`int`): Policy version at the last update on the batch.
 
         Returns:
             [`ReplayBatch`] of `count` rows.

@@ -54,8 +54,7 @@ class Spans:
     Where each row's values lie in a column. Columns of the same lengths share one.
 
     Args:
-        lengths (sequence of `int`):
-            Number of values of each row.
+        lengths (sequence of `int`): Number of values of each row.
     """
 
     def __init__(self, lengths: Sequence[int] | np.ndarray):
@@ -73,10 +72,8 @@ class Column:
     The values of one key, of all rows, one row after the other.
 
     Args:
-        values (`torch.Tensor`):
-            Shape `(sum(lengths),)`; without spans `(B,)` or `(B, 1)`.
-        spans ([`Spans`] or sequence of `int`, *optional*):
-            Number of values of each row. `None` for one value a row.
+        values (`torch.Tensor`): Shape `(sum(lengths),)`; without spans `(B,)` or `(B, 1)`.
+        spans ([`Spans`] or sequence of `int`, *optional*): Number of values of each row. `None` for one value a row.
 
     Raises:
         ValueError: If there are more or fewer values than the lengths say.
@@ -124,8 +121,8 @@ class Rows:
     Samples without padding.
 
     Args:
-        columns (mapping of `str` to [`Column`]):
-            The values by key, each of the same number of rows. `policy_version` must be there.
+        columns (mapping of `str` to [`Column`]): The values by key, each of the same number of rows. `policy_version`
+            must be there.
 
     Raises:
         ValueError: If the columns differ in their number of rows, or a key is not known.
@@ -191,8 +188,8 @@ def concat_rows(parts: Iterable[tuple[Rows, Sequence[int] | np.ndarray]]) -> Row
     Copy rows of several collections into one. If some have a `tool_mask`, it is all ones for the others.
 
     Args:
-        parts (iterable of pairs):
-            At least one collection, each with the indices of the rows to take from it, in their order.
+        parts (iterable of pairs): At least one collection, each with the indices of the rows to take from it, in their
+            order.
 
     Raises:
         ValueError: If one has a key that another has not, or values for tokens where another has them for rows.
@@ -227,12 +224,10 @@ def batch_to_rows(batch: Mapping[str, torch.Tensor], pad_token_id: int) -> Rows:
     Cut a padded batch into rows.
 
     Args:
-        batch (mapping of `str` to `torch.Tensor`):
-            TRL's batch: `prompt_ids` `(B, P)`, `completion_ids` `(B, T)`, their masks, and whatever else TRL puts in:
-            tensors of shape `(B, T)`, `(B, 1)` or `(B,)`. Values of the whole batch (`num_items_in_batch`) are left
-            out: they have to be computed anew for each batch.
-        pad_token_id (`int`):
-            Token that pads `completion_ids`. Masked tokens at the end that are not padding are kept.
+        batch (mapping of `str` to `torch.Tensor`): TRL's batch: `prompt_ids` `(B, P)`, `completion_ids` `(B, T)`,
+            their masks, and whatever else TRL puts in: tensors of shape `(B, T)`, `(B, 1)` or `(B,)`. Values of the
+            whole batch (`num_items_in_batch`) are left out: they have to be computed anew for each batch.
+        pad_token_id (`int`): Token that pads `completion_ids`. Masked tokens at the end that are not padding are kept.
 
     Returns:
         [`Rows`]: `B` rows that share no memory with the batch.
@@ -283,14 +278,10 @@ def rows_to_batch(
     Put rows together into a padded batch, as TRL would have made it.
 
     Args:
-        rows ([`Rows`]):
-            At least one row.
-        pad_token_id (`int`):
-            Token that pads `prompt_ids` and `completion_ids`.
-        device (`torch.device`):
-            Device of the batch. `policy_version` stays on the CPU.
-        pad_to_multiple_of (`int`, *optional*):
-            Pad lengths to a multiple of this.
+        rows ([`Rows`]): At least one row.
+        pad_token_id (`int`): Token that pads `prompt_ids` and `completion_ids`.
+        device (`torch.device`): Device of the batch. `policy_version` stays on the CPU.
+        pad_to_multiple_of (`int`, *optional*): Pad lengths to a multiple of this.
 
     Returns:
         The batch, without values of the whole batch such as `num_items_in_batch`.

@@ -21,14 +21,12 @@ def tied_rows(
     group with fewer than two others is tied.
 
     Args:
-        rewards_per_func (`torch.Tensor`):
-            Rewards by function, shape `(B, F)`, the groups one after the other. NaN where a function gave none.
-        weights (`torch.Tensor`):
-            Weights of the functions, shape `(F,)`.
-        num_generations (`int`):
-            Rows of a group.
-        summed_first (`bool`, *optional*, defaults to `True`):
-            Whether rewards are compared after summing them. If not, each function's must be tied.
+        rewards_per_func (`torch.Tensor`): Rewards by function, shape `(B, F)`, the groups one after the other. NaN
+            where a function gave none.
+        weights (`torch.Tensor`): Weights of the functions, shape `(F,)`.
+        num_generations (`int`): Rows of a group.
+        summed_first (`bool`, *optional*, defaults to `True`): Whether rewards are compared after summing them. If not,
+            each function's must be tied.
 
     Returns:
         `torch.Tensor`: Boolean, shape `(B,)`, the same for all rows of a group.

@@ -22,9 +22,8 @@ class ReportCallback(TrainerCallback):
     it is warned of, once.
 
     Args:
-        settings (mapping, *optional*):
-            What else the run depends on and the trainer's arguments do not hold, such as the data. It is saved with
-            them, to tell runs that differ from seeds of one setting.
+        settings (mapping, *optional*): What else the run depends on and the trainer's arguments do not hold, such as
+            the data. It is saved with them, to tell runs that differ from seeds of one setting.
 
     Example:
 

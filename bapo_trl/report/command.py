@@ -14,8 +14,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Write the report of the runs that the arguments name, and print its health lines.
 
     Args:
-        argv (sequence of `str`, *optional*):
-            Arguments after `report`. `None` for those of the process.
+        argv (sequence of `str`, *optional*): Arguments after `report`. `None` for those of the process.
 
     Raises:
         SystemExit: With 2 and one line that names the path and the fix, if there is nothing to draw of a run.

@@ -105,10 +105,9 @@ def examine(logs: Logs, method: Method | None = None) -> list[Finding]:
     Return the health of a run, a finding for each check that finds something.
 
     Args:
-        logs ([`~logs.Logs`]):
-            Logs of the updates.
-        method ([`~method.Method`], *optional*):
-            Method of the run: which checks are made, and what there is to try. `None` if it is not known.
+        logs ([`~logs.Logs`]): Logs of the updates.
+        method ([`~method.Method`], *optional*): Method of the run: which checks are made, and what there is to try.
+            `None` if it is not known.
 
     Returns:
         `list` of [`Finding`]: A single one of severity `healthy` if no check finds anything. Checks whose metric was
@@ -153,8 +152,8 @@ def shared(findings: Mapping[str, Sequence[Finding]]) -> dict[tuple[str, ...], l
     Return each finding once, by the runs that share it.
 
     Args:
-        findings (mapping of `str` to sequences of [`Finding`]):
-            Findings by the label of their run. Those that differ in nothing but their numbers are one.
+        findings (mapping of `str` to sequences of [`Finding`]): Findings by the label of their run. Those that differ
+            in nothing but their numbers are one.
 
     Returns:
         `dict` of lists of [`Finding`] by labels of runs. Where sentences differ, each is behind the label of its run.

@@ -39,8 +39,7 @@ def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
     are, and what has the form of a token.
 
     Args:
-        settings (mapping):
-            Settings by name. What JSON does not know becomes text.
+        settings (mapping): Settings by name. What JSON does not know becomes text.
 
     Example:
 

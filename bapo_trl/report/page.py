@@ -64,12 +64,9 @@ def render_page(
     Return the page.
 
     Args:
-        groups (sequence of [`~runs.Group`]):
-            The runs that are drawn.
-        findings (mapping of `str` to sequences of [`~health.Finding`]):
-            Health lines by the label of their run.
-        panels (mapping of [`~panels.Panel`] to `str`):
-            The SVG of each panel.
+        groups (sequence of [`~runs.Group`]): The runs that are drawn.
+        findings (mapping of `str` to sequences of [`~health.Finding`]): Health lines by the label of their run.
+        panels (mapping of [`~panels.Panel`] to `str`): The SVG of each panel.
 
     Returns:
         `str`: HTML. What users wrote (names, settings) is escaped.

@@ -93,9 +93,8 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
     Read runs, each one once, and name them by the shortest ends of their paths that tell them apart.
 
     Args:
-        paths (sequence of `str` or `Path`):
-            Each an `output_dir`, a checkpoint folder, a `trainer_state.json` or a file of logs, one JSON object a
-            line (jsonl).
+        paths (sequence of `str` or `Path`): Each an `output_dir`, a checkpoint folder, a `trainer_state.json` or a
+            file of logs, one JSON object a line (jsonl).
 
     Raises:
         InputError: If a path does not exist, holds no state, is damaged, or no update was logged.

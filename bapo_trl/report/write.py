@@ -26,10 +26,8 @@ def write_report(runs: Sequence[Run], path: str | Path) -> dict[str, list[Findin
     Write the report of runs. A file is replaced when the new one is whole.
 
     Args:
-        runs (sequence of [`~runs.Run`]):
-            Runs, laid over one another; seeds of one setting as a band.
-        path (`str` or `Path`):
-            Image file to write (PNG). The page is beside it, with the suffix `.html`.
+        runs (sequence of [`~runs.Run`]): Runs, laid over one another; seeds of one setting as a band.
+        path (`str` or `Path`): Image file to write (PNG). The page is beside it, with the suffix `.html`.
 
     Returns:
         `dict`: Health lines by the label of their run.
@@ -58,11 +56,9 @@ def save_report(log_history: Sequence[Mapping], path: str | Path) -> dict[str, l
     Write the report of a run that is in memory, see [`write_report`].
 
     Args:
-        log_history (sequence of mappings):
-            Logs of the run, as in `trainer.state.log_history`. Those of an evaluation are left out; undefined values
-            leave a gap.
-        path (`str` or `Path`):
-            Image file to write, in the `output_dir` of the run, where its settings are.
+        log_history (sequence of mappings): Logs of the run, as in `trainer.state.log_history`. Those of an evaluation
+            are left out; undefined values leave a gap.
+        path (`str` or `Path`): Image file to write, in the `output_dir` of the run, where its settings are.
 
     Raises:
         ImportError: If matplotlib is not installed (extra `plots`).

@@ -49,16 +49,11 @@ def finish_groups(
     Let the prompts of a generation in; return the groups that go to training, and the metrics of the rounds.
 
     Args:
-        trainer ([`~trl.GRPOTrainer`]):
-            In training.
-        rounds ([`~rollouts.rounds.RolloutRounds`]):
-            Of the run.
-        inputs (sequence of `dict`):
-            Rows of the dataset, those of a group one after the other.
-        sample (`Callable`):
-            Continues token ids under the current policy, see [`~rollouts.rounds.Sampler`].
-        score (`Callable`):
-            Returns the log-probabilities of a batch, `(B, T)`, under the current policy.
+        trainer ([`~trl.GRPOTrainer`]): In training.
+        rounds ([`~rollouts.rounds.RolloutRounds`]): Of the run.
+        inputs (sequence of `dict`): Rows of the dataset, those of a group one after the other.
+        sample (`Callable`): Continues token ids under the current policy, see [`~rollouts.rounds.Sampler`].
+        score (`Callable`): Returns the log-probabilities of a batch, `(B, T)`, under the current policy.
     """
     args, version = trainer.args, trainer.state.global_step
     prompts = inputs[:: trainer.num_generations]
@@ -80,10 +75,8 @@ def is_trained_to_its_end(trainer: Any, generated_at: tuple[int, int]) -> bool:
     Return whether the updates on the latest generation are made; a save may come before the step of the last one.
 
     Args:
-        trainer ([`~trl.GRPOTrainer`]):
-            In training.
-        generated_at (pair of `int`):
-            Policy version and micro-batch of the generation.
+        trainer ([`~trl.GRPOTrainer`]): In training.
+        generated_at (pair of `int`): Policy version and micro-batch of the generation.
     """
     (version, first), step = generated_at, trainer._step
     updates = math.ceil((step - first) / trainer.args.gradient_accumulation_steps)

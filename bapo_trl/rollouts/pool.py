@@ -26,17 +26,14 @@ class PartialCompletion:
     A completion as far as it goes.
 
     Args:
-        tokens (`list[int]`):
-            Token ids so far.
-        segments (`list[list[int]]`):
-            Policy version and number of tokens of each segment, the oldest first. Versions rise.
-        logps (`list[float]`):
-            Log-probabilities of the first tokens, under the policy that sampled each. Fewer than `tokens` until the
-            latest segment is scored.
-        sampler_logps (`list[float | None]`):
-            Log-probability that the sampler reported for each token; empty if it reports none.
-        has_ended (`bool`):
-            Whether no token will follow.
+        tokens (`list[int]`): Token ids so far.
+        segments (`list[list[int]]`): Policy version and number of tokens of each segment, the oldest first. Versions
+            rise.
+        logps (`list[float]`): Log-probabilities of the first tokens, under the policy that sampled each. Fewer than
+            `tokens` until the latest segment is scored.
+        sampler_logps (`list[float | None]`): Log-probability that the sampler reported for each token; empty if it
+            reports none.
+        has_ended (`bool`): Whether no token will follow.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -67,16 +64,12 @@ class Group:
     A prompt and its completions.
 
     Args:
-        id (`int`):
-            Number of the group: unique over ranks and epochs.
-        inputs (`dict`):
-            The prompt's row of the dataset.
-        prompt_ids (`list[int]`):
-            Token ids of the prompt.
-        completions (`list[PartialCompletion]`):
-            As many as `num_generations`.
-        completed_as (`int`, *optional*):
-            Place in the order in which groups of the pool became complete; `None` while one has not.
+        id (`int`): Number of the group: unique over ranks and epochs.
+        inputs (`dict`): The prompt's row of the dataset.
+        prompt_ids (`list[int]`): Token ids of the prompt.
+        completions (`list[PartialCompletion]`): As many as `num_generations`.
+        completed_as (`int`, *optional*): Place in the order in which groups of the pool became complete; `None` while
+            one has not.
     """
 
     id: int
@@ -115,14 +108,10 @@ class PoolCounts:
     What a pool has done since the start of the run.
 
     Args:
-        emitted (`int`):
-            Completions that left for training.
-        emitted_tokens (`int`):
-            Tokens of these.
-        ended (`int`):
-            Completions that have ended, those that left among them.
-        ended_tokens (`int`):
-            Tokens of these.
+        emitted (`int`): Completions that left for training.
+        emitted_tokens (`int`): Tokens of these.
+        ended (`int`): Completions that have ended, those that left among them.
+        ended_tokens (`int`): Tokens of these.
     """
 
     emitted: int = 0
@@ -203,16 +192,12 @@ class RolloutPool:
         before the cap of the call for a reason of its own.
 
         Args:
-            continuations (sequence of [`Continuation`]):
-                What was continued, from [`RolloutPool.unfinished`].
-            tokens (sequence of sequences of `int`):
-                New token ids of each.
-            policy_version (`int`):
-                Version of the policy that sampled them.
-            cap (`int`):
-                Largest number of new tokens that the call allowed: no more than any of the completions has left.
-            sampler_logps (sequence of sequences, *optional*):
-                Log-probability that the sampler reports for each token.
+            continuations (sequence of [`Continuation`]): What was continued, from [`RolloutPool.unfinished`].
+            tokens (sequence of sequences of `int`): New token ids of each.
+            policy_version (`int`): Version of the policy that sampled them.
+            cap (`int`): Largest number of new tokens that the call allowed: no more than any of the completions has
+                left.
+            sampler_logps (sequence of sequences, *optional*): Log-probability that the sampler reports for each token.
 
         Raises:
             ValueError: If a completion got no token, more than it may, or tokens after its end.
@@ -273,10 +258,9 @@ class RolloutPool:
         If more than `count` may not wait, the oldest of them leave.
 
         Args:
-            count (`int`):
-                Number of groups.
-            oldest_version (`int`, *optional*):
-                Groups with a token of an older policy version may not wait. `None` for no limit.
+            count (`int`): Number of groups.
+            oldest_version (`int`, *optional*): Groups with a token of an older policy version may not wait. `None` for
+                no limit.
 
         Raises:
             ValueError: If there are fewer complete groups, or one that may not wait is not complete.
@@ -341,14 +325,10 @@ class PoolState:
     What a pool is made of: see [`RolloutPool.state`].
 
     Args:
-        groups (`list[Group]`):
-            Groups in the order of admission.
-        counts ([`PoolCounts`]):
-            What the pool has done.
-        next_id (`int`):
-            Number that the next group gets, or a smaller one that no group has.
-        next_place (`int`):
-            Place of the next group that becomes complete.
+        groups (`list[Group]`): Groups in the order of admission.
+        counts ([`PoolCounts`]): What the pool has done.
+        next_id (`int`): Number that the next group gets, or a smaller one that no group has.
+        next_place (`int`): Place of the next group that becomes complete.
     """
 
     groups: list[Group]

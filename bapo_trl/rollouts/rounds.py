@@ -101,10 +101,8 @@ class RolloutBatch:
         Return TRL's batch of these rows with what TRL does not know of them, and as many rows as a generation has.
 
         Args:
-            batch (`dict`):
-                TRL's batch.
-            num_rows (`int`):
-                Number of rows wanted, see [`pad_with_masked_rows`].
+            batch (`dict`): TRL's batch.
+            num_rows (`int`): Number of rows wanted, see [`pad_with_masked_rows`].
         """
         completion_ids = batch["completion_ids"]
         num_tokens = completion_ids.size(1)
@@ -147,16 +145,12 @@ class RolloutRounds:
         Admit the prompts of a generation, decode until every rank has enough complete groups, and let these go.
 
         Args:
-            prompts (sequence of pairs):
-                For each new group, the prompt's row of the dataset and its token ids.
-            policy_version (`int`):
-                Version of the current policy.
-            oldest_version (`int`, *optional*):
-                Groups with a token of an older version are decoded to their end, and go. `None` for no limit.
-            sample (`Callable`):
-                Continues token ids under the current policy, see [`Sampler`].
-            score (`Callable`):
-                Scores completions under the current policy, see [`Scorer`].
+            prompts (sequence of pairs): For each new group, the prompt's row of the dataset and its token ids.
+            policy_version (`int`): Version of the current policy.
+            oldest_version (`int`, *optional*): Groups with a token of an older version are decoded to their end, and
+                go. `None` for no limit.
+            sample (`Callable`): Continues token ids under the current policy, see [`Sampler`].
+            score (`Callable`): Scores completions under the current policy, see [`Scorer`].
 
         Returns:
             The groups that go to training, as many on each rank, and the values of [`PARTIAL_METRICS`] but for
@@ -188,11 +182,9 @@ class RolloutRounds:
         Write the pool into a checkpoint folder.
 
         Args:
-            folder (`str` or `Path`):
-                Checkpoint folder.
-            is_boundary (`bool`):
-                Whether the latest generation has been trained to its end. If not, or if one is under way, a resumed
-                run generates it again: the pool is written as it was before its prompts entered.
+            folder (`str` or `Path`): Checkpoint folder.
+            is_boundary (`bool`): Whether the latest generation has been trained to its end. If not, or if one is under
+                way, a resumed run generates it again: the pool is written as it was before its prompts entered.
         """
         state = self.pool.state() if is_boundary and not self._is_generating else self.before_generation
         save_pool(state, folder, self.pool.rank, self.pool.num_ranks)
@@ -202,10 +194,8 @@ class RolloutRounds:
         Restore the pool from a checkpoint folder. Without one there, it starts empty, with a warning.
 
         Args:
-            folder (`str` or `Path`):
-                Checkpoint folder.
-            reports_logps (`bool`):
-                Whether the sampler reports the log-probability of each token.
+            folder (`str` or `Path`): Checkpoint folder.
+            reports_logps (`bool`): Whether the sampler reports the log-probability of each token.
 
         Raises:
             ValueError: If the file is damaged, or what it holds does not go with the settings.
@@ -238,8 +228,7 @@ class RolloutRounds:
         Return sentences on the groups that a run leaves in flight, on all ranks; `None` without any.
 
         Args:
-            has_checkpoint (`bool`):
-                Whether the run has saved one.
+            has_checkpoint (`bool`): Whether the run has saved one.
         """
         tokens = sum(len(each.tokens) for group in self.pool for each in group.completions)
         groups, tokens = (sum(column) for column in zip(*self._gather([len(self.pool), tokens]), strict=True))
@@ -310,10 +299,8 @@ def pad_with_masked_rows(batch: dict[str, torch.Tensor], num_rows: int) -> dict[
     Repeat rows of TRL's batch, with no token that counts, until it has `num_rows`. They train nothing.
 
     Args:
-        batch (`dict`):
-            TRL's batch: tensors with one row a completion, and values of the whole batch.
-        num_rows (`int`):
-            Number of rows wanted.
+        batch (`dict`): TRL's batch: tensors with one row a completion, and values of the whole batch.
+        num_rows (`int`): Number of rows wanted.
     """
     present = len(batch["completion_ids"])
     rows = torch.arange(num_rows) % present

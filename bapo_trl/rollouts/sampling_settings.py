@@ -55,10 +55,9 @@ def biased_settings(settings: Mapping[str, Any], temperature: float) -> list[str
     Return the settings, with their values, that draw samples from another distribution than the policy's.
 
     Args:
-        settings (`Mapping`):
-            Settings of the sampler by name; those that do not change the distribution are passed over.
-        temperature (`float`):
-            Temperature of the policy that the loss is computed of.
+        settings (`Mapping`): Settings of the sampler by name; those that do not change the distribution are passed
+            over.
+        temperature (`float`): Temperature of the policy that the loss is computed of.
 
     Example:
 
@@ -117,8 +116,7 @@ def broken_across_calls(settings: Mapping[str, Any]) -> list[str]:
     Name the settings that mean something else for a completion that is sampled in several calls.
 
     Args:
-        settings (mapping of `str` to any value):
-            Settings of the sampler by name, `structured_outputs` among them.
+        settings (mapping of `str` to any value): Settings of the sampler by name, `structured_outputs` among them.
 
     Returns:
         `list[str]`: Each with why, as words of a message.

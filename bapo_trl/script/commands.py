@@ -11,10 +11,8 @@ class Command:
     What was typed to come here.
 
     Attributes:
-        name (`str`):
-            As errors name it.
-        description (`str`):
-            Begin of the help text.
+        name (`str`): As errors name it.
+        description (`str`): Begin of the help text.
     """
 
     name: str

@@ -17,8 +17,7 @@ def settings_table(args: BAPOConfig) -> str:
     Return a table of what the settings mean for the data and the bounds.
 
     Args:
-        args ([`BAPOConfig`]):
-            Settings of the run, in a process that knows the number of processes.
+        args ([`BAPOConfig`]): Settings of the run, in a process that knows the number of processes.
     """
     window = args.gradient_accumulation_steps
     updates = args.micro_batches_per_generation / window
@@ -84,13 +83,10 @@ def log_line(step: int, logs: Mapping[str, float], pace: Pace | None = None) -> 
     Return one line on a training or evaluation log, or `None` if the log has nothing of either.
 
     Args:
-        step (`int`):
-            Number of optimizer updates so far.
-        logs (mapping of `str` to `float`):
-            What the trainer logs. Missing and undefined values are left out, such as those of a generation where
-            there was none since the last log.
-        pace ([`~pace.Pace`], *optional*):
-            How fast the training goes.
+        step (`int`): Number of optimizer updates so far.
+        logs (mapping of `str` to `float`): What the trainer logs. Missing and undefined values are left out, such as
+            those of a generation where there was none since the last log.
+        pace ([`~pace.Pace`], *optional*): How fast the training goes.
     """
     if "eval_reward" in logs:
         parts = [f"eval reward {logs['eval_reward']:.3f}"]

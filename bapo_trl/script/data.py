@@ -29,14 +29,10 @@ def load_data(
     Load what the run trains on and what it evaluates on.
 
     Args:
-        script_args ([`~arguments.BAPOScriptArguments`]):
-            Flags of the script.
-        training_args ([`BAPOConfig`]):
-            Whether the run trains, and whether it evaluates.
-        dataset_args ([`~trl.DatasetMixtureConfig`]):
-            A mixture, which comes before `dataset_name`.
-        task ([`~tasks.MadeTask`], *optional*):
-            A task that the package makes, which comes before both.
+        script_args ([`~arguments.BAPOScriptArguments`]): Flags of the script.
+        training_args ([`BAPOConfig`]): Whether the run trains, and whether it evaluates.
+        dataset_args ([`~trl.DatasetMixtureConfig`]): A mixture, which comes before `dataset_name`.
+        task ([`~tasks.MadeTask`], *optional*): A task that the package makes, which comes before both.
 
     Returns:
         [`~datasets.Data`]: With `train` only if the run trains, `test` only if it evaluates.
@@ -86,12 +82,9 @@ def format_data(data: Data, script_args: BAPOScriptArguments, load_tokenizer: Ca
     Give all prompts the columns that trainer and rewards read.
 
     Args:
-        data ([`~datasets.Data`]):
-            As it was loaded.
-        script_args ([`~arguments.BAPOScriptArguments`]):
-            Flags of the script.
-        load_tokenizer (`Callable[[], Any]`):
-            Loads the tokenizer. Called only where chats may be formed.
+        data ([`~datasets.Data`]): As it was loaded.
+        script_args ([`~arguments.BAPOScriptArguments`]): Flags of the script.
+        load_tokenizer (`Callable[[], Any]`): Loads the tokenizer. Called only where chats may be formed.
 
     Returns:
         [`~datasets.Data`]: The same rows; errors as in [`~inputs.prompt_checks.format_prompts`].

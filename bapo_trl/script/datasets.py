@@ -26,16 +26,12 @@ class Data:
     What a run trains and evaluates on.
 
     Args:
-        title (`str`):
-            What the terminal calls it.
-        train (`Dataset` or `IterableDataset`, *optional*):
-            Prompts to train on, if the run does.
-        test (`Dataset` or `IterableDataset`, *optional*):
-            Prompts to evaluate on, if the run does.
-        hub_id (`str`, *optional*):
-            Id on the Hub, for the model card; `None` for data that is not one dataset of the Hub.
-        test_title (`str`, *optional*):
-            What the terminal calls the prompts to evaluate on, if not `title`.
+        title (`str`): What the terminal calls it.
+        train (`Dataset` or `IterableDataset`, *optional*): Prompts to train on, if the run does.
+        test (`Dataset` or `IterableDataset`, *optional*): Prompts to evaluate on, if the run does.
+        hub_id (`str`, *optional*): Id on the Hub, for the model card; `None` for data that is not one dataset of the
+            Hub.
+        test_title (`str`, *optional*): What the terminal calls the prompts to evaluate on, if not `title`.
     """
 
     title: str
@@ -53,8 +49,7 @@ def common_hub_id(sources: Iterable[str]) -> str | None:
     is loaded: a run may write a folder of the same name.
 
     Args:
-        sources (iterable of `str`):
-            Names as [`load_splits`] and [`~datasets.load_dataset`] take them.
+        sources (iterable of `str`): Names as [`load_splits`] and [`~datasets.load_dataset`] take them.
     """
     ids = {_hub_id(source) for source in sources}
     return ids.pop() if len(ids) == 1 else None
@@ -78,15 +73,12 @@ def load_splits(
     Load a dataset from a file, a folder or the Hub.
 
     Args:
-        name (`str`):
-            A `.json`, `.jsonl` or `.parquet` file (its rows are the split `"train"`), a folder written by
+        name (`str`): A `.json`, `.jsonl` or `.parquet` file (its rows are the split `"train"`), a folder written by
             `save_to_disk`, a folder of data files, or an id on the Hub.
-        config (`str`, *optional*):
-            Configuration name, for Hub ids and folders of data files.
-        streaming (`bool`, *optional*, defaults to `False`):
-            Whether to stream files and Hub datasets.
-        parameter (`str`, *optional*, defaults to `"dataset_name"`):
-            Parameter that holds `name`, for the error messages.
+        config (`str`, *optional*): Configuration name, for Hub ids and folders of data files.
+        streaming (`bool`, *optional*, defaults to `False`): Whether to stream files and Hub datasets.
+        parameter (`str`, *optional*, defaults to `"dataset_name"`): Parameter that holds `name`, for the error
+            messages.
 
     Returns:
         Splits by name.
@@ -164,10 +156,8 @@ def hold_out(dataset: Dataset | IterableDataset, fraction: float) -> tuple[Datas
     Return the dataset without a share of its rows, and these: always the same ones.
 
     Args:
-        dataset (`Dataset`):
-            Rows to divide.
-        fraction (`float`):
-            Share to hold out, in (0, 1).
+        dataset (`Dataset`): Rows to divide.
+        fraction (`float`): Share to hold out, in (0, 1).
 
     Raises:
         ValueError: If `fraction` is out of its range or one part has no row, or for a stream.
@@ -196,10 +186,8 @@ def make_task(name: str | None, task_args: str | dict[str, Any] | None = None) -
     Make the task of a name such as `"chat_sums"` or `"reasoning_gym:chain_sum"`; `None` for a dataset to be loaded.
 
     Args:
-        name (`str`, *optional*):
-            Value of `--dataset_name`.
-        task_args (`str` or `dict`, *optional*):
-            Arguments of the task, as JSON or as a mapping.
+        name (`str`, *optional*): Value of `--dataset_name`.
+        task_args (`str` or `dict`, *optional*): Arguments of the task, as JSON or as a mapping.
 
     Raises:
         ValueError: If the task does not take the arguments, or is none that takes any.
@@ -224,12 +212,9 @@ def pick_split(splits: DatasetDict | IterableDatasetDict, split: str, parameter:
     Return one split.
 
     Args:
-        splits (`DatasetDict` or `IterableDatasetDict`):
-            Splits by name.
-        split (`str`):
-            Name of the split.
-        parameter (`str`):
-            Parameter that holds `split`, for the error message.
+        splits (`DatasetDict` or `IterableDatasetDict`): Splits by name.
+        split (`str`): Name of the split.
+        parameter (`str`): Parameter that holds `split`, for the error message.
 
     Raises:
         ValueError: If there is no such split, naming those there are.

@@ -22,12 +22,9 @@ def main(arguments: Sequence[str], command: Command = TRAIN, layout: Layout | No
     Print what a run with these flags would do.
 
     Args:
-        arguments (sequence of `str`):
-            Flags.
-        command ([`~commands.Command`], *optional*, defaults to `bapo-trl train`):
-            The command that they follow.
-        layout ([`~memory.Layout`], *optional*):
-            Where it would train; by default where this process would.
+        arguments (sequence of `str`): Flags.
+        command ([`~commands.Command`], *optional*, defaults to `bapo-trl train`): The command that they follow.
+        layout ([`~memory.Layout`], *optional*): Where it would train; by default where this process would.
 
     Raises:
         SystemExit, ValueError: As the run would, for flags that cannot be read and settings that cannot work.

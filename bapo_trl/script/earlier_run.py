@@ -26,12 +26,9 @@ def check_output_dir(output_dir: str | Path, overwrites: bool, model: str | None
     Refuse an output folder with checkpoints or a model, which a run from the start would delete or overwrite.
 
     Args:
-        output_dir (`str` or `Path`):
-            The folder.
-        overwrites (`bool`):
-            Whether they may go, unless the run starts from them.
-        model (`str`, *optional*):
-            Folder or id of the model that the run starts from.
+        output_dir (`str` or `Path`): The folder.
+        overwrites (`bool`): Whether they may go, unless the run starts from them.
+        model (`str`, *optional*): Folder or id of the model that the run starts from.
 
     Raises:
         InputError: With what is there and the flags to set.

@@ -32,12 +32,9 @@ def run_command(function: Callable[[Sequence[str]], Result], arguments: Sequence
     to say. A terminal that is gone, or cannot show a character, stops nothing.
 
     Args:
-        function (`Callable`):
-            Takes the arguments.
-        arguments (sequence of `str`):
-            Of the command line. `--traceback` is taken out.
-        program (`str`):
-            What the message begins with.
+        function (`Callable`): Takes the arguments.
+        arguments (sequence of `str`): Of the command line. `--traceback` is taken out.
+        program (`str`): What the message begins with.
 
     Raises:
         SystemExit: With 1 for an error.

@@ -34,9 +34,8 @@ def main(arguments: Sequence[str]) -> None:
     Launch the ranks of this node.
 
     Args:
-        arguments (sequence of `str`):
-            Those of `accelerate launch`; with `--accelerate NAME`, a configuration of the package or the path of one.
-            Instead of a script, `train` or `evaluate` of this package.
+        arguments (sequence of `str`): Those of `accelerate launch`; with `--accelerate NAME`, a configuration of the
+            package or the path of one. Instead of a script, `train` or `evaluate` of this package.
 
     Raises:
         InputError: If there is no such configuration, or none of DeepSpeed where it names one.
@@ -79,8 +78,7 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     Return the arguments of `accelerate launch` that these stand for.
 
     Args:
-        arguments (sequence of `str`):
-            As in [`main`].
+        arguments (sequence of `str`): As in [`main`].
 
     Raises:
         InputError: As in [`main`].

@@ -63,10 +63,8 @@ def settings_of_method(name: str, args: BAPOConfig) -> dict[str, Any]:
     Return the settings that a method stands for, those of a recipe that are not of it set back to their defaults.
 
     Args:
-        name (`str`):
-            One of `METHOD_NAMES`; `recommended` is the row of the advice for the staleness of the run.
-        args ([`BAPOConfig`]):
-            Settings of the run without the method.
+        name (`str`): One of `METHOD_NAMES`; `recommended` is the row of the advice for the staleness of the run.
+        args ([`BAPOConfig`]): Settings of the run without the method.
 
     Raises:
         InputError: If there is no such method.
@@ -86,14 +84,11 @@ def check_method(name: str, named: Iterable[str], args: BAPOConfig, settings: Ma
     Refuse a method next to settings that contradict it.
 
     Args:
-        name (`str`):
-            The method.
-        named (iterable of `str`):
-            Settings that were named next to it.
-        args ([`BAPOConfig`]):
-            Settings of the run, with the method.
-        settings (mapping of `str` to values):
-            What [`settings_of_method`] returned. A setting that the method leaves at its default may be another.
+        name (`str`): The method.
+        named (iterable of `str`): Settings that were named next to it.
+        args ([`BAPOConfig`]): Settings of the run, with the method.
+        settings (mapping of `str` to values): What [`settings_of_method`] returned. A setting that the method leaves
+            at its default may be another.
 
     Raises:
         InputError: If one differs, naming both.

@@ -43,12 +43,9 @@ def settle_lora_targets(model: str, model_args: ModelConfig, trust_remote_code: 
     Nothing is done for a model whose structure cannot be built from its configuration alone.
 
     Args:
-        model (`str`):
-            A folder or an id on the Hub.
-        model_args ([`~trl.ModelConfig`]):
-            Flags of the model; nothing is checked without `use_peft`.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether code in the model's folder may run.
+        model (`str`): A folder or an id on the Hub.
+        model_args ([`~trl.ModelConfig`]): Flags of the model; nothing is checked without `use_peft`.
+        trust_remote_code (`bool`, *optional*, defaults to `False`): Whether code in the model's folder may run.
 
     Raises:
         ValueError: With the targets that are not there, and the linear layers that are.
@@ -72,10 +69,9 @@ def missing_targets(targets: str | Iterable[str], names: Iterable[str]) -> list[
     Return the targets that match none of the modules, as peft matches them.
 
     Args:
-        targets (`str` or iterable of `str`):
-            A regular expression for whole names, `all-linear`, or the last parts of names.
-        names (iterable of `str`):
-            Dotted names of all modules.
+        targets (`str` or iterable of `str`): A regular expression for whole names, `all-linear`, or the last parts of
+            names.
+        names (iterable of `str`): Dotted names of all modules.
 
     Example:
 
@@ -99,10 +95,8 @@ def check_prompts_fit(trainer: BAPOTrainer, eval_dataset: Any = None) -> None:
     Rotary positions go on beyond the window that the model was trained for, worse and worse: there, this only warns.
 
     Args:
-        trainer ([`BAPOTrainer`]):
-            With the model, the tokenizer and the prompts to train on.
-        eval_dataset (*optional*):
-            Prompts to evaluate on, as the trainer was given them.
+        trainer ([`BAPOTrainer`]): With the model, the tokenizer and the prompts to train on.
+        eval_dataset (*optional*): Prompts to evaluate on, as the trainer was given them.
 
     Raises:
         InputError: With the number of such prompts, the longest of them and the fix.

@@ -24,10 +24,8 @@ def adapter_base(model: str, revision: str | None = None) -> str | None:
     Return the base model of a saved adapter, or `None` if `model` is no adapter.
 
     Args:
-        model (`str`):
-            A folder or an id on the Hub.
-        revision (`str`, *optional*):
-            Revision of an id.
+        model (`str`): A folder or an id on the Hub.
+        revision (`str`, *optional*): Revision of an id.
 
     Raises:
         ValueError: If the adapter does not say what its base is.
@@ -63,14 +61,10 @@ def load_adapter(
     Load a saved adapter on its base.
 
     Args:
-        adapter (`str`):
-            A folder or an id on the Hub.
-        base (`str`):
-            Its base, as [`adapter_base`] returns it.
-        is_trainable (`bool`, *optional*, defaults to `False`):
-            Whether the adapter's weights are to be trained.
-        revision (`str`, *optional*):
-            Revision of the adapter.
+        adapter (`str`): A folder or an id on the Hub.
+        base (`str`): Its base, as [`adapter_base`] returns it.
+        is_trainable (`bool`, *optional*, defaults to `False`): Whether the adapter's weights are to be trained.
+        revision (`str`, *optional*): Revision of the adapter.
         **kwargs:
             How to load the base, as in `from_pretrained`.
 
@@ -106,14 +100,10 @@ def load_processing_class(
     else that of its base.
 
     Args:
-        model (`str`):
-            A folder or an id on the Hub.
-        base (`str`, *optional*):
-            The base, if `model` is an adapter.
-        revision (`str`, *optional*):
-            Revision of `model`.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether code in the model's folder may run.
+        model (`str`): A folder or an id on the Hub.
+        base (`str`, *optional*): The base, if `model` is an adapter.
+        revision (`str`, *optional*): Revision of `model`.
+        trust_remote_code (`bool`, *optional*, defaults to `False`): Whether code in the model's folder may run.
 
     Raises:
         ValueError: If there is none.
@@ -136,10 +126,8 @@ def check_adapter(base: str | None, is_made: bool = False) -> None:
     Refuse to merge where there is no adapter.
 
     Args:
-        base (`str`, *optional*):
-            Base of the saved adapter, if the run starts from one.
-        is_made (`bool`, *optional*, defaults to `False`):
-            Whether the run makes one.
+        base (`str`, *optional*): Base of the saved adapter, if the run starts from one.
+        is_made (`bool`, *optional*, defaults to `False`): Whether the run makes one.
     """
     if base is None and not is_made:
         raise InputError(
@@ -153,10 +141,8 @@ def check_merged(folder: Path, overwrites: bool) -> None:
     Refuse to merge into what is there already.
 
     Args:
-        folder (`Path`):
-            Where the merged model is to be saved.
-        overwrites (`bool`):
-            Whether an earlier folder may go. A link or a file is refused all the same.
+        folder (`Path`): Where the merged model is to be saved.
+        overwrites (`bool`): Whether an earlier folder may go. A link or a file is refused all the same.
 
     Raises:
         InputError: With the fix.
@@ -177,14 +163,10 @@ def save_merged(adapter: str, base: str, folder: Path, trust_remote_code: bool =
     It is loaded anew, on the CPU: a model that is being trained may be sharded or quantized.
 
     Args:
-        adapter (`str`):
-            A folder or an id on the Hub.
-        base (`str`):
-            Its base.
-        folder (`Path`):
-            Where to save. It is there when it is whole, and takes the place of an earlier one.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether code in the model's folder may run.
+        adapter (`str`): A folder or an id on the Hub.
+        base (`str`): Its base.
+        folder (`Path`): Where to save. It is there when it is whole, and takes the place of an earlier one.
+        trust_remote_code (`bool`, *optional*, defaults to `False`): Whether code in the model's folder may run.
     """
     unset_hf_deepspeed_config()  # under ZeRO-3, the loading would be sharded over processes that do not take part
     settings: dict[str, Any] = {"dtype": "auto", "device_map": None, "trust_remote_code": trust_remote_code}

@@ -11,13 +11,11 @@ class Pace:
     Speed of a run at one of its log lines.
 
     Attributes:
-        seconds (`float`):
-            Mean time of an update since the last line, in seconds, with its share of the generation.
-        tokens_per_second (`float`, *optional*):
-            Prompt and completion tokens of all processes, over the time since the line that counted them last; `None`
-            if there was no generation since.
-        seconds_left (`float`, *optional*):
-            What the other updates take at the mean speed since the start; `None` if their number is not known.
+        seconds (`float`): Mean time of an update since the last line, in seconds, with its share of the generation.
+        tokens_per_second (`float`, *optional*): Prompt and completion tokens of all processes, over the time since the
+            line that counted them last; `None` if there was no generation since.
+        seconds_left (`float`, *optional*): What the other updates take at the mean speed since the start; `None` if
+            their number is not known.
     """
 
     seconds: float
@@ -38,12 +36,9 @@ class Stopwatch:
         Return the pace, or `None` if there was no update since the last line.
 
         Args:
-            step (`int`):
-                Number of updates so far.
-            max_steps (`int`):
-                Number of updates of the run; 0 or less if it is not known.
-            tokens (`float`, *optional*):
-                Number of tokens so far, if it was counted since the last line.
+            step (`int`): Number of updates so far.
+            max_steps (`int`): Number of updates of the run; 0 or less if it is not known.
+            tokens (`float`, *optional*): Number of tokens so far, if it was counted since the last line.
         """
         now = self._clock()
         (first_step, start), (last_step, last) = self._first, self._last

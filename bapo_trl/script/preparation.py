@@ -35,22 +35,15 @@ class Inputs:
     What a trainer is made of, but for the weights.
 
     Attributes:
-        data ([`~datasets.Data`]):
-            Prompts to train and to evaluate on.
-        reward_funcs (`list`):
-            Reward functions.
-        model (`str`):
-            Folder or id of the model it starts from.
-        base (`str`, *optional*):
-            The base, if that is a saved adapter.
-        parts (`list[tuple[str, str | None]]`):
-            Name and revision of the model, and of its base.
-        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`]):
-            Tokenizer or processor.
-        embedded_task ([`~tasks.MadeTask`], *optional*):
-            The embedded task, if the run is on it.
-        extract_answer (`Callable[[str], str | None]`, *optional*):
-            Finds the answer in a completion.
+        data ([`~datasets.Data`]): Prompts to train and to evaluate on.
+        reward_funcs (`list`): Reward functions.
+        model (`str`): Folder or id of the model it starts from.
+        base (`str`, *optional*): The base, if that is a saved adapter.
+        parts (`list[tuple[str, str | None]]`): Name and revision of the model, and of its base.
+        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`]): Tokenizer or
+            processor.
+        embedded_task ([`~tasks.MadeTask`], *optional*): The embedded task, if the run is on it.
+        extract_answer (`Callable[[str], str | None]`, *optional*): Finds the answer in a completion.
     """
 
     data: Data
@@ -74,16 +67,11 @@ def gather_inputs(
     Load the data, resolve the rewards, load the tokenizer.
 
     Args:
-        script_args ([`~arguments.BAPOScriptArguments`]):
-            Data, rewards and evaluation.
-        training_args ([`BAPOConfig`]):
-            The training.
-        model_args ([`~trl.ModelConfig`]):
-            The model. Its LoRA targets are settled here.
-        dataset_args ([`~trl.DatasetMixtureConfig`]):
-            A mixture of datasets.
-        base (`str`, *optional*):
-            Base of the model, if that is a saved adapter.
+        script_args ([`~arguments.BAPOScriptArguments`]): Data, rewards and evaluation.
+        training_args ([`BAPOConfig`]): The training.
+        model_args ([`~trl.ModelConfig`]): The model. Its LoRA targets are settled here.
+        dataset_args ([`~trl.DatasetMixtureConfig`]): A mixture of datasets.
+        base (`str`, *optional*): Base of the model, if that is a saved adapter.
 
     Raises:
         ValueError: For a setting that is missing, contradicts another or cannot be had, with the fix.
@@ -127,8 +115,7 @@ def make_trainer(
     Load the model and make its trainer.
 
     Args:
-        inputs ([`Inputs`]):
-            What else it is made of, as [`gather_inputs`] returns it.
+        inputs ([`Inputs`]): What else it is made of, as [`gather_inputs`] returns it.
         script_args, training_args, model_args, dataset_args:
             As there. `model_init_kwargs` of the training is settled here.
 

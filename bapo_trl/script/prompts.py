@@ -17,17 +17,14 @@ class PromptFormat:
     How a row becomes a prompt.
 
     Args:
-        prompt_columns (sequence of `str`, *optional*):
-            Columns with the prompts, text or chat messages, of which the first that a dataset has is taken; a dot
-            leads into a column with fields. By default `prompt`.
-        answer_columns (sequence of `str`, *optional*):
-            Columns with the answers, in the same way.
-        template (`str`, *optional*):
-            Text around the prompt: `{prompt}` stands for it, `{NAME}` for the column `NAME`. Other braces are text.
-        system_prompt (`str`, *optional*):
-            Text of the system message.
-        makes_chats (`bool`, *optional*, defaults to `False`):
-            Whether a prompt that is text becomes the message of a user.
+        prompt_columns (sequence of `str`, *optional*): Columns with the prompts, text or chat messages, of which the
+            first that a dataset has is taken; a dot leads into a column with fields. By default `prompt`.
+        answer_columns (sequence of `str`, *optional*): Columns with the answers, in the same way.
+        template (`str`, *optional*): Text around the prompt: `{prompt}` stands for it, `{NAME}` for the column `NAME`.
+            Other braces are text.
+        system_prompt (`str`, *optional*): Text of the system message.
+        makes_chats (`bool`, *optional*, defaults to `False`): Whether a prompt that is text becomes the message of a
+            user.
     """
 
     prompt_columns: Sequence[str] | None = None
@@ -65,12 +62,9 @@ def format_prompts(
     All columns stay, for the reward functions to read. An answer is added as `solution` unless there is such a column.
 
     Args:
-        dataset (`Dataset` or `IterableDataset`):
-            Rows. An empty stream is returned as it is.
-        form ([`PromptFormat`]):
-            How to.
-        name (`str`, *optional*, defaults to `"dataset"`):
-            What error messages call it.
+        dataset (`Dataset` or `IterableDataset`): Rows. An empty stream is returned as it is.
+        form ([`PromptFormat`]): How to.
+        name (`str`, *optional*, defaults to `"dataset"`): What error messages call it.
 
     Raises:
         ValueError: If a column is not there, or if the template has a place for none of them.

@@ -22,8 +22,7 @@ def find_recipe(name: str) -> str | None:
     Return the path of a recipe: the file itself, or else the package's of that name.
 
     Args:
-        name (`str`):
-            A path, or a recipe of the package: `math_7b`, `math_7b.yaml` or `recipes/math_7b.yaml`.
+        name (`str`): A path, or a recipe of the package: `math_7b`, `math_7b.yaml` or `recipes/math_7b.yaml`.
 
     Returns:
         `str`, or `None` if there is neither.

@@ -102,8 +102,8 @@ def resolve_reward_funcs(names: Sequence[str]) -> list[Callable]:
     Return the reward functions of the given names.
 
     Args:
-        names (sequence of `str`):
-            Names in [`REWARDS`], or import paths `package.module.function`; modules in the working directory count.
+        names (sequence of `str`): Names in [`REWARDS`], or import paths `package.module.function`; modules in the
+            working directory count.
 
     Raises:
         ValueError: If a name is neither known nor importable, or needs a package that is not installed.
@@ -122,8 +122,7 @@ def resolve_extractor(name: str | None) -> Callable[[str], str | None] | None:
     Return the function that finds the answer in a completion, or `None` if none is named.
 
     Args:
-        name (`str`, *optional*):
-            A name in [`~evaluation.answers.EXTRACTORS`], or an import path.
+        name (`str`, *optional*): A name in [`~evaluation.answers.EXTRACTORS`], or an import path.
 
     Raises:
         ValueError: If the name is neither known nor importable.

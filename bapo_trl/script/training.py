@@ -37,10 +37,8 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
     Train, evaluate, publish, merge and report, as far as the flags ask for it.
 
     Args:
-        arguments (sequence of `str`):
-            Flags.
-        command ([`~commands.Command`], *optional*, defaults to `bapo-trl train`):
-            The command that they follow.
+        arguments (sequence of `str`): Flags.
+        command ([`~commands.Command`], *optional*, defaults to `bapo-trl train`): The command that they follow.
 
     Raises:
         SystemExit: For flags that cannot be read, as in [`~command_line.parse_arguments`]. With

@@ -122,10 +122,8 @@ def last_number_reward(
     Reward a completion whose last number is the right one.
 
     Args:
-        completions (sequence of `str` or of messages):
-            Generated texts without special tokens, or conversations.
-        answer (sequence of `str` or numbers):
-            The right number of each completion's prompt.
+        completions (sequence of `str` or of messages): Generated texts without special tokens, or conversations.
+        answer (sequence of `str` or numbers): The right number of each completion's prompt.
         **kwargs:
             Further columns and arguments TRL passes; unused.
 

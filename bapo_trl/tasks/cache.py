@@ -22,14 +22,11 @@ def cached_folder(name: str, what: str, how_long: str, build: Callable[[Path], N
     The cache is `$BAPO_TRL_CACHE`, or `~/.cache/bapo_trl` if that is not set.
 
     Args:
-        name (`str`):
-            Name of the folder. It should contain a hash of all that shapes its content.
-        what (`str`):
-            What it holds, for the terminal.
-        how_long (`str`):
-            How long building takes, for the terminal.
-        build (`Callable[[Path], None]`):
-            Writes the content into an empty folder. What it raises leaves nothing behind.
+        name (`str`): Name of the folder. It should contain a hash of all that shapes its content.
+        what (`str`): What it holds, for the terminal.
+        how_long (`str`): How long building takes, for the terminal.
+        build (`Callable[[Path], None]`): Writes the content into an empty folder. What it raises leaves nothing
+            behind.
 
     Returns:
         `pathlib.Path`: The folder.

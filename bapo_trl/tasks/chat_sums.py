@@ -20,8 +20,7 @@ def load_chat_sums(seed: int = 0) -> MadeTask:
     A prompt is an instruction and the question "What is 59 + 19?". The last number of a completion counts.
 
     Args:
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the shuffle and the split.
+        seed (`int`, *optional*, defaults to `0`): Seed of the shuffle and the split.
 
     Returns:
         [`MadeTask`]: 9,488 problems to train on and 512 or 513 held out, with the columns `prompt` (messages) and

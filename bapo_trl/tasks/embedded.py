@@ -25,25 +25,18 @@ class WarmStart:
     How the model that RL starts from is made: supervised, from demonstrations with mistakes.
 
     Attributes:
-        demonstrate (`Callable[[str, random.Random], str]`):
-            Writes the completion of a careless demonstrator to a prompt.
-        num_steps (`int`):
-            Optimizer updates. A fixed number, not an accuracy to reach, so that a seed always gives the same weights.
-        batch_size (`int`):
-            Demonstrations an update.
-        learning_rate (`float`):
-            Peak learning rate of AdamW.
-        warmup_steps (`int`):
-            Updates over which the learning rate rises from 0.
-        decays (`bool`):
-            Whether the learning rate falls to 0 over the second half of the updates.
-        alphabet (`str` or `None`):
-            Characters of the tokenizer; `None` for all bytes.
-        model (`Mapping[str, int]`):
-            Settings of the model that differ from those of [`tiny_model`].
-        first_lesson (`WarmStart`, *optional*):
-            What the same model learns before, from other demonstrations. Its `alphabet`, `model` and `first_lesson`
-            are not read.
+        demonstrate (`Callable[[str, random.Random], str]`): Writes the completion of a careless demonstrator to a
+            prompt.
+        num_steps (`int`): Optimizer updates. A fixed number, not an accuracy to reach, so that a seed always gives the
+            same weights.
+        batch_size (`int`): Demonstrations an update.
+        learning_rate (`float`): Peak learning rate of AdamW.
+        warmup_steps (`int`): Updates over which the learning rate rises from 0.
+        decays (`bool`): Whether the learning rate falls to 0 over the second half of the updates.
+        alphabet (`str` or `None`): Characters of the tokenizer; `None` for all bytes.
+        model (`Mapping[str, int]`): Settings of the model that differ from those of [`tiny_model`].
+        first_lesson (`WarmStart`, *optional*): What the same model learns before, from other demonstrations. Its
+            `alphabet`, `model` and `first_lesson` are not read.
     """
 
     demonstrate: Callable[[str, random.Random], str]
@@ -63,18 +56,12 @@ class EmbeddedTask:
     Problems to train on, problems held out, the reward that checks a completion, and the model to begin with.
 
     Attributes:
-        name (`str`):
-            Name of the task; the folders of its warm start begin with it.
-        train_dataset ([`~datasets.Dataset`]):
-            Problems with the string columns `prompt` and `answer`.
-        test_dataset ([`~datasets.Dataset`]):
-            Problems with the same columns; none of them is in `train_dataset`.
-        reward_func (`RewardFunc`):
-            1.0 for a correct completion, 0.0 for any other.
-        max_new_tokens (`int`):
-            Longest completion, with its end token, that training and evaluation should allow.
-        warm_start ([`WarmStart`]):
-            How the model to begin with is made.
+        name (`str`): Name of the task; the folders of its warm start begin with it.
+        train_dataset ([`~datasets.Dataset`]): Problems with the string columns `prompt` and `answer`.
+        test_dataset ([`~datasets.Dataset`]): Problems with the same columns; none of them is in `train_dataset`.
+        reward_func (`RewardFunc`): 1.0 for a correct completion, 0.0 for any other.
+        max_new_tokens (`int`): Longest completion, with its end token, that training and evaluation should allow.
+        warm_start ([`WarmStart`]): How the model to begin with is made.
     """
 
     name: str

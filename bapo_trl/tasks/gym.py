@@ -33,11 +33,10 @@ def load_gym_task(name: str, task_args: str | dict[str, Any] | None = None) -> M
     those to train on. A problem to train on that is one of them all the same is left out.
 
     Args:
-        name (`str`):
-            Name of the task, such as `"chain_sum"`; with or without the prefix `"reasoning_gym:"`.
-        task_args (`str` or `dict`, *optional*):
-            Arguments of the task, as JSON or as a mapping; see its config class in reasoning-gym. `size` is the number
-            of problems to train on (2000 by default), `seed` that of the problems (0 by default).
+        name (`str`): Name of the task, such as `"chain_sum"`; with or without the prefix `"reasoning_gym:"`.
+        task_args (`str` or `dict`, *optional*): Arguments of the task, as JSON or as a mapping; see its config class
+            in reasoning-gym. `size` is the number of problems to train on (2000 by default), `seed` that of the
+            problems (0 by default).
 
     Returns:
         [`MadeTask`]: Problems with the columns `prompt` (one message of the user), `answer` (`""` where several
@@ -70,10 +69,8 @@ def gym_reward(completions: Sequence[Completion], entry: Sequence[str], **kwargs
     if the right answer is a number; or else the whole text.
 
     Args:
-        completions (sequence of `str` or of messages):
-            Generated texts without special tokens, or conversations.
-        entry (sequence of `str`):
-            The column `entry` of [`load_gym_task`].
+        completions (sequence of `str` or of messages): Generated texts without special tokens, or conversations.
+        entry (sequence of `str`): The column `entry` of [`load_gym_task`].
         **kwargs:
             Further columns and arguments TRL passes; unused.
 

@@ -19,12 +19,9 @@ class HeldOutAccuracy:
     Share of completions that are right, each in [0, 1].
 
     Attributes:
-        greedy (`float`):
-            Accuracy of the greedy completions.
-        sampled (`float`):
-            Mean accuracy of the sampled completions.
-        solved (`float`):
-            Problems with a right completion among those sampled: pass@k, where k is their number.
+        greedy (`float`): Accuracy of the greedy completions.
+        sampled (`float`): Mean accuracy of the sampled completions.
+        solved (`float`): Problems with a right completion among those sampled: pass@k, where k is their number.
     """
 
     greedy: float
@@ -49,24 +46,18 @@ def held_out_accuracy(
     The random state of torch and `model.training` are afterwards what they were before.
 
     Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Model to measure.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Its tokenizer; must pad on the left.
-        problems (iterable of mappings):
-            Rows with `prompt`, text or messages, and `answer`, for example [`EmbeddedTask`]`.test_dataset`.
-        num_samples (`int`, *optional*, defaults to `4`):
-            Sampled completions a problem, at least 1.
-        temperature (`float`, *optional*, defaults to `1.0`):
-            Sampling temperature, above 0.
-        max_new_tokens (`int`, *optional*, defaults to `4`):
-            Longest completion; the default holds the longest answer of the demo's task and the end token.
-        batch_size (`int`, *optional*, defaults to `512`):
-            Sequences generated at once.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the samples.
-        reward_func (`RewardFunc`, *optional*, defaults to [`exact_match_reward`]):
-            Gives 1.0 for a right completion and 0.0 for any other.
+        model ([`~transformers.PreTrainedModel`]): Model to measure.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Its tokenizer; must pad on the left.
+        problems (iterable of mappings): Rows with `prompt`, text or messages, and `answer`, for example
+            [`EmbeddedTask`]`.test_dataset`.
+        num_samples (`int`, *optional*, defaults to `4`): Sampled completions a problem, at least 1.
+        temperature (`float`, *optional*, defaults to `1.0`): Sampling temperature, above 0.
+        max_new_tokens (`int`, *optional*, defaults to `4`): Longest completion; the default holds the longest answer
+            of the demo's task and the end token.
+        batch_size (`int`, *optional*, defaults to `512`): Sequences generated at once.
+        seed (`int`, *optional*, defaults to `0`): Seed of the samples.
+        reward_func (`RewardFunc`, *optional*, defaults to [`exact_match_reward`]): Gives 1.0 for a right completion
+            and 0.0 for any other.
 
     Returns:
         [`HeldOutAccuracy`]: Greedy and sampled accuracy, and the share of problems that were solved.

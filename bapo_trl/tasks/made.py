@@ -12,14 +12,12 @@ class MadeTask:
     Problems to train on, problems held out, and the reward that checks a completion.
 
     Attributes:
-        title (`str`):
-            What the terminal calls it.
-        train_dataset ([`~datasets.Dataset`]):
-            Problems with `prompt` (messages), `answer`, and what the reward needs besides.
-        test_dataset ([`~datasets.Dataset`]):
-            Problems with the same columns; none of their prompts is in `train_dataset`.
-        reward_func (`Callable`):
-            Reward function as TRL calls it, a module's own.
+        title (`str`): What the terminal calls it.
+        train_dataset ([`~datasets.Dataset`]): Problems with `prompt` (messages), `answer`, and what the reward needs
+            besides.
+        test_dataset ([`~datasets.Dataset`]): Problems with the same columns; none of their prompts is in
+            `train_dataset`.
+        reward_func (`Callable`): Reward function as TRL calls it, a module's own.
     """
 
     title: str

@@ -23,10 +23,9 @@ def tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int, **settings: int) -
     Make a randomly initialised Qwen2 model for a tokenizer.
 
     Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Gives the vocabulary size and the padding and end tokens.
-        seed (`int`):
-            Seed of the initial weights. The global random state is left as it was.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Gives the vocabulary size and the padding and end
+            tokens.
+        seed (`int`): Seed of the initial weights. The global random state is left as it was.
         **settings:
             Settings of [`~transformers.Qwen2Config`] in place of those of `MODEL_SETTINGS`.
 

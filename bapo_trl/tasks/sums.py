@@ -18,10 +18,8 @@ def exact_match_reward(completions: list[str], answer: list[str], **kwargs: Any)
     Reward a completion that is the answer and nothing else.
 
     Args:
-        completions (`list[str]`):
-            Generated texts without special tokens.
-        answer (`list[str]`):
-            The right answer of each completion's prompt.
+        completions (`list[str]`): Generated texts without special tokens.
+        answer (`list[str]`): The right answer of each completion's prompt.
         **kwargs:
             Further columns and arguments TRL passes; unused.
 
@@ -47,8 +45,7 @@ def load_task(seed: int = 0) -> EmbeddedTask:
     as `37+58`, so that no test answer can be recalled by swapping the numbers.
 
     Args:
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the shuffle and the split.
+        seed (`int`, *optional*, defaults to `0`): Seed of the shuffle and the split.
 
     Returns:
         [`EmbeddedTask`]: 9,488 problems to train on and 512 or 513 held out.
@@ -79,10 +76,8 @@ def demonstrate(prompt: str, rng: random.Random) -> str:
     Add column by column as a careless demonstrator: `"37+58="` gives `"95"` or, with the carry forgotten, `"85"`.
 
     Args:
-        prompt (`str`):
-            A problem.
-        rng (`random.Random`):
-            Decides which carries are forgotten.
+        prompt (`str`): A problem.
+        rng (`random.Random`): Decides which carries are forgotten.
 
     Returns:
         `str`: The sum that the demonstrator writes.

@@ -16,9 +16,8 @@ def character_tokenizer(alphabet: str | None = None) -> PreTrainedTokenizerFast:
     needs.
 
     Args:
-        alphabet (`str`, *optional*):
-            Printable ASCII characters other than the space, none of them twice; texts lose any other. All bytes if not
-            given.
+        alphabet (`str`, *optional*): Printable ASCII characters other than the space, none of them twice; texts lose
+            any other. All bytes if not given.
 
     Returns:
         [`~transformers.PreTrainedTokenizerFast`]: Tokenizer of two tokens more than the alphabet, 258 for all bytes.

@@ -27,10 +27,8 @@ def warm_start_path(seed: int = 0, task: EmbeddedTask | None = None) -> Path:
     task, model, training settings, seed and library versions.
 
     Args:
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the initial weights and the demonstrations.
-        task ([`EmbeddedTask`], *optional*, defaults to `load_task(seed)`):
-            Task whose model is built.
+        seed (`int`, *optional*, defaults to `0`): Seed of the initial weights and the demonstrations.
+        task ([`EmbeddedTask`], *optional*, defaults to `load_task(seed)`): Task whose model is built.
 
     Returns:
         `pathlib.Path`: Folder in Hugging Face format, for `AutoModelForCausalLM.from_pretrained` and

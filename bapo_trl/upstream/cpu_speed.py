@@ -27,8 +27,7 @@ def speed_up_cpu(trainer: GRPOTrainer) -> str | None:
     Apply all measures to a run on CPUs, and say which.
 
     Args:
-        trainer ([`~trl.GRPOTrainer`]):
-            Trainer whose run is about to begin.
+        trainer ([`~trl.GRPOTrainer`]): Trainer whose run is about to begin.
 
     Returns:
         `str`: One line for the terminal; `None` on a GPU, where nothing is done.
@@ -56,10 +55,8 @@ def base_dtype(args: GRPOConfig, trains_adapter: bool) -> str:
     twice as fast then. Weights that are trained stay float32, as TRL has it.
 
     Args:
-        args ([`~trl.GRPOConfig`]):
-            Settings of the run.
-        trains_adapter (`bool`):
-            Whether the weights are frozen below an adapter.
+        args ([`~trl.GRPOConfig`]): Settings of the run.
+        trains_adapter (`bool`): Whether the weights are frozen below an adapter.
     """
     return "bfloat16" if args.use_cpu and args.bf16 and trains_adapter else "float32"
 
@@ -114,8 +111,8 @@ def make_head_input_contiguous(model: torch.nn.Module) -> bool:
     gradient. Needed up to torch 2.13 at least.
 
     Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Model on CPUs. A head that is trained later is left alone then.
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): Model on CPUs. A head that is trained later
+            is left alone then.
 
     Returns:
         `bool`: Whether the model has a frozen head.

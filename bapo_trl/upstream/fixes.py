@@ -52,14 +52,10 @@ def place_to_resume(
     Return where the data goes on.
 
     Args:
-        trainer ([`~transformers.Trainer`]):
-            With the state of the checkpoint.
-        place (pair of `int`):
-            Epochs trained and micro-batches to skip, by transformers.
-        max_steps, num_train_epochs (`int`):
-            Of the run.
-        checkpoint (`str`, *optional*):
-            Folder that it is resumed from.
+        trainer ([`~transformers.Trainer`]): With the state of the checkpoint.
+        place (pair of `int`): Epochs trained and micro-batches to skip, by transformers.
+        max_steps, num_train_epochs (`int`): Of the run.
+        checkpoint (`str`, *optional*): Folder that it is resumed from.
     """
     if trainer.state.global_step >= max_steps:  # within an epoch, transformers would make one update more
         return num_train_epochs, 0
@@ -79,8 +75,7 @@ def place_in_stream(checkpoint: str | Path) -> tuple[int, int]:
     `max_steps`. Needed up to transformers 5.17 at least.
 
     Args:
-        checkpoint (`str` or `Path`):
-            Checkpoint folder.
+        checkpoint (`str` or `Path`): Checkpoint folder.
 
     Returns:
         Tuple of the number of passes and that of updates, of which there is at least one.
@@ -115,8 +110,7 @@ def end_training(trainer: Trainer) -> None:
     process then hangs on exit (seen in a third of two-process runs on CPUs, torch 2.13).
 
     Args:
-        trainer ([`~transformers.Trainer`]):
-            Trainer whose run is over.
+        trainer ([`~transformers.Trainer`]): Trainer whose run is over.
     """
     trainer.model_wrapped = trainer.model
     trainer.accelerator.free_memory()

@@ -18,8 +18,7 @@ def without_gradient_checkpointing(model: torch.nn.Module) -> Iterator[None]:
     time; inside of this context TRL finds nothing to switch.
 
     Args:
-        model (`torch.nn.Module`):
-            Model of transformers, or wrapped by PEFT.
+        model (`torch.nn.Module`): Model of transformers, or wrapped by PEFT.
     """
     layers: list[Any] = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     for layer in layers:
@@ -58,10 +57,8 @@ def has_random_forward(model: PreTrainedModel, neftune_noise_alpha: float | None
     counts too.
 
     Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The model.
-        neftune_noise_alpha (`float`, *optional*):
-            Size of the noise that the trainer adds to the embeddings (NEFTune).
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): The model.
+        neftune_noise_alpha (`float`, *optional*): Size of the noise that the trainer adds to the embeddings (NEFTune).
     """
     modules = list(model.modules())
     return (

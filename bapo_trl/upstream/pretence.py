@@ -13,8 +13,7 @@ def as_on_gpus(processes: int) -> Iterator[None]:
     Have settings read as on GPUs that compute in bfloat16, in one of so many processes.
 
     Args:
-        processes (`int`):
-            What `world_size` is.
+        processes (`int`): What `world_size` is.
     """
     pretended: tuple[tuple[Any, str, Any], ...] = (
         (TrainingArguments, "world_size", property(lambda self: processes)),

@@ -63,10 +63,9 @@ def retry_until(deadline: float, call: Callable[[], T]) -> T:
     Call until that raises nothing, with pauses that grow from 0 to 15 s.
 
     Args:
-        deadline (`float`):
-            Time of `time.monotonic()` after which no call begins. There is at least one.
-        call (`Callable`):
-            What to call, with a limit of its own. An error that passes, see [`passes`], has it called again.
+        deadline (`float`): Time of `time.monotonic()` after which no call begins. There is at least one.
+        call (`Callable`): What to call, with a limit of its own. An error that passes, see [`passes`], has it called
+            again.
 
     Returns:
         What `call` returned.
@@ -135,8 +134,7 @@ class ServerClient(VLLMClient):
     TRL's [`~trl.generation.vllm_client.VLLMClient`] with limits. It holds failures from its making on.
 
     Attributes:
-        request_timeout_s (`float`):
-            Seconds that a request may take.
+        request_timeout_s (`float`): Seconds that a request may take.
     """
 
     request_timeout_s: float = 1500.0
@@ -229,10 +227,8 @@ class ServerClient(VLLMClient):
         Wait until the server is up, with growing pauses.
 
         Args:
-            total_timeout (`float`, *optional*, defaults to `0.0`):
-                Seconds to wait.
-            retry_interval (`float`, *optional*):
-                Not used: the pauses grow.
+            total_timeout (`float`, *optional*, defaults to `0.0`): Seconds to wait.
+            retry_interval (`float`, *optional*): Not used: the pauses grow.
 
         Raises:
             ConnectionError: If it is not up by then.
@@ -250,10 +246,9 @@ class ServerClient(VLLMClient):
         Join a server that is up.
 
         Args:
-            device (`torch.device`):
-                From which the weights are sent.
-            is_same (`bool`):
-                Whether it is the one that was joined before: a transfer of weights may have broken off there.
+            device (`torch.device`): From which the weights are sent.
+            is_same (`bool`): Whether it is the one that was joined before: a transfer of weights may have broken off
+                there.
         """
         self.close_communicator()  # sets a worker free that still waits for weights
         # A request to join that no engine takes would stay in the server's queue, and spoil the next one's group

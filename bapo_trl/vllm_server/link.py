@@ -21,10 +21,9 @@ class Verdict(NamedTuple):
     What becomes of a generation.
 
     Args:
-        has_joined (`bool`):
-            Whether the server was joined: it has not got the weights, and what it sampled may be of others.
-        end (`str`, *optional*):
-            Why the run must end.
+        has_joined (`bool`): Whether the server was joined: it has not got the weights, and what it sampled may be of
+            others.
+        end (`str`, *optional*): Why the run must end.
     """
 
     has_joined: bool = False

@@ -39,10 +39,8 @@ def client_for(device: torch.device, request_timeout_s: float) -> Iterator[None]
     Have TRL talk to a vLLM server with limits, and as suits `device`: on a CPU, the weights go over gloo.
 
     Args:
-        device (`torch.device`):
-            Of the trainer.
-        request_timeout_s (`float`):
-            Seconds that a request may take.
+        device (`torch.device`): Of the trainer.
+        request_timeout_s (`float`): Seconds that a request may take.
     """
     client_class: type[ServerClient]
     if device.type == "cpu":
@@ -76,14 +74,12 @@ def compare_with_sampler(
     Compare the log-probabilities of trainer and sampler on the samples just drawn, on all ranks.
 
     Args:
-        batch (`dict`):
-            TRL's batch, with `old_per_token_logps` (trainer), `sampling_per_token_logps` (sampler; NaN where it gave
-            none) and, if TRL corrects for the difference, `importance_sampling_ratio`. With `token_versions`, the
-            tokens of each sample's latest segment count: those before were sampled, and scored, under other weights.
-        is_per_sequence (`bool`):
-            Whether that ratio is one of sequences.
-        gather (`Callable`):
-            Concatenates a tensor of all ranks along the first dimension.
+        batch (`dict`): TRL's batch, with `old_per_token_logps` (trainer), `sampling_per_token_logps` (sampler; NaN
+            where it gave none) and, if TRL corrects for the difference, `importance_sampling_ratio`. With
+            `token_versions`, the tokens of each sample's latest segment count: those before were sampled, and scored,
+            under other weights.
+        is_per_sequence (`bool`): Whether that ratio is one of sequences.
+        gather (`Callable`): Concatenates a tensor of all ranks along the first dimension.
 
     Returns:
         `dict` with the names of [`MISMATCH_METRICS`] (NaN without a token), and the mean absolute difference in nats
@@ -141,13 +137,10 @@ class DifferenceCheck:
     Refuses samples whose log-probabilities differ too much between sampler and trainer.
 
     Args:
-        tolerance (`float`, *optional*):
-            Largest mean absolute difference in nats a token; `None` for no check.
-        biased_settings (`list[str]`, *optional*):
-            Settings that draw from another distribution than the trainer's. With any, a large difference says nothing
-            of the server's weights: it is warned of, once.
-        warns (`bool`, *optional*, defaults to `True`):
-            Whether this process is the one that warns.
+        tolerance (`float`, *optional*): Largest mean absolute difference in nats a token; `None` for no check.
+        biased_settings (`list[str]`, *optional*): Settings that draw from another distribution than the trainer's.
+            With any, a large difference says nothing of the server's weights: it is warned of, once.
+        warns (`bool`, *optional*, defaults to `True`): Whether this process is the one that warns.
     """
 
     tolerance: float | None

@@ -20,16 +20,12 @@ class ServerRetries:
     weights, and no group to get others. What it sampled before it had the weights is sampled again.
 
     Args:
-        client ([`~vllm_server.client.ServerClient`], *optional*):
-            Of the server, in the main process.
-        device (`torch.device`):
-            From which the weights are sent.
-        timeout_s (`float`):
-            Seconds to wait for a server that failed.
-        forget_sent_weights (`Callable`):
-            Has the trainer send the weights before the next request.
-        end_run (`Callable`):
-            Given the reason, saves a checkpoint of the state before the generation, and raises. On all ranks.
+        client ([`~vllm_server.client.ServerClient`], *optional*): Of the server, in the main process.
+        device (`torch.device`): From which the weights are sent.
+        timeout_s (`float`): Seconds to wait for a server that failed.
+        forget_sent_weights (`Callable`): Has the trainer send the weights before the next request.
+        end_run (`Callable`): Given the reason, saves a checkpoint of the state before the generation, and raises. On
+            all ranks.
     """
 
     def __init__(
@@ -61,10 +57,8 @@ class ServerRetries:
         Return what an attempt of all ranks returned by which the server did all it was asked for.
 
         Args:
-            attempt (`Callable`):
-                Sends the weights, if they were not yet, and requests samples.
-            is_first_request (`bool`):
-                Whether it sends weights: over NCCL, a transfer to nobody would not end.
+            attempt (`Callable`): Sends the weights, if they were not yet, and requests samples.
+            is_first_request (`bool`): Whether it sends weights: over NCCL, a transfer to nobody would not end.
 
         Raises:
             RuntimeError: On all ranks, if the server cannot be used any more.

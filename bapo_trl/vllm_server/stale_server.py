@@ -60,10 +60,8 @@ def share_followed(before: Reading, now: Reading) -> float:
     its kind.
 
     Args:
-        before (`Reading`):
-            When the server had the trainer's weights.
-        now (`Reading`):
-            Of the same tokens.
+        before (`Reading`): When the server had the trainer's weights.
+        now (`Reading`): Of the same tokens.
 
     Returns:
         `float`: The part, or NaN where the mean of `|d|` is below 8 times that of the rounding.
@@ -94,10 +92,8 @@ def stands_still(before: Reading, now: Reading) -> bool:
     weight of bfloat16 can do the one and not the other, but not often in a row.
 
     Args:
-        before (`Reading`):
-            Any earlier one.
-        now (`Reading`):
-            Of the same tokens.
+        before (`Reading`): Any earlier one.
+        now (`Reading`): Of the same tokens.
     """
     change = (now.trainer - before.trainer).abs().median()
     has_moved = change >= max(before.rounding.median().item() / 100, 10 * ROUNDING)
@@ -132,10 +128,8 @@ class StaleServerCheck:
         Compare the moves of server and trainer after a generation. The first one gives the sequence.
 
         Args:
-            model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-                The model in training.
-            batch (`dict`):
-                TRL's batch of this rank.
+            model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): The model in training.
+            batch (`dict`): TRL's batch of this rank.
 
         Returns:
             `dict` with the names of [`SERVER_METRICS`], empty while the moves are too small to tell, or if the server
