@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (1)")
     parser.add_argument("--only", nargs="+", metavar="ARM", help="arms to run (all)")
     parser.add_argument("--against", metavar="ARM", help="arm that the others are compared with (the first)")
-    parser.add_argument("--shard", default="1/1", metavar="I/N", help="the I-th of N parts of the runs, on one of N machines")
+    parser.add_argument("--shard", default="1/1", metavar="I/N", help="part of the runs, for one of N machines")
     parser.add_argument("--table", choices=("markdown", "csv"), default="markdown", help="form of the tables")
     parser.add_argument("--dry_run", nargs="?", const="true", default="false", choices=("true", "false"),
                         help="list the runs, and do nothing")  # fmt: skip
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> None:
     if options.jobs < 1:
         raise InputError(f"`--jobs` is {options.jobs}: set it to at least 1.")
     if importlib.util.find_spec("statsmodels") is None:
-        raise MissingPackageError("`compare` needs statsmodels, which is not installed: pip install 'bapo-trl[compare]'")
+        raise MissingPackageError("`compare` needs statsmodels: pip install 'bapo-trl[compare]'.")
     study = read_study(options.study)
     for arm in [*(options.only or ()), *([options.against] if options.against else [])]:
         if arm not in study.arms:

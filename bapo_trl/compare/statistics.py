@@ -1,4 +1,4 @@
-"""Means over seeds, differences paired by seed, and how many seeds a difference takes. Pure; by scipy and statsmodels."""
+"""Pure: means over seeds, differences paired by seed, how many seeds a difference takes; by scipy and statsmodels."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ MOST_SEEDS = 10_000
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over seeds, and half the width of its 95 % interval; NaN for less than two seeds."""
+    """A mean over seeds, and half the width of its 95 % interval; NaN where no two seeds differ."""
 
     value: float
     half_width: float
@@ -70,6 +70,8 @@ def mean_over_seeds(values: Sequence[float], comparisons: int = 1) -> Mean:
     center = math.fsum(values) / count
     if count < 2:
         return Mean(center, math.nan, count)
+    if np.ptp(values) < 1e-9:  # seeds that all agree tell no spread
+        return Mean(center, math.nan, count)
     factor = stats.t.ppf(1 - LEVEL / comparisons / 2, count - 1)
     return Mean(center, float(factor * stats.sem(values)), count)
 
@@ -105,10 +107,8 @@ def differences(
 
 
 def _p_value(values: Sequence[float]) -> float:
-    if len(values) < 2:
+    if len(values) < 2 or np.ptp(values) < 1e-9:
         return math.nan
-    if np.ptp(values) == 0:  # no spread to test against
-        return 0.0 if values[0] else 1.0
     return float(stats.ttest_1samp(values, 0.0).pvalue)
 
 

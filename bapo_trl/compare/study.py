@@ -4,19 +4,25 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from ..script.command_line import parse_arguments
-from ..script.commands import Command
 from ..script.recipes import find_recipe, read_recipe
 
 
 _KEYS = ("base", "arms", "over", "seeds", "measure", "accelerate")
-_OWN = ("seed", "output_dir", "do_train", "do_eval", "eval_strategy", "eval_steps", "num_generations_eval", "logging_steps")
+_OWN = (
+    "seed",
+    "output_dir",
+    "do_train",
+    "do_eval",
+    "eval_strategy",
+    "eval_steps",
+    "num_generations_eval",
+    "logging_steps",
+)
 _DEFAULTS = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
 
 
@@ -93,9 +99,7 @@ class Study:
 
     def runs(self) -> list[Run]:
         """Return all runs, seed by seed, so that a study that is cut short has all arms."""
-        return [
-            self._run(seed, over, arm) for seed in self.seeds for over in self.settings() for arm in self.arms
-        ]
+        return [self._run(seed, over, arm) for seed in self.seeds for over in self.settings() for arm in self.arms]
 
     def _run(self, seed: int, over: dict[str, Any], arm: str) -> Run:
         given = {**_DEFAULTS, **self.base, **over, **self.arms[arm]}
@@ -119,6 +123,9 @@ class Study:
             InputError: For flags that cannot be read or contradict one another, naming the arm.
             SystemExit: With 2 and one line on stderr for flags that are not known.
         """
+        from ..script.command_line import parse_arguments  # takes TRL
+        from ..script.commands import Command
+
         for run in self.runs()[: len(self.arms) * len(self.settings())]:
             command = Command(f"bapo-trl compare, arm {run.arm!r}", "")
             try:
@@ -171,7 +178,8 @@ def read_study(path: str) -> Study:
     if _repeated(seeds):
         raise InputError(f"{where}`seeds` has {_repeated(seeds)} more than once: name each seed once.")
     every, avg_at, dataset = _measure(_mapping(content["measure"], f"{where}`measure`"), where)
-    for title, flags in {"`base`": base, "`over`": over, **{f"arm '{arm}'": flags for arm, flags in arms.items()}}.items():
+    named = {"`base`": base, "`over`": over, **{f"arm '{arm}'": flags for arm, flags in arms.items()}}
+    for title, flags in named.items():
         for name in _OWN:
             if name in flags:
                 raise InputError(f"{where}{title} has `{name}`, which the study sets itself: leave it out.")

@@ -49,9 +49,7 @@ class Comparison:
     @property
     def finals(self) -> dict[str, dict[int, float]]:
         """Final accuracy of each arm by seed, of the runs that did not fail."""
-        return {
-            arm: {row.seed: row.final for row in rows if row.final is not None} for arm, rows in self.arms.items()
-        }
+        return {arm: {row.seed: row.final for row in rows if row.final is not None} for arm, rows in self.arms.items()}
 
     def means(self, read: Callable[[Row], float | None]) -> dict[str, Mean | None]:
         """Return the mean over the seeds of a figure, by arm; `None` for an arm without it."""
@@ -91,9 +89,7 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table in Markdown, its columns padded to be read as text too."""
     lines = [list(header), *map(list, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    padded = [
-        "| " + " | ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
-    ]
+    padded = [f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines]
     return "\n".join([padded[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *padded[1:]])
 
 
@@ -160,8 +156,8 @@ def verdict(comparison: Comparison) -> list[str]:
 
 def _sentence(each: Difference, comparisons: int) -> str:
     count = len(each.values)
-    if count < 2:
-        return f"{each.arm} and {each.against}: one seed tells nothing."
+    if math.isnan(each.mean.half_width):
+        return f"{each.arm} and {each.against}: {count} seed{'s' if count > 1 else ''} tell no spread."
     if each.mean.excludes_zero:
         above, below = (each.arm, each.against) if each.mean.value > 0 else (each.against, each.arm)
         on = sum((value > 0) == (each.mean.value > 0) and value != 0 for value in each.values)

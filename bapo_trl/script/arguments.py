@@ -25,8 +25,8 @@ class BAPOScriptArguments(ScriptArguments):
     method: str | None = field(
         default=None,
         metadata={
-            "help": "Settings of a method by one name: grpo, clip_higher, bapo, bapo_released, cispo, gspo, sapo, vespo, "
-            "or recommended, which goes by the staleness of the run (docs/stability.md)."
+            "help": "Settings of a method by one name: grpo, clip_higher, bapo, bapo_released, cispo, gspo, sapo, "
+            "vespo, or recommended, which goes by the staleness of the run (docs/stability.md)."
         },
     )
     reward_funcs: list[str] | None = field(
