@@ -1,0 +1,43 @@
+"""
+Write a task of the studies as files, for `bapo-trl compare`: its model, and its problems to train on and held out.
+
+    python -m benchmarks.make_task running_totals
+
+writes `outputs/tasks/running_totals/` with `model/`, `train.jsonl` and `test.jsonl`.
+"""
+
+import argparse
+import functools
+import shutil
+from collections.abc import Callable
+
+from bapo_trl.tasks import EmbeddedTask, load_task, warm_start_path
+from benchmarks.common import ROOT
+from benchmarks.long_tailed_sums import load_long_tailed_sums
+from benchmarks.running_totals import load_running_totals
+
+
+RUNNING_TOTALS = (
+    "running_totals", "running_totals_long", "running_totals_longer", "running_totals_larger_model",
+)  # fmt: skip
+TASKS: dict[str, Callable[[], EmbeddedTask]] = {
+    "sums": load_task,
+    **{name: functools.partial(load_running_totals, name=name) for name in RUNNING_TOTALS},
+    "long_tailed_sums": load_long_tailed_sums,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=TASKS)
+    task = TASKS[parser.parse_args().task]()
+    folder = ROOT / "outputs" / "tasks" / task.name
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(warm_start_path(task=task), folder / "model", dirs_exist_ok=True)
+    for name, problems in (("train", task.train_dataset), ("test", task.test_dataset)):
+        problems.to_json(folder / f"{name}.jsonl")
+    print(f"Written: {folder}")
+
+
+if __name__ == "__main__":
+    main()
