@@ -6,7 +6,6 @@ import platform
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ import trl
 
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -113,12 +112,6 @@ def save_result(name: str, device: str, settings: dict, results: Sequence[dict],
     write_result(content, result_path(name, device))
 
 
-def earlier_runs(old: dict) -> list[dict]:
-    """Return what tells of the rows that a result file holds, for [`save_result`] to keep; `{}` holds none."""
-    newest = [{key: old[key] for key in ("command", "date", "machine")}] if old.get("results") else []
-    return newest + old.get("earlier", [])
-
-
 def write_result(content: dict, path: Path) -> None:
     """Write a result file: a line for each key, and for each row of `results`."""
     *head, (last, rows) = content.items()
@@ -141,67 +134,12 @@ def _cpu_name() -> str:
 # Parts of the pages
 
 
-@dataclass(frozen=True)
-class Section:
-    """
-    What a benchmark adds to the pages.
-
-    Attributes:
-        text (`str`):
-            Section of docs/results.md.
-        tables (`str`, *optional*):
-            Section of docs/results_tables.md, for what has too many columns.
-        figures (`dict[str, Figure]`, *optional*):
-            Figures by the name of their file in docs.
-        readme_table (`str`, *optional*):
-            Table of README.md, which one section has.
-    """
-
-    text: str
-    tables: str = ""
-    figures: "dict[str, Figure]" = field(default_factory=dict)
-    readme_table: str = ""
-
-
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def with_quartiles(spread: dict, decimals: int, unit: str = "") -> str:
-    """Return the median of a spread, and its quartiles in parentheses."""
-    median, lower, upper = (
-        f"{spread[key]:.{decimals}f}{unit}" for key in ("median", "lower_quartile", "upper_quartile")
-    )
-    return f"{median} ({lower} to {upper})"
-
-
 def verdict(is_met: bool) -> str:
     """Return the word for a target that is met or missed."""
     return "yes" if is_met else "**no**"
-
-
-def link_to_tables(heading: str) -> str:
-    """Return a link to the section of docs/results_tables.md with this heading."""
-    anchor = "".join(c for c in heading.lower().replace(" ", "-") if c.isalnum() or c == "-")
-    return f"[{TABLES_PAGE}]({TABLES_PAGE}#{anchor})"
-
-
-def provenance(content: dict) -> str:
-    """Return the sentences on how, when and where a result was made."""
-    threads = content["settings"].get("threads")
-    sentences = [f"Command: `{content['command']}`. Measured {_when_and_where(content, threads)}."]
-    sentences += [f"Earlier rows: measured {_when_and_where(made, threads)}." for made in content.get("earlier", [])]
-    return " ".join(sentences)
-
-
-def _when_and_where(made: dict, threads: int | None) -> str:
-    machine = made["machine"]
-    place = f"{machine['device']} ({machine['cpu']}, {machine['cores']} cores, load average {machine['load_average']})"
-    if threads is not None:
-        place += f", {threads} CPU thread{'s' if threads > 1 else ''}"
-    return (
-        f"on {made['date']} on {place}, with torch {machine['torch']}, trl {machine['trl']}, "
-        f"transformers {machine['transformers']}, Python {machine['python']}"
-    )

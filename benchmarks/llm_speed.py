@@ -24,7 +24,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import load_chat_sums, smollm2_path
 from bapo_trl.upstream import cpu_speed
-from benchmarks.common import ROOT, Section, provenance, save_result, spread, table, verdict, with_quartiles
+from benchmarks.common import ROOT, save_result, spread
 
 
 TARGET_SECONDS = 25
@@ -152,35 +152,6 @@ def to_row(arm: str, seconds: dict[str, list[dict[str, float]]]) -> dict:
         ratios = [own / base for own, base in zip(totals[arm], totals["all"], strict=True)]
         row["ratio"] = spread(ratios) if len(ratios) > 1 else {"median": round(ratios[0], 3)}
     return row
-
-
-def render(content: dict) -> Section:
-    """Return the section of a result."""
-    settings, rows = content["settings"], content["results"]
-    met = next(row["seconds"]["median"] for row in rows if row["arm"] == "all") <= settings["target_seconds"]
-    text = [
-        "## A chat model on a CPU",
-        "CPU-seconds of a generation (128 samples of at most "
-        f"{settings['completion_tokens']} tokens) and its first update (32 samples), LoRA on SmolLM2-135M: with all "
-        "measures of `bapo_trl/upstream/cpu_speed.py`, with none, and without each. The ratio is to all measures, "
-        "paired.",
-        f"Target: at most {settings['target_seconds']} CPU-seconds with all of them. Met: {verdict(met)}.",
-        table(
-            ["Measures", "CPU-seconds", "Of the system", "Ratio", "Peak memory (GB)"],
-            [
-                [
-                    row["arm"],
-                    with_quartiles(row["seconds"], 1),
-                    f"{row['system']:.1f}",
-                    with_quartiles(row["ratio"], 2) if "ratio" in row else "1",
-                    f"{row['peak_gb']:.1f}",
-                ]
-                for row in rows
-            ],
-        ),
-        provenance(content),
-    ]
-    return Section("\n\n".join(text))
 
 
 if __name__ == "__main__":

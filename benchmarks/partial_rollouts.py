@@ -31,15 +31,9 @@ from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.upstream.cpu_speed import keep_freed_memory
 from benchmarks.common import (
-    Section,
-    link_to_tables,
-    provenance,
     result_path,
     save_result,
     spread,
-    table,
-    verdict,
-    with_quartiles,
 )
 from benchmarks.lognormal_model import lognormal_model, lognormal_tokenizer
 
@@ -268,80 +262,6 @@ def _measure_over_server(rounds: int, generations: int) -> list[dict]:
             }
             # A port of its own for each run: the group of the last one is there until this process ends
             return measure_rounds("vllm", rounds, generations, lambda: {**sampler, "vllm_group_port": free_port()})
-
-
-def render(content: dict) -> Section:
-    """Return the section of a result."""
-    settings, results = content["settings"], content["results"]
-    parts, details = [], []
-    for name in sorted({row["sampler"] for row in results}):
-        rows = [row for row in results if row["sampler"] == name]
-        parts.append(_render_sampler(name, rows))
-        details.append(_render_details(name, rows))
-    heading = "What partial rollouts save"
-    text = f"""\
-## {heading}
-
-{settings["groups"]} groups of {settings["completions"]} a generation, {settings["updates"]} updates. The lengths of
-the completions are lognormal: the 95th percentile is {TAIL} times the median, the cap {CAP} times. Ratios are of the
-synchronous run over the one with partial rollouts, paired in one process. A call of the sampler takes as many decode
-steps as its longest completion has tokens. A generation has a slot for each row of its first call, idle in the steps
-in which it has no token. "Sent again" is prompts and tokens so far over tokens decoded. The chunk is
-given over the median length. Targets hold for 1.5 with a chunk of a quarter. Figures a sample are in
-{link_to_tables(heading)}.
-
-{(chr(10) * 2).join(parts)}
-
-{provenance(content)}"""
-    tables = f"## {heading}\n\n" + "\n\n".join(details)
-    return Section(text, tables)
-
-
-def _render_sampler(name: str, results: list[dict]) -> str:
-    titles = {"vllm": "a live vLLM server on a CPU", "transformers": "transformers' generation on a CPU"}
-    # A server computes in processes of its own. Without, the CPU time leaves out waiting for a core
-    clocks = {"wall": "Wall time"} if name == "vllm" else {"wall": "Wall time", "cpu": "CPU time"}
-    header = ["Oversampling", "Chunk", "Decode steps", "Idle slots", *clocks.values(), "Sent again"]
-    rows = [
-        [
-            f"{row['oversampling']:g}",
-            f"{row['chunk']:g}" if row["oversampling"] > 1 else "-",
-            *(with_quartiles(row[f"{key}_ratio"], 2) for key in ("steps", "idle", *clocks)),
-            with_quartiles(row["sent_again"], 2),
-        ]
-        for row in results
-    ]
-    text = f"With {titles[name]}, median length {results[0]['median']} tokens:\n\n{table(header, rows)}"
-    target = next(row for row in results if (row["oversampling"], row["chunk"]) == (1.5, CHUNK))
-    lines = []
-    for key, words in (("steps", "decode steps"), ("idle", "idle slots"), ("wall", "wall time")):
-        if key == "wall" and name != "vllm":
-            continue
-        median, wanted = target[f"{key}_ratio"]["median"], TARGETS[key]
-        lines.append(f"- {words}: at least {wanted:g}, measured {median:.2f}; met: {verdict(median >= wanted)}.")
-    best = max((row for row in results if row["oversampling"] > 1), key=lambda row: row["wall_ratio"]["median"])
-    lines.append(
-        f"- The best wall time is at {best['oversampling']:g} with a chunk of {best['chunk']:g}: "
-        f"{with_quartiles(best['wall_ratio'], 2)}."
-    )
-    return text + "\n\n" + "\n".join(lines)
-
-
-def _render_details(name: str, results: list[dict]) -> str:
-    header = ["Sampler", "Oversampling", "Chunk", "Decode steps a sample", "Seconds a sample", "Staleness", "Segments"]
-    rows = [
-        [
-            name,
-            f"{row['oversampling']:g}",
-            f"{row['chunk']:g}" if row["oversampling"] > 1 else "-",
-            with_quartiles(row["steps"], 2),
-            with_quartiles(row["wall"], 3),
-            with_quartiles(row["staleness"], 2),
-            with_quartiles(row["segments"], 2),
-        ]
-        for row in results
-    ]
-    return table(header, rows)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import torch
 from bapo_trl.replay.checkpoint import load_queue, save_queue
 from bapo_trl.replay.queue import ReplayQueue
 from bapo_trl.replay.rows import batch_to_rows, concat_rows, rows_to_batch
-from benchmarks.common import Section, provenance, save_result, spread, table, verdict, with_quartiles
+from benchmarks.common import save_result, spread
 
 
 PAD, PROMPT, COMPLETION = 0, 100, 900
@@ -188,34 +188,6 @@ def main():
         "load_rate_over_plain": spread(loading),
     }
     save_result("replay_queue", "cpu", {**settings, "targets": targets}, [result])
-
-
-def render(content: dict) -> Section:
-    """Return the section of a result."""
-    settings, targets = content["settings"], content["settings"]["targets"]
-    (row,) = content["results"]
-    memory, limit = row["memory_over_payload"], targets["memory_over_payload"]
-    rows = [["Memory over the bytes of the rows", f"{memory:.3f}", f"at most {limit}", verdict(memory <= limit)]]
-    for order, parts in row["exchange_ms"].items():
-        exchanged, limit = parts["add_and_draw"], targets["add_and_draw_ms"]
-        is_met = verdict(exchanged["median"] <= limit)
-        rows.append([f"Add and draw, `{order}`", with_quartiles(exchanged, 1, " ms"), f"at most {limit} ms", is_met])
-        rows.append([f"With cutting and padding, `{order}`", with_quartiles(parts["whole"], 1, " ms"), "-", "-"])
-    for name, key in (("Saving", "save_rate_over_plain"), ("Loading", "load_rate_over_plain")):
-        rate, limit = row[key], targets["rate_over_plain"]
-        is_met = verdict(rate["median"] >= limit)
-        rows.append([f"{name}, rate over the disk's", with_quartiles(rate, 2), f"at least {limit}", is_met])
-    text = [
-        "## Cost of the replay queue",
-        f"A queue of {settings['rows']:,} rows of {settings['tokens']:,} tokens on average, with the "
-        "log-probabilities of policy, sampler and reference model. Generations of "
-        f"{settings['batch']} rows are added, and as many rows are drawn. Memory is what the process grew by. Saving "
-        "and loading are set against writing and reading a file of the same size in one go, in the same run. All of "
-        "them wait for the disk.",
-        table(["What", "Measured", "Target", "Met"], rows),
-        provenance(content),
-    ]
-    return Section("\n\n".join(text))
 
 
 if __name__ == "__main__":

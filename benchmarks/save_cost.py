@@ -21,7 +21,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import character_tokenizer
-from benchmarks.common import Section, provenance, save_result, spread, table, verdict, with_quartiles
+from benchmarks.common import save_result, spread
 
 
 # Width, layers, heads, key and value heads, vocabulary; the largest is SmolLM2-135M's shape
@@ -130,32 +130,6 @@ def main():
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             rows.append(measure(name, Path(folder), arguments.rounds))
     save_result("save_cost", "cpu", {"rounds": arguments.rounds, "target": TARGET}, rows)
-
-
-def render(content: dict) -> Section:
-    """Return the section of a result."""
-    target = content["settings"]["target"]
-    rows = [
-        [
-            row["size"],
-            f"{row['plain_s']['median']:.3f} s",
-            f"{row['whole_s']['median']:.3f} s",
-            with_quartiles(row["over_plain"], 2),
-            with_quartiles(row["over_plain_on_disk"], 2),
-            verdict(row["over_plain"]["median"] <= target),
-        ]
-        for row in content["results"]
-    ]
-    head = ["Model", "Plain", "Whole", "Whole over plain", "Over plain and flushed", f"At most {target} of plain"]
-    text = [
-        "## Cost of whole checkpoints",
-        "Model, Adam's state and all else of a checkpoint, saved by `BAPOTrainer` and by `GRPOTrainer` in turns, with "
-        "a rotation each. Plain transformers leaves the files in the system's memory, from where they go to the disk "
-        "later. The whole checkpoint has its name once they are there.",
-        table(head, rows),
-        provenance(content),
-    ]
-    return Section("\n\n".join(text))
 
 
 if __name__ == "__main__":

@@ -29,15 +29,10 @@ import torch
 from bapo_trl.clip_bounds import MEASURES, BoundGrid, contributions, search_bounds
 from bapo_trl.upstream.cpu_speed import keep_freed_memory
 from benchmarks.common import (
-    Section,
     num_cores,
-    provenance,
     save_result,
     spread,
     synchronize,
-    table,
-    verdict,
-    with_quartiles,
 )
 
 
@@ -204,54 +199,6 @@ def main():
     num_pairs = len(GRID.upper) + len(GRID.lower) - 1
     settings = {"tokens": ROWS * LENGTH_TOKENS, "rows": ROWS, "pairs": num_pairs, "target_share": OUT_OF_REACH}
     save_result("search_cost", args.device, settings, results)
-
-
-def render(content: dict) -> Section:
-    """Return the section of a result."""
-    settings, results = content["settings"], content["results"]
-    rows = []
-    for row in results:
-        recomputed, memory = row["speedup"]["recomputed"], row["extra_memory_tensors"]
-        rows.append(
-            [
-                f"`{row['measure']}`",
-                str(row["threads"]),
-                row["freed_memory"],
-                with_quartiles(recomputed, 1, "x"),
-                with_quartiles(row["speedup"]["hoisted"], 1, "x"),
-                f"{memory:.2f}",
-                f"{verdict(recomputed['median'] >= row['speedup_target'])}, "
-                f"{verdict(memory <= row['extra_memory_target'])}",
-            ]
-        )
-    text = [
-        f"## Cost of a search ({content['machine']['device']})",
-        f"The time of the search on {settings['tokens']:,} tokens, against Algorithm 1 as a loop over all "
-        f"{settings['pairs']} pairs of bounds. The target share of {settings['target_share']} is out of reach, so the "
-        "loop visits every pair. The recomputing loop computes each token's contribution anew at every pair, as "
-        "Algorithm 1 reads; the target is set against it. The hoisting loop first computes all that does not depend "
-        "on the bounds. Both loops are vectorised. They give the same bounds as the search, which is checked for "
-        "targets all along the path.",
-        "Under the default allocator, the loops also wait for memory that the process gives back and fetches again at "
-        "each step. `kept` leaves that out and compares arithmetic. Extra memory is what the search holds at its peak "
-        "above its inputs, in tensors of the size of the ratios.",
-        f"Targets: at least {results[0]['speedup_target']:.0f}x faster than the recomputing loop, and at most "
-        f"{results[0]['extra_memory_target']:.0f} tensors. Rounds: {results[0]['speedup']['recomputed']['rounds']}.",
-        table(
-            [
-                "Measure",
-                "Threads",
-                "Freed memory",
-                "Speed-up over recomputing loop",
-                "Over hoisting loop",
-                "Extra memory (tensors)",
-                "Targets met (speed-up, memory)",
-            ],
-            rows,
-        ),
-        provenance(content),
-    ]
-    return Section("\n\n".join(text))
 
 
 if __name__ == "__main__":

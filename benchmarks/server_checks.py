@@ -21,7 +21,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import character_tokenizer, load_task
 from bapo_trl.vllm_server.client import LimitedAdapter
-from benchmarks.common import Section, provenance, save_result, spread, table, verdict, with_quartiles
+from benchmarks.common import save_result, spread
 
 
 LIMIT = 0.01
@@ -126,29 +126,6 @@ def main() -> None:
     }
     print(row)
     save_result("server_checks", "cpu", {**sizes, **sampled, "generations": len(seconds), "limit": LIMIT}, [row])
-
-
-def render(content: dict) -> Section:
-    """Return the section of a result."""
-    settings = content["settings"]
-    (row,) = content["results"]
-    limit, is_met = settings["limit"], verdict(row["share"]["median"] <= settings["limit"])
-    in_percent = {key: 100 * value for key, value in row["share"].items()}
-    rows = [
-        ["Checks, part of an update", with_quartiles(in_percent, 2, " %"), f"at most {100 * limit:g} %", is_met],
-        ["An update", with_quartiles(row["update_ms"], 0, " ms"), "-", "-"],
-        ["Added to a request by its limits", with_quartiles(row["added_ms"], 2, " ms"), "-", "-"],
-    ]
-    text = [
-        "## Cost of the checks of a vLLM server",
-        f"One process over a live vLLM server on a CPU, hidden size {settings['hidden_size']}, "
-        f"{settings['num_hidden_layers']} layers, {settings['generations']} generations of "
-        f"{settings['steps_per_generation']} updates. The time of an update includes its part of the generation and "
-        "of the transfer of the weights.",
-        table(["What", "Measured", "Target", "Met"], rows),
-        provenance(content),
-    ]
-    return Section("\n\n".join(text))
 
 
 if __name__ == "__main__":

@@ -43,14 +43,9 @@ from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import character_tokenizer
 from bapo_trl.upstream.cpu_speed import keep_freed_memory
 from benchmarks.common import (
-    Section,
-    provenance,
     save_result,
     spread,
     synchronize,
-    table,
-    verdict,
-    with_quartiles,
 )
 
 
@@ -323,44 +318,6 @@ def main():
             flush=True,
         )
     save_result("update_cost", args.device, {"threads": args.threads, **asdict(size)}, results)
-
-
-def render(content: dict) -> Section:
-    """Return the section of a result."""
-    settings, results = content["settings"], content["results"]
-    rows = []
-    for row in results:
-        target, is_met = row["target"], row["target"] is None or row["ratio"]["median"] <= row["target"]
-        rows.append(
-            [
-                "none: `GRPOTrainer` against itself" if row["scope"] is None else f"`{row['scope']}`",
-                str(row["micro_batches"]),
-                "yes" if row["gradient_checkpointing"] else "no",
-                with_quartiles(row["ratio"], 3),
-                with_quartiles(row["cpu_time_ratio"], 3),
-                "-" if target is None else f"at most {target:.2f}",
-                "-" if target is None else verdict(is_met),
-            ]
-        )
-    seconds = [row["grpo_update_s"] for row in results]
-    text = [
-        f"## Time of an update ({content['machine']['device']})",
-        "The time of an optimizer update of `BAPOTrainer` over that of `GRPOTrainer`, on the same stale samples. An "
-        "update is all its micro-batches, gradient clipping, the optimizer step and the log. Generation is left out. "
-        "In scope `batch`, several micro-batches cost one more forward pass.",
-        "Both trainers run their own `train()` in one process and alternate, one update each. Everything runs twice, "
-        "once with each trainer made first, and the ratio of a round is the geometric mean of the two. Samples are "
-        "prepared and reused, so that every counted update is off-policy. The benchmark checks that the extra forward "
-        "passes take place. The first row shows how much of a difference is noise. The target is set against elapsed "
-        "time. CPU time leaves out waiting for a core.",
-        f"Model: Qwen2 with {settings['layers']} layers of width {settings['hidden']} and random weights. A "
-        f"micro-batch has {settings['rows']} rows of {settings['prompt_tokens']} + {settings['completion_tokens']} "
-        f"tokens. An update of `GRPOTrainer` took {min(seconds):.2f} to {max(seconds):.2f} s. Rounds: "
-        f"{results[0]['ratio']['rounds']}.",
-        table(["Scope", "Micro-batches", "Checkpointing", "Time", "CPU time", "Target", "Met"], rows),
-        provenance(content),
-    ]
-    return Section("\n\n".join(text))
 
 
 if __name__ == "__main__":

@@ -28,9 +28,10 @@ class Row:
         final (`float`, *optional*): Accuracy at the end, avg@k in [0, 1]; `None` for a run that failed.
         pass_at_k (`float`, *optional*): Problems with a right completion among the k.
         curve (`list[tuple[int, float]]`): Updates and accuracies, from the start on.
+        area (`float`, *optional*): Mean accuracy over the updates, between the first and the last measurement.
+        fall (`float`, *optional*): How far the accuracy fell below the best so far, at most.
         gradient_peak (`float`, *optional*): Largest gradient norm over the median one.
-        entropy (`tuple[float, float]`, *optional*): Mean entropy (nats) of the first and of the last tenth of the
-            updates.
+        entropy_ratio (`float`, *optional*): Mean entropy of the last tenth of the updates over that of the first.
         share (`float`, *optional*): Mean share of positive tokens in the policy loss.
         at_limits (`float`, *optional*): Share of the updates in which both bounds ended at their limits; `None` where
             none is searched.
@@ -46,28 +47,15 @@ class Row:
     final: float | None = None
     pass_at_k: float | None = None
     curve: list[tuple[int, float]] = field(default_factory=list)
+    area: float | None = None
+    fall: float | None = None
     gradient_peak: float | None = None
-    entropy: tuple[float, float] | None = None
+    entropy_ratio: float | None = None
     share: float | None = None
     at_limits: float | None = None
     generated_tokens: int | None = None
     seconds: float = 0.0
     error: str | None = None
-
-    @property
-    def area(self) -> float | None:
-        """Mean accuracy over the updates, between the first and the last measurement."""
-        if len(self.curve) < 2:
-            return None
-        width = self.curve[-1][0] - self.curve[0][0]
-        return sum((b - a) * (f + g) / 2 for (a, f), (b, g) in itertools.pairwise(self.curve)) / width
-
-    @property
-    def fall(self) -> float | None:
-        """How far the accuracy fell below the best so far, at most."""
-        accuracies = [accuracy for _, accuracy in self.curve]
-        best = itertools.accumulate(accuracies, max)
-        return max((high - now for high, now in zip(best, accuracies, strict=True)), default=None)
 
 
 def row_of(run: Run, folder: Path, seconds: float) -> Row:
@@ -88,6 +76,7 @@ def row_of(run: Run, folder: Path, seconds: float) -> Row:
     curve.append((last, results[f"eval_{avg}"]))
     norms = [log["grad_norm"] for log in updates if log.get("grad_norm")]
     norms = [norm for norm in norms if math.isfinite(norm)]
+    settings = json.loads((folder / "run_settings.json").read_text())
     return Row(
         run.arm,
         run.over,
@@ -96,13 +85,27 @@ def row_of(run: Run, folder: Path, seconds: float) -> Row:
         final=results[f"eval_{avg}"],
         pass_at_k=results.get(f"eval_{best}"),
         curve=[(step, round(accuracy, 4)) for step, accuracy in curve],
+        area=_area(curve),
+        fall=_fall([accuracy for _, accuracy in curve]),
         gradient_peak=round(max(norms) / statistics.median(norms), 2) if norms else None,
-        entropy=_ends([log["entropy"] for log in updates if log.get("entropy") is not None]),
+        entropy_ratio=_ratio_of_ends([log["entropy"] for log in updates if log.get("entropy") is not None]),
         share=_mean(log.get("bapo/positive_share") for log in updates),
-        at_limits=_at_limits(updates, json.loads((folder / "run_settings.json").read_text())),
-        generated_tokens=_generated_tokens(updates, json.loads((folder / "run_settings.json").read_text())),
+        at_limits=_at_limits(updates, settings),
+        generated_tokens=_generated_tokens(updates, settings),
         seconds=round(seconds, 1),
     )
+
+
+def _area(curve: list[tuple[int, float]]) -> float | None:
+    if len(curve) < 2:
+        return None
+    width = curve[-1][0] - curve[0][0]
+    return round(sum((b - a) * (f + g) / 2 for (a, f), (b, g) in itertools.pairwise(curve)) / width, 4)
+
+
+def _fall(accuracies: list[float]) -> float:
+    best = itertools.accumulate(accuracies, max)
+    return round(max(high - now for high, now in zip(best, accuracies, strict=True)), 4)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
@@ -110,11 +113,11 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return round(statistics.mean(defined), 4) if defined else None
 
 
-def _ends(values: list[float]) -> tuple[float, float] | None:
+def _ratio_of_ends(values: list[float]) -> float | None:
     if not values:
         return None
     count = max(1, len(values) // 10)
-    return round(statistics.mean(values[:count]), 4), round(statistics.mean(values[-count:]), 4)
+    return round(statistics.mean(values[-count:]) / statistics.mean(values[:count]), 4)
 
 
 def _at_limits(updates: list[dict], settings: Mapping[str, Any]) -> float | None:
@@ -141,22 +144,20 @@ def write_row(row: Row, path: Path) -> None:
 
 def read_rows(source: Path) -> dict[str, Row]:
     """
-    Read rows: those of a study's folder by the name of their file, or those of one file, a row a line, by number.
+    Read rows: those of a study's folder by the name of their file, or those of one file with `rows`, by number.
 
     Raises:
         InputError: If a file holds no row, naming it.
     """
     if source.is_file():
-        lines = source.read_text(encoding="utf-8").splitlines()
-        return {str(number): _read(line, source) for number, line in enumerate(lines, start=1)}
+        kept = json.loads(source.read_text(encoding="utf-8"))["rows"]
+        return {str(number): Row(**row) for number, row in enumerate(kept, start=1)}
     files = sorted((source / FOLDER).glob("*.json"))
-    return {file.stem: _read(file.read_text(encoding="utf-8"), file) for file in files}
+    return {file.stem: _read(file) for file in files}
 
 
-def _read(text: str, path: Path) -> Row:
+def _read(path: Path) -> Row:
     try:
-        content = json.loads(text)
-        row = Row(**content)
+        return Row(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise InputError(f"{path} is no result of a run ({error}): remove it, and its run is made again.") from error
-    return row
