@@ -7,7 +7,6 @@ writes `outputs/tasks/running_totals/` with `model/`, `train.jsonl` and `test.js
 """
 
 import argparse
-import functools
 import shutil
 from collections.abc import Callable
 
@@ -17,12 +16,9 @@ from benchmarks.long_tailed_sums import load_long_tailed_sums
 from benchmarks.running_totals import load_running_totals
 
 
-RUNNING_TOTALS = (
-    "running_totals", "running_totals_long", "running_totals_longer", "running_totals_larger_model",
-)  # fmt: skip
 TASKS: dict[str, Callable[[], EmbeddedTask]] = {
     "sums": load_task,
-    **{name: functools.partial(load_running_totals, name=name) for name in RUNNING_TOTALS},
+    "running_totals": load_running_totals,
     "long_tailed_sums": load_long_tailed_sums,
 }
 

@@ -6,10 +6,8 @@ completions), several steps a completion, and wrong completions that are longer 
 negative advantage outnumber the positive ones.
 """
 
-import functools
 import random
 import string
-from collections.abc import Mapping
 from typing import Any
 
 from bapo_trl.tasks import EmbeddedTask, WarmStart, exact_match_reward
@@ -26,10 +24,6 @@ MAX_NEW_TOKENS = (NUM_DIGITS - 1) * len("g9" + DETOUR + "63") + len("#63") + 1
 # Of the demonstrations: how often there is a detour, and how often a carry is forgotten with and without one
 DETOUR_RATE = 0.6
 FORGOTTEN_CARRY_RATES = {True: 0.9, False: 0.05}
-# A rarer first success, in the two tasks whose wrong completions are much longer: characters more for each forgotten
-# carry. At the start, the positive tokens have a share of about 0.4 and 0.3 in the loss.
-RARER_SUCCESS = {True: 0.95, False: 0.1}
-LAPSES = {"running_totals_long": 9, "running_totals_longer": 30}
 SMALL_MODEL = {
     "hidden_size": 32,
     "intermediate_size": 96,
@@ -37,7 +31,6 @@ SMALL_MODEL = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 128,
 }
-LARGER_MODEL = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 2, "num_key_value_heads": 2}
 
 
 def final_answer_reward(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
@@ -51,7 +44,7 @@ def final_answer_reward(completions: list[str], answer: list[str], **kwargs: Any
     return exact_match_reward(finals, [f"#{right}" for right in answer])
 
 
-def load_running_totals(seed: int = 0, name: str = "running_totals") -> EmbeddedTask:
+def load_running_totals(seed: int = 0) -> EmbeddedTask:
     """
     Make problems of seven digits from 1 to 9, each problem once.
 
@@ -61,9 +54,6 @@ def load_running_totals(seed: int = 0, name: str = "running_totals") -> Embedded
     Args:
         seed (`int`, *optional*, defaults to `0`):
             Seed of the problems.
-        name (`str`, *optional*, defaults to `"running_totals"`):
-            With `"running_totals_long"` and `"running_totals_longer"`, success is rarer and wrong completions are
-            longer. With `"running_totals_larger_model"`, the model has four times the parameters.
 
     Returns:
         [`~bapo_trl.tasks.EmbeddedTask`]: 8,192 problems to train on and 512 held out.
@@ -74,30 +64,25 @@ def load_running_totals(seed: int = 0, name: str = "running_totals") -> Embedded
         digits = [rng.randint(1, 9) for _ in range(NUM_DIGITS)]
         problems["".join(map("{}{}".format, LABELS, digits)) + "="] = str(sum(digits))
     prompts, answers = list(problems), list(problems.values())
-    lapse = LAPSES.get(name, 0)
-    max_new_tokens = MAX_NEW_TOKENS + (NUM_DIGITS - 1) * lapse
-    model = {**SMALL_MODEL, **(LARGER_MODEL if name == "running_totals_larger_model" else {})}
-    if lapse:
-        model["max_position_embeddings"] = max_new_tokens + 2 * NUM_DIGITS + 2
     return EmbeddedTask(
-        name=name,
+        name="running_totals",
         train_dataset=as_dataset(prompts[NUM_TEST_PROBLEMS:], answers[NUM_TEST_PROBLEMS:]),
         test_dataset=as_dataset(prompts[:NUM_TEST_PROBLEMS], answers[:NUM_TEST_PROBLEMS]),
         reward_func=final_answer_reward,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=MAX_NEW_TOKENS,
         warm_start=WarmStart(
-            functools.partial(demonstrate, lapse=lapse, rates=RARER_SUCCESS) if lapse else demonstrate,
+            demonstrate,
             num_steps=2000,
             batch_size=64,
             learning_rate=5e-3,
             decays=True,
             alphabet=ALPHABET,
-            model=model,
+            model=SMALL_MODEL,
         ),
     )
 
 
-def demonstrate(prompt: str, rng: random.Random, lapse: int = 0, rates: Mapping[bool, float] | None = None) -> str:
+def demonstrate(prompt: str, rng: random.Random) -> str:
     """
     Add the digits as a careless demonstrator.
 
@@ -110,22 +95,17 @@ def demonstrate(prompt: str, rng: random.Random, lapse: int = 0, rates: Mapping[
             A problem.
         rng (`random.Random`):
             Decides on detours, carries and marks.
-        lapse (`int`, *optional*, defaults to `0`):
-            Characters more in a step whose carry is forgotten.
-        rates (mapping, *optional*):
-            How often a carry is forgotten, with and without a detour; that of the hard task by default.
 
     Returns:
         `str`: The steps and the final total.
     """
-    rates = FORGOTTEN_CARRY_RATES if rates is None else rates
     total, *digits = map(int, prompt.rstrip("=")[1::2])
     steps = []
     for label, digit in zip(LABELS[1:], digits, strict=True):
         takes_detour = rng.random() < DETOUR_RATE
-        forgets_carry = rng.random() < rates[takes_detour]
+        forgets_carry = rng.random() < FORGOTTEN_CARRY_RATES[takes_detour]
         right = total + digit
         total = total // 10 * 10 + right % 10 if forgets_carry else right
         marks = DETOUR if takes_detour else rng.choice(MARKS)
-        steps.append(f"{label}{digit}{'?' * lapse * (total != right)}{marks}{total}")
+        steps.append(f"{label}{digit}{marks}{total}")
     return "".join(steps) + f"#{total}"

@@ -79,7 +79,10 @@ def _make(run: Run, accelerate: str | None, folder: Path, jobs: int) -> Row:
     launch = ["launch", "--accelerate", accelerate] if accelerate else []
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs)), **os.environ}
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".run-") as work, log.open("w") as output:
+    begin = f".run-{run.key}-"
+    for left in folder.glob(f"{begin}*"):  # by a run that was killed
+        shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=begin) as work, log.open("w") as output:
         command = [sys.executable, "-m", "bapo_trl", *launch, "train"]
         arguments = [*as_arguments(run.flags), "--output_dir", work]
         process = subprocess.Popen(

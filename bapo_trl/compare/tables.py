@@ -162,7 +162,7 @@ def verdict(comparison: Comparison) -> list[str]:
 def _sentence(each: Difference, comparisons: int) -> str:
     count = len(each.values)
     if math.isnan(each.mean.half_width):
-        return f"{each.arm} and {each.against}: {count} seed{'s' if count > 1 else ''} tell no spread."
+        return f"{each.arm} and {each.against}: {count} seed{' tells' if count == 1 else 's tell'} no spread."
     if each.mean.excludes_zero:
         above, below = (each.arm, each.against) if each.mean.value > 0 else (each.against, each.arm)
         on = sum((value > 0) == (each.mean.value > 0) and value != 0 for value in each.values)

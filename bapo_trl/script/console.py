@@ -12,12 +12,13 @@ from ..bapo_config import BAPOConfig
 from .pace import Pace, Stopwatch
 
 
-def settings_table(args: BAPOConfig) -> str:
+def settings_table(args: BAPOConfig, method: str | None = None) -> str:
     """
     Return a table of what the settings mean for the data and the bounds.
 
     Args:
         args ([`BAPOConfig`]): Settings of the run, in a process that knows the number of processes.
+        method (`str`, *optional*): Name that `--method` gave them.
     """
     window = args.gradient_accumulation_steps
     updates = args.micro_batches_per_generation / window
@@ -25,6 +26,7 @@ def settings_table(args: BAPOConfig) -> str:
     age, held_by = oldest_age(args)
     staleness = ("no limit" if age == math.inf else f"{age} policy versions") + held_by
     rows = [
+        *([("method", method)] if method else []),
         ("samples per generation", f"{args.generation_batch_size} ({args.num_generations} per prompt)"),
         (
             "samples per update",

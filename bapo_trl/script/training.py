@@ -126,7 +126,8 @@ def _train(
     is_over = resume is not None and not _check_resume(resume, training_args)
     if script_args.merge_adapter:  # of a run that goes on, not asked before
         check_merged(_merged_folder(training_args), script_args.overwrite_output_dir)
-    say(f"{method_by_settings(vars(training_args)).name} on {data.title}\n{settings_table(training_args)}")
+    say(f"{method_by_settings(vars(training_args)).name} on {data.title}")
+    say(settings_table(training_args, script_args.method))
     say(f"Prompts: {'chat messages' if is_chat(data.train) else 'plain text'}")
     missing = count_missing_answers(data.train)
     if missing:

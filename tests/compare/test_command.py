@@ -1,0 +1,180 @@
+"""`bapo-trl compare` through its command, with real runs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bapo_trl import cli
+from bapo_trl.compare.execution import find_finished
+from bapo_trl.compare.results import Row, read_rows, write_row
+from bapo_trl.compare.study import read_study
+from bapo_trl.errors import InputError
+from tests.helpers.script_runs import SHORT, fill_folder
+
+
+BASE = {
+    **{name: value for name, value in SHORT.items() if name not in ("output_dir", "num_generations_eval")},
+    "dataset_name": "train.jsonl", "per_device_eval_batch_size": 6, "max_steps": 4,
+}  # fmt: skip
+STUDY = {
+    "base": BASE,
+    "arms": {"GRPO": {"method": "grpo"}, "BAPO": {"method": "bapo"}},
+    "seeds": [0, 1],
+    "measure": {"every": 2, "avg_at": 3, "dataset": "test.jsonl"},
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    fill_folder(tmp_path, monkeypatch)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    return tmp_path
+
+
+def write_study(**changes) -> None:
+    Path("study.yaml").write_text(yaml.safe_dump({**STUDY, **changes}, sort_keys=False))
+
+
+def compare(*arguments: str) -> None:
+    cli.main(["compare", "study.yaml", "--output_dir", "study", *arguments])
+
+
+def invent_rows(finals: dict[str, list[float]]) -> None:
+    """Write a row for each run of the study, as if it had ended."""
+    for run in read_study("study.yaml").runs():
+        row = Row(run.arm, run.over, run.seed, run.settings, final=finals[run.arm][run.seed], seconds=30.0)
+        write_row(row, Path("study", "runs", f"{run.key}.json"))
+
+
+@pytest.mark.processes
+def test_a_study_is_made_once_and_its_runs_share_their_prompts(folder, capsys):
+    write_study(arms={**STUDY["arms"], "broken": {"reward_funcs": "my_rewards.missing"}}, seeds=[0])
+    compare()
+    text = capsys.readouterr().out
+    assert "3 of 3 runs to make" in text
+    assert "[3/3]" in text
+    assert "broken, seed 0, failed: exit code 1: " in text  # and the others went on
+    assert "my_rewards.missing" in text
+    rows = {row.arm: row for row in read_rows(Path("study")).values()}
+    for arm in ("GRPO", "BAPO"):
+        row = rows[arm]
+        assert [step for step, _ in row.curve] == [0, 2, 4]
+        assert row.curve[-1][1] == pytest.approx(row.final, abs=1e-4)
+        assert 0 <= row.final <= row.pass_at_k <= 1
+        assert row.generated_tokens > 0
+        assert row.error is None
+    # Measured with the weights of the start, which all arms share
+    assert rows["GRPO"].curve[0] == rows["BAPO"].curve[0]
+    assert rows["broken"].final is None
+    assert Path("study/comparison.md").read_text().strip() in text
+    assert Path("study/comparison.png").stat().st_size > 1000
+    assert not list(Path("study").glob(".run-*"))  # no weights are kept
+
+    files = {path: path.stat().st_mtime_ns for path in Path("study/runs").iterdir()}
+    compare("--table", "csv")
+    text = capsys.readouterr().out
+    assert "to make" not in text
+    assert text.startswith("setting,arm,figure,seeds,mean,half_width\n,GRPO,final accuracy,1,")
+    assert {path: path.stat().st_mtime_ns for path in Path("study/runs").iterdir()} == files
+
+
+@pytest.mark.processes
+def test_a_study_that_is_killed_goes_on_where_it_was(folder):
+    write_study(seeds=[0], arms={"GRPO": {"method": "grpo"}, "BAPO": {"method": "bapo"}})
+    command = [sys.executable, "-m", "bapo_trl", "compare", "study.yaml", "--output_dir", "study"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    for line in process.stdout:
+        if line.startswith("[1/2] GRPO"):
+            os.killpg(process.pid, signal.SIGKILL)  # while the second run begins
+            break
+    process.communicate()
+    (kept,) = Path("study/runs").iterdir()
+    before = kept.stat().st_mtime_ns
+    done = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "1 of 2 runs to make" in done
+    assert kept.stat().st_mtime_ns == before
+    assert len(list(Path("study/runs").iterdir())) == 2
+    assert not list(Path("study").glob(".run-*"))  # what the killed run left is gone too
+
+
+def test_a_finished_study_only_prints_its_tables(folder, capsys):
+    write_study()
+    invent_rows({"GRPO": [0.5, 0.6], "BAPO": [0.7, 0.9]})
+    compare()
+    text = capsys.readouterr().out
+    assert "to make" not in text
+    assert "| BAPO | +0.250 ± 0.635 |" in text  # 0.2 and 0.3: t(1) 12.706 * 0.0707 / sqrt(2)
+    compare("--against", "BAPO")
+    assert "| GRPO | -0.250 ± 0.635 |" in capsys.readouterr().out
+
+
+def test_a_dry_run_lists_the_runs_and_the_time_left(folder, capsys):
+    write_study(seeds=[0])
+    invent_rows({"GRPO": [0.5], "BAPO": [0.7]})
+    write_study()
+    compare("--dry_run", "--jobs", "2")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "done   GRPO, seed 0", "done   BAPO, seed 0", "to do  GRPO, seed 1", "to do  BAPO, seed 1",
+        "4 runs, 2 to make, 2 at a time: about 0:00:30 at the pace so far",
+    ]  # fmt: skip
+    compare("--dry_run", "true", "--only", "BAPO", "--shard", "2/2")
+    assert capsys.readouterr().out.splitlines()[0] == "done   BAPO, seed 0"
+    assert not Path("study/logs").exists()
+
+
+def test_shards_are_all_runs_once(folder, capsys):
+    write_study()
+    seen = []
+    for part in ("1/3", "2/3", "3/3"):
+        compare("--dry_run", "true", "--shard", part)
+        seen += capsys.readouterr().out.splitlines()[:-1]
+    compare("--dry_run", "true")
+    assert sorted(seen) == sorted(capsys.readouterr().out.splitlines()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "DAPO"], "'DAPO' is no arm of study.yaml: it has GRPO, BAPO"),
+        (["--against", "DAPO"], "'DAPO' is no arm"),
+        (["--shard", "3/2"], "`--shard` is '3/2'"),
+        (["--shard", "x"], "`--shard` is 'x'"),
+        (["--jobs", "0"], "`--jobs` is 0"),
+    ],
+)
+def test_bad_arguments_end_in_one_line(folder, capsys, arguments, message):
+    write_study()
+    with pytest.raises(SystemExit):
+        compare(*arguments)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("bapo-trl compare: error: ")
+    assert message in line
+    assert not Path("study").exists()
+
+
+def test_results_of_other_settings_are_refused_by_name(folder, capsys):
+    write_study()
+    invent_rows({"GRPO": [0.5, 0.6], "BAPO": [0.7, 0.9]})
+    write_study(base={**BASE, "max_steps": 8})
+    with pytest.raises(SystemExit):
+        compare()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is a result of other settings (max_steps 4, now 8): give another `--output_dir`, or remove it" in line
+
+
+def test_a_damaged_result_is_refused_by_name(folder):
+    write_study()
+    runs = read_study("study.yaml").runs()
+    path = Path("study", "runs", f"{runs[0].key}.json")
+    path.parent.mkdir(parents=True)
+    for text in ("{", json.dumps({"arm": "x"}), json.dumps({"unknown": 1}), "[]"):
+        path.write_text(text)
+        with pytest.raises(InputError, match=f"{path.name} is no result of a run"):
+            find_finished(runs, Path("study"))

@@ -1,0 +1,72 @@
+"""Means, paired differences and numbers of seeds, against values by hand and against slow, obvious ways."""
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from bapo_trl.compare.statistics import differences, mean_over_seeds, seeds_for
+
+
+def test_an_interval_is_students():
+    mean = mean_over_seeds([0.5, 0.6, 0.8, 0.7, 0.4])
+    # s = 0.158114, t(4) at 0.975 = 2.776445: 2.776445 * 0.158114 / sqrt(5) = 0.196324
+    assert (mean.value, mean.half_width, mean.count) == (pytest.approx(0.6), pytest.approx(0.196324, abs=1e-6), 5)
+    widened = mean_over_seeds([0.5, 0.6, 0.8, 0.7, 0.4], comparisons=3)
+    # t(4) at 1 - 0.05 / 6 = 3.961 (tables): 0.2801
+    assert widened.half_width == pytest.approx(0.2801, abs=1e-4)
+
+
+@pytest.mark.parametrize("values", [[0.3], [0.3, 0.3], [0.1 + 0.2, 0.3]])
+def test_seeds_that_do_not_differ_tell_no_spread(values):
+    mean = mean_over_seeds(values)
+    assert math.isnan(mean.half_width)
+    assert not mean.excludes_zero
+
+
+def test_differences_are_paired_by_seed():
+    finals = {"A": {0: 0.5, 1: 0.6, 2: 0.7}, "B": {0: 0.55, 1: 0.67, 3: 0.1}, "C": {7: 1.0}}
+    (b,) = differences(finals, [("B", "A"), ("C", "A")])  # C shares no seed
+    assert b.values == (pytest.approx(0.05), pytest.approx(0.07))
+    assert b.mean.value == pytest.approx(0.06)
+
+
+def test_all_intervals_hold_at_once_and_p_values_are_holms():
+    rng = np.random.default_rng(0)
+    finals = {"A": dict.fromkeys(range(8), 0.0)}
+    for arm, effect in {"B": 0.05, "C": 0.01, "D": 0.0}.items():
+        finals[arm] = {seed: effect + 0.03 * float(rng.normal()) for seed in range(8)}
+    found = differences(finals, [(arm, "A") for arm in "BCD"])
+    plain = [stats.ttest_1samp(each.values, 0).pvalue for each in found]
+    order = sorted(range(3), key=plain.__getitem__)
+    holm, largest = [0.0] * 3, 0.0
+    for rank, place in enumerate(order):  # each times the number of hypotheses that are left, and never falling
+        largest = max(largest, min(1.0, (3 - rank) * plain[place]))
+        holm[place] = largest
+    assert [each.p_value for each in found] == pytest.approx(holm)
+    for each in found:
+        error = statistics.stdev(each.values) / math.sqrt(8)
+        assert each.mean.half_width == pytest.approx(stats.t.ppf(1 - 0.05 / 6, 7) * error)
+
+
+@pytest.mark.parametrize(("difference", "spread"), [(0.03, 0.02), (0.03, 0.1), (-0.5, 0.1), (0.01, 0.1)])
+def test_the_number_of_seeds_has_the_power(difference, spread):
+    """By the noncentral t distribution, seed by seed."""
+    values = [spread, -spread]  # of standard deviation sqrt(2) times that
+    deviation = statistics.stdev(values)
+
+    def power(count: int) -> float:
+        shift = abs(difference) / deviation * math.sqrt(count)
+        critical = stats.t.ppf(1 - 0.05 / 4, count - 1)
+        return stats.nct.sf(critical, count - 1, shift) + stats.nct.cdf(-critical, count - 1, shift)
+
+    slow = next(count for count in range(2, 10_000) if power(count) >= 0.8)
+    assert seeds_for(difference, values, comparisons=2) == slow
+
+
+def test_a_number_of_seeds_that_cannot_be_told_is_none():
+    assert seeds_for(0.03, [0.1]) is None
+    assert seeds_for(0.0, [0.1, 0.2]) is None
+    assert seeds_for(1e-6, [1.0, -1.0]) is None

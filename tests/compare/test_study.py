@@ -1,0 +1,130 @@
+"""What a study's file says: its runs and their flags, and what is refused of it."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bapo_trl.compare.study import as_arguments, read_study
+from bapo_trl.errors import InputError
+
+
+STUDY = {
+    "base": {"config": "quickstart", "max_steps": 8},
+    "arms": {"GRPO": {"method": "grpo"}, "BAPO, wide": {"method": "bapo", "ratio_upper_max": 4.0}},
+    "over": {"steps_per_generation": [16, 64], "learning_rate": [1e-4]},
+    "seeds": [3, 5],
+    "measure": {"every": 4, "avg_at": 2},
+}
+
+
+def read(folder: Path, **changes):
+    path = folder / "study.yaml"
+    path.write_text(yaml.safe_dump({**STUDY, **changes}, sort_keys=False))
+    return read_study(str(path))
+
+
+def test_runs_go_seed_by_seed_and_have_all_flags(tmp_path):
+    runs = read(tmp_path).runs()
+    assert [(run.seed, run.over["steps_per_generation"], run.arm) for run in runs] == [
+        (seed, steps, arm) for seed in (3, 5) for steps in (16, 64) for arm in STUDY["arms"]
+    ]
+    run = runs[3]
+    assert run.label == "BAPO, wide, steps_per_generation 64, learning_rate 0.0001, seed 3"
+    flags = {
+        "config": "quickstart", "max_steps": 8, "steps_per_generation": 64, "learning_rate": 1e-4, "method": "bapo",
+        "ratio_upper_max": 4.0, "do_eval": True, "eval_strategy": "steps", "eval_steps": 4, "num_generations_eval": 2,
+        "logging_steps": 1, "seed": 3, "save_strategy": "no", "report_to": "none",
+    }  # fmt: skip
+    assert flags.items() <= run.flags.items()
+    assert "eval_dataset" not in run.flags
+    assert "output_dir" not in run.flags
+
+
+def test_an_arm_comes_before_the_base_and_a_dataset_is_measured_on(tmp_path):
+    study = read(tmp_path, arms={"one": {"max_steps": 16}}, over={}, measure={"every": 4, "avg_at": 2, "dataset": "d"})
+    (run, _) = study.runs()
+    assert (run.flags["max_steps"], run.flags["eval_dataset"], run.setting) == (16, "d", "")
+
+
+def test_settings_are_part_of_what_a_run_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("own.yaml").write_text("learning_rate: 1.0e-4\n")
+    base = {"config": "own.yaml"}
+    keys = [run.key for run in read(tmp_path, base=base, over={}).runs()]
+    assert len(set(keys)) == 4
+    assert keys == [run.key for run in read(tmp_path, base=base, over={}).runs()]
+    Path("own.yaml").write_text("learning_rate: 2.0e-4\n")  # the recipe's content counts
+    others = [run.key for run in read(tmp_path, base=base, over={}).runs()]
+    assert not set(keys) & set(others)
+
+
+def test_flags_stand_on_a_command_line():
+    flags = {"use_cpu": True, "reward_funcs": ["a", "b"], "task_args": {"x": 1}, "learning_rate": 1e-4}
+    words = ["--use_cpu", "true", "--reward_funcs", "a", "b", "--task_args", '{"x": 1}', "--learning_rate", "0.0001"]
+    assert as_arguments(flags) == words
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arms": None}, "`arms` is missing"),
+        ({"arms": {"x": 3}}, "arm 'x' is 3"),
+        ({"arm": {}}, "`arm` is no part of a study: they are base, arms"),
+        ({"base": ["config"]}, r"`base` is \['config'\]: set it to names and values"),
+        ({"seeds": [1, 2, 1]}, r"`seeds` has \[1\] more than once"),
+        ({"seeds": 3}, "`seeds` is 3: set it to a list of whole numbers"),
+        ({"seeds": [-1]}, r"`seeds` is \[-1\]"),
+        ({"over": {"max_grad_norm": 1.0}}, "`over` has max_grad_norm: 1.0"),
+        ({"over": {"max_grad_norm": [1.0, 1.0]}}, "each once"),
+        ({"over": {"max_steps": [8, 16]}}, "`max_steps` is in `over` and in `base`"),
+        ({"over": {"method": ["bapo"]}}, r"`method` is in `over` and in \['GRPO', 'BAPO, wide'\]"),
+        ({"measure": {"every": 4}}, "`measure` has avg_at: None"),
+        ({"measure": {"every": 0, "avg_at": 2}}, "`measure` has every: 0"),
+        ({"measure": {"every": 4, "avg_at": 2, "at": 1}}, "`measure` has `at`: it takes every, avg_at and dataset"),
+        ({"base": {"config": "quickstart", "seed": 1}}, "`base` has `seed`, which the study sets itself"),
+        ({"arms": {"x": {"output_dir": "o"}}}, "arm 'x' has `output_dir`"),
+        ({"base": {"config": "none"}}, "`config` is 'none': there is no such file; the recipes"),
+    ],
+)
+def test_what_is_no_study_is_refused_in_a_sentence(tmp_path, changes, message):
+    with pytest.raises(InputError, match=message) as caught:
+        read(tmp_path, **changes).runs()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_or_no_yaml_is_refused(tmp_path):
+    with pytest.raises(InputError, match="no such file"):
+        read_study(str(tmp_path / "none.yaml"))
+    with pytest.raises(InputError, match="no such file"):
+        read_study("quickstart")  # a recipe is no study
+    (tmp_path / "bad.yaml").write_text("a: [")
+    with pytest.raises(InputError, match="not valid YAML"):
+        read_study(str(tmp_path / "bad.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("arm", "message"),
+    [
+        ({"method": "vespo", "loss_type": "sapo"}, "arm 'x' .*`method` is 'vespo', which sets `loss_type` to 'vespo'"),
+        ({"learning_rate_": 1}, None),
+        ({"positive_contribution_target": 2.0}, "arm 'x' .*`positive_contribution_target`"),
+        ({"method": "none"}, "`method` is 'none': set it to one of grpo"),
+    ],
+)
+def test_flags_are_read_as_train_reads_them_before_any_run(tmp_path, capsys, arm, message):
+    study = read(tmp_path, arms={"x": arm}, over={"num_iterations": [1]})
+    if message is None:
+        with pytest.raises(SystemExit):
+            study.check()
+        assert "arm 'x': error: unknown flag: --learning_rate_" in capsys.readouterr().err
+    else:
+        with pytest.raises(InputError, match=message):
+            study.check()
+
+
+@pytest.mark.parametrize("path", sorted(Path("benchmarks/studies").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_studies_of_the_benchmarks_can_be_read(path):
+    study = read_study(str(path))
+    study.check()
+    assert len(study.runs()) == len(study.arms) * len(study.settings()) * len(study.seeds)

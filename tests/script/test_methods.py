@@ -1,0 +1,79 @@
+"""`--method`: the settings that a name stands for, next to recipes and flags."""
+
+import pytest
+
+from bapo_trl.errors import InputError
+from bapo_trl.script.command_line import parse_arguments
+from bapo_trl.script.console import settings_table
+from bapo_trl.script.methods import METHODS
+
+
+def settings(*flags, **wanted):
+    _, args, *_ = parse_arguments([*flags, "--output_dir", "out", "--use_cpu", "true", "--bf16", "false"])
+    return {name: getattr(args, name) for name in wanted}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_is_its_settings(name):
+    assert settings("--method", name, **METHODS[name]) == METHODS[name]
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        # A recipe's settings of another method do not stay
+        (
+            ["--config", "stale_samples", "--method", "bapo"],
+            {"loss_type": "dapo", "negative_weight_min": 1.0, "positive_contribution_target": 0.5},
+        ),
+        (["--config", "released_recipe", "--method", "grpo"], {"delta": None, "ratio_upper_max": 1.2}),
+        # Flags that the method leaves open do
+        (
+            ["--method", "vespo", "--negative_weight_min", "0.5", "--positive_contribution_target", "1.0"],
+            {"loss_type": "vespo", "negative_weight_min": 0.5, "positive_contribution_target": 1.0},
+        ),
+        (["--method", "bapo", "--search_scope", "carried_over"], {"search_scope": "carried_over"}),
+        (["--method", "grpo", "--ratio_upper_max", "1.2"], {"ratio_upper_max": 1.2}),
+        # The row of the advice: 8 updates a generation, and 64
+        (["--method", "recommended"], {"loss_type": "dapo", "negative_weight_min": 1.0}),
+        (
+            ["--config", "stale_samples", "--method", "recommended"],
+            {"loss_type": "vespo", "negative_weight_min": 0.5},
+        ),
+    ],
+)
+def test_a_method_goes_before_a_recipe_and_beside_flags(flags, wanted):
+    assert settings(*flags, **wanted) == wanted
+
+
+def test_a_recipe_may_name_a_method_with_more(tmp_path):
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("dataset_name: embedded\nmethod: vespo\nnegative_weight_min: 0.5\n")
+    wanted = {"loss_type": "vespo", "negative_weight_min": 0.5}
+    assert settings("--config", str(recipe), **wanted) == wanted
+    recipe.write_text("dataset_name: embedded\nmethod: vespo\nloss_type: sapo\n")
+    with pytest.raises(InputError, match="`method` is 'vespo', which sets `loss_type` to 'vespo'"):
+        settings("--config", str(recipe))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--method", "dapo"], "`method` is 'dapo': set it to one of grpo, clip_higher"),
+        (["--method", "grpo", "--ratio_upper_max", "1.3"], "which sets `ratio_upper_max` to 1.2, and .* is 1.3"),
+        (["--method", "bapo", "--loss_type", "vespo"], "which sets `loss_type` to 'dapo', and `loss_type` is 'vespo'"),
+        (
+            ["--method", "gspo", "--importance_sampling_level", "token"],
+            "which sets `importance_sampling_level`",
+        ),
+    ],
+)
+def test_flags_that_contradict_a_method_are_refused(flags, message):
+    with pytest.raises(InputError, match=message):
+        settings(*flags)
+
+
+def test_the_table_of_settings_shows_the_method():
+    _, args, *_ = parse_arguments(["--method", "recommended"])
+    assert "method                     recommended" in settings_table(args, "recommended")
+    assert "method" not in settings_table(args)
