@@ -24,6 +24,7 @@ PAGES = (ROOT / "docs" / "results.md", ROOT / "README.md")
 TASK, UPDATES = "task", "updates per generation"
 WIDE = 0.02  # half-widths below this are left out of the README
 NAMES = {"VESPO, constant weight 0.5": "VESPO, half the weight for negative tokens (recommended)"}
+WEIGHTS = ("VESPO, constant weight 0.5", "VESPO, share 0.8", "share 0.8", "BAPO", "GRPO")
 README_ARMS = (
     "GRPO", "clip-higher", "CISPO", "BAPO", "SAPO", "GSPO", "VESPO", "VESPO, constant weight 0.5",
 )  # fmt: skip
@@ -77,18 +78,23 @@ def readme_table() -> str:
     return markdown([UPDATES, *settings], lines)
 
 
-def small_task(task: str, study: str, against: str, arms: Sequence[str] = ()) -> str:
-    """Return the table of a study at 16 and 64 updates per generation, on one of the two small tasks."""
-    settings = {f"at {name}": rows(study, **{TASK: task, UPDATES: name}) for name in ("16", "64")}
-    return final_table(settings, against, arms)
+def weights_table() -> str:
+    """Return how far arms with a weight on negative tokens end above VESPO, on both small tasks."""
+    places = [(task, updates) for task in ("running totals", "sums") for updates in ("16", "64")]
+    by_place = [finals(rows("balance", **{TASK: task, UPDATES: updates})) for task, updates in places]
+    lines = []
+    for arm in WEIGHTS:
+        above = [differences(by_arm, [(arm, "VESPO")]) if arm in by_arm else None for by_arm in by_place]
+        lines.append([arm, *(with_interval(each[0].mean, ".3f", "+") if each else "-" for each in above)])
+    return markdown(["above VESPO", *(f"{task}, {updates}" for task, updates in places)], lines)
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "readme": readme_table,
-    "stability hard": lambda: small_task("running totals", "stability", "BAPO"),
-    "stability easy": lambda: small_task("sums", "stability", "BAPO"),
-    "balance hard": lambda: small_task("running totals", "balance", "VESPO"),
-    "balance easy": lambda: small_task("sums", "balance", "VESPO"),
+    "stability": lambda: final_table(
+        {f"at {name}": rows("stability", **{TASK: "running totals", UPDATES: name}) for name in ("16", "64")}, "BAPO"
+    ),
+    "weights": weights_table,
     "chat": lambda: final_table({"final": rows("chat")}, "VESPO"),
     "scopes": lambda: final_table({f"at {name}": rows(f"scopes_{name}") for name in ("16", "64")}, "batch"),
 }
