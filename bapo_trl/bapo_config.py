@@ -247,9 +247,13 @@ class BAPOConfig(GRPOConfig):
         except InputError:
             raise
         except (TypeError, ValueError, ArithmeticError):
-            check_values_of_trl(self)  # says what to change
-            check_device(self)
-            check_batch_sizes(self)
+            for says_what_to_change in (check_values_of_trl, check_device, check_batch_sizes):
+                try:
+                    says_what_to_change(self)
+                except InputError:
+                    raise
+                except Exception:  # a check that fails itself, on what is not set yet, must not hide the error
+                    continue
             raise
 
     @classmethod

@@ -156,6 +156,29 @@ def test_settings_that_trl_fails_at_are_named_in_a_note(tmp_path, args, message)
     assert not isinstance(caught.value, InputError)
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"logging_steps": 0},
+        {"logging_steps": None},
+        {"optim": "sgdd"},
+        {"lr_scheduler_type": "line"},
+        {"save_strategy": "often"},
+        {"hub_strategy": "never"},
+        {"fp16": True, "bf16": True},
+        {"warmup_steps": -1},
+        {"model_init_kwargs": "{"},
+    ],
+)
+def test_what_transformers_refuses_keeps_its_own_words(args):
+    errors = []
+    for config_class in (GRPOConfig, BAPOConfig):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            config_class("unused", **{**CPU, **args})
+        errors.append((type(caught.value), str(caught.value)))
+    assert errors[0] == errors[1]
+
+
 def test_an_evaluation_in_batches_of_no_whole_groups_is_explained(tmp_path):
     data = {"eval_dataset": toy_dataset(4)}
     sizes = {"do_eval": True, "per_device_eval_batch_size": 6, "num_generations_eval": 4}
