@@ -24,7 +24,7 @@ from .inputs import checks
 from .inputs.checks import explained
 from .inputs.prompt_checks import check_number_of_prompts
 from .inputs.reward_checks import check_reward_funcs, check_size_of_rewards
-from .inputs.reward_sums import best_of_k
+from .inputs.reward_sums import best_of_k, overflowing_groups
 from .inputs.setting_checks import check_eval_groups, check_values_of_trl
 from .policy.behavior import BehaviorPolicy
 from .policy.scoring import read_masses, read_tokens, read_tokens_ahead, score, warn_if_padding_counts
@@ -329,8 +329,8 @@ class BAPOTrainer(WholeCheckpoints):
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         with checks.explaining_rewards(self, prompts, completions):
             rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        rank = self.accelerator.process_index
-        check_size_of_rewards(rewards_per_func, self.reward_func_names, prompts, completions, rank)
+        rank, overflows = self.accelerator.process_index, self._overflowing_groups if self.model.training else None
+        check_size_of_rewards(rewards_per_func, overflows, self.reward_func_names, prompts, completions, rank)
         if not self.model.training and self.num_generations_eval > 1:
             best = best_of_k(rewards_per_func, self.reward_weights, self.num_generations_eval)
             self._log_values({f"reward_best_of_{self.num_generations_eval}": best}, "eval")
@@ -338,6 +338,11 @@ class BAPOTrainer(WholeCheckpoints):
             summed_first = self.multi_objective_aggregation == "sum_then_normalize"
             self._replay.observe_rewards(rewards_per_func, self.reward_weights, self.num_generations, summed_first)
         return rewards_per_func
+
+    def _overflowing_groups(self, rewards_per_func) -> torch.Tensor:
+        weights, summed_first = self.reward_weights, self.multi_objective_aggregation == "sum_then_normalize"
+        weights = weights.to(rewards_per_func.device)
+        return overflowing_groups(rewards_per_func, weights, self.num_generations, self.scale_rewards, summed_first)
 
     def _score_all(self, batch) -> torch.Tensor:
         return score(self, batch, batch_size=self.args.per_device_train_batch_size)[0]

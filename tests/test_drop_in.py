@@ -227,6 +227,8 @@ SET_UPS = {
     "iterator": lambda: reward(lambda values: map(np.float32, values)),
     "truth values": lambda: reward(lambda values: [value > 0.5 for value in values]),
     "some None": lambda: reward(lambda values: [None, *values[1:]]),
+    "1e19": lambda: reward(lambda values: [0.0, 1e19] * (len(values) // 2)),
+    "equal ones of 1e30": lambda: reward(lambda values: [1e30] * len(values)),
     "only None": lambda: reward(lambda values: [None] * len(values)),
     "NaN": lambda: reward(lambda values: [math.nan, *values[1:]]),
     "asynchronous": lambda: {"reward_funcs": [later, digits_reward]},

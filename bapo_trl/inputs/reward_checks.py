@@ -11,9 +11,6 @@ from ..errors import InputError
 from ..upstream.trl_compat import is_async_callable
 
 
-LARGEST_REWARD = 1e18
-"""Largest size of a reward: TRL squares rewards in float32, which ends at 3e38."""
-
 _FIX = "return a finite number for each completion, or None where the function does not apply"
 
 
@@ -100,14 +97,21 @@ def check_reward_funcs(reward_funcs: Any, weights: Sequence[float] | None) -> No
 
 
 def check_size_of_rewards(
-    rewards_per_func: torch.Tensor, names: Sequence[str], prompts: Sequence[Any], completions: Sequence[Any], rank: int
+    rewards_per_func: torch.Tensor,
+    overflows: Callable[[torch.Tensor], torch.Tensor] | None,
+    names: Sequence[str],
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    rank: int,
 ) -> None:
     """
-    Refuse rewards of which TRL would compute infinite or no advantages. All ranks refuse the same ones.
+    Refuse rewards of which TRL would compute undefined or no advantages. All ranks refuse the same ones.
 
     Args:
         rewards_per_func (`torch.Tensor`): Rewards by function, of the samples of all ranks. NaN where a function gave
             none.
+        overflows (`Callable`, *optional*): Takes finite ones, and tells the samples whose standard deviation
+            overflows. `None` where no advantages are made of them.
         names (sequence of `str`): Names of the functions.
         prompts, completions (sequences): The `B` samples of this rank.
         rank (`int`): This rank.
@@ -115,16 +119,20 @@ def check_size_of_rewards(
     Raises:
         InputError: With function, sample, value and fix.
     """
-    too_large = (rewards_per_func.abs() > LARGEST_REWARD).nonzero()
-    if not len(too_large):
-        return
-    row, column = too_large[0].tolist()
+    sizes, fix = rewards_per_func.abs().nan_to_num(nan=0.0, posinf=torch.inf), _FIX
+    if not sizes.isinf().any():
+        too_large = None if overflows is None else overflows(rewards_per_func)
+        if too_large is None or not too_large.any():
+            return
+        sizes = sizes * too_large.unsqueeze(1)
+        fix = "the standard deviation of these rewards overflows, and nothing would be learned. Return smaller numbers"
+    row, column = divmod(int(sizes.argmax()), len(names))
     of_rank, position = divmod(row, len(prompts))
     is_here = of_rank == rank
     where = _describe(prompts, completions, position) if is_here else f"on rank {of_rank}"
     raise InputError(
         f"The reward function `{names[column]}` returned {rewards_per_func[row, column]:g} for sample {position} of "
-        f"{len(prompts)}, {where}: {_FIX.replace('number', f'number of at most {LARGEST_REWARD:g}', 1)}."
+        f"{len(prompts)}, {where}: {fix}."
     )
 
 

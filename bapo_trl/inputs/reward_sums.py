@@ -31,6 +31,43 @@ def weighted_sums(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torc
     return (rewards_per_func * weights).nansum(dim=1).where(is_scored, torch.nan)
 
 
+def overflowing_groups(
+    rewards_per_func: torch.Tensor, weights: torch.Tensor, num_generations: int, scale: str, summed_first: bool
+) -> torch.Tensor:
+    """
+    Tell the rows whose advantages would be 0 or undefined, because what they are divided by overflows float32.
+
+    Args:
+        rewards_per_func (`torch.Tensor`): Finite rewards by function, shape `(B, F)`, the groups one after the other.
+            NaN where a function gave none.
+        weights (`torch.Tensor`): Weights of the functions, shape `(F,)`.
+        num_generations (`int`): Rows of a group.
+        scale (`str`): TRL's `scale_rewards`, "group", "batch" or "none".
+        summed_first (`bool`): Whether the functions are summed before the groups are scaled.
+
+    Returns:
+        `torch.Tensor`: Boolean, shape `(B,)`, the same for all rows of a group; with "batch", for all rows.
+
+    Example:
+
+    ```python
+    >>> rewards = torch.tensor([[0.0], [1e19], [0.0], [1e20]])
+    >>> overflowing_groups(rewards, torch.ones(1), 2, "group", summed_first=True).tolist()
+    [False, False, True, True]
+
+    ```
+    """
+    values = weighted_sums(rewards_per_func, weights).unsqueeze(1) if summed_first else rewards_per_func
+    size = len(values) if scale == "batch" and summed_first else num_generations
+    groups = values.view(-1, size, values.shape[1])  # (groups, G, 1 or F)
+    mean = groups.nanmean(dim=1, keepdim=True)
+    overflows = groups.isinf().any(dim=1) | mean.isinf().squeeze(1)
+    if scale != "none" or not summed_first:
+        number = (~groups.isnan()).sum(dim=1)
+        overflows |= ((groups - mean).square().nanmean(dim=1) * (number / (number - 1))).isinf() & (number > 1)
+    return overflows.any(dim=1).repeat_interleave(size)
+
+
 def best_of_k(rewards_per_func: torch.Tensor, weights: torch.Tensor, num_generations: int) -> float:
     """
     Return the mean over prompts of the best reward among the completions of each.
