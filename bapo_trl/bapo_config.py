@@ -252,8 +252,8 @@ class BAPOConfig(GRPOConfig):
                     says_what_to_change(self)
                 except InputError:
                     raise
-                except Exception:  # a check that fails itself, on what is not set yet, must not hide the error
-                    continue
+                except (AttributeError, TypeError, ValueError, ArithmeticError):
+                    continue  # fails itself, on what is not set yet: that must not hide the error
             raise
 
     @classmethod

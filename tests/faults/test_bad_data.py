@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOTrainer
 from bapo_trl.errors import InputError
@@ -287,7 +288,9 @@ def test_a_tokenizer_without_end_token_is_named(tmp_path):
     message = r"tokenizer has no `eos_token`.*set `tokenizer\.eos_token`"
     with pytest.raises(InputError, match=message):
         check_tokenizer(tokenizer)
-    stopped(toy_trainer(tmp_path, trainer_args={"processing_class": tokenizer}), TypeError, message)
+    parts = {"trainer_args": {"processing_class": tokenizer}}
+    stopped(toy_trainer(tmp_path, **parts), TypeError, message)
+    stopped(toy_trainer(tmp_path, trainer_class=GRPOTrainer, config_class=GRPOConfig, **parts), TypeError, "NoneType")
 
 
 def test_a_vocabulary_that_the_tokenizer_goes_beyond(tmp_path):

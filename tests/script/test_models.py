@@ -84,6 +84,20 @@ def test_an_adapter_is_evaluated_with_the_settings_that_trained_it(adapter, caps
     assert len(completions()) == 24
 
 
+def test_an_adapter_on_a_base_that_changed_is_sampled_from_anew(adapter):
+    alone = {"do_train": "false", "eval_dataset": "test.jsonl", "model_name_or_path": "adapter"}
+    run(**alone)
+    before = completions()
+    model = AutoModelForCausalLM.from_pretrained("model")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.neg_()
+    model.save_pretrained("model")
+    run(**alone)
+    assert len(completions()) == len(before)
+    assert [line["completion"] for line in completions()] != [line["completion"] for line in before]
+
+
 def test_merging_alone_needs_no_data(adapter, capsys):
     flag = ["--do_train", "false", "--model_name_or_path", "adapter", "--merge_adapter", "true", "--output_dir", "new"]
     train_bapo.main([*flag, "--use_cpu", "true", "--bf16", "false"])
