@@ -170,12 +170,20 @@ class Rows:
         """Return a copy of some rows, in the order of `indices`."""
         return concat_rows([(self, indices)])
 
-    def with_tool_mask(self) -> "Rows":
-        """Return the rows with a `tool_mask`: where there is none, the policy wrote all tokens."""
-        if "tool_mask" in self.columns:
-            return self
-        mask = self.columns["completion_mask"]
-        return Rows({**self.columns, "tool_mask": Column(torch.ones_like(mask.values), mask.spans)})
+    def with_defaults(self, keys: Iterable[str]) -> "Rows":
+        """
+        Return the rows with those of `keys` that a generation may leave out.
+
+        Without `tool_mask`, the policy wrote all tokens; without `sampling_per_token_logps`, the sampler's are
+        `old_per_token_logps`, as for TRL.
+        """
+        columns, missing = dict(self.columns), set(keys) - self.columns.keys()
+        if "tool_mask" in missing:
+            mask = columns["completion_mask"]
+            columns["tool_mask"] = Column(torch.ones_like(mask.values), mask.spans)
+        if "sampling_per_token_logps" in missing and "old_per_token_logps" in columns:
+            columns["sampling_per_token_logps"] = columns["old_per_token_logps"]
+        return Rows(columns) if len(columns) > len(self.columns) else self
 
     def masked(self) -> "Rows":
         """Return the rows with no token that counts: they keep the shape of a batch and train nothing."""
@@ -185,7 +193,7 @@ class Rows:
 
 def concat_rows(parts: Iterable[tuple[Rows, Sequence[int] | np.ndarray]]) -> Rows:
     """
-    Copy rows of several collections into one. If some have a `tool_mask`, it is all ones for the others.
+    Copy rows of several collections into one. What some have and others may leave out has its default for these.
 
     Args:
         parts (iterable of pairs): At least one collection, each with the indices of the rows to take from it, in their
@@ -195,8 +203,8 @@ def concat_rows(parts: Iterable[tuple[Rows, Sequence[int] | np.ndarray]]) -> Row
         ValueError: If one has a key that another has not, or values for tokens where another has them for rows.
     """
     parts = [(rows, np.asarray(indices, dtype=np.int64)) for rows, indices in parts]
-    if any("tool_mask" in rows.columns for rows, _ in parts):
-        parts = [(rows.with_tool_mask(), indices) for rows, indices in parts]
+    every_key = set().union(*(rows.columns for rows, _ in parts))
+    parts = [(rows.with_defaults(every_key), indices) for rows, indices in parts]
     keys = parts[0][0].columns.keys()
     for rows, _ in parts:
         if rows.columns.keys() != keys:

@@ -309,6 +309,36 @@ def test_a_mask_that_some_generations_lack_is_all_ones_for_them(tmp_path, saved_
     assert of_queue > 20
 
 
+class LogprobsNowAndThen(MaskNowAndThen):
+    """A `rollout_func` that tells what its sampler gave each token, in every other generation."""
+
+    def __call__(self, prompts, trainer):
+        output = super().__call__(prompts, trainer)
+        mask = output.pop("env_mask", None)
+        return output if mask is None else {**output, "logprobs": [[-9.0] * len(ids) for ids in mask]}
+
+
+@pytest.mark.trainings
+def test_logprobs_that_some_generations_lack_are_the_trainers_for_them(tmp_path):
+    parts = {"trainer_args": {"rollout_func": LogprobsNowAndThen()}}
+    args = {**REPLAY, "replay_fraction": 0.75, "off_policy_mask_threshold": 0.5, "vllm_logp_tolerance": None}
+    trainer = toy_trainer(tmp_path, **args, **parts)
+    seen, compute_loss = [], trainer._compute_loss
+
+    def kept(model, inputs):
+        old, tokens = inputs["old_per_token_logps"], inputs["completion_mask"].bool()
+        told = inputs.get("sampling_per_token_logps", old)
+        for row, version in enumerate(inputs["policy_version"].tolist()):
+            expected = torch.full_like(old[row], -9.0) if version % 4 == 0 else old[row]
+            assert told[row][tokens[row]].equal(expected[tokens[row]])
+            seen.append(version)
+        return compute_loss(model, inputs)
+
+    trainer._compute_loss = kept
+    assert trainer.train().global_step == 12
+    assert sum(version < 10 for version in seen) > 20
+
+
 def test_rows_that_keep_the_shape_of_a_batch_are_not_counted_as_untrained(tmp_path):
     args = {"partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 2, "replay_max_reuse": 4}
     trainer = toy_trainer(tmp_path, trainer_class=Masks, **{**REPLAY, **args})
