@@ -11,6 +11,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from bapo_trl.errors import InputError
 from bapo_trl.script.arguments import EMBEDDED
 from bapo_trl.script.command_line import parse_arguments
+from bapo_trl.script.commands import SCRIPT, TRAIN
 from bapo_trl.script.launcher import read_arguments
 from tests.helpers.commands import ROOT, run_command
 
@@ -137,3 +138,17 @@ def test_every_other_yaml_is_a_mapping():
     assert len(others) > len(RECIPES)
     for path in others:
         assert isinstance(yaml.safe_load(path.read_text()), dict), path
+
+
+@pytest.mark.parametrize("command", [TRAIN, SCRIPT], ids=lambda command: command.name)
+def test_the_help_of_the_training_launches_several_processes_with_a_configuration(command, tmp_path, monkeypatch):
+    (line,) = (line.strip() for line in command.description.splitlines() if " launch " in line)
+    name, launch, *arguments = line.split()
+    assert (name, launch) == ("bapo-trl", "launch")
+    monkeypatch.chdir(tmp_path)
+    arguments, _, _ = _validate_launch_command(read_arguments(arguments))
+    assert arguments.use_deepspeed
+    assert arguments.num_processes == 8
+    assert arguments.training_script == ("bapo_trl" if command is TRAIN else "train_bapo.py")
+    flags = arguments.training_script_args[command is TRAIN :]
+    assert parse_arguments([*flags, "--use_cpu", "true", "--bf16", "false"])[1].learning_rate == 1e-6

@@ -28,7 +28,7 @@ The embedded arithmetic task, on a laptop without a GPU:
 
 One of the recipes ({command} --config quickstart), or your own; flags override its values. In several processes:
 
-    {launch} --config recipes/math_7b.yaml --learning_rate 1e-6
+    {launch} --config math_7b --learning_rate 1e-6
 
 Your own data and reward, all settings from the command line:
 
@@ -49,7 +49,8 @@ A saved model or adapter, evaluated alone:
 (LoRA flags among them) and of TRL's dataset mixtures as well.
 """
 _EVALUATION = """
-Evaluate a model: what `bapo-trl train` does with `--do_train false`, and with the same settings.
+Evaluate a model: what `bapo-trl train` does with `--do_train false`, and with the same settings. Those of a recipe
+that are for its training do not count.
 
 A saved model or adapter on AIME 2024:
 
@@ -61,12 +62,9 @@ On your own prompts:
         --num_generations_eval 4 --output_dir evaluation
 """
 
-SCRIPT = Command(
-    "train_bapo.py", _TRAINING.format(command="python train_bapo.py", launch="accelerate launch train_bapo.py")
-)
-TRAIN = Command(
-    "bapo-trl train", _TRAINING.format(command="bapo-trl train", launch="accelerate launch -m bapo_trl train")
-)
+_LAUNCH = "bapo-trl launch --accelerate zero3 --num_processes 8"
+SCRIPT = Command("train_bapo.py", _TRAINING.format(command="python train_bapo.py", launch=f"{_LAUNCH} train_bapo.py"))
+TRAIN = Command("bapo-trl train", _TRAINING.format(command="bapo-trl train", launch=f"{_LAUNCH} train"))
 EVALUATE = Command("bapo-trl evaluate", _EVALUATION)
 
 
