@@ -3,10 +3,10 @@
 import argparse
 import difflib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from transformers import IntervalStrategy
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser
@@ -14,7 +14,8 @@ from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 from ..bapo_config import BAPOConfig, own_fields
 from ..errors import InputError
 from .arguments import BAPOScriptArguments
-from .commands import TRAIN, Command
+from .commands import EVALUATE, TRAIN, Command
+from .failures import refuse
 from .methods import check_method, settings_of_method
 from .recipes import RECIPES, find_defect, find_recipe, recipe_names
 
@@ -123,7 +124,12 @@ class RecipeParser(TrlParser):
             defect = find_defect(self._recipe)
             if defect is not None:
                 self._refuse(f"the recipe {self._recipe} {defect}")
-        return super().parse_args_and_config(args, *rest, **kwargs)
+        try:
+            return super().parse_args_and_config(args, *rest, **kwargs)
+        except InputError:
+            raise
+        except (TypeError, ValueError, ArithmeticError, OSError, ImportError) as error:  # of TRL and transformers
+            raise InputError(str(error)) from error
 
     def set_defaults_with_config(self, **config):
         self.recipe_settings = config
@@ -158,8 +164,12 @@ class RecipeParser(TrlParser):
 
         return ", ".join(described(name) for name in names)
 
-    def _refuse(self, message: str):
-        self.exit(2, f"{self.prog}: error: {message}\n")
+    def error(self, message: str) -> NoReturn:
+        """End as for a name that is not known, without the usage."""
+        self._refuse(message)
+
+    def _refuse(self, message: str) -> NoReturn:
+        refuse(self.prog, message)
 
 
 class _HelpAll(argparse.Action):
@@ -172,15 +182,15 @@ class _HelpAll(argparse.Action):
 
 
 def _wanted(hint: Any, value: Any) -> str | None:
-    """Return what a setting takes instead of a number or a truth value that it does not; `None` if it takes it."""
-    if not isinstance(value, bool | int | float):  # text is read as on the command line
-        return None
-    types = set(get_args(hint)) if get_args(hint) and get_origin(hint) in (Union, UnionType) else {hint}
-    types -= {type(None)}
-    if not all(isinstance(each, type) for each in types) or type(value) in types:
+    """Return what a setting takes instead of a value of a type that it does not; `None` if it takes it."""
+    hints = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    types = {get_origin(each) or each for each in hints}
+    if isinstance(value, str) or type(value) in types or types & {Any, Literal}:  # text: as on the command line
         return None
     if type(value) is int and float in types:
         return None
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text, in quotes"}
-    known = [names[each] for each in names if each in types]
-    return " or ".join(known) or "another value: see --help"
+    names = {
+        bool: "true or false", int: "a whole number", float: "a number", list: "a list", dict: "a mapping",
+        str: "text, in quotes",
+    }  # fmt: skip
+    return " or ".join(names[each] for each in names if each in types) or "another value: see --help"

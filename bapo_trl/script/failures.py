@@ -10,7 +10,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ..errors import InputError
 
@@ -54,6 +54,24 @@ def run_command(function: Callable[[Sequence[str]], Result], arguments: Sequence
             with contextlib.suppress(OSError):
                 sys.stderr.write(text)
         raise SystemExit(1) from None
+
+
+def refuse(program: str, message: str) -> NoReturn:
+    """
+    End the process with code 2 and one line on stderr, for flags that cannot be read. Of several processes of a
+    launcher, one says it.
+
+    Args:
+        program (`str`): What the line begins with.
+        message (`str`): The rest of it.
+
+    Raises:
+        SystemExit: With 2.
+    """
+    if _is_first_to_say(message):
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"{program}: error: {message}\n")
+    raise SystemExit(2)
 
 
 def _in_one_line(error: BaseException) -> str:

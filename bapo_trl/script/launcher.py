@@ -50,9 +50,10 @@ def main(arguments: Sequence[str]) -> None:
     try:
         launch.launch_command(args)
     except ChildFailedError as error:
-        print(error, file=sys.stderr)
         _, failure = error.get_first_failure()
         code = failure.exitcode
+        if args.training_script != "bapo_trl" or code not in (1, 2):  # with these, a rank has said why
+            print(error, file=sys.stderr)
     except subprocess.CalledProcessError as error:  # DeepSpeed's launcher of several nodes
         print(error, file=sys.stderr)
         code = error.returncode

@@ -108,9 +108,34 @@ def test_several_processes_say_it_once(tmp_path, kind):
     assert result.stderr.count(said) == 1
 
 
+@pytest.mark.processes
+def test_of_the_ranks_of_a_launcher_one_says_what_a_flag_lacks():
+    launch = ["-m", "bapo_trl", "launch", "--accelerate", "cpu_ddp", "--num_processes", "2"]
+    result = run_process([sys.executable, *launch, "train", "--seed", "abc"])
+    assert result.returncode == 2
+    assert result.stderr.count("bapo-trl train: error: argument --seed: invalid int value: 'abc'\n") == 1
+    assert "usage: " not in result.stderr
+    assert "Root Cause" not in result.stderr  # torch's banner
+
+
 REFUSED = {
     "wrong type": (["--config", "seed.yaml"], "seed.yaml: `seed` is 1.5: set it to a whole number"),
     "text": (["--config", "folder.yaml"], "folder.yaml: `output_dir` is 5: set it to text, in quotes"),
+    "list for a number": (["--config", "rate.yaml"], "rate.yaml: `learning_rate` is [1]: set it to a number"),
+    "nothing": (["--config", "nothing.yaml"], "nothing.yaml: `learning_rate` is None: set it to a number"),
+    "list for text": (["--config", "folders.yaml"], "folders.yaml: `output_dir` is ['a']: set it to text, in quotes"),
+    "no list": (["--config", "datasets.yaml"], "datasets.yaml: `datasets` is 5: set it to a list"),
+    "no list either": (["--config", "targets.yaml"], "targets.yaml: `lora_target_modules` is 5: set it to a list"),
+    "list or text": (
+        ["--config", "report.yaml"],
+        "report.yaml: `report_to` is 5: set it to a list or text, in quotes",
+    ),
+    "seeds": (["--config", "seeds.yaml"], "seeds.yaml: `seed` is [1]: set it to a whole number"),
+    "mapping": (["--config", "mapping.yaml"], "mapping.yaml: `seed` is {'a': 1}: set it to a whole number"),
+    "of TRL": (["--load_in_4bit", "true", "--load_in_8bit", "true"], "use 8 bit and 4 bit precision at the same time"),
+    "of transformers": (["--logging_steps", "0"], "IntervalStrategy.STEPS requires non-zero --logging_steps"),
+    "optimizer": (["--optim", "sgdd"], "argument --optim: invalid choice: 'sgdd' (choose from "),
+    "value of a flag": (["--seed", "abc"], "argument --seed: invalid int value: 'abc'"),
     "no name": (["--config", "list.yaml"], "is not valid YAML ("),
     "twice": (["--config", "twice.yaml"], "(the key `max_steps` is there twice, again in line 3)"),
     "learning rate": (["--learning_rate", "-1"], "`learning_rate` is -1.0: set it to at least 0, e.g. 1e-6."),
@@ -135,6 +160,14 @@ def folder(tmp_path_factory) -> Path:
     for name, text in {
         "seed.yaml": "seed: 1.5\n",
         "folder.yaml": "output_dir: 5\n",
+        "rate.yaml": "learning_rate: [1]\n",
+        "nothing.yaml": "learning_rate: null\n",
+        "folders.yaml": "output_dir: [a]\n",
+        "datasets.yaml": "datasets: 5\n",
+        "targets.yaml": "lora_target_modules: 5\n",
+        "report.yaml": "report_to: 5\n",
+        "seeds.yaml": "seed: [1]\n",
+        "mapping.yaml": "seed: {a: 1}\n",
         "list.yaml": "? [a, b]\n: 1\n",
         "twice.yaml": "max_steps: 1\nseed: 2\nmax_steps: 3\n",
         "files/a.jsonl": '{"prompt": "1+1="}\n',
@@ -177,6 +210,7 @@ def test_what_a_user_gets_wrong_ends_in_one_line(folder):
         assert message in line
         assert code in ("code 1", "code 2")
         assert "Traceback" not in said[name]
+        assert "usage: " not in said[name]
 
 
 @pytest.mark.processes
