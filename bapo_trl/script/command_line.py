@@ -20,6 +20,14 @@ from .methods import check_method, settings_of_method
 from .recipes import RECIPES, find_defect, find_recipe, recipe_names
 
 
+# Besides those of replay and partial rollouts. A training that was in order on its processes may not be so on these
+_OF_TRAINING = {
+    "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size",
+    "num_iterations", "learning_rate", "method", "eval_strategy", "save_strategy", "load_best_model_at_end",
+    "resume_from_checkpoint", "merge_adapter", "push_to_hub",
+}  # fmt: skip
+
+
 def parse_arguments(
     arguments: Sequence[str], command: Command = TRAIN
 ) -> tuple[BAPOScriptArguments, BAPOConfig, ModelConfig, DatasetMixtureConfig]:
@@ -46,6 +54,7 @@ def parse_arguments(
         usage=f"{command.name} [--config RECIPE] [--NAME VALUE ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.ignores_training = command is EVALUATE
     parser.set_defaults(do_train=True, dtype=None)
     script_args, training_args, model_args, dataset_args = parser.parse_args_and_config(arguments)
     if script_args.method is not None:
@@ -82,6 +91,8 @@ class RecipeParser(TrlParser):
         self._recipe: str | None = None
         self.recipe_settings: dict[str, Any] = {}
         self.method_settings: dict[str, Any] = {}
+        self.ignores_training = False
+        self._flags: set[str] = set()
 
     def format_help(self, shows_all: bool = False) -> str:
         """Return the help text: the flags of this package, those of TRL and transformers only if asked for."""
@@ -111,6 +122,7 @@ class RecipeParser(TrlParser):
         self.set_defaults(**self.method_settings)
         args = sys.argv[1:] if args is None else args
         args = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
+        self._flags = {arg.partition("=")[0].replace("-", "_").replace("__", "--", 1) for arg in args}
         if "--config" in args:
             place = args.index("--config") + 1
             named = next(iter(args[place:]), "")
@@ -132,6 +144,8 @@ class RecipeParser(TrlParser):
             raise InputError(str(error)) from error
 
     def set_defaults_with_config(self, **config):
+        if self.ignores_training:
+            config = _without_training(config, "--num_generations" in self._flags)
         self.recipe_settings = config
         config = {**config, **self.method_settings}
         for settings in self.dataclass_types:
@@ -179,6 +193,17 @@ class _HelpAll(argparse.Action):
     def __call__(self, parser, namespace, values, option_string=None):
         print(parser.format_help(shows_all=True))
         parser.exit()
+
+
+def _without_training(recipe: Mapping[str, Any], has_group: bool) -> dict[str, Any]:
+    """Return the settings of a recipe that an evaluation reads. Its group is that of one, unless a flag gives it."""
+    kept = {
+        name: value
+        for name, value in recipe.items()
+        if name not in _OF_TRAINING and not name.startswith(("replay_", "partial_rollout_"))
+    }
+    group = kept.pop("num_generations", None)
+    return kept if group is None or has_group else {"num_generations_eval": group, **kept}
 
 
 def _wanted(hint: Any, value: Any) -> str | None:

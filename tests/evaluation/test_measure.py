@@ -13,6 +13,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+import yaml
 from datasets import Dataset, DatasetDict
 from trl.trainer import grpo_trainer
 
@@ -22,7 +23,7 @@ from bapo_trl.script import training
 from tests.helpers.commands import ROOT
 from tests.helpers.fake_vllm import FakeVLLM
 from tests.helpers.forked import run_python
-from tests.helpers.script_runs import CHAT_TEMPLATE, completions, fill_folder, flags, results, run
+from tests.helpers.script_runs import CHAT_TEMPLATE, CPU, completions, fill_folder, flags, results, run
 
 
 pytestmark = pytest.mark.trainings
@@ -268,6 +269,25 @@ def test_an_evaluation_of_nothing_in_particular_says_first_what_it_is_of(monkeyp
     with pytest.raises(SystemExit, match="prepares"):
         training.evaluate([])
     assert capsys.readouterr().out == "Evaluates the model embedded on embedded, into outputs/quickstart\n"
+
+
+def test_settings_of_the_training_in_a_recipe_do_not_count_in_an_evaluation(folder):
+    recipe = {
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_generations": 16,  # for 8 GPUs
+        "learning_rate": -1.0, "replay_fraction": 0.5, "replay_capacity": 1, "partial_rollout_oversampling": 9.0,
+        "method": "grpo", "ratio_upper_max": 3.0, "resume_from_checkpoint": "true", "push_to_hub": True,
+        "merge_adapter": True, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3,
+        "eval_dataset": "test.jsonl", "reward_funcs": "my_rewards.has_digit", "save_strategy": "steps",
+        **{name: yaml.safe_load(value) for name, value in CPU.items() if name != "save_strategy"},
+    }  # fmt: skip
+    Path("trained.yaml").write_text(yaml.safe_dump(recipe))
+    (folder / "out" / "merged").mkdir(parents=True)
+    training.evaluate(["--config", "trained.yaml"])
+    assert len(completions()) == 6 * 16
+    assert "eval_pass@16" in results()
+    training.evaluate(["--config", "trained.yaml", "--num_generations_eval", "2"])
+    assert "eval_pass@2" in results()
+    assert not list((folder / "out" / "merged").iterdir())
 
 
 def test_a_recipe_that_evaluates_in_training_evaluates_few_prompts_alone(folder):
