@@ -14,7 +14,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..clip_bounds.tokens import policy_mask
 from ..errors import InputError
-from ..upstream.trl_compat import FORWARD_KEYS
 
 
 @dataclass(frozen=True)
@@ -243,6 +242,8 @@ def batch_to_rows(batch: Mapping[str, torch.Tensor], pad_token_id: int) -> Rows:
     Raises:
         ValueError: If the batch has images, or a key that nobody knows how to cut into rows.
     """
+    from ..upstream.trl_compat import FORWARD_KEYS  # with TRL's trainer, which no setting needs
+
     for key in batch:
         if key in FORWARD_KEYS:
             raise InputError(

@@ -10,19 +10,23 @@ import ctypes
 import functools
 import os
 import sys
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from transformers import PreTrainedModel
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 from trl.trainer import utils as trl_utils
+
+
+if TYPE_CHECKING:  # the settings, which ask for the processor, need no trainer
+    from trl import GRPOTrainer
 
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 FEW_CORES = 2
 
 
-def speed_up_cpu(trainer: GRPOTrainer) -> str | None:
+def speed_up_cpu(trainer: "GRPOTrainer") -> str | None:
     """
     Apply all measures to a run on CPUs, and say which.
 
