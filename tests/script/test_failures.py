@@ -14,6 +14,7 @@ from bapo_trl.script import failures
 from bapo_trl.script.failures import run_command
 from tests.helpers.commands import accelerate_launcher
 from tests.helpers.commands import run_command as run_process
+from tests.helpers.script_runs import fill_folder, flags, train_bapo
 
 
 def failed(function, *arguments, capsys):
@@ -214,21 +215,40 @@ def test_what_a_user_gets_wrong_ends_in_one_line(folder):
 
 
 @pytest.mark.processes
-def test_a_terminal_that_is_gone_or_knows_no_umlauts_loses_no_result(tmp_path):
+@pytest.mark.parametrize("terminal", ["gone", "closed", "ascii"])
+def test_a_terminal_that_is_gone_or_knows_no_umlauts_loses_no_result(tmp_path, terminal):
     recipe = yaml.safe_load((Path(failures.PACKAGE) / "recipes" / "quickstart.yaml").read_text())
     (tmp_path / "recipe.yaml").write_text(
         yaml.safe_dump({**recipe, "max_steps": 2, "logging_steps": 1, "output_dir": "größe"})
     )
     command = f"exec {sys.executable} -m bapo_trl train --config recipe.yaml --report_to none"
-    code = "import os, subprocess, sys\nread, write = os.pipe()\nos.close(read)\n" + (
-        "sys.exit(subprocess.run(['bash', '-c', sys.argv[1]], stdout=write, stderr=write).returncode)"
+    if terminal == "closed":
+        command += " >&-"
+    stderr = "write" if terminal == "gone" else "2"
+    code = f"import os, subprocess, sys\nread, write = os.pipe()\nstdout, stderr = 1, {stderr}\n" + (
+        "" if terminal != "gone" else "os.close(read)\nstdout = write\n"
     )
-    gone = subprocess.run(
+    code += "sys.exit(subprocess.run(['bash', '-c', sys.argv[1]], stdout=stdout, stderr=stderr).returncode)"
+    ended = subprocess.run(
         [sys.executable, "-c", code, command],
         cwd=tmp_path,
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        stdout=subprocess.PIPE,
         timeout=300,
     )
-    assert gone.returncode == 0
+    assert ended.returncode == 0
+    assert (b"Model: gr\\xf6\\xdfe" in ended.stdout) == (terminal == "ascii")
     assert (tmp_path / "größe" / "model.safetensors").exists()
     assert (tmp_path / "größe" / "report.png").exists()
+
+
+@pytest.mark.trainings
+def test_a_reward_that_raises_keeps_the_frames_of_the_user_and_ours(tmp_path, monkeypatch, capsys):
+    fill_folder(tmp_path, monkeypatch)
+    Path("my_rewards.py").write_text("def has_digit(completions, **kwargs):\n    return [1 / 0]\n")
+    text = failed(train_bapo.main, *flags(dataset_name="train.jsonl"), capsys=capsys)
+    assert 'my_rewards.py", line 2, in has_digit\n' in text
+    assert "\nZeroDivisionError: division by zero\nRaised by the reward function `has_digit` on " in text
+    assert "bapo_trainer.py" in text
+    assert " of trl\n" in text
+    assert "site-packages" not in text
