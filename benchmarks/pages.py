@@ -23,7 +23,7 @@ from benchmarks.common import RESULTS, ROOT
 PAGES = (ROOT / "docs" / "results.md", ROOT / "README.md")
 TASK, UPDATES = "task", "updates per generation"
 WIDE = 0.02  # half-widths below this are left out of the README
-NAMES = {"VESPO, constant weight 0.5": "VESPO, half the weight for negative tokens (recommended)"}
+NAMES = {"VESPO, constant weight 0.5": "VESPO, half the weight (recommended)"}
 WEIGHTS = ("VESPO, constant weight 0.5", "VESPO, share 0.8", "share 0.8", "BAPO", "GRPO")
 README_ARMS = (
     "GRPO", "clip-higher", "CISPO", "BAPO", "SAPO", "GSPO", "VESPO", "VESPO, constant weight 0.5",

@@ -1,34 +1,24 @@
 """
-Write the tables of knobs in docs/knobs.md and README.md from the help texts of `BAPOConfig`.
+Write the table of knobs in docs/knobs.md from the help texts of `BAPOConfig`.
 
     python docs/tools/render_knobs.py
 """
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from bapo_trl.bapo_config import own_fields
 
 
 ROOT = Path(__file__).resolve().parents[2]
-FIRST_KNOBS = (
-    "positive_contribution_target",
-    "ratio_lower_max",
-    "ratio_upper_max",
-    "search_scope",
-    "replay_zero_advantage",
-)
-PAGES = {"docs/knobs.md": None, "README.md": FIRST_KNOBS}  # `None`: all of them
+PAGE = ROOT / "docs" / "knobs.md"
 
 
-def knob_table(names: Iterable[str] | None) -> str:
-    """Return a Markdown table of the named knobs, or of all: name, default and help text."""
-    knobs = {f.name: f for f in own_fields()}
+def knob_table() -> str:
+    """Return a Markdown table of all knobs: name, default and help text."""
     rows = [
-        f"| `{name}` | {'none' if knobs[name].default is None else f'`{knobs[name].default}`'} | "
-        f"{knobs[name].metadata['help']} |"
-        for name in (knobs if names is None else names)
+        f"| `{knob.name}` | {'none' if knob.default is None else f'`{knob.default}`'} | {knob.metadata['help']} |"
+        for knob in own_fields()
     ]
     return "\n".join(["| `BAPOConfig` | default | |", "|---|---|---|", *rows])
 
@@ -42,12 +32,6 @@ def with_table(page: str, table: str, script: str = "render_knobs") -> str:
     return text
 
 
-def main():
-    for name, knobs in PAGES.items():
-        page = ROOT / name
-        page.write_text(with_table(page.read_text(), knob_table(knobs)))
-        print(f"Written: {name}")
-
-
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(with_table(PAGE.read_text(), knob_table()))
+    print(f"Written: {PAGE.relative_to(ROOT)}")
