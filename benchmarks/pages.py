@@ -20,11 +20,26 @@ from bapo_trl.compare.tables import as_markdown, compare, markdown, with_interva
 from benchmarks.common import RESULTS, ROOT
 
 
-PAGES = (ROOT / "docs" / "results.md", ROOT / "README.md")
+PAGES = (ROOT / "docs" / "results.md", ROOT / "docs" / "stability.md", ROOT / "README.md")
 TASK, UPDATES = "task", "updates per generation"
 WIDE = 0.02  # half-widths below this are left out of the README
 NAMES = {"VESPO, constant weight 0.5": "VESPO, half the weight (recommended)"}
 WEIGHTS = ("VESPO, constant weight 0.5", "VESPO, share 0.8", "share 0.8", "BAPO", "GRPO")
+METHODS = ("GRPO", "clip-higher", "CISPO", "SAPO", "GSPO", "VESPO")
+VARIANTS = {  # arms of the study by what they change; of two, the seeds that had no part in their choice
+    "upper bound alone": "`ratio_lower_max=0.6`: the upper bound alone is searched",
+    "delta 3": "`delta=3.0`: TRL's cap on ratios",
+    "upper bound alone, delta 3": "both",
+    "fixed at the widest": "bounds fixed at 0.6 and 3.0",
+    "fixed at end": "bounds fixed at 0.9 and 3.0",
+    "BAPO, target 0.4": "target 0.4",
+    "target 0.6": "target 0.6",
+    "BAPO, surrogate": '`contribution_measure="surrogate"`',
+    "lower bound first": '`search_order="lower_first"`',
+    "coarse grid": "steps 5 and 6 times as long",
+    "BAPO, sequence level": "ratios of sequences",
+    "released recipe's bounds": "the authors' released recipe",
+}
 README_ARMS = (
     "GRPO", "clip-higher", "CISPO", "BAPO", "SAPO", "GSPO", "VESPO", "VESPO, constant weight 0.5",
 )  # fmt: skip
@@ -78,6 +93,15 @@ def readme_table() -> str:
     return markdown([UPDATES, *settings], lines)
 
 
+def above_bapo(arm: str, updates: str) -> str:
+    """Return how far an arm ends above BAPO on the hard task, by seeds of their own where there are any."""
+    for study in ("stability_candidates", "stability"):
+        by_arm = finals(rows(study, **{TASK: "running totals", UPDATES: updates}))
+        if arm in by_arm:
+            return with_interval(differences(by_arm, [(arm, "BAPO")])[0].mean, ".3f", "+")
+    raise ValueError(f"no run of {arm} at {updates} updates per generation.")
+
+
 def weights_table() -> str:
     """Return how far arms with a weight on negative tokens end above VESPO, on both small tasks."""
     places = [(task, updates) for task in ("running totals", "sums") for updates in ("16", "64")]
@@ -93,6 +117,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "readme": readme_table,
     "stability": lambda: final_table(
         {f"at {name}": rows("stability", **{TASK: "running totals", UPDATES: name}) for name in ("16", "64")}, "BAPO"
+    ),
+    "methods": lambda: markdown(
+        ["hard task, above BAPO", "at 16", "at 64"],
+        [[arm, above_bapo(arm, "16"), above_bapo(arm, "64")] for arm in METHODS],
+    ),
+    "variants": lambda: markdown(
+        ["one thing changed", "at 64, above BAPO"], [[text, above_bapo(arm, "64")] for arm, text in VARIANTS.items()]
     ),
     "weights": weights_table,
     "chat": lambda: final_table({"final": rows("chat")}, "VESPO"),
