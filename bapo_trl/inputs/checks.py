@@ -114,6 +114,9 @@ def check_gradient(trainer: Any, grad_norm: Any) -> None:
     """
     Stop at a gradient that is not finite. The norm is that of all ranks, so that all of them stop.
 
+    Reads a number from the device. The vector of the update's log is read before it, ahead of the backward pass: in
+    that, DeepSpeed makes its step.
+
     Raises:
         RuntimeError: With what to look for.
     """

@@ -3,8 +3,9 @@ Rehearse an update of GRPOTrainer and BAPOTrainer in many settings, in a process
 
     python -m tests.rehearsal.worker OUTPUT.json
 
-Two updates are trained on the CPU for real. Then weights and buffer are put on the accelerator, where they lie on a
-GPU: all there, but `policy_version` and `token_versions`. Then comes one more update.
+Two updates are trained on the CPU for real, six for samples that outlive a generation. Then weights and buffer are put
+on the accelerator, where they lie on a GPU: all there, but `policy_version` and `token_versions`. Then comes one more
+update.
 """
 
 import copy
@@ -22,16 +23,18 @@ import torch
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from peft import LoraConfig
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import utils as trl_utils
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.clip_bounds import run_search
-from tests.helpers.toy import toy_dataset, toy_model, toy_trainer
+from tests.helpers.toy import ending_model, toy_dataset, toy_model, toy_trainer
 from tests.rehearsal.accelerator import Rehearsal, register
 
 
 ON_CPU = ("policy_version", "token_versions")
+SECOND_GENERATION = {"max_steps": 6}  # of four updates each
 CASES: dict[str, dict[str, Any]] = {
     "batch": {},
     "micro_batch": {"search_scope": "micro_batch"},
@@ -40,8 +43,11 @@ CASES: dict[str, dict[str, Any]] = {
     "VESPO with half the weight": {
         "loss_type": "vespo", "negative_weight_min": 0.5, "positive_contribution_target": 1.0
     },
-    "replay": {"replay_fraction": 0.5},
-    "partial rollouts": {"partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 4},
+    "replay": {"replay_fraction": 0.5, **SECOND_GENERATION},
+    "partial rollouts": {
+        "partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 2, "max_completion_length": 30,
+        "model": ending_model, **SECOND_GENERATION,
+    },
     "LoRA": {"lora": True},
     "no gradient checkpointing": {"gradient_checkpointing": False},
     "bfloat16": {"autocast": True},
@@ -51,6 +57,11 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 ROWS = 2  # of a micro-batch that is given other lengths
 SCOPES = ("batch", "micro_batch", "carried_over")
+COLLECTIVES = [
+    name for name in torch.distributed.distributed_c10d.__all__
+    if name.removeprefix("monitored_").removeprefix("batch_").partition("_")[0]
+    in ("all", "barrier", "broadcast", "gather", "irecv", "isend", "recv", "reduce", "scatter", "send")
+]  # fmt: skip
 OURS = {f for f in BAPOConfig.__dataclass_fields__ if f not in GRPOConfig.__dataclass_fields__}
 
 
@@ -60,7 +71,7 @@ def make(is_ours: bool, **settings: Any) -> GRPOTrainer:
     if settings.pop("lora", False):
         given["peft_config"] = LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.1)
     folder = tempfile.mkdtemp()
-    toy_model().save_pretrained(folder)  # a reference is loaded from there
+    settings.pop("model", toy_model)().save_pretrained(folder)  # a reference is loaded from there
     trainer = toy_trainer(
         folder, folder, trainer_class=BAPOTrainer if is_ours else GRPOTrainer,
         config_class=BAPOConfig if is_ours else GRPOConfig, trainer_args=given,
@@ -121,7 +132,8 @@ def update(trainer: Any, stage: Rehearsal, autocast: bool = False) -> None:
         for position in range(trainer.args.gradient_accumulation_steps):
             micro_batch(trainer, stage, position, autocast)
         watch.phase = "step"
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        trainer._get_grad_norm(trainer.model, norm)  # on every update, as in `Trainer._run_epoch`
         optimizer.step()
 
 
@@ -130,6 +142,7 @@ def rehearse(is_ours: bool, settings: dict[str, Any], device: torch.device) -> d
     settings = dict(settings)
     autocast, evaluates = settings.pop("autocast", False), settings.pop("evaluates", False)
     trainer, stage = make(is_ours, **settings), Rehearsal(device)
+    rows = _rows(trainer) if is_ours else {}
     buffer = place(trainer, stage)
     if evaluates:
         trainer.model.eval()
@@ -138,7 +151,20 @@ def rehearse(is_ours: bool, settings: dict[str, Any], device: torch.device) -> d
     else:
         update(trainer, stage, autocast)
     watch = stage.watch
-    return {"reads": watch.reads + watch.copies_down, "copies": watch.copies_up}
+    return {"reads": watch.reads + watch.copies_down, "copies": watch.copies_up, "rows": rows}
+
+
+def _rows(trainer: BAPOTrainer) -> dict[str, Any]:
+    """Return which policy versions sampled the buffer, the most in a row, and the share that replay drew of it."""
+    versions, most = set(), 1
+    for batch in trainer._buffered_inputs:
+        of_tokens = batch.get("token_versions", batch["policy_version"].unsqueeze(1))
+        for row, mask in zip(of_tokens, batch["completion_mask"].bool(), strict=True):
+            of_row = set(row.expand(len(mask))[mask].tolist())
+            versions, most = versions | of_row, max(most, len(of_row))
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    drawn = logs[-1 - (trainer.state.global_step - 1) % trainer.args.updates_per_pass].get("replay/fraction", 0.0)
+    return {"versions": sorted(versions), "in_a_row": most, "drawn": drawn}
 
 
 def main(output: str) -> None:
@@ -148,7 +174,7 @@ def main(output: str) -> None:
     of_grpo: dict[str, Any] = {}  # by its settings: those of ours mean nothing to it
     for name, case in CASES.items():
         theirs = {setting: value for setting, value in case.items() if setting not in OURS}
-        key = json.dumps(theirs)
+        key = json.dumps(theirs, default=str)
         of_grpo[key] = of_grpo.get(key) or rehearse(False, theirs, device)
         found[name] = {"GRPO": of_grpo[key], "BAPO": rehearse(True, case, device)}
     found["mutants"] = mutants(device)
@@ -188,11 +214,18 @@ def mutants(device: torch.device) -> dict[str, Any]:
         run_search.BoundSearch.add = add
 
 
-def draws(device: torch.device) -> list[tuple[str, str]]:
-    """Return the reads of replay draws: of a generation's first pass, and of its second."""
+def draws(device: torch.device) -> dict[str, Any]:
+    """Return the reads of replay draws, and the rows that came from the queue: of both passes of a generation."""
     trainer, stage = make(True, replay_fraction=0.5, num_iterations=2), Rehearsal(device)
     buffer = place(trainer, stage)
     fresh = {name: _joined([batch[name] for batch in buffer], stage) for name in buffer[0]}
+    finish, rows = trainer._replay._finish, {}
+
+    def counting(drawn, version):
+        rows[stage.watch.phase] = drawn.from_queue
+        return finish(drawn, version)
+
+    trainer._replay._finish = counting
     with stage.running() as watch:
         watch.answer = 1
         for version, phase in ((0, "queue empty"), (4, "first pass")):
@@ -201,7 +234,7 @@ def draws(device: torch.device) -> list[tuple[str, str]]:
             trainer._draw_first_pass(dict(fresh), 0)
         watch.phase = "later pass"
         trainer._take_batch(trainer._replay.draw_later_pass(version))
-    return watch.reads + watch.copies_down
+    return {"reads": watch.reads + watch.copies_down, "rows": rows}
 
 
 def _joined(values: list[Any], stage: Rehearsal) -> Any:
@@ -256,6 +289,14 @@ def collectives(device: torch.device) -> dict[str, list]:
     for scope in SCOPES:
         trainer = make(True, search_scope=scope)
         found[scope] = [_calls(trainer, device, lengths) for lengths in ((200, 2048), (31, 700))]
+    add = run_search.BoundSearch.add
+
+    def waiting(self, tokens):
+        torch.distributed.barrier()
+        add(self, tokens)
+
+    with patch.object(run_search.BoundSearch, "add", waiting):
+        found["a barrier"] = _calls(make(True), device, (31, 700))
     return found
 
 
@@ -264,8 +305,8 @@ def _calls(trainer: Any, device: torch.device, lengths: tuple[int, int]) -> list
     place(trainer, stage, lengths)
 
     def noted(name: str) -> Callable:
-        def call(*tensors: Any, **kwargs: Any) -> None:
-            sent = [each for each in tensors if isinstance(each, torch.Tensor)]
+        def call(*arguments: Any, **kwargs: Any) -> None:
+            sent = [each for each in tree_leaves((arguments, kwargs)) if isinstance(each, torch.Tensor)]
             calls.append([name, *((list(each.shape), str(each.dtype), each.device.type) for each in sent)])
 
         return call
@@ -274,7 +315,7 @@ def _calls(trainer: Any, device: torch.device, lengths: tuple[int, int]) -> list
     with ExitStack() as patches:
         patches.enter_context(patch.dict(PartialState._shared_state, state))
         patches.enter_context(patch.dict(AcceleratorState._shared_state, state))
-        for name in ("all_reduce", "all_gather_into_tensor", "all_gather", "broadcast"):
+        for name in COLLECTIVES:
             patches.enter_context(patch.object(torch.distributed, name, noted(name)))
         update(trainer, stage)
     return calls
