@@ -4,6 +4,9 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..errors import InputError
+from .recipes import read_recipe
+
 
 @dataclass(frozen=True)
 class Command:
@@ -85,7 +88,15 @@ def evaluate(arguments: Sequence[str]) -> None:
 
 
 def asks_for_dry_run(arguments: Sequence[str]) -> bool:
-    """Return whether flags ask for a dry run, before they are parsed."""
+    """Return whether flags, or else their recipe, ask for a dry run, before they are parsed."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--dry_run", "--dry-run", nargs="?", const="true", default="false")
-    return parser.parse_known_args(arguments)[0].dry_run.lower() in ("true", "t", "yes", "y", "1")
+    parser.add_argument("--dry_run", "--dry-run", nargs="?", const="true")
+    parser.add_argument("--config", nargs="?")
+    flags, _ = parser.parse_known_args(arguments)
+    asked = flags.dry_run
+    if asked is None and flags.config is not None:
+        try:
+            asked = read_recipe(flags.config).get("dry_run")
+        except InputError:  # said when the flags are parsed
+            return False
+    return str(asked).lower() in ("true", "t", "yes", "y", "1")
