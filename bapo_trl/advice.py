@@ -57,7 +57,10 @@ def advice_for(oldest_age: float) -> Advice:
 
 def oldest_age(args: BAPOConfig) -> tuple[float, str]:
     """Return the oldest age at which a sample is trained, in policy versions, and what keeps it so long."""
-    if args.uses_replay:
+    if args.uses_replay and args.uses_partial_rollouts:
+        limits = (args.replay_max_staleness, args.partial_rollout_max_staleness)
+        limit, held_by = None if None in limits else max(limits), " (replay queue and partial rollouts)"
+    elif args.uses_replay:
         limit, held_by = args.replay_max_staleness, " (replay queue)"
     elif args.uses_partial_rollouts:
         limit, held_by = args.partial_rollout_max_staleness, " (partial rollouts)"

@@ -239,6 +239,7 @@ class BAPOConfig(GRPOConfig):
     def __post_init__(self):
         take_numpy_numbers(self, own_fields())
         check_types(self, own_fields(), _TYPES)
+        self._has_fixed_samples = self.generation_batch_size is not None and self.steps_per_generation is None
         if self.use_cpu and self.bf16 is None:  # TRL would set it whatever the processor
             self.bf16 = not self.fp16 and has_bfloat16()
         try:
@@ -299,6 +300,11 @@ class BAPOConfig(GRPOConfig):
         """Whether negative tokens have their smallest weight in every update: a share of 1 is out of reach."""
         never_met = self.positive_contribution_target == 1 and self.bound_grid.is_fixed
         return never_met and self.negative_weight_min < 1
+
+    @property
+    def has_fixed_samples(self) -> bool:
+        """Whether a generation has as many samples on any number of processes: `generation_batch_size` was given."""
+        return getattr(self, "_has_fixed_samples", False)
 
     @property
     def micro_batches_per_generation(self) -> int:

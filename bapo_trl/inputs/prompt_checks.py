@@ -175,6 +175,26 @@ def check_batch_tokens(prompts: Sequence[Any], prompt_ids: Sequence[Sequence[int
             )
 
 
+def check_window(train_dataset, eval_dataset, tokenize, limits: TokenLimits) -> None:
+    """
+    Refuse completions, or prompts with them, that do not fit into the model's window, if it has one.
+
+    Args:
+        train_dataset, eval_dataset, tokenize, limits: As in [`check_prompt_lengths`].
+
+    Raises:
+        ValueError: As there.
+    """
+    if limits.longest_prompt is None:
+        return
+    if limits.longest_prompt <= 0:
+        raise InputError(
+            f"`max_completion_length` is {limits.completion}, but the model's window (`max_position_embeddings`) "
+            f"is {limits.window} with the prompt: lower `max_completion_length`."
+        )
+    check_prompt_lengths(train_dataset, eval_dataset, tokenize, limits)
+
+
 def check_prompt_lengths(train_dataset, eval_dataset, tokenize, limits: TokenLimits) -> None:
     """
     Refuse datasets with prompts that do not fit into the model's window with their completions.

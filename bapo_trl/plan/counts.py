@@ -9,13 +9,15 @@ from ..bapo_config import BAPOConfig
 @dataclass(frozen=True)
 class Counts:
     """
-    Numbers of a run on so many processes. Each process has the same `steps_per_generation`.
+    Numbers of a run on so many processes. Each process has the same `steps_per_generation`; with a given
+    `generation_batch_size`, all of them have that.
 
     Attributes:
         processes (`int`): Trainer processes.
         prompts (`float`): Prompts of a generation, of `num_generations` samples each.
         samples (`int`): Samples of a generation.
         samples_per_update (`int`): Samples of an optimizer update.
+        updates_per_generation (`float`): Optimizer updates between two generations; not rounded.
         generations_per_epoch (`int`, *optional*): Generations of a pass over the prompts; `None` for prompts that are
             not counted.
         updates_per_epoch (`float`, *optional*): Optimizer updates of such a pass.
@@ -26,6 +28,7 @@ class Counts:
     prompts: float
     samples: int
     samples_per_update: int
+    updates_per_generation: float
     generations_per_epoch: int | None
     updates_per_epoch: float | None
     refusal: str | None
@@ -40,11 +43,15 @@ def count(args: BAPOConfig, processes: int, num_prompts: int | None) -> Counts:
         processes (`int`): Trainer processes, at least 1.
         num_prompts (`int`, *optional*): Prompts to train on.
     """
-    samples = args.rows_per_generation * processes
+    micro_batch = args.per_device_train_batch_size * processes
+    samples = args.generation_batch_size if args.has_fixed_samples else args.steps_per_generation * micro_batch
+    updates = samples / micro_batch * args.num_iterations / args.gradient_accumulation_steps
     prompts = samples / args.num_generations
     generations = None if num_prompts is None else int(num_prompts // prompts)
     refusal = None
-    if samples % args.num_generations:
+    if samples % micro_batch:
+        refusal = f"generation_batch_size {samples} is no multiple of {micro_batch}, a micro-batch on each process"
+    elif samples % args.num_generations:
         refusal = f"{samples} samples are no multiple of num_generations {args.num_generations}"
     elif generations == 0:
         refusal = f"a generation takes {prompts:g} prompts, there are {num_prompts}"
@@ -52,16 +59,12 @@ def count(args: BAPOConfig, processes: int, num_prompts: int | None) -> Counts:
         processes=processes,
         prompts=prompts,
         samples=samples,
-        samples_per_update=args.per_device_train_batch_size * processes * args.gradient_accumulation_steps,
+        samples_per_update=micro_batch * args.gradient_accumulation_steps,
+        updates_per_generation=updates,
         generations_per_epoch=generations,
-        updates_per_epoch=None if generations is None else generations * updates_per_generation(args),
+        updates_per_epoch=None if generations is None else generations * updates,
         refusal=refusal,
     )
-
-
-def updates_per_generation(args: BAPOConfig) -> float:
-    """Return the optimizer updates between two generations; not rounded."""
-    return args.micro_batches_per_generation / args.gradient_accumulation_steps
 
 
 def mean_age(args: BAPOConfig) -> float:

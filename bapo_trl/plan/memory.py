@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 
-ENGINES = {"none": "no sharding", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
+ENGINES = {
+    "none": "no sharding", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp1": "FSDP1", "fsdp2": "FSDP2",
+}  # fmt: skip
 """Ways to shard a training, by name, and how they are written."""
 
 _STATES = {  # bytes of a float32 state of each trained parameter; others are not known here
@@ -39,26 +41,32 @@ class Memory:
     Bytes on one GPU.
 
     Attributes:
-        weights (`float`): Of the model.
+        weights (`float`, *optional*): Of the model; `None` for a quantized one.
         gradients (`float`): Of what is trained.
         optimizer (`float`, *optional*): States, with the float32 copy of the weights that DeepSpeed keeps; `None` for
             an optimizer that is not known here.
-        reference (`float`): Of the reference model of `beta`.
+        reference (`float`, *optional*): Of the reference model of `beta`; `None` where it is quantized.
     """
 
-    weights: float
+    weights: float | None
     gradients: float
     optimizer: float | None
-    reference: float
+    reference: float | None
 
     @property
     def total(self) -> float:
         """Sum of what is known."""
-        return self.weights + self.gradients + (self.optimizer or 0.0) + self.reference
+        return sum(part or 0.0 for part in (self.weights, self.gradients, self.optimizer, self.reference))
 
 
 def memory_of(
-    parameters: int, trained: int, weight_bytes: int, layout: Layout, is_mixed: bool, has_reference: bool, optim: str
+    parameters: int,
+    trained: int,
+    weight_bytes: int | None,
+    layout: Layout,
+    is_mixed: bool,
+    has_reference: bool,
+    optim: str,
 ) -> Memory:
     """
     Return what lies on one GPU before the first activation.
@@ -66,7 +74,7 @@ def memory_of(
     Args:
         parameters (`int`): Parameters of the model, with an adapter's.
         trained (`int`): Those that are trained.
-        weight_bytes (`int`): Bytes of a parameter as it is loaded.
+        weight_bytes (`int`, *optional*): Bytes of a parameter as it is loaded; `None` for a quantized model.
         layout ([`Layout`]): Where the training runs.
         is_mixed (`bool`): Whether it computes in half precision. DeepSpeed then keeps weights and gradients in that,
             and a float32 copy beside the states of the optimizer; elsewhere the weights stay as they are loaded.
@@ -75,7 +83,8 @@ def memory_of(
     """
     states = _STATES.get(str(getattr(optim, "value", optim)))
     frozen = parameters - trained
-    is_deepspeed = layout.engine in ("zero2", "zero3")
+    is_deepspeed = layout.engine in ("zero1", "zero2", "zero3")
+    is_quantized, weight_bytes = weight_bytes is None, weight_bytes or 0
     if is_deepspeed:
         held = 2 if is_mixed else 4
         weights, gradients, of_reference = parameters * held, trained * held, parameters * held
@@ -86,12 +95,12 @@ def memory_of(
         of_reference, master = parameters * weight_bytes, 0
     optimizer = None if states is None else trained * (master + states)
     shards = layout.processes if layout.engine != "none" else 1
-    weight_shards = 1 if layout.engine == "zero2" else shards
+    weight_shards = 1 if layout.engine in ("zero1", "zero2") else shards
     return Memory(
-        weights=0.0 if "weights" in layout.offloaded else weights / weight_shards,
-        gradients=gradients / shards,
+        weights=None if is_quantized else 0.0 if "weights" in layout.offloaded else weights / weight_shards,
+        gradients=gradients / (1 if layout.engine == "zero1" else shards),
         optimizer=0.0 if "optimizer" in layout.offloaded else None if optimizer is None else optimizer / shards,
-        reference=of_reference / weight_shards if has_reference else 0.0,
+        reference=0.0 if not has_reference else None if is_quantized else of_reference / weight_shards,
     )
 
 
@@ -110,7 +119,8 @@ def layout_of_process(environment: Mapping[str, str] = os.environ, deepspeed: An
         file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
         return _deepspeed_layout(processes, file or environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
     if environment.get("ACCELERATE_USE_FSDP") == "true":
-        return Layout(processes, "fsdp2")
+        strategy = environment.get("FSDP_SHARDING_STRATEGY")
+        return Layout(processes, _fsdp_engine(environment.get("FSDP_VERSION", "1"), strategy))
     return Layout(processes)
 
 
@@ -124,7 +134,15 @@ def layout_of_launch(launch: Any) -> Layout:
     processes = launch.num_processes or 1
     if launch.use_deepspeed:
         return _deepspeed_layout(processes, launch.deepspeed_config_file or str(launch.zero_stage))
-    return Layout(processes, "fsdp2" if launch.use_fsdp else "none")
+    if launch.use_fsdp:
+        return Layout(processes, _fsdp_engine(launch.fsdp_version, launch.fsdp_sharding_strategy))
+    return Layout(processes)
+
+
+def _fsdp_engine(version: str | int, strategy: str | None) -> str:
+    if str(version) == "2":
+        return "fsdp2"
+    return "none" if strategy in ("NO_SHARD", "3") else "fsdp1"
 
 
 def _deepspeed_layout(processes: int, config: str | dict) -> Layout:
@@ -132,7 +150,7 @@ def _deepspeed_layout(processes: int, config: str | dict) -> Layout:
     if isinstance(config, str):
         config = {"zero_optimization": {"stage": int(config)}} if config.isdigit() else json.loads(_read(config))
     zero = config.get("zero_optimization", {})
-    engine = {2: "zero2", 3: "zero3"}.get(zero.get("stage", 0), "none")
+    engine = {1: "zero1", 2: "zero2", 3: "zero3"}.get(zero.get("stage", 0), "none")
     names = {"offload_param": "weights", "offload_optimizer": "optimizer"}
     offloaded = {what for name, what in names.items() if (zero.get(name) or {}).get("device", "none") != "none"}
     return Layout(processes, engine, frozenset(offloaded))

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..advice import Advice, oldest_age
 from ..bapo_config import BAPOConfig
-from .counts import Counts, mean_age, updates_per_generation
+from .counts import Counts, mean_age
 from .memory import ENGINES, Layout, Memory
 from .samples import Prompts, Reward
 from .shape import Shape
@@ -26,9 +26,10 @@ class DryRun:
         layout ([`~memory.Layout`]): Where it trains.
         counts (`list[Counts]`): Its arithmetic, on its own number of processes first; empty for an evaluation alone.
         advice ([`~advice.Advice`]): The row of the advice for samples as old as its own get.
-        shape ([`~shape.Shape`]): Sizes of the model.
-        memory ([`~memory.Memory`]): What lies on one GPU before the first activation.
-        prompts ([`~samples.Prompts`]): The prompts, as the model gets them.
+        num_prompts (`int`, *optional*): Prompts that there are; `None` for a stream.
+        shape ([`~shape.Shape`], *optional*): Sizes of the model; `None` for one that is not there yet.
+        memory ([`~memory.Memory`], *optional*): What lies on one GPU before the first activation.
+        prompts ([`~samples.Prompts`], *optional*): The prompts, as the model gets them.
         rewards (`list[Reward]`): What each reward function gives to a made completion.
     """
 
@@ -36,26 +37,32 @@ class DryRun:
     layout: Layout
     counts: list[Counts]
     advice: Advice
-    shape: Shape
-    memory: Memory
-    prompts: Prompts
-    rewards: list[Reward]
+    num_prompts: int | None
+    shape: Shape | None = None
+    memory: Memory | None = None
+    prompts: Prompts | None = None
+    rewards: Sequence[Reward] = ()
 
     def __str__(self) -> str:
         first = [_counts(self), _ages(self)] if self.counts else [_evaluation(self)]
-        return "\n\n".join(part for part in (*first, _prompts(self), _rewards(self), _memory(self)) if part)
+        if self.prompts is None or self.memory is None or self.shape is None:
+            rest = ["The model is not built yet: its prompts, rewards and memory are not known before it is."]
+        else:
+            rest = [_prompts(self, self.prompts), _rewards(self), _memory(self, self.memory, self.shape, self.prompts)]
+        return "\n\n".join(part for part in (*first, *rest) if part)
 
 
 def _counts(run: DryRun) -> str:
-    names = {1: "1 process"}
+    fixed = run.args.has_fixed_samples
     rows = [
         ("prompts a generation", [f"{each.prompts:g}" for each in run.counts]),
         ("samples a generation", [str(each.samples) for each in run.counts]),
         ("samples an update", [str(each.samples_per_update) for each in run.counts]),
+        *([("updates a generation", [f"{each.updates_per_generation:g}" for each in run.counts])] if fixed else []),
         ("generations an epoch", [_or_dash(each.generations_per_epoch) for each in run.counts]),
         ("updates an epoch", [_or_dash(each.updates_per_epoch) for each in run.counts]),
     ]
-    header = [names.get(each.processes, f"{each.processes} processes") for each in run.counts]
+    header = [_processes(each.processes) for each in run.counts]
     header[0] += " *"
     lines = [_table("Arithmetic (* as launched)", header, rows)]
     lines += [f"  Refused on {each.processes}: {each.refusal}." for each in run.counts if each.refusal]
@@ -63,26 +70,27 @@ def _counts(run: DryRun) -> str:
 
 
 def _ages(run: DryRun) -> str:
-    args = run.args
+    args, here = run.args, run.counts[0]
     age, held_by = oldest_age(args)
     mean = f"{mean_age(args):g}"
     if held_by:
-        mean += f" of fresh ones; others older{held_by}"
+        mean += f" of fresh ones; of all not known before the run{held_by}"
     rows = [
         ("micro-batches an update", [str(args.gradient_accumulation_steps)]),
-        ("updates a generation", [f"{updates_per_generation(args):g}"]),
+        ("updates a generation", [f"{here.updates_per_generation:g}"]),
         ("oldest sample, policy versions", [("no limit" if age == math.inf else f"{age:g}") + held_by]),
         ("mean age of a sample", [mean]),
     ]
-    return "\n".join([_table("Staleness, on any number of processes", [""], rows), f"  {run.advice.line(args)}"])
+    where = _processes(here.processes) if args.has_fixed_samples else "any number of processes"
+    return "\n".join([_table(f"Staleness, on {where}", [""], rows), f"  {run.advice.line(args)}"])
 
 
 def _evaluation(run: DryRun) -> str:
     args = run.args
     completions = args.num_generations_eval or args.num_generations
-    total = "-" if run.prompts.num_prompts is None else str(run.prompts.num_prompts * completions)
+    total = "-" if run.num_prompts is None else str(run.num_prompts * completions)
     rows = [
-        ("prompts", [_or_dash(run.prompts.num_prompts)]),
+        ("prompts", [_or_dash(run.num_prompts)]),
         ("completions a prompt", [str(completions)]),
         ("completions", [total]),
         ("completions at once, a process", [str(args.per_device_eval_batch_size)]),
@@ -90,8 +98,7 @@ def _evaluation(run: DryRun) -> str:
     return _table("Evaluation alone: nothing is trained", [""], rows)
 
 
-def _prompts(run: DryRun) -> str:
-    prompts = run.prompts
+def _prompts(run: DryRun, prompts: Prompts) -> str:
     names = {0.5: "median", 1.0: "longest"}
     shares = ", ".join(f"{length} ({names.get(q, f'{q:.0%}')})" for q, length in prompts.lengths.items())
     of = "" if prompts.num_prompts == prompts.looked_at else f" ({prompts.looked_at} of them looked at)"
@@ -99,7 +106,10 @@ def _prompts(run: DryRun) -> str:
     lines = [f"Prompts: {count}{of}", f"  tokens: {shares}"]
     if prompts.room is not None:
         completion = run.args.max_completion_length
-        lines.append(f"  room before a completion of {completion}: {prompts.room}; too long: {prompts.too_long}")
+        room = str(prompts.room)
+        if prompts.room <= 0:
+            room = f"none, it does not fit into the window of {prompts.room + (completion or 0)}"
+        lines.append(f"  room before a completion of {completion}: {room}; too long: {prompts.too_long}")
     shown = prompts.first[:_PROMPT_CHARACTERS]
     more = " ..." if len(prompts.first) > len(shown) else ""
     lines += ["  the first, as the model gets it:", *(f"  | {line}" for line in f"{shown}{more}".splitlines())]
@@ -116,24 +126,25 @@ def _rewards(run: DryRun) -> str:
     return "\n".join(lines)
 
 
-def _memory(run: DryRun) -> str:
-    args, shape, layout = run.args, run.shape, run.layout
-    optimizer = run.memory.optimizer
-    rows: list[tuple[str, list[str]]] = [("weights", [_gigabytes(run.memory.weights)])]
+def _memory(run: DryRun, memory: Memory, shape: Shape, prompts: Prompts) -> str:
+    args, layout = run.args, run.layout
+    is_quantized = memory.weights is None
+    rows: list[tuple[str, list[str]]] = [("weights", [_gigabytes(memory.weights) + " (quantized)" * is_quantized])]
+    parts = (memory.weights, memory.gradients, memory.optimizer, memory.reference)
     if run.counts:
         rows += [
-            ("gradients", [_gigabytes(run.memory.gradients)]),
-            ("optimizer", ["not known" if optimizer is None else _gigabytes(optimizer)]),
-            ("reference model (beta)", [_gigabytes(run.memory.reference)]),
-            ("together", [_gigabytes(run.memory.total)]),
-            ("logits of a micro-batch, if held whole", [_gigabytes(_logits(run))]),
+            ("gradients", [_gigabytes(memory.gradients)]),
+            ("optimizer", [_gigabytes(memory.optimizer)]),
+            ("reference model (beta)", [_gigabytes(memory.reference)]),
+            ("together", [_gigabytes(memory.total) + (" and what is not known" if None in parts else "")]),
+            ("logits of a micro-batch, if held whole", [_gigabytes(_logits(run, shape))]),
         ]
     if shape.cache_numbers:
-        length = run.prompts.lengths[1.0] + (args.max_completion_length or 0)
+        length = prompts.lengths[1.0] + (args.max_completion_length or 0)
         cache = 2 * shape.cache_numbers * length
         rows.append((f"sampler: cache of one sample of {length} tokens", [_gigabytes(cache)]))
     rows.append(("sampler: weights in bfloat16, all GPUs", [_gigabytes(2 * shape.parameters)]))
-    number = f"{layout.processes} process{'es' if layout.processes != 1 else ''}, {ENGINES[layout.engine]}"
+    number = f"{_processes(layout.processes)}, {ENGINES[layout.engine]}"
     if layout.offloaded:
         number += f", {' and '.join(sorted(layout.offloaded))} in CPU memory"
     trained = "" if shape.trained == shape.parameters else f", {_count(shape.trained)} of them trained"
@@ -141,8 +152,8 @@ def _memory(run: DryRun) -> str:
     return "\n".join([_table(title, [""], rows), "  Activations are not counted, nor what a framework reserves."])
 
 
-def _logits(run: DryRun) -> float:
-    vocabulary = getattr(run.shape.config, "vocab_size", 0)
+def _logits(run: DryRun, shape: Shape) -> float:
+    vocabulary = getattr(shape.config, "vocab_size", 0)
     return 4.0 * run.args.per_device_train_batch_size * (run.args.max_completion_length or 0) * vocabulary
 
 
@@ -159,8 +170,14 @@ def _table(title: str, header: Sequence[str], rows: Sequence[tuple[str, Sequence
     return "\n".join([title, *head, *(line(name, cells) for name, cells in rows)])
 
 
-def _gigabytes(value: float) -> str:
-    return f"{value / 1e9:.3g}"
+def _gigabytes(value: float | None) -> str:
+    if value is None:
+        return "not known"
+    return f"{value / 1e6:.3g} MB" if 0 < value < 1e7 else f"{value / 1e9:.3g}"
+
+
+def _processes(number: int) -> str:
+    return f"{number} process{'es' if number != 1 else ''}"
 
 
 def _count(number: int) -> str:

@@ -73,23 +73,36 @@ def look_at_prompts(dataset: Any, processing_class: Any, room: int | None, templ
         room (`int`, *optional*): Tokens that a prompt may have.
         template_kwargs (mapping, *optional*): Arguments of the chat template.
     """
-    tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if isinstance(dataset, Dataset):
         step = max(1, math.ceil(len(dataset) / LOOKED_AT))
         prompts = dataset.select(range(0, len(dataset), step))["prompt"][:]
         num_prompts = len(dataset)
     else:
         prompts, num_prompts = [row["prompt"] for row in islice(dataset, LOOKED_AT)], None
-    token_ids = [_tokens(prompt, tokenizer, template_kwargs or {}) for prompt in prompts]
+    token_ids = tokenize(processing_class, template_kwargs, prompts)
     lengths = sorted(map(len, token_ids))
     return Prompts(
-        first=tokenizer.decode(token_ids[0]),
+        first=getattr(processing_class, "tokenizer", processing_class).decode(token_ids[0]),
         num_prompts=num_prompts,
         looked_at=len(lengths),
         lengths={share: lengths[math.ceil(share * len(lengths)) - 1] for share in _QUANTILES},
         too_long=0 if room is None else sum(length > room for length in lengths),
         room=room,
     )
+
+
+def tokenize(processing_class: Any, template_kwargs: Any, prompts: Sequence[Any]) -> list[list[int]]:
+    """
+    Return the token ids of prompts as the model gets them.
+
+    Args:
+        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`]): Tokenizer, or
+            what holds it.
+        template_kwargs (mapping, *optional*): Arguments of the chat template.
+        prompts (sequence of `str` or messages): The prompts.
+    """
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    return [_tokens(prompt, tokenizer, template_kwargs or {}) for prompt in prompts]
 
 
 def _tokens(prompt: Any, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> list[int]:

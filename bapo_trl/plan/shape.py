@@ -40,9 +40,9 @@ def empty_model(name: str, revision: str | None = None, trust_remote_code: bool 
         Exception: Whatever transformers raises for a model that it cannot find or build.
     """
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-    architecture: Any = getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
+    architecture: Any = getattr(transformers, (config.architectures or [""])[0], None)
     with torch.device("meta"):
-        return architecture._from_config(config)
+        return AutoModelForCausalLM.from_config(config) if architecture is None else architecture._from_config(config)
 
 
 def shape_of(model: PreTrainedModel, peft_config: Any = None) -> Shape:

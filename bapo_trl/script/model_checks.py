@@ -12,7 +12,7 @@ from trl import ModelConfig
 from ..bapo_trainer import BAPOTrainer
 from ..errors import InputError
 from ..inputs.checks import check_tokenizer, has_rotary_positions, token_limits
-from ..inputs.prompt_checks import check_prompt_lengths
+from ..inputs.prompt_checks import check_window
 from ..plan.shape import empty_model
 
 
@@ -107,12 +107,7 @@ def check_prompts_fit(trainer: BAPOTrainer, eval_dataset: Any = None) -> None:
     if limits.longest_prompt is None or trainer._is_vlm:
         return
     try:
-        if limits.longest_prompt <= 0:
-            raise InputError(
-                f"`max_completion_length` is {limits.completion}, but the model's window (`max_position_embeddings`) "
-                f"is {limits.window} with the prompt: lower `max_completion_length`."
-            )
-        check_prompt_lengths(
+        check_window(
             trainer.train_dataset, eval_dataset, lambda prompts: trainer._tokenize_prompts(prompts)[0], limits
         )
     except InputError as refusal:

@@ -72,8 +72,10 @@ def test_the_shape_needs_no_weights_and_leaves_the_model_alone(tmp_path):
     ("layout", "expected"),
     [  # of 10 parameters: weights, gradients, optimizer, reference
         (Layout(4), (40, 40, 80, 40)),
+        (Layout(4, "zero1"), (20, 20, 30, 20)),
         (Layout(4, "zero2"), (20, 5, 30, 20)),
         (Layout(4, "zero3"), (5, 5, 30, 5)),
+        (Layout(4, "fsdp1"), (10, 10, 20, 10)),
         (Layout(4, "fsdp2"), (10, 10, 20, 10)),
         (Layout(4, "zero3", frozenset({"weights", "optimizer"})), (0, 5, 0, 5)),
     ],
@@ -84,6 +86,13 @@ def test_shards(layout, expected):
     assert memory.total == sum(expected)
     if layout == Layout(4, "zero3"):  # the formula of the page: 16 P / N
         assert memory.total - memory.reference == 16 * 10 / 4
+
+
+def test_a_quantized_model_is_not_guessed():
+    memory = memory_of(10, 2, None, Layout(), is_mixed=True, has_reference=True, optim=ADAM)
+    assert (memory.weights, memory.gradients, memory.optimizer, memory.reference) == (None, 8, 16, None)
+    assert memory.total == 24
+    assert memory_of(10, 2, None, Layout(), is_mixed=True, has_reference=False, optim=ADAM).reference == 0
 
 
 def test_an_optimizer_that_is_not_known_is_not_guessed():
@@ -113,6 +122,21 @@ def _environment(launch):
         _, environment = prepare_deepspeed_cmd_env(launch)
         return environment
     return prepare_multi_gpu_env(launch) if launch.multi_gpu or launch.use_fsdp else {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "engine"),
+    [
+        (["--use_deepspeed", "--zero_stage", "1"], "zero1"),
+        (["--use_fsdp", "--fsdp_version", "1"], "fsdp1"),
+        (["--use_fsdp", "--fsdp_version", "1", "--fsdp_sharding_strategy", "NO_SHARD"], "none"),
+        (["--use_fsdp", "--fsdp_version", "2"], "fsdp2"),
+    ],
+)
+def test_layouts_by_flags_of_the_launcher(flags, engine):
+    launch, _, _ = _validate_launch_command(read_arguments([*flags, "--num_processes", "3", "train"]))
+    assert layout_of_launch(launch) == Layout(3, engine)
+    assert layout_of_process({**_environment(launch), "WORLD_SIZE": "3"}) == Layout(3, engine)
 
 
 def test_what_lies_in_cpu_memory_is_left_out():
