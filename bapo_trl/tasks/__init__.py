@@ -9,10 +9,10 @@ from .gym import GYM_PREFIX, gym_reward, load_gym_task
 from .held_out import HeldOutAccuracy, held_out_accuracy
 from .made import MadeTask
 from .model import tiny_model
-from .smollm2 import SMOLLM2, smollm2_path
+from .smollm2 import SMOLLM2, has_smollm2, smollm2_path
 from .sums import exact_match_reward, load_task
 from .tokenizer import character_tokenizer
-from .warm_start import warm_start_path
+from .warm_start import save_warm_start_shape, warm_start_path
 
 
 __all__ = [
@@ -26,10 +26,12 @@ __all__ = [
     "character_tokenizer",
     "exact_match_reward",
     "gym_reward",
+    "has_smollm2",
     "held_out_accuracy",
     "load_chat_sums",
     "load_gym_task",
     "load_task",
+    "save_warm_start_shape",
     "smollm2_path",
     "tiny_model",
     "warm_start_path",

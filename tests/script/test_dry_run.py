@@ -1,18 +1,30 @@
 """`--dry_run true` through the front door: recipes, launchers, bad input; no weight is loaded, nothing is written."""
 
+import json
+import os
 import re
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from datasets import Dataset, DatasetDict
+import yaml
+from datasets import Dataset, DatasetDict, is_caching_enabled
+from datasets import config as datasets_config
+from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel, Qwen2Config
 
 from bapo_trl import BAPOConfig, cli, dry_run
 from bapo_trl.plan.memory import Layout
+from bapo_trl.script import dry_run as script_dry_run
+from bapo_trl.script import launcher, preparation
 from bapo_trl.tasks import character_tokenizer
-from tests.helpers.commands import ROOT
-from tests.helpers.script_runs import CHAT_TEMPLATE, fill_folder, run
+from tests.helpers.commands import ROOT, run_command
+from tests.helpers.script_runs import CHAT_TEMPLATE, SHORT, fill_folder, run
+from tests.helpers.toy import opt_model, toy_model
 from tests.script.test_recipes import AIME24, GSM8K, SKYWORK
+
+
+FROM_PRETRAINED = vars(PreTrainedModel)["from_pretrained"]
 
 
 @pytest.fixture(autouse=True)
@@ -25,19 +37,26 @@ def _folder(tmp_path, monkeypatch):
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", load)
 
 
-@pytest.fixture
-def nothing_written(tmp_path):
+@pytest.fixture(autouse=True)
+def _caches(tmp_path, monkeypatch):
+    monkeypatch.setenv("BAPO_TRL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets_config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    assert is_caching_enabled()
+
+
+@contextmanager
+def nothing_written(folder=Path()):
     def files():
-        return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if "__pycache__" not in path.parts}
+        return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if "__pycache__" not in path.parts}
 
     before = files()
     yield
     assert files() == before
 
 
-@pytest.mark.usefixtures("nothing_written")
 def test_the_tables_of_a_run(capsys):
-    run(dataset_name="train.jsonl", dry_run="true", beta=0.1)
+    with nothing_written():
+        run(dataset_name="train.jsonl", dry_run="true", beta=0.1)
     out = capsys.readouterr().out
     assert out.startswith("BAPO on train.jsonl: a dry run. No weights are loaded, nothing is written.")
     assert "\n                        1 process *  8 processes  32 processes\n" in out
@@ -50,12 +69,37 @@ def test_the_tables_of_a_run(capsys):
     assert "\nPrompts: 16 prompts\n  tokens: 4 (5%), 4 (median), 6 (95%), 6 (longest)\n" in out
     assert "\n  | 0+1=\n" in out
     assert '\nRewards of a made completion, "The answer is 1."\n  has_digit: 1\n' in out
+    assert "\n  Samples hardly stale: the defaults will do (docs/stability.md).\n" in out
     assert "\nGB on a GPU: 1 process, no sharding; 10.6k parameters\n" in out
+    # 6 rows of 6 tokens of 258 logits in float32; keys and values of a head of 8, of 6 + 6 tokens in bfloat16
+    assert re.search(r"\n  logits of a micro-batch, if held whole +0\.0372 MB\n", out)
+    assert re.search(r"\n  sampler: cache of one sample of 12 tokens +0\.000384 MB\n", out)
+    assert out.endswith("\n  Activations are not counted, nor what a framework reserves.\n")
+    assert "fits" not in out
 
 
-@pytest.mark.usefixtures("nothing_written")
+def test_a_completion_beyond_the_window_is_said_to_be_so(capsys):
+    run(dataset_name="train.jsonl", dry_run="true", max_completion_length=200000)
+    out = capsys.readouterr().out
+    assert "completion of 200000: none, it does not fit into the window of 32768; too long: 16\n" in out
+    assert "fits" not in out
+
+
+@pytest.mark.parametrize("answer", [True, "yes"])
+def test_a_recipe_can_ask_for_it(answer, capsys):
+    Path("recipe.yaml").write_text(yaml.safe_dump({**SHORT, "dataset_name": "train.jsonl", "dry_run": answer}))
+    for command in (["train"], ["evaluate"], ["launch", "--num_processes", "2", "train"]):
+        with nothing_written():
+            cli.main([*command, "--config", "recipe.yaml"])
+        assert "a dry run. No weights are loaded, nothing is written." in capsys.readouterr().out
+    with pytest.raises(SystemExit):  # flags come before a recipe
+        cli.main(["train", "--config=recipe.yaml", "--dry_run", "false"])
+    assert "weights are loaded" in capsys.readouterr().err
+
+
 def test_the_function_of_notebooks_says_the_same(capsys):
-    run(dataset_name="train.jsonl", dry_run="true")
+    with nothing_written():
+        run(dataset_name="train.jsonl", dry_run="true")
     out = capsys.readouterr().out
     from my_rewards import has_digit
 
@@ -90,6 +134,72 @@ def test_what_the_run_would_refuse_is_refused(settings, message):
     assert str(dry.value) == str(real.value)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"reward_weights": "1.0|2.0"}, "(?i)reward.weights"),
+        ({"temperature": "-1"}, "temperature"),
+        ({"model_name_or_path": "adapter", "use_peft": "true"}, "`use_peft` asks for a new adapter"),
+        ({"model_name_or_path": "learned", "max_completion_length": "62"}, "window"),
+        ({"model_name_or_path": "learned", "max_completion_length": "64"}, "`max_completion_length` is 64"),
+    ],
+)
+def test_what_trl_or_the_model_fails_at_is_refused(settings, message, monkeypatch):
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", FROM_PRETRAINED)
+    opt_model().save_pretrained("learned")
+    character_tokenizer().save_pretrained("learned")
+    get_peft_model(toy_model(), LoraConfig(r=2)).save_pretrained("adapter")
+    adapter = json.loads(Path("adapter/adapter_config.json").read_text())
+    Path("adapter/adapter_config.json").write_text(json.dumps({**adapter, "base_model_name_or_path": "model"}))
+    for dry_run_too in ("true", "false"):
+        with pytest.raises((ValueError, RuntimeError)) as refusal:
+            run(**{"dataset_name": "train.jsonl", "dry_run": dry_run_too, **settings})
+        said = [str(refusal.value), *getattr(refusal.value, "__notes__", ())]
+        assert re.search(message, " ".join(said)), said
+
+
+def test_bytes_of_a_quantized_model_are_not_guessed(monkeypatch, capsys):
+    monkeypatch.setattr(preparation, "check_packages", lambda model_args: None)
+    monkeypatch.setattr(script_dry_run, "get_quantization_config", lambda model_args: {"load_in_4bit": True})
+    run(dataset_name="train.jsonl", dry_run="true", load_in_4bit="true", use_peft="true", beta=0.1)
+    out = capsys.readouterr().out
+    assert re.search(r"\n  weights +not known \(quantized\)\n", out)
+    assert re.search(r"\n  together +[\d.]+ MB and what is not known\n", out)
+
+
+def test_samples_of_a_generation_may_be_given_for_all_processes(capsys):
+    settings = {"steps_per_generation": "null", "generation_batch_size": 48, "num_generations": 4}
+    arguments = [part for name, value in {**SHORT, **settings}.items() if value != "null"
+                 for part in (f"--{name}", str(value))]  # fmt: skip
+    cli.main(["launch", "--num_processes", "2", "train", *arguments, "--dataset_name", "train.jsonl", "--dry_run"])
+    out = capsys.readouterr().out
+    assert re.search(r"\n +2 processes \*  1 process  8 processes  32 processes\n", out)
+    assert re.search(r"\n  samples a generation +48 +48 +48 +48\n", out)
+    assert re.search(r"\n  samples an update +12 +6 +48 +192\n", out)
+    assert re.search(r"\n  updates a generation +4 +8 +1 +0.25\n", out)
+    assert "Refused on 32: generation_batch_size 48 is no multiple of 192, a micro-batch on each process." in out
+    assert "\nStaleness, on 2 processes\n" in out
+
+
+@pytest.mark.parametrize(
+    ("settings", "oldest"),
+    [
+        ({"replay_fraction": 0.25, "replay_max_staleness": 5}, "5 (replay queue)"),
+        ({"partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 3,
+          "partial_rollout_max_staleness": 7}, "7 (partial rollouts)"),
+        ({"replay_fraction": 0.25, "replay_max_staleness": 5, "partial_rollout_oversampling": 1.5,
+          "partial_rollout_chunk_length": 3, "partial_rollout_max_staleness": 7},
+         "7 (replay queue and partial rollouts)"),
+    ],
+)  # fmt: skip
+def test_ages_of_samples_that_are_kept(settings, oldest, capsys):
+    run(dataset_name="train.jsonl", dry_run="true", **settings)
+    out = capsys.readouterr().out
+    assert f"\n  oldest sample, policy versions  {oldest}\n" in out
+    by = oldest[2:]
+    assert f"\n  mean age of a sample            0.5 of fresh ones; of all not known before the run {by}\n" in out
+
+
 def test_the_folder_of_an_earlier_run_is_refused_as_well():
     Path("out/checkpoint-2").mkdir(parents=True)
     Path("out/checkpoint-2/trainer_state.json").write_text("{}")
@@ -116,35 +226,78 @@ SHAPE_7B = {
     "num_attention_heads": 28, "num_key_value_heads": 4, "architectures": ["Qwen2ForCausalLM"],
     "max_position_embeddings": 131072,
 }  # fmt: skip
+SHAPE_05B = {
+    "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
+}  # fmt: skip
 
 
-def fill_stand_ins():
+def fill_stand_ins(shape):
     rows = [*AIME24, *AIME24]
     Dataset.from_list(rows).to_json("aime.jsonl")
     DatasetDict(train=Dataset.from_list(GSM8K * 100), test=Dataset.from_list(GSM8K)).save_to_disk("gsm8k")
     DatasetDict(math=Dataset.from_list(SKYWORK * 100)).save_to_disk("skywork")
     sums = [{"prompt": f"{a}+{b}=", "solution": str(a + b)} for a in range(30) for b in range(30)]
     Dataset.from_list(sums).to_json("train.jsonl")
-    Qwen2Config(**SHAPE_7B).save_pretrained("model")
+    Qwen2Config(**shape).save_pretrained("model")
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")))
 def test_every_recipe(recipe, capsys):
-    fill_stand_ins()
+    is_small = recipe in ("gsm8k", "lora_small")
+    fill_stand_ins(SHAPE_05B if is_small else SHAPE_7B)
     settings = dict(STAND_INS[recipe])
     if "7b" in recipe or "aime" in recipe or settings.get("dataset_name"):
         settings["model_name_or_path"] = "model"
     flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
-    cli.main(["launch", "--accelerate", "zero3", "--num_processes", "6", "train", "--config", recipe, *flags,
-              "--dry_run", "true"])  # fmt: skip
-    out = capsys.readouterr().out
+    capsys.readouterr()
+    with nothing_written():
+        cli.main(["launch", "--accelerate", "zero3", "--num_processes", "6", "train", "--config", recipe, *flags,
+                  "--dry_run", "true"])  # fmt: skip
+    out, err = capsys.readouterr()
     assert "Evaluation alone" in out if recipe.startswith("aime") else "\n  updates a generation" in out
     assert "\nGB on a GPU: 6 processes, ZeRO-3; " in out
     assert "raised" not in out
+    assert "Map" not in err
+    assert "Generating" not in err
     if recipe == "math_7b":
         assert "; 7.62B parameters\n" in out
         assert re.search(r"\n  together +20\.3\n", out)  # 16 P / N
-    assert not Path("outputs").exists()
+    if is_small:  # 494M, and the adapter's
+        assert re.search(r"; 50\dM parameters, [\d.]+M of them trained\n", out)
+
+
+def test_a_model_that_is_not_fetched_yet_stays_so(capsys):
+    with nothing_written():
+        cli.main(["train", "--config", "smollm2_sums", "--dry_run", "true"])
+    out = capsys.readouterr().out
+    assert "\n  samples a generation" in out
+    assert "\nStaleness" in out
+    assert out.endswith("\nThe model is not built yet: its prompts, rewards and memory are not known before it is.\n")
+
+
+def test_the_line_of_the_job_of_several_nodes(tmp_path, capsys):
+    job = (ROOT / "scripts" / "train_4_plus_1_nodes.slurm").read_text()
+    (line,) = [part for part in re.findall(r"bash -c '(.*?)'", job, re.DOTALL) if "--dry_run true" in part]
+    (sizes,) = re.findall(r"^export sizes=.*$", job, re.MULTILINE)
+    fill_stand_ins(SHAPE_7B)
+    stub = tmp_path / "bin" / "python"
+    stub.parent.mkdir()
+    stub.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
+    stub.chmod(0o755)
+    given = {
+        "TRAINER_NODES": "4", "GPUS_PER_NODE": "8", "recipe": "math_7b", "model": "model", "output_dir": "out",
+        "resume": "false",
+    }  # fmt: skip
+    command = ["bash", "-euc", f"{sizes}\nbash -c '{line}'"]
+    called = run_command(command, **given, PATH=f"{stub.parent}:{os.environ['PATH']}")
+    assert called.returncode == 0, called.stderr
+    module, name, *arguments = called.stdout.rstrip("\0").split("\0")
+    assert [module, name] == ["-m", "bapo_trl.script.launcher"]
+    with nothing_written():
+        launcher.main([*arguments, "--dataset_name", "skywork"])
+    out = capsys.readouterr().out
+    assert "\nGB on a GPU: 32 processes, ZeRO-3; 7.62B parameters\n" in out
 
 
 def test_launchers_say_where(monkeypatch, capsys):
