@@ -19,7 +19,6 @@ from ..clip_bounds.reduce import Tally
 from ..clip_bounds.tokens import policy_mask
 from ..errors import MissingPackageError
 from ..upstream.trl_compat import HAS_OPENAI_CLIENT
-from .client import ServerClient
 
 
 MISMATCH_METRICS = {
@@ -42,7 +41,7 @@ def client_for(device: torch.device, request_timeout_s: float) -> Iterator[None]
         device (`torch.device`): Of the trainer.
         request_timeout_s (`float`): Seconds that a request may take.
     """
-    client_class: type[ServerClient]
+    client_class: Any
     if device.type == "cpu":
         try:
             from .gloo.client import GlooVLLMClient
@@ -53,6 +52,8 @@ def client_for(device: torch.device, request_timeout_s: float) -> Iterator[None]
             ) from error
         client_class = GlooVLLMClient
     elif HAS_OPENAI_CLIENT:
+        from .client import ServerClient  # needs requests, which only a server does
+
         client_class = ServerClient
     else:
         yield

@@ -1,13 +1,16 @@
 """Brings runs through failures of their vLLM server, or to an end on all ranks: see [`ServerRetries`]."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from accelerate.utils import broadcast_object_list
 
 from ..upstream.trl_compat import uses_vllm_server
-from .link import ServerLink, Verdict
+
+
+if TYPE_CHECKING:
+    from .link import Verdict
 
 
 class ServerRetries:
@@ -37,14 +40,14 @@ class ServerRetries:
         forget_sent_weights: Callable[[], None],
         end_run: Callable[[str], NoReturn],
     ):
-        self._link = None if client is None else ServerLink(client, device, timeout_s)
+        self._link = None if client is None else _tie(client, device, timeout_s)
         self._forget_sent_weights, self._end_run = forget_sent_weights, end_run
         self._has_met = False
 
     def begin_run(self) -> None:
         """Meet the server before the first run; before a later one, see that it is there."""
         if self._link is None:
-            self._agree(Verdict())
+            self._agree(None)
         elif not self._has_met:
             self._agree(self._link.meet())
         else:
@@ -79,16 +82,23 @@ class ServerRetries:
         return broadcast_object_list([self._link is not None and self._link.is_same()])[0]
 
     def _joins_server(self) -> bool:
-        has_joined = self._agree(self._link.settle() if self._link is not None else Verdict())
+        has_joined = self._agree(self._link.settle() if self._link is not None else None)
         if has_joined:
             self._forget_sent_weights()
         return has_joined
 
-    def _agree(self, verdict: Verdict) -> bool:
-        (verdict,) = broadcast_object_list([verdict])
-        if verdict.end is not None:
-            self._end_run(verdict.end)
-        return verdict.has_joined
+    def _agree(self, verdict: "Verdict | None") -> bool:
+        """Take the verdict of the main process, whatever the others have."""
+        (agreed,) = broadcast_object_list([verdict])
+        if agreed.end is not None:
+            self._end_run(agreed.end)
+        return agreed.has_joined
+
+
+def _tie(client: Any, device: torch.device, timeout_s: float) -> Any:
+    from .link import ServerLink  # needs requests, which only a server does
+
+    return ServerLink(client, device, timeout_s)
 
 
 def make_retries(
