@@ -30,6 +30,7 @@ from benchmarks.gpu_first_run.table import render
 
 SEED = 0
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "datasets", "numpy")
+NOT_BEGUN, BEGUN = "not begun", "begun"
 DONE, CUT, FAILED = "done", "cut at its time limit", "ended by itself"
 
 
@@ -78,7 +79,7 @@ def main() -> None:
         Path(argument).name if Path(argument).is_absolute() else argument for argument in sys.argv[1:]
     )
     for name in args.parts:
-        content["parts"].setdefault(name, {"status": CUT, "cases": {}})
+        content["parts"].setdefault(name, {"status": NOT_BEGUN, "cases": {}})
     write(content, args.output)
 
     # A forked child has everything imported; but CUDA, should an import have woken it, goes to no forked child
@@ -89,6 +90,7 @@ def main() -> None:
         if not part.runs_on(args.device):
             status = f"null: needs a GPU, not {args.device}"
         else:
+            _set_status(args.output, name, BEGUN)
             child = processes.Process(target=run_part, args=(name, setup, args.output))
             child.start()
             child.join(part.limit_s)
@@ -98,11 +100,15 @@ def main() -> None:
                 status = CUT
             else:
                 status = DONE if child.exitcode == 0 else f"{FAILED}, exit code {child.exitcode}"
-        content = json.loads(args.output.read_text())
-        content["parts"][name]["status"] = status
-        write(content, args.output)
+        _set_status(args.output, name, status)
         print(f"{name}: {status}", flush=True)
-    print(render(content))
+    print(render(json.loads(args.output.read_text())))
+
+
+def _set_status(file: Path, part: str, status: str) -> None:
+    content = json.loads(file.read_text())
+    content["parts"][part]["status"] = status
+    write(content, file)
 
 
 if __name__ == "__main__":

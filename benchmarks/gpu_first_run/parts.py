@@ -32,7 +32,12 @@ WARMUP_ROUNDS = 2
 SCOPES = ("batch", "micro_batch", "carried_over")
 FIXED = {"ratio_lower_start": 0.8, "ratio_lower_max": 0.8, "ratio_upper_start": 1.2, "ratio_upper_max": 1.2}
 HALF_WEIGHT = {"loss_type": "vespo", "negative_weight_min": 0.5, "positive_contribution_target": 1.0}
-PARTIAL = {"partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 4}
+PARTIAL: dict[str, Any] = {
+    "partial_rollout_oversampling": 1.5,
+    "partial_rollout_chunk_length": 4,
+    "max_completion_length": 32,
+}
+PARTIAL_MEDIAN_TOKENS = 8  # of lengths that differ: else all end at once, and none is carried over
 
 
 @dataclass(frozen=True)
@@ -64,9 +69,9 @@ class Part:
         return device == "cuda" or not self.needs_gpu
 
 
-def reward(completions: list[str], **kwargs: Any) -> list[float]:
+def reward(completions: list[str], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
     """Reward what differs from row to row, so that no group ties."""
-    return [(sum(map(ord, text)) % 7) / 7 for text in completions]
+    return [((sum(map(ord, text)) + len(ids)) % 7) / 7 for text, ids in zip(completions, completion_ids, strict=True)]
 
 
 def settings_for(setup: Setup, rows: int, completion_tokens: int, **settings: Any) -> dict[str, Any]:
@@ -135,7 +140,7 @@ def runs(setup: Setup) -> dict[str, Callable[[], dict]]:
 def _train(setup: Setup, kind: str, settings: dict, uses_lora: bool) -> dict:
     sizes = setup.sizes
     with tempfile.TemporaryDirectory() as folder:
-        model = trained_model(setup, sizes.trained, uses_lora)
+        model = _model_for(setup, settings, uses_lora)
         given = settings_for(setup, 4, sizes.completion_tokens, **settings)
         trainer = make_trainer(kind, model, folder, given, peft_config=lora() if uses_lora else None)
         trainer.train()
@@ -154,8 +159,17 @@ def _train(setup: Setup, kind: str, settings: dict, uses_lora: bool) -> dict:
         "gradient_checkpointing": trainer.args.gradient_checkpointing,
         "bf16": trainer.args.bf16,
     }
-    own = ("bapo/ratio_lower", "bapo/ratio_upper", "replay/share", "partial/segments_mean", "staleness/max")
+    own = ("bapo/clip_low", "bapo/clip_high", "replay/fraction", "partial/segments_max", "staleness/max")
     return {**row, **{key: [log.get(key) for log in logs] for key in own if any(key in log for log in logs)}}
+
+
+def _model_for(setup: Setup, settings: dict, uses_lora: bool) -> Any:
+    if PARTIAL.items() <= settings.items():
+        model = trained_model(setup, replace(setup.sizes.trained, ties_embeddings=False), uses_lora)
+        longest, first = PARTIAL["max_completion_length"], len(character_tokenizer())
+        end_by_hazards(model, PARTIAL_MEDIAN_TOKENS, partial_rollouts.TAIL, longest, first_token=first)
+        return model
+    return trained_model(setup, setup.sizes.trained, uses_lora)
 
 
 def _compare_fixed_bounds(setup: Setup) -> dict:

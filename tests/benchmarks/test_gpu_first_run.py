@@ -2,18 +2,25 @@
 
 import importlib.metadata
 import json
+import os
+import signal
 import subprocess
+import sys
+import threading
 import warnings
 from collections import Counter
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from bapo_trl.tasks import character_tokenizer
-from benchmarks.gpu_first_run import parts, shapes
+from benchmarks.gpu_first_run import __main__, parts, results_file, shapes
 from benchmarks.gpu_first_run.results_file import run_part
 from benchmarks.gpu_first_run.table import render
 from benchmarks.lognormal_model import lognormal_hazards
+from tests.helpers.commands import run_command
 from tests.helpers.forked import run_python
 
 
@@ -40,6 +47,10 @@ def test_the_command_writes_all_that_a_cpu_can_tell_and_goes_on_where_it_was_cut
     }  # fmt: skip
     assert not [row for part in content["parts"].values() for row in part["cases"].values() if "error" in row]
     assert content["parts"]["runs"]["cases"]["fixed bounds against GRPOTrainer"]["largest_difference"] == 0
+    runs = content["parts"]["runs"]["cases"]
+    assert runs["replay"]["replay/fraction"][2] > 0  # of the second generation
+    assert all(norm > 0 for norm in runs["partial rollouts"]["gradient_norms"])
+    assert runs["partial rollouts"]["partial/segments_max"][2] > 1  # of a completion that was carried over
     assert {len(values) for values in content["parts"]["cost"]["cases"]["tiny, LoRA"]["seconds"].values()} == {2}
     assert content["machine"]["torch"] == importlib.metadata.version("torch")
     assert content["asked"]["seed"] == 0
@@ -61,6 +72,53 @@ def test_the_command_writes_all_that_a_cpu_can_tell_and_goes_on_where_it_was_cut
     assert "was made with" in other.stderr
 
 
+HIDING = """
+import sys
+
+
+class Hiding:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+    def find_spec(self, name, *rest):
+        return None if name.partition(".")[0] in sys.argv[1:] else self.finder.find_spec(name, *rest)
+
+
+sys.meta_path[:] = [*map(Hiding, sys.meta_path)]
+import bapo_trl
+from bapo_trl import BAPOConfig, BAPOTrainer
+from benchmarks.gpu_first_run import __main__
+"""
+
+
+def test_it_needs_no_more_than_it_says():
+    """All is hidden but torch, transformers, trl, datasets, peft, accelerate and what these require."""
+    needed: set[str] = set()
+    asked = ["torch", "transformers", "trl", "datasets", "peft", "accelerate"]
+    while asked:
+        name = canonicalize_name(asked.pop())
+        if name in needed:
+            continue
+        needed.add(name)
+        try:
+            lines = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:  # of another system
+            continue
+        wanted = [Requirement(line) for line in lines]
+        asked += [each.name for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})]
+    packages = importlib.metadata.packages_distributions()
+    hidden = [
+        package for package, of in packages.items()
+        if package not in ("benchmarks", "bapo_trl") and not needed & set(map(canonicalize_name, of))
+    ]  # fmt: skip
+    assert {"requests", "matplotlib", "pytest", "hypothesis"} <= set(hidden)
+    result = run_command([sys.executable, "-c", HIDING, *hidden])
+    assert result.returncode == 0, result.stderr
+
+
 def test_a_case_that_raises_is_a_row_and_the_others_go_on(tmp_path, monkeypatch):
     def broken():
         raise RuntimeError("out of memory")
@@ -72,6 +130,52 @@ def test_a_case_that_raises_is_a_row_and_the_others_go_on(tmp_path, monkeypatch)
     cases = json.loads(file.read_text())["parts"]["search"]["cases"]
     assert cases["one"]["error"] == "RuntimeError: out of memory"
     assert "error" not in cases["two"]
+
+
+def test_a_part_that_is_cut_and_one_that_never_began_say_so(tmp_path, monkeypatch, capsys):
+    def slow():
+        threading.Event().wait(600)
+
+    def cases(setup):
+        return {"one": lambda: {"found": 1}, "two": slow}
+
+    def interrupted(setup):
+        os.kill(os.getppid(), signal.SIGINT)
+        return {}
+
+    monkeypatch.setattr(__main__, "PARTS", {name: parts.PARTS[name] for name in ("runs", "cost", "search")})
+    monkeypatch.setitem(__main__.PARTS, "runs", parts.Part(cases, 0.5))
+    monkeypatch.setitem(__main__.PARTS, "cost", parts.Part(interrupted, 60))
+    monkeypatch.setattr(results_file, "PARTS", __main__.PARTS)
+    file = tmp_path / "run.json"
+    asked = ["gpu_first_run", "--device", "cpu", "--sizes", "tiny", "--output", str(file)]
+    monkeypatch.setattr(sys, "argv", asked)
+    with pytest.raises(KeyboardInterrupt):
+        __main__.main()
+    status = {name: part["status"] for name, part in json.loads(file.read_text())["parts"].items()}
+    assert status == {"runs": "cut at its time limit", "cost": "begun", "search": "not begun"}
+    assert json.loads(file.read_text())["parts"]["runs"]["cases"]["one"]["found"] == 1
+
+
+def test_the_tables_are_printed_from_a_file(tmp_path, monkeypatch, capsys):
+    row = {"tokens": 8, "seconds": {"search": [1.0], "recomputed": [3.0], "hoisted": [2.0]},
+           "same_bounds_as_on_the_cpu": True}  # fmt: skip
+    content = {
+        "machine": {"device": "none", "driver": None}, "date": "-", "asked": {"seed": 0},
+        "parts": {"search": {"status": "done", "cases": {"gradient": row}},
+                  "rollouts": {"status": "not begun", "cases": {}}},
+    }  # fmt: skip
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(content))
+    monkeypatch.setattr(sys, "argv", ["gpu_first_run", "--table", str(file)])
+    __main__.main()
+    assert capsys.readouterr().out == render(content) + "\n"
+    assert "3.000 (3.000 to 3.000)" in render(content)
+    assert "Part `rollouts`: not begun." in render(content)
+    monkeypatch.setattr(sys, "argv", ["gpu_first_run"])
+    with pytest.raises(SystemExit):
+        __main__.main()
+    assert "give --output, or --table" in capsys.readouterr().err
 
 
 def test_memory_is_that_of_the_last_update_at_each_micro_batch(monkeypatch):
