@@ -4,7 +4,6 @@ import json
 import os
 import re
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import yaml
@@ -45,7 +44,7 @@ def _caches(tmp_path, monkeypatch):
 
 
 @contextmanager
-def nothing_written(folder=Path()):
+def nothing_written(folder):
     def files():
         return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if "__pycache__" not in path.parts}
 
@@ -54,8 +53,8 @@ def nothing_written(folder=Path()):
     assert files() == before
 
 
-def test_the_tables_of_a_run(capsys):
-    with nothing_written():
+def test_the_tables_of_a_run(capsys, tmp_path):
+    with nothing_written(tmp_path):
         run(dataset_name="train.jsonl", dry_run="true", beta=0.1)
     out = capsys.readouterr().out
     assert out.startswith("BAPO on train.jsonl: a dry run. No weights are loaded, nothing is written.")
@@ -86,10 +85,10 @@ def test_a_completion_beyond_the_window_is_said_to_be_so(capsys):
 
 
 @pytest.mark.parametrize("answer", [True, "yes"])
-def test_a_recipe_can_ask_for_it(answer, capsys):
-    Path("recipe.yaml").write_text(yaml.safe_dump({**SHORT, "dataset_name": "train.jsonl", "dry_run": answer}))
+def test_a_recipe_can_ask_for_it(answer, capsys, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**SHORT, "dataset_name": "train.jsonl", "dry_run": answer}))
     for command in (["train"], ["evaluate"], ["launch", "--num_processes", "2", "train"]):
-        with nothing_written():
+        with nothing_written(tmp_path):
             cli.main([*command, "--config", "recipe.yaml"])
         assert "a dry run. No weights are loaded, nothing is written." in capsys.readouterr().out
     with pytest.raises(SystemExit):  # flags come before a recipe
@@ -97,8 +96,8 @@ def test_a_recipe_can_ask_for_it(answer, capsys):
     assert "weights are loaded" in capsys.readouterr().err
 
 
-def test_the_function_of_notebooks_says_the_same(capsys):
-    with nothing_written():
+def test_the_function_of_notebooks_says_the_same(capsys, tmp_path):
+    with nothing_written(tmp_path):
         run(dataset_name="train.jsonl", dry_run="true")
     out = capsys.readouterr().out
     from my_rewards import has_digit
@@ -144,13 +143,13 @@ def test_what_the_run_would_refuse_is_refused(settings, message):
         ({"model_name_or_path": "learned", "max_completion_length": "64"}, "`max_completion_length` is 64"),
     ],
 )
-def test_what_trl_or_the_model_fails_at_is_refused(settings, message, monkeypatch):
+def test_what_trl_or_the_model_fails_at_is_refused(settings, message, monkeypatch, tmp_path):
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", FROM_PRETRAINED)
-    opt_model().save_pretrained("learned")
-    character_tokenizer().save_pretrained("learned")
-    get_peft_model(toy_model(), LoraConfig(r=2)).save_pretrained("adapter")
-    adapter = json.loads(Path("adapter/adapter_config.json").read_text())
-    Path("adapter/adapter_config.json").write_text(json.dumps({**adapter, "base_model_name_or_path": "model"}))
+    opt_model().save_pretrained(tmp_path / "learned")
+    character_tokenizer().save_pretrained(tmp_path / "learned")
+    get_peft_model(toy_model(), LoraConfig(r=2)).save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": "model"}))
     for dry_run_too in ("true", "false"):
         with pytest.raises((ValueError, RuntimeError)) as refusal:
             run(**{"dataset_name": "train.jsonl", "dry_run": dry_run_too, **settings})
@@ -200,13 +199,14 @@ def test_ages_of_samples_that_are_kept(settings, oldest, capsys):
     assert f"\n  mean age of a sample            0.5 of fresh ones; of all not known before the run {by}\n" in out
 
 
-def test_the_folder_of_an_earlier_run_is_refused_as_well():
-    Path("out/checkpoint-2").mkdir(parents=True)
-    Path("out/checkpoint-2/trainer_state.json").write_text("{}")
+def test_the_folder_of_an_earlier_run_is_refused_as_well(tmp_path):
+    checkpoint = tmp_path / "out" / "checkpoint-2"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text("{}")
     with pytest.raises(ValueError, match="overwrite_output_dir"):
         run(dataset_name="train.jsonl", dry_run="true")
     run(dataset_name="train.jsonl", dry_run="true", overwrite_output_dir="true")
-    assert Path("out/checkpoint-2").exists()
+    assert checkpoint.exists()
 
 
 STAND_INS = {  # of the data sets of the Hub
@@ -232,26 +232,26 @@ SHAPE_05B = {
 }  # fmt: skip
 
 
-def fill_stand_ins(shape):
+def fill_stand_ins(folder, shape):
     rows = [*AIME24, *AIME24]
-    Dataset.from_list(rows).to_json("aime.jsonl")
-    DatasetDict(train=Dataset.from_list(GSM8K * 100), test=Dataset.from_list(GSM8K)).save_to_disk("gsm8k")
-    DatasetDict(math=Dataset.from_list(SKYWORK * 100)).save_to_disk("skywork")
+    Dataset.from_list(rows).to_json(folder / "aime.jsonl")
+    DatasetDict(train=Dataset.from_list(GSM8K * 100), test=Dataset.from_list(GSM8K)).save_to_disk(folder / "gsm8k")
+    DatasetDict(math=Dataset.from_list(SKYWORK * 100)).save_to_disk(folder / "skywork")
     sums = [{"prompt": f"{a}+{b}=", "solution": str(a + b)} for a in range(30) for b in range(30)]
-    Dataset.from_list(sums).to_json("train.jsonl")
-    Qwen2Config(**shape).save_pretrained("model")
+    Dataset.from_list(sums).to_json(folder / "train.jsonl")
+    Qwen2Config(**shape).save_pretrained(folder / "model")
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")))
-def test_every_recipe(recipe, capsys):
+def test_every_recipe(recipe, capsys, tmp_path):
     is_small = recipe in ("gsm8k", "lora_small")
-    fill_stand_ins(SHAPE_05B if is_small else SHAPE_7B)
+    fill_stand_ins(tmp_path, SHAPE_05B if is_small else SHAPE_7B)
     settings = dict(STAND_INS[recipe])
     if "7b" in recipe or "aime" in recipe or settings.get("dataset_name"):
         settings["model_name_or_path"] = "model"
     flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
     capsys.readouterr()
-    with nothing_written():
+    with nothing_written(tmp_path):
         cli.main(["launch", "--accelerate", "zero3", "--num_processes", "6", "train", "--config", recipe, *flags,
                   "--dry_run", "true"])  # fmt: skip
     out, err = capsys.readouterr()
@@ -267,8 +267,8 @@ def test_every_recipe(recipe, capsys):
         assert re.search(r"; 50\dM parameters, [\d.]+M of them trained\n", out)
 
 
-def test_a_model_that_is_not_fetched_yet_stays_so(capsys):
-    with nothing_written():
+def test_a_model_that_is_not_fetched_yet_stays_so(capsys, tmp_path):
+    with nothing_written(tmp_path):
         cli.main(["train", "--config", "smollm2_sums", "--dry_run", "true"])
     out = capsys.readouterr().out
     assert "\n  samples a generation" in out
@@ -280,7 +280,7 @@ def test_the_line_of_the_job_of_several_nodes(tmp_path, capsys):
     job = (ROOT / "scripts" / "train_4_plus_1_nodes.slurm").read_text()
     (line,) = [part for part in re.findall(r"bash -c '(.*?)'", job, re.DOTALL) if "--dry_run true" in part]
     (sizes,) = re.findall(r"^export sizes=.*$", job, re.MULTILINE)
-    fill_stand_ins(SHAPE_7B)
+    fill_stand_ins(tmp_path, SHAPE_7B)
     stub = tmp_path / "bin" / "python"
     stub.parent.mkdir()
     stub.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
@@ -294,7 +294,7 @@ def test_the_line_of_the_job_of_several_nodes(tmp_path, capsys):
     assert called.returncode == 0, called.stderr
     module, name, *arguments = called.stdout.rstrip("\0").split("\0")
     assert [module, name] == ["-m", "bapo_trl.script.launcher"]
-    with nothing_written():
+    with nothing_written(tmp_path):
         launcher.main([*arguments, "--dataset_name", "skywork"])
     out = capsys.readouterr().out
     assert "\nGB on a GPU: 32 processes, ZeRO-3; 7.62B parameters\n" in out
