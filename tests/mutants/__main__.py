@@ -1,5 +1,5 @@
 """
-Break the package in forty places, one at a time, and see which tests notice.
+Break the package in some places, one at a time, and see which tests notice.
 
     python -m tests.mutants                 # each mutant against the test files of its part
     python -m tests.mutants --part replay

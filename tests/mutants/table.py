@@ -1,4 +1,4 @@
-"""Forty small changes that the tests of their part must notice, chosen before the tests were made faster."""
+"""Small changes that the tests of their part must notice: forty were chosen before the tests were made faster."""
 
 from typing import NamedTuple
 
@@ -81,7 +81,20 @@ CHECKPOINTS = (
         "control.should_training_stop = True",
     ),
 )
-PARTS = {"method": METHOD, "replay": REPLAY, "rollouts": ROLLOUTS, "checkpoints": CHECKPOINTS}
+COLOCATE = (
+    Mutant(
+        "BehaviorPolicy.stamp", '(len(batch["prompt_ids"]),), version)', '(len(batch["prompt_ids"]),), version + 1)'
+    ),
+    Mutant("RolloutPool.take", "append([policy_version, len(new)])", "append([policy_version + 1, len(new)])"),
+    Mutant(
+        "BAPOTrainer._generate_single_turn",
+        "generate = super()._generate_single_turn",
+        "self._last_loaded_step = self.state.global_step; generate = super()._generate_single_turn",
+    ),
+)
+PARTS = {
+    "method": METHOD, "replay": REPLAY, "rollouts": ROLLOUTS, "checkpoints": CHECKPOINTS, "colocate": COLOCATE,
+}  # fmt: skip
 TESTS = {
     "method": ["tests/test_clip_bounds.py", "tests/test_policy_tokens.py", "tests/test_look_ahead.py",
                "tests/test_balance.py", "tests/test_bapo_trainer.py", "tests/test_equivalence.py"],
@@ -90,4 +103,5 @@ TESTS = {
     "checkpoints": ["tests/test_whole_checkpoint.py", "tests/replay/test_mixer.py", "tests/faults/test_kills.py",
                     "tests/faults/test_signals.py", "tests/faults/test_fuzz_checkpoint.py",
                     "tests/faults/test_server.py"],
+    "colocate": ["tests/vllm_server/test_colocate.py"],
 }  # fmt: skip
