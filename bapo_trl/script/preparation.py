@@ -42,7 +42,6 @@ class Inputs:
         parts (`list[tuple[str, str | None]]`): Name and revision of the model, and of its base.
         processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`]): Tokenizer or
             processor.
-        embedded_task ([`~tasks.MadeTask`], *optional*): The embedded task, if the run is on it.
         extract_answer (`Callable[[str], str | None]`, *optional*): Finds the answer in a completion.
     """
 
@@ -52,7 +51,6 @@ class Inputs:
     base: str | None
     parts: list[tuple[str, str | None]]
     processing_class: Any
-    embedded_task: MadeTask | None
     extract_answer: Callable[[str], str | None] | None
 
 
@@ -92,8 +90,7 @@ def gather_inputs(
             f"`use_peft` asks for a new adapter, but `model_name_or_path` is one, {model_args.model_name_or_path}: "
             "leave `use_peft` out to train it on, or merge it first (--do_train false --merge_adapter true)."
         )
-    is_embedded = script_args.dataset_name == EMBEDDED
-    if is_embedded and training_args.use_cpu:
+    if script_args.dataset_name == EMBEDDED and training_args.use_cpu:
         torch.set_num_threads(1)  # so small a model gains nothing from more, and loses a lot on a busy machine
     model = (fetch_model or _fetch_model)(model_args.model_name_or_path, training_args)
     load_tokenizer = cache(
@@ -108,8 +105,7 @@ def gather_inputs(
     for dataset in (data.train, data.test):
         check_chat_template(dataset, processing_class)
     parts = [(model, model_args.model_revision), *([] if base is None else [(base, None)])]
-    own_task = task if is_embedded else None
-    return Inputs(data, reward_funcs, model, base, parts, processing_class, own_task, extract_answer)
+    return Inputs(data, reward_funcs, model, base, parts, processing_class, extract_answer)
 
 
 def make_trainer(

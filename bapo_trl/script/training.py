@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from accelerate.utils import gather_object, is_peft_model
 from transformers import TrainerState
@@ -15,7 +14,6 @@ from ..errors import InputError
 from ..evaluation.sampling import EvaluatedTrainer
 from ..report.method import method_by_settings
 from ..report.write import report_line
-from ..tasks import held_out_accuracy
 from ..upstream.cpu_speed import speed_up_cpu
 from ..upstream.fixes import end_training
 from . import dry_run
@@ -120,7 +118,7 @@ def _train(
     evaluation: BeforeAfter | None,
 ) -> None:
     """Train and save, with what the terminal says before and after."""
-    data, task, output_dir = inputs.data, inputs.embedded_task, Path(training_args.output_dir)
+    data, output_dir = inputs.data, Path(training_args.output_dir)
     say = trainer.accelerator.print
     resume = trainer.checkpoint_to_resume(_resume_argument(training_args.resume_from_checkpoint))
     is_over = resume is not None and not _check_resume(resume, training_args)
@@ -136,9 +134,6 @@ def _train(
     if is_over:
         say(f"Note: {resume} is of the last update. Nothing is left to train, but the model was not saved yet.")
 
-    scores_itself = task is not None and evaluation is None and trainer.accelerator.num_processes == 1
-    tokenizer: Any = trainer.processing_class
-    before = held_out_accuracy(trainer.model, tokenizer, task.test_dataset) if scores_itself else None
     if evaluation is not None:
         evaluation.before(inputs.parts)
     stop = StopSignals()
@@ -157,15 +152,6 @@ def _train(
         exit_stopped(trainer)
     trainer.save_model(training_args.output_dir)
     trainer.save_state()
-    if scores_itself:
-        after = held_out_accuracy(trainer.model, tokenizer, task.test_dataset)
-        since = " since the warm start" if resume else ""
-        say(
-            f"Held-out accuracy{since}, greedy {before.greedy:.3f} -> {after.greedy:.3f}, "
-            f"mean of 4 samples {before.sampled:.3f} -> {after.sampled:.3f}"
-        )
-    elif task is not None and evaluation is None:
-        say("Held-out accuracy: measured on one process only; `--do_eval true` evaluates on several.")
     say(f"Model: {training_args.output_dir}")
     if checkpoint.is_dir():
         say(f"Checkpoint: {checkpoint}")
