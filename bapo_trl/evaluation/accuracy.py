@@ -8,30 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PromptResult:
-    """
-    The completions to one prompt.
-
-    Attributes:
-        correct (`tuple[bool, ...]`): Whether each completion is right; at least one.
-        answers (`tuple[str | None, ...]`, *optional*): The answer in each completion, `None` where there is none;
-            `None` for all if none was looked for.
-        source (`str`, *optional*): Where the prompt comes from.
-    """
+    """The completions to one prompt, at least one: whether each is right, its answer if it has one, the source."""
 
     correct: tuple[bool, ...]
-    answers: tuple[str | None, ...] | None = None
+    answers: tuple[str | None, ...] | None = None  # none was looked for
     source: str | None = None
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """
-    A mean over prompts.
-
-    Attributes:
-        mean (`float`): The mean.
-        error (`float`): Its standard error; NaN for a single prompt.
-    """
+    """A mean over prompts with its standard error, NaN for a single prompt."""
 
     mean: float
     error: float
@@ -42,15 +28,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     Estimate without bias the probability that at least one of `k` samples is right.
 
     It is `1 - C(n - c, k) / C(n, k)`: the share of the `k`-subsets of the `n` samples that hold one of the `c` right
-    ones.
-
-    Args:
-        num_samples (`int`): Samples drawn, `n`.
-        num_correct (`int`): Those of them that are right, `c`, in [0, n].
-        k (`int`): In [1, n].
-
-    Raises:
-        ValueError: If `k` or `num_correct` is out of its range.
+    ones. `k` is in [1, n], `c` in [0, n].
 
     References:
         Chen et al. 2021, Evaluating Large Language Models Trained on Code (https://arxiv.org/abs/2107.03374), Eq. 1.
@@ -75,14 +53,7 @@ def majority_vote(answers: Sequence[str | None], correct: Sequence[bool]) -> flo
     Return the probability that the answer most completions give is right.
 
     Among equally frequent answers one is drawn at random. An answer whose completions were not all judged alike counts
-    with the share of right ones. A completion without an answer has no vote.
-
-    Args:
-        answers (sequence of `str` or `None`): Answers of the completions to one prompt.
-        correct (sequence of `bool`): Whether each completion is right, as many.
-
-    Returns:
-        `float`: In [0, 1]; 0 if no completion has an answer.
+    with the share of right ones. A completion without an answer has no vote; without any vote it is 0.
 
     References:
         Wang et al. 2022, Self-Consistency Improves Chain of Thought Reasoning (https://arxiv.org/abs/2203.11171).
@@ -110,10 +81,7 @@ def mean_over_prompts(values: Sequence[float]) -> Estimate:
     """
     Return the mean and its standard error `s / sqrt(n)`, where `s` is the sample standard deviation.
 
-    The completions to a prompt are alike, so that the prompts are what is counted, whatever the number of completions.
-
-    Args:
-        values (sequence of `float`): A value for each prompt, at least one.
+    The completions to a prompt are alike, so that the prompts, at least one, are what is counted.
 
     References:
         Miller 2024, Adding Error Bars to Evals (https://arxiv.org/abs/2411.00640), Section 2.2.
@@ -138,13 +106,9 @@ def summarize(results: Iterable[PromptResult]) -> dict[str, Estimate]:
     """
     Return all accuracies: over all prompts, and where prompts have different sources, for each of these.
 
-    Args:
-        results (iterable of [`PromptResult`]): Prompts with equally many completions, `n`; with answers for all or
-            none.
-
-    Returns:
-        `dict[str, Estimate]`: `avg@n`; `pass@k` for the powers of two from 2 up to `n`, and `n`; `maj@n` if there are
-        answers; then the same of each source, as `avg@n/SOURCE`. Empty for no prompts. With `n` of 1, `avg@1` alone.
+    All prompts have equally many completions, `n`, and answers for all or none. The names are `avg@n`; `pass@k` for the
+    powers of two from 2 up to `n`, and `n`; `maj@n` if there are answers; then the same of each source, as
+    `avg@n/SOURCE`. Empty for no prompts. With `n` of 1, `avg@1` alone.
     """
     results = list(results)
     summary = _accuracies(results)

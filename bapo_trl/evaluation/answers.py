@@ -1,15 +1,31 @@
-"""Pure: the answer in a completion, and the answers that a column holds, as plain text."""
+"""Pure: the answer in a completion, the answers that a column holds, and whether two are the same number."""
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from decimal import MAX_EMAX, MAX_PREC, MIN_EMIN, Context, Decimal, InvalidOperation
 from numbers import Number
 from typing import Any
 
-from ..tasks.answers import last_number, plain_number, without_separators
 
+Text = str | Sequence[Mapping[str, Any]]
+"""A completion as TRL hands it to rewards: text, or the messages of a conversation."""
 
+MINUS = "\N{MINUS SIGN}"
+"""The minus of typeset text, which counts as a hyphen does."""
+
+_THOUSANDS = r"\d{1,3}(?:,\d{3})+"
+_EXPONENT = rf"[eE][-+{MINUS}]?\d+(?!\w|\.\d)"
+NUMBER = re.compile(
+    rf"(?:(?<![\w.)])[-{MINUS}])?(?:(?:{_THOUSANDS}(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)(?:{_EXPONENT})?"
+)
+_EXACT = Context(prec=MAX_PREC, Emax=MAX_EMAX, Emin=MIN_EMIN)  # the usual one rounds to 28 digits
 _BRACES = re.compile(r"\\boxed\{|\\\\|\\[{}]|[{}]")
+
+
+def completion_text(completion: Text) -> str:
+    """Return a completion's text: that of its last message in a conversation, which a call of a tool has not."""
+    return completion if isinstance(completion, str) else completion[-1].get("content") or ""
 
 
 def boxed_answer(text: str) -> str | None:
@@ -36,6 +52,24 @@ def boxed_answer(text: str) -> str | None:
     return text[begin:end].strip() or None
 
 
+def last_number(text: str) -> str | None:
+    """
+    Return the last number of a text, without commas between thousands and with a hyphen for a minus, or `None`.
+
+    A minus belongs to the number unless it stands right behind a letter, a digit, a period or a closing bracket.
+
+    Example:
+
+    ```python
+    >>> last_number("59 + 19 = 78."), last_number("It is -1,234.50 m."), last_number("5-3"), last_number("none")
+    ('78', '-1234.50', '3', None)
+
+    ```
+    """
+    numbers = NUMBER.findall(text)
+    return without_separators(numbers[-1].replace(MINUS, "-")) if numbers else None
+
+
 def whole_text(text: str) -> str | None:
     """Return the text without the spaces around it, or `None` if nothing is left."""
     return text.strip() or None
@@ -47,6 +81,43 @@ EXTRACTORS: dict[str, Callable[[str], str | None]] = {
     "text": whole_text,
 }
 """Ways to find the answer in a completion, by name."""
+
+
+def without_separators(number: str) -> str:
+    """Return a number without commas between thousands; any other text as it is."""
+    is_number = re.fullmatch(rf"[-+]?{_THOUSANDS}(?:\.\d+)?(?:{_EXPONENT})?", number)
+    return number.replace(",", "") if is_number else number
+
+
+def plain_number(text: str) -> str | None:
+    """
+    Return the one spelling of a number, all its digits kept, or `None` for what is none.
+
+    Numbers of 1000 places and more keep an exponent: written out, a short one could fill the memory.
+
+    Example:
+
+    ```python
+    >>> [plain_number(text) for text in ("073", "73.0", "1,234", "1e-05", "-0", "1e9999999", "x")]
+    ['73', '73', '1234', '0.00001', '0', '1E+9999999', None]
+
+    ```
+    """
+    try:
+        number = Decimal(without_separators(text.replace(MINUS, "-")))
+    except InvalidOperation:
+        return None
+    if not number.is_finite():
+        return None
+    number = number.normalize(_EXACT)
+    if not number:
+        return "0"
+    return f"{number:f}" if abs(number.adjusted()) < 1000 else str(number)
+
+
+def same_number(first: str | None, second: str | None) -> bool:
+    """Tell whether two texts are the same number; no number equals none."""
+    return first is not None and second is not None and plain_number(first) == plain_number(second) is not None
 
 
 def canonical(answer: str) -> str:
@@ -69,10 +140,8 @@ def gold_texts(value: Any) -> list[str]:
     """
     Return the texts of right answers that a column's value holds; none if it is missing.
 
-    Args:
-        value (`str`, number or list of these): Value of a row. Text may be a JSON list of strings (as in Skywork-OR1's
-            `ground_truth`). A number is written out, one that is whole without decimals. `None`, NaN and empty text
-            are missing, and so is what is neither text nor number.
+    Text may be a JSON list of strings (as in Skywork-OR1's `ground_truth`). A number is written out, one that is whole
+    without decimals. `None`, NaN and empty text are missing, and so is what is neither text nor number.
 
     Example:
 
@@ -84,21 +153,6 @@ def gold_texts(value: Any) -> list[str]:
     """
     parts = value if isinstance(value, (list, tuple)) else _listed(value)
     return [text for part in parts if (text := _as_text(part))]
-
-
-def _listed(value: Any) -> list[Any]:
-    if isinstance(value, str) and value.lstrip().startswith('["'):  # strings: [1, 2] is an interval
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            pass
-    return [value]
-
-
-def _as_text(value: Any) -> str | None:
-    if isinstance(value, Number) and not isinstance(value, bool):
-        return plain_number(str(value))
-    return str(value).strip() if isinstance(value, (str, bool)) else None
 
 
 def gold_answers(value: Any) -> list[str]:
@@ -119,6 +173,21 @@ def gold_answers(value: Any) -> list[str]:
     ```
     """
     return [answer for text in gold_texts(value) if (answer := _answer_in(text))]
+
+
+def _listed(value: Any) -> list[Any]:
+    if isinstance(value, str) and value.lstrip().startswith('["'):  # strings: [1, 2] is an interval
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            pass
+    return [value]
+
+
+def _as_text(value: Any) -> str | None:
+    if isinstance(value, Number) and not isinstance(value, bool):
+        return plain_number(str(value))
+    return str(value).strip() if isinstance(value, (str, bool)) else None
 
 
 def _answer_in(text: str) -> str:

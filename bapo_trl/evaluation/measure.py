@@ -41,8 +41,7 @@ class Evaluation:
 
     Attributes:
         accuracies (`dict[str, Estimate]`): As [`~accuracy.summarize`] names them; empty if no prompt has a reward.
-        metrics (`dict[str, float]`): Rewards, lengths and numbers, by the names under which TRL logs them, without a
-            prefix.
+        metrics (`dict[str, float]`): Rewards, lengths and numbers, by TRL's names without a prefix.
         num_prompts (`int`): Prompts with a reward.
     """
 
@@ -123,18 +122,10 @@ def count(
     extract_answer: Callable[[str], str | None] | None = None,
 ) -> Evaluation:
     """
-    Count the completions of a file of completions.
+    Count the completions of a file of completions, `num_completions` of each prompt, one after the other.
 
-    Args:
-        records (iterable of mappings): Completions, those of a prompt one after the other. Beyond `num_completions` of
-            a prompt they do not count.
-        num_completions (`int`): Completions of each prompt.
-        reward_weights (`torch.Tensor`): Weights of the reward functions, shape `(F,)`.
-        extract_answer (`Callable[[str], str | None]`, *optional*): Finds the answer in a completion, for maj@k.
-
-    Returns:
-        [`Evaluation`]: A prompt none of whose completions has a first reward is left out of the accuracies, and
-        counted in `prompts_without_reward`.
+    A prompt none of whose completions has a first reward is left out of the accuracies, and counted in
+    `prompts_without_reward`. `reward_weights` has shape `(F,)`.
     """
     records = [record for record in records if record["number"] < num_completions]
     if not records:

@@ -12,28 +12,19 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch.utils.data import DataLoader
 
 from ..bapo_trainer import BAPOTrainer
-from ..tasks.answers import completion_text
 from ..upstream.forward_passes import forked_random_state, without_gradient_checkpointing
+from .answers import completion_text
 
 
 @dataclass(frozen=True)
 class Completion:
-    """
-    A completion as it was sampled and scored.
+    """A completion as it was sampled and scored."""
 
-    Attributes:
-        position (`int`): Its row's place among the rows that were given.
-        content (`str` or `list[dict]`): What the model wrote, without special tokens: text, or messages to a chat.
-        token_ids (`list[int]`): The same as tokens, the end token included.
-        is_cut_off (`bool`): Whether it ended for its length.
-        rewards (`list[float | None]`): Rewards by function; `None` where a function gave none.
-    """
-
-    position: int
-    content: Any
-    token_ids: list[int]
-    is_cut_off: bool
-    rewards: list[float | None] = field(default_factory=list)
+    position: int  # of its row, among those that were given
+    content: Any  # text, or messages to a chat, without special tokens
+    token_ids: list[int]  # with the end token
+    is_cut_off: bool  # for its length
+    rewards: list[float | None] = field(default_factory=list)  # by function; `None` where it gave none
 
     @property
     def text(self) -> str:
@@ -57,17 +48,12 @@ class EvaluatedTrainer(BAPOTrainer):
 
         Args:
             rows (sequence of mappings): Rows with a `prompt`, and what the reward functions read.
-            take (`Callable[[list[Completion]], None]`): Gets the completions of each batch, of all processes, as soon
-                as they are scored. It is called on the main process alone. To fill the last batch, some may come
-                twice.
-            seed (`str`, *optional*, defaults to `""`): What the samples are drawn from, besides the trainer's `seed`.
+            take (`Callable`): Gets the completions of each batch, of all processes, as soon as they are scored; on
+                the main process alone. To fill the last batch, some may come twice.
+            seed (`str`, *optional*): What the samples are drawn from, besides the trainer's `seed`.
         """
         placed: Any = [{"position": position, "row": row} for position, row in enumerate(rows)]
-        loader: DataLoader = DataLoader(
-            placed,
-            batch_size=self.args.eval_batch_size,
-            collate_fn=list,
-        )
+        loader: DataLoader = DataLoader(placed, batch_size=self.args.eval_batch_size, collate_fn=list)
         own_seed = f"{self.args.seed} {self.accelerator.process_index} {seed}"
         self._take = take
         try:
@@ -83,15 +69,8 @@ class EvaluatedTrainer(BAPOTrainer):
         """
         Score completions that were sampled before, in batches as large as those of [`sample_completions`].
 
-        All processes make this call together, with the same rows and number of completions. The random state of torch
-        is afterwards what it was before.
-
-        Args:
-            rows (sequence of mappings): As [`sample_completions`] takes them.
-            completions (sequence of [`Completion`]): On the main process, completions of the rows; elsewhere, none.
-
-        Returns:
-            `list[Completion]`: The same with their rewards, on all processes.
+        All processes make this call together, with the same rows; the main one alone has the completions. All get them
+        with their rewards. The random state of torch is afterwards what it was before.
         """
         (count,) = broadcast_object_list([len(completions)])
         num_processes, rank = self.accelerator.num_processes, self.accelerator.process_index

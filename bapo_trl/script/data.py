@@ -46,7 +46,7 @@ def load_data(
     train: Any = None
     splits: Any = None
     if task is not None:
-        title = task.title
+        title = task.name
         train, splits = task.train_dataset, {script_args.dataset_test_split: task.test_dataset}
     elif dataset_args.datasets:
         title, hub_id = "a dataset mixture", common_hub_id(part.path for part in dataset_args.datasets)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -200,10 +200,7 @@ def make_task(name: str | None, task_args: str | dict[str, Any] | None = None) -
             f"or give a task such as '{GYM_PREFIX}chain_sum'."
         )
     if name == EMBEDDED:
-        task = load_task()
-        return MadeTask(
-            "the embedded task (sums of two numbers)", task.train_dataset, task.test_dataset, task.reward_func
-        )
+        return replace(load_task(), name="the embedded task (sums of two numbers)")
     return load_chat_sums() if name == CHAT_SUMS else None
 
 

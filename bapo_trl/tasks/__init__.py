@@ -3,15 +3,12 @@ Small verifiable tasks, made locally from a seed: the embedded one of the demo w
 tasks for chat models, one of which a package carries.
 """
 
-from .chat_sums import CHAT_SUMS, load_chat_sums
-from .embedded import EmbeddedTask, WarmStart
+from .embedded import EmbeddedTask, MadeTask, WarmStart
 from .gym import GYM_PREFIX, gym_reward, load_gym_task
 from .held_out import HeldOutAccuracy, held_out_accuracy
-from .made import MadeTask
-from .model import tiny_model
+from .model import character_tokenizer, tiny_model
 from .smollm2 import SMOLLM2, has_smollm2, smollm2_path
-from .sums import exact_match_reward, load_task
-from .tokenizer import character_tokenizer
+from .sums import CHAT_SUMS, exact_match_reward, load_chat_sums, load_task
 from .warm_start import save_warm_start_shape, warm_start_path
 
 

@@ -17,19 +17,13 @@ from ..errors import InputError
 
 def cached_folder(name: str, what: str, how_long: str, build: Callable[[Path], None]) -> Path:
     """
-    Give a folder of the cache, building it on first use.
-
-    The cache is `$BAPO_TRL_CACHE`, or `~/.cache/bapo_trl` if that is not set.
+    Give a folder of the cache `$BAPO_TRL_CACHE` (`~/.cache/bapo_trl` if that is not set), building it on first use.
 
     Args:
         name (`str`): Name of the folder. It should contain a hash of all that shapes its content.
-        what (`str`): What it holds, for the terminal.
-        how_long (`str`): How long building takes, for the terminal.
+        what, how_long (`str`): What it holds, and how long building takes, for the terminal.
         build (`Callable[[Path], None]`): Writes the content into an empty folder. What it raises leaves nothing
             behind.
-
-    Returns:
-        `pathlib.Path`: The folder.
 
     Raises:
         InputError: If the cache cannot be made.

@@ -1,22 +1,13 @@
-"""What an embedded task consists of."""
+"""What a task that is made here consists of."""
 
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from datasets import Dataset
 
 
 NUM_TEST_PROBLEMS = 512
-
-
-class RewardFunc(Protocol):
-    """A reward function as TRL calls it, for plain-string completions."""
-
-    __name__: str
-
-    def __call__(self, completions: list[str], answer: list[str], **kwargs: Any) -> list[float]: ...
 
 
 @dataclass(frozen=True)
@@ -51,23 +42,34 @@ class WarmStart:
 
 
 @dataclass(frozen=True)
-class EmbeddedTask:
+class MadeTask:
     """
-    Problems to train on, problems held out, the reward that checks a completion, and the model to begin with.
+    Problems to train on, problems held out, and the reward that checks a completion.
 
     Attributes:
-        name (`str`): Name of the task; the folders of its warm start begin with it.
-        train_dataset ([`~datasets.Dataset`]): Problems with the string columns `prompt` and `answer`.
-        test_dataset ([`~datasets.Dataset`]): Problems with the same columns; none of them is in `train_dataset`.
-        reward_func (`RewardFunc`): 1.0 for a correct completion, 0.0 for any other.
-        max_new_tokens (`int`): Longest completion, with its end token, that training and evaluation should allow.
-        warm_start ([`WarmStart`]): How the model to begin with is made.
+        name (`str`): What the terminal calls it; of an embedded task, what the folders of its warm start begin with.
+        train_dataset ([`~datasets.Dataset`]): Problems with `prompt`, `answer`, and what the reward needs besides.
+        test_dataset ([`~datasets.Dataset`]): Problems with the same columns; none of their prompts is in
+            `train_dataset`.
+        reward_func (`Callable`): Reward function as TRL calls it, a module's own; 1.0 for a right completion.
     """
 
     name: str
     train_dataset: Dataset
     test_dataset: Dataset
-    reward_func: RewardFunc
+    reward_func: Callable[..., list[float]]
+
+
+@dataclass(frozen=True)
+class EmbeddedTask(MadeTask):
+    """
+    A task in plain text, and the model to begin with.
+
+    Attributes:
+        max_new_tokens (`int`): Longest completion, with its end token, that training and evaluation should allow.
+        warm_start ([`WarmStart`]): How the model to begin with is made.
+    """
+
     max_new_tokens: int
     warm_start: WarmStart
 

@@ -15,8 +15,8 @@ from typing import Any
 from datasets import Dataset
 
 from ..errors import InputError, MissingPackageError
-from .answers import Completion, completion_text, read_answer
-from .made import MadeTask
+from ..evaluation.answers import NUMBER, Text, completion_text, last_number
+from .embedded import MadeTask
 
 
 GYM_PREFIX = "reasoning_gym:"
@@ -61,11 +61,11 @@ def load_gym_task(name: str, task_args: str | dict[str, Any] | None = None) -> M
     return MadeTask(f"{GYM_PREFIX}{name}", Dataset.from_list(train), Dataset.from_list(test), gym_reward)
 
 
-def gym_reward(completions: Sequence[Completion], entry: Sequence[str], **kwargs: object) -> list[float]:
+def gym_reward(completions: Sequence[Text], entry: Sequence[str], **kwargs: object) -> list[float]:
     """
     Reward a completion with what its task gives for the answer in it, from 0 to 1.
 
-    The answer is what [`~answers.read_answer`] reads: the last thing between `<answer>` tags; or else the last number,
+    The answer is the last thing between `<answer>` tags; or else the last number,
     if the right answer is a number; or else the whole text.
 
     Args:
@@ -78,6 +78,25 @@ def gym_reward(completions: Sequence[Completion], entry: Sequence[str], **kwargs
         `list[float]`: The scores of `score_answer` of the tasks; 0 for an answer on which it raises.
     """
     return [_score(completion_text(completion), row) for completion, row in zip(completions, entry, strict=True)]
+
+
+def read_answer(text: str, right_answer: str) -> str:
+    """
+    Read the answer off a text, as [`gym_reward`] does; spaces around it do not count.
+
+    Example:
+
+    ```python
+    >>> read_answer("So <answer> 4 </answer>, not 5.", "4"), read_answer("2 + 2 = 4.", "4"), read_answer(" no ", "yes")
+    ('4', '4', 'no')
+
+    ```
+    """
+    start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
+    if start >= 0:
+        start += len("<answer>")
+        return text[start : text.find("</answer>", start)].strip()
+    return (last_number(text) or "") if NUMBER.fullmatch(right_answer.strip()) else text.strip()
 
 
 def _score(text: str, row: str) -> float:

@@ -1,9 +1,16 @@
-"""A causal language model small enough to train on a laptop."""
+"""A causal language model small enough to train on a laptop, and its tokenizer with one token a character."""
 
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+from tokenizers import pre_tokenizers
+from transformers import (
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2Tokenizer,
+)
 
 
 MODEL_SETTINGS: dict[str, Any] = {
@@ -16,6 +23,8 @@ MODEL_SETTINGS: dict[str, Any] = {
     "initializer_range": 0.1,
     "tie_word_embeddings": False,
 }
+PAD_TOKEN = "<pad>"  # noqa: S105
+EOS_TOKEN = "<eos>"  # noqa: S105
 
 
 def tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int, **settings: int) -> Qwen2ForCausalLM:
@@ -46,3 +55,41 @@ def tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int, **settings: int) -
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     return model
+
+
+def character_tokenizer(alphabet: str | None = None) -> PreTrainedTokenizerFast:
+    """
+    Build a tokenizer that maps every ASCII character to one token (any other to its UTF-8 bytes).
+
+    It has a padding and an end token and no start token, adds nothing to a text, and pads on the left, as generation
+    needs.
+
+    Args:
+        alphabet (`str`, *optional*): Printable ASCII characters other than the space, none of them twice; texts lose
+            any other. All bytes if not given.
+
+    Returns:
+        [`~transformers.PreTrainedTokenizerFast`]: Tokenizer of two tokens more than the alphabet, 258 for all bytes.
+
+    Example:
+
+    ```python
+    >>> tokenizer = character_tokenizer()
+    >>> ids = tokenizer("37+58=")["input_ids"]
+    >>> len(ids), tokenizer.decode(ids)
+    (6, '37+58=')
+
+    ```
+    """
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet()) if alphabet is None else alphabet
+    # Qwen2's own class: `AutoTokenizer` takes it for every folder with a Qwen2 model, whatever class was saved there,
+    # and adds its own unknown token unless that is named.
+    return Qwen2Tokenizer(
+        vocab={token: index for index, token in enumerate([PAD_TOKEN, EOS_TOKEN, *characters])},
+        merges=[],
+        unk_token=PAD_TOKEN,
+        pad_token=PAD_TOKEN,
+        eos_token=EOS_TOKEN,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )

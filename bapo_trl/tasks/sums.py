@@ -1,10 +1,17 @@
-"""The task of the demo: sums of two numbers below 100, checked exactly."""
+"""Sums of two numbers below 100: the task of the demo, checked exactly, and the same asked of a chat model."""
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
-from .embedded import NUM_TEST_PROBLEMS, EmbeddedTask, WarmStart, as_dataset
+from datasets import Dataset
 
+from ..evaluation.answers import Text, completion_text, last_number, same_number
+from .embedded import NUM_TEST_PROBLEMS, EmbeddedTask, MadeTask, WarmStart, as_dataset
+
+
+CHAT_SUMS = "chat_sums"
+"""What `--dataset_name` calls the sums that are asked in words."""
 
 LARGEST_NUMBER = 99
 MAX_ANSWER_CHARACTERS = len(str(2 * LARGEST_NUMBER))
@@ -37,6 +44,25 @@ def exact_match_reward(completions: list[str], answer: list[str], **kwargs: Any)
     return [float(completion == right) for completion, right in zip(completions, answer, strict=True)]
 
 
+def last_number_reward(completions: Sequence[Text], answer: Sequence[Any], **kwargs: object) -> list[float | None]:
+    """
+    Reward a completion whose last number is the right one; `None` where `answer` has no number.
+
+    Example:
+
+    ```python
+    >>> last_number_reward(["59 + 19 = 78.", "78 is 59 + 19", "I see."], answer=["78", "78", "78"])
+    [1.0, 0.0, 0.0]
+
+    ```
+    """
+    golds = [last_number(str(right)) for right in answer]
+    return [
+        None if gold is None else float(same_number(last_number(completion_text(completion)), gold))
+        for completion, gold in zip(completions, golds, strict=True)
+    ]
+
+
 def load_task(seed: int = 0) -> EmbeddedTask:
     """
     Make the sums: every ordered pair of numbers from 0 to 99 once, shuffled and split into train and test.
@@ -63,25 +89,40 @@ def load_task(seed: int = 0) -> EmbeddedTask:
     rng.shuffle(train)
     return EmbeddedTask(
         name="sums",
-        train_dataset=as_dataset(*_write(train)),
-        test_dataset=as_dataset(*_write(test)),
+        train_dataset=_write(train),
+        test_dataset=_write(test),
         reward_func=exact_match_reward,
         max_new_tokens=MAX_ANSWER_CHARACTERS + 1,
         warm_start=WarmStart(demonstrate),
     )
 
 
-def demonstrate(prompt: str, rng: random.Random) -> str:
+def load_chat_sums(seed: int = 0) -> MadeTask:
     """
-    Add column by column as a careless demonstrator: `"37+58="` gives `"95"` or, with the carry forgotten, `"85"`.
+    Ask the sums of [`load_task`] in words: the same problems, split in the same way.
+
+    A prompt is an instruction and the question "What is 59 + 19?". The last number of a completion counts.
 
     Args:
-        prompt (`str`): A problem.
-        rng (`random.Random`): Decides which carries are forgotten.
+        seed (`int`, *optional*, defaults to `0`): Seed of the shuffle and the split.
 
     Returns:
-        `str`: The sum that the demonstrator writes.
+        [`MadeTask`]: 9,488 problems to train on and 512 or 513 held out, with the columns `prompt` (messages) and
+        `answer`.
     """
+    sums = load_task(seed)
+    train, test = _ask_all(sums.train_dataset), _ask_all(sums.test_dataset)
+    return MadeTask("sums of two numbers, asked in words", train, test, last_number_reward)
+
+
+def ask(a: int | str, b: int | str) -> list[dict[str, str]]:
+    """Return the prompt that asks for a sum."""
+    instruction = "Answer in one short sentence."
+    return [{"role": "system", "content": instruction}, {"role": "user", "content": f"What is {a} + {b}?"}]
+
+
+def demonstrate(prompt: str, rng: random.Random) -> str:
+    """Add as a careless demonstrator: `"37+58="` gives `"95"` or, with the carry forgotten, `"85"`."""
 
     def carry(column: int) -> int:
         return int(column >= 10 and rng.random() >= FORGOTTEN_CARRY_RATE)
@@ -92,5 +133,10 @@ def demonstrate(prompt: str, rng: random.Random) -> str:
     return str(100 * carry(tens) + 10 * (tens % 10) + ones % 10)
 
 
-def _write(problems: list[tuple[int, int]]) -> tuple[list[str], list[str]]:
-    return [f"{a}+{b}=" for a, b in problems], [str(a + b) for a, b in problems]
+def _write(problems: list[tuple[int, int]]) -> Dataset:
+    return as_dataset([f"{a}+{b}=" for a, b in problems], [str(a + b) for a, b in problems])
+
+
+def _ask_all(problems: Dataset) -> Dataset:
+    prompts = [ask(*problem.rstrip("=").split("+")) for problem in problems["prompt"]]
+    return Dataset.from_dict({"prompt": prompts, "answer": problems["answer"]})

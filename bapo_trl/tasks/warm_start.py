@@ -11,9 +11,8 @@ import transformers
 
 from .cache import cached_folder
 from .embedded import EmbeddedTask, WarmStart
-from .model import MODEL_SETTINGS, tiny_model
+from .model import MODEL_SETTINGS, character_tokenizer, tiny_model
 from .sums import load_task
-from .tokenizer import character_tokenizer
 
 
 IGNORED_LABEL = -100

@@ -6,8 +6,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_trl.evaluation.answers import EXTRACTORS, boxed_answer, canonical, gold_answers, gold_texts, whole_text
-from bapo_trl.tasks.answers import last_number, last_number_reward, plain_number, read_answer, same_number
+from bapo_trl.evaluation.answers import (
+    EXTRACTORS,
+    boxed_answer,
+    canonical,
+    gold_answers,
+    gold_texts,
+    last_number,
+    plain_number,
+    same_number,
+    whole_text,
+)
+from bapo_trl.tasks.gym import read_answer
+from bapo_trl.tasks.sums import last_number_reward
 
 
 # Text of any kind, and text of what answers are made of
@@ -72,6 +83,7 @@ def test_all_digits_of_a_number_count():
     assert canonical("1" * 5000) != canonical("1" * 4999 + "2")
     assert same_number(first, first + ".0")
     assert not same_number(first, second)
+    assert not same_number(None, None)
     assert len(plain_number("1e999999999")) < 20
 
 

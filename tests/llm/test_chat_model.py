@@ -12,7 +12,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo_trl.tasks import load_chat_sums, smollm2_path
-from bapo_trl.tasks.chat_sums import ask
+from bapo_trl.tasks.sums import ask
 from tests.helpers.commands import ROOT, run_command
 
 
@@ -116,7 +116,7 @@ def test_a_merged_adapter_is_the_same_model_and_is_evaluated(run, folder, tmp_pa
     out = train_bapo(
         tmp_path / "out", do_train="false", do_eval="true", model_name_or_path=tmp_path / "merged",
         dataset_name=tmp_path / "problems.jsonl", dataset_test_split="train",
-        reward_funcs="bapo_trl.tasks.answers.last_number_reward", per_device_eval_batch_size=16,
+        reward_funcs="bapo_trl.tasks.sums.last_number_reward", per_device_eval_batch_size=16,
         num_generations_eval=1, max_completion_length=16,
     )  # fmt: skip
     assert f"Evaluation of {tmp_path / 'merged'}" in out

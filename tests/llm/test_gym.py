@@ -13,7 +13,7 @@ TWO_TERMS = '{"min_terms": 2, "max_terms": 2, "min_digits": 3, "max_digits": 3, 
 
 def test_a_task_is_made_from_its_name_and_scored_by_its_own_rule():
     task = make_task("reasoning_gym:chain_sum", TWO_TERMS)
-    assert task.title == "reasoning_gym:chain_sum"
+    assert task.name == "reasoning_gym:chain_sum"
     assert (len(task.train_dataset), len(task.test_dataset)) == (50, 256)
     row = task.train_dataset[0]
     question = json.loads(row["entry"])["entry"]["question"]

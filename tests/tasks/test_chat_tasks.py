@@ -8,7 +8,8 @@ import pytest
 from bapo_trl import tasks
 from bapo_trl.script.datasets import make_task
 from bapo_trl.tasks import gym
-from bapo_trl.tasks.answers import last_number_reward, read_answer
+from bapo_trl.tasks.gym import read_answer
+from bapo_trl.tasks.sums import last_number_reward
 
 
 def message(text):

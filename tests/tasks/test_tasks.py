@@ -346,14 +346,12 @@ def test_accuracy_repeats_and_leaves_the_random_state_and_mode(tokenizer, task, 
     model = tasks.tiny_model(tokenizer, seed=0).train(training)
     problems = [{"prompt": "1+1=", "answer": ""}] * 300  # an untrained model ends at once now and then
     state = torch.get_rng_state()
-    first = tasks.held_out_accuracy(model, tokenizer, problems, num_samples=2, seed=1)
+    first = tasks.held_out_accuracy(model, tokenizer, problems)
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training is training
     torch.rand(1)
-    assert tasks.held_out_accuracy(model, tokenizer, problems, num_samples=2, seed=1) == first
-    assert first.sampled <= first.solved <= 2 * first.sampled
-    others = [tasks.held_out_accuracy(model, tokenizer, problems, num_samples=2, seed=seed) for seed in (2, 3)]
-    assert any(other.sampled != first.sampled for other in others)
+    assert tasks.held_out_accuracy(model, tokenizer, problems) == first
+    assert 0 < first.sampled <= first.solved <= 4 * first.sampled
 
 
 def test_accuracy_restores_the_mode_after_an_error(tokenizer):
@@ -367,20 +365,26 @@ def test_accuracy_samples_from_the_whole_distribution(tokenizer, monkeypatch):
     model = tasks.tiny_model(tokenizer, seed=0)
     seen = []
     monkeypatch.setattr(model, "generate", lambda **kwargs: seen.append(kwargs) or kwargs["input_ids"])
-    tasks.held_out_accuracy(model, tokenizer, PROBLEMS[:2], num_samples=1, temperature=0.7)
+    tasks.held_out_accuracy(model, tokenizer, PROBLEMS[:2], num_samples=1)
     greedy, sampled = seen
     assert greedy["do_sample"] is False
-    assert (sampled["do_sample"], sampled["temperature"]) == (True, 0.7)
+    assert (sampled["do_sample"], sampled["temperature"]) == (True, 1.0)
     assert (sampled["top_k"], sampled["top_p"]) == (0, 1.0)
 
 
 def test_accuracy_refuses_what_it_cannot_measure(tokenizer):
     model = tasks.tiny_model(tokenizer, seed=0)
-    with pytest.raises(ValueError, match=r"empty"):
+    with pytest.raises(ValueError, match=r"`problems` has 0 "):
         tasks.held_out_accuracy(model, tokenizer, [])
     with pytest.raises(ValueError, match=r"num_samples.*0"):
         tasks.held_out_accuracy(model, tokenizer, PROBLEMS, num_samples=0)
+
+
+def test_accuracy_pads_on_the_left_whatever_the_tokenizer_does(tokenizer):
+    model = tasks.tiny_model(tokenizer, seed=0)
     right_padding = tasks.character_tokenizer()
     right_padding.padding_side = "right"
-    with pytest.raises(ValueError, match=r"'right'"):
-        tasks.held_out_accuracy(model, right_padding, PROBLEMS)
+    seen = []
+    model.generate = lambda **kwargs: seen.append(kwargs["attention_mask"].tolist()) or kwargs["input_ids"]
+    tasks.held_out_accuracy(model, right_padding, [{"prompt": text, "answer": ""} for text in ("1+2=", "37+58=")])
+    assert seen[0] == [[0, 0, 1, 1, 1, 1], [1] * 6]
