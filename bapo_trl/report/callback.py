@@ -8,10 +8,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ..errors import MissingPackageError
 from .masks import without_secrets
 from .runs import SETTINGS_FILE, update_logs
-from .write import NO_MATPLOTLIB, has_matplotlib, save_report
+from .write import save_report
 
 
 class ReportCallback(TrainerCallback):
@@ -40,7 +39,7 @@ class ReportCallback(TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs):
         if state.is_world_process_zero and len(update_logs(state.log_history)):
-            self._try(self._write_report, args, state)
+            self._try(save_report, state.log_history, Path(args.output_dir) / "report.png")
 
     def _write_settings(self, args, model) -> None:
         name = getattr(getattr(model, "config", None), "_name_or_path", None)
@@ -50,12 +49,7 @@ class ReportCallback(TrainerCallback):
         text = json.dumps(without_secrets(settings), indent=2, sort_keys=True)
         (folder / SETTINGS_FILE).write_text(text + "\n", encoding="utf-8")
 
-    def _write_report(self, args, state) -> None:
-        if not has_matplotlib():
-            raise MissingPackageError(NO_MATPLOTLIB)
-        save_report(state.log_history, Path(args.output_dir) / "report.png")
-
-    def _try(self, write: Callable[..., None], *arguments) -> None:
+    def _try(self, write: Callable[..., object], *arguments) -> None:
         try:
             write(*arguments)
         except Exception as error:

@@ -6,15 +6,12 @@ from pathlib import Path
 
 from ..errors import InputError
 from .runs import read_runs
-from .write import NO_MATPLOTLIB, has_matplotlib, report_lines
+from .write import write_report
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """
-    Write the report of the runs that the arguments name, and print its health lines.
-
-    Args:
-        argv (sequence of `str`, *optional*): Arguments after `report`. `None` for those of the process.
+    Write the report of the runs that the arguments name, by default those of the process, and print its health lines.
 
     Raises:
         SystemExit: With 2 and one line that names the path and the fix, if there is nothing to draw of a run.
@@ -33,10 +30,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--output", metavar="FOLDER", default="report", help="where report.html and report.png go (default: report)"
     )
     arguments = parser.parse_args(argv)
-    if not has_matplotlib():
-        parser.error(NO_MATPLOTLIB)
     try:
-        print(report_lines(read_runs(arguments.runs), Path(arguments.output) / "report.png"))
+        print(write_report(read_runs(arguments.runs), Path(arguments.output) / "report.png"))
     except InputError as error:
         parser.error(str(error))
     except OSError as error:

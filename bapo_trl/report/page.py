@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 
 from .figure import caption, color_of
-from .health import Finding, shared
+from .health import Finding
 from .panels import Panel
-from .runs import Group, title_of
+from .runs import Group
 
 
 MAIN_SETTINGS = (
@@ -58,25 +58,19 @@ th, td { text-align: left; vertical-align: top; padding: .25rem .9rem .25rem 0; 
 
 
 def render_page(
-    groups: Sequence[Group], findings: Mapping[str, Sequence[Finding]], panels: Mapping[Panel, str]
+    groups: Sequence[Group], health: Sequence[tuple[str, Sequence[Finding]]], panels: Mapping[Panel, str]
 ) -> str:
     """
-    Return the page.
+    Return the page as HTML. What users wrote (names, settings) is escaped.
 
     Args:
         groups (sequence of [`~runs.Group`]): The runs that are drawn.
-        findings (mapping of `str` to sequences of [`~health.Finding`]): Health lines by the label of their run.
+        health (sequence of pairs): Titles of runs, and the findings that these share.
         panels (mapping of [`~panels.Panel`] to `str`): The SVG of each panel.
-
-    Returns:
-        `str`: HTML. What users wrote (names, settings) is escaped.
     """
     title = "Training report: " + ", ".join(group.title for group in groups)
-    runs = {run.label: run for group in groups for run in group.runs}
-    health = "".join(
-        _health(title_of([runs[label] for label in labels]) if len(runs) > 1 else "", some)
-        for labels, some in shared(findings).items()
-    )
+    is_alone = sum(len(group.runs) for group in groups) == 1
+    lists = "".join(_health("" if is_alone else runs, findings) for runs, findings in health)
     figures = "".join(
         f"<figure><figcaption>{html.escape(panel.title)}</figcaption>{svg}</figure>" for panel, svg in panels.items()
     )
@@ -85,7 +79,7 @@ def render_page(
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>\n"
         f"<h1>{html.escape(title)}</h1>\n{_legend(groups)}"
-        f'<h2>Health</h2><div class="health">{health}</div>\n'
+        f'<h2>Health</h2><div class="health">{lists}</div>\n'
         f'<h2>Over the optimizer updates</h2><p class="soft">{html.escape(caption(groups))}</p>'
         f'<div class="panels">{figures}</div>\n'
         f'<h2>Settings</h2><div class="scroll">{_settings_table(groups)}</div>\n'

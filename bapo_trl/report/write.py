@@ -6,14 +6,11 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ..errors import InputError
+from ..errors import InputError, MissingPackageError
 from .figure import drawn_panels, panel_svg, save_png
 from .health import Finding, describe, examine, shared
 from .page import render_page
 from .runs import Run, group_runs, read_settings, readable, title_of, update_logs
-
-
-NO_MATPLOTLIB = "matplotlib is not installed (pip install 'bapo-trl[plots]')"
 
 
 def has_matplotlib() -> bool:
@@ -21,7 +18,33 @@ def has_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def write_report(runs: Sequence[Run], path: str | Path) -> dict[str, list[Finding]]:
+def save_report(log_history: Sequence[Mapping], path: str | Path) -> str:
+    """
+    Write the report of a run that is in memory, see [`write_report`].
+
+    Args:
+        log_history (sequence of mappings): Logs of the run, as in `trainer.state.log_history`. Those of an evaluation
+            are left out; undefined values leave a gap.
+        path (`str` or `Path`): Image file to write, in the `output_dir` of the run, where its settings are.
+    """
+    logs = update_logs(log_history)
+    if not len(logs):
+        raise InputError(
+            "no update was logged (`logging_steps` and `logging_strategy` say which are): there is nothing to draw"
+        )
+    folder = Path(path).resolve().parent
+    return write_report([Run(readable(folder.name), logs, read_settings(folder), folder)], path)
+
+
+def report_line(log_history: Sequence[Mapping], path: str | Path) -> str:
+    """Do as [`save_report`] does, and return what stands in the way instead of raising it."""
+    try:
+        return save_report(log_history, path)
+    except InputError as error:
+        return f"Report: not drawn, {error}"
+
+
+def write_report(runs: Sequence[Run], path: str | Path) -> str:
     """
     Write the report of runs. A file is replaced when the new one is whole.
 
@@ -30,76 +53,38 @@ def write_report(runs: Sequence[Run], path: str | Path) -> dict[str, list[Findin
         path (`str` or `Path`): Image file to write (PNG). The page is beside it, with the suffix `.html`.
 
     Returns:
-        `dict`: Health lines by the label of their run.
+        `str`: Lines for the terminal: where it is and what it found.
 
     Raises:
-        ImportError: If matplotlib is not installed (extra `plots`).
+        MissingPackageError: If matplotlib is not installed (extra `plots`).
         InputError: If there is nothing to draw.
     """
-    path = Path(path)
+    if not has_matplotlib():
+        raise MissingPackageError("matplotlib is not installed (pip install 'bapo-trl[plots]')")
+    path, page = Path(path), Path(path).with_suffix(".html")
     groups = group_runs(runs)
     panels = drawn_panels(groups)
     if not panels:
         raise InputError(f"RUN {title_of(runs)}: its logs hold no number to draw, such as `reward`. Give another run.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    findings = {run.label: examine(run.logs, run.method) for group in groups for run in group.runs}
+    health = _health([run for group in groups for run in group.runs])
     with _replacing(path) as unfinished:
         save_png(groups, unfinished)
-    page = render_page(groups, findings, {panel: panel_svg(panel, groups) for panel in panels})
-    with _replacing(path.with_suffix(".html")) as unfinished:
-        unfinished.write_text(readable(page), encoding="utf-8")
-    return findings
+    html = render_page(groups, health, {panel: panel_svg(panel, groups) for panel in panels})
+    with _replacing(page) as unfinished:
+        unfinished.write_text(readable(html), encoding="utf-8")
+    has_titles = len(runs) > 1 or bool(runs[0].method.name)
+    lines = [f"Report: {readable(str(file))}" for file in (path, page)]
+    for title, findings in health:
+        lines += [*([f"{title}:"] if has_titles else []), *(f"  {describe(finding)}" for finding in findings)]
+    return "\n".join(lines)
 
 
-def save_report(log_history: Sequence[Mapping], path: str | Path) -> dict[str, list[Finding]]:
-    """
-    Write the report of a run that is in memory, see [`write_report`].
-
-    Args:
-        log_history (sequence of mappings): Logs of the run, as in `trainer.state.log_history`. Those of an evaluation
-            are left out; undefined values leave a gap.
-        path (`str` or `Path`): Image file to write, in the `output_dir` of the run, where its settings are.
-
-    Raises:
-        ImportError: If matplotlib is not installed (extra `plots`).
-        InputError: If no log is that of an update.
-    """
-    return write_report([_run(log_history, path)], path)
-
-
-def report_line(log_history: Sequence[Mapping], path: str | Path) -> str:
-    """Write the report if there is something to draw, and something to draw it with; return lines that say so."""
-    if not has_matplotlib():
-        return f"Report: not drawn, {NO_MATPLOTLIB}"
-    if not len(update_logs(log_history)):
-        return "Report: not drawn, no update was logged (`logging_steps` and `logging_strategy` say which are)"
-    return report_lines([_run(log_history, path)], path)
-
-
-def report_lines(runs: Sequence[Run], path: str | Path) -> str:
-    """Write the report of runs, see [`write_report`]; return lines that say where it is and what it found."""
-    findings = write_report(runs, path)
-    files = [f"Report: {readable(str(file))}" for file in (path, Path(path).with_suffix(".html"))]
-    return "\n".join([*files, *health_lines(runs, findings)])
-
-
-def health_lines(runs: Sequence[Run], findings: Mapping[str, Sequence[Finding]]) -> list[str]:
-    """Return the health lines of runs as text, each once, under the title of the runs that share it."""
+def _health(runs: Sequence[Run]) -> list[tuple[str, list[Finding]]]:
+    """Return each finding once, under the title of the runs that share it."""
     of_label = {run.label: run for run in runs}
-    lines = []
-    for labels, some in shared(findings).items():
-        sharing = [of_label[label] for label in labels]
-        lines += [f"{title_of(sharing)}:"] if len(runs) > 1 or runs[0].method.name else []
-        lines += [f"  {describe(finding)}" for finding in some]
-    return lines
-
-
-def _run(log_history: Sequence[Mapping], path: str | Path) -> Run:
-    logs = update_logs(log_history)
-    if not len(logs):
-        raise InputError("`log_history` has no log of an update: nothing to draw.")
-    folder = Path(path).resolve().parent
-    return Run(readable(folder.name), logs, read_settings(folder), folder)
+    findings = {run.label: examine(run.logs, run.method) for run in runs}
+    return [(title_of(of_label[label] for label in labels), some) for labels, some in shared(findings).items()]
 
 
 @contextlib.contextmanager

@@ -133,7 +133,7 @@ def test_a_report_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path
     if is_installed:
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # broken
     else:
-        monkeypatch.setattr("bapo_trl.report.callback.has_matplotlib", lambda: False)
+        monkeypatch.setattr("bapo_trl.report.write.has_matplotlib", lambda: False)
     trainer = toy_trainer(tmp_path, **SAVES)
     trainer.add_callback(ReportCallback())
     with warnings.catch_warnings(record=True) as caught:
