@@ -106,8 +106,8 @@ def summarize(results: Iterable[PromptResult]) -> dict[str, Estimate]:
     """
     Return all accuracies: over all prompts, and where prompts have different sources, for each of these.
 
-    All prompts have equally many completions, `n`, and answers for all or none. The names are `avg@n`; `pass@k` for the
-    powers of two from 2 up to `n`, and `n`; `maj@n` if there are answers; then the same of each source, as
+    All prompts have equally many completions, `n`, and answers for all or none. The names are `avg@n`; `pass@k` for
+    the powers of two from 2 up to `n`, and `n`; `maj@n` if there are answers; then the same of each source, as
     `avg@n/SOURCE`. Empty for no prompts. With `n` of 1, `avg@1` alone.
     """
     results = list(results)

@@ -25,12 +25,7 @@ class Curve(NamedTuple):
 
 
 def curve_of(columns: Sequence[Points]) -> Curve:
-    """
-    Return mean and range of the runs that have a value at an update.
-
-    Args:
-        columns (sequence of [`~logs.Points`]): Of each run, with NaN where the value is undefined.
-    """
+    """Return mean and range of the runs that have a value at an update, by the points of each run."""
     steps = np.sort(np.concatenate([column.steps for column in columns]))  # np.unique takes ten times as long
     steps = steps[np.diff(steps, prepend=-1) > 0]
     total, count = np.zeros(len(steps)), np.zeros(len(steps))

@@ -25,8 +25,6 @@ COLORS = ("#3b82f6", "#e4572e", "#2a9d5c", "#a46fd1", "#b8901c", "#1a9fb0", "#d6
 STYLES = ("-", "--", ":")
 """Styles of the lines of a panel, where several groups have its colors."""
 
-BAND = "Line: mean of the seeds that have a value at the update; band: from the smallest to the largest of them."
-
 _INK = "#123456"  # stands for the page's own text color in an SVG
 _GREY = "#8a8a8a"
 _PLAIN_TEXT: dict[Any, Any] = {"text.parse_math": False}  # a `$` in the name of a run is a `$`
@@ -34,23 +32,19 @@ _PLAIN_TEXT: dict[Any, Any] = {"text.parse_math": False}  # a `$` in the name of
 
 def drawn_panels(groups: Sequence[Group]) -> list[Panel]:
     """Return the panels for which some run has data; that of the loss if there is no other."""
-    panels = [panel for panel in PANELS if panel.drawn_lines(_logs(groups))]
-    return panels or [panel for panel in (LOSS,) if panel.drawn_lines(_logs(groups))]
+    has_data = {panel: bool(panel.drawn_lines(_logs(groups))) for panel in (*PANELS, LOSS)}
+    return [panel for panel in PANELS if has_data[panel]] or [LOSS] * has_data[LOSS]
 
 
 def caption(groups: Sequence[Group]) -> str:
     """Return what is to be said of the lines, in a sentence or two."""
-    parts = ["Grey: thresholds of the health lines, or what a value is measured against."]
-    return " ".join(([BAND] if any(len(group.runs) > 1 for group in groups) else []) + parts)
+    band = "Line: mean of the seeds that have a value at the update; band: from the smallest to the largest of them. "
+    has_band = any(len(group.runs) > 1 for group in groups)
+    return f"{band * has_band}Grey: thresholds of the health lines, or what a value is measured against."
 
 
 def save_png(groups: Sequence[Group], path: Path) -> None:
-    """
-    Draw all panels that have data, at least one, into one image.
-
-    Raises:
-        ImportError: If matplotlib is not installed (extra `plots`).
-    """
+    """Draw all panels that have data, at least one, into one image."""
     from matplotlib import rc_context
 
     with rc_context(_PLAIN_TEXT):
@@ -58,12 +52,7 @@ def save_png(groups: Sequence[Group], path: Path) -> None:
 
 
 def panel_svg(panel: Panel, groups: Sequence[Group]) -> str:
-    """
-    Draw a panel as an SVG element for a page: without background, its text in the page's own color.
-
-    Raises:
-        ImportError: If matplotlib is not installed (extra `plots`).
-    """
+    """Draw a panel as an SVG element for a page: without background, its text in the page's own color."""
     from matplotlib import rc_context
 
     inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
@@ -138,10 +127,6 @@ def _draw(axes: "Axes", panel: Panel, groups: Sequence[Group]) -> bool:
     ]
     if any(map(is_finite, targets)):
         handles.append(_handle(_GREY, "-.", "target"))
-    if len(handles) > 1:
-        axes.legend(
-            handles=handles, loc="best", fontsize="x-small", framealpha=0.4, facecolor="none", edgecolor="none"
-        )
     ends = [logs.steps[end] for logs in _logs(groups) for end in (0, -1)]
     if min(ends) < max(ends):
         axes.set_xlim(min(ends), max(ends))

@@ -37,6 +37,9 @@ NO_SIGNAL_MAX = 0.7
 CUT_OFF_MAX = 0.5
 """Largest share of completions that end for their length."""
 
+AT_LIMIT_MAX, LATE_PART = 0.6, 1 / 3
+"""Largest part of the logs with a search, of so many that are the latest, in which the bounds may be at their ends."""
+
 LATEST_PART = 0.25
 """Part of the logs, the latest, that lines on the present state of a run go by."""
 
@@ -45,53 +48,37 @@ OFTEN = 0.1
 
 
 class Remedy(NamedTuple):
-    """Something to try: a sentence, and for which methods it is said."""
+    """Something to try: a sentence, and what of a method it needs."""
 
     sentence: str
-    fits: Callable[[Method], bool] = lambda method: True
+    needs: str = ""
 
 
 @dataclass(frozen=True)
 class Check:
-    """
-    A line that the report may have.
-
-    Args:
-        name (`str`): What the line is about, in a few words.
-        metric (`str`): Name of the metric in the logs.
-        rule (`str`): When the line appears.
-        meaning (`str`): What it means.
-        remedies (`tuple` of [`Remedy`]): What to try.
-        find (`Callable`): Takes the finite [`~logs.Points`] of the metric, at least one; returns severity and
-            sentence, or `None`.
-        fits (`Callable`, *optional*): For which methods the check is made; by default, for all.
-    """
+    """A line that the report may have: its rule in words, what it means, and what to try."""
 
     name: str
     metric: str
     rule: str
     meaning: str
     remedies: tuple[Remedy, ...]
-    find: Callable[[Points], tuple[str, str] | None]
-    fits: Callable[[Method], bool] = lambda method: True
+    find: Callable[[Points], tuple[str, str] | None]  # at least one value; severity and sentence, if anything is found
+    needs: str = ""  # of a method, to be made
+    measure: Callable[[Logs, Method], Points] | None = None  # by default, the finite values of the metric
+
+    def points(self, logs: Logs, method: Method) -> Points:
+        """Return what the check goes by."""
+        return self.measure(logs, method) if self.measure else logs.finite(self.metric)
 
     def remedy(self, method: Method) -> str:
         """Return what to try with a method, in sentences."""
-        return " ".join(remedy.sentence for remedy in self.remedies if remedy.fits(method))
+        return " ".join(remedy.sentence for remedy in self.remedies if method.has(remedy.needs))
 
 
 @dataclass(frozen=True)
 class Finding:
-    """
-    A line of the report.
-
-    Args:
-        name (`str`): What the line is about.
-        severity (`str`): `warning`, `note` or `healthy`.
-        sentence (`str`): What was found, with its numbers.
-        meaning (`str`, *optional*): What it means.
-        remedy (`str`, *optional*): What to try.
-    """
+    """A line of the report: what it is about, `warning`, `note` or `healthy`, and what was found."""
 
     name: str
     severity: str
@@ -102,20 +89,14 @@ class Finding:
 
 def examine(logs: Logs, method: Method | None = None) -> list[Finding]:
     """
-    Return the health of a run, a finding for each check that finds something.
+    Return the health of a run: a finding for each check that finds something, or a single one that says so.
 
-    Args:
-        logs ([`~logs.Logs`]): Logs of the updates.
-        method ([`~method.Method`], *optional*): Method of the run: which checks are made, and what there is to try.
-            `None` if it is not known.
-
-    Returns:
-        `list` of [`Finding`]: A single one of severity `healthy` if no check finds anything. Checks whose metric was
-        not logged are named in it, or in a note at the end.
+    Checks whose metric was not logged are named in it, or in a note at the end. Without a method, all that the logs
+    suffice for are made.
     """
     method = method or Method()
-    checks = [check for check in CHECKS if check.fits(method)]
-    points = {check: logs.finite(check.metric) for check in checks}
+    checks = [check for check in CHECKS if method.has(check.needs)]
+    points = {check: check.points(logs, method) for check in checks}
     made = [check for check in checks if len(points[check].steps)]
     missing = ", ".join(f"{check.name} (`{check.metric}`)" for check in checks if check not in made)
     unchecked = f"Not checked, because not logged: {missing}." if missing else ""
@@ -149,14 +130,9 @@ def _no_reward(logs: Logs) -> list[Finding]:
 
 def shared(findings: Mapping[str, Sequence[Finding]]) -> dict[tuple[str, ...], list[Finding]]:
     """
-    Return each finding once, by the runs that share it.
+    Return each finding once, by the labels of the runs that share it.
 
-    Args:
-        findings (mapping of `str` to sequences of [`Finding`]): Findings by the label of their run. Those that differ
-            in nothing but their numbers are one.
-
-    Returns:
-        `dict` of lists of [`Finding`] by labels of runs. Where sentences differ, each is behind the label of its run.
+    Those that differ in nothing but their numbers are one; there, each sentence is behind the label of its run.
     """
     sentences: dict[Finding, dict[str, str]] = {}
     for label, some in findings.items():
@@ -239,6 +215,24 @@ def _latest(points: Points, largest: float, what: str) -> tuple[str, str] | None
     return ("warning", f"{mean:.0%} of the completions {what}, {since}.") if mean > largest else None
 
 
+def _at_limits(logs: Logs, method: Method) -> Points:
+    """Return of each log whether all bounds that are searched are where the search ends; NaN if none was moved."""
+    steps, moves = logs.finite("bapo/search_steps")
+    are_at_limits = np.where(moves > 0, 1.0, math.nan)
+    for metric, limit in method.limits:
+        bound = logs.finite(metric)
+        are_at_limits *= np.isin(steps, bound.steps[bound.values >= limit - 1e-4])
+    return Points(steps, are_at_limits)
+
+
+def _over_relaxed(points: Points) -> tuple[str, str] | None:
+    searched = points.values[np.isfinite(points.values)]
+    late = searched[len(searched) - math.ceil(LATE_PART * len(searched)) :]
+    if not len(late) or _mean(late) <= AT_LIMIT_MAX:
+        return None
+    return "warning", f"at their limits in {int(late.sum())} of the latest {len(late)} logs with a search."
+
+
 def _no_signal(points: Points) -> tuple[str, str] | None:
     return _latest(points, NO_SIGNAL_MAX, "are in groups whose rewards are all equal")
 
@@ -260,7 +254,7 @@ CHECKS = (
         (
             Remedy("Compare the sampler's log-probabilities with the trainer's (`sampling/` metrics)."),
             Remedy("Then fresher samples: a smaller `steps_per_generation` or `num_iterations`."),
-            Remedy("Then a smaller `replay_max_staleness`.", lambda method: method.has_queue),
+            Remedy("Then a smaller `replay_max_staleness`.", "has_queue"),
             Remedy("Then a lower `learning_rate`."),
         ),
         _ratio_mean,
@@ -272,10 +266,7 @@ CHECKS = (
         "A few tokens with large ratios carry the update; it is as noisy as one of a much smaller batch.",
         (
             Remedy("Fresher samples, or a lower `learning_rate`."),
-            Remedy(
-                "`negative_ratio_cap` bounds what large ratios of negative-advantage tokens do.",
-                lambda method: method.can_cap,
-            ),
+            Remedy("`negative_ratio_cap` bounds what large ratios of negative-advantage tokens do.", "can_cap"),
         ),
         _ess,
     ),
@@ -298,19 +289,32 @@ CHECKS = (
         "The search goes to its end, and positive tokens still contribute less than `positive_contribution_target`.",
         (
             Remedy("A lower `positive_contribution_target`, or larger batches."),
-            Remedy("A higher `ratio_upper_max`.", lambda method: method.searches_upper),
-            Remedy(
-                "A higher `ratio_lower_max`, the only bound that is searched.",
-                lambda method: method.searches_lower and not method.searches_upper,
-            ),
+            Remedy("A higher `ratio_upper_max`.", "searches_upper"),
+            Remedy("A higher `ratio_lower_max`, the only bound that is searched.", "searches_lower_alone"),
             Remedy(
                 "`negative_weight_min` below 1, which reaches the target wherever there are positive tokens.",
-                lambda method: method.can_weigh,
+                "can_weigh",
             ),
-            Remedy("A smaller `negative_weight_min`.", lambda method: method.searches_weight and not method.can_weigh),
+            Remedy("A smaller `negative_weight_min`.", "can_weigh_less"),
         ),
         _target_missed,
-        lambda method: method.has_target,
+        "has_target",
+    ),
+    Check(
+        "Bounds at their limits",
+        "bapo/search_steps",
+        f"`bapo/clip_low` and `bapo/clip_high`, as far as they are searched, at the ends of the search in over "
+        f"{AT_LIMIT_MAX:.0%} of the latest third of the logs with a search (with the settings of the run)",
+        "The bounds no longer choose: they let through all that they may. Late in a training this is what the VESPO "
+        "paper calls over-relaxed.",
+        (
+            Remedy("A lower `positive_contribution_target`, which helps where it is missed as well."),
+            Remedy("A smaller `ratio_upper_max`.", "searches_upper"),
+            Remedy("A smaller `ratio_lower_max`.", "searches_lower"),
+        ),
+        _over_relaxed,
+        "limits",
+        _at_limits,
     ),
     Check(
         "Entropy halved",
@@ -322,7 +326,7 @@ CHECKS = (
         (
             Remedy(
                 "A higher `positive_contribution_target` or `ratio_upper_max`, to let rare positive tokens through.",
-                lambda method: method.searches_upper,
+                "searches_upper",
             ),
             Remedy("A lower `learning_rate`, or `temperature` 1."),
         ),
@@ -335,9 +339,7 @@ CHECKS = (
         "Most completions have advantage 0 and train nothing: all of their group are right, or all wrong.",
         (
             Remedy("Prompts that are neither too easy nor too hard, a larger `num_generations`, or a finer reward."),
-            Remedy(
-                "`replay_zero_advantage`, which puts queued samples in their place.", lambda method: method.can_refill
-            ),
+            Remedy("`replay_zero_advantage`, which puts queued samples in their place.", "can_refill"),
         ),
         _no_signal,
     ),

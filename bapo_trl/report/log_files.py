@@ -28,12 +28,7 @@ def logs_in(file: Path) -> Iterator[dict]:
 
 
 def read_json(file: Path) -> Any:
-    """
-    Return what a JSON file holds.
-
-    Raises:
-        InputError: If the file cannot be read or is damaged; names file and line.
-    """
+    """Return what a JSON file holds; errors as in [`logs_in`]."""
     with open_text(file) as text:
         return _parse(text.read(), file)
 

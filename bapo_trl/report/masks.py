@@ -36,10 +36,7 @@ def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
     Return settings as JSON holds them, with what looks like a secret masked at any depth.
 
     A value is secret if its name says so (`token`, `api_key`, `password`, ...). In other text, credentials in a URL
-    are, and what has the form of a token.
-
-    Args:
-        settings (mapping): Settings by name. What JSON does not know becomes text.
+    are, and what has the form of a token. What JSON does not know becomes text.
 
     Example:
 

@@ -1,5 +1,9 @@
-"""Which method a run trains with, and what of it is open to a change: by its settings, else by its logs. Pure."""
+"""Which method a run trains with, and what of it is open to a change: by its settings, else by its logs. Pure.
 
+The settings are JSON's, and this is read without torch: what follows from them is told as `BAPOConfig` has it, anew.
+"""
+
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -8,7 +12,10 @@ from .logs import Logs, is_finite
 
 _LOSSES_WITHOUT_BOUNDS = ("cispo", "sapo", "vespo")
 _LOSSES_THAT_BOUND_RATIOS = ("sapo", "vespo")
-_BOUND_PARTS = tuple(f"ratio_{side}_{part}" for side in ("lower", "upper") for part in ("start", "max", "step"))
+_OURS = (
+    *(f"ratio_{s}_{part}" for s in ("lower", "upper") for part in ("start", "max", "step")),
+    "negative_weight_min",
+)
 _GRPO_BOUNDS = (0.8, 1.2)
 
 EVIDENCE = ("bapo/search_steps", "bapo/negative_weight")
@@ -17,33 +24,36 @@ EVIDENCE = ("bapo/search_steps", "bapo/negative_weight")
 
 @dataclass(frozen=True)
 class Method:
-    """
-    The method of a run. Without settings it has no name, and what they would tell counts as open.
+    """The method of a run. Without settings it has no name and no limits, and what they would tell counts as open."""
 
-    Args:
-        name (`str`): `BAPO`, `VESPO`, `GRPO bounds` and the like; empty if the settings do not tell.
-        searches_lower (`bool`): Whether the lower clip bound is searched, and can have an effect.
-        searches_upper (`bool`): Whether the upper clip bound is searched, and can have an effect.
-        searches_weight (`bool`): Whether the weight of negative tokens is chosen for each update.
-        can_weigh (`bool`): Whether `negative_weight_min` could be set, and is not.
-        can_cap (`bool`): Whether `negative_ratio_cap` could be set, and is not.
-        can_refill (`bool`): Whether `replay_zero_advantage` could be set, and is not.
-        has_queue (`bool`): Whether there is a replay queue.
-    """
-
-    name: str = ""
-    searches_lower: bool = True
+    name: str = ""  # `BAPO`, `VESPO`, `GRPO bounds` and the like
+    searches_lower: bool = True  # and it can have an effect
     searches_upper: bool = True
-    searches_weight: bool = True
-    can_weigh: bool = True
-    can_cap: bool = True
-    can_refill: bool = True
+    searches_weight: bool = True  # of negative tokens, for each update
+    can_weigh: bool = True  # `negative_weight_min` could be set, and is not
+    can_cap: bool = True  # so `negative_ratio_cap`
+    can_refill: bool = True  # so `replay_zero_advantage`
     has_queue: bool = True
+    limits: tuple[tuple[str, float], ...] = ()  # of the bounds that are searched, by their metrics
 
     @property
     def has_target(self) -> bool:
         """Whether anything is searched for `positive_contribution_target`."""
         return self.searches_lower or self.searches_upper or self.searches_weight
+
+    @property
+    def searches_lower_alone(self) -> bool:
+        """Whether the lower bound is the only one that is searched."""
+        return self.searches_lower and not self.searches_upper
+
+    @property
+    def can_weigh_less(self) -> bool:
+        """Whether the weight is searched above a `negative_weight_min` that could be smaller."""
+        return self.searches_weight and not self.can_weigh
+
+    def has(self, name: str) -> bool:
+        """Return whether one of the above holds; the empty name always does."""
+        return not name or bool(getattr(self, name))
 
 
 def method_of(settings: Mapping, logs: Logs) -> Method:
@@ -62,31 +72,33 @@ def method_by_settings(settings: Mapping) -> Method:
     loss = settings["loss_type"]
     has_bounds = loss not in _LOSSES_WITHOUT_BOUNDS
     is_of_sequences = settings.get("importance_sampling_level") == "sequence"
-    ours = [settings.get(name) for name in (*_BOUND_PARTS, "negative_weight_min")]
+    ours = [settings.get(name) for name in _OURS]
     if ours.count(None) == len(ours):
         name = loss.upper() if not has_bounds else "GSPO" if is_of_sequences else "GRPO"
-        return Method(name, False, False, False, can_weigh=False, can_cap=False, can_refill=False, has_queue=False)
+        return Method(name, False, False, False, False, False, False, False)
     if not all(map(is_finite, ours)):  # changed by hand
         return Method()
     smallest_weight = settings["negative_weight_min"]
-    lower, upper = (has_bounds and _is_searched(settings, side) for side in ("lower", "upper"))
-    is_constant = settings.get("positive_contribution_target") == 1 and not (lower or upper)
-    name = _name_of_bounds(settings, lower or upper, is_of_sequences) if has_bounds else loss.upper()
+    has_queue = _is_above(settings, "replay_fraction", 0) or bool(settings.get("replay_zero_advantage"))
+    ends = {side: _end_of_search(settings, side) for side in ("lower", "upper")} if has_bounds else {}
+    searched = {side: end for side, end in ends.items() if end > settings[f"ratio_{side}_start"]}
+    is_constant = settings.get("positive_contribution_target") == 1 and not searched
+    name = _name_of_bounds(settings, bool(searched), is_of_sequences) if has_bounds else loss.upper()
     if smallest_weight < 1:
         name += f", constant weight {smallest_weight:g}" if is_constant else f", weight from {smallest_weight:g}"
-    has_queue = _is_above(settings, "replay_fraction", 0) or bool(settings.get("replay_zero_advantage"))
-    has_effect = has_queue or not _is_on_policy(settings)
+    if not has_queue and _is_on_policy(settings):
+        searched = {}  # without an effect
+    is_capped = settings.get("negative_ratio_cap") is not None or settings.get("delta") is not None
     return Method(
         name,
-        lower and has_effect,
-        upper and has_effect,
+        "lower" in searched,
+        "upper" in searched,
         smallest_weight < 1 and not is_constant,
         can_weigh=smallest_weight == 1,
-        can_cap=loss not in _LOSSES_THAT_BOUND_RATIOS
-        and settings.get("negative_ratio_cap") is None
-        and settings.get("delta") is None,
+        can_cap=loss not in _LOSSES_THAT_BOUND_RATIOS and not is_capped,
         can_refill=not settings.get("replay_zero_advantage"),
         has_queue=has_queue,
+        limits=tuple((f"bapo/clip_{'low' if side == 'lower' else 'high'}", end) for side, end in searched.items()),
     )
 
 
@@ -100,9 +112,10 @@ def _name_of_bounds(settings: Mapping, is_searched: bool, is_of_sequences: bool)
     return f"GSPO, {between}" if is_of_sequences else f"Fixed {between}"
 
 
-def _is_searched(settings: Mapping, side: str) -> bool:
+def _end_of_search(settings: Mapping, side: str) -> float:
+    """Return the last candidate of a bound, as the grid of the search has it."""
     start, largest, step = (settings[f"ratio_{side}_{part}"] for part in ("start", "max", "step"))
-    return step > 0 and (largest - start) / step + 1e-9 >= 1  # as the grid of the search has it
+    return start + step * math.floor((largest - start) / step + 1e-9) if step > 0 else start
 
 
 def _is_on_policy(settings: Mapping) -> bool:

@@ -12,42 +12,24 @@ from .method import EVIDENCE
 
 @dataclass(frozen=True)
 class Line:
-    """
-    A metric in a panel.
-
-    Args:
-        metric (`str`): Its name in the logs.
-        label (`str`): What it is called beside the other lines of its panel.
-        sign (`int`): -1 draws its negative.
-    """
+    """A metric in a panel."""
 
     metric: str
     label: str
-    sign: int = 1
+    sign: int = 1  # -1 draws its negative
 
 
 @dataclass(frozen=True)
 class Panel:
-    """
-    A panel, whose first line is drawn with a band.
-
-    Args:
-        title (`str`): Its title.
-        lines (`tuple` of [`Line`]): Its lines, those without data left out.
-        marks (`tuple` of `float`): Values that a grey line marks.
-        limits (`tuple` of `float`, *optional*): Range of the axis; open above for `None`.
-        is_log (`bool`): Whether the axis is logarithmic.
-        target (`str`, *optional*): Setting whose value is drawn as a dashed line for each group that has a target.
-        unless (`float`, *optional*): The panel is left out where no value of its first line differs from this.
-    """
+    """A panel, whose first line is drawn with a band, and lines without data are not."""
 
     title: str
     lines: tuple[Line, ...]
-    marks: tuple[float, ...] = ()
-    limits: tuple[float, float | None] | None = None
+    marks: tuple[float, ...] = ()  # grey lines
+    limits: tuple[float, float | None] | None = None  # of the axis; open above for `None`
     is_log: bool = False
-    target: str | None = None
-    unless: float | None = None
+    target: str | None = None  # setting whose value is a dashed line, for each group that has a target
+    unless: float | None = None  # left out where no value of the first line differs from this
 
     def drawn_lines(self, runs: Sequence[Logs]) -> list[Line]:
         """Return the lines that some run has a finite value of; none if the panel is to be left out."""
@@ -85,12 +67,7 @@ PANELS = (
         limits=SHARE,
         target="positive_contribution_target",
     ),
-    Panel(
-        "Weight of negative-advantage tokens",
-        (Line("bapo/negative_weight", "weight"),),
-        limits=SHARE,
-        unless=1.0,
-    ),
+    Panel("Weight of negative-advantage tokens", (Line("bapo/negative_weight", "weight"),), limits=SHARE, unless=1.0),
     Panel(
         "Clip bounds (importance ratio)",
         (Line("bapo/clip_high", "upper bound"), Line("bapo/clip_low", "lower bound")),
@@ -128,13 +105,6 @@ PANELS = (
 LOSS = Panel("Loss", (Line("loss", "loss"),))
 """Drawn of runs that logged nothing else: it says little of how a policy does."""
 
-METRICS = tuple(
-    dict.fromkeys(
-        [
-            *(line.metric for panel in (*PANELS, LOSS) for line in panel.lines),
-            *(check.metric for check in CHECKS),
-            *EVIDENCE,
-        ]
-    )
-)
+_DRAWN = (line.metric for panel in (*PANELS, LOSS) for line in panel.lines)
+METRICS = tuple(dict.fromkeys([*_DRAWN, *(check.metric for check in CHECKS), *EVIDENCE]))
 """All metrics that a report takes from the logs."""

@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -34,20 +34,12 @@ _SEED = re.compile(r"seed[-_=]?\d+")
 
 @dataclass(frozen=True)
 class Run:
-    """
-    A run, as far as it has saved.
-
-    Args:
-        label (`str`): Its name in the report.
-        logs ([`~logs.Logs`]): Logs of its updates.
-        settings (mapping): Settings by name; empty if the run saved none.
-        path (`Path`): Where it was read, without symbolic links.
-    """
+    """A run, as far as it has saved."""
 
     label: str
     logs: Logs
-    settings: Mapping = field(default_factory=dict)
-    path: Path = Path()
+    settings: Mapping  # empty if it saved none
+    path: Path  # where it was read, without symbolic links
 
     @cached_property
     def method(self) -> Method:
@@ -99,11 +91,12 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
     Raises:
         InputError: If a path does not exist, holds no state, is damaged, or no update was logged.
     """
-    unique = list({Path(path).resolve(): None for path in paths})
-    files = [_state_file(path) for path in unique]
+    unique = {Path(path).resolve(): None for path in paths}
+    files = {path: _state_file(path) for path in unique}
+    labels = _labels([_named(path) for path in unique])
     return [
         Run(label, _read_logs(file), read_settings(file.parent), path)
-        for label, file, path in zip(_labels([_named(path) for path in unique]), files, unique, strict=True)
+        for label, (path, file) in zip(labels, files.items(), strict=True)
     ]
 
 
@@ -131,7 +124,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     parts: list[list[Run]] = []
     for some in alike.values():
         seeds = {(run.settings.get("seed"), run.settings.get("data_seed")) for run in some}
-        are_seeds = len(seeds) == len(some) if some[0].settings else True
+        are_seeds = len(seeds) == len(some) or not some[0].settings
         parts += [some] if are_seeds else [[run] for run in some]
     labels = [_group_label(part) for part in parts]
     return [
@@ -155,14 +148,10 @@ def _setting(run: Run) -> object:
 def _group_label(runs: Sequence[Run]) -> str:
     if len(runs) == 1:
         return runs[0].label
-    start = _common_start([run.label for run in runs])
+    same = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*(run.label for run in runs), strict=False))
+    start = "".join(letters[0] for letters in same)
     name = re.sub(r"([-_/=. ]|\bseed|_seed)*$", "", re.sub(r"\d+$", "", start))
     return f"{name or readable(runs[0].path.parent.name)} ({len(runs)} seeds)"
-
-
-def _common_start(texts: Sequence[str]) -> str:
-    same = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*texts, strict=False))
-    return "".join(letters[0] for letters in same)
 
 
 def _named(path: Path) -> Path:
@@ -170,7 +159,7 @@ def _named(path: Path) -> Path:
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
-    for length in range(1, 1 + max((len(path.parts) for path in paths), default=0)):
+    for length in range(1, max(len(path.parts) for path in paths)):
         labels = [readable("/".join(path.parts[-length:])) for path in paths]
         if len(set(labels)) == len(labels):
             return labels

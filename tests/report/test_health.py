@@ -67,8 +67,36 @@ def test_each_line_at_its_threshold(metric, within, beyond, severity, name, sent
 
 
 def test_every_check_has_a_golden_line():
-    assert {check.metric for check in CHECKS} == {golden[0] for golden in GOLDEN}
-    assert {check.name for check in CHECKS} == {golden[4] for golden in GOLDEN}
+    assert {check.metric for check in CHECKS} == {golden[0] for golden in GOLDEN} | {"bapo/search_steps"}
+    assert {check.name for check in CHECKS} == {golden[4] for golden in GOLDEN} | {"Bounds at their limits"}
+
+
+BOTH = Method(limits=(("bapo/clip_low", 0.9), ("bapo/clip_high", 3.0)))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "moves", "sentence"),
+    [
+        # of 15 logs the latest 5: 3 at their limits are 60 %, 4 are more
+        ([0.6] * 12 + [0.9], 3.0, 9.0, None),
+        ([0.6] * 11 + [0.9], 3.0, 9.0, "at their limits in 4 of the latest 5 logs with a search."),
+        (0.9, [3.0] * 10 + [2.95] * 2 + [3.0], 9.0, None),  # one of the bounds is not
+        (0.9, [2.95] * 10 + [3.0], 9.0, "at their limits in 5 of the latest 5 logs with a search."),
+        # 6 of 15 are of a search, 2 of them the latest third: logs 5 and 6
+        ([0.6] * 4 + [0.9], 3.0, [9.0] * 6 + [0.0], "at their limits in 2 of the latest 2 logs with a search."),
+        ([0.6] * 5 + [0.9], 3.0, [9.0] * 6 + [0.0], None),
+        (0.9, 3.0, 0.0, None),
+    ],
+)
+def test_bounds_that_end_at_their_limits_late(low, high, moves, sentence):
+    logs = made_logs(15, **{"bapo/clip_low": low, "bapo/clip_high": high, "bapo/search_steps": moves})
+    found = [
+        (finding.severity, finding.name, finding.sentence) for finding in examine_columns(update_logs(logs), BOTH)
+    ]
+    healthy = "8 of 8 checks made on 15 logs, and none found anything."
+    line = ("healthy", "Healthy", healthy) if sentence is None else ("warning", "Bounds at their limits", sentence)
+    assert found == [line]
+    assert [finding.name for finding in examine(logs)] == ["Healthy"]  # without settings, no limits are known
 
 
 def test_the_entropy_halves_within_50_updates_or_slowly():

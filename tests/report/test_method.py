@@ -69,6 +69,28 @@ def test_a_run_is_titled_by_its_method_and_advised_what_it_leaves_open(tmp_path,
 
 
 @pytest.mark.parametrize(
+    ("settings", "low", "high", "advised"),
+    [
+        ({}, 0.9, 3.0, {"ratio_upper_max", "ratio_lower_max"}),
+        ({"ratio_upper_max": 2.98}, 0.9, 2.95, {"ratio_upper_max", "ratio_lower_max"}),  # the last candidate
+        ({"ratio_upper_max": 1.2}, 0.9, 1.2, {"ratio_lower_max"}),
+        ({"ratio_lower_max": 0.6}, 0.6, 3.0, {"ratio_upper_max"}),
+        ({}, 0.9, 2.95, None),
+        (FIXED, 0.6, 1.2, None),
+        ({"loss_type": "vespo"}, 0.9, 3.0, None),
+        ({"gradient_accumulation_steps": 4}, 0.9, 3.0, None),  # no bound has an effect
+    ],
+)
+def test_bounds_at_their_limits_are_found_where_they_are_searched(tmp_path, settings, low, high, advised):
+    method = method_by_settings(config(tmp_path, settings).to_dict())
+    findings = examine(update_logs(made_logs(**{"bapo/clip_low": low, "bapo/clip_high": high})), method)
+    found = [finding.remedy for finding in findings if finding.name == "Bounds at their limits"]
+    assert [set(re.findall(r"`(\w+)`", remedy)) for remedy in found] == (
+        [] if advised is None else [{"positive_contribution_target", *advised}]
+    )
+
+
+@pytest.mark.parametrize(
     ("settings", "name"),
     [
         ({"loss_type": "dapo", "epsilon": 0.2}, "GRPO"),
