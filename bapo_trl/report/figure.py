@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .curves import curve_of, thinned
-from .logs import Logs, Points, is_finite
+from .logs import Logs, Points, curve_of, is_finite, thinned
 from .panels import LOSS, PANELS, Line, Panel
 from .runs import Group
 
@@ -47,8 +46,26 @@ def save_png(groups: Sequence[Group], path: Path) -> None:
     """Draw all panels that have data, at least one, into one image."""
     from matplotlib import rc_context
 
+    panels = drawn_panels(groups)
+    columns = min(3, len(panels))
+    rows = math.ceil(len(panels) / columns)
     with rc_context(_PLAIN_TEXT):
-        _all_panels(groups).savefig(path, dpi=110, format="png")
+        figure = _new_figure(4.2 * columns, 2.5 * rows + 0.5)
+        axes = figure.subplots(rows, columns, squeeze=False).flatten()
+        for panel, place in zip(panels, axes, strict=False):
+            has_legend = _draw(place, panel, groups)
+            place.set_title(panel.title, fontsize="medium", loc="left", pad=20 if has_legend else 6)
+        for place in axes[len(panels) :]:
+            place.set_axis_off()
+        for place in axes[max(0, len(panels) - columns) : len(panels)]:
+            place.set_xlabel("optimizer update", fontsize="small")
+        if len(groups) > 1:
+            handles = [_handle(color_of(index), "-", group.title) for index, group in enumerate(groups)]
+            figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(groups)), fontsize="medium")
+        else:
+            figure.suptitle(groups[0].title, fontsize="large")
+        figure.supxlabel(caption(groups), fontsize="small", color=_GREY)
+        figure.savefig(path, dpi=110, format="png")
 
 
 def panel_svg(panel: Panel, groups: Sequence[Group]) -> str:
@@ -80,28 +97,6 @@ def _new_figure(width: float, height: float) -> "Figure":
     from matplotlib.figure import Figure  # not pyplot, which would choose a window and keep the figure
 
     return Figure(figsize=(width, height), layout="constrained")
-
-
-def _all_panels(groups: Sequence[Group]) -> "Figure":
-    panels = drawn_panels(groups)
-    columns = min(3, len(panels))
-    rows = math.ceil(len(panels) / columns)
-    figure = _new_figure(4.2 * columns, 2.5 * rows + 0.5)
-    axes = figure.subplots(rows, columns, squeeze=False).flatten()
-    for panel, place in zip(panels, axes, strict=False):
-        has_legend = _draw(place, panel, groups)
-        place.set_title(panel.title, fontsize="medium", loc="left", pad=20 if has_legend else 6)
-    for place in axes[len(panels) :]:
-        place.set_axis_off()
-    for place in axes[max(0, len(panels) - columns) : len(panels)]:
-        place.set_xlabel("optimizer update", fontsize="small")
-    if len(groups) > 1:
-        handles = [_handle(color_of(index), "-", group.title) for index, group in enumerate(groups)]
-        figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(groups)), fontsize="medium")
-    else:
-        figure.suptitle(groups[0].title, fontsize="large")
-    figure.supxlabel(caption(groups), fontsize="small", color=_GREY)
-    return figure
 
 
 def _draw(axes: "Axes", panel: Panel, groups: Sequence[Group]) -> bool:

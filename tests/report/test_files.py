@@ -10,9 +10,8 @@ import pytest
 
 from bapo_trl.errors import InputError
 from bapo_trl.report.command import main
-from bapo_trl.report.curves import MOST_POINTS, curve_of, thinned
 from bapo_trl.report.figure import save_png
-from bapo_trl.report.logs import Points
+from bapo_trl.report.logs import MOST_POINTS, Points, curve_of, thinned
 from bapo_trl.report.runs import read_runs, update_logs
 from tests.report.made_logs import made_logs, save_run
 
