@@ -5,7 +5,6 @@ tasks for chat models, one of which a package carries.
 
 from .embedded import EmbeddedTask, MadeTask, WarmStart
 from .gym import GYM_PREFIX, gym_reward, load_gym_task
-from .held_out import HeldOutAccuracy, held_out_accuracy
 from .model import character_tokenizer, tiny_model
 from .smollm2 import SMOLLM2, has_smollm2, smollm2_path
 from .sums import CHAT_SUMS, exact_match_reward, load_chat_sums, load_task
@@ -17,14 +16,12 @@ __all__ = [
     "GYM_PREFIX",
     "SMOLLM2",
     "EmbeddedTask",
-    "HeldOutAccuracy",
     "MadeTask",
     "WarmStart",
     "character_tokenizer",
     "exact_match_reward",
     "gym_reward",
     "has_smollm2",
-    "held_out_accuracy",
     "load_chat_sums",
     "load_gym_task",
     "load_task",

@@ -1,10 +1,9 @@
-"""The embedded task, its tokenizer and model, the cached warm start and the accuracy measure."""
+"""The embedded task, its tokenizer and model, and the cached warm start."""
 
 import dataclasses
 import random
 import re
 import string
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -284,107 +283,3 @@ def test_build_that_finishes_second_takes_what_the_first_one_left(quick_builds, 
     path = tasks.warm_start_path()
     assert finished_first == [path]
     assert list(quick_builds.iterdir()) == [path]
-
-
-# --- accuracy --------------------------------------------------------------------------------------------------------
-
-
-class ScriptedModel(torch.nn.Module):
-    """Completes greedily by one rule; a sample is right when a fair coin drawn from torch says so."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, tokenizer, knows):
-        super().__init__()
-        self.tokenizer, self.knows = tokenizer, knows
-        self.calls = []
-
-    def generate(self, input_ids, attention_mask, do_sample, **generation):
-        self.calls.append(SimpleNamespace(rows=len(input_ids), training=self.training, grad=torch.is_grad_enabled()))
-        texts = []
-        for prompt in self.tokenizer.batch_decode(input_ids, skip_special_tokens=True):
-            a, b = map(int, prompt.rstrip("=").split("+"))
-            right = bool(torch.rand(()) < 0.5) if do_sample else self.knows(a, b)
-            texts.append(f"{a + b if right else a - b}{self.tokenizer.eos_token}")
-        completions = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")["input_ids"]
-        return torch.cat([input_ids, completions], dim=1)
-
-
-PROBLEMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(1, 31)]  # 150
-
-
-def test_accuracy_of_a_scripted_model(tokenizer):
-    model = ScriptedModel(tokenizer, knows=lambda a, b: a == 3)  # 30 of 150 problems
-    accuracy = tasks.held_out_accuracy(model, tokenizer, PROBLEMS, num_samples=7, batch_size=40)
-    assert accuracy.greedy == 30 / 150
-    # 1050 fair coins: standard deviation 0.015
-    assert accuracy.sampled == pytest.approx(0.5, abs=0.06)
-    # 1 - 0.5^7 of the problems: 149 of 150 on average
-    assert 0.96 < accuracy.solved <= 1
-    assert sum(call.rows for call in model.calls) == 150 + 7 * 150
-    assert max(call.rows for call in model.calls) == 40
-    assert not any(call.training or call.grad for call in model.calls)
-
-
-def test_a_problem_is_solved_by_the_best_of_its_own_samples(tokenizer):
-    model = ScriptedModel(tokenizer, knows=lambda a, b: a == 3)
-    sample = model.generate
-    model.generate = lambda *args, do_sample, **settings: sample(*args, do_sample=False, **settings)
-    accuracy = tasks.held_out_accuracy(model, tokenizer, PROBLEMS, num_samples=7)
-    assert accuracy.solved == accuracy.sampled == 30 / 150
-
-
-def test_prompts_of_messages_are_asked_with_the_chat_template(tokenizer):
-    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if add_generation_prompt %}={% endif %}"
-    chats = [{**row, "prompt": [{"role": "user", "content": row["prompt"][:-1]}]} for row in PROBLEMS]
-    model = ScriptedModel(tokenizer, knows=lambda a, b: a == 3)
-    assert tasks.held_out_accuracy(model, tokenizer, chats).greedy == 30 / 150
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_accuracy_repeats_and_leaves_the_random_state_and_mode(tokenizer, task, training):
-    model = tasks.tiny_model(tokenizer, seed=0).train(training)
-    problems = [{"prompt": "1+1=", "answer": ""}] * 300  # an untrained model ends at once now and then
-    state = torch.get_rng_state()
-    first = tasks.held_out_accuracy(model, tokenizer, problems)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert model.training is training
-    torch.rand(1)
-    assert tasks.held_out_accuracy(model, tokenizer, problems) == first
-    assert 0 < first.sampled <= first.solved <= 4 * first.sampled
-
-
-def test_accuracy_restores_the_mode_after_an_error(tokenizer):
-    model = ScriptedModel(tokenizer, knows=lambda a, b: 1 / 0).train()
-    with pytest.raises(ZeroDivisionError):
-        tasks.held_out_accuracy(model, tokenizer, PROBLEMS)
-    assert model.training
-
-
-def test_accuracy_samples_from_the_whole_distribution(tokenizer, monkeypatch):
-    model = tasks.tiny_model(tokenizer, seed=0)
-    seen = []
-    monkeypatch.setattr(model, "generate", lambda **kwargs: seen.append(kwargs) or kwargs["input_ids"])
-    tasks.held_out_accuracy(model, tokenizer, PROBLEMS[:2], num_samples=1)
-    greedy, sampled = seen
-    assert greedy["do_sample"] is False
-    assert (sampled["do_sample"], sampled["temperature"]) == (True, 1.0)
-    assert (sampled["top_k"], sampled["top_p"]) == (0, 1.0)
-
-
-def test_accuracy_refuses_what_it_cannot_measure(tokenizer):
-    model = tasks.tiny_model(tokenizer, seed=0)
-    with pytest.raises(ValueError, match=r"`problems` has 0 "):
-        tasks.held_out_accuracy(model, tokenizer, [])
-    with pytest.raises(ValueError, match=r"num_samples.*0"):
-        tasks.held_out_accuracy(model, tokenizer, PROBLEMS, num_samples=0)
-
-
-def test_accuracy_pads_on_the_left_whatever_the_tokenizer_does(tokenizer):
-    model = tasks.tiny_model(tokenizer, seed=0)
-    right_padding = tasks.character_tokenizer()
-    right_padding.padding_side = "right"
-    seen = []
-    model.generate = lambda **kwargs: seen.append(kwargs["attention_mask"].tolist()) or kwargs["input_ids"]
-    tasks.held_out_accuracy(model, right_padding, [{"prompt": text, "answer": ""} for text in ("1+2=", "37+58=")])
-    assert seen[0] == [[0, 0, 1, 1, 1, 1], [1] * 6]
