@@ -7,21 +7,12 @@ import pytest
 from trl import GRPOConfig, TrlParser
 
 from bapo_trl import BAPOConfig
-from bapo_trl.clip_bounds import BoundGrid
 from bapo_trl.errors import InputError
 from tests.helpers.toy import CPU, digits_reward, toy_dataset, toy_trainer
 
 
 def config(**args) -> BAPOConfig:
     return BAPOConfig("unused", **{**CPU, "per_device_train_batch_size": 8, **args})
-
-
-def test_defaults_are_those_of_the_contract():
-    args = config()
-    assert args.positive_contribution_target == 0.5
-    assert args.bound_grid == BoundGrid(0.6, 0.9, 0.02, 1.2, 3.0, 0.05)
-    assert (args.contribution_measure, args.contribution_weighting) == ("gradient", "uniform")
-    assert (args.search_order, args.search_scope) == ("upper_first", "batch")
 
 
 def test_every_new_field_has_help_and_is_documented():

@@ -85,7 +85,7 @@ def test_micro_batches_and_ranks_merge_to_the_whole():
 def test_one_gather_serves_all_metrics():
     calls = []
     closed([measured([[1.0]], [0])], gather=lambda tensor: calls.append(tensor.shape) or tensor)
-    assert calls == [(1, 18)]
+    assert len(calls) == 1
 
 
 def test_several_searches_are_averaged_and_an_undefined_share_is_left_out():

@@ -1,4 +1,4 @@
-"""README and docs: within their length, without dead links, with the texts of the code."""
+"""README and docs: without dead links, with the texts of the code."""
 
 import inspect
 import re
@@ -39,9 +39,8 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(target), link
 
 
-def test_the_readme_is_one_page_with_the_two_commands():
+def test_the_readme_has_the_two_commands():
     readme = (ROOT / "README.md").read_text()
-    assert len(readme.split()) <= 800
     assert re.search(r"^make demo\b", readme, flags=re.MULTILINE)
     assert re.search(r"^make test\b", readme, flags=re.MULTILINE)
 

@@ -9,6 +9,7 @@ import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
 from bapo_trl.errors import InputError
+from bapo_trl.plan.memory import Layout
 from bapo_trl.script.arguments import EMBEDDED
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.commands import SCRIPT, TRAIN
@@ -19,17 +20,16 @@ from tests.helpers.commands import ROOT, run_command
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 ACCELERATE_CONFIGS = sorted((ROOT / "accelerate_configs").iterdir())
 DEEPSPEED_CONFIGS = sorted((ROOT / "deepspeed_configs").iterdir())
-ZERO2, ZERO3 = "deepspeed_configs/zero2.json", "deepspeed_configs/zero3.json"
-LAUNCHES = {  # processes, engine, DeepSpeed's file
-    "single_gpu": (1, None, None),
-    "multi_gpu": (8, "ddp", None),
-    "zero2": (8, "deepspeed", ZERO2),
-    "zero3": (8, "deepspeed", ZERO3),
-    "zero3_multinode": (32, "deepspeed", ZERO3),
-    "fsdp2": (8, "fsdp", None),
-    "cpu_ddp": (2, "ddp", None),
-    "cpu_zero3": (2, "deepspeed", ZERO3),
-}
+LAUNCHES = {
+    "single_gpu": Layout(1), "multi_gpu": Layout(8), "zero2": Layout(8, "zero2"), "zero3": Layout(8, "zero3"),
+    "zero3_multinode": Layout(32, "zero3"), "fsdp2": Layout(8, "fsdp2"), "cpu_ddp": Layout(2),
+    "cpu_zero3": Layout(2, "zero3"),
+}  # fmt: skip
+
+
+def deepspeed_config_of(path: Path) -> str | None:
+    engine = LAUNCHES[path.stem].engine
+    return f"deepspeed_configs/{engine}.json" if engine.startswith("zero") else None
 
 
 def parse(recipe: Path):
@@ -56,10 +56,11 @@ def test_accelerate_reads_every_config_of_its_own(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     arguments = launch_command_parser().parse_args(["--config_file", str(path), "train_bapo.py"])
     arguments, _, _ = _validate_launch_command(arguments)
-    processes, engine, deepspeed_config = LAUNCHES[path.stem]
-    assert arguments.num_processes == processes
-    engines = {"ddp": arguments.multi_gpu, "deepspeed": arguments.use_deepspeed, "fsdp": arguments.use_fsdp}
-    assert [name for name, is_on in engines.items() if is_on] == ([engine] if engine else [])
+    layout, deepspeed_config = LAUNCHES[path.stem], deepspeed_config_of(path)
+    assert arguments.num_processes == layout.processes
+    assert arguments.multi_gpu == (layout.engine == "none" and layout.processes > 1)
+    assert arguments.use_deepspeed == (deepspeed_config is not None)
+    assert arguments.use_fsdp == (layout.engine == "fsdp2")
     assert arguments.deepspeed_config_file == deepspeed_config
     if deepspeed_config:
         assert (ROOT / deepspeed_config).is_file()
@@ -67,7 +68,6 @@ def test_accelerate_reads_every_config_of_its_own(path, monkeypatch):
 
 def test_every_launch_config_is_accounted_for_and_no_setting_has_two_homes():
     assert {path.stem for path in ACCELERATE_CONFIGS} == set(LAUNCHES)
-    assert {path.stem for path in DEEPSPEED_CONFIGS} == {"zero2", "zero3", "zero3_offload"}
     for path in ACCELERATE_CONFIGS:
         config = yaml.safe_load(path.read_text())
         assert "mixed_precision" not in config  # the trainer's `bf16`
@@ -91,9 +91,9 @@ def test_a_configuration_is_launched_by_its_name_from_any_folder(path, tmp_path,
     (tmp_path / "deepspeed_configs" / "zero3.json").write_text("{}")
     arguments = read_arguments(["--accelerate", path.stem, "--main_process_port", "0", "train", "--config", "math_7b"])
     arguments, _, _ = _validate_launch_command(arguments)
-    processes, engine, deepspeed_config = LAUNCHES[path.stem]
-    assert arguments.num_processes == processes
-    assert arguments.use_deepspeed == (engine == "deepspeed")
+    deepspeed_config = deepspeed_config_of(path)
+    assert arguments.num_processes == LAUNCHES[path.stem].processes
+    assert arguments.use_deepspeed == (deepspeed_config is not None)
     if deepspeed_config:
         assert Path(arguments.deepspeed_config_file) == (ROOT / deepspeed_config).resolve()
     assert (arguments.module, arguments.training_script) == (True, "bapo_trl")

@@ -10,9 +10,6 @@ from tests.helpers.forked import run_python
 from tests.helpers.pairwise import pairwise
 
 
-pytestmark = pytest.mark.fuzz
-
-
 CASES = pairwise(sweep.SETTINGS)
 
 
@@ -30,6 +27,7 @@ def test_every_pair_of_values_comes_together():
     assert len(CASES) < 45
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize(
     "case",
     [case for case in CASES if case["processes"] == 1],
@@ -39,6 +37,7 @@ def test_the_logged_share_is_that_of_the_loss_and_nothing_stays_on_the_model(fol
     sweep.check(*sweep.trained(folder, case), case)
 
 
+@pytest.mark.fuzz
 def test_the_same_on_two_ranks(folder):
     cases = [case for case in CASES if case["processes"] == 2]
     (folder / "cases.json").write_text(json.dumps(cases))

@@ -87,7 +87,8 @@ def test_a_range_that_nobody_tested_is_named(rows, right, wrong, complaint):
 def test_a_corner_that_failed_counts_for_nothing(rows):
     failed = [{**row, "failed": 1} if row["corner"] == "oldest" else row for row in rows]
     found = results.complaints(SETUP_CFG, failed, corners.refused())
-    assert "numpy>=2.0: the oldest version tested is 2.4.6" in found
+    oldest = min(Version(row["versions"]["numpy"]) for row in failed if not row["failed"])
+    assert f"{results.requirements()['numpy']}: the oldest version tested is {oldest}" in found
 
 
 # --- what `make test-compat` is made of ------------------------------------------------------------------------------
@@ -98,7 +99,7 @@ def test_a_corner_replaces_pins_and_keeps_the_others():
     oldest = dict(line.split("==") for line in corners.constraints("oldest"))
     assert (ROOT / "constraints.txt").read_text().count("==") == len(pinned)
     assert set(pinned) <= set(oldest)
-    assert (pinned["trl"], oldest["trl"]) == ("1.16.0", "1.14.2")
+    assert Version(oldest["trl"]) < Version(pinned["trl"])
     assert oldest["pytest"] == pinned["pytest"]
 
 

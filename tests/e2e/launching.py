@@ -24,6 +24,7 @@ ENGINES = {
 }  # fmt: skip
 
 
+START_S = 300  # the longest that a server may take to start
 SMALL = ("--max-model-len", "64", "--kv-cache-memory-bytes", str(64 * 2**20))
 
 
@@ -80,17 +81,21 @@ def vllm_server(model: Path, log: Path, port: int | None = None, flags: Sequence
         start_new_session=True,
     )
     lines: list[str] = []
+    limit = threading.Timer(START_S, os.killpg, (process.pid, signal.SIGKILL))  # which ends its output, too
+    limit.start()
     try:
         for line in process.stdout:
             lines.append(line)
             if "Application startup complete" in line:
                 break
         else:
-            raise AssertionError("The server did not start:\n" + "".join(lines[-60:]))
+            raise AssertionError(f"The server did not start, for {START_S} s or at all:\n" + "".join(lines[-60:]))
+        limit.cancel()
         drain = threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True)  # it must not block on us
         drain.start()
         yield Server(port, process.pid)
     finally:
+        limit.cancel()
         process.terminate()
         try:
             process.wait(timeout=60)

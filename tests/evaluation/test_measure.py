@@ -83,6 +83,7 @@ def test_a_fraction_is_held_out(folder):
     assert "eval_maj@4" not in results()
 
 
+@pytest.mark.processes
 def test_a_killed_evaluation_goes_on(folder):
     alone = {"do_train": "false", "eval_dataset": "test.jsonl"}
     killed = run_python([ROOT / "train_bapo.py", *flags(**alone)], cwd=folder, KILLED_AT="3")
@@ -297,6 +298,7 @@ def test_a_recipe_that_evaluates_in_training_evaluates_few_prompts_alone(folder)
     assert len(completions()) == 8
 
 
+@pytest.mark.processes
 def test_two_processes_share_an_evaluation(folder):
     settings = flags(dataset_name="train.jsonl", eval_dataset="test.jsonl", num_generations=4)
     result = run_python([ROOT / "train_bapo.py", *settings], ranks=2, cwd=folder)

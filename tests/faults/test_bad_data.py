@@ -32,9 +32,6 @@ from tests.helpers.toy import (
 )
 
 
-pytestmark = pytest.mark.trainings
-
-
 SUMS = toy_dataset()["prompt"]
 USER = [{"role": "user", "content": "1+2="}]
 BARE = {"role": "assistant", "content": None}
@@ -79,6 +76,7 @@ def test_what_is_no_prompt_is_refused_by_its_row(prompts, message):
         check_prompts(toy_dataset(), {"hard": dataset})
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(
     ("prompts", "error", "message"),
     [
@@ -99,6 +97,7 @@ def test_the_error_of_a_prompt_that_is_none_has_a_note_of_its_row(tmp_path, prom
     stopped(toy_trainer(tmp_path, trainer_args=data, shuffle_dataset=False), error, message)
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
@@ -124,6 +123,7 @@ def test_a_prompt_of_a_stream_is_explained_when_it_comes(tmp_path, prompt, messa
     assert trainer.state.global_step == 2  # the two updates of the generation before
 
 
+@pytest.mark.trainings
 def test_a_message_of_tool_calls_alone_needs_no_content(tmp_path):
     tokenizer = character_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content or m.tool_calls[0].function.name }}{% endfor %}="
@@ -134,11 +134,13 @@ def test_a_message_of_tool_calls_alone_needs_no_content(tmp_path):
     assert trainer.train().global_step == 1
 
 
+@pytest.mark.trainings
 def test_prompts_that_a_transform_makes_are_explained_when_they_come(tmp_path):
     dataset = toy_dataset().with_transform(lambda rows: {"prompt": [3] * len(rows["prompt"])})
     stopped(toy_trainer(tmp_path, trainer_args={"train_dataset": dataset}), ValueError, "3 is of type int")
 
 
+@pytest.mark.trainings
 def test_a_stream_that_ends_before_a_generation_is_no_success(tmp_path):
     for prompts in ([], SUMS[:7]):
         trainer = toy_trainer(tmp_path, trainer_args={"train_dataset": stream(*prompts)})
@@ -172,6 +174,7 @@ TOO_LONG = (
 )
 
 
+@pytest.mark.trainings
 def test_prompts_that_do_not_fit_into_the_window_are_counted(tmp_path):
     # 64 positions, of which a completion may take 7
     fits = {"train_dataset": Dataset.from_dict({"prompt": ["1" * 57] * 8})}
@@ -274,6 +277,7 @@ def test_prompts_of_a_file(tmp_path, monkeypatch, prompts, settings, message):
 # Tokenizers
 
 
+@pytest.mark.trainings
 def test_a_tokenizer_without_pad_token_pads_with_its_end_token(tmp_path):
     tokenizer = character_tokenizer()
     tokenizer.pad_token = None
@@ -282,6 +286,7 @@ def test_a_tokenizer_without_pad_token_pads_with_its_end_token(tmp_path):
     assert all(math.isfinite(log["loss"]) for log in training_logs(trainer))
 
 
+@pytest.mark.trainings
 def test_a_tokenizer_without_end_token_is_named(tmp_path):
     tokenizer = character_tokenizer()
     tokenizer.eos_token = None
@@ -293,6 +298,7 @@ def test_a_tokenizer_without_end_token_is_named(tmp_path):
     stopped(toy_trainer(tmp_path, trainer_class=GRPOTrainer, config_class=GRPOConfig, **parts), TypeError, "NoneType")
 
 
+@pytest.mark.trainings
 def test_a_vocabulary_that_the_tokenizer_goes_beyond(tmp_path):
     message = r"tokenizer has tokens up to 257, but the model has 257 .*resize_token_embeddings"
     refused(tmp_path, toy_model(vocab_size=257), message)
@@ -359,6 +365,7 @@ NO_REWARDS = [
 ]
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(
     ("reward", "error", "message"),
     [(reward, InputError, message) for reward, message in UNUSABLE]
@@ -372,6 +379,7 @@ def test_a_reward_that_is_none_names_function_and_sample(tmp_path, reward, error
     assert trainer.reward_funcs == functions
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize("is_async", [False, True])
 def test_what_a_reward_function_raises_is_raised_with_its_name(tmp_path, is_async):
     def reads_a_column(completions, **kwargs):
@@ -387,6 +395,7 @@ def test_what_a_reward_function_raises_is_raised_with_its_name(tmp_path, is_asyn
     assert trainer.state.global_step == 0
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize(
     "kind", [list, tuple, torch.tensor, np.array, lambda rewards: map(np.float32, rewards), as_async]
 )
@@ -399,12 +408,14 @@ def test_rewards_in_any_shape_that_trl_takes_train_the_same(tmp_path, kind):
     assert [log["loss"] for log in training_logs(trainer)] == [log["loss"] for log in training_logs(expected)]
 
 
+@pytest.mark.trainings
 def test_none_for_a_sample_means_that_the_function_does_not_apply(tmp_path):
     trainer = toy_trainer(tmp_path, reward_funcs=[one(None), giving(lambda rewards: [None] * len(rewards))])
     assert trainer.train().global_step == 4
     assert all(math.isfinite(log["loss"]) for log in training_logs(trainer))
 
 
+@pytest.mark.trainings
 def test_a_reward_model_that_gives_infinity_is_named(tmp_path):
     judge = reward_model("judge")
     parts = {"reward_processing_classes": character_tokenizer()}
@@ -420,6 +431,7 @@ def test_what_is_no_reward_function_is_named(tmp_path):
         toy_trainer(tmp_path, reward_funcs=[digits_reward, 3])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("fault", "ranks", "message"),
     [
@@ -449,6 +461,7 @@ def test_an_error_on_one_rank_ends_the_run(tmp_path, fault, ranks, message):
 # Completions
 
 
+@pytest.mark.trainings
 def test_completions_of_the_end_token_alone_are_trained_on(tmp_path):
     model = toy_model()
     seen = []
@@ -468,6 +481,7 @@ def test_completions_of_the_end_token_alone_are_trained_on(tmp_path):
     assert all(math.isfinite(log["loss"]) and math.isfinite(log["grad_norm"]) for log in logs)
 
 
+@pytest.mark.trainings
 @pytest.mark.parametrize("missing", ["prompt_ids", "completion_ids"])
 def test_too_few_rollouts_are_no_fault_of_the_reward(tmp_path, missing):
     def rollout(prompts, trainer):
@@ -480,6 +494,7 @@ def test_too_few_rollouts_are_no_fault_of_the_reward(tmp_path, missing):
         trainer.train()
 
 
+@pytest.mark.trainings
 def test_a_completion_without_a_token_is_refused(tmp_path):
     def rollout(prompts, trainer):
         ids = trainer.processing_class(prompts)["input_ids"]

@@ -33,9 +33,6 @@ from tests.helpers.script_runs import CPU, fill_folder, train_bapo
 from tests.helpers.toy import toy_dataset, toy_model, toy_trainer
 
 
-pytestmark = pytest.mark.fuzz
-
-
 FUZZ = settings(
     deadline=None,
     database=None,
@@ -206,12 +203,14 @@ def train_or_name_a_field(parts: dict, given: dict, errors: tuple) -> None:
     assert math.isfinite(trainer.state.log_history[-1]["train_loss"])
 
 
+@pytest.mark.fuzz
 @settings(FUZZ, max_examples=cases(800))
 @given_examples(given=some_settings(OF_BAPO))
 def test_settings_of_ours_train_or_name_a_field(parts, quiet, given):
     train_or_name_a_field(parts, given, OF_OURS)
 
 
+@pytest.mark.fuzz
 @settings(FUZZ, max_examples=cases(800))
 @given_examples(given=some_settings(OF_BAPO | OF_TRL))
 def test_settings_of_ours_and_of_trl_train_or_name_a_field(parts, quiet, given):
@@ -230,6 +229,7 @@ FLAGS = [part for name, value in CPU.items() for part in (f"--{name}", value)]
 FLAGS += ["--dataset_name", "train.jsonl", "--logging_strategy", "no"]
 
 
+@pytest.mark.fuzz
 @settings(FUZZ, max_examples=cases(400))
 @given_examples(
     given=some_settings(OF_BAPO | OF_TRL | OF_SCRIPT),

@@ -11,12 +11,11 @@ from tests.helpers.fault_counts import CPU_LIMIT, cases
 from tests.helpers.slopes import growth
 
 
-pytestmark = pytest.mark.trainings
-
-
 EVEN = ("open files", "threads", "hooks", "rows in the queue", "groups in the pool")
 
 
+@pytest.mark.processes
+@pytest.mark.trainings
 def test_a_long_run_does_not_grow(tmp_path):
     updates = cases(3000)
     command = [sys.executable, "-m", "tests.helpers.long_run", str(tmp_path), str(updates)]

@@ -57,10 +57,6 @@ class ModelServer:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
-            def setup(self):
-                super().setup()
-                server.connections.append(self.request)
-
             def do_GET(self):
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 path = self.path.split("?")[0]
@@ -87,11 +83,22 @@ class ModelServer:
 
         self.http = Server(("127.0.0.1", self.port), Handler)
         self.port = self.http.server_port
-        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+        self.serving = threading.Thread(target=self.serve, daemon=True)
+        self.serving.start()
+
+    def serve(self) -> None:
+        """Take connections, each in a thread, until the port is closed."""
+        with suppress(OSError):
+            while True:
+                connection, address = self.http.socket.accept()
+                self.connections.append(connection)
+                self.http.process_request(connection, address)
 
     def stop(self) -> None:
         self.released.set()
-        self.http.shutdown()
+        with suppress(OSError):  # of a server that was stopped
+            self.http.socket.shutdown(socket.SHUT_RDWR)  # which ends an `accept`; closing alone does not
+        self.serving.join()
         self.http.server_close()
         for each in self.connections:
             with suppress(OSError):

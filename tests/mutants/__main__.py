@@ -4,9 +4,9 @@ Break the package in some places, one at a time, and see which tests notice.
     python -m tests.mutants                 # each mutant against the test files of its part
     python -m tests.mutants --part replay
 
-Of those files, the tests of `make test` run first, and those of `make test-all` if none of them fails. Each mutant is
-made in a copy of the tree, in a folder for temporary files. A mutant is found by the name of its function or method,
-so it survives a move to another file.
+Of those files, the tests of `make test` run first, and those of `make test-all` if none of them fails; before the
+mutants of a part, both have to pass without one. Each mutant is made in a copy of the tree, in a folder for temporary
+files. A mutant is found by the name of its function or method, so it survives a move to another file.
 """
 
 import argparse
@@ -59,8 +59,8 @@ def _functions(tree: ast.AST, prefix: str = ""):
             yield f"{prefix}{node.name}", node
 
 
-def caught_by(mutant: Mutant, files: list[str]) -> str | None:
-    """Return the first suite with a test that fails on a copy of the tree with this mutant; `None` if none does."""
+def failing_suite(files: list[str], mutant: Mutant | None = None) -> str | None:
+    """Return the first suite with a test that fails on a copy of the tree, with a mutant or whole; `None` if none."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         tree.mkdir()
@@ -71,8 +71,9 @@ def caught_by(mutant: Mutant, files: list[str]) -> str | None:
             else:
                 shutil.copy(source, tree / name)
         (tree / "recipes").symlink_to("bapo_trl/recipes")
-        path, text = find(mutant, tree / "bapo_trl")
-        path.write_text(text, encoding="utf-8")
+        if mutant is not None:
+            path, text = find(mutant, tree / "bapo_trl")
+            path.write_text(text, encoding="utf-8")
         return next((suite for suite, markers in SUITES.items() if _fails(tree, [*files, "-m", markers])), None)
 
 
@@ -91,8 +92,10 @@ def main() -> int:
     args = parser.parse_args()
     caught = Counter()
     for part in args.part or PARTS:
+        if suite := failing_suite(TESTS[part]):
+            raise RuntimeError(f"{part}: tests of `{suite}` fail without a mutant, so that they would tell nothing")
         for mutant in PARTS[part]:
-            suite = caught_by(mutant, TESTS[part])
+            suite = failing_suite(TESTS[part], mutant)
             caught[suite] += 1
             print(f"{part:<12} {suite or 'SURVIVED':<14} {mutant.symbol}: {mutant.after}", flush=True)
     print(f"{caught['make test']} of {caught.total()} caught by make test, {caught['make test-all']} by make test-all")

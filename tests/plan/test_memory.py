@@ -13,6 +13,7 @@ from bapo_trl.plan.shape import empty_model, shape_of
 from bapo_trl.script.launcher import read_arguments
 from tests.helpers.commands import ROOT
 from tests.helpers.toy import toy_model
+from tests.test_launch_files import LAUNCHES
 
 
 ADAM = "adamw_torch_fused"
@@ -101,13 +102,7 @@ def test_an_optimizer_that_is_not_known_is_not_guessed():
     assert eight_bits.optimizer == 20
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("single_gpu", Layout(1)), ("multi_gpu", Layout(8)), ("zero2", Layout(8, "zero2")),
-        ("zero3", Layout(8, "zero3")), ("zero3_multinode", Layout(32, "zero3")), ("fsdp2", Layout(8, "fsdp2")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "expected"), LAUNCHES.items(), ids=str)
 def test_layouts_of_the_shipped_configurations(name, expected):
     launch, _, _ = _validate_launch_command(read_arguments(["--accelerate", name, "train"]))
     assert layout_of_launch(launch) == expected

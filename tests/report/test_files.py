@@ -16,9 +16,6 @@ from bapo_trl.report.runs import read_runs, update_logs
 from tests.report.made_logs import made_logs, save_run
 
 
-pytestmark = pytest.mark.figures
-
-
 def refusal(capsys, *arguments) -> str:
     with pytest.raises(SystemExit) as ended:
         main([*map(str, arguments)])
@@ -28,6 +25,7 @@ def refusal(capsys, *arguments) -> str:
     return error
 
 
+@pytest.mark.figures
 def test_a_run_that_logged_its_loss_alone_is_drawn(tmp_path, capsys):
     logs = [{"loss": 0.1 * step, "step": step} for step in (1, 2, 3)]
     main([str(save_run(tmp_path / "run", logs)), "--output", str(tmp_path / "out")])
@@ -43,6 +41,7 @@ def test_a_run_without_a_number_is_refused(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.figures
 def test_names_that_are_no_utf_8(tmp_path, capsys):
     runs = [save_run(tmp_path / os.fsdecode(name), made_logs(2)) for name in (b"\xff run", b"\xfe run")]
     out = tmp_path / os.fsdecode(b"out \xff")
@@ -127,6 +126,7 @@ def test_a_file_is_never_in_memory_as_a_whole(tmp_path, file):
     assert peak < (tmp_path / file).stat().st_size / 2
 
 
+@pytest.mark.figures
 @pytest.mark.parametrize("broken", ["save_png", "render_page", "os.replace"])
 def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch, broken):
     run, out = save_run(tmp_path / "run", made_logs(2)), tmp_path / "out"
@@ -152,6 +152,7 @@ def test_an_output_that_is_a_file_is_refused(tmp_path, capsys):
     assert f"--output {out} cannot be written: File exists. Give" in refusal(capsys, run, "--output", out)
 
 
+@pytest.mark.figures
 def test_a_long_run_is_thinned_before_it_is_drawn(tmp_path, monkeypatch):
     from matplotlib.axes import Axes
 

@@ -12,9 +12,6 @@ from bapo_trl.report.runs import update_logs
 from tests.report.made_logs import made_logs, save_run
 
 
-pytestmark = pytest.mark.figures
-
-
 FIXED = {"ratio_lower_max": 0.6, "ratio_upper_max": 1.2}
 GRPO = {"ratio_lower_start": 0.8, "ratio_lower_max": 0.8, "ratio_upper_start": 1.2, "ratio_upper_max": 1.2}
 WEIGHT = {"negative_weight_min": 0.5}
@@ -107,6 +104,7 @@ def test_settings_of_trls_trainer_are_told_nothing_of_ours(settings, name):
     assert ours == set()
 
 
+@pytest.mark.figures
 @pytest.mark.parametrize(
     ("logged", "advised"),
     [
@@ -124,6 +122,7 @@ def test_without_settings_the_logs_tell_what_is_searched(tmp_path, capsys, logge
     assert ("ratio_upper_max" in printed) == (advised == "ratio_upper_max")
 
 
+@pytest.mark.figures
 def test_the_title_is_in_the_page_the_picture_and_the_terminal(tmp_path, capsys, monkeypatch):
     from matplotlib.figure import Figure
 
@@ -141,6 +140,7 @@ def test_the_title_is_in_the_page_the_picture_and_the_terminal(tmp_path, capsys,
     assert drawn == ["VESPO: mine"]
 
 
+@pytest.mark.figures
 def test_a_finding_that_runs_share_is_said_once_by_their_names(tmp_path, capsys):
     bapo, vespo = (config(tmp_path, settings).to_dict() for settings in ({}, {"loss_type": "vespo"}))
     long, longer = {"completions/clipped_ratio": 0.8}, {"completions/clipped_ratio": 0.9}

@@ -116,7 +116,6 @@ def test_reward_is_one_for_the_exact_answer_and_zero_for_all_else(task):
     rewards = task.reward_func(completions=completions, answer=["95"] * 6, prompts=["37+58="] * 6, trainer_state=None)
     assert rewards == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     assert task.reward_func(completions=[], answer=[]) == []
-    assert task.reward_func.__name__ == "exact_match_reward"
 
 
 # --- model -----------------------------------------------------------------------------------------------------------

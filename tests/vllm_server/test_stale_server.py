@@ -19,7 +19,11 @@ EVERY_UPDATE = {  # a generation and a transfer before each
     "lr_scheduler_type": "constant",
 }
 
-pytestmark = [pytest.mark.trainings, pytest.mark.filterwarnings("ignore:.*no clip bound has any effect")]
+pytestmark = pytest.mark.filterwarnings("ignore:.*no clip bound has any effect")
+
+
+def trains_over_a_server(test):
+    return pytest.mark.trainings(needs_vllm_server(test))
 
 
 class InFloat32(FakeVLLM):
@@ -65,7 +69,7 @@ def train(monkeypatch, tmp_path, server, **settings):
 # Through the front door
 
 
-@needs_vllm_server
+@trains_over_a_server
 @pytest.mark.parametrize("heard", [1, 3])
 @pytest.mark.parametrize(
     ("server", "learning_rate", "transfers"),
@@ -78,7 +82,7 @@ def test_a_server_that_no_longer_takes_weights_is_noticed(
         train(monkeypatch, tmp_path, deaf(server, heard), learning_rate=learning_rate, max_steps=heard + transfers)
 
 
-@needs_vllm_server
+@trains_over_a_server
 def test_the_difference_of_log_probabilities_alone_does_not_tell(monkeypatch, tmp_path):
     monkeypatch.setattr(StaleServerCheck, "__call__", lambda *args: {})
     default = BAPOConfig(tmp_path, use_cpu=True, bf16=False).vllm_logp_tolerance
@@ -88,7 +92,7 @@ def test_the_difference_of_log_probabilities_alone_does_not_tell(monkeypatch, tm
     assert training_logs(trainer)[-1]["sampling/sampling_logp_difference/mean"] < default / 100
 
 
-@needs_vllm_server
+@trains_over_a_server
 def test_steps_too_small_to_tell_add_up(monkeypatch, tmp_path):
     with pytest.raises(RuntimeError, match="does not take the trainer's weights"):
         train(monkeypatch, tmp_path, deaf(InFloat32), learning_rate=1e-7, max_steps=30)
@@ -98,7 +102,7 @@ def test_steps_too_small_to_tell_add_up(monkeypatch, tmp_path):
     assert all(0.75 <= share <= 1.25 for share in shares)
 
 
-@needs_vllm_server
+@trains_over_a_server
 @pytest.mark.parametrize("learning_rate", [1e-6, 2e-2])
 def test_a_server_that_takes_them_follows(monkeypatch, tmp_path, learning_rate):
     trainer = train(monkeypatch, tmp_path, InFloat32, learning_rate=learning_rate, max_steps=8)
@@ -107,13 +111,13 @@ def test_a_server_that_takes_them_follows(monkeypatch, tmp_path, learning_rate):
     assert [log["sampling/server_followed"] for log in others] == pytest.approx([1] * 7, abs=0.1)
 
 
-@needs_vllm_server
+@trains_over_a_server
 @pytest.mark.parametrize("learning_rate", [0.0, 1e-9, 1e-8, 1e-7, 1e-6, 1e-4])
 def test_a_server_in_bfloat16_is_not_taken_for_a_stale_one(monkeypatch, tmp_path, learning_rate):
     train(monkeypatch, tmp_path, InBFloat16, learning_rate=learning_rate, max_steps=30)
 
 
-@needs_vllm_server
+@trains_over_a_server
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 def test_the_check_changes_nothing_that_is_trained(monkeypatch, tmp_path, gradient_checkpointing):
     def run(tolerance):
@@ -135,7 +139,7 @@ def test_the_check_changes_nothing_that_is_trained(monkeypatch, tmp_path, gradie
         assert torch.equal(left, right), name
 
 
-@needs_vllm_server
+@trains_over_a_server
 def test_the_server_is_asked_one_short_question(monkeypatch, tmp_path):
     trainer = train(monkeypatch, tmp_path, FakeVLLM, max_steps=3)
     first, *others = trainer.vllm_generation.requests
@@ -145,13 +149,13 @@ def test_the_server_is_asked_one_short_question(monkeypatch, tmp_path):
     assert len(first["prompt"]) + 1 == 40  # its `max_model_len`
 
 
-@needs_vllm_server
+@trains_over_a_server
 def test_a_biased_setting_does_not_hide_a_stale_server(monkeypatch, tmp_path):
     with pytest.raises(RuntimeError, match="does not take the trainer's weights"):
         train(monkeypatch, tmp_path, deaf(InFloat32), learning_rate=1e-6, max_steps=4, top_p=0.8, temperature=0.7)
 
 
-@needs_vllm_server
+@trains_over_a_server
 def test_a_second_train_begins_anew(monkeypatch, tmp_path):
     trainer = train(monkeypatch, tmp_path, InFloat32, learning_rate=1e-3, max_steps=2)
     trainer.train()

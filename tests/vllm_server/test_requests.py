@@ -1,0 +1,155 @@
+"""Requests to a vLLM server: limits, repetitions and failures that are held, over HTTP, and the settings for them."""
+
+import threading
+import time
+from contextlib import ExitStack
+
+import pytest
+import requests
+import torch
+
+from bapo_trl.vllm_server import client as server_client
+from bapo_trl.vllm_server.client import LimitedAdapter, retry_until
+from tests.helpers.failing_server import ModelServer, client_of
+from tests.helpers.fake_vllm import needs_vllm_server
+from tests.test_bapo_config import config
+
+
+pytestmark = needs_vllm_server
+
+
+@pytest.fixture
+def deaf():
+    """A server that takes connections and never answers, but on /health as long as `is_well`."""
+    server = ModelServer({("/v1/models", number): "hang" for number in range(1, 9)})
+    yield server
+    server.stop()
+
+
+def session(server, timeout_s, is_up=lambda: True):
+    session = requests.Session()
+    session.mount("http://", LimitedAdapter(timeout_s, is_up))
+    return session
+
+
+def test_a_request_ends_at_its_limit(deaf):
+    with pytest.raises(requests.ReadTimeout):
+        session(deaf, 0.2).get(f"{deaf.url}/v1/models")
+    assert deaf.counts["/v1/models"] == 1  # what may have been done is not asked for again
+
+
+def test_a_request_ends_when_nobody_is_there_any_more(deaf, monkeypatch):
+    monkeypatch.setattr(server_client, "PROBE_INTERVAL_S", 0.01)
+    looks = iter([False, False, True, False, False, False])
+    with pytest.raises(requests.ConnectionError, match="did not answer /health while an answer was awaited"):
+        session(deaf, 60, lambda: next(looks)).get(f"{deaf.url}/v1/models")
+    assert not list(looks)
+
+
+def test_a_late_answer_is_taken_within_the_limit(deaf, monkeypatch):
+    monkeypatch.setattr(server_client, "PROBE_INTERVAL_S", 0.01)
+    deaf.faults = {}
+    begun = threading.Event()
+    answer = deaf.answer
+    deaf.answer = lambda *args: (begun.wait(), answer(*args))[1]
+    with ExitStack() as stack:
+        stack.callback(begun.set)
+        looks = []
+        is_up = lambda: (looks.append(1), len(looks) == 3 and begun.set(), True)[2]  # noqa: E731
+        assert session(deaf, 60, is_up).get(f"{deaf.url}/v1/models").json() == {"data": [{"id": "toy"}]}
+    assert len(looks) == 3
+
+
+def test_what_did_not_reach_the_server_is_sent_again(monkeypatch):
+    server, pauses = ModelServer({("/v1/models", number): 503 for number in (1, 2)}), []
+    monkeypatch.setattr("time.sleep", pauses.append)
+    assert session(server, 60).get(f"{server.url}/v1/models").status_code == 200
+    assert server.counts["/v1/models"] == 3
+    assert 0 < sum(pauses) < 30  # they are its own: the server asks for 60 s
+    server.stop()
+
+
+def test_pauses_grow_and_end(monkeypatch):
+    now, pauses = [0.0], []
+
+    def sleep(seconds):
+        pauses.append(round(seconds, 3))
+        now[0] += seconds
+
+    def call():
+        now[0] += 0.1
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(server_client.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(server_client.time, "sleep", sleep)
+    with pytest.raises(ConnectionError, match="gone"):
+        retry_until(60, call)
+    assert pauses[:9] == [0, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 15]
+    assert pauses[-1] < 15  # as long as there is time
+    assert now[0] == pytest.approx(60, abs=0.2)
+
+
+def test_an_error_of_ours_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(server_client.time, "sleep", lambda seconds: pytest.fail("it is waited for"))
+    with pytest.raises(KeyError):
+        retry_until(time.monotonic() + 60, lambda: {}["no such key"])
+
+
+def test_after_a_failure_the_rest_of_the_weights_is_still_gathered():
+    server, gathered = ModelServer({("tensor", 3): "break"}), []
+
+    def gather():
+        for number in range(6):
+            gathered.append(number)
+            yield str(number), torch.zeros(1)
+
+    with client_of(server) as client_class:
+        client = client_class(base_url=server.url)
+        assert client.take_failure() is None
+        client.hold_failures()
+        client.update_named_params([], gather())
+        assert gathered == list(range(6))
+        output = client.generate([[1, 2], [3]], n=2)  # asks nobody
+        assert [len(output[key]) for key in ("prompt_ids", "completion_ids", "logprobs")] == [2, 4, 4]
+        assert client.image_features([None]) == [None]
+        failure = client.take_failure()
+    assert (failure.during, failure.is_passing) == ("a transfer of the weights", True)
+    assert "tensor of the weights was not taken" in failure.error
+    assert server.counts["/v1/completions"] == 0
+    server.stop()
+
+
+def test_over_nccl_a_failed_transfer_ends_the_trainers_part():
+    """NCCL itself is not run: its communicator is told to abort, once the server's answer is an error."""
+    server, aborted = ModelServer({("/update_weights", 1): 500}), []
+
+    class Communicator:
+        def destroy(self):
+            aborted.append(True)
+
+    with client_of(server) as client_class:
+        client = client_class(base_url=server.url)
+        client.take_failure()
+        client.communicator = Communicator()
+        with pytest.raises(requests.HTTPError, match="answer 500"):
+            client._post(f"{server.url}/update_weights", json={})
+    assert aborted == [True]
+    server.stop()
+
+
+# Settings
+
+
+@pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan")])
+def test_a_limit_is_above_zero(timeout):
+    with pytest.raises(ValueError, match=r"`vllm_request_timeout` is .*: set it above 0, in seconds"):
+        config(vllm_request_timeout=timeout)
+
+
+def test_the_other_ranks_must_wait_as_long(monkeypatch):
+    settings = {"use_vllm": True, "vllm_mode": "server", "vllm_request_timeout": 1700.0}
+    config(**settings)  # one process waits for nobody
+    monkeypatch.setattr("bapo_trl.BAPOConfig.world_size", 2)
+    with pytest.raises(ValueError, match=r"1700 and `vllm_server_timeout` 240.*`ddp_timeout`, which is 1800.*1940"):
+        config(**settings)
+    config(**settings, ddp_timeout=1940)
