@@ -18,8 +18,8 @@ _START = pytest.StashKey[float]()
 
 
 def pytest_configure():
-    if not os.access(os.path.expanduser("~"), os.W_OK):  # a user without a home
-        os.environ.setdefault("BAPO_TRL_CACHE", mkdtemp())
+    if not os.access(os.path.expanduser("~"), os.W_OK):  # a user without a home has no room for caches
+        os.environ["HOME"] = mkdtemp()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects

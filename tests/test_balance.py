@@ -11,9 +11,9 @@ from bapo_trl import BAPOConfig
 from bapo_trl.clip_bounds import BoundGrid, Contributions, contributions, search_bounds
 from bapo_trl.clip_bounds.carried_curves import CURVES_FILE, CarriedCurves
 from bapo_trl.clip_bounds.tokens import policy_tokens
-from tests.helpers.toy import CPU, OFF_POLICY, toy_model, toy_trainer, training_logs
+from tests.helpers.alike import assert_same_logs, assert_same_weights
+from tests.helpers.toy import CPU, OFF_POLICY, toy_model, toy_run, toy_trainer, training_logs
 from tests.test_bapo_trainer import Recorder, VLLMCorrected, trained
-from tests.test_equivalence import TIMES
 
 
 UNCLIPPED = {"cispo": {"epsilon_high": 1.1}, "sapo": {}, "vespo": {}}
@@ -186,19 +186,14 @@ SIGNS = (lambda advantages: advantages > 0, lambda advantages: advantages < 0)
 @pytest.mark.parametrize("loss_type", UNCLIPPED)
 def test_without_a_handle_a_loss_without_bounds_equals_grpo_trainer_bit_for_bit(tmp_path, loss_type):
     def run(**args):
-        trainer = toy_trainer(
+        trainer = toy_run(
             tmp_path, model=toy_model(), loss_type=loss_type, max_steps=3, **UNCLIPPED[loss_type], **args
         )
-        trainer.train()
         return trainer
 
     grpo, bapo = run(trainer_class=GRPOTrainer, config_class=GRPOConfig), run()
-    for (name, left), right in zip(grpo.model.state_dict().items(), bapo.model.state_dict().values(), strict=True):
-        assert torch.equal(left, right), name
-    for left, right in zip(training_logs(grpo), training_logs(bapo), strict=True):
-        assert {key: right[key] for key in left if key not in TIMES} == {
-            key: left[key] for key in left if key not in TIMES
-        }
+    assert_same_weights(grpo, bapo)
+    assert_same_logs(grpo, bapo)
 
 
 def test_several_passes_weigh_the_advantages_of_the_buffer_each_time_anew(tmp_path):
@@ -295,10 +290,9 @@ def test_vllms_correction_counts_in_the_share_of_each_loss_whatever_the_scope(tm
     first = {}
     for scope in ("batch", "carried_over"):
         torch.manual_seed(0)
-        trainer = toy_trainer(
+        trainer = toy_run(
             tmp_path / scope, trainer_class=VLLMCorrected, **{**CARRIED, **args, "search_scope": scope, "max_steps": 2}
         )
-        trainer.train()
         first[scope] = trainer.updates[0][0]["bounds"]
         sizes = torch.zeros(2, dtype=torch.float64)
         for record in trainer.updates[0]:
@@ -358,18 +352,15 @@ def test_a_generation_whose_ratios_are_not_one_for_sure_is_looked_ahead_at_once(
 
 def test_carried_curves_are_in_the_checkpoint_and_a_resumed_run_goes_on_with_them(tmp_path):
     settings = {**CARRIED, "save_strategy": "steps", "save_steps": 4}
-    straight = toy_trainer(tmp_path / "straight", **settings)
-    straight.train()
+    straight = toy_run(tmp_path / "straight", **settings)
     checkpoint = tmp_path / "straight" / "checkpoint-4"
     saved = CarriedCurves(straight.args.bound_grid, torch.device("cpu"))
     assert saved.load(checkpoint)
     assert saved._per_mass.positive.max() != 1
 
-    resumed = toy_trainer(tmp_path / "resumed", **settings)
-    resumed.train(resume_from_checkpoint=str(checkpoint))
+    resumed = toy_run(tmp_path / "resumed", **settings, resume=str(checkpoint))
     assert bounds_of(resumed) == bounds_of(straight)
-    for left, right in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(left, right)
+    assert_same_weights(straight, resumed)
 
     other = toy_trainer(tmp_path / "other", **settings, ratio_upper_max=2.0)
     with pytest.warns(UserWarning, match="no carried curves on these candidate bounds"):
@@ -408,11 +399,9 @@ def test_a_resumed_run_takes_the_curve_of_a_missing_sign_from_the_checkpoint(tmp
     settings = {
         **CARRIED, "save_strategy": "steps", "save_steps": 4, "max_steps": 6, "trainer_class": OneSigned,
     }  # fmt: skip
-    straight = toy_trainer(tmp_path / "straight", **settings)
-    straight.train()
+    straight = toy_run(tmp_path / "straight", **settings)
     checkpoint = tmp_path / "straight" / "checkpoint-4"
-    resumed = toy_trainer(tmp_path / "resumed", **settings)
-    resumed.train(resume_from_checkpoint=str(checkpoint))
+    resumed = toy_run(tmp_path / "resumed", **settings, resume=str(checkpoint))
     assert bounds_of(resumed) == bounds_of(straight)
     (checkpoint / CURVES_FILE).unlink()
     without = toy_trainer(tmp_path / "without", **settings)

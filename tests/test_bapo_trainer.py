@@ -14,7 +14,17 @@ from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.clip_bounds import MEASURES, SEARCH_ORDERS, BoundGrid, contributions, search_bounds
 from bapo_trl.clip_bounds import update_log as diagnostics
 from bapo_trl.tasks import character_tokenizer
-from tests.helpers.toy import CPU, OFF_POLICY, digits_reward, toy_dataset, toy_model, toy_trainer, training_logs
+from tests.helpers.toy import (
+    CPU,
+    OFF_POLICY,
+    InUpdate,
+    digits_reward,
+    toy_dataset,
+    toy_model,
+    toy_run,
+    toy_trainer,
+    training_logs,
+)
 
 
 class Recorder(BAPOTrainer):
@@ -54,9 +64,8 @@ class Recorder(BAPOTrainer):
             self._generating = False
 
 
-def trained(tmp_path, **args) -> Recorder:
-    trainer = toy_trainer(tmp_path, trainer_class=Recorder, **args)
-    trainer.train()
+def trained(tmp_path, trainer_class=Recorder, **args) -> Recorder:
+    trainer = toy_run(tmp_path, trainer_class=trainer_class, **args)
     trainer.updates.pop()  # opened after the last update
     return trainer
 
@@ -118,13 +127,7 @@ def test_gradient_measure_is_what_autograd_says_of_the_actual_loss(tmp_path, los
         tmp_path, loss_type=loss_type, importance_sampling_level=level, gradient_accumulation_steps=1,
         steps_per_generation=2, delta=3.5,
     )  # fmt: skip
-    for (record,) in trainer.updates:
-        gradient = record["gradient"].double().abs()
-        positive = gradient[record["inputs"]["advantages"] > 0].sum()
-        negative = gradient[record["inputs"]["advantages"] < 0].sum()
-        share, expected = record["bounds"].positive_share, positive / (positive + negative)
-        torch.testing.assert_close(share, expected, rtol=1e-5, atol=0, equal_nan=True)
-    assert any(0 < record["bounds"].positive_share < 1 for (record,) in trainer.updates)
+    assert_logged_shares_are_those_of_the_loss(trainer)
 
 
 def shares_of_loss_and_log(trainer):
@@ -142,11 +145,11 @@ def shares_of_loss_and_log(trainer):
     return pairs
 
 
-def assert_logged_shares_are_those_of_the_loss(trainer):
+def assert_logged_shares_are_those_of_the_loss(trainer, nan_ok=True):
     pairs = shares_of_loss_and_log(trainer)
     assert any(0 < share < 1 for share, _ in pairs)
     for of_loss, logged in pairs:
-        assert logged == pytest.approx(of_loss, rel=1e-5, nan_ok=True)
+        assert logged == pytest.approx(of_loss, rel=1e-5, nan_ok=nan_ok)
 
 
 @pytest.mark.parametrize(
@@ -203,9 +206,7 @@ class SampledElsewhere(Recorder):
 
 
 def test_off_policy_mask_reads_the_log_probs_of_the_sampler(tmp_path):
-    trainer = toy_trainer(tmp_path, trainer_class=SampledElsewhere, off_policy_mask_threshold=0.0)
-    trainer.train()
-    trainer.updates.pop()
+    trainer = trained(tmp_path, SampledElsewhere, off_policy_mask_threshold=0.0)
     assert_logged_shares_are_those_of_the_loss(trainer)
 
 
@@ -247,8 +248,7 @@ def test_look_ahead_passes_the_models_other_inputs_on(tmp_path):
 
 
 def test_the_loss_of_a_batch_of_ones_own_needs_no_buffer(tmp_path):
-    trainer = toy_trainer(tmp_path, gradient_accumulation_steps=1, max_steps=1)
-    trainer.train()
+    trainer = toy_run(tmp_path, gradient_accumulation_steps=1, max_steps=1)
     batch, trainer._buffered_inputs = trainer._buffered_inputs[0], None
     trainer.model.train()
     assert trainer.compute_loss(trainer.model, batch).isfinite()
@@ -334,25 +334,15 @@ def test_top_entropy_and_off_policy_masks_weigh_the_tokens(tmp_path, scope):
         tmp_path, top_entropy_quantile=0.5, off_policy_mask_threshold=0.02, search_scope=scope,
         gradient_accumulation_steps=1, steps_per_generation=2,
     )  # fmt: skip
-    shares, plain = [], []
-    for (record,) in trainer.updates:
-        gradient = record["gradient"].double().abs()
-        positive = gradient[record["inputs"]["advantages"] > 0].sum()
-        negative = gradient[record["inputs"]["advantages"] < 0].sum()
-        shares.append((positive / (positive + negative)).item())
-        assert record["bounds"].positive_share.item() == pytest.approx(shares[-1], rel=1e-5)
-        plain.append(expected_bounds([record], trainer.args).positive_share.item())
+    assert_logged_shares_are_those_of_the_loss(trainer, nan_ok=False)
+    plain = [expected_bounds(update, trainer.args).positive_share.item() for update in trainer.updates]
+    shares = [share for share, _ in shares_of_loss_and_log(trainer)]
     assert shares != pytest.approx(plain, rel=1e-3)  # the masks do take tokens away
 
 
 def test_look_ahead_sees_the_top_entropy_mask_of_each_micro_batch(tmp_path):
     trainer = trained(tmp_path, top_entropy_quantile=0.5, loss_type="dr_grpo")
-    for update in trainer.updates:
-        gradients = torch.cat([record["gradient"].double().abs().sum(1) for record in update])
-        advantages = torch.cat([record["inputs"]["advantages"] for record in update])
-        positive, negative = gradients[advantages > 0].sum(), gradients[advantages < 0].sum()
-        share = update[0]["bounds"].positive_share
-        torch.testing.assert_close(share, positive / (positive + negative), rtol=1e-5, atol=0)
+    assert_logged_shares_are_those_of_the_loss(trainer, nan_ok=False)
 
 
 class VLLMCorrected(Recorder):
@@ -385,15 +375,9 @@ class ToolMasked(VLLMCorrected):
 
 
 def test_tool_mask_and_vllm_correction_weigh_the_tokens(tmp_path):
-    trainer = toy_trainer(tmp_path, trainer_class=ToolMasked, loss_type="dr_grpo")
-    trainer.train()
-    for update in trainer.updates[:-1]:
-        gradients = torch.cat([record["gradient"].double().abs() for record in update])
-        assert not gradients[:, 1::2].any()
-        advantages = torch.cat([record["inputs"]["advantages"] for record in update])
-        positive, negative = gradients[advantages > 0].sum(), gradients[advantages < 0].sum()
-        share = update[0]["bounds"].positive_share
-        torch.testing.assert_close(share, positive / (positive + negative), rtol=1e-5, atol=0)
+    trainer = trained(tmp_path, ToolMasked, loss_type="dr_grpo")
+    assert not any(record["gradient"][:, 1::2].any() for update in trainer.updates for record in update)
+    assert_logged_shares_are_those_of_the_loss(trainer, nan_ok=False)
 
 
 def test_micro_batch_scope_searches_each_micro_batch_without_another_forward(tmp_path):
@@ -434,12 +418,8 @@ class ShortLastWindow(Recorder):
 
 
 def test_a_short_last_window_is_searched_over_its_own_micro_batches(tmp_path):
-    trainer = toy_trainer(
-        tmp_path, trainer_class=ShortLastWindow, gradient_accumulation_steps=4, num_iterations=2, max_steps=-1,
-        num_train_epochs=1,
-    )  # fmt: skip
-    trainer.train()
-    trainer.updates.pop()
+    args = {"gradient_accumulation_steps": 4, "num_iterations": 2, "max_steps": -1, "num_train_epochs": 1}
+    trainer = trained(tmp_path, ShortLastWindow, **args)
     assert [len(update) for update in trainer.updates] == [4, 2]
     for update in trainer.updates:
         assert_same_bounds(update[0]["bounds"], expected_bounds(update, trainer.args))
@@ -492,14 +472,7 @@ def self_clipped(record) -> float:
 
 
 def test_without_advantages_the_share_is_logged_as_missing(tmp_path):
-    def constant_reward(completions, **kwargs):
-        return [1.0] * len(completions)
-
-    trainer = BAPOTrainer(
-        toy_model(), constant_reward, BAPOConfig(str(tmp_path), **CPU, **OFF_POLICY),
-        train_dataset=toy_dataset(), processing_class=character_tokenizer(),
-    )  # fmt: skip
-    trainer.train()
+    trainer = toy_run(tmp_path, reward_funcs=lambda completions, **kwargs: [1.0] * len(completions))
     for log in training_logs(trainer):
         assert log["bapo/positive_share"] is None
         assert (log["bapo/clip_low"], log["bapo/clip_high"], log["bapo/search_steps"]) == (0.6, 1.2, 0)
@@ -549,12 +522,9 @@ def test_a_model_of_the_command_line_is_named_with_the_function_that_gives_it(tm
 
 
 def test_lora_trains_the_adapter_only(tmp_path):
-    model = toy_model()
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    trainer = toy_trainer(
-        tmp_path, model=model, trainer_args={"peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"])}
-    )
-    trainer.train()
+    before = toy_model().state_dict()
+    lora = {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"])}
+    trainer = toy_run(tmp_path, trainer_args=lora)
     for name, weight in trainer.model.get_base_model().state_dict().items():
         if "lora" not in name:
             assert torch.equal(weight, before[name.replace(".base_layer", "")]), name
@@ -571,12 +541,9 @@ def test_evaluation_logs_mean_and_best_of_k_and_leaves_bounds_and_search_alone(t
         rewards.append(values)
         return values
 
-    trainer = BAPOTrainer(
-        toy_model(), counting_reward,
-        BAPOConfig(str(tmp_path), **CPU, **OFF_POLICY, per_device_eval_batch_size=8, num_generations_eval=4),
-        train_dataset=toy_dataset(), eval_dataset=toy_dataset(6), processing_class=character_tokenizer(),
-    )  # fmt: skip
-    trainer.train()
+    sizes = {"per_device_eval_batch_size": 8, "num_generations_eval": 4}
+    parts = {"eval_dataset": toy_dataset(6)}
+    trainer = toy_run(tmp_path, reward_funcs=counting_reward, trainer_args=parts, **sizes)
     bounds = trainer.clip_bounds
     rewards.clear()
     metrics = trainer.evaluate()
@@ -599,15 +566,9 @@ def test_best_of_k_weights_rewards_and_leaves_out_what_nothing_scored(tmp_path):
         ]
 
     lengths = []
-    trainer = BAPOTrainer(
-        toy_model(), [only_some_lengths, sometimes],
-        BAPOConfig(
-            str(tmp_path), **CPU, **OFF_POLICY, per_device_eval_batch_size=12, num_generations_eval=4,
-            reward_weights=[2.0, 1.0],
-        ),
-        train_dataset=toy_dataset(), eval_dataset=toy_dataset(3), processing_class=character_tokenizer(),
-    )  # fmt: skip
-    metrics = trainer.evaluate()
+    sizes = {"per_device_eval_batch_size": 12, "num_generations_eval": 4, "reward_weights": [2.0, 1.0]}
+    rewards, parts = [only_some_lengths, sometimes], {"eval_dataset": toy_dataset(3)}
+    metrics = toy_trainer(tmp_path, reward_funcs=rewards, trainer_args=parts, **sizes).evaluate()
     best = {}
     for prompt, length in lengths:
         if not prompt.startswith("0"):
@@ -724,18 +685,13 @@ def test_a_value_that_is_not_finite_stops_before_the_optimizer_step(tmp_path, sc
 
 
 def test_a_broken_weight_names_the_log_probabilities(tmp_path):
-    class BreakWeight(TrainerCallback):
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            if state.global_step == 2:
-                model.model.norm.weight.data[0] = math.nan
-
-    trainer = toy_trainer(tmp_path, trainer_args={"callbacks": [BreakWeight()]})
+    broken = InUpdate(3, lambda model: model.model.norm.weight.data[0].fill_(math.nan))
+    trainer = toy_trainer(tmp_path, trainer_args={"callbacks": [broken]})
     with pytest.raises(RuntimeError, match=r"`per_token_logps` \(\d+ values\).*at update 3"):
         trainer.train()
 
 
 def test_grid_of_the_trainer_is_that_of_the_config(tmp_path):
-    trainer = toy_trainer(tmp_path, ratio_upper_max=2.0, ratio_lower_start=0.7, positive_contribution_target=1.0)
-    trainer.train()
+    trainer = toy_run(tmp_path, ratio_upper_max=2.0, ratio_lower_start=0.7, positive_contribution_target=1.0)
     assert trainer.clip_bounds.high.item() in BoundGrid(0.7, 0.9, 0.02, 1.2, 2.0, 0.05).upper.tolist()
     assert training_logs(trainer)[-1]["bapo/clip_high"] == 2.0  # the target cannot be met with negatives about

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bapo_trl import BAPOTrainer
 from bapo_trl.clip_bounds import MEASURES
-from tests.helpers.toy import toy_trainer, training_logs
+from tests.helpers.toy import toy_run, training_logs
 
 
 def documented_as_refused() -> set[str]:
@@ -93,11 +93,10 @@ def test_the_documented_list_is_read():
     ids=lambda args: "-".join(args),
 )
 def test_the_search_uses_no_operation_that_raises_on_cuda(tmp_path, determinism_ends_with_the_test, measure, args):
-    trainer = toy_trainer(
+    trainer = toy_run(
         tmp_path, trainer_class=Traced, full_determinism=True, contribution_measure=measure, replay_fraction=0.5,
         positive_contribution_target=0.7, **args,
     )  # fmt: skip
-    trainer.train()
     assert torch.are_deterministic_algorithms_enabled()
     assert {"index_add", "argmax", "nansum"} <= trainer.trace.operations  # curves, search and log have been seen
     assert not trainer.trace.operations & documented_as_refused()

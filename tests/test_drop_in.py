@@ -1,6 +1,5 @@
 """Set-ups that `GRPOTrainer` trains: `BAPOTrainer` trains each of them as well, whatever it would have said of it."""
 
-import json
 import math
 from functools import partial
 from pathlib import Path
@@ -20,9 +19,19 @@ from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.inputs.prompt_checks import check_prompts
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.forked import run_python
+from tests.helpers.ranks import read_ranks
 from tests.helpers.rollouts import multi_turn
 from tests.helpers.script_runs import CHAT_TEMPLATE
-from tests.helpers.toy import brevity, digits_reward, opt_model, reward_model, toy_dataset, toy_model, toy_trainer
+from tests.helpers.toy import (
+    brevity,
+    digits_reward,
+    opt_model,
+    reward_model,
+    toy_dataset,
+    toy_model,
+    toy_run,
+    toy_trainer,
+)
 
 
 SMALL = {
@@ -272,8 +281,7 @@ def saved_model(folder: Path) -> str:
 def trained(folder: Path, set_up: dict, trainer_class: type, config_class: type) -> int:
     model = set_up.pop("model", None)
     model = model(folder) if callable(model) and not isinstance(model, torch.nn.Module) else model
-    trainer = toy_trainer(folder, model, trainer_class, config_class, **{**SMALL, **set_up})
-    trainer.train()
+    trainer = toy_run(folder, model, trainer_class, config_class, **{**SMALL, **set_up})
     return trainer.state.global_step
 
 
@@ -287,11 +295,8 @@ def test_what_grpo_trains_this_trains(tmp_path, name):
 def test_turns_of_different_number_on_each_rank(tmp_path):
     result = run_python(["-m", "tests.helpers.rollouts", tmp_path], ranks=2, timeout_s=180)
     assert result.returncode == 0, result.stdout + result.stderr
-    for rank, turns in ((0, 2), (1, 4)):
-        expected = {"updates": 1, "turns": turns}
-        assert json.loads((tmp_path / f"{rank}.json").read_text()) == {
-            "GRPOTrainer": expected, "BAPOTrainer": expected,
-        }  # fmt: skip
+    for rank, turns in zip(read_ranks(tmp_path), (2, 4), strict=True):
+        assert rank["GRPOTrainer"] == rank["BAPOTrainer"] == {"updates": 1, "turns": turns}
 
 
 @pytest.mark.parametrize("value", [np.float64(0.4), np.float32(0.4), np.array(0.4), np.array([0.4])])

@@ -7,12 +7,14 @@ import torch
 from datasets import IterableDataset
 from trl import GRPOConfig, GRPOTrainer
 
+from bapo_trl.clip_bounds.update_log import UPDATE_METRICS
+from tests.helpers.alike import assert_same_logs, assert_same_tensors, assert_same_weights
 from tests.helpers.forked import run_python
-from tests.helpers.toy import digits_reward, toy_dataset, toy_model, toy_trainer, training_logs
+from tests.helpers.ranks import read_ranks
+from tests.helpers.toy import digits_reward, toy_dataset, toy_model, toy_run, toy_trainer, training_logs
 
 
 FIXED = {"ratio_lower_start": 0.8, "ratio_lower_max": 0.8, "ratio_upper_start": 1.28, "ratio_upper_max": 1.28}
-TIMES = {"step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos"}
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo"])
@@ -37,36 +39,22 @@ def test_fixed_bounds_equal_grpo_trainer_bit_for_bit(tmp_path, loss_type, scope)
     assert len(grpo_gradients) == 3
     for left, right in zip(grpo_gradients, bapo_gradients, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
-    for (name, left), right in zip(grpo.model.state_dict().items(), bapo.model.state_dict().values(), strict=True):
-        assert torch.equal(left, right), name
-    grpo_logs, bapo_logs = training_logs(grpo), training_logs(bapo)
-    assert max(log["clip_ratio/region_mean"] for log in grpo_logs) > 0.05  # the clip bounds do matter here
-    for left, right in zip(grpo_logs, bapo_logs, strict=True):
-        assert {key: right[key] for key in left if key not in TIMES} == {
-            key: left[key] for key in left if key not in TIMES
-        }
+    assert_same_weights(grpo, bapo)
+    assert max(log["clip_ratio/region_mean"] for log in training_logs(grpo)) > 0.05  # the clip bounds matter here
+    assert_same_logs(grpo, bapo)
 
 
 def test_grpo_and_adaptive_bounds_do_part(tmp_path):
     """The test above can fail: with a range left to search, the runs differ."""
-    fixed = toy_trainer(tmp_path, model=toy_model(), **FIXED)
-    adaptive = toy_trainer(tmp_path, model=toy_model(), positive_contribution_target=0.9)
-    for trainer in (fixed, adaptive):
-        trainer.train()
-    assert any(
-        not torch.equal(left, right)
-        for left, right in zip(fixed.model.parameters(), adaptive.model.parameters(), strict=True)
-    )
+    fixed, adaptive = toy_run(tmp_path, **FIXED), toy_run(tmp_path, positive_contribution_target=0.9)
+    with pytest.raises(AssertionError):
+        assert_same_weights(fixed, adaptive)
 
 
 # Sharding
 
 
-def launch(script_arguments: list[str], num_processes: int) -> None:
-    result = run_python(["-m", "tests.helpers.sharding_worker", *script_arguments], num_processes)
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
+SAME = ("bapo/clip_low", "bapo/clip_high", "bapo/search_steps", "bapo/target_met", "staleness/max")
 WEIGHED = {"negative_weight_min": 0.05, "positive_contribution_target": 0.7}
 
 
@@ -85,11 +73,11 @@ def test_sharding_does_not_change_the_bounds(tmp_path, settings):
     """16 rows an update: 1 process x 8 micro-batches of 2, 1 x 1 of 16, and 2 processes x 4 of 2."""
     runs = {}
     for processes, micro_batches, rows in ((1, 8, 2), (1, 1, 16), (2, 4, 2)):
-        out = tmp_path / f"{processes}x{micro_batches}.json"
-        launch([str(out), str(micro_batches), str(rows), json.dumps(settings)], processes)
-        runs[processes, micro_batches] = json.loads(out.read_text())
-        assert runs[processes, micro_batches]["num_processes"] == processes
-        assert runs[processes, micro_batches]["micro_batches"] == 3 * micro_batches
+        out = tmp_path / f"{processes}x{micro_batches}"
+        worker = ["-m", "tests.helpers.sharding_worker", out, micro_batches, rows, json.dumps(settings)]
+        result = run_python(worker, processes)
+        assert result.returncode == 0, result.stdout + result.stderr
+        runs[processes, micro_batches] = read_ranks(out, processes, micro_batches=3 * micro_batches)[0]
 
     reference = runs[1, 8]
     assert len(reference["logs"]) == 3
@@ -97,17 +85,11 @@ def test_sharding_does_not_change_the_bounds(tmp_path, settings):
     assert len({tuple(log.get(name) for name in chosen) for log in reference["logs"]}) > 1  # something moves
     for run in runs.values():
         for log, expected in zip(run["logs"], reference["logs"], strict=True):
-            for name, value in expected.items():
-                if name in (
-                    "bapo/clip_low",
-                    "bapo/clip_high",
-                    "bapo/search_steps",
-                    "bapo/target_met",
-                    "staleness/max",
-                ):
-                    assert log[name] == value, name
-                else:
-                    assert log[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+            for name in UPDATE_METRICS:
+                if name in expected:
+                    value = expected[name]
+                    close = value if name in SAME else pytest.approx(value, rel=1e-4, abs=1e-6)
+                    assert log[name] == close, name
 
 
 # Resume
@@ -118,30 +100,18 @@ def test_sharding_does_not_change_the_bounds(tmp_path, settings):
 @pytest.mark.parametrize(("dataset_size", "shuffle"), [(40, True), (8, True), (8, False)])
 def test_a_resumed_run_equals_a_straight_one(tmp_path, dataset_size, shuffle):
     def run(output_dir, resume=None, max_steps=12):
-        trainer = toy_trainer(
-            output_dir,
-            model=toy_model(),
-            max_steps=max_steps,
-            save_strategy="steps",
-            save_steps=8,
-            shuffle_dataset=shuffle,
-            trainer_args={"train_dataset": toy_dataset(dataset_size)},
-        )
-        trainer.train(resume_from_checkpoint=resume)
-        return trainer
+        return toy_run(
+            output_dir, max_steps=max_steps, save_strategy="steps", save_steps=8, shuffle_dataset=shuffle,
+            trainer_args={"train_dataset": toy_dataset(dataset_size)}, resume=resume,
+        )  # fmt: skip
 
     straight = run(tmp_path / "straight")
     run(tmp_path / "stopped", max_steps=8)
     resumed = run(tmp_path / "stopped", resume=str(tmp_path / "stopped" / "checkpoint-8"))
     assert resumed.state.global_step == 12
 
-    for (name, left), right in zip(
-        straight.model.state_dict().items(), resumed.model.state_dict().values(), strict=True
-    ):
-        assert torch.equal(left, right), name
-    for left, right in zip(training_logs(straight)[-4:], training_logs(resumed)[-4:], strict=True):
-        keys = [key for key in left if key not in TIMES]
-        assert {key: right[key] for key in keys} == {key: left[key] for key in keys}
+    assert_same_weights(straight, resumed)
+    assert_same_logs(straight, resumed, last=4)
     assert straight.clip_bounds.high == resumed.clip_bounds.high
 
 
@@ -156,14 +126,13 @@ def test_a_resumed_stream_goes_on_where_it_was(tmp_path, update, shuffle):
         prompts = []
 
         def reward(completions, **kwargs):
-            prompts.append((trainer.state.global_step, kwargs["prompts"]))
+            prompts.append((kwargs["trainer_state"].global_step, kwargs["prompts"]))
             return digits_reward(completions)
 
-        trainer = toy_trainer(
+        trainer = toy_run(
             output_dir, reward_funcs=reward, max_steps=max_steps, save_strategy="steps", save_steps=update,
-            shuffle_dataset=shuffle, trainer_args={"train_dataset": stream},
+            shuffle_dataset=shuffle, trainer_args={"train_dataset": stream}, resume=resume,
         )  # fmt: skip
-        trainer.train(resume_from_checkpoint=resume)
         return prompts, trainer.model.state_dict()
 
     prompts, straight = run(tmp_path / "straight")
@@ -171,7 +140,7 @@ def test_a_resumed_stream_goes_on_where_it_was(tmp_path, update, shuffle):
     for folder in ("straight", "stopped"):
         served, weights = run(tmp_path / "resumed", resume=str(tmp_path / folder / f"checkpoint-{update}"))
         assert served == [(at, rows) for at, rows in prompts if at >= update]
-        assert all(torch.equal(weights[name], straight[name]) for name in straight)
+        assert_same_tensors(weights, straight)
 
 
 @pytest.mark.trainings
@@ -179,13 +148,11 @@ def test_a_resumed_stream_goes_on_where_it_was(tmp_path, update, shuffle):
 def test_a_resume_within_a_generation_leaves_the_later_ones_where_they_were(tmp_path, replay):
     generated = []
 
-    def reward(completions, **kwargs):
-        generated.append(trainer.state.global_step)
+    def reward(completions, trainer_state, **kwargs):
+        generated.append(trainer_state.global_step)
         return digits_reward(completions)
 
     for stop in (5, 12):  # of four updates a generation
-        trainer = toy_trainer(
-            tmp_path, reward_funcs=reward, max_steps=stop, save_strategy="steps", save_steps=5, **replay
-        )
-        trainer.train(resume_from_checkpoint=bool(generated))
+        saving = {"save_strategy": "steps", "save_steps": 5, **replay}
+        toy_run(tmp_path, reward_funcs=reward, max_steps=stop, resume=bool(generated), **saving)
     assert generated == [0, 4, 5, 8]

@@ -8,8 +8,8 @@ from transformers import Qwen2Config, TrainerCallback
 from bapo_trl.policy.scoring import read_tokens_ahead
 from bapo_trl.upstream.forward_passes import forked_random_state, has_random_forward
 from tests.helpers.model_state import hooks, model_state, random_state
-from tests.helpers.toy import opt_model, toy_dataset, toy_model, toy_trainer, training_logs
-from tests.test_bapo_trainer import Recorder, assert_logged_shares_are_those_of_the_loss
+from tests.helpers.toy import opt_model, toy_dataset, toy_model, toy_run, toy_trainer, training_logs
+from tests.test_bapo_trainer import assert_logged_shares_are_those_of_the_loss, trained
 
 
 def lora(**settings) -> dict:
@@ -82,10 +82,7 @@ def test_the_look_ahead_leaves_everything_as_it_found_it(tmp_path, monkeypatch, 
     monkeypatch.setattr("bapo_trl.bapo_trainer.read_tokens_ahead", compare)
 
     compared = []
-    trainer = toy_trainer(
-        tmp_path, model=toy_model(attention_dropout=0.1, num_hidden_layers=2), **args,
-    )  # fmt: skip
-    trainer.train()
+    trainer = toy_run(tmp_path, model=toy_model(attention_dropout=0.1, num_hidden_layers=2), **args)
     assert compared == [0, 1, 2, 3]
     assert trainer.model.is_gradient_checkpointing == args.get("gradient_checkpointing", True)
     assert not any("requires_grad" in str(warning.message) for warning in recwarn)
@@ -124,12 +121,8 @@ def test_the_random_state_of_the_device_is_given_back(monkeypatch, device_type):
 )
 def test_the_logged_share_is_that_of_the_loss_whatever_is_random(tmp_path, model, args, checkpointing):
     """Also where the samples are those of the current policy: the ratios are not 1 even there."""
-    trainer = toy_trainer(
-        tmp_path, model=model(), trainer_class=Recorder, steps_per_generation=2, gradient_checkpointing=checkpointing,
-        **args,
-    )  # fmt: skip
-    trainer.train()
-    trainer.updates.pop()
+    args = {"model": model(), "steps_per_generation": 2, "gradient_checkpointing": checkpointing, **args}
+    trainer = trained(tmp_path, **args)
     assert_logged_shares_are_those_of_the_loss(trainer)
     assert trainer.look_ahead_calls == 4 * 2
     ages = [log["staleness/max"] for log in training_logs(trainer)]
@@ -146,8 +139,7 @@ def test_the_logged_share_is_that_of_the_loss_whatever_is_random(tmp_path, model
     ids=["opt", "qwen", "lora-disable_dropout"],
 )
 def test_without_anything_random_fresh_samples_need_no_forward_pass(tmp_path, model, args):
-    trainer = toy_trainer(tmp_path, model=model(), trainer_class=Recorder, steps_per_generation=2, **args)
-    trainer.train()
+    trainer = trained(tmp_path, model=model(), steps_per_generation=2, **args)
     assert trainer.look_ahead_calls == 2 * 2
 
 

@@ -8,6 +8,7 @@ import pytest
 from tests.helpers import sweep
 from tests.helpers.forked import run_python
 from tests.helpers.pairwise import pairwise
+from tests.helpers.ranks import read_ranks
 
 
 CASES = pairwise(sweep.SETTINGS)
@@ -43,7 +44,6 @@ def test_the_same_on_two_ranks(folder):
     (folder / "cases.json").write_text(json.dumps(cases))
     result = run_python(["-m", "tests.helpers.sweep", folder], ranks=2)
     assert result.returncode == 0, result.stdout + result.stderr
-    for rank in range(2):
-        errors = json.loads((folder / f"{rank}.json").read_text())
-        failed = {str(case): error for case, error in zip(cases, errors, strict=True) if error}
+    for rank in read_ranks(folder):
+        failed = {str(case): error for case, error in zip(cases, rank["errors"], strict=True) if error}
         assert not failed, "\n\n".join(f"{case}\n{error}" for case, error in failed.items())

@@ -28,10 +28,11 @@ from bapo_trl.checkpoints.stop_signals import StopSignals
 from bapo_trl.checkpoints.whole import UNFINISHED, _rotate
 from bapo_trl.errors import InputError
 from bapo_trl.replay.checkpoint import FILES
+from tests.helpers.alike import assert_same_tensors
 from tests.helpers.commands import run_command
 from tests.helpers.forked import run_python
 from tests.helpers.save_events import Start, names
-from tests.helpers.toy import toy_dataset, toy_trainer
+from tests.helpers.toy import InUpdate, terminate, toy_dataset, toy_run, toy_trainer
 from tests.replay.test_mixer import REPLAY
 
 
@@ -66,16 +67,14 @@ def saved(folder, trainer_class=BAPOTrainer, resume_from=None, **args):
     settings = {key: value for key, value in {**SAVING, **args}.items() if not (is_plain and key.startswith("replay"))}
     config_class = GRPOConfig if is_plain else BAPOConfig
     parts = {"trainer_class": trainer_class, "config_class": config_class}
-    trainer = toy_trainer(folder, trainer_args={"eval_dataset": toy_dataset(6)}, **parts, **settings)
-    trainer.train(resume_from_checkpoint=resume_from)
-    return trainer
+    return toy_run(folder, trainer_args={"eval_dataset": toy_dataset(6)}, **parts, **settings, resume=resume_from)
 
 
 def resume(folder, checkpoint, **args) -> int:
     """Resume for two updates; return the update that the run went on from."""
     start = Start()
-    trainer = toy_trainer(folder, trainer_args={"callbacks": [start]}, **{**SAVING, "max_steps": 8, **args})
-    trainer.train(resume_from_checkpoint=checkpoint)
+    settings = {**SAVING, "max_steps": 8, **args}
+    toy_run(folder, trainer_args={"callbacks": [start]}, **settings, resume=checkpoint)
     return start.update
 
 
@@ -317,18 +316,15 @@ def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch):
         assert saved(tmp_path).state.global_step == 6
 
 
-def test_folders_that_are_not_ours_stay(tmp_path, monkeypatch):
+def test_folders_that_are_not_ours_stay(tmp_path, monkeypatch, hub):
     """Where the run's folder is the user's own: also with names that are alike."""
     mine = ["_unfinished/novel.txt", "_unfinished-0123abcd/novel.txt", "_unfinished-draft/checkpoint-4/novel.txt"]
     for file in (*mine, "_to_push/novel.txt"):
         (tmp_path / file).parent.mkdir(parents=True)
         (tmp_path / file).touch()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("transformers.trainer.hf_api", Hub)
-    monkeypatch.setattr("transformers.trainer.PushInProgress", lambda jobs: Hub())
     args = {"push_to_hub": True, "hub_strategy": "checkpoint", "hub_push_samples": False}
-    trainer = toy_trainer(".", **{**SAVING, **args, "max_steps": 2})
-    trainer.train()
+    toy_run(".", **{**SAVING, **args, "max_steps": 2})
     assert all((tmp_path / file).exists() for file in mine)
     assert names(tmp_path / "_to_push") == {"novel.txt"}
 
@@ -367,7 +363,7 @@ def test_a_kill_between_the_old_checkpoint_and_the_new_one_of_its_name_leaves_th
     assert trainer.checkpoint_to_resume(True) == str(tmp_path / "checkpoint-6")
     assert names(tmp_path) == {"checkpoint-6"}
     kept = load_file(tmp_path / "checkpoint-6" / "model.safetensors")
-    assert all(torch.equal(kept[key], later[key]) for key in later)
+    assert_same_tensors(kept, later)
 
 
 SCORED = {
@@ -481,10 +477,15 @@ class Hub:
         pass
 
 
-def test_a_push_takes_the_checkpoint_under_its_name_and_whole(tmp_path, monkeypatch):
+@pytest.fixture
+def hub(monkeypatch):
     hub = Hub()
     monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
     monkeypatch.setattr("transformers.trainer.PushInProgress", lambda jobs: hub)
+    return hub
+
+
+def test_a_push_takes_the_checkpoint_under_its_name_and_whole(tmp_path, hub):
     trainer = toy_trainer(tmp_path, push_to_hub=True, hub_strategy="all_checkpoints", **SAVING)
     trainer._finish_current_push = lambda: None
     trainer.train()
@@ -497,16 +498,8 @@ def test_a_push_takes_the_checkpoint_under_its_name_and_whole(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(("update", "pushed"), [(3, [2]), (6, [2, 4])], ids=["early", "in the last update"])
-def test_a_run_that_a_signal_stops_pushes_nothing_more(tmp_path, monkeypatch, update, pushed):
-    class Signalled(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == update - 1:
-                signal.raise_signal(signal.SIGTERM)
-
-    hub = Hub()
-    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
-    monkeypatch.setattr("transformers.trainer.PushInProgress", lambda jobs: hub)
-    callbacks = {"callbacks": [StopSignals(), Signalled()]}
+def test_a_run_that_a_signal_stops_pushes_nothing_more(tmp_path, hub, update, pushed):
+    callbacks = {"callbacks": [StopSignals(), InUpdate(update, terminate)]}
     settings = {"push_to_hub": True, "hub_strategy": "all_checkpoints", **SAVING}
     trainer = toy_trainer(tmp_path, trainer_args=callbacks, **settings)
     trainer._finish_current_push = lambda: None
@@ -535,33 +528,24 @@ def test_a_child_that_outlives_a_run_does_not_hold_its_folder(tmp_path):
 
 
 def test_a_run_after_one_that_a_signal_stopped_saves_what_its_settings_say(tmp_path):
-    class Signalled(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 1:
-                signal.raise_signal(signal.SIGTERM)
-
-    stop, sent = StopSignals(), Signalled()
-    trainer = toy_trainer(tmp_path, save_only_model=True, trainer_args={"callbacks": [stop, sent]})
-    trainer.train()
+    stop = StopSignals()
+    trainer = toy_run(tmp_path, save_only_model=True, trainer_args={"callbacks": [stop, InUpdate(2, terminate)]})
     assert stop.signal is not None
     assert (tmp_path / "checkpoint-2" / "optimizer.pt").exists()  # to be resumed from
     assert trainer.args.save_only_model
 
 
-def test_a_push_leaves_the_samples_out_and_a_run_goes_on_from_what_is_pushed(tmp_path, monkeypatch):
-    hub, copies = Hub(), tmp_path / "hub"
+def test_a_push_leaves_the_samples_out_and_a_run_goes_on_from_what_is_pushed(tmp_path, hub):
+    copies = tmp_path / "hub"
 
     def upload_folder(*, folder_path, path_in_repo=None, ignore_patterns=(), **kwargs):
         ignore = shutil.ignore_patterns(*ignore_patterns)
         shutil.copytree(folder_path, copies / (path_in_repo or "."), ignore=ignore, dirs_exist_ok=True)
 
     hub.upload_folder = upload_folder
-    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
-    monkeypatch.setattr("transformers.trainer.PushInProgress", lambda jobs: hub)
     run = {**SAVING, "partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 4}
     kept = {"push_to_hub": True, "hub_strategy": "all_checkpoints", "hub_push_samples": False}
-    trainer = toy_trainer(tmp_path / "run", **run, **kept)
-    trainer.train()
+    toy_run(tmp_path / "run", **run, **kept)
 
     def samples(folder):
         return {name for name in names(folder) if name.startswith(("replay_queue", "rollout_pool"))}
@@ -581,10 +565,7 @@ def test_a_push_leaves_the_samples_out_and_a_run_goes_on_from_what_is_pushed(tmp
 
 
 @pytest.mark.trainings
-def test_settings_of_a_push_are_those_of_when_the_training_begins(tmp_path, monkeypatch):
-    hub = Hub()
-    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
-    monkeypatch.setattr("transformers.trainer.PushInProgress", lambda jobs: hub)
+def test_settings_of_a_push_are_those_of_when_the_training_begins(tmp_path, hub):
     with pytest.warns(UserWarning, match="go to the Hub as well"):
         trainer = toy_trainer(tmp_path / "first", push_to_hub=True, hub_strategy="all_checkpoints", **SAVING)
     trainer.args.hub_push_samples, trainer.args.output_dir = False, str(tmp_path / "second")
@@ -609,7 +590,7 @@ def test_settings_of_a_push_are_those_of_when_the_training_begins(tmp_path, monk
     ],
 )
 @pytest.mark.parametrize("can_link", [True, False])
-def test_the_links_of_a_push_go_when_it_is_done(tmp_path, monkeypatch, settings, linked, can_link):
+def test_the_links_of_a_push_go_when_it_is_done(tmp_path, monkeypatch, hub, settings, linked, can_link):
     """The first push takes until the third save; a file system without hard links has copies."""
 
     def no_link(source, target):
@@ -617,9 +598,7 @@ def test_the_links_of_a_push_go_when_it_is_done(tmp_path, monkeypatch, settings,
 
     if not can_link:
         monkeypatch.setattr("os.link", no_link)
-    hub, found = Hub(), []
-    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
-    monkeypatch.setattr("transformers.trainer.PushInProgress", lambda jobs: hub)
+    found = []
     monkeypatch.setattr(Hub, "jobs", [], raising=False)
 
     class Look(TrainerCallback):

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import character_tokenizer
-from bapo_trl.upstream.fixes import end_training
 from tests.e2e.launching import vllm_server
-from tests.helpers.toy import CPU, OFF_POLICY, training_logs
+from tests.helpers.ranks import finish
+from tests.helpers.toy import CPU, OFF_POLICY
 from tests.rollouts.test_rollout_rounds import PARTIAL, prompts_of_many_lengths, share_of_digits
 
 
@@ -82,18 +82,8 @@ def main(folder: str, settings: str) -> None:
     )
     with Recording.server:
         trainer.train(resume_from_checkpoint=resume)
-    result = {
-        "num_processes": trainer.accelerator.num_processes,
-        "distributed_type": trainer.accelerator.distributed_type.value,
-        "engine": type(trainer.model_wrapped).__name__,
-        "sharding": type(getattr(trainer.model_wrapped, "optimizer", None)).__name__,
-        "logs": training_logs(trainer),
-        "prompts": trainer.prompts,
-        "batches": trainer.batches,
-        "parked": [group.inputs["prompt"] for group in trainer._rounds.pool],
-    }
-    (folder / f"rank-{trainer.accelerator.process_index}.json").write_text(json.dumps(result))
-    end_training(trainer)
+    parked = [group.inputs["prompt"] for group in trainer._rounds.pool]
+    finish(trainer, folder, prompts=trainer.prompts, batches=trainer.batches, parked=parked)
 
 
 if __name__ == "__main__":

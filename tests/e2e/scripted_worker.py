@@ -1,15 +1,14 @@
 """Trains with the replay queue on scripted completions, so that every engine and sharding sees the same rows."""
 
-import json
 import sys
 from pathlib import Path
 
 from peft import LoraConfig
 
-from bapo_trl.upstream.fixes import end_training
+from tests.helpers.ranks import finish
 from tests.helpers.save_events import SaveEvents
 from tests.helpers.sharding_worker import Scripted
-from tests.helpers.toy import toy_dataset, toy_model, toy_trainer, training_logs
+from tests.helpers.toy import toy_dataset, toy_model, toy_trainer
 
 
 def main(out: str, micro_batches: str, uses_lora: str, checkpoint: str = "", *kill: str) -> None:
@@ -39,18 +38,8 @@ def main(out: str, micro_batches: str, uses_lora: str, checkpoint: str = "", *ki
         if trainer.accelerator.process_index == int(rank):
             SaveEvents(6, event, tears == "tears").watch(trainer)
     trainer.train(resume_from_checkpoint=checkpoint == "true" or checkpoint or None)
-    result = {
-        "num_processes": trainer.accelerator.num_processes,
-        "distributed_type": trainer.accelerator.distributed_type.value,
-        # Named without a variable: who holds the engine beyond `end_training` destroys the process group with it
-        "engine": type(trainer.model_wrapped).__name__,
-        "sharding": type(getattr(trainer.model_wrapped, "optimizer", None)).__name__,
-        "optimizer": type(trainer.optimizer).__name__,
-        "logs": training_logs(trainer),
-    }
-    (folder / f"rank-{trainer.accelerator.process_index}.json").write_text(json.dumps(result))
     trainer.save_model(str(folder / "final"))
-    end_training(trainer)
+    finish(trainer, folder, optimizer=type(trainer.optimizer).__name__)
 
 
 if __name__ == "__main__":

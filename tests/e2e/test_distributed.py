@@ -12,6 +12,7 @@ from bapo_trl.clip_bounds.update_log import UPDATE_METRICS
 from tests.e2e.launching import ENGINES, fork, launch
 from tests.helpers.commands import accelerate_launcher, run_command
 from tests.helpers.forked import run_python
+from tests.helpers.ranks import read_ranks
 
 
 BOUNDS = ("bapo/clip_low", "bapo/clip_high", "bapo/search_steps")
@@ -45,8 +46,8 @@ def runs(tmp_path_factory):
     return Runs(tmp_path_factory.mktemp("scripted"))
 
 
-def read(out, rank=0):
-    return json.loads((out / f"rank-{rank}.json").read_text())
+def logs_of(out, num_processes=2):
+    return read_ranks(out, num_processes)[0]["logs"]
 
 
 def weights(out, name="model"):
@@ -62,14 +63,8 @@ def assert_close(left, right, atol):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("uses_lora", [False, True], ids=["full", "lora"])
 def test_two_processes_of_the_engine_choose_the_bounds_of_one(runs, engine, uses_lora):
-    out = runs(engine, uses_lora)
-    alone = read(runs(None, uses_lora))
-    assert alone["num_processes"] == 1
-    for rank in range(2):
-        result = read(out, rank)
-        assert result["num_processes"] == 2
-        assert {key: result[key] for key in ENGINES[engine]} == ENGINES[engine]
-    logs, expected = read(out)["logs"], alone["logs"]
+    logs = read_ranks(runs(engine, uses_lora), **ENGINES[engine])[0]["logs"]
+    expected = logs_of(runs(None, uses_lora), 1)
     assert len(logs) == len(expected) == 6
     assert [[log[name] for name in BOUNDS] for log in logs] == [[log[name] for name in BOUNDS] for log in expected]
     assert len({log["bapo/clip_low"] for log in logs} | {log["bapo/clip_high"] for log in logs}) > 2  # they move
@@ -94,7 +89,7 @@ def test_a_resumed_run_equals_the_straight_one(runs, engine, uses_lora):
     straight, resumed = runs(engine, uses_lora), runs(engine, uses_lora, resumes=True)
     name = "adapter_model" if uses_lora else "model"
     assert_close(weights(straight, name), weights(resumed, name), atol=0)
-    for log, expected in zip(read(resumed)["logs"][-2:], read(straight)["logs"][-2:], strict=True):
+    for log, expected in zip(logs_of(resumed)[-2:], logs_of(straight)[-2:], strict=True):
         names = [*UPDATE_METRICS, "replay/size", "replay/fraction", "grad_norm", "loss"]
         assert {key: log.get(key) for key in names} == {key: expected.get(key) for key in names}
 
@@ -114,7 +109,7 @@ def test_zero3_that_is_killed_in_a_save_goes_on_without_a_hand(tmp_path, runs, k
     assert {path.name for path in tmp_path.glob("*checkpoint-*")} == {"checkpoint-4"}
     assert list(tmp_path.glob("_unfinished-*/checkpoint-6/global_step6/*zero_pp_rank_1*"))
     fork("cpu_zero3", [*worker, "true"])
-    assert len(read(tmp_path)["logs"]) == 6
+    assert len(logs_of(tmp_path)) == 6
     assert_close(weights(runs("cpu_zero3")), weights(tmp_path), atol=0)
 
 

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from bapo_trl.tasks import character_tokenizer
 from tests.e2e.launching import ENGINES, fork, vllm_server
 from tests.helpers.commands import free_port
-from tests.helpers.toy import ending_model, toy_model
+from tests.helpers.ranks import read_ranks
+from tests.helpers.toy import OVER_SERVER, ending_model, toy_model
 from tests.rollouts.test_rollout_rounds import countdown_model, score
 
 
@@ -69,10 +70,8 @@ def run(folder, model, engine="cpu_zero3", **settings) -> list[dict]:
     """Train on two ranks; return what each says."""
     folder.mkdir(exist_ok=True)
     fork(engine, ["-m", "tests.e2e.partial_worker", str(folder), json.dumps({"model": str(model), **settings})])
-    ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    ranks = read_ranks(folder, **ENGINES[engine])
     for rank in ranks:
-        assert rank["num_processes"] == 2
-        assert {key: rank[key] for key in ENGINES[engine]} == ENGINES[engine]
         assert [len(batch) for batch in rank["batches"]] == [2] + [24] * (len(rank["batches"]) - 1)
         if "replay_fraction" in settings:
             continue  # the queue gives and takes rows
@@ -83,12 +82,10 @@ def run(folder, model, engine="cpu_zero3", **settings) -> list[dict]:
 
 def over(server, **settings) -> dict:
     return {
-        "use_vllm": True,
-        "vllm_mode": "server",
+        **OVER_SERVER,
         "vllm_server_host": "127.0.0.1",
         "vllm_server_port": server.port,
         "vllm_group_port": free_port(),
-        "vllm_importance_sampling_mode": "token_truncate",
         "learning_rate": 2e-4,
         **LONGEST,
         **settings,

@@ -21,6 +21,7 @@ from bapo_trl.vllm_server.gloo.weight_group import open_weight_store
 from tests.e2e.launching import ENGINES, fork, launch, run_ranks, vllm_server
 from tests.helpers.commands import free_port
 from tests.helpers.forked import run_python
+from tests.helpers.ranks import read_ranks
 
 
 class Server(NamedTuple):
@@ -84,13 +85,11 @@ def assert_server_followed(logs: list[dict]) -> None:
 def run(tmp_path, server, num_processes, engine="cpu_zero3", start=fork, **settings) -> list[dict]:
     worker = ["-m", "tests.e2e.vllm_worker", str(tmp_path), settings_for(server, **settings)]
     start(engine, worker, num_processes)
-    result = json.loads((tmp_path / "rank-0.json").read_text())
-    assert result["num_processes"] == num_processes
-    assert {key: result[key] for key in ENGINES[engine]} == ENGINES[engine]
-    assert len(result["logs"]) == settings["max_steps"]
-    assert_server_followed(result["logs"])
-    assert max(log["ratio/max"] for log in result["logs"]) > 1.1  # off-policy: the weights changed
-    return result["logs"]
+    logs = read_ranks(tmp_path, num_processes, **ENGINES[engine])[0]["logs"]
+    assert len(logs) == settings["max_steps"]
+    assert_server_followed(logs)
+    assert max(log["ratio/max"] for log in logs) > 1.1  # off-policy: the weights changed
+    return logs
 
 
 def test_zero3_trainers_learn_over_the_server(tmp_path, server):
@@ -163,7 +162,7 @@ def test_no_false_alarm_in_200_transfers(tmp_path, server):
     settings = settings_for(server, max_steps=200, learning_rate=1e-6, **sizes)
     result = run_python(["-m", "tests.e2e.vllm_worker", tmp_path, settings])
     assert result.returncode == 0, result.stdout + result.stderr
-    logs = json.loads((tmp_path / "rank-0.json").read_text())["logs"]
+    logs = read_ranks(tmp_path, 1)[0]["logs"]
     assert len([log for log in logs if "reward" in log]) == 200  # a transfer each
     shares = [log["sampling/server_followed"] for log in logs if "sampling/server_followed" in log]
     assert len(shares) > 100

@@ -8,8 +8,8 @@ from peft import LoraConfig
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import load_task
-from bapo_trl.upstream.fixes import end_training
-from tests.helpers.toy import CPU, digits_reward, training_logs
+from tests.helpers.ranks import finish
+from tests.helpers.toy import CPU, OVER_SERVER, digits_reward
 
 
 class Deaf(BAPOTrainer):
@@ -32,10 +32,8 @@ def main(out: str, settings: str) -> None:
         str(folder),
         **{
             **CPU,
-            "use_vllm": True,
-            "vllm_mode": "server",
+            **OVER_SERVER,
             "vllm_server_host": "127.0.0.1",
-            "vllm_importance_sampling_mode": "token_truncate",
             "per_device_train_batch_size": 64,
             "gradient_accumulation_steps": 1,
             "steps_per_generation": 4,
@@ -55,15 +53,7 @@ def main(out: str, settings: str) -> None:
         raise
     trainer.vllm_generation.sync_weights()
     trainer.save_model(str(folder / "final"))
-    result = {
-        "num_processes": trainer.accelerator.num_processes,
-        "distributed_type": trainer.accelerator.distributed_type.value,
-        "engine": type(trainer.model_wrapped).__name__,
-        "sharding": type(getattr(trainer.model_wrapped, "optimizer", None)).__name__,
-        "logs": training_logs(trainer),
-    }
-    (folder / f"rank-{trainer.accelerator.process_index}.json").write_text(json.dumps(result))
-    end_training(trainer)
+    finish(trainer, folder)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from bapo_trl.inputs.checks import check_tokenizer, context_window
 from bapo_trl.inputs.prompt_checks import check_prompts
 from bapo_trl.script.model_checks import check_prompts_fit
 from bapo_trl.tasks import character_tokenizer
+from tests.helpers.alike import assert_same_tensors, weights_of
 from tests.helpers.forked import run_python
 from tests.helpers.script_runs import CHAT_TEMPLATE, fill_folder, run
 from tests.helpers.toy import (
@@ -27,6 +28,7 @@ from tests.helpers.toy import (
     reward_model,
     toy_dataset,
     toy_model,
+    toy_run,
     toy_trainer,
     training_logs,
 )
@@ -43,11 +45,11 @@ def stream(*prompts) -> IterableDataset:
 
 def stopped(trainer, error: type, message: str) -> None:
     """Train, and see that the error comes before the first update."""
-    before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    before = weights_of(trainer.model)
     with pytest.raises(error, match=message):
         trainer.train()
     assert trainer.state.global_step == 0
-    assert all(weight.equal(before[name]) for name, weight in trainer.model.state_dict().items())
+    assert_same_tensors(before, trainer.model.state_dict())
 
 
 # Prompts
@@ -400,11 +402,9 @@ def test_what_a_reward_function_raises_is_raised_with_its_name(tmp_path, is_asyn
     "kind", [list, tuple, torch.tensor, np.array, lambda rewards: map(np.float32, rewards), as_async]
 )
 def test_rewards_in_any_shape_that_trl_takes_train_the_same(tmp_path, kind):
-    expected = toy_trainer(tmp_path)
-    expected.train()
+    expected = toy_run(tmp_path)
     reward = as_async(digits_reward) if kind is as_async else giving(kind)
-    trainer = toy_trainer(tmp_path, reward_funcs=reward)
-    trainer.train()
+    trainer = toy_run(tmp_path, reward_funcs=reward)
     assert [log["loss"] for log in training_logs(trainer)] == [log["loss"] for log in training_logs(expected)]
 
 

@@ -8,7 +8,8 @@ from transformers import TrainerCallback
 
 from bapo_trl import BAPOTrainer
 from bapo_trl.clip_bounds.grid import BoundGrid
-from tests.helpers.toy import digits_reward, toy_model, toy_trainer, training_logs
+from tests.helpers.alike import assert_same_tensors, weights_of
+from tests.helpers.toy import InUpdate, digits_reward, toy_model, toy_trainer, training_logs
 
 
 pytestmark = pytest.mark.trainings
@@ -18,15 +19,11 @@ LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vesp
 SCOPES = ["batch", "micro_batch", "carried_over"]
 
 
-def weights_of(trainer) -> dict[str, torch.Tensor]:
-    return {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
-
-
 class WeightsBefore(TrainerCallback):
     """Keeps the weights as each update began."""
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
-        self.weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+        self.weights = weights_of(model)
 
 
 def stops(trainer, message: str, updates: int) -> None:
@@ -36,7 +33,7 @@ def stops(trainer, message: str, updates: int) -> None:
     with pytest.raises(RuntimeError, match=message):
         trainer.train()
     assert trainer.state.global_step == updates
-    assert all(weight.equal(before.weights[name]) for name, weight in trainer.model.state_dict().items())
+    assert_same_tensors(before.weights, trainer.model.state_dict())
 
 
 # Gradients
@@ -100,12 +97,8 @@ def test_logits_that_are_not_finite_stop_the_sampling(tmp_path, partial):
     with pytest.raises(RuntimeError, match="NaN or infinity in the logits while sampling, after update 0"):
         stops_at_once.train()
 
-    class BreakWeight(TrainerCallback):
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            if state.global_step == 2:
-                model.model.norm.weight.data[0] = math.inf
-
-    trainer = toy_trainer(tmp_path, trainer_args={"callbacks": [BreakWeight()]}, **settings)
+    broken = InUpdate(3, lambda model: model.model.norm.weight.data[0].fill_(math.inf))
+    trainer = toy_trainer(tmp_path, trainer_args={"callbacks": [broken]}, **settings)
     with pytest.raises(RuntimeError, match="in the logits while sampling, after update 2"):
         trainer.train()
     assert trainer.state.global_step == 2
@@ -186,11 +179,11 @@ def test_updates_without_any_advantage_train_nothing(tmp_path, loss_type, scope)
         **args,
         **cap,
     )
-    before = weights_of(trainer)
+    before = weights_of(trainer.model)
     logs = finite_run(trainer, args)
     assert all(log["grad_norm"] == 0 for log in logs)
     assert all(log["bapo/positive_share"] is None for log in logs)
-    assert all(weight.equal(before[name]) for name, weight in trainer.model.state_dict().items())
+    assert_same_tensors(before, trainer.model.state_dict())
 
 
 @pytest.mark.parametrize("scope", SCOPES)

@@ -30,7 +30,7 @@ from bapo_trl.script.arguments import BAPOScriptArguments
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.fault_counts import cases
 from tests.helpers.script_runs import CPU, fill_folder, train_bapo
-from tests.helpers.toy import toy_dataset, toy_model, toy_trainer
+from tests.helpers.toy import toy_dataset, toy_model, toy_run
 
 
 FUZZ = settings(
@@ -193,8 +193,7 @@ def train_or_name_a_field(parts: dict, given: dict, errors: tuple) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             model = toy_model()
             model.config._name_or_path = str(parts["output_dir"] / "model")  # where TRL finds the reference
-            trainer = toy_trainer(model=model, **parts, **args)
-            trainer.train()
+            trainer = toy_run(model=model, **parts, **args)
     except errors as error:
         check_names_a_field(error)
         return

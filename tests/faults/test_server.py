@@ -14,8 +14,10 @@ from safetensors.torch import load_file
 
 from bapo_trl import BAPOTrainer
 from bapo_trl.vllm_server import client as server_client
-from tests.helpers.failing_server import ModelServer, client_of
+from tests.helpers.alike import assert_same_tensors, assert_same_weights
+from tests.helpers.failing_server import PARTIAL, RUN, ModelServer, client_of
 from tests.helpers.forked import run_python
+from tests.helpers.ranks import read_ranks
 from tests.helpers.toy import toy_dataset, toy_model, toy_trainer, training_logs
 
 
@@ -24,18 +26,7 @@ pytestmark = [
     pytest.mark.skipif(Version(trl.__version__) < Version("1.16"), reason="vLLM's own server: TRL 1.16"),
 ]
 
-# 2 updates on the samples of a generation: four generations, each with a request, a transfer and a check
-RUN = {
-    "num_iterations": 1,
-    "max_steps": 8,
-    "use_vllm": True,
-    "vllm_mode": "server",
-    "vllm_importance_sampling_mode": "token_truncate",
-    "vllm_request_timeout": 2.0,
-    "vllm_server_timeout": 0.2,
-}
 REPLAY = {"replay_fraction": 0.5}
-PARTIAL = {"partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 2}
 
 
 def trainer_over(server, output_dir, num_prompts=40, **settings):
@@ -80,10 +71,7 @@ def undisturbed(tmp_path_factory):
 
 def assert_same_run(trainer, expected):
     assert trainer.state.global_step == expected.state.global_step
-    for (name, left), right in zip(
-        trainer.model.state_dict().items(), expected.model.state_dict().values(), strict=True
-    ):
-        assert torch.equal(left, right), name
+    assert_same_weights(trainer, expected)
     mine, others = ([log["reward"] for log in training_logs(each) if "reward" in log] for each in (trainer, expected))
     assert mine == others[-len(mine) :]
 
@@ -179,9 +167,7 @@ def assert_same_files(left, right):
     for name in files:
         mine, other = Path(left, name), Path(right, name)
         if name.endswith(".safetensors"):
-            ours, theirs = load_file(mine), load_file(other)
-            assert ours.keys() == theirs.keys()
-            assert all(torch.equal(ours[key], theirs[key]) for key in ours), name
+            assert_same_tensors(load_file(mine), load_file(other))
         elif name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
             ours, theirs = (torch.load(path, weights_only=False) for path in (mine, other))
             assert is_same(ours, theirs), name
@@ -285,8 +271,7 @@ def test_two_ranks_go_on_or_stop_together(tmp_path, comes_back):
     result = run_python(
         ["-m", "tests.helpers.failing_worker", tmp_path, json.dumps(comes_back)], ranks=2, timeout_s=120
     )
-    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert [rank["num_processes"] for rank in ranks] == [2, 2]
+    ranks = read_ranks(tmp_path)
     for fault, left in ranks[0]["runs"].items():
         right = ranks[1]["runs"][fault]
         if fault.endswith("none"):

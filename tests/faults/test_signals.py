@@ -10,15 +10,16 @@ import threading
 
 import pytest
 from safetensors.torch import load_file
-from transformers import Qwen2Config, TrainerCallback
+from transformers import Qwen2Config
 
 from bapo_trl.checkpoints.files import find_defect
 from bapo_trl.checkpoints.stop_signals import EXIT_CODE, StopSignals
 from bapo_trl.tasks import warm_start_path
+from tests.helpers.alike import assert_same_weights
 from tests.helpers.commands import ROOT, accelerate_launcher, run_command
 from tests.helpers.fault_counts import cases
 from tests.helpers.forked import run_python
-from tests.helpers.toy import toy_trainer
+from tests.helpers.toy import InUpdate, terminate, toy_run, toy_trainer
 
 
 pytestmark = pytest.mark.processes
@@ -236,23 +237,16 @@ def test_a_training_that_raises_gives_the_handlers_back(tmp_path):
 
 
 def test_the_checkpoint_of_a_stop_is_one_to_go_on_from_although_others_hold_the_model_alone(tmp_path):
-    class SignalAt2(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 1:
-                signal.raise_signal(signal.SIGTERM)
-
     def trained(folder, *callbacks, resume=None, **settings):
-        trainer = toy_trainer(tmp_path / folder, trainer_args={"callbacks": list(callbacks)}, **settings)
-        trainer.train(resume_from_checkpoint=resume)
-        return trainer.model.state_dict()
+        return toy_run(tmp_path / folder, trainer_args={"callbacks": list(callbacks)}, **settings, resume=resume)
 
     expected = trained("straight", num_iterations=1)  # two updates a generation
     saving = {"num_iterations": 1, "save_only_model": True, "save_strategy": "steps", "save_steps": 1}
-    trained("stopped", SignalAt2(), StopSignals(), **saving)
+    trained("stopped", InUpdate(2, terminate), StopSignals(), **saving)
     assert not (tmp_path / "stopped" / "checkpoint-1" / "optimizer.pt").exists()
     assert (tmp_path / "stopped" / "checkpoint-2" / "optimizer.pt").exists()
     resumed = trained("stopped", resume=True, **saving)
-    assert all(resumed[name].equal(weight) for name, weight in expected.items())
+    assert_same_weights(expected, resumed)
 
 
 def test_in_another_thread_no_handler_is_taken(tmp_path):

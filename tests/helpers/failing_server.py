@@ -21,7 +21,14 @@ from trl.generation import vllm_client, vllm_generation
 from bapo_trl import bapo_trainer
 from bapo_trl.tasks import character_tokenizer
 from bapo_trl.vllm_server.client import ServerClient
-from tests.helpers.toy import toy_model
+from tests.helpers.toy import OVER_SERVER, toy_model
+
+
+# Two updates on the samples of a generation, and short waits
+RUN = {
+    **OVER_SERVER, "num_iterations": 1, "max_steps": 8, "vllm_request_timeout": 2.0, "vllm_server_timeout": 0.2,
+}  # fmt: skip
+PARTIAL = {"partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 2}
 
 
 class Broken(Exception):

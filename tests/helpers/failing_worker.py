@@ -8,12 +8,11 @@ from pathlib import Path
 
 from accelerate import PartialState
 
-from bapo_trl.upstream.fixes import end_training
-from tests.helpers.failing_server import ModelServer, client_of
+from tests.helpers.failing_server import PARTIAL, RUN, ModelServer, client_of
+from tests.helpers.ranks import finish
 from tests.helpers.toy import toy_trainer
 
 
-PARTIAL = {"partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 2}
 NOBODY_JOINS = {("/init_weight_transfer_engine", number): "hang" for number in range(2, 5)}
 FAULTS = {
     "none": ({}, {}),
@@ -22,15 +21,6 @@ FAULTS = {
     "hang": ({("/update_weights", 2): "hang"} | NOBODY_JOINS, {}),
     "partial none": ({}, PARTIAL),
     "partial rounds": ({("/v1/completions", 6): "die"}, PARTIAL),
-}
-RUN = {
-    "num_iterations": 1,
-    "max_steps": 6,
-    "use_vllm": True,
-    "vllm_mode": "server",
-    "vllm_importance_sampling_mode": "token_truncate",
-    "vllm_request_timeout": 2.0,
-    "vllm_server_timeout": 0.2,
 }
 
 
@@ -49,7 +39,7 @@ def run(folder: Path, faults: dict, comes_back: bool, **settings) -> dict:
         if is_main:
             stack.callback(server.stop)
         url = server.url if is_main else "http://127.0.0.1:1"
-        trainer = toy_trainer(folder, vllm_server_base_url=url, **{**RUN, **settings})
+        trainer = toy_trainer(folder, vllm_server_base_url=url, **{**RUN, "max_steps": 6, **settings})
         error = None
         try:
             trainer.train()
@@ -68,10 +58,7 @@ def main(folder: str, comes_back: str) -> None:
     results, folder = {}, Path(folder)
     for name, (faults, settings) in FAULTS.items():
         results[name], trainer = run(folder / name.replace(" ", "_"), faults, json.loads(comes_back), **settings)
-    process = trainer.accelerator.process_index
-    written = {"num_processes": trainer.accelerator.num_processes, "runs": results}
-    (folder / f"{process}.json").write_text(json.dumps(written))
-    end_training(trainer)
+    finish(trainer, folder, runs=results)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ import torch
 from datasets import Dataset
 
 from bapo_trl.tasks import character_tokenizer
-from bapo_trl.upstream.fixes import end_training
-from tests.helpers.toy import ending_model, toy_trainer
+from tests.helpers.ranks import finish
+from tests.helpers.toy import ending_model, toy_run
 from tests.rollouts.test_rollout_rounds import PARTIAL, Recording, countdown_model, trained_rows
 
 
@@ -25,30 +25,25 @@ def main(folder: str, settings: str) -> None:
         [tokenizer.decode([start + i % width]) for i in range(groups)] for start, width in ((2, 4), (20, 18))
     )
     prompts = ["1+" + last for _ in range(5) for last in short + long]
-    trainer = toy_trainer(
+    trainer = toy_run(
         folder + "/run",
         model=countdown_model() if counts_down else ending_model(),
         trainer_class=Recording,
         trainer_args={"train_dataset": Dataset.from_dict({"prompt": prompts})},
         **{**PARTIAL, "shuffle_dataset": False, **settings},
+        resume=resume,
     )
-    trainer.train(resume_from_checkpoint=resume)
     rows = [
         [prompt_ids.tolist(), token_ids.tolist(), versions.tolist(), logps.tolist()]
         for prompt_ids, token_ids, versions, logps in trained_rows(trainer)
     ]
-    process = trainer.accelerator.process_index
-    result = {
-        "num_processes": trainer.accelerator.num_processes,
-        "prompts": trainer.prompts,
-        "rows": rows,
-        "rows_per_batch": [int(batch["completion_mask"].any(dim=1).sum()) for batch in trainer.batches],
-        "parked": [group.inputs["prompt"] for group in trainer._rounds.pool],
-    }
-    (Path(folder) / f"{process}.json").write_text(json.dumps(result))
-    if process == 0:
+    if trainer.accelerator.is_main_process:
         torch.save(trainer.weights, Path(folder) / "weights.pt")
-    end_training(trainer)
+    finish(
+        trainer, folder, prompts=trainer.prompts, rows=rows,
+        rows_per_batch=[int(batch["completion_mask"].any(dim=1).sum()) for batch in trainer.batches],
+        parked=[group.inputs["prompt"] for group in trainer._rounds.pool],
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
 """Trains with a replay queue on two ranks whose queues differ in size, and writes what each rank saw."""
 
-import json
 import sys
-from pathlib import Path
 
 from accelerate import PartialState
 
 from bapo_trl import BAPOTrainer
-from bapo_trl.upstream.fixes import end_training
-from tests.helpers.toy import digits_reward, toy_model, toy_trainer
+from tests.helpers.ranks import finish
+from tests.helpers.toy import digits_reward, toy_model, toy_run
 from tests.replay.test_mixer import REPLAY
 
 
@@ -34,19 +32,12 @@ class Unequal(BAPOTrainer):
 
 def main(folder: str) -> None:
     args = {**REPLAY, "replay_zero_advantage": True, "num_iterations": 2, "num_generations": 6}
-    trainer = toy_trainer(
-        folder + "/run", model=toy_model(), trainer_class=Unequal, reward_funcs=unequal_reward, **args
-    )
-    trainer.train()
-    result = {
-        "num_processes": trainer.accelerator.num_processes,
-        "bounds": trainer.bounds,
-        "sizes": trainer.sizes,
-        "ties": [log["frac_reward_zero_std"] for log in trainer.state.log_history if "frac_reward_zero_std" in log],
-        "weights": sum(weight.double().sum().item() for weight in trainer.model.parameters()),
-    }
-    (Path(folder) / f"{trainer.accelerator.process_index}.json").write_text(json.dumps(result))
-    end_training(trainer)
+    trainer = toy_run(folder + "/run", model=toy_model(), trainer_class=Unequal, reward_funcs=unequal_reward, **args)
+    finish(
+        trainer, folder, bounds=trainer.bounds, sizes=trainer.sizes,
+        ties=[log["frac_reward_zero_std"] for log in trainer.state.log_history if "frac_reward_zero_std" in log],
+        weights=sum(weight.double().sum().item() for weight in trainer.model.parameters()),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

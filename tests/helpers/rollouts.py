@@ -3,14 +3,13 @@
 Writes the updates of GRPOTrainer and of BAPOTrainer, and how often each sampled, to FOLDER/RANK.json.
 """
 
-import json
 import sys
 from pathlib import Path
 
 from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.upstream.fixes import end_training
+from tests.helpers.ranks import finish
 from tests.helpers.toy import toy_trainer
 
 
@@ -57,8 +56,7 @@ def main(folder: str) -> None:
         num_turns = 0
         trainer.train()
         results[trainer_class.__name__] = {"updates": trainer.state.global_step, "turns": num_turns}
-    (Path(folder) / f"{trainer.accelerator.process_index}.json").write_text(json.dumps(results))
-    end_training(trainer)
+    finish(trainer, folder, **results)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Trains on scripted completions, so that every sharding sees the same rows, and writes the logged bounds."""
+"""Trains on scripted completions, so that every sharding sees the same rows, and writes the logs."""
 
 import json
 import sys
@@ -6,9 +6,8 @@ import sys
 import torch
 
 from bapo_trl import BAPOTrainer
-from bapo_trl.clip_bounds import update_log as diagnostics
-from bapo_trl.upstream.fixes import end_training
-from tests.helpers.toy import toy_dataset, toy_model, toy_trainer, training_logs
+from tests.helpers.ranks import finish
+from tests.helpers.toy import toy_dataset, toy_model, toy_run
 
 
 class Scripted(BAPOTrainer):
@@ -31,8 +30,8 @@ class Scripted(BAPOTrainer):
 
 
 def main(out: str, micro_batches: str, rows: str, settings: str) -> None:
-    trainer = toy_trainer(
-        out + ".d",
+    trainer = toy_run(
+        out,
         model=toy_model(),
         trainer_class=Scripted,
         **json.loads(settings),
@@ -47,19 +46,7 @@ def main(out: str, micro_batches: str, rows: str, settings: str) -> None:
         max_steps=3,
         trainer_args={"train_dataset": toy_dataset(8)},
     )
-    trainer.train()
-    if trainer.accelerator.is_main_process:
-        logs = [
-            {name: log[name] for name in diagnostics.UPDATE_METRICS if name in log} for log in training_logs(trainer)
-        ]
-        result = {
-            "num_processes": trainer.accelerator.num_processes,
-            "micro_batches": trainer.num_micro_batches,
-            "logs": logs,
-        }
-        with open(out, "w") as file:
-            json.dump(result, file)
-    end_training(trainer)
+    finish(trainer, out, micro_batches=trainer.num_micro_batches)
 
 
 if __name__ == "__main__":

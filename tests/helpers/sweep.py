@@ -21,9 +21,9 @@ from trl import GRPOTrainer
 from bapo_trl import BAPOTrainer
 from bapo_trl.clip_bounds.tokens import policy_mask
 from bapo_trl.tasks import character_tokenizer
-from bapo_trl.upstream.fixes import end_training
 from bapo_trl.upstream.forward_passes import in_eval_mode
 from tests.helpers.model_state import model_state
+from tests.helpers.ranks import finish
 from tests.helpers.toy import digits_reward, opt_model, toy_dataset, toy_model, toy_trainer, training_logs
 
 
@@ -258,8 +258,7 @@ def main(folder: str) -> None:
             errors.append("")
         except AssertionError:
             errors.append(traceback.format_exc())
-    (Path(folder) / f"{trainer.accelerator.process_index}.json").write_text(json.dumps(errors))
-    end_training(trainer)
+    finish(trainer, folder, errors=errors)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,17 @@
 """Toy parts that many tests share: a model of a few thousand weights, prompts, a reward, trainers on them."""
 
+import signal
+
 import torch
 from datasets import Dataset
-from transformers import OPTConfig, OPTForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+from transformers import (
+    OPTConfig,
+    OPTForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+    TrainerCallback,
+)
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import character_tokenizer
@@ -17,6 +26,8 @@ CPU = {
     "save_strategy": "no",
     "disable_tqdm": True,
 }
+
+OVER_SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_importance_sampling_mode": "token_truncate"}
 
 # Sizes all differ: 6 rows a micro-batch, 3 generations a prompt, up to 7 tokens, 2 micro-batches an update, 2 updates
 # on the samples of a generation, twice over.
@@ -116,6 +127,28 @@ def toy_trainer(
         args=config_class(str(output_dir), **{**CPU, **OFF_POLICY, **args}),
         **{"train_dataset": toy_dataset(), "processing_class": character_tokenizer(), **(trainer_args or {})},
     )
+
+
+def toy_run(*args, resume=None, **settings):
+    """Make a toy trainer, train it, from a checkpoint if there is one to resume from, and return it."""
+    trainer = toy_trainer(*args, **settings)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+class InUpdate(TrainerCallback):
+    """Calls a function with the model as an update begins, counted from 1."""
+
+    def __init__(self, update: int, action):
+        self.update, self.action = update, action
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step == self.update - 1:
+            self.action(model)
+
+
+def terminate(model=None) -> None:
+    signal.raise_signal(signal.SIGTERM)
 
 
 def training_logs(trainer) -> list[dict]:

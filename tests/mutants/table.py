@@ -98,10 +98,10 @@ PARTS = {
 TESTS = {
     "method": ["tests/test_clip_bounds.py", "tests/test_policy_tokens.py", "tests/test_look_ahead.py",
                "tests/test_balance.py", "tests/test_bapo_trainer.py", "tests/test_equivalence.py"],
-    "replay": ["tests/replay"],
-    "rollouts": ["tests/rollouts", "tests/vllm_server/test_partial_server.py"],
-    "checkpoints": ["tests/test_whole_checkpoint.py", "tests/replay/test_mixer.py", "tests/faults/test_kills.py",
-                    "tests/faults/test_signals.py", "tests/faults/test_fuzz_checkpoint.py",
-                    "tests/faults/test_server.py"],
+    "replay": ["tests/replay", "tests/test_state_files.py"],
+    "rollouts": ["tests/rollouts", "tests/test_state_files.py", "tests/vllm_server/test_partial_server.py"],
+    "checkpoints": ["tests/test_state_files.py", "tests/test_whole_checkpoint.py", "tests/replay/test_mixer.py",
+                    "tests/faults/test_kills.py", "tests/faults/test_signals.py",
+                    "tests/faults/test_fuzz_checkpoint.py", "tests/faults/test_server.py"],
     "colocate": ["tests/vllm_server/test_colocate.py"],
 }  # fmt: skip

@@ -1,7 +1,5 @@
 """The replay queue through `train()`: what is trained was generated, stays within the limits, survives a resume."""
 
-import json
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -10,10 +8,11 @@ from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.clip_bounds.tokens import policy_mask
 from bapo_trl.replay.mixer import REPLAY_METRICS, ReplayMixer
 from bapo_trl.replay.rows import rows_to_batch
+from tests.helpers.alike import assert_same_logs
 from tests.helpers.forked import run_python
-from tests.helpers.toy import CPU, OFF_POLICY, toy_dataset, toy_model, toy_trainer, training_logs
+from tests.helpers.ranks import read_ranks
+from tests.helpers.toy import CPU, OFF_POLICY, toy_dataset, toy_model, toy_run, toy_trainer, training_logs
 from tests.test_bapo_trainer import saved_model
-from tests.test_equivalence import TIMES
 from tests.vllm_server.test_logp_mismatch import Sampler
 
 
@@ -65,8 +64,7 @@ class Spy(BAPOTrainer):
 
 
 def spied(tmp_path, **args):
-    trainer = toy_trainer(tmp_path, trainer_class=Spy, **{**REPLAY, **args})
-    trainer.train()
+    trainer = toy_run(tmp_path, trainer_class=Spy, **{**REPLAY, **args})
     return trainer
 
 
@@ -341,8 +339,7 @@ def test_logprobs_that_some_generations_lack_are_the_trainers_for_them(tmp_path)
 
 def test_rows_that_keep_the_shape_of_a_batch_are_not_counted_as_untrained(tmp_path):
     args = {"partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 2, "replay_max_reuse": 4}
-    trainer = toy_trainer(tmp_path, trainer_class=Masks, **{**REPLAY, **args})
-    trainer.train()
+    trainer = toy_run(tmp_path, trainer_class=Masks, **{**REPLAY, **args})
     logs = [log for log in training_logs(trainer) if "replay/size" in log]
     assert logs[0]["partial/masked"] > 0  # in the first generations, while the pool fills
     assert [log["replay/untrained"] for log in logs] == [0] * len(logs)
@@ -391,8 +388,7 @@ class ToolsOnly(Masks):
     ids=["truncated", "tools"],
 )
 def test_rows_without_a_trained_token_do_not_enter_the_queue_and_are_counted(tmp_path, trainer_class, args, replay):
-    trainer = toy_trainer(tmp_path, trainer_class=trainer_class, **{**REPLAY, **replay, **args})
-    trainer.train()
+    trainer = toy_run(tmp_path, trainer_class=trainer_class, **{**REPLAY, **replay, **args})
     assert all(all(queued) for queued in trainer.queued)
     drawn = [log for log in training_logs(trainer) if "replay/size" in log]
     assert [log["replay/untrained"] for log in drawn] == [fresh.count(False) for fresh in trainer.fresh]
@@ -403,8 +399,7 @@ def test_rows_without_a_trained_token_do_not_enter_the_queue_and_are_counted(tmp
 
 def test_rows_without_a_trained_token_give_their_place(tmp_path):
     args = {**REPLAY, **TRUNCATED, "replay_fraction": 0.0, "replay_zero_advantage": True}
-    trainer = toy_trainer(tmp_path, trainer_class=Masks, **args)
-    trainer.train()
+    trainer = toy_run(tmp_path, trainer_class=Masks, **args)
     drawn = [log for log in training_logs(trainer) if "replay/size" in log]
     useful = [sum(mask) for mask in trainer.fresh]  # all have an advantage
     assert useful[0] < 24
@@ -456,13 +451,12 @@ def test_evaluation_in_between_changes_nothing(tmp_path):
 
     plain = spied(tmp_path / "plain", num_iterations=2)
     evaluation = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 6}
-    trainer = toy_trainer(
+    trainer = toy_run(
         tmp_path / "evaluating",
         trainer_class=Evaluating,
         trainer_args={"eval_dataset": toy_dataset(6)},
         **{**REPLAY, "num_iterations": 2, **evaluation},
     )
-    trainer.train()
     assert trainer.evaluations == 6
     assert [names for names, _ in trainer.generated] == [names for names, _ in plain.generated]
     assert trainer.trained == plain.trained
@@ -502,8 +496,7 @@ def test_a_replayed_ratio_is_taken_against_the_policy_that_sampled_the_row(tmp_p
 def test_a_resumed_run_draws_the_same_rows(tmp_path):
     def run(folder, max_steps, resume=None):
         args = {**REPLAY, "num_iterations": 2, "save_strategy": "steps", "save_steps": 8}
-        trainer = toy_trainer(tmp_path / folder, trainer_class=Spy, **{**args, "max_steps": max_steps})
-        trainer.train(resume_from_checkpoint=resume)
+        trainer = toy_run(tmp_path / folder, trainer_class=Spy, **{**args, "max_steps": max_steps}, resume=resume)
         return trainer
 
     straight = run("straight", 16)
@@ -511,9 +504,7 @@ def test_a_resumed_run_draws_the_same_rows(tmp_path):
     resumed = run("stopped", 16, resume=str(tmp_path / "stopped" / "checkpoint-8"))
     assert len(resumed.trained) == 8 * 12
     assert resumed.trained == straight.trained[-len(resumed.trained) :]
-    for left, right in zip(training_logs(straight)[-8:], training_logs(resumed)[-8:], strict=True):
-        keys = [key for key in left if key not in TIMES]
-        assert {key: right[key] for key in keys} == {key: left[key] for key in keys}
+    assert_same_logs(straight, resumed, last=8)
 
 
 @pytest.mark.trainings
@@ -522,8 +513,7 @@ def test_resume_without_a_saved_queue_warns_and_with_the_flag_starts_empty(tmp_p
     checkpoint = tmp_path / "checkpoint-4"
 
     def resumed(**args):
-        trainer = toy_trainer(tmp_path, **{**saving, "max_steps": 6, **args})
-        trainer.train(resume_from_checkpoint=str(checkpoint))
+        trainer = toy_run(tmp_path, **{**saving, "max_steps": 6, **args}, resume=str(checkpoint))
         return next(log for log in training_logs(trainer) if log["step"] == 5)["replay/fraction"]
 
     spied(tmp_path, **{**saving, "replay_fraction": 0})
@@ -559,8 +549,9 @@ class Served(Sampler):
 def test_resume_with_ratios_of_another_level_says_how_to_go_on(tmp_path, modes):
     def run(mode, max_steps, resume=None, **args):
         settings = {**REPLAY, "save_strategy": "steps", "save_steps": 4, "max_steps": max_steps, **args}
-        trainer = toy_trainer(tmp_path, trainer_class=Served, vllm_importance_sampling_mode=mode, **settings)
-        trainer.train(resume_from_checkpoint=resume)
+        trainer = toy_run(
+            tmp_path, trainer_class=Served, vllm_importance_sampling_mode=mode, **settings, resume=resume
+        )
         return trainer
 
     saved, now = modes
@@ -631,8 +622,7 @@ def test_bad_settings_are_refused(args, message):
 
 def test_a_synced_reference_goes_with_a_run_without_a_queue(tmp_path):
     sync = {"sync_ref_model": True, "ref_model_sync_steps": 2, "beta": 0.1}
-    trainer = toy_trainer(tmp_path, model=saved_model(tmp_path), **sync, replay_capacity=30)
-    trainer.train()
+    trainer = toy_run(tmp_path, model=saved_model(tmp_path), **sync, replay_capacity=30)
     assert trainer.state.global_step == 4
 
 
@@ -682,8 +672,7 @@ def test_a_multimodal_model_is_refused_with_the_settings_that_are_on(tmp_path, s
 def test_two_ranks_with_unequal_queues_stay_in_step(tmp_path):
     result = run_python(["-m", "tests.helpers.replay_worker", tmp_path], ranks=2)
     assert result.returncode == 0, result.stdout + result.stderr
-    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert [rank["num_processes"] for rank in ranks] == [2, 2]
+    ranks = read_ranks(tmp_path)
     assert 0 < ranks[0]["sizes"][0] <= 24
     assert set(ranks[1]["sizes"]) == {0}  # all its rows are tied
     assert min(ranks[0]["ties"]) >= 0.5

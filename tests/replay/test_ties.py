@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bapo_trl.replay.ties import tied_rows
-from tests.helpers.toy import digits_reward, toy_trainer, training_logs
+from tests.helpers.toy import digits_reward, toy_run, training_logs
 from tests.replay.test_mixer import REPLAY, Spy
 
 
@@ -115,8 +115,7 @@ def exact(value) -> Fraction:
 
 def run_with_ties(tmp_path, reward_funcs, **args):
     """Train; return the trainer and, by generation, advantages and exact ties of the rows, and the logged fraction."""
-    trainer = toy_trainer(tmp_path, trainer_class=Ties, reward_funcs=reward_funcs, **args)
-    trainer.train()
+    trainer = toy_run(tmp_path, trainer_class=Ties, reward_funcs=reward_funcs, **args)
     fractions = [log["frac_reward_zero_std"] for log in training_logs(trainer) if "frac_reward_zero_std" in log]
     weights = [Fraction(str(weight)) for weight in trainer.args.reward_weights or [1] * len(trainer.reward_funcs)]
     ties = []

@@ -1,7 +1,6 @@
 """The pool in a checkpoint folder: what is written comes back, and nothing else is taken for it."""
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from bapo_trl.rollouts.checkpoint import load_pool, save_pool
 from bapo_trl.rollouts.pool import PoolCounts, RolloutPool
@@ -58,55 +57,3 @@ def test_another_number_of_ranks_deals_the_groups_out_again(tmp_path, num_ranks)
     assert max(len(state.groups) for state in dealt) - min(len(state.groups) for state in dealt) <= 1
     assert sum(state.counts.ended for state in dealt) == 5
     assert all(state.next_id > max(saved) for state in dealt)
-
-
-def changed_value(path):
-    tensors = load_file(path)
-    tensors["tokens"][0] += 1
-    metadata = metadata_of(path)
-    save_file(tensors, path, metadata=metadata)
-
-
-def metadata_of(path):
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        return file.metadata()
-
-
-def cut_off(path):
-    path.write_bytes(path.read_bytes()[:-7])
-
-
-def swapped(path):
-    other = path.with_name("rollout_pool_00001_of_00002.safetensors")
-    path.write_bytes(other.read_bytes())
-
-
-def foreign_format(path):
-    save_file(load_file(path), path, metadata={**metadata_of(path), "format": "bapo_trl replay queue 2"})
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (changed_value, "00000_of_00002.safetensors is damaged .*not what was written"),
-        (cut_off, "00000_of_00002.safetensors is damaged"),
-        (swapped, "00000_of_00002.safetensors is damaged"),
-        (foreign_format, "has the format 'bapo_trl replay queue 2', not 'bapo_trl rollout pool 1'"),
-        (lambda path: path.unlink(), "00000_of_00002.safetensors is missing"),
-    ],
-)
-def test_damaged_and_foreign_files_are_refused(tmp_path, damage, message):
-    for rank in range(2):
-        save_pool(pool_of(rank, 2, 2).state(), tmp_path, rank, 2)
-    damage(tmp_path / "rollout_pool_00000_of_00002.safetensors")
-    with pytest.raises(ValueError, match=message):
-        load_pool(tmp_path, 0, 2)
-
-
-def test_files_of_two_runs_are_refused(tmp_path):
-    save_pool(pool_of(0, 1, 1).state(), tmp_path, 0, 1)
-    save_pool(pool_of(0, 2, 1).state(), tmp_path, 0, 2)
-    with pytest.raises(ValueError, match=r"rollout pools of runs with \[1, 2\] processes"):
-        load_pool(tmp_path, 0, 1)

@@ -15,9 +15,11 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import character_tokenizer, tiny_model
+from tests.helpers.alike import assert_same_weights
 from tests.helpers.fake_vllm import FakeVLLM, needs_vllm_server, vllm_trainer
 from tests.helpers.forked import run_python
-from tests.helpers.toy import CPU, OFF_POLICY, ending_model, opt_model, toy_model, toy_trainer, training_logs
+from tests.helpers.ranks import read_ranks
+from tests.helpers.toy import CPU, OFF_POLICY, ending_model, opt_model, toy_model, toy_run, toy_trainer, training_logs
 
 
 # 24 rows a generation in 12 groups of 2, of which 11 are held over; 3 updates of 2 micro-batches of 4 rows.
@@ -176,7 +178,7 @@ def test_a_prompt_is_that_after_which_its_completions_were_sampled(tmp_path):
     tokenizer.__class__ = Dated
     tokenizer.chat_template = "{{ now }}{% for message in messages %}{{ message['content'] }}{% endfor %}="
     prompts = [[{"role": "user", "content": f"{i}+{i * 37 % 11}"}] for i in range(40)]
-    trainer = toy_trainer(
+    trainer = toy_run(
         tmp_path,
         model=ending_model(),
         trainer_class=Recording,
@@ -184,7 +186,6 @@ def test_a_prompt_is_that_after_which_its_completions_were_sampled(tmp_path):
         trainer_args={"train_dataset": Dataset.from_dict({"prompt": prompts}), "processing_class": tokenizer},
         **{**PARTIAL, "learning_rate": 0.0},
     )
-    trainer.train()
     assert max(log["staleness/max"] or 0 for log in training_logs(trainer)) > 3
     assert max(log["ratio/max"] or 1 for log in training_logs(trainer)) == pytest.approx(1, abs=1e-5)
     model = ending_model().eval()
@@ -227,10 +228,7 @@ def test_a_model_that_counts_the_padding_is_told_of(tmp_path, make_model, settin
 def test_the_look_at_the_padding_takes_a_vocabulary_of_any_size(tmp_path):
     tokenizer = character_tokenizer("0123456789+=")  # 14 tokens; the look is at 17 positions
     model = tiny_model(tokenizer, seed=0)
-    trainer = toy_trainer(
-        tmp_path, model, trainer_args={"processing_class": tokenizer}, max_steps=1, replay_fraction=0.5
-    )
-    trainer.train()
+    trainer = toy_run(tmp_path, model, trainer_args={"processing_class": tokenizer}, max_steps=1, replay_fraction=0.5)
     assert trainer.state.global_step == 1
 
 
@@ -327,15 +325,10 @@ def test_evaluation_in_between_does_not_touch_the_pool(tmp_path):
             assert self._rounds.pool.state() == before
             return output
 
-    def weights(**args):
-        trainer = train(tmp_path, Untouched, max_steps=6, per_device_eval_batch_size=4, **args)
-        return trainer.model.state_dict()
-
+    settings = {"max_steps": 6, "per_device_eval_batch_size": 4}
     data = {"trainer_args": {"eval_dataset": prompts_of_many_lengths(4)}}
-    for left, right in zip(
-        weights().values(), weights(eval_strategy="steps", eval_steps=3, **data).values(), strict=True
-    ):
-        assert torch.equal(left, right)
+    evaluating = train(tmp_path, Untouched, **settings, **data, eval_strategy="steps", eval_steps=3)
+    assert_same_weights(train(tmp_path, Untouched, **settings), evaluating)
 
 
 # Together with TRL's settings and the other sources of stale samples
@@ -552,11 +545,6 @@ def test_one_group_left_is_reported_as_one(tmp_path):
 SAVES = {"save_strategy": "steps", "save_steps": 3}
 
 
-def assert_same_weights(left, right):
-    for (name, a), b in zip(left.model.state_dict().items(), right.model.state_dict().values(), strict=True):
-        assert torch.equal(a, b), name
-
-
 @pytest.mark.parametrize("replay", [{}, {"replay_fraction": 0.5, "num_iterations": 2}], ids=["fresh", "replay"])
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, replay):
     settings = {**SAVES, **replay, "max_steps": 18, "save_steps": 6}
@@ -728,18 +716,12 @@ def launch(folder, num_processes=2, **settings):
     return run_python(["-m", "tests.helpers.partial_worker", folder, json.dumps(settings)], num_processes)
 
 
-def results(folder, num_processes=2) -> list[dict]:
-    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_processes)]
-    assert [result["num_processes"] for result in found] == [num_processes] * num_processes
-    return found
-
-
 @pytest.mark.processes
 def test_two_ranks_of_unequal_lengths_stay_in_step(tmp_path):
     """Rank 0 has completions of 1 to 4 tokens, rank 1 of 19 to 36, which cross several policy versions."""
     result = launch(tmp_path, counts_down=True, learning_rate=0.0, generation_kwargs={"do_sample": False})
     assert result.returncode == 0, result.stderr
-    ranks = results(tmp_path)
+    ranks = read_ranks(tmp_path)
     for rank in ranks:
         assert rank["rows_per_batch"] == [2, 24, 24, 24, 24]
         for prompt_ids, token_ids, *_ in rank["rows"]:
@@ -767,7 +749,7 @@ def test_on_two_ranks_a_quarter_of_the_completions_have_several_versions_each_sc
     result = launch(tmp_path, learning_rate=5e-3)
     assert result.returncode == 0, result.stderr
     weights, model = torch.load(tmp_path / "weights.pt", weights_only=True), ending_model().eval()
-    rows = [row for rank in results(tmp_path) for row in rank["rows"]]
+    rows = [row for rank in read_ranks(tmp_path) for row in rank["rows"]]
     assert sum(len(set(versions)) > 1 for _, _, versions, _ in rows) >= 0.25 * len(rows)
     for prompt_ids, token_ids, versions, logps in rows:
         for version in set(versions):
@@ -783,10 +765,10 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
     settings["partial_rollout_max_staleness"] = 5  # one rank has 22 groups in flight, of which 12 can go at once
     two = launch(tmp_path, **settings, max_steps=6)
     assert two.returncode == 0, two.stderr
-    before = results(tmp_path)
+    before = read_ranks(tmp_path)
     one = launch(tmp_path, 1, **settings, max_steps=12, resume=True)
     assert one.returncode == 0, one.stderr
-    (after,) = results(tmp_path, 1)
+    (after,) = read_ranks(tmp_path, 1)
     assert after["rows_per_batch"] == [24, 24]
     admitted = [prompt for rank in before for prompt in rank["parked"]] + after["prompts"]
     trained = [character_tokenizer().decode(prompt_ids) for prompt_ids, *_ in after["rows"][::2]]

@@ -11,8 +11,9 @@ from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.upstream.fixes import load_onto_numbered_cpus
 from bapo_trl.vllm_server import mismatch as logp_mismatch
 from bapo_trl.vllm_server.mismatch import MISMATCH_METRICS, DifferenceCheck, client_for, compare_with_sampler
+from tests.helpers.alike import assert_same_weights
 from tests.helpers.fake_vllm import FakeVLLM, vllm_trainer
-from tests.helpers.toy import CPU, toy_model, toy_trainer, training_logs
+from tests.helpers.toy import CPU, toy_model, toy_run, toy_trainer, training_logs
 
 
 def batch(**extra):
@@ -136,8 +137,7 @@ class Wrong(Sampler):
 @pytest.mark.parametrize("steps_per_generation", [4, 2])  # the second is on-policy: TRL leaves old log-probs out
 def test_the_sampler_is_compared_at_every_generation(tmp_path, steps_per_generation):
     args = {"num_iterations": 1, "steps_per_generation": steps_per_generation}
-    trainer = toy_trainer(tmp_path, trainer_class=Sampler, **args)
-    trainer.train()
+    trainer = toy_run(tmp_path, trainer_class=Sampler, **args)
     generations = [log for log in training_logs(trainer) if "reward" in log]
     assert len(generations) == 8 // steps_per_generation
     for log in generations:
@@ -230,20 +230,18 @@ def test_a_rollout_function_without_vllm_trains_as_under_grpo(tmp_path, is_on_po
     settings = {"steps_per_generation": 2, "num_iterations": 1} if is_on_policy else {}
 
     def run(**arguments):
-        trainer = toy_trainer(
+        trainer = toy_run(
             tmp_path,
             trainer_args={"rollout_func": rollouts},
             model=toy_model(attention_dropout=0.1),
             **settings,
             **arguments,
         )
-        trainer.train()
         return trainer
 
     grpo = run(trainer_class=GRPOTrainer, config_class=GRPOConfig, epsilon=0.2, epsilon_high=0.28)
     bapo = run(ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.28, ratio_upper_max=1.28)
-    for (name, left), right in zip(grpo.model.state_dict().items(), bapo.model.state_dict().values(), strict=True):
-        assert torch.equal(left, right), name
+    assert_same_weights(grpo, bapo)
     assert not any(name in log for log in training_logs(bapo) for name in MISMATCH_METRICS)
 
 

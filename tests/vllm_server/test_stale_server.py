@@ -7,6 +7,7 @@ import torch
 
 from bapo_trl import BAPOConfig
 from bapo_trl.vllm_server.stale_server import Reading, StaleServerCheck, choose_sequence, share_followed, stands_still
+from tests.helpers.alike import assert_same_weights
 from tests.helpers.fake_vllm import FakeVLLM, needs_vllm_server, vllm_trainer
 from tests.helpers.toy import toy_model, training_logs
 
@@ -133,10 +134,7 @@ def test_the_check_changes_nothing_that_is_trained(monkeypatch, tmp_path, gradie
     assert unchecked.vllm_generation.requests == []
     assert modes == modes_without
     assert torch.equal(random_state, random_state_without)
-    for (name, left), right in zip(
-        checked.model.state_dict().items(), unchecked.model.state_dict().values(), strict=True
-    ):
-        assert torch.equal(left, right), name
+    assert_same_weights(checked, unchecked)
 
 
 @trains_over_a_server

@@ -8,7 +8,7 @@ from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import load_task
 from bapo_trl.upstream.fixes import end_training
 from tests.helpers.long_run import Measurements
-from tests.helpers.toy import CPU
+from tests.helpers.toy import CPU, OVER_SERVER
 
 
 def main(out: str, settings: str) -> None:
@@ -19,10 +19,8 @@ def main(out: str, settings: str) -> None:
         str(folder / "run"),
         **{
             **CPU,
-            "use_vllm": True,
-            "vllm_mode": "server",
+            **OVER_SERVER,
             "vllm_server_host": "127.0.0.1",
-            "vllm_importance_sampling_mode": "token_truncate",
             "per_device_train_batch_size": 16,
             "gradient_accumulation_steps": 1,
             "steps_per_generation": 2,

@@ -15,12 +15,12 @@ import psutil
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.upstream.fixes import end_training
 from bapo_trl.vllm_server import client as server_client
 from bapo_trl.vllm_server.gloo import client as gloo_client
 from bapo_trl.vllm_server.gloo.client import GlooVLLMClient
 from tests.e2e.launching import vllm_server
-from tests.helpers.toy import CPU, OFF_POLICY, digits_reward, toy_dataset, training_logs
+from tests.helpers.ranks import finish
+from tests.helpers.toy import CPU, OFF_POLICY, OVER_SERVER, digits_reward, toy_dataset
 
 
 class Faults:
@@ -152,10 +152,8 @@ def main(out: str, settings: str) -> None:
             **OFF_POLICY,
             "num_iterations": 1,
             "learning_rate": 5e-3,
-            "use_vllm": True,
-            "vllm_mode": "server",
+            **OVER_SERVER,
             "vllm_server_host": "127.0.0.1",
-            "vllm_importance_sampling_mode": "token_truncate",
             "generation_kwargs": {"seed": 11},
             **settings,
         },
@@ -171,25 +169,17 @@ def main(out: str, settings: str) -> None:
     )
     if trainer.accelerator.is_main_process:
         trainer.faults = faults
-    result = {"num_processes": trainer.accelerator.num_processes, "error": None}
+    error = None
     with warnings.catch_warnings(record=True) as caught, faults.servers:
         warnings.simplefilter("always")
         try:
             trainer.train(resume_from_checkpoint=resume)
-        except RuntimeError as error:
-            result["error"] = str(error)
-        if result["error"] is None:
+        except RuntimeError as raised:
+            error = str(raised)
+        if error is None:
             trainer.save_model(str(folder / "final"))
-    result |= {
-        "distributed_type": trainer.accelerator.distributed_type.value,
-        "engine": type(trainer.model_wrapped).__name__,
-        "sharding": type(getattr(trainer.model_wrapped, "optimizer", None)).__name__,
-        "logs": training_logs(trainer),
-        "warnings": [str(each.message) for each in caught if "vLLM server" in str(each.message)],
-        "left": faults.faults,
-    }
-    (folder / f"rank-{trainer.accelerator.process_index}.json").write_text(json.dumps(result))
-    end_training(trainer)
+    told = [str(each.message) for each in caught if "vLLM server" in str(each.message)]
+    finish(trainer, folder, error=error, warnings=told, left=faults.faults)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from tests.e2e.launching import ENGINES, run_ranks, vllm_server
 from tests.e2e.test_partial_rollouts import WIDE, save
 from tests.helpers.commands import free_port
 from tests.helpers.fault_counts import cases
+from tests.helpers.ranks import read_ranks
 from tests.helpers.toy import toy_model
 
 
@@ -97,11 +98,7 @@ def run(servers, folder, engine, faults=(), wait_s=BACK_S, **settings):
     result = run_ranks(engine, worker, timeout_s=100 + 150 * len(list(faults)))
     output = result.stdout + result.stderr
     assert result.returncode == 0, output[-8000:]
-    ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
-    for rank in ranks:
-        assert rank["num_processes"] == 2
-        assert {key: rank[key] for key in ENGINES[engine]} == ENGINES[engine]
-    return ranks
+    return read_ranks(folder, **ENGINES[engine])
 
 
 @pytest.fixture(scope="module")
