@@ -11,7 +11,7 @@ from trl.trainer import utils as trl_utils
 from bapo_trl import BAPOConfig
 from bapo_trl.tasks import character_tokenizer, tiny_model
 from bapo_trl.upstream import cpu_speed
-from tests.helpers.commands import ROOT, run_command
+from tests.helpers.commands import ROOT, run_command, succeeded
 
 
 B, T, PROMPT = 3, 5, 4
@@ -32,9 +32,8 @@ def _trl_as_it_was(monkeypatch):
 
 
 def python(code: str, **env: str) -> str:
-    result = run_command([sys.executable, "-c", code], PYTHONPATH=str(ROOT), **env)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
+    printed = succeeded(run_command([sys.executable, "-c", code], PYTHONPATH=str(ROOT), **env))
+    return printed.strip()
 
 
 # --- the head --------------------------------------------------------------------------------------------------------

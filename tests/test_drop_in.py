@@ -18,6 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.inputs.prompt_checks import check_prompts
 from bapo_trl.tasks import character_tokenizer
+from tests.helpers.commands import succeeded
 from tests.helpers.forked import run_python
 from tests.helpers.ranks import read_ranks
 from tests.helpers.rollouts import multi_turn
@@ -293,8 +294,7 @@ def test_what_grpo_trains_this_trains(tmp_path, name):
 
 
 def test_turns_of_different_number_on_each_rank(tmp_path):
-    result = run_python(["-m", "tests.helpers.rollouts", tmp_path], ranks=2, timeout_s=180)
-    assert result.returncode == 0, result.stdout + result.stderr
+    succeeded(run_python(["-m", "tests.helpers.rollouts", tmp_path], ranks=2, timeout_s=180))
     for rank, turns in zip(read_ranks(tmp_path), (2, 4), strict=True):
         assert rank["GRPOTrainer"] == rank["BAPOTrainer"] == {"updates": 1, "turns": turns}
 

@@ -9,6 +9,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl.clip_bounds.update_log import UPDATE_METRICS
 from tests.helpers.alike import assert_same_logs, assert_same_tensors, assert_same_weights
+from tests.helpers.commands import succeeded
 from tests.helpers.forked import run_python
 from tests.helpers.ranks import read_ranks
 from tests.helpers.toy import digits_reward, toy_dataset, toy_model, toy_run, toy_trainer, training_logs
@@ -75,8 +76,7 @@ def test_sharding_does_not_change_the_bounds(tmp_path, settings):
     for processes, micro_batches, rows in ((1, 8, 2), (1, 1, 16), (2, 4, 2)):
         out = tmp_path / f"{processes}x{micro_batches}"
         worker = ["-m", "tests.helpers.sharding_worker", out, micro_batches, rows, json.dumps(settings)]
-        result = run_python(worker, processes)
-        assert result.returncode == 0, result.stdout + result.stderr
+        succeeded(run_python(worker, processes))
         runs[processes, micro_batches] = read_ranks(out, processes, micro_batches=3 * micro_batches)[0]
 
     reference = runs[1, 8]

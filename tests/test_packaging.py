@@ -19,7 +19,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from bapo_trl import __version__
-from tests.helpers.commands import ROOT, run_command
+from tests.helpers.commands import ROOT, run_command, succeeded
 from tests.helpers.fake_vllm import needs_vllm_server
 
 
@@ -33,11 +33,6 @@ TWO_UPDATES = {
 class Built(NamedTuple):
     sdist: Path
     wheel: Path
-
-
-def succeeded(result) -> str:
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
 
 
 def build(kind: str, source: Path, folder: Path) -> Path:

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from tests.helpers import sweep
+from tests.helpers.commands import succeeded
 from tests.helpers.forked import run_python
 from tests.helpers.pairwise import pairwise
 from tests.helpers.ranks import read_ranks
@@ -42,8 +43,7 @@ def test_the_logged_share_is_that_of_the_loss_and_nothing_stays_on_the_model(fol
 def test_the_same_on_two_ranks(folder):
     cases = [case for case in CASES if case["processes"] == 2]
     (folder / "cases.json").write_text(json.dumps(cases))
-    result = run_python(["-m", "tests.helpers.sweep", folder], ranks=2)
-    assert result.returncode == 0, result.stdout + result.stderr
+    succeeded(run_python(["-m", "tests.helpers.sweep", folder], ranks=2))
     for rank in read_ranks(folder):
         failed = {str(case): error for case, error in zip(cases, rank["errors"], strict=True) if error}
         assert not failed, "\n\n".join(f"{case}\n{error}" for case, error in failed.items())

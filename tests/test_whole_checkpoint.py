@@ -29,7 +29,7 @@ from bapo_trl.checkpoints.whole import UNFINISHED, _rotate
 from bapo_trl.errors import InputError
 from bapo_trl.replay.checkpoint import FILES
 from tests.helpers.alike import assert_same_tensors
-from tests.helpers.commands import run_command
+from tests.helpers.commands import run_command, succeeded
 from tests.helpers.forked import run_python
 from tests.helpers.save_events import Start, names
 from tests.helpers.toy import InUpdate, terminate, toy_dataset, toy_run, toy_trainer
@@ -43,9 +43,8 @@ SAVE_KILLS = os.environ.get("BAPO_TRL_SAVE_KILLS", "few")
 
 def kills_gone_wrong(folder, kind, which, count):
     timeout_s = 3600 if which == "all" else 400
-    result = run_python(["-m", "tests.helpers.save_kills", folder, kind, which], timeout_s=timeout_s)
-    assert result.returncode == 0, result.stdout + result.stderr
-    kills = [json.loads(line) for line in result.stdout.splitlines()]
+    printed = succeeded(run_python(["-m", "tests.helpers.save_kills", folder, kind, which], timeout_s=timeout_s))
+    kills = [json.loads(line) for line in printed.splitlines()]
     assert len(kills) == count if which != "all" else len(kills) >= 40
     assert {kill["ranks"] for kill in kills} == ({1} if which == "one" else {1, 2})
     return [kill for kill in kills if kill["wrong"]]

@@ -21,7 +21,7 @@ from bapo_trl.script import serving
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.launcher import read_arguments
 from tests.docs.blocks import PAGES, all_blocks, blocks_of, commands_of
-from tests.helpers.commands import ROOT, accelerate_launcher, run_command
+from tests.helpers.commands import ROOT, accelerate_launcher, run_command, succeeded
 from tests.helpers.forked import run_python
 from tests.helpers.script_runs import CHAT_TEMPLATE, CPU, fill_folder, train_bapo
 from tests.report.made_logs import made_logs, save_run
@@ -109,9 +109,8 @@ def submit(arguments):
         arguments[arguments.index("--model") + 1]
     )
     script = ROOT / "scripts" / "submit_slurm.py"
-    result = run_python([script, *arguments], cwd=Path.cwd(), PATH=f"{Path.cwd()}:/usr/bin:/bin")
-    assert result.returncode == 0, result.stderr
-    assert "--nodes=5 --gpus-per-node=8" in result.stdout
+    printed = succeeded(run_python([script, *arguments], cwd=Path.cwd(), PATH=f"{Path.cwd()}:/usr/bin:/bin"))
+    assert "--nodes=5 --gpus-per-node=8" in printed
 
 
 def save_adapter(path):
@@ -130,8 +129,7 @@ def accelerate(words):
     if Path(launch.config_file).stem == "cpu_ddp":
         launcher = accelerate_launcher("cpu_ddp")
         script = [str(ROOT / "train_bapo.py"), *launch.training_script_args, *short_flags()]
-        result = run_command([sys.executable, *launcher, *script], cwd=Path.cwd())
-        assert result.returncode == 0, result.stdout + result.stderr
+        succeeded(run_command([sys.executable, *launcher, *script], cwd=Path.cwd()))
 
 
 def bapo_trl(words):

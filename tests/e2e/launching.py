@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.helpers.commands import ROOT, accelerate_launcher, free_port, run_command
+from tests.helpers.commands import ROOT, accelerate_launcher, free_port, run_command, succeeded
 from tests.helpers.forked import run_python
 
 
@@ -36,12 +36,12 @@ class Server(NamedTuple):
 def launch(config: str, arguments: list[str], num_processes: int = 2, timeout_s: float = 400) -> str:
     """Run `accelerate launch` with one of `accelerate_configs/`; return what it printed, or fail."""
     command = [sys.executable, *accelerate_launcher(config, num_processes), *arguments]
-    return _output_of(run_command(command, timeout_s=timeout_s))
+    return succeeded(run_command(command, timeout_s=timeout_s))
 
 
 def fork(config: str, arguments: list[str], num_processes: int = 2, timeout_s: float = 400) -> str:
     """Do the same in the environment that `accelerate launch` makes, and without its imports on each rank."""
-    return _output_of(run_ranks(config, arguments, num_processes, timeout_s))
+    return succeeded(run_ranks(config, arguments, num_processes, timeout_s))
 
 
 def run_ranks(
@@ -54,16 +54,9 @@ def run_ranks(
 @cache
 def _environment(config: str) -> dict[str, str]:
     """Return what `accelerate launch` tells its ranks, other than which they are: what it tells `env`."""
-    result = run_command([sys.executable, *accelerate_launcher(config), "--no_python", "env"])
-    assert result.returncode == 0, result.stderr
-    variables = [line.partition("=") for line in result.stdout.splitlines() if line.startswith("ACCELERATE_")]
+    printed = succeeded(run_command([sys.executable, *accelerate_launcher(config), "--no_python", "env"]))
+    variables = [line.partition("=") for line in printed.splitlines() if line.startswith("ACCELERATE_")]
     return {name: value for name, _, value in variables}
-
-
-def _output_of(result: subprocess.CompletedProcess) -> str:
-    output = result.stdout + result.stderr
-    assert result.returncode == 0, output[-8000:]
-    return output
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import pytest
 
 from bapo_trl.tasks import load_chat_sums, smollm2_path
 from tests.e2e.launching import vllm_server
-from tests.helpers.commands import ROOT, free_port, run_command
+from tests.helpers.commands import ROOT, free_port, run_command, succeeded
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +32,7 @@ def test_lora_trains_and_is_evaluated_over_the_server(tmp_path, model):
             "eval_dataset": problems, "num_generations_eval": 2, "per_device_eval_batch_size": 8,
         }  # fmt: skip
         command = [sys.executable, "train_bapo.py", "--config", "recipes/smollm2_sums.yaml"]
-        result = run_command([*command, *(f"--{name}={value}" for name, value in settings.items())], cwd=ROOT)
-    assert result.returncode == 0, result.stdout + result.stderr
+        succeeded(run_command([*command, *(f"--{name}={value}" for name, value in settings.items())], cwd=ROOT))
     state = json.loads((tmp_path / "run" / "trainer_state.json").read_text())
     generations = [log for log in state["log_history"] if "sampling/sampling_logp_difference/max" in log]
     assert [log["step"] for log in generations] == [1, 5]

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from bapo_trl.clip_bounds.update_log import UPDATE_METRICS
 from tests.e2e.launching import ENGINES, fork, launch
-from tests.helpers.commands import accelerate_launcher, run_command
+from tests.helpers.commands import accelerate_launcher, run_command, succeeded
 from tests.helpers.forked import run_python
 from tests.helpers.ranks import read_ranks
 
@@ -34,8 +34,7 @@ class Runs:
                 checkpoint = [str(self.folder / f"{engine}-{lora}-straight" / "checkpoint-4")]
             worker = ["-m", "tests.e2e.scripted_worker", str(out), "4" if engine else "8", lora, *checkpoint]
             if engine is None:
-                result = run_python(worker)
-                assert result.returncode == 0, result.stdout + result.stderr
+                succeeded(run_python(worker))
             else:
                 fork(engine, worker)
         return out

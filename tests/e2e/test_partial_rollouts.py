@@ -14,8 +14,9 @@ from bapo_trl.tasks import character_tokenizer
 from tests.e2e.launching import ENGINES, fork, vllm_server
 from tests.helpers.commands import free_port
 from tests.helpers.ranks import read_ranks
+from tests.helpers.scores import assert_scored_by_its_policy, score
 from tests.helpers.toy import OVER_SERVER, ending_model, toy_model
-from tests.rollouts.test_rollout_rounds import countdown_model, score
+from tests.rollouts.test_rollout_rounds import countdown_model
 
 
 # vLLM's attention on CPUs needs heads of 32 or more, and takes them to be as wide as the width over their number.
@@ -95,24 +96,21 @@ def over(server, **settings) -> dict:
 def assert_stitched(ranks, model, folder, keys=("old_per_token_logps", "sampling_per_token_logps"), lora=False):
     """Each token has the log-probabilities of the checkpoint that sampled it; a quarter of the rows have several."""
     policies = {0: AutoModelForCausalLM.from_pretrained(model).eval()}
+
+    def score_by(version, *ids):
+        if version not in policies:
+            checkpoint = folder / "run" / f"checkpoint-{version}"
+            if lora:
+                base = AutoModelForCausalLM.from_pretrained(model)
+                policies[version] = peft.PeftModel.from_pretrained(base, checkpoint).merge_and_unload().eval()
+            else:
+                policies[version] = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+        return score(policies[version], *ids)
+
+    names = ("prompt_ids", "completion_ids", "token_versions", *keys)
     rows = [row for rank in ranks for batch in rank["batches"] for row in batch]
-    assert sum(len(set(row["token_versions"])) > 1 for row in rows) >= 0.25 * len(rows)
-    for row in rows:
-        versions = torch.tensor(row["token_versions"])
-        assert row["token_versions"] == sorted(row["token_versions"])
-        for version in versions.unique().tolist():
-            if version not in policies:
-                checkpoint = folder / "run" / f"checkpoint-{version}"
-                if lora:
-                    base = AutoModelForCausalLM.from_pretrained(model)
-                    policies[version] = peft.PeftModel.from_pretrained(base, checkpoint).merge_and_unload().eval()
-                else:
-                    policies[version] = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
-            policy, here = policies[version], versions == version
-            prompt_ids, token_ids = torch.tensor(row["prompt_ids"]), torch.tensor(row["completion_ids"])
-            expected = score(policy, policy.state_dict(), prompt_ids, token_ids)[here]
-            for key in keys:
-                torch.testing.assert_close(torch.tensor(row[key])[here], expected, rtol=1e-5, atol=2e-5)
+    rows = [[torch.tensor(row[name]) for name in names] for row in rows]
+    assert_scored_by_its_policy(rows, score_by, rtol=1e-5, atol=2e-5)
 
 
 def assert_weights_changed(ranks):

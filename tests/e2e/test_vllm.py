@@ -19,7 +19,7 @@ from bapo_trl.tasks.model import MODEL_SETTINGS
 from bapo_trl.vllm_server.gloo.client import GlooVLLMClient
 from bapo_trl.vllm_server.gloo.weight_group import open_weight_store
 from tests.e2e.launching import ENGINES, fork, launch, run_ranks, vllm_server
-from tests.helpers.commands import free_port
+from tests.helpers.commands import free_port, succeeded
 from tests.helpers.forked import run_python
 from tests.helpers.ranks import read_ranks
 
@@ -160,8 +160,7 @@ def test_all_ranks_stop_together_when_the_server_is_stale(tmp_path, server, engi
 def test_no_false_alarm_in_200_transfers(tmp_path, server):
     sizes = {"per_device_train_batch_size": 8, "steps_per_generation": 1}
     settings = settings_for(server, max_steps=200, learning_rate=1e-6, **sizes)
-    result = run_python(["-m", "tests.e2e.vllm_worker", tmp_path, settings])
-    assert result.returncode == 0, result.stdout + result.stderr
+    succeeded(run_python(["-m", "tests.e2e.vllm_worker", tmp_path, settings]))
     logs = read_ranks(tmp_path, 1)[0]["logs"]
     assert len([log for log in logs if "reward" in log]) == 200  # a transfer each
     shares = [log["sampling/server_followed"] for log in logs if "sampling/server_followed" in log]

@@ -20,7 +20,7 @@ from trl.trainer import grpo_trainer
 from bapo_trl import bapo_trainer
 from bapo_trl.evaluation.sampling import EvaluatedTrainer
 from bapo_trl.script import training
-from tests.helpers.commands import ROOT
+from tests.helpers.commands import ROOT, succeeded
 from tests.helpers.fake_vllm import FakeVLLM
 from tests.helpers.forked import run_python
 from tests.helpers.script_runs import CHAT_TEMPLATE, CPU, completions, fill_folder, flags, results, run
@@ -301,8 +301,7 @@ def test_a_recipe_that_evaluates_in_training_evaluates_few_prompts_alone(folder)
 @pytest.mark.processes
 def test_two_processes_share_an_evaluation(folder):
     settings = flags(dataset_name="train.jsonl", eval_dataset="test.jsonl", num_generations=4)
-    result = run_python([ROOT / "train_bapo.py", *settings], ranks=2, cwd=folder)
-    assert result.returncode == 0, result.stderr
+    printed = succeeded(run_python([ROOT / "train_bapo.py", *settings], ranks=2, cwd=folder))
     for prefix, name in (("before", "eval_completions_before"), ("eval", "eval_completions")):
         lines = completions(f"out/{name}.jsonl")
         assert sorted((line["prompt_index"], line["number"]) for line in lines) == [
@@ -310,7 +309,7 @@ def test_two_processes_share_an_evaluation(folder):
         ]
         assert len({line["completion"] for line in lines}) > 12  # the processes draw from different seeds
         assert results()[f"{prefix}_avg@4"] == pytest.approx(sum(line["correct"] for line in lines) / 24)
-    assert result.stdout.count("Evaluation of out on test.jsonl") == 1
+    assert printed.count("Evaluation of out on test.jsonl") == 1
 
 
 def test_a_vllm_server_samples_if_it_samples_the_training(folder, monkeypatch):

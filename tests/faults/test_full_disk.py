@@ -15,7 +15,7 @@ import torch
 
 from bapo_trl.checkpoints.files import MANIFEST, find_defect
 from bapo_trl.checkpoints.whole import UNFINISHED
-from tests.helpers.commands import run_command
+from tests.helpers.commands import run_command, succeeded
 from tests.helpers.forked import run_python
 from tests.helpers.save_events import names
 from tests.helpers.toy import toy_trainer
@@ -101,8 +101,7 @@ def test_without_a_checkpoint_before_the_error_says_so(tmp_path, fill_up):
 
 
 def test_a_push_that_finds_no_room_ends_both_ranks_and_the_checkpoint_is_whole(tmp_path):
-    result = run_python(["-m", "tests.helpers.bad_input_worker", tmp_path, "push"], ranks=2, timeout_s=120)
-    assert result.returncode == 0, result.stdout + result.stderr
+    succeeded(run_python(["-m", "tests.helpers.bad_input_worker", tmp_path, "push"], ranks=2, timeout_s=120))
     message = (
         r"OSError: checkpoint-1 could not be pushed from .*/out, where [\d,]+ MB of [\d,]+ MB are free: .*No space "
         r"left on device\..* and a copy of the weights\. checkpoint-1, saved before, is whole\. Resume with"
@@ -116,9 +115,8 @@ def test_on_a_disk_that_is_full_all_ranks_stop_and_go_on_once_there_is_room(tmp_
     mounts = [*NAMESPACE, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
     if shutil.which("unshare") is None or run_command(mounts).returncode != 0:
         pytest.skip("this machine lets no process mount a disk of its own: unshare --map-root-user --mount")
-    result = run_command([*NAMESPACE, sys.executable, "-m", "tests.helpers.full_disk", str(tmp_path)])
-    assert result.returncode == 0, result.stdout + result.stderr
-    outcomes = [json.loads(line) for line in result.stdout.splitlines()]
+    printed = succeeded(run_command([*NAMESPACE, sys.executable, "-m", "tests.helpers.full_disk", str(tmp_path)]))
+    outcomes = [json.loads(line) for line in printed.splitlines()]
     assert [outcome["ranks"] for outcome in outcomes] == [1, 2]
     for outcome in outcomes:
         assert len(outcome["stopped"]) == outcome["ranks"]

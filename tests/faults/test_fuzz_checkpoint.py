@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import file_damage
+from tests.helpers.commands import succeeded
 from tests.helpers.fault_counts import cases
 from tests.helpers.file_damage import LIMIT_BYTES, RANK_FILES, STATE_FILES
 from tests.helpers.forked import run_python
@@ -42,8 +43,7 @@ def checkpoint(tmp_path_factory):
 def test_damaged_files_are_refused_by_name_or_hold_what_was_saved(tmp_path, checkpoint):
     shutil.copytree(checkpoint, tmp_path / "whole")
     count = cases(1000)
-    result = run_python(["-m", "tests.helpers.file_damage", tmp_path, count, 0])
-    assert result.returncode == 0, result.stdout + result.stderr
+    succeeded(run_python(["-m", "tests.helpers.file_damage", tmp_path, count, 0]))
     report = json.loads((tmp_path / "outcomes.json").read_text())
     assert len(report["outcomes"]) == count
     wrong = [outcome for outcome in report["outcomes"] if not _is_right(outcome)]

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from bapo_trl import BAPOTrainer
 from bapo_trl.vllm_server import client as server_client
 from tests.helpers.alike import assert_same_tensors, assert_same_weights
+from tests.helpers.commands import succeeded
 from tests.helpers.failing_server import PARTIAL, RUN, ModelServer, client_of
 from tests.helpers.forked import run_python
 from tests.helpers.ranks import read_ranks
@@ -268,9 +269,8 @@ def test_a_server_that_dies_between_making_and_training(tmp_path):
 @pytest.mark.processes
 @pytest.mark.parametrize("comes_back", [True, False], ids=["back", "gone"])
 def test_two_ranks_go_on_or_stop_together(tmp_path, comes_back):
-    result = run_python(
-        ["-m", "tests.helpers.failing_worker", tmp_path, json.dumps(comes_back)], ranks=2, timeout_s=120
-    )
+    worker = ["-m", "tests.helpers.failing_worker", tmp_path, json.dumps(comes_back)]
+    succeeded(run_python(worker, ranks=2, timeout_s=120))
     ranks = read_ranks(tmp_path)
     for fault, left in ranks[0]["runs"].items():
         right = ranks[1]["runs"][fault]
@@ -282,4 +282,3 @@ def test_two_ranks_go_on_or_stop_together(tmp_path, comes_back):
         else:
             assert left == right, fault
             assert "The last checkpoint is" in left["error"], fault
-    assert result.returncode == 0, result.stdout + result.stderr

@@ -16,7 +16,7 @@ from bapo_trl.checkpoints.files import find_defect
 from bapo_trl.checkpoints.stop_signals import EXIT_CODE, StopSignals
 from bapo_trl.tasks import warm_start_path
 from tests.helpers.alike import assert_same_weights
-from tests.helpers.commands import ROOT, accelerate_launcher, run_command
+from tests.helpers.commands import ROOT, accelerate_launcher, run_command, succeeded
 from tests.helpers.fault_counts import cases
 from tests.helpers.forked import run_python
 from tests.helpers.toy import InUpdate, terminate, toy_run, toy_trainer
@@ -59,9 +59,8 @@ CASES = {
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("signals")
-    result = run_python(["-m", "tests.helpers.signal_runs", folder, json.dumps(list(CASES.values()))])
-    assert result.returncode == 0, result.stdout + result.stderr
-    return dict(zip(CASES, map(json.loads, result.stdout.splitlines()), strict=True))
+    printed = succeeded(run_python(["-m", "tests.helpers.signal_runs", folder, json.dumps(list(CASES.values()))]))
+    return dict(zip(CASES, map(json.loads, printed.splitlines()), strict=True))
 
 
 STOPPED = {  # update, whether a generation ends with it
@@ -181,8 +180,7 @@ def test_under_a_launcher_one_rank_is_enough_and_so_is_the_launcher(tmp_path):
     if cases(10) < 10:
         return
     for folder, resume in (("out", "true"), ("straight", "false")):
-        ended = launch(tmp_path, "script", folder, resume_from_checkpoint=resume)
-        assert ended.returncode == 0, ended.stdout + ended.stderr
+        succeeded(launch(tmp_path, "script", folder, resume_from_checkpoint=resume))
     resumed, straight = (load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "straight"))
     assert all((resumed[name] == straight[name]).all() for name in straight)
 

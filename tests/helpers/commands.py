@@ -6,6 +6,8 @@ import socket
 import subprocess
 from pathlib import Path
 
+import pytest
+
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,6 +32,19 @@ def run_command(
         stdout, stderr = process.communicate()
         raise AssertionError(f"{command} did not end in {timeout_s} s:\n{stdout}\n{stderr}") from None
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def succeeded(result: subprocess.CompletedProcess) -> str:
+    """Return what a command printed, or fail with it."""
+    assert result.returncode == 0, (result.stdout + result.stderr)[-8000:]
+    return result.stdout
+
+
+def ends(main, arguments: list, code: int = 2) -> None:
+    """See that a command ends at once, with this exit code."""
+    with pytest.raises(SystemExit) as ended:
+        main([*map(str, arguments)])
+    assert (ended.value.code or 0) == code
 
 
 def accelerate_launcher(config: str, num_processes: int = 2) -> list[str]:

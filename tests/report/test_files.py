@@ -13,13 +13,12 @@ from bapo_trl.report.command import main
 from bapo_trl.report.figure import save_png
 from bapo_trl.report.logs import MOST_POINTS, Points, curve_of, thinned
 from bapo_trl.report.runs import read_runs, update_logs
+from tests.helpers.commands import ends
 from tests.report.made_logs import made_logs, save_run
 
 
 def refusal(capsys, *arguments) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main([*map(str, arguments)])
-    assert ended.value.code == 2
+    ends(main, arguments)
     *usage, error = capsys.readouterr().err.splitlines()
     assert usage[0].startswith("usage: ")
     return error

@@ -9,6 +9,7 @@ import pytest
 
 from bapo_trl.report.command import main
 from bapo_trl.report.panels import PANELS
+from tests.helpers.commands import ends, run_command
 from tests.report.made_logs import made_logs, save_run
 
 
@@ -170,9 +171,7 @@ def test_a_run_of_one_log(tmp_path):
 @pytest.mark.parametrize("arguments", [["nowhere"], []])
 def test_mistakes_end_in_one_line(tmp_path, monkeypatch, capsys, arguments):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
+    ends(main, arguments)
     error = capsys.readouterr().err
     assert error.startswith("usage: bapo-trl report")
     assert re.search("error: RUN .*nowhere: no such file or folder|error: .*required: RUN", error)
@@ -188,8 +187,6 @@ def test_without_matplotlib_the_command_says_what_to_install(tmp_path, monkeypat
 
 
 def test_the_command_loads_neither_torch_nor_a_window(tmp_path):
-    from tests.helpers.commands import run_command
-
     run = save_run(tmp_path / "run", made_logs(2))
     code = (
         "import sys; from bapo_trl.report.command import main; main(sys.argv[1:]); "

@@ -16,9 +16,11 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import character_tokenizer, tiny_model
 from tests.helpers.alike import assert_same_weights
+from tests.helpers.commands import succeeded
 from tests.helpers.fake_vllm import FakeVLLM, needs_vllm_server, vllm_trainer
 from tests.helpers.forked import run_python
 from tests.helpers.ranks import read_ranks
+from tests.helpers.scores import assert_scored_by_its_policy, score
 from tests.helpers.toy import CPU, OFF_POLICY, ending_model, opt_model, toy_model, toy_run, toy_trainer, training_logs
 
 
@@ -91,8 +93,8 @@ def train(tmp_path, *args, **kwargs):
     return trainer
 
 
-def trained_rows(trainer):
-    """(prompt ids, token ids, version of each token, behaviour log-probs) of all rows that train something."""
+def trained_rows(trainer, *kinds):
+    """Prompt ids, token ids, version of each token, and log-probs of these kinds, of all rows that train something."""
     for batch in trainer.batches:
         for row in range(len(batch["completion_ids"])):
             mask = batch["completion_mask"][row].bool()
@@ -101,30 +103,16 @@ def trained_rows(trainer):
                     batch["prompt_ids"][row][batch["prompt_mask"][row].bool()],
                     batch["completion_ids"][row][mask],
                     batch["token_versions"][row][mask.cpu()],
-                    batch["old_per_token_logps"][row][mask],
+                    *(batch[kind][row][mask] for kind in kinds or ("old_per_token_logps",)),
                 )
-
-
-@torch.no_grad()
-def score(model, weights, prompt_ids, token_ids):
-    """Log-probability of each token after the prompt, with a plain forward pass."""
-    model.load_state_dict(weights)
-    logits = model(torch.cat([prompt_ids, token_ids]).unsqueeze(0)).logits[0, len(prompt_ids) - 1 : -1]
-    return logits.log_softmax(-1).gather(1, token_ids.unsqueeze(1)).squeeze(1)
 
 
 def test_each_token_has_the_log_probability_of_the_policy_that_sampled_it(tmp_path):
     trainer = train(tmp_path, learning_rate=1e-2)
     model = ending_model().eval()
-    rows = list(trained_rows(trainer))
-    several = [versions for _, _, versions, _ in rows if len(versions.unique()) > 1]
-    assert len(several) > 0.25 * len(rows)
-    for prompt_ids, token_ids, versions, logps in rows:
-        assert versions.tolist() == sorted(versions.tolist())
-        for version in versions.unique().tolist():
-            here = versions == version
-            expected = score(model, trainer.weights[version], prompt_ids, token_ids)[here]
-            torch.testing.assert_close(logps[here], expected, rtol=0, atol=1e-5)
+    assert_scored_by_its_policy(
+        trained_rows(trainer), lambda version, *ids: score(model, *ids, trainer.weights[version])
+    )
     assert max(log["ratio/max"] or 0 for log in training_logs(trainer)) > 1.1  # the weights did change
 
 
@@ -163,7 +151,7 @@ def test_greedy_completions_are_those_of_one_uninterrupted_generation(tmp_path):
     for prompt_ids, token_ids, _, logps in rows[::2]:
         whole = model.generate(prompt_ids.unsqueeze(0), max_new_tokens=40, do_sample=False, eos_token_id=1)
         assert whole[0, len(prompt_ids) :].tolist() == token_ids.tolist() == list(range(prompt_ids[-1] - 1, 0, -1))
-        expected = score(model, model.state_dict(), prompt_ids, token_ids)
+        expected = score(model, prompt_ids, token_ids)
         torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
 
 
@@ -190,7 +178,7 @@ def test_a_prompt_is_that_after_which_its_completions_were_sampled(tmp_path):
     assert max(log["ratio/max"] or 1 for log in training_logs(trainer)) == pytest.approx(1, abs=1e-5)
     model = ending_model().eval()
     for prompt_ids, token_ids, _, logps in trained_rows(trainer):
-        expected = score(model, model.state_dict(), prompt_ids, token_ids)
+        expected = score(model, prompt_ids, token_ids)
         torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
 
 
@@ -377,7 +365,7 @@ def test_goes_with_other_settings(tmp_path, settings):
             mask = batch["completion_mask"][row].bool()
             if mask.any():
                 prompt_ids = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()]
-                expected = score(model, reference, prompt_ids, batch["completion_ids"][row][mask])
+                expected = score(model, prompt_ids, batch["completion_ids"][row][mask], reference)
                 actual = batch["ref_per_token_logps"][row][mask]
                 torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
@@ -719,8 +707,7 @@ def launch(folder, num_processes=2, **settings):
 @pytest.mark.processes
 def test_two_ranks_of_unequal_lengths_stay_in_step(tmp_path):
     """Rank 0 has completions of 1 to 4 tokens, rank 1 of 19 to 36, which cross several policy versions."""
-    result = launch(tmp_path, counts_down=True, learning_rate=0.0, generation_kwargs={"do_sample": False})
-    assert result.returncode == 0, result.stderr
+    succeeded(launch(tmp_path, counts_down=True, learning_rate=0.0, generation_kwargs={"do_sample": False}))
     ranks = read_ranks(tmp_path)
     for rank in ranks:
         assert rank["rows_per_batch"] == [2, 24, 24, 24, 24]
@@ -734,9 +721,8 @@ def test_two_ranks_of_unequal_lengths_stay_in_step(tmp_path):
 
 def test_what_one_rank_alone_cannot_take_ends_both(tmp_path):
     """A row of its own, its file of the pool, its file of the replay queue."""
-    result = run_python(["-m", "tests.helpers.lone_errors", tmp_path])
-    assert result.returncode == 0, result.stdout + result.stderr
-    other, own = json.loads(result.stdout)
+    printed = succeeded(run_python(["-m", "tests.helpers.lone_errors", tmp_path]))
+    other, own = json.loads(printed)
     assert own.keys() == {"row", "pool", "queue"}
     assert "The column `when` has a datetime" in own["row"]
     assert "rollout_pool_00001_of_00002.safetensors is damaged" in own["pool"]
@@ -746,16 +732,10 @@ def test_what_one_rank_alone_cannot_take_ends_both(tmp_path):
 
 @pytest.mark.processes
 def test_on_two_ranks_a_quarter_of_the_completions_have_several_versions_each_scored_by_its_own(tmp_path):
-    result = launch(tmp_path, learning_rate=5e-3)
-    assert result.returncode == 0, result.stderr
+    succeeded(launch(tmp_path, learning_rate=5e-3))
     weights, model = torch.load(tmp_path / "weights.pt", weights_only=True), ending_model().eval()
-    rows = [row for rank in read_ranks(tmp_path) for row in rank["rows"]]
-    assert sum(len(set(versions)) > 1 for _, _, versions, _ in rows) >= 0.25 * len(rows)
-    for prompt_ids, token_ids, versions, logps in rows:
-        for version in set(versions):
-            expected = score(model, weights[version], torch.tensor(prompt_ids), torch.tensor(token_ids))
-            here = torch.tensor(versions) == version
-            torch.testing.assert_close(torch.tensor(logps)[here], expected[here], rtol=0, atol=1e-5)
+    rows = [map(torch.tensor, row) for rank in read_ranks(tmp_path) for row in rank["rows"]]
+    assert_scored_by_its_policy(map(tuple, rows), lambda version, *ids: score(model, *ids, weights[version]))
 
 
 @pytest.mark.processes
@@ -763,11 +743,9 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 3, "counts_down": True, "learning_rate": 0.0}
     settings["generation_kwargs"] = {"do_sample": False}
     settings["partial_rollout_max_staleness"] = 5  # one rank has 22 groups in flight, of which 12 can go at once
-    two = launch(tmp_path, **settings, max_steps=6)
-    assert two.returncode == 0, two.stderr
+    succeeded(launch(tmp_path, **settings, max_steps=6))
     before = read_ranks(tmp_path)
-    one = launch(tmp_path, 1, **settings, max_steps=12, resume=True)
-    assert one.returncode == 0, one.stderr
+    succeeded(launch(tmp_path, 1, **settings, max_steps=12, resume=True))
     (after,) = read_ranks(tmp_path, 1)
     assert after["rows_per_batch"] == [24, 24]
     admitted = [prompt for rank in before for prompt in rank["parked"]] + after["prompts"]

@@ -11,7 +11,7 @@ import pytest
 from bapo_trl import __version__, cli
 from bapo_trl.bapo_config import own_fields
 from bapo_trl.script.arguments import BAPOScriptArguments
-from tests.helpers.commands import run_command
+from tests.helpers.commands import ends, run_command
 
 
 BAPO_TRL = [sys.executable, "-m", "bapo_trl"]
@@ -23,17 +23,13 @@ sys.exit(3)
 
 
 def test_help_has_a_line_for_each_command(capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["--help"])
-    assert ended.value.code == 0
+    ends(cli.main, ["--help"], code=0)
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert {f"{name} {purpose}" for name, (_, purpose) in cli.COMMANDS.items()} < set(lines)
 
 
 def test_version(capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["--version"])
-    assert ended.value.code == 0
+    ends(cli.main, ["--version"], code=0)
     assert capsys.readouterr().out == f"bapo-trl {__version__}\n"
 
 
@@ -41,9 +37,7 @@ def test_version(capsys):
     ("arguments", "error"), [(["tran"], "invalid choice: 'tran' (choose from"), ([], "are required: COMMAND")]
 )
 def test_what_is_no_command_ends_with_those_that_are(arguments, error, capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(arguments)
-    assert ended.value.code == 2
+    ends(cli.main, arguments)
     message = capsys.readouterr().err
     assert error in message
     assert not arguments or all(name in message for name in ("train", "evaluate", "report", "serve", "env"))
@@ -52,9 +46,7 @@ def test_what_is_no_command_ends_with_those_that_are(arguments, error, capsys):
 def test_help_shows_our_flags_and_those_of_trl_if_asked_for(capsys):
     ours = {f.name for f in (*own_fields(), *fields(BAPOScriptArguments))} - {"ignore_bias_buffers"}
     for flag in ("--help", "--help-all"):
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["train", flag])
-        assert not ended.value.code
+        ends(cli.main, ["train", flag], code=0)
         shown = re.findall(r"^  (?:-h, )?--([\w-]+)", capsys.readouterr().out, re.MULTILINE)
         assert shown[:2] == ["help", "help-all"]
         assert ours <= set(shown[2 : 3 + len(ours)])  # before the others; one has a flag for false as well
@@ -70,9 +62,7 @@ def test_the_commands_name_themselves(command, capsys):
     assert out.startswith(f"usage: bapo-trl {command} [--config RECIPE]")
     assert f"\n    bapo-trl {command} " in out
     assert "train_bapo.py" not in out
-    with pytest.raises(SystemExit) as ended:
-        cli.main([command, "--max_stepz", "3"])
-    assert ended.value.code == 2
+    ends(cli.main, [command, "--max_stepz", "3"])
     error = f"bapo-trl {command}: error: unknown flag: --max_stepz (the nearest is --max_steps)\n"
     assert capsys.readouterr().err == error
 
@@ -153,8 +143,6 @@ def test_on_a_gpu_weights_come_over_nccl_and_vllms_flags_pass_through(vllm):
 )
 def test_what_cannot_be_served_ends_in_one_line(flags, message, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["serve", *flags])
-    assert ended.value.code == 2
+    ends(cli.main, ["serve", *flags])
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"bapo-trl serve: error: {message}")

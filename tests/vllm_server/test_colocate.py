@@ -5,6 +5,7 @@ import torch
 from transformers import TrainerCallback
 
 from tests.helpers.alike import assert_same_weights
+from tests.helpers.scores import score
 from tests.helpers.scripted_llm import StaleLLM, colocate_trainer
 from tests.helpers.toy import ending_model, training_logs
 
@@ -17,15 +18,8 @@ SETTINGS = {
     "plain": {},
     "replay": {"replay_capacity": 48, "replay_fraction": 0.5, "replay_max_staleness": 9},
     "partial rollouts": {"partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 2},
-    "both, with sleep": {
-        "partial_rollout_oversampling": 1.5,
-        "partial_rollout_chunk_length": 2,
-        "replay_capacity": 48,
-        "replay_fraction": 0.5,
-        "replay_max_staleness": 9,
-        "vllm_enable_sleep_mode": True,
-    },
 }
+SETTINGS["both, with sleep"] = {**SETTINGS["replay"], **SETTINGS["partial rollouts"], "vllm_enable_sleep_mode": True}
 
 
 class Snapshots(TrainerCallback):
@@ -50,15 +44,6 @@ class Snapshots(TrainerCallback):
         return {name: weight.detach().clone() for name, weight in model.named_parameters()}
 
 
-@torch.no_grad()
-def score(weights, prompt, tokens):
-    """Log-probability of each token by a plain forward pass: the oracle."""
-    model = ending_model().eval()
-    model.load_state_dict(weights, strict=False)
-    logits = model(torch.cat([prompt, tokens]).unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
-
-
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_tokens_and_log_probs_are_at_their_rows_by_the_weights_of_their_version(settings, tmp_path, monkeypatch):
     trainer, llm = colocate_trainer(
@@ -81,7 +66,7 @@ def test_tokens_and_log_probs_are_at_their_rows_by_the_weights_of_their_version(
         for completion in output.outputs
         for token, logps in [(tuple(completion.token_ids), completion.logprobs[0])]
     }
-    checked = several = 0
+    oracle, checked, several = ending_model().eval(), 0, 0
     for batch in seen.batches:
         versions = batch.get("token_versions")
         for row in range(len(batch["completion_ids"])):
@@ -94,7 +79,7 @@ def test_tokens_and_log_probs_are_at_their_rows_by_the_weights_of_their_version(
             several += len(of_tokens.unique()) > 1
             for version in of_tokens.unique().tolist():
                 here = of_tokens == version
-                expected = score(seen.weights[version], prompt, tokens)[here]
+                expected = score(oracle, prompt, tokens, seen.weights[version])[here]
                 own = batch["old_per_token_logps"][row][mask][here]
                 torch.testing.assert_close(own, expected, rtol=0, atol=1e-5)
                 from_vllm = batch["sampling_per_token_logps"][row][mask][here]

@@ -7,14 +7,15 @@ from bapo_trl import BAPOTrainer
 from bapo_trl.rollouts.pool import RolloutPool
 from bapo_trl.rollouts.rounds import RolloutRounds
 from tests.helpers.fake_vllm import FakeVLLM, needs_vllm_server, vllm_trainer
+from tests.helpers.scores import assert_scored_by_its_policy, score
 from tests.helpers.toy import training_logs
 from tests.rollouts.test_rollout_rounds import (
     PARTIAL,
     Recording,
     ending_model,
     prompts_of_many_lengths,
-    score,
     share_of_digits,
+    trained_rows,
     trainer_of,
 )  # fmt: skip
 
@@ -44,22 +45,10 @@ def server_trainer(monkeypatch, tmp_path, trainer_class=Recording, server=FakeVL
 
 def assert_stitched(trainer):
     """Both log-probabilities of each token are those of the policy that sampled it."""
-    model, num_several, num_rows = ending_model().eval(), 0, 0
-    for batch in trainer.batches:
-        for row in range(len(batch["completion_ids"])):
-            mask = batch["completion_mask"][row].bool()
-            if not mask.any():
-                continue
-            versions = batch["token_versions"][row][mask]
-            prompt_ids = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()]
-            num_rows, num_several = num_rows + 1, num_several + (len(versions.unique()) > 1)
-            for version in versions.unique().tolist():
-                here = versions == version
-                weights = trainer.weights[version]
-                expected = score(model, weights, prompt_ids, batch["completion_ids"][row][mask])[here]
-                for key in ("old_per_token_logps", "sampling_per_token_logps"):
-                    torch.testing.assert_close(batch[key][row][mask][here], expected, rtol=0, atol=1e-5)
-    assert num_several > 0.25 * num_rows
+    model, kinds = ending_model().eval(), ("old_per_token_logps", "sampling_per_token_logps")
+    assert_scored_by_its_policy(
+        trained_rows(trainer, *kinds), lambda version, *ids: score(model, *ids, trainer.weights[version])
+    )
 
 
 def test_log_probabilities_of_trainer_and_server_are_stitched(monkeypatch, tmp_path):
@@ -123,11 +112,7 @@ class Restarting(Recording):
 
 @needs_vllm_server
 def test_a_server_that_was_started_anew_goes_on_with_the_parked_completions(monkeypatch, tmp_path):
-    trainer = server_trainer(
-        monkeypatch,
-        tmp_path,
-        trainer_class=Restarting,
-    )
+    trainer = server_trainer(monkeypatch, tmp_path, trainer_class=Restarting)
     with pytest.warns(UserWarning, match="server was started anew: it is joined again"):
         trainer.train()
     assert trainer.vllm_generation.num_starts == 3

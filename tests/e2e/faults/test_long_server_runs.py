@@ -8,7 +8,7 @@ from unittest.mock import patch
 from bapo_trl.tasks import warm_start_path
 from bapo_trl.tasks.model import MODEL_SETTINGS
 from tests.e2e.launching import vllm_server
-from tests.helpers.commands import free_port, run_command
+from tests.helpers.commands import free_port, run_command, succeeded
 from tests.helpers.fault_counts import CPU_LIMIT, cases
 from tests.helpers.slopes import growth
 
@@ -31,8 +31,7 @@ def test_a_long_run_over_a_server_does_not_grow(tmp_path, monkeypatch):
             "max_steps": updates,
         }
         command = [sys.executable, "-m", "tests.e2e.faults.long_run_worker", str(tmp_path), json.dumps(settings)]
-        result = run_command(command, timeout_s=1800)
-    assert result.returncode == 0, result.stderr[-4000:]
+        succeeded(run_command(command, timeout_s=1800))
     lines = [json.loads(line) for line in (tmp_path / "measurements.jsonl").read_text().splitlines()]
     assert len(lines) == updates
     warm = lines[updates // 3 :]

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from tests.e2e.launching import ENGINES, run_ranks, vllm_server
 from tests.e2e.test_partial_rollouts import WIDE, save
-from tests.helpers.commands import free_port
+from tests.helpers.commands import free_port, succeeded
 from tests.helpers.fault_counts import cases
 from tests.helpers.ranks import read_ranks
 from tests.helpers.toy import toy_model
@@ -95,9 +95,7 @@ def run(servers, folder, engine, faults=(), wait_s=BACK_S, **settings):
         **settings,
     }
     worker = ["-m", "tests.e2e.faults.server_worker", folder, json.dumps(settings)]
-    result = run_ranks(engine, worker, timeout_s=100 + 150 * len(list(faults)))
-    output = result.stdout + result.stderr
-    assert result.returncode == 0, output[-8000:]
+    succeeded(run_ranks(engine, worker, timeout_s=100 + 150 * len(list(faults))))
     return read_ranks(folder, **ENGINES[engine])
 
 
