@@ -36,15 +36,9 @@ from tests.helpers.toy import (
 
 
 SMALL = {
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 1,
-    "steps_per_generation": 2,
-    "num_iterations": 1,
-    "num_generations": 2,
-    "max_completion_length": 4,
-    "gradient_checkpointing": False,
-    "max_steps": 1,
-}
+    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 1,
+    "num_generations": 2, "max_completion_length": 4, "gradient_checkpointing": False, "max_steps": 1,
+}  # fmt: skip
 USER = {"role": "user", "content": "1+2="}
 CALL = {
     "role": "assistant",

@@ -65,14 +65,10 @@ def vllm_server(model: Path, log: Path, port: int | None = None, flags: Sequence
     port = port or free_port()
     command = [sys.executable, "-m", "bapo_trl", "serve", "--model", str(model)]
     process = subprocess.Popen(
-        [*command, "--device", "cpu", "--port", str(port), *flags],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+        [*command, "--device", "cpu", "--port", str(port), *flags], cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
     lines: list[str] = []
     limit = threading.Timer(START_S, os.killpg, (process.pid, signal.SIGKILL))  # which ends its output, too
     limit.start()

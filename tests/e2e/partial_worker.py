@@ -73,13 +73,9 @@ def main(folder: str, settings: str) -> None:
         str(folder / "run"), **{**settings, "save_strategy": "steps", "save_steps": updates, "save_only_model": False}
     )
     trainer = Recording(
-        AutoModelForCausalLM.from_pretrained(model) if lora is None else model,
-        share_of_digits,
-        args,
-        train_dataset=dataset,
-        processing_class=AutoTokenizer.from_pretrained(model),
-        peft_config=lora,
-    )
+        AutoModelForCausalLM.from_pretrained(model) if lora is None else model, share_of_digits, args,
+        train_dataset=dataset, processing_class=AutoTokenizer.from_pretrained(model), peft_config=lora,
+    )  # fmt: skip
     with Recording.server:
         trainer.train(resume_from_checkpoint=resume)
     parked = [group.inputs["prompt"] for group in trainer._rounds.pool]

@@ -8,16 +8,11 @@ from tests.helpers.commands import ROOT
 
 
 OWNED_BY_THE_TRAINER = {
-    "gradient_accumulation_steps": 2,
-    "gradient_clipping": 1.0,
-    "train_batch_size": 8,
-    "train_micro_batch_size_per_gpu": 4,
-    "bf16.enabled": True,
-    "fp16.enabled": False,
-    "zero_optimization.reduce_bucket_size": 64**2,
-    "zero_optimization.stage3_prefetch_bucket_size": 64,
+    "gradient_accumulation_steps": 2, "gradient_clipping": 1.0, "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 4, "bf16.enabled": True, "fp16.enabled": False,
+    "zero_optimization.reduce_bucket_size": 64**2, "zero_optimization.stage3_prefetch_bucket_size": 64,
     "zero_optimization.stage3_param_persistence_threshold": 640,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "deepspeed_configs").iterdir()), ids=lambda path: path.stem)

@@ -83,14 +83,9 @@ def run(folder, model, engine="cpu_zero3", **settings) -> list[dict]:
 
 def over(server, **settings) -> dict:
     return {
-        **OVER_SERVER,
-        "vllm_server_host": "127.0.0.1",
-        "vllm_server_port": server.port,
-        "vllm_group_port": free_port(),
-        "learning_rate": 2e-4,
-        **LONGEST,
-        **settings,
-    }
+        **OVER_SERVER, "vllm_server_host": "127.0.0.1", "vllm_server_port": server.port,
+        "vllm_group_port": free_port(), "learning_rate": 2e-4, **LONGEST, **settings,
+    }  # fmt: skip
 
 
 def assert_stitched(ranks, model, folder, keys=("old_per_token_logps", "sampling_per_token_logps"), lora=False):

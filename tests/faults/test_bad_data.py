@@ -113,13 +113,9 @@ def test_the_error_of_a_prompt_that_is_none_has_a_note_of_its_row(tmp_path, prom
 def test_a_prompt_of_a_stream_is_explained_when_it_comes(tmp_path, prompt, message, partial):
     dataset = stream(*SUMS[:8], *[prompt] * 8)
     trainer = toy_trainer(
-        tmp_path,
-        opt_model(),
-        trainer_args={"train_dataset": dataset},
-        shuffle_dataset=False,
-        num_iterations=1,
+        tmp_path, opt_model(), trainer_args={"train_dataset": dataset}, shuffle_dataset=False, num_iterations=1,
         partial_rollout_oversampling=partial,
-    )
+    )  # fmt: skip
     with pytest.raises((TypeError, ValueError, IndexError), match=message):
         trainer.train()
     assert trainer.state.global_step == 2  # the two updates of the generation before

@@ -172,13 +172,9 @@ def test_updates_without_any_advantage_train_nothing(tmp_path, loss_type, scope)
     args = {"search_scope": scope, "negative_weight_min": 0.05, "max_steps": 2}
     cap = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
     trainer = toy_trainer(
-        tmp_path,
-        reward_funcs=lambda completions, **_: [1.0] * len(completions),
-        loss_type=loss_type,
-        gradient_checkpointing=False,
-        **args,
-        **cap,
-    )
+        tmp_path, reward_funcs=lambda completions, **_: [1.0] * len(completions), loss_type=loss_type,
+        gradient_checkpointing=False, **args, **cap,
+    )  # fmt: skip
     before = weights_of(trainer.model)
     logs = finite_run(trainer, args)
     assert all(log["grad_norm"] == 0 for log in logs)

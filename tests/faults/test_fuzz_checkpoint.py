@@ -21,14 +21,9 @@ pytestmark = pytest.mark.fuzz
 
 
 SETTINGS = {
-    "search_scope": "carried_over",
-    "replay_fraction": 0.5,
-    "partial_rollout_oversampling": 1.5,
-    "num_iterations": 1,
-    "gradient_checkpointing": False,
-    "save_strategy": "steps",
-    "save_steps": 2,
-}
+    "search_scope": "carried_over", "replay_fraction": 0.5, "partial_rollout_oversampling": 1.5, "num_iterations": 1,
+    "gradient_checkpointing": False, "save_strategy": "steps", "save_steps": 2,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -17,14 +17,9 @@ def run_command(
 ) -> subprocess.CompletedProcess:
     """Run a command and return what it printed; at the time limit, end it with all its children and fail."""
     process = subprocess.Popen(
-        command,
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+        command, cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1", **env}, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
     try:
         stdout, stderr = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:

@@ -14,15 +14,9 @@ from tests.rollouts.test_rollout_rounds import PARTIAL
 
 
 SETTINGS = {
-    **PARTIAL,
-    "replay_fraction": 0.5,
-    "replay_capacity": 200,
-    "learning_rate": 1e-4,
-    "logging_steps": 10,
-    "save_strategy": "steps",
-    "save_steps": 100,
-    "save_total_limit": 2,
-}
+    **PARTIAL, "replay_fraction": 0.5, "replay_capacity": 200, "learning_rate": 1e-4, "logging_steps": 10,
+    "save_strategy": "steps", "save_steps": 100, "save_total_limit": 2,
+}  # fmt: skip
 
 
 class Measurements(TrainerCallback):

@@ -112,22 +112,14 @@ SAMPLES = {
 }
 
 SETTINGS = {
-    "samples": list(SAMPLES),
-    "trains_twice": [False, True],
+    "samples": list(SAMPLES), "trains_twice": [False, True],
     "loss_type": ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"],
-    "negative_weight_min": [1.0, 0.05],
-    "negative_ratio_cap": [None, 1.0],
-    "random": list(MODELS),
-    "micro_batches": list(MICRO_BATCHES),
-    "processes": [1, 2],
-    "importance_sampling_level": ["token", "sequence"],
-    "gradient_checkpointing": [True, False],
-    "mask_truncated_completions": [False, True],
-    "top_entropy_quantile": [1.0, 0.5],
-    "off_policy_mask_threshold": [None, 0.1],
-    "replay_fraction": [0.0, 0.5],
+    "negative_weight_min": [1.0, 0.05], "negative_ratio_cap": [None, 1.0], "random": list(MODELS),
+    "micro_batches": list(MICRO_BATCHES), "processes": [1, 2], "importance_sampling_level": ["token", "sequence"],
+    "gradient_checkpointing": [True, False], "mask_truncated_completions": [False, True],
+    "top_entropy_quantile": [1.0, 0.5], "off_policy_mask_threshold": [None, 0.1], "replay_fraction": [0.0, 0.5],
     "beta": [0.0, 0.1],
-}
+}  # fmt: skip
 
 
 class StateOfEachUpdate(TrainerCallback):
@@ -203,19 +195,12 @@ def trained(folder: Path, case: dict) -> tuple[AgainstAutograd, StateOfEachUpdat
     if case["random"] == "LoHa dropout":
         parts["peft_config"] = LoHaConfig(r=4, target_modules="all-linear", init_weights=False, rank_dropout=0.3)
     trainer = toy_trainer(
-        folder / "out",
-        model=str(folder / case["random"]),
-        trainer_class=AgainstAutograd,
+        folder / "out", model=str(folder / case["random"]), trainer_class=AgainstAutograd,
         neftune_noise_alpha=5.0 if case["random"] == "embedding noise" else None,
-        steps_per_generation=args["gradient_accumulation_steps"],
-        num_iterations=2,
-        max_steps=2,
-        max_completion_length=20 if case["samples"] == "tools" else 12,
-        per_device_train_batch_size=12,
-        reward_funcs=digits_and_answers if case["samples"] == "tools" else digits_reward,
-        trainer_args=parts,
-        **args,
-    )
+        steps_per_generation=args["gradient_accumulation_steps"], num_iterations=2, max_steps=2,
+        max_completion_length=20 if case["samples"] == "tools" else 12, per_device_train_batch_size=12,
+        reward_funcs=digits_and_answers if case["samples"] == "tools" else digits_reward, trainer_args=parts, **args,
+    )  # fmt: skip
     if case["trains_twice"]:
         trainer.train()
         trainer.sizes, callback.seen = [[]], []

@@ -19,47 +19,29 @@ from bapo_trl.tasks import character_tokenizer
 
 # With gradient checkpointing on, as in TRL unless it is switched off
 CPU = {
-    "use_cpu": True,
-    "bf16": False,
-    "dataloader_pin_memory": False,
-    "report_to": "none",
-    "save_strategy": "no",
+    "use_cpu": True, "bf16": False, "dataloader_pin_memory": False, "report_to": "none", "save_strategy": "no",
     "disable_tqdm": True,
-}
+}  # fmt: skip
 
 OVER_SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_importance_sampling_mode": "token_truncate"}
 
 # Sizes all differ: 6 rows a micro-batch, 3 generations a prompt, up to 7 tokens, 2 micro-batches an update, 2 updates
 # on the samples of a generation, twice over.
 OFF_POLICY = {
-    "per_device_train_batch_size": 6,
-    "gradient_accumulation_steps": 2,
-    "steps_per_generation": 4,
-    "num_iterations": 2,
-    "num_generations": 3,
-    "max_completion_length": 7,
-    "learning_rate": 2e-2,
-    "lr_scheduler_type": "constant",
-    "logging_steps": 1,
-    "max_steps": 4,
-}
+    "per_device_train_batch_size": 6, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 2,
+    "num_generations": 3, "max_completion_length": 7, "learning_rate": 2e-2, "lr_scheduler_type": "constant",
+    "logging_steps": 1, "max_steps": 4,
+}  # fmt: skip
 
 
 def toy_model(seed: int = 0, **overrides) -> Qwen2ForCausalLM:
     tokenizer = character_tokenizer()
     torch.manual_seed(seed)
     settings = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "initializer_range": 0.3,
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "bos_token_id": None,
-    }
+        "vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.3,
+        "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None,
+    }  # fmt: skip
     return Qwen2ForCausalLM(Qwen2Config(**{**settings, **overrides}))
 
 
@@ -79,20 +61,11 @@ def opt_model(seed: int = 0, **overrides) -> OPTForCausalLM:
     tokenizer = character_tokenizer()
     torch.manual_seed(seed)
     settings = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 16,
-        "word_embed_proj_dim": 16,
-        "ffn_dim": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 64,
-        "init_std": 0.3,
-        "dropout": 0.0,
-        "attention_dropout": 0.0,
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "bos_token_id": tokenizer.eos_token_id,
-    }
+        "vocab_size": len(tokenizer), "hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 32,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64, "init_std": 0.3,
+        "dropout": 0.0, "attention_dropout": 0.0, "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.eos_token_id,
+    }  # fmt: skip
     return OPTForCausalLM(OPTConfig(**{**settings, **overrides}))
 
 

@@ -84,16 +84,10 @@ def run(servers, folder, engine, faults=(), wait_s=BACK_S, **settings):
     """Train on two ranks; return what each says."""
     server = servers.running()
     settings = {
-        "model": str(servers.model),
-        "server": server,
-        "faults": list(faults),
-        "vllm_server_port": servers.port,
-        "vllm_group_port": free_port(),
-        "vllm_request_timeout": REQUEST_S,
-        "vllm_server_timeout": wait_s,
-        "max_steps": 16,
-        **settings,
-    }
+        "model": str(servers.model), "server": server, "faults": list(faults), "vllm_server_port": servers.port,
+        "vllm_group_port": free_port(), "vllm_request_timeout": REQUEST_S, "vllm_server_timeout": wait_s,
+        "max_steps": 16, **settings,
+    }  # fmt: skip
     worker = ["-m", "tests.e2e.faults.server_worker", folder, json.dumps(settings)]
     succeeded(run_ranks(engine, worker, timeout_s=100 + 150 * len(list(faults))))
     return read_ranks(folder, **ENGINES[engine])
