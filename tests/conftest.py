@@ -22,6 +22,14 @@ def pytest_configure():
         os.environ["HOME"] = mkdtemp()
 
 
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The working directory, with a model, a reward and problems."""
+    from tests.helpers.script_runs import fill_folder  # and with it all libraries
+
+    return fill_folder(tmp_path, monkeypatch)
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items):
     for item in items:

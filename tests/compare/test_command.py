@@ -15,7 +15,7 @@ from bapo_trl.compare.execution import find_finished
 from bapo_trl.compare.results import Row, read_rows, write_row
 from bapo_trl.compare.study import read_study
 from bapo_trl.errors import InputError
-from tests.helpers.script_runs import SHORT, fill_folder
+from tests.helpers.script_runs import SHORT
 
 
 BASE = {
@@ -31,10 +31,9 @@ STUDY = {
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    fill_folder(tmp_path, monkeypatch)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    return tmp_path
+def folder(folder, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
+    return folder
 
 
 def write_study(**changes) -> None:

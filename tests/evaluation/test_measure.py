@@ -29,11 +29,6 @@ from tests.helpers.script_runs import CHAT_TEMPLATE, CPU, completions, fill_fold
 pytestmark = pytest.mark.trainings
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    return fill_folder(tmp_path, monkeypatch)
-
-
 def test_before_and_after_on_data_of_ones_own(folder, capsys):
     run(dataset_name="train.jsonl", eval_dataset="test.jsonl", extract_answer="last_number")
     out = capsys.readouterr().out

@@ -20,7 +20,7 @@ from bapo_trl.script.model_checks import check_prompts_fit
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.alike import assert_same_tensors, weights_of
 from tests.helpers.forked import run_python
-from tests.helpers.script_runs import CHAT_TEMPLATE, fill_folder, run
+from tests.helpers.script_runs import CHAT_TEMPLATE, run
 from tests.helpers.toy import (
     brevity,
     digits_reward,
@@ -250,8 +250,7 @@ def rows(*prompts) -> bytes:
         ("other.parquet", b"no parquet file", r"cannot be read \(Parquet .*give a whole parquet file"),
     ],
 )
-def test_files_that_hold_no_rows_are_named_with_the_reason(tmp_path, monkeypatch, name, content, message, streaming):
-    fill_folder(tmp_path, monkeypatch)
+def test_files_that_hold_no_rows_are_named_with_the_reason(folder, name, content, message, streaming):
     Path(name).write_bytes(content)
     with pytest.raises(ValueError, match=rf"`dataset_name` is the file '{name}', which {message}"):
         run(dataset_name=name, dataset_streaming=streaming)
@@ -265,8 +264,7 @@ def test_files_that_hold_no_rows_are_named_with_the_reason(tmp_path, monkeypatch
         ([*SUMS, 3, ["a"]], {}, "2 of the 42 prompts .* row 40 is of type int"),
     ],
 )
-def test_prompts_of_a_file(tmp_path, monkeypatch, prompts, settings, message):
-    fill_folder(tmp_path, monkeypatch)
+def test_prompts_of_a_file(folder, prompts, settings, message):
     Path("prompts.jsonl").write_bytes(rows(*prompts))
     with pytest.raises(ValueError, match=message):
         run(dataset_name="prompts.jsonl", **settings)

@@ -9,15 +9,10 @@ import pytest
 from bapo_trl.errors import InputError
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.recipes import DEMO_FOLDER
-from tests.helpers.script_runs import fill_folder, run
+from tests.helpers.script_runs import run
 
 
 SAVING = {"dataset_name": "train.jsonl", "save_strategy": "steps", "save_steps": "2"}
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    return fill_folder(tmp_path, monkeypatch)
 
 
 def contents(folder="out") -> dict[str, bytes]:

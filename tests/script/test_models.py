@@ -10,18 +10,13 @@ from transformers import AutoModelForCausalLM
 from bapo_trl import BAPOTrainer
 from bapo_trl.errors import InputError
 from bapo_trl.script.model_checks import missing_targets
-from tests.helpers.script_runs import completions, fill_folder, results, run, train_bapo
+from tests.helpers.script_runs import completions, results, run, train_bapo
 
 
 pytestmark = pytest.mark.trainings
 
 
 LORA = {"use_peft": "true", "lora_r": 4, "lora_target_modules": "q_proj|v_proj", "max_steps": 4}
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    return fill_folder(tmp_path, monkeypatch)
 
 
 @pytest.fixture
