@@ -11,8 +11,7 @@ from trl import GRPOConfig
 
 from .clip_bounds import MEASURES, SEARCH_ORDERS
 from .clip_bounds.grid import SINGLE_POINT, BoundGrid
-from .clip_bounds.loss_kernels import UNCLIPPED_LOSS_TYPES
-from .clip_bounds.settings import BOUND_PARTS, SCOPES, check_search
+from .clip_bounds.settings import BOUND_PARTS, SCOPES, UNCLIPPED_LOSS_TYPES, check_search
 from .clip_bounds.tokens import WEIGHTINGS
 from .errors import InputError
 from .inputs.setting_checks import (

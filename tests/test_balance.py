@@ -128,8 +128,7 @@ def test_a_constant_weight_holds_where_an_update_has_no_negative_tokens(tmp_path
         tmp_path, loss_type="vespo", negative_weight_min=0.25, positive_contribution_target=1.0, scale_rewards="none",
     )  # fmt: skip
     curves_of_positives = Contributions(torch.tensor([2.0]), torch.tensor([0.0]))
-    trainer._bounds._search._curves = curves_of_positives
-    bounds = trainer._bounds._search.choose()
+    bounds = trainer._bounds._search(curves_of_positives)
     assert (bounds.negative_weight.item(), bounds.positive_share.item()) == (0.25, 1.0)
 
 

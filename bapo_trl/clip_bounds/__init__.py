@@ -1,7 +1,7 @@
 """
 The method: clip bounds chosen for each optimizer update such that positive-advantage tokens contribute a set share.
 
-Pure but for [`~run_search.BoundSearch`], which collects the curves of a run, and [`~update_log.UpdateLog`], which
+Pure but for [`~update_bounds.UpdateBounds`], which chooses the bounds of a run, and [`~update_log.UpdateLog`], which
 collects what is logged of an update. Knows nothing of TRL, of replay or of partial rollouts.
 
 References:

@@ -10,13 +10,13 @@ from ..errors import InputError
 from ..inputs.setting_checks import SIZES, check_counts, check_number
 from .curves import MEASURES
 from .grid import BoundGrid
-from .loss_kernels import UNCLIPPED_LOSS_TYPES
 from .search import SEARCH_ORDERS
 from .tokens import WEIGHTINGS
 
 
 SCOPES = ("batch", "micro_batch", "carried_over")
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+UNCLIPPED_LOSS_TYPES = ("cispo", "sapo", "vespo")  # without clip bounds to search
 BOUND_PARTS = tuple(part.name for part in fields(BoundGrid))
 
 

@@ -140,3 +140,32 @@ def policy_tokens(
     if weighting == "behavior_prob":
         weights = weights * old_per_token_logps.exp()
     return PolicyTokens(log_ratio, log_ratio.exp(), advantages, weights, mask)
+
+
+# Under a loss without clip bounds, a token of weight `w`, advantage `A` and ratio `r` has the gradient `w |A| size(r)`
+# with respect to its log-probability; the size of VESPO is TRL's `GRPOTrainer.get_gamma_weights`
+
+
+def cispo_gradient_size(ratio: torch.Tensor, cap: float) -> torch.Tensor:
+    """
+    Return `min(r, cap)`: CISPO keeps the gradient of every token, weighed by its capped ratio.
+
+    References:
+        https://huggingface.co/papers/2506.13585
+    """
+    return ratio.clamp(max=cap)
+
+
+def sapo_gradient_size(
+    ratio: torch.Tensor, advantages: torch.Tensor, temperature_pos: float, temperature_neg: float
+) -> torch.Tensor:
+    """
+    Return `4 s (1 - s) r` with `s = sigmoid(temperature (r - 1))`, the derivative of SAPO's soft gate by `log r`.
+
+    The sign of the advantages, of a shape that broadcasts with `ratio`, chooses the temperature.
+
+    References:
+        https://huggingface.co/papers/2511.20347
+    """
+    gate = torch.sigmoid(torch.where(advantages > 0, temperature_pos, temperature_neg) * (ratio - 1))
+    return 4 * gate * (1 - gate) * ratio

@@ -4,16 +4,16 @@ import functools
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
-from .curves import Contributions
+from .carried_curves import CarriedCurves
+from .curves import Contributions, contributions, size_contributions
 from .grid import SINGLE_POINT
-from .run_search import BoundSearch
-from .search import ClipBounds
+from .search import ClipBounds, search_bounds, share_under
 from .tokens import PolicyTokens
 from .update_log import UpdateLog, measure_tokens
 
@@ -25,18 +25,13 @@ class UpdateBounds:
     """
     Chooses the clip bounds of each update of a run, and collects what is logged of it.
 
-    An update is `begin`, `observe` for each of its micro-batches, `close`. All ranks make the same calls.
+    An update is `begin`, `observe` for each of its micro-batches, `close`. All ranks make the same calls. `current` is
+    the outcome of the latest search; before the first one, the start bounds.
 
     Args:
         settings ([`~bapo_config.BAPOConfig`]): Of the run.
-        accelerator ([`~accelerate.Accelerator`]): Of the run.
-        read_tokens (`Callable`): Micro-batch, log-probabilities and entropies, `(B, T)` each, in;
-            [`~tokens.PolicyTokens`] out.
-        read_masses (`Callable`): Micro-batch in; the sum of w |A| of each sign out, as [`~curves.Contributions`] of
-            one point.
-
-    Attributes:
-        current ([`~search.ClipBounds`]): Outcome of the latest search; before the first one, the start bounds.
+        read_tokens (`Callable`): Micro-batch, log-probabilities and entropies, `(B, T)` each, in; its tokens out.
+        read_masses (`Callable`): Micro-batch in; the sum of w |A| of each sign out, as curves of one point.
     """
 
     def __init__(
@@ -49,20 +44,12 @@ class UpdateBounds:
     ):
         self._settings, self._accelerator = settings, accelerator
         self._read_tokens, self._read_masses = read_tokens, read_masses
-        self._search = BoundSearch(
-            settings.bound_grid,
-            measure=settings.contribution_measure,
-            target=settings.positive_contribution_target,
-            order=settings.search_order,
-            delta=settings.delta,
-            negative_weight_min=settings.negative_weight_min,
-            has_constant_weight=settings.has_constant_weight,
-            negative_ratio_cap=settings.negative_ratio_cap,
-            device=accelerator.device,
-            sum_over_ranks=partial(accelerator.reduce, reduction="sum"),
-        )
+        self._grid = settings.bound_grid
+        self._curves: Contributions | None = None  # of the tokens since the last search, of this rank
+        self._carried = CarriedCurves(self._grid, accelerator.device)
         self._log = UpdateLog(settings.has_clip_bounds, has_target=not settings.has_constant_weight)
-        self.current = self._search.start_bounds()
+        nothing = torch.zeros((), device=accelerator.device)
+        self.current = self._search(self._carried.scaled_to(Contributions(nothing, nothing)))
         self._carries_over = settings.search_scope == "carried_over" and settings.is_adaptive
         self._searches_ahead = False
         self._masses_of_buffer: list[Contributions] = []  # of each micro-batch, of all ranks
@@ -86,9 +73,6 @@ class UpdateBounds:
                 updates. `None` for a loss of a batch of the caller's own.
             window (sequence of `int`): Positions in it of those of the update.
             read_ahead (`Callable`): Returns the tokens of these as their losses will see them.
-
-        Returns:
-            The bounds of its first micro-batch.
         """
         self._copy_versions(buffer, window)
         searches_batch = self._settings.search_scope == "batch" and len(window) > 1 and self._settings.is_adaptive
@@ -98,15 +82,16 @@ class UpdateBounds:
         is_first = self._buffer_of_masses is not buffer  # update on these samples
         if is_first or not self._carries_over:
             for tokens in read_ahead():
-                self._search.add(tokens)
+                self._add(tokens)
         if not self._carries_over:
-            return self._use(self._search.choose())
+            return self._use(self._search(self._take_curves()))
         if is_first:
             self._take_masses(buffer)
         self._masses_of_update = functools.reduce(operator.add, [self._masses_of_buffer[i] for i in window])
         if is_first:  # nothing to carry over: the curves of the update itself
-            self._search.carry(self._masses_of_update)
-        self.current = self._search.choose_carried(self._masses_of_update)  # logged with the shares of its own tokens
+            self._carried.learn(self._take_curves(), self._masses_of_update)
+        # Logged with the shares of its own tokens
+        self.current = self._search(self._carried.scaled_to(self._masses_of_update))
         return self.current
 
     @torch.no_grad()
@@ -123,22 +108,20 @@ class UpdateBounds:
 
         Args:
             inputs (`dict`): TRL's micro-batch. Its `advantages` are replaced.
-            per_token_logps (`torch.Tensor`): Log-probabilities under the current policy, `(B, T)`.
-            entropies (`torch.Tensor`, *optional*): Entropies, `(B, T)`.
+            per_token_logps (`torch.Tensor`): Under the current policy, `(B, T)`, as the entropies.
             version (`int`): Of the current policy.
             is_last (`bool`): Whether the update ends with it.
-
-        Returns:
-            The bounds of its loss.
         """
         tokens = self._read_tokens(inputs, per_token_logps, entropies)
         if self._carries_over or not self._searches_ahead:
-            self._search.add(tokens)
+            self._add(tokens)
         if self._carries_over and is_last:
-            curves = self._search.carry(self._masses_of_update)
-            self._use(self._search.judge(self.current, curves))
+            curves = self._take_curves()
+            self._carried.learn(curves, self._masses_of_update)
+            target = self._settings.positive_contribution_target
+            self._use(share_under(self.current, curves, self._grid, target))
         elif not self._searches_ahead and (is_last or self._settings.search_scope == "micro_batch"):
-            self._use(self._search.choose())
+            self._use(self._search(self._take_curves()))
         cap, delta = self._settings.negative_ratio_cap, self._settings.delta
         if self._settings.negative_weight_min < 1 or cap is not None:
             inputs["advantages"] = tokens.balanced_advantages(self.current.negative_weight, cap)
@@ -163,15 +146,46 @@ class UpdateBounds:
     def save(self, folder: str) -> None:
         """Write the curves that are carried over into a checkpoint folder."""
         if self._carries_over:
-            self._search.carried.save(folder)
+            self._carried.save(folder)
 
     def load(self, folder: str) -> None:
         """Restore them. Without them there, the first update starts as in a new run, with a warning."""
-        if self._carries_over and not self._search.carried.load(folder):
+        if self._carries_over and not self._carried.load(folder):
             warnings.warn(
                 f"The checkpoint {folder} holds no carried curves on these candidate bounds: a sign of advantages "
                 "that the first update lacks counts as in fresh samples."
             )
+
+    def _add(self, tokens: PolicyTokens) -> None:
+        """Add the tokens of a micro-batch to those of the next search."""
+        settings, cap = self._settings, self._settings.negative_ratio_cap
+        if tokens.gradient_size is None:
+            curves = contributions(
+                tokens.ratio,
+                tokens.advantages,
+                tokens.weights,
+                self._grid,
+                measure=settings.contribution_measure,
+                delta=settings.delta,
+                negative_ratio_cap=cap,
+            )
+        else:
+            curves = size_contributions(tokens.gradient_size, tokens.balanced_advantages(1.0, cap), tokens.weights)
+        self._curves = curves if self._curves is None else self._curves + curves
+
+    def _take_curves(self) -> Contributions:
+        """Return the curves of the tokens since the last search, of all ranks."""
+        total = self._accelerator.reduce(self._curves.as_vector(), reduction="sum")
+        self._curves = None
+        return Contributions.from_vector(total, self._grid)
+
+    def _search(self, curves: Contributions) -> ClipBounds:
+        settings = self._settings
+        target, smallest = settings.positive_contribution_target, settings.negative_weight_min
+        bounds = search_bounds(curves, self._grid, target, settings.search_order, smallest)
+        if settings.has_constant_weight:
+            bounds = replace(bounds, negative_weight=torch.full_like(bounds.negative_weight, smallest))
+        return bounds
 
     def _use(self, bounds: ClipBounds) -> ClipBounds:
         self._log.searches.append(bounds)

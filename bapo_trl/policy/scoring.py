@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from ..clip_bounds import Contributions, size_contributions
-from ..clip_bounds.loss_kernels import cispo_gradient_size, sapo_gradient_size
-from ..clip_bounds.tokens import PolicyTokens, policy_mask, policy_tokens
+from ..clip_bounds.tokens import PolicyTokens, cispo_gradient_size, policy_mask, policy_tokens, sapo_gradient_size
 from ..upstream.forward_passes import forked_random_state, in_eval_mode, without_gradient_checkpointing
 from ..upstream.trl_compat import FORWARD_KEYS
 

@@ -20,7 +20,7 @@ METHOD = (
     Mutant("contributions", "counts &= block_ratio <= delta", "counts &= block_ratio >= 0"),
     Mutant("BAPOTrainer._compute_loss", "self._inputs_in_loss = dict(inputs)", "self._inputs_in_loss = inputs"),
     Mutant("CarriedCurves.learn", "curves.positive / masses.positive", "curves.positive"),
-    Mutant("BoundSearch.add", "self._curves + curves", "curves"),
+    Mutant("UpdateBounds._add", "self._curves + curves", "curves"),
     Mutant("policy_tokens", "(log_ratio * mask).sum(dim=1, keepdim=True)", "log_ratio.sum(dim=1, keepdim=True)"),
 )
 REPLAY = (

@@ -28,7 +28,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import utils as trl_utils
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.clip_bounds import run_search
+from bapo_trl.clip_bounds.update_bounds import UpdateBounds
 from tests.helpers.toy import ending_model, toy_dataset, toy_model, toy_trainer
 from tests.rehearsal.accelerator import Rehearsal, register
 
@@ -186,7 +186,7 @@ def main(output: str) -> None:
 
 def mutants(device: torch.device) -> dict[str, Any]:
     """Return what shows of searches that read a number, keep 16 bytes a token, or take a tensor of the CPU."""
-    add = run_search.BoundSearch.add
+    add = UpdateBounds._add
 
     def reading(self, tokens):
         tokens.advantages.sum().item()
@@ -200,18 +200,18 @@ def mutants(device: torch.device) -> dict[str, Any]:
         add(self, replace(tokens, weights=torch.ones(tokens.weights.shape)))
 
     try:
-        run_search.BoundSearch.add = reading
+        UpdateBounds._add = reading
         reads = rehearse(True, CASES["batch"], device)
-        run_search.BoundSearch.add = keeping
+        UpdateBounds._add = keeping
         (row,) = held(device, ["micro_batch"], ["0.5B"])
-        run_search.BoundSearch.add = elsewhere
+        UpdateBounds._add = elsewhere
         try:
             rehearse(True, CASES["batch"], device)
         except RuntimeError as error:
             return {"reads": reads, "held": row, "error": str(error)}
         return {"reads": reads, "held": row, "error": ""}
     finally:
-        run_search.BoundSearch.add = add
+        UpdateBounds._add = add
 
 
 def draws(device: torch.device) -> dict[str, Any]:
