@@ -15,8 +15,11 @@ from .clip_bounds.settings import BOUND_PARTS, SCOPES, UNCLIPPED_LOSS_TYPES, che
 from .clip_bounds.tokens import WEIGHTINGS
 from .errors import InputError
 from .inputs.setting_checks import (
+    SIZES,
     check_batch_sizes,
+    check_counts,
     check_device,
+    check_number,
     check_numbers,
     check_types,
     check_values_of_trl,
@@ -24,8 +27,8 @@ from .inputs.setting_checks import (
 )
 from .replay.queue import smallest_max_staleness
 from .replay.settings import check_replay
+from .rollouts.checks import check_partial_rollouts
 from .rollouts.sampling_settings import biased_settings
-from .rollouts.settings import check_partial_rollouts
 from .upstream.cpu_speed import has_bfloat16
 from .vllm_server.settings import check_vllm
 
@@ -440,6 +443,10 @@ class BAPOConfig(GRPOConfig):
     def _validate(self):
         if self.loss_type == "cispo" and self.epsilon is None:  # TRL caps at it where `epsilon_high` is not set
             self.epsilon = GRPOConfig.epsilon
+        check_counts(self, SIZES)
+        for name in ("delta", "epsilon", "epsilon_high"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name))
         check_search(self)
         check_partial_rollouts(self)
         check_replay(self)

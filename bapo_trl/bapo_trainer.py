@@ -29,10 +29,9 @@ from .inputs.setting_checks import check_eval_groups, check_values_of_trl
 from .policy.behavior import BehaviorPolicy
 from .policy.scoring import read_masses, read_tokens, read_tokens_ahead, score, warn_if_padding_counts
 from .replay.mixer import is_queue_file, make_replay
-from .rollouts.checkpoint import is_pool_file
-from .rollouts.handover import finish_groups, is_trained_to_its_end, make_rounds
-from .rollouts.rounds import RolloutBatch, check_no_pool
-from .rollouts.sampler_limits import token_cap
+from .rollouts.checkpoint import check_no_pool, is_pool_file
+from .rollouts.handover import finish_groups, is_trained_to_its_end, make_rounds, token_cap
+from .rollouts.rounds import RolloutBatch
 from .upstream import fixes, trl_compat
 from .upstream.forward_passes import has_random_forward, without_gradient_checkpointing
 from .upstream.trl_compat import get_config_model_id, shuffle_sequence_dict, split_tensor_dict

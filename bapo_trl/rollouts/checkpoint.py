@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..checkpoints.rank_files import SENSELESS, RankFiles
+from ..errors import InputError
 from .pool import Group, PartialCompletion, PoolCounts, PoolState
 
 
@@ -60,10 +61,8 @@ def load_pool(folder: str | Path, rank: int, num_ranks: int) -> PoolState | None
     Read what one rank takes over from a checkpoint folder.
 
     With another number of ranks than at saving, the groups of all ranks are dealt out again, in the order of their
-    numbers: the i-th goes to rank i modulo the number of ranks. The counts of saved rank i go to the same.
-
-    Returns:
-        [`~pool.PoolState`], or `None` if the folder holds no pool.
+    numbers: the i-th goes to rank i modulo the number of ranks. The counts of saved rank i go to the same. `None` if
+    the folder holds no pool.
 
     Raises:
         ValueError: If a file is damaged, missing or not ours, naming it.
@@ -85,6 +84,17 @@ def load_pool(folder: str | Path, rank: int, num_ranks: int) -> PoolState | None
         next_id=max(state.next_id for state in states),
         next_place=max(state.next_place for state in states),
     )
+
+
+def check_no_pool(folder: str | Path) -> None:
+    """Refuse to resume without partial rollouts from a checkpoint that holds unfinished ones."""
+    num_ranks = len(FILES.find(folder))
+    groups = sum(len(load_pool(folder, rank, num_ranks).groups) for rank in range(num_ranks))
+    if groups:
+        raise InputError(
+            f"`partial_rollout_oversampling` is 1.0, but the checkpoint {folder} holds {groups} unfinished groups, "
+            "which would be lost: set it to what it was."
+        )
 
 
 def _read(path: Path) -> PoolState:

@@ -1,25 +1,22 @@
 """What partial rollouts take from a trainer: its sizes, prompts, sampler and scores."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 
-from ..upstream.trl_compat import pad
+from ..upstream.trl_compat import HAS_OPENAI_CLIENT, pad
+from .checks import check_trainer
 from .pool import RolloutPool
-from .rounds import RolloutBatch, RolloutRounds, Sampler, check_supported
-from .sampler_limits import sampler_window
+from .rounds import RolloutBatch, RolloutRounds, Sampler
 
 
 def make_rounds(trainer: Any) -> RolloutRounds:
-    """
-    Return the rounds of a run, with an empty pool. All ranks make this call together, and their server is there.
-
-    Raises:
-        ValueError: If the trainer's completions cannot be parked, see [`~rollouts.rounds.check_supported`].
-    """
-    check_supported(trainer)
+    """Return the rounds of a run, with an empty pool. All ranks make this call together, and their server is there."""
+    check_trainer(trainer)
     args, accelerator = trainer.args, trainer.accelerator
     pool = RolloutPool(
         trainer.num_generations,
@@ -49,10 +46,7 @@ def finish_groups(
     Let the prompts of a generation in; return the groups that go to training, and the metrics of the rounds.
 
     Args:
-        trainer ([`~trl.GRPOTrainer`]): In training.
-        rounds ([`~rollouts.rounds.RolloutRounds`]): Of the run.
         inputs (sequence of `dict`): Rows of the dataset, those of a group one after the other.
-        sample (`Callable`): Continues token ids under the current policy, see [`~rollouts.rounds.Sampler`].
         score (`Callable`): Returns the log-probabilities of a batch, `(B, T)`, under the current policy.
     """
     args, version = trainer.args, trainer.state.global_step
@@ -72,11 +66,9 @@ def finish_groups(
 
 def is_trained_to_its_end(trainer: Any, generated_at: tuple[int, int]) -> bool:
     """
-    Return whether the updates on the latest generation are made; a save may come before the step of the last one.
+    Return whether the updates on the latest generation, of this policy version and micro-batch, are made.
 
-    Args:
-        trainer ([`~trl.GRPOTrainer`]): In training.
-        generated_at (pair of `int`): Policy version and micro-batch of the generation.
+    A save may come before the step of the last one.
     """
     (version, first), step = generated_at, trainer._step
     updates = math.ceil((step - first) / trainer.args.gradient_accumulation_steps)
@@ -92,3 +84,42 @@ def _score_completions(trainer: Any, score, prompts, completions) -> list[list[f
         batch[f"{name}_ids"] = padded.to(trainer.accelerator.device)
         batch[f"{name}_mask"] = pad(masks, padding_value=0, padding_side=side).to(trainer.accelerator.device)
     return [row[: len(tokens)] for row, tokens in zip(score(batch).tolist(), completions, strict=True)]
+
+
+@contextmanager
+def token_cap(trainer: Any, num_tokens: int) -> Iterator[None]:
+    """Let the trainer's sampler decode at most `num_tokens` a call; afterwards, what it did before."""
+    if trainer.use_vllm:
+        vllm = trainer.vllm_generation
+        before, vllm.max_completion_length = vllm.max_completion_length, num_tokens
+        try:
+            yield
+        finally:
+            vllm.max_completion_length = before
+        return
+    # transformers reads one, and TRL copies the other into the model's own generation config
+    config, kwargs = trainer.generation_config, trainer.generation_kwargs
+    both_before = config.max_new_tokens, kwargs["max_new_tokens"]
+    config.max_new_tokens = kwargs["max_new_tokens"] = num_tokens
+    try:
+        yield
+    finally:
+        config.max_new_tokens, kwargs["max_new_tokens"] = both_before
+
+
+def sampler_window(trainer: Any) -> int | None:
+    """
+    Return the largest number of tokens of a prompt and its completion that vLLM takes, the same on all ranks.
+
+    `None` for transformers, which sets no limit, and for the server of TRL up to 1.14, which does not tell it.
+    """
+    if not trainer.use_vllm:
+        return None
+    if trainer.vllm_mode == "colocate":
+        return trainer.vllm_generation.llm.llm_engine.model_config.max_model_len
+    if not HAS_OPENAI_CLIENT:
+        return None
+    window = None
+    if trainer.accelerator.is_main_process:
+        window = trainer.vllm_generation.vllm_client.get_server_info()["model_config"]["max_model_len"]
+    return broadcast_object_list([window])[0]

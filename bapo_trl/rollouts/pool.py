@@ -26,14 +26,12 @@ class PartialCompletion:
     A completion as far as it goes.
 
     Args:
-        tokens (`list[int]`): Token ids so far.
         segments (`list[list[int]]`): Policy version and number of tokens of each segment, the oldest first. Versions
             rise.
         logps (`list[float]`): Log-probabilities of the first tokens, under the policy that sampled each. Fewer than
             `tokens` until the latest segment is scored.
         sampler_logps (`list[float | None]`): Log-probability that the sampler reported for each token; empty if it
             reports none.
-        has_ended (`bool`): Whether no token will follow.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -64,10 +62,8 @@ class Group:
     A prompt and its completions.
 
     Args:
-        id (`int`): Number of the group: unique over ranks and epochs.
+        id (`int`): Unique over ranks and epochs.
         inputs (`dict`): The prompt's row of the dataset.
-        prompt_ids (`list[int]`): Token ids of the prompt.
-        completions (`list[PartialCompletion]`): As many as `num_generations`.
         completed_as (`int`, *optional*): Place in the order in which groups of the pool became complete; `None` while
             one has not.
     """
@@ -104,15 +100,7 @@ class Continuation:
 
 @dataclass
 class PoolCounts:
-    """
-    What a pool has done since the start of the run.
-
-    Args:
-        emitted (`int`): Completions that left for training.
-        emitted_tokens (`int`): Tokens of these.
-        ended (`int`): Completions that have ended, those that left among them.
-        ended_tokens (`int`): Tokens of these.
-    """
+    """What a pool has done since the start of the run: completions that left for training, and that have ended."""
 
     emitted: int = 0
     emitted_tokens: int = 0
@@ -192,12 +180,9 @@ class RolloutPool:
         before the cap of the call for a reason of its own.
 
         Args:
-            continuations (sequence of [`Continuation`]): What was continued, from [`RolloutPool.unfinished`].
             tokens (sequence of sequences of `int`): New token ids of each.
-            policy_version (`int`): Version of the policy that sampled them.
             cap (`int`): Largest number of new tokens that the call allowed: no more than any of the completions has
                 left.
-            sampler_logps (sequence of sequences, *optional*): Log-probability that the sampler reports for each token.
 
         Raises:
             ValueError: If a completion got no token, more than it may, or tokens after its end.
@@ -238,7 +223,7 @@ class RolloutPool:
         """
         Return the groups with a token older than `oldest_version`: they may not wait for another generation.
 
-        Those with the oldest token come first.
+        Those with the oldest token come first. `None` for no limit.
         """
         if oldest_version is None:
             return []
@@ -256,11 +241,6 @@ class RolloutPool:
         Let complete groups leave: first those that may not wait, then in the order in which they became complete.
 
         If more than `count` may not wait, the oldest of them leave.
-
-        Args:
-            count (`int`): Number of groups.
-            oldest_version (`int`, *optional*): Groups with a token of an older policy version may not wait. `None` for
-                no limit.
 
         Raises:
             ValueError: If there are fewer complete groups, or one that may not wait is not complete.
@@ -325,8 +305,6 @@ class PoolState:
     What a pool is made of: see [`RolloutPool.state`].
 
     Args:
-        groups (`list[Group]`): Groups in the order of admission.
-        counts ([`PoolCounts`]): What the pool has done.
         next_id (`int`): Number that the next group gets, or a smaller one that no group has.
         next_place (`int`): Place of the next group that becomes complete.
     """

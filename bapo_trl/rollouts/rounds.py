@@ -8,19 +8,17 @@ the end with another. Legend: `B` rows, `T` completion tokens.
 import copy
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
-from trl import GRPOTrainer
 
 from ..checkpoints.rank_errors import raising_on_all_ranks
 from ..errors import InputError
-from .checkpoint import FILES, load_pool, save_pool
-from .dataset_rows import check_dataset, check_row
+from .checkpoint import load_pool, save_pool
+from .checks import check_row
 from .pool import Group, PartialCompletion, PoolState, RolloutPool
-from .sampling_settings import broken_across_calls
 
 
 PARTIAL_METRICS = {
@@ -51,10 +49,10 @@ class RolloutBatch:
 
     def __init__(self, groups: Sequence[Group]):
         self._groups = list(groups)
-        self._completions: list[PartialCompletion] = [each for group in groups for each in group.completions]
+        self.completions: list[PartialCompletion] = [each for group in groups for each in group.completions]
 
     def __len__(self) -> int:
-        return len(self._completions)
+        return len(self.completions)
 
     @property
     def inputs(self) -> list[dict[str, Any]]:
@@ -69,69 +67,53 @@ class RolloutBatch:
     @property
     def tokens(self) -> list[list[int]]:
         """Token ids of each completion."""
-        return [list(completion.tokens) for completion in self._completions]
+        return [list(completion.tokens) for completion in self.completions]
 
     @property
     def sampler_logps(self) -> list[list[float | None]] | None:
         """Log-probability that the sampler reported for each token; `None` if it reports none."""
-        return [list(each.sampler_logps) for each in self._completions] if self._completions[0].sampler_logps else None
-
-    @property
-    def num_segments(self) -> list[int]:
-        """Number of segments of each completion."""
-        return [len(completion.segments) for completion in self._completions]
-
-    @property
-    def oldest_versions(self) -> torch.Tensor:
-        """Policy version of the oldest token of each row, shape `(B,)`, on the CPU."""
-        return torch.tensor([completion.segments[0][0] for completion in self._completions])
-
-    def token_versions(self, num_tokens: int) -> torch.Tensor:
-        """Return the policy version that sampled each token, `(B, num_tokens)`, on the CPU; padded with the last."""
-        rows = [each.versions + [each.segments[-1][0]] * (num_tokens - len(each.tokens)) for each in self._completions]
-        return torch.tensor(rows)
+        return [list(each.sampler_logps) for each in self.completions] if self.completions[0].sampler_logps else None
 
     def behavior_logps(self, num_tokens: int) -> torch.Tensor:
         """Return each token's log-probability under the policy that sampled it, `(B, num_tokens)`, padded with 0."""
-        rows = [each.logps + [0.0] * (num_tokens - len(each.tokens)) for each in self._completions]
+        rows = [each.logps + [0.0] * (num_tokens - len(each.tokens)) for each in self.completions]
         return torch.tensor(rows, dtype=torch.float32)
 
     def complete(self, batch: dict[str, Any], num_rows: int) -> dict[str, Any]:
-        """
-        Return TRL's batch of these rows with what TRL does not know of them, and as many rows as a generation has.
-
-        Args:
-            batch (`dict`): TRL's batch.
-            num_rows (`int`): Number of rows wanted, see [`pad_with_masked_rows`].
-        """
+        """Return TRL's batch of these with what TRL does not know of them, and `num_rows` rows."""
         completion_ids = batch["completion_ids"]
         num_tokens = completion_ids.size(1)
         batch["old_per_token_logps"] = self.behavior_logps(num_tokens).to(completion_ids.device)
-        batch["policy_version"] = self.oldest_versions
-        batch["token_versions"] = self.token_versions(num_tokens)
+        # On the CPU: the oldest of each row, and those of its tokens, padded with the last
+        versions = [completion.versions for completion in self.completions]
+        batch["policy_version"] = torch.tensor([row[0] for row in versions])
+        batch["token_versions"] = torch.tensor([row + row[-1:] * (num_tokens - len(row)) for row in versions])
         return pad_with_masked_rows(batch, num_rows)
 
 
+@dataclass
 class RolloutRounds:
-    """Generations of one rank with partial rollouts."""
+    """
+    Generations of one rank with partial rollouts.
 
-    def __init__(
-        self,
-        pool: RolloutPool,
-        *,
-        num_groups: int,
-        num_held: int,
-        chunk_length: int,
-        gather: Callable[[list[float]], list[list[float]]],
-    ):
-        self.pool = pool
-        self.before_generation: PoolState = pool.state()
+    Args:
+        num_groups (`int`): Groups of a generation, on this rank as the others.
+        num_held (`int`): Groups that stay in flight when a generation ends.
+        chunk_length (`int`): Largest number of tokens of a call.
+        gather (`Callable`): Numbers of this rank in; those of each rank out.
+    """
+
+    pool: RolloutPool
+    _: KW_ONLY
+    num_groups: int
+    num_held: int
+    chunk_length: int
+    gather: Callable[[list[float]], list[list[float]]]
+
+    def __post_init__(self):
+        self.before_generation: PoolState = self.pool.state()
         """The pool as it was before the prompts of the latest generation entered."""
         self._is_generating = False
-        self._num_groups = num_groups
-        self._num_held = num_held
-        self._chunk_length = chunk_length
-        self._gather = gather
 
     def generate(
         self,
@@ -146,11 +128,8 @@ class RolloutRounds:
 
         Args:
             prompts (sequence of pairs): For each new group, the prompt's row of the dataset and its token ids.
-            policy_version (`int`): Version of the current policy.
             oldest_version (`int`, *optional*): Groups with a token of an older version are decoded to their end, and
                 go. `None` for no limit.
-            sample (`Callable`): Continues token ids under the current policy, see [`Sampler`].
-            score (`Callable`): Scores completions under the current policy, see [`Scorer`].
 
         Returns:
             The groups that go to training, as many on each rank, and the values of [`PARTIAL_METRICS`] but for
@@ -165,8 +144,8 @@ class RolloutRounds:
                 check_row(inputs)
                 self.pool.admit(inputs, prompt_ids)
         # Fewer while there are not yet enough in flight: at first, and after a resume with other settings
-        smallest = int(min(size for (size,) in self._gather([len(self.pool)])))
-        wanted = min(self._num_groups, smallest - self._num_held)
+        smallest = int(min(size for (size,) in self.gather([len(self.pool)])))
+        wanted = min(self.num_groups, smallest - self.num_held)
 
         waited, rounds = len(self.pool.overdue(oldest_version)), 0
         dummy = prompts[0][1][:1]  # as short as can be: it fits whatever the cap
@@ -181,10 +160,8 @@ class RolloutRounds:
         """
         Write the pool into a checkpoint folder.
 
-        Args:
-            folder (`str` or `Path`): Checkpoint folder.
-            is_boundary (`bool`): Whether the latest generation has been trained to its end. If not, or if one is under
-                way, a resumed run generates it again: the pool is written as it was before its prompts entered.
+        Unless the latest generation has been trained to its end (`is_boundary`), or if one is under way, a resumed run
+        generates it again: the pool is written as it was before its prompts entered.
         """
         state = self.pool.state() if is_boundary and not self._is_generating else self.before_generation
         save_pool(state, folder, self.pool.rank, self.pool.num_ranks)
@@ -193,12 +170,9 @@ class RolloutRounds:
         """
         Restore the pool from a checkpoint folder. Without one there, it starts empty, with a warning.
 
-        Args:
-            folder (`str` or `Path`): Checkpoint folder.
-            reports_logps (`bool`): Whether the sampler reports the log-probability of each token.
-
         Raises:
-            ValueError: If the file is damaged, or what it holds does not go with the settings.
+            ValueError: If the file is damaged, or what it holds does not go with the settings, or with whether the
+                sampler reports log-probabilities.
         """
         state = load_pool(folder, self.pool.rank, self.pool.num_ranks)
         if state is None:
@@ -212,26 +186,21 @@ class RolloutRounds:
             )
         self.pool.restore(state)
         self.before_generation = self.pool.state()
-        held, limit = len(self.pool), self._num_held
+        held, limit = len(self.pool), self.num_held
         if held > limit and self.pool.rank == 0:
             too_old = ", too many for a `partial_rollout_max_staleness` to hold"
             warnings.warn(
                 f"The checkpoint {folder} holds {held} groups in flight for each rank, more than the {limit} that "
                 "`partial_rollout_oversampling` holds over. A generation trains as many groups as enter it, so that "
-                f"they stay as many{too_old if held > self._num_groups else ''}. Set "
+                f"they stay as many{too_old if held > self.num_groups else ''}. Set "
                 "`partial_rollout_oversampling`, the sizes of a generation and the number of processes to what they "
                 "were."
             )
 
     def describe_left(self, has_checkpoint: bool) -> str | None:
-        """
-        Return sentences on the groups that a run leaves in flight, on all ranks; `None` without any.
-
-        Args:
-            has_checkpoint (`bool`): Whether the run has saved one.
-        """
+        """Return sentences on the groups that a run leaves in flight, on all ranks; `None` without any."""
         tokens = sum(len(each.tokens) for group in self.pool for each in group.completions)
-        groups, tokens = (sum(column) for column in zip(*self._gather([len(self.pool), tokens]), strict=True))
+        groups, tokens = (sum(column) for column in zip(*self.gather([len(self.pool), tokens]), strict=True))
         if not groups:
             return None
         number = "1 group" if groups == 1 else f"{groups} groups"
@@ -248,8 +217,8 @@ class RolloutRounds:
         continuations = self.pool.unfinished()
         # One cap holds for all of them. A server refuses prompts that it would take out of the model's window, so that
         # none may go beyond `max_completion_length`.
-        cap = min([self._chunk_length, *(continuation.num_left for continuation in continuations)])
-        ranks = self._gather([self.pool.has_enough(wanted, oldest_version), cap, len(continuations)])
+        cap = min([self.chunk_length, *(continuation.num_left for continuation in continuations)])
+        ranks = self.gather([self.pool.has_enough(wanted, oldest_version), cap, len(continuations)])
         if all(has_enough for has_enough, _, _ in ranks):
             return False
         cap, most = int(min(cap for _, cap, _ in ranks)), int(max(number for _, _, number in ranks))
@@ -267,7 +236,7 @@ class RolloutRounds:
     def _score(self, score: Scorer, dummy: list[int]) -> None:
         """Score all tokens that this generation sampled, those that stay among them: the next policy differs."""
         rows = self.pool.unscored()
-        most = int(max(count for (count,) in self._gather([len(rows)])))
+        most = int(max(count for (count,) in self.gather([len(rows)])))
         missing = most - len(rows)  # sharded models are called together, with as many rows
         prompts = [group.prompt_ids for group, _ in rows] + [dummy] * missing
         completions = [completion.tokens for _, completion in rows] + [dummy[-1:]] * missing
@@ -276,11 +245,11 @@ class RolloutRounds:
             completion.logps += values[len(completion.logps) : len(completion.tokens)]
 
     def _measure(self, batch: RolloutBatch, waited: int, rounds: int) -> dict[str, float]:
-        segments, counts = batch.num_segments, self.pool.counts
+        segments, counts = [len(each.segments) for each in batch.completions], self.pool.counts
         parked = sum(len(each.tokens) for group in self.pool for each in group.completions)
         numbers = [len(self.pool.unfinished()), parked, sum(segments), len(segments), waited]
         numbers += [counts.emitted, counts.emitted_tokens, counts.ended, counts.ended_tokens]
-        ranks = self._gather([*numbers, max(segments)])
+        ranks = self.gather([*numbers, max(segments)])
         in_flight, parked, total, rows, waited, *lengths = (sum(column) for column in zip(*ranks, strict=True))
         emitted, emitted_tokens, ended, ended_tokens, _ = lengths
         return {
@@ -295,13 +264,7 @@ class RolloutRounds:
 
 
 def pad_with_masked_rows(batch: dict[str, torch.Tensor], num_rows: int) -> dict[str, torch.Tensor]:
-    """
-    Repeat rows of TRL's batch, with no token that counts, until it has `num_rows`. They train nothing.
-
-    Args:
-        batch (`dict`): TRL's batch: tensors with one row a completion, and values of the whole batch.
-        num_rows (`int`): Number of rows wanted.
-    """
+    """Repeat rows of TRL's batch, with no token that counts, until it has `num_rows`. They train nothing."""
     present = len(batch["completion_ids"])
     rows = torch.arange(num_rows) % present
     padded = {
@@ -311,56 +274,3 @@ def pad_with_masked_rows(batch: dict[str, torch.Tensor], num_rows: int) -> dict[
     padded["completion_mask"] = padded["completion_mask"].clone()
     padded["completion_mask"][present:] = 0
     return padded
-
-
-def check_supported(trainer: GRPOTrainer) -> None:
-    """
-    Refuse trainers whose completions cannot be parked on token ids alone, or not be sampled in several calls.
-
-    Raises:
-        ValueError: If the trainer has tools, environments, a `rollout_func`, a multimodal model, or a model whose own
-            generation config does not go with several calls, or if the dataset has a column that a checkpoint cannot
-            keep; names it.
-    """
-    reasons = {
-        "`tools`": bool(trainer.tools),
-        "`environment_factory`": trainer.environment_factories is not None,
-        "`rollout_func`": trainer.rollout_func is not None,
-        "a model that takes images": trainer._is_vlm,
-    }
-    for name, is_there in reasons.items():
-        if is_there:
-            raise InputError(
-                f"The trainer has {name}, which does not go with partial rollouts: an unfinished completion is kept "
-                "as token ids, and goes on from these alone. Set `partial_rollout_oversampling` to 1.0."
-            )
-    if isinstance(trainer.train_dataset, Dataset) and not trainer.args.remove_unused_columns:
-        check_dataset(trainer.train_dataset)
-    if trainer.use_vllm:
-        return
-    # transformers takes from there what the trainer does not set. `max_length` gives way to `max_new_tokens`
-    generation_config: Any = trainer.model.generation_config
-    settings = generation_config.to_diff_dict() | {"max_length": None}
-    broken = broken_across_calls({k: v for k, v in settings.items() if trainer.generation_kwargs.get(k) is None})
-    if broken:
-        raise InputError(
-            "The model's generation config does not go with partial rollouts, where a completion is sampled in "
-            f"several calls: {'; '.join(broken)}. Remove it from `model.generation_config`, or set "
-            "`partial_rollout_oversampling` to 1.0."
-        )
-
-
-def check_no_pool(folder: str | Path) -> None:
-    """
-    Refuse to resume without partial rollouts from a checkpoint that holds unfinished ones.
-
-    Raises:
-        ValueError: If the pool of a rank there is not empty.
-    """
-    num_ranks = len(FILES.find(folder))
-    groups = sum(len(load_pool(folder, rank, num_ranks).groups) for rank in range(num_ranks))
-    if groups:
-        raise InputError(
-            f"`partial_rollout_oversampling` is 1.0, but the checkpoint {folder} holds {groups} unfinished groups, "
-            "which would be lost: set it to what it was."
-        )
