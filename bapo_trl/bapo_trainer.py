@@ -28,7 +28,8 @@ from .inputs.reward_sums import best_of_k, overflowing_groups
 from .inputs.setting_checks import check_eval_groups, check_values_of_trl
 from .policy.behavior import BehaviorPolicy
 from .policy.scoring import read_masses, read_tokens, read_tokens_ahead, score, warn_if_padding_counts
-from .replay.mixer import is_queue_file, make_replay
+from .replay.checkpoint import is_queue_file
+from .replay.mixer import make_replay
 from .rollouts.checkpoint import check_no_pool, is_pool_file
 from .rollouts.handover import finish_groups, is_trained_to_its_end, make_rounds, token_cap
 from .rollouts.rounds import RolloutBatch

@@ -1,1 +1,1 @@
-"""Finished samples of past updates. The only door of this wing is `mixer`."""
+"""Finished samples of past updates."""

@@ -14,18 +14,7 @@ FILES = RankFiles("replay queue", "2", "set `replay_discard_saved` to start with
 
 
 def save_queue(queue: ReplayQueue, folder: str | Path, rank: int, num_processes: int) -> Path:
-    """
-    Write the queue of one rank into a checkpoint folder.
-
-    Args:
-        queue ([`ReplayQueue`]): The queue.
-        folder (`str` or `Path`): Checkpoint folder; made if it is not there.
-        rank (`int`): Rank of the queue.
-        num_processes (`int`): Number of ranks.
-
-    Returns:
-        `Path` of the file.
-    """
+    """Write the queue of one rank into a checkpoint folder, made if it is not there; return the file."""
     chunks, state = queue.state()
     tensors = {}
     for number, rows in enumerate(chunks):
@@ -43,20 +32,11 @@ def is_queue_file(name: str) -> bool:
 
 def load_queue(queue: ReplayQueue, folder: str | Path, rank: int, num_processes: int) -> bool:
     """
-    Restore the queue of one rank from a checkpoint folder.
+    Restore the queue of one rank from a checkpoint folder; return whether the folder holds queues.
 
     With another number of ranks than at saving, the rows of all ranks are dealt out again: in the order of the ranks,
     within a rank in the order of entry, the i-th row goes to rank i modulo the number of ranks. A rank then counts the
     evictions of the saved ranks `rank`, `rank + num_processes`, ...
-
-    Args:
-        queue ([`ReplayQueue`]): Queue to fill.
-        folder (`str` or `Path`): Checkpoint folder.
-        rank (`int`): Rank of the queue.
-        num_processes (`int`): Number of ranks now.
-
-    Returns:
-        `bool`: Whether the folder holds queues. If not, the queue is left as it is.
 
     Raises:
         ValueError: If a file is damaged, missing or not ours, naming it.
@@ -64,11 +44,12 @@ def load_queue(queue: ReplayQueue, folder: str | Path, rank: int, num_processes:
     paths = FILES.find(folder)
     if not paths:
         return False
-    saved = len(paths)
-    if saved == num_processes:
-        _restore(queue, *_read(paths[rank]), paths[rank])
-        return True
-    _restore(queue, *_deal_out(paths, rank, num_processes), paths[rank % saved])
+    path = paths[rank % len(paths)]
+    chunks, state = _read(path) if len(paths) == num_processes else _deal_out(paths, rank, num_processes)
+    try:
+        queue.restore(chunks, state)
+    except SENSELESS as error:
+        raise FILES.damaged(path, error) from error
     return True
 
 
@@ -95,13 +76,6 @@ def _deal_out(paths: list[Path], rank: int, num_processes: int) -> tuple[list[Ro
         "next_turn": max(state["next_turn"] for state in states),
         "departures": {name: sum(counts[name] for counts in evictions) for name in states[0]["departures"]},
     }
-
-
-def _restore(queue: ReplayQueue, chunks: list[Rows], state: dict, path: Path) -> None:
-    try:
-        queue.restore(chunks, state)
-    except SENSELESS as error:
-        raise FILES.damaged(path, error) from error
 
 
 def _read(path: Path) -> tuple[list[Rows], dict]:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,11 @@ from accelerate import Accelerator
 from ..clip_bounds.reduce import Tally
 from ..clip_bounds.tokens import policy_mask
 from ..errors import InputError
-from .checkpoint import is_queue_file, load_queue, save_queue
-from .queue import ReplayBatch, ReplayQueue, smallest_capacity, smallest_max_staleness
+from .checkpoint import load_queue, save_queue
+from .queue import ReplayBatch, ReplayQueue
 from .rows import Rows, batch_to_rows, rows_to_batch
 from .ties import tied_rows
 
-
-__all__ = [
-    "REPLAY_METRICS",
-    "ReplayMixer",
-    "ReplayQueue",
-    "is_queue_file",
-    "make_replay",
-    "smallest_capacity",
-    "smallest_max_staleness",
-]
 
 REPLAY_METRICS = {
     "replay/size": "Samples in the queues of all ranks, after the draw.",
@@ -44,6 +35,7 @@ REPLAY_METRICS = {
 """Definition of each metric logged at each draw."""
 
 
+@dataclass
 class ReplayMixer:
     """
     The queue of this rank and what it needs to stand between generation and training.
@@ -51,27 +43,16 @@ class ReplayMixer:
     Each draw makes one gather, whatever the contents of the queues, so that the ranks stay in step.
     """
 
-    def __init__(
-        self,
-        queue: ReplayQueue,
-        *,
-        fraction: float,
-        replaces_zero_advantage: bool,
-        updates_per_pass: int,
-        pad_token_id: int,
-        pad_to_multiple_of: int | None,
-        accelerator: Accelerator,
-        log: Callable[[dict[str, float]], None],
-    ):
-        self.queue = queue
-        self._fraction = fraction
-        self._replaces_zero_advantage = replaces_zero_advantage
-        self._updates_per_pass = updates_per_pass
-        self._pad_token_id = pad_token_id
-        self._pad_to_multiple_of = pad_to_multiple_of
-        self._accelerator = accelerator
-        self._log = log
-        self._latest: Rows | None = None  # of the latest generation
+    queue: ReplayQueue
+    _: KW_ONLY
+    fraction: float
+    replaces_zero_advantage: bool
+    updates_per_pass: int
+    pad_token_id: int
+    pad_to_multiple_of: int | None
+    accelerator: Accelerator
+    log: Callable[[dict[str, float]], None]
+    _latest: Rows | None = field(default=None, init=False)  # of the latest generation
 
     def observe_rewards(
         self, rewards_per_func: torch.Tensor, weights: torch.Tensor, num_generations: int, summed_first: bool
@@ -82,7 +63,7 @@ class ReplayMixer:
 
     def clear_ties(self, advantages: torch.Tensor) -> float:
         """Set the advantages of tied rows to 0; return the share of rows that are tied, over all ranks."""
-        here = self._is_tied.view(self._accelerator.num_processes, -1)[self._accelerator.process_index]
+        here = self._is_tied.view(self.accelerator.num_processes, -1)[self.accelerator.process_index]
         advantages[: len(here)][here] = 0  # what follows are copies that keep the shape of the batch
         return self._is_tied.float().mean().item()
 
@@ -94,22 +75,21 @@ class ReplayMixer:
 
         Args:
             batch (`dict`): TRL's batch.
-            policy_version (`int`): Version of the current policy.
-            num_padding (`int`, *optional*, defaults to `0`): Number of its rows that only keep the shape.
-            is_made_again (`bool`, *optional*, defaults to `False`): Whether a run was resumed within a generation, and
-                this is its second half. The queue has taken in, and given for, the first one: it is left as it is.
+            num_padding (`int`): Number of its rows that only keep the shape.
+            is_made_again (`bool`): Whether a run was resumed within a generation, and this is its second half. The
+                queue has taken in, and given for, the first one: it is left as it is.
 
         Raises:
             ValueError: If the batch has images, or a key that cannot be cut into rows.
         """
-        self._latest = batch_to_rows(batch, self._pad_token_id)
+        self._latest = batch_to_rows(batch, self.pad_token_id)
         queue = ReplayQueue(len(self._latest)) if is_made_again else self.queue
         drawn = queue.draw_first_pass(
             self._latest,
-            self._fraction,
-            self._replaces_zero_advantage,
+            self.fraction,
+            self.replaces_zero_advantage,
             policy_version,
-            policy_version + self._updates_per_pass - 1,
+            policy_version + self.updates_per_pass - 1,
             num_padding,
         )
         return self._finish(drawn, policy_version)
@@ -117,31 +97,24 @@ class ReplayMixer:
     def draw_later_pass(self, policy_version: int) -> tuple[dict[str, torch.Tensor], bool]:
         """Return the batch of a later pass over the generation, and whether all its rows are fresh."""
         drawn = self.queue.draw_later_pass(
-            len(self._latest), self._latest, policy_version, policy_version + self._updates_per_pass - 1
+            len(self._latest), self._latest, policy_version, policy_version + self.updates_per_pass - 1
         )
         return self._finish(drawn, policy_version)
 
     def save(self, folder: str | Path) -> None:
         """Write the queue into a checkpoint folder."""
-        save_queue(self.queue, folder, self._accelerator.process_index, self._accelerator.num_processes)
+        save_queue(self.queue, folder, self.accelerator.process_index, self.accelerator.num_processes)
 
     def load(self, folder: str | Path, policy_version: int, oversampling: float = 1.0) -> bool:
         """
-        Restore the queue from a checkpoint folder. Without one there, it starts empty, with a warning.
+        Restore the queue from a checkpoint folder; return whether one is there. If not, warn: it starts empty.
 
-        Args:
-            folder (`str` or `Path`): Checkpoint folder.
-            policy_version (`int`): Of the checkpoint.
-            oversampling (`float`, *optional*, defaults to `1.0`): Setting `partial_rollout_oversampling`. Above 1, the
-                rows of the run have a version for each token.
-
-        Returns:
-            `bool`: Whether the folder holds a queue.
+        With an `oversampling` (`partial_rollout_oversampling`) above 1, the rows of the run have a version a token.
 
         Raises:
-            InputError: If its rows are newer than the checkpoint, or lack versions.
+            InputError: If its rows are newer than the checkpoint's `policy_version`, or lack versions.
         """
-        is_there = load_queue(self.queue, folder, self._accelerator.process_index, self._accelerator.num_processes)
+        is_there = load_queue(self.queue, folder, self.accelerator.process_index, self.accelerator.num_processes)
         newest = self.queue.newest_version
         if newest is not None and newest > policy_version:
             raise InputError(
@@ -160,8 +133,8 @@ class ReplayMixer:
         return is_there
 
     def _finish(self, drawn: ReplayBatch, policy_version: int) -> tuple[dict[str, torch.Tensor], bool]:
-        device = self._accelerator.device
-        batch = rows_to_batch(drawn.rows, self._pad_token_id, device, self._pad_to_multiple_of)
+        device = self.accelerator.device
+        batch = rows_to_batch(drawn.rows, self.pad_token_id, device, self.pad_to_multiple_of)
         evictions = self.queue.evictions
         tally = Tally(
             {
@@ -179,27 +152,18 @@ class ReplayMixer:
                 "masked": drawn.masked,
                 "bytes": self.queue.num_bytes,
             }
-        ).over_ranks(self._accelerator.gather, device, torch.int64)
+        ).over_ranks(self.accelerator.gather, device, torch.int64)
         evictions.used = evictions.expired = evictions.overflowed = 0
         batch["num_items_in_batch"] = torch.as_tensor(tally.sums["tokens"])
         total = tally.numbers()
         total["fraction"] = total["from_queue"] / total["rows"]
         total["reuse_mean"] = total["uses"] / max(1, total["rows"] - total["masked"])
-        self._log({name: total[name.removeprefix("replay/")] for name in REPLAY_METRICS})
+        self.log({name: total[name.removeprefix("replay/")] for name in REPLAY_METRICS})
         return batch, total["stale"] == 0
 
 
 def make_replay(trainer: Any, log: Callable[[dict[str, float]], None]) -> ReplayMixer:
-    """
-    Return the mixer of a run, with an empty queue.
-
-    Args:
-        trainer ([`~trl.GRPOTrainer`]): With the settings of BAPO.
-        log (`Callable`): Takes metrics by name.
-
-    Raises:
-        InputError: If the model takes images.
-    """
+    """Return the mixer of a run, with an empty queue; refuse a model that takes images."""
     args = trainer.args
     if trainer._is_vlm:
         raise InputError(f"A replay queue keeps text only, but the model is multimodal: set {args.without_replay}.")

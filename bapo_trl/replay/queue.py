@@ -33,12 +33,6 @@ def smallest_capacity(
     Args:
         rows (`int`): Rows of a generation; at most as many enter the queue.
         drawn_first (`int`): Rows that the first pass over a generation draws; a later pass draws `rows`.
-        updates_per_pass (`int`): Optimizer updates of a pass.
-        num_iterations (`int`, *optional*, defaults to `1`): Passes over a generation.
-        min_staleness (`int`, *optional*, defaults to `0`): Smallest age of a row when it is drawn, in policy versions.
-
-    Returns:
-        `int`: Number of rows.
 
     Example:
 
@@ -63,14 +57,6 @@ def smallest_max_staleness(updates_per_pass: int, num_iterations: int = 1, min_s
     draws them, and `U - 1` more at its last update. The youngest that have rested are those of
     `d = max(1, ceil(min_staleness / (U I)))`.
 
-    Args:
-        updates_per_pass (`int`): Optimizer updates of a pass.
-        num_iterations (`int`, *optional*, defaults to `1`): Passes over a generation.
-        min_staleness (`int`, *optional*, defaults to `0`): Smallest age of a row when it is drawn, in policy versions.
-
-    Returns:
-        `int`: Number of policy versions.
-
     Example:
 
     ```python
@@ -89,7 +75,6 @@ class ReplayBatch:
     Rows to train on next.
 
     Args:
-        rows ([`~rows.Rows`]): The rows.
         from_queue (`int`): How many of them waited in the queue.
         zero_advantage_filled (`int`): How many of those stand in for fresh rows without advantage or without a trained
             token.
@@ -116,15 +101,17 @@ class Evictions:
     overflowed: int = 0
 
 
+def _no_numbers() -> np.ndarray:
+    return np.empty(0, dtype=np.int64)
+
+
 @dataclass
 class _Ledger:
     """What the queue knows of each row, in the order of entry: arrays of one length."""
 
-    version: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # policy that sampled it
-    uses: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # number of draws
-    last_touched: np.ndarray = field(
-        default_factory=lambda: np.empty(0, dtype=np.int64)
-    )  # counts all that enter or are drawn
+    version: np.ndarray = field(default_factory=_no_numbers)  # policy that sampled it
+    uses: np.ndarray = field(default_factory=_no_numbers)  # number of draws
+    last_touched: np.ndarray = field(default_factory=_no_numbers)  # counts all that enter or are drawn
 
     def keep(self, mask: np.ndarray) -> None:
         self.version, self.uses, self.last_touched = self.version[mask], self.uses[mask], self.last_touched[mask]
@@ -171,13 +158,9 @@ class ReplayQueue:
 
     def add(self, rows: Rows, uses: Sequence[int] | np.ndarray | int = 0) -> None:
         """
-        Let rows in. Beyond `capacity`, the rows that entered first leave.
+        Let rows in that were drawn `uses` times already, each or all. Beyond `capacity`, the first to enter leave.
 
-        Args:
-            rows ([`~rows.Rows`]): The rows. The queue keeps them as they are: they must share no memory with what will
-                change.
-            uses (sequence of `int`, or `int`, *optional*, defaults to `0`): Number of times that each, or all, have
-                been drawn already.
+        The queue keeps the rows as they are: they must share no memory with what will change.
         """
         uses = np.broadcast_to(np.asarray(uses, dtype=np.int64), (len(rows),))
         if self.max_reuse is not None and (uses >= self.max_reuse).any():
@@ -203,12 +186,7 @@ class ReplayQueue:
         """
         Draw rows, for updates from `policy_version` to `last_version`. With its last use, a row leaves.
 
-        Args:
-            count (`int`): Number of rows wanted, at least 0.
-            policy_version (`int`): Policy version at the first update on the rows.
-            last_version (`int`): Policy version at the last update on the rows.
-            fill_with_young (`bool`, *optional*, defaults to `False`): Whether rows younger than `min_staleness` are
-                drawn where there are too few others.
+        Rows younger than `min_staleness` are drawn where there are too few others, if at all (`fill_with_young`).
 
         Returns:
             Up to `count` rows, fewer where not enough may be drawn, as what [`~rows.concat_rows`] copies them from;
@@ -245,18 +223,13 @@ class ReplayQueue:
         Rows without a trained token are the first to be displaced and never enter the queue.
 
         Args:
-            fresh ([`~rows.Rows`]): Rows that the current policy sampled.
             fraction (`float`): Share of the batch taken from the queue, in [0, 1].
             replaces_zero_advantage (`bool`): Whether fresh rows without advantage or without a trained token give
                 their place to queued rows, beyond `fraction`. Then rows without advantage do not enter the queue
                 either.
-            policy_version (`int`): Policy version at the first update on the batch.
-            last_version (`int`): Policy version at the last update on the batch.
-            num_padding (`int`, *optional*, defaults to `0`): Number of rows without a trained token that keep the
-                shape of the batch, and were sampled by nobody.
-
-        Returns:
-            [`ReplayBatch`] of `len(fresh)` rows.
+            policy_version (`int`): At the first update on the batch; `last_version` is that at the last one.
+            num_padding (`int`): Number of rows without a trained token that keep the shape of the batch, and were
+                sampled by nobody.
         """
         is_trained = fresh.has_trained_token()
         is_useful = is_trained & (fresh.has_advantage() | (not replaces_zero_advantage))
@@ -280,15 +253,8 @@ class ReplayQueue:
         """
         Draw a whole batch from the queue, for a later pass over a generation.
 
-        Args:
-            count (`int`): Number of rows.
-            shape_from ([`~rows.Rows`]): At least one row. Where the queue has too few, masked copies of these keep the
-                shape; they train nothing.
-            policy_version (`int`): Policy version at the first update on the batch.
-            last_version (`int`): Policy version at the last update on the batch.
-
-        Returns:
-            [`ReplayBatch`] of `count` rows.
+        Where the queue has too few, masked copies of the rows of `shape_from`, at least one, keep the shape; they
+        train nothing.
         """
         queued, uses = self.draw(count, policy_version, last_version, fill_with_young=True)
         missing = count - len(uses)

@@ -49,12 +49,7 @@ _OTHER_SETTINGS = (
 
 
 class Spans:
-    """
-    Where each row's values lie in a column. Columns of the same lengths share one.
-
-    Args:
-        lengths (sequence of `int`): Number of values of each row.
-    """
+    """Where each row's values lie in a column, by their number. Columns of the same lengths share one."""
 
     def __init__(self, lengths: Sequence[int] | np.ndarray):
         self.lengths = np.asarray(lengths, dtype=np.int64)
@@ -117,11 +112,7 @@ class Column:
 
 class Rows:
     """
-    Samples without padding.
-
-    Args:
-        columns (mapping of `str` to [`Column`]): The values by key, each of the same number of rows. `policy_version`
-            must be there.
+    Samples without padding: columns of the same number of rows by key, `policy_version` among them.
 
     Raises:
         ValueError: If the columns differ in their number of rows, or a key is not known.
@@ -237,7 +228,7 @@ def batch_to_rows(batch: Mapping[str, torch.Tensor], pad_token_id: int) -> Rows:
         pad_token_id (`int`): Token that pads `completion_ids`. Masked tokens at the end that are not padding are kept.
 
     Returns:
-        [`Rows`]: `B` rows that share no memory with the batch.
+        `B` rows that share no memory with the batch.
 
     Raises:
         ValueError: If the batch has images, or a key that nobody knows how to cut into rows.
@@ -284,16 +275,9 @@ def rows_to_batch(
     rows: Rows, pad_token_id: int, device: torch.device | str, pad_to_multiple_of: int | None = None
 ) -> dict[str, torch.Tensor]:
     """
-    Put rows together into a padded batch, as TRL would have made it.
+    Put rows, at least one, together into a padded batch, as TRL would have made it.
 
-    Args:
-        rows ([`Rows`]): At least one row.
-        pad_token_id (`int`): Token that pads `prompt_ids` and `completion_ids`.
-        device (`torch.device`): Device of the batch. `policy_version` stays on the CPU.
-        pad_to_multiple_of (`int`, *optional*): Pad lengths to a multiple of this.
-
-    Returns:
-        The batch, without values of the whole batch such as `num_items_in_batch`.
+    Versions stay on the CPU. Values of the whole batch, such as `num_items_in_batch`, are left out.
     """
     batch = {}
     for key, column in rows.columns.items():

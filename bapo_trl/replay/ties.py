@@ -24,12 +24,10 @@ def tied_rows(
         rewards_per_func (`torch.Tensor`): Rewards by function, shape `(B, F)`, the groups one after the other. NaN
             where a function gave none.
         weights (`torch.Tensor`): Weights of the functions, shape `(F,)`.
-        num_generations (`int`): Rows of a group.
-        summed_first (`bool`, *optional*, defaults to `True`): Whether rewards are compared after summing them. If not,
-            each function's must be tied.
+        summed_first (`bool`): Whether rewards are compared after summing them. If not, each function's must be tied.
 
     Returns:
-        `torch.Tensor`: Boolean, shape `(B,)`, the same for all rows of a group.
+        Boolean, shape `(B,)`, the same for all rows of a group.
 
     Example:
 
