@@ -15,7 +15,6 @@ class BehaviorPolicy:
 
     Args:
         settings ([`~bapo_config.BAPOConfig`]): Of the run.
-        accelerator ([`~accelerate.Accelerator`]): Of the run.
         score (`Callable`): Returns the log-probabilities of a batch, `(B, T)`, under the current policy.
         log (`Callable`): Takes metrics by name.
     """
@@ -38,11 +37,10 @@ class BehaviorPolicy:
 
         Args:
             batch (`dict`): TRL's batch; with a `policy_version` already, if not all of it was sampled now.
-            version (`int`): Of the current policy.
             reports_logps (`bool`): Whether `sampling_per_token_logps`, if they are there, are those of the sampler.
 
         Returns:
-            `bool`: Whether the current policy sampled it all.
+            Whether the current policy sampled it all.
 
         Raises:
             RuntimeError: If the log-probabilities of sampler and trainer differ by more than the tolerance.

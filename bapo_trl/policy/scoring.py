@@ -72,7 +72,6 @@ def read_tokens_ahead(trainer: Any, window: Sequence[int], are_fresh: bool, is_r
     Return the tokens of the micro-batches of the coming update, as their losses will see them.
 
     Args:
-        trainer ([`~trl.GRPOTrainer`]): In training.
         window (sequence of `int`): Positions of these in the trainer's buffer, at least one.
         are_fresh (`bool`): Whether the current policy sampled all rows: their ratios are 1 then, unless a forward pass
             is random.

@@ -8,8 +8,8 @@ shape that TRL hands on to the other ranks. The trainer then has all ranks agree
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 import requests
@@ -60,15 +60,9 @@ def describe(during: str, error: Exception) -> ServerFailure:
 
 def retry_until(deadline: float, call: Callable[[], T]) -> T:
     """
-    Call until that raises nothing, with pauses that grow from 0 to 15 s.
+    Call, at least once, until that raises no error that passes, see [`passes`]; return what it returned.
 
-    Args:
-        deadline (`float`): Time of `time.monotonic()` after which no call begins. There is at least one.
-        call (`Callable`): What to call, with a limit of its own. An error that passes, see [`passes`], has it called
-            again.
-
-    Returns:
-        What `call` returned.
+    No call begins after the deadline, of `time.monotonic()`. The pauses grow from 0 to 15 s.
     """
     pauses = Retry(total=None, backoff_factor=0.1, backoff_max=15)
     while True:
@@ -130,12 +124,7 @@ class LimitedAdapter(HTTPAdapter):
 
 
 class ServerClient(VLLMClient):
-    """
-    TRL's [`~trl.generation.vllm_client.VLLMClient`] with limits. It holds failures from its making on.
-
-    Attributes:
-        request_timeout_s (`float`): Seconds that a request may take.
-    """
+    """TRL's [`~trl.generation.vllm_client.VLLMClient`] with limits. It holds failures from its making on."""
 
     request_timeout_s: float = 1500.0
     communicator: Any
@@ -144,8 +133,7 @@ class ServerClient(VLLMClient):
 
     def __init__(self, *args, **kwargs):
         self.hold_failures()
-        with self._held("the start"):
-            super().__init__(*args, **kwargs)
+        self._try("the start", super().__init__, *args, **kwargs)
 
     def hold_failures(self) -> None:
         """Keep the next failure instead of raising it."""
@@ -156,23 +144,23 @@ class ServerClient(VLLMClient):
         failure, self._failure, self._holds_failures = self._failure, None, False
         return failure
 
-    @contextmanager
-    def _held(self, during: str) -> Iterator[None]:
+    def _try(self, during: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what a call returns; `None` after a failure that is held, an earlier one or its own."""
+        if self._failure is not None:
+            return None
         try:
-            yield
+            return call(*args, **kwargs)
         except Exception as error:
             if not self._holds_failures:
                 raise
             self._failure = describe(during, error)  # words: a traceback would keep the weight group, and its port
+            return None
 
     # What TRL calls in the main process between two collectives
 
     def generate(self, prompts, features=None, n=1, **kwargs):  # type: ignore[override]
         """Generate as TRL does, see there; after a failure that is held, one token each."""
-        output = None
-        if self._failure is None:
-            with self._held("a generation"):
-                output = super().generate(prompts, features, n, **kwargs)
+        output = self._try("a generation", super().generate, prompts, features, n, **kwargs)
         if output is not None:
             return output
         rows = len(prompts) * n
@@ -185,50 +173,34 @@ class ServerClient(VLLMClient):
 
     def image_features(self, images, *args, **kwargs):
         """Have images processed as TRL does, see there; after a failure that is held, none."""
-        output = None
-        if self._failure is None:
-            with self._held("a generation"):
-                output = super().image_features(images, *args, **kwargs)
+        output = self._try("a generation", super().image_features, images, *args, **kwargs)
         return [None for _ in images] if output is None else output
 
     def update_named_params(self, metadata, named_params):
         """Send weights as TRL does, see there; after a failure that is held, gather the rest along with the others."""
-        if self._failure is None:
-            with self._held("a transfer of the weights"):
-                self._send_weights(metadata, named_params)
+        self._try("a transfer of the weights", self._send_weights, metadata, named_params)
         if self._failure is not None:
             for _ in named_params:  # the other ranks go on through these
                 pass
 
     def reset_prefix_cache(self):
         """Forget cached prompts as TRL does."""
-        if self._failure is None:
-            with self._held("a transfer of the weights"):
-                super().reset_prefix_cache()
+        self._try("a transfer of the weights", super().reset_prefix_cache)
 
     def init_communicator(self, device: torch.device | str | int = 0):
         """Form the group of trainer and server workers."""
-        if self._failure is None:
-            with self._held("joining its group for the weights"):
-                self._join_group(device)
+        self._try("joining its group for the weights", self._join_group, device)
 
     def get_server_info(self) -> dict:
         """Ask for the configuration as TRL does; after a failure that is held, give what TRL reads of it."""
-        info = None
-        if self._failure is None:
-            with self._held("a question for its settings"):
-                info = super().get_server_info()
+        info = self._try("a question for its settings", super().get_server_info)
         return {"model_config": {"logprobs_mode": "processed_logprobs"}} if info is None else info
 
     # The server
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0):
         """
-        Wait until the server is up, with growing pauses.
-
-        Args:
-            total_timeout (`float`, *optional*, defaults to `0.0`): Seconds to wait.
-            retry_interval (`float`, *optional*): Not used: the pauses grow.
+        Wait `total_timeout` seconds until the server is up, with growing pauses, which are not TRL's `retry_interval`.
 
         Raises:
             ConnectionError: If it is not up by then.
@@ -242,14 +214,7 @@ class ServerClient(VLLMClient):
             ) from error
 
     def join_again(self, device: torch.device, is_same: bool) -> None:
-        """
-        Join a server that is up.
-
-        Args:
-            device (`torch.device`): From which the weights are sent.
-            is_same (`bool`): Whether it is the one that was joined before: a transfer of weights may have broken off
-                there.
-        """
+        """Join a server that is up; in the one that was joined before (`is_same`), a transfer may have broken off."""
         self.close_communicator()  # sets a worker free that still waits for weights
         # A request to join that no engine takes would stay in the server's queue, and spoil the next one's group
         self.session.post(f"{self.base_url}/reset_prefix_cache", timeout=ENGINE_TIMEOUT_S).raise_for_status()

@@ -17,17 +17,10 @@ NUM_REPEATS = 3
 
 
 class Verdict(NamedTuple):
-    """
-    What becomes of a generation.
+    """What becomes of a generation."""
 
-    Args:
-        has_joined (`bool`): Whether the server was joined: it has not got the weights, and what it sampled may be of
-            others.
-        end (`str`, *optional*): Why the run must end.
-    """
-
-    has_joined: bool = False
-    end: str | None = None
+    has_joined: bool = False  # the server: it has not got the weights, and what it sampled may be of others
+    end: str | None = None  # why the run must end
 
 
 class ServerLink:

@@ -34,13 +34,7 @@ MISMATCH_METRICS = {
 
 @contextmanager
 def client_for(device: torch.device, request_timeout_s: float) -> Iterator[None]:
-    """
-    Have TRL talk to a vLLM server with limits, and as suits `device`: on a CPU, the weights go over gloo.
-
-    Args:
-        device (`torch.device`): Of the trainer.
-        request_timeout_s (`float`): Seconds that a request may take.
-    """
+    """Have TRL talk to a vLLM server with limits, and as suits the device: on a CPU, the weights go over gloo."""
     client_class: Any
     if device.type == "cpu":
         try:
@@ -80,7 +74,6 @@ def compare_with_sampler(
             `token_versions`, the tokens of each sample's latest segment count: those before were sampled, and scored,
             under other weights.
         is_per_sequence (`bool`): Whether that ratio is one of sequences.
-        gather (`Callable`): Concatenates a tensor of all ranks along the first dimension.
 
     Returns:
         `dict` with the names of [`MISMATCH_METRICS`] (NaN without a token), and the mean absolute difference in nats
@@ -139,9 +132,8 @@ class DifferenceCheck:
 
     Args:
         tolerance (`float`, *optional*): Largest mean absolute difference in nats a token; `None` for no check.
-        biased_settings (`list[str]`, *optional*): Settings that draw from another distribution than the trainer's.
-            With any, a large difference says nothing of the server's weights: it is warned of, once.
-        warns (`bool`, *optional*, defaults to `True`): Whether this process is the one that warns.
+        biased_settings (sequence of `str`): Settings that draw from another distribution than the trainer's. With any,
+            a large difference says nothing of the server's weights: it is warned of, once, where `warns`.
     """
 
     tolerance: float | None
@@ -149,12 +141,7 @@ class DifferenceCheck:
     warns: bool = True
 
     def __call__(self, mean_difference: float) -> None:
-        """
-        Check the samples of a generation.
-
-        Raises:
-            RuntimeError: If `mean_difference` is above the tolerance and no setting explains it, or if it is NaN.
-        """
+        """Raise a `RuntimeError` if no setting explains a difference above the tolerance, or if it is NaN."""
         if self.tolerance is None or mean_difference <= self.tolerance:
             return
         finding = (

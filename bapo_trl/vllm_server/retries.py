@@ -24,7 +24,6 @@ class ServerRetries:
 
     Args:
         client ([`~vllm_server.client.ServerClient`], *optional*): Of the server, in the main process.
-        device (`torch.device`): From which the weights are sent.
         timeout_s (`float`): Seconds to wait for a server that failed.
         forget_sent_weights (`Callable`): Has the trainer send the weights before the next request.
         end_run (`Callable`): Given the reason, saves a checkpoint of the state before the generation, and raises. On

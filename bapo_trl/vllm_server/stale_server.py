@@ -57,14 +57,7 @@ def share_followed(before: Reading, now: Reading) -> float:
     With `d` the trainer's change of each token's log-probability and `e` the server's, it is
     `sum(sign(d) * e) / sum(|d|)`: 1 where the server follows, 0 where it stands still. Where the mean of `|d|` is 8
     times that of the rounding, which enters twice, before and now, rounding moves the share by 1/4 at most, whatever
-    its kind.
-
-    Args:
-        before (`Reading`): When the server had the trainer's weights.
-        now (`Reading`): Of the same tokens.
-
-    Returns:
-        `float`: The part, or NaN where the mean of `|d|` is below 8 times that of the rounding.
+    its kind. Below, the part is NaN. At `before`, the server had the trainer's weights.
 
     Example:
 
@@ -90,10 +83,6 @@ def stands_still(before: Reading, now: Reading) -> bool:
     In bfloat16, steps far below the rounding still change what the server says, of nearly all tokens. So little is
     asked of the trainer: a median change of 1/100 of the median rounding. By chance, a step that changes next to no
     weight of bfloat16 can do the one and not the other, but not often in a row.
-
-    Args:
-        before (`Reading`): Any earlier one.
-        now (`Reading`): Of the same tokens.
     """
     change = (now.trainer - before.trainer).abs().median()
     has_moved = change >= max(before.rounding.median().item() / 100, 10 * ROUNDING)
@@ -127,13 +116,7 @@ class StaleServerCheck:
         """
         Compare the moves of server and trainer after a generation. The first one gives the sequence.
 
-        Args:
-            model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): The model in training.
-            batch (`dict`): TRL's batch of this rank.
-
-        Returns:
-            `dict` with the names of [`SERVER_METRICS`], empty while the moves are too small to tell, or if the server
-            does not answer.
+        The metrics are empty while the moves are too small to tell, or if the server does not answer.
 
         Raises:
             RuntimeError: On all ranks, if the server made less than half of the trainer's change.

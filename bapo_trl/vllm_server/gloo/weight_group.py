@@ -19,12 +19,6 @@ def open_weight_store(host: str, port: int, world_size: int, timeout: timedelta 
 
     It is made without torch's rendezvous, which under `accelerate launch` would look for the launcher's store.
 
-    Args:
-        host (`str`): Address of the trainer's main process.
-        port (`int`): Port to open there.
-        world_size (`int`): 1 + number of the server's workers.
-        timeout (`timedelta`, *optional*, defaults to 5 minutes): How long to wait for the others.
-
     Raises:
         OSError: If the port is taken.
     """
@@ -43,14 +37,11 @@ def join_weight_group(
     check: Callable[[], None] | None = None,
 ) -> ProcessGroupGloo:
     """
-    Join the group; wait until all have.
+    Join the group, of the trainer (rank 0) and the workers; wait until all have.
 
     Args:
         store (`TCPStore`): Of [`open_weight_store`] for rank 0, a client of it for the workers.
-        rank (`int`): 0 for the trainer, then the workers.
-        world_size (`int`): 1 + number of workers.
-        timeout (`timedelta`, *optional*, defaults to 5 minutes): How long to wait for the others, here and in each
-            [`broadcast`].
+        timeout (`timedelta`): How long to wait for the others, here and in each [`broadcast`].
         check (`Callable`, *optional*): Called every second while the others are missing; what it raises ends the wait.
 
     Raises:
