@@ -21,15 +21,8 @@ def find_defect(folder: str | Path, is_dispensable: Callable[[str], bool] = lamb
 
     With a manifest, every file must be there with its size. A checkpoint without one, of another trainer or an older
     version, counts as whole if its `trainer_state.json` can be read: transformers writes that last. The state must be
-    of the update in the folder's name.
-
-    Args:
-        folder (`str` or `Path`): Checkpoint folder.
-        is_dispensable (`Callable`, *optional*): Tells of a file of the manifest, by its path in the folder, whether it
-            may be missing or of another size.
-
-    Returns:
-        `str` that names the files, or `None`.
+    of the update in the folder's name. `is_dispensable` tells of a file of the manifest, by its path in the folder,
+    whether it may be missing or of another size.
     """
     folder = Path(folder)
     if not os.path.isdir(folder):  # those of `Path` raise what keeps them from looking

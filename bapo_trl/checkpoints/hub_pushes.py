@@ -1,7 +1,6 @@
 """What of a checkpoint goes to the Hub: the samples in it may be nobody else's business."""
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from typing import Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .files import MANIFEST
+from .files import MANIFEST, write_manifest
 
 
 TO_PUSH = "_to_push"  # in the run's folder; no upload takes what begins with `_`
@@ -28,13 +27,7 @@ class PushesWithoutSamples:
         self._always_pushes, self._is_sample_file = always_pushes, is_sample_file
 
     def folder_to_push(self, checkpoint: str, push_in_progress: Any | None) -> str | None:
-        """
-        Return the folder to upload instead of a checkpoint; `None` for no upload.
-
-        Args:
-            checkpoint (`str`): Folder of a whole checkpoint.
-            push_in_progress (*optional*): The trainer's.
-        """
+        """Return the folder to upload instead of a checkpoint's; `None` for no upload."""
         if push_in_progress is None or push_in_progress.is_done():
             self.remove_links()
         elif not self._always_pushes:
@@ -64,13 +57,6 @@ def link_without_samples(folder: str | Path, is_sample_file: Callable[[str], boo
 
     The links keep the files for an upload that takes longer than the checkpoint is kept. A file system without hard
     links gets copies. The manifest there lists what is linked, so that the copy is a whole checkpoint.
-
-    Args:
-        folder (`str` or `Path`): Checkpoint folder.
-        is_sample_file (`Callable[[str], bool]`): Tells a file with samples by its name.
-
-    Returns:
-        `str`: Path of the folder with the links.
     """
     folder = Path(folder)
     links = folder.parent / TO_PUSH / folder.name
@@ -80,12 +66,9 @@ def link_without_samples(folder: str | Path, is_sample_file: Callable[[str], boo
         return [name for name in names if is_sample_file(name)]
 
     shutil.copytree(folder, links, copy_function=_link_or_copy, ignore=samples)
-    manifest = links / MANIFEST
-    if manifest.exists():
-        sizes = json.loads(manifest.read_text(encoding="utf-8"))
-        manifest.unlink()  # a link: to write to it would write to the checkpoint's own
-        kept = {path: size for path, size in sizes.items() if not is_sample_file(path)}
-        manifest.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+    if (links / MANIFEST).exists():
+        (links / MANIFEST).unlink()  # a link: to write to it would write to the checkpoint's own
+        write_manifest(str(links))
     return str(links)
 
 

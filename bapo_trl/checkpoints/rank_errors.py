@@ -12,9 +12,6 @@ def raise_on_all_ranks(error: Exception | None) -> None:
     """
     Raise the error of a rank on all of them. All ranks make this call together.
 
-    Args:
-        error (`Exception`, *optional*): That of this rank.
-
     Raises:
         Exception: The error of this rank; on the others one that quotes the first, an `InputError` if that was one,
             else a `RuntimeError`.

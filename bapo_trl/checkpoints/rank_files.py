@@ -33,7 +33,7 @@ class RankFiles:
 
     Args:
         name (`str`): Name of the state in messages, and with `_` for blanks the start of the files' names.
-        version (`str`): Version of the format.
+        version (`str`): Of the format.
         remedy (`str`): What a user can do about a file that cannot be read, for messages.
     """
 

@@ -26,10 +26,7 @@ class StopSignals(TrainerCallback):
     SIGTERM, SIGINT and SIGUSR1 are taken while `train()` runs in the main thread; before and after it they do what
     they did. One rank that receives one is enough. A second SIGINT does what it did before, at once. A signal that
     comes after the last epoch, too late to stop the training, does what it did before at the end of `train()`.
-
-    Attributes:
-        signal (`signal.Signals`, *optional*): What stopped the last training, on all ranks the same; `None` if it went
-            to its end.
+    `signal` is what stopped the last training, on all ranks the same; `None` if it went to its end.
 
     Example:
 
@@ -115,9 +112,6 @@ def exit_stopped(trainer: Trainer) -> NoReturn:
     Leave the process on all ranks with [`EXIT_CODE`], after a training that [`StopSignals`] ended.
 
     A launcher ends the other ranks as soon as the first has left. So no rank leaves before all have saved.
-
-    Raises:
-        SystemExit: Always.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     trainer.accelerator.wait_for_everyone()

@@ -9,13 +9,17 @@ name first. Neither transformers nor an upload to the Hub takes it, or what is i
 
 import contextlib
 import os
+import random
 import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import torch
 from accelerate.utils import gather_object
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
@@ -24,7 +28,6 @@ from trl import GRPOTrainer
 from ..errors import InputError
 from .disk import flush, flush_early, flush_tree
 from .files import MANIFEST, checkpoint_names, find_defect, left_out_states, step_of, write_manifest
-from .random_states import RandomStates
 from .run_lock import RunLock
 from .stop_signals import is_stopped
 
@@ -53,7 +56,8 @@ class WholeCheckpoints(GRPOTrainer):
     _is_saving = False
     _is_ending = False  # with a checkpoint to be resumed from, which is not pushed
     _last_checkpoint: str | None = None  # of this run: saved by it, not the model alone, or resumed from
-    _random_states: RandomStates | None = None  # at the end of the latest update, where transformers saves
+    # To those of the end of the latest update, when transformers saves
+    _restore_random_states: Callable[[], None] | None = None
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         with self.holding_output_dir():
@@ -98,23 +102,22 @@ class WholeCheckpoints(GRPOTrainer):
             lock.release()
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
-        self._random_states = RandomStates.current()  # the evaluation may end the run
+        self._restore_random_states = _note_random_states()  # the evaluation may end the run
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        self._random_states = RandomStates.current()
+        self._restore_random_states = _note_random_states()
 
     def save_for_resume(self) -> str | None:
         """
         Save a checkpoint of the latest update in a run that must end, between two updates, unless it has one; whatever
         `save_strategy` and `save_only_model` are. All ranks make this call together.
 
-        Returns:
-            `str`, the folder of the run's last checkpoint; `None` without one, before the first update.
+        Return the folder of the run's last checkpoint; `None` without one, before the first update.
         """
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         has_it = self._last_checkpoint is not None and os.path.basename(self._last_checkpoint) == name
         if self.is_in_train and self.state.global_step > 0 and not has_it:
-            if self._random_states is not None:  # an epoch that began since has drawn from them
-                self._random_states.restore()
+            if self._restore_random_states is not None:  # an epoch that began since has drawn from them
+                self._restore_random_states()
             self.args.save_only_model, self._is_ending = False, True
             self._save_checkpoint(self.model, trial=None)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
@@ -122,14 +125,10 @@ class WholeCheckpoints(GRPOTrainer):
 
     def checkpoint_to_resume(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """
-        Return the folder to resume from, the same on all ranks.
+        Return the folder to resume from, the same on all ranks; `None` for a run from the start.
 
-        Args:
-            resume_from_checkpoint (`str` or `bool`, *optional*): A folder, or `True` for the newest checkpoint in
-                `output_dir` that is whole on every rank, with a warning for each newer one.
-
-        Returns:
-            `str`, or `None` for a run from the start.
+        `True` asks for the newest checkpoint in `output_dir` that is whole on every rank, with a warning for each
+        newer one.
 
         Raises:
             InputError: If the folder is not whole, naming what is missing; if none is; if another run holds it.
@@ -292,6 +291,22 @@ class WholeCheckpoints(GRPOTrainer):
         self.state.best_model_checkpoint = best
         if self.args.should_save:
             self.state.save_to_json(os.path.join(self._unfinished(run_dir), name, TRAINER_STATE_NAME))
+
+
+def _note_random_states() -> Callable[[], None]:
+    """Return a call that puts the generators whose states transformers saves back into those of now."""
+    states: list[tuple[Callable[[Any], None], Any]] = [
+        (random.setstate, random.getstate()),
+        (np.random.set_state, np.random.get_state()),
+        (torch.set_rng_state, torch.get_rng_state()),
+        (torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []),
+    ]
+
+    def restore() -> None:
+        for set_state, state in states:
+            set_state(state)
+
+    return restore
 
 
 def _explain(error: Exception, run_dir: str, name: str, is_push: bool) -> str:
