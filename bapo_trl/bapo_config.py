@@ -73,8 +73,7 @@ class BAPOConfig(GRPOConfig):
         },
     )
     ratio_lower_start: float = field(
-        default=0.6,
-        metadata={"help": "Lower clip bound at which each search starts, in ratio space."},
+        default=0.6, metadata={"help": "Lower clip bound at which each search starts, in ratio space."}
     )
     ratio_lower_max: float = field(
         default=0.9,
@@ -82,8 +81,7 @@ class BAPOConfig(GRPOConfig):
     )
     ratio_lower_step: float = field(default=0.02, metadata={"help": "Step of the lower clip bound."})
     ratio_upper_start: float = field(
-        default=1.2,
-        metadata={"help": "Upper clip bound at which each search starts, in ratio space."},
+        default=1.2, metadata={"help": "Upper clip bound at which each search starts, in ratio space."}
     )
     ratio_upper_max: float = field(
         default=3.0,
@@ -204,8 +202,7 @@ class BAPOConfig(GRPOConfig):
         },
     )
     partial_rollout_chunk_length: int = field(
-        default=256,
-        metadata={"help": "Tokens decoded between two looks at which completions have ended."},
+        default=256, metadata={"help": "Tokens decoded between two looks at which completions have ended."}
     )
     partial_rollout_max_staleness: int | None = field(
         default=None,
@@ -466,18 +463,7 @@ def own_settings(config: BAPOConfig) -> dict[str, Any]:
 
 
 def check_unchanged(config: BAPOConfig, settings: dict[str, Any]) -> None:
-    """
-    Refuse a change of settings during a run, which reads each of them once.
-
-    Args:
-        config ([`BAPOConfig`]):
-            The settings now.
-        settings (`dict`):
-            What [`own_settings`] returned when the run began.
-
-    Raises:
-        InputError: If one has changed, naming it.
-    """
+    """Refuse a change of settings since a run began, which reads each of them once; name what has changed."""
     for name, value in own_settings(config).items():
         if value != settings[name]:
             raise InputError(

@@ -196,10 +196,7 @@ class BAPOTrainer(WholeCheckpoints):
         self._server_check = make_server_check(self)
         self._replay = make_replay(self, self._log_values) if self.args.uses_replay else None
         self._bounds = UpdateBounds(
-            self.args,
-            self.accelerator,
-            read_tokens=partial(read_tokens, self),
-            read_masses=partial(read_masses, self),
+            self.args, self.accelerator, read_tokens=partial(read_tokens, self), read_masses=partial(read_masses, self)
         )
         self._clip_with(self._bounds.current)
 

@@ -13,11 +13,7 @@ class Tally:
     Named numbers that add up, and others of which the largest counts.
 
     Tallies of the same names are added up with `+`, those of all ranks with [`Tally.over_ranks`]. On a device, nothing
-    waits for the host until [`Tally.numbers`].
-
-    Args:
-        sums (mapping of `str` to `torch.Tensor` or `float`): Numbers to be summed, each of one element.
-        maxima (mapping of `str` to `torch.Tensor` or `float`, *optional*): Numbers of which the largest is kept.
+    waits for the host until [`Tally.numbers`]. Each number has one element.
 
     Example:
 
@@ -42,12 +38,9 @@ class Tally:
         self, gather: Callable[[torch.Tensor], torch.Tensor], device: torch.device | str, dtype: torch.dtype
     ) -> "Tally":
         """
-        Combine the tallies of all ranks, with one gather.
+        Combine the tallies of all ranks, with one `gather`, which concatenates along the first dimension.
 
-        Args:
-            gather (`Callable`): Concatenates a tensor of all ranks along the first dimension.
-            device (`torch.device`): Device of the transfer.
-            dtype (`torch.dtype`): Type of the transfer: it must hold the largest sum.
+        `device` and `dtype` are those of the transfer: the type must hold the largest sum.
         """
         values = [*self.sums.values(), *self.maxima.values()]
         packed = torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in values])

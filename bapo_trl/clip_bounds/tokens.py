@@ -57,10 +57,7 @@ class PolicyTokens:
         """
         Return which tokens have a gradient of the policy loss, boolean, shape `(B, T)`.
 
-        Args:
-            low (`torch.Tensor`): Lower clip bound in ratio space, 0-dim; not read under a loss without clip bounds.
-            high (`torch.Tensor`): Upper clip bound.
-            delta (`float`, *optional*): TRL's two-sided clip, which stops tokens above it.
+        The clip bounds, in ratio space, are not read under a loss without them. `delta` stops the tokens above it.
         """
         advantages = self.column_advantages
         counts = (self.weights > 0) & (advantages != 0)
@@ -75,13 +72,11 @@ class PolicyTokens:
         """
         Return the advantages with those of negative tokens scaled, which scales their gradients and nothing else.
 
-        Args:
-            negative_weight (`torch.Tensor` or `float`): Weight of all negative tokens, in (0, 1].
-            negative_ratio_cap (`float`, *optional*): Ratio above which a negative token keeps a gradient of this size,
-                instead of one of its ratio.
+        All negative tokens have this weight, in (0, 1]. One with a ratio above the cap keeps a gradient of the cap's
+        size, instead of one of its ratio.
 
         Returns:
-            `torch.Tensor`: In the shape of `advantages`; with a cap, one for each ratio, `(B, T)` or `(B, 1)`.
+            In the shape of `advantages`; with a cap, one for each ratio, `(B, T)` or `(B, 1)`.
         """
         advantages = torch.where(self.advantages < 0, self.advantages * negative_weight, self.advantages)
         if negative_ratio_cap is None:

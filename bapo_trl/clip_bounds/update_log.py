@@ -61,20 +61,15 @@ def measure_tokens(
     Sum up one micro-batch.
 
     Args:
-        tokens ([`PolicyTokens`]): Ratios, advantages and mask of the micro-batch.
         staleness (`torch.Tensor`): Staleness of each row, shape `(B,)`, or of each token, `(B, T)`, in policy
             versions, integer. Rows without a token of the loss, and tokens that are none, do not count.
         guarded (mapping of `str` to `torch.Tensor`): Log-probabilities by name, shape `(B, T)`; their NaNs and
             infinities on completion tokens are counted. `None` for a tensor that the batch does not have.
         completion_mask (`torch.Tensor`): 1 for completion tokens, those that a tool wrote included, shape `(B, T)`.
             The loss multiplies tool tokens by 0, which does not stop a NaN.
-        bounds ([`~clip_bounds.ClipBounds`]): Clip bounds of the loss, and the weight of its negative tokens.
         delta (`float`, *optional*): TRL's two-sided clip.
         negative_ratio_cap (`float`, *optional*): Largest size of the gradient of a negative token, under a loss
             without clip bounds.
-
-    Returns:
-        [`~clip_bounds.reduce.Tally`]: What [`token_metrics`] needs of it.
     """
     device = tokens.ratio.device
     dtype = sum_dtype(device)
@@ -128,9 +123,7 @@ def average_searches(searches: Sequence[ClipBounds]) -> dict[str, torch.Tensor]:
     """
     Average the outcomes of an update's searches (one, or one for each micro-batch) for the log.
 
-    Returns:
-        `dict` of 0-dim tensors with the names of the `bapo/` metrics. An undefined share is left out of its mean, and
-        is NaN where all are undefined.
+    An undefined share is left out of its mean, and is NaN where all are undefined.
     """
     dtype = searches[0].low.dtype
     rows = [
@@ -150,13 +143,9 @@ def average_searches(searches: Sequence[ClipBounds]) -> dict[str, torch.Tensor]:
 
 def token_metrics(total: Mapping[str, float]) -> dict[str, float]:
     """
-    Compute the metrics of one optimizer update that its tokens give.
+    Compute the metrics of an update that its tokens give, from the numbers of [`measure_tokens`] of all ranks.
 
-    Args:
-        total (mapping of `str` to `float`): The numbers of [`measure_tokens`], of all micro-batches on all ranks.
-
-    Returns:
-        `dict` with the names of [`UPDATE_METRICS`] but those of the search; NaN where a value is undefined.
+    NaN where a value is undefined.
     """
     count, passing = total["ratios"], total["passing"]
     return {
@@ -198,11 +187,7 @@ class UpdateLog:
 
     def close(self, gather: Callable[[torch.Tensor], torch.Tensor], update: int) -> dict[str, float]:
         """
-        Return the metrics of the update, see [`UPDATE_METRICS`].
-
-        Args:
-            gather (`Callable`): Concatenates a tensor of all ranks along the first dimension.
-            update (`int`): Number of the update, for the error message.
+        Return the metrics of the update, see [`UPDATE_METRICS`]; the error message has its number.
 
         Raises:
             RuntimeError: If a log-probability, an advantage or an importance ratio of a trained token is NaN or
