@@ -97,7 +97,7 @@ class RolloutRounds:
     Generations of one rank with partial rollouts.
 
     Args:
-        num_groups (`int`): Groups of a generation, on this rank as the others.
+        num_groups (`int`): Groups of a generation on each rank.
         num_held (`int`): Groups that stay in flight when a generation ends.
         chunk_length (`int`): Largest number of tokens of a call.
         gather (`Callable`): Numbers of this rank in; those of each rank out.
