@@ -351,9 +351,8 @@ class BAPOTrainer(WholeCheckpoints):
                 self._metrics["train"]["frac_reward_zero_std"][-1] = share  # TRL's misses some by rounding
         # The queue of a checkpoint within a generation has seen the first half of it
         is_made_again = self._has_loaded_queue and self._step % self.args.micro_batches_per_generation != 0
-        return self._take_batch(
-            self._replay.draw_first_pass(batch, self.state.global_step, num_padding, is_made_again)
-        )
+        drawn = self._replay.draw_first_pass(batch, self.state.global_step, num_padding, is_made_again)
+        return self._take_batch(drawn)
 
     def _take_batch(self, batch_and_whether_fresh):
         batch, is_fresh = batch_and_whether_fresh
@@ -391,9 +390,8 @@ class BAPOTrainer(WholeCheckpoints):
             return self._handed_over.behavior_logps(num_tokens).to(self.accelerator.device), None, None
         output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         if self._inputs_in_loss is not None:
-            per_token_logps, entropies, *_ = output
+            logps, entropies = output[0].detach(), output[1]
             is_last, version = self.accelerator.sync_gradients, self.state.global_step
-            logps = per_token_logps.detach()
             self._clip_with(self._bounds.observe(self._inputs_in_loss, logps, entropies, version, is_last))
         return output
 
@@ -440,9 +438,8 @@ class BAPOTrainer(WholeCheckpoints):
         self._bounds.load(checkpoint)
         if self._replay is not None and not self.args.replay_discard_saved:
             with raising_on_all_ranks():
-                self._has_loaded_queue = self._replay.load(
-                    checkpoint, self.state.global_step, self.args.partial_rollout_oversampling
-                )
+                step, oversampling = self.state.global_step, self.args.partial_rollout_oversampling
+                self._has_loaded_queue = self._replay.load(checkpoint, step, oversampling)
 
     def _folder_to_push(self, checkpoint):
         return checkpoint if self._pushes is None else self._pushes.folder_to_push(checkpoint, self.push_in_progress)
