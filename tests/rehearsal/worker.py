@@ -289,13 +289,13 @@ def collectives(device: torch.device) -> dict[str, list]:
     for scope in SCOPES:
         trainer = make(True, search_scope=scope)
         found[scope] = [_calls(trainer, device, lengths) for lengths in ((200, 2048), (31, 700))]
-    add = run_search.BoundSearch.add
+    add = UpdateBounds._add
 
     def waiting(self, tokens):
         torch.distributed.barrier()
         add(self, tokens)
 
-    with patch.object(run_search.BoundSearch, "add", waiting):
+    with patch.object(UpdateBounds, "_add", waiting):
         found["a barrier"] = _calls(make(True), device, (31, 700))
     return found
 
