@@ -4,20 +4,24 @@ Fill the tables of `docs/results.md` and `README.md` from the runs in `benchmark
     python -m benchmarks.pages
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`; `TABLES` says what it is of. To print all that a study
-holds: `python -m benchmarks.pages stability` (any file of runs), with `--against ARM`.
+holds: `python -m benchmarks.pages stability` (any file of runs), with `--against ARM`. To keep the runs that `bapo-trl
+compare` made: `python -m benchmarks.pages --keep outputs/FOLDER`.
 """
 
 import argparse
+import json
 import re
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from bapo_trl.compare.results import Row, read_rows
 from bapo_trl.compare.statistics import differences, mean_over_seeds
 from bapo_trl.compare.tables import as_markdown, compare, markdown, with_interval
-from benchmarks.common import RESULTS, ROOT
+from benchmarks.common import RESULTS, ROOT, describe_run
 
 
 PAGES = (ROOT / "docs" / "results.md", ROOT / "docs" / "stability.md", ROOT / "README.md")
@@ -147,11 +151,29 @@ def filled(page: str) -> str:
     return re.sub(r"<!-- table ([^\n]*?) -->\n.*?<!-- end -->", fill, page, flags=re.DOTALL)
 
 
+def keep(folder: Path) -> None:
+    """Write the runs of a study's folder into a file of results, with the commit and the machine that made them."""
+    runs = [asdict(row) for row in read_rows(folder).values()]
+    base = dict(set.intersection(*({(k, str(v)) for k, v in run["settings"].items()} for run in runs)))
+    for run in runs:
+        run["settings"] = {key: value for key, value in run["settings"].items() if key not in base and key != "seed"}
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=True)
+    made = {"command": f"bapo-trl compare {folder.name}.yaml", "commit": commit.stdout.strip()}
+    head = {**made, **{key: value for key, value in describe_run("pages", "cpu").items() if key != "command"}}
+    lines = ",\n".join(json.dumps({key: value for key, value in run.items() if value is not None}) for run in runs)
+    text = json.dumps({**head, "settings": base, "rows": "ROWS"}, indent=1).replace('"ROWS"', f"[\n{lines}\n]")
+    (RESULTS / f"{folder.name}.json").write_text(text + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", nargs="?", help="file of runs to print whole, by its name")
     parser.add_argument("--against", help="arm that the others are compared with (the first)")
+    parser.add_argument("--keep", type=Path, help="folder of a study whose runs are written into a file of results")
     options = parser.parse_args()
+    if options.keep:
+        return keep(options.keep)
     if options.study:
         runs = [replace(row, error=None) for row in rows(options.study)]
         arms = list(dict.fromkeys(row.arm for row in runs))

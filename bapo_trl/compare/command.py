@@ -93,7 +93,7 @@ def _show(rows: list[Row], arms: list[str], options: argparse.Namespace, number:
 
 
 def _plan(runs: Sequence[Run], finished: dict[str, Row], jobs: int) -> str:
-    lines = [f"{'done' if run.key in finished else 'to do'}  {run.label}" for run in runs]
+    lines = [f"{'done' if run.key in finished else 'to do':<5}  {run.label}" for run in runs]
     left = sum(run.key not in finished for run in runs)
     lines.append(f"{len(runs)} runs, {left} to make, {jobs} at a time")
     seconds = [row.seconds for row in finished.values() if row.error is None]

@@ -1,7 +1,6 @@
-"""What `python -m benchmarks.pages` makes of the files in `benchmarks/results`: the pages and the README's table."""
+"""What `python -m benchmarks.pages` makes of the files in `benchmarks/results`: the tables of the pages."""
 
 import json
-import re
 
 import pytest
 
@@ -9,44 +8,31 @@ from benchmarks import pages
 from benchmarks.common import RESULTS, describe_run, write_result
 
 
-@pytest.fixture(scope="module")
-def sections():
-    return pages.render([json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))])
+@pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.name)
+def test_the_tables_in_the_pages_are_those_of_the_results(page):
+    assert page.read_text() == pages.filled(page.read_text()), "`python -m benchmarks.pages` has to be run"
 
 
-def test_the_pages_in_docs_are_those_of_the_results(sections):
-    texts = pages.texts(sections)
-    assert {path.name for path in texts} == {"results.md", "results_tables.md", "README.md"}
-    for path, text in texts.items():
-        assert path.read_text() == text, "`python -m benchmarks.pages` has to be run"
-    assert all((pages.DOCS / name).exists() for section in sections for name in section.figures)
+def test_a_table_of_finals_pairs_the_seeds():
+    runs = pages.rows("stability", **{pages.TASK: "running totals", pages.UPDATES: "64"})
+    finals = pages.finals(runs)
+    above = [finals["GRPO"][seed] - finals["BAPO"][seed] for seed in finals["GRPO"]]
+    table = pages.final_table({"at 64": runs}, "BAPO", ["GRPO"])
+    assert f"{sum(above) / len(above):+.3f} ± " in table
+    assert "| BAPO" not in table
 
 
-def test_tables_have_seven_columns_at_most(sections):
-    for text in pages.texts(sections).values():
-        lines = [line for line in text.splitlines() if line.startswith("|")]
-        assert lines
-        assert max(line.count(" | ") + 1 for line in lines) <= 7
+def test_every_study_can_be_printed_whole(capsys, monkeypatch):
+    for path in RESULTS.glob("*.json"):
+        if "rows" in json.loads(path.read_text()):
+            monkeypatch.setattr("sys.argv", ["pages", path.stem])
+            pages.main()
+            assert capsys.readouterr().out.count("| arm") >= 2
 
 
-def test_links_to_the_tables_lead_to_headings(sections):
-    page, tables = (pages.texts(sections)[pages.DOCS / name] for name in (pages.PAGE, pages.TABLES_PAGE))
-    for heading in [line for line in tables.splitlines() if line.startswith("## ")]:
-        anchor = re.sub(r"[^\w -]", "", heading.removeprefix("## ").lower()).replace(" ", "-")
-        assert f"({pages.TABLES_PAGE}#{anchor})" in page
-
-
-def test_a_readme_has_one_place_for_its_table():
-    page = "Before\n\n<!-- final accuracy -->\n\n| old |\n\n<!-- end -->\n\nAfter <!-- end -->\n"
-    assert pages.with_table(page, "| new |") == page.replace("old", "new")
-    for wrong in ("Before\n", page + page):
-        with pytest.raises(ValueError, match=r"`<!-- final accuracy -->`"):
-            pages.with_table(wrong, "| new |")
-
-
-def test_a_result_without_a_section_is_refused():
-    with pytest.raises(ValueError, match="results of unknown"):
-        pages.render([{"benchmark": "unknown"}])
+def test_a_table_that_is_not_known_is_refused():
+    with pytest.raises(ValueError, match="no table is called 'nothing'"):
+        pages.filled("<!-- table nothing -->\n<!-- end -->")
 
 
 def test_a_result_file_has_a_row_a_line(tmp_path):
@@ -55,14 +41,11 @@ def test_a_result_file_has_a_row_a_line(tmp_path):
     text = (tmp_path / "some.json").read_text()
     assert json.loads(text) == content
     assert '    {"a": [1, 2]},\n    {"a": null}\n' in text
-    for path in RESULTS.glob("*.json"):
-        assert len(path.read_text().splitlines()) < 12 + len(json.loads(path.read_text())["results"])
 
 
 def test_commands_name_no_folder_of_one_machine(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["benchmark", "--jobs", "0", "--finished", "/scratch/rows.jsonl"])
-    assert describe_run("balance", "cpu")["command"] == "python -m benchmarks.balance --jobs 0 --finished rows.jsonl"
+    monkeypatch.setattr("sys.argv", ["benchmark", "--rounds", "0", "--finished", "/scratch/rows.jsonl"])
+    command = describe_run("search_cost", "cpu")["command"]
+    assert command == "python -m benchmarks.search_cost --rounds 0 --finished rows.jsonl"
     for path in RESULTS.glob("*.json"):
-        content = json.loads(path.read_text())
-        for run in (content, *content.get("earlier", [])):
-            assert " /" not in run["command"], path
+        assert " /" not in json.loads(path.read_text()).get("command", ""), path

@@ -1,0 +1,84 @@
+"""The row of a run, from what `train` leaves in its folder."""
+
+import json
+
+import pytest
+
+from bapo_trl.compare.results import Row, read_rows, row_of, write_row
+from bapo_trl.compare.study import Run
+from bapo_trl.errors import InputError
+
+
+RUN = Run("BAPO", {"steps": 16}, 3, {"num_generations_eval": 2}, {"steps": 16, "seed": 3})
+SETTINGS = {
+    "ratio_lower_start": 0.6, "ratio_lower_max": 0.9, "ratio_upper_start": 1.2, "ratio_upper_max": 3.0,
+    "generation_batch_size": 32,
+}  # fmt: skip
+
+
+def update(step, grad_norm, entropy, low, high, share, **values):
+    bounds = {"bapo/clip_low": low, "bapo/clip_high": high}
+    return {"step": step, "grad_norm": grad_norm, "entropy": entropy, "bapo/positive_share": share, **bounds, **values}
+
+
+LOGS = [
+    update(1, 2.0, 0.5, 0.6, 1.2, 0.4, **{"completions/mean_length": 10.0}),
+    update(2, 4.0, 0.4, 0.9, 3.0, None),  # no negative token, say
+    {"step": 2, "eval_avg@2": 0.6, "eval_reward": 0.6},
+    update(3, 20.0, 0.3, 0.9, 3.0, 0.5, **{"completions/mean_length": 12.0}),
+    update(4, float("nan"), 0.2, 0.9, 2.0, 0.6),
+    {"step": 4, "eval_avg@2": 0.52, "eval_reward": 0.5},
+    {"step": 4, "train_runtime": 3.0},
+]
+RESULTS = {"before_avg@2": 0.1, "eval_avg@2": 0.5, "eval_pass@2": 0.7}
+
+
+def left_by_train(folder, logs=LOGS, results=RESULTS, settings=SETTINGS):
+    for name, content in {
+        "trainer_state.json": {"log_history": logs}, "eval_results.json": results, "run_settings.json": settings,
+    }.items():  # fmt: skip
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+def test_a_row_has_what_the_tables_read(tmp_path):
+    row = row_of(RUN, left_by_train(tmp_path), seconds=12.34)
+    assert row == Row(
+        "BAPO",
+        {"steps": 16},
+        3,
+        {"steps": 16, "seed": 3},
+        final=0.5,
+        pass_at_k=0.7,
+        curve=[(0, 0.1), (2, 0.6), (4, 0.5)],  # at the end, what was measured after the training
+        area=0.45,  # (0.1 + 0.6) / 2 over 2 updates, (0.6 + 0.5) / 2 over 2
+        fall=0.1,
+        gradient_peak=5.0,  # 20 over the median of 2, 4, 20
+        entropy_ratio=0.4,  # 0.2 over 0.5
+        share=0.5,
+        at_limits=0.5,  # two of four updates
+        generated_tokens=704,  # (10 + 12) * 32
+        seconds=12.3,
+    )
+
+
+def test_fixed_bounds_are_at_no_limits(tmp_path):
+    fixed = {**SETTINGS, "ratio_lower_max": 0.6, "ratio_upper_max": 1.2}
+    assert row_of(RUN, left_by_train(tmp_path, settings=fixed), 1.0).at_limits is None
+
+
+def test_a_run_that_was_not_measured_before_begins_at_its_first_measurement(tmp_path):
+    results = {name: value for name, value in RESULTS.items() if name != "before_avg@2"}
+    row = row_of(RUN, left_by_train(tmp_path, results=results), 1.0)
+    assert (row.curve, row.area) == ([(2, 0.6), (4, 0.5)], 0.55)
+
+
+def test_rows_come_back_as_they_were_written(tmp_path):
+    row = row_of(RUN, left_by_train(tmp_path), 1.0)
+    write_row(row, tmp_path / "runs" / "a.json")
+    (read,) = read_rows(tmp_path).values()
+    assert (read.final, read.over, [tuple(point) for point in read.curve]) == (row.final, row.over, row.curve)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a.json"]
+    (tmp_path / "runs" / "b.json").write_text("{}")
+    with pytest.raises(InputError, match=r"b\.json is no result of a run"):
+        read_rows(tmp_path)
