@@ -13,22 +13,13 @@ PAGE = "docs/stability.md"
 
 @dataclass(frozen=True)
 class Advice:
-    """
-    A row of the advice: for which runs, and what to set.
+    """A row of the advice: for which runs, and what to set."""
 
-    Attributes:
-        name (`str`): What the row calls the samples.
-        oldest (`float`): Oldest age of a sample that the row is for, in policy versions.
-        updates (`str`): The same as optimizer updates per generation, with those that were measured.
-        share (`str`): Shares of positive tokens at the start that it is for.
-        settings (mapping of `str` to values): Fields of [`BAPOConfig`], on top of the defaults.
-    """
-
-    name: str
-    oldest: float
-    updates: str
-    share: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # of the samples
+    oldest: float  # age of a sample that the row is for, in policy versions
+    updates: str  # the same as optimizer updates per generation, with those that were measured
+    share: str  # of positive tokens at the start
+    settings: Mapping[str, Any] = field(default_factory=dict)  # fields of `BAPOConfig`, on top of the defaults
 
     def line(self, args: BAPOConfig) -> str:
         """Return what the terminal says of it at the start of a run with these settings."""
@@ -70,12 +61,7 @@ def oldest_age(args: BAPOConfig) -> tuple[float, str]:
 
 
 def staleness_line(args: BAPOConfig) -> str:
-    """
-    Return what a run says at its start: how stale its samples get, and the row of the advice for that.
-
-    Args:
-        args ([`BAPOConfig`]): Settings of the run, in a process that knows the number of processes.
-    """
+    """Return what a run says at its start: how stale its samples get, and the row of the advice for that."""
     window = args.gradient_accumulation_steps
     age, held_by = oldest_age(args)
     updates = args.micro_batches_per_generation / window

@@ -15,12 +15,10 @@ from .clip_bounds.settings import BOUND_PARTS, SCOPES, UNCLIPPED_LOSS_TYPES, che
 from .clip_bounds.tokens import WEIGHTINGS
 from .errors import InputError
 from .inputs.setting_checks import (
-    SIZES,
-    check_batch_sizes,
-    check_counts,
     check_device,
-    check_number,
     check_numbers,
+    check_ratios,
+    check_sizes,
     check_types,
     check_values_of_trl,
     take_numpy_numbers,
@@ -247,7 +245,7 @@ class BAPOConfig(GRPOConfig):
         except InputError:
             raise
         except (TypeError, ValueError, ArithmeticError):
-            for says_what_to_change in (check_values_of_trl, check_device, check_batch_sizes):
+            for says_what_to_change in (check_values_of_trl, check_device):
                 try:
                     says_what_to_change(self)
                 except InputError:
@@ -440,10 +438,8 @@ class BAPOConfig(GRPOConfig):
     def _validate(self):
         if self.loss_type == "cispo" and self.epsilon is None:  # TRL caps at it where `epsilon_high` is not set
             self.epsilon = GRPOConfig.epsilon
-        check_counts(self, SIZES)
-        for name in ("delta", "epsilon", "epsilon_high"):
-            if getattr(self, name) is not None:
-                check_number(name, getattr(self, name))
+        check_sizes(self)
+        check_ratios(self)
         check_search(self)
         check_partial_rollouts(self)
         check_replay(self)

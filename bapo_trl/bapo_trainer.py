@@ -22,14 +22,14 @@ from .clip_bounds.update_bounds import UpdateBounds
 from .errors import InputError
 from .inputs import checks
 from .inputs.checks import explained
-from .inputs.prompt_checks import check_number_of_prompts
+from .inputs.prompt_checks import check_batch_prompts, check_number_of_prompts
 from .inputs.reward_checks import check_reward_funcs, check_size_of_rewards
-from .inputs.reward_sums import best_of_k, overflowing_groups
 from .inputs.setting_checks import check_eval_groups, check_values_of_trl
 from .policy.behavior import BehaviorPolicy
 from .policy.scoring import read_masses, read_tokens, read_tokens_ahead, score, warn_if_padding_counts
 from .replay.checkpoint import is_queue_file
 from .replay.mixer import make_replay
+from .reward_sums import best_of_k, overflowing_groups
 from .rollouts.checkpoint import check_no_pool, is_pool_file
 from .rollouts.handover import finish_groups, is_trained_to_its_end, make_rounds, token_cap
 from .rollouts.rounds import RolloutBatch
@@ -293,7 +293,7 @@ class BAPOTrainer(WholeCheckpoints):
     def _tokenize_prompts(self, prompts):
         if self._handed_over is not None:  # a template that shows the date gives others by now
             return self._handed_over.prompt_ids, None, {}
-        with explained(partial(checks.check_prompts_of_batch, prompts, self.train_dataset, self.eval_dataset)):
+        with explained(partial(check_batch_prompts, prompts, self.train_dataset, self.eval_dataset)):
             return super()._tokenize_prompts(prompts)
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):

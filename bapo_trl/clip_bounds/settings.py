@@ -4,8 +4,6 @@ import math
 from dataclasses import fields
 from typing import Any
 
-import torch
-
 from ..errors import InputError
 from .curves import MEASURES
 from .grid import BoundGrid
@@ -21,10 +19,6 @@ BOUND_PARTS = tuple(part.name for part in fields(BoundGrid))
 
 def check_search(config: Any) -> None:
     """Refuse values of the bound search, and losses and updates that it does not go with."""
-    for name in ("delta", "negative_ratio_cap", "epsilon", "epsilon_high"):
-        value = getattr(config, name)
-        if value is not None and torch.finfo(torch.float32).max < abs(value) < math.inf:  # torch raises without a name
-            raise InputError(f"`{name}` is {value}, more than float32 holds: set it to a ratio, e.g. 4.0, or to None.")
     for name in ("epsilon", "epsilon_high"):
         _check_epsilon(config, name)
     if not 0 < config.positive_contribution_target <= 1:

@@ -14,7 +14,7 @@ from datasets import Dataset, IterableDataset
 from transformers.utils import cached_file
 from xxhash import xxh3_128
 
-from ..inputs.reward_sums import best_of_k, weighted_sums
+from ..reward_sums import best_of_k, weighted_sums
 from .accuracy import Estimate, PromptResult, summarize
 from .answers import canonical
 from .completions_file import CompletionsFile

@@ -14,31 +14,12 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from ..errors import InputError
-from .prompt_checks import TokenLimits, check_batch_prompts, check_batch_tokens, check_prompts
+from .prompt_checks import TokenLimits, check_batch_tokens
 from .reward_checks import KeptRewards
 
 
-def check_prompts_of_batch(prompts: Sequence[Any], train_dataset: Any, eval_dataset: Any) -> None:
-    """
-    Refuse a prompt of a batch that is none; by its row, if it is stored in the dataset as it is.
-
-    Raises:
-        InputError: With the row, or the prompt, and the fix.
-    """
-    try:
-        check_batch_prompts(prompts)
-    except InputError:
-        check_prompts(train_dataset, eval_dataset)
-        raise
-
-
 def check_tokens_of_batch(trainer: Any, prompt_ids: Sequence[Sequence[int]]) -> None:
-    """
-    Refuse prompts that the model cannot take, and a tokenizer that does not go with it.
-
-    Raises:
-        InputError: With the prompt or the setting, and the fix.
-    """
+    """Refuse prompts that the model cannot take, and a tokenizer that does not go with it (`InputError`)."""
     config = trainer.model.config.get_text_config()
     limits = token_limits(config, trainer.max_completion_length)
     if has_rotary_positions(config) and not trainer.use_vllm:  # they go on beyond the window
@@ -81,12 +62,7 @@ def explaining_empty_completions(made_by: str) -> Iterator[None]:
 
 
 def check_rollouts(prompts: Sequence[Any], prompt_ids: Sequence[Any], completion_ids: Sequence[Any]) -> None:
-    """
-    Refuse another number of prompts or completions from a `rollout_func` than it was given prompts.
-
-    Raises:
-        InputError: With the numbers and the fix.
-    """
+    """Refuse more or fewer prompts or completions of a `rollout_func` than it was given prompts (`InputError`)."""
     if not len(prompts) == len(prompt_ids) == len(completion_ids):
         raise InputError(
             f"The `rollout_func` returned {len(prompt_ids)} `prompt_ids` and {len(completion_ids)} `completion_ids` "
@@ -112,13 +88,10 @@ def explaining_rewards(trainer: Any, prompts: Sequence[Any], completions: Sequen
 
 def check_gradient(trainer: Any, grad_norm: Any) -> None:
     """
-    Stop at a gradient that is not finite. The norm is that of all ranks, so that all of them stop.
+    Stop at a gradient that is not finite (`RuntimeError`). The norm is that of all ranks: all of them stop.
 
     Reads a number from the device. The vector of the update's log is read before it, ahead of the backward pass: in
     that, DeepSpeed makes its step.
-
-    Raises:
-        RuntimeError: With what to look for.
     """
     # A loss scaler leaves out such an update itself
     if grad_norm is None or trainer.accelerator.mixed_precision == "fp16" or math.isfinite(grad_norm):
@@ -137,9 +110,7 @@ def explained(*checks: Callable[[], None]) -> Iterator[None]:
     """
     Add to an error of the block what these checks refuse, as notes. It stays the error that it is.
 
-    Args:
-        *checks (`Callable`): Each raises [`InputError`] for what it finds. They are called when there is an error, and
-            only then.
+    Each raises [`InputError`] for what it finds, and is called when there is an error, and only then.
     """
     try:
         yield
@@ -157,15 +128,9 @@ def explained(*checks: Callable[[], None]) -> Iterator[None]:
 
 def context_window(config: Any) -> int | None:
     """
-    Return the largest number of tokens of a prompt and its completion, by the configuration of a model.
+    Return the tokens that prompt and completion may have, by a text model's configuration; `None` if it tells none.
 
     Rotary embeddings that are scaled reach `factor` times as far as the model was trained for.
-
-    Args:
-        config ([`~transformers.PreTrainedConfig`]): Configuration of the text model.
-
-    Returns:
-        `int`, or `None` where the configuration tells none.
     """
     window = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -181,28 +146,15 @@ def has_rotary_positions(config: Any) -> bool:
 
 
 def token_limits(config: Any, max_completion_length: int | None) -> TokenLimits:
-    """
-    Return what a model takes.
-
-    Args:
-        config ([`~transformers.PreTrainedConfig`]): Configuration of the text model.
-        max_completion_length (`int`, *optional*): Largest number of tokens of a completion.
-    """
+    """Return what a model takes, by the configuration of its text model."""
     return TokenLimits(context_window(config), max_completion_length or 0, getattr(config, "vocab_size", None))
 
 
 def check_tokenizer(tokenizer: Any, vocabulary: int | None = None) -> None:
     """
-    Refuse a tokenizer without an end token, or with more tokens than the model has.
+    Refuse a tokenizer without an end token, or with more tokens than the model has (`InputError`).
 
     Tokens that were added to the tokenizer may go beyond the model's: prompts with such a token are refused.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Of text.
-        vocabulary (`int`, *optional*): Number of tokens of the model, if it is known.
-
-    Raises:
-        ValueError: With the fix.
     """
     if tokenizer.eos_token_id is None:
         raise InputError(
@@ -220,12 +172,7 @@ def check_tokenizer(tokenizer: Any, vocabulary: int | None = None) -> None:
 
 
 def check_model_name(model: Any) -> None:
-    """
-    Refuse a model of the package by the name that it has on the command line.
-
-    Raises:
-        InputError: With the function that gives its folder.
-    """
+    """Refuse a model of the package by the name that it has on the command line (`InputError`)."""
     functions = {"embedded": "warm_start_path", "smollm2": "smollm2_path"}
     if isinstance(model, str) and model in functions:
         raise InputError(

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 from ..errors import InputError
 from ..upstream.trl_compat import is_async_callable
+from .prompt_checks import start_of
 
 
 _FIX = "return a finite number for each completion, or None where the function does not apply"
@@ -23,35 +25,21 @@ class KeptRewards:
 
     def wrap(self, function: Callable, name: str) -> Callable:
         """Return the reward function, asynchronous if it is, with a note of its name on what it raises."""
-        if is_async_callable(function):
-
-            @functools.wraps(function)
-            async def kept_async(**inputs: Any) -> Any:
-                try:
-                    return self._keep(name, await function(**inputs))
-                except Exception as error:
-                    self._add_note(error, name, inputs)
-                    raise
-
-            return kept_async
 
         @functools.wraps(function)
         def kept(**inputs: Any) -> Any:
-            try:
+            with self._noting(name, inputs):
                 return self._keep(name, function(**inputs))
-            except Exception as error:
-                self._add_note(error, name, inputs)
-                raise
 
-        return kept
+        @functools.wraps(function)
+        async def kept_async(**inputs: Any) -> Any:
+            with self._noting(name, inputs):
+                return self._keep(name, await function(**inputs))
+
+        return kept_async if is_async_callable(function) else kept
 
     def check(self) -> None:
-        """
-        Refuse what is no list of rewards.
-
-        Raises:
-            InputError: With function, sample, value and fix.
-        """
+        """Refuse what is no list of rewards (`InputError`)."""
         for name, returned in self._returned:
             defect = rewards_defect(returned, self._prompts, self._completions)
             if defect is not None:
@@ -63,26 +51,21 @@ class KeptRewards:
         self._returned.append((name, returned))
         return returned
 
-    def _add_note(self, error: Exception, name: str, inputs: Mapping[str, Any]) -> None:
-        columns = ", ".join(key for key, value in inputs.items() if isinstance(value, list))
-        error.add_note(
-            f"Raised by the reward function `{name}` on {len(self._prompts)} samples, the first of them "
-            f"{_describe(self._prompts, self._completions, 0)}. It was given the columns {columns}."
-        )
+    @contextmanager
+    def _noting(self, name: str, inputs: Mapping[str, Any]) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            columns = ", ".join(key for key, value in inputs.items() if isinstance(value, list))
+            error.add_note(
+                f"Raised by the reward function `{name}` on {len(self._prompts)} samples, the first of them "
+                f"{_describe(self._prompts, self._completions, 0)}. It was given the columns {columns}."
+            )
+            raise
 
 
 def check_reward_funcs(reward_funcs: Any, weights: Sequence[float] | None) -> None:
-    """
-    Refuse what is no reward function, and weights for another number of them.
-
-    Args:
-        reward_funcs:
-            Argument of the trainer.
-        weights (sequence of `float`, *optional*): Setting `reward_weights`.
-
-    Raises:
-        InputError: If one is neither a function, nor a model or the name of one; if there are more or fewer weights.
-    """
+    """Refuse what is no reward function, model or name of one, and weights for another number (`InputError`)."""
     functions = reward_funcs if isinstance(reward_funcs, list) else [] if reward_funcs is None else [reward_funcs]
     for function in functions:
         if not (isinstance(function, str) or callable(function)):
@@ -105,19 +88,11 @@ def check_size_of_rewards(
     rank: int,
 ) -> None:
     """
-    Refuse rewards of which TRL would compute undefined or no advantages. All ranks refuse the same ones.
+    Refuse rewards of which TRL would compute undefined or no advantages (`InputError`). All ranks refuse the same.
 
-    Args:
-        rewards_per_func (`torch.Tensor`): Rewards by function, of the samples of all ranks. NaN where a function gave
-            none.
-        overflows (`Callable`, *optional*): Takes finite ones, and tells the samples whose standard deviation
-            overflows. `None` where no advantages are made of them.
-        names (sequence of `str`): Names of the functions.
-        prompts, completions (sequences): The `B` samples of this rank.
-        rank (`int`): This rank.
-
-    Raises:
-        InputError: With function, sample, value and fix.
+    The rewards are of the samples of all ranks, NaN where a function gave none; prompts and completions of this one.
+    `overflows` takes finite ones, and tells the samples whose standard deviation overflows; `None` where no advantages
+    are made of them.
     """
     sizes, fix = rewards_per_func.abs().nan_to_num(nan=0.0, posinf=torch.inf), _FIX
     if not sizes.isinf().any():
@@ -137,33 +112,17 @@ def check_size_of_rewards(
 
 
 def rewards_defect(returned: Any, prompts: Sequence[Any], completions: Sequence[Any]) -> str | None:
-    """
-    Return what keeps TRL from making `B` rewards of a value, in words that follow "returned"; `None` if nothing does.
-
-    Args:
-        returned:
-            What a reward function returned.
-        prompts, completions (sequences): The samples.
-
-    Example:
-
-    ```python
-    >>> rewards_defect([1, None], ["1+1=", "1+2="], ["2", "3"])
-    >>> rewards_defect([1], ["1+1=", "1+2="], ["2", "3"])[:23]
-    '1 rewards for 2 samples'
-
-    ```
-    """
+    """Return what keeps TRL from making `B` rewards of a value, in words that follow "returned"; else `None`."""
     count = len(prompts)
     if isinstance(returned, (str, bytes, Mapping, Set)) or not hasattr(returned, "__iter__"):
-        return f"{_short(returned)}, a {type(returned).__name__}, for {count} samples: {_FIX}, in a list"
+        return f"{start_of(returned)}, a {type(returned).__name__}, for {count} samples: {_FIX}, in a list"
     rewards = list(returned)
     if len(rewards) != count:
         return f"{len(rewards)} rewards for {count} samples: {_FIX}"
     for position, reward in enumerate(rewards):
         if reward is not None and not _is_number(reward):
             return (
-                f"{_short(reward)}, a {type(reward).__name__}, for sample {position} of {count}, "
+                f"{start_of(reward)}, a {type(reward).__name__}, for sample {position} of {count}, "
                 f"{_describe(prompts, completions, position)}: {_FIX}"
             )
     return None
@@ -180,15 +139,10 @@ def _is_number(reward: Any) -> bool:
 
 
 def _describe(prompts: Sequence[Any], completions: Sequence[Any], position: int) -> str:
-    return f"prompt {_short(_text(prompts[position]))}, completion {_short(_text(completions[position]))}"
+    return f"prompt {start_of(_text(prompts[position]))}, completion {start_of(_text(completions[position]))}"
 
 
 def _text(value: Any) -> Any:
     """Return the last message of a chat, or what is no chat."""
     is_chat = isinstance(value, list) and value and isinstance(value[-1], dict)
     return value[-1].get("content") if is_chat else value
-
-
-def _short(value: Any, length: int = 60) -> str:
-    text = repr(value)
-    return text if len(text) <= length else f"{text[: length - 3]}..."

@@ -12,24 +12,15 @@ from transformers import training_args
 from ..errors import InputError
 
 
-SIZES = {
-    "per_device_train_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "steps_per_generation": 1,
-    "generation_batch_size": 1,
-    "num_generations": 2,
-    "num_iterations": 1,
-}
-"""Of TRL and transformers, those that settings of BAPO are computed from: the smallest value of each."""
-
+# Of TRL and transformers, those that settings of BAPO are computed from: the smallest value of each
+_SIZES = {
+    "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "steps_per_generation": 1,
+    "generation_batch_size": 1, "num_generations": 2, "num_iterations": 1,
+}  # fmt: skip
 # And what these fail at in words that name no setting
 _COUNTS = {
-    **SIZES,
-    "per_device_eval_batch_size": 1,
-    "num_generations_eval": 0,
-    "max_completion_length": 1,
-    "top_k": 0,
-}
+    **_SIZES, "per_device_eval_batch_size": 1, "num_generations_eval": 0, "max_completion_length": 1, "top_k": 0,
+}  # fmt: skip
 # The range of each, and whether it has its lower end
 _RANGES = {
     "temperature": (0, math.inf, False),
@@ -42,14 +33,9 @@ _RANGES = {
     "off_policy_mask_threshold": (-math.inf, math.inf, True),
 }
 _OPTIONAL = {
-    "steps_per_generation",
-    "generation_batch_size",
-    "num_generations_eval",
-    "max_completion_length",
-    "top_k",
-    "min_p",
+    "steps_per_generation", "generation_batch_size", "num_generations_eval", "max_completion_length", "top_k", "min_p",
     "off_policy_mask_threshold",
-}
+}  # fmt: skip
 _CHOICES = {
     "importance_sampling_level": ("token", "sequence"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
@@ -67,14 +53,7 @@ def take_numpy_numbers(config: Any, own_fields: Iterable[Field]) -> None:
 
 
 def check_types(config: Any, own_fields: Iterable[Field], types: Mapping[str, tuple[Any, ...]]) -> None:
-    """
-    Refuse values of another type than their fields have.
-
-    Args:
-        config ([`~bapo_config.BAPOConfig`]): The settings as they were given.
-        own_fields (iterable of `dataclasses.Field`): The fields that `BAPOConfig` adds.
-        types (mapping of `str` to tuple): The types of each field.
-    """
+    """Refuse values of another type than their fields, those that `BAPOConfig` adds, have."""
     optional = {name for name, of_field in types.items() if type(None) in of_field} - {"num_generations"}
     for f in own_fields:
         of_field, value = types[f.name], getattr(config, f.name)
@@ -89,12 +68,12 @@ def check_types(config: Any, own_fields: Iterable[Field], types: Mapping[str, tu
 
 def check_values_of_trl(config: Any) -> None:
     """Refuse values that TRL and transformers fail at. To be asked when they did, not before: it is theirs to say."""
-    check_counts(config, _COUNTS)
+    _check_counts(config, _COUNTS)
     for name, (low, high, is_closed) in _RANGES.items():
         value = getattr(config, name)
         if value is None and name in _OPTIONAL:
             continue
-        check_number(name, value)
+        _check_number(name, value)
         is_inside = (low <= value if is_closed else low < value) and value <= high
         if not is_inside:
             least = "" if low == -math.inf else f" {'at least' if is_closed else 'above'} {low}"
@@ -142,45 +121,29 @@ def check_device(config: Any) -> None:
         )
 
 
-def check_batch_sizes(config: Any) -> None:
-    """Say what to change where the samples of a generation, or of an evaluation step, are no whole groups."""
-    processes = config.world_size
-    size, steps, samples = (
-        config.per_device_train_batch_size,
-        config.steps_per_generation,
-        config.generation_batch_size,
-    )
-    if samples is not None and steps is not None and samples != size * processes * steps:
-        raise InputError(
-            f"`generation_batch_size` is {samples} and `steps_per_generation` is {steps}, which both say how many "
-            "samples a generation has: leave one of them out (`null` in a recipe)."
-        )
-    if samples is not None and samples % (size * processes) != 0:
-        raise InputError(
-            f"`generation_batch_size` is {samples}, which does not divide into micro-batches of {size} "
-            f"(`per_device_train_batch_size`) on {processes} processes: make it a multiple of {size * processes}."
-        )
-    group = config.num_generations
-    if samples is not None and steps is not None and samples % group != 0:
-        factor = group // math.gcd(group, processes * steps)
-        raise InputError(
-            f"`num_generations` is {group}, but a generation has {samples} samples (`per_device_train_batch_size` "
-            f"{size} x `steps_per_generation` {steps} x {processes} processes), which are no whole groups: set "
-            f"`per_device_train_batch_size` to a multiple of {factor}, or `num_generations` to a divisor of {samples}."
-        )
-    if config.do_eval and config.eval_strategy != "no":
-        check_eval_groups(config)
+def check_sizes(config: Any) -> None:
+    """Refuse sizes of TRL's and transformers' that settings of BAPO could not be computed from."""
+    _check_counts(config, _SIZES)
 
 
-def check_counts(config: Any, counts: Mapping[str, int]) -> None:
-    """Refuse settings that are no whole number, or below the smallest one of each."""
+def check_ratios(config: Any) -> None:
+    """Refuse bounds of ratios that float32, their type, does not hold: torch raises without a name."""
+    for name in ("delta", "negative_ratio_cap", "epsilon", "epsilon_high"):
+        value = getattr(config, name)
+        if value is None:
+            continue
+        _check_number(name, value)
+        if torch.finfo(torch.float32).max < abs(value) < math.inf:
+            raise InputError(f"`{name}` is {value}, more than float32 holds: set it to a ratio, e.g. 4.0, or to None.")
+
+
+def _check_counts(config: Any, counts: Mapping[str, int]) -> None:
     for name, smallest in counts.items():
         value = getattr(config, name)
         if not ((value is None and name in _OPTIONAL) or (isinstance(value, int) and value >= smallest)):
             raise InputError(f"`{name}` is {value!r}: set it to a whole number, at least {smallest}.")
 
 
-def check_number(name: str, value: object) -> None:
-    """Refuse a value that is no number."""
+def _check_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InputError(f"`{name}` is {value!r}: set it to a number.")

@@ -11,38 +11,20 @@ class Counts:
     """
     Numbers of a run on so many processes. Each process has the same `steps_per_generation`; with a given
     `generation_batch_size`, all of them have that.
-
-    Attributes:
-        processes (`int`): Trainer processes.
-        prompts (`float`): Prompts of a generation, of `num_generations` samples each.
-        samples (`int`): Samples of a generation.
-        samples_per_update (`int`): Samples of an optimizer update.
-        updates_per_generation (`float`): Optimizer updates between two generations; not rounded.
-        generations_per_epoch (`int`, *optional*): Generations of a pass over the prompts; `None` for prompts that are
-            not counted.
-        updates_per_epoch (`float`, *optional*): Optimizer updates of such a pass.
-        refusal (`str`, *optional*): Why no run with that many processes is possible.
     """
 
     processes: int
-    prompts: float
-    samples: int
+    prompts: float  # of a generation
+    samples: int  # of a generation
     samples_per_update: int
-    updates_per_generation: float
-    generations_per_epoch: int | None
+    updates_per_generation: float  # not rounded
+    generations_per_epoch: int | None  # `None` for prompts that are not counted
     updates_per_epoch: float | None
-    refusal: str | None
+    refusal: str | None  # why no run with that many processes is possible
 
 
 def count(args: BAPOConfig, processes: int, num_prompts: int | None) -> Counts:
-    """
-    Return the numbers of a run.
-
-    Args:
-        args ([`BAPOConfig`]): Settings of the run.
-        processes (`int`): Trainer processes, at least 1.
-        num_prompts (`int`, *optional*): Prompts to train on.
-    """
+    """Return the numbers of a run on so many processes and prompts; `None` for prompts that are not counted."""
     micro_batch = args.per_device_train_batch_size * processes
     samples = args.generation_batch_size if args.has_fixed_samples else args.steps_per_generation * micro_batch
     updates = samples / micro_batch * args.num_iterations / args.gradient_accumulation_steps

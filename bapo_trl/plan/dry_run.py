@@ -1,7 +1,8 @@
 """What a run would do, by its settings, its prompts and the configuration of its model."""
 
-from collections.abc import Sequence
-from functools import partial
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
@@ -11,17 +12,36 @@ from ..advice import advice_for, oldest_age
 from ..bapo_config import BAPOConfig
 from ..errors import InputError
 from ..inputs.checks import has_rotary_positions, token_limits
-from ..inputs.prompt_checks import check_window
 from ..inputs.setting_checks import check_values_of_trl
-from .counts import Counts, count
-from .memory import Layout, layout_of_process, memory_of
-from .result import DryRun
-from .samples import look_at_prompts, tokenize, try_rewards
-from .shape import empty_model, shape_of
+from .counts import Counts, count, mean_age
+from .memory import ENGINES, Layout, Memory, Shape, empty_model, layout_of_process, memory_of, shape_of
+from .samples import Prompts, Reward, check_window, look_at_prompts, try_rewards
 
 
-SCALES = (1, 8, 32)
-"""Numbers of processes whose arithmetic is shown beside that of the run."""
+_SCALES = (1, 8, 32)  # processes whose arithmetic is shown beside that of the run
+_PROMPT_CHARACTERS = 400
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What is known of a run before it begins. `print` it."""
+
+    args: BAPOConfig
+    layout: Layout
+    counts: list[Counts]  # on its own number of processes first; empty for an evaluation alone
+    num_prompts: int | None  # `None` for a stream
+    shape: Shape | None = None  # this and what follows: `None` for a model that is not there yet
+    memory: Memory | None = None
+    prompts: Prompts | None = None
+    rewards: Sequence[Reward] = ()
+
+    def __str__(self) -> str:
+        first = [_counts(self), _ages(self)] if self.counts else [_evaluation(self)]
+        if self.prompts is None or self.memory is None or self.shape is None:
+            rest = ["The model is not built yet: its prompts, rewards and memory are not known before it is."]
+        else:
+            rest = [_prompts(self, self.prompts), _rewards(self), _memory(self, self.memory, self.shape, self.prompts)]
+        return "\n\n".join(part for part in (*first, *rest) if part)
 
 
 def dry_run(
@@ -66,11 +86,11 @@ def dry_run(
     functions = reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs] if reward_funcs else []
     _check_reward_weights(args, functions)
     layout = layout or layout_of_process(deepspeed=args.deepspeed)
-    trains = args.do_train or not args.do_eval
-    advice = advice_for(oldest_age(args)[0])
+    num_prompts = len(train_dataset) if isinstance(train_dataset, Dataset) else None
+    scales = dict.fromkeys((layout.processes, *_SCALES)) if args.do_train or not args.do_eval else ()
+    counts = [count(args, processes, num_prompts) for processes in scales]
     if model is None:
-        num_prompts = len(train_dataset) if isinstance(train_dataset, Dataset) else None
-        return DryRun(args, layout, _counts(args, layout, num_prompts) if trains else [], advice, num_prompts)
+        return DryRun(args, layout, counts, num_prompts)
     name = model if isinstance(model, str) else model.config._name_or_path
     if isinstance(model, str):
         init = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
@@ -85,14 +105,13 @@ def dry_run(
     shape = shape_of(model, peft_config)
     limits = token_limits(shape.config, args.max_completion_length)
     if not has_rotary_positions(shape.config):
-        check_window(train_dataset, None, partial(tokenize, processing_class, args.chat_template_kwargs), limits)
+        check_window([("train", train_dataset)], processing_class, limits, args.chat_template_kwargs)
     prompts = look_at_prompts(train_dataset, processing_class, limits.longest_prompt, args.chat_template_kwargs)
     return DryRun(
         args=args,
         layout=layout,
-        counts=_counts(args, layout, prompts.num_prompts) if trains else [],
-        advice=advice,
-        num_prompts=prompts.num_prompts,
+        counts=counts,
+        num_prompts=num_prompts,
         shape=shape,
         memory=memory_of(
             shape.parameters,
@@ -106,10 +125,6 @@ def dry_run(
         prompts=prompts,
         rewards=try_rewards(functions, next(iter(train_dataset)), processing_class),
     )
-
-
-def _counts(args: BAPOConfig, layout: Layout, num_prompts: int | None) -> list[Counts]:
-    return [count(args, processes, num_prompts) for processes in dict.fromkeys((layout.processes, *SCALES))]
 
 
 def _check_reward_weights(args: BAPOConfig, functions: Sequence[Any]) -> None:
@@ -130,3 +145,139 @@ def _weight_bytes(args: BAPOConfig, config: Any) -> int | None:
     if given.get("quantization_config") is not None or getattr(config, "quantization_config", None) is not None:
         return None
     return 2 if str(given.get("dtype", "float32")).rpartition(".")[2] in ("bfloat16", "float16") else 4
+
+
+def aligned_rows(rows: Iterable[tuple[str, str]]) -> str:
+    """Return names and values as lines, the values one below the other."""
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def _counts(run: DryRun) -> str:
+    fixed = run.args.has_fixed_samples
+    names = (
+        "", "prompts a generation", "samples a generation", "samples an update", *["updates a generation"] * fixed,
+        "generations an epoch", "updates an epoch",
+    )  # fmt: skip
+    columns = [
+        [
+            f"{_processes(each.processes)}{' *' if place == 0 else ''}", f"{each.prompts:g}", str(each.samples),
+            str(each.samples_per_update), *[f"{each.updates_per_generation:g}"] * fixed,
+            _or_dash(each.generations_per_epoch), _or_dash(each.updates_per_epoch),
+        ]
+        for place, each in enumerate(run.counts)
+    ]  # fmt: skip
+    aligned = [[cell.rjust(max(map(len, column))) for cell in column] for column in columns]
+    rows = zip(names, map("  ".join, zip(*aligned, strict=True)), strict=True)
+    lines = ["Arithmetic (* as launched)", aligned_rows(rows)]
+    lines += [f"  Refused on {each.processes}: {each.refusal}." for each in run.counts if each.refusal]
+    return "\n".join(lines)
+
+
+def _ages(run: DryRun) -> str:
+    args, here = run.args, run.counts[0]
+    age, held_by = oldest_age(args)
+    mean = f"{mean_age(args):g}"
+    if held_by:
+        mean += f" of fresh ones; of all not known before the run{held_by}"
+    rows = [
+        ("micro-batches an update", str(args.gradient_accumulation_steps)),
+        ("updates a generation", f"{here.updates_per_generation:g}"),
+        ("oldest sample, policy versions", ("no limit" if age == math.inf else f"{age:g}") + held_by),
+        ("mean age of a sample", mean),
+    ]
+    where = _processes(here.processes) if args.has_fixed_samples else "any number of processes"
+    return f"Staleness, on {where}\n{aligned_rows(rows)}\n  {advice_for(age).line(args)}"
+
+
+def _evaluation(run: DryRun) -> str:
+    args = run.args
+    completions = args.num_generations_eval or args.num_generations
+    total = "-" if run.num_prompts is None else str(run.num_prompts * completions)
+    rows = [
+        ("prompts", _or_dash(run.num_prompts)),
+        ("completions a prompt", str(completions)),
+        ("completions", total),
+        ("completions at once, a process", str(args.per_device_eval_batch_size)),
+    ]
+    return f"Evaluation alone: nothing is trained\n{aligned_rows(rows)}"
+
+
+def _prompts(run: DryRun, prompts: Prompts) -> str:
+    names = {0.5: "median", 1.0: "longest"}
+    shares = ", ".join(f"{length} ({names.get(q, f'{q:.0%}')})" for q, length in prompts.lengths.items())
+    of = "" if prompts.num_prompts == prompts.looked_at else f" ({prompts.looked_at} of them looked at)"
+    count = "a stream" if prompts.num_prompts is None else f"{prompts.num_prompts} prompts"
+    lines = [f"Prompts: {count}{of}", f"  tokens: {shares}"]
+    if prompts.room is not None:
+        completion = run.args.max_completion_length
+        room = str(prompts.room)
+        if prompts.room <= 0:
+            room = f"none, it does not fit into the window of {prompts.room + (completion or 0)}"
+        lines.append(f"  room before a completion of {completion}: {room}; too long: {prompts.too_long}")
+    shown = prompts.first[:_PROMPT_CHARACTERS]
+    more = " ..." if len(prompts.first) > len(shown) else ""
+    lines += ["  the first, as the model gets it:", *(f"  | {line}" for line in f"{shown}{more}".splitlines())]
+    return "\n".join(lines)
+
+
+def _rewards(run: DryRun) -> str:
+    if not run.rewards:
+        return ""
+    lines = [f'Rewards of a made completion, "{run.rewards[0].completion}"']
+    lines += [
+        f"  {each.name}: {each.error or ('none' if each.value is None else f'{each.value:g}')}" for each in run.rewards
+    ]
+    return "\n".join(lines)
+
+
+def _memory(run: DryRun, memory: Memory, shape: Shape, prompts: Prompts) -> str:
+    args, layout = run.args, run.layout
+    parts = (memory.weights, memory.gradients, memory.optimizer, memory.reference)
+    rows = [("weights", _gigabytes(memory.weights) + " (quantized)" * (memory.weights is None))]
+    if run.counts:
+        rows += [
+            ("gradients", _gigabytes(memory.gradients)),
+            ("optimizer", _gigabytes(memory.optimizer)),
+            ("reference model (beta)", _gigabytes(memory.reference)),
+            ("together", _gigabytes(memory.total) + " and what is not known" * (None in parts)),
+            ("logits of a micro-batch, if held whole", _gigabytes(_logits(args, shape))),
+        ]
+    if shape.cache_numbers:
+        length = prompts.lengths[1.0] + (args.max_completion_length or 0)
+        cache = 2 * shape.cache_numbers * length
+        rows.append((f"sampler: cache of one sample of {length} tokens", _gigabytes(cache)))
+    rows.append(("sampler: weights in bfloat16, all GPUs", _gigabytes(2 * shape.parameters)))
+    number = f"{_processes(layout.processes)}, {ENGINES[layout.engine]}"
+    if layout.offloaded:
+        number += f", {' and '.join(sorted(layout.offloaded))} in CPU memory"
+    trained = "" if shape.trained == shape.parameters else f", {_count(shape.trained)} of them trained"
+    title = f"GB on a GPU: {number}; {_count(shape.parameters)} parameters{trained}"
+    return f"{title}\n{aligned_rows(rows)}\n  Activations are not counted, nor what a framework reserves."
+
+
+def _logits(args: BAPOConfig, shape: Shape) -> float:
+    vocabulary = getattr(shape.config, "vocab_size", 0)
+    return 4.0 * args.per_device_train_batch_size * (args.max_completion_length or 0) * vocabulary
+
+
+def _processes(number: int) -> str:
+    return f"{number} process{'es' if number != 1 else ''}"
+
+
+def _gigabytes(value: float | None) -> str:
+    if value is None:
+        return "not known"
+    return f"{value / 1e6:.3g} MB" if 0 < value < 1e7 else f"{value / 1e9:.3g}"
+
+
+def _count(number: int) -> str:
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)
+
+
+def _or_dash(value: Any) -> str:
+    return "-" if value is None else f"{value:g}"

@@ -1,11 +1,20 @@
-"""Bytes of weights, gradients and optimizer on each GPU, by the way that they are sharded; not of activations."""
+"""
+What a model is made of, by its configuration alone, and what lies of it on each GPU.
 
+Bytes of weights, gradients and optimizer, by the way that they are sharded; not of activations.
+"""
+
+import copy
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 
 ENGINES = {
@@ -20,38 +29,65 @@ _STATES = {  # bytes of a float32 state of each trained parameter; others are no
 
 
 @dataclass(frozen=True)
+class Shape:
+    """Sizes of a model."""
+
+    config: Any  # of its text model
+    parameters: int  # an adapter's among them
+    trained: int
+    cache_numbers: int  # keys and values of one token, in all layers; 0 where the configuration does not tell
+
+
+def empty_model(name: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Build a model of a folder or an id on the Hub without its weights; transformers raises where it cannot."""
+    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    architecture: Any = getattr(transformers, (config.architectures or [""])[0], None)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config) if architecture is None else architecture._from_config(config)
+
+
+def shape_of(model: PreTrainedModel, peft_config: Any = None) -> Shape:
+    """Return the sizes of a model, with or without weights, and of an adapter to train on it. It is left as it is."""
+    config = model.config.get_text_config()
+    if peft_config is not None:
+        from peft import get_peft_model
+
+        with torch.device("meta"):
+            architecture: Any = type(model)
+            model = get_peft_model(architecture._from_config(copy.deepcopy(model.config)), peft_config)
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return Shape(
+        config,
+        parameters=sum(size for size, _ in sizes),
+        trained=sum(size for size, is_trained in sizes if is_trained),
+        cache_numbers=_cache_numbers(config),
+    )
+
+
+def _cache_numbers(config: Any) -> int:
+    heads = getattr(config, "num_attention_heads", None)
+    width = getattr(config, "head_dim", None) or (getattr(config, "hidden_size", 0) // heads if heads else 0)
+    shared = getattr(config, "num_key_value_heads", None) or heads or 0
+    return 2 * getattr(config, "num_hidden_layers", 0) * shared * width
+
+
+@dataclass(frozen=True)
 class Layout:
-    """
-    Where a training runs.
+    """Where a training runs."""
 
-    Attributes:
-        processes (`int`): Trainer processes, a GPU each.
-        engine (`str`): One of [`ENGINES`].
-        offloaded (`frozenset[str]`): What lies in CPU memory instead: `weights`, `optimizer`.
-    """
-
-    processes: int = 1
-    engine: str = "none"
-    offloaded: frozenset[str] = frozenset()
+    processes: int = 1  # a GPU each
+    engine: str = "none"  # one of `ENGINES`
+    offloaded: frozenset[str] = frozenset()  # what lies in CPU memory instead: `weights`, `optimizer`
 
 
 @dataclass(frozen=True)
 class Memory:
-    """
-    Bytes on one GPU.
+    """Bytes on one GPU."""
 
-    Attributes:
-        weights (`float`, *optional*): Of the model; `None` for a quantized one.
-        gradients (`float`): Of what is trained.
-        optimizer (`float`, *optional*): States, with the float32 copy of the weights that DeepSpeed keeps; `None` for
-            an optimizer that is not known here.
-        reference (`float`, *optional*): Of the reference model of `beta`; `None` where it is quantized.
-    """
-
-    weights: float | None
+    weights: float | None  # `None` for a quantized model
     gradients: float
-    optimizer: float | None
-    reference: float | None
+    optimizer: float | None  # with the float32 weights that DeepSpeed keeps; `None` for one that is not known here
+    reference: float | None  # the reference model of `beta`; `None` for a quantized one
 
     @property
     def total(self) -> float:
@@ -72,14 +108,11 @@ def memory_of(
     Return what lies on one GPU before the first activation.
 
     Args:
-        parameters (`int`): Parameters of the model, with an adapter's.
-        trained (`int`): Those that are trained.
+        parameters (`int`): Of the model, with an adapter's.
         weight_bytes (`int`, *optional*): Bytes of a parameter as it is loaded; `None` for a quantized model.
-        layout ([`Layout`]): Where the training runs.
         is_mixed (`bool`): Whether it computes in half precision. DeepSpeed then keeps weights and gradients in that,
             and a float32 copy beside the states of the optimizer; elsewhere the weights stay as they are loaded.
-        has_reference (`bool`): Whether there is a second, frozen model.
-        optim (`str`): Name of the optimizer, as in `TrainingArguments`.
+        optim (`str`): As in `TrainingArguments`.
     """
     states = _STATES.get(str(getattr(optim, "value", optim)))
     frozen = parameters - trained
@@ -105,13 +138,7 @@ def memory_of(
 
 
 def layout_of_process(environment: Mapping[str, str] = os.environ, deepspeed: Any = None) -> Layout:
-    """
-    Return where this process trains, by what its launcher says in the environment.
-
-    Args:
-        environment (mapping of `str` to `str`, *optional*): Variables, as `accelerate launch` sets them.
-        deepspeed (`str` or `dict`, *optional*): The setting `deepspeed` of `TrainingArguments`.
-    """
+    """Return where this process trains, by the variables of its launcher and `deepspeed` of `TrainingArguments`."""
     processes = int(environment.get("WORLD_SIZE", 1))
     if deepspeed:
         return _deepspeed_layout(processes, deepspeed)
@@ -125,12 +152,7 @@ def layout_of_process(environment: Mapping[str, str] = os.environ, deepspeed: An
 
 
 def layout_of_launch(launch: Any) -> Layout:
-    """
-    Return where the processes of `accelerate launch` would train.
-
-    Args:
-        launch (`argparse.Namespace`): Its arguments, with those of its configuration.
-    """
+    """Return where the processes of `accelerate launch` would train, by its validated arguments."""
     processes = launch.num_processes or 1
     if launch.use_deepspeed:
         return _deepspeed_layout(processes, launch.deepspeed_config_file or str(launch.zero_stage))
@@ -145,16 +167,13 @@ def _fsdp_engine(version: str | int, strategy: str | None) -> str:
     return "none" if strategy in ("NO_SHARD", "3") else "fsdp1"
 
 
-def _deepspeed_layout(processes: int, config: str | dict) -> Layout:
+def _deepspeed_layout(processes: int, config: Any) -> Layout:
     """Return the layout of a DeepSpeed configuration: a stage, a file or its content."""
     if isinstance(config, str):
-        config = {"zero_optimization": {"stage": int(config)}} if config.isdigit() else json.loads(_read(config))
+        stage = {"zero_optimization": {"stage": int(config)}} if config.isdigit() else None
+        config = stage or json.loads(Path(config).read_text(encoding="utf-8"))
     zero = config.get("zero_optimization", {})
     engine = {1: "zero1", 2: "zero2", 3: "zero3"}.get(zero.get("stage", 0), "none")
     names = {"offload_param": "weights", "offload_optimizer": "optimizer"}
     offloaded = {what for name, what in names.items() if (zero.get(name) or {}).get("device", "none") != "none"}
     return Layout(processes, engine, frozenset(offloaded))
-
-
-def _read(file: str) -> str:
-    return Path(file).read_text(encoding="utf-8")

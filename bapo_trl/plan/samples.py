@@ -1,8 +1,9 @@
 """What the prompts of a run look like to its model, and what its reward functions say to a made completion."""
 
 import asyncio
+import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -11,98 +12,93 @@ from datasets import Dataset
 from torch import nn
 from transformers import TrainerState
 
+from ..errors import InputError
 from ..evaluation.answers import gold_answers
+from ..inputs.prompt_checks import TokenLimits, stored_prompts
 from ..inputs.reward_checks import rewards_defect
-from ..upstream.trl_compat import is_async_callable
 
 
 LOOKED_AT = 1000
-"""Prompts that are tokenized at most, evenly over those that there are; of a stream, the first."""
+"""Prompts that are tokenized, evenly over those that there are, and the longest text; of a stream, the first ones."""
 
 _QUANTILES = (0.05, 0.5, 0.95, 1.0)
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """
-    The prompts of a run as its model gets them.
+    """The prompts of a run as its model gets them."""
 
-    Attributes:
-        first (`str`): The first one, after the chat template.
-        num_prompts (`int`, *optional*): Prompts that there are; `None` for a stream.
-        looked_at (`int`): Those that were tokenized.
-        lengths (`dict[float, int]`): Tokens of a prompt, by quantile.
-        too_long (`int`): Those of them that leave no room for a completion of `max_completion_length`.
-        room (`int`, *optional*): Longest prompt that leaves room; `None` for a model without a window.
-    """
-
-    first: str
-    num_prompts: int | None
+    first: str  # after the chat template
+    num_prompts: int | None  # `None` for a stream
     looked_at: int
-    lengths: dict[float, int]
-    too_long: int
-    room: int | None
+    lengths: dict[float, int]  # tokens of a prompt, by quantile
+    longest_row: int
+    too_long: int  # of those looked at
+    room: int | None  # longest prompt that leaves room for a completion; `None` for a model without a window
 
 
 @dataclass(frozen=True)
 class Reward:
-    """
-    What a reward function gave to a made completion.
-
-    Attributes:
-        name (`str`): The function.
-        completion (`str`): What it was shown.
-        value (`float`, *optional*): Its reward, `None` if it gave none.
-        error (`str`, *optional*): What it raised, or what is wrong with what it returned.
-    """
+    """What a reward function gave to a made completion."""
 
     name: str
     completion: str
-    value: float | None
-    error: str | None
+    value: float | None  # `None` if it gave none
+    error: str | None  # what it raised, or what is wrong with what it returned
 
 
 def look_at_prompts(dataset: Any, processing_class: Any, room: int | None, template_kwargs: Any = None) -> Prompts:
-    """
-    Tokenize prompts as the trainer does.
-
-    Args:
-        dataset (`Dataset` or `IterableDataset`): With a column `prompt`, text or messages.
-        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`]): Tokenizer, or
-            what holds it.
-        room (`int`, *optional*): Tokens that a prompt may have.
-        template_kwargs (mapping, *optional*): Arguments of the chat template.
-    """
+    """Tokenize prompts as the trainer does, `template_kwargs` for the chat template; `room` is of [`Prompts`]."""
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if isinstance(dataset, Dataset):
-        step = max(1, math.ceil(len(dataset) / LOOKED_AT))
-        prompts = dataset.select(range(0, len(dataset), step))["prompt"][:]
         num_prompts = len(dataset)
+        stored = stored_prompts(dataset) if num_prompts > LOOKED_AT else ()
+        sizes = [len(str(prompt).encode(errors="replace")) for prompt in stored]
+        longest = [max(range(num_prompts), key=sizes.__getitem__)] if sizes else []
+        rows = sorted({*range(0, num_prompts, math.ceil(num_prompts / LOOKED_AT)), *longest})
+        prompts = dataset.select(rows)["prompt"][:]
     else:
         prompts, num_prompts = [row["prompt"] for row in islice(dataset, LOOKED_AT)], None
-    token_ids = tokenize(processing_class, template_kwargs, prompts)
-    lengths = sorted(map(len, token_ids))
+        rows = list(range(len(prompts)))
+    token_ids = [_tokens(prompt, tokenizer, template_kwargs or {}) for prompt in prompts]
+    by_length = sorted(zip(map(len, token_ids), rows, strict=True))
+    lengths = [length for length, _ in by_length]
     return Prompts(
-        first=getattr(processing_class, "tokenizer", processing_class).decode(token_ids[0]),
+        first=tokenizer.decode(token_ids[0]),
         num_prompts=num_prompts,
         looked_at=len(lengths),
         lengths={share: lengths[math.ceil(share * len(lengths)) - 1] for share in _QUANTILES},
+        longest_row=by_length[-1][1],
         too_long=0 if room is None else sum(length > room for length in lengths),
         room=room,
     )
 
 
-def tokenize(processing_class: Any, template_kwargs: Any, prompts: Sequence[Any]) -> list[list[int]]:
+def check_window(
+    datasets: Iterable[tuple[str, Any]], processing_class: Any, limits: TokenLimits, template_kwargs: Any = None
+) -> None:
     """
-    Return the token ids of prompts as the model gets them.
+    Refuse completions, or prompts of these datasets with them, that do not fit into the model's window (`InputError`).
 
-    Args:
-        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`]): Tokenizer, or
-            what holds it.
-        template_kwargs (mapping, *optional*): Arguments of the chat template.
-        prompts (sequence of `str` or messages): The prompts.
+    Streams pass: their prompts are known as they come.
     """
-    tokenizer = getattr(processing_class, "tokenizer", processing_class)
-    return [_tokens(prompt, tokenizer, template_kwargs or {}) for prompt in prompts]
+    if limits.longest_prompt is None:
+        return
+    if limits.longest_prompt <= 0:
+        raise InputError(
+            f"`max_completion_length` is {limits.completion}, but the model's window (`max_position_embeddings`) "
+            f"is {limits.window} with the prompt: lower `max_completion_length`."
+        )
+    for name, dataset in datasets:
+        if not (isinstance(dataset, Dataset) and len(dataset)):
+            continue
+        found = look_at_prompts(dataset, processing_class, limits.longest_prompt, template_kwargs)
+        if found.too_long:
+            of_them = "" if found.looked_at == found.num_prompts else "that were looked at "
+            raise InputError(
+                f"{found.too_long} of the {found.looked_at} prompts of the {name} dataset {of_them}are too long: "
+                f"the longest, row {found.longest_row}, has {found.lengths[1.0]} tokens, {limits.why_too_long}"
+            )
 
 
 def _tokens(prompt: Any, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> list[int]:
@@ -114,14 +110,9 @@ def _tokens(prompt: Any, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> 
 
 def try_rewards(functions: Sequence[Any], row: Mapping[str, Any], processing_class: Any) -> list[Reward]:
     """
-    Call each reward function once, as the trainer would with one sample.
+    Call each reward function once, as the trainer would with one sample. A model that is one is not called.
 
-    Args:
-        functions (sequence of reward functions): As [`BAPOTrainer`] takes them. A model that is one is not called.
-        row (mapping): A row of the prompts. The made completion ends with the answer in its `solution`, boxed, where
-            it has one.
-        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`]): Tokenizer, or
-            what holds it.
+    The made completion ends with the answer in the `solution` of the row, boxed, where it has one.
     """
     answer = next(iter(gold_answers(row.get("solution"))), None)
     text = "The answer is 1." if answer is None else f"The answer is \\boxed{{{answer}}}."
@@ -143,7 +134,9 @@ def try_rewards(functions: Sequence[Any], row: Mapping[str, Any], processing_cla
 def _try(function: Callable, inputs: Mapping[str, Any], text: str) -> Reward:
     name = getattr(function, "__name__", type(function).__name__)
     try:
-        returned = asyncio.run(function(**inputs)) if is_async_callable(function) else function(**inputs)
+        returned = function(**inputs)
+        if inspect.iscoroutine(returned):
+            returned = asyncio.run(returned)
     except Exception as error:  # whatever a user's function raises is what is asked for
         return Reward(name, text, None, f"raised {type(error).__name__}: {error}")
     returned = list(returned) if hasattr(returned, "__next__") else returned

@@ -6,7 +6,7 @@ what is left looks like an advantage. Ties are therefore read off the rewards.
 
 import torch
 
-from ..inputs.reward_sums import weighted_sums
+from ..reward_sums import weighted_sums
 
 
 def tied_rows(

@@ -34,11 +34,6 @@ def parse_arguments(
     """
     Return the settings that flags and a recipe ask for. Where neither names data, they are those of the quickstart.
 
-    Args:
-        arguments (sequence of `str`): What stands behind the command.
-        command ([`~commands.Command`], *optional*, defaults to `bapo-trl train`): The command, for the help text and
-            the errors.
-
     Raises:
         SystemExit: With 0 after `--help`; with 2 and one line on stderr for what cannot be read.
         ValueError: For settings that contradict one another.

@@ -10,16 +10,10 @@ from .recipes import read_recipe
 
 @dataclass(frozen=True)
 class Command:
-    """
-    What was typed to come here.
-
-    Attributes:
-        name (`str`): As errors name it.
-        description (`str`): Begin of the help text.
-    """
+    """What was typed to come here."""
 
     name: str
-    description: str
+    description: str  # begin of the help text
 
 
 _TRAINING = """

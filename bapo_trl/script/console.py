@@ -1,7 +1,9 @@
-"""What a training run says on the terminal: the settings once, then a line for each log."""
+"""What a training run says on the terminal: the settings once, then a line for each log, with how fast it goes."""
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -9,47 +11,31 @@ from transformers import ProgressCallback, TrainerCallback
 
 from ..advice import oldest_age
 from ..bapo_config import BAPOConfig
-from .pace import Pace, Stopwatch
+from ..plan.counts import count
+from ..plan.dry_run import aligned_rows
 
 
 def settings_table(args: BAPOConfig, method: str | None = None) -> str:
-    """
-    Return a table of what the settings mean for the data and the bounds.
-
-    Args:
-        args ([`BAPOConfig`]): Settings of the run, in a process that knows the number of processes.
-        method (`str`, *optional*): Name that `--method` gave them.
-    """
-    window = args.gradient_accumulation_steps
-    updates = args.micro_batches_per_generation / window
-    rows_per_update = args.per_device_train_batch_size * args.world_size * window
+    """Return a table of what the settings mean, on as many processes as there are, with the name of `--method`."""
+    counts = count(args, args.world_size, None)
+    shape = f"{counts.processes} x {args.per_device_train_batch_size} x {args.gradient_accumulation_steps}"
     age, held_by = oldest_age(args)
-    staleness = ("no limit" if age == math.inf else f"{age} policy versions") + held_by
     rows = [
         *([("method", method)] if method else []),
-        ("samples per generation", f"{args.generation_batch_size} ({args.num_generations} per prompt)"),
-        (
-            "samples per update",
-            f"{rows_per_update} ({args.world_size} x {args.per_device_train_batch_size} x {window})",
-        ),
-        ("updates per generation", f"{updates:g}"),
-        ("oldest age of a sample", staleness),
+        ("samples per generation", f"{counts.samples} ({args.num_generations} per prompt)"),
+        ("samples per update", f"{counts.samples_per_update} ({shape})"),
+        ("updates per generation", f"{counts.updates_per_generation:g}"),
+        ("oldest age of a sample", ("no limit" if age == math.inf else f"{age} policy versions") + held_by),
         *_balance_rows(args),
     ]
     if args.uses_replay:
         shares = [f"{args.replay_fraction:g} of each batch"] if args.replay_fraction else []
         shares += ["in place of samples without advantage"] if args.replay_zero_advantage else []
-        rows.append(
-            (
-                "replay queue",
-                f"{' and '.join(shares)}, {args.replay_capacity} samples a rank at most",
-            )
-        )
+        rows.append(("replay queue", f"{' and '.join(shares)}, {args.replay_capacity} samples a rank at most"))
     if args.uses_partial_rollouts:
         held, chunk = args.groups_held, args.partial_rollout_chunk_length
         rows.append(("partial rollouts", f"{held} groups a rank held over, looked at every {chunk} tokens"))
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+    return aligned_rows(rows)
 
 
 def _balance_rows(args: BAPOConfig) -> list[tuple[str, str]]:
@@ -80,15 +66,47 @@ def _range(start: float, maximum: float) -> str:
     return f"{start:g}" if start == maximum else f"{start:g} .. {maximum:g}"
 
 
+@dataclass(frozen=True)
+class Pace:
+    """Speed of a run at one of its log lines."""
+
+    seconds: float  # of an update since the last line, on average, with its share of the generation
+    tokens_per_second: float | None  # of prompts and completions on all processes; `None` without a generation since
+    seconds_left: float | None  # at the mean speed since the start; `None` if the number of updates is not known
+
+
+class Stopwatch:
+    """Measures the pace from line to line."""
+
+    def __init__(self, step: int, tokens: float, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._first = self._last = (step, clock())
+        self._last_tokens = (tokens, clock())
+
+    def read(self, step: int, max_steps: int, tokens: float | None = None) -> Pace | None:
+        """
+        Return the pace, or `None` if there was no update since the last line.
+
+        `max_steps` is 0 or less where it is not known; `tokens` is their number so far, if counted since that line.
+        """
+        now = self._clock()
+        (first_step, start), (last_step, last) = self._first, self._last
+        if step <= last_step:
+            return None
+        self._last = (step, now)
+        speed = None
+        if tokens is not None and now > self._last_tokens[1]:
+            speed = (tokens - self._last_tokens[0]) / (now - self._last_tokens[1])
+            self._last_tokens = (tokens, now)
+        left = (max_steps - step) * (now - start) / (step - first_step) if max_steps > 0 else None
+        return Pace((now - last) / (step - last_step), speed, left)
+
+
 def log_line(step: int, logs: Mapping[str, float], pace: Pace | None = None) -> str | None:
     """
     Return one line on a training or evaluation log, or `None` if the log has nothing of either.
 
-    Args:
-        step (`int`): Number of optimizer updates so far.
-        logs (mapping of `str` to `float`): What the trainer logs. Missing and undefined values are left out, such as
-            those of a generation where there was none since the last log.
-        pace ([`~pace.Pace`], *optional*): How fast the training goes.
+    Missing and undefined values are left out, such as those of a generation where there was none since the last log.
     """
     if "eval_reward" in logs:
         parts = [f"eval reward {logs['eval_reward']:.3f}"]

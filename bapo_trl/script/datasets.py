@@ -1,19 +1,21 @@
-"""Load the splits that `train_bapo.py` trains and evaluates on."""
+"""The data that the flags ask for: to train on, to evaluate on, in the columns that both read."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
-from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as LOADERS  # "json", "csv", ...
 from huggingface_hub.errors import HFValidationError
+from trl import DatasetMixtureConfig, get_dataset
 
+from ..bapo_config import BAPOConfig
 from ..errors import InputError
 from ..tasks import CHAT_SUMS, GYM_PREFIX, MadeTask, load_chat_sums, load_gym_task, load_task
-from .arguments import EMBEDDED
+from .arguments import EMBEDDED, BAPOScriptArguments
+from .prompts import PromptFormat, format_prompts
 
 
 _FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -22,69 +24,92 @@ _DATA_SUFFIXES = (*_FILE_BUILDERS, ".csv", ".tsv", ".txt", ".arrow")
 
 @dataclass(frozen=True)
 class Data:
+    """What a run trains and evaluates on."""
+
+    title: str  # on the terminal
+    train: Dataset | IterableDataset | None  # if the run trains
+    test: Dataset | IterableDataset | None  # if it evaluates
+    test_title: str | None = None  # if not `title`
+
+
+def has_data(script_args: BAPOScriptArguments, dataset_args: DatasetMixtureConfig) -> bool:
+    """Tell whether any data is asked for."""
+    return bool(script_args.dataset_name or script_args.eval_dataset or dataset_args.datasets)
+
+
+def load_data(
+    script_args: BAPOScriptArguments,
+    training_args: BAPOConfig,
+    dataset_args: DatasetMixtureConfig,
+    task: MadeTask | None = None,
+) -> Data:
     """
-    What a run trains and evaluates on.
+    Load what the run trains on and what it evaluates on: of a task that the package makes, a mixture, or a dataset.
 
-    Args:
-        title (`str`): What the terminal calls it.
-        train (`Dataset` or `IterableDataset`, *optional*): Prompts to train on, if the run does.
-        test (`Dataset` or `IterableDataset`, *optional*): Prompts to evaluate on, if the run does.
-        hub_id (`str`, *optional*): Id on the Hub, for the model card; `None` for data that is not one dataset of the
-            Hub.
-        test_title (`str`, *optional*): What the terminal calls the prompts to evaluate on, if not `title`.
+    Raises:
+        InputError: If no data is named, or it cannot be had, or two flags contradict one another.
     """
+    if script_args.eval_dataset is not None and script_args.eval_fraction is not None:
+        raise InputError("`eval_dataset` and `eval_fraction` are both set: leave one of them out.")
+    train: Any = None
+    splits: Any = None
+    if task is not None:
+        title = task.name
+        train, splits = task.train_dataset, {script_args.dataset_test_split: task.test_dataset}
+    elif dataset_args.datasets:
+        title, splits = "a dataset mixture", get_dataset(dataset_args)
+    elif script_args.dataset_name:
+        title = script_args.dataset_name
+        splits = load_splits(script_args.dataset_name, script_args.dataset_config, script_args.dataset_streaming)
+    elif script_args.eval_dataset is None or training_args.do_train:
+        raise InputError(
+            "`dataset_name` is not set: give a json, jsonl or parquet file, a dataset folder, an id on the Hub, or "
+            f"'{EMBEDDED}' for the built-in task (or list `datasets` in the config file)."
+        )
+    else:
+        title = script_args.eval_dataset
+    if train is None and (training_args.do_train or script_args.eval_fraction is not None):
+        train = pick_split(splits, script_args.dataset_train_split, "dataset_train_split")
+    if script_args.eval_fraction is not None:
+        train, test = hold_out(train, script_args.eval_fraction)
+        return Data(title, train, test, f"{script_args.eval_fraction:g} of {title}")
+    if script_args.eval_dataset is not None:
+        splits = load_splits(script_args.eval_dataset, parameter="eval_dataset")
+        test = pick_eval_split(splits, script_args.dataset_test_split)
+        return Data(title, train, test, script_args.eval_dataset)
+    if not training_args.do_eval:
+        return Data(title, train, None)
+    if training_args.do_train:  # the only split is trained on
+        return Data(title, train, pick_split(splits, script_args.dataset_test_split, "dataset_test_split"))
+    return Data(title, None, pick_eval_split(splits, script_args.dataset_test_split))
 
-    title: str
-    train: Dataset | IterableDataset | None
-    test: Dataset | IterableDataset | None
-    hub_id: str | None = None
-    test_title: str | None = None
 
-
-def common_hub_id(sources: Iterable[str]) -> str | None:
-    """
-    Return the id of the one dataset on the Hub that all sources are, or `None` if they are not.
-
-    Files, folders, buckets and the loaders of `datasets` (`json`, ...) are no such dataset. To be asked when the data
-    is loaded: a run may write a folder of the same name.
-
-    Args:
-        sources (iterable of `str`): Names as [`load_splits`] and [`~datasets.load_dataset`] take them.
-    """
-    ids = {_hub_id(source) for source in sources}
-    return ids.pop() if len(ids) == 1 else None
-
-
-def _hub_id(source: str) -> str | None:
-    repo_id = source.removeprefix("hf://datasets/")
-    is_elsewhere = _is_path(source) or source in LOADERS or repo_id.count("/") > 1
-    return None if is_elsewhere else repo_id
-
-
-def _is_path(name: str) -> bool:
-    path = Path(name)
-    return path.exists() or path.is_absolute() or name.startswith(".") or path.suffix in _DATA_SUFFIXES
+def format_data(data: Data, script_args: BAPOScriptArguments, load_tokenizer: Callable[[], Any]) -> Data:
+    """Give all prompts the columns that trainer and rewards read. The tokenizer is loaded only if chats are formed."""
+    form = PromptFormat(
+        script_args.prompt_column, script_args.answer_column, script_args.prompt_template, script_args.system_prompt
+    )
+    if form.forms_prompts:
+        form = form.with_chats_if(bool(getattr(load_tokenizer(), "chat_template", None)))
+    parts = {"train": data.train, "test": data.test}
+    names = {"train": f"train dataset ({data.title})", "test": f"eval dataset ({data.test_title or data.title})"}
+    formatted: dict[str, Any] = {
+        part: format_prompts(dataset, form, names[part]) for part, dataset in parts.items() if dataset is not None
+    }
+    return replace(data, **formatted)
 
 
 def load_splits(
     name: str, config: str | None = None, streaming: bool = False, parameter: str = "dataset_name"
 ) -> DatasetDict | IterableDatasetDict:
     """
-    Load a dataset from a file, a folder or the Hub.
+    Load a dataset, its splits by name, of which the rows of a file are `"train"`.
 
-    Args:
-        name (`str`): A `.json`, `.jsonl` or `.parquet` file (its rows are the split `"train"`), a folder written by
-            `save_to_disk`, a folder of data files, or an id on the Hub.
-        config (`str`, *optional*): Configuration name, for Hub ids and folders of data files.
-        streaming (`bool`, *optional*, defaults to `False`): Whether to stream files and Hub datasets.
-        parameter (`str`, *optional*, defaults to `"dataset_name"`): Parameter that holds `name`, for the error
-            messages.
-
-    Returns:
-        Splits by name.
+    Its name is a `.json`, `.jsonl` or `.parquet` file, a folder written by `save_to_disk`, or, with an optional
+    `config`, a folder of data files or an id on the Hub. Error messages call it `parameter`.
 
     Raises:
-        ValueError: If there is no such file or folder, the file cannot be read, or the Hub does not give the dataset.
+        InputError: If there is no such file or folder, the file cannot be read, or the Hub does not give the dataset.
     """
     path = Path(name)
     if path.is_file():
@@ -96,7 +121,8 @@ def load_splits(
     if path.is_dir() and ((path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()):
         loaded = load_from_disk(name)
         return DatasetDict(train=loaded) if isinstance(loaded, Dataset) else loaded
-    if _is_path(name) and not path.is_dir():
+    looks_like_path = path.is_absolute() or name.startswith(".") or path.suffix in _DATA_SUFFIXES
+    if (path.exists() or looks_like_path) and not path.is_dir():
         raise InputError(
             f"`{parameter}` is '{name}', but there is no such file or folder: correct the path, or give an id on the "
             "Hub such as 'org/dataset'."
@@ -155,12 +181,7 @@ def hold_out(dataset: Dataset | IterableDataset, fraction: float) -> tuple[Datas
     """
     Return the dataset without a share of its rows, and these: always the same ones.
 
-    Args:
-        dataset (`Dataset`): Rows to divide.
-        fraction (`float`): Share to hold out, in (0, 1).
-
-    Raises:
-        ValueError: If `fraction` is out of its range or one part has no row, or for a stream.
+    Refuses a share out of (0, 1) or that leaves one part without a row, and a stream (`InputError`).
     """
     if isinstance(dataset, IterableDataset):
         raise InputError(
@@ -185,12 +206,7 @@ def make_task(name: str | None, task_args: str | dict[str, Any] | None = None) -
     """
     Make the task of a name such as `"chat_sums"` or `"reasoning_gym:chain_sum"`; `None` for a dataset to be loaded.
 
-    Args:
-        name (`str`, *optional*): Value of `--dataset_name`.
-        task_args (`str` or `dict`, *optional*): Arguments of the task, as JSON or as a mapping.
-
-    Raises:
-        ValueError: If the task does not take the arguments, or is none that takes any.
+    Refuses arguments (JSON or a mapping) that it does not take (`InputError`).
     """
     if name is not None and name.startswith(GYM_PREFIX):
         return load_gym_task(name, task_args)
@@ -205,17 +221,7 @@ def make_task(name: str | None, task_args: str | dict[str, Any] | None = None) -
 
 
 def pick_split(splits: DatasetDict | IterableDatasetDict, split: str, parameter: str) -> Dataset | IterableDataset:
-    """
-    Return one split.
-
-    Args:
-        splits (`DatasetDict` or `IterableDatasetDict`): Splits by name.
-        split (`str`): Name of the split.
-        parameter (`str`): Parameter that holds `split`, for the error message.
-
-    Raises:
-        ValueError: If there is no such split, naming those there are.
-    """
+    """Return one split; refuse, by the parameter that names it, one that is not there (`InputError`)."""
     if split not in splits:
         raise InputError(
             f"`{parameter}` is '{split}', but the dataset has only the splits {sorted(splits)}: set `{parameter}` to "

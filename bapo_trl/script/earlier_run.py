@@ -23,15 +23,9 @@ _BESIDE = (
 
 def check_output_dir(output_dir: str | Path, overwrites: bool, model: str | None = None) -> None:
     """
-    Refuse an output folder with checkpoints or a model, which a run from the start would delete or overwrite.
+    Refuse an output folder with checkpoints or a model, which a run from the start would delete (`InputError`).
 
-    Args:
-        output_dir (`str` or `Path`): The folder.
-        overwrites (`bool`): Whether they may go, unless the run starts from them.
-        model (`str`, *optional*): Folder or id of the model that the run starts from.
-
-    Raises:
-        InputError: With what is there and the flags to set.
+    They may go if `overwrites` is set, but for the model that the run starts from.
     """
     run_dir = Path(output_dir)
     found = _find_trained(run_dir)

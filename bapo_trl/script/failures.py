@@ -31,11 +31,6 @@ def run_command(function: Callable[[Sequence[str]], Result], arguments: Sequence
     `--traceback` among the arguments, all is shown. Of several processes of a launcher, one says what all of them have
     to say. A terminal that is gone, or cannot show a character, stops nothing.
 
-    Args:
-        function (`Callable`): Takes the arguments.
-        arguments (sequence of `str`): Of the command line. `--traceback` is taken out.
-        program (`str`): What the message begins with.
-
     Raises:
         SystemExit: With 1 for an error.
     """
@@ -60,10 +55,6 @@ def refuse(program: str, message: str) -> NoReturn:
     """
     End the process with code 2 and one line on stderr, for flags that cannot be read. Of several processes of a
     launcher, one says it.
-
-    Args:
-        program (`str`): What the line begins with.
-        message (`str`): The rest of it.
 
     Raises:
         SystemExit: With 2.

@@ -31,11 +31,10 @@ COMMANDS = ("train", "evaluate")
 
 def main(arguments: Sequence[str]) -> None:
     """
-    Launch the ranks of this node.
+    Launch the ranks of this node, by the arguments of `accelerate launch`.
 
-    Args:
-        arguments (sequence of `str`): Those of `accelerate launch`; with `--accelerate NAME`, a configuration of the
-            package or the path of one. Instead of a script, `train` or `evaluate` of this package.
+    With `--accelerate NAME`, a configuration of the package or the path of one. Instead of a script, `train` or
+    `evaluate` of this package.
 
     Raises:
         InputError: If there is no such configuration, or none of DeepSpeed where it names one.
@@ -65,25 +64,17 @@ def main(arguments: Sequence[str]) -> None:
 def _dry_run(args: argparse.Namespace) -> None:
     """Print what the processes would do, from this one."""
     from ..plan.memory import layout_of_launch
-    from .dry_run import main
+    from .planning import print_plan
 
     validated, _, _ = launch._validate_launch_command(args)
     name, *flags = args.training_script_args
     if name == "evaluate":
-        return main([*flags, "--do_train", "false"], EVALUATE, layout_of_launch(validated))
-    main(flags, TRAIN, layout_of_launch(validated))
+        return print_plan([*flags, "--do_train", "false"], EVALUATE, layout_of_launch(validated))
+    print_plan(flags, TRAIN, layout_of_launch(validated))
 
 
 def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """
-    Return the arguments of `accelerate launch` that these stand for.
-
-    Args:
-        arguments (sequence of `str`): As in [`main`].
-
-    Raises:
-        InputError: As in [`main`].
-    """
+    """Return the arguments of `accelerate launch` that these stand for; errors as in [`main`]."""
     parser: Any = launch.launch_command_parser()
     parser.prog = "bapo-trl launch"
     parser.add_argument(

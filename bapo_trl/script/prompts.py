@@ -14,24 +14,16 @@ from ..evaluation.answers import gold_texts
 @dataclass(frozen=True)
 class PromptFormat:
     """
-    How a row becomes a prompt.
+    How a row becomes a prompt: by the flags of these names, see [`~arguments.BAPOScriptArguments`].
 
-    Args:
-        prompt_columns (sequence of `str`, *optional*): Columns with the prompts, text or chat messages, of which the
-            first that a dataset has is taken; a dot leads into a column with fields. By default `prompt`.
-        answer_columns (sequence of `str`, *optional*): Columns with the answers, in the same way.
-        template (`str`, *optional*): Text around the prompt: `{prompt}` stands for it, `{NAME}` for the column `NAME`.
-            Other braces are text.
-        system_prompt (`str`, *optional*): Text of the system message.
-        makes_chats (`bool`, *optional*, defaults to `False`): Whether a prompt that is text becomes the message of a
-            user.
+    Of several columns, the first that a dataset has is taken; a dot leads into a column with fields.
     """
 
-    prompt_columns: Sequence[str] | None = None
+    prompt_columns: Sequence[str] | None = None  # text or chat messages; by default `prompt`
     answer_columns: Sequence[str] | None = None
-    template: str | None = None
+    template: str | None = None  # `{prompt}` stands for the prompt, `{NAME}` for a column; other braces are text
     system_prompt: str | None = None
-    makes_chats: bool = False
+    makes_chats: bool = False  # whether a prompt that is text becomes the message of a user
 
     @property
     def forms_prompts(self) -> bool:
@@ -39,12 +31,7 @@ class PromptFormat:
         return any(part is not None for part in (self.prompt_columns, self.template, self.system_prompt))
 
     def with_chats_if(self, has_chat_template: bool) -> "PromptFormat":
-        """
-        Return the format for a tokenizer with or without a chat template.
-
-        Raises:
-            ValueError: If there is a system prompt, but no chat template.
-        """
+        """Return the format for a tokenizer with or without a chat template; without, refuse a system prompt."""
         if self.system_prompt is not None and not has_chat_template:
             raise InputError(
                 "`system_prompt` is set, but the tokenizer of `model_name_or_path` has no chat template, so there "
@@ -61,13 +48,8 @@ def format_prompts(
 
     All columns stay, for the reward functions to read. An answer is added as `solution` unless there is such a column.
 
-    Args:
-        dataset (`Dataset` or `IterableDataset`): Rows. An empty stream is returned as it is.
-        form ([`PromptFormat`]): How to.
-        name (`str`, *optional*, defaults to `"dataset"`): What error messages call it.
-
     Raises:
-        ValueError: If a column is not there, or if the template has a place for none of them.
+        InputError: If a column is not there, or if the template has a place for none of them.
     """
     first = next(iter(dataset), None)
     if first is None:
@@ -102,12 +84,7 @@ def count_missing_answers(dataset: Dataset | IterableDataset) -> int:
 
 
 def check_chat_template(dataset: Dataset | IterableDataset | None, processing_class: Any) -> None:
-    """
-    Refuse prompts that are chat messages for a tokenizer without a chat template.
-
-    Raises:
-        ValueError: If it has none.
-    """
+    """Refuse prompts that are chat messages for a tokenizer without a chat template (`InputError`)."""
     if is_chat(dataset) and not getattr(processing_class, "chat_template", None):
         raise InputError(
             "The prompts are chat messages, but the tokenizer of `model_name_or_path` has no chat template: take a "

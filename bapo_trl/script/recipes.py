@@ -18,15 +18,7 @@ def recipe_names() -> list[str]:
 
 
 def find_recipe(name: str) -> str | None:
-    """
-    Return the path of a recipe: the file itself, or else the package's of that name.
-
-    Args:
-        name (`str`): A path, or a recipe of the package: `math_7b`, `math_7b.yaml` or `recipes/math_7b.yaml`.
-
-    Returns:
-        `str`, or `None` if there is neither.
-    """
+    """Return the path of a recipe: the file itself, or else the package's of that name (`math_7b`), or `None`."""
     if os.path.isfile(name):
         return name
     path = Path(name)
@@ -71,12 +63,7 @@ def find_defect(path: str) -> str | None:
 
 
 def read_recipe(name: str) -> dict:
-    """
-    Return what stands in a recipe, or in another YAML file of names and values.
-
-    Raises:
-        InputError: If there is no such file, or it is no mapping, with the fix.
-    """
+    """Return what stands in a recipe, or in another YAML file; refuse what is none (`InputError`)."""
     path = find_recipe(name)
     if path is None:
         raise InputError(

@@ -99,14 +99,10 @@ _NEED_MATH = ("accuracy_reward", "reasoning_accuracy_reward")
 
 def resolve_reward_funcs(names: Sequence[str]) -> list[Callable]:
     """
-    Return the reward functions of the given names.
-
-    Args:
-        names (sequence of `str`): Names in [`REWARDS`], or import paths `package.module.function`; modules in the
-            working directory count.
+    Return reward functions by names in [`REWARDS`] or import paths; modules in the working directory count.
 
     Raises:
-        ValueError: If a name is neither known nor importable, or needs a package that is not installed.
+        InputError: If a name is neither known nor importable, or needs a package that is not installed.
     """
     for name in names:
         if name in _NEED_MATH and not is_math_verify_available():
@@ -118,23 +114,13 @@ def resolve_reward_funcs(names: Sequence[str]) -> list[Callable]:
 
 
 def resolve_extractor(name: str | None) -> Callable[[str], str | None] | None:
-    """
-    Return the function that finds the answer in a completion, or `None` if none is named.
-
-    Args:
-        name (`str`, *optional*): A name in [`~evaluation.answers.EXTRACTORS`], or an import path.
-
-    Raises:
-        ValueError: If the name is neither known nor importable.
-    """
+    """Return what finds the answer in a completion, of [`~evaluation.answers.EXTRACTORS`] or by an import path."""
     return None if name is None else _resolve("extract_answer", name, EXTRACTORS)
 
 
 def _resolve(flag: str, name: str, known: dict[str, Callable]) -> Callable:
-    return known[name] if name in known else _import_function(flag, name, known)
-
-
-def _import_function(flag: str, name: str, known: dict[str, Callable]) -> Callable:
+    if name in known:
+        return known[name]
     module_name, _, function_name = name.rpartition(".")
     if not module_name:
         raise InputError(

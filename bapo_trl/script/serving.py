@@ -20,10 +20,7 @@ DEVICE_FLAGS = {
 
 def main(arguments: Sequence[str]) -> None:
     """
-    Put a vLLM server in the place of this process.
-
-    Args:
-        arguments (sequence of `str`): Flags; those that are not known here are vLLM's. They come last there, and win.
+    Put a vLLM server in the place of this process. Flags that are not known here are vLLM's, come last, and win.
 
     Raises:
         SystemExit: With 2 and one line on stderr if vLLM is not installed or a flag cannot be read.

@@ -16,15 +16,15 @@ from ..report.method import method_by_settings
 from ..report.write import report_line
 from ..upstream.cpu_speed import speed_up_cpu
 from ..upstream.fixes import end_training
-from . import dry_run
 from .arguments import EMBEDDED, BAPOScriptArguments
 from .before_after import BeforeAfter
 from .command_line import parse_arguments
 from .commands import EVALUATE, TRAIN, Command, asks_for_dry_run
 from .console import settings_table
-from .data import has_data
+from .datasets import has_data
 from .earlier_run import check_output_dir, remove_earlier_run
-from .models import PACKAGED_MODELS, adapter_base, check_adapter, check_merged, save_merged
+from .models import adapter_base, check_adapter, check_merged, save_merged
+from .planning import print_plan
 from .preparation import Inputs, gather_inputs, make_trainer
 from .prompts import count_missing_answers, is_chat
 from .recipes import DEMO_FOLDER
@@ -32,11 +32,7 @@ from .recipes import DEMO_FOLDER
 
 def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
     """
-    Train, evaluate, publish, merge and report, as far as the flags ask for it.
-
-    Args:
-        arguments (sequence of `str`): Flags.
-        command ([`~commands.Command`], *optional*, defaults to `bapo-trl train`): The command that they follow.
+    Train, evaluate, publish, merge and report, as far as the flags behind a command ask for it.
 
     Raises:
         SystemExit: For flags that cannot be read, as in [`~command_line.parse_arguments`]. With
@@ -44,7 +40,7 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
         ValueError: For settings that cannot work, with the fix.
     """
     if asks_for_dry_run(arguments):
-        return dry_run.main(arguments, command)
+        return print_plan(arguments, command)
     script_args, training_args, model_args, dataset_args = parse_arguments(arguments, command)
     if not training_args.do_train and training_args.resume_from_checkpoint not in (None, "false"):
         raise InputError(
@@ -52,7 +48,7 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
             "evaluation is of `model_name_or_path`: set that to the checkpoint's folder."
         )
     model = model_args.model_name_or_path
-    base = None if model is None or model in PACKAGED_MODELS else adapter_base(model, model_args.model_revision)
+    base = adapter_base(model, model_args.model_revision)
     if script_args.merge_adapter and not _goes_on(training_args):
         check_merged(_merged_folder(training_args), script_args.overwrite_output_dir)
     if script_args.merge_adapter and not training_args.do_train and not has_data(script_args, dataset_args):
@@ -91,7 +87,7 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
         say(evaluation.report(evaluated, data.test_title or data.title))
 
     if training_args.push_to_hub:
-        trainer.push_to_hub(dataset_name=data.hub_id)
+        trainer.push_to_hub()
         say(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}")
 
     # Last of what is saved, so that it is not published beside the adapter

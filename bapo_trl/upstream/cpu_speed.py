@@ -27,15 +27,7 @@ FEW_CORES = 2
 
 
 def speed_up_cpu(trainer: "GRPOTrainer") -> str | None:
-    """
-    Apply all measures to a run on CPUs, and say which.
-
-    Args:
-        trainer ([`~trl.GRPOTrainer`]): Trainer whose run is about to begin.
-
-    Returns:
-        `str`: One line for the terminal; `None` on a GPU, where nothing is done.
-    """
+    """Apply all measures to a run on CPUs that is about to begin, and return a line on them; `None` on a GPU."""
     if trainer.accelerator.device.type != "cpu":
         return None
     dtype = "bfloat16" if trainer.args.bf16 else "float32"
@@ -57,10 +49,6 @@ def base_dtype(args: GRPOConfig, trains_adapter: bool) -> str:
 
     Frozen weights under bfloat16 autocast can be bfloat16 themselves: generation, which runs outside of autocast, is
     twice as fast then. Weights that are trained stay float32, as TRL has it.
-
-    Args:
-        args ([`~trl.GRPOConfig`]): Settings of the run.
-        trains_adapter (`bool`): Whether the weights are frozen below an adapter.
     """
     return "bfloat16" if args.use_cpu and args.bf16 and trains_adapter else "float32"
 
@@ -89,14 +77,11 @@ def limit_threads() -> int:
 
 def keep_freed_memory() -> bool:
     """
-    Have glibc serve all threads from one heap and never give freed memory back; elsewhere, do nothing.
+    Have glibc serve all threads from one heap and never give freed memory back, and return whether it does.
 
     Tensors of logits are allocated and freed all the time. glibc gives each of them back to the system, and takes the
     time of a page fault for each of their pages when it asks for them again. Variables `MALLOC_*` of the user's own
     are left alone.
-
-    Returns:
-        `bool`: Whether it is done.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None or any(name.startswith("MALLOC_") for name in os.environ):
@@ -108,18 +93,11 @@ def keep_freed_memory() -> bool:
 
 def make_head_input_contiguous(model: torch.nn.Module) -> bool:
     """
-    Give a frozen head contiguous hidden states.
+    Give a frozen head contiguous hidden states, and return whether the model has one.
 
     To write the first token, transformers gives the head the last position of each row, a slice that is not
     contiguous. torch then multiplies row by row, and copies the matrix of the vocabulary for each row if it needs no
-    gradient. Needed up to torch 2.13 at least.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): Model on CPUs. A head that is trained later
-            is left alone then.
-
-    Returns:
-        `bool`: Whether the model has a frozen head.
+    gradient. A head that is trained later is left alone then. Needed up to torch 2.13 at least.
     """
     head = cast(PreTrainedModel, model).get_output_embeddings()
     if head is None or head.weight.requires_grad:
@@ -137,13 +115,10 @@ def _contiguous(head, inputs):
 
 def score_completions_only() -> bool:
     """
-    Let TRL's fused head score positions that have a label, on CPUs as it does on GPUs.
+    Let TRL's fused head score positions that have a label, on CPUs as it does on GPUs; return whether it has one.
 
     Without Triton it scores all positions, so that a compiler sees one shape. Most of them are prompt here, and
     masked afterwards. Needed up to TRL 1.16 at least; versions before 1.16 have no such head.
-
-    Returns:
-        `bool`: Whether TRL has such a head.
     """
     name = "_use_triton"  # which decides, in this module, over that alone
     scores_only_labels = getattr(trl_utils, name, None)

@@ -48,15 +48,7 @@ def continue_shuffles(trainer: Trainer, sampler: RepeatSampler | None) -> None:
 def place_to_resume(
     trainer: Any, place: tuple[int, int], max_steps: int, num_train_epochs: int, checkpoint: str | None
 ) -> tuple[int, int]:
-    """
-    Return where the data goes on.
-
-    Args:
-        trainer ([`~transformers.Trainer`]): With the state of the checkpoint.
-        place (pair of `int`): Epochs trained and micro-batches to skip, by transformers.
-        max_steps, num_train_epochs (`int`): Of the run.
-        checkpoint (`str`, *optional*): Folder that it is resumed from.
-    """
+    """Return where the data of a resumed run goes on, by transformers' `place`: epochs and micro-batches to skip."""
     if trainer.state.global_step >= max_steps:  # within an epoch, transformers would make one update more
         return num_train_epochs, 0
     is_stream = isinstance(trainer.train_dataset, IterableDataset)
@@ -68,17 +60,12 @@ def place_to_resume(
 
 def place_in_stream(checkpoint: str | Path) -> tuple[int, int]:
     """
-    Return where in a dataset without a length a checkpoint was saved: the passes before, and the updates in this one.
+    Return where in a dataset without a length a checkpoint was saved: the passes before, and the updates (at least 1)
+    in this one.
 
     transformers takes `max_steps` updates for one pass, and so would resume in the first pass, behind its end. But it
     counts the passes that it makes: `epoch` of the state is their number, plus the updates in this one over
     `max_steps`. Needed up to transformers 5.17 at least.
-
-    Args:
-        checkpoint (`str` or `Path`): Checkpoint folder.
-
-    Returns:
-        Tuple of the number of passes and that of updates, of which there is at least one.
     """
     state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
     passes = math.ceil(state.epoch) - 1
@@ -108,9 +95,6 @@ def end_training(trainer: Trainer) -> None:
     The distributed wrapper of the model is let go first. Otherwise it is the last to hold the gloo process group,
     and destroys it while it holds Python's interpreter lock, which a thread of the group may be waiting for: the
     process then hangs on exit (seen in a third of two-process runs on CPUs, torch 2.13).
-
-    Args:
-        trainer ([`~transformers.Trainer`]): Trainer whose run is over.
     """
     trainer.model_wrapped = trainer.model
     trainer.accelerator.free_memory()

@@ -16,9 +16,6 @@ def without_gradient_checkpointing(model: torch.nn.Module) -> Iterator[None]:
     Only the switch of each layer is touched. `gradient_checkpointing_enable` of transformers, which TRL calls to
     switch it on again after each of its own forward passes, registers a further hook on the input embeddings every
     time; inside of this context TRL finds nothing to switch.
-
-    Args:
-        model (`torch.nn.Module`): Model of transformers, or wrapped by PEFT.
     """
     layers: list[Any] = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     for layer in layers:
@@ -55,10 +52,6 @@ def has_random_forward(model: PreTrainedModel, neftune_noise_alpha: float | None
     among the attributes of modules, which functional calls read, and for noise on the embeddings. Not measured: a
     fresh LoRA adapter hides its dropout until the first update. A rate in the config that the model does not use
     counts too.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): The model.
-        neftune_noise_alpha (`float`, *optional*): Size of the noise that the trainer adds to the embeddings (NEFTune).
     """
     modules = list(model.modules())
     return (

@@ -49,28 +49,12 @@ CLIENT_ATTRIBUTES = ("_post", "base_url", "model")
 """Attributes of that client that the package relies on; its `generate` must use them too."""
 
 OVERRIDDEN_METHODS = (
-    "_calculate_rewards",
-    "_compute_loss",
-    "_finalize_training",
-    "_finish_current_push",
-    "_generate",
-    "_generate_and_score_completions",
-    "_generate_single_turn",
-    "_get_grad_norm",
-    "_get_output_dir",
-    "_get_per_token_logps_and_entropies",
-    "_get_train_sampler",
-    "_init_training_state",
-    "_load_optimizer_and_scheduler",
-    "_maybe_log_save_evaluate",
-    "_prepare_inputs",
-    "_push_from_checkpoint",
-    "_save_checkpoint",
-    "_save_optimizer_and_scheduler",
-    "_tokenize_prompts",
-    "evaluate",
-    "train",
-)
+    "_calculate_rewards", "_compute_loss", "_finalize_training", "_finish_current_push", "_generate",
+    "_generate_and_score_completions", "_generate_single_turn", "_get_grad_norm", "_get_output_dir",
+    "_get_per_token_logps_and_entropies", "_get_train_sampler", "_init_training_state",
+    "_load_optimizer_and_scheduler", "_maybe_log_save_evaluate", "_prepare_inputs", "_push_from_checkpoint",
+    "_save_checkpoint", "_save_optimizer_and_scheduler", "_tokenize_prompts", "evaluate", "train",
+)  # fmt: skip
 """Methods of `GRPOTrainer` that the trainer overrides and calls through `super()`."""
 
 CALLED_METHODS = ("get_gamma_weights", "get_high_entropy_mask", "get_off_policy_mask")
@@ -81,27 +65,13 @@ CLASS_ATTRIBUTES = ("_name", "_paper", "_tag_names")
 
 ATTRIBUTES = {
     "__init__": (
-        "_is_vlm",
-        "eos_token_ids",
-        "generation_config",
-        "generation_kwargs",
-        "rollout_func",
-        "tools",
-        "vllm_generation",
-        "vllm_mode",
+        "_is_vlm", "eos_token_ids", "generation_config", "generation_kwargs", "rollout_func", "tools",
+        "vllm_generation", "vllm_mode",
     ),
     "_compute_loss": (
-        "_get_per_token_logps_and_entropies",
-        "current_gradient_accumulation_steps",
-        "epsilon_low",
-        "epsilon_high",
-        "importance_sampling_level",
-        "loss_type",
-        "off_policy_mask_threshold",
-        "top_entropy_quantile",
-        "use_vllm",
-        "vllm_importance_sampling_correction",
-        "_metrics",
+        "_get_per_token_logps_and_entropies", "current_gradient_accumulation_steps", "epsilon_low", "epsilon_high",
+        "importance_sampling_level", "loss_type", "off_policy_mask_threshold", "top_entropy_quantile", "use_vllm",
+        "vllm_importance_sampling_correction", "_metrics",
     ),
     "_save_checkpoint": ("_get_output_dir",),
     "_push_from_checkpoint": ("push_in_progress",),
@@ -110,28 +80,16 @@ ATTRIBUTES = {
     "_generate_single_turn": ("_last_loaded_step", "eos_token_ids", "generation_config", "generation_kwargs"),
     "_prepare_inputs": ("_buffered_inputs", "_generate_and_score_completions", "_step", "num_iterations"),
     "_generate_and_score_completions": (
-        "_calculate_rewards",
-        "_metrics",
-        "environment_factories",
-        "multi_objective_aggregation",
-        "reward_weights",
+        "_calculate_rewards", "_metrics", "environment_factories", "multi_objective_aggregation", "reward_weights",
         "scale_rewards",
     ),
-}
+}  # fmt: skip
 """Attributes of the trainer that the trainer relies on, by the `GRPOTrainer` method that must use them too."""
 
 FORWARD_KEYS = (
-    "pixel_values",
-    "image_grid_thw",
-    "num_images",
-    "pixel_attention_mask",
-    "spatial_shapes",
-    "num_tiles",
-    "image_sizes",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "image_position_ids",
-)
+    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
+    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
+)  # fmt: skip
 """Keys of TRL's batch that go into the model's forward as they are."""
 
 

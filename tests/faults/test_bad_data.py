@@ -12,11 +12,10 @@ import torch
 from datasets import Dataset, IterableDataset
 from trl import GRPOConfig, GRPOTrainer
 
-from bapo_trl import BAPOTrainer
 from bapo_trl.errors import InputError
 from bapo_trl.inputs.checks import check_tokenizer, context_window
 from bapo_trl.inputs.prompt_checks import check_prompts
-from bapo_trl.script.model_checks import check_prompts_fit
+from bapo_trl.script.preparation import check_prompts_fit
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.alike import assert_same_tensors, weights_of
 from tests.helpers.forked import run_python
@@ -212,20 +211,14 @@ def test_what_a_chat_template_adds_counts(tmp_path):
     refuses(ValueError, "chat_template is not set")
 
 
-def test_only_long_texts_are_tokenized(tmp_path, monkeypatch):
-    tokenized = []
-    before = BAPOTrainer._tokenize_prompts
-
-    def counted(self, prompts):
-        tokenized.extend(prompts)
-        return before(self, prompts)
-
-    monkeypatch.setattr(BAPOTrainer, "_tokenize_prompts", counted)
-    check_prompts_fit(toy_trainer(tmp_path, opt_model(), trainer_args={"train_dataset": toy_dataset(2000)}))
-    assert len(tokenized) == 1
-    long = Dataset.from_dict({"prompt": ["1" * 60] * 2000})
-    refused(tmp_path, opt_model(), "At least 1000 of the 2000 prompts", trainer_args={"train_dataset": long})
-    assert len(tokenized) == 1002
+def test_of_many_prompts_the_longest_is_looked_at(tmp_path):
+    texts = ["1"] * 2500
+    texts[1234] = "1" * 58
+    dataset = Dataset.from_dict({"prompt": texts})
+    message = (
+        r"1 of the 835 prompts of the train dataset that were looked at are too long: the longest, row 1234, has 58"
+    )
+    refused(tmp_path, opt_model(), message, trainer_args={"train_dataset": dataset})
 
 
 # Files

@@ -8,8 +8,7 @@ from accelerate.commands.launch import _validate_launch_command
 from accelerate.utils import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from peft import LoraConfig, get_peft_model
 
-from bapo_trl.plan.memory import Layout, layout_of_launch, layout_of_process, memory_of
-from bapo_trl.plan.shape import empty_model, shape_of
+from bapo_trl.plan.memory import Layout, empty_model, layout_of_launch, layout_of_process, memory_of, shape_of
 from bapo_trl.script.launcher import read_arguments
 from tests.helpers.commands import ROOT
 from tests.helpers.toy import toy_model

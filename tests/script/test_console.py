@@ -9,8 +9,7 @@ from transformers import TrainerState
 
 from bapo_trl import BAPOConfig
 from bapo_trl.advice import ADVICE, advice_table, staleness_line
-from bapo_trl.script.console import UpdateLines, UpdateLinesAboveBar, log_line, settings_table
-from bapo_trl.script.pace import Pace, Stopwatch
+from bapo_trl.script.console import Pace, Stopwatch, UpdateLines, UpdateLinesAboveBar, log_line, settings_table
 from tests.helpers.commands import ROOT
 from tests.helpers.toy import CPU, OFF_POLICY, toy_trainer
 

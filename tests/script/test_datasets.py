@@ -5,7 +5,7 @@ import json
 import pytest
 from datasets import Dataset, DatasetDict
 
-from bapo_trl.script.datasets import common_hub_id, load_splits, pick_split
+from bapo_trl.script.datasets import load_splits, pick_split
 from bapo_trl.script.rewards import REWARDS, resolve_reward_funcs
 
 
@@ -67,17 +67,6 @@ def test_a_revision_in_the_name_is_refused_as_an_id(monkeypatch):
     message = r"`dataset_name` is 'hf://datasets/org/data@main', which is neither a file.*Repo id must use"
     with pytest.raises(ValueError, match=message):
         load_splits("hf://datasets/org/data@main")
-
-
-def test_only_one_dataset_of_the_hub_has_an_id_there(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "org" / "here").mkdir(parents=True)
-    assert common_hub_id(["org/data"]) == common_hub_id(["hf://datasets/org/data", "org/data"]) == "org/data"
-    assert common_hub_id(["gsm8k"]) == "gsm8k"
-    for source in ("json", "org/here", "data.jsonl", "./data", "/data", "buckets/org/data", "hf://buckets/org/data"):
-        assert common_hub_id([source]) is None
-    assert common_hub_id(["org/data", "org/other"]) is None
-    assert common_hub_id(["org/data", "json"]) is None
 
 
 def test_a_missing_split_is_named_with_those_there_are():

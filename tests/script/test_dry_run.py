@@ -14,8 +14,7 @@ from transformers import PreTrainedModel, Qwen2Config
 
 from bapo_trl import BAPOConfig, cli, dry_run
 from bapo_trl.plan.memory import Layout
-from bapo_trl.script import dry_run as script_dry_run
-from bapo_trl.script import launcher, preparation
+from bapo_trl.script import launcher, planning, preparation
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.commands import ROOT, run_command
 from tests.helpers.script_runs import CHAT_TEMPLATE, SHORT, fill_folder, run
@@ -159,7 +158,7 @@ def test_what_trl_or_the_model_fails_at_is_refused(settings, message, monkeypatc
 
 def test_bytes_of_a_quantized_model_are_not_guessed(monkeypatch, capsys):
     monkeypatch.setattr(preparation, "check_packages", lambda model_args: None)
-    monkeypatch.setattr(script_dry_run, "get_quantization_config", lambda model_args: {"load_in_4bit": True})
+    monkeypatch.setattr(planning, "get_quantization_config", lambda model_args: {"load_in_4bit": True})
     run(dataset_name="train.jsonl", dry_run="true", load_in_4bit="true", use_peft="true", beta=0.1)
     out = capsys.readouterr().out
     assert re.search(r"\n  weights +not known \(quantized\)\n", out)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from bapo_trl import BAPOTrainer
 from bapo_trl.errors import InputError
-from bapo_trl.script.model_checks import missing_targets
+from bapo_trl.script.models import missing_targets
 from tests.helpers.script_runs import completions, results, run, train_bapo
 
 

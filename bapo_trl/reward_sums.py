@@ -8,15 +8,7 @@ import torch
 
 def weighted_sums(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """
-    Sum each row's rewards over the functions.
-
-    Args:
-        rewards_per_func (`torch.Tensor`): Rewards by function, shape `(B, F)`. NaN where a function gave none; these
-            do not count.
-        weights (`torch.Tensor`): Weights of the functions, shape `(F,)`, on the same device.
-
-    Returns:
-        `torch.Tensor`: Shape `(B,)`, NaN for rows that no function scored.
+    Sum the rewards of each row, `(B, F)`, over the functions, with their weights `(F,)`; NaN where none gave one.
 
     Example:
 
@@ -38,8 +30,7 @@ def overflowing_groups(
     Tell the rows whose advantages would be 0 or undefined, because what they are divided by overflows float32.
 
     Args:
-        rewards_per_func (`torch.Tensor`): Finite rewards by function, shape `(B, F)`, the groups one after the other.
-            NaN where a function gave none.
+        rewards_per_func (`torch.Tensor`): Finite rewards, shape `(B, F)`, the groups one after the other.
         weights (`torch.Tensor`): Weights of the functions, shape `(F,)`.
         num_generations (`int`): Rows of a group.
         scale (`str`): TRL's `scale_rewards`, "group", "batch" or "none".
@@ -72,14 +63,8 @@ def best_of_k(rewards_per_func: torch.Tensor, weights: torch.Tensor, num_generat
     """
     Return the mean over prompts of the best reward among the completions of each.
 
-    Args:
-        rewards_per_func (`torch.Tensor`): Rewards by function, shape `(B, F)`, the groups one after the other. NaN
-            where a function gave none.
-        weights (`torch.Tensor`): Weights of the functions, shape `(F,)`.
-        num_generations (`int`): Completions of a prompt.
-
-    Returns:
-        `float`: NaN if no completion has a reward. Completions and prompts without any do not count.
+    The groups stand one after the other in `(B, F)`. Completions and prompts without any reward do not count; NaN if
+    there are no others.
     """
     rewards = weighted_sums(rewards_per_func, weights.to(rewards_per_func.device))
     best = rewards.masked_fill(rewards.isnan(), -torch.inf).view(-1, num_generations).amax(dim=1)

@@ -1,10 +1,13 @@
 """`--dry_run true` of `train` and `evaluate`: what the run would do. No weight is loaded, nothing is written."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from transformers import TrainingArguments
+from transformers import training_args as of_transformers
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from ..bapo_config import BAPOConfig
@@ -13,34 +16,27 @@ from ..plan.memory import Layout, layout_of_process
 from ..report.method import method_by_settings
 from ..tasks import SMOLLM2, has_smollm2, save_warm_start_shape
 from ..upstream.datasets_cache import throwaway_cache
-from ..upstream.pretence import as_on_gpus
 from .arguments import EMBEDDED
 from .command_line import parse_arguments
 from .commands import TRAIN, Command
-from .data import load_data
-from .datasets import Data, make_task
+from .datasets import Data, load_data, make_task
 from .earlier_run import check_output_dir
 from .models import PACKAGED_MODELS, adapter_base
 from .preparation import Inputs, gather_inputs
 
 
-def main(arguments: Sequence[str], command: Command = TRAIN, layout: Layout | None = None) -> None:
+def print_plan(arguments: Sequence[str], command: Command = TRAIN, layout: Layout | None = None) -> None:
     """
-    Print what a run with these flags would do.
-
-    Args:
-        arguments (sequence of `str`): Flags.
-        command ([`~commands.Command`], *optional*, defaults to `bapo-trl train`): The command that they follow.
-        layout ([`~memory.Layout`], *optional*): Where it would train; by default where this process would.
+    Print what a run with these flags would do; by default where this process would train.
 
     Raises:
         SystemExit, ValueError: As the run would, for flags that cannot be read and settings that cannot work.
     """
     processes = (layout or layout_of_process()).processes
-    with as_on_gpus(processes), throwaway_cache() as folder:
+    with _as_on_gpus(processes), throwaway_cache() as folder:
         script_args, training_args, model_args, dataset_args = parse_arguments(arguments, command)
         name = model_args.model_name_or_path
-        base = None if name is None or name in PACKAGED_MODELS else adapter_base(name, model_args.model_revision)
+        base = adapter_base(name, model_args.model_revision)
         if training_args.do_train and training_args.resume_from_checkpoint in (None, "false"):
             check_output_dir(training_args.output_dir, script_args.overwrite_output_dir, name)
         training_args.model_init_kwargs = _init_kwargs(training_args, model_args)
@@ -69,6 +65,23 @@ def main(arguments: Sequence[str], command: Command = TRAIN, layout: Layout | No
         print(f"{method} on {title}: a dry run. No weights are loaded, nothing is written.\n\n{found}")
         for message in training_args.warnings() if training_args.do_train else ():
             print(f"\nWarning: {message}")
+
+
+@contextmanager
+def _as_on_gpus(processes: int) -> Iterator[None]:
+    """Have settings, which are checked against the machine that reads them, read as on so many GPUs with bfloat16."""
+    pretended: tuple[tuple[Any, str, Any], ...] = (
+        (TrainingArguments, "world_size", property(lambda self: processes)),
+        (of_transformers, "is_torch_bf16_gpu_available", lambda: True),
+    )
+    originals = [getattr(owner, name) for owner, name, _ in pretended]
+    for owner, name, value in pretended:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for (owner, name, _), original in zip(pretended, originals, strict=True):
+            setattr(owner, name, original)
 
 
 def _prompts(data: Data) -> Any:
