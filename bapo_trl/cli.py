@@ -12,6 +12,7 @@ from .script.failures import run_command
 COMMANDS = {
     "train": ("bapo_trl.script.commands:train", "train a model with BAPO"),
     "evaluate": ("bapo_trl.script.commands:evaluate", "count how many of a model's answers are right"),
+    "recipes": ("bapo_trl.script.recipes:main", "list the recipes of the package, for `--config`"),
     "compare": ("bapo_trl.compare.command:main", "train with several methods, and say which ends highest"),
     "report": ("bapo_trl.report.command:main", "draw what runs logged, and say what is not healthy"),
     "launch": ("bapo_trl.script.launcher:main", "train on several GPUs or nodes, with accelerate"),

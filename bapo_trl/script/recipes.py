@@ -1,6 +1,8 @@
 """Recipes, YAML files of settings: those of the package by name, and what keeps a file from being one."""
 
+import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -73,3 +75,18 @@ def read_recipe(name: str) -> dict:
     if defect is not None:
         raise InputError(f"{path} {defect}.")
     return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+
+
+def describe_recipe(name: str) -> str:
+    """Return what a recipe of the package is for: its first line, a comment."""
+    with open(RECIPES / f"{name}.yaml", encoding="utf-8") as file:
+        return file.readline().removeprefix("#").strip()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the recipes of the package, a line each."""
+    parser = argparse.ArgumentParser(prog="bapo-trl recipes", description="List the recipes for `--config`.")
+    parser.parse_args(arguments)
+    width = max(map(len, recipe_names()))
+    for name in recipe_names():
+        print(f"{name:<{width}}  {describe_recipe(name)}")

@@ -11,6 +11,7 @@ import pytest
 from bapo_trl import __version__, cli
 from bapo_trl.bapo_config import own_fields
 from bapo_trl.script.arguments import BAPOScriptArguments
+from bapo_trl.script.recipes import recipe_names
 from tests.helpers.commands import ends, run_command
 
 
@@ -78,6 +79,14 @@ def test_the_report_gets_what_stands_behind_it_and_its_status_is_the_command_s(m
     monkeypatch.setattr("bapo_trl.report", package, raising=False)
     assert cli.main(["report", "outputs/a", "--help"]) == 1
     assert asked == [["outputs/a", "--help"]]
+
+
+def test_the_recipes_have_a_line_each(capsys):
+    assert cli.main(["recipes"]) is None
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert list(lines) == recipe_names()
+    assert lines["lora_small"] == "LoRA on a small model, one GPU."
+    assert all(line.endswith(".") for line in lines.values()), "a first line that goes on in the second"
 
 
 def test_the_environment_of_a_bug_report(capsys):
