@@ -18,7 +18,7 @@ E2E_ENV := $(OFFLINE) OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR=$(E2E_CACHE)/torch_
 
 PYTEST := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal --disable-warnings
 
-.PHONY: demo demo-llm test test-all test-llm test-notebooks test-e2e test-faults test-compat quality style bench bench-llm bench-vllm bench-stability bench-balance clean
+.PHONY: demo demo-llm test test-all test-llm test-notebooks test-e2e test-faults test-compat quality style bench bench-llm bench-vllm clean
 
 demo: $(VENV)/.installed
 	$(OFFLINE) $(BIN)/python train_bapo.py
@@ -79,13 +79,10 @@ style: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.installed-test
-	$(BIN)/python -m benchmarks.quickstart
 	$(BIN)/python -m benchmarks.search_cost
 	$(BIN)/python -m benchmarks.update_cost
 	$(BIN)/python -m benchmarks.replay_queue
 	$(BIN)/python -m benchmarks.save_cost
-	$(BIN)/python -m benchmarks.replay_study --jobs 2
-	$(BIN)/python -m benchmarks.partial_study --jobs 2
 	$(BIN)/python -m benchmarks.partial_rollouts --sampler transformers
 	$(BIN)/python -m benchmarks.pages
 
@@ -97,17 +94,6 @@ bench-llm: $(VENV)/.installed-llm
 bench-vllm: $(E2E_CACHE)/.installed
 	$(E2E_ENV) $(E2E_BIN)/python -m benchmarks.partial_rollouts --sampler vllm
 	$(E2E_ENV) $(E2E_BIN)/python -m benchmarks.server_checks
-	$(BIN)/python -m benchmarks.pages
-
-# Hours for a study from scratch, so not part of `bench`; makes the runs that benchmarks/results lacks
-bench-stability: $(VENV)/.installed-test
-	$(OFFLINE) $(BIN)/python -m benchmarks.stability --preset full --jobs 2
-	$(BIN)/python -m benchmarks.pages
-
-# Hours as well: shares reached by a weight, on the small tasks and on the chat model
-bench-balance: $(VENV)/.installed-gym
-	$(OFFLINE) $(BIN)/python -m benchmarks.balance --jobs 2
-	$(OFFLINE) $(BIN)/python -m benchmarks.llm_study --jobs 2
 	$(BIN)/python -m benchmarks.pages
 
 # The suite in every corner of compat/corners.cfg, or in one: make test-compat CORNER=oldest

@@ -146,7 +146,7 @@ def page() -> str:
         ["---"] * (len(rows) + 1),
         ["Python", *(row["python"] for row in rows)],
         *([name, *(row["versions"][name] for row in rows)] for name in PACKAGES),
-        *([name, *(str(row[name]) for row in rows)] for name in ("passed", "skipped", "failed")),
+        *([name, *(str(row[name]) for row in rows)] for name in ("passed", "skipped")),
         ["suite", *("a part" if row["only"] else "whole" for row in rows)],
         ["run on", *(row["date"] for row in rows)],
     ]
@@ -161,16 +161,14 @@ def page() -> str:
     parts = [
         FIRST_LINE,
         "# Versions",
-        "The ranges of `setup.cfg` begin at the oldest versions that the tests pass with. They have no end: a release "
-        "that renames one of TRL's private names is refused at import, with the name. Exact versions for a start are "
-        "in `constraints.txt`.",
+        "The ranges of `setup.cfg` begin at the oldest versions that the tests pass with, and have no end. A TRL "
+        "whose private names differ is refused at import. `constraints.txt` has exact versions for a start.",
         _table(ranges),
         "What else a range leaves out:",
         *(f"- `{bound}`: {reason}." for bound, reason in corners.refused().items()),
         "## Corners",
-        "`make test-compat` runs `make test` and `make test-all` in each of these corners, in an environment of its "
-        "own; `make test-compat CORNER=oldest` in one. They are listed in `compat/corners.cfg`. Where a part of the "
-        "suite was run, the last section says which.",
+        "`make test-compat` runs `make test` and `make test-all` in each corner of `compat/corners.cfg`; `make "
+        "test-compat CORNER=oldest` in one.",
         "\n".join(f"- **{name}**: {corners.why(name)}." for name in corners.names()),
         _table(table),
         "## Not run",

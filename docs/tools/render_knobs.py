@@ -23,12 +23,12 @@ def knob_table() -> str:
     return "\n".join(["| `BAPOConfig` | default | |", "|---|---|---|", *rows])
 
 
-def with_table(page: str, table: str, script: str = "render_knobs") -> str:
-    """Return the page with the table between its two marks, of which the first names the script."""
-    place = rf"(<!-- [^\n]*{script}[^\n]* -->\n).*?(<!-- end -->)"
+def with_table(page: str, table: str) -> str:
+    """Return the page with the table between its two marks, of which the first names this script."""
+    place = r"(<!-- [^\n]*render_knobs[^\n]* -->\n).*?(<!-- end -->)"
     text, count = re.subn(place, lambda marks: f"{marks[1]}\n{table}\n\n{marks[2]}", page, flags=re.DOTALL)
     if count != 1:
-        raise ValueError(f"A page has {count} places for the table of {script}: mark one, as docs/knobs.md does.")
+        raise ValueError(f"A page has {count} places for the table of knobs: mark one, as docs/knobs.md does.")
     return text
 
 

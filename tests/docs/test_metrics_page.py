@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import runpy
 
 import pytest
 import trl
@@ -96,20 +95,3 @@ def test_metrics_named_in_the_text_are_among_them():
     named = set(re.findall(r"`((?:bapo|ratio|staleness|replay|partial|sampling|completions|clip_ratio)/\w+)`", PAGE))
     assert named
     assert named <= names_on_page()
-
-
-def test_seen_values_are_those_of_the_study(monkeypatch):
-    tools = ROOT / "docs" / "tools"
-    monkeypatch.syspath_prepend(tools)
-    script = runpy.run_path(str(tools / "render_metric_ranges.py"))
-    assert script["page"]() == PAGE, "run `python docs/tools/render_metric_ranges.py`"
-
-
-def test_the_range_of_seen_values_is_nine_tenths_of_them(monkeypatch):
-    tools = ROOT / "docs" / "tools"
-    monkeypatch.syspath_prepend(tools)
-    script = runpy.run_path(str(tools / "render_metric_ranges.py"))
-    runs = [{"bins": {"x": [*range(0, 100, 2), None]}}, {"bins": {"x": [*range(1, 101, 2), 100]}}]
-    assert script["seen"](runs, "x") == "50 (5 to 95)"  # of 0, 1, ..., 100
-    with pytest.raises(ValueError, match=r"stability\.json has no run of"):
-        script["runs_of"]([], "reported", "sums", "4", 1e-3)

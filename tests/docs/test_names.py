@@ -16,7 +16,7 @@ from tests.helpers.commands import ROOT
 
 SETTINGS = {f.name for config in (BAPOConfig, BAPOScriptArguments, ModelConfig, DatasetMixtureConfig)
             for f in fields(config)}  # fmt: skip
-WRITTEN_FOR_USERS = ("index", "faq", "off_policy", "replay", "partial_rollouts", "stability", "algorithm")
+WRITTEN_FOR_USERS = ("index", "faq", "replay", "stability", "algorithm")
 
 
 @pytest.mark.parametrize("name", WRITTEN_FOR_USERS)

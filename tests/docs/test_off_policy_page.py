@@ -1,4 +1,4 @@
-"""docs/off_policy.md: its table and its picture say what the trainer does."""
+"""docs/algorithm.md: its table of staleness and its picture say what the trainer does."""
 
 import re
 import runpy
@@ -9,7 +9,7 @@ from bapo_trl import BAPOConfig
 from tests.helpers.commands import ROOT
 
 
-PAGE = (ROOT / "docs" / "off_policy.md").read_text()
+PAGE = (ROOT / "docs" / "algorithm.md").read_text()
 
 
 @pytest.fixture(scope="module")
