@@ -18,8 +18,8 @@ class Advice:
     name: str  # of the samples
     oldest: float  # age of a sample that the row is for, in policy versions
     updates: str  # the same as optimizer updates per generation, with those that were measured
-    share: str  # of positive tokens at the start
     settings: Mapping[str, Any] = field(default_factory=dict)  # fields of `BAPOConfig`, on top of the defaults
+    evidence: str = ""  # how sure: difference, seeds, tasks
 
     def line(self, args: BAPOConfig) -> str:
         """Return what the terminal says of it at the start of a run with these settings."""
@@ -30,13 +30,19 @@ class Advice:
 
 
 ADVICE = (
-    Advice("samples hardly stale", 7, "up to 8 (measured: 1 and 4)", "any"),
+    Advice(
+        "samples hardly stale",
+        7,
+        "up to 8 (measured: 1 and 4)",
+        evidence="GRPO, clip-higher and BAPO end within 0.001 of one another, 5 seeds, hard task",
+    ),
     Advice(
         "stale samples",
         math.inf,
         "more (measured: 16, 64 and 256)",
-        "0.3 to 0.7 (measured)",
         {"loss_type": "vespo", "positive_contribution_target": 1.0, "negative_weight_min": 0.5},
+        "above GRPO by 0.14 and 0.55 on the hard task, level with TRL's VESPO or above it (+0.047 ± 0.021 at 256, "
+        "easy task), 3 seeds; on a chat model VESPO is above GRPO (0.105 ± 0.038, 3 seeds), half the weight is open",
     ),
 )
 
@@ -74,8 +80,8 @@ def staleness_line(args: BAPOConfig) -> str:
 
 def advice_table() -> str:
     """Return the advice as a table in Markdown."""
-    lines = ["| samples | updates per generation | share of positives at the start | settings |", "|---|---|---|---|"]
+    lines = ["| samples | updates per generation | settings | how sure |", "|---|---|---|---|"]
     for advice in ADVICE:
         settings = ", ".join(f"`{name}={value!r}`" for name, value in advice.settings.items()) or "the defaults"
-        lines.append(f"| {advice.name} | {advice.updates} | {advice.share} | {settings} |")
+        lines.append(f"| {advice.name} | {advice.updates} | {settings} | {advice.evidence} |")
     return "\n".join(lines)

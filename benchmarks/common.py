@@ -91,16 +91,12 @@ def save_result(name: str, device: str, settings: dict, results: Sequence[dict],
     Write the result file of a benchmark.
 
     Args:
-        name (`str`):
-            Name of its module in `benchmarks`, the key of its section in `pages.py`.
-        device (`str`):
-            Device that was measured.
-        settings (`dict`):
-            Sizes and numbers of rounds.
-        results (sequence of `dict`):
-            Rows, from which the section is rendered.
-        earlier (sequence of `dict`, *optional*):
-            What [`describe_run`] said of the rows that were there before, the newest first.
+        name (`str`): Name of its module in `benchmarks`, the key of its section in `pages.py`.
+        device (`str`): Device that was measured.
+        settings (`dict`): Sizes and numbers of rounds.
+        results (sequence of `dict`): Rows, from which the section is rendered.
+        earlier (sequence of `dict`, *optional*): What [`describe_run`] said of the rows that were there before, the
+            newest first.
     """
     content = {
         "benchmark": name,

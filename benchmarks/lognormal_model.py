@@ -24,12 +24,9 @@ def lognormal_hazards(median: float, tail: float, num_tokens: int) -> torch.Tens
     Return the probability that a completion ends with its n-th token, given that it has come so far.
 
     Args:
-        median (`float`):
-            Median length in tokens.
-        tail (`float`):
-            95th percentile of the lengths over their median.
-        num_tokens (`int`):
-            Number of places.
+        median (`float`): Median length in tokens.
+        tail (`float`): 95th percentile of the lengths over their median.
+        num_tokens (`int`): Number of places.
 
     Returns:
         `torch.Tensor` of shape `(num_tokens,)`, in float64.
@@ -59,18 +56,13 @@ def lognormal_model(
     its embedding says: the log-odds of the end, and a constant that the last layer norm scales it by.
 
     Args:
-        median (`float`):
-            Median length of the completions in tokens, the end token included.
-        tail (`float`):
-            95th percentile of the lengths over their median.
-        prompt_tokens (`int`):
-            Length of all prompts.
-        max_completion_length (`int`):
-            Number of places that the model has for a completion.
-        hidden (`int`, *optional*, defaults to `64`):
-            Width. Heads are 32 wide, the least that vLLM's attention on CPUs takes.
-        layers (`int`, *optional*, defaults to `2`):
-            Number of layers.
+        median (`float`): Median length of the completions in tokens, the end token included.
+        tail (`float`): 95th percentile of the lengths over their median.
+        prompt_tokens (`int`): Length of all prompts.
+        max_completion_length (`int`): Number of places that the model has for a completion.
+        hidden (`int`, *optional*, defaults to `64`): Width. Heads are 32 wide, the least that vLLM's attention on CPUs
+            takes.
+        layers (`int`, *optional*, defaults to `2`): Number of layers.
     """
     tokenizer = lognormal_tokenizer()
     torch.manual_seed(0)

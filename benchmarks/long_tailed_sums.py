@@ -49,8 +49,7 @@ def load_long_tailed_sums(seed: int = 0) -> EmbeddedTask:
     Make the problems of the demo, in its splits: `"37+58="` reads `"d7+f8"`, and its answer `"j5"`.
 
     Args:
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the problems.
+        seed (`int`, *optional*, defaults to `0`): Seed of the problems.
 
     Returns:
         [`~bapo_trl.tasks.EmbeddedTask`]: 9,488 problems to train on and 512 or 513 held out.
@@ -80,10 +79,8 @@ def demonstrate(prompt: str, rng: random.Random) -> str:
     Fill, and then add as the careless demonstrator of the demo does.
 
     Args:
-        prompt (`str`):
-            A problem.
-        rng (`random.Random`):
-            Decides on the length and on forgotten carries.
+        prompt (`str`): A problem.
+        rng (`random.Random`): Decides on the length and on forgotten carries.
 
     Returns:
         `str`: The count, `=` and the sum that the demonstrator writes.

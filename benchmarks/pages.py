@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from bapo_trl.advice import advice_table
 from bapo_trl.compare.results import Row, read_rows
 from bapo_trl.compare.statistics import differences, mean_over_seeds
 from bapo_trl.compare.tables import as_markdown, compare, markdown, with_interval
@@ -28,6 +29,7 @@ PAGES = (ROOT / "docs" / "results.md", ROOT / "docs" / "stability.md", ROOT / "R
 TASK, UPDATES = "task", "updates per generation"
 WIDE = 0.02  # half-widths below this are left out of the README
 NAMES = {"VESPO, constant weight 0.5": "VESPO, half the weight (recommended)"}
+SCOPES = ("16", "64")
 WEIGHTS = ("VESPO, constant weight 0.5", "VESPO, share 0.8", "share 0.8", "BAPO", "GRPO")
 METHODS = ("GRPO", "clip-higher", "CISPO", "SAPO", "GSPO", "VESPO")
 VARIANTS = {  # arms of the study by what they change; of two, the seeds that had no part in their choice
@@ -118,6 +120,7 @@ def weights_table() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "advice": advice_table,
     "readme": readme_table,
     "stability": lambda: final_table(
         {f"at {name}": rows("stability", **{TASK: "running totals", UPDATES: name}) for name in ("16", "64")}, "BAPO"
@@ -131,7 +134,10 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "weights": weights_table,
     "chat": lambda: final_table({"final": rows("chat")}, "VESPO"),
-    "scopes": lambda: final_table({f"at {name}": rows(f"scopes_{name}") for name in ("16", "64")}, "batch"),
+    "scopes": lambda: final_table(
+        {f"at {name}": rows(f"scopes_{name}") for name in SCOPES if (RESULTS / f"scopes_{name}.json").exists()},
+        "batch",
+    ),
 }
 
 

@@ -122,20 +122,13 @@ def measure(
     Train once.
 
     Args:
-        oversampling (`float`):
-            `partial_rollout_oversampling`.
-        chunk (`float`):
-            `partial_rollout_chunk_length` over the median length.
-        median (`int`):
-            Median length of a completion in tokens.
-        generations (`int`):
-            Generations that count.
-        settings (`dict`):
-            Settings of the sampler and the device; `{}` for transformers' generation on the CPU.
-        model ([`~transformers.PreTrainedModel`], *optional*):
-            The model, by default that of `lognormal_model.py`.
-        groups (`int`, *optional*):
-            Groups a generation.
+        oversampling (`float`): `partial_rollout_oversampling`.
+        chunk (`float`): `partial_rollout_chunk_length` over the median length.
+        median (`int`): Median length of a completion in tokens.
+        generations (`int`): Generations that count.
+        settings (`dict`): Settings of the sampler and the device; `{}` for transformers' generation on the CPU.
+        model ([`~transformers.PreTrainedModel`], *optional*): The model, by default that of `lognormal_model.py`.
+        groups (`int`, *optional*): Groups a generation.
 
     Returns:
         `dict` with, a trained sample: decode `steps`, `idle` slots, `wall` seconds of generation and training, `cpu`

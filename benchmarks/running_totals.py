@@ -52,8 +52,7 @@ def load_running_totals(seed: int = 0) -> EmbeddedTask:
     `"b7=11c9:20d1=21e1:22f1:23g1=24#24"`, where `=` and `:` mean the same.
 
     Args:
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the problems.
+        seed (`int`, *optional*, defaults to `0`): Seed of the problems.
 
     Returns:
         [`~bapo_trl.tasks.EmbeddedTask`]: 8,192 problems to train on and 512 held out.
@@ -91,10 +90,8 @@ def demonstrate(prompt: str, rng: random.Random) -> str:
     difference.
 
     Args:
-        prompt (`str`):
-            A problem.
-        rng (`random.Random`):
-            Decides on detours, carries and marks.
+        prompt (`str`): A problem.
+        rng (`random.Random`): Decides on detours, carries and marks.
 
     Returns:
         `str`: The steps and the final total.

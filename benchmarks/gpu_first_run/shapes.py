@@ -127,16 +127,11 @@ def end_by_hazards(model: PreTrainedModel, median: float, tail: float, max_token
     n-th token of every completion is `first_token + n`, or the end by the hazard of its place.
 
     Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Changed in place. Its width must be above `max_tokens`.
-        median (`float`):
-            Median length in tokens.
-        tail (`float`):
-            95th percentile over the median.
-        max_tokens (`int`):
-            Longest completion.
-        first_token (`int`):
-            First of the tokens that completions consist of; no token of a prompt.
+        model ([`~transformers.PreTrainedModel`]): Changed in place. Its width must be above `max_tokens`.
+        median (`float`): Median length in tokens.
+        tail (`float`): 95th percentile over the median.
+        max_tokens (`int`): Longest completion.
+        first_token (`int`): First of the tokens that completions consist of; no token of a prompt.
     """
     if model.config.tie_word_embeddings:
         raise ValueError("the head needs weights of its own: make the model with `tie_word_embeddings` false.")
