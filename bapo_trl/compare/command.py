@@ -46,8 +46,8 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     if options.jobs < 1:
         raise InputError(f"`--jobs` is {options.jobs}: set it to at least 1.")
-    if importlib.util.find_spec("statsmodels") is None:
-        raise MissingPackageError("`compare` needs statsmodels: pip install 'bapo-trl[compare]'.")
+    if importlib.util.find_spec("scipy") is None:
+        raise MissingPackageError("`compare` needs scipy: pip install 'bapo-trl[compare]'.")
     study = read_study(options.study)
     for arm in [*(options.only or ()), *([options.against] if options.against else [])]:
         if arm not in study.arms:

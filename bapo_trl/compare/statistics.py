@@ -1,4 +1,4 @@
-"""Pure: means over seeds, differences paired by seed, how many seeds a difference takes; by scipy and statsmodels."""
+"""Pure: means over seeds, differences paired by seed, how many seeds a difference takes; by scipy."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
-from statsmodels.stats.multitest import multipletests
-from statsmodels.stats.power import TTestPower
 
 
 LEVEL, POWER = 0.05, 0.8
@@ -96,10 +94,7 @@ def differences(
         if seeds
     }
     comparisons = comparisons or len(values)
-    p_values = [_p_value(each) for each in values.values()]
-    tested = [p for p in p_values if not math.isnan(p)]
-    adjusted = iter(multipletests(tested, method="holm")[1] if tested else ())
-    holm = [math.nan if math.isnan(p) else float(next(adjusted)) for p in p_values]
+    holm = _adjusted([_p_value(each) for each in values.values()])
     return [
         Difference(arm, against, mean_over_seeds(each, comparisons), each, p)
         for ((arm, against), each), p in zip(values.items(), holm, strict=True)
@@ -110,6 +105,15 @@ def _p_value(values: Sequence[float]) -> float:
     if len(values) < 2 or np.ptp(values) < 1e-9:
         return math.nan
     return float(stats.ttest_1samp(values, 0.0).pvalue)
+
+
+def _adjusted(p_values: Sequence[float]) -> list[float]:
+    """Adjust p-values for their number, by Holm's step-down method; NaN stays, and does not count."""
+    order = sorted((p, place) for place, p in enumerate(p_values) if not math.isnan(p))
+    adjusted, largest = [math.nan] * len(p_values), 0.0
+    for rank, (p, place) in enumerate(order):
+        adjusted[place] = largest = max(largest, min(1.0, (len(order) - rank) * p))
+    return adjusted
 
 
 def seeds_for(difference: float, values: Sequence[float], comparisons: int = 1) -> int | None:
@@ -129,15 +133,19 @@ def seeds_for(difference: float, values: Sequence[float], comparisons: int = 1) 
     spread = float(np.std(values, ddof=1))
     if spread == 0:
         return 2
-    effect = abs(difference) / spread
-    power = TTestPower()
-    level = LEVEL / comparisons
     few, many = 2, 2
-    while power.power(effect, many, level) < POWER:  # the solver of statsmodels fails for few seeds
+    while _power(abs(difference) / spread, many, LEVEL / comparisons) < POWER:
         few, many = many, many * 2
         if few > MOST_SEEDS:
             return None
     while many - few > 1:
         middle = (few + many) // 2
-        few, many = (few, middle) if power.power(effect, middle, level) >= POWER else (middle, many)
+        is_enough = _power(abs(difference) / spread, middle, LEVEL / comparisons) >= POWER
+        few, many = (few, middle) if is_enough else (middle, many)
     return many
+
+
+def _power(effect: float, count: int, level: float) -> float:
+    """Return the power of a two-sided paired t-test, by the noncentral t distribution."""
+    critical, shift = stats.t.ppf(1 - level / 2, count - 1), effect * math.sqrt(count)
+    return float(stats.nct.sf(critical, count - 1, shift) + stats.nct.cdf(-critical, count - 1, shift))

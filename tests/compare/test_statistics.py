@@ -51,19 +51,20 @@ def test_all_intervals_hold_at_once_and_p_values_are_holms():
         assert each.mean.half_width == pytest.approx(stats.t.ppf(1 - 0.05 / 6, 7) * error)
 
 
-@pytest.mark.parametrize(("difference", "spread"), [(0.03, 0.02), (0.03, 0.1), (-0.5, 0.1), (0.01, 0.1)])
-def test_the_number_of_seeds_has_the_power(difference, spread):
-    """By the noncentral t distribution, seed by seed."""
-    values = [spread, -spread]  # of standard deviation sqrt(2) times that
-    deviation = statistics.stdev(values)
+# Paired two-sided t-tests at 0.05 with a power of 0.8, as tables of the noncentral t distribution have them
+@pytest.mark.parametrize(("effect", "count"), [(0.2, 199), (0.5, 34), (0.8, 15), (1.0, 10), (-1.0, 10)])
+def test_the_number_of_seeds_has_the_power(effect, count):
+    values = [1.0, -1.0]  # of standard deviation sqrt(2)
+    assert seeds_for(effect * math.sqrt(2), values) == count
 
-    def power(count: int) -> float:
-        shift = abs(difference) / deviation * math.sqrt(count)
-        critical = stats.t.ppf(1 - 0.05 / 4, count - 1)
-        return stats.nct.sf(critical, count - 1, shift) + stats.nct.cdf(-critical, count - 1, shift)
 
-    slow = next(count for count in range(2, 10_000) if power(count) >= 0.8)
-    assert seeds_for(difference, values, comparisons=2) == slow
+def test_the_number_of_seeds_has_the_power_at_the_level_of_all_comparisons():
+    """By drawing differences."""
+    count = seeds_for(1.0 * math.sqrt(2), [1.0, -1.0], comparisons=5)
+    drawn = np.random.default_rng(0).normal(1.0, 1.0, (20_000, count))
+    assert (stats.ttest_1samp(drawn, 0, axis=1).pvalue < 0.05 / 5).mean() == pytest.approx(0.8, abs=0.05)
+    fewer = drawn[:, :-2]
+    assert (stats.ttest_1samp(fewer, 0, axis=1).pvalue < 0.05 / 5).mean() < 0.8
 
 
 def test_a_number_of_seeds_that_cannot_be_told_is_none():

@@ -3,7 +3,6 @@
 import csv
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,7 +56,6 @@ def test_a_verdict_says_how_many_more_seeds_would_tell():
 ACCURACY = st.floats(0, 1).map(lambda value: round(value, 3))
 
 
-@pytest.mark.fuzz
 @given(
     st.dictionaries(
         st.sampled_from(["A", "B", "C", "D"]), st.lists(ACCURACY, min_size=1, max_size=6), min_size=2, max_size=4
