@@ -1,4 +1,4 @@
-"""What the benchmarks share: paired ratios, the machine, result files, and parts of the pages."""
+"""What the benchmarks share: paired ratios, the machine, and result files."""
 
 import json
 import os
@@ -8,20 +8,14 @@ import sys
 from collections.abc import Iterable, Sequence
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import transformers
 import trl
 
 
-if TYPE_CHECKING:
-    pass
-
-
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-TABLES_PAGE = "results_tables.md"
 
 
 # Measuring
