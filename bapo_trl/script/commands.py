@@ -65,22 +65,6 @@ TRAIN = Command("bapo-trl train", _TRAINING.format(command="bapo-trl train", lau
 EVALUATE = Command("bapo-trl evaluate", _EVALUATION)
 
 
-def train(arguments: Sequence[str], command: Command = TRAIN) -> None:
-    """Run [`~training.main`]; its help needs the settings alone, and nothing of a training is loaded for it."""
-    if {"-h", "--help", "--help-all", "--help_all"} & set(arguments):
-        from .command_line import parse_arguments
-
-        parse_arguments(arguments, command)
-    from .training import main
-
-    main(arguments, command)
-
-
-def evaluate(arguments: Sequence[str]) -> None:
-    """Run [`~training.evaluate`], as [`train`] does."""
-    train([*arguments, "--do_train", "false"], EVALUATE)
-
-
 def asks_for_dry_run(arguments: Sequence[str]) -> bool:
     """Return whether flags, or else their recipe, ask for a dry run, before they are parsed."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
