@@ -73,21 +73,24 @@ def make_runs(study: Study, runs: Sequence[Run], folder: Path, jobs: int, say: C
 _running: set[subprocess.Popen] = set()
 
 
+def command_of(run: Run, accelerate: str | None, output_dir: str) -> list[str]:
+    """Return the command of a run: `bapo-trl train`, or its launch with a configuration of accelerate."""
+    launch = [] if accelerate is None else ["launch", "--accelerate", accelerate]
+    arguments = [*as_arguments(run.flags), "--output_dir", output_dir]
+    return [sys.executable, "-m", "bapo_trl", *launch, "train", *arguments]
+
+
 def _make(run: Run, accelerate: str | None, folder: Path, jobs: int) -> Row:
     log = folder / "logs" / f"{run.key}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    launch = ["launch", "--accelerate", accelerate] if accelerate else []
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs)), **os.environ}
     started = time.monotonic()
     begin = f".run-{run.key}-"
     for left in folder.glob(f"{begin}*"):  # by a run that was killed
         shutil.rmtree(left)
     with tempfile.TemporaryDirectory(dir=folder, prefix=begin) as work, log.open("w") as output:
-        command = [sys.executable, "-m", "bapo_trl", *launch, "train"]
-        arguments = [*as_arguments(run.flags), "--output_dir", work]
-        process = subprocess.Popen(
-            [*command, *arguments], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
-        )
+        command = command_of(run, accelerate, work)
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
         _running.add(process)
         code = process.wait()
         _running.discard(process)

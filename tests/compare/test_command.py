@@ -11,10 +11,11 @@ import pytest
 import yaml
 
 from bapo_trl import cli
-from bapo_trl.compare.execution import find_finished
+from bapo_trl.compare.execution import command_of, find_finished
 from bapo_trl.compare.results import Row, read_rows, write_row
-from bapo_trl.compare.study import read_study
+from bapo_trl.compare.study import as_arguments, read_study
 from bapo_trl.errors import InputError
+from bapo_trl.script.launcher import read_arguments
 from tests.helpers.script_runs import SHORT
 
 
@@ -100,6 +101,19 @@ def test_a_study_that_is_killed_goes_on_where_it_was(folder):
     assert kept.stat().st_mtime_ns == before
     assert len(list(Path("study/runs").iterdir())) == 2
     assert not list(Path("study").glob(".run-*"))  # what the killed run left is gone too
+
+
+def test_a_run_is_a_process_of_train_or_of_its_launch(folder):
+    write_study(accelerate="cpu_ddp")
+    study = read_study("study.yaml")
+    run = study.runs()[0]
+    alone = command_of(run, None, "out")
+    assert alone[:4] == [sys.executable, "-m", "bapo_trl", "train"]
+    assert alone[4:] == [*as_arguments(run.flags), "--output_dir", "out"]
+    launched = command_of(run, study.accelerate, "out")
+    arguments = read_arguments(launched[4:])  # as the launcher reads them
+    assert arguments.config_file.endswith("cpu_ddp.yaml")
+    assert arguments.training_script_args == ["train", *alone[4:]]
 
 
 def test_a_finished_study_only_prints_its_tables(folder, capsys):
