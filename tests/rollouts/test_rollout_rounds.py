@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.rollouts.checkpoint import load_pool
 from bapo_trl.tasks import character_tokenizer, tiny_model
 from tests.helpers.alike import assert_same_weights
 from tests.helpers.commands import succeeded
@@ -753,3 +754,26 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
     assert sorted([*trained, *after["parked"]]) == sorted(admitted)
     for prompt_ids, token_ids, *_ in after["rows"]:
         assert token_ids == list(range(prompt_ids[-1] - 1, 0, -1))
+
+
+def test_a_save_in_the_middle_of_a_generation_is_of_the_pool_before_it(tmp_path):
+    """As where a server is gone: the resumed run generates it again, whatever was trained before."""
+    saved = []
+
+    class SavesWithin(Recording):
+        def _generate_and_score_completions(self, inputs):
+            before = self._rounds.pool.state()
+            output = super()._generate_and_score_completions(inputs)
+            saved[-1:] = [(before, load_pool(tmp_path / "within", 0, 1), self._rounds.pool.state())]
+            return output
+
+        def _continue_completions(self, prompts, cap):
+            self._rounds.save(tmp_path / "within", is_boundary=True)
+            return super()._continue_completions(prompts, cap)
+
+    (tmp_path / "within").mkdir()
+    train(tmp_path / "run", SavesWithin, max_steps=6)
+    before, within, after = saved[-1]
+    assert before.groups  # of the generation before
+    assert within == before
+    assert within != after
