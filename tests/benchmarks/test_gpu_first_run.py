@@ -141,6 +141,7 @@ def test_a_part_that_is_cut_and_one_that_never_began_say_so(tmp_path, monkeypatc
 
     def interrupted(setup):
         os.kill(os.getppid(), signal.SIGINT)
+        threading.Event().wait(5)  # so that it is not over before it is interrupted
         return {}
 
     monkeypatch.setattr(__main__, "PARTS", {name: parts.PARTS[name] for name in ("runs", "cost", "search")})

@@ -148,7 +148,7 @@ def digits(completions, **kwargs):
 LAUNCHED = {
     "reward_funcs": "signalling.digits", "max_steps": 4, "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1, "steps_per_generation": 1, "num_iterations": 1, "num_generations": 4,
-    "save_strategy": "no", "logging_steps": 1,
+    "save_strategy": "no", "logging_steps": 1, "do_eval": "false",
 }  # fmt: skip
 
 
