@@ -52,8 +52,8 @@ def main(arguments: Sequence[str]) -> None:
     for arm in [*(options.only or ()), *([options.against] if options.against else [])]:
         if arm not in study.arms:
             raise InputError(f"'{arm}' is no arm of {options.study}: it has {', '.join(study.arms)}.")
-    runs, part = study.runs(), _shard(options.shard)
-    chosen = [run for run in runs[part] if run.arm in (options.only or study.arms)]
+    runs = study.runs()
+    chosen = _shard([run for run in runs if run.arm in (options.only or study.arms)], options.shard)
     finished = find_finished(runs, options.output_dir)
     missing = [run for run in chosen if run.key not in finished]
     if missing:
@@ -67,6 +67,9 @@ def main(arguments: Sequence[str]) -> None:
         make_runs(study, missing, options.output_dir, options.jobs, lambda line: print(line, flush=True))
         finished = find_finished(runs, options.output_dir)
     rows = [finished[run.key] for run in runs if run.key in finished]
+    if not chosen:
+        print(f"Part {options.shard} has no run.")
+        return
     _show(rows, list(study.arms), options, len(runs))
 
 
@@ -102,9 +105,10 @@ def _plan(runs: Sequence[Run], finished: dict[str, Row], jobs: int) -> str:
     return "\n".join(lines)
 
 
-def _shard(text: str) -> slice:
-    """Return which runs are those of `I/N`: every N-th, from the I-th on."""
+def _shard(runs: list[Run], text: str) -> list[Run]:
+    """Return those of part `I/N`, one after the other, so that a part has all arms."""
     part, _, parts = text.partition("/")
     if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
         raise InputError(f"`--shard` is '{text}': set it to I/N with I from 1 to N, such as 2/8.")
-    return slice(int(part) - 1, None, int(parts))
+    ends = [number * len(runs) // int(parts) for number in (int(part) - 1, int(part))]
+    return runs[ends[0] : ends[1]]

@@ -2,15 +2,19 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
+from ..checkpoints.run_lock import RunLock
 from ..errors import InputError
 from .results import FOLDER, Row, read_rows, row_of, write_row
 from .study import Run, Study, as_arguments
@@ -25,9 +29,9 @@ def find_finished(runs: Sequence[Run], folder: Path) -> dict[str, Row]:
     """
     rows = read_rows(folder)
     finished = {run.key: rows[run.key] for run in runs if run.key in rows}
-    by_name = {(row.arm, str(row.over), row.seed): (key, row) for key, row in rows.items()}
+    by_name = {(row.arm, str(sorted(row.over.items())), row.seed): (key, row) for key, row in rows.items()}
     for run in runs:
-        key, row = by_name.get((run.arm, str(run.over), run.seed), (None, None))
+        key, row = by_name.get((run.arm, str(sorted(run.over.items())), run.seed), (None, None))
         if run.key not in finished and row is not None:
             was, now = row.settings, run.settings
             changed = sorted(name for name in {*was, *now} if was.get(name) != now.get(name))
@@ -51,7 +55,7 @@ def make_runs(study: Study, runs: Sequence[Run], folder: Path, jobs: int, say: C
         say (`Callable[[str], None]`): Gets a line for each run that ends.
     """
     started = time.monotonic()
-    with ThreadPoolExecutor(jobs) as pool:
+    with _ending_on_sigterm(), ThreadPoolExecutor(jobs) as pool:
         futures = {pool.submit(_make, run, study.accelerate, folder, jobs): run for run in runs}
         try:
             for done, future in enumerate(as_completed(futures), start=1):
@@ -73,6 +77,19 @@ def make_runs(study: Study, runs: Sequence[Run], folder: Path, jobs: int, say: C
 _running: set[subprocess.Popen] = set()
 
 
+@contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    """Have SIGTERM, which a job at its time limit gets, end the runs too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def command_of(run: Run, accelerate: str | None, output_dir: str) -> list[str]:
     """Return the command of a run: `bapo-trl train`, or its launch with a configuration of accelerate."""
     launch = [] if accelerate is None else ["launch", "--accelerate", accelerate]
@@ -86,8 +103,11 @@ def _make(run: Run, accelerate: str | None, folder: Path, jobs: int) -> Row:
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs)), **os.environ}
     started = time.monotonic()
     begin = f".run-{run.key}-"
-    for left in folder.glob(f"{begin}*"):  # by a run that was killed
-        shutil.rmtree(left)
+    for left in folder.glob(f"{begin}*"):  # by a run that was killed, unless it still runs
+        lock = RunLock(str(left))
+        if lock.acquire() is None:
+            lock.release()
+            shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=begin) as work, log.open("w") as output:
         command = command_of(run, accelerate, work)
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
@@ -100,7 +120,11 @@ def _make(run: Run, accelerate: str | None, folder: Path, jobs: int) -> Row:
             reason = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "")
             error = f"exit code {code}: {reason.strip()} ({log})"
             return Row(run.arm, run.over, run.seed, run.settings, seconds=seconds, error=error)
-        row = row_of(run, Path(work), seconds)
-        for name in ("trainer_state.json", "run_settings.json"):
-            shutil.copyfile(Path(work, name), log.with_suffix(f".{name}"))
+        try:
+            row = row_of(run, Path(work), seconds)
+            for name in ("trainer_state.json", "run_settings.json"):
+                shutil.copyfile(Path(work, name), log.with_suffix(f".{name}"))
+        except (OSError, KeyError, ValueError, ArithmeticError) as reason:
+            error = f"it left no results ({type(reason).__name__}: {reason}, {log})"
+            return Row(run.arm, run.over, run.seed, run.settings, seconds=seconds, error=error)
     return row

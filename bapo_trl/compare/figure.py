@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ..report.figure import color_of
 from .statistics import mean_over_seeds
@@ -20,12 +21,18 @@ def save_figure(comparisons: Sequence[Comparison], path: Path) -> None:
     Raises:
         ImportError: If matplotlib is not installed (extra `plots`).
     """
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
+    with rc_context({"text.parse_math": False}):  # a `$` in the name of an arm is a `$`
+        _draw(comparisons, Figure).savefig(path, dpi=110)
+
+
+def _draw(comparisons: Sequence[Comparison], make_figure: Any) -> Any:
     count = len(comparisons)
     columns = min(count, 3)
     lines = -(-count // columns)
-    figure = Figure(figsize=(4.6 * columns, 3.4 * lines + 0.6), layout="constrained")
+    figure = make_figure(figsize=(4.6 * columns, 3.4 * lines + 0.6), layout="constrained")
     axes = figure.subplots(lines, columns, squeeze=False, sharey=True).flatten()
     for panel, comparison in zip(axes, comparisons, strict=False):
         for index, (arm, rows) in enumerate(comparison.arms.items()):
@@ -54,4 +61,4 @@ def save_figure(comparisons: Sequence[Comparison], path: Path) -> None:
     axes[0].set_ylim(max(0.0, axes[0].get_ylim()[0]), min(1.0, axes[0].get_ylim()[1]))
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False)
-    figure.savefig(path, dpi=110)
+    return figure

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from ..report.method import method_by_settings
 from .study import Run
 
 
@@ -117,15 +118,16 @@ def _ratio_of_ends(values: list[float]) -> float | None:
     if not values:
         return None
     count = max(1, len(values) // 10)
-    return round(statistics.mean(values[-count:]) / statistics.mean(values[:count]), 4)
+    first = statistics.mean(values[:count])
+    return round(statistics.mean(values[-count:]) / first, 4) if first else None
 
 
 def _at_limits(updates: list[dict], settings: Mapping[str, Any]) -> float | None:
-    limits = settings["ratio_lower_max"], settings["ratio_upper_max"]
-    chosen = [(log["bapo/clip_low"], log["bapo/clip_high"]) for log in updates if log.get("bapo/clip_low") is not None]
-    if not chosen or limits == (settings["ratio_lower_start"], settings["ratio_upper_start"]):
+    limits = method_by_settings(settings).limits
+    searched = [log for log in updates if limits and all(log.get(name) is not None for name, _ in limits)]
+    if not searched:
         return None
-    return round(statistics.mean(math.dist(bounds, limits) < 1e-3 for bounds in chosen), 4)
+    return round(statistics.mean(all(abs(log[name] - end) < 1e-3 for name, end in limits) for log in searched), 4)
 
 
 def _generated_tokens(updates: list[dict], settings: Mapping[str, Any]) -> int | None:

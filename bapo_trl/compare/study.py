@@ -3,9 +3,12 @@
 import hashlib
 import itertools
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..errors import InputError
@@ -22,6 +25,7 @@ _OWN = (
     "eval_steps",
     "num_generations_eval",
     "logging_steps",
+    "dry_run",
 )
 _DEFAULTS = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
 
@@ -59,7 +63,8 @@ class Run:
     def key(self) -> str:
         """Name of the run among the files of a study: readable, and another for other settings."""
         digest = hashlib.sha256(json.dumps([self.arm, self.settings], sort_keys=True, default=str).encode())
-        return f"{re.sub(r'[^a-zA-Z0-9.]+', '_', self.label).strip('_')}-{digest.hexdigest()[:10]}"
+        name = f"{self.arm}, {name_setting(dict(sorted(self.over.items())))}, seed {self.seed}"
+        return f"{re.sub(r'[^a-zA-Z0-9.]+', '_', name).strip('_')[:100]}-{digest.hexdigest()[:10]}"
 
 
 def name_setting(over: Mapping[str, Any]) -> str:
@@ -104,7 +109,9 @@ class Study:
     def _run(self, seed: int, over: dict[str, Any], arm: str) -> Run:
         given = {**_DEFAULTS, **self.base, **over, **self.arms[arm]}
         measured = {
+            "do_train": True,
             "do_eval": True,
+            "dry_run": False,
             "eval_strategy": "steps",
             "eval_steps": self.every,
             "num_generations_eval": self.avg_at,
@@ -112,8 +119,11 @@ class Study:
             **({} if self.dataset is None else {"eval_dataset": self.dataset}),
         }
         flags = {**given, **measured, "seed": seed}
-        recipe = {} if "config" not in flags else read_recipe(flags["config"])
-        return Run(arm, over, seed, flags, {**recipe, **{k: v for k, v in flags.items() if k != "config"}})
+        recipe = {} if "config" not in flags else read_recipe(str(flags["config"]))
+        settings = {**recipe, **{name: value for name, value in flags.items() if name != "config"}}
+        if self.accelerate is not None:
+            settings["accelerate"] = self.accelerate
+        return Run(arm, over, seed, flags, settings)
 
     def check(self) -> None:
         """
@@ -125,22 +135,37 @@ class Study:
         """
         from ..script.command_line import parse_arguments  # takes TRL
         from ..script.commands import Command
+        from ..script.launcher import processes_of
+        from ..script.planning import as_on_gpus
 
-        for run in self.runs()[: len(self.arms) * len(self.settings())]:
-            command = Command(f"bapo-trl compare, arm {run.arm!r}", "")
-            try:
-                parse_arguments([*as_arguments(run.flags), "--output_dir", "study"], command)
-            except ValueError as error:
-                raise InputError(f"arm '{run.arm}'{f' ({run.setting})' if run.over else ''}: {error}") from error
+        place = nullcontext if self.accelerate is None else partial(as_on_gpus, processes_of(self.accelerate))
+
+        environment = dict(os.environ)
+        try:
+            for run in self.runs()[: len(self.arms) * len(self.settings())]:
+                command = Command(f"bapo-trl compare, arm {run.arm!r}", "")
+                try:
+                    with place():
+                        parse_arguments([*as_arguments(run.flags), "--output_dir", "study"], command)
+                except ValueError as error:
+                    where = f" ({run.setting})" if run.over else ""
+                    raise InputError(f"arm '{run.arm}'{where}: {error}") from error
+        finally:  # a recipe's variables are those of its own runs
+            os.environ.clear()
+            os.environ.update(environment)
 
 
 def as_arguments(flags: Mapping[str, Any]) -> list[str]:
     """Return flags as they stand on a command line."""
     arguments: list[str] = []
     for name, value in flags.items():
-        values = value if isinstance(value, list) else [value]
-        arguments += [f"--{name}", *(json.dumps(v) if isinstance(v, dict | bool) else str(v) for v in values)]
+        texts = [json.dumps(v) if isinstance(v, dict | bool) else str(v) for v in _as_list(value)]
+        arguments += [f"--{name}", *texts] if isinstance(value, list) else [f"--{name}={texts[0]}"]
     return arguments
+
+
+def _as_list(value: Any) -> list:
+    return value if isinstance(value, list) else [value]
 
 
 def read_study(path: str) -> Study:
@@ -180,10 +205,17 @@ def read_study(path: str) -> Study:
     every, avg_at, dataset = _measure(_mapping(content["measure"], f"{where}`measure`"), where)
     named = {"`base`": base, "`over`": over, **{f"arm '{arm}'": flags for arm, flags in arms.items()}}
     for title, flags in named.items():
+        for name, value in flags.items():
+            if any(each is None for each in _as_list(value)):
+                raise InputError(f"{where}{title} has {name}: null: give a value, or leave it out.")
         for name in _OWN:
             if name in flags:
                 raise InputError(f"{where}{title} has `{name}`, which the study sets itself: leave it out.")
-    return Study(base, arms, over, seeds, every, avg_at, dataset, content.get("accelerate"))
+    accelerate = content.get("accelerate")
+    for name, value in {"accelerate": accelerate, "measure.dataset": dataset}.items():
+        if not (value is None or isinstance(value, str)):
+            raise InputError(f"{where}`{name}` is {value!r}: set it to a name.")
+    return Study(base, arms, over, seeds, every, avg_at, dataset, accelerate)
 
 
 def _measure(measure: dict[str, Any], where: str) -> tuple[int, int, str | None]:
@@ -198,9 +230,9 @@ def _measure(measure: dict[str, Any], where: str) -> tuple[int, int, str | None]
 
 
 def _mapping(value: Any, title: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
+    if not (isinstance(value, dict) and all(isinstance(name, str | int) for name in value)):
         raise InputError(f"{title} is {value!r}: set it to names and values.")
-    return dict(value)
+    return {str(name): each for name, each in value.items()}
 
 
 def _repeated(values: Sequence) -> list:

@@ -89,7 +89,7 @@ def with_interval(mean: Mean | None, form: str, sign: str = "") -> str:
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table in Markdown, its columns padded to be read as text too."""
-    lines = [list(header), *map(list, rows)]
+    lines = [[cell.replace("|", "\\|") for cell in line] for line in (header, *rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     padded = [f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines]
     return "\n".join([padded[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *padded[1:]])

@@ -16,14 +16,14 @@ from ..errors import InputError
 from .arguments import BAPOScriptArguments
 from .commands import EVALUATE, TRAIN, Command
 from .failures import refuse
-from .methods import check_method, settings_of_method
-from .recipes import RECIPES, find_defect, find_recipe, recipe_names
+from .methods import METHODS, RECOMMENDED, check_method, recommended_settings, settings_of_method
+from .recipes import RECIPES, find_defect, find_recipe, read_recipe, recipe_names
 
 
 # Besides those of replay and partial rollouts. A training that was in order on its processes may not be so on these
 _OF_TRAINING = {
     "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size",
-    "num_iterations", "learning_rate", "method", "eval_strategy", "save_strategy", "load_best_model_at_end",
+    "num_iterations", "learning_rate", "eval_strategy", "save_strategy", "load_best_model_at_end",
     "resume_from_checkpoint", "merge_adapter", "push_to_hub",
 }  # fmt: skip
 
@@ -51,15 +51,16 @@ def parse_arguments(
     )
     parser.ignores_training = command is EVALUATE
     parser.set_defaults(do_train=True, dtype=None)
+    method, beside, loss_type = _named_method(arguments)
+    if method is not None:
+        settings = settings_of_method(method, loss_type) if method in METHODS else {}
+        check_method(method, beside, settings)
+        if method == RECOMMENDED:
+            _, training_args, *_ = parser.parse_args_and_config(arguments)
+            settings = recommended_settings(training_args)
+            check_method(method, beside, settings)
+        parser.method_settings = {name: value for name, value in settings.items() if name not in beside}
     script_args, training_args, model_args, dataset_args = parser.parse_args_and_config(arguments)
-    if script_args.method is not None:
-        named = {name.removeprefix("__") for name in named}
-        if "method" not in named:  # what a recipe has beside its method belongs to it
-            named |= parser.recipe_settings.keys()
-        method = settings_of_method(script_args.method, training_args)
-        parser.method_settings = {name: value for name, value in method.items() if name not in named}
-        script_args, training_args, model_args, dataset_args = parser.parse_args_and_config(arguments)
-        check_method(script_args.method, named, training_args, method)
     evaluates = script_args.eval_dataset is not None or script_args.eval_fraction is not None
     training_args.do_eval |= evaluates or not training_args.do_train
     if training_args.learning_rate < 0:
@@ -69,6 +70,22 @@ def parse_arguments(
         training_args.max_steps = 1  # none is made, but transformers asks for a number where the data is a stream
         model_args.use_peft = False
     return script_args, training_args, model_args, dataset_args
+
+
+def _named_method(arguments: Sequence[str]) -> tuple[str | None, dict[str, Any], str]:
+    """Return the method that flags or their recipe name, the settings named beside it, and the loss without it."""
+    flags: dict[str, Any] = {}
+    for place, argument in enumerate(arguments):
+        if argument.startswith("--"):
+            name, has_value, value = argument[2:].partition("=")
+            following = arguments[place + 1] if place + 1 < len(arguments) else ""
+            flags[name.replace("-", "_")] = value if has_value else following
+    recipe: dict[str, Any] = {}
+    if "config" in flags and find_recipe(flags["config"]) and not find_defect(find_recipe(flags["config"])):
+        recipe = read_recipe(flags["config"])
+    both = {**recipe, **flags}
+    # What a recipe has beside its own method belongs to it; a flag's method comes before a recipe
+    return both.get("method"), flags if "method" in flags else both, str(both.get("loss_type", BAPOConfig.loss_type))
 
 
 class RecipeParser(TrlParser):
@@ -84,7 +101,6 @@ class RecipeParser(TrlParser):
         super().__init__(dataclass_types, allow_abbrev=False, **kwargs)
         self.add_argument("--help-all", action=_HelpAll, help="show those of TRL and transformers as well, and exit")
         self._recipe: str | None = None
-        self.recipe_settings: dict[str, Any] = {}
         self.method_settings: dict[str, Any] = {}
         self.ignores_training = False
         self._flags: set[str] = set()
@@ -141,7 +157,6 @@ class RecipeParser(TrlParser):
     def set_defaults_with_config(self, **config):
         if self.ignores_training:
             config = _without_training(config, "--num_generations" in self._flags)
-        self.recipe_settings = config
         config = {**config, **self.method_settings}
         for settings in self.dataclass_types:
             hints = get_type_hints(settings)

@@ -73,6 +73,12 @@ def _dry_run(args: argparse.Namespace) -> None:
     print_plan(flags, TRAIN, layout_of_launch(validated))
 
 
+def processes_of(accelerate: str) -> int:
+    """Return how many processes a configuration launches, by its name or path; errors as in [`read_arguments`]."""
+    validated, _, _ = launch._validate_launch_command(read_arguments(["--accelerate", accelerate, "train"]))
+    return validated.num_processes or 1
+
+
 def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the arguments of `accelerate launch` that these stand for; errors as in [`main`]."""
     parser: Any = launch.launch_command_parser()

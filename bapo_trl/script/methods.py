@@ -1,6 +1,7 @@
 """`--method`: one name for the settings that make a method."""
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
@@ -58,48 +59,62 @@ _MADE_OF = (
 )  # fmt: skip
 
 
-def settings_of_method(name: str, args: BAPOConfig) -> dict[str, Any]:
+def settings_of_method(name: str, loss_type: str) -> dict[str, Any]:
     """
     Return the settings that a method stands for, those of a recipe that are not of it set back to their defaults.
 
     Args:
-        name (`str`): One of `METHOD_NAMES`; `recommended` is the row of the advice for the staleness of the run.
-        args ([`BAPOConfig`]): Settings of the run without the method.
-
-    Raises:
-        InputError: If there is no such method.
+        name (`str`): A key of `METHODS`.
+        loss_type (`str`): The loss without the method. One without clip bounds does not stay.
     """
-    if name not in METHOD_NAMES:
-        raise InputError(f"`method` is '{name}': set it to one of {', '.join(METHOD_NAMES)}.")
-    own = advice_for(oldest_age(args)[0]).settings if name == RECOMMENDED else METHODS[name]
+    return _complete(METHODS[name], loss_type)
+
+
+def recommended_settings(args: BAPOConfig) -> dict[str, Any]:
+    """Return the settings of the row of the advice for the staleness of a run, by its settings without a method."""
+    return _complete(advice_for(oldest_age(args)[0]).settings, args.loss_type)
+
+
+def _complete(own: Mapping[str, Any], loss_type: str) -> dict[str, Any]:
     defaults = {f.name: f.default for f in fields(BAPOConfig)}
     settings = {field: defaults[field] for field in _MADE_OF}
-    if args.loss_type not in CLIPPED_LOSS_TYPES:
+    if loss_type not in CLIPPED_LOSS_TYPES:
         settings["loss_type"] = defaults["loss_type"]
     return settings | dict(own)
 
 
-def check_method(name: str, named: Iterable[str], args: BAPOConfig, settings: Mapping[str, Any]) -> None:
+def check_method(name: str, named: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """
     Refuse a method next to settings that contradict it.
 
     Args:
         name (`str`): The method.
-        named (iterable of `str`): Settings that were named next to it.
-        args ([`BAPOConfig`]): Settings of the run, with the method.
+        named (mapping of `str` to values): Settings that were named next to it, as text or as values.
         settings (mapping of `str` to values): What [`settings_of_method`] returned. A setting that the method leaves
             at its default may be another.
 
     Raises:
-        InputError: If one differs, naming both.
+        InputError: If there is no such method, or one differs, naming both.
     """
+    if name not in METHOD_NAMES:
+        raise InputError(f"`method` is {name!r}: set it to one of {', '.join(METHOD_NAMES)}.")
     defaults = {f.name: f.default for f in fields(BAPOConfig)}
-    for field in named:
-        value = getattr(args, field, None)
+    for field, value in named.items():
+        wanted = settings.get(field, defaults.get(field))
         is_loss_without_bounds = field == "loss_type" and value not in CLIPPED_LOSS_TYPES
-        is_of_method = field in settings and settings[field] != defaults[field]
-        if (is_of_method or is_loss_without_bounds) and value != settings.get(field, defaults[field]):
+        is_of_method = field in settings and wanted != defaults[field]
+        if (is_of_method or is_loss_without_bounds) and not _is_same(value, wanted):
             raise InputError(
-                f"`method` is '{name}', which sets `{field}` to {settings.get(field, defaults[field])!r}, and "
-                f"`{field}` is {value!r}: leave one of them out."
+                f"`method` is '{name}', which sets `{field}` to {wanted!r}, and `{field}` is {value!r}: leave one of "
+                "them out."
             )
+
+
+def _is_same(value: Any, wanted: Any) -> bool:
+    """Whether a value, or what a command line has for it, is what a method sets."""
+    if isinstance(wanted, float):
+        try:
+            return math.isclose(float(value), wanted)
+        except (TypeError, ValueError):
+            return False
+    return str(value) == str(wanted)

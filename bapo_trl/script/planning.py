@@ -33,7 +33,7 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, layout: Layou
         SystemExit, ValueError: As the run would, for flags that cannot be read and settings that cannot work.
     """
     processes = (layout or layout_of_process()).processes
-    with _as_on_gpus(processes), throwaway_cache() as folder:
+    with as_on_gpus(processes), throwaway_cache() as folder:
         script_args, training_args, model_args, dataset_args = parse_arguments(arguments, command)
         name = model_args.model_name_or_path
         base = adapter_base(name, model_args.model_revision)
@@ -68,7 +68,7 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, layout: Layou
 
 
 @contextmanager
-def _as_on_gpus(processes: int) -> Iterator[None]:
+def as_on_gpus(processes: int) -> Iterator[None]:
     """Have settings, which are checked against the machine that reads them, read as on so many GPUs with bfloat16."""
     pretended: tuple[tuple[Any, str, Any], ...] = (
         (TrainingArguments, "world_size", property(lambda self: processes)),

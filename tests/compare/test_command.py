@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from bapo_trl import cli
+from bapo_trl.compare import execution
 from bapo_trl.compare.execution import command_of, find_finished
 from bapo_trl.compare.results import Row, read_rows, write_row
 from bapo_trl.compare.study import as_arguments, read_study
@@ -138,7 +139,7 @@ def test_a_dry_run_lists_the_runs_and_the_time_left(folder, capsys):
         "4 runs, 2 to make, 2 at a time: about 0:00:30 at the pace so far",
     ]  # fmt: skip
     compare("--dry_run", "true", "--only", "BAPO", "--shard", "2/2")
-    assert capsys.readouterr().out.splitlines()[0] == "done   BAPO, seed 0"
+    assert capsys.readouterr().out.splitlines()[0] == "to do  BAPO, seed 1"
     assert not Path("study/logs").exists()
 
 
@@ -149,7 +150,34 @@ def test_shards_are_all_runs_once(folder, capsys):
         compare("--dry_run", "true", "--shard", part)
         seen += capsys.readouterr().out.splitlines()[:-1]
     compare("--dry_run", "true")
-    assert sorted(seen) == sorted(capsys.readouterr().out.splitlines()[:-1])
+    assert seen == capsys.readouterr().out.splitlines()[:-1]
+    compare("--shard", "5/8", "--only", "BAPO")  # fewer runs than parts
+    assert capsys.readouterr().out == "Part 5/8 has no run.\n"
+
+
+def test_a_run_that_leaves_nothing_is_a_row_with_its_error(folder, capsys, monkeypatch):
+    write_study(seeds=[0])
+    monkeypatch.setattr(execution, "command_of", lambda *args: [sys.executable, "-c", "pass"])
+    compare()
+    rows = read_rows(Path("study")).values()
+    assert [row.arm for row in rows if "left no results (FileNotFoundError" in row.error] == ["BAPO", "GRPO"]
+    assert "failed: it left no results" in capsys.readouterr().out
+
+
+def test_a_study_that_is_told_to_stop_ends_its_runs(folder):
+    """As a job at its time limit is: no run goes on without it."""
+    write_study(seeds=[0])
+    waits = "import os, signal; open('pid', 'w').write(str(os.getpid())); os.kill(os.getppid(), 15); signal.pause()"
+    program = (
+        "import sys\nfrom bapo_trl import cli\nfrom bapo_trl.compare import execution\n"
+        f"execution.command_of = lambda *args: [sys.executable, '-c', {waits!r}]\n"
+        "cli.main(['compare', 'study.yaml', '--output_dir', 'study'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(Path("pid").read_text()), 0)
+    assert not list(Path("study/runs").glob("*.json"))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ from bapo_trl.errors import InputError
 RUN = Run("BAPO", {"steps": 16}, 3, {"num_generations_eval": 2}, {"steps": 16, "seed": 3})
 SETTINGS = {
     "ratio_lower_start": 0.6, "ratio_lower_max": 0.9, "ratio_upper_start": 1.2, "ratio_upper_max": 3.0,
-    "generation_batch_size": 32,
+    "generation_batch_size": 32, "ratio_lower_step": 0.02, "ratio_upper_step": 0.05, "negative_weight_min": 1.0,
+    "loss_type": "dapo", "positive_contribution_target": 0.5, "gradient_accumulation_steps": 1, "num_iterations": 1,
+    "steps_per_generation": 4,
 }  # fmt: skip
 
 
@@ -65,6 +67,12 @@ def test_a_row_has_what_the_tables_read(tmp_path):
 def test_fixed_bounds_are_at_no_limits(tmp_path):
     fixed = {**SETTINGS, "ratio_lower_max": 0.6, "ratio_upper_max": 1.2}
     assert row_of(RUN, left_by_train(tmp_path, settings=fixed), 1.0).at_limits is None
+
+
+def test_the_limits_are_the_last_bounds_of_the_grid(tmp_path):
+    coarse = {**SETTINGS, "ratio_lower_step": 0.07, "ratio_upper_step": 0.35}  # 0.6 + 4 x 0.07, 1.2 + 5 x 0.35
+    logs = [update(step, 1.0, 0.5, 0.88, 2.95, 0.5) for step in (1, 2)]
+    assert row_of(RUN, left_by_train(tmp_path, logs=logs, settings=coarse), 1.0).at_limits == 1.0
 
 
 def test_a_run_that_was_not_measured_before_begins_at_its_first_measurement(tmp_path):

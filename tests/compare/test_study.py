@@ -1,5 +1,6 @@
 """What a study's file says: its runs and their flags, and what is refused of it."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -61,8 +62,9 @@ def test_settings_are_part_of_what_a_run_is(tmp_path, monkeypatch):
 
 def test_flags_stand_on_a_command_line():
     flags = {"use_cpu": True, "reward_funcs": ["a", "b"], "task_args": {"x": 1}, "learning_rate": 1e-4}
-    words = ["--use_cpu", "true", "--reward_funcs", "a", "b", "--task_args", '{"x": 1}', "--learning_rate", "0.0001"]
+    words = ["--use_cpu=true", "--reward_funcs", "a", "b", '--task_args={"x": 1}', "--learning_rate=0.0001"]
     assert as_arguments(flags) == words
+    assert as_arguments({"learning_rate": -1e-6}) == ["--learning_rate=-1e-06"]  # no flag of its own
 
 
 @pytest.mark.parametrize(
@@ -84,6 +86,11 @@ def test_flags_stand_on_a_command_line():
         ({"measure": {"every": 4, "avg_at": 2, "at": 1}}, "`measure` has `at`: it takes every, avg_at and dataset"),
         ({"base": {"config": "quickstart", "seed": 1}}, "`base` has `seed`, which the study sets itself"),
         ({"arms": {"x": {"output_dir": "o"}}}, "arm 'x' has `output_dir`"),
+        ({"base": {"config": "quickstart", "dry_run": True}}, "`base` has `dry_run`"),
+        ({"base": {"config": "quickstart", "system_prompt": None}}, "`base` has system_prompt: null: give a value"),
+        ({"base": {"config": 3}}, "`config` is '3': there is no such file"),
+        ({"accelerate": {"a": 1}}, "`accelerate` is {'a': 1}: set it to a name"),
+        ({"measure": {"every": 4, "avg_at": 2, "dataset": 3}}, r"`measure\.dataset` is 3"),
         ({"base": {"config": "none"}}, "`config` is 'none': there is no such file; the recipes"),
     ],
 )
@@ -121,6 +128,37 @@ def test_flags_are_read_as_train_reads_them_before_any_run(tmp_path, capsys, arm
     else:
         with pytest.raises(InputError, match=message):
             study.check()
+
+
+def test_a_name_of_any_length_is_a_file_and_the_order_of_what_varies_tells_no_runs_apart(tmp_path):
+    arms = {"long " * 100: {"method": "grpo"}, "long " * 101: {"method": "bapo"}}
+    keys = [run.key for run in read(tmp_path, arms=arms).runs()]
+    assert max(map(len, keys)) < 120
+    assert len(set(keys)) == len(keys)
+    turned = dict(reversed(STUDY["over"].items()))
+    assert [run.key for run in read(tmp_path, over=turned).runs()] == [run.key for run in read(tmp_path).runs()]
+
+
+def test_a_configuration_of_accelerate_is_part_of_a_run_and_counts_its_processes(tmp_path):
+    """cpu_ddp has two: 2 x 4 samples are a group of 8, which those of one process are not."""
+    base = {"config": "quickstart", "per_device_train_batch_size": 4, "steps_per_generation": 1,
+            "gradient_accumulation_steps": 1, "num_generations": 8}  # fmt: skip
+    alone = read(tmp_path, base=base, over={})
+    with pytest.raises(InputError, match="num_generations"):
+        alone.check()
+    launched = read(tmp_path, base=base, over={}, accelerate="cpu_ddp")
+    launched.check()
+    assert not {run.key for run in alone.runs()} & {run.key for run in launched.runs()}
+    with pytest.raises(InputError, match="`--accelerate` is 'none'"):
+        read(tmp_path, accelerate="none").check()
+
+
+def test_variables_of_a_recipe_do_not_come_to_the_runs_of_others(tmp_path, monkeypatch):
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("dataset_name: embedded\nuse_cpu: true\nbf16: false\nenv:\n  OF_ONE_ARM: 1\n")
+    monkeypatch.delenv("OF_ONE_ARM", raising=False)
+    read(tmp_path, arms={"A": {"config": str(recipe)}, "B": {"config": "quickstart"}}, base={"max_steps": 8}).check()
+    assert "OF_ONE_ARM" not in os.environ
 
 
 @pytest.mark.parametrize("path", sorted(Path("benchmarks/studies").glob("*.yaml")), ids=lambda path: path.stem)

@@ -35,6 +35,12 @@ def test_a_failed_run_is_a_line_and_does_not_count():
     assert "| B   | 2     |" in text
 
 
+def test_a_name_with_a_bar_stays_in_its_cell():
+    text = as_markdown(compare([*runs("a|b", [0.5, 0.6]), *runs("c", [0.4, 0.7])], ["a|b", "c"], "a|b"))
+    assert "| a\\|b | 2     |" in text
+    assert "above a\\|b" in text
+
+
 def test_each_setting_has_a_table_of_its_own():
     rows = [*runs("A", [0.5], {"steps": 16}), *runs("A", [0.6], {"steps": 64}), *runs("B", [0.6], {"steps": 64})]
     comparisons = compare(rows, ["A", "B"], "A")

@@ -34,6 +34,13 @@ def test_a_method_is_its_settings(name):
         ),
         (["--method", "bapo", "--search_scope", "carried_over"], {"search_scope": "carried_over"}),
         (["--method", "grpo", "--ratio_upper_max", "1.2"], {"ratio_upper_max": 1.2}),
+        # What BAPO itself would refuse
+        (["--method=grpo", "--delta", "2.0"], {"delta": 2.0, "ratio_upper_max": 1.2}),
+        (["--method", "cispo", "--epsilon_high=5.0"], {"epsilon_high": 5.0, "loss_type": "cispo"}),
+        (
+            ["--method", "grpo", "--gradient_accumulation_steps", "4", "--steps_per_generation", "2"],
+            {"steps_per_generation": 2},
+        ),
         # The row of the advice: 8 updates a generation, and 64
         (["--method", "recommended"], {"loss_type": "dapo", "negative_weight_min": 1.0}),
         (
@@ -60,11 +67,16 @@ def test_a_recipe_may_name_a_method_with_more(tmp_path):
     ("flags", "message"),
     [
         (["--method", "dapo"], "`method` is 'dapo': set it to one of grpo, clip_higher"),
-        (["--method", "grpo", "--ratio_upper_max", "1.3"], "which sets `ratio_upper_max` to 1.2, and .* is 1.3"),
+        (["--method", "grpo", "--ratio_upper_max", "1.3"], "which sets `ratio_upper_max` to 1.2, and .* is '1.3'"),
         (["--method", "bapo", "--loss_type", "vespo"], "which sets `loss_type` to 'dapo', and `loss_type` is 'vespo'"),
         (
             ["--method", "gspo", "--importance_sampling_level", "token"],
             "which sets `importance_sampling_level`",
+        ),
+        (["--method", "cispo", "--loss_type", "dapo"], "which sets `loss_type` to 'cispo', and `loss_type` is 'dapo'"),
+        (
+            ["--config", "stale_samples", "--method", "recommended", "--loss_type", "dapo"],
+            "sets `loss_type` to 'vespo'",
         ),
     ],
 )
