@@ -17,5 +17,5 @@ def train(arguments: Sequence[str], command: Command = TRAIN) -> None:
 
 
 def evaluate(arguments: Sequence[str]) -> None:
-    """Run [`~training.evaluate`], as [`train`] does."""
+    """Evaluate, and train nothing."""
     train([*arguments, "--do_train", "false"], EVALUATE)

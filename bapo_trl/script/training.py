@@ -19,7 +19,7 @@ from ..upstream.fixes import end_training
 from .arguments import EMBEDDED, BAPOScriptArguments
 from .before_after import BeforeAfter
 from .command_line import parse_arguments
-from .commands import EVALUATE, TRAIN, Command, asks_for_dry_run
+from .commands import TRAIN, Command, asks_for_dry_run
 from .console import settings_table
 from .datasets import has_data
 from .earlier_run import check_output_dir, remove_earlier_run
@@ -99,11 +99,6 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
     # Last, so that no figure stands in the way of the rest
     if training_args.do_train and trainer.is_world_process_zero():
         say(report_line(trainer.state.log_history, output_dir / "report.png"))
-
-
-def evaluate(arguments: Sequence[str]) -> None:
-    """Evaluate, and train nothing: arguments and errors as in [`main`]."""
-    main([*arguments, "--do_train", "false"], EVALUATE)
 
 
 def _train(

@@ -19,7 +19,7 @@ from trl.trainer import grpo_trainer
 
 from bapo_trl import bapo_trainer
 from bapo_trl.evaluation.sampling import EvaluatedTrainer
-from bapo_trl.script import training
+from bapo_trl.script import entry, training
 from tests.helpers.commands import ROOT, succeeded
 from tests.helpers.fake_vllm import FakeVLLM
 from tests.helpers.forked import run_python
@@ -263,7 +263,7 @@ def test_a_quick_look_is_at_the_first_prompts(folder, streaming, count, expected
 def test_an_evaluation_of_nothing_in_particular_says_first_what_it_is_of(monkeypatch, capsys):
     monkeypatch.setattr(training, "gather_inputs", lambda *args: sys.exit("prepares"))
     with pytest.raises(SystemExit, match="prepares"):
-        training.evaluate([])
+        entry.evaluate([])
     assert capsys.readouterr().out == "Evaluates the model embedded on embedded, into outputs/quickstart\n"
 
 
@@ -278,10 +278,10 @@ def test_settings_of_the_training_in_a_recipe_do_not_count_in_an_evaluation(fold
     }  # fmt: skip
     Path("trained.yaml").write_text(yaml.safe_dump(recipe))
     (folder / "out" / "merged").mkdir(parents=True)
-    training.evaluate(["--config", "trained.yaml"])
+    entry.evaluate(["--config", "trained.yaml"])
     assert len(completions()) == 6 * 16
     assert "eval_pass@16" in results()
-    training.evaluate(["--config", "trained.yaml", "--num_generations_eval", "2"])
+    entry.evaluate(["--config", "trained.yaml", "--num_generations_eval", "2"])
     assert "eval_pass@2" in results()
     assert not list((folder / "out" / "merged").iterdir())
 
