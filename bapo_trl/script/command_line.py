@@ -16,15 +16,15 @@ from ..errors import InputError
 from .arguments import BAPOScriptArguments
 from .commands import EVALUATE, TRAIN, Command
 from .failures import refuse
-from .methods import METHODS, RECOMMENDED, check_method, recommended_settings, settings_of_method
+from .methods import MADE_OF, METHODS, RECOMMENDED, check_method, recommended_settings, settings_of_method
 from .recipes import RECIPES, find_defect, find_recipe, read_recipe, recipe_names
 
 
 # Besides those of replay and partial rollouts. A training that was in order on its processes may not be so on these
 _OF_TRAINING = {
     "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size",
-    "num_iterations", "learning_rate", "eval_strategy", "save_strategy", "load_best_model_at_end",
-    "resume_from_checkpoint", "merge_adapter", "push_to_hub",
+    "num_iterations", "learning_rate", "method", "loss_type", "epsilon", *MADE_OF, "eval_strategy",
+    "save_strategy", "load_best_model_at_end", "resume_from_checkpoint", "merge_adapter", "push_to_hub",
 }  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def parse_arguments(
     )
     parser.ignores_training = command is EVALUATE
     parser.set_defaults(do_train=True, dtype=None)
-    method, beside, loss_type = _named_method(arguments)
+    method, beside, loss_type = _named_method(arguments, reads_recipe=not parser.ignores_training)
     if method is not None:
         settings = settings_of_method(method, loss_type) if method in METHODS else {}
         check_method(method, beside, settings)
@@ -72,7 +72,7 @@ def parse_arguments(
     return script_args, training_args, model_args, dataset_args
 
 
-def _named_method(arguments: Sequence[str]) -> tuple[str | None, dict[str, Any], str]:
+def _named_method(arguments: Sequence[str], reads_recipe: bool) -> tuple[str | None, dict[str, Any], str]:
     """Return the method that flags or their recipe name, the settings named beside it, and the loss without it."""
     flags: dict[str, Any] = {}
     for place, argument in enumerate(arguments):
@@ -81,7 +81,12 @@ def _named_method(arguments: Sequence[str]) -> tuple[str | None, dict[str, Any],
             following = arguments[place + 1] if place + 1 < len(arguments) else ""
             flags[name.replace("-", "_")] = value if has_value else following
     recipe: dict[str, Any] = {}
-    if "config" in flags and find_recipe(flags["config"]) and not find_defect(find_recipe(flags["config"])):
+    if (
+        reads_recipe
+        and "config" in flags
+        and find_recipe(flags["config"])
+        and not find_defect(find_recipe(flags["config"]))
+    ):
         recipe = read_recipe(flags["config"])
     both = {**recipe, **flags}
     # What a recipe has beside its own method belongs to it; a flag's method comes before a recipe

@@ -52,11 +52,12 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 METHOD_NAMES = (*METHODS, RECOMMENDED)
 
-_MADE_OF = (
+MADE_OF = (
     *(f"ratio_{side}_{part}" for side in ("lower", "upper") for part in ("start", "max", "step")),
     "positive_contribution_target", "contribution_measure", "search_order", "negative_weight_min",
     "negative_ratio_cap", "delta", "importance_sampling_level", "epsilon_high",
 )  # fmt: skip
+"""Settings that make a method, besides the loss."""
 
 
 def settings_of_method(name: str, loss_type: str) -> dict[str, Any]:
@@ -77,7 +78,7 @@ def recommended_settings(args: BAPOConfig) -> dict[str, Any]:
 
 def _complete(own: Mapping[str, Any], loss_type: str) -> dict[str, Any]:
     defaults = {f.name: f.default for f in fields(BAPOConfig)}
-    settings = {field: defaults[field] for field in _MADE_OF}
+    settings = {field: defaults[field] for field in MADE_OF}
     if loss_type not in CLIPPED_LOSS_TYPES:
         settings["loss_type"] = defaults["loss_type"]
     return settings | dict(own)

@@ -271,7 +271,8 @@ def test_settings_of_the_training_in_a_recipe_do_not_count_in_an_evaluation(fold
     recipe = {
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_generations": 16,  # for 8 GPUs
         "learning_rate": -1.0, "replay_fraction": 0.5, "replay_capacity": 1, "partial_rollout_oversampling": 9.0,
-        "method": "grpo", "ratio_upper_max": 3.0, "resume_from_checkpoint": "true", "push_to_hub": True,
+        "method": "grpo", "ratio_upper_max": 3.0, "delta": 2.0, "loss_type": "cispo", "epsilon": 0.3,
+        "resume_from_checkpoint": "true", "push_to_hub": True,
         "merge_adapter": True, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3,
         "eval_dataset": "test.jsonl", "reward_funcs": "my_rewards.has_digit", "save_strategy": "steps",
         **{name: yaml.safe_load(value) for name, value in CPU.items() if name != "save_strategy"},
