@@ -13,7 +13,7 @@ import json
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -181,7 +181,7 @@ def main() -> None:
     if options.keep:
         return keep(options.keep)
     if options.study:
-        runs = [replace(row, error=None) for row in rows(options.study)]
+        runs = rows(options.study)
         arms = list(dict.fromkeys(row.arm for row in runs))
         print(as_markdown(compare(runs, arms, options.against or arms[0])))
         return

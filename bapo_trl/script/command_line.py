@@ -80,15 +80,8 @@ def _named_method(arguments: Sequence[str], reads_recipe: bool) -> tuple[str | N
             name, has_value, value = argument[2:].partition("=")
             following = arguments[place + 1] if place + 1 < len(arguments) else ""
             flags[name.replace("-", "_")] = value if has_value else following
-    recipe: dict[str, Any] = {}
-    if (
-        reads_recipe
-        and "config" in flags
-        and find_recipe(flags["config"])
-        and not find_defect(find_recipe(flags["config"]))
-    ):
-        recipe = read_recipe(flags["config"])
-    both = {**recipe, **flags}
+    path = find_recipe(flags.get("config", "")) if reads_recipe else None
+    both = {**({} if path is None or find_defect(path) else read_recipe(path)), **flags}
     # What a recipe has beside its own method belongs to it; a flag's method comes before a recipe
     return both.get("method"), flags if "method" in flags else both, str(both.get("loss_type", BAPOConfig.loss_type))
 
