@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from ..errors import InputError, MissingPackageError
+from ..errors import InputError, MissingPackageError, OneLineParser
 from .execution import find_finished, make_runs
 from .results import Row
 from .study import Run, read_study
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> None:
     Raises:
         InputError: For a study that cannot be made, before any run begins.
     """
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="bapo-trl compare", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("study", metavar="STUDY", help="YAML file")

@@ -1,10 +1,9 @@
 """`bapo-trl report`: the report of runs on the disk."""
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import InputError
+from ..errors import InputError, OneLineParser
 from .runs import read_runs
 from .write import write_report
 
@@ -16,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: With 2 and one line that names the path and the fix, if there is nothing to draw of a run.
     """
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="bapo-trl report",
         description="Draw what runs logged, laid over one another with seeds as bands, and say what is not healthy.",
     )

@@ -173,7 +173,8 @@ def test_mistakes_end_in_one_line(tmp_path, monkeypatch, capsys, arguments):
     monkeypatch.chdir(tmp_path)
     ends(main, arguments)
     error = capsys.readouterr().err
-    assert error.startswith("usage: bapo-trl report")
+    assert error.startswith("bapo-trl report: error: ")
+    assert error.count("\n") == 1
     assert re.search("error: RUN .*nowhere: no such file or folder|error: .*required: RUN", error)
     assert not list(tmp_path.iterdir())
 
