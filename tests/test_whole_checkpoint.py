@@ -496,6 +496,27 @@ def test_a_push_takes_the_checkpoint_under_its_name_and_whole(tmp_path, hub):
     assert len(hub.uploads) == 6
 
 
+@pytest.mark.parametrize(("save_only_model", "saves"), [(False, [2, 4]), (True, [2, 2, 4])])
+def test_a_run_that_must_end_where_it_has_saved_saves_again_only_what_the_save_left_out(
+    tmp_path, save_only_model, saves
+):
+    saved_at = []
+
+    class EndAfterTwo(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            saved_at.append(state.global_step)
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                assert trainer.save_for_resume() == str(tmp_path / "checkpoint-2")
+                args.save_only_model = save_only_model
+
+    settings = {**SAVING, "max_steps": 4, "save_only_model": save_only_model}
+    trainer = toy_trainer(tmp_path, trainer_args={"callbacks": [EndAfterTwo()]}, **settings)
+    trainer.train()
+    assert saved_at == saves
+
+
 @pytest.mark.parametrize(("update", "pushed"), [(3, [2]), (6, [2, 4])], ids=["early", "in the last update"])
 def test_a_run_that_a_signal_stops_pushes_nothing_more(tmp_path, hub, update, pushed):
     callbacks = {"callbacks": [StopSignals(), InUpdate(update, terminate)]}
