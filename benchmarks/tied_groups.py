@@ -1,0 +1,142 @@
+"""
+Tied groups at equal generated tokens: leave them, replace them from the queue, or generate again until none is tied.
+
+    python -m benchmarks.tied_groups --pilot     # rates, on a seed that is not reported
+    python -m benchmarks.tied_groups --jobs 2
+
+The task is the easy one, where four groups in ten are tied. Runs end with the generation in which they have generated
+`TOKENS` completion tokens. The study goes on where it was; its rows are those of `bapo-trl compare`, and so are its
+tables. To keep them: `python -m benchmarks.pages --keep outputs/tied_groups`.
+"""
+
+import argparse
+import itertools
+import multiprocessing
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+
+import torch
+from transformers import PrinterCallback, TrainerCallback
+
+from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.compare.results import FOLDER, Row, read_rows, write_row
+from bapo_trl.compare.tables import as_markdown, compare
+from bapo_trl.replay.rows import batch_to_rows, concat_rows, rows_to_batch
+from bapo_trl.tasks import load_task, warm_start_path
+from benchmarks.common import ROOT
+
+
+TOKENS, MEASUREMENTS = 84_000, 6
+SEEDS, PILOT_SEED, PILOT_RATES = range(10), 1000, (2.5e-4, 5e-4, 1e-3)
+# By arm: passes over a generation, whether the queue replaces tied groups, learning rate
+ARMS = {
+    "left": (1, False, 5e-4),
+    "replaced": (1, True, 5e-4),
+    "refilled": (1, False, 5e-4),
+    "replaced, 4 passes": (4, True, 5e-4),
+    "refilled, 4 passes": (4, False, 5e-4),
+}
+
+
+class CountingTrainer(BAPOTrainer):
+    """Counts the completion tokens that are generated to train on."""
+
+    generated_tokens = 0
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        if self.model.training:
+            self.generated_tokens += sum(map(len, completion_ids_list))
+        return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+
+
+class RefillingTrainer(CountingTrainer):
+    """
+    Dynamic sampling, as in DAPO (arXiv 2503.14476): tied groups are dropped and others sampled, as many as are
+    missing, until the batch is full.
+    """
+
+    def _generate_and_score_completions(self, inputs):
+        if not self.model.training:
+            return super()._generate_and_score_completions(inputs)
+        parts, missing = [], len(inputs)
+        while missing > 0:
+            batch = super()._generate_and_score_completions(inputs)
+            rows = batch_to_rows(batch, self._tokenizer.pad_token_id)
+            (untied,) = rows.has_advantage().nonzero()
+            parts.append((rows, untied))
+            missing -= len(untied)
+            chosen = torch.randint(len(self.train_dataset), (missing // self.num_generations,)).tolist()
+            inputs = [row for row in map(self.train_dataset.__getitem__, chosen) for _ in range(self.num_generations)]
+        batch = rows_to_batch(concat_rows(parts), self._tokenizer.pad_token_id, self.accelerator.device)
+        return {**batch, "num_items_in_batch": batch["completion_mask"].sum()}
+
+
+class AtEqualTokens(TrainerCallback):
+    """Evaluates some times as the tokens grow, and ends the run when they are used up, with its generation."""
+
+    def __init__(self, updates_per_generation: int):
+        self.updates_per_generation, self.curve = updates_per_generation, []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        tokens = self.trainer.generated_tokens
+        if state.global_step % self.updates_per_generation == 0:
+            control.should_evaluate = tokens >= TOKENS * len(self.curve) / MEASUREMENTS
+            control.should_training_stop = tokens >= TOKENS
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        self.curve.append((self.trainer.generated_tokens, round(metrics["eval_reward"], 4)))
+
+
+def train(arm: str, seed: int, learning_rate: float) -> Row:
+    """Make a run; return its row, with a curve over generated tokens."""
+    torch.set_num_threads(1)
+    passes, is_replaced, _ = ARMS[arm]
+    task, started = load_task(), time.monotonic()
+    settings = {"num_iterations": passes, "replay_zero_advantage": is_replaced, "learning_rate": learning_rate}
+    with tempfile.TemporaryDirectory() as folder:
+        args = BAPOConfig(
+            folder, per_device_train_batch_size=128, gradient_accumulation_steps=1, steps_per_generation=8,
+            num_generations=8, max_completion_length=task.max_new_tokens, max_steps=100_000, seed=seed,
+            lr_scheduler_type="constant", use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no",
+            eval_strategy="steps", eval_steps=1_000_000, eval_on_start=True, num_generations_eval=4,
+            per_device_eval_batch_size=512, report_to="none", disable_tqdm=True, **settings,
+        )  # fmt: skip
+        callback = AtEqualTokens(8 * passes)
+        trainer = (RefillingTrainer if arm.startswith("refilled") else CountingTrainer)(
+            str(warm_start_path(task=task)), task.reward_func, args, callbacks=[callback],
+            train_dataset=task.train_dataset, eval_dataset=task.test_dataset,
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        callback.trainer = trainer
+        trainer.train()
+    tokens, final = callback.curve[-1]
+    seconds = round(time.monotonic() - started, 1)
+    return Row(arm, {}, seed, settings, final, curve=callback.curve, generated_tokens=tokens, seconds=seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pilot", action="store_true", help="try rates instead")
+    parser.add_argument("--jobs", type=int, default=1)
+    options = parser.parse_args()
+    folder = ROOT / "outputs" / ("tied_groups_pilot" if options.pilot else "tied_groups")
+    runs = {
+        f"{arm}-{seed}-{rate}".replace(", ", "_").replace(" ", "_"): (arm, seed, rate)
+        for arm, (*_, chosen) in ARMS.items()
+        for seed, rate in (
+            itertools.product([PILOT_SEED], PILOT_RATES) if options.pilot else itertools.product(SEEDS, [chosen])
+        )
+    }
+    missing = {key: run for key, run in runs.items() if key not in read_rows(folder)}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.jobs, mp_context=context, max_tasks_per_child=1) as pool:
+        for key, row in zip(missing, pool.map(train, *zip(*missing.values(), strict=True)), strict=True):
+            write_row(row, folder / FOLDER / f"{key}.json")
+            print(f"{key}: {row.final:.3f}, {row.generated_tokens:,} tokens, {row.seconds:.0f} s", flush=True)
+    if not options.pilot:
+        print(as_markdown(compare(read_rows(folder).values(), list(ARMS), against="refilled")))
+
+
+if __name__ == "__main__":
+    main()
