@@ -29,14 +29,9 @@ from benchmarks.common import ROOT
 
 TOKENS, MEASUREMENTS = 84_000, 6
 SEEDS, PILOT_SEED, PILOT_RATES = range(10), 1000, (2.5e-4, 5e-4, 1e-3)
-# By arm: passes over a generation, whether the queue replaces tied groups, learning rate
-ARMS = {
-    "left": (1, False, 5e-4),
-    "replaced": (1, True, 5e-4),
-    "refilled": (1, False, 5e-4),
-    "replaced, 4 passes": (4, True, 5e-4),
-    "refilled, 4 passes": (4, False, 5e-4),
-}
+UPDATES_PER_GENERATION, ROWS = 8, 128
+# What an arm does with tied groups, and its learning rate: the best of the pilot
+ARMS = {"left": 5e-4, "replaced": 5e-4, "refilled": 5e-4}
 
 
 class CountingTrainer(BAPOTrainer):
@@ -75,12 +70,12 @@ class RefillingTrainer(CountingTrainer):
 class AtEqualTokens(TrainerCallback):
     """Evaluates some times as the tokens grow, and ends the run when they are used up, with its generation."""
 
-    def __init__(self, updates_per_generation: int):
-        self.updates_per_generation, self.curve = updates_per_generation, []
+    def __init__(self):
+        self.curve: list[tuple[int, float]] = []
 
     def on_step_end(self, args, state, control, **kwargs):
         tokens = self.trainer.generated_tokens
-        if state.global_step % self.updates_per_generation == 0:
+        if state.global_step % UPDATES_PER_GENERATION == 0:
             control.should_evaluate = tokens >= TOKENS * len(self.curve) / MEASUREMENTS
             control.should_training_stop = tokens >= TOKENS
 
@@ -91,19 +86,19 @@ class AtEqualTokens(TrainerCallback):
 def train(arm: str, seed: int, learning_rate: float) -> Row:
     """Make a run; return its row, with a curve over generated tokens."""
     torch.set_num_threads(1)
-    passes, is_replaced, _ = ARMS[arm]
     task, started = load_task(), time.monotonic()
-    settings = {"num_iterations": passes, "replay_zero_advantage": is_replaced, "learning_rate": learning_rate}
+    settings = {"replay_zero_advantage": arm == "replaced", "learning_rate": learning_rate}
     with tempfile.TemporaryDirectory() as folder:
         args = BAPOConfig(
-            folder, per_device_train_batch_size=128, gradient_accumulation_steps=1, steps_per_generation=8,
-            num_generations=8, max_completion_length=task.max_new_tokens, max_steps=100_000, seed=seed,
+            folder, per_device_train_batch_size=ROWS, gradient_accumulation_steps=1, num_generations=8,
+            steps_per_generation=UPDATES_PER_GENERATION, max_completion_length=task.max_new_tokens,
+            max_steps=100_000, seed=seed,
             lr_scheduler_type="constant", use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no",
             eval_strategy="steps", eval_steps=1_000_000, eval_on_start=True, num_generations_eval=4,
             per_device_eval_batch_size=512, report_to="none", disable_tqdm=True, **settings,
         )  # fmt: skip
-        callback = AtEqualTokens(8 * passes)
-        trainer = (RefillingTrainer if arm.startswith("refilled") else CountingTrainer)(
+        callback = AtEqualTokens()
+        trainer = (RefillingTrainer if arm == "refilled" else CountingTrainer)(
             str(warm_start_path(task=task)), task.reward_func, args, callbacks=[callback],
             train_dataset=task.train_dataset, eval_dataset=task.test_dataset,
         )  # fmt: skip
@@ -122,8 +117,8 @@ def main() -> None:
     options = parser.parse_args()
     folder = ROOT / "outputs" / ("tied_groups_pilot" if options.pilot else "tied_groups")
     runs = {
-        f"{arm}-{seed}-{rate}".replace(", ", "_").replace(" ", "_"): (arm, seed, rate)
-        for arm, (*_, chosen) in ARMS.items()
+        f"{arm}-{seed}-{rate}": (arm, seed, rate)
+        for arm, chosen in ARMS.items()
         for seed, rate in (
             itertools.product([PILOT_SEED], PILOT_RATES) if options.pilot else itertools.product(SEEDS, [chosen])
         )
