@@ -5,6 +5,8 @@ import json
 import pytest
 
 from bapo_trl.script.datasets import make_task
+from bapo_trl.tasks import gym_reward
+from benchmarks import chat_task
 
 
 pytest.importorskip("reasoning_gym")
@@ -57,3 +59,13 @@ def test_right_answers_get_the_full_score(name):
 def test_what_a_task_does_not_take_is_refused(name, task_args, message):
     with pytest.raises(ValueError, match=message):
         make_task(f"reasoning_gym:{name}", task_args)
+
+
+@pytest.mark.parametrize("name", chat_task.TASKS)
+def test_the_worked_answers_of_the_study_end_in_the_right_one(name):
+    train, held_out = chat_task.problems(name)
+    assert len(held_out) == chat_task.HELD_OUT
+    asked = {row["prompt"][0]["content"] for row in held_out}
+    assert not asked & {row["prompt"][0]["content"] for row in train}
+    texts = [chat_task.TASKS[name].work_out(json.loads(entry)["entry"]) for entry in train["entry"]]
+    assert set(gym_reward(texts, train["entry"])) == {1.0}

@@ -1,0 +1,136 @@
+"""
+Write a task of the chat-model study as files: SmolLM2-135M-Instruct after a short supervised start on the task's own
+worked answers, its problems to train on, and 512 held out (benchmarks/studies/chat_*.yaml).
+
+    python -m benchmarks.chat_task chain_sum    # outputs/tasks/chat_chain_sum/: model/, train.jsonl, test.jsonl
+    python -m benchmarks.chat_task gcd          # needs the extras llm and reasoning-gym
+
+The start is as long as it takes to answer 0.25 to 0.35 of the held-out problems right, sampled; it prints how many.
+"""
+
+import argparse
+import json
+import re
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+
+from bapo_trl.tasks import gym_reward, load_gym_task, smollm2_path
+from benchmarks.common import ROOT
+
+
+TRAIN_PROBLEMS, HELD_OUT = 4000, 512
+HELD_OUT_SEED = 1_000_000
+
+
+def work_out_sum(entry: dict[str, Any]) -> str:
+    """Add term by term: `"12 + 7 = 19"`, `"19 - 30 = -11"`."""
+    first, *rest = re.findall(r"[+-] \d+|^-?\d+", entry["metadata"]["expression"])
+    total, lines = int(first), []
+    for term in rest:
+        before, total = total, total + int(term.replace(" ", ""))
+        lines.append(f"{before} {term} = {total}")
+    return "\n".join(lines)
+
+
+def work_out_gcd(entry: dict[str, Any]) -> str:
+    """Take Euclid's steps: `"136 = 3 * 40 + 16"`, ..., and the answer at the end."""
+    small, large = sorted(entry["metadata"]["numbers"])
+    lines = []
+    while small:
+        lines.append(f"{large} = {large // small} * {small} + {large % small}")
+        large, small = small, large % small
+    return "\n".join([*lines, f"GCD {large}"])
+
+
+@dataclass(frozen=True)
+class ChatTask:
+    """A task: arguments of reasoning-gym, how to work out an answer, and the steps of the supervised start."""
+
+    args: dict[str, Any]
+    work_out: Callable[[dict[str, Any]], str]
+    steps: int
+
+
+TASKS = {
+    # Longer problems are answered wrong more often, so that tokens of wrong answers outnumber those of right ones
+    "chain_sum": ChatTask({"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 2}, work_out_sum, 60),
+    "gcd": ChatTask({"min_numbers": 2, "max_numbers": 2, "min_value": 4, "max_value": 99}, work_out_gcd, 60),
+}
+
+
+def problems(name: str) -> tuple[Dataset, Dataset]:
+    """Return the problems to train on and those held out, which have none in common."""
+    args = TASKS[name].args
+    train = load_gym_task(name, {**args, "size": TRAIN_PROBLEMS, "seed": 0}).train_dataset
+    held_out = load_gym_task(name, {**args, "size": 4 * HELD_OUT, "seed": HELD_OUT_SEED}).train_dataset
+    held_out = held_out.select(range(HELD_OUT))
+    asked = {row["prompt"][0]["content"] for row in held_out}
+    return train.filter(lambda row: row["prompt"][0]["content"] not in asked), held_out
+
+
+def start(name: str, train: Dataset, steps: int) -> torch.nn.Module:
+    """Return the chat model after some steps of 32 worked answers each, and its tokenizer."""
+    work_out = TASKS[name].work_out
+
+    def worked(row: dict[str, Any]) -> dict[str, Any]:
+        content = work_out(json.loads(row["entry"])["entry"])
+        return {"prompt": row["prompt"], "completion": [{"role": "assistant", "content": content}]}
+
+    with tempfile.TemporaryDirectory() as folder:
+        args = SFTConfig(
+            folder, max_steps=steps, per_device_train_batch_size=32, learning_rate=1e-3, lr_scheduler_type="constant",
+            use_cpu=True, gradient_checkpointing=False, save_strategy="no", report_to="none", logging_steps=10, seed=0,
+            model_init_kwargs={"dtype": "float32"},
+        )  # fmt: skip
+        lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear")
+        lessons = train.map(worked, remove_columns=train.column_names)
+        trainer = SFTTrainer(str(smollm2_path()), args, train_dataset=lessons, peft_config=lora)
+        trainer.train()
+    return trainer.model.merge_and_unload().to(torch.bfloat16), trainer.processing_class
+
+
+def sampled(model, tokenizer, rows: Dataset, max_new_tokens: int = 64) -> tuple[list[float], list[int]]:
+    """Return rewards and lengths of one sampled completion of each problem."""
+    torch.manual_seed(0)
+    rewards, lengths = [], []
+    for batch in rows.batch(128):
+        inputs = tokenizer.apply_chat_template(
+            batch["prompt"], add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt",
+            padding_side="left",
+        )  # fmt: skip
+        with torch.no_grad():
+            output = model.generate(**inputs, do_sample=True, max_new_tokens=max_new_tokens, top_k=0)
+        completions = output[:, inputs["input_ids"].shape[1] :]
+        rewards += gym_reward(tokenizer.batch_decode(completions, skip_special_tokens=True), batch["entry"])
+        lengths += (completions != tokenizer.pad_token_id).sum(dim=1).tolist()
+    return rewards, lengths
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("--steps", type=int, help="steps of the supervised start, to try others")
+    options = parser.parse_args()
+    train, held_out = problems(options.task)
+    model, tokenizer = start(options.task, train, options.steps or TASKS[options.task].steps)
+    folder = ROOT / "outputs" / "tasks" / f"chat_{options.task}"
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    for name, rows in (("train", train), ("test", held_out)):
+        rows.to_json(folder / f"{name}.jsonl")
+    rewards, lengths = sampled(model.eval(), tokenizer, held_out)
+    for what, is_right in (("right", True), ("wrong", False)):
+        some = [length for reward, length in zip(rewards, lengths, strict=True) if (reward == 1) == is_right]
+        print(f"{what}: {len(some)} of {len(rewards)}, {sum(some) / max(1, len(some)):.1f} tokens")
+    print(f"Written: {folder}")
+
+
+if __name__ == "__main__":
+    main()
