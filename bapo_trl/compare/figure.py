@@ -57,7 +57,7 @@ def _draw(comparisons: Sequence[Comparison], make_figure: Any) -> Any:
     for panel in axes[count:]:
         panel.set_axis_off()
     for panel in axes[::columns]:
-        panel.set_ylabel("accuracy")
+        panel.set_ylabel("accuracy (band: 95 % interval)")
     axes[0].set_ylim(max(0.0, axes[0].get_ylim()[0]), min(1.0, axes[0].get_ylim()[1]))
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False)
