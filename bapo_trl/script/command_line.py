@@ -4,7 +4,7 @@ import argparse
 import difflib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from types import UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
@@ -218,6 +218,11 @@ def _wanted(hint: Any, value: Any) -> str | None:
     """Return what a setting takes instead of a value of a type that it does not; `None` if it takes it."""
     hints = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     types = {get_origin(each) or each for each in hints}
+    elements = [get_args(each)[0] for each in hints if get_origin(each) is list]
+    elements = [each for each in elements if not is_dataclass(each)]  # which TRL makes from mappings
+    if isinstance(value, list) and elements:
+        wanted = next((wanted for each in value if (wanted := _wanted(elements[0], each))), None)
+        return None if wanted is None else f"a list of {wanted}"
     if isinstance(value, str) or type(value) in types or types & {Any, Literal}:  # text: as on the command line
         return None
     if type(value) is int and float in types:

@@ -131,6 +131,10 @@ REFUSED = {
         ["--config", "report.yaml"],
         "report.yaml: `report_to` is 5: set it to a list or text, in quotes",
     ),
+    "in a list": (
+        ["--config", "trackers.yaml"],
+        "trackers.yaml: `report_to` is ['none', 5]: set it to a list of text, in quotes",
+    ),
     "seeds": (["--config", "seeds.yaml"], "seeds.yaml: `seed` is [1]: set it to a whole number"),
     "mapping": (["--config", "mapping.yaml"], "mapping.yaml: `seed` is {'a': 1}: set it to a whole number"),
     "of TRL": (["--load_in_4bit", "true", "--load_in_8bit", "true"], "use 8 bit and 4 bit precision at the same time"),
@@ -167,6 +171,7 @@ def folder(tmp_path_factory) -> Path:
         "datasets.yaml": "datasets: 5\n",
         "targets.yaml": "lora_target_modules: 5\n",
         "report.yaml": "report_to: 5\n",
+        "trackers.yaml": "report_to: [none, 5]\n",
         "seeds.yaml": "seed: [1]\n",
         "mapping.yaml": "seed: {a: 1}\n",
         "list.yaml": "? [a, b]\n: 1\n",
