@@ -1,10 +1,10 @@
 """
 Tied groups at equal generated tokens: leave them, replace them from the queue, or generate again until none is tied.
 
-    python -m benchmarks.tied_groups --pilot     # rates, on a seed that is not reported
     python -m benchmarks.tied_groups --jobs 2
 
-The task is the easy one, where four groups in ten are tied. Runs end with the generation in which they have generated
+The task is the easy one, where four groups in ten are tied. Both rates are reported: the higher one ends higher, and
+falls on some seeds. Runs end with the generation in which they have generated
 `TOKENS` completion tokens. The study goes on where it was; its rows are those of `bapo-trl compare`, and so are its
 tables. To keep them: `python -m benchmarks.pages --keep outputs/tied_groups`.
 """
@@ -28,10 +28,9 @@ from benchmarks.common import ROOT
 
 
 TOKENS, MEASUREMENTS = 84_000, 6
-SEEDS, PILOT_SEED, PILOT_RATES = range(10), 1000, (2.5e-4, 5e-4, 1e-3)
+SEEDS, RATES = range(10), (2.5e-4, 5e-4)
 UPDATES_PER_GENERATION, ROWS = 8, 128
-# What an arm does with tied groups, and its learning rate: the best of the pilot
-ARMS = {"left": 5e-4, "replaced": 5e-4, "refilled": 5e-4}
+ARMS = ("left", "replaced", "refilled")  # what is done with tied groups
 
 
 class CountingTrainer(BAPOTrainer):
@@ -87,15 +86,15 @@ def train(arm: str, seed: int, learning_rate: float) -> Row:
     """Make a run; return its row, with a curve over generated tokens."""
     torch.set_num_threads(1)
     task, started = load_task(), time.monotonic()
-    settings = {"replay_zero_advantage": arm == "replaced", "learning_rate": learning_rate}
+    settings = {"replay_zero_advantage": arm == "replaced"}
     with tempfile.TemporaryDirectory() as folder:
         args = BAPOConfig(
             folder, per_device_train_batch_size=ROWS, gradient_accumulation_steps=1, num_generations=8,
             steps_per_generation=UPDATES_PER_GENERATION, max_completion_length=task.max_new_tokens,
-            max_steps=100_000, seed=seed,
-            lr_scheduler_type="constant", use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no",
+            max_steps=100_000, seed=seed, learning_rate=learning_rate, lr_scheduler_type="constant", use_cpu=True,
+            bf16=False, gradient_checkpointing=False, save_strategy="no", report_to="none", disable_tqdm=True,
             eval_strategy="steps", eval_steps=1_000_000, eval_on_start=True, num_generations_eval=4,
-            per_device_eval_batch_size=512, report_to="none", disable_tqdm=True, **settings,
+            per_device_eval_batch_size=512, **settings,
         )  # fmt: skip
         callback = AtEqualTokens()
         trainer = (RefillingTrainer if arm == "refilled" else CountingTrainer)(
@@ -107,30 +106,24 @@ def train(arm: str, seed: int, learning_rate: float) -> Row:
         trainer.train()
     tokens, final = callback.curve[-1]
     seconds = round(time.monotonic() - started, 1)
-    return Row(arm, {}, seed, settings, final, curve=callback.curve, generated_tokens=tokens, seconds=seconds)
+    over = {"learning_rate": learning_rate}
+    return Row(arm, over, seed, settings, final, curve=callback.curve, generated_tokens=tokens, seconds=seconds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pilot", action="store_true", help="try rates instead")
     parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args()
-    folder = ROOT / "outputs" / ("tied_groups_pilot" if options.pilot else "tied_groups")
-    runs = {
-        f"{arm}-{seed}-{rate}": (arm, seed, rate)
-        for arm, chosen in ARMS.items()
-        for seed, rate in (
-            itertools.product([PILOT_SEED], PILOT_RATES) if options.pilot else itertools.product(SEEDS, [chosen])
-        )
-    }
-    missing = {key: run for key, run in runs.items() if key not in read_rows(folder)}
+    folder = ROOT / "outputs" / "tied_groups"
+    runs = {f"{arm}-{seed}-{rate}": (arm, seed, rate) for rate, seed, arm in itertools.product(RATES, SEEDS, ARMS)}
+    finished = read_rows(folder)
+    missing = {key: run for key, run in runs.items() if key not in finished}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, mp_context=context, max_tasks_per_child=1) as pool:
         for key, row in zip(missing, pool.map(train, *zip(*missing.values(), strict=True)), strict=True):
             write_row(row, folder / FOLDER / f"{key}.json")
             print(f"{key}: {row.final:.3f}, {row.generated_tokens:,} tokens, {row.seconds:.0f} s", flush=True)
-    if not options.pilot:
-        print(as_markdown(compare(read_rows(folder).values(), list(ARMS), against="refilled")))
+    print(as_markdown(compare(read_rows(folder).values(), ARMS, against="refilled")))
 
 
 if __name__ == "__main__":
