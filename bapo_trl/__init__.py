@@ -3,10 +3,15 @@
 import importlib
 
 
-__all__ = ["BAPOConfig", "BAPOTrainer", "dry_run"]
+__all__ = ["BAPOConfig", "BAPOTrainer", "dry_run", "speed_up_cpu"]
 __version__ = "0.1.0"
 
-_HOMES = {"BAPOConfig": "bapo_config", "BAPOTrainer": "bapo_trainer", "dry_run": "plan.dry_run"}
+_HOMES = {
+    "BAPOConfig": "bapo_config",
+    "BAPOTrainer": "bapo_trainer",
+    "dry_run": "plan.dry_run",
+    "speed_up_cpu": "upstream.cpu_speed",
+}
 
 
 def __getattr__(name: str):
