@@ -18,13 +18,17 @@ E2E_ENV := $(OFFLINE) OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR=$(E2E_CACHE)/torch_
 
 PYTEST := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal --disable-warnings
 
-.PHONY: demo demo-llm test test-all test-llm test-notebooks test-e2e test-faults test-compat quality style bench bench-llm bench-vllm clean
+.PHONY: demo demo-llm notebooks test test-all test-llm test-notebooks test-e2e test-faults test-compat quality style bench bench-llm bench-vllm clean
 
 demo: $(VENV)/.installed
 	$(OFFLINE) $(BIN)/python train_bapo.py
 
 demo-llm: $(VENV)/.installed-llm
 	$(OFFLINE) $(BIN)/python train_bapo.py --config recipes/smollm2_sums.yaml
+
+# Runs the notebooks and stores what they print and draw; or one: make notebooks NOTEBOOK=01_adaptive_bounds.ipynb
+notebooks: $(VENV)/.installed-notebooks
+	$(OFFLINE) $(BIN)/python notebooks/run.py $(NOTEBOOK)
 
 test: $(VENV)/.installed-test
 	$(PYTEST) -m 'not slow' $(PYTEST_FLAGS)

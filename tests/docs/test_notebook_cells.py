@@ -1,6 +1,7 @@
 """The first notebook's code, run as a script, and the imports of all; `make test-notebooks` runs them in Jupyter."""
 
 import ast
+import importlib
 import json
 import re
 
@@ -11,6 +12,7 @@ from tests.helpers.commands import ROOT
 
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+PUBLIC = ("bapo_trl", "bapo_trl.tasks", "bapo_trl.clip_bounds", "bapo_trl.evaluation", "bapo_trl.report")
 
 
 def _code(notebook):
@@ -20,15 +22,29 @@ def _code(notebook):
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_what_a_notebook_imports_of_ours_is_there(notebook):
-    imports = [node for source in _code(notebook) for node in ast.walk(ast.parse(source)) if _is_ours(node)]
+def test_a_notebook_imports_public_names_of_ours(notebook):
+    imports = [name for source in _code(notebook) for name in _of_ours(source)]
     assert imports
-    for node in imports:
-        exec(ast.unparse(node), {})
+    for module, name in imports:
+        assert module in PUBLIC, f"{module} is not public"
+        assert name in importlib.import_module(module).__all__, f"{module}.{name} is not public"
+        getattr(importlib.import_module(module), name)
 
 
-def _is_ours(node):
-    return isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "bapo_trl"
+def _of_ours(source):
+    """Return what a cell imports of the package, as module and name; None for the module itself."""
+    imports: list = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            imports += [(alias.name, None) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            imports += [(node.module, alias.name) for alias in node.names]
+    return [(module, name) for module, name in imports if module.partition(".")[0] == "bapo_trl"]
+
+
+def test_every_form_of_an_import_is_seen():
+    source = "import bapo_trl.cli, os\nif 1:\n    from bapo_trl.report import save_report as draw\nfrom re import sub"
+    assert _of_ours(source) == [("bapo_trl.cli", None), ("bapo_trl.report", "save_report")]
 
 
 def test_the_first_notebook_searches_and_shows_bounds_that_meet_the_target(monkeypatch, capsys):

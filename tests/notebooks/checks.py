@@ -2,18 +2,20 @@
 
 import ast
 import base64
+import copy
 import io
 import re
-from pathlib import Path
 
 import matplotlib.image
 import nbformat
 import numpy as np
-from nbclient import NotebookClient
+
+from notebooks.run import check_storable, code_digest, tidy
 
 
 DRAWS = re.compile(r"\bplt\.\w+\(|\bImage\(")
-CELL_LIMIT_S = 240  # such that a cell that hangs ends the test
+PRINTS = re.compile(r"\bprint\(")
+RUN = "run `make notebooks`"
 
 
 def with_parameters(notebook, parameters: dict):
@@ -27,17 +29,6 @@ def with_parameters(notebook, parameters: dict):
     assert not unknown, f"no such parameters: {unknown}"
     lines = [f"{name} = {value!r}" for name, value in parameters.items()]
     notebook.cells.insert(position + 1, nbformat.v4.new_code_cell("\n".join(lines)))
-    return notebook
-
-
-def execute(notebook, folder: Path):
-    """Run all cells in a folder of its own. A cell that fails raises, with its traceback."""
-    NotebookClient(
-        notebook,
-        timeout=CELL_LIMIT_S,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(folder)}},
-    ).execute()
     return notebook
 
 
@@ -69,17 +60,29 @@ def check_figures(notebook, at_least: int) -> None:
     assert shown >= at_least, f"{shown} figures, expected {at_least}"
 
 
-def check_committed(notebook, name: str) -> None:
-    """Fail if a notebook has outputs, or begins without its badge and the line that installs the package."""
+def check_committed(notebook, extras: set[str]) -> None:
+    """
+    Fail if a notebook is not as `make notebooks` leaves it, lacks an output, or does not begin as the others do.
+
+    Args:
+        notebook (`nbformat.NotebookNode`):
+            Notebook as it is committed.
+        extras (`set[str]`):
+            Extras of the package, of which the notebook installs one.
+
+    Raises:
+        ValueError: If its outputs are not to be stored.
+    """
     nbformat.validate(notebook)
+    assert notebook.metadata.get("bapo_trl") == {"outputs_of": code_digest(notebook)}, RUN
+    assert tidy(copy.deepcopy(notebook)) == notebook, RUN
     for cell in notebook.cells:
-        if cell.cell_type == "code":
-            assert cell.outputs == [], f"outputs of this cell are to be stripped:\n{cell.source}"
-            assert cell.execution_count is None, f"the count of this cell is to be stripped:\n{cell.source}"
+        if cell.cell_type == "code" and PRINTS.search(cell.source):
+            assert any(output.output_type == "stream" for output in cell.outputs), f"{RUN}: no text of\n{cell.source}"
+    check_figures(notebook, 0)
+    check_storable(notebook)
     title, install = notebook.cells[:2]
-    assert re.match(
-        r"\[!\[Open In Colab\]\(https://colab\.research\.google\.com/assets/colab-badge\.svg\)\]"
-        rf"\(https://colab\.research\.google\.com/github/[\w-]+/bapo_trl/blob/main/notebooks/{name}\)\n\n# \w",
-        title.source,
-    ), title.source
-    assert 'find_spec("bapo_trl") is None:\n    %pip install -q "bapo-trl[llm]"' in install.source, install.source
+    assert re.match(r"# \w", title.source), title.source
+    found = re.search(r'find_spec\("bapo_trl"\) is None:\n    %pip install -q "\.\.\[(\w+)\]"$', install.source)
+    assert found, install.source
+    assert found[1] in extras, install.source

@@ -1,28 +1,33 @@
-"""Each notebook runs from its first cell to its last, offline, and shows its figures."""
+"""Each notebook runs from its first cell to its last, offline, and is committed with what its cells print and draw."""
 
+import configparser
+import copy
 import re
-import runpy
 import shlex
 
 import nbformat
 import pytest
 from nbclient.exceptions import CellExecutionError
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from bapo_trl.script.command_line import parse_arguments
+from notebooks.run import FOLDER, LIMIT, code_digest, execute, run, tidy
 from tests.helpers.commands import ROOT
-from tests.notebooks.checks import check_committed, check_figures, execute, with_parameters
+from tests.notebooks.checks import check_committed, check_figures, figures, with_parameters
 
 
-FOLDER = ROOT / "notebooks"
-tidy = runpy.run_path(str(FOLDER / "tidy.py"))["tidy"]
 # Smaller than for a reader, so that each takes less than a minute and a half; and the figures of each
 NOTEBOOKS = {
     "01_adaptive_bounds.ipynb": ({}, 6),
     "02_finetune_lora.ipynb": ({"UPDATES": 4, "COMPLETIONS": 16, "PROBLEMS": 8}, 1),
-    "03_stale_samples.ipynb": ({"UPDATES": 16, "STALENESS": [2, 4, 8], "COMPLETIONS": 64}, 5),
+    "03_which_method.ipynb": ({"UPDATES": 8, "SEEDS": [0]}, 3),
     "04_your_own_task.ipynb": ({"UPDATES": 4, "COMPLETIONS": 8, "PROBLEMS": 8, "SAMPLES": 4}, 2),
 }
+
+
+setup = configparser.ConfigParser()
+setup.read(ROOT / "setup.cfg")
+EXTRAS = set(setup["options.extras_require"])
 
 
 def read(name):
@@ -43,10 +48,9 @@ def test_the_notebook_runs_and_shows_its_figures(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_the_notebook_is_committed_without_outputs_and_with_its_badge(name):
-    check_committed(read(name), name)
-    text = (FOLDER / name).read_text()
-    assert tidy(text, name) == text, "run `python notebooks/tidy.py`"
+def test_the_notebook_is_committed_with_the_outputs_of_its_code(name):
+    check_committed(read(name), EXTRAS)
+    check_figures(read(name), NOTEBOOKS[name][1])
 
 
 def test_every_notebook_is_run():
@@ -102,27 +106,109 @@ def test_parameters_take_the_place_of_those_of_the_reader():
         with_parameters(notebook, {"LENGTH": 4})
 
 
-def test_a_notebook_that_was_run_is_not_as_committed_until_it_is_tidied():
-    name = "01_adaptive_bounds.ipynb"
-    notebook = read(name)
-    notebook.cells[1].outputs = [nbformat.v4.new_output("stream", text="done")]
-    with pytest.raises(AssertionError, match="outputs of this cell"):
-        check_committed(notebook, name)
-    notebook.cells[1].outputs = []
-    notebook.cells[1].execution_count = 3
-    with pytest.raises(AssertionError, match="count of this cell"):
-        check_committed(notebook, name)
-    notebook.cells[0].source = notebook.cells[0].source.replace(name, "another.ipynb")
-    assert tidy(nbformat.writes(notebook), name) == (FOLDER / name).read_text()
+TITLE, INSTALL = read("01_adaptive_bounds.ipynb").cells[:2]
 
 
-@pytest.mark.parametrize("lost", ["badge", "installation"])
-def test_a_notebook_without_its_first_lines_fails(lost):
-    name = "01_adaptive_bounds.ipynb"
-    notebook = read(name)
-    if lost == "badge":
-        notebook.cells[0].source = notebook.cells[0].source.partition("\n\n")[2]
-    else:
-        del notebook.cells[1]
-    with pytest.raises(AssertionError):
-        check_committed(notebook, name)
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A small notebook as `make notebooks` leaves it."""
+    path = tmp_path_factory.mktemp("notebooks") / "small.ipynb"
+    noise = "import sys\n\nprint('seen')\nprint('a warning', file=sys.stderr)\n1 + 1"
+    nbformat.write(new_notebook(cells=[TITLE, INSTALL, new_code_cell(noise), new_code_cell(DRAWING)]), path)
+    run(path)
+    return nbformat.read(path, as_version=4)
+
+
+@pytest.fixture
+def small(stored):
+    return copy.deepcopy(stored)
+
+
+def test_running_stores_text_and_figures_and_no_more(small):
+    check_committed(small, EXTRAS)
+    noise, drawing = small.cells[2:]
+    assert [output.get("text") or output.data["text/plain"] for output in noise.outputs] == ["seen\n", "2"]
+    assert len(figures(drawing)) == 1
+    assert tidy(copy.deepcopy(small)) == small
+
+
+def test_what_a_browser_or_an_editor_leaves_is_not_stored():
+    html = {"text/html": "<progress>", "text/plain": "<IPython.core.display.HTML object>"}
+    cell = new_code_cell("bar()", execution_count=3, metadata={"tags": ["kept"], "collapsed": True})
+    cell.outputs = [new_output("display_data", html), new_output("execute_result", html)]
+    tidied = tidy(new_notebook(cells=[cell], metadata={"widgets": {}})).cells[0]
+    assert (tidied.outputs, tidied.execution_count, tidied.metadata) == ([], None, {"tags": ["kept"]})
+
+
+def test_a_path_of_the_machine_is_not_stored(tmp_path):
+    nbformat.write(made("1 + 1", "import os\n\nprint(os.getcwd())"), tmp_path / "path.ipynb")
+    before = (tmp_path / "path.ipynb").read_text()
+    with pytest.raises(ValueError, match=r"cell-02 prints a path(.|\n)*os\.getcwd"):
+        run(tmp_path / "path.ipynb")
+    assert (tmp_path / "path.ipynb").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("in /home/user/x.py", "a path"),
+        ("'/tmp/x'", "a path"),
+        ("python3.11/site-packages/torch", "a path"),
+        ("C:\\Users", "a path"),
+        ("{'train_runtime': 3.5}", "a timing"),
+        ("10 updates, 12.5 s/it", "a timing"),
+        ("left 0:01:20", "a timing"),
+    ],
+)
+def test_a_committed_path_or_timing_fails(small, text, what):
+    small.cells[2].outputs[0].text = f"{text}\n"
+    with pytest.raises(ValueError, match=f"cell-03 prints {what}"):
+        check_committed(small, EXTRAS)
+
+
+@pytest.mark.parametrize("text", ["loss / updates", "https://example.org/a/b", "runs/report.png", "27 [0.6/0.9]"])
+def test_other_slashes_are_no_path(small, text):
+    small.cells[2].outputs[0].text = f"{text}\n"
+    check_committed(small, EXTRAS)
+
+
+def test_a_notebook_that_is_too_large_fails(small):
+    small.cells[2].outputs[0].text = "x" * LIMIT
+    with pytest.raises(ValueError, match=r"more than 300,000; most are of cell-03"):
+        check_committed(small, EXTRAS)
+
+
+def test_code_that_changed_fails_and_text_that_changed_does_not(small):
+    small.cells[0].source += "\n\nMore text."
+    check_committed(small, EXTRAS)
+    small.cells[2].source += "\n1 + 2"
+    with pytest.raises(AssertionError, match="run `make notebooks`"):
+        check_committed(small, EXTRAS)
+
+
+@pytest.mark.parametrize("position", [2, 3])
+def test_a_cell_without_what_it_prints_or_draws_fails(small, position):
+    small.cells[position].outputs = []
+    with pytest.raises(AssertionError, match=r"no (text|figure) of"):
+        check_committed(small, EXTRAS)
+
+
+def test_a_notebook_that_begins_with_a_badge_fails(small):
+    small.cells[0].source = f"[![Open](https://badge.svg)](https://example.org)\n\n{small.cells[0].source}"
+    with pytest.raises(AssertionError, match="Open"):
+        check_committed(small, EXTRAS)
+
+
+def test_an_installation_that_does_not_work_from_a_checkout_fails(small):
+    with pytest.raises(AssertionError, match="find_spec"):
+        check_committed(small, EXTRAS - {"plots"})
+    small.cells[1].source = small.cells[1].source.replace("..[", "bapo-trl[")
+    small.metadata["bapo_trl"] = {"outputs_of": code_digest(small)}
+    with pytest.raises(AssertionError, match="find_spec"):
+        check_committed(small, EXTRAS)
+
+
+def test_a_count_that_a_browser_left_fails(small):
+    small.cells[2].execution_count = 3
+    with pytest.raises(AssertionError, match="run `make notebooks`"):
+        check_committed(small, EXTRAS)
