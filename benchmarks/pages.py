@@ -25,7 +25,7 @@ from bapo_trl.compare.tables import as_markdown, compare, markdown, with_interva
 from benchmarks.common import RESULTS, ROOT, describe_run
 
 
-PAGES = (ROOT / "docs" / "results.md", ROOT / "docs" / "stability.md", ROOT / "README.md")
+PAGES = (*(ROOT / "docs" / f"{name}.md" for name in ("results", "stability", "replay")), ROOT / "README.md")
 TASK, UPDATES = "task", "updates per generation"
 WIDE = 0.02  # half-widths below this are left out of the README
 NAMES = {"VESPO, constant weight 0.5": "VESPO, half the weight (recommended)"}
@@ -134,6 +134,9 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "weights": weights_table,
     "chat": lambda: final_table({"final": rows("chat")}, "VESPO"),
+    "tied": lambda: final_table(
+        {f"rate {rate:g}": rows("tied_groups", learning_rate=rate) for rate in (2.5e-4, 5e-4)}, "refilled"
+    ),
     "scopes": lambda: final_table(
         {f"at {name}": rows(f"scopes_{name}") for name in SCOPES if (RESULTS / f"scopes_{name}.json").exists()},
         "batch",

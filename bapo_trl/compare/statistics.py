@@ -146,6 +146,6 @@ def seeds_for(difference: float, values: Sequence[float], comparisons: int = 1) 
 
 
 def _power(effect: float, count: int, level: float) -> float:
-    """Return the power of a two-sided paired t-test, by the noncentral t distribution."""
+    """Return the power of a two-sided paired t-test to show an effect by its sign: noncentral t distribution."""
     critical, shift = stats.t.ppf(1 - level / 2, count - 1), effect * math.sqrt(count)
-    return float(stats.nct.sf(critical, count - 1, shift) + stats.nct.cdf(-critical, count - 1, shift))
+    return float(stats.nct.sf(critical, count - 1, shift))  # scipy's lower tail is NaN for many large shifts

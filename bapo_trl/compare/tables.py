@@ -168,7 +168,8 @@ def _sentence(each: Difference, comparisons: int) -> str:
         on = sum((value > 0) == (each.mean.value > 0) and value != 0 for value in each.values)
         return f"{above} above {below} on {on} of {count} seeds."
     needed = seeds_for(each.mean.value, each.values, comparisons)
-    more = "" if needed is None or needed <= count else f": about {needed - count} more seeds would"
+    lacking = 0 if needed is None else max(1, needed - count)
+    more = f": about {lacking} more seed{'s' if lacking > 1 else ''} would" if lacking else ""
     return f"{each.arm} and {each.against} cannot be told apart{more}."
 
 

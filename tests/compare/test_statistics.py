@@ -52,7 +52,7 @@ def test_all_intervals_hold_at_once_and_p_values_are_holms():
 
 
 # Paired two-sided t-tests at 0.05 with a power of 0.8, as tables of the noncentral t distribution have them
-@pytest.mark.parametrize(("effect", "count"), [(0.2, 199), (0.5, 34), (0.8, 15), (1.0, 10), (-1.0, 10)])
+@pytest.mark.parametrize(("effect", "count"), [(0.2, 199), (0.5, 34), (0.8, 15), (1.0, 10), (-1.0, 10), (5.8, 3)])
 def test_the_number_of_seeds_has_the_power(effect, count):
     values = [1.0, -1.0]  # of standard deviation sqrt(2)
     assert seeds_for(effect * math.sqrt(2), values) == count

@@ -57,6 +57,8 @@ def test_a_verdict_says_how_many_more_seeds_would_tell():
     (line,) = verdict(compare(rows, ["A", "B"], "A")[0])
     assert line.startswith("B and A cannot be told apart: about ")
     assert line.endswith(" more seeds would.")
+    few = [*runs("A", [0.5, 0.5]), *runs("B", [0.53, 0.538])]
+    assert verdict(compare(few, ["A", "B"], "A")[0]) == ["B and A cannot be told apart: about 1 more seed would."]
 
 
 ACCURACY = st.floats(0, 1).map(lambda value: round(value, 3))
