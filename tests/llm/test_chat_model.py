@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import load_chat_sums, smollm2_path
 from bapo_trl.tasks.sums import ask
 from tests.helpers.commands import ROOT, run_command
+from tests.helpers.toy import CPU
 
 
 SHORT = {
@@ -122,6 +124,18 @@ def test_a_merged_adapter_is_the_same_model_and_is_evaluated(run, folder, tmp_pa
     assert f"Evaluation of {tmp_path / 'merged'}" in out
     metrics = json.loads((tmp_path / "out" / "eval_results.json").read_text())
     assert 0 <= metrics["eval_reward"] <= 1
+
+
+def test_the_rounding_of_half_precision_is_not_taken_for_padding(folder, tmp_path, recwarn):
+    model, tokenizer = load(folder, "bfloat16")
+    args = {**CPU, "bf16": True, "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4}
+    trainer = BAPOTrainer(
+        model, load_chat_sums().reward_func, BAPOConfig(str(tmp_path), **args, max_steps=1, replay_fraction=0.5),
+        load_chat_sums().train_dataset, processing_class=tokenizer,
+        peft_config=LoraConfig(target_modules="all-linear"),
+    )  # fmt: skip
+    trainer.train()
+    assert not [str(each.message) for each in recwarn if "positions from the attention mask" in str(each.message)]
 
 
 def test_a_task_of_reasoning_gym_is_trained_on_by_name(tmp_path):

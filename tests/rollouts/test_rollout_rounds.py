@@ -214,8 +214,9 @@ def test_a_model_that_counts_the_padding_is_told_of(tmp_path, make_model, settin
     assert all("The model (gpt2)" in text for text in told)
 
 
-def test_the_look_at_the_padding_takes_a_vocabulary_of_any_size(tmp_path):
-    tokenizer = character_tokenizer("0123456789+=")  # 14 tokens; the look is at 17 positions
+@pytest.mark.parametrize("alphabet", ["0123456789+=", "=;"])
+def test_the_look_at_the_padding_takes_a_vocabulary_of_any_size(tmp_path, alphabet):
+    tokenizer = character_tokenizer(alphabet)
     model = tiny_model(tokenizer, seed=0)
     trainer = toy_run(tmp_path, model, trainer_args={"processing_class": tokenizer}, max_steps=1, replay_fraction=0.5)
     assert trainer.state.global_step == 1
