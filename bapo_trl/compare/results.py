@@ -38,6 +38,7 @@ class Row:
             none is searched.
         generated_tokens (`int`, *optional*): Tokens of all completions that were generated.
         seconds (`float`): Of the training, with its evaluations.
+        method (`str`, *optional*): What its settings make: `recommended` is another method for other runs.
         error (`str`, *optional*): Why the run failed.
     """
 
@@ -56,6 +57,7 @@ class Row:
     at_limits: float | None = None
     generated_tokens: int | None = None
     seconds: float = 0.0
+    method: str | None = None
     error: str | None = None
 
 
@@ -94,6 +96,7 @@ def row_of(run: Run, folder: Path, seconds: float) -> Row:
         at_limits=_at_limits(updates, settings),
         generated_tokens=_generated_tokens(updates, settings),
         seconds=round(seconds, 1),
+        method=method_by_settings(settings).name,
     )
 
 

@@ -216,6 +216,10 @@ def _prompts(run: DryRun, prompts: Prompts) -> str:
         if prompts.room <= 0:
             room = f"none, it does not fit into the window of {prompts.room + (completion or 0)}"
         lines.append(f"  room before a completion of {completion}: {room}; too long: {prompts.too_long}")
+    if prompts.lacks_messages:
+        lines.append(
+            "  plain text, though the model has a chat template: `--prompt_column prompt` makes messages of it"
+        )
     shown = prompts.first[:_PROMPT_CHARACTERS]
     more = " ..." if len(prompts.first) > len(shown) else ""
     lines += ["  the first, as the model gets it:", *(f"  | {line}" for line in f"{shown}{more}".splitlines())]

@@ -29,6 +29,7 @@ class Prompts:
     """The prompts of a run as its model gets them."""
 
     first: str  # after the chat template
+    lacks_messages: bool  # text, though the model has a chat template
     num_prompts: int | None  # `None` for a stream
     looked_at: int
     lengths: dict[float, int]  # tokens of a prompt, by quantile
@@ -65,6 +66,7 @@ def look_at_prompts(dataset: Any, processing_class: Any, room: int | None, templ
     lengths = [length for length, _ in by_length]
     return Prompts(
         first=tokenizer.decode(token_ids[0]),
+        lacks_messages=isinstance(prompts[0], str) and getattr(tokenizer, "chat_template", None) is not None,
         num_prompts=num_prompts,
         looked_at=len(lengths),
         lengths={share: lengths[math.ceil(share * len(lengths)) - 1] for share in _QUANTILES},

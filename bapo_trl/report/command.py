@@ -26,7 +26,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="an output_dir, a checkpoint folder, a trainer_state.json, or a jsonl file of logs",
     )
     parser.add_argument(
-        "--output", metavar="FOLDER", default="report", help="where report.html and report.png go (default: report)"
+        "--output",
+        "--output_dir",
+        metavar="FOLDER",
+        default="report",
+        help="where report.html and report.png go (default: report)",
     )
     arguments = parser.parse_args(argv)
     try:

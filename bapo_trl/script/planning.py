@@ -14,7 +14,7 @@ from ..bapo_config import BAPOConfig
 from ..plan.dry_run import dry_run
 from ..plan.memory import Layout, layout_of_process
 from ..report.method import method_by_settings
-from ..tasks import SMOLLM2, has_smollm2, save_warm_start_shape
+from ..tasks import SMOLLM2, check_smollm2, has_smollm2, save_warm_start_shape
 from ..upstream.datasets_cache import throwaway_cache
 from .arguments import EMBEDDED
 from .command_line import parse_arguments
@@ -41,6 +41,7 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, layout: Layou
             check_output_dir(training_args.output_dir, script_args.overwrite_output_dir, name)
         training_args.model_init_kwargs = _init_kwargs(training_args, model_args)
         if name == SMOLLM2 and not has_smollm2():
+            check_smollm2()
             data = load_data(
                 script_args, training_args, dataset_args, make_task(script_args.dataset_name, script_args.task_args)
             )

@@ -76,6 +76,15 @@ def is_chat(dataset: Dataset | IterableDataset | None) -> bool:
     return isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
 
 
+def prompts_line(dataset: Dataset | IterableDataset, processing_class: Any) -> str:
+    """Return what the terminal says of the prompts: whether the model gets messages, and whether it expects some."""
+    if is_chat(dataset):
+        return "Prompts: chat messages"
+    expects_chat = getattr(processing_class, "chat_template", None) is not None
+    hint = ", though the model has a chat template: `--prompt_column prompt` makes messages of it"
+    return f"Prompts: plain text{hint if expects_chat else ''}"
+
+
 def count_missing_answers(dataset: Dataset | IterableDataset) -> int:
     """Count the rows whose `solution` is missing; 0 without such a column, and for a stream."""
     if isinstance(dataset, IterableDataset) or "solution" not in dataset.column_names:

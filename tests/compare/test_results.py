@@ -61,6 +61,7 @@ def test_a_row_has_what_the_tables_read(tmp_path):
         at_limits=0.5,  # two of four updates
         generated_tokens=704,  # (10 + 12) * 32
         seconds=12.3,
+        method="BAPO",
     )
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, Qwen2Config
 from bapo_trl import BAPOConfig, cli, dry_run
 from bapo_trl.plan.memory import Layout
 from bapo_trl.script import launcher, planning, preparation
-from bapo_trl.tasks import character_tokenizer
+from bapo_trl.tasks import character_tokenizer, smollm2
 from tests.helpers.commands import ROOT, run_command
 from tests.helpers.script_runs import CHAT_TEMPLATE, SHORT, fill_folder, run
 from tests.helpers.toy import opt_model, toy_model
@@ -266,13 +266,20 @@ def test_every_recipe(recipe, capsys, tmp_path):
         assert re.search(r"; 50\dM parameters, [\d.]+M of them trained\n", out)
 
 
-def test_a_model_that_is_not_fetched_yet_stays_so(capsys, tmp_path):
+def test_a_model_that_is_not_fetched_yet_stays_so(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: object())
     with nothing_written(tmp_path):
         cli.main(["train", "--config", "smollm2_sums", "--dry_run", "true"])
     out = capsys.readouterr().out
     assert "\n  samples a generation" in out
     assert "\nStaleness" in out
     assert out.endswith("\nThe model is not built yet: its prompts, rewards and memory are not known before it is.\n")
+
+
+def test_a_model_that_could_not_be_read_is_refused(monkeypatch):
+    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"package `gguf`, and that is not installed: pip install 'bapo-trl\[llm\]'"):
+        planning.print_plan(["--config", "smollm2_sums", "--dry_run", "true"])
 
 
 def test_the_line_of_the_job_of_several_nodes(tmp_path, capsys):

@@ -3,7 +3,7 @@
 import pytest
 from datasets import Dataset, IterableDataset
 
-from bapo_trl.script.prompts import PromptFormat, check_chat_template, format_prompts
+from bapo_trl.script.prompts import PromptFormat, check_chat_template, format_prompts, prompts_line
 from bapo_trl.tasks import character_tokenizer
 
 
@@ -101,6 +101,14 @@ def test_streams():
 def test_what_is_not_there_is_named_with_what_is(row, form, message):
     with pytest.raises(ValueError, match=message):
         format_prompts(Dataset.from_list([row]), PromptFormat(**form), "train dataset")
+
+
+def test_a_line_says_what_the_model_gets_and_whether_it_expects_messages():
+    tokenizer, text = character_tokenizer(), Dataset.from_list([{"prompt": "1+1?"}])
+    assert prompts_line(text, tokenizer) == "Prompts: plain text"
+    tokenizer.chat_template = "{{ messages }}"
+    assert prompts_line(Dataset.from_list([SKYWORK]), tokenizer) == "Prompts: chat messages"
+    assert "has a chat template: `--prompt_column prompt` makes" in prompts_line(text, tokenizer)
 
 
 def test_chats_need_a_chat_template():
