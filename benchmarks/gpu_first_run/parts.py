@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import trl
 from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+import bapo_trl
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.clip_bounds import MEASURES
 from bapo_trl.tasks import character_tokenizer
@@ -338,16 +341,24 @@ class WatchedUpdate(TrainerCallback):
         torch.cuda.set_sync_debug_mode("default")
 
 
+def _in_package(file: str) -> str | None:
+    """Return the path of a file from the name of the package on, of ours or TRL's; `None` for another."""
+    folders = (Path(package.__file__).parent for package in (bapo_trl, trl))
+    return next(
+        (str(Path(file).relative_to(folder.parent)) for folder in folders if folder in Path(file).parents), None
+    )
+
+
 def _count_reads(setup: Setup, load: Load, kind: str) -> dict:
     lines: Counter[str] = Counter()
 
     def keep(message, category, filename, lineno, file=None, line=None):
         if "synchroniz" not in str(message):
             return
-        ours = [f for f in traceback.extract_stack() if any(f"/{name}/" in f.filename for name in ("bapo_trl", "trl"))]
-        place = ours[-1] if ours else traceback.extract_stack()[-2]
-        package = place.filename.split("site-packages/")[-1].split("/bapo_trl/")[-1]
-        lines[f"{package}:{place.lineno}: {place.line}"] += 1
+        stack = traceback.extract_stack()
+        place = next((frame for frame in reversed(stack) if _in_package(frame.filename) is not None), stack[-2])
+        file = _in_package(place.filename) or place.filename.split("site-packages/")[-1]
+        lines[f"{file}:{place.lineno}: {place.line}"] += 1
 
     with loaded_trainers(setup, load, {kind: kind}, rounds=1) as trainers:
         warnings.simplefilter("always")
