@@ -5,7 +5,8 @@ worked answers, its problems to train on, and 512 held out (benchmarks/studies/c
     python -m benchmarks.chat_task chain_sum    # outputs/tasks/chat_chain_sum/: model/, train.jsonl, test.jsonl
     python -m benchmarks.chat_task gcd          # needs the extras llm and reasoning-gym
 
-The start is as long as it takes to answer 0.25 to 0.35 of the held-out problems right, sampled; it prints how many.
+The start is to end where 0.25 to 0.35 of the held-out problems are answered right, sampled: it prints how many. The
+steps in `TASKS` are a first guess; `--steps` tries others.
 """
 
 import argparse
@@ -75,7 +76,7 @@ def problems(name: str) -> tuple[Dataset, Dataset]:
     return train.filter(lambda row: row["prompt"][0]["content"] not in asked), held_out
 
 
-def start(name: str, train: Dataset, steps: int) -> torch.nn.Module:
+def start(name: str, train: Dataset, steps: int) -> tuple[Any, Any]:
     """Return the chat model after some steps of 32 worked answers each, and its tokenizer."""
     work_out = TASKS[name].work_out
 

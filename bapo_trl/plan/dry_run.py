@@ -15,7 +15,7 @@ from ..inputs.checks import has_rotary_positions, token_limits
 from ..inputs.setting_checks import check_values_of_trl
 from .counts import Counts, count, mean_age
 from .memory import ENGINES, Layout, Memory, Shape, empty_model, layout_of_process, memory_of, shape_of
-from .samples import Prompts, Reward, check_window, look_at_prompts, try_rewards
+from .samples import TEXT_FOR_CHAT, Prompts, Reward, check_window, look_at_prompts, try_rewards
 
 
 _SCALES = (1, 8, 32)  # processes whose arithmetic is shown beside that of the run
@@ -217,9 +217,7 @@ def _prompts(run: DryRun, prompts: Prompts) -> str:
             room = f"none, it does not fit into the window of {prompts.room + (completion or 0)}"
         lines.append(f"  room before a completion of {completion}: {room}; too long: {prompts.too_long}")
     if prompts.lacks_messages:
-        lines.append(
-            "  plain text, though the model has a chat template: `--prompt_column prompt` makes messages of it"
-        )
+        lines.append(f"  {TEXT_FOR_CHAT}")
     shown = prompts.first[:_PROMPT_CHARACTERS]
     more = " ..." if len(prompts.first) > len(shown) else ""
     lines += ["  the first, as the model gets it:", *(f"  | {line}" for line in f"{shown}{more}".splitlines())]

@@ -24,6 +24,9 @@ LOOKED_AT = 1000
 _QUANTILES = (0.05, 0.5, 0.95, 1.0)
 
 
+TEXT_FOR_CHAT = "plain text, though the model has a chat template: `--prompt_column prompt` makes messages of it"
+
+
 @dataclass(frozen=True)
 class Prompts:
     """The prompts of a run as its model gets them."""

@@ -9,6 +9,7 @@ from datasets import Dataset, IterableDataset
 
 from ..errors import InputError
 from ..evaluation.answers import gold_texts
+from ..plan.samples import TEXT_FOR_CHAT
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,7 @@ def prompts_line(dataset: Dataset | IterableDataset, processing_class: Any) -> s
     if is_chat(dataset):
         return "Prompts: chat messages"
     expects_chat = getattr(processing_class, "chat_template", None) is not None
-    hint = ", though the model has a chat template: `--prompt_column prompt` makes messages of it"
-    return f"Prompts: plain text{hint if expects_chat else ''}"
+    return f"Prompts: {TEXT_FOR_CHAT if expects_chat else 'plain text'}"
 
 
 def count_missing_answers(dataset: Dataset | IterableDataset) -> int:
