@@ -9,6 +9,7 @@ from .bapo_config import BAPOConfig
 
 
 PAGE = "docs/stability.md"
+DEFAULTS = f"the defaults (`search_scope={BAPOConfig.search_scope!r}`)"
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,6 @@ def advice_table() -> str:
     """Return the advice as a table in Markdown."""
     lines = ["| samples | updates per generation | settings | how sure |", "|---|---|---|---|"]
     for advice in ADVICE:
-        settings = ", ".join(f"`{name}={value!r}`" for name, value in advice.settings.items()) or "the defaults"
+        settings = ", ".join(f"`{name}={value!r}`" for name, value in advice.settings.items()) or DEFAULTS
         lines.append(f"| {advice.name} | {advice.updates} | {settings} | {advice.evidence} |")
     return "\n".join(lines)

@@ -110,11 +110,11 @@ class BAPOConfig(GRPOConfig):
         },
     )
     search_scope: str = field(
-        default="batch",
+        default="carried_over",
         metadata={
-            "help": "Tokens of one search: `batch`, all micro-batches of the optimizer step on all ranks; "
-            "`micro_batch`, the current micro-batch of all ranks, which needs no extra forward pass; or "
-            "`carried_over`, a forecast from the update before.",
+            "help": "Tokens of one search, on all ranks: `batch`, as published, all micro-batches of the optimizer "
+            "step, with an extra forward pass if there are several; `carried_over`, a forecast of these from the "
+            "update before; or `micro_batch`, the current micro-batch.",
             "choices": list(SCOPES),
         },
     )

@@ -94,7 +94,7 @@ def train(arm: str, seed: int, learning_rate: float) -> Row:
             max_steps=100_000, seed=seed, learning_rate=learning_rate, lr_scheduler_type="constant", use_cpu=True,
             bf16=False, gradient_checkpointing=False, save_strategy="no", report_to="none", disable_tqdm=True,
             eval_strategy="steps", eval_steps=1_000_000, eval_on_start=True, num_generations_eval=4,
-            per_device_eval_batch_size=512, **settings,
+            per_device_eval_batch_size=512, search_scope="batch", **settings,
         )  # fmt: skip
         callback = AtEqualTokens()
         trainer = (RefillingTrainer if arm == "refilled" else CountingTrainer)(

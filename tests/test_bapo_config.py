@@ -55,11 +55,11 @@ def test_every_new_field_has_help_and_is_documented():
         ({"epsilon_high": 0.28}, "epsilon_high.*0.28.*no effect.*ratio_upper_start"),
         (
             {"gradient_accumulation_steps": 4, "steps_per_generation": 2},
-            "search_scope.*'batch'.*gradient_accumulation_steps.*steps_per_generation.*'micro_batch'",
+            "search_scope.*'carried_over'.*gradient_accumulation_steps.*steps_per_generation.*'micro_batch'",
         ),
         (
-            {"gradient_accumulation_steps": 2, "steps_per_generation": 3},
-            "search_scope.*gradient_accumulation_steps.*divisor of 3",
+            {"gradient_accumulation_steps": 2, "steps_per_generation": 3, "search_scope": "batch"},
+            "search_scope.*'batch'.*gradient_accumulation_steps.*divisor of 3",
         ),
         ({"replay_capacity": "abc"}, "`replay_capacity` is 'abc': set it to a whole number"),
         ({"replay_capacity": 64.0}, "`replay_capacity` is 64.0: set it to a whole number"),

@@ -13,6 +13,7 @@ from trl import GRPOConfig
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.clip_bounds import MEASURES, SEARCH_ORDERS, BoundGrid, contributions, search_bounds
 from bapo_trl.clip_bounds import update_log as diagnostics
+from bapo_trl.clip_bounds.settings import SCOPES
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.toy import (
     CPU,
@@ -108,7 +109,7 @@ def assert_same_bounds(bounds, expected):
 def test_batch_scope_searches_over_all_micro_batches_of_the_update(tmp_path, measure, order, weighting):
     trainer = trained(
         tmp_path, contribution_measure=measure, search_order=order, contribution_weighting=weighting,
-        positive_contribution_target=0.55,
+        positive_contribution_target=0.55, search_scope="batch",
     )  # fmt: skip
     assert [len(update) for update in trainer.updates] == [2] * 4
     moved = 0
@@ -165,7 +166,7 @@ def assert_logged_shares_are_those_of_the_loss(trainer, nan_ok=True):
     ids=lambda args: "-".join(args),
 )
 def test_look_ahead_finds_the_share_of_the_actual_loss(tmp_path, args):
-    trainer = trained(tmp_path, **args)
+    trainer = trained(tmp_path, search_scope="batch", **args)
     if "delta" in args:
         negative_ratios = [
             (record["logps"] - record["inputs"]["old_per_token_logps"]).exp()[record["inputs"]["advantages"] < 0]
@@ -178,9 +179,10 @@ def test_look_ahead_finds_the_share_of_the_actual_loss(tmp_path, args):
 
 def test_dropout_is_the_same_in_the_look_ahead_and_in_the_loss(tmp_path):
     model = toy_model(attention_dropout=0.3)
-    assert_logged_shares_are_those_of_the_loss(trained(tmp_path / "attention", model=model))
+    trainer = trained(tmp_path / "attention", model=model, search_scope="batch")
+    assert_logged_shares_are_those_of_the_loss(trainer)
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.5, init_lora_weights=False)
-    trainer = trained(tmp_path / "lora", trainer_args={"peft_config": lora})
+    trainer = trained(tmp_path / "lora", trainer_args={"peft_config": lora}, search_scope="batch")
     assert_logged_shares_are_those_of_the_loss(trainer)
     assert trainer.look_ahead_calls == 4 * 2  # not skipped after generation: under dropout no ratio is 1
 
@@ -206,7 +208,7 @@ class SampledElsewhere(Recorder):
 
 
 def test_off_policy_mask_reads_the_log_probs_of_the_sampler(tmp_path):
-    trainer = trained(tmp_path, SampledElsewhere, off_policy_mask_threshold=0.0)
+    trainer = trained(tmp_path, SampledElsewhere, off_policy_mask_threshold=0.0, search_scope="batch")
     assert_logged_shares_are_those_of_the_loss(trainer)
 
 
@@ -242,20 +244,22 @@ def test_look_ahead_passes_the_models_other_inputs_on(tmp_path):
             return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
 
     seen = []
-    toy_trainer(tmp_path, trainer_class=WithTokenTypes).train()
+    toy_trainer(tmp_path, trainer_class=WithTokenTypes, search_scope="batch").train()
     assert all(seen)
     assert len(seen) == 4 * 2 + 3 * 2  # losses, and look-aheads but that of the first update
 
 
-def test_the_loss_of_a_batch_of_ones_own_needs_no_buffer(tmp_path):
-    trainer = toy_run(tmp_path, gradient_accumulation_steps=1, max_steps=1)
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_loss_of_a_batch_of_ones_own_needs_no_buffer(tmp_path, scope, micro_batches):
+    trainer = toy_run(tmp_path, gradient_accumulation_steps=micro_batches, max_steps=1, search_scope=scope)
     batch, trainer._buffered_inputs = trainer._buffered_inputs[0], None
     trainer.model.train()
     assert trainer.compute_loss(trainer.model, batch).isfinite()
 
 
 def test_a_second_call_to_train_starts_over(tmp_path):
-    trainer = trained(tmp_path, max_steps=2)
+    trainer = trained(tmp_path, max_steps=2, search_scope="batch")
     trainer.updates = [[]]
     trainer.train()
     trainer.updates.pop()
@@ -316,7 +320,9 @@ def test_a_setting_that_changes_during_a_run_is_refused_by_name(tmp_path, name, 
 
 def test_gradient_measure_counts_neither_kl_nor_masked_tokens(tmp_path):
     # With beta the loss has a KL term besides: compare with the same batch without it.
-    trainer = trained(tmp_path, beta=0.1, gradient_accumulation_steps=1, model=saved_model(tmp_path))
+    trainer = trained(
+        tmp_path, beta=0.1, gradient_accumulation_steps=1, model=saved_model(tmp_path), search_scope="batch"
+    )  # fmt: skip
     for (record,) in trainer.updates:
         assert_same_bounds(record["bounds"], expected_bounds([record], trainer.args))
 
@@ -341,7 +347,7 @@ def test_top_entropy_and_off_policy_masks_weigh_the_tokens(tmp_path, scope):
 
 
 def test_look_ahead_sees_the_top_entropy_mask_of_each_micro_batch(tmp_path):
-    trainer = trained(tmp_path, top_entropy_quantile=0.5, loss_type="dr_grpo")
+    trainer = trained(tmp_path, top_entropy_quantile=0.5, loss_type="dr_grpo", search_scope="batch")
     assert_logged_shares_are_those_of_the_loss(trainer, nan_ok=False)
 
 
@@ -375,7 +381,7 @@ class ToolMasked(VLLMCorrected):
 
 
 def test_tool_mask_and_vllm_correction_weigh_the_tokens(tmp_path):
-    trainer = trained(tmp_path, ToolMasked, loss_type="dr_grpo")
+    trainer = trained(tmp_path, ToolMasked, loss_type="dr_grpo", search_scope="batch")
     assert not any(record["gradient"][:, 1::2].any() for update in trainer.updates for record in update)
     assert_logged_shares_are_those_of_the_loss(trainer, nan_ok=False)
 
@@ -394,10 +400,11 @@ def test_micro_batch_scope_searches_each_micro_batch_without_another_forward(tmp
 
 
 def test_look_ahead_is_skipped_where_every_ratio_is_one(tmp_path):
-    trainer = trained(tmp_path)
+    trainer = trained(tmp_path, search_scope="batch")
     # 4 updates on one generation, 2 micro-batches each; the first update's samples are those of the current policy
     assert trainer.look_ahead_calls == 3 * 2
-    assert not trained(tmp_path, gradient_accumulation_steps=1, steps_per_generation=2).look_ahead_calls
+    single = {"gradient_accumulation_steps": 1, "steps_per_generation": 2}
+    assert not trained(tmp_path, search_scope="batch", **single).look_ahead_calls
 
 
 def test_a_fixed_grid_needs_no_look_ahead_and_still_logs_the_share_of_the_whole_update(tmp_path):
@@ -419,7 +426,7 @@ class ShortLastWindow(Recorder):
 
 def test_a_short_last_window_is_searched_over_its_own_micro_batches(tmp_path):
     args = {"gradient_accumulation_steps": 4, "num_iterations": 2, "max_steps": -1, "num_train_epochs": 1}
-    trainer = trained(tmp_path, ShortLastWindow, **args)
+    trainer = trained(tmp_path, ShortLastWindow, search_scope="batch", **args)
     assert [len(update) for update in trainer.updates] == [4, 2]
     for update in trainer.updates:
         assert_same_bounds(update[0]["bounds"], expected_bounds(update, trainer.args))
@@ -692,6 +699,7 @@ def test_a_broken_weight_names_the_log_probabilities(tmp_path):
 
 
 def test_grid_of_the_trainer_is_that_of_the_config(tmp_path):
-    trainer = toy_run(tmp_path, ratio_upper_max=2.0, ratio_lower_start=0.7, positive_contribution_target=1.0)
+    bounds = {"ratio_upper_max": 2.0, "ratio_lower_start": 0.7, "positive_contribution_target": 1.0}
+    trainer = toy_run(tmp_path, search_scope="batch", **bounds)
     assert trainer.clip_bounds.high.item() in BoundGrid(0.7, 0.9, 0.02, 1.2, 2.0, 0.05).upper.tolist()
     assert training_logs(trainer)[-1]["bapo/clip_high"] == 2.0  # the target cannot be met with negatives about

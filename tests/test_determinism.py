@@ -80,7 +80,7 @@ def test_the_documented_list_is_read():
 @pytest.mark.parametrize(
     "args",
     [
-        {},
+        {"search_scope": "batch"},
         {"search_scope": "micro_batch", "importance_sampling_level": "sequence"},
         {"search_scope": "carried_over", "negative_weight_min": 0.05, "negative_ratio_cap": 1.0},
         {

@@ -7,6 +7,7 @@ import torch
 from datasets import IterableDataset
 from trl import GRPOConfig, GRPOTrainer
 
+from bapo_trl.clip_bounds.settings import SCOPES
 from bapo_trl.clip_bounds.update_log import UPDATE_METRICS
 from tests.helpers.alike import assert_same_logs, assert_same_tensors, assert_same_weights
 from tests.helpers.commands import succeeded
@@ -19,7 +20,7 @@ FIXED = {"ratio_lower_start": 0.8, "ratio_lower_max": 0.8, "ratio_upper_start": 
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo"])
-@pytest.mark.parametrize("scope", ["batch", "micro_batch"])
+@pytest.mark.parametrize("scope", SCOPES)
 def test_fixed_bounds_equal_grpo_trainer_bit_for_bit(tmp_path, loss_type, scope):
     def run(**args):
         trainer = toy_trainer(tmp_path, model=toy_model(), loss_type=loss_type, max_steps=3, **args)
@@ -64,9 +65,9 @@ WEIGHED = {"negative_weight_min": 0.05, "positive_contribution_target": 0.7}
     "settings",
     [
         {"loss_type": "grpo"},
-        {"loss_type": "dapo"},
-        {"loss_type": "dapo", "search_scope": "carried_over", **WEIGHED},
-        {"loss_type": "vespo", **WEIGHED},
+        {"loss_type": "dapo", "search_scope": "batch"},
+        {"loss_type": "dapo", **WEIGHED},
+        {"loss_type": "vespo", "search_scope": "batch", **WEIGHED},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
@@ -97,12 +98,15 @@ def test_sharding_does_not_change_the_bounds(tmp_path, settings):
 
 # With 8 prompts an epoch is one generation, so that the resume is in a later one.
 @pytest.mark.trainings
-@pytest.mark.parametrize(("dataset_size", "shuffle"), [(40, True), (8, True), (8, False)])
-def test_a_resumed_run_equals_a_straight_one(tmp_path, dataset_size, shuffle):
+@pytest.mark.parametrize(
+    ("dataset_size", "shuffle", "scope"),
+    [(40, True, "carried_over"), (40, True, "batch"), (8, True, "carried_over"), (8, False, "carried_over")],
+)
+def test_a_resumed_run_equals_a_straight_one(tmp_path, dataset_size, shuffle, scope):
     def run(output_dir, resume=None, max_steps=12):
         return toy_run(
             output_dir, max_steps=max_steps, save_strategy="steps", save_steps=8, shuffle_dataset=shuffle,
-            trainer_args={"train_dataset": toy_dataset(dataset_size)}, resume=resume,
+            search_scope=scope, trainer_args={"train_dataset": toy_dataset(dataset_size)}, resume=resume,
         )  # fmt: skip
 
     straight = run(tmp_path / "straight")

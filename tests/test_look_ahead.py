@@ -82,7 +82,9 @@ def test_the_look_ahead_leaves_everything_as_it_found_it(tmp_path, monkeypatch, 
     monkeypatch.setattr("bapo_trl.bapo_trainer.read_tokens_ahead", compare)
 
     compared = []
-    trainer = toy_run(tmp_path, model=toy_model(attention_dropout=0.1, num_hidden_layers=2), **args)
+    trainer = toy_run(
+        tmp_path, model=toy_model(attention_dropout=0.1, num_hidden_layers=2), search_scope="batch", **args
+    )  # fmt: skip
     assert compared == [0, 1, 2, 3]
     assert trainer.model.is_gradient_checkpointing == args.get("gradient_checkpointing", True)
     assert not any("requires_grad" in str(warning.message) for warning in recwarn)
@@ -122,7 +124,7 @@ def test_the_random_state_of_the_device_is_given_back(monkeypatch, device_type):
 def test_the_logged_share_is_that_of_the_loss_whatever_is_random(tmp_path, model, args, checkpointing):
     """Also where the samples are those of the current policy: the ratios are not 1 even there."""
     args = {"model": model(), "steps_per_generation": 2, "gradient_checkpointing": checkpointing, **args}
-    trainer = trained(tmp_path, **args)
+    trainer = trained(tmp_path, search_scope="batch", **args)
     assert_logged_shares_are_those_of_the_loss(trainer)
     assert trainer.look_ahead_calls == 4 * 2
     ages = [log["staleness/max"] for log in training_logs(trainer)]
@@ -139,7 +141,7 @@ def test_the_logged_share_is_that_of_the_loss_whatever_is_random(tmp_path, model
     ids=["opt", "qwen", "lora-disable_dropout"],
 )
 def test_without_anything_random_fresh_samples_need_no_forward_pass(tmp_path, model, args):
-    trainer = trained(tmp_path, model=model(), steps_per_generation=2, **args)
+    trainer = trained(tmp_path, model=model(), steps_per_generation=2, search_scope="batch", **args)
     assert trainer.look_ahead_calls == 2 * 2
 
 

@@ -51,7 +51,7 @@ class UpdateBounds:
         nothing = torch.zeros((), device=accelerator.device)
         self.current = self._search(self._carried.scaled_to(Contributions(nothing, nothing)))
         self._carries_over = settings.search_scope == "carried_over" and settings.is_adaptive
-        self._searches_ahead = False
+        self._searches_ahead = self._forecasts = False  # in the current update
         self._masses_of_buffer: list[Contributions] = []  # of each micro-batch, of all ranks
         self._buffer_of_masses: Sequence[Batch] | None = None
         self._masses_of_update: Contributions | None = None
@@ -76,14 +76,15 @@ class UpdateBounds:
         """
         self._copy_versions(buffer, window)
         searches_batch = self._settings.search_scope == "batch" and len(window) > 1 and self._settings.is_adaptive
-        self._searches_ahead = searches_batch or self._carries_over
+        self._forecasts = self._carries_over and buffer is not None
+        self._searches_ahead = self._forecasts or (searches_batch and buffer is not None)
         if not self._searches_ahead:
             return self.current
         is_first = self._buffer_of_masses is not buffer  # update on these samples
-        if is_first or not self._carries_over:
+        if is_first or not self._forecasts:
             for tokens in read_ahead():
                 self._add(tokens)
-        if not self._carries_over:
+        if not self._forecasts:
             return self._use(self._search(self._take_curves()))
         if is_first:
             self._take_masses(buffer)
@@ -113,9 +114,9 @@ class UpdateBounds:
             is_last (`bool`): Whether the update ends with it.
         """
         tokens = self._read_tokens(inputs, per_token_logps, entropies)
-        if self._carries_over or not self._searches_ahead:
+        if self._forecasts or not self._searches_ahead:
             self._add(tokens)
-        if self._carries_over and is_last:
+        if self._forecasts and is_last:
             curves = self._take_curves()
             self._carried.learn(curves, self._masses_of_update)
             target = self._settings.positive_contribution_target

@@ -28,6 +28,7 @@ def main(out: str, micro_batches: str, uses_lora: str, checkpoint: str = "", *ki
         num_generations=4,
         num_iterations=2,
         replay_fraction=1.0,
+        search_scope="batch" if uses_lora == "lora" else "carried_over",
         max_steps=6,
         save_strategy="steps",
         save_steps=4,

@@ -195,7 +195,7 @@ def state_of(checkpoint: Path) -> dict[str, str]:
 
 
 def checksum_of(file: Path) -> str:
-    if file.name.startswith(("replay_queue", "rollout_pool")):
+    if file.name.startswith(("replay_queue", "rollout_pool", "carried_curves")):
         with safe_open(file, framework="pt") as opened:
             return opened.metadata()["checksum"]  # the entries of the header come in any order
     return hashlib.sha256(file.read_bytes()).hexdigest()

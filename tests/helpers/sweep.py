@@ -37,7 +37,7 @@ MODELS = {
 
 MICRO_BATCHES = {
     "one": {"gradient_accumulation_steps": 1},
-    "looked ahead at": {"gradient_accumulation_steps": 2},
+    "looked ahead at": {"gradient_accumulation_steps": 2, "search_scope": "batch"},
     "searched each": {"gradient_accumulation_steps": 2, "search_scope": "micro_batch"},
     "carried over": {"gradient_accumulation_steps": 2, "search_scope": "carried_over"},
 }

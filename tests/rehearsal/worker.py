@@ -30,15 +30,16 @@ from trl.trainer import utils as trl_utils
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.clip_bounds.update_bounds import UpdateBounds
 from tests.helpers.toy import ending_model, toy_dataset, toy_model, toy_trainer
-from tests.rehearsal.accelerator import Rehearsal, register
+from tests.rehearsal.accelerator import Rehearsal, Watch, register
 
 
 ON_CPU = ("policy_version", "token_versions")
 SECOND_GENERATION = {"max_steps": 6}  # of four updates each
 CASES: dict[str, dict[str, Any]] = {
-    "batch": {},
+    "batch": {"search_scope": "batch"},
     "micro_batch": {"search_scope": "micro_batch"},
     "carried_over": {"search_scope": "carried_over"},
+    "carried_over, the second update on a generation": {"search_scope": "carried_over", "updates": 2},
     "a weight": {"negative_weight_min": 0.3},
     "VESPO with half the weight": {
         "loss_type": "vespo", "negative_weight_min": 0.5, "positive_contribution_target": 1.0
@@ -87,7 +88,8 @@ def place(trainer: Any, stage: Rehearsal, lengths: tuple[int, int] | None = None
     if trainer.ref_model is not None:
         stage.place_module(trainer.ref_model)
     buffer = [_place_batch(batch, stage, lengths) for batch in trainer._buffered_inputs]
-    trainer.accelerator.state.device = stage.device
+    for state in (PartialState(), trainer.accelerator.state):  # the second is made of the first now and then
+        state.device = stage.device
     if isinstance(trainer, BAPOTrainer):
         with stage.running():
             trainer._reset_run_state()
@@ -119,7 +121,7 @@ def micro_batch(trainer: Any, stage: Rehearsal, position: int, autocast: bool = 
     trainer.accelerator.gradient_state._set_sync_gradients(is_last)
     stage.watch.phase = "last micro-batch" if is_last else "micro-batch"
     with torch.autocast(stage.device.type, torch.bfloat16) if autocast else nullcontext():
-        loss = trainer._compute_loss(trainer.model, trainer._buffered_inputs[position])
+        loss = trainer._compute_loss(trainer.model, trainer._buffered_inputs[trainer._step])
     stage.watch.phase = "backward"
     loss.backward()
     trainer._step += 1
@@ -141,6 +143,7 @@ def rehearse(is_ours: bool, settings: dict[str, Any], device: torch.device) -> d
     """Return the reads and copies of an update."""
     settings = dict(settings)
     autocast, evaluates = settings.pop("autocast", False), settings.pop("evaluates", False)
+    updates = settings.pop("updates", 1)
     trainer, stage = make(is_ours, **settings), Rehearsal(device)
     rows = _rows(trainer) if is_ours else {}
     buffer = place(trainer, stage)
@@ -148,7 +151,8 @@ def rehearse(is_ours: bool, settings: dict[str, Any], device: torch.device) -> d
         trainer.model.eval()
         with stage.running(), torch.no_grad():
             trainer._compute_loss(trainer.model, buffer[0])
-    else:
+    for _ in range(0 if evaluates else updates):
+        stage.watch = Watch()
         update(trainer, stage, autocast)
     watch = stage.watch
     return {"reads": watch.reads + watch.copies_down, "copies": watch.copies_up, "rows": rows}

@@ -73,7 +73,7 @@ def spied(tmp_path, **args):
     "args",
     [
         {},
-        {"replay_max_staleness": 5, "replay_fraction": 0.75},
+        {"replay_max_staleness": 5, "replay_fraction": 0.75, "search_scope": "batch"},
         {"num_iterations": 3, "replay_max_reuse": 4},
         {"replay_zero_advantage": True, "replay_fraction": 0.0, "num_iterations": 2},
         {"gradient_accumulation_steps": 4, "beta": 0.0},

@@ -29,7 +29,7 @@ def test_settings_table_says_what_the_settings_mean():
         "oldest age of a sample": "3 policy versions",
         "clip bounds": "low 0.6 .. 0.9, high 1.2 .. 3",
         "target share of positives": "0.5 (gradient)",
-        "bound search": "upper_first, over each batch",
+        "bound search": "upper_first, carried over from the update before",
     }
 
 
@@ -103,8 +103,8 @@ def test_the_page_and_the_recipe_are_of_the_advice():
 
 def test_settings_table_of_the_handles_on_negative_tokens():
     handles = {"negative_weight_min": 0.05, "positive_contribution_target": 0.7}
-    text = table(**handles, negative_ratio_cap=3.0, search_scope="carried_over")
-    assert "carried over from the update before" in text
+    text = table(**handles, negative_ratio_cap=3.0, search_scope="batch")
+    assert "bound search               upper_first, over each batch" in text
     assert "weight of negatives        0.05 .. 1" in text
     assert "ratio of negatives         counts as 3 above that" in text
     plain = table(loss_type="vespo")
@@ -112,7 +112,7 @@ def test_settings_table_of_the_handles_on_negative_tokens():
     assert "target share" not in plain
     weighed = table(loss_type="vespo", **handles)
     assert "target share of positives  0.7 (gradient)" in weighed
-    assert "search of the weight       over each batch" in weighed
+    assert "search of the weight       carried over from the update before" in weighed
 
 
 def test_log_lines_of_the_weight_and_of_a_loss_without_bounds():

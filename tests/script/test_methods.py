@@ -32,7 +32,7 @@ def test_a_method_is_its_settings(name):
             ["--method", "vespo", "--negative_weight_min", "0.5", "--positive_contribution_target", "1.0"],
             {"loss_type": "vespo", "negative_weight_min": 0.5, "positive_contribution_target": 1.0},
         ),
-        (["--method", "bapo", "--search_scope", "carried_over"], {"search_scope": "carried_over"}),
+        (["--method", "bapo", "--search_scope", "batch"], {"search_scope": "batch"}),
         (["--method", "grpo", "--ratio_upper_max", "1.2"], {"ratio_upper_max": 1.2}),
         # What BAPO itself would refuse
         (["--method=grpo", "--delta", "2.0"], {"delta": 2.0, "ratio_upper_max": 1.2}),

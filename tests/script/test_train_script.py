@@ -59,7 +59,7 @@ def test_two_updates_on_the_embedded_task(tmp_path):
         r"updates per generation +2\n",
         r"oldest age of a sample +1 policy versions",
         r"clip bounds +low 0.6 .. 0.9, high 1.2 .. 3\n",
-        r"bound search +upper_first, over each batch",
+        r"bound search +upper_first, carried over from the update before",
         r"update +1 .*reward 0\.\d+.*clip \[0\.\d+, \d\.\d+\].*positive share",
         rf"Evaluation of {tmp_path / 'run'} on the embedded task \(sums of two numbers\), 513 prompts: update +2 ",
         r"\n +before +after\n  avg@4   0\.\d+ ± 0\.\d+  0\.\d+ ± 0\.\d+\n  pass@2 ",
