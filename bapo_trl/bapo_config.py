@@ -113,8 +113,8 @@ class BAPOConfig(GRPOConfig):
         default="carried_over",
         metadata={
             "help": "Tokens of one search, on all ranks: `batch`, as published, all micro-batches of the optimizer "
-            "step, with an extra forward pass if there are several; `carried_over`, a forecast of these from the "
-            "update before; or `micro_batch`, the current micro-batch.",
+            "step, free with one, with an extra forward pass if there are several; `carried_over`, a forecast of "
+            "these from the update before; or `micro_batch`, the current micro-batch.",
             "choices": list(SCOPES),
         },
     )

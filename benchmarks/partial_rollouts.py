@@ -151,6 +151,7 @@ def measure(
             num_generations=COMPLETIONS,
             max_completion_length=CAP * median,
             max_steps=UPDATES * (WARMUP + generations),
+            search_scope="batch",
             learning_rate=1e-7,  # the weights change, and what was computed from them is of no use; lengths stay
             logging_steps=1,
             save_strategy="no",

@@ -13,7 +13,7 @@ from bapo_trl.clip_bounds.carried_curves import CURVES_FILE, CarriedCurves
 from bapo_trl.clip_bounds.tokens import policy_tokens
 from tests.helpers.alike import assert_same_logs, assert_same_weights
 from tests.helpers.toy import CPU, OFF_POLICY, toy_model, toy_run, toy_trainer, training_logs
-from tests.test_bapo_trainer import Recorder, VLLMCorrected, trained
+from tests.test_bapo_trainer import Recorder, VLLMCorrected, expected_bounds, trained
 
 
 UNCLIPPED = {"cispo": {"epsilon_high": 1.1}, "sapo": {}, "vespo": {}}
@@ -349,6 +349,30 @@ def test_a_generation_whose_ratios_are_not_one_for_sure_is_looked_ahead_at_once(
     assert trainer.look_ahead_calls == 2 * generations  # its first update, of two micro-batches
 
 
+@pytest.mark.parametrize(("dropout", "args"), [(0.3, {}), (0.0, {"replay_fraction": 0.5})])
+def test_an_update_of_one_micro_batch_is_never_looked_ahead_at(tmp_path, dropout, args):
+    """The first on samples is searched over its own tokens: the loss has scored them by then."""
+    single = {**CARRIED, "gradient_accumulation_steps": 1, "steps_per_generation": 2, "max_steps": 6}
+    trainers = {}
+    for scope in ("carried_over", "batch"):
+        settings = {**single, "search_scope": scope, **args}
+        trainers[scope] = trained(tmp_path / scope, model=toy_model(attention_dropout=dropout), **settings)
+    carried, batch = trainers.values()
+    assert carried.look_ahead_calls == batch.look_ahead_calls == 0
+    assert bounds_of(carried)[0] == bounds_of(batch)[0]
+    assert bounds_of(carried)[1] != bounds_of(batch)[1]
+    for update in carried.updates[::2]:
+        expected = expected_bounds(update, carried.args)
+        assert update[0]["bounds"].negative_weight.item() == pytest.approx(expected.negative_weight.item())
+
+
+def test_whether_the_target_is_met_is_what_the_forecast_says(tmp_path):
+    """Its updates scatter around the target: half of them would miss it by a hair."""
+    logs = training_logs(trained(tmp_path, **CARRIED))
+    assert {log["bapo/target_met"] for log in logs} == {1.0}
+    assert any(log["bapo/positive_share"] < CARRIED["positive_contribution_target"] for log in logs)
+
+
 def test_carried_curves_are_in_the_checkpoint_and_a_resumed_run_goes_on_with_them(tmp_path):
     settings = {**CARRIED, "save_strategy": "steps", "save_steps": 4}
     straight = toy_run(tmp_path / "straight", **settings)
@@ -361,9 +385,13 @@ def test_carried_curves_are_in_the_checkpoint_and_a_resumed_run_goes_on_with_the
     assert bounds_of(resumed) == bounds_of(straight)
     assert_same_weights(straight, resumed)
 
-    other = toy_trainer(tmp_path / "other", **settings, ratio_upper_max=2.0)
-    with pytest.warns(UserWarning, match="no carried curves on these candidate bounds"):
-        other.train(resume_from_checkpoint=str(checkpoint))
+    for name, bounds in {
+        "fewer": {"ratio_upper_max": 2.0},
+        "others": {"ratio_upper_start": 1.0, "ratio_upper_max": 2.8},
+    }.items():
+        other = toy_trainer(tmp_path / name, **settings, **bounds)
+        with pytest.warns(UserWarning, match="no carried curves on these candidate bounds"):
+            other.train(resume_from_checkpoint=str(checkpoint))
     file = checkpoint / CURVES_FILE
     file.write_bytes(b"no curves")
     with pytest.raises(ValueError, match=r"carried curves .* is damaged"):
@@ -407,6 +435,14 @@ def test_a_resumed_run_takes_the_curve_of_a_missing_sign_from_the_checkpoint(tmp
     with pytest.warns(UserWarning, match="no carried curves"):
         without.train(resume_from_checkpoint=str(checkpoint))
     assert bounds_of(without)[-1] != bounds_of(straight)[-1]
+
+
+def test_ranks_go_on_with_the_curves_of_the_first():
+    first, other = CarriedCurves(GRID, torch.device("cpu")), CarriedCurves(GRID, torch.device("cpu"))
+    first.learn(curves(3.0, 0.5), curves(2.0, 1.0))
+    other.share(lambda own: first._per_mass.as_vector())
+    scaled = other.scaled_to(curves(4.0, 8.0))
+    assert (scaled.positive.item(), scaled.negative.item()) == (6.0, 4.0)
 
 
 def test_a_sign_without_mass_keeps_its_curve():

@@ -28,6 +28,9 @@ from tests.helpers.toy import (
 )
 
 
+AHEAD = ["batch", "carried_over"]  # the scopes that choose bounds before an update
+
+
 class Recorder(BAPOTrainer):
     """Keeps, for each micro-batch, what the loss saw: its batch, log-probs, token losses' gradient, bounds."""
 
@@ -93,6 +96,7 @@ def expected_bounds(records, args):
         args.bound_grid,
         args.positive_contribution_target,
         args.search_order,
+        args.negative_weight_min,
     )
 
 
@@ -132,7 +136,7 @@ def test_gradient_measure_is_what_autograd_says_of_the_actual_loss(tmp_path, los
 
 
 def shares_of_loss_and_log(trainer):
-    """Share of the positive tokens in the gradient of the actual loss, and the share the search found, by update."""
+    """Share of the positive tokens in the gradient of the actual loss, and the share that is logged, by update."""
     pairs = []
     for update in trainer.updates:
         positive = negative = 0.0
@@ -142,7 +146,7 @@ def shares_of_loss_and_log(trainer):
             positive += gradient[advantages > 0].sum().item()
             negative += gradient[advantages < 0].sum().item()
         total = positive + negative
-        pairs.append((positive / total if total else math.nan, update[0]["bounds"].positive_share.item()))
+        pairs.append((positive / total if total else math.nan, update[-1]["bounds"].positive_share.item()))
     return pairs
 
 
@@ -153,6 +157,7 @@ def assert_logged_shares_are_those_of_the_loss(trainer, nan_ok=True):
         assert logged == pytest.approx(of_loss, rel=1e-5, nan_ok=nan_ok)
 
 
+@pytest.mark.parametrize("scope", AHEAD)
 @pytest.mark.parametrize(
     "args",
     [
@@ -165,8 +170,8 @@ def assert_logged_shares_are_those_of_the_loss(trainer, nan_ok=True):
     ],
     ids=lambda args: "-".join(args),
 )
-def test_look_ahead_finds_the_share_of_the_actual_loss(tmp_path, args):
-    trainer = trained(tmp_path, search_scope="batch", **args)
+def test_the_logged_share_is_that_of_the_actual_loss(tmp_path, scope, args):
+    trainer = trained(tmp_path, search_scope=scope, **args)
     if "delta" in args:
         negative_ratios = [
             (record["logps"] - record["inputs"]["old_per_token_logps"]).exp()[record["inputs"]["advantages"] < 0]
@@ -177,14 +182,16 @@ def test_look_ahead_finds_the_share_of_the_actual_loss(tmp_path, args):
     assert_logged_shares_are_those_of_the_loss(trainer)
 
 
-def test_dropout_is_the_same_in_the_look_ahead_and_in_the_loss(tmp_path):
+@pytest.mark.parametrize("scope", AHEAD)
+def test_dropout_is_the_same_in_the_search_and_in_the_loss(tmp_path, scope):
     model = toy_model(attention_dropout=0.3)
-    trainer = trained(tmp_path / "attention", model=model, search_scope="batch")
+    trainer = trained(tmp_path / "attention", model=model, search_scope=scope)
     assert_logged_shares_are_those_of_the_loss(trainer)
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.5, init_lora_weights=False)
-    trainer = trained(tmp_path / "lora", trainer_args={"peft_config": lora}, search_scope="batch")
+    trainer = trained(tmp_path / "lora", trainer_args={"peft_config": lora}, search_scope=scope)
     assert_logged_shares_are_those_of_the_loss(trainer)
-    assert trainer.look_ahead_calls == 4 * 2  # not skipped after generation: under dropout no ratio is 1
+    updates = {"batch": 4, "carried_over": 1}[scope]
+    assert trainer.look_ahead_calls == updates * 2  # not skipped after generation: under dropout no ratio is 1
 
 
 def test_behaviour_probabilities_weigh_on_policy_samples_too(tmp_path):
@@ -207,8 +214,9 @@ class SampledElsewhere(Recorder):
         return output
 
 
-def test_off_policy_mask_reads_the_log_probs_of_the_sampler(tmp_path):
-    trainer = trained(tmp_path, SampledElsewhere, off_policy_mask_threshold=0.0, search_scope="batch")
+@pytest.mark.parametrize("scope", AHEAD)
+def test_off_policy_mask_reads_the_log_probs_of_the_sampler(tmp_path, scope):
+    trainer = trained(tmp_path, SampledElsewhere, off_policy_mask_threshold=0.0, search_scope=scope)
     assert_logged_shares_are_those_of_the_loss(trainer)
 
 
@@ -258,8 +266,9 @@ def test_the_loss_of_a_batch_of_ones_own_needs_no_buffer(tmp_path, scope, micro_
     assert trainer.compute_loss(trainer.model, batch).isfinite()
 
 
-def test_a_second_call_to_train_starts_over(tmp_path):
-    trainer = trained(tmp_path, max_steps=2, search_scope="batch")
+@pytest.mark.parametrize("scope", AHEAD)
+def test_a_second_call_to_train_starts_over(tmp_path, scope):
+    trainer = trained(tmp_path, max_steps=2, search_scope=scope)
     trainer.updates = [[]]
     trainer.train()
     trainer.updates.pop()
@@ -307,7 +316,7 @@ def test_a_setting_that_changes_during_a_run_is_refused_by_name(tmp_path, name, 
         def on_step_end(self, args, state, control, **kwargs):
             setattr(args, name, new)
 
-    trainer = toy_trainer(tmp_path, trainer_args={"callbacks": [Change()]})
+    trainer = toy_trainer(tmp_path, trainer_args={"callbacks": [Change()]}, search_scope="batch")
     with pytest.raises(ValueError, match=f"`{name}` was changed from {old!r} to {new!r} during a run"):
         trainer.train()
     assert trainer.state.global_step == 1
@@ -346,8 +355,9 @@ def test_top_entropy_and_off_policy_masks_weigh_the_tokens(tmp_path, scope):
     assert shares != pytest.approx(plain, rel=1e-3)  # the masks do take tokens away
 
 
-def test_look_ahead_sees_the_top_entropy_mask_of_each_micro_batch(tmp_path):
-    trainer = trained(tmp_path, top_entropy_quantile=0.5, loss_type="dr_grpo", search_scope="batch")
+@pytest.mark.parametrize("scope", AHEAD)
+def test_the_search_sees_the_top_entropy_mask_of_each_micro_batch(tmp_path, scope):
+    trainer = trained(tmp_path, top_entropy_quantile=0.5, loss_type="dr_grpo", search_scope=scope)
     assert_logged_shares_are_those_of_the_loss(trainer, nan_ok=False)
 
 
@@ -380,8 +390,9 @@ class ToolMasked(VLLMCorrected):
         return output
 
 
-def test_tool_mask_and_vllm_correction_weigh_the_tokens(tmp_path):
-    trainer = trained(tmp_path, ToolMasked, loss_type="dr_grpo", search_scope="batch")
+@pytest.mark.parametrize("scope", AHEAD)
+def test_tool_mask_and_vllm_correction_weigh_the_tokens(tmp_path, scope):
+    trainer = trained(tmp_path, ToolMasked, loss_type="dr_grpo", search_scope=scope)
     assert not any(record["gradient"][:, 1::2].any() for update in trainer.updates for record in update)
     assert_logged_shares_are_those_of_the_loss(trainer, nan_ok=False)
 

@@ -382,7 +382,7 @@ def test_search_reads_nothing_back_to_the_host(weight_min):
         torch.ones(4, 6, device="meta"), torch.ones(4, device="meta"), torch.ones(4, 6, device="meta"), BoundGrid()
     )
     bounds = search_bounds(curves, BoundGrid(), 0.5, negative_weight_min=weight_min)
-    bounds = share_under(bounds, curves, BoundGrid(), 0.5)
+    bounds = share_under(bounds, curves, BoundGrid())
     assert all(getattr(bounds, name).device.type == "meta" for name in ("low", "high", "positive_share", "steps"))
     assert all(getattr(bounds, name).shape == () for name in ("low", "high", "target_met", "steps", "negative_weight"))
 

@@ -5,6 +5,8 @@ ratio of 1 (their mass, the sum of w |A|). It changes little from one update to 
 are known before its forward pass, so its curves can be told in advance.
 """
 
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -43,7 +45,7 @@ class CarriedCurves:
     def save(self, folder: str | Path) -> None:
         """Write the curves into a checkpoint folder, for all ranks."""
         tensors = {"positive": self._per_mass.positive.cpu(), "negative": self._per_mass.negative.cpu()}
-        _FILES.write(folder, 0, 1, tensors, {})
+        _FILES.write(folder, 0, 1, tensors, asdict(self._grid))
 
     def load(self, folder: str | Path) -> bool:
         """
@@ -58,12 +60,16 @@ class CarriedCurves:
         path = _FILES.path(folder, 0, 1)
         if not path.exists():
             return False
-        tensors, _ = _FILES.read(path)
+        tensors, grid = _FILES.read(path)
         shapes = [tuple(tensors[sign].shape) for sign in ("positive", "negative") if sign in tensors]
-        if shapes != [(self._grid.num_upper,), (self._grid.num_lower,)]:
+        if shapes != [(self._grid.num_upper,), (self._grid.num_lower,)] or grid not in ({}, asdict(self._grid)):
             return False
         dtype = sum_dtype(self._device)
         self._per_mass = Contributions(
             tensors["positive"].to(self._device, dtype), tensors["negative"].to(self._device, dtype)
         )
         return True
+
+    def share(self, broadcast: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Take those of the first rank."""
+        self._per_mass = Contributions.from_vector(broadcast(self._per_mass.as_vector()), self._grid)

@@ -148,9 +148,11 @@ def search_bounds(
     )
 
 
-def share_under(bounds: ClipBounds, contributions: Contributions, grid: BoundGrid, target: float) -> ClipBounds:
+def share_under(bounds: ClipBounds, contributions: Contributions, grid: BoundGrid) -> ClipBounds:
     """
     Return `bounds`, chosen for other curves, with the shares that they and their weight have on these.
+
+    Whether the target was met stays what the search said: a forecast that aims at it scatters around it.
 
     Args:
         bounds ([`ClipBounds`]):
@@ -159,8 +161,6 @@ def share_under(bounds: ClipBounds, contributions: Contributions, grid: BoundGri
             Curves on `grid`, summed over all tokens of the update.
         grid ([`BoundGrid`]):
             Candidate bounds.
-        target (`float`):
-            Share of the policy loss that positive tokens are to contribute.
     """
     upper_index = ((bounds.high - grid.upper_start) / grid.upper_step).round().long()
     lower_index = ((bounds.low - grid.lower_start) / grid.lower_step).round().long()
@@ -172,5 +172,4 @@ def share_under(bounds: ClipBounds, contributions: Contributions, grid: BoundGri
         bounds,
         positive_share=share,
         initial_positive_share=first_positive / (first_positive + first_negative),
-        target_met=share >= target * (1 - 1e-9),  # a weight meets it but for rounding
     )

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast
 
+from ..checkpoints.rank_errors import raising_on_all_ranks
 from .carried_curves import CarriedCurves
 from .curves import Contributions, contributions, size_contributions
 from .grid import SINGLE_POINT
@@ -75,24 +77,22 @@ class UpdateBounds:
             read_ahead (`Callable`): Returns the tokens of these as their losses will see them.
         """
         self._copy_versions(buffer, window)
-        searches_batch = self._settings.search_scope == "batch" and len(window) > 1 and self._settings.is_adaptive
-        self._forecasts = self._carries_over and buffer is not None
-        self._searches_ahead = self._forecasts or (searches_batch and buffer is not None)
-        if not self._searches_ahead:
+        self._searches_ahead = self._forecasts = False
+        self._masses_of_update = None
+        if buffer is None or not self._settings.is_adaptive or self._settings.search_scope == "micro_batch":
             return self.current
-        is_first = self._buffer_of_masses is not buffer  # update on these samples
-        if is_first or not self._forecasts:
+        if self._carries_over:
+            self._forecasts = self._buffer_of_masses is buffer  # else the first update on these samples
+            if not self._forecasts:
+                self._take_masses(buffer)
+            self._masses_of_update = functools.reduce(operator.add, [self._masses_of_buffer[i] for i in window])
+        if self._forecasts:  # not logged yet: it will be with the shares of its own tokens
+            self.current = self._search(self._carried.scaled_to(self._masses_of_update))
+        elif len(window) > 1:  # the loss of a single one knows its tokens before it needs the bounds
+            self._searches_ahead = True
             for tokens in read_ahead():
                 self._add(tokens)
-        if not self._forecasts:
-            return self._use(self._search(self._take_curves()))
-        if is_first:
-            self._take_masses(buffer)
-        self._masses_of_update = functools.reduce(operator.add, [self._masses_of_buffer[i] for i in window])
-        if is_first:  # nothing to carry over: the curves of the update itself
-            self._carried.learn(self._take_curves(), self._masses_of_update)
-        # Logged with the shares of its own tokens
-        self.current = self._search(self._carried.scaled_to(self._masses_of_update))
+            self._use(self._search(self._take_curves()))
         return self.current
 
     @torch.no_grad()
@@ -114,15 +114,11 @@ class UpdateBounds:
             is_last (`bool`): Whether the update ends with it.
         """
         tokens = self._read_tokens(inputs, per_token_logps, entropies)
-        if self._forecasts or not self._searches_ahead:
+        if not self._searches_ahead:
             self._add(tokens)
-        if self._forecasts and is_last:
-            curves = self._take_curves()
-            self._carried.learn(curves, self._masses_of_update)
-            target = self._settings.positive_contribution_target
-            self._use(share_under(self.current, curves, self._grid, target))
-        elif not self._searches_ahead and (is_last or self._settings.search_scope == "micro_batch"):
-            self._use(self._search(self._take_curves()))
+            if is_last or self._settings.search_scope == "micro_batch":
+                curves = self._take_curves()
+                self._use(share_under(self.current, curves, self._grid) if self._forecasts else self._search(curves))
         cap, delta = self._settings.negative_ratio_cap, self._settings.delta
         if self._settings.negative_weight_min < 1 or cap is not None:
             inputs["advantages"] = tokens.balanced_advantages(self.current.negative_weight, cap)
@@ -150,12 +146,20 @@ class UpdateBounds:
             self._carried.save(folder)
 
     def load(self, folder: str) -> None:
-        """Restore them. Without them there, the first update starts as in a new run, with a warning."""
-        if self._carries_over and not self._carried.load(folder):
-            warnings.warn(
-                f"The checkpoint {folder} holds no carried curves on these candidate bounds: a sign of advantages "
-                "that the first update lacks counts as in fresh samples."
-            )
+        """
+        Restore them, on all ranks as the first one finds them. All ranks make this call together.
+
+        Without them there, the first update starts as in a new run, with a warning.
+        """
+        if not self._carries_over:
+            return
+        with raising_on_all_ranks():
+            if self._accelerator.is_main_process and not self._carried.load(folder):
+                warnings.warn(
+                    f"The checkpoint {folder} holds no carried curves on these candidate bounds (`search_scope` "
+                    "'carried_over'): a sign of advantages that the first update lacks counts as in fresh samples."
+                )
+        self._carried.share(broadcast)
 
     def _add(self, tokens: PolicyTokens) -> None:
         """Add the tokens of a micro-batch to those of the next search."""
@@ -175,10 +179,13 @@ class UpdateBounds:
         self._curves = curves if self._curves is None else self._curves + curves
 
     def _take_curves(self) -> Contributions:
-        """Return the curves of the tokens since the last search, of all ranks."""
+        """Return the curves of the tokens since the last search, of all ranks; learn them if they are carried over."""
         total = self._accelerator.reduce(self._curves.as_vector(), reduction="sum")
         self._curves = None
-        return Contributions.from_vector(total, self._grid)
+        curves = Contributions.from_vector(total, self._grid)
+        if self._masses_of_update is not None:
+            self._carried.learn(curves, self._masses_of_update)
+        return curves
 
     def _search(self, curves: Contributions) -> ClipBounds:
         settings = self._settings

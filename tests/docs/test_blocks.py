@@ -254,3 +254,5 @@ def test_the_tree_of_the_design_page_is_that_of_the_repository():
         assert path.exists(), path
         if name.endswith("/"):
             folders.append(name)
+    for package in ROOT.glob("bapo_trl/*/__init__.py"):
+        assert f"  {package.parent.name}/ " in tree, package.parent

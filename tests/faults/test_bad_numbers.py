@@ -154,12 +154,14 @@ def test_ratios_of_e_20_leave_loss_gradient_and_bounds_finite(tmp_path, loss_typ
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_ratios_beyond_float32_stop_before_the_optimizer_step(tmp_path, loss_type):
+@pytest.mark.parametrize("scope", ["batch", "carried_over"])
+def test_ratios_beyond_float32_stop_before_the_optimizer_step(tmp_path, loss_type, scope):
     class Beyond(FarBehavior):
         distance = 100.0
 
-    cap = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
-    trainer = toy_trainer(tmp_path, trainer_class=Beyond, loss_type=loss_type, gradient_checkpointing=False, **cap)
+    args = {"loss_type": loss_type, "gradient_checkpointing": False, "search_scope": scope}
+    args |= {"epsilon_high": 5.0} if loss_type == "cispo" else {}
+    trainer = toy_trainer(tmp_path, trainer_class=Beyond, **args)
     stops(trainer, r"`importance_ratio` \(\d+ values\) at update 1, before its optimizer step", updates=0)
 
 
