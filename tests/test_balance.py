@@ -437,12 +437,18 @@ def test_a_resumed_run_takes_the_curve_of_a_missing_sign_from_the_checkpoint(tmp
     assert bounds_of(without)[-1] != bounds_of(straight)[-1]
 
 
-def test_ranks_go_on_with_the_curves_of_the_first():
+def test_ranks_go_on_with_the_curves_of_the_first(tmp_path, monkeypatch):
     first, other = CarriedCurves(GRID, torch.device("cpu")), CarriedCurves(GRID, torch.device("cpu"))
     first.learn(curves(3.0, 0.5), curves(2.0, 1.0))
     other.share(lambda own: first._per_mass.as_vector())
     scaled = other.scaled_to(curves(4.0, 8.0))
     assert (scaled.positive.item(), scaled.negative.item()) == (6.0, 4.0)
+
+    monkeypatch.setattr("bapo_trl.clip_bounds.update_bounds.broadcast", lambda vector: 2 * vector)
+    trainer = toy_run(tmp_path, **{**CARRIED, "save_strategy": "steps", "save_steps": 4, "max_steps": 4})
+    saved = trainer._bounds._carried._per_mass.as_vector()
+    trainer._bounds.load(str(tmp_path / "checkpoint-4"))
+    torch.testing.assert_close(trainer._bounds._carried._per_mass.as_vector(), 2 * saved)
 
 
 def test_a_sign_without_mass_keeps_its_curve():
