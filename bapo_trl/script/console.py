@@ -50,7 +50,7 @@ def _balance_rows(args: BAPOConfig) -> list[tuple[str, str]]:
         low = _range(args.ratio_lower_start, args.ratio_lower_max)
         high = _range(args.ratio_upper_start, args.ratio_upper_max)
         rows = [("clip bounds", f"low {low}, high {high}")]
-        if not args.has_constant_weight:
+        if args.is_adaptive:
             rows += [target, ("bound search", f"{args.search_order}, {scope}")]
     elif args.is_adaptive:
         rows += [target, ("search of the weight", scope)]

@@ -46,6 +46,8 @@ def test_settings_table_of_on_policy_and_fixed_settings():
     assert "oldest age of a sample     0 policy versions" in text
     assert "low 0.9, high 1.2 .. 3" in text
     assert "over each micro-batch" in text
+    fixed = table(ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.2, ratio_upper_max=1.2)
+    assert fixed.endswith("clip bounds             low 0.8, high 1.2")  # nothing is searched
 
 
 def test_settings_table_of_a_constant_weight():
