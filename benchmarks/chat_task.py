@@ -6,7 +6,7 @@ worked answers, its problems to train on, and 512 held out (benchmarks/studies/c
     python -m benchmarks.chat_task gcd          # needs the extras llm and reasoning-gym
 
 The start is to end where 0.25 to 0.35 of the held-out problems are answered right, sampled: it prints how many. Of
-256 chain sums, 0.19 were after 4 steps, 0.32 after 8. The steps for gcd are a first guess; `--steps` tries others.
+256 chain sums, 0.17 were after 4 steps, 0.34 after 8. The steps for gcd are a first guess; `--steps` tries others.
 """
 
 import argparse
@@ -61,7 +61,7 @@ class ChatTask:
 
 TASKS = {
     # Longer problems are answered wrong more often, so that tokens of wrong answers outnumber those of right ones
-    "chain_sum": ChatTask({"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}, work_out_sum, 8),
+    "chain_sum": ChatTask({"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}, work_out_sum, 7),
     "gcd": ChatTask({"min_numbers": 2, "max_numbers": 2, "min_value": 4, "max_value": 99}, work_out_gcd, 60),
 }
 
@@ -73,7 +73,13 @@ def problems(name: str) -> tuple[Dataset, Dataset]:
     held_out = load_gym_task(name, {**args, "size": 4 * HELD_OUT, "seed": HELD_OUT_SEED}).train_dataset
     held_out = held_out.select(range(HELD_OUT))
     asked = {row["prompt"][0]["content"] for row in held_out}
-    return train.filter(lambda row: row["prompt"][0]["content"] not in asked), held_out
+    train = train.filter(lambda row: row["prompt"][0]["content"] not in asked)
+    return train.map(with_system), held_out.map(with_system)
+
+
+def with_system(row: dict[str, Any]) -> dict[str, Any]:
+    """Put a short system message before a question: without one, the model's template puts a long one there."""
+    return {"prompt": [{"role": "system", "content": "Work it out."}, *row["prompt"]]}
 
 
 def start(name: str, train: Dataset, steps: int) -> tuple[Any, Any]:
