@@ -23,7 +23,7 @@ UPDATE_METRICS = {
     "bapo/positive_share": "Share of the policy loss that positive-advantage tokens contribute under these bounds and "
     "the weight of negative tokens. Under `cispo`, `sapo` and `vespo`, their share of its gradient.",
     "bapo/positive_share_initial": "The same share under the start bounds, with negative tokens at full weight.",
-    "bapo/target_met": "1 if the share reached `positive_contribution_target`, else 0.",
+    "bapo/target_met": "1 if the search reached `positive_contribution_target`, else 0.",
     "bapo/search_steps": "Number of times a bound moved in the search.",
     "bapo/negative_weight": "Weight of negative-advantage tokens in the policy loss, in (0, 1].",
     "bapo/entropy_covariance": "Covariance of log-probability and advantage over the tokens that pass a gradient, "
