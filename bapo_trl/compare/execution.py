@@ -108,7 +108,11 @@ def _make(run: Run, accelerate: str | None, folder: Path, jobs: int) -> Row:
         if lock.acquire() is None:
             lock.release()
             shutil.rmtree(left, ignore_errors=True)
+    start = folder / "starts" / f"seed-{run.seed}.jsonl"  # of the model that all arms start from: sampled once
     with tempfile.TemporaryDirectory(dir=folder, prefix=begin) as work, log.open("w") as output:
+        sampled = Path(work, "eval_completions_before.jsonl")
+        if start.exists():
+            shutil.copyfile(start, sampled)  # `train` takes no completions of another model, prompts or sampling
         command = command_of(run, accelerate, work)
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
         _running.add(process)
@@ -124,6 +128,9 @@ def _make(run: Run, accelerate: str | None, folder: Path, jobs: int) -> Row:
             row = row_of(run, Path(work), seconds)
             for name in ("trainer_state.json", "run_settings.json"):
                 shutil.copyfile(Path(work, name), log.with_suffix(f".{name}"))
+            if sampled.exists():  # not where the model is sharded
+                start.parent.mkdir(exist_ok=True)
+                sampled.replace(start)
         except (OSError, KeyError, ValueError, ArithmeticError) as reason:
             error = f"it left no results ({type(reason).__name__}: {reason}, {log})"
             return Row(run.arm, run.over, run.seed, run.settings, seconds=seconds, error=error)

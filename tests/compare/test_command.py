@@ -86,6 +86,22 @@ def test_a_study_is_made_once_and_its_runs_share_their_prompts(folder, capsys):
 
 
 @pytest.mark.processes
+def test_what_the_arms_start_from_is_sampled_once_for_a_seed(folder):
+    write_study(seeds=[0])
+    compare("--only", "BAPO")
+    ((key, alone),) = read_rows(Path("study")).items()
+    Path(f"study/runs/{key}.json").unlink()
+    start = Path("study/starts/seed-0.jsonl")
+    sampled = [json.loads(line) for line in start.read_text().splitlines()]
+    assert len(sampled) == 6 * 3
+    start.write_text("".join(json.dumps({**each, "completion": "7"}) + "\n" for each in sampled))
+    compare("--only", "BAPO")
+    (after,) = read_rows(Path("study")).values()
+    assert after.curve[0] == [0, 1.0] != alone.curve[0]  # what is there is taken, and scored anew
+    assert after.curve[1:] == alone.curve[1:]  # and the training is the same
+
+
+@pytest.mark.processes
 def test_a_study_that_is_killed_goes_on_where_it_was(folder):
     write_study(seeds=[0], arms={"GRPO": {"method": "grpo"}, "BAPO": {"method": "bapo"}})
     command = [sys.executable, "-m", "bapo_trl", "compare", "study.yaml", "--output_dir", "study"]
