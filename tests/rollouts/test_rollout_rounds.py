@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.clip_bounds.carried_curves import CURVES_FILE
 from bapo_trl.rollouts.checkpoint import load_pool
 from bapo_trl.tasks import character_tokenizer, tiny_model
 from tests.helpers.alike import assert_same_tensors, assert_same_weights
@@ -387,7 +388,11 @@ def test_oversampling_of_one_is_a_run_without_partial_rollouts(tmp_path):
     assert files[0] == files[1]
     assert len(files[0]) == 2 * 2  # the model and the curves
     for name in files[0]:
-        assert_same_tensors(*(load_file(folder / name) for folder in folders))
+        left, right = (folder / name for folder in folders)
+        if name.name == CURVES_FILE:  # the entries of its header come in any order
+            assert_same_tensors(load_file(left), load_file(right))
+        else:
+            assert left.read_bytes() == right.read_bytes()
     histories = [
         json.loads((folder / "checkpoint-6/trainer_state.json").read_text())["log_history"] for folder in folders
     ]
