@@ -8,6 +8,7 @@ from transformers import TrainerCallback
 
 from bapo_trl import BAPOTrainer
 from bapo_trl.clip_bounds.grid import BoundGrid
+from bapo_trl.clip_bounds.settings import SCOPES
 from tests.helpers.alike import assert_same_tensors, weights_of
 from tests.helpers.toy import InUpdate, digits_reward, toy_model, toy_trainer, training_logs
 
@@ -16,7 +17,6 @@ pytestmark = pytest.mark.trainings
 
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
-SCOPES = ["batch", "micro_batch", "carried_over"]
 
 
 class WeightsBefore(TrainerCallback):

@@ -28,6 +28,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import utils as trl_utils
 
 from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.clip_bounds.settings import SCOPES
 from bapo_trl.clip_bounds.update_bounds import UpdateBounds
 from tests.helpers.toy import ending_model, toy_dataset, toy_model, toy_trainer
 from tests.rehearsal.accelerator import Rehearsal, Watch, register
@@ -57,7 +58,6 @@ CASES: dict[str, dict[str, Any]] = {
     "evaluation": {"evaluates": True},
 }  # fmt: skip
 ROWS = 2  # of a micro-batch that is given other lengths
-SCOPES = ("batch", "micro_batch", "carried_over")
 COLLECTIVES = [
     name for name in torch.distributed.distributed_c10d.__all__
     if name.removeprefix("monitored_").removeprefix("batch_").partition("_")[0]
