@@ -68,11 +68,12 @@ TASKS = {
 
 
 def problems(name: str) -> tuple[Dataset, Dataset]:
-    """Return the problems to train on and those held out, which have none in common."""
+    """Return the problems to train on, and those held out: none of them twice, and none in both."""
     args = TASKS[name].args
     train = load_gym_task(name, {**args, "size": TRAIN_PROBLEMS, "seed": 0}).train_dataset
     held_out = load_gym_task(name, {**args, "size": 4 * HELD_OUT, "seed": HELD_OUT_SEED}).train_dataset
-    held_out = held_out.select(range(HELD_OUT))
+    first_asked = {row["prompt"][0]["content"]: place for place, row in reversed(list(enumerate(held_out)))}
+    held_out = held_out.select(sorted(first_asked.values())[:HELD_OUT])
     asked = {row["prompt"][0]["content"] for row in held_out}
     train = train.filter(lambda row: row["prompt"][0]["content"] not in asked)
     return train.map(with_system), held_out.map(with_system)
