@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from datasets import Dataset, IterableDataset
+from transformers import TrainerCallback
+from transformers.trainer_utils import SaveStrategy
 
 from ..evaluation.accuracy import accuracy_table
 from ..evaluation.measure import Evaluation, evaluate, model_identity
@@ -13,6 +15,18 @@ from .console import log_line
 
 Parts = Sequence[tuple[str, str | None]]
 """Name and revision of a model, and of its base if it is an adapter: see [`~evaluation.measure.model_identity`]."""
+
+
+class NotAtTheEnd(TrainerCallback):
+    """Leaves out the evaluation at the last update, where nothing waits for it: another comes after the training."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        is_awaited = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST
+        if state.global_step >= state.max_steps and not is_awaited:
+            control.should_evaluate = False
+        return control
+
+    on_epoch_end = on_step_end
 
 
 class BeforeAfter:
@@ -30,7 +44,8 @@ class BeforeAfter:
         self._after: Evaluation | None = None
 
     def before(self, parts: Parts) -> None:
-        """Evaluate what the run starts from. Engines that shard the model cannot before they train: they say so."""
+        """Evaluate what a training starts from. Engines that shard the model cannot before they train: they say so."""
+        self.trainer.add_callback(NotAtTheEnd())
         if self.trainer.is_deepspeed_enabled or self.trainer.is_fsdp_enabled:
             self.trainer.accelerator.print(
                 "Before training: not evaluated under DeepSpeed or FSDP. `--do_train false` evaluates the model alone."
