@@ -86,6 +86,8 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
             evaluated = training_args.output_dir
             parts = [(evaluated, None), *(inputs.parts[-1:] if is_peft_model(trainer.model) else [])]
         evaluation.after(parts)
+        if training_args.do_train:
+            trainer.save_state()  # with what was found
         say(evaluation.report(evaluated, data.test_title or data.title))
 
     if training_args.push_to_hub:

@@ -130,10 +130,10 @@ def test_evaluation_during_training_on_a_users_own_data_and_reward(tmp_path):
         )
     )  # fmt: skip
     history = logs(tmp_path / "out")
-    assert [log["step"] for log in history if "eval_reward" in log] == [1, 2]
-    assert (tmp_path / "out" / "eval_results.json").exists()  # once more at the end
+    assert [log["step"] for log in history if "eval_reward" in log] == [1, 2]  # the last one after the training
+    assert (tmp_path / "out" / "eval_results.json").exists()
     assert all(log["eval_rewards/prefers_short/mean"] < 0 for log in history if "eval_reward" in log)
-    assert out.count("eval reward") == 3  # two while training, one at the end
+    assert out.count("eval reward") == 2  # one while training, one at the end
     assert re.search(r"Evaluation of out on data, \d+ prompts: update", out)  # not of the model it started from
     assert list((tmp_path / "out").rglob("events.out.tfevents*"))
 
@@ -270,11 +270,22 @@ def is_saved_evaluated_and_pushed(folder, pushed):
 
 
 @pytest.mark.trainings
-def test_a_run_that_logs_no_update_has_no_report(tmp_path, capsys, pushed):
-    run_main(output_dir=tmp_path, logging_steps=5, eval_strategy="steps", eval_steps=2, **PUBLISHED)
-    assert is_saved_evaluated_and_pushed(tmp_path, pushed)
+def test_a_run_that_logs_no_update_has_no_report(tmp_path, capsys):
+    evaluated = {"do_eval": "true", "per_device_eval_batch_size": 64, "eval_strategy": "steps", "eval_steps": 2}
+    chosen = {"save_strategy": "best", "metric_for_best_model": "reward"}
+    # TRL logs what is left in the line at the end, unless an evaluation comes before that
+    run_main(output_dir=tmp_path, logging_steps=5, **evaluated, **chosen)
+    assert (tmp_path / "eval_results.json").exists()
     assert "\nReport: not drawn, no update was logged" in capsys.readouterr().out
     assert not (tmp_path / "report.png").exists()
+
+
+@pytest.mark.trainings
+def test_the_evaluation_that_the_best_model_is_chosen_by_is_made_at_the_last_update_too(tmp_path):
+    settings = {"do_eval": "true", "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 256}
+    chosen = {"save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": "true", "max_completion_length": 2}
+    run_main(output_dir=tmp_path, **settings, **chosen)
+    assert [log["step"] for log in logs(tmp_path) if "eval_reward" in log] == [1, 2, 2]
 
 
 @pytest.mark.trainings
