@@ -2,12 +2,13 @@
 Write a task of the chat-model study as files: SmolLM2-135M-Instruct after a short supervised start on the task's own
 worked answers, its problems to train on, and 512 held out (benchmarks/studies/chat_*.yaml).
 
-    python -m benchmarks.chat_task chain_sum    # outputs/tasks/chat_chain_sum/: model/, train.jsonl, test.jsonl
-    python -m benchmarks.chat_task gcd          # needs the extras llm and reasoning-gym
+    python -m benchmarks.chat_task chain_sum     # outputs/tasks/chat_chain_sum/: model/, train.jsonl, test.jsonl
+    python -m benchmarks.chat_task leg_counting  # needs the extras llm and reasoning-gym, as the other does
 
 The start is to end where 0.25 to 0.35 of the held-out problems are answered right, sampled: it prints how many. Of
-chain sums, 0.18 were after 4 steps, 0.30 after 5, 0.36 after 6, 0.56 after 16. The steps for gcd are a first guess;
-`--steps` tries others.
+chain sums, 0.18 were after 4 steps, 0.27 after 5, 0.36 after 6, 0.56 after 16; of 128 legs, 0.09 after 8, 0.28 after
+12. `--steps` tries others. Greatest common divisors and filtered numbers were tried as the second task: 4 more steps
+moved them by 0.02 and -0.04.
 """
 
 import argparse
@@ -41,14 +42,15 @@ def work_out_sum(entry: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def work_out_gcd(entry: dict[str, Any]) -> str:
-    """Take Euclid's steps: `"136 = 3 * 40 + 16"`, ..., and the answer at the end."""
-    small, large = sorted(entry["metadata"]["numbers"])
-    lines = []
-    while small:
-        lines.append(f"{large} = {large // small} * {small} + {large % small}")
-        large, small = small, large % small
-    return "\n".join([*lines, f"GCD {large}"])
+def work_out_legs(entry: dict[str, Any]) -> str:
+    """Multiply for each animal, and add: `"2 * 4 = 8"`, `"3 * 2 = 6"`, `"8 + 6 = 14"`."""
+    from reasoning_gym.arithmetic.leg_counting import ANIMALS
+
+    legs = [(count, ANIMALS[animal]) for animal, count in entry["metadata"]["animals"].items()]
+    lines = [f"{count} * {each} = {count * each}" for count, each in legs]
+    if len(legs) > 1:
+        lines.append(" + ".join(str(count * each) for count, each in legs) + f" = {entry['answer']}")
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,9 @@ class ChatTask:
 TASKS = {
     # Longer problems are answered wrong more often, so that tokens of wrong answers outnumber those of right ones
     "chain_sum": ChatTask({"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 1}, work_out_sum, 5),
-    "gcd": ChatTask({"min_numbers": 2, "max_numbers": 2, "min_value": 4, "max_value": 99}, work_out_gcd, 60),
+    "leg_counting": ChatTask(
+        {"min_animals": 1, "max_animals": 2, "min_instances": 1, "max_instances": 5}, work_out_legs, 12
+    ),
 }
 
 

@@ -64,8 +64,8 @@ def test_what_a_task_does_not_take_is_refused(name, task_args, message):
 @pytest.mark.parametrize("name", chat_task.TASKS)
 def test_the_worked_answers_of_the_study_end_in_the_right_one(name):
     train, held_out = chat_task.problems(name)
-    assert len(held_out) == chat_task.HELD_OUT
     asked = {row["prompt"][-1]["content"] for row in held_out}
+    assert len(held_out) == len(asked) == chat_task.HELD_OUT
     assert not asked & {row["prompt"][-1]["content"] for row in train}
     texts = [chat_task.TASKS[name].work_out(json.loads(entry)["entry"]) for entry in train["entry"]]
     assert set(gym_reward(texts, train["entry"])) == {1.0}
