@@ -270,12 +270,11 @@ def is_saved_evaluated_and_pushed(folder, pushed):
 
 
 @pytest.mark.trainings
-def test_a_run_that_logs_no_update_has_no_report(tmp_path, capsys):
-    evaluated = {"do_eval": "true", "per_device_eval_batch_size": 64, "eval_strategy": "steps", "eval_steps": 2}
-    chosen = {"save_strategy": "best", "metric_for_best_model": "reward"}
+def test_a_run_that_logs_no_update_has_no_report(tmp_path, capsys, pushed):
+    chosen = {"save_strategy": "best", "metric_for_best_model": "reward", "hub_strategy": "end"}
     # TRL logs what is left in the line at the end, unless an evaluation comes before that
-    run_main(output_dir=tmp_path, logging_steps=5, **evaluated, **chosen)
-    assert (tmp_path / "eval_results.json").exists()
+    run_main(output_dir=tmp_path, logging_steps=5, eval_strategy="steps", eval_steps=2, **chosen, **PUBLISHED)
+    assert is_saved_evaluated_and_pushed(tmp_path, pushed)
     assert "\nReport: not drawn, no update was logged" in capsys.readouterr().out
     assert not (tmp_path / "report.png").exists()
 
