@@ -127,7 +127,7 @@ def test_zero3_over_a_live_server_scores_each_token_by_the_checkpoint_that_sampl
 
 
 def test_lora_under_zero3_over_a_live_server(tmp_path, server):
-    ranks = run(tmp_path, server.model, **over(server, uses_lora=True, learning_rate=1e-2, max_steps=12))
+    ranks = run(tmp_path, server.model, **over(server, uses_lora=True, learning_rate=1e-3, max_steps=12))
     assert_stitched(ranks, server.model, tmp_path, lora=True)
     assert_weights_changed(ranks)
 
