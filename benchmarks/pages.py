@@ -161,18 +161,35 @@ def filled(page: str) -> str:
 
 
 def keep(folder: Path) -> None:
-    """Write the runs of a study's folder into a file of results, with the commit and the machine that made them."""
-    runs = [asdict(row) for row in read_rows(folder).values()]
+    """
+    Write the runs of a study's folder into its file of results, with the commit and the machine that made them.
+
+    Runs that only the file has stay in it: a study of many hours is made in parts, and not on one machine.
+    """
+    path = RESULTS / f"{folder.name}.json"
+    before = json.loads(path.read_text()) if path.exists() else {"settings": {}, "rows": []}
+    made = [asdict(row) for row in read_rows(folder).values()]
+    for row in made:
+        row["settings"].pop("seed", None)  # stands beside them
+    again = [_run_of(row) for row in made]
+    kept = [row for row in before["rows"] if _run_of(row) not in again]
+    runs = [{**row, "settings": {**before["settings"], **row["settings"]}} for row in kept] + made
     base = dict(set.intersection(*({(k, str(v)) for k, v in run["settings"].items()} for run in runs)))
     for run in runs:
-        run["settings"] = {key: value for key, value in run["settings"].items() if key not in base and key != "seed"}
+        run["settings"] = {key: value for key, value in run["settings"].items() if key not in base}
     command = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=True)
-    made = {"command": f"bapo-trl compare {folder.name}.yaml", "commit": commit.stdout.strip()}
-    head = {**made, **{key: value for key, value in describe_run("pages", "cpu").items() if key != "command"}}
+    commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    if kept:
+        commit = f"{before['commit'].partition(' ')[0]} to {commit}"
+    about = {"command": f"bapo-trl compare {folder.name}.yaml", "commit": commit}
+    head = {**about, **{key: value for key, value in describe_run("pages", "cpu").items() if key != "command"}}
     lines = ",\n".join(json.dumps({key: value for key, value in run.items() if value is not None}) for run in runs)
     text = json.dumps({**head, "settings": base, "rows": "ROWS"}, indent=1).replace('"ROWS"', f"[\n{lines}\n]")
-    (RESULTS / f"{folder.name}.json").write_text(text + "\n")
+    path.write_text(text + "\n")
+
+
+def _run_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["arm"], row["over"], row["seed"]
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from bapo_trl.compare.results import Row, write_row
 from benchmarks import pages
 from benchmarks.common import RESULTS, describe_run, write_result
 
@@ -28,6 +29,33 @@ def test_every_study_can_be_printed_whole(capsys, monkeypatch):
             monkeypatch.setattr("sys.argv", ["pages", path.stem])
             pages.main()
             assert capsys.readouterr().out.count("| arm") >= 2
+
+
+def test_runs_that_are_kept_stay_when_another_machine_makes_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+
+    def keep(part: str, *rows: Row) -> dict:
+        for row in rows:
+            write_row(row, tmp_path / part / "study" / "runs" / f"{row.arm}-{row.seed}.json")
+        pages.keep(tmp_path / part / "study")
+        return json.loads((tmp_path / "study.json").read_text())
+
+    def row(arm: str, seed: int, final: float, **settings) -> Row:
+        return Row(arm, {"max_steps": 8}, seed, {"learning_rate": 0.1, "seed": seed, **settings}, final)
+
+    first = keep("a", row("x", 0, 0.5), row("y", 0, 0.25, delta=3.0))
+    assert first["settings"] == {"learning_rate": "0.1"}
+    kept = keep("b", row("x", 1, 0.75), row("y", 0, 0.125, delta=4.0))
+    assert {(run["arm"], run["seed"]): run["final"] for run in kept["rows"]} == {
+        ("x", 0): 0.5, ("x", 1): 0.75, ("y", 0): 0.125,
+    }  # fmt: skip
+    assert [run["settings"] for run in kept["rows"]] == [{}, {}, {"delta": 4.0}]
+    assert kept["commit"] == f"{first['commit']} to {first['commit']}"
+    other_rate = row("x", 2, 0.5)
+    other_rate.settings["learning_rate"] = 0.2
+    assert [run["settings"] for run in keep("c", other_rate)["rows"]] == [
+        {"learning_rate": "0.1"}, {"learning_rate": "0.1"}, {"learning_rate": "0.1", "delta": 4.0}, {"learning_rate": 0.2},
+    ]  # fmt: skip
 
 
 def test_a_table_that_is_not_known_is_refused():
