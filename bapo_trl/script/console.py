@@ -108,16 +108,19 @@ def log_line(step: int, logs: Mapping[str, float], pace: Pace | None = None) -> 
 
     Missing and undefined values are left out, such as those of a generation where there was none since the last log.
     """
-    if "eval_reward" in logs:
-        parts = [f"eval reward {logs['eval_reward']:.3f}"]
-        parts += [f"{name[5:].replace('_', ' ')} {logs[name]:.3f}" for name in logs if "reward_best_of" in name]
-        return f"update {step:>4}  " + "  ".join(parts)
-    if "bapo/positive_share" not in logs:
-        return None
 
     def show(label: str, name: str, digits: int = 2) -> list[str]:
         value = logs.get(name)
         return [] if value is None else [f"{label} {value:.{digits}f}"]
+
+    if "eval_reward" in logs:
+        parts = show("eval reward", "eval_reward", 3) or ["eval: no reward"]
+        for name in logs:
+            if "reward_best_of" in name:
+                parts += show(name[5:].replace("_", " "), name, 3)
+        return f"update {step:>4}  " + "  ".join(parts)
+    if "bapo/positive_share" not in logs:
+        return None
 
     parts = [
         *show("reward", "reward", 3),

@@ -138,6 +138,8 @@ def test_log_lines():
     assert log_line(4, {"eval_reward": 0.5, "eval_reward_best_of_4": 0.75}) == (
         "update    4  eval reward 0.500  reward best of 4 0.750"
     )
+    no_reward = {"eval_reward": None, "eval_reward_best_of_4": None}
+    assert log_line(4, no_reward) == "update    4  eval: no reward"
     assert log_line(4, {"train_runtime": 3.0}) is None
 
 
