@@ -148,4 +148,4 @@ $(VENV)/.installed-notebooks: $(VENV)/.installed-llm
 	touch $@
 
 clean:
-	rm -rf .venv .venv-corner-* .mypy_cache outputs site
+	rm -rf .venv .venv-corner-* .mypy_cache site
