@@ -31,16 +31,11 @@ PACKAGED_MODELS = {EMBEDDED: warm_start_path, SMOLLM2: smollm2_path}
 
 def adapter_base(model: str | None, revision: str | None = None) -> str | None:
     """Return the base of a saved adapter, `None` if `model` is none; refuse one that does not say (`InputError`)."""
-    if model is None or model in PACKAGED_MODELS or (Path(model) / "config.json").exists():
-        return None
-    try:
-        path = find_adapter_config_file(model, revision=revision)
-    except (OSError, ValueError):  # no such model: said when it is loaded
-        return None
+    path = None if model is None or model in PACKAGED_MODELS else _adapter_config(model, revision)
     if path is None:
         return None
     try:
-        base = json.loads(Path(path).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        base = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (AttributeError, OSError, ValueError) as error:
         raise InputError(
             f"`model_name_or_path` is '{model}', an adapter whose {path} is damaged: save it again, or take another. "
@@ -52,6 +47,12 @@ def adapter_base(model: str | None, revision: str | None = None) -> str | None:
             f"`base_model_name_or_path` of {path}."
         )
     return base
+
+
+def base_revision(adapter: str, revision: str | None = None) -> str | None:
+    """Return the revision of its base that a saved adapter, itself of some revision, was trained on, if it says one."""
+    path = _adapter_config(adapter, revision)
+    return None if path is None else json.loads(path.read_text(encoding="utf-8")).get("revision")
 
 
 def load_adapter(
@@ -71,7 +72,7 @@ def load_adapter(
             "`pip install 'bapo-trl[peft]'`."
         ) from error
     try:
-        model = create_model_from_path(base, **kwargs)
+        model = create_model_from_path(base, revision=base_revision(adapter, revision), **kwargs)
     except (OSError, ValueError) as error:
         raise InputError(
             f"`model_name_or_path` is '{adapter}', an adapter of '{base}', and that base cannot be loaded: put it "
@@ -94,7 +95,8 @@ def load_processing_class(
     if base is not None and (Path(model) / "tokenizer_config.json").exists():
         return AutoTokenizer.from_pretrained(model, **settings)
     try:
-        return AutoProcessor.from_pretrained(base or model, revision=None if base else revision, **settings)
+        of_base = base_revision(model, revision) if base else revision
+        return AutoProcessor.from_pretrained(base or model, revision=of_base, **settings)
     except (OSError, ValueError) as error:
         raise InputError(
             f"`model_name_or_path` is '{model}', and the tokenizer of '{base or model}' cannot be loaded: give a "
@@ -188,6 +190,17 @@ def missing_targets(targets: str | Iterable[str], names: Iterable[str]) -> list[
         found = targets == "all-linear" or any(re.fullmatch(targets, name) for name in names)
         return [] if found else [targets]
     return [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in names)]
+
+
+def _adapter_config(model: str, revision: str | None) -> Path | None:
+    """Return the file that describes a saved adapter; `None` for what is none, or is not there."""
+    if (Path(model) / "config.json").exists():
+        return None
+    try:
+        path = find_adapter_config_file(model, revision=revision)
+    except (OSError, ValueError):  # no such model: said when it is loaded
+        return None
+    return None if path is None else Path(path)
 
 
 def _layers(model: str, revision: str | None, trust_remote_code: bool) -> dict[str, bool]:

@@ -21,7 +21,7 @@ from .command_line import parse_arguments
 from .commands import TRAIN, Command
 from .datasets import Data, load_data, make_task
 from .earlier_run import check_output_dir
-from .models import PACKAGED_MODELS, adapter_base
+from .models import PACKAGED_MODELS, adapter_base, base_revision
 from .preparation import Inputs, gather_inputs
 
 
@@ -39,7 +39,8 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, layout: Layou
         base = adapter_base(name, model_args.model_revision)
         if training_args.do_train and training_args.resume_from_checkpoint in (None, "false"):
             check_output_dir(training_args.output_dir, script_args.overwrite_output_dir, name)
-        training_args.model_init_kwargs = _init_kwargs(training_args, model_args)
+        revision = model_args.model_revision if base is None else base_revision(name, model_args.model_revision)
+        training_args.model_init_kwargs = _init_kwargs(training_args, model_args, revision)
         if name == SMOLLM2 and not has_smollm2():
             check_smollm2()
             data = load_data(
@@ -97,10 +98,10 @@ def _fetch_shape(name: str, training_args: BAPOConfig, folder: Path) -> str:
     return str(PACKAGED_MODELS[name]()) if name in PACKAGED_MODELS else name
 
 
-def _init_kwargs(training_args: BAPOConfig, model_args: ModelConfig) -> dict[str, Any]:
+def _init_kwargs(training_args: BAPOConfig, model_args: ModelConfig, revision: str | None) -> dict[str, Any]:
     given: Any = training_args.model_init_kwargs or {}
     quantization = get_quantization_config(model_args)
-    chosen = {"revision": model_args.model_revision, "dtype": model_args.dtype or "float32"}
+    chosen = {"revision": revision, "dtype": model_args.dtype or "float32"}
     return {**chosen, **({} if quantization is None else {"quantization_config": quantization}), **given}
 
 

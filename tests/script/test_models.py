@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from bapo_trl import BAPOTrainer
 from bapo_trl.errors import InputError
+from bapo_trl.script import models
 from bapo_trl.script.models import missing_targets
 from tests.helpers.script_runs import completions, results, run, train_bapo
 
@@ -137,6 +138,16 @@ def test_a_run_killed_before_its_model_is_saved_is_finished_with_the_weights_of_
 def test_a_single_target_is_a_name(folder):
     run(dataset_name="train.jsonl", use_peft="true", lora_target_modules="q_proj")
     assert json.loads(Path("out/adapter_config.json").read_text())["target_modules"] == ["q_proj"]
+
+
+def test_an_adapter_goes_onto_the_revision_of_its_base_that_it_was_trained_on(folder, monkeypatch):
+    run(dataset_name="train.jsonl", model_revision="step3000", output_dir="adapter", **LORA)
+    loaded, load = [], models.create_model_from_path
+    monkeypatch.setattr(
+        models, "create_model_from_path", lambda *args, **kwargs: (loaded.append(kwargs["revision"]), load(*args, **kwargs))[1]
+    )  # fmt: skip
+    run(do_train="false", eval_dataset="test.jsonl", model_name_or_path="adapter", merge_adapter="true")
+    assert loaded == ["step3000", "step3000"]  # to evaluate it, and to merge it
 
 
 def test_an_adapter_is_trained_on(adapter):
