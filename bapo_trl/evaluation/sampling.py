@@ -118,9 +118,8 @@ class EvaluatedTrainer(BAPOTrainer):
             count = self.num_generations_eval
             first = rewards_per_func[:, 0].view(-1, count)
             right = first[~first.isnan().all(dim=1)].ge(1).float()  # prompts without a first reward do not count
-            if len(right):
-                self._log_values({f"avg@{count}": right.mean().item()}, "eval")
-                self._log_values({f"pass@{count}": right.amax(dim=1).mean().item()}, "eval")
+            for average, best in zip(right.mean(dim=1).tolist(), right.amax(dim=1).tolist(), strict=True):
+                self._log_values({f"avg@{count}": average, f"pass@{count}": best}, "eval")  # TRL logs their mean
         return rewards_per_func
 
     def _log_completion_extra(self, *args):

@@ -53,7 +53,9 @@ def load_data(
         raise InputError("`eval_dataset` and `eval_fraction` are both set: leave one of them out.")
     train: Any = None
     splits: Any = None
-    if task is not None:
+    if script_args.eval_dataset is not None and not training_args.do_train:
+        title = script_args.eval_dataset
+    elif task is not None:
         title = task.name
         train, splits = task.train_dataset, {script_args.dataset_test_split: task.test_dataset}
     elif dataset_args.datasets:
@@ -61,18 +63,17 @@ def load_data(
     elif script_args.dataset_name:
         title = script_args.dataset_name
         splits = load_splits(script_args.dataset_name, script_args.dataset_config, script_args.dataset_streaming)
-    elif script_args.eval_dataset is None or training_args.do_train:
+    else:
         raise InputError(
             "`dataset_name` is not set: give a json, jsonl or parquet file, a dataset folder, an id on the Hub, or "
             f"'{EMBEDDED}' for the built-in task (or list `datasets` in the config file)."
         )
-    else:
-        title = script_args.eval_dataset
     if train is None and (training_args.do_train or script_args.eval_fraction is not None):
         train = pick_split(splits, script_args.dataset_train_split, "dataset_train_split")
     if script_args.eval_fraction is not None:
         train, test = hold_out(train, script_args.eval_fraction)
-        return Data(title, train, test, f"{script_args.eval_fraction:g} of {title}")
+        test_title = f"{script_args.eval_fraction:g} of {title}"
+        return Data(title, train if training_args.do_train else None, test, test_title)
     if script_args.eval_dataset is not None:
         splits = load_splits(script_args.eval_dataset, parameter="eval_dataset")
         test = pick_eval_split(splits, script_args.dataset_test_split)

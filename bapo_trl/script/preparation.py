@@ -27,6 +27,7 @@ from .console import UpdateLines, UpdateLinesAboveBar
 from .datasets import Data, first_rows, format_data, load_data, make_task
 from .models import (
     PACKAGED_MODELS,
+    base_revision,
     check_adapter,
     check_packages,
     load_adapter,
@@ -68,7 +69,7 @@ def gather_inputs(
     """
     task = make_task(script_args.dataset_name, script_args.task_args)
     data = load_data(script_args, training_args, dataset_args, task)
-    reward_funcs = _choose_rewards(script_args.reward_funcs, task)
+    reward_funcs = _choose_rewards(script_args.reward_funcs, task, training_args.max_completion_length)
     if model_args.model_name_or_path is None:
         raise InputError("`model_name_or_path` is not set: give a folder, an id on the Hub, 'embedded' or 'smollm2'.")
     extract_answer = resolve_extractor(script_args.extract_answer)
@@ -93,7 +94,9 @@ def gather_inputs(
     check_tokenizer(getattr(processing_class, "tokenizer", processing_class))
     for dataset in (data.train, data.test):
         check_chat_template(dataset, processing_class)
-    parts = [(model, model_args.model_revision), *([] if base is None else [(base, None)])]
+    parts = [(model, model_args.model_revision)]
+    if base is not None:
+        parts.append((base, base_revision(model, model_args.model_revision)))
     return Inputs(data, reward_funcs, model, base, parts, processing_class, extract_answer)
 
 
@@ -112,6 +115,9 @@ def make_trainer(
     """
     data = inputs.data
     loaded, quantization = _settle_model(inputs.model, inputs.base, training_args, model_args)
+    peft_config = get_peft_config(model_args)
+    if peft_config is not None:
+        peft_config.revision = model_args.model_revision  # of its base, for who loads it
     eval_dataset = data.test if training_args.do_eval else None
     with _explaining_pushes(training_args):
         trainer = EvaluatedTrainer(
@@ -122,7 +128,7 @@ def make_trainer(
             eval_dataset=eval_dataset,
             processing_class=inputs.processing_class,
             quantization_config=quantization,
-            peft_config=get_peft_config(model_args),
+            peft_config=peft_config,
         )
     check_prompts_fit(trainer, eval_dataset)
     if not training_args.disable_tqdm:
@@ -190,9 +196,9 @@ def _explaining_pushes(training_args: BAPOConfig) -> Iterator[None]:
         ) from error
 
 
-def _choose_rewards(names: list[str] | None, task: MadeTask | None) -> list[Any]:
+def _choose_rewards(names: list[str] | None, task: MadeTask | None, max_completion_length: int) -> list[Any]:
     if names:
-        return resolve_reward_funcs(names)
+        return resolve_reward_funcs(names, max_completion_length)
     if task is None:
         raise InputError("`reward_funcs` is not set: name a reward of TRL's or an import path, see --help.")
     return [task.reward_func]

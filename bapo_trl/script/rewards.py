@@ -54,7 +54,7 @@ def _readings(value: Any) -> list[str]:
     math-verify finds the number in `5 dollars.`, but reads a bare `2\sqrt{3}` as 2, `(1, 2)` as 2, and `x^2+1` not at
     all. In a box these are what they say.
     """
-    whole = [value] if isinstance(value, str) and gold_texts(value) else []
+    whole = [value] if isinstance(value, str) and gold_texts(value) == [value.strip()] else []  # no list of answers
     return whole + [f"\\boxed{{{answer}}}" for answer in gold_answers(value)]
 
 
@@ -88,18 +88,18 @@ REWARDS: dict[str, Callable] = {
     "accuracy_reward": _of_answers(rewards.accuracy_reward),
     "reasoning_accuracy_reward": _of_answers(rewards.reasoning_accuracy_reward),
     "think_format_reward": _of_chats(rewards.think_format_reward),
-    "get_soft_overlong_punishment": rewards.get_soft_overlong_punishment(
-        max_completion_len=1280, soft_punish_cache=256
-    ),
 }
-"""TRL's reward functions by the names that TRL's own scripts give them."""
+"""TRL's reward functions by the names that TRL's own scripts give them, but for the one that depends on a length."""
 
 _NEED_MATH = ("accuracy_reward", "reasoning_accuracy_reward")
 
 
-def resolve_reward_funcs(names: Sequence[str]) -> list[Callable]:
+def resolve_reward_funcs(names: Sequence[str], max_completion_length: int = 256) -> list[Callable]:
     """
     Return reward functions by names in [`REWARDS`] or import paths; modules in the working directory count.
+
+    `get_soft_overlong_punishment` falls from 0 to -1 over the last fifth of the tokens that a completion may have, as
+    in DAPO (https://huggingface.co/papers/2503.14476).
 
     Raises:
         InputError: If a name is neither known nor importable, or needs a package that is not installed.
@@ -110,7 +110,9 @@ def resolve_reward_funcs(names: Sequence[str]) -> list[Callable]:
                 f"`reward_funcs` has '{name}', which needs the package math-verify: install it with "
                 "`pip install 'bapo-trl[math]'`, or name another reward."
             )
-    return [_resolve("reward_funcs", name, REWARDS) for name in names]
+    overlong = rewards.get_soft_overlong_punishment(max_completion_length, max_completion_length // 5)
+    known = {**REWARDS, "get_soft_overlong_punishment": overlong}
+    return [_resolve("reward_funcs", name, known) for name in names]
 
 
 def resolve_extractor(name: str | None) -> Callable[[str], str | None] | None:

@@ -294,6 +294,22 @@ def test_a_recipe_that_evaluates_in_training_evaluates_few_prompts_alone(folder)
     assert len(completions()) == 8
 
 
+def test_an_evaluation_in_training_is_of_prompts_however_few_the_last_batch_has(folder):
+    Path("my_rewards.py").write_text(
+        "def has_digit(completions, prompts, **kwargs):\n    return [float(each == '18+19=') for each in prompts]\n"
+    )
+    of_five = {"eval_dataset": "test.jsonl", "max_eval_samples": 5, "per_device_eval_batch_size": 8}  # 2, 2 and 1
+    run(dataset_name="train.jsonl", eval_strategy="steps", eval_steps=1, **of_five)
+    logs = json.loads(Path("out/trainer_state.json").read_text())["log_history"]
+    (in_training,) = [log for log in logs if "eval_avg@4" in log and log["step"] == 1]
+    assert in_training["eval_avg@4"] == in_training["eval_pass@4"] == pytest.approx(1 / 5)
+
+
+def test_an_evaluation_loads_nothing_to_train_on(folder):
+    run(do_train="false", dataset_name="org/not-here", eval_dataset="test.jsonl")
+    assert len(completions()) == 24
+
+
 @pytest.mark.processes
 def test_two_processes_share_an_evaluation(folder):
     settings = flags(dataset_name="train.jsonl", eval_dataset="test.jsonl", num_generations=4)

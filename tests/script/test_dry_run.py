@@ -76,6 +76,18 @@ def test_the_tables_of_a_run(capsys, tmp_path):
     assert "fits" not in out
 
 
+def test_a_run_on_held_out_prompts_counts_those(capsys):
+    run(dataset_name="train.jsonl", eval_fraction=0.25, do_train="false", dry_run="true")
+    assert "\nPrompts: 4 prompts\n" in capsys.readouterr().out
+
+
+def test_a_punishment_for_length_goes_by_the_length_of_a_completion(capsys):
+    overlong = {"dataset_name": "train.jsonl", "reward_funcs": "get_soft_overlong_punishment", "dry_run": "true"}
+    run(**overlong, max_completion_length=18)  # of 16 tokens, one is in the last 3
+    assert "soft_overlong_punishment_reward: -0.333333\n" in capsys.readouterr().out
+
+
+
 def test_a_completion_beyond_the_window_is_said_to_be_so(capsys):
     run(dataset_name="train.jsonl", dry_run="true", max_completion_length=200000)
     out = capsys.readouterr().out

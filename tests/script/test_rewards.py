@@ -56,12 +56,20 @@ def trls(text, solution):
         ("x^2+1", "x^2+1", "x^2"),
         ('["x^2+1.", "7"]', "7", "8"),
         (["5", None], "5", "None"),
+        # As in Skywork-OR1: the text of the list itself is no answer, in which TRL would find a 2
+        ('["(1, 2)"]', "(1, 2)", "2"),
+        (r'["3 + 2\\sqrt{2}", "7"]', r"3 + 2\sqrt{2}", "2"),
     ],
 )
 def test_an_answer_is_right_as_it_stands_and_as_trl_reads_it(solution, right, wrong):
     assert rewards(ACCURACY, boxed(right), solution) == 1
     assert rewards(REASONING, f"</think>{boxed(right)}", solution) == 1
     assert rewards(ACCURACY, boxed(wrong), solution) == 0
+
+
+def test_the_punishment_for_length_begins_in_the_last_fifth():
+    (overlong,) = resolve_reward_funcs(["get_soft_overlong_punishment"], 100)
+    assert overlong(completion_ids=[[7] * length for length in (3, 80, 90, 100)]) == [0, 0, -0.5, -1]
 
 
 @pytest.mark.parametrize("solution", [None, math.nan, "", [], [None], {"a": 5}])
