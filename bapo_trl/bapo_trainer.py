@@ -303,6 +303,7 @@ class BAPOTrainer(WholeCheckpoints):
 
         def sample():
             with (
+                fixes.keeping_mode(self.model),
                 explained(partial(checks.check_tokens_of_batch, self, prompt_ids)),
                 checks.explaining_broken_logits(self.state.global_step),
             ):

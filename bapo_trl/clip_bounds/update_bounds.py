@@ -57,7 +57,6 @@ class UpdateBounds:
         self._masses_of_buffer: list[Contributions] = []  # of each micro-batch, of all ranks
         self._buffer_of_masses: Sequence[Batch] | None = None
         self._masses_of_update: Contributions | None = None
-        self._versions_on_device: dict[int, torch.Tensor] = {}  # of each micro-batch, by the id of the original
 
     @property
     def is_open(self) -> bool:
@@ -76,7 +75,6 @@ class UpdateBounds:
             window (sequence of `int`): Positions in it of those of the update.
             read_ahead (`Callable`): Returns the tokens of these as their losses will see them.
         """
-        self._copy_versions(buffer, window)
         self._searches_ahead = self._forecasts = False
         self._masses_of_update = None
         if buffer is None or not self._settings.is_adaptive or self._settings.search_scope == "micro_batch":
@@ -125,8 +123,7 @@ class UpdateBounds:
 
         guarded = {name: inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps")}
         guarded["per_token_logps"] = per_token_logps
-        versions = _versions(inputs)
-        staleness = version - self._versions_on_device.get(id(versions), versions)
+        staleness = version - inputs.get("token_versions", inputs["policy_version"])  # (B, T) where tokens have several
         mask = inputs["completion_mask"]
         self._log.add(measure_tokens(tokens, staleness, guarded, mask, self.current, delta, cap))
         return self.current
@@ -200,19 +197,8 @@ class UpdateBounds:
         self.current = bounds
         return bounds
 
-    def _copy_versions(self, buffer: Sequence[Batch] | None, window: Sequence[int]) -> None:
-        """Copy the versions that sampled the update's rows to the device, at once: they lie on the CPU."""
-        originals = [] if buffer is None else [_versions(buffer[position]) for position in window]
-        copies = torch.stack(originals).to(self._accelerator.device) if originals else ()
-        self._versions_on_device = dict(zip(map(id, originals), copies, strict=True))
-
     def _take_masses(self, buffer: Sequence[Batch]) -> None:
         masses = torch.stack([self._read_masses(inputs).as_vector() for inputs in buffer])
         totals = self._accelerator.reduce(masses, reduction="sum")
         self._masses_of_buffer = [Contributions.from_vector(total, SINGLE_POINT) for total in totals]
         self._buffer_of_masses = buffer
-
-
-def _versions(inputs: Batch) -> torch.Tensor:
-    """Return the policy versions that sampled a micro-batch: `(B,)`, or `(B, T)` where its tokens have several."""
-    return inputs.get("token_versions", inputs["policy_version"])

@@ -50,12 +50,15 @@ class BehaviorPolicy:
             # On the CPU: the staleness of rows is counted on the host, without waiting for the device.
             batch["policy_version"] = torch.full((len(batch["prompt_ids"]),), version)
         compares = reports_logps and "sampling_per_token_logps" in batch
-        needs_logps = self._settings.uses_replay or compares
-        if needs_logps and "old_per_token_logps" not in batch:  # TRL leaves them out where it sees an on-policy run
-            batch["old_per_token_logps"] = self._score(batch)
+        scored = batch
+        if "old_per_token_logps" not in batch and (self._settings.uses_replay or compares):
+            # TRL leaves them out where it sees an on-policy run, and takes all ratios to be 1
+            scored = {**batch, "old_per_token_logps": self._score(batch)}
+            if self._settings.uses_replay:
+                batch["old_per_token_logps"] = scored["old_per_token_logps"]
         if compares:
             is_per_sequence = self._settings.vllm_importance_sampling_mode.startswith("sequence")
-            metrics, difference = compare_with_sampler(batch, is_per_sequence, self._accelerator.gather)
+            metrics, difference = compare_with_sampler(scored, is_per_sequence, self._accelerator.gather)
             self._log(metrics)
             self._check_difference(difference)
         return is_sampled_now

@@ -2,6 +2,8 @@
 
 import functools
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,22 @@ def load_onto_numbered_cpus() -> None:
         return storage if location.startswith("cpu:") else None
 
     torch.serialization.register_package(0, lambda storage: None, restore)
+
+
+@contextmanager
+def keeping_mode(model: torch.nn.Module) -> Iterator[None]:
+    """
+    Leave the model in the mode that it is in, training or evaluation.
+
+    With `use_transformers_continuous_batching`, TRL sets it to training after each generation, those of an evaluation
+    too: from its first batch on, an evaluation would be taken for training. Needed up to TRL 1.16 at least.
+    """
+    is_training = model.training
+    try:
+        yield
+    finally:
+        if model.training != is_training:
+            model.train(is_training)
 
 
 def end_training(trainer: Trainer) -> None:

@@ -15,7 +15,7 @@ from tests.e2e.launching import ENGINES, fork, vllm_server
 from tests.helpers.commands import free_port
 from tests.helpers.ranks import read_ranks
 from tests.helpers.scores import assert_scored_by_its_policy, score
-from tests.helpers.toy import OVER_SERVER, ending_model, toy_model
+from tests.helpers.toy import CONTINUOUS_BATCHING, OVER_SERVER, ending_model, toy_model
 from tests.rollouts.test_rollout_rounds import countdown_model
 
 
@@ -23,12 +23,6 @@ from tests.rollouts.test_rollout_rounds import countdown_model
 # 10 tokens of a prompt and 54 of a completion are all that the server's window of 64 takes.
 WIDE = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
 LONGEST = {"max_completion_length": 54, "partial_rollout_chunk_length": 2}
-
-# By itself it would take half of the machine's memory for its cache
-CONTINUOUS_BATCHING = {
-    "use_transformers_continuous_batching": True,
-    "transformers_continuous_batching_config": {"num_blocks": 64, "block_size": 64, "max_batch_tokens": 256},
-}
 
 
 def wide_ending_model(is_tied: bool):

@@ -25,6 +25,12 @@ CPU = {
 
 OVER_SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_importance_sampling_mode": "token_truncate"}
 
+# By itself it would take half of the machine's memory for its cache
+CONTINUOUS_BATCHING = {
+    "use_transformers_continuous_batching": True,
+    "transformers_continuous_batching_config": {"num_blocks": 64, "block_size": 64, "max_batch_tokens": 256},
+}
+
 # Sizes all differ: 6 rows a micro-batch, 3 generations a prompt, up to 7 tokens, 2 micro-batches an update, 2 updates
 # on the samples of a generation, twice over.
 OFF_POLICY = {

@@ -12,7 +12,16 @@ from tests.helpers.alike import assert_same_logs
 from tests.helpers.commands import succeeded
 from tests.helpers.forked import run_python
 from tests.helpers.ranks import read_ranks
-from tests.helpers.toy import CPU, OFF_POLICY, toy_dataset, toy_model, toy_run, toy_trainer, training_logs
+from tests.helpers.toy import (
+    CONTINUOUS_BATCHING,
+    CPU,
+    OFF_POLICY,
+    toy_dataset,
+    toy_model,
+    toy_run,
+    toy_trainer,
+    training_logs,
+)
 from tests.test_bapo_trainer import saved_model
 from tests.vllm_server.test_logp_mismatch import Sampler
 
@@ -441,7 +450,8 @@ def test_every_departure_is_counted(tmp_path, reason, limit):
     assert entered == drawn[-1]["replay/size"] + sum(left.values())
 
 
-def test_evaluation_in_between_changes_nothing(tmp_path):
+@pytest.mark.parametrize("sampler", [{}, pytest.param(CONTINUOUS_BATCHING, marks=pytest.mark.trainings)])
+def test_evaluation_in_between_changes_nothing(tmp_path, sampler):
     class Evaluating(Spy):
         evaluations = 0
 
@@ -450,8 +460,8 @@ def test_evaluation_in_between_changes_nothing(tmp_path):
             with torch.random.fork_rng(devices=[]):  # its samples take random numbers
                 return super().evaluate(*args, **kwargs)
 
-    plain = spied(tmp_path / "plain", num_iterations=2)
-    evaluation = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 6}
+    plain = spied(tmp_path / "plain", num_iterations=2, **sampler)
+    evaluation = {**sampler, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 6}
     trainer = toy_run(
         tmp_path / "evaluating",
         trainer_class=Evaluating,

@@ -134,6 +134,17 @@ class Wrong(Sampler):
 
 
 @pytest.mark.filterwarnings("ignore:.*no clip bound has any effect")
+def test_a_comparison_with_the_sampler_leaves_an_on_policy_run_with_ratios_of_one(tmp_path):
+    """Dropout makes any other pass another one."""
+    args = {"num_iterations": 1, "steps_per_generation": 2, "vllm_logp_tolerance": None}
+    args["vllm_importance_sampling_correction"] = False
+    model = toy_model(attention_dropout=0.3)
+    trainer = toy_run(tmp_path, model, trainer_class=Sampler, **args)
+    for log in training_logs(trainer):
+        assert log["ratio/max"] == log["ratio/min"] == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*no clip bound has any effect")
 @pytest.mark.parametrize("steps_per_generation", [4, 2])  # the second is on-policy: TRL leaves old log-probs out
 def test_the_sampler_is_compared_at_every_generation(tmp_path, steps_per_generation):
     args = {"num_iterations": 1, "steps_per_generation": steps_per_generation}
