@@ -216,15 +216,16 @@ class BAPOConfig(GRPOConfig):
         metadata={
             "help": "Largest mean absolute difference between the log-probabilities of vLLM and of the trainer on the "
             "samples of a generation, in nats a token. Beyond it the training stops: vLLM does not sample from the "
-            "trainer's weights. `None` for no check, nor of whether a server takes the weights it is sent."
+            "trainer's weights. (With settings that bias the samples, such as `top_p`, it warns, once.) `None` for no "
+            "check, nor of whether a server takes the weights it is sent."
         },
     )
     vllm_request_timeout: float = field(
         default=1500.0,
         metadata={
             "help": "Seconds that the vLLM server may take to answer one request: the samples of a generation, or a "
-            "transfer of the weights. After that, and after any other failure of the server, the trainer waits for it "
-            "for `vllm_server_timeout`, joins it again, and repeats the generation."
+            "transfer of the weights. After that, and after any other failure that may pass, the trainer waits for "
+            "the server for `vllm_server_timeout`, joins it again, and repeats the generation, three times at most."
         },
     )
 

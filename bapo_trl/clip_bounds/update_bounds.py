@@ -123,7 +123,7 @@ class UpdateBounds:
 
         guarded = {name: inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps")}
         guarded["per_token_logps"] = per_token_logps
-        staleness = version - inputs.get("token_versions", inputs["policy_version"])  # (B, T) where tokens have several
+        staleness = version - inputs.get("token_versions", inputs["policy_version"])  # (B,), or (B, T) of tokens
         mask = inputs["completion_mask"]
         self._log.add(measure_tokens(tokens, staleness, guarded, mask, self.current, delta, cap))
         return self.current

@@ -50,7 +50,7 @@ def adapter_base(model: str | None, revision: str | None = None) -> str | None:
 
 
 def base_revision(adapter: str, revision: str | None = None) -> str | None:
-    """Return the revision of its base that a saved adapter, itself of some revision, was trained on, if it says one."""
+    """Return the revision of its base that a saved adapter was trained on, if it says one."""
     path = _adapter_config(adapter, revision)
     return None if path is None else json.loads(path.read_text(encoding="utf-8")).get("revision")
 

@@ -53,9 +53,7 @@ def test_runs_that_are_kept_stay_when_another_machine_makes_more(tmp_path, monke
     assert kept["commit"] == f"{first['commit']} to {first['commit']}"
     other_rate = row("x", 2, 0.5)
     other_rate.settings["learning_rate"] = 0.2
-    assert [run["settings"] for run in keep("c", other_rate)["rows"]] == [
-        {"learning_rate": "0.1"}, {"learning_rate": "0.1"}, {"learning_rate": "0.1", "delta": 4.0}, {"learning_rate": 0.2},
-    ]  # fmt: skip
+    assert [run["settings"].get("learning_rate") for run in keep("c", other_rate)["rows"]] == ["0.1"] * 3 + [0.2]
 
 
 def test_a_table_that_is_not_known_is_refused():

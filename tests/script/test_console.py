@@ -76,17 +76,17 @@ def test_a_run_says_at_its_start_how_stale_it_is_and_the_row_of_the_advice_that_
     def line(**args):
         return staleness_line(BAPOConfig("unused", **{**CPU, **OFF_POLICY, **args}))
 
-    stale = {"steps_per_generation": 16, "num_iterations": 1}  # 8 updates
+    stale = {"steps_per_generation": 8, "num_iterations": 1}  # 4 updates
     assert line(**stale) == (
-        "8 updates a generation, of 2 micro-batches each; samples at most 7 policy versions old. "
+        "4 updates a generation, of 2 micro-batches each; samples at most 3 policy versions old. "
         "Samples hardly stale: the defaults will do (docs/stability.md)."
     )
-    stale["steps_per_generation"] = 18
+    stale["steps_per_generation"] = 10
     advised = "Stale samples: loss_type vespo, positive_contribution_target 1.0, negative_weight_min 0.5"
-    assert line(**stale).endswith(f"at most 8 policy versions old. {advised} (docs/stability.md).")
+    assert line(**stale).endswith(f"at most 4 policy versions old. {advised} (docs/stability.md).")
     # As old as the queue has them
     assert f"samples of any age (replay queue). {advised}" in line(replay_fraction=0.25)
-    assert "hardly stale" in line(replay_fraction=0.25, replay_max_staleness=6)
+    assert "hardly stale" in line(num_iterations=1, replay_fraction=0.25, replay_max_staleness=3)
     assert "Stale samples: set as advised (docs/stability.md)" in line(**stale, **ADVICE[1].settings)
     alone = {"steps_per_generation": 1, "gradient_accumulation_steps": 1, "num_iterations": 1}
     assert line(**alone).startswith("1 update a generation, of 1 micro-batch each; samples at most 0")

@@ -87,7 +87,6 @@ def test_a_punishment_for_length_goes_by_the_length_of_a_completion(capsys):
     assert "soft_overlong_punishment_reward: -0.333333\n" in capsys.readouterr().out
 
 
-
 def test_a_completion_beyond_the_window_is_said_to_be_so(capsys):
     run(dataset_name="train.jsonl", dry_run="true", max_completion_length=200000)
     out = capsys.readouterr().out

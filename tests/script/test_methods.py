@@ -41,8 +41,11 @@ def test_a_method_is_its_settings(name):
             ["--method", "grpo", "--gradient_accumulation_steps", "4", "--steps_per_generation", "2"],
             {"steps_per_generation": 2},
         ),
-        # The row of the advice: 8 updates a generation, and 64
-        (["--method", "recommended"], {"loss_type": "dapo", "negative_weight_min": 1.0}),
+        # The row of the advice: 4 updates a generation, and 64
+        (
+            ["--method", "recommended", "--gradient_accumulation_steps", "4"],
+            {"loss_type": "dapo", "negative_weight_min": 1.0},
+        ),
         (
             ["--config", "stale_samples", "--method", "recommended"],
             {"loss_type": "vespo", "negative_weight_min": 0.5},
@@ -86,6 +89,6 @@ def test_flags_that_contradict_a_method_are_refused(flags, message):
 
 
 def test_the_table_of_settings_shows_the_method():
-    _, args, *_ = parse_arguments(["--method", "recommended"])
+    _, args, *_ = parse_arguments(["--method", "recommended", "--gradient_accumulation_steps", "4"])
     assert "method                     recommended" in settings_table(args, "recommended")
     assert "method" not in settings_table(args)

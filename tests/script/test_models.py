@@ -143,9 +143,12 @@ def test_a_single_target_is_a_name(folder):
 def test_an_adapter_goes_onto_the_revision_of_its_base_that_it_was_trained_on(folder, monkeypatch):
     run(dataset_name="train.jsonl", model_revision="step3000", output_dir="adapter", **LORA)
     loaded, load = [], models.create_model_from_path
-    monkeypatch.setattr(
-        models, "create_model_from_path", lambda *args, **kwargs: (loaded.append(kwargs["revision"]), load(*args, **kwargs))[1]
-    )  # fmt: skip
+
+    def noting(*args, revision, **kwargs):
+        loaded.append(revision)
+        return load(*args, revision=revision, **kwargs)
+
+    monkeypatch.setattr(models, "create_model_from_path", noting)
     run(do_train="false", eval_dataset="test.jsonl", model_name_or_path="adapter", merge_adapter="true")
     assert loaded == ["step3000", "step3000"]  # to evaluate it, and to merge it
 

@@ -5,6 +5,7 @@ import json
 import pytest
 from datasets import Dataset, DatasetDict
 
+from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.rewards import resolve_reward_funcs
 from tests.helpers.commands import ROOT
 from tests.helpers.script_runs import CHAT_TEMPLATE, CPU, completions, fill_folder, results, train_bapo
@@ -39,6 +40,13 @@ def run_recipe(name, **settings):
     settings = {**CPU, "use_vllm": "false", **settings}
     flags = [part for flag, value in settings.items() for part in (f"--{flag}", str(value))]
     train_bapo.main(["--config", str(ROOT / "recipes" / f"{name}.yaml"), *flags])
+
+
+@pytest.mark.parametrize("recipe", [path.stem for path in sorted((ROOT / "recipes").glob("*.yaml"))])
+def test_what_a_recipe_saves_is_resumed_without_a_loss(recipe):
+    _, args, *_ = parse_arguments(["--config", recipe, "--output_dir", "out", "--use_cpu", "true", "--bf16", "false"])
+    if args.do_train and args.save_strategy == "steps":
+        assert args.save_steps % args.updates_per_generation == 0
 
 
 @pytest.mark.parametrize(("recipe", "rows"), [("aime24", AIME24), ("aime25", AIME25), ("aime24", OWN)])
