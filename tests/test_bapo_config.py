@@ -46,6 +46,8 @@ def test_every_new_field_has_help_and_is_documented():
         ({"ratio_lower_start": 0}, r"ratio_lower_start.*0.*\(0, 1\]"),
         ({"ratio_lower_max": 1.5}, r"ratio_lower_max.*1.5.*\(0, 1\]"),
         ({"ratio_upper_start": 0.9}, "ratio_upper_start.*0.9.*at least 1"),
+        ({"ratio_upper_max": math.inf}, "ratio_upper_max.*inf.*finite"),
+        ({"ratio_lower_step": math.nan}, "ratio_lower_step.*nan.*finite"),
         ({"contribution_measure": "odds"}, "contribution_measure.*odds.*'gradient'"),
         ({"contribution_weighting": "none"}, "contribution_weighting.*none.*'uniform'"),
         ({"search_order": "both"}, "search_order.*both.*'upper_first'"),

@@ -1,4 +1,4 @@
-"""The search against a plain loop over Algorithm 1, hand-worked values, autograd, and its invariances."""
+"""The search against a plain loop over Algorithm 1, hand-worked values, and its invariances."""
 
 import math
 
@@ -26,9 +26,9 @@ def as_tensors(rows):
     return tokens[..., 0], tokens[..., 1], tokens[..., 2]
 
 
-def random_batch(rows=5, length=11, seed=0, sigma=0.5):
-    generator = torch.Generator().manual_seed(seed)
-    ratio = torch.exp(sigma * torch.randn(rows, length, generator=generator, dtype=torch.float64))
+def random_batch(rows=5, length=11):
+    generator = torch.Generator().manual_seed(0)
+    ratio = torch.exp(0.5 * torch.randn(rows, length, generator=generator, dtype=torch.float64))
     advantages = torch.randn(rows, generator=generator, dtype=torch.float64)
     mask = (torch.rand(rows, length, generator=generator) < 0.8).double()
     return ratio, advantages, mask
@@ -75,26 +75,6 @@ def test_a_range_of_one_point_is_allowed_and_the_other_bound_still_moves():
     assert BoundGrid(lower_start=0.8, lower_max=0.8, upper_start=1.2, upper_max=1.2).is_fixed
     bounds = search_bounds(Contributions(torch.tensor([1.0, 3.0]), torch.tensor([3.0])), grid, target=0.5)
     assert (bounds.low, bounds.high, bounds.steps) == (0.8, 2.0, 1)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"lower_start": 0.95}, "ratio_lower_start.*0.95.*ratio_lower_max.*0.9"),
-        ({"upper_start": 3.5}, "ratio_upper_start.*3.5.*ratio_upper_max.*3.0"),
-        ({"lower_step": 0.0}, "ratio_lower_step.*0.0.*positive"),
-        ({"upper_step": -0.05}, "ratio_upper_step.*-0.05.*positive"),
-        ({"lower_start": 0.0}, r"ratio_lower_start.*0.0.*\(0, 1\]"),
-        ({"lower_start": -0.2}, r"ratio_lower_start.*-0.2.*\(0, 1\]"),
-        ({"lower_max": 1.1}, r"ratio_lower_max.*1.1.*\(0, 1\]"),
-        ({"upper_start": 0.2}, "ratio_upper_start.*0.2.*at least 1"),
-        ({"upper_max": math.inf}, "ratio_upper_max.*inf.*finite"),
-        ({"lower_step": math.nan}, "ratio_lower_step.*nan.*finite"),
-    ],
-)
-def test_bad_grids_are_refused_with_field_and_value(fields, message):
-    with pytest.raises(ValueError, match=message):
-        BoundGrid(**fields)
 
 
 # Golden values
@@ -290,71 +270,7 @@ def test_curves_equal_one_pass_for_each_bound_on_many_tokens(measure, dtype):
         torch.testing.assert_close(curves.negative[k], expected, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("delta", [None, 3.5])
-def test_gradient_measure_is_the_gradient_norm_of_the_clipped_loss(delta):
-    ratio, advantages, weights = random_batch(sigma=0.9)
-    grid = BoundGrid()
-    curves = contributions(ratio, advantages, weights, grid, "gradient", delta)
-    old_logps = torch.zeros_like(ratio)
-    for low_index, high_index in ((0, 0), (7, 20), (15, 36)):
-        logps = ratio.log().requires_grad_()
-        current = torch.exp(logps - old_logps)
-        clipped = current.clamp(grid.lower[low_index], grid.upper[high_index])
-        capped = current if delta is None else current.clamp(max=delta)
-        advantage = advantages.unsqueeze(1)
-        loss = -(weights * torch.min(capped * advantage, clipped * advantage)).sum()
-        (gradient,) = torch.autograd.grad(loss, logps)
-        norms = gradient.abs().sum(dim=1)
-        torch.testing.assert_close(curves.positive[high_index], norms[advantages > 0].sum())
-        torch.testing.assert_close(curves.negative[low_index], norms[advantages < 0].sum())
-
-
 # Invariances
-
-
-@pytest.mark.parametrize("measure", MEASURES)
-def test_permutation_and_padding_change_nothing(measure):
-    ratio, advantages, weights = random_batch()
-    curves = contributions(ratio, advantages, weights, BoundGrid(), measure)
-    rows, columns = torch.randperm(5), torch.randperm(11)
-    shuffled = contributions(
-        ratio[rows][:, columns], advantages[rows], weights[rows][:, columns], BoundGrid(), measure
-    )
-    pad = (0, 3, 0, 2)
-    padded = contributions(
-        torch.nn.functional.pad(ratio, pad, value=1.0),
-        torch.nn.functional.pad(advantages, (0, 2), value=-1.0),
-        torch.nn.functional.pad(weights, pad),
-        BoundGrid(),
-        measure,
-    )
-    for other in (shuffled, padded):
-        torch.testing.assert_close(other.as_vector(), curves.as_vector(), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("measure", MEASURES)
-def test_contributions_of_parts_add_up(measure):
-    ratio, advantages, weights = random_batch(rows=7)
-    whole = contributions(ratio, advantages, weights, BoundGrid(), measure)
-    parts = [
-        contributions(ratio[s], advantages[s], weights[s], BoundGrid(), measure) for s in (slice(0, 2), slice(2, 7))
-    ]
-    torch.testing.assert_close((parts[0] + parts[1]).as_vector(), whole.as_vector(), rtol=1e-12, atol=1e-12)
-    unpacked = Contributions.from_vector(whole.as_vector(), BoundGrid())
-    assert torch.equal(unpacked.positive, whole.positive)
-    assert torch.equal(unpacked.negative, whole.negative)
-
-
-def test_only_the_gradient_measure_gains_from_a_higher_lower_bound():
-    """Why `gradient` is the default: under `surrogate`, the second half of the search moves away from the target."""
-    ratio, advantages, weights = random_batch(rows=40, length=500)
-    gradient, surrogate = (contributions(ratio, advantages, weights, BoundGrid(), measure) for measure in MEASURES)
-    assert (gradient.negative.diff() <= 0).all()
-    assert gradient.negative[-1] < 0.9 * gradient.negative[0]
-    assert (surrogate.negative.diff() >= 0).all()
-    assert surrogate.negative[-1] > 1.05 * surrogate.negative[0]
-    assert (gradient.positive.diff() >= 0).all()
-    assert (surrogate.positive.diff() >= 0).all()
 
 
 def test_sequence_ratios_and_token_advantages_broadcast():
