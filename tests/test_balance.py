@@ -32,36 +32,6 @@ def curves(positive: float, negative: float) -> Contributions:
 # The weight
 
 
-@pytest.mark.parametrize(
-    ("positive", "negative", "target", "smallest", "weight", "share", "met"),
-    [
-        (1.0, 4.0, 0.5, 0.01, 0.25, 0.5, True),
-        (1.0, 4.0, 0.8, 0.01, 0.0625, 0.8, True),
-        (1.0, 4.0, 0.5, 0.5, 0.5, 1 / 3, False),
-        (4.0, 1.0, 0.5, 0.01, 1.0, 0.8, True),
-        (1.0, 0.0, 0.5, 0.01, 1.0, 1.0, True),
-        (0.0, 4.0, 0.5, 0.01, 0.01, 0.0, False),
-        (0.0, 0.0, 0.5, 0.01, 1.0, math.nan, False),
-        (1.0, 4.0, 1.0, 0.01, 0.01, 1 / 1.04, False),
-        (1.0, 4.0, 0.5, 1.0, 1.0, 0.2, False),
-    ],
-)
-def test_the_weight_reaches_the_target_where_it_may(positive, negative, target, smallest, weight, share, met):
-    bounds = search_bounds(curves(positive, negative), GRID, target, negative_weight_min=smallest)
-    assert bounds.negative_weight.item() == pytest.approx(weight)
-    assert bounds.positive_share.item() == pytest.approx(share, nan_ok=True)
-    assert bounds.target_met.item() is met
-
-
-def test_the_weight_comes_after_the_bounds():
-    grid = BoundGrid(lower_start=0.5, lower_max=1.0, lower_step=0.5, upper_start=1.0, upper_max=2.0, upper_step=1.0)
-    both = Contributions(torch.tensor([1.0, 2.0]), torch.tensor([8.0, 6.0]))
-    bounds = search_bounds(both, grid, 0.5, negative_weight_min=0.1)
-    assert (bounds.low.item(), bounds.high.item(), bounds.steps.item()) == (1.0, 2.0, 2)
-    assert bounds.negative_weight.item() == pytest.approx(2 / 6)
-    assert search_bounds(both, grid, 0.2, negative_weight_min=0.1).negative_weight.item() == 1  # the bounds do
-
-
 def gradient_by_sign(trainer, record, inputs) -> torch.Tensor:
     """The gradient of TRL's own loss on `inputs`, at the bounds of the record, with respect to the log-probs."""
     logps = record["logps"].clone().requires_grad_()
@@ -209,16 +179,6 @@ def test_several_passes_weigh_the_advantages_of_the_buffer_each_time_anew(tmp_pa
 
 
 # The cap
-
-
-def test_the_cap_by_hand():
-    ratio, advantages = torch.tensor([[0.5, 2.0, 6.0], [0.5, 2.0, 6.0]]), torch.tensor([1.0, -1.0])
-    grid = BoundGrid(lower_start=0.4, lower_max=0.6, lower_step=0.2, upper_start=3.0, upper_max=7.0, upper_step=4.0)
-    both = contributions(ratio, advantages, torch.ones(2, 3), grid, negative_ratio_cap=3.0)
-    assert both.positive.tolist() == [2.5, 8.5]  # not capped
-    assert both.negative.tolist() == [5.5, 5.0]
-    surrogate = contributions(ratio, advantages, torch.ones(2, 3), grid, "surrogate", negative_ratio_cap=3.0)
-    assert surrogate.negative.tolist() == pytest.approx([5.5, 5.6])
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
