@@ -245,11 +245,6 @@ def test_what_cannot_be_is_refused_with_the_flag_to_change(folder, settings, mes
         run(**{"dataset_name": "train.jsonl", **settings})
 
 
-def test_a_file_is_evaluated_on_as_its_only_split(folder):
-    run(do_train="false", dataset_name="test.jsonl")
-    assert len(completions()) == 24
-
-
 @pytest.mark.parametrize("streaming", ["true", "false"])
 @pytest.mark.parametrize(("count", "expected"), [(2, 2), (100, 6)])
 def test_a_quick_look_is_at_the_first_prompts(folder, streaming, count, expected):
@@ -285,6 +280,7 @@ def test_settings_of_the_training_in_a_recipe_do_not_count_in_an_evaluation(fold
     entry.evaluate(["--config", "trained.yaml", "--num_generations_eval", "2"])
     assert "eval_pass@2" in results()
     assert not list((folder / "out" / "merged").iterdir())
+    assert not {"model.safetensors", "eval_completions_before.jsonl"} & {path.name for path in Path("out").iterdir()}
 
 
 def test_a_recipe_that_evaluates_in_training_evaluates_few_prompts_alone(folder):

@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-import types
 from dataclasses import fields
 
 import pytest
@@ -66,19 +65,6 @@ def test_the_commands_name_themselves(command, capsys):
     ends(cli.main, [command, "--max_stepz", "3"])
     error = f"bapo-trl {command}: error: unknown flag: --max_stepz (the nearest is --max_steps)\n"
     assert capsys.readouterr().err == error
-
-
-def test_the_report_gets_what_stands_behind_it_and_its_status_is_the_command_s(monkeypatch):
-    asked = []
-    module = types.ModuleType("bapo_trl.report.command")
-    module.main = lambda arguments: asked.append(arguments) or 1
-    package = types.ModuleType("bapo_trl.report")
-    package.command = module
-    monkeypatch.setitem(sys.modules, package.__name__, package)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr("bapo_trl.report", package, raising=False)
-    assert cli.main(["report", "outputs/a", "--help"]) == 1
-    assert asked == [["outputs/a", "--help"]]
 
 
 def test_the_recipes_have_a_line_each(capsys):

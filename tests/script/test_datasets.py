@@ -5,7 +5,7 @@ import json
 import pytest
 from datasets import Dataset, DatasetDict
 
-from bapo_trl.script.datasets import load_splits, pick_split
+from bapo_trl.script.datasets import load_splits
 from bapo_trl.script.rewards import REWARDS, resolve_reward_funcs
 
 
@@ -67,13 +67,6 @@ def test_a_revision_in_the_name_is_refused_as_an_id(monkeypatch):
     message = r"`dataset_name` is 'hf://datasets/org/data@main', which is neither a file.*Repo id must use"
     with pytest.raises(ValueError, match=message):
         load_splits("hf://datasets/org/data@main")
-
-
-def test_a_missing_split_is_named_with_those_there_are():
-    splits = DatasetDict(train=Dataset.from_list(ROWS))
-    assert len(pick_split(splits, "train", "dataset_train_split")) == 2
-    with pytest.raises(ValueError, match=r"`dataset_test_split` is 'test'.*\['train'\]"):
-        pick_split(splits, "test", "dataset_test_split")
 
 
 def test_rewards_by_name_and_import_path(tmp_path, monkeypatch):

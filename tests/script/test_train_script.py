@@ -90,27 +90,6 @@ def test_resume_trains_on_from_the_latest_whole_checkpoint(tmp_path):
     assert before[0]["before_avg@4"] == before[1]["before_avg@4"]  # of the warm start, not of the checkpoint
     assert "after\n  avg@4" in out
     assert f"Checkpoint: {tmp_path / 'stopped' / 'checkpoint-4'}" in out
-    finished = train(tmp_path / "stopped", max_steps=4, resume_from_checkpoint="true")
-    assert finished.returncode != 0
-    assert "checkpoint-4, at update 4, and `max_steps` is 4: nothing is left to train" in finished.stderr
-    again = train(tmp_path / "stopped", max_steps=2)
-    assert again.returncode != 0
-    assert "which holds checkpoint-4, model.safetensors of an earlier run" in again.stderr
-
-
-def test_evaluation_alone(tmp_path):
-    out = succeeded(
-        train(
-            tmp_path, program=["-m", "bapo_trl", "evaluate"], per_device_eval_batch_size=64, num_generations_eval=4,
-            resume_from_checkpoint="false",
-        )
-    )  # fmt: skip
-    metrics = json.loads((tmp_path / "eval_results.json").read_text())
-    assert 0 < metrics["eval_reward"] < metrics["eval_reward_best_of_4"] <= 1
-    assert f"Evaluation of {warm_start_path()} on the embedded task" in out
-    assert re.search(r"update +0  eval reward 0\.\d+  reward best of 4 0\.\d+", out)
-    assert not (tmp_path / "model.safetensors").exists()
-    assert "before" not in out
 
 
 @pytest.mark.processes
