@@ -21,13 +21,11 @@ from tests.helpers.alike import assert_same_tensors, weights_of
 from tests.helpers.forked import run_python
 from tests.helpers.script_runs import CHAT_TEMPLATE, run
 from tests.helpers.toy import (
-    brevity,
     digits_reward,
     opt_model,
     reward_model,
     toy_dataset,
     toy_model,
-    toy_run,
     toy_trainer,
     training_logs,
 )
@@ -118,17 +116,6 @@ def test_a_prompt_of_a_stream_is_explained_when_it_comes(tmp_path, prompt, messa
     with pytest.raises((TypeError, ValueError, IndexError), match=message):
         trainer.train()
     assert trainer.state.global_step == 2  # the two updates of the generation before
-
-
-@pytest.mark.trainings
-def test_a_message_of_tool_calls_alone_needs_no_content(tmp_path):
-    tokenizer = character_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content or m.tool_calls[0].function.name }}{% endfor %}="
-    call = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
-    chat = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "3"}]
-    data = {"train_dataset": Dataset.from_list([{"prompt": chat}] * 8), "processing_class": tokenizer}
-    trainer = toy_trainer(tmp_path, reward_funcs=brevity, trainer_args=data, max_steps=1)
-    assert trainer.train().global_step == 1
 
 
 @pytest.mark.trainings
@@ -267,15 +254,6 @@ def test_prompts_of_a_file(folder, prompts, settings, message):
 
 
 @pytest.mark.trainings
-def test_a_tokenizer_without_pad_token_pads_with_its_end_token(tmp_path):
-    tokenizer = character_tokenizer()
-    tokenizer.pad_token = None
-    trainer = toy_trainer(tmp_path, trainer_args={"processing_class": tokenizer})
-    assert trainer.train().global_step == 4
-    assert all(math.isfinite(log["loss"]) for log in training_logs(trainer))
-
-
-@pytest.mark.trainings
 def test_a_tokenizer_without_end_token_is_named(tmp_path):
     tokenizer = character_tokenizer()
     tokenizer.eos_token = None
@@ -382,24 +360,6 @@ def test_what_a_reward_function_raises_is_raised_with_its_name(tmp_path, is_asyn
     assert note.startswith(f"Raised by the reward function `{name}` on 24 samples, the first of them prompt '")
     assert note.endswith("It was given the columns prompts, completions, completion_ids.")
     assert trainer.state.global_step == 0
-
-
-@pytest.mark.trainings
-@pytest.mark.parametrize(
-    "kind", [list, tuple, torch.tensor, np.array, lambda rewards: map(np.float32, rewards), as_async]
-)
-def test_rewards_in_any_shape_that_trl_takes_train_the_same(tmp_path, kind):
-    expected = toy_run(tmp_path)
-    reward = as_async(digits_reward) if kind is as_async else giving(kind)
-    trainer = toy_run(tmp_path, reward_funcs=reward)
-    assert [log["loss"] for log in training_logs(trainer)] == [log["loss"] for log in training_logs(expected)]
-
-
-@pytest.mark.trainings
-def test_none_for_a_sample_means_that_the_function_does_not_apply(tmp_path):
-    trainer = toy_trainer(tmp_path, reward_funcs=[one(None), giving(lambda rewards: [None] * len(rewards))])
-    assert trainer.train().global_step == 4
-    assert all(math.isfinite(log["loss"]) for log in training_logs(trainer))
 
 
 @pytest.mark.trainings
