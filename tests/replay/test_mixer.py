@@ -17,7 +17,6 @@ from tests.helpers.toy import (
     CPU,
     OFF_POLICY,
     toy_dataset,
-    toy_model,
     toy_run,
     toy_trainer,
     training_logs,
@@ -170,39 +169,6 @@ def test_a_capacity_that_cannot_hold_min_staleness_is_refused_with_one_that_can(
     assert any(rows < wanted[i % passes] for i, rows in list(enumerate(rested_rows_by_pass(too_small)))[-passes:])
 
 
-def drawn_by_first_passes(trainer) -> list[float]:
-    """Share of each generation's first batch that came from the queue."""
-    shares = [log["replay/fraction"] for log in training_logs(trainer) if "replay/fraction" in log]
-    return shares[:: trainer.args.num_iterations]
-
-
-@pytest.mark.trainings
-@pytest.mark.parametrize(
-    ("args", "name", "smallest"),
-    [
-        # The first pass trains all, each later pass a whole generation's worth
-        ({"num_iterations": 1}, "replay_max_reuse", 2),
-        ({"num_iterations": 3}, "replay_max_reuse", 4),
-        ({"num_iterations": 2, "replay_min_staleness": 4, "replay_fraction": 1.0}, "replay_max_reuse", 3),
-        ({"num_iterations": 1, "replay_fraction": 0.0, "replay_zero_advantage": True}, "replay_max_reuse", 2),
-        # A generation is 4 versions: its rows are 4 or 8 old at a first pass, and one more at the second update
-        ({"num_iterations": 2}, "replay_max_staleness", 5),
-        ({"num_iterations": 2, "replay_min_staleness": 4}, "replay_max_staleness", 5),
-        ({"num_iterations": 2, "replay_min_staleness": 5}, "replay_max_staleness", 9),
-    ],
-    ids=str,
-)
-def test_limits_under_which_no_first_pass_replays_are_refused_with_one_that_does(tmp_path, args, name, smallest):
-    settings = {**REPLAY, "max_steps": 12 * args["num_iterations"], **args}
-    with pytest.raises(ValueError, match=rf"`{name}` is {smallest - 1}.*at least {smallest}\."):
-        toy_trainer(tmp_path, **settings, **{name: smallest - 1})
-    assert max(drawn_by_first_passes(spied(tmp_path / "enough", **settings, **{name: smallest}))) > 0
-    trainer = toy_trainer(tmp_path / "too_few", trainer_class=Spy, **settings)
-    setattr(trainer.args, name, smallest - 1)  # past the check
-    trainer.train()
-    assert max(drawn_by_first_passes(trainer)) == 0
-
-
 @pytest.mark.parametrize("limit", [{"replay_max_reuse": 2}, {"replay_max_staleness": 3}], ids=str)
 def test_rows_without_advantage_may_be_left_out_of_later_passes_alone(limit):
     """With no share of the first pass to fill, that is a setting of its own; the trainer tells of it."""
@@ -237,12 +203,7 @@ def test_rows_without_advantage_are_replaced(tmp_path):
     def coarse_reward(completions, **kwargs):
         return [float(text[:1].isdigit()) for text in completions]
 
-    settings = {**CPU, **OFF_POLICY, **REPLAY, "replay_fraction": 0.0, "replay_zero_advantage": True}
-    trainer = Spy(
-        toy_model(), coarse_reward, BAPOConfig(str(tmp_path), **settings),
-        train_dataset=toy_dataset(), processing_class=toy_trainer(tmp_path).processing_class,
-    )  # fmt: skip
-    trainer.train()
+    trainer = spied(tmp_path, reward_funcs=coarse_reward, replay_fraction=0.0, replay_zero_advantage=True)
     zero_generated = sum(int((advantages == 0).sum()) for _, advantages in trainer.generated)
     zero_trained = sum(advantage == 0 for _, _, advantage in trainer.trained)
     filled = sum(log.get("replay/zero_advantage_filled", 0) for log in training_logs(trainer))
@@ -620,6 +581,17 @@ def test_on_policy_settings_with_a_queue_have_behaviour_log_probs_and_no_warning
         ),
         ({"replay_max_reuse": 0}, r"replay_max_reuse.*0.*at least 1"),
         ({"replay_max_reuse": 1, "num_iterations": 2}, r"replay_max_reuse.*1.*num_iterations.*2"),
+        # The first pass trains all, each later pass a whole generation's worth
+        ({"replay_max_reuse": 1}, r"`replay_max_reuse` is 1:.*at least 2\."),
+        ({"replay_max_reuse": 3, "num_iterations": 3}, r"`replay_max_reuse` is 3:.*at least 4\."),
+        (
+            {"replay_max_reuse": 2, "num_iterations": 2, "replay_min_staleness": 4, "replay_fraction": 1.0},
+            r"`replay_max_reuse` is 2:.*at least 3\.",
+        ),
+        (
+            {"replay_max_reuse": 1, "replay_fraction": 0.0, "replay_zero_advantage": True},
+            r"`replay_max_reuse` is 1:.*at least 2\.",
+        ),
         (
             {"gradient_accumulation_steps": 8, "num_iterations": 2},
             r"steps_per_generation.*4.*multiple of.*gradient_accumulation_steps",

@@ -160,15 +160,6 @@ def test_rows_without_a_trained_token_are_displaced_first_and_do_not_enter():
     assert (batch.from_queue, batch.zero_advantage_filled, batch.untrained) == (3, 2, 2)
 
 
-def test_rows_rest_until_min_staleness_and_leave_at_max_staleness():
-    queue = ReplayQueue(100, max_staleness=4, min_staleness=2)
-    queue.add(make_rows(0, 2))
-    assert drawn(queue, 2, 1, 1) == []
-    assert drawn(queue, 1, 2, 3) == [0]
-    assert drawn(queue, 2, 4, 5) == []  # they would be 5 versions old at the last update
-    assert (len(queue), queue.evictions.expired) == (0, 2)
-
-
 def test_a_later_pass_that_finds_too_few_rows_keeps_the_shape_with_masked_ones():
     queue = ReplayQueue(100, max_reuse=2)
     fresh = make_rows(0, 3)
@@ -287,12 +278,6 @@ def test_a_header_that_makes_no_sense_is_refused_by_name(tmp_path, state):
     save_file(tensors, path, {"format": FILES.format, "state": state, "checksum": checksum(path.name, state, tensors)})
     with pytest.raises(ValueError, match=f"{path.name} is damaged"):
         load_queue(ReplayQueue(10), tmp_path, 0, 1)
-
-
-def test_no_queue_in_the_folder_is_told(tmp_path):
-    queue = ReplayQueue(10)
-    assert not load_queue(queue, tmp_path, 0, 1)
-    assert len(queue) == 0
 
 
 def test_a_checkpoint_of_the_first_released_format_loads():
