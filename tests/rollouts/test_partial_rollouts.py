@@ -110,19 +110,6 @@ def pool_with(*lengths: list[int]) -> tuple[RolloutPool, dict[int, list[int]]]:
     return pool, {pool.admit({}, [number]): sizes for number, sizes in enumerate(lengths)}
 
 
-def test_groups_leave_in_the_order_in_which_they_became_complete():
-    """Lengths 5 and 2, 3 and 3, 1 and 9; two tokens a call: group 1 after two calls, group 0 after three."""
-    pool, lengths = pool_with([5, 2], [3, 3], [1, 9])
-    calls = 0
-    while not pool.has_enough(2):
-        go_on(pool, lengths, policy_version=0, cap=2)
-        calls += 1
-    assert calls == 3
-    assert [group.id for group in pool.emit(2)] == [1, 0]
-    (left,) = pool
-    assert [completion.tokens for completion in left.completions] == [[EOS], completion_of(2, 1, 9)[:6]]
-
-
 def test_what_may_not_wait_goes_first():
     pool, lengths = pool_with([9], [1])
     go_on(pool, lengths, policy_version=0, cap=4)
@@ -187,12 +174,16 @@ def test_a_completion_ends_with_the_window():
         pool.admit({}, [5] * 9)
 
 
-def test_a_smaller_window_than_before_is_refused():
+def test_a_smaller_window_or_cap_than_before_is_refused():
     pool, lengths = pool_with([9])
     go_on(pool, lengths, 0, cap=6)
     with pytest.raises(ValueError, match=r"sampler takes 7 tokens .* parked and goes on has 7"):
         RolloutPool(1, CAP, [EOS], window=7).restore(pool.state())
     RolloutPool(1, CAP, [EOS], window=8).restore(pool.state())
+    with pytest.raises(
+        ValueError, match="`max_completion_length` is 6, but a parked completion has 6 tokens and goes"
+    ):
+        RolloutPool(1, 6, [EOS]).restore(pool.state())
 
 
 def test_a_sampler_that_stops_early_has_ended_the_completion():
@@ -228,18 +219,3 @@ def test_numbers_stay_unique_when_the_number_of_ranks_changes():
             pool.restore(state)
         new = [pool.admit({}, [7]) for pool in again]
         assert len({*numbers, *new}) == len(numbers) + num_ranks
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ((2, CAP), "`num_generations` is 2, but the parked groups have 1"),
-        ((1, 4), "`max_completion_length` is 4, but a parked completion has 6 tokens and goes on"),
-        ((1, 6), "`max_completion_length` is 6, but a parked completion has 6 tokens and goes on"),
-    ],
-)
-def test_settings_that_no_longer_fit_are_refused(settings, message):
-    pool, lengths = pool_with([9])
-    go_on(pool, lengths, 0, cap=6)
-    with pytest.raises(ValueError, match=message):
-        RolloutPool(*settings, [EOS]).restore(pool.state())

@@ -41,10 +41,6 @@ def test_columns_of_any_size_come_back(tmp_path):
     assert load_pool(tmp_path, 0, 1) == pool.state()
 
 
-def test_a_folder_without_a_pool_has_none(tmp_path):
-    assert load_pool(tmp_path, 0, 1) is None
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
 def test_another_number_of_ranks_deals_the_groups_out_again(tmp_path, num_ranks):
     pools = [pool_of(rank, 3, num_groups) for rank, num_groups in enumerate((2, 0, 3))]

@@ -522,17 +522,12 @@ def test_a_rollout_func_is_refused(tmp_path):
         train(tmp_path, trainer_args={"rollout_func": lambda prompts, trainer: {}})
 
 
-@pytest.mark.parametrize("saves", [True, False])
-def test_what_is_left_in_flight_is_reported(tmp_path, saves):
+@pytest.mark.parametrize(("saves", "oversampling", "left"), [(True, 1.9, "11 groups"), (False, 1.06, "1 group")])
+def test_what_is_left_in_flight_is_reported(tmp_path, saves, oversampling, left):
     saved = " A run that is resumed from its last checkpoint goes on from the groups of that." if saves else ""
-    expected = rf"The run ends with 11 groups in flight \(\d+ tokens\), which have trained nothing\.{saved}$"
+    expected = rf"The run ends with {left} in flight \(\d+ tokens\), which have trained nothing\.{saved}$"
     with pytest.warns(UserWarning, match=expected):
-        train(tmp_path, max_steps=3, **(SAVES if saves else {}))
-
-
-def test_one_group_left_is_reported_as_one(tmp_path):
-    with pytest.warns(UserWarning, match=r"The run ends with 1 group in flight"):
-        train(tmp_path, max_steps=3, partial_rollout_oversampling=1.06)
+        train(tmp_path, max_steps=3, partial_rollout_oversampling=oversampling, **(SAVES if saves else {}))
 
 
 # Checkpoints
@@ -566,11 +561,8 @@ def test_a_checkpoint_inside_a_generation_admits_each_prompt_once(tmp_path):
     assert sorted([*trained, *parked]) == sorted(admitted)
 
 
-@pytest.mark.trainings
-@pytest.mark.parametrize("replay", [{}, {"replay_fraction": 0.25, "num_iterations": 2}], ids=["fresh", "replay"])
-def test_a_second_resume_from_inside_a_generation_loses_no_prompt(tmp_path, replay):
-    """The blocks in which the sampler repeats the prompts go on where they were, and the generations with them."""
-    emitted = []
+def emitting_into(emitted: list[list[str]]) -> type[Recording]:
+    """A trainer that keeps there, by generation, the prompts of the groups that it hands to training."""
 
     class Emitting(Recording):
         def _finish_groups(self, inputs):
@@ -578,13 +570,21 @@ def test_a_second_resume_from_inside_a_generation_loses_no_prompt(tmp_path, repl
             emitted.append([row["prompt"] for row in rollouts.inputs[::2]])
             return rollouts
 
+    return Emitting
+
+
+@pytest.mark.trainings
+@pytest.mark.parametrize("replay", [{}, {"replay_fraction": 0.25, "num_iterations": 2}], ids=["fresh", "replay"])
+def test_a_second_resume_from_inside_a_generation_loses_no_prompt(tmp_path, replay):
+    """The blocks in which the sampler repeats the prompts go on where they were, and the generations with them."""
+    emitted = []
     prompts = [f"{i}+" for i in range(60)]
     settings = {"trainer_args": {"train_dataset": Dataset.from_dict({"prompt": prompts})}, "shuffle_dataset": False}
     updates = 3 * replay.get("num_iterations", 1)  # of a generation
     served = []
     # Saved one update into the second generation, then at the end of the third
     for stop in (updates + 1, 3 * updates, 4 * updates):
-        trainer = trainer_of(tmp_path, Emitting, **SAVES, **settings, **replay, max_steps=stop)
+        trainer = trainer_of(tmp_path, emitting_into(emitted), **SAVES, **settings, **replay, max_steps=stop)
         trainer.train(resume_from_checkpoint=bool(emitted) or None)
         served.append(trainer.prompts)
     assert served == [prompts[:24], prompts[12:36], prompts[36:48]]
@@ -607,20 +607,15 @@ def test_a_checkpoint_before_an_optimizer_step_loses_no_prompt_and_trains_none_t
                 jit.jit_manager.is_checkpoint_requested = True  # as some seconds after SIGTERM
 
     emitted = []
-
-    class Emitting(Recording):
-        def _finish_groups(self, inputs):
-            rollouts = super()._finish_groups(inputs)
-            emitted.append([row["prompt"] for row in rollouts.inputs[::2]])
-            return rollouts
-
     data = {"train_dataset": Dataset.from_dict({"prompt": [f"{i}+" for i in range(60)]})}
     settings = {"shuffle_dataset": False, "steps_per_generation": steps_per_generation, "enable_jit_checkpoint": True}
-    first = trainer_of(tmp_path, Emitting, trainer_args={**data, "callbacks": [Terminated()]}, **settings)
+    first = trainer_of(
+        tmp_path, emitting_into(emitted), trainer_args={**data, "callbacks": [Terminated()]}, **settings
+    )
     first.train()
     assert len(emitted) == 2
     updates = 3 * steps_per_generation // 2
-    second = trainer_of(tmp_path, Emitting, trainer_args=data, **settings, max_steps=updates)
+    second = trainer_of(tmp_path, emitting_into(emitted), trainer_args=data, **settings, max_steps=updates)
     second.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{stop - 1}"))
     del emitted[1]
     parked = [group.inputs["prompt"] for group in second._rounds.pool]
