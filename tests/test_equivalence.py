@@ -46,13 +46,6 @@ def test_fixed_bounds_equal_grpo_trainer_bit_for_bit(tmp_path, loss_type, scope)
     assert_same_logs(grpo, bapo)
 
 
-def test_grpo_and_adaptive_bounds_do_part(tmp_path):
-    """The test above can fail: with a range left to search, the runs differ."""
-    fixed, adaptive = toy_run(tmp_path, **FIXED), toy_run(tmp_path, positive_contribution_target=0.9)
-    with pytest.raises(AssertionError):
-        assert_same_weights(fixed, adaptive)
-
-
 # Sharding
 
 

@@ -28,9 +28,3 @@ def test_a_long_run_does_not_grow(tmp_path):
     for name, limit in {"memory": 0.05, "CPU seconds": CPU_LIMIT}.items():
         values = [line[name] for line in warm]
         assert growth(values) < limit * median(values), name
-
-
-@pytest.mark.parametrize(("slope", "grows"), [(0.0, False), (0.002, True)])
-def test_the_slope_tells_growth_from_noise(slope, grows):
-    values = [10 + slope * i + (i * 7919 % 13) / 13 + (50 if i % 100 == 0 else 0) for i in range(800)]
-    assert (growth(values) > 0.05 * median(values)) == grows

@@ -1,4 +1,4 @@
-"""A real chat model the whole way, as users go it: fetch, train with LoRA, resume, merge, evaluate."""
+"""A real chat model the whole way, as users go it: fetch, train with LoRA, resume, evaluate."""
 
 import json
 import re
@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -100,30 +99,6 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(run, folder, tmp_path):
     assert [log["step"] for log in resumed] == [1, 2, 3, 4]
     for key in ("grad_norm", "bapo/positive_share", "reward", "completions/mean_length"):
         assert [log.get(key) for log in resumed] == [log.get(key) for log in straight], key
-
-
-def test_a_merged_adapter_is_the_same_model_and_is_evaluated(run, folder, tmp_path):
-    model, tokenizer = load(folder)
-    adapted = PeftModel.from_pretrained(model, run[0]).eval()
-    ids = tokenizer.apply_chat_template(ask(59, 19), return_tensors="pt", return_dict=True)["input_ids"]
-    with torch.no_grad():
-        before = adapted(ids).logits.log_softmax(-1)
-        merged = adapted.merge_and_unload()
-        torch.testing.assert_close(merged(ids).logits.log_softmax(-1), before, rtol=0, atol=1e-3)
-    merged.save_pretrained(tmp_path / "merged")
-    tokenizer.save_pretrained(tmp_path / "merged")
-    (tmp_path / "problems.jsonl").write_text(
-        "\n".join(json.dumps(row) for row in load_chat_sums().test_dataset.select(range(16)))
-    )
-    out = train_bapo(
-        tmp_path / "out", do_train="false", do_eval="true", model_name_or_path=tmp_path / "merged",
-        dataset_name=tmp_path / "problems.jsonl", dataset_test_split="train",
-        reward_funcs="bapo_trl.tasks.sums.last_number_reward", per_device_eval_batch_size=16,
-        num_generations_eval=1, max_completion_length=16,
-    )  # fmt: skip
-    assert f"Evaluation of {tmp_path / 'merged'}" in out
-    metrics = json.loads((tmp_path / "out" / "eval_results.json").read_text())
-    assert 0 <= metrics["eval_reward"] <= 1
 
 
 def test_the_rounding_of_half_precision_is_not_taken_for_padding(folder, tmp_path, recwarn):

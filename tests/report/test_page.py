@@ -123,16 +123,6 @@ def test_undefined_values_leave_gaps(tmp_path):
     assert "nan" not in norm.lower().replace("dominant", "")
 
 
-def test_a_resumed_run_is_drawn_once(tmp_path):
-    doubled = save_run(tmp_path / "doubled", [*made_logs(10), *made_logs(5, first=6, reward=0.9)])
-    straight = save_run(tmp_path / "straight", made_logs(10, reward=[0.5] * 5 + [0.9]))
-    bodies = []
-    for run in (doubled, straight):
-        _, html = report(tmp_path / f"report-{run.name}", run)
-        bodies.append(html[html.index("<h2>Health") :].replace(run.name, ""))
-    assert bodies[0] == bodies[1]
-
-
 def test_what_users_wrote_is_escaped(tmp_path):
     name = "a<b>&'\"`c` $x^{$"
     run = save_run(tmp_path / name, made_logs(), {"reward_funcs": ["<script>alert(1)</script>"], "seed": 1})

@@ -121,22 +121,6 @@ def test_a_server_that_was_started_anew_goes_on_with_the_parked_completions(monk
     assert [int(batch["completion_mask"].any(dim=1).sum()) for batch in trainer.batches] == [2, 24, 24, 24]
 
 
-@needs_vllm_server
-def test_without_partial_rollouts_a_restarted_server_gets_the_weights_too(monkeypatch, tmp_path):
-    class Restarted(BAPOTrainer):
-        def _generate_and_score_completions(self, inputs):
-            if self.state.global_step == 2:
-                self.vllm_generation.restart()
-            return super()._generate_and_score_completions(inputs)
-
-    trainer = vllm_trainer(monkeypatch, tmp_path, trainer_class=Restarted, num_iterations=1)
-    with pytest.warns(UserWarning, match="server was started anew"):
-        trainer.train()
-    for log in training_logs(trainer):
-        if "reward" in log:
-            assert log["sampling/sampling_logp_difference/max"] < 1e-5
-
-
 class RestartingInRequest(FakeVLLM):
     """Started anew during a request, which TRL's client repeats: the answer is that of the first weights."""
 

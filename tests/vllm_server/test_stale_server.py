@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from bapo_trl import BAPOConfig
 from bapo_trl.vllm_server.stale_server import Reading, StaleServerCheck, choose_sequence, share_followed, stands_still
 from tests.helpers.alike import assert_same_weights
 from tests.helpers.fake_vllm import FakeVLLM, needs_vllm_server, vllm_trainer
@@ -81,16 +80,6 @@ def test_a_server_that_no_longer_takes_weights_is_noticed(
 ):
     with pytest.raises(RuntimeError, match=r"does not take the trainer's weights: .* made -?0\.0\d of the trainer's"):
         train(monkeypatch, tmp_path, deaf(server, heard), learning_rate=learning_rate, max_steps=heard + transfers)
-
-
-@trains_over_a_server
-def test_the_difference_of_log_probabilities_alone_does_not_tell(monkeypatch, tmp_path):
-    monkeypatch.setattr(StaleServerCheck, "__call__", lambda *args: {})
-    default = BAPOConfig(tmp_path, use_cpu=True, bf16=False).vllm_logp_tolerance
-    settings = {"learning_rate": 1e-6, "max_steps": 30, "vllm_logp_tolerance": default}
-    trainer = train(monkeypatch, tmp_path, deaf(InFloat32), **settings)
-    assert trainer.vllm_generation.vllm_client.num_syncs >= 30
-    assert training_logs(trainer)[-1]["sampling/sampling_logp_difference/mean"] < default / 100
 
 
 @trains_over_a_server
