@@ -66,8 +66,7 @@ def test_gradients_of_negative_tokens_scale_by_the_weight_and_others_stay(tmp_pa
     assert any(0.05 < weight < 1 for weight in weights)
 
 
-@pytest.mark.parametrize("name", NINE_LOSSES)
-@pytest.mark.parametrize("scope", ["batch", "carried_over"])
+@pytest.mark.parametrize(("name", "scope"), [*((name, "carried_over") for name in NINE_LOSSES), ("dapo", "batch")])
 def test_a_target_of_one_is_a_constant_weight_from_the_first_micro_batch_on_without_another_forward(
     tmp_path, name, scope
 ):

@@ -386,8 +386,17 @@ def scored(base: type, scores: dict[int, float]) -> type:
 
 
 @pytest.mark.trainings
-@pytest.mark.parametrize(("strategy", "limit"), [("steps", None), ("steps", 1), ("best", 2)])
-@pytest.mark.parametrize("scores", [{2: 1, 4: 3, 6: 2}, {2: 1, 4: 2, 6: 3}, {2: 3, 4: 2, 6: 1}], ids=[4, 6, 2])
+@pytest.mark.parametrize(
+    ("strategy", "limit", "scores"),
+    [
+        ("steps", None, {2: 1, 4: 3, 6: 2}),
+        ("steps", 1, {2: 1, 4: 3, 6: 2}),
+        ("steps", 1, {2: 3, 4: 2, 6: 1}),
+        ("best", 2, {2: 1, 4: 3, 6: 2}),
+        ("best", 2, {2: 1, 4: 2, 6: 3}),
+    ],
+    ids=str,
+)
 def test_the_best_checkpoint_is_that_of_transformers_under_its_name(tmp_path, strategy, limit, scores):
     def run(name, base):
         args = {"save_strategy": strategy, "save_total_limit": limit, "load_best_model_at_end": True}

@@ -17,6 +17,11 @@ pytestmark = pytest.mark.trainings
 
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
+# Each loss in the default scope, and one in each other
+LOSSES_AND_SCOPES = [
+    *((loss_type, "carried_over") for loss_type in LOSS_TYPES),
+    *(("dapo", scope) for scope in SCOPES if scope != "carried_over"),
+]
 
 
 class WeightsBefore(TrainerCallback):
@@ -141,20 +146,24 @@ def finite_run(trainer, args) -> list[dict]:
     return logs
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_ratios_of_e_20_leave_loss_gradient_and_bounds_finite(tmp_path, loss_type, level):
-    for scope, weight in zip(SCOPES, (1.0, 0.05, 0.05), strict=True):
-        args = {"search_scope": scope, "negative_weight_min": weight, "max_steps": 2}
-        cap = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
-        settings = {"loss_type": loss_type, "importance_sampling_level": level, "gradient_checkpointing": False}
-        logs = finite_run(toy_trainer(tmp_path, trainer_class=FarBehavior, **settings, **args, **cap), args)
-        assert logs[0]["ratio/max"] == pytest.approx(math.exp(20), rel=1e-3)
-        assert logs[0]["ratio/min"] == pytest.approx(math.exp(-20), rel=1e-3)
+@pytest.mark.parametrize(
+    ("loss_type", "level", "scope", "weight"),
+    [
+        *((loss_type, level, "carried_over", 0.05) for loss_type in LOSS_TYPES for level in ("token", "sequence")),
+        ("dapo", "token", "batch", 1.0),
+        ("dapo", "sequence", "micro_batch", 0.05),
+    ],
+)
+def test_ratios_of_e_20_leave_loss_gradient_and_bounds_finite(tmp_path, loss_type, level, scope, weight):
+    args = {"search_scope": scope, "negative_weight_min": weight, "max_steps": 2}
+    cap = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
+    settings = {"loss_type": loss_type, "importance_sampling_level": level, "gradient_checkpointing": False}
+    logs = finite_run(toy_trainer(tmp_path, trainer_class=FarBehavior, **settings, **args, **cap), args)
+    assert logs[0]["ratio/max"] == pytest.approx(math.exp(20), rel=1e-3)
+    assert logs[0]["ratio/min"] == pytest.approx(math.exp(-20), rel=1e-3)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("scope", ["batch", "carried_over"])
+@pytest.mark.parametrize(("loss_type", "scope"), [case for case in LOSSES_AND_SCOPES if case[1] != "micro_batch"])
 def test_ratios_beyond_float32_stop_before_the_optimizer_step(tmp_path, loss_type, scope):
     class Beyond(FarBehavior):
         distance = 100.0
@@ -168,8 +177,7 @@ def test_ratios_beyond_float32_stop_before_the_optimizer_step(tmp_path, loss_typ
 # Advantages
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize(("loss_type", "scope"), LOSSES_AND_SCOPES)
 def test_updates_without_any_advantage_train_nothing(tmp_path, loss_type, scope):
     args = {"search_scope": scope, "negative_weight_min": 0.05, "max_steps": 2}
     cap = {"epsilon_high": 5.0} if loss_type == "cispo" else {}

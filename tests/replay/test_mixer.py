@@ -143,12 +143,9 @@ def rested_rows_by_pass(trainer) -> list[int]:
     [
         # Before the draw at version 2 g, rows of generations g - 1 and g - 2 are younger than 6
         ({"replay_fraction": 1.0, "replay_min_staleness": 6}, 3 * 24, [24]),
-        ({"replay_fraction": 1.0, "replay_min_staleness": 5}, 3 * 24, [24]),
         ({"replay_fraction": 0.5, "replay_min_staleness": 6}, 2 * 24 + 12, [12]),
         # A generation is 4 versions: at its second pass, at 4 g + 2, it is in the queue itself
         ({"replay_fraction": 1.0, "replay_min_staleness": 6, "num_iterations": 2}, 2 * 24, [24, 24]),
-        ({"replay_fraction": 1.0, "replay_min_staleness": 7, "num_iterations": 2}, 3 * 24, [24, 24]),
-        ({"replay_fraction": 0.25, "replay_min_staleness": 3, "num_iterations": 2}, 2 * 24, [6, 24]),
         ({"replay_fraction": 0.25, "replay_min_staleness": 11, "num_iterations": 3}, 3 * 24, [6, 24, 24]),
     ],
     ids=str,
