@@ -1,12 +1,8 @@
-"""The hard task of the stability study: its problems, its demonstrations, its reward and its warm start."""
+"""The hard task of the stability study: its problems, its demonstrations and its reward."""
 
 import random
 import re
-from dataclasses import replace
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from bapo_trl.tasks import warm_start_path
 from benchmarks import running_totals
 from benchmarks.running_totals import final_answer_reward, load_running_totals
 
@@ -74,15 +70,3 @@ def test_only_the_text_after_the_last_mark_is_checked():
     completions = ["b7=11#11", "#5#11", "#11#5", "11", "#", "#11 ", ""]
     rewards = final_answer_reward(completions, answer=["11"] * 7, prompts=[""] * 7)
     assert rewards == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-
-
-def test_the_task_owns_its_warm_start(tmp_path, monkeypatch):
-    """Of its own tokenizer and model; two updates show that."""
-    monkeypatch.setenv("BAPO_TRL_CACHE", str(tmp_path))
-    task = load_running_totals()
-    path = warm_start_path(task=replace(task, warm_start=replace(task.warm_start, num_steps=2, batch_size=3)))
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-    assert path.name.startswith("running_totals-")
-    assert model.config.hidden_size == 32
-    assert model.config.vocab_size == len(tokenizer) == len(running_totals.ALPHABET) + 2
-    assert tokenizer.decode(tokenizer("b7??????=1#1")["input_ids"]) == "b7??????=1#1"
