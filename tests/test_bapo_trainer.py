@@ -188,6 +188,18 @@ def test_the_logged_share_is_that_of_the_actual_loss(tmp_path, scope, args):
     assert_logged_shares_are_those_of_the_loss(trainer)
 
 
+@pytest.mark.parametrize("scope", AHEAD)
+def test_dropout_is_the_same_in_the_search_and_in_the_loss(tmp_path, scope):
+    model = toy_model(attention_dropout=0.3)
+    trainer = trained(tmp_path / "attention", model=model, search_scope=scope)
+    assert_logged_shares_are_those_of_the_loss(trainer)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.5, init_lora_weights=False)
+    trainer = trained(tmp_path / "lora", trainer_args={"peft_config": lora}, search_scope=scope)
+    assert_logged_shares_are_those_of_the_loss(trainer)
+    updates = {"batch": 4, "carried_over": 1}[scope]
+    assert trainer.look_ahead_calls == updates * 2  # not skipped after generation: under dropout no ratio is 1
+
+
 def test_behaviour_probabilities_weigh_on_policy_samples_too(tmp_path):
     with pytest.warns(UserWarning, match="always 1"):
         trainer = trained(
