@@ -57,6 +57,8 @@ class UpdateBounds:
         self._masses_of_buffer: list[Contributions] = []  # of each micro-batch, of all ranks
         self._buffer_of_masses: Sequence[Batch] | None = None
         self._masses_of_update: Contributions | None = None
+        # Of each micro-batch, by the id of the original, which is held: else another tensor may get that id
+        self._versions_on_device: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
     def is_open(self) -> bool:
@@ -75,6 +77,7 @@ class UpdateBounds:
             window (sequence of `int`): Positions in it of those of the update.
             read_ahead (`Callable`): Returns the tokens of these as their losses will see them.
         """
+        self._copy_versions(buffer, window)
         self._searches_ahead = self._forecasts = False
         self._masses_of_update = None
         if buffer is None or not self._settings.is_adaptive or self._settings.search_scope == "micro_batch":
@@ -123,7 +126,9 @@ class UpdateBounds:
 
         guarded = {name: inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps")}
         guarded["per_token_logps"] = per_token_logps
-        staleness = version - inputs.get("token_versions", inputs["policy_version"])  # (B,), or (B, T) of tokens
+        versions = _versions(inputs)
+        _, on_device = self._versions_on_device.get(id(versions), (versions, versions))
+        staleness = version - on_device
         mask = inputs["completion_mask"]
         self._log.add(measure_tokens(tokens, staleness, guarded, mask, self.current, delta, cap))
         return self.current
@@ -197,8 +202,19 @@ class UpdateBounds:
         self.current = bounds
         return bounds
 
+    def _copy_versions(self, buffer: Sequence[Batch] | None, window: Sequence[int]) -> None:
+        """Copy the versions that sampled the update's rows to the device, at once: they lie on the CPU."""
+        originals = [] if buffer is None else [_versions(buffer[position]) for position in window]
+        copies = torch.stack(originals).to(self._accelerator.device) if originals else ()
+        self._versions_on_device = {id(each): (each, copy) for each, copy in zip(originals, copies, strict=True)}
+
     def _take_masses(self, buffer: Sequence[Batch]) -> None:
         masses = torch.stack([self._read_masses(inputs).as_vector() for inputs in buffer])
         totals = self._accelerator.reduce(masses, reduction="sum")
         self._masses_of_buffer = [Contributions.from_vector(total, SINGLE_POINT) for total in totals]
         self._buffer_of_masses = buffer
+
+
+def _versions(inputs: Batch) -> torch.Tensor:
+    """Return the policy versions that sampled a micro-batch: `(B,)`, or `(B, T)` where its tokens have several."""
+    return inputs.get("token_versions", inputs["policy_version"])
