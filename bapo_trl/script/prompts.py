@@ -1,8 +1,10 @@
 """Rows of any columns become prompts and answers as the trainer and the reward functions take them."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -10,6 +12,7 @@ from datasets import Dataset, IterableDataset
 from ..errors import InputError
 from ..evaluation.answers import gold_texts
 from ..plan.samples import TEXT_FOR_CHAT
+from ..report.runs import SETTINGS_FILE
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,26 @@ def prompts_line(dataset: Dataset | IterableDataset, processing_class: Any) -> s
         return "Prompts: chat messages"
     expects_chat = getattr(processing_class, "chat_template", None) is not None
     return f"Prompts: {TEXT_FOR_CHAT if expects_chat else 'plain text'}"
+
+
+def other_form_line(model: str, flags: Any) -> str | None:
+    """
+    Return what the terminal says of a saved model that was trained with another template or system prompt.
+
+    `None` where its `run_settings.json` says that it was not, and where there is none to read.
+    """
+    for folder in (Path(model), Path(model).parent):  # a checkpoint lies in the folder of its run
+        try:
+            trained = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        other = [
+            f"`{name}` {trained[name]!r}, now {getattr(flags, name)!r}"
+            for name in ("prompt_template", "system_prompt")
+            if name in trained and trained[name] != getattr(flags, name)
+        ]
+        return f"Note: {model} was trained on prompts of another form: {'; '.join(other)}." if other else None
+    return None
 
 
 def count_missing_answers(dataset: Dataset | IterableDataset) -> int:

@@ -26,7 +26,7 @@ from .earlier_run import check_output_dir, remove_earlier_run
 from .models import adapter_base, check_adapter, check_merged, save_merged
 from .planning import print_plan
 from .preparation import Inputs, gather_inputs, make_trainer
-from .prompts import count_missing_answers, prompts_line
+from .prompts import count_missing_answers, other_form_line, prompts_line
 from .recipes import DEMO_FOLDER
 
 
@@ -73,6 +73,9 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
         say(speed)
     if not training_args.do_train and data.test is not None:
         say(prompts_line(data.test, trainer.processing_class))
+        other_form = other_form_line(model, script_args)
+        if other_form is not None:
+            say(other_form)
 
     if training_args.do_train:
         with trainer.holding_output_dir():

@@ -301,6 +301,19 @@ def test_an_evaluation_in_training_is_of_prompts_however_few_the_last_batch_has(
     assert in_training["eval_avg@4"] == in_training["eval_pass@4"] == pytest.approx(1 / 5)
 
 
+def test_an_evaluation_on_prompts_of_another_form_than_those_of_the_training_says_so(folder, capsys):
+    formed = {"prompt_column": "prompt", "prompt_template": "Q: {prompt}"}
+    run(dataset_name="train.jsonl", save_strategy="steps", save_steps=1, **formed)
+    for saved in ("out", "out/checkpoint-1"):
+        alone = {"do_train": "false", "eval_dataset": "test.jsonl", "output_dir": "new", "model_name_or_path": saved}
+        capsys.readouterr()
+        run(**alone)
+        other = f"Note: {saved} was trained on prompts of another form: `prompt_template` 'Q: {{prompt}}', now None.\n"
+        assert other in capsys.readouterr().out
+        run(**alone, **formed)
+        assert "another form" not in capsys.readouterr().out
+
+
 def test_an_evaluation_loads_nothing_to_train_on(folder):
     run(do_train="false", dataset_name="org/not-here", eval_dataset="test.jsonl")
     assert len(completions()) == 24
