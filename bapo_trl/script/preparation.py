@@ -196,7 +196,7 @@ def _explaining_pushes(training_args: BAPOConfig) -> Iterator[None]:
         ) from error
 
 
-def _choose_rewards(names: list[str] | None, task: MadeTask | None, max_completion_length: int) -> list[Any]:
+def _choose_rewards(names: list[str] | None, task: MadeTask | None, max_completion_length: int | None) -> list[Any]:
     if names:
         return resolve_reward_funcs(names, max_completion_length)
     if task is None:

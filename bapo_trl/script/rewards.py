@@ -91,10 +91,11 @@ REWARDS: dict[str, Callable] = {
 }
 """TRL's reward functions by the names that TRL's own scripts give them, but for the one that depends on a length."""
 
+_OVERLONG = "get_soft_overlong_punishment"
 _NEED_MATH = ("accuracy_reward", "reasoning_accuracy_reward")
 
 
-def resolve_reward_funcs(names: Sequence[str], max_completion_length: int = 256) -> list[Callable]:
+def resolve_reward_funcs(names: Sequence[str], max_completion_length: int | None = 256) -> list[Callable]:
     """
     Return reward functions by names in [`REWARDS`] or import paths; modules in the working directory count.
 
@@ -110,8 +111,10 @@ def resolve_reward_funcs(names: Sequence[str], max_completion_length: int = 256)
                 f"`reward_funcs` has '{name}', which needs the package math-verify: install it with "
                 "`pip install 'bapo-trl[math]'`, or name another reward."
             )
-    overlong = rewards.get_soft_overlong_punishment(max_completion_length, max_completion_length // 5)
-    known = {**REWARDS, "get_soft_overlong_punishment": overlong}
+    length = max_completion_length or 0
+    if _OVERLONG in names and not length:
+        raise InputError(f"`reward_funcs` has '{_OVERLONG}', and `max_completion_length` is not set: set it.")
+    known = {**REWARDS, _OVERLONG: rewards.get_soft_overlong_punishment(length, length // 5)}
     return [_resolve("reward_funcs", name, known) for name in names]
 
 
