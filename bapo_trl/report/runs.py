@@ -101,9 +101,9 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
 
 
 def read_settings(folder: Path) -> Mapping:
-    """Return the settings of a run by one of its folders, the one it saves to or a checkpoint; empty if none."""
+    """Return the settings of a run by a folder of it: what it saves to, a checkpoint, `merged`; empty if none."""
     for candidate in (folder / SETTINGS_FILE, folder.parent / SETTINGS_FILE):
-        if candidate.is_file() and (candidate.parent == folder or folder.name.startswith("checkpoint-")):
+        if candidate.is_file() and (candidate.parent == folder or folder.name.startswith(("checkpoint-", "merged"))):
             settings = read_json(candidate)
             if not isinstance(settings, dict):
                 raise InputError(f"{candidate} is damaged: no settings by name. Remove it; the report goes without.")

@@ -1,6 +1,5 @@
 """Rows of any columns become prompts and answers as the trainer and the reward functions take them."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from datasets import Dataset, IterableDataset
 from ..errors import InputError
 from ..evaluation.answers import gold_texts
 from ..plan.samples import TEXT_FOR_CHAT
-from ..report.runs import SETTINGS_FILE
+from ..report.runs import read_settings
 
 
 @dataclass(frozen=True)
@@ -89,23 +88,17 @@ def prompts_line(dataset: Dataset | IterableDataset, processing_class: Any) -> s
 
 
 def other_form_line(model: str, flags: Any) -> str | None:
-    """
-    Return what the terminal says of a saved model that was trained with another template or system prompt.
-
-    `None` where its `run_settings.json` says that it was not, and where there is none to read.
-    """
-    for folder in (Path(model), Path(model).parent):  # a checkpoint lies in the folder of its run
-        try:
-            trained = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        other = [
-            f"`{name}` {trained[name]!r}, now {getattr(flags, name)!r}"
-            for name in ("prompt_template", "system_prompt")
-            if name in trained and trained[name] != getattr(flags, name)
-        ]
-        return f"Note: {model} was trained on prompts of another form: {'; '.join(other)}." if other else None
-    return None
+    """Return what the terminal says of a saved model if its run had another template or system prompt, else `None`."""
+    try:
+        trained = read_settings(Path(model))
+    except InputError as error:
+        return f"Note: {error}"
+    other = [
+        f"`{name}` {trained[name]!r}, now {getattr(flags, name)!r}"
+        for name in ("prompt_template", "system_prompt")
+        if name in trained and trained[name] != getattr(flags, name)
+    ]
+    return f"Note: {model} was trained on prompts of another form: {'; '.join(other)}." if other else None
 
 
 def count_missing_answers(dataset: Dataset | IterableDataset) -> int:

@@ -304,7 +304,11 @@ def test_an_evaluation_in_training_is_of_prompts_however_few_the_last_batch_has(
 def test_an_evaluation_on_prompts_of_another_form_than_those_of_the_training_says_so(folder, capsys):
     formed = {"prompt_column": "prompt", "prompt_template": "Q: {prompt}"}
     run(dataset_name="train.jsonl", save_strategy="steps", save_steps=1, **formed)
-    for saved in ("out", "out/checkpoint-1"):
+    for copy in ("out/merged", "out/of-others"):  # the latter is none of the run's folders
+        shutil.copytree("out/checkpoint-1", copy)
+    run(do_train="false", eval_dataset="test.jsonl", output_dir="new", model_name_or_path="out/of-others")
+    assert "another form" not in capsys.readouterr().out
+    for saved in ("out", "out/checkpoint-1", "out/merged"):
         alone = {"do_train": "false", "eval_dataset": "test.jsonl", "output_dir": "new", "model_name_or_path": saved}
         capsys.readouterr()
         run(**alone)
