@@ -5,13 +5,12 @@ Fill the tables of `docs/results.md` and `README.md` from the runs in `benchmark
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`; `TABLES` says what it is of. To print all that a study
 holds: `python -m benchmarks.pages stability` (any file of runs), with `--against ARM`. To keep the runs that `bapo-trl
-compare` made: `python -m benchmarks.pages --keep outputs/FOLDER`.
+compare` made: `python -m benchmarks.pages --keep outputs/FOLDER --commit COMMIT`.
 """
 
 import argparse
 import json
 import re
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -62,19 +61,26 @@ def finals(runs: Sequence[Row]) -> dict[str, dict[int, float]]:
     """Return the final accuracy of each arm by seed."""
     by_arm: dict[str, dict[int, float]] = {}
     for row in runs:
-        by_arm.setdefault(row.arm, {})[row.seed] = row.final
+        if row.final is not None:  # as it is for a run that failed
+            by_arm.setdefault(row.arm, {})[row.seed] = row.final
     return by_arm
 
 
-def final_table(settings: Mapping[str, Sequence[Row]], against: str, arms: Sequence[str] = ()) -> str:
-    """Return a table of final accuracies, and of how far each arm ends above one of them on the same seeds."""
+def final_table(
+    settings: Mapping[str, Sequence[Row]], against: str, arms: Sequence[str] = (), comparisons: int = 1
+) -> str:
+    """
+    Return a table of final accuracies, and of how far each arm ends above one of them on the same seeds, by intervals
+    that hold for so many `comparisons` at once.
+    """
     by_setting = {name: finals(runs) for name, runs in settings.items()}
     arms = arms or list(dict.fromkeys(arm for by_arm in by_setting.values() for arm in by_arm))
     lines = []
     for arm in arms:
         cells = [arm]
         for by_arm in by_setting.values():
-            above = differences(by_arm, [(arm, against)]) if {arm, against} <= by_arm.keys() and arm != against else []
+            pairs = [(arm, against)] if {arm, against} <= by_arm.keys() and arm != against else []
+            above = differences(by_arm, pairs, comparisons)
             mean = mean_over_seeds(list(by_arm[arm].values())) if arm in by_arm else None
             cells += [with_interval(mean, ".3f"), with_interval(above[0].mean, ".3f", "+") if above else "-"]
         lines.append(cells)
@@ -160,36 +166,58 @@ def filled(page: str) -> str:
     return re.sub(r"<!-- table ([^\n]*?) -->\n.*?<!-- end -->", fill, page, flags=re.DOTALL)
 
 
-def keep(folder: Path) -> None:
+def keep(folder: Path, commit: str) -> None:
     """
-    Write the runs of a study's folder into its file of results, with the commit and the machine that made them.
+    Write the runs of a study's folder into its file of results, with the machine and the commit that made them.
 
-    Runs that only the file has stay in it: a study of many hours is made in parts, and not on one machine.
+    Runs that only the file has stay in it: a study of many hours is made in parts, and not on one machine. A run that
+    failed takes no other's place.
+
+    Raises:
+        ValueError: If runs of an arm differ in their settings, or runs of a seed in their start.
     """
     path = RESULTS / f"{folder.name}.json"
     before = json.loads(path.read_text()) if path.exists() else {"settings": {}, "rows": []}
-    made = [asdict(row) for row in read_rows(folder).values()]
-    for row in made:
+    kept = {_run_of(row): {**row, "settings": {**before["settings"], **row["settings"]}} for row in before["rows"]}
+    made = {_run_of(row): row for row in map(asdict, read_rows(folder).values())}
+    for row in made.values():
         row["settings"].pop("seed", None)  # stands beside them
-    again = [_run_of(row) for row in made]
-    kept = [row for row in before["rows"] if _run_of(row) not in again]
-    runs = [{**row, "settings": {**before["settings"], **row["settings"]}} for row in kept] + made
-    base = dict(set.intersection(*({(k, str(v)) for k, v in run["settings"].items()} for run in runs)))
-    for run in runs:
-        run["settings"] = {key: value for key, value in run["settings"].items() if key not in base}
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    if kept:
-        commit = f"{before['commit'].partition(' ')[0]} to {commit}"
-    about = {"command": f"bapo-trl compare {folder.name}.yaml", "commit": commit}
-    head = {**about, **{key: value for key, value in describe_run("pages", "cpu").items() if key != "command"}}
-    lines = ",\n".join(json.dumps({key: value for key, value in run.items() if value is not None}) for run in runs)
+    runs = kept | {run: row for run, row in made.items() if row["error"] is None or run not in kept}
+    _check_parts(list(runs.values()))
+    base = dict(set.intersection(*({(k, str(v)) for k, v in run["settings"].items()} for run in runs.values())))
+    for row in runs.values():
+        row["settings"] = {key: value for key, value in row["settings"].items() if key not in base}
+    about = describe_run("pages", "cpu")
+    del about["command"], about["machine"]["load_average"]  # of this moment, not of the runs
+    head = {"command": f"bapo-trl compare {folder.name}.yaml", "commit": commit, **about}
+    earlier = [part for part in (_head(before), *before.get("earlier", ())) if part and part != _head(head)]
+    if earlier:
+        head["earlier"] = earlier
+    lines = ",\n".join(
+        json.dumps({key: value for key, value in row.items() if value is not None}) for row in runs.values()
+    )
     text = json.dumps({**head, "settings": base, "rows": "ROWS"}, indent=1).replace('"ROWS"', f"[\n{lines}\n]")
     path.write_text(text + "\n")
 
 
-def _run_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return row["arm"], row["over"], row["seed"]
+def _run_of(row: Mapping[str, Any]) -> tuple[str, str, int]:
+    return row["arm"], str(row["over"]), row["seed"]
+
+
+def _head(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a file of results says of the commit and the machine."""
+    return {key: value for key, value in content.items() if key not in ("settings", "rows", "earlier")}
+
+
+def _check_parts(runs: Sequence[Mapping[str, Any]]) -> None:
+    settings: dict[tuple[str, str], str] = {}
+    starts: dict[int, tuple[float, float]] = {}
+    for row in runs:
+        own = str(sorted((name, str(value)) for name, value in row["settings"].items()))
+        if settings.setdefault(_run_of(row)[:2], own) != own:
+            raise ValueError(f"{row['arm']}, seed {row['seed']}, has other settings than a run of another seed.")
+        if row.get("curve") and starts.setdefault(row["seed"], tuple(row["curve"][0])) != tuple(row["curve"][0]):
+            raise ValueError(f"{row['arm']}, seed {row['seed']}, has another start than a run of the same seed.")
 
 
 def main() -> None:
@@ -197,9 +225,12 @@ def main() -> None:
     parser.add_argument("study", nargs="?", help="file of runs to print whole, by its name")
     parser.add_argument("--against", help="arm that the others are compared with (the first)")
     parser.add_argument("--keep", type=Path, help="folder of a study whose runs are written into a file of results")
+    parser.add_argument("--commit", help="commit that made them; required with --keep")
     options = parser.parse_args()
     if options.keep:
-        return keep(options.keep)
+        if not options.commit:
+            parser.error("--keep needs the --commit that made the runs")
+        return keep(options.keep, options.commit)
     if options.study:
         runs = rows(options.study)
         arms = list(dict.fromkeys(row.arm for row in runs))

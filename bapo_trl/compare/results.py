@@ -34,8 +34,8 @@ class Row:
         gradient_peak (`float`, *optional*): Largest gradient norm over the median one.
         entropy_ratio (`float`, *optional*): Mean entropy of the last tenth of the updates over that of the first.
         share (`float`, *optional*): Mean share of positive tokens in the policy loss.
-        at_limits (`float`, *optional*): Share of the updates in which both bounds ended at their limits; `None` where
-            none is searched.
+        at_limits (`float`, *optional*): Share of the updates in which the bounds that are searched ended at their
+            limits; `None` where none is searched.
         generated_tokens (`int`, *optional*): Tokens of all completions that were generated.
         seconds (`float`): Of the training, with its evaluations.
         method (`str`, *optional*): What its settings make: `recommended` is another method for other runs.

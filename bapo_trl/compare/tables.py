@@ -20,17 +20,22 @@ COURSE = "gradient peak"  # with it, the second table begins
 
 FIGURES: dict[str, tuple[str, Callable[[Row], float | None]]] = {
     "final accuracy": (".3f", lambda row: row.final),
-    "area": (".3f", lambda row: row.area),
+    "area": (".3f", lambda row: row.area if _has_course(row) else None),
     "pass@k": (".3f", lambda row: row.pass_at_k),
-    "worst fall": (".3f", lambda row: row.fall),
+    "worst fall": (".3f", lambda row: row.fall if _has_course(row) else None),
     "gradient peak": (".1f", lambda row: row.gradient_peak),
     "entropy at end / start": (".2f", lambda row: row.entropy_ratio),
     "positive share": (".2f", lambda row: row.share),
-    "both bounds at limits": (".0%", lambda row: row.at_limits),
+    "searched bounds at limits": (".0%", lambda row: row.at_limits),
     "generated tokens": (",.0f", lambda row: row.generated_tokens),
     "seconds": (",.0f", lambda row: row.seconds),
 }
 """Columns by title: format, and what they read of a run."""
+
+
+def _has_course(row: Row) -> bool:
+    """Return whether a run was measured between its start and its end."""
+    return len(row.curve) != 2  # rows without a curve were measured more often
 
 
 @dataclass(frozen=True)
@@ -171,6 +176,8 @@ def verdict(comparison: Comparison) -> list[str]:
 
 def _sentence(each: Difference, comparisons: int) -> str:
     count = len(each.values)
+    if count > 1 and not any(each.values):
+        return f"{each.arm} and {each.against} end alike on all {count} seeds."
     if math.isnan(each.mean.half_width):
         return f"{each.arm} and {each.against}: {count} seed{' tells' if count == 1 else 's tell'} no spread."
     if each.mean.excludes_zero:

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from scipy import stats
 
 from bapo_trl.compare.results import Row, write_row
 from benchmarks import pages
@@ -31,29 +32,59 @@ def test_every_study_can_be_printed_whole(capsys, monkeypatch):
             assert capsys.readouterr().out.count("| arm") >= 2
 
 
-def test_runs_that_are_kept_stay_when_another_machine_makes_more(tmp_path, monkeypatch):
+def row(arm: str, seed: int, final: float | None = 0.5, start: float = 0.25, **settings) -> Row:
+    settings = {"learning_rate": 0.1, **settings}
+    curve = [] if final is None else [(0, start), (8, final)]
+    return Row(
+        arm, {"max_steps": 8}, seed, {**settings, "seed": seed}, final, curve=curve, error=None if final else "killed"
+    )
+
+
+@pytest.fixture
+def keep(tmp_path, monkeypatch):
+    """Keep the rows of a part of a study; return the file of results."""
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
 
-    def keep(part: str, *rows: Row) -> dict:
-        for row in rows:
-            write_row(row, tmp_path / part / "study" / "runs" / f"{row.arm}-{row.seed}.json")
-        pages.keep(tmp_path / part / "study")
+    def keep_part(commit: str, *rows: Row) -> dict:
+        for each in rows:
+            write_row(each, tmp_path / commit / "study" / "runs" / f"{each.arm}-{each.seed}.json")
+        pages.keep(tmp_path / commit / "study", commit)
         return json.loads((tmp_path / "study.json").read_text())
 
-    def row(arm: str, seed: int, final: float, **settings) -> Row:
-        return Row(arm, {"max_steps": 8}, seed, {"learning_rate": 0.1, "seed": seed, **settings}, final)
+    return keep_part
 
-    first = keep("a", row("x", 0, 0.5), row("y", 0, 0.25, delta=3.0))
+
+def test_runs_that_are_kept_stay_when_another_machine_makes_more(keep):
+    first = keep("a", row("x", 0), row("y", 0, 0.25, delta=3.0))
     assert first["settings"] == {"learning_rate": "0.1"}
-    kept = keep("b", row("x", 1, 0.75), row("y", 0, 0.125, delta=4.0))
+    assert "earlier" not in first
+    kept = keep("b", row("x", 1, 0.75), row("y", 0, 0.125, delta=3.0), row("x", 0, None))
     assert {(run["arm"], run["seed"]): run["final"] for run in kept["rows"]} == {
         ("x", 0): 0.5, ("x", 1): 0.75, ("y", 0): 0.125,
     }  # fmt: skip
-    assert [run["settings"] for run in kept["rows"]] == [{}, {}, {"delta": 4.0}]
-    assert kept["commit"] == f"{first['commit']} to {first['commit']}"
-    other_rate = row("x", 2, 0.5)
-    other_rate.settings["learning_rate"] = 0.2
-    assert [run["settings"].get("learning_rate") for run in keep("c", other_rate)["rows"]] == ["0.1"] * 3 + [0.2]
+    assert [run["settings"] for run in kept["rows"]] == [{}, {"delta": 3.0}, {}]
+    assert [kept["commit"], *(part["commit"] for part in kept["earlier"])] == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("second", "error"),
+    [
+        (row("x", 1, learning_rate=0.2), "x, seed 1, has other settings"),
+        (row("y", 0, start=0.26), "y, seed 0, has another start"),
+    ],
+)
+def test_runs_of_another_design_or_start_are_not_kept_beside_those_that_are(keep, tmp_path, second, error):
+    keep("a", row("x", 0))
+    before = (tmp_path / "study.json").read_text()
+    with pytest.raises(ValueError, match=error):
+        keep("b", second)
+    assert (tmp_path / "study.json").read_text() == before
+
+
+def test_a_table_of_finals_holds_for_all_comparisons_and_leaves_out_runs_that_failed():
+    runs = [row("x", 0, 0.5), row("x", 1, 0.7), row("x", 2, None), *(row("y", seed, 0.25) for seed in range(3))]
+    above = stats.t.ppf(1 - 0.05 / 12, 1) * 0.1
+    assert f"+0.350 ± {above:.3f}" in pages.final_table({"final": runs}, "y", comparisons=6)
 
 
 def test_a_table_that_is_not_known_is_refused():

@@ -18,7 +18,7 @@ def runs(arm, finals, over=None, **figures):
 
 def test_a_table_has_means_intervals_and_paired_differences():
     rows = [
-        *runs("GRPO", [0.5, 0.6, 0.7], curve=[(0, 0.1), (8, 0.5)], area=0.3, fall=0.25, pass_at_k=0.75),
+        *runs("GRPO", [0.5, 0.6, 0.7], curve=[(0, 0.1), (4, 0.2), (8, 0.5)], area=0.3, fall=0.25, pass_at_k=0.75),
         *runs("BAPO", [0.6, 0.7, 0.85], area=0.4, gradient_peak=3.0),
     ]
     text = as_markdown(compare(rows, ["GRPO", "BAPO"], "GRPO"))
@@ -27,6 +27,14 @@ def test_a_table_has_means_intervals_and_paired_differences():
     assert "| BAPO | +0.117 ± 0.072 | 0.020    | 3 of 3      |" in text
     assert "- BAPO above GRPO on 3 of 3 seeds." in text
     assert "| BAPO | 3     | 3.0           |" in text
+
+
+def test_runs_that_were_measured_before_and_after_alone_have_no_course():
+    rows = runs("A", [0.5, 0.6], curve=[(0, 0.1), (8, 0.5)], area=0.3, fall=0.0)
+    text = as_markdown(compare(rows, ["A"], "A"))
+    assert "final accuracy" in text
+    assert "area" not in text
+    assert "worst fall" not in text
 
 
 def test_a_failed_run_is_a_line_and_does_not_count():
@@ -51,6 +59,8 @@ def test_each_setting_has_a_table_of_its_own():
     ]
     assert "## steps 16" in as_markdown(comparisons)
     assert verdict(comparisons[1]) == ["B and A: 1 seed tells no spread."]
+    alike = compare([*runs("A", [0.5, 0.6]), *runs("B", [0.5, 0.6])], ["A", "B"], "A")
+    assert verdict(alike[0]) == ["B and A end alike on all 2 seeds."]
 
 
 def test_what_was_recommended_is_named():
