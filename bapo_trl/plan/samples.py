@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -141,7 +142,8 @@ def _try(function: Callable, inputs: Mapping[str, Any], text: str) -> Reward:
     try:
         returned = function(**inputs)
         if inspect.iscoroutine(returned):
-            returned = asyncio.run(returned)
+            with ThreadPoolExecutor(1) as thread:  # in a notebook, this one runs a loop already
+                returned = thread.submit(asyncio.run, returned).result()
     except Exception as error:  # whatever a user's function raises is what is asked for
         return Reward(name, text, None, f"raised {type(error).__name__}: {error}")
     returned = list(returned) if hasattr(returned, "__next__") else returned

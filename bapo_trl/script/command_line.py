@@ -50,7 +50,8 @@ def parse_arguments(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.ignores_training = command is EVALUATE
-    parser.set_defaults(do_train=True, dtype=None)
+    # TRL's dropout of 0.05 on adapters would put noise on every importance ratio
+    parser.set_defaults(do_train=True, dtype=None, lora_dropout=0.0)
     method, beside, loss_type = _named_method(arguments, reads_recipe=not parser.ignores_training)
     if method is not None:
         settings = settings_of_method(method, loss_type) if method in METHODS else {}
@@ -63,6 +64,13 @@ def parse_arguments(
     script_args, training_args, model_args, dataset_args = parser.parse_args_and_config(arguments)
     evaluates = script_args.eval_dataset is not None or script_args.eval_fraction is not None
     training_args.do_eval |= evaluates or not training_args.do_train
+    if training_args.do_train and training_args.do_eval:
+        for name in ("bf16_full_eval", "fp16_full_eval"):
+            if getattr(training_args, name):
+                raise InputError(
+                    f"`{name}` is set: the evaluation before the training would leave the weights in half precision, "
+                    "and they would be trained so. Leave it out, or evaluate with --do_train false."
+                )
     if training_args.learning_rate < 0:
         raise InputError(f"`learning_rate` is {training_args.learning_rate}: set it to at least 0, e.g. 1e-6.")
     if not training_args.do_train:  # settings of a recipe that are for its training

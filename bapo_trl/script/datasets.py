@@ -59,7 +59,7 @@ def load_data(
         title = task.name
         train, splits = task.train_dataset, {script_args.dataset_test_split: task.test_dataset}
     elif dataset_args.datasets:
-        title, splits = "a dataset mixture", get_dataset(dataset_args)
+        title, splits = "a dataset mixture", load_mixture(dataset_args)
     elif script_args.dataset_name:
         title = script_args.dataset_name
         splits = load_splits(script_args.dataset_name, script_args.dataset_config, script_args.dataset_streaming)
@@ -98,6 +98,14 @@ def format_data(data: Data, script_args: BAPOScriptArguments, load_tokenizer: Ca
         part: format_prompts(dataset, form, names[part]) for part, dataset in parts.items() if dataset is not None
     }
     return replace(data, **formatted)
+
+
+def load_mixture(settings: DatasetMixtureConfig) -> DatasetDict:
+    """Load a mixture as TRL does, but with a test split that is the same on all processes and in all runs."""
+    mixture = get_dataset(replace(settings, test_split_size=None))
+    if settings.test_split_size is None:
+        return mixture
+    return mixture["train"].train_test_split(test_size=settings.test_split_size, seed=0)
 
 
 def load_splits(

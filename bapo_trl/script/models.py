@@ -15,7 +15,8 @@ from typing import Any
 from torch import nn
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-from transformers.utils import find_adapter_config_file
+from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
+from transformers.utils import cached_file, find_adapter_config_file
 from trl import ModelConfig
 
 from ..errors import InputError
@@ -27,6 +28,10 @@ from .arguments import EMBEDDED
 
 PACKAGED_MODELS = {EMBEDDED: warm_start_path, SMOLLM2: smollm2_path}
 """What gives the folder of a model that no hub is needed for, by its name."""
+
+_IF_ANY: Any = {
+    f"_raise_exceptions_for_{each}": False for each in ("gated_repo", "missing_entries", "connection_errors")
+}
 
 
 def adapter_base(model: str | None, revision: str | None = None) -> str | None:
@@ -92,9 +97,9 @@ def load_processing_class(
     """
     settings: dict[str, Any] = {"padding_side": "left", "truncation_side": "left"}
     settings["trust_remote_code"] = trust_remote_code
-    if base is not None and (Path(model) / "tokenizer_config.json").exists():
-        return AutoTokenizer.from_pretrained(model, **settings)
     try:
+        if base is not None and cached_file(model, TOKENIZER_CONFIG_FILE, revision=revision, **_IF_ANY):
+            return AutoTokenizer.from_pretrained(model, revision=revision, **settings)
         of_base = base_revision(model, revision) if base else revision
         return AutoProcessor.from_pretrained(base or model, revision=of_base, **settings)
     except (OSError, ValueError) as error:
@@ -113,8 +118,18 @@ def check_adapter(base: str | None, is_made: bool = False) -> None:
         )
 
 
-def check_merged(folder: Path, overwrites: bool) -> None:
-    """Refuse to merge into what is there already (`InputError`). An earlier folder may go, no link and no file."""
+def check_merged(folder: Path, overwrites: bool, starts: Iterable[str | None] = ()) -> None:
+    """
+    Refuse to merge into what is there already (`InputError`).
+
+    An earlier folder may go, but no link and no file, and nothing that the run starts from: a model, or its base.
+    """
+    for start in starts:
+        if start is not None and folder.exists() and Path(start).resolve().is_relative_to(folder.resolve()):
+            raise InputError(
+                f"`merge_adapter` is to save the folder {folder}, which holds the model that the run starts from "
+                f"({start}), and would replace it: give another --output_dir."
+            )
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise InputError(f"`merge_adapter` is to save the folder {folder}, which is a link or a file: remove it.")
     if folder.exists() and not overwrites:
@@ -124,7 +139,9 @@ def check_merged(folder: Path, overwrites: bool) -> None:
         )
 
 
-def save_merged(adapter: str, base: str, folder: Path, trust_remote_code: bool = False) -> None:
+def save_merged(
+    adapter: str, base: str, folder: Path, trust_remote_code: bool = False, revision: str | None = None
+) -> None:
     """
     Merge a saved adapter into its base, in the base's precision, and save the model with its tokenizer.
 
@@ -133,12 +150,12 @@ def save_merged(adapter: str, base: str, folder: Path, trust_remote_code: bool =
     """
     unset_hf_deepspeed_config()  # under ZeRO-3, the loading would be sharded over processes that do not take part
     settings: dict[str, Any] = {"dtype": "auto", "device_map": None, "trust_remote_code": trust_remote_code}
-    model: PreTrainedModel = load_adapter(adapter, base, **settings).merge_and_unload()
+    model: PreTrainedModel = load_adapter(adapter, base, revision=revision, **settings).merge_and_unload()
     part = folder.with_name(folder.name + ".part")
     if part.exists():
         shutil.rmtree(part)
     model.save_pretrained(part)
-    load_processing_class(adapter, base, trust_remote_code=trust_remote_code).save_pretrained(part)
+    load_processing_class(adapter, base, revision, trust_remote_code).save_pretrained(part)
     if folder.exists():
         shutil.rmtree(folder)
     part.rename(folder)

@@ -93,7 +93,7 @@ def gather_inputs(
     processing_class = load_tokenizer()
     check_tokenizer(getattr(processing_class, "tokenizer", processing_class))
     for dataset in (data.train, data.test):
-        check_chat_template(dataset, processing_class)
+        check_chat_template(dataset, processing_class, training_args.chat_template_kwargs)
     parts = [(model, model_args.model_revision)]
     if base is not None:
         parts.append((base, base_revision(model, model_args.model_revision)))

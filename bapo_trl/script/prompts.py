@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, IterableDataset
+from jinja2 import TemplateError
 
 from ..errors import InputError
 from ..evaluation.answers import gold_texts
+from ..inputs.prompt_checks import prompt_defect, start_of
 from ..plan.samples import TEXT_FOR_CHAT
 from ..report.runs import read_settings
 
@@ -108,14 +110,36 @@ def count_missing_answers(dataset: Dataset | IterableDataset) -> int:
     return sum(not gold_texts(answer) for answer in dataset["solution"])
 
 
-def check_chat_template(dataset: Dataset | IterableDataset | None, processing_class: Any) -> None:
-    """Refuse prompts that are chat messages for a tokenizer without a chat template (`InputError`)."""
-    if is_chat(dataset) and not getattr(processing_class, "chat_template", None):
+def unread_answer(dataset: Dataset | IterableDataset, columns: Sequence[str] | None) -> str | None:
+    """Return the column of answers that was asked for, where `solution`, which rewards read, has something else."""
+    first: dict[str, Any] = next(iter(dataset), {})
+    if not columns or "solution" not in first:
+        return None
+    column = _find(first, columns, "answer_column", "dataset")
+    return None if _as_answer(_get(first, column)) == first["solution"] else column
+
+
+def check_chat_template(
+    dataset: Dataset | IterableDataset | None, processing_class: Any, template_kwargs: Mapping[str, Any] | None = None
+) -> None:
+    """Refuse prompts that are chat messages for a tokenizer without a chat template for them (`InputError`)."""
+    if not is_chat(dataset):
+        return
+    if not getattr(processing_class, "chat_template", None):
         raise InputError(
             "The prompts are chat messages, but the tokenizer of `model_name_or_path` has no chat template: take a "
             "model with one (an instruct model), put a `chat_template.jinja` into the model's folder, or give prompts "
             "that are text (`prompt_column`)."
         )
+    if hasattr(processing_class, "tokenizer"):  # a processor, whose messages the trainer rewrites
+        return
+    try:
+        processing_class.apply_chat_template(next(iter(dataset))["prompt"], tokenize=False, **(template_kwargs or {}))
+    except TemplateError as error:
+        raise InputError(
+            f"The model's chat template does not take the first prompt ({error}). If it knows no system role, leave "
+            "out `system_prompt` and write its text into `prompt_template`, or leave out the data's system messages."
+        ) from error
 
 
 def _find(row: Mapping[str, Any], columns: Sequence[str], flag: str, name: str) -> str:
@@ -154,12 +178,20 @@ def _check_template(template: str, row: Mapping[str, Any]) -> None:
 def _fill(template: str, prompt: str, row: Mapping[str, Any]) -> str:
     values = {**row, "prompt": prompt}
     names = "|".join(map(re.escape, values))
-    return re.sub(rf"\{{({names})\}}", lambda match: str(values[match[1]]), template)
+
+    def value(place: re.Match) -> str:
+        if values[place[1]] is None:
+            raise InputError(f"`prompt_template` takes `{place[1]}`, which the row of the prompt {prompt!r} lacks.")
+        return str(values[place[1]])
+
+    return re.sub(rf"\{{({names})\}}", value, template)
 
 
 def _form_prompt(prompt: Any, row: Mapping[str, Any], form: PromptFormat) -> Any:
     if prompt is None or prompt == "":
         return None  # `check_prompts` refuses it
+    if isinstance(prompt, list) and prompt_defect(prompt) is not None:
+        return prompt  # so too
     if not isinstance(prompt, list):
         text = str(prompt) if form.template is None else _fill(form.template, str(prompt), row)
         if not form.makes_chats:
@@ -168,6 +200,11 @@ def _form_prompt(prompt: Any, row: Mapping[str, Any], form: PromptFormat) -> Any
     else:
         messages = [dict(message) for message in prompt]
         if form.template is not None:
+            if not isinstance(messages[-1].get("content"), str):
+                raise InputError(
+                    f"`prompt_template` goes around the text of the last message, but a prompt ends with "
+                    f"{start_of(messages[-1])}: leave `prompt_template` out."
+                )
             messages[-1]["content"] = _fill(form.template, messages[-1]["content"], row)
     if form.system_prompt is None:
         return messages

@@ -26,7 +26,7 @@ from .earlier_run import check_output_dir, remove_earlier_run
 from .models import adapter_base, check_adapter, check_merged, save_merged
 from .planning import print_plan
 from .preparation import Inputs, gather_inputs, make_trainer
-from .prompts import count_missing_answers, other_form_line, prompts_line
+from .prompts import count_missing_answers, other_form_line, prompts_line, unread_answer
 from .recipes import DEMO_FOLDER
 
 
@@ -50,9 +50,9 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
     model = model_args.model_name_or_path
     base = adapter_base(model, model_args.model_revision)
     if script_args.merge_adapter and not _goes_on(training_args):
-        check_merged(_merged_folder(training_args), script_args.overwrite_output_dir)
+        check_merged(_merged_folder(training_args), script_args.overwrite_output_dir, [model, base])
     if script_args.merge_adapter and not training_args.do_train and not has_data(script_args, dataset_args):
-        return _merge(model, base, training_args)
+        return _merge(model, base, training_args, model_args.model_revision)
 
     # The demo's own folder is nobody's work
     is_demo = script_args.dataset_name == EMBEDDED and training_args.output_dir == DEMO_FOLDER
@@ -77,21 +77,20 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
         if other_form is not None:
             say(other_form)
 
-    if training_args.do_train:
-        with trainer.holding_output_dir():
+    with trainer.holding_output_dir():
+        if training_args.do_train:
             if is_new and trainer.is_world_process_zero():
                 remove_earlier_run(output_dir)
             _train(trainer, inputs, script_args, training_args, evaluation)
-
-    if evaluation is not None:
-        evaluated, parts = model, inputs.parts
-        if training_args.do_train:
-            evaluated = training_args.output_dir
-            parts = [(evaluated, None), *(inputs.parts[-1:] if is_peft_model(trainer.model) else [])]
-        evaluation.after(parts)
-        if training_args.do_train:
-            trainer.save_state()  # with what was found
-        say(evaluation.report(evaluated, data.test_title or data.title))
+        if evaluation is not None:
+            evaluated, parts = model, inputs.parts
+            if training_args.do_train:
+                evaluated = training_args.output_dir
+                parts = [(evaluated, None), *(inputs.parts[-1:] if is_peft_model(trainer.model) else [])]
+            evaluation.after(parts)
+            if training_args.do_train:
+                trainer.save_state()  # with what was found
+            say(evaluation.report(evaluated, data.test_title or data.title))
 
     if training_args.push_to_hub:
         trainer.push_to_hub()
@@ -99,7 +98,10 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
 
     # Last of what is saved, so that it is not published beside the adapter
     if script_args.merge_adapter:
-        _merge(training_args.output_dir if training_args.do_train else model, base or model, training_args)
+        if training_args.do_train:
+            _merge(training_args.output_dir, base or model, training_args)
+        else:
+            _merge(model, base, training_args, model_args.model_revision)
 
     end_training(trainer)
 
@@ -121,13 +123,16 @@ def _train(
     resume = trainer.checkpoint_to_resume(_resume_argument(training_args.resume_from_checkpoint))
     is_over = resume is not None and not _check_resume(resume, training_args)
     if script_args.merge_adapter:  # of a run that goes on, not asked before
-        check_merged(_merged_folder(training_args), script_args.overwrite_output_dir)
+        check_merged(_merged_folder(training_args), script_args.overwrite_output_dir, [inputs.model, inputs.base])
     say(f"{method_by_settings(vars(training_args)).name} on {data.title}")
     say(settings_table(training_args, script_args.method))
     say(prompts_line(data.train, trainer.processing_class))
     missing = count_missing_answers(data.train)
     if missing:
         say(f"Note: {missing} of {len(data.train)} prompts have no `solution`: a reward that reads it gives none.")
+    unread = unread_answer(data.train, script_args.answer_column)
+    if unread is not None:
+        say(f"Note: rewards read the data's own column `solution`, not `{unread}`: rename it if that is wrong.")
     say(f"Each line below: means over the last {training_args.logging_steps:g} updates, age in policy versions.")
     if resume is not None:
         say(f"Goes on from {resume}.")
@@ -157,12 +162,12 @@ def _train(
         say(f"Checkpoint: {checkpoint}")
 
 
-def _merge(adapter: str, base: str | None, training_args: BAPOConfig) -> None:
+def _merge(adapter: str, base: str | None, training_args: BAPOConfig, revision: str | None = None) -> None:
     """Save the merged model, from the main process, and say where."""
     check_adapter(base)
     folder = _merged_folder(training_args)
     if training_args.distributed_state.is_main_process:
-        save_merged(adapter, base, folder, training_args.trust_remote_code)
+        save_merged(adapter, base, folder, training_args.trust_remote_code, revision)
         print(f"Merged model: {folder}")
     training_args.distributed_state.wait_for_everyone()
 

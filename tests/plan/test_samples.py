@@ -1,5 +1,7 @@
 """Prompts as the model gets them, and reward functions called once."""
 
+import asyncio
+
 import pytest
 from datasets import Dataset
 
@@ -84,3 +86,11 @@ def test_a_made_completion_has_the_form_of_the_prompts(solution):
     row = {"prompt": [{"role": "user", "content": "1+1="}], "solution": solution}
     (found,) = try_rewards([content], row, chat_tokenizer())
     assert found.value == float(solution is not None)
+
+
+def test_a_function_that_waits_is_tried_within_a_loop_that_runs_already():
+    async def in_a_notebook():
+        return try_rewards([of_a_service], ROW, character_tokenizer())
+
+    (found,) = asyncio.run(in_a_notebook())
+    assert found.error is None

@@ -2,10 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict
+from trl import DatasetMixtureConfig
 
-from bapo_trl.script.datasets import load_splits
+from bapo_trl.script.datasets import load_mixture, load_splits
 from bapo_trl.script.rewards import REWARDS, resolve_reward_funcs
 
 
@@ -34,6 +36,17 @@ def test_saved_datasets_and_folders_of_files(tmp_path):
     assert load_splits(str(tmp_path / "one"))["train"].to_list() == ROWS
     assert load_splits(str(tmp_path / "two"))["test"].to_list() == ROWS[:1]
     assert load_splits(str(tmp_path / "files"))["test"].to_list() == ROWS[1:]
+
+
+def test_the_test_split_of_a_mixture_is_always_the_same(tmp_path):
+    Dataset.from_dict({"prompt": [f"{i}+1=" for i in range(20)]}).to_json(tmp_path / "data.jsonl")
+    found = []
+    for seed in (1, 2):  # as in processes that begin with random states of their own
+        np.random.seed(seed)
+        parts = [{"path": "json", "data_files": str(tmp_path / "data.jsonl")}]
+        found.append(load_mixture(DatasetMixtureConfig(datasets=parts, test_split_size=0.25)))
+    assert found[0]["test"].to_list() == found[1]["test"].to_list()
+    assert (len(found[0]["train"]), len(found[0]["test"])) == (15, 5)
 
 
 def test_streaming_files(tmp_path):

@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from bapo_trl import BAPOTrainer
 from bapo_trl.errors import InputError
 from bapo_trl.script import models
+from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.models import missing_targets
-from tests.helpers.script_runs import completions, results, run, train_bapo
+from tests.helpers.script_runs import completions, flags, results, run, train_bapo
 
 
 pytestmark = pytest.mark.trainings
@@ -148,9 +150,17 @@ def test_an_adapter_goes_onto_the_revision_of_its_base_that_it_was_trained_on(fo
         loaded.append(revision)
         return load(*args, revision=revision, **kwargs)
 
+    def noting_adapter(*args, revision=None, **kwargs):
+        adapters.append(revision)
+        return load_onto(*args, revision=revision, **kwargs)
+
+    adapters, load_onto = [], PeftModel.from_pretrained
     monkeypatch.setattr(models, "create_model_from_path", noting)
-    run(do_train="false", eval_dataset="test.jsonl", model_name_or_path="adapter", merge_adapter="true")
+    monkeypatch.setattr(PeftModel, "from_pretrained", noting_adapter)
+    alone = {"do_train": "false", "model_name_or_path": "adapter", "model_revision": "v2", "merge_adapter": "true"}
+    run(**alone, eval_dataset="test.jsonl")
     assert loaded == ["step3000", "step3000"]  # to evaluate it, and to merge it
+    assert adapters == ["v2", "v2"]
 
 
 def test_an_adapter_is_trained_on(adapter):
@@ -158,6 +168,34 @@ def test_an_adapter_is_trained_on(adapter):
     assert Path("out/adapter_model.safetensors").exists()
     assert (logits("out") - logits("adapter")).abs().max() > 1e-4
     assert_alike("out/merged", "out")
+
+
+def test_an_adapter_that_is_trained_on_with_a_reference_goes_on_with_its_weights(adapter):
+    of_training = {"model_name_or_path": "adapter", "beta": "0.1", "save_strategy": "steps", "save_steps": "2"}
+    settings = {"dataset_name": "train.jsonl", **of_training, "max_steps": "4"}
+    run(**settings)
+    run(**settings, output_dir="again", resume_from_checkpoint="out/checkpoint-2")
+    saved = [Path(folder, "adapter_model.safetensors").read_bytes() for folder in ("out", "again", "out/checkpoint-2")]
+    assert saved[0] == saved[1] != saved[2]
+
+
+def test_merging_never_replaces_what_the_run_starts_from(adapter):
+    merge = {"do_train": "false", "merge_adapter": "true", "eval_dataset": "test.jsonl"}
+    run(**merge, model_name_or_path="adapter")
+    before = Path("out/merged/model.safetensors").read_bytes()
+    on_merged = {"dataset_name": "train.jsonl", "model_name_or_path": "out/merged", **LORA}
+    again = {"merge_adapter": "true", "overwrite_output_dir": "true"}
+    with pytest.raises(InputError, match=r"out/merged, which holds the model that the run starts from \(out/merged\)"):
+        run(**on_merged, **again)
+    run(**on_merged, output_dir="second")
+    with pytest.raises(InputError, match="out/merged, which holds the model that the run starts from"):
+        run(**merge, model_name_or_path="second", overwrite_output_dir="true")
+    assert Path("out/merged/model.safetensors").read_bytes() == before
+
+
+def test_new_adapters_have_no_dropout():
+    assert parse_arguments(flags(use_peft="true"))[2].lora_dropout == 0
+    assert parse_arguments(flags(use_peft="true", lora_dropout=0.1))[2].lora_dropout == 0.1
 
 
 def test_an_adapter_without_its_base_is_refused_by_name(adapter):

@@ -3,7 +3,14 @@
 import pytest
 from datasets import Dataset, IterableDataset
 
-from bapo_trl.script.prompts import PromptFormat, check_chat_template, format_prompts, prompts_line
+from bapo_trl.inputs.prompt_checks import check_prompts
+from bapo_trl.script.prompts import (
+    PromptFormat,
+    check_chat_template,
+    format_prompts,
+    prompts_line,
+    unread_answer,
+)
 from bapo_trl.tasks import character_tokenizer
 
 
@@ -72,6 +79,49 @@ def test_text_becomes_a_chat_only_where_prompts_are_formed():
         PromptFormat(system_prompt="Add.").with_chats_if(has_chat_template=False)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "defect"),
+    [
+        ([{"from": "human", "value": "1+1?"}], "is a list, but not of messages with a `role`"),
+        (["1+1?"], "is a list, but not of messages with a `role`"),
+        ([], "is empty"),
+    ],
+)
+def test_what_is_no_prompt_stays_to_be_refused_by_its_row(prompt, defect):
+    rows = Dataset.from_list([{"prompt": prompt, "unit": "cm"}])
+    for form in (PromptFormat(template="{prompt} In {unit}."), PromptFormat(system_prompt="Add.")):
+        with pytest.raises(ValueError, match=f"that of row 0 {defect}"):
+            check_prompts(format_prompts(rows, form), None)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"prompt": "1+1?", "unit": None},
+            r"`prompt_template` takes `unit`, which the row of the prompt '1\+1\?' lacks",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "text", "text": "1+1?"}]}], "unit": "cm"},
+            "`prompt_template` goes around the text of the last message, but a prompt ends with",
+        ),
+    ],
+)
+def test_a_template_without_what_it_takes_is_refused(row, message):
+    with pytest.raises(ValueError, match=message):
+        formatted(row, template="{prompt} In {unit}.")
+
+
+def test_an_answer_that_rewards_do_not_read_is_told_of():
+    both = {"prompt": "1+1?", "solution": "It is 2.", "answer": "2"}
+    for row, columns, unread in (
+        (both, ["answer"], "answer"), (both, ["solution"], None), (both, None, None),
+        ({**both, "solution": "2"}, ["answer"], None), ({"prompt": "1+1?", "answer": "2"}, ["answer"], None),
+    ):  # fmt: skip
+        rows = format_prompts(Dataset.from_list([row]), PromptFormat(answer_columns=columns))
+        assert unread_answer(rows, columns) == unread
+
+
 def test_streams():
     stream = IterableDataset.from_generator(lambda: iter([AIME]))
     (row,) = format_prompts(stream, PromptFormat(["question"], ["answer"]))
@@ -120,3 +170,8 @@ def test_chats_need_a_chat_template():
         check_chat_template(chats, tokenizer)
     tokenizer.chat_template = "{{ messages }}"
     check_chat_template(chats, tokenizer)
+    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(
+        ValueError, match=r"not take the first prompt \(System role not supported\).*`prompt_template`"
+    ):
+        check_chat_template(chats, tokenizer)

@@ -324,6 +324,7 @@ def test_a_dataset_mixture_from_a_recipe(tmp_path):
             {"per_device_train_batch_size": "6", "steps_per_generation": "1"},
             r"generation_batch_size \(6\) must be divisible by num_generations \(4\)",
         ),
+        ({"bf16_full_eval": "true", "do_eval": "true"}, "`bf16_full_eval` is set: .* --do_train false"),
         ({"generation_batch_size": "24"}, "'generation_batch_size' and 'steps_per_generation' can not be both"),
         (
             {"do_eval": "true", "eval_strategy": "steps", "per_device_eval_batch_size": "6"},
