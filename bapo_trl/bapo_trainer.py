@@ -1,5 +1,6 @@
 """`BAPOTrainer`: TRL's `GRPOTrainer` with clip bounds that are searched for each optimizer update."""
 
+import sys
 import textwrap
 import warnings
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from datasets import IterableDataset
 from transformers import PreTrainedModel
+from transformers.trainer_utils import has_length
 
 from .advice import staleness_line
 from .bapo_config import BAPOConfig, check_unchanged, own_settings
@@ -68,9 +70,9 @@ class BAPOTrainer(WholeCheckpoints):
     - `_compute_loss` clips with `epsilon_low` and `epsilon_high`; we choose these, ahead of the first micro-batch
       where several share them, and log the update at the last.
     - `_get_grad_norm` clips the gradient; we stop at one that is not finite.
-    - `evaluate` samples and rewards; we explain errors.
-    - `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler` write and read a checkpoint; we add pools, queue
-      and carried curves.
+    - `evaluate` and its `evaluation_loop` sample and reward; we explain errors, and count each prompt once.
+    - `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler`, `_load_from_checkpoint` write and read a
+      checkpoint; we add pools, queue and carried curves, and read an adapter that has a copy as its reference.
     - `_finish_current_push` waits for an upload; we remove what we made for it.
 
     Args:
@@ -106,6 +108,7 @@ class BAPOTrainer(WholeCheckpoints):
     _buffered_inputs: Any
     epsilon_low: Any  # a tensor here
     epsilon_high: Any
+    _eval_rows_left = sys.maxsize  # of an evaluation, over all ranks
 
     _tag_names = ["trl", "bapo"]
     _name = "BAPO"
@@ -166,6 +169,8 @@ class BAPOTrainer(WholeCheckpoints):
         self.accelerator.print(staleness_line(self.args))
         with explained(partial(check_values_of_trl, self.args)):
             result = super().train(*args, **kwargs)
+        if self.args.load_best_model_at_end:  # vLLM has the weights of the last update
+            self._forget_sent_weights()
         left = None if self._rounds is None else self._rounds.describe_left(self._has_saved)
         if left is not None and self.accelerator.is_main_process:
             warnings.warn(left)
@@ -247,19 +252,21 @@ class BAPOTrainer(WholeCheckpoints):
     def _generate_and_score_completions(self, inputs):
         if self.environment_factories is None and "prompt" not in inputs[0]:
             raise InputError(f"A row of the dataset has no `prompt`, only {sorted(inputs[0])}: rename the column.")
-        self._probe_padding()
         rollouts = self._finish_groups(inputs) if self._rounds is not None and self.model.training else None
         with without_gradient_checkpointing(self.model), self._handing_over(rollouts):
             batch = super()._generate_and_score_completions(inputs if rollouts is None else rollouts.inputs)
         if not self.model.training:
             return batch
+        self._probe_padding()
         num_padding = 0
         if rollouts is not None:
             num_padding = self.args.rows_per_generation - len(rollouts)
             self._log_values({"partial/masked": num_padding * self.accelerator.num_processes})
             batch = rollouts.complete(batch, self.args.rows_per_generation)
-        # Without vLLM, TRL does not read the log-probabilities of a `rollout_func`: they may be placeholders.
-        are_of_sampler = self.use_vllm or self.rollout_func is None
+        # TRL reads those of a `rollout_func` to correct for vLLM alone. Else they may be placeholders of any length
+        are_of_sampler = self.rollout_func is None or (self.use_vllm and self.vllm_importance_sampling_correction)
+        if not are_of_sampler and self.off_policy_mask_threshold is None:
+            batch.pop("sampling_per_token_logps", None)
         is_sampled_now = self._behavior.stamp(batch, self.state.global_step, are_of_sampler)
         self._buffer_version = self.state.global_step if is_sampled_now else None
         # A server that was started anew meanwhile has old weights for a good reason; the next generation sees to it
@@ -329,13 +336,21 @@ class BAPOTrainer(WholeCheckpoints):
             rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         rank, overflows = self.accelerator.process_index, self._overflowing_groups if self.model.training else None
         check_size_of_rewards(rewards_per_func, overflows, self.reward_func_names, prompts, completions, rank)
-        if not self.model.training and self.num_generations_eval > 1:
-            best = best_of_k(rewards_per_func, self.reward_weights, self.num_generations_eval)
-            self._log_values({f"reward_best_of_{self.num_generations_eval}": best}, "eval")
+        if not self.model.training:
+            counted = rewards_per_func[: self._eval_rows_left]
+            self._eval_rows_left -= len(counted)
+            self._log_groups(counted)
         if self.model.training and self.args.replay_zero_advantage:
             summed_first = self.multi_objective_aggregation == "sum_then_normalize"
             self._replay.observe_rewards(rewards_per_func, self.reward_weights, self.num_generations, summed_first)
         return rewards_per_func
+
+    def _log_groups(self, rewards_per_func: torch.Tensor) -> None:
+        """Log what an evaluation says of its groups. Repeats, with which several ranks fill a batch, are left out."""
+        if self.num_generations_eval > 1:
+            count = self.num_generations_eval
+            for best in best_of_k(rewards_per_func, self.reward_weights, count).tolist():
+                self._log_values({f"reward_best_of_{count}": best}, "eval")  # TRL logs their mean
 
     def _overflowing_groups(self, rewards_per_func) -> torch.Tensor:
         weights, summed_first = self.reward_weights, self.multi_objective_aggregation == "sum_then_normalize"
@@ -404,12 +419,19 @@ class BAPOTrainer(WholeCheckpoints):
 
     def _get_grad_norm(self, model, grad_norm=None):
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if hasattr(grad_norm, "full_tensor"):  # FSDP2's, of which each rank has its part
+            grad_norm = grad_norm.full_tensor()
         checks.check_gradient(self, grad_norm)
         return grad_norm
 
     def evaluate(self, *args, **kwargs):
         with explained(partial(check_values_of_trl, self.args), partial(check_eval_groups, self.args)):
             return super().evaluate(*args, **kwargs)
+
+    def evaluation_loop(self, dataloader, *args, **kwargs):
+        data = dataloader.dataset
+        self._eval_rows_left = len(data) * self.num_generations_eval if has_length(data) else sys.maxsize
+        return super().evaluation_loop(dataloader, *args, **kwargs)
 
     # Checkpoints
 
@@ -426,9 +448,14 @@ class BAPOTrainer(WholeCheckpoints):
         if self.args.should_save:
             self._bounds.save(output_dir)
 
+    def _load_from_checkpoint(self, checkpoint, model=None):
+        super()._load_from_checkpoint(checkpoint, model)
+        fixes.load_trained_adapter(self, checkpoint)
+
     def _load_optimizer_and_scheduler(self, checkpoint):
         fixes.load_onto_numbered_cpus()
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with fixes.saying_which_rate(self):
+            super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
         with raising_on_all_ranks():  # each reads files of its own

@@ -59,13 +59,12 @@ def overflowing_groups(
     return overflows.any(dim=1).repeat_interleave(size)
 
 
-def best_of_k(rewards_per_func: torch.Tensor, weights: torch.Tensor, num_generations: int) -> float:
+def best_of_k(rewards_per_func: torch.Tensor, weights: torch.Tensor, num_generations: int) -> torch.Tensor:
     """
-    Return the mean over prompts of the best reward among the completions of each.
+    Return the best reward among the completions of each prompt, `(P,)`.
 
-    The groups stand one after the other in `(B, F)`. Completions and prompts without any reward do not count; NaN if
-    there are no others.
+    The groups stand one after the other in `(B, F)`. Completions and prompts without any reward do not count.
     """
     rewards = weighted_sums(rewards_per_func, weights.to(rewards_per_func.device))
     best = rewards.masked_fill(rewards.isnan(), -torch.inf).view(-1, num_generations).amax(dim=1)
-    return best[best.isfinite()].mean().item()
+    return best[best.isfinite()]

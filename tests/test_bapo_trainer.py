@@ -590,7 +590,7 @@ def test_best_of_k_weights_rewards_and_leaves_out_what_nothing_scored(tmp_path):
         ]
 
     lengths = []
-    sizes = {"per_device_eval_batch_size": 12, "num_generations_eval": 4, "reward_weights": [2.0, 1.0]}
+    sizes = {"per_device_eval_batch_size": 8, "num_generations_eval": 4, "reward_weights": [2.0, 1.0]}
     rewards, parts = [only_some_lengths, sometimes], {"eval_dataset": toy_dataset(3)}
     metrics = toy_trainer(tmp_path, reward_funcs=rewards, trainer_args=parts, **sizes).evaluate()
     best = {}
@@ -714,6 +714,22 @@ def test_a_value_that_is_not_finite_stops_before_the_optimizer_step(tmp_path, te
     with pytest.raises(RuntimeError, match=rf"`{tensor}`.*at update 2, before its optimizer step"):
         trainer.train()
     assert trainer.state.global_step == 1
+
+
+def test_the_norm_of_a_gradient_in_shards_is_that_of_all_ranks(tmp_path):
+    class Sharded:
+        """As FSDP2 returns it: each rank has a part."""
+
+        def __init__(self, whole: float):
+            self.whole = whole
+
+        def full_tensor(self):
+            return torch.tensor(self.whole)
+
+    trainer = toy_trainer(tmp_path)
+    assert trainer._get_grad_norm(trainer.model, Sharded(5.0)) == 5
+    with pytest.raises(RuntimeError, match="NaN or infinity in the gradient"):
+        trainer._get_grad_norm(trainer.model, Sharded(math.nan))
 
 
 def test_a_broken_weight_names_the_log_probabilities(tmp_path):

@@ -22,7 +22,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.checkpoints import run_lock
-from bapo_trl.checkpoints.files import MANIFEST, find_defect
+from bapo_trl.checkpoints.files import MANIFEST, find_defect, write_manifest
 from bapo_trl.checkpoints.run_lock import LOCK, RunLock
 from bapo_trl.checkpoints.stop_signals import StopSignals
 from bapo_trl.checkpoints.whole import UNFINISHED, _rotate
@@ -32,7 +32,7 @@ from tests.helpers.alike import assert_same_tensors
 from tests.helpers.commands import run_command, succeeded
 from tests.helpers.forked import run_python
 from tests.helpers.save_events import Start, names
-from tests.helpers.toy import InUpdate, terminate, toy_dataset, toy_run, toy_trainer
+from tests.helpers.toy import InUpdate, terminate, toy_dataset, toy_run, toy_trainer, training_logs
 from tests.replay.test_mixer import REPLAY
 
 
@@ -148,6 +148,55 @@ def test_true_takes_the_newest_whole_checkpoint_and_names_what_it_skips(tmp_path
         f"checkpoint-4 is not whole and was skipped: {skipped[2].split('skipped: ')[1]}",
     ]
     assert "optimizer.pt has" in skipped[2]
+
+
+def test_true_names_a_checkpoint_that_was_saved_after_the_newest(tmp_path):
+    saved(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert resume(tmp_path, True) == 6
+    saved(tmp_path, resume_from=str(tmp_path / "checkpoint-2"), max_steps=4)
+    with pytest.warns(UserWarning, match="checkpoint-8 is resumed, though checkpoint-4 was saved after it"):
+        assert resume(tmp_path, True, max_steps=10) == 8
+
+
+def test_a_learning_rate_that_a_checkpoint_does_not_take_is_told_of(tmp_path):
+    saved(tmp_path, max_steps=2)
+    with pytest.warns(UserWarning, match=r"learning rate goes on, 0\.02, not `learning_rate` 0\.01"):
+        trainer = toy_run(tmp_path, **{**SAVING, "max_steps": 3}, learning_rate=1e-2, resume=True)
+    assert training_logs(trainer)[-1]["learning_rate"] == 2e-2
+
+
+def test_a_resumed_run_whose_epochs_are_over_by_larger_batches_alone_is_refused(tmp_path):
+    of_epochs = {**SAVING, "max_steps": -1, "num_train_epochs": 1, "replay_fraction": 0.0}
+    whole = toy_run(tmp_path, **of_epochs)
+    larger = {"per_device_train_batch_size": 24}
+    with pytest.raises(InputError, match=r"Nothing would be trained: the checkpoint .*-6 is at epoch 0\.\d+, with 6"):
+        toy_run(tmp_path, **of_epochs, **larger, resume=str(tmp_path / "checkpoint-6"))
+    assert whole.state.global_step > 6
+
+
+def test_a_model_card_that_cannot_be_written_is_a_warning(tmp_path):
+    (tmp_path / "README.md").mkdir()
+    with pytest.warns(UserWarning, match="The model card could not be written"):
+        saved(tmp_path, max_steps=2)
+    assert find_defect(tmp_path / "checkpoint-2") is None
+
+
+def test_sizes_in_the_manifest_are_those_of_opened_files(tmp_path, monkeypatch):
+    """Over NFS, what another node wrote may be smaller by its name."""
+    (tmp_path / "shard").write_text("whole")
+    stat = Path.stat
+
+    def stale(self, **kwargs):
+        found = list(stat(self, **kwargs))
+        found[6] = 1
+        return os.stat_result(found)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", stale)
+        write_manifest(tmp_path)
+    assert json.loads((tmp_path / MANIFEST).read_text()) == {"shard": 5}
 
 
 @pytest.mark.parametrize("name", [MANIFEST, "trainer_state.json"])

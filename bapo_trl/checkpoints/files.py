@@ -81,6 +81,12 @@ def _size(file: Path) -> int | None:
         return None
 
 
+def _fresh_size(file: Path) -> int:
+    """Return the size of a file that is there, opened: over NFS, what another node wrote is not seen by its name."""
+    with file.open("rb") as opened:
+        return os.fstat(opened.fileno()).st_size
+
+
 def checkpoint_names(run_dir: str) -> list[str]:
     """Return the names of the checkpoints in the folder of a run."""
     names = [os.path.basename(path) for path in sort_checkpoints(run_dir)]
@@ -95,5 +101,5 @@ def step_of(name: str) -> int:
 def write_manifest(folder: str) -> None:
     """Write the sizes of all files of a checkpoint into its folder."""
     files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+    sizes = {path.relative_to(folder).as_posix(): _fresh_size(path) for path in files}
     Path(folder, MANIFEST).write_text(json.dumps(sizes, indent=2) + "\n", encoding="utf-8")

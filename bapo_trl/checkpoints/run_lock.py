@@ -38,8 +38,8 @@ class RunLock:
             _held.add(self._descriptor)
         except BlockingIOError:
             return (
-                f"`output_dir` is {self._path.parent}, where another run is training: give each run an `output_dir` "
-                "of its own, or wait for the end of that one."
+                f"`output_dir` is {self._path.parent}, where another run is training or evaluates: give each run an "
+                "`output_dir` of its own, or wait for the end of that one."
             )
         except (ImportError, OSError) as error:
             warnings.warn(f"{self._path} cannot be locked ({error}): see that no other run writes into this folder.")

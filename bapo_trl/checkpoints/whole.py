@@ -43,6 +43,7 @@ class WholeCheckpoints(GRPOTrainer):
     - `_save_checkpoint`: lets the parents write into `_unfinished-ID`, where their rotation finds one checkpoint and
       leaves it; then renames, pushes and rotates.
     - `_maybe_log_save_evaluate`: takes note of the random states, for a save later on.
+    - `create_model_card`: warns where it cannot be written.
     - `_get_output_dir`, `_push_from_checkpoint`: send the parents there meanwhile, and hold back their push; that of
       the checkpoint with which a signal stops the run for good.
     - `_finalize_training`: with `save_total_limit` 1, deletes all but the best checkpoint before the parents do.
@@ -152,6 +153,12 @@ class WholeCheckpoints(GRPOTrainer):
             folder = os.path.join(run_dir, name)
             defect = self._defect_on_any_rank(folder)
             if defect is None:
+                later = _saved_later(folder)
+                if later and self.is_world_process_zero():
+                    warnings.warn(
+                        f"{folder} is resumed, though {', '.join(later)} was saved after it. If the run went back to "
+                        "an earlier checkpoint, remove this one, or name the one to go on from."
+                    )
                 return folder
             skipped.append(f"{folder} is not whole and was skipped: {defect}.")
             if self.is_world_process_zero():
@@ -173,6 +180,12 @@ class WholeCheckpoints(GRPOTrainer):
 
     def _unfinished(self, run_dir: str) -> str:
         return os.path.join(run_dir, f"{UNFINISHED}-{self._run_id}")
+
+    def create_model_card(self, *args, **kwargs):
+        try:
+            super().create_model_card(*args, **kwargs)
+        except OSError as error:  # raised by one rank within a save, it would keep the others waiting
+            warnings.warn(f"The model card could not be written: {error}")
 
     def _push_from_checkpoint(self, checkpoint_folder):
         if not (self._is_saving or self._is_ending or is_stopped(self)):
@@ -291,6 +304,14 @@ class WholeCheckpoints(GRPOTrainer):
         self.state.best_model_checkpoint = best
         if self.args.should_save:
             self.state.save_to_json(os.path.join(self._unfinished(run_dir), name, TRAINER_STATE_NAME))
+
+
+def _saved_later(checkpoint: str) -> list[str]:
+    """Return the checkpoints of fewer updates beside one that were written after it."""
+    run_dir, name = os.path.split(checkpoint)
+    states = {each: os.path.join(run_dir, each, TRAINER_STATE_NAME) for each in checkpoint_names(run_dir)}
+    times = {each: os.path.getmtime(path) for each, path in states.items() if os.path.isfile(path)}
+    return [each for each, time in times.items() if step_of(each) < step_of(name) and time > times[name]]
 
 
 def _note_random_states() -> Callable[[], None]:

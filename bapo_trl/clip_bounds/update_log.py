@@ -204,7 +204,8 @@ class UpdateLog:
             raise RuntimeError(
                 f"NaN or infinity in {', '.join(broken)} at update {update}, before its optimizer step: nothing of "
                 "this update was applied. Look for a learning rate that is too high, a reward that is not finite or "
-                "half precision without loss scaling, and resume from a checkpoint."
+                "half precision without loss scaling, and resume from a checkpoint, or, for another rate, start "
+                "from its folder as the model."
             )
         return {name: numbers[name] for name in bounds if name not in self._skipped} | token_metrics(numbers)
 

@@ -18,7 +18,7 @@ from ..reward_sums import best_of_k, weighted_sums
 from .accuracy import Estimate, PromptResult, summarize
 from .answers import canonical
 from .completions_file import CompletionsFile
-from .sampling import Completion, EvaluatedTrainer
+from .sampling import Completion, EvaluatedTrainer, with_images
 
 
 SOURCE_COLUMN = "data_source"
@@ -136,7 +136,7 @@ def count(
     weights = reward_weights.cpu()
     metrics = {"reward": weighted_sums(rewards, weights).nanmean().item()}
     if num_completions > 1:
-        metrics[f"reward_best_of_{num_completions}"] = best_of_k(rewards, weights, num_completions)
+        metrics[f"reward_best_of_{num_completions}"] = best_of_k(rewards, weights, num_completions).mean().item()
     for name, mean in zip(records[0]["rewards"], rewards.nanmean(dim=0).tolist(), strict=True):
         metrics[f"rewards/{name}/mean"] = mean
     metrics["completions/mean_length"] = sum(record["tokens"] for record in records) / len(records)
@@ -189,7 +189,7 @@ def _identity(trainer: EvaluatedTrainer, rows: Any, model: str) -> str:
     settings = {name: getattr(trainer.args, name, None) for name in _SAMPLING_SETTINGS}
     loaded = [str(trainer.model.dtype), str(getattr(trainer.model.config, "quantization_config", None))]
     digest = xxh3_128()
-    for part in [model, loaded, settings, *(row["prompt"] for row in rows)]:
+    for part in [model, loaded, settings, *map(with_images, rows)]:
         digest.update(json.dumps(part, sort_keys=True, default=str).encode())
     return digest.hexdigest()[:16]
 

@@ -10,10 +10,17 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from torch.utils.data import DataLoader
+from trl.data_utils import prepare_multimodal_messages
 
 from ..bapo_trainer import BAPOTrainer
 from ..upstream.forward_passes import forked_random_state, without_gradient_checkpointing
 from .answers import completion_text
+
+
+def with_images(row: Mapping[str, Any]) -> Any:
+    """Return the prompt of a row with its images in the messages, where TRL puts those of `images` or `image`."""
+    images = row.get("images") or ([row["image"]] if row.get("image") is not None else None)
+    return row["prompt"] if images is None else prepare_multimodal_messages(row["prompt"], images=images)
 
 
 @dataclass(frozen=True)
@@ -112,15 +119,15 @@ class EvaluatedTrainer(BAPOTrainer):
         rewards = self._calculate_rewards(rows, prompts, completions, completion_ids).tolist()
         return [[None if reward != reward else reward for reward in given] for given in rewards]
 
-    def _calculate_rewards(self, *args):
-        rewards_per_func = super()._calculate_rewards(*args)
-        if not (self.model.training or self._is_apart):
-            count = self.num_generations_eval
-            first = rewards_per_func[:, 0].view(-1, count)
-            right = first[~first.isnan().all(dim=1)].ge(1).float()  # prompts without a first reward do not count
-            for average, best in zip(right.mean(dim=1).tolist(), right.amax(dim=1).tolist(), strict=True):
-                self._log_values({f"avg@{count}": average, f"pass@{count}": best}, "eval")  # TRL logs their mean
-        return rewards_per_func
+    def _log_groups(self, rewards_per_func):
+        if self._is_apart:
+            return
+        super()._log_groups(rewards_per_func)
+        count = self.num_generations_eval
+        first = rewards_per_func[:, 0].view(-1, count)
+        right = first[~first.isnan().all(dim=1)].ge(1).float()  # prompts without a first reward do not count
+        for average, best in zip(right.mean(dim=1).tolist(), right.amax(dim=1).tolist(), strict=True):
+            self._log_values({f"avg@{count}": average, f"pass@{count}": best}, "eval")  # TRL logs their mean
 
     def _log_completion_extra(self, *args):
         if not self._is_apart:  # TRL would add it to the next generation's
@@ -135,7 +142,7 @@ class EvaluatedTrainer(BAPOTrainer):
             return super().prediction_step(model, inputs, *args, **kwargs)
         rows = [part["row"] for part in inputs]
         with without_gradient_checkpointing(self.model):
-            _, completion_ids, _, completions, *_ = self._generate([row["prompt"] for row in rows])
+            _, completion_ids, _, completions, *_ = self._generate([with_images(row) for row in rows])
         rewards = self._rewards_of_all(rows, completions, completion_ids)
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         sampled = gather_object(

@@ -39,7 +39,7 @@ def explaining_broken_logits(update: int) -> Iterator[None]:
         raise RuntimeError(
             f"NaN or infinity in the logits while sampling, after update {update}: the model's weights are broken, or "
             "half precision overflows. Look at the weights that the run started from, for a learning rate that is too "
-            "high, and resume from a checkpoint."
+            "high, and resume from a checkpoint, or, for another rate, start from its folder as the model."
         ) from error
 
 
@@ -101,7 +101,7 @@ def check_gradient(trainer: Any, grad_norm: Any) -> None:
         f"NaN or infinity in the gradient (its norm is {float(grad_norm)}) at update "
         f"{trainer.state.global_step + 1}, {'in' if is_late else 'before'} its optimizer step: nothing of this "
         "update was saved. Look for a learning rate or a `beta` that is too high, or a loss that overflows, and "
-        "resume from a checkpoint."
+        "resume from a checkpoint, or, for another rate, start from its folder as the model."
     )
 
 

@@ -2,16 +2,19 @@
 
 import functools
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from datasets import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
+from ..errors import InputError
 from .trl_compat import RepeatSampler
 
 
@@ -52,12 +55,43 @@ def place_to_resume(
 ) -> tuple[int, int]:
     """Return where the data of a resumed run goes on, by transformers' `place`: epochs and micro-batches to skip."""
     if trainer.state.global_step >= max_steps:  # within an epoch, transformers would make one update more
+        if trainer.args.max_steps <= 0 and round(trainer.state.epoch, 2) < num_train_epochs:
+            raise InputError(
+                f"Nothing would be trained: the checkpoint {checkpoint} is at epoch {trainer.state.epoch:.2f}, with "
+                f"{trainer.state.global_step} updates, and with these settings {num_train_epochs} epochs have "
+                f"{max_steps}. Resume with as many processes and samples an update as before, or give `max_steps`."
+            )
         return num_train_epochs, 0
     is_stream = isinstance(trainer.train_dataset, IterableDataset)
     if is_stream and checkpoint is not None and not trainer.args.ignore_data_skip:
         passes, updates = place_in_stream(checkpoint)
         return passes, updates * trainer.args.gradient_accumulation_steps
     return place
+
+
+def load_trained_adapter(trainer: Any, checkpoint: str) -> None:
+    """
+    Load the adapter that is trained where the reference is another one, as in a run on a saved adapter with `beta`.
+
+    transformers finds that one in a folder of the checkpoint, and takes all adapters to be in such folders, where peft
+    saves the one that is trained beside them: the run would go on from its start. Needed up to transformers 5.17 at
+    least.
+    """
+    if is_peft_model(trainer.model) and "ref" in trainer.model.peft_config and not trainer.is_fsdp_enabled:
+        trainer.model.load_adapter(checkpoint, "default", is_trainable=True)
+
+
+@contextmanager
+def saying_which_rate(trainer: Trainer) -> Iterator[None]:
+    """Warn where the schedule of a checkpoint, which is loaded within, has another learning rate than the settings."""
+    rates = list(getattr(trainer.lr_scheduler, "base_lrs", []))
+    yield
+    loaded = list(getattr(trainer.lr_scheduler, "base_lrs", []))
+    if rates and rates != loaded and trainer.accelerator.is_main_process:
+        warnings.warn(
+            f"The checkpoint's learning rate goes on, {loaded[0]:g}, not `learning_rate` {rates[0]:g}: a run is "
+            "resumed with its schedule. For another rate, start a run from the checkpoint's folder as the model."
+        )
 
 
 def place_in_stream(checkpoint: str | Path) -> tuple[int, int]:

@@ -51,9 +51,10 @@ CLIENT_ATTRIBUTES = ("_post", "base_url", "model")
 OVERRIDDEN_METHODS = (
     "_calculate_rewards", "_compute_loss", "_finalize_training", "_finish_current_push", "_generate",
     "_generate_and_score_completions", "_generate_single_turn", "_get_grad_norm", "_get_output_dir",
-    "_get_per_token_logps_and_entropies", "_get_train_sampler", "_init_training_state",
+    "_get_per_token_logps_and_entropies", "_get_train_sampler", "_init_training_state", "_load_from_checkpoint",
     "_load_optimizer_and_scheduler", "_maybe_log_save_evaluate", "_prepare_inputs", "_push_from_checkpoint",
-    "_save_checkpoint", "_save_optimizer_and_scheduler", "_tokenize_prompts", "evaluate", "train",
+    "_save_checkpoint", "_save_optimizer_and_scheduler", "_tokenize_prompts", "create_model_card", "evaluate",
+    "evaluation_loop", "train",
 )  # fmt: skip
 """Methods of `GRPOTrainer` that the trainer overrides and calls through `super()`."""
 

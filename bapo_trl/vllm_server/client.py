@@ -153,7 +153,9 @@ class ServerClient(VLLMClient):
         except Exception as error:
             if not self._holds_failures:
                 raise
-            self._failure = describe(during, error)  # words: a traceback would keep the weight group, and its port
+            # The first one: a call within this one may have failed. In words: a traceback would keep the weight group,
+            # and its port
+            self._failure = self._failure or describe(during, error)
             return None
 
     # What TRL calls in the main process between two collectives

@@ -18,7 +18,9 @@ from datasets import Dataset, DatasetDict
 from trl.trainer import grpo_trainer
 
 from bapo_trl import bapo_trainer
-from bapo_trl.evaluation.sampling import EvaluatedTrainer
+from bapo_trl.checkpoints.run_lock import RunLock
+from bapo_trl.errors import InputError
+from bapo_trl.evaluation.sampling import EvaluatedTrainer, with_images
 from bapo_trl.script import entry, training
 from tests.helpers.commands import ROOT, succeeded
 from tests.helpers.fake_vllm import FakeVLLM
@@ -299,6 +301,45 @@ def test_an_evaluation_in_training_is_of_prompts_however_few_the_last_batch_has(
     logs = json.loads(Path("out/trainer_state.json").read_text())["log_history"]
     (in_training,) = [log for log in logs if "eval_avg@4" in log and log["step"] == 1]
     assert in_training["eval_avg@4"] == in_training["eval_pass@4"] == pytest.approx(1 / 5)
+
+
+@pytest.mark.processes
+def test_prompts_that_fill_up_the_last_batch_of_two_processes_count_once(folder):
+    reward = (
+        "def has_digit(completions, prompts, **kwargs):\n    return [float(each == '18+19=') for each in prompts]\n"
+    )
+    Path("my_rewards.py").write_text(reward)
+    of_five = {"eval_dataset": "test.jsonl", "max_eval_samples": 5, "per_device_eval_batch_size": 8}  # 4, and 1 with 3
+    settings = flags(dataset_name="train.jsonl", eval_strategy="steps", eval_steps=1, **of_five)
+    succeeded(run_python([ROOT / "train_bapo.py", *settings], ranks=2, cwd=folder))
+    logs = json.loads(Path("out/trainer_state.json").read_text())["log_history"]
+    (in_training,) = [log for log in logs if "eval_avg@4" in log and log["step"] == 1]
+    assert in_training["eval_avg@4"] == in_training["eval_reward_best_of_4"] == pytest.approx(1 / 5)
+
+
+def test_two_evaluations_are_kept_apart(folder):
+    lock = RunLock("out")
+    assert lock.acquire() is None
+    with pytest.raises(InputError, match="`output_dir` is out, where another run is training or evaluates"):
+        run(do_train="false", eval_dataset="test.jsonl")
+    lock.release()
+
+
+def test_images_are_put_into_the_messages_as_trl_does(folder, monkeypatch):
+    chat = [{"role": "user", "content": "What is it?"}]
+    given = [{"prompt": chat, "images": ["a", "b"]}, {"prompt": chat, "image": "c"}, {"prompt": chat, "image": None}]
+    assert [[part["type"] for part in with_images(row)[0]["content"]] for row in given[:2]] == [
+        ["image", "image", "text"], ["image", "text"],
+    ]  # fmt: skip
+    assert with_images(given[2]) == chat
+
+    def generate(self, prompts):
+        raise LookupError(prompts)
+
+    monkeypatch.setattr(EvaluatedTrainer, "_generate", generate)
+    monkeypatch.setattr("bapo_trl.evaluation.sampling.with_images", lambda row: "shown")
+    with pytest.raises(LookupError, match="shown"):
+        run(do_train="false", eval_dataset="test.jsonl")
 
 
 def test_an_evaluation_on_prompts_of_another_form_than_those_of_the_training_says_so(folder, capsys):

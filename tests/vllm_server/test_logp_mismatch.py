@@ -13,7 +13,7 @@ from bapo_trl.vllm_server import mismatch as logp_mismatch
 from bapo_trl.vllm_server.mismatch import MISMATCH_METRICS, DifferenceCheck, client_for, compare_with_sampler
 from tests.helpers.alike import assert_same_weights
 from tests.helpers.fake_vllm import FakeVLLM, vllm_trainer
-from tests.helpers.toy import CPU, toy_model, toy_run, toy_trainer, training_logs
+from tests.helpers.toy import CPU, digits_reward, toy_dataset, toy_model, toy_run, toy_trainer, training_logs
 
 
 def batch(**extra):
@@ -254,6 +254,61 @@ def test_a_rollout_function_without_vllm_trains_as_under_grpo(tmp_path, is_on_po
     bapo = run(ratio_lower_start=0.8, ratio_lower_max=0.8, ratio_upper_start=1.28, ratio_upper_max=1.28)
     assert_same_weights(grpo, bapo)
     assert not any(name in log for log in training_logs(bapo) for name in MISMATCH_METRICS)
+
+
+def short_placeholders(prompts, trainer):
+    found = rollouts(prompts, trainer)
+    return {**found, "logprobs": [[0.0] for _ in found["completion_ids"]]}
+
+
+@pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
+def test_placeholders_of_any_length_do_not_get_into_the_queue(tmp_path):
+    assert_same_weights(
+        *(
+            toy_run(tmp_path, replay_fraction=0.5, trainer_args={"rollout_func": function}, max_steps=2)
+            for function in (rollouts, short_placeholders)
+        )
+    )
+
+
+@pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
+def test_placeholders_over_vllm_are_not_compared_without_a_correction(monkeypatch, tmp_path):
+    parts = {"trainer_args": {"rollout_func": rollouts}, "max_steps": 1}
+    vllm_trainer(monkeypatch, tmp_path, vllm_importance_sampling_correction=False, **parts).train()
+    with pytest.raises(RuntimeError, match="must hand on vLLM's"):
+        vllm_trainer(monkeypatch, tmp_path, **parts).train()
+
+
+def test_the_weights_are_sent_before_any_forward_pass(monkeypatch, tmp_path):
+    """Under FSDP2, a forward pass without a backward pass leaves some that cannot be sent."""
+    events = []
+
+    class Noting(FakeVLLM):
+        def sync_weights(self):
+            events.append("sent")
+            super().sync_weights()
+
+    trainer = vllm_trainer(monkeypatch, tmp_path, Noting, replay_fraction=0.5, max_steps=1)
+    trainer.model.register_forward_hook(lambda *args: events.append("forward"))
+    trainer.train()
+    assert events[:2] == ["sent", "forward"]
+
+
+def test_after_a_training_vllm_samples_from_the_best_model(monkeypatch, tmp_path):
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "per_device_eval_batch_size": 3}
+    evaluations = iter(range(10, 0, -1))
+
+    def worse_each_time(completions, **kwargs):
+        return [float(next(evaluations))] * len(completions) if len(completions) == 3 else digits_reward(completions)
+
+    parts = {"eval_dataset": toy_dataset(1)}
+    trainer = vllm_trainer(monkeypatch, tmp_path, reward_funcs=worse_each_time, trainer_args=parts, **settings, **best)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    trainer.evaluate()
+    served, trained = trainer.vllm_generation.served.state_dict(), trainer.model.state_dict()
+    assert all(torch.equal(served[name], weight) for name, weight in trained.items())
 
 
 def test_a_second_train_sends_the_weights_again(tmp_path):

@@ -119,6 +119,21 @@ def test_after_a_failure_the_rest_of_the_weights_is_still_gathered():
     server.stop()
 
 
+def test_the_first_failure_is_kept_when_it_makes_the_call_around_it_fail():
+    server = ModelServer({("/server_info", 1): 404})
+
+    with client_of(server) as client_class:
+
+        class Client(client_class):
+            def _join_group(self, device):
+                return self.get_server_info()["weight_transfer_config"]
+
+        client = Client(base_url=server.url)
+        client.init_communicator("cpu")
+        assert "VLLM_SERVER_DEV_MODE=1" in client.take_failure().error
+    server.stop()
+
+
 def test_over_nccl_a_failed_transfer_ends_the_trainers_part():
     """NCCL itself is not run: its communicator is told to abort, once the server's answer is an error."""
     server, aborted = ModelServer({("/update_weights", 1): 500}), []
