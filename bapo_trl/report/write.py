@@ -9,8 +9,9 @@ from pathlib import Path
 from ..errors import InputError, MissingPackageError
 from .figure import drawn_panels, panel_svg, save_png
 from .health import Finding, describe, examine, shared
+from .logs import Logs
 from .page import render_page
-from .runs import Run, group_runs, read_settings, readable, title_of, update_logs
+from .runs import Run, group_runs, read_settings, readable, title_of
 
 
 def has_matplotlib() -> bool:
@@ -27,7 +28,7 @@ def save_report(log_history: Sequence[Mapping], path: str | Path) -> str:
             are left out; undefined values leave a gap.
         path (`str` or `Path`): Image file to write, in the `output_dir` of the run, where its settings are.
     """
-    logs = update_logs(log_history)
+    logs = Logs(log_history)
     if not len(logs):
         raise InputError(
             "no update was logged (`logging_steps` and `logging_strategy` say which are): there is nothing to draw"
