@@ -8,8 +8,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from .logs import Logs
 from .masks import without_secrets
-from .runs import SETTINGS_FILE, update_logs
+from .runs import SETTINGS_FILE
 from .write import save_report
 
 
@@ -38,7 +39,7 @@ class ReportCallback(TrainerCallback):
             self._try(self._write_settings, args, model)
 
     def on_save(self, args, state, control, **kwargs):
-        if state.is_world_process_zero and len(update_logs(state.log_history)):
+        if state.is_world_process_zero and len(Logs(state.log_history)):
             self._try(save_report, state.log_history, Path(args.output_dir) / "report.png")
 
     def _write_settings(self, args, model) -> None:

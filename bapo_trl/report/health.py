@@ -6,8 +6,8 @@ it is there for. A log is a mean over `logging_steps` updates, so a single updat
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -107,27 +107,6 @@ def _no_reward(logs: Logs) -> list[Finding]:
             "A reward function that returns a number where it applies.",
         )
     ]
-
-
-def shared(findings: Mapping[str, Sequence[Finding]]) -> dict[tuple[str, ...], list[Finding]]:
-    """
-    Return each finding once, by the labels of the runs that share it.
-
-    Those that differ in nothing but their numbers are one; there, each sentence is behind the label of its run.
-    """
-    sentences: dict[Finding, dict[str, str]] = {}
-    for label, some in findings.items():
-        for finding in some:
-            sentences.setdefault(replace(finding, sentence=""), {})[label] = finding.sentence
-    by_runs: dict[tuple[str, ...], list[Finding]] = {}
-    for finding, said in sentences.items():
-        labels_of: dict[str, list[str]] = {}
-        for label, sentence in said.items():
-            labels_of.setdefault(sentence, []).append(label)
-        parts = [f"{', '.join(labels)}: {sentence}" for sentence, labels in labels_of.items()]
-        sentence = " ".join(parts) if len(parts) > 1 else next(iter(labels_of))
-        by_runs.setdefault(tuple(said), []).append(replace(finding, sentence=sentence))
-    return by_runs
 
 
 def describe(finding: Finding) -> str:

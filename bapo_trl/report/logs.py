@@ -1,21 +1,18 @@
-"""The logs of a run as columns of numbers, a million of them in a few hundred megabytes; curves of several runs."""
+"""The logs of a run, and curves of several runs."""
 
 import math
 import sys
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeGuard
 
 import numpy as np
 
 
-_UNDEFINED, _NOT_LOGGED = math.nan, math.inf
-
 PARTS = 400
 """A panel is about so many pixels wide. Of each such part of a longer curve, only its ends and extremes are drawn."""
 
 MOST_POINTS = 6 * PARTS
-"""Curves of at most so many points are drawn whole."""
+"""Curves of at most so many points are drawn whole. matplotlib thins lines by itself, but neither bands nor dots."""
 
 
 class Points(NamedTuple):
@@ -34,45 +31,28 @@ class Logs:
     step on.
     """
 
-    def __init__(self, metrics: Iterable[str]):
-        self._places = {metric: place for place, metric in enumerate(metrics)}
-        self._steps = array("q")
-        self._cells = array("d")  # a row for each step
+    def __init__(self, log_history: Iterable[Mapping]):
+        self._logs: list[Mapping] = []
+        for log in log_history:
+            step = log.get("step")
+            is_step = isinstance(step, int) and 0 <= step <= sys.maxsize
+            is_update = "loss" in log or "bapo/positive_share" in log
+            is_summary = "train_runtime" in log  # into which TRL puts what it has not logged yet
+            if not is_step or not is_update or (is_summary and self._logs):
+                continue
+            while self._logs and self._logs[-1]["step"] >= step:
+                self._logs.pop()
+            self._logs.append(log)
+        self.steps = np.array([log["step"] for log in self._logs], dtype=int)
 
     def __len__(self) -> int:
-        return len(self._steps)
-
-    def add(self, log: Mapping) -> None:
-        """Add a log if it is that of an update."""
-        is_update = "loss" in log or "bapo/positive_share" in log
-        is_summary = "train_runtime" in log  # into which TRL puts what it has not logged yet
-        if not is_update or (is_summary and self._steps):
-            return
-        step = log.get("step")
-        if not isinstance(step, int) or not 0 <= step <= sys.maxsize:
-            return
-        steps = self._steps
-        while steps and steps[-1] >= step:
-            steps.pop()
-            del self._cells[-len(self._places) :]
-        steps.append(step)
-        row = [_NOT_LOGGED] * len(self._places)
-        for metric, value in log.items():
-            place = self._places.get(metric)
-            if place is not None:
-                row[place] = float(value) if is_finite(value) else _UNDEFINED
-        self._cells.extend(row)
-
-    @property
-    def steps(self) -> np.ndarray:
-        """Steps of all logs, ascending."""
-        return np.array(self._steps)
+        return len(self._logs)
 
     def logged(self, metric: str) -> Points:
         """Return the values of a metric where it was logged, NaN where it was undefined."""
-        values = np.frombuffer(self._cells).reshape(len(self), -1)[:, self._places[metric]]
-        is_logged = values != _NOT_LOGGED
-        return Points(self.steps[is_logged], values[is_logged])
+        points = [(log["step"], log[metric]) for log in self._logs if metric in log]
+        values = [value if is_finite(value) else math.nan for _, value in points]
+        return Points(np.array([step for step, _ in points], dtype=int), np.array(values, dtype=float))
 
     def finite(self, metric: str) -> Points:
         """Return the values of a metric where it was logged as a finite number."""
@@ -97,18 +77,12 @@ class Curve(NamedTuple):
 
 def curve_of(columns: Sequence[Points]) -> Curve:
     """Return mean and range of the runs that have a value at an update, by the points of each run."""
-    steps = np.sort(np.concatenate([column.steps for column in columns]))  # np.unique takes ten times as long
-    steps = steps[np.diff(steps, prepend=-1) > 0]
-    total, count = np.zeros(len(steps)), np.zeros(len(steps))
-    low, high = np.full(len(steps), np.nan), np.full(len(steps), np.nan)
-    for column in columns:
-        places = np.searchsorted(steps, column.steps)  # none twice: steps of a run ascend
-        total[places] += np.nan_to_num(column.values)
-        count[places] += np.isfinite(column.values)
-        low[places] = np.fmin(low[places], column.values)
-        high[places] = np.fmax(high[places], column.values)
-    mean = np.divide(total, count, out=np.full(len(steps), np.nan), where=count > 0)
-    return Curve(steps, mean, low, high)
+    steps = np.unique(np.concatenate([column.steps for column in columns]))
+    table = np.full((len(columns), len(steps)), np.nan)
+    for row, column in zip(table, columns, strict=True):
+        row[np.searchsorted(steps, column.steps)] = column.values
+    defined = np.ma.masked_invalid(table)
+    return Curve(steps, *(part.filled(np.nan) for part in (defined.mean(0), defined.min(0), defined.max(0))))
 
 
 def thinned(curve: Curve) -> Curve:
@@ -121,11 +95,7 @@ def thinned(curve: Curve) -> Curve:
     kept: set[int] = set()
     for part in np.array_split(np.arange(len(curve.steps)), PARTS):
         defined = part[np.isfinite(curve.mean[part])]
-        if not len(defined):
-            kept.add(int(part[0]))
-            continue
-        mean = curve.mean[defined]
-        extremes = (0, -1, mean.argmin(), mean.argmax(), curve.low[defined].argmin(), curve.high[defined].argmax())
-        kept.update(int(defined[place]) for place in extremes)
-    places = sorted(kept)
-    return Curve(*(values[places] for values in curve))
+        some = defined if len(defined) else part[:1]
+        mean, low, high = (values[some] for values in curve[1:])
+        kept.update(some[[0, -1, mean.argmin(), mean.argmax(), low.argmin(), high.argmax()]].tolist())
+    return Curve(*(values[sorted(kept)] for values in curve))

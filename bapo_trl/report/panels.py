@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .health import CHECKS, CHI2_MAX, CUT_OFF_MAX, ESS_MIN, NO_SIGNAL_MAX, RATIO_MEAN_MAX, RATIO_MEAN_MIN
+from .health import CHI2_MAX, CUT_OFF_MAX, ESS_MIN, NO_SIGNAL_MAX, RATIO_MEAN_MAX, RATIO_MEAN_MIN
 from .logs import Logs
-from .method import EVIDENCE
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,3 @@ PANELS = (
 
 LOSS = Panel("Loss", (Line("loss", "loss"),))
 """Drawn of runs that logged nothing else: it says little of how a policy does."""
-
-_DRAWN = (line.metric for panel in (*PANELS, LOSS) for line in panel.lines)
-METRICS = tuple(dict.fromkeys([*_DRAWN, *(check.metric for check in CHECKS), *EVIDENCE]))
-"""All metrics that a report takes from the logs."""

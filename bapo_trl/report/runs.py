@@ -16,7 +16,6 @@ from ..errors import InputError
 from .log_files import STATE_FILE, logs_in, read_json
 from .logs import Logs
 from .method import Method, method_of
-from .panels import METRICS
 
 
 SETTINGS_FILE = "run_settings.json"
@@ -70,14 +69,6 @@ def title_of(runs: Iterable[Run]) -> str:
 
 def _titled(method: str, label: str) -> str:
     return f"{method}: {label}" if method else label
-
-
-def update_logs(log_history: Iterable[Mapping]) -> Logs:
-    """Return what the report takes from the logs of updates, see [`~logs.Logs`]."""
-    logs = Logs(METRICS)
-    for log in log_history:
-        logs.add(log)
-    return logs
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:
@@ -181,7 +172,7 @@ def _state_file(path: Path) -> Path:
 
 
 def _read_logs(file: Path) -> Logs:
-    logs = update_logs(logs_in(file))
+    logs = Logs(logs_in(file))
     if not len(logs):
         raise InputError(
             f"RUN {file} has no log of an update: train with a smaller `logging_steps`, or give another run."

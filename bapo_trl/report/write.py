@@ -4,13 +4,15 @@ import contextlib
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ..errors import InputError, MissingPackageError
 from .figure import drawn_panels, panel_svg, save_png
-from .health import Finding, describe, examine, shared
+from .health import Finding, describe, examine
+from .logs import Logs
 from .page import render_page
-from .runs import Run, group_runs, read_settings, readable, title_of, update_logs
+from .runs import Run, group_runs, read_settings, readable, title_of
 
 
 def has_matplotlib() -> bool:
@@ -27,7 +29,7 @@ def save_report(log_history: Sequence[Mapping], path: str | Path) -> str:
             are left out; undefined values leave a gap.
         path (`str` or `Path`): Image file to write, in the `output_dir` of the run, where its settings are.
     """
-    logs = update_logs(log_history)
+    logs = Logs(log_history)
     if not len(logs):
         raise InputError(
             "no update was logged (`logging_steps` and `logging_strategy` say which are): there is nothing to draw"
@@ -81,10 +83,23 @@ def write_report(runs: Sequence[Run], path: str | Path) -> str:
 
 
 def _health(runs: Sequence[Run]) -> list[tuple[str, list[Finding]]]:
-    """Return each finding once, under the title of the runs that share it."""
-    of_label = {run.label: run for run in runs}
-    findings = {run.label: examine(run.logs, run.method) for run in runs}
-    return [(title_of(of_label[label] for label in labels), some) for labels, some in shared(findings).items()]
+    """
+    Return each finding once, under the title of the runs that share it.
+
+    Those that differ in nothing but their numbers are one; there, each sentence is behind the labels of its runs.
+    """
+    labels_of: dict[Finding, dict[str, list[str]]] = {}  # by finding without its sentence, and by sentence
+    for run in runs:
+        for finding in examine(run.logs, run.method):
+            sentences = labels_of.setdefault(replace(finding, sentence=""), {})
+            sentences.setdefault(finding.sentence, []).append(run.label)
+    by_title: dict[str, list[Finding]] = {}
+    for finding, sentences in labels_of.items():
+        title = title_of(run for run in runs if any(run.label in labels for labels in sentences.values()))
+        parts = [f"{', '.join(labels)}: {sentence}" for sentence, labels in sentences.items()]
+        sentence = " ".join(parts if len(parts) > 1 else sentences)
+        by_title.setdefault(title, []).append(replace(finding, sentence=sentence))
+    return list(by_title.items())
 
 
 @contextlib.contextmanager

@@ -3,16 +3,14 @@
 import codecs
 import json
 import os
-import tracemalloc
 
 import numpy as np
 import pytest
 
-from bapo_trl.errors import InputError
 from bapo_trl.report.command import main
 from bapo_trl.report.figure import save_png
 from bapo_trl.report.logs import MOST_POINTS, Points, curve_of, thinned
-from bapo_trl.report.runs import read_runs, update_logs
+from bapo_trl.report.runs import read_runs
 from tests.helpers.commands import ends
 from tests.report.made_logs import made_logs, save_run
 
@@ -67,61 +65,31 @@ LINES = "".join(json.dumps(log) + "\n" for log in made_logs(3))
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "line", "reason"),
+    ("file", "text", "said"),
     [
-        ("logs.jsonl", LINES.replace('"step": 2', '"step" 2'), 2, "Expecting ':' delimiter. Mend or remove it."),
-        ("logs.jsonl", LINES + "\n\n{broken}\n", 6, "Expecting property name"),
-        ("logs.jsonl", LINES + "[1]\n", 4, "is none"),
-        ("logs.jsonl", LINES + "[" * 100_000 + "\n", 4, "recursion"),
-        ("logs.jsonl", LINES + "9" * 5000 + "\n", 4, "Exceeds the limit"),
-        ("trainer_state.json", STATE.replace('"step": 2', '"step" 2'), None, "Expecting ':' delimiter"),
-        ("trainer_state.json", STATE.replace("0\n  ]", "0,\n  ]"), None, "Expecting value"),
-        ("trainer_state.json", STATE.replace('ory": [', 'ory": ' + "[" * 100_000), 3, "recursion"),
-        ("trainer_state.json", STATE + "\n}", None, "Extra data"),
-        ("trainer_state.json", STATE.replace('"log_history": [', '"log_history": [\n3,'), 4, "is none"),
-        ("trainer_state.json", "", 1, "Expecting value"),
+        ("logs.jsonl", LINES.replace('"step": 2', '"step" 2'), "line 2: Expecting ':' delimiter. Mend or remove it."),
+        ("logs.jsonl", LINES + "\n\n{broken}\n", "line 6: Expecting property name"),
+        ("logs.jsonl", LINES + '{"loss": 1\n' + LINES, "line 4: Expecting ',' delimiter"),
+        ("logs.jsonl", LINES + "[1]\n", "(line 4 is none)."),
+        ("logs.jsonl", LINES + "[" * 100_000 + "\n", "line 4: maximum recursion depth"),
+        ("logs.jsonl", LINES + "9" * 5000 + "\n", "line 4: Exceeds the limit"),
+        ("trainer_state.json", STATE.replace('"step": 2', '"step" 2'), "line {}: Expecting ':' delimiter"),
+        ("trainer_state.json", STATE.replace("0\n  ]", "0,\n  ]"), "line {}: Expecting value"),
+        ("trainer_state.json", STATE + "\n}", "line {}: Extra data. Give another checkpoint of the run."),
+        ("trainer_state.json", "", "line 1: Expecting value"),
+        ("trainer_state.json", "[" * 100_000, "is damaged: maximum recursion depth"),
+        ("trainer_state.json", STATE.replace('"log_history": [', '"log_history": [\n3,'), "(log 1 is none)."),
     ],
 )
-def test_a_broken_line_is_named(tmp_path, capsys, file, text, line, reason):
+def test_the_place_of_a_damage_is_named(tmp_path, capsys, file, text, said):
     (tmp_path / file).write_text(text)
-    if line is None:  # as json has it of the text as a whole
+    if "{}" in said:  # as json has it
         with pytest.raises(json.JSONDecodeError) as whole:
             json.loads(text)
-        line = whole.value.lineno
+        said = said.format(whole.value.lineno)
     error = refusal(capsys, tmp_path / file, "--output", tmp_path / "out")
     assert f"{tmp_path / file} " in error
-    assert f"line {line} " in error or f"line {line}:" in error
-    assert reason in error
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 1000])
-def test_a_state_is_read_in_chunks(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr("bapo_trl.report.log_files._CHUNK_CHARACTERS", chunk)
-    (tmp_path / "trainer_state.json").write_text(STATE)
-    (run,) = read_runs([tmp_path])
-    whole = update_logs(made_logs(3))
-    assert run.logs.steps.tolist() == [1, 2, 3]
-    assert run.logs.logged("ratio/max").values.tolist() == whole.logged("ratio/max").values.tolist()
-    broken = STATE.replace('"step": 2', '"step" 2')
-    (tmp_path / "trainer_state.json").write_text(broken)
-    line = 1 + broken.count("\n", 0, broken.index('"step" 2'))
-    with pytest.raises(InputError, match=f"line {line}: Expecting ':' delimiter"):
-        read_runs([tmp_path])
-
-
-@pytest.mark.parametrize("file", ["trainer_state.json", "logs.jsonl"])
-def test_a_file_is_never_in_memory_as_a_whole(tmp_path, file):
-    filled = [{**log, "text": "x" * 5000} for log in made_logs(2000)]
-    state = json.dumps({"log_history": filled}, indent=2)
-    (tmp_path / file).write_text("".join(json.dumps(log) + "\n" for log in filled) if "jsonl" in file else state)
-    del filled, state
-    tracemalloc.start()
-    try:
-        read_runs([tmp_path / file])
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < (tmp_path / file).stat().st_size / 2
+    assert said in error
 
 
 @pytest.mark.figures
@@ -154,9 +122,9 @@ def test_an_output_that_is_a_file_is_refused(tmp_path, capsys):
 def test_a_long_run_is_thinned_before_it_is_drawn(tmp_path, monkeypatch):
     from matplotlib.axes import Axes
 
-    size = 20 * MOST_POINTS
+    size = 5 * MOST_POINTS
     rewards = np.sin(np.arange(size) / 100)
-    rewards[[777, 40_000]] = -3.0, 4.0
+    rewards[[777, 10_000]] = -3.0, 4.0
     logs = made_logs(size, reward=rewards.tolist())
     drawn, plot = [], Axes.plot
 
@@ -169,7 +137,7 @@ def test_a_long_run_is_thinned_before_it_is_drawn(tmp_path, monkeypatch):
     assert max(len(steps) for steps, _ in drawn) <= MOST_POINTS
     steps, values = drawn[0]
     assert (steps[0], steps[-1], values[0], values[-1]) == (1, size, rewards[0], rewards[-1])
-    assert dict(zip(steps, values, strict=True)).items() >= {778: -3.0, 40_001: 4.0}.items()
+    assert dict(zip(steps, values, strict=True)).items() >= {778: -3.0, 10_001: 4.0}.items()
 
 
 def test_thinning_keeps_ends_extremes_and_long_gaps():

@@ -8,8 +8,8 @@ import pytest
 
 from bapo_trl.report.health import CHECKS, Finding, describe
 from bapo_trl.report.health import examine as examine_columns
+from bapo_trl.report.logs import Logs
 from bapo_trl.report.method import Method
-from bapo_trl.report.runs import update_logs
 from tests.report.made_logs import HEALTHY, made_logs
 
 
@@ -18,7 +18,7 @@ ALL_WELL = "7 of 7 checks made on 20 logs, and none found anything."
 
 
 def examine(logs: list[dict]) -> list[Finding]:
-    return examine_columns(update_logs(logs))
+    return examine_columns(Logs(logs))
 
 
 def lines(**changes) -> list[tuple[str, str, str]]:
@@ -90,9 +90,7 @@ BOTH = Method(limits=(("bapo/clip_low", 0.9), ("bapo/clip_high", 3.0)))
 )
 def test_bounds_that_end_at_their_limits_late(low, high, moves, sentence):
     logs = made_logs(15, **{"bapo/clip_low": low, "bapo/clip_high": high, "bapo/search_steps": moves})
-    found = [
-        (finding.severity, finding.name, finding.sentence) for finding in examine_columns(update_logs(logs), BOTH)
-    ]
+    found = [(finding.severity, finding.name, finding.sentence) for finding in examine_columns(Logs(logs), BOTH)]
     healthy = "8 of 8 checks made on 15 logs, and none found anything."
     line = ("healthy", "Healthy", healthy) if sentence is None else ("warning", "Bounds at their limits", sentence)
     assert found == [line]

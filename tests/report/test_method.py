@@ -7,8 +7,8 @@ import pytest
 from bapo_trl import BAPOConfig
 from bapo_trl.report.command import main
 from bapo_trl.report.health import examine
+from bapo_trl.report.logs import Logs
 from bapo_trl.report.method import method_by_settings
-from bapo_trl.report.runs import update_logs
 from tests.report.made_logs import made_logs, save_run
 
 
@@ -56,7 +56,7 @@ def test_a_run_is_titled_by_its_method_and_advised_what_it_leaves_open(tmp_path,
     has_bounds = method.searches_lower or method.searches_upper
     assert has_bounds == (has_effect and not args.bound_grid.is_fixed)
     assert method.searches_weight == (args.negative_weight_min < 1 and not args.has_constant_weight)
-    findings = examine(update_logs(made_logs(entropy=[1.0, 0.1], **{"bapo/target_met": 0.0})), method)
+    findings = examine(Logs(made_logs(entropy=[1.0, 0.1], **{"bapo/target_met": 0.0})), method)
     of_target = [finding for finding in findings if finding.name == "Target share missed"]
     assert [set(re.findall(r"`(\w+)`", finding.remedy)) for finding in of_target] == (
         [] if advised is None else [{"positive_contribution_target", *advised}]
@@ -80,7 +80,7 @@ def test_a_run_is_titled_by_its_method_and_advised_what_it_leaves_open(tmp_path,
 )
 def test_bounds_at_their_limits_are_found_where_they_are_searched(tmp_path, settings, low, high, advised):
     method = method_by_settings(config(tmp_path, settings).to_dict())
-    findings = examine(update_logs(made_logs(**{"bapo/clip_low": low, "bapo/clip_high": high})), method)
+    findings = examine(Logs(made_logs(**{"bapo/clip_low": low, "bapo/clip_high": high})), method)
     found = [finding.remedy for finding in findings if finding.name == "Bounds at their limits"]
     assert [set(re.findall(r"`(\w+)`", remedy)) for remedy in found] == (
         [] if advised is None else [{"positive_contribution_target", *advised}]
@@ -99,7 +99,7 @@ def test_settings_of_trls_trainer_are_told_nothing_of_ours(settings, name):
     method = method_by_settings(settings)
     assert method.name == name
     logs = made_logs(entropy=[1.0, 0.1], **{"bapo/target_met": 0.0, "ratio/ess": 0.1, "frac_reward_zero_std": 0.9})
-    words = " ".join(finding.remedy for finding in examine(update_logs(logs), method))
+    words = " ".join(finding.remedy for finding in examine(Logs(logs), method))
     ours = {word for word in re.findall(r"`(\w+)`", words) if not hasattr(BAPOConfig.__mro__[1], word)}
     assert ours == set()
 

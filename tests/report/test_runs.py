@@ -5,7 +5,8 @@ import os
 
 import pytest
 
-from bapo_trl.report.runs import group_runs, read_runs, update_logs
+from bapo_trl.report.logs import Logs
+from bapo_trl.report.runs import group_runs, read_runs
 from tests.report.made_logs import HEALTHY, made_logs, save_run
 
 
@@ -36,7 +37,7 @@ def test_a_run_is_a_folder_a_checkpoint_a_state_or_a_file_of_logs(tmp_path):
 
 def test_evaluations_and_the_summary_are_no_updates():
     history = [*made_logs(2), {"step": 2, "eval_reward": 0.5}, {**made_logs(1)[0], "step": 2, "train_runtime": 1.0}]
-    logs = update_logs(history)
+    logs = Logs(history)
     assert logs.steps.tolist() == [1, 2]
     assert [logs.logged(name).values.tolist() for name in HEALTHY] == [[value] * 2 for value in HEALTHY.values()]
 
@@ -44,16 +45,16 @@ def test_evaluations_and_the_summary_are_no_updates():
 def test_the_summary_of_a_run_shorter_than_its_logging_is_its_only_log():
     """TRL merges into the summary what it has not logged yet."""
     summary = {**made_logs(1)[0], "step": 8, "train_runtime": 1.0}
-    assert update_logs([summary]).steps.tolist() == [8]
-    assert update_logs([{"step": 8, "train_runtime": 1.0}]).steps.tolist() == []
+    assert Logs([summary]).steps.tolist() == [8]
+    assert Logs([{"step": 8, "train_runtime": 1.0}]).steps.tolist() == []
 
 
 def test_a_resumed_run_counts_each_update_once():
     again = made_logs(3, first=4, reward=0.9)
-    logs = update_logs([*made_logs(6), {"step": 6, "eval_reward": 0.5}, *again])  # killed at 6, resumed from 3
+    logs = Logs([*made_logs(6), {"step": 6, "eval_reward": 0.5}, *again])  # killed at 6, resumed from 3
     assert logs.steps.tolist() == [1, 2, 3, 4, 5, 6]
     assert logs.logged("reward").values.tolist() == [0.5] * 3 + [0.9] * 3
-    coarser = update_logs([*made_logs(6), *made_logs(2, first=4, every=4)])  # resumed from 3, logs each 4th
+    coarser = Logs([*made_logs(6), *made_logs(2, first=4, every=4)])  # resumed from 3, logs each 4th
     assert coarser.steps.tolist() == [1, 2, 3, 4, 8]
 
 
