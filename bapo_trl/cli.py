@@ -10,8 +10,8 @@ from .script.failures import run_command
 
 
 COMMANDS = {
-    "train": ("bapo_trl.script.entry:train", "train a model with BAPO"),
-    "evaluate": ("bapo_trl.script.entry:evaluate", "count how many of a model's answers are right"),
+    "train": ("bapo_trl.script.commands:train", "train a model with BAPO"),
+    "evaluate": ("bapo_trl.script.commands:evaluate", "count how many of a model's answers are right"),
     "recipes": ("bapo_trl.script.recipes:main", "list the recipes of the package, for `--config`"),
     "compare": ("bapo_trl.compare.command:main", "train with several methods, and say which ends highest"),
     "report": ("bapo_trl.report.command:main", "draw what runs logged, and say what is not healthy"),

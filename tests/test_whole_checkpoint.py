@@ -128,7 +128,7 @@ def test_large_files_go_to_the_disk_while_others_are_written(tmp_path, monkeypat
         assert flushed.wait(30) or not str(path).endswith("optimizer.pt")
         save(content, path, *args, **kwargs)
 
-    monkeypatch.setattr("bapo_trl.checkpoints.disk._EARLY_BYTES", 1)
+    monkeypatch.setattr("bapo_trl.checkpoints.files._EARLY_BYTES", 1)
     monkeypatch.setattr("os.fsync", watched_fsync)
     monkeypatch.setattr("torch.save", waiting_save)
     saved(tmp_path, max_steps=2)

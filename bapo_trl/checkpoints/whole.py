@@ -26,7 +26,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from trl import GRPOTrainer
 
 from ..errors import InputError
-from .disk import flush, flush_early, flush_tree
+from . import files
 from .files import MANIFEST, checkpoint_names, find_defect, left_out_states, step_of, write_manifest
 from .run_lock import RunLock
 from .stop_signals import is_stopped
@@ -205,7 +205,7 @@ class WholeCheckpoints(GRPOTrainer):
             self._is_saving = True
             flushes = self.is_local_process_zero()
             try:
-                with flush_early(self._unfinished(run_dir)) if flushes else contextlib.nullcontext():
+                with files.flush_early(self._unfinished(run_dir)) if flushes else contextlib.nullcontext():
                     super()._save_checkpoint(model, trial)
             finally:
                 self._is_saving = False
@@ -215,7 +215,7 @@ class WholeCheckpoints(GRPOTrainer):
             if is_owner and os.path.isdir(unfinished):  # not so on a node that saves nothing on a disk of its own
                 write_manifest(unfinished)
             if self.is_local_process_zero():  # on each node: what it wrote may be in its memory alone
-                flush_tree(self._unfinished(run_dir))
+                files.flush_tree(self._unfinished(run_dir))
         with self._failing_together(run_dir, name):
             if is_owner and os.path.isdir(unfinished):
                 _finish(unfinished, folder)
@@ -354,7 +354,7 @@ def _finish(unfinished: str, folder: str) -> None:
     if os.path.isdir(folder):  # of an earlier run
         _move_away(folder, os.path.dirname(unfinished))
     os.rename(unfinished, folder)
-    flush(os.path.dirname(folder))
+    files.flush(os.path.dirname(folder))
 
 
 def _is_left_by_a_save(folder: Path) -> bool:

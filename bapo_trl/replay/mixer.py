@@ -12,10 +12,10 @@ from accelerate import Accelerator
 from ..clip_bounds.reduce import Tally
 from ..clip_bounds.tokens import policy_mask
 from ..errors import InputError
+from ..reward_sums import tied_rows
 from .checkpoint import load_queue, save_queue
 from .queue import ReplayBatch, ReplayQueue
 from .rows import Rows, batch_to_rows, rows_to_batch
-from .ties import tied_rows
 
 
 REPLAY_METRICS = {
@@ -57,7 +57,7 @@ class ReplayMixer:
     def observe_rewards(
         self, rewards_per_func: torch.Tensor, weights: torch.Tensor, num_generations: int, summed_first: bool
     ) -> None:
-        """Take note of the rewards of a generation, of all ranks: see [`~ties.tied_rows`]."""
+        """Take note of the rewards of a generation, of all ranks: see [`~reward_sums.tied_rows`]."""
         weights = weights.to(rewards_per_func.device)
         self._is_tied = tied_rows(rewards_per_func, weights, num_generations, summed_first)
 

@@ -1,4 +1,4 @@
-"""The commands that train or evaluate, as their help texts and errors name them."""
+"""The commands that train or evaluate, and where they begin: no trainer is imported for a help text."""
 
 import argparse
 from collections.abc import Sequence
@@ -78,3 +78,19 @@ def asks_for_dry_run(arguments: Sequence[str]) -> bool:
         except InputError:  # said when the flags are parsed
             return False
     return str(asked).lower() in ("true", "t", "yes", "y", "1")
+
+
+def train(arguments: Sequence[str], command: Command = TRAIN) -> None:
+    """Run [`~training.main`]; its help needs the settings alone, and nothing of a training is loaded for it."""
+    if {"-h", "--help", "--help-all", "--help_all"} & set(arguments):
+        from .command_line import parse_arguments
+
+        parse_arguments(arguments, command)
+    from .training import main
+
+    main(arguments, command)
+
+
+def evaluate(arguments: Sequence[str]) -> None:
+    """Evaluate, and train nothing."""
+    train([*arguments, "--do_train", "false"], EVALUATE)

@@ -1,11 +1,14 @@
 """`--dry_run true` of `train` and `evaluate`: what the run would do. No weight is loaded, nothing is written."""
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
+from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as LOADERS  # "json", "csv", ...
 from transformers import TrainingArguments
 from transformers import training_args as of_transformers
 from trl import ModelConfig, get_peft_config, get_quantization_config
@@ -15,7 +18,6 @@ from ..plan.dry_run import dry_run
 from ..plan.memory import Layout, layout_of_process
 from ..report.method import method_by_settings
 from ..tasks import SMOLLM2, check_smollm2, has_smollm2, save_warm_start_shape
-from ..upstream.datasets_cache import throwaway_cache
 from .arguments import EMBEDDED
 from .command_line import parse_arguments
 from .commands import TRAIN, Command
@@ -84,6 +86,34 @@ def as_on_gpus(processes: int) -> Iterator[None]:
     finally:
         for (owner, name, _), original in zip(pretended, originals, strict=True):
             setattr(owner, name, original)
+
+
+@contextmanager
+def throwaway_cache() -> Iterator[Path]:
+    """
+    Have datasets prepare files and map rows in a folder that goes, without progress bars, and yield that folder.
+
+    What is prepared already of the Hub's data is read from where it is.
+    """
+    kept: Path = datasets.config.HF_DATASETS_CACHE
+    caches, shows_bars = datasets.is_caching_enabled(), not datasets.utils.are_progress_bars_disabled()
+    with tempfile.TemporaryDirectory() as folder:
+        cache = Path(folder) / "datasets"
+        cache.mkdir()
+        for path in kept.iterdir() if kept.is_dir() else ():
+            if path.is_dir() and path.name not in LOADERS:
+                (cache / path.name).symlink_to(path.resolve())
+        datasets.config.HF_DATASETS_CACHE = cache
+        datasets.disable_caching()  # of what is mapped: beside the user's data
+        datasets.disable_progress_bars()
+        try:
+            yield Path(folder)
+        finally:
+            datasets.config.HF_DATASETS_CACHE = kept
+            if caches:
+                datasets.enable_caching()
+            if shows_bars:
+                datasets.enable_progress_bars()
 
 
 def _prompts(data: Data) -> Any:

@@ -21,7 +21,7 @@ from bapo_trl import bapo_trainer
 from bapo_trl.checkpoints.run_lock import RunLock
 from bapo_trl.errors import InputError
 from bapo_trl.evaluation.sampling import EvaluatedTrainer, with_images
-from bapo_trl.script import entry, training
+from bapo_trl.script import commands, training
 from tests.helpers.commands import ROOT, succeeded
 from tests.helpers.fake_vllm import FakeVLLM
 from tests.helpers.forked import run_python
@@ -260,7 +260,7 @@ def test_a_quick_look_is_at_the_first_prompts(folder, streaming, count, expected
 def test_an_evaluation_of_nothing_in_particular_says_first_what_it_is_of(monkeypatch, capsys):
     monkeypatch.setattr(training, "gather_inputs", lambda *args: sys.exit("prepares"))
     with pytest.raises(SystemExit, match="prepares"):
-        entry.evaluate([])
+        commands.evaluate([])
     assert capsys.readouterr().out == "Evaluates the model embedded on embedded, into outputs/quickstart\n"
 
 
@@ -276,10 +276,10 @@ def test_settings_of_the_training_in_a_recipe_do_not_count_in_an_evaluation(fold
     }  # fmt: skip
     Path("trained.yaml").write_text(yaml.safe_dump(recipe))
     (folder / "out" / "merged").mkdir(parents=True)
-    entry.evaluate(["--config", "trained.yaml"])
+    commands.evaluate(["--config", "trained.yaml"])
     assert len(completions()) == 6 * 16
     assert "eval_pass@16" in results()
-    entry.evaluate(["--config", "trained.yaml", "--num_generations_eval", "2"])
+    commands.evaluate(["--config", "trained.yaml", "--num_generations_eval", "2"])
     assert "eval_pass@2" in results()
     assert not list((folder / "out" / "merged").iterdir())
     assert not {"model.safetensors", "eval_completions_before.jsonl"} & {path.name for path in Path("out").iterdir()}
