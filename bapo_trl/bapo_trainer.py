@@ -27,8 +27,7 @@ from .inputs.checks import explained
 from .inputs.prompt_checks import check_batch_prompts, check_number_of_prompts
 from .inputs.reward_checks import check_reward_funcs, check_size_of_rewards
 from .inputs.setting_checks import check_eval_groups, check_values_of_trl
-from .policy.behavior import BehaviorPolicy
-from .policy.scoring import read_masses, read_tokens, read_tokens_ahead, score, warn_if_padding_counts
+from .policy.scoring import read_masses, read_tokens, read_tokens_ahead, score, stamp, warn_if_padding_counts
 from .replay.checkpoint import is_queue_file
 from .replay.mixer import make_replay
 from .reward_sums import best_of_k, overflowing_groups
@@ -38,7 +37,7 @@ from .rollouts.rounds import RolloutBatch
 from .upstream import fixes, trl_compat
 from .upstream.forward_passes import has_random_forward, without_gradient_checkpointing
 from .upstream.trl_compat import get_config_model_id, shuffle_sequence_dict, split_tensor_dict
-from .vllm_server.mismatch import client_for
+from .vllm_server.mismatch import client_for, make_difference_check
 from .vllm_server.retries import make_retries
 from .vllm_server.stale_server import make_server_check
 
@@ -197,7 +196,7 @@ class BAPOTrainer(WholeCheckpoints):
             self._server.begin_run()
         self._forget_sent_weights()
         self._rounds = make_rounds(self) if self.args.uses_partial_rollouts else None
-        self._behavior = BehaviorPolicy(self.args, self.accelerator, self._score_all, self._log_values)
+        self._check_difference = make_difference_check(self)
         self._server_check = make_server_check(self)
         self._replay = make_replay(self, self._log_values) if self.args.uses_replay else None
         self._bounds = UpdateBounds(
@@ -267,7 +266,7 @@ class BAPOTrainer(WholeCheckpoints):
         are_of_sampler = self.rollout_func is None or (self.use_vllm and self.vllm_importance_sampling_correction)
         if not are_of_sampler and self.off_policy_mask_threshold is None:
             batch.pop("sampling_per_token_logps", None)
-        is_sampled_now = self._behavior.stamp(batch, self.state.global_step, are_of_sampler)
+        is_sampled_now = stamp(self, batch, are_of_sampler)
         self._buffer_version = self.state.global_step if is_sampled_now else None
         # A server that was started anew meanwhile has old weights for a good reason; the next generation sees to it
         if self._server_check is not None and self._server.has_same_server():

@@ -1,5 +1,5 @@
 """
-Reads off a trainer's batches what its loss will see: log-probabilities, and how the loss weighs each token.
+Log-probabilities of a trainer's batches, the version that sampled them, and how the loss weighs each token.
 
 Plain functions that read TRL's attributes when they are called: the model may be another one once `train()` has begun.
 Legend: `B` rows, `T` completion tokens.
@@ -16,6 +16,7 @@ from ..clip_bounds import Contributions, size_contributions
 from ..clip_bounds.tokens import PolicyTokens, cispo_gradient_size, policy_mask, policy_tokens, sapo_gradient_size
 from ..upstream.forward_passes import forked_random_state, in_eval_mode, without_gradient_checkpointing
 from ..upstream.trl_compat import FORWARD_KEYS
+from ..vllm_server.mismatch import compare_with_sampler
 
 
 @torch.no_grad()
@@ -34,6 +35,40 @@ def score(
             **{key: inputs.get(key) for key in FORWARD_KEYS},
         )
     return per_token_logps, entropies
+
+
+def stamp(trainer: Any, batch: dict[str, torch.Tensor], reports_logps: bool) -> bool:
+    """
+    Add what a generation lacks of policy versions, and of log-probabilities where they will be needed; compare those
+    of a sampler that is not the trainer.
+
+    Args:
+        batch (`dict`): TRL's batch; with a `policy_version` already, if not all of it was sampled now.
+        reports_logps (`bool`): Whether `sampling_per_token_logps`, if they are there, are those of the sampler.
+
+    Returns:
+        Whether the current policy sampled it all.
+
+    Raises:
+        RuntimeError: If the log-probabilities of sampler and trainer differ by more than the tolerance.
+    """
+    is_sampled_now = "policy_version" not in batch
+    if is_sampled_now:
+        # On the CPU: the staleness of rows is counted on the host, without waiting for the device.
+        batch["policy_version"] = torch.full((len(batch["prompt_ids"]),), trainer.state.global_step)
+    compares = reports_logps and "sampling_per_token_logps" in batch
+    scored = batch
+    if "old_per_token_logps" not in batch and (trainer.args.uses_replay or compares):
+        # TRL leaves them out where it sees an on-policy run, and takes all ratios to be 1
+        scored = {**batch, "old_per_token_logps": trainer._score_all(batch)}
+        if trainer.args.uses_replay:
+            batch["old_per_token_logps"] = scored["old_per_token_logps"]
+    if compares:
+        is_per_sequence = trainer.args.vllm_importance_sampling_mode.startswith("sequence")
+        metrics, difference = compare_with_sampler(scored, is_per_sequence, trainer.accelerator.gather)
+        trainer._log_values(metrics)
+        trainer._check_difference(difference)
+    return is_sampled_now
 
 
 def read_tokens(

@@ -163,3 +163,9 @@ class DifferenceCheck:
                 stacklevel=2,
             )
             self.warns = False
+
+
+def make_difference_check(trainer: Any) -> DifferenceCheck:
+    """Return the check of a trainer's samples."""
+    args, warns = trainer.args, trainer.accelerator.is_main_process
+    return DifferenceCheck(args.vllm_logp_tolerance, args.biased_settings, warns)

@@ -83,7 +83,9 @@ CHECKPOINTS = (
 )
 COLOCATE = (
     Mutant(
-        "BehaviorPolicy.stamp", '(len(batch["prompt_ids"]),), version)', '(len(batch["prompt_ids"]),), version + 1)'
+        "stamp",
+        '(len(batch["prompt_ids"]),), trainer.state.global_step)',
+        '(len(batch["prompt_ids"]),), trainer.state.global_step + 1)',
     ),
     Mutant("RolloutPool.take", "append([policy_version, len(new)])", "append([policy_version + 1, len(new)])"),
     Mutant(
