@@ -4,6 +4,7 @@ import argparse
 import difflib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from types import UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -17,7 +18,7 @@ from .arguments import BAPOScriptArguments
 from .commands import EVALUATE, TRAIN, Command
 from .failures import refuse
 from .methods import MADE_OF, METHODS, RECOMMENDED, check_method, recommended_settings, settings_of_method
-from .recipes import RECIPES, find_defect, find_recipe, read_recipe, recipe_names
+from .recipes import RECIPES, find_recipe, read_recipe, recipe_names
 
 
 # Besides those of replay and partial rollouts. A training that was in order on its processes may not be so on these
@@ -88,8 +89,10 @@ def _named_method(arguments: Sequence[str], reads_recipe: bool) -> tuple[str | N
             name, has_value, value = argument[2:].partition("=")
             following = arguments[place + 1] if place + 1 < len(arguments) else ""
             flags[name.replace("-", "_")] = value if has_value else following
-    path = find_recipe(flags.get("config", "")) if reads_recipe else None
-    both = {**({} if path is None or find_defect(path) else read_recipe(path)), **flags}
+    both = flags
+    if reads_recipe:
+        with suppress(InputError):  # said when the flags are parsed
+            both = {**read_recipe(flags.get("config", "")), **flags}
     # What a recipe has beside its own method belongs to it; a flag's method comes before a recipe
     return both.get("method"), flags if "method" in flags else both, str(both.get("loss_type", BAPOConfig.loss_type))
 
@@ -150,9 +153,10 @@ class RecipeParser(TrlParser):
                     f"{', '.join(recipe_names())}"
                 )
             args[place] = self._recipe
-            defect = find_defect(self._recipe)
-            if defect is not None:
-                self._refuse(f"the recipe {self._recipe} {defect}")
+            try:
+                read_recipe(self._recipe)
+            except InputError as error:
+                self._refuse(f"the recipe {error}".removesuffix("."))
         try:
             return super().parse_args_and_config(args, *rest, **kwargs)
         except InputError:

@@ -41,40 +41,35 @@ class _UniqueKeys(yaml.SafeLoader):
         return node
 
 
-def find_defect(path: str) -> str | None:
-    """Return what keeps a file from being a recipe, with the fix; `None` if it is one."""
-    example = "write one setting a line, such as `learning_rate: 1.0e-6`"
-    try:
-        with open(path, encoding="utf-8") as file:
-            recipe = _UniqueKeys(file).get_single_data()
-    except OSError as error:
-        return f"cannot be read ({error.strerror}): check its permissions"
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        return f"is not valid YAML ({' '.join(str(error).split())}): correct it there"
-    if recipe is None:
-        return f"is empty: {example}"
-    if not isinstance(recipe, dict):
-        return f"is a {type(recipe).__name__}, not settings by name: {example}"
-    for name in recipe:
-        if not isinstance(name, str):
-            return f"has the key {name!r}, which is no name: {example}"
-    env = recipe.get("env", {})
-    if not isinstance(env, dict):
-        return f"has an `env` that is a {type(env).__name__}: write one variable a line below it, such as `  A: 1`"
-    return None
-
-
 def read_recipe(name: str) -> dict:
-    """Return what stands in a recipe, or in another YAML file; refuse what is none (`InputError`)."""
+    """Return what stands in a recipe, or in another YAML file; refuse what is none, with the fix (`InputError`)."""
     path = find_recipe(name)
     if path is None:
         raise InputError(
             f"`config` is '{name}': there is no such file; the recipes of the package are {', '.join(recipe_names())}."
         )
-    defect = find_defect(path)
-    if defect is not None:
-        raise InputError(f"{path} {defect}.")
-    return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    example = "write one setting a line, such as `learning_rate: 1.0e-6`"
+    try:
+        with open(path, encoding="utf-8") as file:
+            recipe = _UniqueKeys(file).get_single_data()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}): check its permissions.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not valid YAML ({' '.join(str(error).split())}): correct it there.") from error
+    if recipe is None:
+        raise InputError(f"{path} is empty: {example}.")
+    if not isinstance(recipe, dict):
+        raise InputError(f"{path} is a {type(recipe).__name__}, not settings by name: {example}.")
+    for key in recipe:
+        if not isinstance(key, str):
+            raise InputError(f"{path} has the key {key!r}, which is no name: {example}.")
+    env = recipe.get("env", {})
+    if not isinstance(env, dict):
+        raise InputError(
+            f"{path} has an `env` that is a {type(env).__name__}: write one variable a line below it, such as "
+            "`  A: 1`."
+        )
+    return recipe
 
 
 def describe_recipe(name: str) -> str:
