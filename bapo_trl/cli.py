@@ -24,14 +24,7 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int | None:
     """
-    Run a sub-command.
-
-    Args:
-        arguments (sequence of `str`, *optional*): The sub-command and its own arguments; by default those of the
-            process.
-
-    Returns:
-        `int` or `None`: Exit status of the process, `None` for success.
+    Run a sub-command with its arguments, by default those of the process; return the exit status, `None` for success.
 
     Raises:
         SystemExit: With 2 and the known sub-commands on stderr for one that is not known; as in

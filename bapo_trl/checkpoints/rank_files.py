@@ -28,18 +28,11 @@ SENSELESS = (ArithmeticError, AttributeError, LookupError, RuntimeError, StopIte
 
 @dataclass(frozen=True)
 class RankFiles:
-    """
-    The files of one kind of state.
+    """The files of one kind of state."""
 
-    Args:
-        name (`str`): Name of the state in messages, and with `_` for blanks the start of the files' names.
-        version (`str`): Of the format.
-        remedy (`str`): What a user can do about a file that cannot be read, for messages.
-    """
-
-    name: str
-    version: str
-    remedy: str
+    name: str  # of the state in messages, and with `_` for blanks the start of the files' names
+    version: str  # of the format
+    remedy: str  # what a user can do about a file that cannot be read, for messages
 
     @property
     def format(self) -> str:
@@ -68,12 +61,7 @@ class RankFiles:
         return path
 
     def find(self, folder: str | Path) -> list[Path]:
-        """
-        Return the files of all ranks, in their order; none if the folder has none.
-
-        Raises:
-            ValueError: If there are files of runs with different numbers of ranks.
-        """
+        """Return the files of all ranks, in their order; none if the folder has none."""
         sizes = {size for path in Path(folder).iterdir() if (size := self.num_ranks_of(path.name)) is not None}
         if len(sizes) > 1:
             raise InputError(
@@ -83,12 +71,7 @@ class RankFiles:
         return [self.path(folder, rank, size) for size in sizes for rank in range(size)]
 
     def read(self, path: Path) -> tuple[dict[str, torch.Tensor], Any]:
-        """
-        Return the tensors and the state of a file.
-
-        Raises:
-            ValueError: If the file is missing, damaged or not ours, naming it.
-        """
+        """Return the tensors and state of a file; refuse one that is missing, damaged or not ours (`InputError`)."""
         if not path.exists():
             raise InputError(
                 f"The {self.name} {path} is missing, while other ranks' are there: the checkpoint is damaged."

@@ -82,10 +82,8 @@ class WholeCheckpoints(GRPOTrainer):
         """
         Keep other runs out of `output_dir`, until the process ends at the latest. All ranks make this call together.
 
-        The main process holds it. On a disk that several hosts share, runs of other hosts may not see that.
-
-        Raises:
-            InputError: If another run of this host holds it.
+        The main process holds it, unless another run of this host does (`InputError`). On a disk that several hosts
+        share, runs of other hosts may not see that.
         """
         if self._holds_output_dir:
             yield

@@ -16,30 +16,12 @@ from .search import ClipBounds
 from .tokens import PolicyTokens
 
 
-UPDATE_METRICS = {
-    "bapo/clip_low": "Lower clip bound of the update, in ratio space. On samples of the current policy every ratio is "
-    "1 and no bound matters: the share can miss the target by rounding there, and both bounds end at their limits.",
-    "bapo/clip_high": "Upper clip bound of the update, in ratio space; as the lower one.",
-    "bapo/positive_share": "Share of the policy loss that positive-advantage tokens contribute under these bounds and "
-    "the weight of negative tokens. Under `cispo`, `sapo` and `vespo`, their share of its gradient.",
-    "bapo/positive_share_initial": "The same share under the start bounds, with negative tokens at full weight.",
-    "bapo/target_met": "1 if the search reached `positive_contribution_target`, else 0.",
-    "bapo/search_steps": "Number of times a bound moved in the search.",
-    "bapo/negative_weight": "Weight of negative-advantage tokens in the policy loss, in (0, 1].",
-    "bapo/entropy_covariance": "Covariance of log-probability and advantage over the tokens that pass a gradient, "
-    "with the weight of negative ones; under `cispo`, `sapo` and `vespo` times the size of their gradient. The "
-    "entropy falls by it, times a learning rate (Eq. 6-7).",
-    "ratio/mean": "Mean importance ratio r over the tokens of the update (sequences, for sequence-level ratios).",
-    "ratio/min": "Smallest importance ratio.",
-    "ratio/max": "Largest importance ratio.",
-    "ratio/ess": "Effective sample size over the number of ratios, (sum r)^2 / (N sum r^2), in (0, 1].",
-    "ratio/kl": "k3 estimate of KL(behaviour policy || policy): mean of r - 1 - log r.",
-    "ratio/chi2": "Chi-square divergence of the policy from the behaviour policy: mean of r^2 - 1.",
-    "staleness/mean": "Mean staleness of the trained rows, in policy versions (optimizer updates since they were "
-    "sampled). With partial rollouts, of the trained tokens.",
-    "staleness/max": "Largest staleness of the trained rows or tokens, in policy versions.",
-}
-"""Definition of each logged metric."""
+UPDATE_METRICS = (
+    "bapo/clip_low", "bapo/clip_high", "bapo/positive_share", "bapo/positive_share_initial", "bapo/target_met",
+    "bapo/search_steps", "bapo/negative_weight", "bapo/entropy_covariance", "ratio/mean", "ratio/min", "ratio/max",
+    "ratio/ess", "ratio/kl", "ratio/chi2", "staleness/mean", "staleness/max",
+)  # fmt: skip
+"""Metrics of each update, defined in docs/metrics.md."""
 
 METRICS_OF_CLIP_BOUNDS = ("bapo/clip_low", "bapo/clip_high", "bapo/search_steps")
 """Those that a loss without clip bounds does not have."""

@@ -25,12 +25,7 @@ finished only prints its tables.
 
 
 def main(arguments: Sequence[str]) -> None:
-    """
-    Make the runs that a study lacks, and print what came out.
-
-    Raises:
-        InputError: For a study that cannot be made, before any run begins.
-    """
+    """Refuse a study that cannot be made (`InputError`); else make the runs that it lacks, and print what came out."""
     parser = OneLineParser(
         prog="bapo-trl compare", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -21,12 +21,7 @@ from .study import Run, Study, as_arguments
 
 
 def find_finished(runs: Sequence[Run], folder: Path) -> dict[str, Row]:
-    """
-    Return the rows that a folder has of some runs, by the key of the run.
-
-    Raises:
-        InputError: If it has a result of one of them with other settings.
-    """
+    """Return the rows that a folder has of some runs, by the key of the run; refuse other settings (`InputError`)."""
     rows = read_rows(folder)
     finished = {run.key: rows[run.key] for run in runs if run.key in rows}
     by_name = {(row.arm, str(sorted(row.over.items())), row.seed): (key, row) for key, row in rows.items()}
@@ -45,14 +40,9 @@ def find_finished(runs: Sequence[Run], folder: Path) -> dict[str, Row]:
 
 def make_runs(study: Study, runs: Sequence[Run], folder: Path, jobs: int, say: Callable[[str], None]) -> None:
     """
-    Make runs that have no row yet, and write a row for each when it ends; for one that fails, with its error.
+    Make runs that have no row yet, `jobs` at a time; write a row for each when it ends, with its error if it fails.
 
-    Args:
-        study ([`~study.Study`]): The study.
-        runs (sequence of [`~study.Run`]): Runs to make.
-        folder (`Path`): Folder of the study. Logs and settings of a run stay in `logs`, its model is deleted.
-        jobs (`int`): Runs at a time.
-        say (`Callable[[str], None]`): Gets a line for each run that ends.
+    Logs and settings of a run stay in `logs`, its model is deleted. `say` gets a line for each run that ends.
     """
     started = time.monotonic()
     with _ending_on_sigterm(), ThreadPoolExecutor(jobs) as pool:

@@ -11,16 +11,7 @@ from .tables import Comparison
 
 
 def save_figure(comparisons: Sequence[Comparison], path: Path) -> None:
-    """
-    Draw the accuracies of all arms.
-
-    Args:
-        comparisons (sequence of [`~tables.Comparison`]): Settings, at least one.
-        path (`Path`): PNG file to write.
-
-    Raises:
-        ImportError: If matplotlib is not installed (extra `plots`).
-    """
+    """Draw the accuracies of all arms, in at least one setting, into a PNG file; takes matplotlib (extra `plots`)."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -20,45 +20,26 @@ FOLDER = "runs"
 
 @dataclass(frozen=True)
 class Row:
-    """
-    A run that has ended.
+    """A run that has ended."""
 
-    Attributes:
-        arm, over, seed, settings:
-            As of [`~study.Run`].
-        final (`float`, *optional*): Accuracy at the end, avg@k in [0, 1]; `None` for a run that failed.
-        pass_at_k (`float`, *optional*): Problems with a right completion among the k.
-        curve (`list[tuple[int, float]]`): Updates and accuracies, from the start on.
-        area (`float`, *optional*): Mean accuracy over the updates, between the first and the last measurement.
-        fall (`float`, *optional*): How far the accuracy fell below the best so far, at most.
-        gradient_peak (`float`, *optional*): Largest gradient norm over the median one.
-        entropy_ratio (`float`, *optional*): Mean entropy of the last tenth of the updates over that of the first.
-        share (`float`, *optional*): Mean share of positive tokens in the policy loss.
-        at_limits (`float`, *optional*): Share of the updates in which the bounds that are searched ended at their
-            limits; `None` where none is searched.
-        generated_tokens (`int`, *optional*): Tokens of all completions that were generated.
-        seconds (`float`): Of the training, with its evaluations.
-        method (`str`, *optional*): What its settings make: `recommended` is another method for other runs.
-        error (`str`, *optional*): Why the run failed.
-    """
-
-    arm: str
+    arm: str  # this and the next three: as of `study.Run`
     over: dict[str, Any]
     seed: int
     settings: dict[str, Any] = field(default_factory=dict)
-    final: float | None = None
-    pass_at_k: float | None = None
-    curve: list[tuple[int, float]] = field(default_factory=list)
-    area: float | None = None
-    fall: float | None = None
-    gradient_peak: float | None = None
-    entropy_ratio: float | None = None
-    share: float | None = None
+    final: float | None = None  # accuracy at the end, avg@k in [0, 1]; `None` for a run that failed
+    pass_at_k: float | None = None  # problems with a right completion among the k
+    curve: list[tuple[int, float]] = field(default_factory=list)  # updates and accuracies, from the start on
+    area: float | None = None  # mean accuracy over the updates, between the first and the last measurement
+    fall: float | None = None  # how far the accuracy fell below the best so far, at most
+    gradient_peak: float | None = None  # largest gradient norm over the median one
+    entropy_ratio: float | None = None  # mean entropy of the last tenth of the updates over that of the first
+    share: float | None = None  # mean share of positive tokens in the policy loss
+    # Share of the updates in which the bounds that are searched ended at their limits; `None` where none is searched
     at_limits: float | None = None
-    generated_tokens: int | None = None
-    seconds: float = 0.0
-    method: str | None = None
-    error: str | None = None
+    generated_tokens: int | None = None  # of all completions
+    seconds: float = 0.0  # of the training, with its evaluations
+    method: str | None = None  # what its settings make: `recommended` is another method for other runs
+    error: str | None = None  # why the run failed
 
 
 def row_of(run: Run, folder: Path, seconds: float) -> Row:
@@ -148,12 +129,7 @@ def write_row(row: Row, path: Path) -> None:
 
 
 def read_rows(source: Path) -> dict[str, Row]:
-    """
-    Read rows: those of a study's folder by the name of their file, or those of one file with `rows`, by number.
-
-    Raises:
-        InputError: If a file holds no row, naming it.
-    """
+    """Read rows: those of a study's folder by the name of their file, or those of one file with `rows`, by number."""
     if source.is_file():
         kept = json.loads(source.read_text(encoding="utf-8"))["rows"]
         return {str(number): Row(**row) for number, row in enumerate(kept, start=1)}

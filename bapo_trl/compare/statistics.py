@@ -28,32 +28,20 @@ class Mean:
 
 @dataclass(frozen=True)
 class Difference:
-    """
-    How far an arm ends above another, paired by seed.
-
-    Attributes:
-        arm, against (`str`): The arms.
-        mean ([`Mean`]): Mean difference, with an interval that holds for all comparisons at once (Bonferroni).
-        values (`tuple[float, ...]`): Difference on each seed.
-        p_value (`float`): Of the paired t-test, adjusted for the number of comparisons (Holm); NaN for less than two
-            seeds.
-    """
+    """How far an arm ends above another, paired by seed."""
 
     arm: str
     against: str
-    mean: Mean
-    values: tuple[float, ...]
-    p_value: float
+    mean: Mean  # with an interval that holds for all comparisons at once (Bonferroni)
+    values: tuple[float, ...]  # one of each seed
+    p_value: float  # of the paired t-test, adjusted for the number of comparisons (Holm); NaN for less than two seeds
 
 
 def mean_over_seeds(values: Sequence[float], comparisons: int = 1) -> Mean:
     """
-    Return the mean and half the width of its interval, by Student's t.
+    Return the mean of values, one of each seed, at least one, and half the width of its interval, by Student's t.
 
-    Args:
-        values (sequence of `float`): One of each seed, at least one.
-        comparisons (`int`, *optional*, defaults to `1`): Intervals that are to hold all at once, with a probability of
-            95 %: each is widened to 1 - 0.05 / that.
+    `comparisons` intervals are to hold all at once, with a probability of 95 %: each is widened to 1 - 0.05 / that.
 
     Example:
 
@@ -78,14 +66,9 @@ def differences(
     finals: Mapping[str, Mapping[int, float]], pairs: Sequence[tuple[str, str]], comparisons: int | None = None
 ) -> list[Difference]:
     """
-    Compare arms, seed by seed.
+    Compare arms, seed by seed: the first of each pair with the second. A pair without a common seed is left out.
 
-    Args:
-        finals (mapping): A figure of each arm by seed.
-        pairs (sequence of pairs of `str`): Arm, and the arm that it is compared with. A pair without a common seed is
-            left out.
-        comparisons (`int`, *optional*): What the intervals and p-values are widened for; the number of pairs by
-            default.
+    Intervals are widened for `comparisons`, by default the number of pairs; p-values always for that number.
     """
     common = {pair: sorted(finals[pair[0]].keys() & finals[pair[1]].keys()) for pair in pairs}
     values = {
@@ -118,15 +101,10 @@ def _adjusted(p_values: Sequence[float]) -> list[float]:
 
 def seeds_for(difference: float, values: Sequence[float], comparisons: int = 1) -> int | None:
     """
-    Return how many seeds show a difference with a probability of 80 %, at the spread of these differences.
+    Return how many seeds show a mean difference with a probability of 80 %, at the spread of those on some seeds.
 
-    Args:
-        difference (`float`): Mean difference to be shown, not 0.
-        values (sequence of `float`): Differences on seeds that there are, from which the spread is taken.
-        comparisons (`int`, *optional*, defaults to `1`): Comparisons at once: the level is 0.05 over that.
-
-    Returns:
-        `int`, or `None` where fewer than two seeds tell no spread, or more than 10,000 are needed.
+    The level is 0.05 over the `comparisons` at once. `None` for a difference of 0, where fewer than two seeds tell no
+    spread, or if more than 10,000 are needed.
     """
     if len(values) < 2 or difference == 0:
         return None

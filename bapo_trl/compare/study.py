@@ -32,22 +32,13 @@ _DEFAULTS = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
 
 @dataclass(frozen=True)
 class Run:
-    """
-    One run of a study.
-
-    Attributes:
-        arm (`str`): Name of the arm.
-        over (`dict`): Values of what the study varies for all arms.
-        seed (`int`): Seed of the run.
-        flags (`dict`): Flags of `bapo-trl train`, without `output_dir`.
-        settings (`dict`): The same, with those of its recipe: what tells the run from one of other settings.
-    """
+    """One run of a study."""
 
     arm: str
-    over: dict[str, Any]
+    over: dict[str, Any]  # values of what the study varies for all arms
     seed: int
-    flags: dict[str, Any]
-    settings: dict[str, Any]
+    flags: dict[str, Any]  # of `bapo-trl train`, without `output_dir`
+    settings: dict[str, Any]  # the same, with those of its recipe: what tells the run from one of other settings
 
     @property
     def setting(self) -> str:
@@ -74,29 +65,16 @@ def name_setting(over: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Study:
-    """
-    Arms that are compared, over settings and seeds.
+    """Arms that are compared, over settings and seeds."""
 
-    Attributes:
-        base (`dict`): Flags that all runs have.
-        arms (`dict[str, dict]`): Flags of each arm, by its name; the first is what the others are compared with.
-        over (`dict[str, list]`): Values of flags that all arms share: each combination is a setting of its own.
-        seeds (`list[int]`): Seeds. Arms with the same seed see the same prompts in the same order.
-        every (`int`): Updates between two measurements.
-        avg_at (`int`): Completions of each evaluation prompt.
-        dataset (`str`, *optional*): Evaluation prompts; by default those of `base`.
-        accelerate (`str`, *optional*): Configuration with which `bapo-trl launch` starts the runs; by default they are
-            one process each.
-    """
-
-    base: dict[str, Any]
-    arms: dict[str, dict[str, Any]]
-    over: dict[str, list]
-    seeds: list[int]
-    every: int
-    avg_at: int
-    dataset: str | None = None
-    accelerate: str | None = None
+    base: dict[str, Any]  # flags that all runs have
+    arms: dict[str, dict[str, Any]]  # flags of each arm; the first is what the others are compared with
+    over: dict[str, list]  # values of flags that all arms share: each combination is a setting of its own
+    seeds: list[int]  # arms with the same seed see the same prompts in the same order
+    every: int  # updates between two measurements
+    avg_at: int  # completions of each evaluation prompt
+    dataset: str | None = None  # evaluation prompts; by default those of `base`
+    accelerate: str | None = None  # with which `bapo-trl launch` starts the runs; by default one process each
 
     def settings(self) -> list[dict[str, Any]]:
         """Return each combination of what the study varies; one that is empty if nothing."""
@@ -127,11 +105,9 @@ class Study:
 
     def check(self) -> None:
         """
-        Read the flags of each arm in each setting as `train` would, before any run begins.
+        Read the flags of each arm in each setting as `train` would, before any run begins; refuse as it would.
 
-        Raises:
-            InputError: For flags that cannot be read or contradict one another, naming the arm.
-            SystemExit: With 2 and one line on stderr for flags that are not known.
+        For flags that are not known, that is `SystemExit`, with 2 and one line on stderr.
         """
         from ..script.command_line import parse_arguments  # takes TRL
         from ..script.commands import Command
@@ -169,15 +145,7 @@ def _as_list(value: Any) -> list:
 
 
 def read_study(path: str) -> Study:
-    """
-    Read a study.
-
-    Args:
-        path (`str`): YAML file.
-
-    Raises:
-        InputError: If it is no study, in one sentence with the fix.
-    """
+    """Read a study from a YAML file; refuse what is none, in one sentence with the fix (`InputError`)."""
     if find_recipe(path) != path:
         raise InputError(f"STUDY is '{path}': there is no such file.")
     content = read_recipe(path)

@@ -40,18 +40,11 @@ def _has_course(row: Row) -> bool:
 
 @dataclass(frozen=True)
 class Comparison:
-    """
-    Arms in one setting.
+    """Arms in one setting."""
 
-    Attributes:
-        over (`dict`): The setting: what the study varies.
-        arms (`dict[str, list[Row]]`): Runs of each arm, those that failed too.
-        against (`str`): Arm that the others are compared with.
-    """
-
-    over: dict[str, Any]
-    arms: dict[str, list[Row]]
-    against: str
+    over: dict[str, Any]  # the setting: what the study varies
+    arms: dict[str, list[Row]]  # runs of each arm, those that failed too
+    against: str  # arm that the others are compared with
 
     @property
     def finals(self) -> dict[str, dict[int, float]]:

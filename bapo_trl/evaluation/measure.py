@@ -36,18 +36,11 @@ _MODEL_FILE = re.compile(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """
-    What an evaluation found.
+    """What an evaluation found."""
 
-    Attributes:
-        accuracies (`dict[str, Estimate]`): As [`~accuracy.summarize`] names them; empty if no prompt has a reward.
-        metrics (`dict[str, float]`): Rewards, lengths and numbers, by TRL's names without a prefix.
-        num_prompts (`int`): Prompts with a reward.
-    """
-
-    accuracies: dict[str, Estimate]
-    metrics: dict[str, float]
-    num_prompts: int
+    accuracies: dict[str, Estimate]  # as `accuracy.summarize` names them; empty if no prompt has a reward
+    metrics: dict[str, float]  # rewards, lengths and numbers, by TRL's names without a prefix
+    num_prompts: int  # with a reward
 
     def as_results(self, prefix: str) -> dict[str, float]:
         """Return everything by name, behind `prefix`; standard errors as `NAME_stderr`, where there are any."""

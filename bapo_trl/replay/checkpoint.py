@@ -37,9 +37,6 @@ def load_queue(queue: ReplayQueue, folder: str | Path, rank: int, num_processes:
     With another number of ranks than at saving, the rows of all ranks are dealt out again: in the order of the ranks,
     within a rank in the order of entry, the i-th row goes to rank i modulo the number of ranks. A rank then counts the
     evictions of the saved ranks `rank`, `rank + num_processes`, ...
-
-    Raises:
-        ValueError: If a file is damaged, missing or not ours, naming it.
     """
     paths = FILES.find(folder)
     if not paths:

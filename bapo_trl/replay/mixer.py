@@ -18,21 +18,11 @@ from .queue import ReplayBatch, ReplayQueue
 from .rows import Rows, batch_to_rows, rows_to_batch
 
 
-REPLAY_METRICS = {
-    "replay/size": "Samples in the queues of all ranks, after the draw.",
-    "replay/fraction": "Share of the batch that was drawn from the queue.",
-    "replay/zero_advantage_filled": "Samples without advantage or without a trained token that gave their place to "
-    "queued ones.",
-    "replay/untrained": "Samples of the generation without a trained token (cut off, under "
-    "`mask_truncated_completions`, or written by tools alone), which do not enter the queue; 0 at later passes.",
-    "replay/used": "Samples that left the queue since the last draw with their last use.",
-    "replay/expired": "Samples that left the queue since the last draw because they were too stale.",
-    "replay/overflowed": "Samples that left the queue since the last draw because it was full.",
-    "replay/reuse_mean": "Mean number of times that the samples of the batch have been drawn, this time included.",
-    "replay/masked": "Rows that keep the shape of the batch and train nothing, where the queues had too few.",
-    "replay/bytes": "Bytes of memory that the queues take, of all ranks.",
-}
-"""Definition of each metric logged at each draw."""
+REPLAY_METRICS = (
+    "replay/size", "replay/fraction", "replay/zero_advantage_filled", "replay/untrained", "replay/used",
+    "replay/expired", "replay/overflowed", "replay/reuse_mean", "replay/masked", "replay/bytes",
+)  # fmt: skip
+"""Metrics of each draw, defined in docs/metrics.md."""
 
 
 @dataclass
@@ -78,9 +68,6 @@ class ReplayMixer:
             num_padding (`int`): Number of its rows that only keep the shape.
             is_made_again (`bool`): Whether a run was resumed within a generation, and this is its second half. The
                 queue has taken in, and given for, the first one: it is left as it is.
-
-        Raises:
-            ValueError: If the batch has images, or a key that cannot be cut into rows.
         """
         self._latest = batch_to_rows(batch, self.pad_token_id)
         queue = ReplayQueue(len(self._latest)) if is_made_again else self.queue
@@ -110,9 +97,6 @@ class ReplayMixer:
         Restore the queue from a checkpoint folder; return whether one is there. If not, warn: it starts empty.
 
         With an `oversampling` (`partial_rollout_oversampling`) above 1, the rows of the run have a version a token.
-
-        Raises:
-            InputError: If its rows are newer than the checkpoint's `policy_version`, or lack versions.
         """
         is_there = load_queue(self.queue, folder, self.accelerator.process_index, self.accelerator.num_processes)
         newest = self.queue.newest_version

@@ -71,25 +71,14 @@ def smallest_max_staleness(updates_per_pass: int, num_iterations: int = 1, min_s
 
 @dataclass(frozen=True)
 class ReplayBatch:
-    """
-    Rows to train on next.
-
-    Args:
-        from_queue (`int`): How many of them waited in the queue.
-        zero_advantage_filled (`int`): How many of those stand in for fresh rows without advantage or without a trained
-            token.
-        untrained (`int`): How many fresh rows had no trained token.
-        masked (`int`): How many rows only keep the shape: copies without a token that counts, where the queue had too
-            few.
-        uses (`int`): Sum over the other rows of the number of times they have been drawn, this time included.
-    """
+    """Rows to train on next."""
 
     rows: Rows
-    from_queue: int
-    zero_advantage_filled: int
-    untrained: int
-    masked: int
-    uses: int
+    from_queue: int  # those that waited in the queue
+    zero_advantage_filled: int  # of these, those in place of fresh rows without advantage or without a trained token
+    untrained: int  # fresh rows without a trained token
+    masked: int  # rows that only keep the shape: copies without a token that counts, where the queue had too few
+    uses: int  # sum over the other rows of the number of times they have been drawn, this time included
 
 
 @dataclass

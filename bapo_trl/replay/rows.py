@@ -68,9 +68,6 @@ class Column:
     Args:
         values (`torch.Tensor`): Shape `(sum(lengths),)`; without spans `(B,)` or `(B, 1)`.
         spans ([`Spans`] or sequence of `int`, *optional*): Number of values of each row. `None` for one value a row.
-
-    Raises:
-        ValueError: If there are more or fewer values than the lengths say.
     """
 
     def __init__(self, values: torch.Tensor, spans: Spans | Sequence[int] | None = None):
@@ -111,12 +108,7 @@ class Column:
 
 
 class Rows:
-    """
-    Samples without padding: columns of the same number of rows by key, `policy_version` among them.
-
-    Raises:
-        ValueError: If the columns differ in their number of rows, or a key is not known.
-    """
+    """Samples without padding: columns of the same number of rows by key, `policy_version` among them."""
 
     def __init__(self, columns: Mapping[str, Column]):
         unknown = sorted(set(columns) - set(_FIELDS))
@@ -188,9 +180,6 @@ def concat_rows(parts: Iterable[tuple[Rows, Sequence[int] | np.ndarray]]) -> Row
     Args:
         parts (iterable of pairs): At least one collection, each with the indices of the rows to take from it, in their
             order.
-
-    Raises:
-        ValueError: If one has a key that another has not, or values for tokens where another has them for rows.
     """
     parts = [(rows, np.asarray(indices, dtype=np.int64)) for rows, indices in parts]
     every_key = set().union(*(rows.columns for rows, _ in parts))
@@ -229,9 +218,6 @@ def batch_to_rows(batch: Mapping[str, torch.Tensor], pad_token_id: int) -> Rows:
 
     Returns:
         `B` rows that share no memory with the batch.
-
-    Raises:
-        ValueError: If the batch has images, or a key that nobody knows how to cut into rows.
     """
     from ..upstream.trl_compat import FORWARD_KEYS  # with TRL's trainer, which no setting needs
 

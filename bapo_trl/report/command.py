@@ -9,12 +9,7 @@ from .write import write_report
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """
-    Write the report of the runs that the arguments name, by default those of the process, and print its health lines.
-
-    Raises:
-        SystemExit: With 2 and one line that names the path and the fix, if there is nothing to draw of a run.
-    """
+    """Write the report of the runs that the arguments name, by default the process's, and print its health lines."""
     parser = OneLineParser(
         prog="bapo-trl report",
         description="Draw what runs logged, laid over one another with seeds as bands, and say what is not healthy.",

@@ -12,12 +12,7 @@ STATE_FILE = "trainer_state.json"
 
 
 def logs_in(file: Path) -> Iterator[dict]:
-    """
-    Yield the logs of a `trainer_state.json`, or of a file of one JSON object a line (jsonl).
-
-    Raises:
-        InputError: If the file cannot be read, is damaged, or holds something else; names file and place.
-    """
+    """Yield the logs of a `trainer_state.json`, or of a jsonl file of one log a line; refuse others (`InputError`)."""
     for place, log in _lines(file) if file.suffix == ".jsonl" else _history(file):
         if not isinstance(log, dict):
             raise InputError(

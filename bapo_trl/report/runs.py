@@ -78,9 +78,6 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
     Args:
         paths (sequence of `str` or `Path`): Each an `output_dir`, a checkpoint folder, a `trainer_state.json` or a
             file of logs, one JSON object a line (jsonl).
-
-    Raises:
-        InputError: If a path does not exist, holds no state, is damaged, or no update was logged.
     """
     unique = {Path(path).resolve(): None for path in paths}
     files = {path: _state_file(path) for path in unique}

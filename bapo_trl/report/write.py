@@ -22,12 +22,10 @@ def has_matplotlib() -> bool:
 
 def save_report(log_history: Sequence[Mapping], path: str | Path) -> str:
     """
-    Write the report of a run that is in memory, see [`write_report`].
+    Write the report of a run that is in memory, from its `trainer.state.log_history`, see [`write_report`].
 
-    Args:
-        log_history (sequence of mappings): Logs of the run, as in `trainer.state.log_history`. Those of an evaluation
-            are left out; undefined values leave a gap.
-        path (`str` or `Path`): Image file to write, in the `output_dir` of the run, where its settings are.
+    Logs of an evaluation are left out; undefined values leave a gap. The image is to lie in the `output_dir` of the
+    run, where its settings are.
     """
     logs = Logs(log_history)
     if not len(logs):
@@ -48,18 +46,10 @@ def report_line(log_history: Sequence[Mapping], path: str | Path) -> str:
 
 def write_report(runs: Sequence[Run], path: str | Path) -> str:
     """
-    Write the report of runs. A file is replaced when the new one is whole.
+    Write the report of runs; return lines for the terminal: where it is and what it found.
 
-    Args:
-        runs (sequence of [`~runs.Run`]): Runs, laid over one another; seeds of one setting as a band.
-        path (`str` or `Path`): Image file to write (PNG). The page is beside it, with the suffix `.html`.
-
-    Returns:
-        `str`: Lines for the terminal: where it is and what it found.
-
-    Raises:
-        MissingPackageError: If matplotlib is not installed (extra `plots`).
-        InputError: If there is nothing to draw.
+    Runs are laid over one another; seeds of one setting are a band. The image is a PNG, and the page is beside it. A
+    file is replaced when the new one is whole.
     """
     if not has_matplotlib():
         raise MissingPackageError("matplotlib is not installed (pip install 'bapo-trl[plots]')")

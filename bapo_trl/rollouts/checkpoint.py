@@ -63,9 +63,6 @@ def load_pool(folder: str | Path, rank: int, num_ranks: int) -> PoolState | None
     With another number of ranks than at saving, the groups of all ranks are dealt out again, in the order of their
     numbers: the i-th goes to rank i modulo the number of ranks. The counts of saved rank i go to the same. `None` if
     the folder holds no pool.
-
-    Raises:
-        ValueError: If a file is damaged, missing or not ours, naming it.
     """
     paths = FILES.find(folder)
     if not paths:

@@ -22,22 +22,13 @@ from ..errors import InputError
 
 @dataclass
 class PartialCompletion:
-    """
-    A completion as far as it goes.
-
-    Args:
-        segments (`list[list[int]]`): Policy version and number of tokens of each segment, the oldest first. Versions
-            rise.
-        logps (`list[float]`): Log-probabilities of the first tokens, under the policy that sampled each. Fewer than
-            `tokens` until the latest segment is scored.
-        sampler_logps (`list[float | None]`): Log-probability that the sampler reported for each token; empty if it
-            reports none.
-    """
+    """A completion as far as it goes."""
 
     tokens: list[int] = field(default_factory=list)
-    segments: list[list[int]] = field(default_factory=list)
+    segments: list[list[int]] = field(default_factory=list)  # version and number of tokens of each; versions rise
+    # Of the first tokens, under the policy that sampled each; fewer than `tokens` until the latest segment is scored
     logps: list[float] = field(default_factory=list)
-    sampler_logps: list[float | None] = field(default_factory=list)
+    sampler_logps: list[float | None] = field(default_factory=list)  # of each token; empty if the sampler reports none
     has_ended: bool = False
 
     @property
@@ -58,21 +49,13 @@ class PartialCompletion:
 
 @dataclass
 class Group:
-    """
-    A prompt and its completions.
+    """A prompt and its completions."""
 
-    Args:
-        id (`int`): Unique over ranks and epochs.
-        inputs (`dict`): The prompt's row of the dataset.
-        completed_as (`int`, *optional*): Place in the order in which groups of the pool became complete; `None` while
-            one has not.
-    """
-
-    id: int
-    inputs: dict[str, Any]
+    id: int  # unique over ranks and epochs
+    inputs: dict[str, Any]  # the prompt's row of the dataset
     prompt_ids: list[int]
     completions: list[PartialCompletion]
-    completed_as: int | None = None
+    completed_as: int | None = None  # place in the order in which the pool's groups became complete; `None` before
 
     @property
     def first_version(self) -> int | None:
@@ -139,12 +122,7 @@ class RolloutPool:
         return iter(self._groups)
 
     def admit(self, inputs: dict[str, Any], prompt_ids: Sequence[int]) -> int:
-        """
-        Take in a prompt, whose completions have no token yet; return the number of its group.
-
-        Raises:
-            ValueError: If the prompt leaves no room in the window.
-        """
+        """Take in a prompt, whose completions have no token yet; return the number of its group."""
         if self.window is not None and len(prompt_ids) >= self.window:
             raise InputError(
                 f"A prompt has {len(prompt_ids)} tokens, but the sampler takes {self.window} with the completion: "
@@ -183,9 +161,6 @@ class RolloutPool:
             tokens (sequence of sequences of `int`): New token ids of each.
             cap (`int`): Largest number of new tokens that the call allowed: no more than any of the completions has
                 left.
-
-        Raises:
-            ValueError: If a completion got no token, more than it may, or tokens after its end.
         """
         for index, (continuation, new) in enumerate(zip(continuations, tokens, strict=True)):
             completion, most = continuation.completion, min(cap, continuation.num_left)
@@ -241,9 +216,6 @@ class RolloutPool:
         Let complete groups leave: first those that may not wait, then in the order in which they became complete.
 
         If more than `count` may not wait, the oldest of them leave.
-
-        Raises:
-            ValueError: If there are fewer complete groups, or one that may not wait is not complete.
         """
         if not self.has_enough(count, oldest_version):
             raise ValueError(f"{count} groups cannot leave: not all are complete")
@@ -263,12 +235,7 @@ class RolloutPool:
         return PoolState(groups, replace(self.counts), self._next_id, self._next_place)
 
     def restore(self, state: "PoolState") -> None:
-        """
-        Take over what [`RolloutPool.state`] returned, in a run of any number of ranks.
-
-        Raises:
-            ValueError: If a group does not go with `num_generations`, `max_completion_length` or the window.
-        """
+        """Take over what [`RolloutPool.state`] returned, in a run of any number of ranks."""
         for group in state.groups:
             if len(group.completions) != self.num_generations:
                 raise InputError(
@@ -301,15 +268,9 @@ class RolloutPool:
 
 @dataclass(frozen=True)
 class PoolState:
-    """
-    What a pool is made of: see [`RolloutPool.state`].
-
-    Args:
-        next_id (`int`): Number that the next group gets, or a smaller one that no group has.
-        next_place (`int`): Place of the next group that becomes complete.
-    """
+    """What a pool is made of: see [`RolloutPool.state`]."""
 
     groups: list[Group]
     counts: PoolCounts
-    next_id: int
-    next_place: int
+    next_id: int  # that the next group gets, or a smaller one that no group has
+    next_place: int  # of the next group that becomes complete

@@ -21,20 +21,11 @@ from .checks import check_row
 from .pool import Group, PartialCompletion, PoolState, RolloutPool
 
 
-PARTIAL_METRICS = {
-    "partial/in_flight": "Completions that have not ended, over all ranks, after the generation.",
-    "partial/parked_tokens": "Tokens that stay in the pools of all ranks after the generation.",
-    "partial/segments_mean": "Mean number of segments of the completions that go to training: 1 if one policy version "
-    "sampled all their tokens.",
-    "partial/segments_max": "Largest number of segments of these.",
-    "partial/rounds": "Calls of the sampler in the generation.",
-    "partial/waited": "Groups that this generation decoded to their end, or let go first, because "
-    "`partial_rollout_max_staleness` let them wait no longer.",
-    "partial/masked": "Rows that keep the shape of the batch and train nothing, where too few completions had ended.",
-    "partial/trained_length_ratio": "Mean length of the completions that went to training over that of all that have "
-    "ended, since the start of the run. Below 1, the training has seen too many short ones so far.",
-}
-"""Definition of each metric logged at a generation with partial rollouts."""
+PARTIAL_METRICS = (
+    "partial/in_flight", "partial/parked_tokens", "partial/segments_mean", "partial/segments_max", "partial/rounds",
+    "partial/waited", "partial/masked", "partial/trained_length_ratio",
+)  # fmt: skip
+"""Metrics of each generation with partial rollouts, defined in docs/metrics.md."""
 
 Sampler = Callable[[list[list[int]], int], tuple[list[list[int]], list[list[float | None]] | None]]
 """Continues token ids: prompts and the largest number of new tokens in; new tokens out, and their log-probabilities if
@@ -93,22 +84,14 @@ class RolloutBatch:
 
 @dataclass
 class RolloutRounds:
-    """
-    Generations of one rank with partial rollouts.
-
-    Args:
-        num_groups (`int`): Groups of a generation on each rank.
-        num_held (`int`): Groups that stay in flight when a generation ends.
-        chunk_length (`int`): Largest number of tokens of a call.
-        gather (`Callable`): Numbers of this rank in; those of each rank out.
-    """
+    """Generations of one rank with partial rollouts."""
 
     pool: RolloutPool
     _: KW_ONLY
-    num_groups: int
-    num_held: int
-    chunk_length: int
-    gather: Callable[[list[float]], list[list[float]]]
+    num_groups: int  # of a generation on each rank
+    num_held: int  # groups that stay in flight when a generation ends
+    chunk_length: int  # largest number of tokens of a call
+    gather: Callable[[list[float]], list[list[float]]]  # numbers of this rank in; those of each rank out
 
     def __post_init__(self):
         self.before_generation: PoolState = self.pool.state()
@@ -134,9 +117,6 @@ class RolloutRounds:
         Returns:
             The groups that go to training, as many on each rank, and the values of [`PARTIAL_METRICS`] but for
             `partial/masked`.
-
-        Raises:
-            ValueError: If a value of a row cannot be kept in a checkpoint, or a prompt is too long.
         """
         self.before_generation, self._is_generating = self.pool.state(), True
         with raising_on_all_ranks():
@@ -167,13 +147,7 @@ class RolloutRounds:
         save_pool(state, folder, self.pool.rank, self.pool.num_ranks)
 
     def load(self, folder: str | Path, reports_logps: bool) -> None:
-        """
-        Restore the pool from a checkpoint folder. Without one there, it starts empty, with a warning.
-
-        Raises:
-            ValueError: If the file is damaged, or what it holds does not go with the settings, or with whether the
-                sampler reports log-probabilities.
-        """
+        """Restore the pool from a checkpoint folder. Without one there, it starts empty, with a warning."""
         state = load_pool(folder, self.pool.rank, self.pool.num_ranks)
         if state is None:
             warnings.warn(f"The checkpoint {folder} holds no unfinished rollouts: starting without any.")

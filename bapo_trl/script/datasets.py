@@ -43,12 +43,7 @@ def load_data(
     dataset_args: DatasetMixtureConfig,
     task: MadeTask | None = None,
 ) -> Data:
-    """
-    Load what the run trains on and what it evaluates on: of a task that the package makes, a mixture, or a dataset.
-
-    Raises:
-        InputError: If no data is named, or it cannot be had, or two flags contradict one another.
-    """
+    """Load what the run trains on and what it evaluates on: of a task of the package, a mixture, or a dataset."""
     if script_args.eval_dataset is not None and script_args.eval_fraction is not None:
         raise InputError("`eval_dataset` and `eval_fraction` are both set: leave one of them out.")
     train: Any = None
@@ -116,9 +111,6 @@ def load_splits(
 
     Its name is a `.json`, `.jsonl` or `.parquet` file, a folder written by `save_to_disk`, or, with an optional
     `config`, a folder of data files or an id on the Hub. Error messages call it `parameter`.
-
-    Raises:
-        InputError: If there is no such file or folder, the file cannot be read, or the Hub does not give the dataset.
     """
     path = Path(name)
     if path.is_file():

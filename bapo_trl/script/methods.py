@@ -64,9 +64,7 @@ def settings_of_method(name: str, loss_type: str) -> dict[str, Any]:
     """
     Return the settings that a method stands for, those of a recipe that are not of it set back to their defaults.
 
-    Args:
-        name (`str`): A key of `METHODS`.
-        loss_type (`str`): The loss without the method. One without clip bounds does not stay.
+    `loss_type` is the loss without the method. One without clip bounds does not stay.
     """
     return _complete(METHODS[name], loss_type)
 
@@ -86,16 +84,10 @@ def _complete(own: Mapping[str, Any], loss_type: str) -> dict[str, Any]:
 
 def check_method(name: str, named: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """
-    Refuse a method next to settings that contradict it.
+    Refuse a method that is not known, or that settings named next to it contradict (`InputError`).
 
-    Args:
-        name (`str`): The method.
-        named (mapping of `str` to values): Settings that were named next to it, as text or as values.
-        settings (mapping of `str` to values): What [`settings_of_method`] returned. A setting that the method leaves
-            at its default may be another.
-
-    Raises:
-        InputError: If there is no such method, or one differs, naming both.
+    These are text or values. Of `settings`, which [`settings_of_method`] returned, one that the method leaves at its
+    default may be another.
     """
     if name not in METHOD_NAMES:
         raise InputError(f"`method` is {name!r}: set it to one of {', '.join(METHOD_NAMES)}.")

@@ -63,12 +63,7 @@ def base_revision(adapter: str, revision: str | None = None) -> str | None:
 def load_adapter(
     adapter: str, base: str, is_trainable: bool = False, revision: str | None = None, **kwargs: Any
 ) -> Any:
-    """
-    Load a saved adapter on its base, which is loaded with `kwargs` as in `from_pretrained`.
-
-    Raises:
-        InputError: If peft is not installed, or the base cannot be had.
-    """
+    """Load a saved adapter on its base, which is loaded with `kwargs` as in `from_pretrained`."""
     try:
         from peft import PeftModel
     except ImportError as error:

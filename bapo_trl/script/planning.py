@@ -28,12 +28,7 @@ from .preparation import Inputs, gather_inputs
 
 
 def print_plan(arguments: Sequence[str], command: Command = TRAIN, layout: Layout | None = None) -> None:
-    """
-    Print what a run with these flags would do; by default where this process would train.
-
-    Raises:
-        SystemExit, ValueError: As the run would, for flags that cannot be read and settings that cannot work.
-    """
+    """Print what a run with these flags would do, by default where this process would train; refuse as it would."""
     processes = (layout or layout_of_process()).processes
     with as_on_gpus(processes), throwaway_cache() as folder:
         script_args, training_args, model_args, dataset_args = parse_arguments(arguments, command)

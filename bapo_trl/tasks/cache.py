@@ -19,14 +19,8 @@ def cached_folder(name: str, what: str, how_long: str, build: Callable[[Path], N
     """
     Give a folder of the cache `$BAPO_TRL_CACHE` (`~/.cache/bapo_trl` if that is not set), building it on first use.
 
-    Args:
-        name (`str`): Name of the folder. It should contain a hash of all that shapes its content.
-        what, how_long (`str`): What it holds, and how long building takes, for the terminal.
-        build (`Callable[[Path], None]`): Writes the content into an empty folder. What it raises leaves nothing
-            behind.
-
-    Raises:
-        InputError: If the cache cannot be made.
+    Its name should contain a hash of all that shapes its content. The terminal says `what` it holds, and `how_long`
+    building takes. `build` writes the content into an empty folder; what it raises leaves nothing behind.
     """
     try:
         root = _root()

@@ -27,24 +27,14 @@ TRAIN_SIZE, TEST_SIZE = 2000, 256
 
 def load_gym_task(name: str, task_args: str | dict[str, Any] | None = None) -> MadeTask:
     """
-    Make a task of reasoning-gym.
+    Make a task of reasoning-gym by its name, such as `"chain_sum"`, with or without the prefix `"reasoning_gym:"`.
 
     reasoning-gym makes problem i of a seed from the number seed + i. So the test problems begin at the number behind
     those to train on. A problem to train on that is one of them all the same is left out.
 
-    Args:
-        name (`str`): Name of the task, such as `"chain_sum"`; with or without the prefix `"reasoning_gym:"`.
-        task_args (`str` or `dict`, *optional*): Arguments of the task, as JSON or as a mapping; see its config class
-            in reasoning-gym. `size` is the number of problems to train on (2000 by default), `seed` that of the
-            problems (0 by default).
-
-    Returns:
-        [`MadeTask`]: Problems with the columns `prompt` (one message of the user), `answer` (`""` where several
-        answers are right) and `entry` (JSON), and the reward [`gym_reward`].
-
-    Raises:
-        ImportError: If the package is not installed (extra `reasoning-gym`).
-        ValueError: If there is no such task, or it does not take the arguments.
+    `task_args`, JSON or a mapping, are those of its config class in reasoning-gym: `size` is the number of problems to
+    train on (2000 by default), `seed` that of the problems (0). The problems have the columns `prompt` (one message of
+    the user), `answer` (`""` where several answers are right) and `entry` (JSON); the reward is [`gym_reward`].
     """
     name = name.removeprefix(GYM_PREFIX)
     args = {"size": TRAIN_SIZE, "seed": 0, **_parse(task_args)}
@@ -63,19 +53,11 @@ def load_gym_task(name: str, task_args: str | dict[str, Any] | None = None) -> M
 
 def gym_reward(completions: Sequence[Text], entry: Sequence[str], **kwargs: object) -> list[float]:
     """
-    Reward a completion with what its task gives for the answer in it, from 0 to 1.
+    Reward a completion with what its task gives for the answer in it, from 0 to 1; 0 where `score_answer` raises.
 
-    The answer is the last thing between `<answer>` tags; or else the last number,
-    if the right answer is a number; or else the whole text.
-
-    Args:
-        completions (sequence of `str` or of messages): Generated texts without special tokens, or conversations.
-        entry (sequence of `str`): The column `entry` of [`load_gym_task`].
-        **kwargs:
-            Further columns and arguments TRL passes; unused.
-
-    Returns:
-        `list[float]`: The scores of `score_answer` of the tasks; 0 for an answer on which it raises.
+    A completion is a text without special tokens, or messages. The answer is the last thing between `<answer>` tags;
+    or else the last number, if the right answer is a number; or else the whole text. `entry` is the column of
+    [`load_gym_task`].
     """
     return [_score(completion_text(completion), row) for completion, row in zip(completions, entry, strict=True)]
 

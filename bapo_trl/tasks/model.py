@@ -29,17 +29,9 @@ EOS_TOKEN = "<eos>"  # noqa: S105
 
 def tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int, **settings: int) -> Qwen2ForCausalLM:
     """
-    Make a randomly initialised Qwen2 model for a tokenizer.
+    Make a randomly initialised Qwen2 model for a tokenizer, in float32 on the CPU, in evaluation mode.
 
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Gives the vocabulary size and the padding and end
-            tokens.
-        seed (`int`): Seed of the initial weights. The global random state is left as it was.
-        **settings:
-            Settings of [`~transformers.Qwen2Config`] in place of those of `MODEL_SETTINGS`.
-
-    Returns:
-        [`~transformers.Qwen2ForCausalLM`]: Model in float32 on the CPU, in evaluation mode.
+    `settings` come in place of those of `MODEL_SETTINGS`. The global random state is left as it was.
     """
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -62,14 +54,8 @@ def character_tokenizer(alphabet: str | None = None) -> PreTrainedTokenizerFast:
     Build a tokenizer that maps every ASCII character to one token (any other to its UTF-8 bytes).
 
     It has a padding and an end token and no start token, adds nothing to a text, and pads on the left, as generation
-    needs.
-
-    Args:
-        alphabet (`str`, *optional*): Printable ASCII characters other than the space, none of them twice; texts lose
-            any other. All bytes if not given.
-
-    Returns:
-        [`~transformers.PreTrainedTokenizerFast`]: Tokenizer of two tokens more than the alphabet, 258 for all bytes.
+    needs. An `alphabet` is of printable ASCII characters other than the space, none of them twice; texts lose any
+    other. Without one, it is all bytes, and the tokenizer has 258 tokens.
 
     Example:
 

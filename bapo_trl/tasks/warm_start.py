@@ -20,18 +20,11 @@ IGNORED_LABEL = -100
 
 def warm_start_path(seed: int = 0, task: EmbeddedTask | None = None) -> Path:
     """
-    Give the folder of the warm-started model and its tokenizer, building it on first use.
+    Give the folder of the warm-started model of a task and its tokenizer, building it on first use.
 
-    The folder lies in the cache ([`~cache.cached_folder`]). Its name contains a hash of all that shapes the weights:
-    task, model, training settings, seed and library versions.
-
-    Args:
-        seed (`int`, *optional*, defaults to `0`): Seed of the initial weights and the demonstrations.
-        task ([`EmbeddedTask`], *optional*, defaults to `load_task(seed)`): Task whose model is built.
-
-    Returns:
-        `pathlib.Path`: Folder in Hugging Face format, for `AutoModelForCausalLM.from_pretrained` and
-        `AutoTokenizer.from_pretrained`.
+    The folder lies in the cache ([`~cache.cached_folder`]), in Hugging Face format. Its name contains a hash of all
+    that shapes the weights: task (by default `load_task(seed)`), model, training settings, library versions, and seed,
+    of the initial weights and the demonstrations.
     """
     task = load_task(seed) if task is None else task
     return cached_folder(

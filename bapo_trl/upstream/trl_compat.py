@@ -114,12 +114,7 @@ def missing_names(trainer_class: type = GRPOTrainer) -> list[str]:
 
 
 def check_trl(trainer_class: type = GRPOTrainer, version: str = trl.__version__) -> None:
-    """
-    Check that `trainer_class` has everything [`BAPOTrainer`] relies on.
-
-    Raises:
-        ImportError: If a name is gone, with the names and the TRL versions that work.
-    """
+    """Check that `trainer_class` has everything [`BAPOTrainer`] relies on (`ImportError`)."""
     missing = missing_names(trainer_class)
     if missing:
         raise _missing(", ".join(missing), version)

@@ -21,15 +21,11 @@ from ..errors import MissingPackageError
 from ..upstream.trl_compat import HAS_OPENAI_CLIENT
 
 
-MISMATCH_METRICS = {
-    "sampling/raw_importance_sampling_ratio/mean": "Mean of the trainer's over the sampler's probability, before "
-    "truncation or masking; of tokens or sequences, by `vllm_importance_sampling_mode`.",
-    "sampling/raw_importance_sampling_ratio/min": "Smallest of these.",
-    "sampling/raw_importance_sampling_ratio/max": "Largest of these.",
-    "sampling/truncated_share": "Share of them that `vllm_importance_sampling_mode` replaced by another value than 0.",
-    "sampling/masked_share": "Share of them that were set to 0: their tokens train nothing.",
-}
-"""Definition of each metric logged at a generation with the log-probabilities of a sampler."""
+MISMATCH_METRICS = (
+    "sampling/raw_importance_sampling_ratio/mean", "sampling/raw_importance_sampling_ratio/min",
+    "sampling/raw_importance_sampling_ratio/max", "sampling/truncated_share", "sampling/masked_share",
+)  # fmt: skip
+"""Metrics of each generation with the log-probabilities of a sampler, defined in docs/metrics.md."""
 
 
 @contextmanager
@@ -127,18 +123,11 @@ def compare_with_sampler(
 
 @dataclass
 class DifferenceCheck:
-    """
-    Refuses samples whose log-probabilities differ too much between sampler and trainer.
+    """Refuses samples whose log-probabilities differ too much between sampler and trainer."""
 
-    Args:
-        tolerance (`float`, *optional*): Largest mean absolute difference in nats a token; `None` for no check.
-        biased_settings (sequence of `str`): Settings that draw from another distribution than the trainer's. With any,
-            a large difference says nothing of the server's weights: it is warned of, once, where `warns`.
-    """
-
-    tolerance: float | None
-    biased_settings: Sequence[str] = ()
-    warns: bool = True
+    tolerance: float | None  # largest mean absolute difference in nats a token; `None` for no check
+    biased_settings: Sequence[str] = ()  # that draw from another distribution than the trainer's
+    warns: bool = True  # of a large difference with any of these, which says nothing of the server's weights: once
 
     def __call__(self, mean_difference: float) -> None:
         """Raise a `RuntimeError` if no setting explains a difference above the tolerance, or if it is NaN."""

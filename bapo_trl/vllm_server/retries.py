@@ -61,9 +61,6 @@ class ServerRetries:
         Args:
             attempt (`Callable`): Sends the weights, if they were not yet, and requests samples.
             is_first_request (`bool`): Whether it sends weights: over NCCL, a transfer to nobody would not end.
-
-        Raises:
-            RuntimeError: On all ranks, if the server cannot be used any more.
         """
         if self._link is not None:
             self._link.begin()

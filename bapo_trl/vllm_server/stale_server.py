@@ -30,12 +30,8 @@ NUM_REPEATS = 3
 ROUNDING = 1e-6
 """Nats by which float32 rounds a log-probability; lower precision is seen in the difference of server and trainer."""
 
-SERVER_METRICS = {
-    "sampling/server_followed": "Part of the trainer's change, in log-probabilities of fixed tokens, that the server "
-    "made too: 1 with the new weights, 0 with the old ones. From the generation on at which it can be told. Of a "
-    "server only.",
-}
-"""Definition of the metric logged at a generation over a server."""
+SERVER_METRICS = ("sampling/server_followed",)
+"""Metric of a generation over a server, defined in docs/metrics.md."""
 
 
 class Reading(NamedTuple):
@@ -117,9 +113,6 @@ class StaleServerCheck:
         Compare the moves of server and trainer after a generation. The first one gives the sequence.
 
         The metrics are empty while the moves are too small to tell, or if the server does not answer.
-
-        Raises:
-            RuntimeError: On all ranks, if the server made less than half of the trainer's change.
         """
         if self._sequence is None:
             (self._sequence,) = broadcast_object_list([self._choose_sequence(batch)])

@@ -17,10 +17,8 @@ def open_weight_store(host: str, port: int, world_size: int, timeout: timedelta 
     """
     Open the store at which the members of the group meet, on this address alone. For rank 0, before the others come.
 
-    It is made without torch's rendezvous, which under `accelerate launch` would look for the launcher's store.
-
-    Raises:
-        OSError: If the port is taken.
+    It is made without torch's rendezvous, which under `accelerate launch` would look for the launcher's store. A port
+    that is taken raises an `OSError`.
     """
     listener = socket.create_server((host, port))
     return TCPStore(
@@ -37,15 +35,12 @@ def join_weight_group(
     check: Callable[[], None] | None = None,
 ) -> ProcessGroupGloo:
     """
-    Join the group, of the trainer (rank 0) and the workers; wait until all have.
+    Join the group, of the trainer (rank 0) and the workers; wait until all have (`DistStoreError` if not in time).
 
     Args:
         store (`TCPStore`): Of [`open_weight_store`] for rank 0, a client of it for the workers.
         timeout (`timedelta`): How long to wait for the others, here and in each [`broadcast`].
         check (`Callable`, *optional*): Called every second while the others are missing; what it raises ends the wait.
-
-    Raises:
-        torch.distributed.DistStoreError: If the others do not come within the time.
     """
     store.set(f"here-{rank}", "")
     everybody = [f"here-{number}" for number in range(world_size)]
@@ -63,12 +58,7 @@ def join_weight_group(
 
 
 def broadcast(group: ProcessGroupGloo, tensor: torch.Tensor) -> None:
-    """
-    Send a contiguous CPU tensor from rank 0, or receive into it.
-
-    Raises:
-        ConnectionError: If another member is gone, or does not take part within the time of the group.
-    """
+    """Send a contiguous CPU tensor from rank 0, or receive into it; `ConnectionError` if a member is gone or late."""
     options = BroadcastOptions()
     options.rootRank = 0
     try:
