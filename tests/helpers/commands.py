@@ -16,9 +16,10 @@ def run_command(
     command: list[str], cwd: Path = ROOT, timeout_s: float = 240, **env: str
 ) -> subprocess.CompletedProcess:
     """Run a command and return what it printed; at the time limit, end it with all its children and fail."""
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}  # the second says where a process aborts
     process = subprocess.Popen(
-        command, cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1", **env}, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
+        command, cwd=cwd, env={**os.environ, **settings, **env}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, start_new_session=True,
     )  # fmt: skip
     try:
         stdout, stderr = process.communicate(timeout=timeout_s)
