@@ -211,13 +211,14 @@ def _head(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_parts(runs: Sequence[Mapping[str, Any]]) -> None:
     settings: dict[tuple[str, str], str] = {}
-    starts: dict[int, tuple[float, float]] = {}
+    starts: dict[tuple[str, int], float] = {}
     for row in runs:
         own = str(sorted((name, str(value)) for name, value in row["settings"].items()))
         if settings.setdefault(_run_of(row)[:2], own) != own:
             raise ValueError(f"{row['arm']}, seed {row['seed']}, has other settings than a run of another seed.")
-        if row.get("curve") and starts.setdefault(row["seed"], tuple(row["curve"][0])) != tuple(row["curve"][0]):
-            raise ValueError(f"{row['arm']}, seed {row['seed']}, has another start than a run of the same seed.")
+        for step, accuracy in row.get("curve", [])[:1]:
+            if step == 0 and starts.setdefault(_run_of(row)[1:], accuracy) != accuracy:
+                raise ValueError(f"{row['arm']}, seed {row['seed']}, has another start than a run of the same seed.")
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ Tied groups at equal generated tokens: leave them, replace them from the queue, 
 The task is the easy one, where four groups in ten are tied. Both rates are reported: the higher one ends higher, and
 falls on some seeds. Runs end with the generation in which they have generated
 `TOKENS` completion tokens. The study goes on where it was; its rows are those of `bapo-trl compare`, and so are its
-tables. To keep them: `python -m benchmarks.pages --keep outputs/tied_groups`.
+tables. To keep them: `python -m benchmarks.pages --keep outputs/tied_groups --commit COMMIT`.
 """
 
 import argparse

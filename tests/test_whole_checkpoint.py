@@ -22,7 +22,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.checkpoints import run_lock
-from bapo_trl.checkpoints.files import MANIFEST, find_defect, write_manifest
+from bapo_trl.checkpoints.files import MANIFEST, find_defect, step_of, write_manifest
 from bapo_trl.checkpoints.run_lock import LOCK, RunLock
 from bapo_trl.checkpoints.stop_signals import StopSignals
 from bapo_trl.checkpoints.whole import UNFINISHED, _rotate
@@ -150,13 +150,15 @@ def test_true_takes_the_newest_whole_checkpoint_and_names_what_it_skips(tmp_path
     assert "optimizer.pt has" in skipped[2]
 
 
-def test_true_names_a_checkpoint_that_was_saved_after_the_newest(tmp_path):
+def test_true_names_a_checkpoint_of_another_branch(tmp_path):
     saved(tmp_path)
+    for folder in tmp_path.glob("checkpoint-*"):  # as a copy has any times
+        os.utime(folder / "trainer_state.json", (0, -step_of(folder.name)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert resume(tmp_path, True) == 6
     saved(tmp_path, resume_from=str(tmp_path / "checkpoint-2"), max_steps=4)
-    with pytest.warns(UserWarning, match="checkpoint-8 is resumed, though checkpoint-4 was saved after it"):
+    with pytest.warns(UserWarning, match="checkpoint-8 is resumed, which does not go on from checkpoint-4"):
         assert resume(tmp_path, True, max_steps=10) == 8
 
 
@@ -174,6 +176,12 @@ def test_a_resumed_run_whose_epochs_are_over_by_larger_batches_alone_is_refused(
     with pytest.raises(InputError, match=r"Nothing would be trained: the checkpoint .*-6 is at epoch 0\.\d+, with 6"):
         toy_run(tmp_path, **of_epochs, **larger, resume=str(tmp_path / "checkpoint-6"))
     assert whole.state.global_step > 6
+
+
+def test_a_run_of_half_an_epoch_that_was_killed_before_its_model_was_saved_is_finished(tmp_path):
+    of_half = {**SAVING, "max_steps": -1, "num_train_epochs": 0.5, "replay_fraction": 0.0}
+    last = toy_run(tmp_path, **of_half).state.global_step
+    assert toy_run(tmp_path, **of_half, resume=True).state.global_step == last
 
 
 def test_a_model_card_that_cannot_be_written_is_a_warning(tmp_path):

@@ -62,6 +62,13 @@ def find_defect(folder: str | Path, is_dispensable: Callable[[str], bool] = lamb
     return "; ".join(defects) or None
 
 
+def goes_on_from(folder: str | Path, earlier: str | Path) -> bool:
+    """Return whether a run that was saved in `folder` has been where the one in `earlier` was, by what it logged."""
+    states = [TrainerState.load_from_json(str(Path(each, TRAINER_STATE_NAME))) for each in (folder, earlier)]
+    later, before = ([json.dumps(log) for log in state.log_history] for state in states)  # NaN is not equal to itself
+    return later[: len(before)] == before
+
+
 def left_out_states(folder: str) -> list[str]:
     """Return the states that a run resumed from a checkpoint does not find there."""
     of_optimizer = ("*optimizer*", "global_step*")  # the second of DeepSpeed, with the schedule in it

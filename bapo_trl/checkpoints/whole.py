@@ -27,7 +27,7 @@ from trl import GRPOTrainer
 
 from ..errors import InputError
 from . import files
-from .files import MANIFEST, checkpoint_names, find_defect, left_out_states, step_of, write_manifest
+from .files import MANIFEST, checkpoint_names, find_defect, goes_on_from, left_out_states, step_of, write_manifest
 from .run_lock import RunLock
 from .stop_signals import is_stopped
 
@@ -151,11 +151,11 @@ class WholeCheckpoints(GRPOTrainer):
             folder = os.path.join(run_dir, name)
             defect = self._defect_on_any_rank(folder)
             if defect is None:
-                later = _saved_later(folder)
-                if later and self.is_world_process_zero():
+                others = _of_other_branches(folder) if self.is_world_process_zero() else []
+                if others:
                     warnings.warn(
-                        f"{folder} is resumed, though {', '.join(later)} was saved after it. If the run went back to "
-                        "an earlier checkpoint, remove this one, or name the one to go on from."
+                        f"{folder} is resumed, which does not go on from {', '.join(others)}: the run went back to an "
+                        "earlier checkpoint. If it is not the one to go on from, give the folder of that."
                     )
                 return folder
             skipped.append(f"{folder} is not whole and was skipped: {defect}.")
@@ -304,12 +304,12 @@ class WholeCheckpoints(GRPOTrainer):
             self.state.save_to_json(os.path.join(self._unfinished(run_dir), name, TRAINER_STATE_NAME))
 
 
-def _saved_later(checkpoint: str) -> list[str]:
-    """Return the checkpoints of fewer updates beside one that were written after it."""
+def _of_other_branches(checkpoint: str) -> list[str]:
+    """Return the checkpoints of fewer updates beside one that it does not go on from."""
     run_dir, name = os.path.split(checkpoint)
-    states = {each: os.path.join(run_dir, each, TRAINER_STATE_NAME) for each in checkpoint_names(run_dir)}
-    times = {each: os.path.getmtime(path) for each, path in states.items() if os.path.isfile(path)}
-    return [each for each, time in times.items() if step_of(each) < step_of(name) and time > times[name]]
+    earlier = [each for each in checkpoint_names(run_dir) if step_of(each) < step_of(name)]
+    whole = [each for each in earlier if find_defect(os.path.join(run_dir, each)) is None]
+    return [each for each in whole if not goes_on_from(checkpoint, os.path.join(run_dir, each))]
 
 
 def _note_random_states() -> Callable[[], None]:

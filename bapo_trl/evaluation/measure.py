@@ -12,13 +12,13 @@ import torch
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
 from transformers.utils import cached_file
-from xxhash import xxh3_128
+from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from ..reward_sums import best_of_k, weighted_sums
 from .accuracy import Estimate, PromptResult, summarize
 from .answers import canonical
 from .completions_file import CompletionsFile
-from .sampling import Completion, EvaluatedTrainer, with_images
+from .sampling import Completion, EvaluatedTrainer
 
 
 SOURCE_COLUMN = "data_source"
@@ -182,9 +182,16 @@ def _identity(trainer: EvaluatedTrainer, rows: Any, model: str) -> str:
     settings = {name: getattr(trainer.args, name, None) for name in _SAMPLING_SETTINGS}
     loaded = [str(trainer.model.dtype), str(getattr(trainer.model.config, "quantization_config", None))]
     digest = xxh3_128()
-    for part in [model, loaded, settings, *map(with_images, rows)]:
-        digest.update(json.dumps(part, sort_keys=True, default=str).encode())
+    for part in [model, loaded, settings, *map(trainer.prompt_of, rows)]:
+        digest.update(json.dumps(part, sort_keys=True, default=_content).encode())
     return digest.hexdigest()[:16]
+
+
+def _content(value: Any) -> str:
+    """Return what tells an image, or what else is no JSON, from others."""
+    if type(value).__module__.partition(".")[0] != "PIL":
+        return str(value)
+    return f"{value.mode} {value.size} {xxh3_128_hexdigest(value.tobytes())}"
 
 
 def _distinct(names: list[str]) -> list[str]:

@@ -17,12 +17,6 @@ from ..upstream.forward_passes import forked_random_state, without_gradient_chec
 from .answers import completion_text
 
 
-def with_images(row: Mapping[str, Any]) -> Any:
-    """Return the prompt of a row with its images in the messages, where TRL puts those of `images` or `image`."""
-    images = row.get("images") or ([row["image"]] if row.get("image") is not None else None)
-    return row["prompt"] if images is None else prepare_multimodal_messages(row["prompt"], images=images)
-
-
 @dataclass(frozen=True)
 class Completion:
     """A completion as it was sampled and scored."""
@@ -44,6 +38,13 @@ class EvaluatedTrainer(BAPOTrainer):
 
     _is_apart = False  # from the trainer's own evaluation, in what it logs
     _take: Callable[[list[Completion]], None] | None = None
+
+    def prompt_of(self, row: Mapping[str, Any]) -> Any:
+        """Return the prompt of a row, for a model of images with those of `images` or `image` in it, as TRL does."""
+        images = row.get("images") or ([row["image"]] if row.get("image") is not None else [])
+        if not (self._is_vlm and images and isinstance(row["prompt"], list)):
+            return row["prompt"]
+        return prepare_multimodal_messages(row["prompt"], images=images)
 
     def sample_completions(
         self, rows: Sequence[Mapping[str, Any]], take: Callable[[list[Completion]], None], seed: str = ""
@@ -142,7 +143,7 @@ class EvaluatedTrainer(BAPOTrainer):
             return super().prediction_step(model, inputs, *args, **kwargs)
         rows = [part["row"] for part in inputs]
         with without_gradient_checkpointing(self.model):
-            _, completion_ids, _, completions, *_ = self._generate([with_images(row) for row in rows])
+            _, completion_ids, _, completions, *_ = self._generate([self.prompt_of(row) for row in rows])
         rewards = self._rewards_of_all(rows, completions, completion_ids)
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         sampled = gather_object(

@@ -8,7 +8,7 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..bapo_config import BAPOConfig
-from ..checkpoints.files import find_defect
+from ..checkpoints.files import find_defect, goes_on_from
 from ..checkpoints.stop_signals import EXIT_CODE, StopSignals, exit_stopped
 from ..errors import InputError
 from ..evaluation.sampling import EvaluatedTrainer
@@ -182,7 +182,7 @@ def _check_resume(folder: str, training_args: BAPOConfig) -> bool:
     done, last = state.global_step, training_args.max_steps
     if not 0 < last <= done:
         return True
-    if done > last or any(gather_object([_is_saved(state, training_args.output_dir)])):
+    if done > last or any(gather_object([_is_saved(folder, done, training_args.output_dir)])):
         raise InputError(
             f"`resume_from_checkpoint` is {folder}, at update {done}, and `max_steps` is {last}: nothing is left to "
             f"train. Raise `max_steps`, or evaluate it with --do_train false --model_name_or_path {folder}."
@@ -190,13 +190,12 @@ def _check_resume(folder: str, training_args: BAPOConfig) -> bool:
     return False
 
 
-def _is_saved(state: TrainerState, output_dir: str) -> bool:
+def _is_saved(folder: str, update: int, output_dir: str) -> bool:
     """Whether the model that a run had at its end is saved: its state, which is saved after it, goes on from there."""
     if find_defect(output_dir) is not None:
         return False
     saved = TrainerState.load_from_json(str(Path(output_dir) / TRAINER_STATE_NAME))
-    same_logs = saved.log_history[: len(state.log_history)] == state.log_history
-    return saved.global_step == state.global_step and same_logs
+    return saved.global_step == update and goes_on_from(output_dir, folder)
 
 
 def _goes_on(training_args: BAPOConfig) -> bool:

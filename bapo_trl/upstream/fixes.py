@@ -55,10 +55,11 @@ def place_to_resume(
 ) -> tuple[int, int]:
     """Return where the data of a resumed run goes on, by transformers' `place`: epochs and micro-batches to skip."""
     if trainer.state.global_step >= max_steps:  # within an epoch, transformers would make one update more
-        if trainer.args.max_steps <= 0 and round(trainer.state.epoch, 2) < num_train_epochs:
+        epochs = trainer.args.num_train_epochs  # transformers' own number is rounded up
+        if checkpoint is not None and trainer.args.max_steps <= 0 and round(trainer.state.epoch, 2) < round(epochs, 2):
             raise InputError(
                 f"Nothing would be trained: the checkpoint {checkpoint} is at epoch {trainer.state.epoch:.2f}, with "
-                f"{trainer.state.global_step} updates, and with these settings {num_train_epochs} epochs have "
+                f"{trainer.state.global_step} updates, and with these settings {epochs:g} epochs have "
                 f"{max_steps}. Resume with as many processes and samples an update as before, or give `max_steps`."
             )
         return num_train_epochs, 0

@@ -9,18 +9,21 @@ import signal
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 import torch
 import yaml
 from datasets import Dataset, DatasetDict
+from PIL import Image
 from trl.trainer import grpo_trainer
 
 from bapo_trl import bapo_trainer
 from bapo_trl.checkpoints.run_lock import RunLock
 from bapo_trl.errors import InputError
-from bapo_trl.evaluation.sampling import EvaluatedTrainer, with_images
+from bapo_trl.evaluation.measure import _identity
+from bapo_trl.evaluation.sampling import EvaluatedTrainer
 from bapo_trl.script import commands, training
 from tests.helpers.commands import ROOT, succeeded
 from tests.helpers.fake_vllm import FakeVLLM
@@ -326,20 +329,29 @@ def test_two_evaluations_are_kept_apart(folder):
 
 
 def test_images_are_put_into_the_messages_as_trl_does(folder, monkeypatch):
-    chat = [{"role": "user", "content": "What is it?"}]
-    given = [{"prompt": chat, "images": ["a", "b"]}, {"prompt": chat, "image": "c"}, {"prompt": chat, "image": None}]
-    assert [[part["type"] for part in with_images(row)[0]["content"]] for row in given[:2]] == [
-        ["image", "image", "text"], ["image", "text"],
-    ]  # fmt: skip
-    assert with_images(given[2]) == chat
+    chat, trainer = [{"role": "user", "content": "What is it?"}], SimpleNamespace(_is_vlm=True)
+    for images, kinds in (
+        ({"images": ["a", "b"]}, ["image", "image", "text"]), ({"image": "c"}, ["image", "text"]),
+        ({"images": []}, None), ({"image": None}, None),
+    ):  # fmt: skip
+        prompt = EvaluatedTrainer.prompt_of(trainer, {"prompt": chat, **images})
+        assert prompt == chat if kinds is None else [part["type"] for part in prompt[0]["content"]] == kinds
+    trainer._is_vlm = False  # a model of text does not look at the column
+    assert EvaluatedTrainer.prompt_of(trainer, {"prompt": chat, "image": "c"}) == chat
 
     def generate(self, prompts):
         raise LookupError(prompts)
 
     monkeypatch.setattr(EvaluatedTrainer, "_generate", generate)
-    monkeypatch.setattr("bapo_trl.evaluation.sampling.with_images", lambda row: "shown")
+    monkeypatch.setattr(EvaluatedTrainer, "prompt_of", lambda self, row: "shown")
     with pytest.raises(LookupError, match="shown"):
         run(do_train="false", eval_dataset="test.jsonl")
+
+
+def test_completions_are_kept_by_the_content_of_images(monkeypatch):
+    trainer = SimpleNamespace(args=None, model=SimpleNamespace(dtype=None, config=None), prompt_of=lambda row: row)
+    dark, again, light = (Image.new("L", (2, 2), shade) for shade in (0, 0, 9))
+    assert _identity(trainer, [dark], "") == _identity(trainer, [again], "") != _identity(trainer, [light], "")
 
 
 def test_an_evaluation_on_prompts_of_another_form_than_those_of_the_training_says_so(folder, capsys):
