@@ -17,6 +17,9 @@ E2E_TESTS ?= tests/e2e
 E2E_ENV := $(OFFLINE) OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR=$(E2E_CACHE)/torch_extensions
 
 PYTEST := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal --disable-warnings
+# An egg-info of an earlier version would hide the plugin's entry point from vLLM
+E2E_EDITABLE = $(E2E_BIN)/pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation \
+	--config-settings editable_mode=compat --editable . && rm -rf *.egg-info
 
 .PHONY: demo demo-llm notebooks test test-all test-llm test-notebooks test-e2e test-faults test-compat quality style bench bench-llm bench-vllm clean
 
@@ -24,7 +27,7 @@ demo: $(VENV)/.installed
 	$(OFFLINE) $(BIN)/python train_bapo.py
 
 demo-llm: $(VENV)/.installed-llm
-	$(OFFLINE) $(BIN)/python train_bapo.py --config recipes/smollm2_sums.yaml
+	$(OFFLINE) $(BIN)/python train_bapo.py --config recipes/smollm2_sums.yaml --overwrite_output_dir true
 
 # Runs the notebooks and stores what they print and draw; or one: make notebooks NOTEBOOK=01_adaptive_bounds.ipynb
 notebooks: $(VENV)/.installed-notebooks
@@ -43,9 +46,7 @@ test-notebooks: $(VENV)/.installed-test $(VENV)/.installed-notebooks
 	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o addopts=-ra -n 2 --dist worksteal tests/notebooks
 
 test-e2e: $(E2E_CACHE)/.installed
-	$(E2E_BIN)/pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation \
-		--config-settings editable_mode=compat --editable .
-	rm -rf *.egg-info  # of an earlier version, it would hide the plugin's entry point from vLLM
+	$(E2E_EDITABLE)
 	$(E2E_ENV) $(E2E_BIN)/python -m pytest -o addopts=-ra $(E2E_TESTS)
 
 # Every fault as often as docs/reliability.md counts it; `make test-all` and `make test-e2e` try a tenth
@@ -91,11 +92,12 @@ bench: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.pages
 
 # The chat model: the work of the demo in CPU-seconds
-bench-llm: $(VENV)/.installed-llm
+bench-llm: $(VENV)/.installed-test $(VENV)/.installed-llm
 	$(BIN)/python -m benchmarks.llm_speed
 	$(BIN)/python -m benchmarks.pages
 
-bench-vllm: $(E2E_CACHE)/.installed
+bench-vllm: $(E2E_CACHE)/.installed $(VENV)/.installed-test
+	$(E2E_EDITABLE)
 	$(E2E_ENV) $(E2E_BIN)/python -m benchmarks.partial_rollouts --sampler vllm
 	$(E2E_ENV) $(E2E_BIN)/python -m benchmarks.server_checks
 	$(BIN)/python -m benchmarks.pages

@@ -179,7 +179,8 @@ def keep(folder: Path, commit: str) -> None:
     path = RESULTS / f"{folder.name}.json"
     before = json.loads(path.read_text()) if path.exists() else {"settings": {}, "rows": []}
     kept = {_run_of(row): {**row, "settings": {**before["settings"], **row["settings"]}} for row in before["rows"]}
-    made = {_run_of(row): row for row in map(asdict, read_rows(folder).values())}
+    read = sorted(map(asdict, read_rows(folder).values()), key=lambda row: row["error"] is None)
+    made = {_run_of(row): row for row in read}  # the one that ended, where one of other settings failed
     for row in made.values():
         row["settings"].pop("seed", None)  # stands beside them
     runs = kept | {run: row for run, row in made.items() if row["error"] is None or run not in kept}

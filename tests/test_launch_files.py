@@ -13,6 +13,7 @@ from bapo_trl.plan.memory import Layout
 from bapo_trl.script.arguments import EMBEDDED
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.commands import SCRIPT, TRAIN
+from bapo_trl.script.launcher import main as launch
 from bapo_trl.script.launcher import read_arguments
 from tests.helpers.commands import ROOT, run_command
 
@@ -138,6 +139,17 @@ def test_every_other_yaml_is_a_mapping():
     assert len(others) > len(RECIPES)
     for path in others:
         assert isinstance(yaml.safe_load(path.read_text()), dict), path
+
+
+def test_the_help_of_launch_is_of_this_package_and_a_wrong_command_is_named(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["bapo-trl", "launch", "--help"])  # which accelerate's own help reads
+    with pytest.raises(SystemExit):
+        read_arguments(["--help"])
+    text = capsys.readouterr().out
+    assert text.startswith("usage: bapo-trl launch [--accelerate NAME]")
+    assert "--accelerate NAME" in text.partition("options:")[2]
+    with pytest.raises(InputError, match="'trian' is neither train nor evaluate, nor a script here"):
+        launch(["--accelerate", "multi_gpu", "trian"])
 
 
 @pytest.mark.parametrize("command", [TRAIN, SCRIPT], ids=lambda command: command.name)

@@ -24,8 +24,12 @@ finished only prints its tables.
 """
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Refuse a study that cannot be made (`InputError`); else make the runs that it lacks, and print what came out."""
+def main(arguments: Sequence[str]) -> int | None:
+    """
+    Refuse a study that cannot be made (`InputError`); else make the runs that it lacks, and print what came out.
+
+    Return the exit status: 1 where one of them failed.
+    """
     parser = OneLineParser(
         prog="bapo-trl compare", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -55,7 +59,7 @@ def main(arguments: Sequence[str]) -> None:
         study.check()
     if options.dry_run == "true":
         print(_plan(chosen, finished, options.jobs))
-        return
+        return None
     if missing:
         options.output_dir.mkdir(parents=True, exist_ok=True)
         print(f"{len(missing)} of {len(runs)} runs to make, {options.jobs} at a time", flush=True)
@@ -64,8 +68,9 @@ def main(arguments: Sequence[str]) -> None:
     rows = [finished[run.key] for run in runs if run.key in finished]
     if not chosen:
         print(f"Part {options.shard} has no run.")
-        return
+        return None
     _show(rows, list(study.arms), options, len(runs))
+    return 1 if any(finished[run.key].error is not None for run in chosen) else None
 
 
 def _show(rows: list[Row], arms: list[str], options: argparse.Namespace, number: int) -> None:

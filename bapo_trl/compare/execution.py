@@ -21,10 +21,15 @@ from .study import Run, Study, as_arguments
 
 
 def find_finished(runs: Sequence[Run], folder: Path) -> dict[str, Row]:
-    """Return the rows that a folder has of some runs, by the key of the run; refuse other settings (`InputError`)."""
+    """
+    Return the rows that a folder has of some runs, by the key of the run.
+
+    Refuse results of other settings (`InputError`), but for runs that failed.
+    """
     rows = read_rows(folder)
     finished = {run.key: rows[run.key] for run in runs if run.key in rows}
-    by_name = {(row.arm, str(sorted(row.over.items())), row.seed): (key, row) for key, row in rows.items()}
+    ended = {key: row for key, row in rows.items() if row.error is None}
+    by_name = {(row.arm, str(sorted(row.over.items())), row.seed): (key, row) for key, row in ended.items()}
     for run in runs:
         key, row = by_name.get((run.arm, str(sorted(run.over.items())), run.seed), (None, None))
         if run.key not in finished and row is not None:

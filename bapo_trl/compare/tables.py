@@ -34,8 +34,8 @@ FIGURES: dict[str, tuple[str, Callable[[Row], float | None]]] = {
 
 
 def _has_course(row: Row) -> bool:
-    """Return whether a run was measured between its start and its end."""
-    return len(row.curve) != 2  # rows without a curve were measured more often
+    """Return whether a run was measured before its end, other than at its start. Rows without a curve were."""
+    return not row.curve or any(0 < step < row.curve[-1][0] for step, _ in row.curve)
 
 
 @dataclass(frozen=True)

@@ -37,15 +37,17 @@ def main(arguments: Sequence[str]) -> None:
     `evaluate` of this package.
 
     Raises:
-        InputError: If there is no such configuration, or none of DeepSpeed where it names one.
+        InputError: If there is no such script or configuration, or none of DeepSpeed where it names one.
         SystemExit: With the code of the rank that ended first, if it is not 0; 128 plus the number of the signal that
             ended it. A launcher of several ranks that is sent SIGTERM itself ends with 1, as accelerate does. A single
             rank takes the place of its launcher, and gets its signals.
     """
-    launch.simple_launcher = _become_rank
     args = read_arguments(arguments)
+    if not (args.module or args.no_python or Path(args.training_script).exists()):
+        raise InputError(f"'{args.training_script}' is neither train nor evaluate, nor a script here: correct it.")
     if args.training_script == "bapo_trl" and asks_for_dry_run(args.training_script_args):
         return _dry_run(args)
+    launch.simple_launcher = _become_rank
     try:
         launch.launch_command(args)
     except ChildFailedError as error:
@@ -82,7 +84,9 @@ def processes_of(accelerate: str) -> int:
 def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the arguments of `accelerate launch` that these stand for; errors as in [`main`]."""
     parser: Any = launch.launch_command_parser()
-    parser.prog = "bapo-trl launch"
+    parser.prog, parser.description = "bapo-trl launch", "Train or evaluate on several GPUs or nodes."
+    parser.usage = "%(prog)s [--accelerate NAME] [FLAGS OF accelerate launch] {train,evaluate,SCRIPT} [ITS FLAGS]"
+    parser.formatter_class = argparse.HelpFormatter  # accelerate's own leaves out what has no flag here
     parser.add_argument(
         "--accelerate", metavar="NAME", help=f"configuration: {', '.join(config_names())}, or the path of a file"
     )

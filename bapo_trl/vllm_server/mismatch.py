@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ MISMATCH_METRICS = (
 def client_for(device: torch.device, request_timeout_s: float) -> Iterator[None]:
     """Have TRL talk to a vLLM server with limits, and as suits the device: on a CPU, the weights go over gloo."""
     client_class: Any
+    if device.type != "cpu" and find_spec("vllm") is None:  # TRL would say so when it has loaded the model
+        raise MissingPackageError("`use_vllm` is set, but vllm is not installed: pip install 'bapo-trl[vllm]'.")
     if device.type == "cpu":
         try:
             from .gloo.client import GlooVLLMClient

