@@ -441,7 +441,7 @@ class BAPOTrainer(WholeCheckpoints):
         super()._save_optimizer_and_scheduler(output_dir)
         if self._rounds is not None:
             self._has_saved = True
-            self._rounds.save(output_dir, is_trained_to_its_end(self, self._generated_at))
+            self._rounds.save(output_dir, is_trained_to_its_end(self, self._generated_at), self.state.global_step)
         if self._replay is not None:
             self._replay.save(output_dir)
         if self.args.should_save:

@@ -24,6 +24,12 @@ def check_replay(config: Any) -> None:
             "scored them: the KL term would hold the policy to references that no longer exist. Set "
             f"`sync_ref_model` to False, or, for no replay queue, {config.without_replay}."
         )
+    if config.enable_jit_checkpoint:
+        raise InputError(
+            "`enable_jit_checkpoint` is True, which saves before an optimizer step, when the queue has given and got "
+            "the samples of that step: leave it out. `bapo-trl train` saves after the update on SIGTERM, and so does "
+            f"`StopSignals` in Python. Or, for no replay queue, {config.without_replay}."
+        )
     if config.steps_per_generation % config.gradient_accumulation_steps != 0:
         raise InputError(
             f"`steps_per_generation` is {config.steps_per_generation}: with a replay queue it must be a multiple of "

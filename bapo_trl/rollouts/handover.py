@@ -61,6 +61,7 @@ def finish_groups(
         None if limit is None else version + staleness_if_parked - limit,
         sample,
         lambda prompts, completions: _score_completions(trainer, score, prompts, completions),
+        trainer._bounds.is_open,
     )
 
 

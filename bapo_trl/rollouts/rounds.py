@@ -94,8 +94,9 @@ class RolloutRounds:
     gather: Callable[[list[float]], list[list[float]]]  # numbers of this rank in; those of each rank out
 
     def __post_init__(self):
-        self.before_generation: PoolState = self.pool.state()
-        """The pool as it was before the prompts of the latest generation entered."""
+        # The pool before the prompts of the latest generation entered, and before that of earlier ones of its update;
+        # each with the policy version if that update had begun
+        self._before: list[tuple[int | None, PoolState]] = [(None, self.pool.state())]
         self._is_generating = False
 
     def generate(
@@ -105,6 +106,7 @@ class RolloutRounds:
         oldest_version: int | None,
         sample: Sampler,
         score: Scorer,
+        is_within_update: bool = False,
     ) -> tuple[RolloutBatch, dict[str, float]]:
         """
         Admit the prompts of a generation, decode until every rank has enough complete groups, and let these go.
@@ -113,12 +115,15 @@ class RolloutRounds:
             prompts (sequence of pairs): For each new group, the prompt's row of the dataset and its token ids.
             oldest_version (`int`, *optional*): Groups with a token of an older version are decoded to their end, and
                 go. `None` for no limit.
+            is_within_update (`bool`): Whether an update has begun with samples of the generation before.
 
         Returns:
             The groups that go to training, as many on each rank, and the values of [`PARTIAL_METRICS`] but for
             `partial/masked`.
         """
-        self.before_generation, self._is_generating = self.pool.state(), True
+        earlier = self._before if is_within_update else []
+        self._before = [*earlier, (policy_version if is_within_update else None, self.pool.state())]
+        self._is_generating = True
         with raising_on_all_ranks():
             for inputs, prompt_ids in prompts:
                 check_row(inputs)
@@ -136,14 +141,17 @@ class RolloutRounds:
         self._is_generating = False
         return batch, self._measure(batch, waited, rounds)
 
-    def save(self, folder: str | Path, is_boundary: bool) -> None:
+    def save(self, folder: str | Path, is_boundary: bool, policy_version: int) -> None:
         """
         Write the pool into a checkpoint folder.
 
         Unless the latest generation has been trained to its end (`is_boundary`), or if one is under way, a resumed run
-        generates it again: the pool is written as it was before its prompts entered.
+        generates it again, and with it those that an update of this version had begun with: the pool is written as it
+        was before their prompts entered.
         """
-        state = self.pool.state() if is_boundary and not self._is_generating else self.before_generation
+        state = next(state for version, state in reversed(self._before) if version != policy_version)
+        if is_boundary and not self._is_generating:
+            state = self.pool.state()
         save_pool(state, folder, self.pool.rank, self.pool.num_ranks)
 
     def load(self, folder: str | Path, reports_logps: bool) -> None:
@@ -159,7 +167,7 @@ class RolloutRounds:
                 f"{'without' if reports_logps else 'with'} vLLM, whose log-probabilities belong to them: set it back."
             )
         self.pool.restore(state)
-        self.before_generation = self.pool.state()
+        self._before = [(None, self.pool.state())]
         held, limit = len(self.pool), self.num_held
         if held > limit and self.pool.rank == 0:
             too_old = ", too many for a `partial_rollout_max_staleness` to hold"

@@ -568,6 +568,7 @@ def test_on_policy_settings_with_a_queue_have_behaviour_log_probs_and_no_warning
             {"replay_zero_advantage": True, "replay_min_staleness": 3, "replay_capacity": 47},
             r"replay_min_staleness.*3.*replay_capacity. of 47.*at least 48",
         ),
+        ({"enable_jit_checkpoint": True}, "`enable_jit_checkpoint` is True, which saves before an optimizer step"),
         (
             {"sync_ref_model": True, "beta": 0.1},
             r"`sync_ref_model` is True.*to False, or,.* `replay_fraction` to 0\.$",

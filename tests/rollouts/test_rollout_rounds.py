@@ -594,11 +594,14 @@ def test_a_second_resume_from_inside_a_generation_loses_no_prompt(tmp_path, repl
 
 
 @pytest.mark.trainings
-@pytest.mark.parametrize(("steps_per_generation", "stop"), [(6, 4), (6, 6), (2, 2)])
+@pytest.mark.parametrize(
+    ("steps_per_generation", "micro_batches", "stop", "again"),
+    [(6, 2, 4, 1), (6, 2, 6, 1), (2, 2, 2, 1), (2, 4, 2, 2)],
+)
 def test_a_checkpoint_before_an_optimizer_step_loses_no_prompt_and_trains_none_twice(
-    tmp_path, steps_per_generation, stop
+    tmp_path, steps_per_generation, micro_batches, stop, again
 ):
-    """That of transformers' `enable_jit_checkpoint`, whose step is in no checkpoint: the second generation's."""
+    """That of transformers' `enable_jit_checkpoint`, whose step is in no checkpoint; nor is what it was made with."""
 
     class Terminated(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
@@ -608,19 +611,23 @@ def test_a_checkpoint_before_an_optimizer_step_loses_no_prompt_and_trains_none_t
 
     emitted = []
     data = {"train_dataset": Dataset.from_dict({"prompt": [f"{i}+" for i in range(60)]})}
-    settings = {"shuffle_dataset": False, "steps_per_generation": steps_per_generation, "enable_jit_checkpoint": True}
+    settings = {
+        "shuffle_dataset": False, "steps_per_generation": steps_per_generation, "enable_jit_checkpoint": True,
+        "gradient_accumulation_steps": micro_batches, "search_scope": "micro_batch",
+    }  # fmt: skip
     first = trainer_of(
         tmp_path, emitting_into(emitted), trainer_args={**data, "callbacks": [Terminated()]}, **settings
     )
     first.train()
-    assert len(emitted) == 2
-    updates = 3 * steps_per_generation // 2
+    kept = len(emitted) - again
+    assert kept == (1 if again == 1 else 2)
+    del emitted[kept:]
+    updates = max(3, 3 * steps_per_generation // micro_batches)
     second = trainer_of(tmp_path, emitting_into(emitted), trainer_args=data, **settings, max_steps=updates)
     second.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{stop - 1}"))
-    del emitted[1]
     parked = [group.inputs["prompt"] for group in second._rounds.pool]
-    of_generation = 2 * steps_per_generation
-    assert sorted([*chain(*emitted), *parked]) == sorted(data["train_dataset"]["prompt"][: 3 * of_generation])
+    admitted = 2 * updates * micro_batches
+    assert sorted([*chain(*emitted), *parked]) == sorted(data["train_dataset"]["prompt"][:admitted])
 
 
 @pytest.mark.trainings
@@ -770,7 +777,7 @@ def test_a_save_in_the_middle_of_a_generation_is_of_the_pool_before_it(tmp_path)
             return output
 
         def _continue_completions(self, prompts, cap):
-            self._rounds.save(tmp_path / "within", is_boundary=True)
+            self._rounds.save(tmp_path / "within", is_boundary=True, policy_version=self.state.global_step)
             return super()._continue_completions(prompts, cap)
 
     (tmp_path / "within").mkdir()
