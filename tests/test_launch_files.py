@@ -13,8 +13,8 @@ from bapo_trl.plan.memory import Layout
 from bapo_trl.script.arguments import EMBEDDED
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.commands import SCRIPT, TRAIN
+from bapo_trl.script.launcher import _become_rank, read_arguments
 from bapo_trl.script.launcher import main as launch
-from bapo_trl.script.launcher import read_arguments
 from tests.helpers.commands import ROOT, run_command
 
 
@@ -139,6 +139,20 @@ def test_every_other_yaml_is_a_mapping():
     assert len(others) > len(RECIPES)
     for path in others:
         assert isinstance(yaml.safe_load(path.read_text()), dict), path
+
+
+@pytest.mark.parametrize(
+    ("seen", "flags", "used"), [(None, [], "0"), ("3,5", [], "3"), ("3,5", ["--gpu_ids", "2"], "2")]
+)
+def test_one_process_sees_one_gpu(monkeypatch, seen, flags, used):
+    environments = []
+    monkeypatch.setattr("os.execvpe", lambda file, command, environment: environments.append(environment))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if seen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    arguments = read_arguments(["--accelerate", "single_gpu", *flags, "train"])
+    _become_rank(_validate_launch_command(arguments)[0])
+    assert environments[0]["CUDA_VISIBLE_DEVICES"] == used
 
 
 def test_the_help_of_launch_is_of_this_package_and_a_wrong_command_is_named(capsys, monkeypatch):

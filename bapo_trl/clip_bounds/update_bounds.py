@@ -205,7 +205,7 @@ class UpdateBounds:
     def _copy_versions(self, buffer: Sequence[Batch] | None, window: Sequence[int]) -> None:
         """Copy the versions that sampled the update's rows to the device, at once: they lie on the CPU."""
         originals = [] if buffer is None else [_versions(buffer[position]) for position in window]
-        copies = torch.stack(originals).to(self._accelerator.device) if originals else ()
+        copies = torch.stack(originals).to(self._accelerator.device, non_blocking=True) if originals else ()
         self._versions_on_device = {id(each): (each, copy) for each, copy in zip(originals, copies, strict=True)}
 
     def _take_masses(self, buffer: Sequence[Batch]) -> None:

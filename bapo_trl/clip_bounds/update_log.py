@@ -65,8 +65,9 @@ def measure_tokens(
     mask = completion_mask.bool()
     advantages = tokens.column_advantages
     suspects = {**guarded, "advantages": advantages.expand(mask.shape)}
+    zero = torch.zeros((), dtype=torch.int64, device=device)
     nonfinite = {
-        name: (~suspects[name].isfinite() & mask).sum() if suspects.get(name) is not None else 0
+        name: (~suspects[name].isfinite() & mask).sum() if suspects.get(name) is not None else zero
         for name in GUARDED_TENSORS[:-1]
     }
     nonfinite["importance_ratio"] = (~tokens.ratio.isfinite() & valid).sum()

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from torch.utils.data import DataLoader
@@ -52,7 +53,7 @@ class EvaluatedTrainer(BAPOTrainer):
         """
         Sample and score a completion of each row, `per_device_eval_batch_size` rows at a time on each process.
 
-        All processes make this call together. The random state of torch is afterwards what it was before.
+        All processes make this call together. The random states are afterwards what they were before.
 
         Args:
             rows (sequence of mappings): Rows with a `prompt`, and what the reward functions read.
@@ -62,11 +63,14 @@ class EvaluatedTrainer(BAPOTrainer):
         """
         placed: Any = [{"position": position, "row": row} for position, row in enumerate(rows)]
         loader: DataLoader = DataLoader(placed, batch_size=self.args.eval_batch_size, collate_fn=list)
-        own_seed = f"{self.args.seed} {self.accelerator.process_index} {seed}"
+        # The processes of one colocated engine sample each token together
+        sharing = self.args.vllm_tensor_parallel_size if self.use_vllm and self.vllm_mode == "colocate" else 1
+        own_seed = f"{self.args.seed} {self.accelerator.process_index // sharing} {seed}"
         self._take = take
         try:
             with self._apart():
                 torch.manual_seed(zlib.crc32(own_seed.encode()))
+                np.random.seed(zlib.crc32(own_seed.encode()))  # from which a colocated vLLM draws its requests' seeds
                 self.evaluation_loop(self.accelerator.prepare_data_loader(loader), "Evaluation", True)
         finally:
             self._take = None
@@ -101,7 +105,7 @@ class EvaluatedTrainer(BAPOTrainer):
     @contextmanager
     def _apart(self) -> Iterator[None]:
         """Keep the random state and the logs of the trainer as they are."""
-        num_generations = self.num_generations_eval
+        num_generations, numpy_state = self.num_generations_eval, np.random.get_state()
         self._is_apart = True
         self.num_generations_eval = 1  # the rows of a batch are no groups
         try:
@@ -110,6 +114,7 @@ class EvaluatedTrainer(BAPOTrainer):
         finally:
             self._is_apart = False
             self.num_generations_eval = num_generations
+            np.random.set_state(numpy_state)
             self._metrics["eval"].clear()
 
     def _rewards_of_all(

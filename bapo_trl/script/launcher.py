@@ -153,6 +153,8 @@ def _find_deepspeed_file(named: str, config: Path) -> Path:
 def _become_rank(args: argparse.Namespace) -> NoReturn:
     """Take the place of accelerate's launcher of one process, which would wait for it and pass no signal on."""
     command, environment = prepare_simple_launcher_cmd_env(args)
+    if args.gpu_ids in (None, "all"):  # of several that it sees, TRL would spread the model over all
+        environment["CUDA_VISIBLE_DEVICES"] = environment.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     sys.stdout.flush()
     os.execvpe(command[0], command, environment)
 

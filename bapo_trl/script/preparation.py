@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import ProgressCallback
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from trl import DatasetMixtureConfig, ModelConfig, get_peft_config, get_quantization_config
 
 from ..bapo_config import BAPOConfig
@@ -212,6 +213,6 @@ def _settle_model(model: str, base: str | None, training_args: BAPOConfig, model
         return model, quantization
     if quantization is not None:
         init_kwargs["quantization_config"] = quantization
-    if training_args.world_size > 1:
+    if training_args.world_size > 1 or is_deepspeed_zero3_enabled():
         init_kwargs["device_map"] = None
     return load_adapter(model, base, training_args.do_train, **init_kwargs), None

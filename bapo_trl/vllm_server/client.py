@@ -34,7 +34,10 @@ PROBE_INTERVAL_S = 10.0
 """Seconds between two looks at whether the server is still up, while an answer is awaited."""
 
 NUM_PROBES = 3
-"""Looks in a row that must find nobody before the answer is given up."""
+"""Looks in a row that must find no answer, at last nobody, before the answer that is awaited is given up."""
+
+NUM_BUSY_PROBES = 30
+"""The same where the last one is taken and not answered: vLLM answers nobody while it writes out a long answer."""
 
 NUM_CONNECTIONS = 64
 """Largest number of connections that are kept, as in TRL."""
@@ -84,7 +87,7 @@ class LimitedAdapter(HTTPAdapter):
     up to three times, with growing pauses. One that broke off is not: the server may have done it.
     """
 
-    def __init__(self, timeout_s: float, is_up: Callable[[], bool]):
+    def __init__(self, timeout_s: float, is_up: Callable[[], bool | None]):
         self._timeout_s, self._is_up = timeout_s, is_up
         retries = Retry(3, read=False, status_forcelist=(502, 503, 504), allowed_methods=None, backoff_factor=0.2,
                         raise_on_status=False, respect_retry_after_header=False)  # fmt: skip
@@ -111,12 +114,13 @@ class LimitedAdapter(HTTPAdapter):
 
         class WatchedConnection(pool.ConnectionCls):  # type: ignore[name-defined]
             def getresponse(self):
-                deadline, silent = time.monotonic() + (math.inf if self.timeout is None else self.timeout), 0
+                deadline, missed = time.monotonic() + (math.inf if self.timeout is None else self.timeout), 0
                 while not wait_for_read(self.sock, max(0, min(PROBE_INTERVAL_S, deadline - time.monotonic()))):
                     if time.monotonic() >= deadline:
                         raise TimeoutError
-                    silent = 0 if is_up() else silent + 1
-                    if silent == NUM_PROBES:
+                    found = is_up()
+                    missed = 0 if found else missed + 1
+                    if missed >= (NUM_BUSY_PROBES if found is None else NUM_PROBES):
                         raise ConnectionAbortedError("the server did not answer /health while an answer was awaited")
                 return super().getresponse()
 
@@ -231,9 +235,12 @@ class ServerClient(VLLMClient):
         """Ask whether the server is up; raise if not."""
         requests.get(f"{self.base_url}/health", timeout=CONNECT_TIMEOUT_S).raise_for_status()
 
-    def _is_up(self) -> bool:
+    def _is_up(self) -> bool | None:
+        """Return whether the server answers; `None` if it takes the question and does not answer."""
         try:
             self.check_health()
+        except requests.ReadTimeout:
+            return None
         except requests.RequestException:
             return False
         return True

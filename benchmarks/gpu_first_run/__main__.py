@@ -6,15 +6,16 @@ The first run on a GPU: one command, no download, no weights.
     python -m benchmarks.gpu_first_run --table first_run.json
 
 Needs torch, transformers, trl, datasets, peft and accelerate. Models are random weights of the shapes of Qwen2.5 0.5B
-and 7B. Each part runs in a process and within a time limit of its own, the most important one first; the file is
-written anew after each case, so that it is whole wherever the command is cut. `--device cpu --sizes tiny` tries the
-command itself, in half a minute.
+and 7B. Each part runs in a process of its own, the most important one first, and begins no case after its time limit.
+The file is written anew after each case, so that it is whole wherever the command is cut. `--device cpu --sizes tiny`
+tries the command itself, in half a minute.
 """
 
 import argparse
 import importlib.metadata
 import json
 import multiprocessing
+import os
 import platform
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_first_run.parts import PARTS, Setup
-from benchmarks.gpu_first_run.results_file import run_part, write
+from benchmarks.gpu_first_run.results_file import PASSED_LIMIT, run_part, write
 from benchmarks.gpu_first_run.shapes import SIZES
 from benchmarks.gpu_first_run.table import render
 
@@ -84,6 +85,8 @@ def main() -> None:
 
     # A forked child has everything imported; but CUDA, should an import have woken it, goes to no forked child
     processes = multiprocessing.get_context("fork" if args.device == "cpu" else "spawn")
+    if args.device == "cuda":  # one, of those that are there
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     setup = Setup(args.device, args.sizes, SEED)
     for name in args.parts:
         part = PARTS[name]
@@ -93,13 +96,13 @@ def main() -> None:
             _set_status(args.output, name, BEGUN)
             child = processes.Process(target=run_part, args=(name, setup, args.output))
             child.start()
-            child.join(part.limit_s)
+            child.join(3 * part.limit_s)  # it ends by itself after the case that passes the limit
             if child.is_alive():
                 child.kill()
                 child.join()
                 status = CUT
             else:
-                status = DONE if child.exitcode == 0 else f"{FAILED}, exit code {child.exitcode}"
+                status = {0: DONE, PASSED_LIMIT: CUT}.get(child.exitcode, f"{FAILED}, exit code {child.exitcode}")
         _set_status(args.output, name, status)
         print(f"{name}: {status}", flush=True)
     print(render(json.loads(args.output.read_text())))

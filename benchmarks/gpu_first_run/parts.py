@@ -353,7 +353,7 @@ def _count_reads(setup: Setup, load: Load, kind: str) -> dict:
     lines: Counter[str] = Counter()
 
     def keep(message, category, filename, lineno, file=None, line=None):
-        if "synchroniz" not in str(message):
+        if "called a synchronizing" not in str(message):  # and not what torch says of this mode
             return
         stack = traceback.extract_stack()
         place = next((frame for frame in reversed(stack) if _in_package(frame.filename) is not None), stack[-2])

@@ -132,6 +132,17 @@ def test_a_case_that_raises_is_a_row_and_the_others_go_on(tmp_path, monkeypatch)
     assert "error" not in cases["two"]
 
 
+def test_a_part_beyond_its_limit_goes_on_case_by_case(tmp_path, monkeypatch):
+    monkeypatch.setitem(parts.PARTS, "search", parts.Part(lambda setup: {"one": dict, "two": dict}, -1))
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"parts": {"search": {"cases": {}}}}))
+    with pytest.raises(SystemExit, match=str(results_file.PASSED_LIMIT)):
+        run_part("search", TINY, file)
+    assert list(json.loads(file.read_text())["parts"]["search"]["cases"]) == ["one"]
+    run_part("search", TINY, file)
+    assert list(json.loads(file.read_text())["parts"]["search"]["cases"]) == ["one", "two"]
+
+
 def test_a_part_that_is_cut_and_one_that_never_began_say_so(tmp_path, monkeypatch, capsys):
     def slow():
         threading.Event().wait(600)
@@ -208,7 +219,12 @@ def test_memory_is_that_of_the_last_update_at_each_micro_batch(monkeypatch):
 
 def test_calls_that_wait_are_counted_in_the_last_update_with_the_line_of_ours_or_trls(monkeypatch):
     modes = []
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def set_mode(mode):
+        modes.append(mode)
+        warnings.warn("a prototype feature, which does not yet detect all synchronizing operations", stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
     item = torch.Tensor.item
 
     def watched(tensor):
@@ -219,7 +235,7 @@ def test_calls_that_wait_are_counted_in_the_last_update_with_the_line_of_ours_or
     monkeypatch.setattr(torch.Tensor, "item", watched)
     row = parts.reads(TINY)["grpo"]()
     assert modes.count("warn") == 1
-    assert row["synchronizing_calls"] == sum(row["lines"].values()) > 0
+    assert row["synchronizing_calls"] == sum(row["lines"].values()) > 0  # not what torch says of the mode
     assert all(line.startswith("trl/trainer/grpo_trainer.py:") for line in row["lines"])
 
 

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -29,6 +30,7 @@ from tests.helpers.commands import ROOT, succeeded
 from tests.helpers.fake_vllm import FakeVLLM
 from tests.helpers.forked import run_python
 from tests.helpers.script_runs import CHAT_TEMPLATE, CPU, completions, fill_folder, flags, results, run
+from tests.helpers.toy import toy_trainer
 
 
 pytestmark = pytest.mark.trainings
@@ -326,6 +328,17 @@ def test_two_evaluations_are_kept_apart(folder):
     with pytest.raises(InputError, match="`output_dir` is out, where another run is training or evaluates"):
         run(do_train="false", eval_dataset="test.jsonl")
     lock.release()
+
+
+def test_what_a_colocated_sampler_draws_from_is_seeded_too(tmp_path, monkeypatch):
+    drawn, trainer = [], toy_trainer(tmp_path, trainer_class=EvaluatedTrainer)
+    generate = trainer._generate
+    monkeypatch.setattr(trainer, "_generate", lambda prompts: (drawn.append(np.random.random()), generate(prompts))[1])
+    before = np.random.get_state()[1].tolist()
+    for seed in ("a", "b", "a"):
+        trainer.sample_completions([{"prompt": "1+1="}], lambda completions: None, seed)
+    assert drawn[0] == drawn[2] != drawn[1]
+    assert np.random.get_state()[1].tolist() == before
 
 
 def test_images_are_put_into_the_messages_as_trl_does(folder, monkeypatch):

@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 from bapo_trl import BAPOTrainer
 from bapo_trl.clip_bounds.grid import BoundGrid
 from bapo_trl.clip_bounds.settings import SCOPES
+from bapo_trl.inputs.checks import explaining_broken_logits
 from tests.helpers.alike import assert_same_tensors, weights_of
 from tests.helpers.toy import InUpdate, digits_reward, toy_model, toy_trainer, training_logs
 
@@ -107,6 +108,11 @@ def test_logits_that_are_not_finite_stop_the_sampling(tmp_path, partial):
     with pytest.raises(RuntimeError, match="in the logits while sampling, after update 2"):
         trainer.train()
     assert trainer.state.global_step == 2
+    with (
+        pytest.raises(RuntimeError, match="in the logits while sampling, after update 7"),
+        explaining_broken_logits(7),
+    ):
+        raise RuntimeError("CUDA error: device-side assert triggered")  # as a GPU says it
 
 
 @pytest.mark.parametrize("settings", [{"reward_weights": [math.nan]}, {"reward_weights": [-math.inf]}])

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from bapo_trl import BAPOTrainer
 from bapo_trl.errors import InputError
-from bapo_trl.script import models
+from bapo_trl.script import models, preparation
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.models import missing_targets
 from tests.helpers.script_runs import completions, flags, results, run, train_bapo
@@ -196,6 +196,16 @@ def test_merging_never_replaces_what_the_run_starts_from(adapter):
 def test_new_adapters_have_no_dropout():
     assert parse_arguments(flags(use_peft="true"))[2].lora_dropout == 0
     assert parse_arguments(flags(use_peft="true", lora_dropout=0.1))[2].lora_dropout == 0.1
+
+
+def test_under_zero3_an_adapters_base_is_given_no_device_map_on_one_process_either(monkeypatch):
+    given = []
+    monkeypatch.setattr(preparation, "load_adapter", lambda *args, **kwargs: given.append(kwargs))
+    _, training_args, model_args, _ = parse_arguments(flags(model_name_or_path="adapter"))
+    for is_enabled in (False, True):
+        monkeypatch.setattr(preparation, "is_deepspeed_zero3_enabled", lambda answer=is_enabled: answer)
+        preparation._settle_model("adapter", "base", training_args, model_args)
+    assert ["device_map" in each for each in given] == [False, True]
 
 
 def test_an_adapter_without_its_base_is_refused_by_name(adapter):

@@ -46,6 +46,27 @@ def test_a_request_ends_when_nobody_is_there_any_more(deaf, monkeypatch):
     assert not list(looks)
 
 
+def test_a_server_that_is_busy_is_given_more_time_than_one_that_is_gone(deaf, monkeypatch):
+    monkeypatch.setattr(server_client, "PROBE_INTERVAL_S", 0.01)
+    looks = iter([None] * server_client.NUM_BUSY_PROBES)
+    with pytest.raises(requests.ConnectionError, match="did not answer /health while an answer was awaited"):
+        session(deaf, 60, lambda: next(looks)).get(f"{deaf.url}/v1/models")
+    assert not list(looks)
+    looks = iter([None, None, None, False])
+    with pytest.raises(requests.ConnectionError):
+        session(deaf, 60, lambda: next(looks)).get(f"{deaf.url}/v1/models")
+    assert not list(looks)
+
+    monkeypatch.setattr(server_client, "CONNECT_TIMEOUT_S", 0.1)
+    deaf.faults = {("/health", 1): "hang"}
+    client = object.__new__(server_client.ServerClient)
+    client.base_url = deaf.url
+    assert client._is_up() is None
+    assert client._is_up() is True
+    deaf.stop()
+    assert client._is_up() is False
+
+
 def test_a_late_answer_is_taken_within_the_limit(deaf, monkeypatch):
     monkeypatch.setattr(server_client, "PROBE_INTERVAL_S", 0.01)
     deaf.faults = {}

@@ -142,7 +142,7 @@ def main(out: str, settings: str) -> None:
     folder, settings = Path(out), json.loads(settings)
     folder.mkdir(parents=True, exist_ok=True)
     server_client.CONNECT_TIMEOUT_S, server_client.ENGINE_TIMEOUT_S = 1.0, 3.0
-    server_client.PROBE_INTERVAL_S = 0.3
+    server_client.PROBE_INTERVAL_S, server_client.NUM_BUSY_PROBES = 0.3, 3
     model, resume = settings.pop("model"), settings.pop("resume", None)
     faults = Faults(settings.pop("faults"), settings.pop("server"), Path(model), settings["vllm_server_port"], folder)
     args = BAPOConfig(
