@@ -12,7 +12,7 @@ from bapo_trl.clip_bounds import BoundGrid, Contributions, contributions, search
 from bapo_trl.clip_bounds.carried_curves import CURVES_FILE, CarriedCurves
 from bapo_trl.clip_bounds.tokens import policy_tokens
 from tests.helpers.alike import assert_same_logs, assert_same_weights
-from tests.helpers.toy import CPU, OFF_POLICY, toy_model, toy_run, toy_trainer, training_logs
+from tests.helpers.toy import CPU, toy_model, toy_run, toy_trainer, training_logs
 from tests.test_bapo_trainer import Recorder, VLLMCorrected, expected_bounds, trained
 
 
@@ -47,26 +47,61 @@ def gradient_by_sign(trainer, record, inputs) -> torch.Tensor:
     return gradient
 
 
-@pytest.mark.parametrize("name", NINE_LOSSES)
-def test_gradients_of_negative_tokens_scale_by_the_weight_and_others_stay(tmp_path, name):
+SIGNS = (lambda advantages: advantages > 0, lambda advantages: advantages < 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "scope"),
+    [
+        *((name, "carried_over") for name in NINE_LOSSES),
+        *((name, scope) for name in ("bnpo", "gspo", "vespo") for scope in ("batch", "micro_batch")),
+    ],
+)
+def test_the_weight_scales_gradients_of_negative_tokens_alone_and_the_share_is_that_of_the_gradient(
+    tmp_path, name, scope
+):
     """Through `train()`; beside TRL's own loss on the batch as it was."""
     trainer = trained(
-        tmp_path, **NINE_LOSSES[name], negative_weight_min=0.05, positive_contribution_target=0.8,
-        gradient_accumulation_steps=1, steps_per_generation=2, learning_rate=1e-2,
+        tmp_path, **NINE_LOSSES[name], negative_weight_min=0.05, positive_contribution_target=0.8, search_scope=scope,
+        learning_rate=1e-2,
     )  # fmt: skip
-    weights = []
-    for (record,) in trainer.updates:
-        plain = gradient_by_sign(trainer, record, record["inputs"])
-        negative = record["inputs"]["advantages"] < 0
-        weight = record["bounds"].negative_weight.item()
-        torch.testing.assert_close(record["gradient"][negative], plain[negative] * weight, rtol=1e-5, atol=1e-9)
-        assert torch.equal(record["gradient"][~negative], plain[~negative])
-        if negative.any() and not negative.all():
-            weights.append(weight)
+    weights, expected = [], []
+    for update in trainer.updates:
+        for record in update:
+            plain = gradient_by_sign(trainer, record, record["inputs"])
+            negative = record["inputs"]["advantages"] < 0
+            weight = record["bounds"].negative_weight.item()
+            torch.testing.assert_close(record["gradient"][negative], plain[negative] * weight, rtol=1e-5, atol=1e-9)
+            assert torch.equal(record["gradient"][~negative], plain[~negative])
+            if negative.any() and not negative.all():
+                weights.append(weight)
+        sizes = [
+            [record["gradient"].double().abs()[sign(record["inputs"]["advantages"])].sum() for sign in SIGNS]
+            for record in update
+        ]
+        if name == "bnpo":  # the search takes the update as one batch
+            sizes = [
+                [size * record["inputs"]["completion_mask"].sum() for size in pair]
+                for pair, record in zip(sizes, update, strict=True)
+            ]
+        parts = [[pair] for pair in sizes] if scope == "micro_batch" else [sizes]
+        shares = [
+            (positive / (positive + negative)).item()
+            for positive, negative in (map(sum, zip(*part, strict=True)) for part in parts)
+        ]
+        shares = [value for value in shares if not math.isnan(value)]
+        expected.append(sum(shares) / len(shares) if shares else None)
     assert any(0.05 < weight < 1 for weight in weights)
+    logged = [log["bapo/positive_share"] for log in training_logs(trainer)]
+    assert logged == [value if value is None else pytest.approx(value, rel=1e-5) for value in expected]
+    assert any(value is not None and 0 < value < 1 for value in logged)
+    if name in UNCLIPPED:
+        assert not {"bapo/clip_low", "bapo/clip_high", "bapo/search_steps"} & set(training_logs(trainer)[0])
 
 
-@pytest.mark.parametrize(("name", "scope"), [*((name, "carried_over") for name in NINE_LOSSES), ("dapo", "batch")])
+@pytest.mark.parametrize(
+    ("name", "scope"), [("dapo", "carried_over"), ("dapo", "batch"), ("cispo", "batch"), ("vespo", "carried_over")]
+)
 def test_a_target_of_one_is_a_constant_weight_from_the_first_micro_batch_on_without_another_forward(
     tmp_path, name, scope
 ):
@@ -88,8 +123,7 @@ def test_a_target_of_one_is_a_constant_weight_from_the_first_micro_batch_on_with
             assert torch.equal(record["gradient"][~negative], plain[~negative])
             sizes.append([record["gradient"].abs()[rows].sum().item() for rows in (~negative, negative)])
         positive, negative = map(sum, zip(*sizes, strict=True))
-        if name != "bnpo":  # which divides each micro-batch by its own tokens
-            assert log["bapo/positive_share"] == pytest.approx(positive / (positive + negative), rel=1e-4)
+        assert log["bapo/positive_share"] == pytest.approx(positive / (positive + negative), rel=1e-4)
 
 
 def test_a_constant_weight_holds_where_an_update_has_no_negative_tokens(tmp_path):
@@ -101,65 +135,17 @@ def test_a_constant_weight_holds_where_an_update_has_no_negative_tokens(tmp_path
     assert (bounds.negative_weight.item(), bounds.positive_share.item()) == (0.25, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("args", "is_constant", "is_adaptive"),
-    [
-        ({"loss_type": "vespo", "positive_contribution_target": 1.0}, True, False),
-        ({"loss_type": "vespo", "positive_contribution_target": 0.999}, False, True),
-        ({"positive_contribution_target": 1.0}, False, True),  # its bounds are searched
-        ({"positive_contribution_target": 1.0, "ratio_lower_max": 0.6, "ratio_upper_start": 3.0}, True, False),
-    ],
-)
-def test_which_settings_are_a_constant_weight(tmp_path, args, is_constant, is_adaptive):
-    config = BAPOConfig(tmp_path, **CPU, **args, negative_weight_min=0.5)
-    assert (config.has_constant_weight, config.is_adaptive) == (is_constant, is_adaptive)
+def test_no_weight_is_constant_where_there_are_bounds_to_search_or_no_weights(tmp_path):
+    searched = BAPOConfig(tmp_path, **CPU, positive_contribution_target=1.0, negative_weight_min=0.5)
+    assert (searched.has_constant_weight, searched.is_adaptive) == (False, True)
     assert not BAPOConfig(tmp_path, **CPU, loss_type="vespo").has_constant_weight
-
-
-@pytest.mark.parametrize("name", NINE_LOSSES)
-@pytest.mark.parametrize("scope", ["batch", "micro_batch", "carried_over"])
-def test_the_logged_share_is_that_of_the_gradient_of_each_loss(tmp_path, name, scope):
-    trainer = trained(
-        tmp_path, **NINE_LOSSES[name], negative_weight_min=0.05, positive_contribution_target=0.7, search_scope=scope,
-        learning_rate=1e-2,
-    )  # fmt: skip
-    expected = []
-    for update in trainer.updates:
-        sizes = [
-            [record["gradient"].double().abs()[sign(record["inputs"]["advantages"])].sum() for sign in SIGNS]
-            for record in update
-        ]
-        if name == "bnpo":  # the search takes the update as one batch
-            sizes = [
-                [size * record["inputs"]["completion_mask"].sum() for size in pair]
-                for pair, record in zip(sizes, update, strict=True)
-            ]
-        parts = [[pair] for pair in sizes] if scope == "micro_batch" else [sizes]
-        shares = [
-            (positive / (positive + negative)).item()
-            for positive, negative in (map(sum, zip(*part, strict=True)) for part in parts)
-        ]
-        shares = [value for value in shares if not math.isnan(value)]
-        expected.append(sum(shares) / len(shares) if shares else None)
-    logged = [log["bapo/positive_share"] for log in training_logs(trainer)]
-    assert logged == [value if value is None else pytest.approx(value, rel=1e-5) for value in expected]
-    assert any(value is not None and 0 < value < 1 for value in logged)
-    if name in UNCLIPPED:
-        assert not {"bapo/clip_low", "bapo/clip_high", "bapo/search_steps"} & set(training_logs(trainer)[0])
-
-
-SIGNS = (lambda advantages: advantages > 0, lambda advantages: advantages < 0)
 
 
 @pytest.mark.parametrize("loss_type", UNCLIPPED)
 def test_without_a_handle_a_loss_without_bounds_equals_grpo_trainer_bit_for_bit(tmp_path, loss_type):
-    def run(**args):
-        trainer = toy_run(
-            tmp_path, model=toy_model(), loss_type=loss_type, max_steps=3, **UNCLIPPED[loss_type], **args
-        )
-        return trainer
-
-    grpo, bapo = run(trainer_class=GRPOTrainer, config_class=GRPOConfig), run()
+    settings = {"loss_type": loss_type, "max_steps": 3, **UNCLIPPED[loss_type]}
+    grpo = toy_run(tmp_path, trainer_class=GRPOTrainer, config_class=GRPOConfig, **settings)
+    bapo = toy_run(tmp_path, **settings)
     assert_same_weights(grpo, bapo)
     assert_same_logs(grpo, bapo)
 
@@ -180,8 +166,10 @@ def test_several_passes_weigh_the_advantages_of_the_buffer_each_time_anew(tmp_pa
 # The cap
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "luspo", "cispo"])
+@pytest.mark.parametrize(
+    ("loss_type", "level"),
+    [("dapo", "token"), ("grpo", "sequence"), ("luspo", "sequence"), ("cispo", "token"), ("cispo", "sequence")],
+)
 def test_above_the_cap_a_negative_token_keeps_a_gradient_of_the_caps_size(tmp_path, loss_type, level):
     args = {"epsilon_high": 5.0} if loss_type == "cispo" else {"ratio_lower_start": 0.1, "ratio_lower_max": 0.1}
     trainer = trained(
@@ -229,14 +217,18 @@ CARRIED = {
 }  # fmt: skip
 
 
-def test_the_first_update_of_a_generation_is_that_of_the_batch_scope(tmp_path):
+@pytest.fixture(scope="module")
+def carried_run(tmp_path_factory) -> Recorder:
+    return trained(tmp_path_factory.mktemp("carried"), **CARRIED)
+
+
+def test_the_first_update_of_a_generation_is_that_of_the_batch_scope(carried_run, tmp_path):
     """Its ratios are 1: the masses tell all, without a forward pass."""
-    carried = trained(tmp_path / "carried", **CARRIED)
-    batch = trained(tmp_path / "batch", **{**CARRIED, "search_scope": "batch"})
-    assert carried.look_ahead_calls == 0
+    batch = trained(tmp_path, **{**CARRIED, "search_scope": "batch"})
+    assert carried_run.look_ahead_calls == 0
     assert batch.look_ahead_calls > 0
-    assert bounds_of(carried)[0] == pytest.approx(bounds_of(batch)[0])
-    assert bounds_of(carried)[2] != pytest.approx(bounds_of(batch)[2])
+    assert bounds_of(carried_run)[0] == pytest.approx(bounds_of(batch)[0])
+    assert bounds_of(carried_run)[2] != pytest.approx(bounds_of(batch)[2])
 
 
 @pytest.mark.trainings
@@ -263,9 +255,8 @@ def test_vllms_correction_counts_in_the_share_of_each_loss_whatever_the_scope(tm
         torch.testing.assert_close(getattr(first["batch"], name), getattr(first["carried_over"], name))
 
 
-def test_later_updates_take_the_curves_of_the_one_before_scaled_to_their_masses(tmp_path):
-    trainer = trained(tmp_path, **CARRIED)
-    grid, target = trainer.args.bound_grid, trainer.args.positive_contribution_target
+def test_later_updates_take_the_curves_of_the_one_before_scaled_to_their_masses(carried_run):
+    grid, target = carried_run.args.bound_grid, carried_run.args.positive_contribution_target
 
     def tokens_of(update):
         logps, old, advantages, mask = (
@@ -280,7 +271,7 @@ def test_later_updates_take_the_curves_of_the_one_before_scaled_to_their_masses(
         return Contributions(positive, positive - sum(part.sum() for part in sums))
 
     moved = 0
-    for generation in (trainer.updates[:4], trainer.updates[4:]):
+    for generation in (carried_run.updates[:4], carried_run.updates[4:]):
         for before, update in itertools.pairwise(generation):
             tokens = tokens_of(before)
             seen = contributions(tokens.ratio, tokens.advantages, tokens.weights, grid)
@@ -325,9 +316,9 @@ def test_an_update_of_one_micro_batch_is_never_looked_ahead_at(tmp_path, dropout
         assert update[0]["bounds"].negative_weight.item() == pytest.approx(expected.negative_weight.item())
 
 
-def test_whether_the_target_is_met_is_what_the_forecast_says(tmp_path):
+def test_whether_the_target_is_met_is_what_the_forecast_says(carried_run):
     """Its updates scatter around the target: half of them would miss it by a hair."""
-    logs = training_logs(trained(tmp_path, **CARRIED))
+    logs = training_logs(carried_run)
     assert {log["bapo/target_met"] for log in logs} == {1.0}
     assert any(log["bapo/positive_share"] < CARRIED["positive_contribution_target"] for log in logs)
 
@@ -397,12 +388,6 @@ def test_a_resumed_run_takes_the_curve_of_a_missing_sign_from_the_checkpoint(tmp
 
 
 def test_ranks_go_on_with_the_curves_of_the_first(tmp_path, monkeypatch):
-    first, other = CarriedCurves(GRID, torch.device("cpu")), CarriedCurves(GRID, torch.device("cpu"))
-    first.learn(curves(3.0, 0.5), curves(2.0, 1.0))
-    other.share(lambda own: first._per_mass.as_vector())
-    scaled = other.scaled_to(curves(4.0, 8.0))
-    assert (scaled.positive.item(), scaled.negative.item()) == (6.0, 4.0)
-
     monkeypatch.setattr("bapo_trl.clip_bounds.update_bounds.broadcast", lambda vector: 2 * vector)
     trainer = toy_run(tmp_path, **{**CARRIED, "save_strategy": "steps", "save_steps": 4, "max_steps": 4})
     saved = trainer._bounds._carried._per_mass.as_vector()
@@ -419,51 +404,3 @@ def test_a_sign_without_mass_keeps_its_curve():
     carried.learn(curves(2.0, 0.0), curves(1.0, 0.0))
     scaled = carried.scaled_to(curves(4.0, 8.0))
     assert (scaled.positive.item(), scaled.negative.item()) == (8.0, 2.0)
-
-
-# Bad input
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ({"negative_weight_min": 0.0}, r"`negative_weight_min` is 0.0: set it to a weight in \(0, 1\]"),
-        ({"negative_weight_min": 1.5}, "`negative_weight_min` is 1.5"),
-        ({"negative_weight_min": math.nan}, "`negative_weight_min` is nan"),
-        ({"negative_weight_min": "small"}, "`negative_weight_min` is 'small': set it to a number"),
-        ({"negative_ratio_cap": 0.9}, "`negative_ratio_cap` is 0.9: set it to a ratio of at least 1"),
-        ({"negative_ratio_cap": math.inf}, "`negative_ratio_cap` is inf"),
-        ({"negative_ratio_cap": 3.0, "delta": 3.5}, r"`negative_ratio_cap` is 3.0, but `delta` \(3.5\)"),
-        ({"negative_ratio_cap": 3.0, "loss_type": "vespo"}, "`negative_ratio_cap` is 3.0, but `loss_type` 'vespo'"),
-        ({"loss_type": "vespo", "positive_contribution_target": 0.7}, "is 0.7, but nothing moves the share"),
-        (
-            {
-                "ratio_lower_start": 0.8, "ratio_lower_max": 0.8, "ratio_upper_start": 1.2, "ratio_upper_max": 1.2,
-                "positive_contribution_target": 0.7,
-            },
-            "nothing moves the share: both clip bounds are fixed",
-        ),
-        ({"loss_type": "cispo", "ratio_upper_max": 2.0}, "`ratio_upper_max` is 2.0, but `loss_type` 'cispo' has no"),
-        ({"loss_type": "sapo", "contribution_measure": "surrogate"}, "`contribution_measure` is 'surrogate', but"),
-        ({"loss_type": "sapo", "epsilon": 0.3}, "`epsilon` is 0.3, but it has no effect under .* 'sapo'"),
-        ({"loss_type": "cispo", "epsilon_high": -1.0}, "`epsilon_high` is -1.0, the cap on the ratio"),
-        ({"loss_type": "cispo", "epsilon_high": math.nan}, "`epsilon_high` is nan, the cap"),
-        ({"loss_type": "vespo", "delta": 3.0}, "`delta` is 3.0, but `loss_type` 'vespo' has no clip bounds"),
-        ({"loss_type": "vespo", "contribution_weighting": "behavior_prob"}, "`contribution_weighting` is"),
-        ({"loss_type": "ppo"}, "`loss_type` is 'ppo': choose one of 'grpo', .*'vespo'"),
-        (
-            {"search_scope": "carried_over", "gradient_accumulation_steps": 3, "steps_per_generation": 4},
-            "`search_scope` is 'carried_over', but an optimizer step of 3",
-        ),
-    ],
-)  # fmt: skip
-def test_bad_settings_are_refused_with_field_value_and_fix(tmp_path, args, message):
-    with pytest.raises(ValueError, match=message):
-        BAPOConfig(str(tmp_path), **{**CPU, **args})
-
-
-def test_cispo_without_a_cap_of_its_own_has_trls_and_is_warned_of(tmp_path):
-    config = BAPOConfig(str(tmp_path), loss_type="cispo", **CPU, **OFF_POLICY)
-    assert config.epsilon == GRPOConfig.epsilon
-    assert any("`epsilon_high` is not set" in message for message in config.warnings())
-    assert BAPOConfig.from_grpo_config(GRPOConfig(str(tmp_path), loss_type="cispo", **CPU)).epsilon == 0.2

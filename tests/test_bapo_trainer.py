@@ -3,6 +3,7 @@
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
@@ -131,11 +132,10 @@ def test_batch_scope_searches_over_all_micro_batches_of_the_update(tmp_path, mea
     assert moved > 0  # otherwise this shows nothing
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_gradient_measure_is_what_autograd_says_of_the_actual_loss(tmp_path, loss_type, level):
+@pytest.mark.parametrize("loss_type", ["dapo", "luspo"])
+def test_gradient_measure_of_sequences_is_what_autograd_says_of_the_actual_loss(tmp_path, loss_type):
     trainer = trained(
-        tmp_path, loss_type=loss_type, importance_sampling_level=level, gradient_accumulation_steps=1,
+        tmp_path, loss_type=loss_type, importance_sampling_level="sequence", gradient_accumulation_steps=1,
         steps_per_generation=2, delta=3.5,
     )  # fmt: skip
     assert_logged_shares_are_those_of_the_loss(trainer)
@@ -167,9 +167,6 @@ def assert_logged_shares_are_those_of_the_loss(trainer, nan_ok=True):
 @pytest.mark.parametrize(
     "args",
     [
-        {"loss_type": "grpo"},
-        {"loss_type": "luspo"},
-        {"loss_type": "dr_grpo"},
         {"gradient_checkpointing": False},
         {"delta": 1.3, "ratio_upper_max": 1.25, "learning_rate": 5e-2},
         {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "num_iterations": 4},
@@ -188,16 +185,11 @@ def test_the_logged_share_is_that_of_the_actual_loss(tmp_path, scope, args):
     assert_logged_shares_are_those_of_the_loss(trainer)
 
 
-@pytest.mark.parametrize("scope", AHEAD)
-def test_dropout_is_the_same_in_the_search_and_in_the_loss(tmp_path, scope):
-    model = toy_model(attention_dropout=0.3)
-    trainer = trained(tmp_path / "attention", model=model, search_scope=scope)
-    assert_logged_shares_are_those_of_the_loss(trainer)
+def test_dropout_is_the_same_in_the_search_and_in_the_loss_where_curves_are_carried_over(tmp_path):
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.5, init_lora_weights=False)
-    trainer = trained(tmp_path / "lora", trainer_args={"peft_config": lora}, search_scope=scope)
+    trainer = trained(tmp_path, model=toy_model(attention_dropout=0.3), trainer_args={"peft_config": lora})
     assert_logged_shares_are_those_of_the_loss(trainer)
-    updates = {"batch": 4, "carried_over": 1}[scope]
-    assert trainer.look_ahead_calls == updates * 2  # not skipped after generation: under dropout no ratio is 1
+    assert trainer.look_ahead_calls == 2  # not skipped after generation: under dropout no ratio is 1
 
 
 def test_behaviour_probabilities_weigh_on_policy_samples_too(tmp_path):
@@ -264,17 +256,15 @@ def test_look_ahead_passes_the_models_other_inputs_on(tmp_path):
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_the_loss_of_a_batch_of_ones_own_needs_no_buffer(tmp_path, scope, micro_batches):
-    trainer = toy_run(tmp_path, gradient_accumulation_steps=micro_batches, max_steps=1, search_scope=scope)
+def test_the_loss_of_a_batch_of_ones_own_needs_no_buffer(tmp_path, scope):
+    trainer = toy_run(tmp_path, max_steps=1, search_scope=scope)
     batch, trainer._buffered_inputs = trainer._buffered_inputs[0], None
     trainer.model.train()
     assert trainer.compute_loss(trainer.model, batch).isfinite()
 
 
-@pytest.mark.parametrize("scope", AHEAD)
-def test_a_second_call_to_train_starts_over(tmp_path, scope):
-    trainer = trained(tmp_path, max_steps=2, search_scope=scope)
+def test_a_second_call_to_train_starts_over(tmp_path):
+    trainer = trained(tmp_path, max_steps=2)
     trainer.updates = [[]]
     trainer.train()
     trainer.updates.pop()
@@ -315,7 +305,7 @@ def test_a_run_after_an_aborted_one_is_that_of_a_new_trainer(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "old", "new"),
-    [("positive_contribution_target", 0.5, 0.8), ("loss_type", "dapo", "cispo"), ("delta", None, 1.01)],
+    [("positive_contribution_target", 0.5, 0.8), ("loss_type", "dapo", "cispo")],
 )
 def test_a_setting_that_changes_during_a_run_is_refused_by_name(tmp_path, name, old, new):
     class Change(TrainerCallback):
@@ -349,10 +339,9 @@ def saved_model(tmp_path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("scope", ["batch", "micro_batch"])
-def test_top_entropy_and_off_policy_masks_weigh_the_tokens(tmp_path, scope):
+def test_top_entropy_and_off_policy_masks_weigh_the_tokens(tmp_path):
     trainer = trained(
-        tmp_path, top_entropy_quantile=0.5, off_policy_mask_threshold=0.02, search_scope=scope,
+        tmp_path, top_entropy_quantile=0.5, off_policy_mask_threshold=0.02, search_scope="batch",
         gradient_accumulation_steps=1, steps_per_generation=2,
     )  # fmt: skip
     assert_logged_shares_are_those_of_the_loss(trainer, nan_ok=False)
@@ -416,14 +405,6 @@ def test_micro_batch_scope_searches_each_micro_batch_without_another_forward(tmp
     assert len(set(bounds)) > 1
 
 
-def test_look_ahead_is_skipped_where_every_ratio_is_one(tmp_path):
-    trainer = trained(tmp_path, search_scope="batch")
-    # 4 updates on one generation, 2 micro-batches each; the first update's samples are those of the current policy
-    assert trainer.look_ahead_calls == 3 * 2
-    single = {"gradient_accumulation_steps": 1, "steps_per_generation": 2}
-    assert not trained(tmp_path, search_scope="batch", **single).look_ahead_calls
-
-
 def test_a_fixed_grid_needs_no_look_ahead_and_still_logs_the_share_of_the_whole_update(tmp_path):
     fixed = {"ratio_lower_start": 0.8, "ratio_lower_max": 0.8, "ratio_upper_start": 1.2, "ratio_upper_max": 1.2}
     trainer = trained(tmp_path, **fixed)
@@ -437,8 +418,7 @@ class ShortLastWindow(Recorder):
     """An epoch of 6 micro-batches with 4 an update: the last window has 2."""
 
     def get_train_dataloader(self):
-        batches = list(super().get_train_dataloader())[:6]
-        return batches
+        return list(super().get_train_dataloader())[:6]
 
 
 def test_a_short_last_window_is_searched_over_its_own_micro_batches(tmp_path):
@@ -516,10 +496,8 @@ def test_clip_bounds_are_the_start_bounds_before_and_the_latest_after_training(t
 
 
 def test_takes_the_place_of_grpo_trainer_with_its_arguments_as_they_are(tmp_path):
-    trainer = BAPOTrainer(
-        toy_model(), digits_reward, GRPOConfig(str(tmp_path), **CPU, **OFF_POLICY), toy_dataset(), None,
-        character_tokenizer(),
-    )  # fmt: skip
+    args = GRPOConfig(str(tmp_path), **{**CPU, **OFF_POLICY, "num_generations": np.int64(3), "top_k": None})
+    trainer = BAPOTrainer(toy_model(), digits_reward, args, toy_dataset(), None, character_tokenizer())
     trainer.train()
     assert "bapo/clip_high" in training_logs(trainer)[-1]
 
@@ -643,8 +621,6 @@ def test_too_few_prompts_for_one_generation_are_refused_before_the_model_loads(t
         toy_trainer(tmp_path, model="no/model", trainer_args=few, eval_strategy="steps", per_device_eval_batch_size=6)
     with pytest.raises(ValueError, match=message):
         BAPOTrainer("no/model", digits_reward, BAPOConfig(str(tmp_path), **CPU, **OFF_POLICY), toy_dataset(7))
-    trainer = toy_trainer(tmp_path, trainer_args={"train_dataset": toy_dataset(8)})
-    assert trainer.train().global_step == 4
 
 
 def test_the_prompts_of_a_generation_are_counted_over_all_processes(tmp_path, monkeypatch):
@@ -681,34 +657,22 @@ def test_a_nan_on_a_tool_token_stops_before_the_optimizer_step(tmp_path):
     assert all(weight.isfinite().all() for weight in trainer.model.parameters())
 
 
-class Breaks(BAPOTrainer):
-    """Puts a value that is not finite into one tensor of the second update."""
-
-    tensor, value = None, math.nan
-
-    def _compute_loss(self, model, inputs):
-        if self.state.global_step == 1 and self.tensor in inputs:
-            inputs[self.tensor] = inputs[self.tensor].clone()
-            inputs[self.tensor][0] = self.value
-        return super()._compute_loss(model, inputs)
-
-
 @pytest.mark.parametrize(
-    ("tensor", "value", "scope"),  # every pair of values
+    ("tensor", "value", "scope"),
     [
         ("old_per_token_logps", math.nan, "batch"),
-        ("old_per_token_logps", -math.inf, "micro_batch"),
-        ("ref_per_token_logps", math.nan, "micro_batch"),
-        ("ref_per_token_logps", -math.inf, "batch"),
+        ("ref_per_token_logps", -math.inf, "micro_batch"),
         ("advantages", math.nan, "batch"),
-        ("advantages", -math.inf, "micro_batch"),
     ],
 )
 def test_a_value_that_is_not_finite_stops_before_the_optimizer_step(tmp_path, tensor, value, scope):
-    class Broken(Breaks):
-        pass
+    class Broken(BAPOTrainer):
+        def _compute_loss(self, model, inputs):
+            if self.state.global_step == 1:
+                inputs[tensor] = inputs[tensor].clone()
+                inputs[tensor][0] = value
+            return super()._compute_loss(model, inputs)
 
-    Broken.tensor, Broken.value = tensor, value
     model = saved_model(tmp_path)
     trainer = toy_trainer(tmp_path, model=model, trainer_class=Broken, search_scope=scope, beta=0.1)
     with pytest.raises(RuntimeError, match=rf"`{tensor}`.*at update 2, before its optimizer step"):

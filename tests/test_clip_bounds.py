@@ -37,20 +37,13 @@ def random_batch(rows=5, length=11):
 # Grids
 
 
-def test_the_last_candidate_is_the_end_of_the_range():
+def test_candidates_are_whole_steps_from_the_start_to_the_end_of_the_range():
     assert BoundGrid().upper[-1] == 3.0  # 36 repeated additions of 0.05 to 1.2 give 3.0000000000000013
-
-
-def test_a_step_that_does_not_divide_the_range_stops_below_its_end():
-    grid = BoundGrid(upper_start=1.0, upper_max=2.0, upper_step=0.3)
-    torch.testing.assert_close(grid.upper, torch.tensor([1.0, 1.3, 1.6, 1.9], dtype=torch.float64))
-
-
-def test_rounding_loses_no_step():
-    # 0.15 / 0.05 is 2.9999999999999996
-    grid = BoundGrid(lower_start=0.8, lower_max=0.95, lower_step=0.05)
+    # 0.15 / 0.05 is 2.9999999999999996, and 0.3 does not divide 1.0
+    grid = BoundGrid(lower_start=0.8, lower_max=0.95, lower_step=0.05, upper_start=1.0, upper_max=2.0, upper_step=0.3)
     torch.testing.assert_close(grid.lower, torch.tensor([0.8, 0.85, 0.9, 0.95], dtype=torch.float64))
-    assert (grid.num_lower, grid.num_upper) == (4, 37)
+    torch.testing.assert_close(grid.upper, torch.tensor([1.0, 1.3, 1.6, 1.9], dtype=torch.float64))
+    assert (grid.num_lower, grid.num_upper) == (4, 4)
 
 
 def test_writing_to_a_grids_candidates_changes_no_other_grid():
@@ -68,40 +61,15 @@ def test_a_grid_first_used_in_inference_mode_serves_training_too():
     (weight * grid.upper_on("cpu")).sum().backward()
 
 
-def test_a_range_of_one_point_is_allowed_and_the_other_bound_still_moves():
-    grid = BoundGrid(lower_start=0.8, lower_max=0.8, upper_start=1.0, upper_max=2.0, upper_step=1.0)
-    assert grid.lower.tolist() == [0.8]
-    assert not grid.is_fixed
+def test_a_grid_is_fixed_where_no_bound_can_move():
+    assert not BoundGrid(lower_start=0.8, lower_max=0.8).is_fixed
     assert BoundGrid(lower_start=0.8, lower_max=0.8, upper_start=1.2, upper_max=1.2).is_fixed
-    bounds = search_bounds(Contributions(torch.tensor([1.0, 3.0]), torch.tensor([3.0])), grid, target=0.5)
-    assert (bounds.low, bounds.high, bounds.steps) == (0.8, 2.0, 1)
 
 
 # Golden values
 
 
 SMALL_GRID = BoundGrid(lower_start=0.5, lower_max=1.0, lower_step=0.25, upper_start=1.0, upper_max=2.0, upper_step=0.5)
-# Two rows of (ratio, advantage, weight):
-SMALL_BATCH = [
-    [(0.75, 2.0, 1.0), (1.5, 2.0, 0.5), (4.0, 2.0, 1.0)],
-    [(0.25, -1.0, 2.0), (0.75, -1.0, 1.0), (2.0, -1.0, 0.0)],
-]
-
-
-def test_gradient_measure_by_hand():
-    curves = contributions(*as_tensors(SMALL_BATCH), SMALL_GRID, "gradient")
-    # upper 1.0: 1 * 0.75 * 2 = 1.5; upper 1.5 and 2.0: + 0.5 * 1.5 * 2 = 1.5 (ratio 1.5 counts at 1.5); 4.0 never
-    assert curves.positive.tolist() == [1.5, 3.0, 3.0]
-    # lower 0.5 and 0.75: 1 * 0.75 * 1 (ratio 0.75 counts at 0.75); lower 1.0: nothing; 0.25 never; weight 0 nowhere
-    assert curves.negative.tolist() == [0.75, 0.75, 0.0]
-
-
-def test_surrogate_measure_by_hand():
-    curves = contributions(*as_tensors(SMALL_BATCH), SMALL_GRID, "surrogate")
-    # upper h: 2 * (min(0.75, h) + 0.5 * min(1.5, h) + min(4, h)) = 2 * (.75 + .5 + 1), 2 * (.75 + .75 + 1.5), ... + 2
-    assert curves.positive.tolist() == [4.5, 6.0, 7.0]
-    # lower l: 2 * max(0.25, l) + 1 * max(0.75, l) = 1 + 0.75, 1.5 + 0.75, 2 + 1
-    assert curves.negative.tolist() == [1.75, 2.25, 3.0]
 
 
 def test_delta_caps_what_passes():
@@ -127,37 +95,11 @@ def test_search_moves_the_upper_bound_first_or_the_lower():
         assert bounds.initial_positive_share == 0.2
 
 
-def test_a_target_out_of_reach_ends_the_path():
-    curves = Contributions(torch.tensor([0.0, 0.0, 0.5]), torch.tensor([4.0, 3.0, 2.0]))
-    bounds = search_bounds(curves, SMALL_GRID, 0.5)
-    assert (bounds.low, bounds.high, bounds.steps) == (1.0, 2.0, 4)
-    assert not bounds.target_met
-    assert bounds.positive_share == 0.2  # 0.5 / 2.5
-
-
-def test_no_positives_end_the_path_even_where_the_last_negatives_drop_out():
-    ratio, advantages, weights = as_tensors([[(0.6, -1.0, 1.0)]])
-    bounds = search_bounds(contributions(ratio, advantages, weights, SMALL_GRID), SMALL_GRID, 0.5)
-    assert (bounds.low, bounds.high, bounds.steps) == (1.0, 2.0, 4)
-    assert not bounds.target_met
-    assert bounds.initial_positive_share == 0
-    assert bounds.positive_share.isnan()  # nothing is left at lower bound 1.0
-
-
-def test_no_negatives_keep_the_start_bounds():
-    ratio, advantages, weights = as_tensors([[(0.6, 1.0, 1.0)]])
-    bounds = search_bounds(contributions(ratio, advantages, weights, SMALL_GRID), SMALL_GRID, 1.0)
-    assert (bounds.low, bounds.high, bounds.steps) == (0.5, 1.0, 0)
-    assert bounds.target_met
-    assert bounds.positive_share == 1
-
-
 @pytest.mark.parametrize("measure", MEASURES)
-@pytest.mark.parametrize("order", SEARCH_ORDERS)
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (3, 5)])
-def test_nothing_to_count_keeps_the_start_bounds_with_an_undefined_share(measure, order, shape):
+def test_nothing_to_count_keeps_the_start_bounds_with_an_undefined_share(measure, shape):
     curves = contributions(torch.ones(shape), torch.zeros(shape[0]), torch.ones(shape), BoundGrid(), measure)
-    bounds = search_bounds(curves, BoundGrid(), 0.5, order)
+    bounds = search_bounds(curves, BoundGrid(), 0.5)
     assert (bounds.low.item(), bounds.high.item(), bounds.steps.item()) == (0.6, 1.2, 0)
     assert bounds.positive_share.isnan()
     assert bounds.initial_positive_share.isnan()
@@ -282,22 +224,20 @@ def test_sequence_ratios_and_token_advantages_broadcast():
     assert torch.equal(curves.as_vector(), expected.as_vector())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_inputs_are_left_as_they_were(dtype):
-    inputs = [tensor.to(dtype) for tensor in random_batch()]
+def test_inputs_are_left_as_they_were():
+    inputs = random_batch()
     copies = [tensor.clone() for tensor in inputs]
     for measure in MEASURES:
         contributions(*inputs, BoundGrid(), measure, delta=4.0)
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(inputs, copies, strict=True))
 
 
-@pytest.mark.parametrize("weight_min", [1.0, 0.05])
-def test_search_reads_nothing_back_to_the_host(weight_min):
+def test_search_reads_nothing_back_to_the_host():
     # On the meta device there are no values: reading one back raises.
     curves = contributions(
         torch.ones(4, 6, device="meta"), torch.ones(4, device="meta"), torch.ones(4, 6, device="meta"), BoundGrid()
     )
-    bounds = search_bounds(curves, BoundGrid(), 0.5, negative_weight_min=weight_min)
+    bounds = search_bounds(curves, BoundGrid(), 0.5, negative_weight_min=0.05)
     bounds = share_under(bounds, curves, BoundGrid())
     assert all(getattr(bounds, name).device.type == "meta" for name in ("low", "high", "positive_share", "steps"))
     assert all(getattr(bounds, name).shape == () for name in ("low", "high", "target_met", "steps", "negative_weight"))

@@ -55,7 +55,9 @@ def test_the_table_of_knobs_is_as_the_help_texts():
 def test_docstring_of_the_config_is_made_of_the_help_texts():
     docstring = " ".join(BAPOConfig.__doc__.split())
     for knob in own_fields():
-        assert re.search(rf"\b{knob.name} \(`[^)]+`\): {re.escape(knob.metadata['help'])}", docstring), knob.name
+        default = f"{knob.default!r}".replace("'", '"')
+        header = rf"\b{knob.name} \(`[^)]+ defaults to `{re.escape(default)}`\): "
+        assert re.search(header + re.escape(knob.metadata["help"]), docstring), knob.name
     assert "\nRaises:\n    ValueError: " in BAPOConfig.__doc__
 
 

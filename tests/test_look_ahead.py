@@ -38,7 +38,6 @@ class HooksOfEachUpdate(TrainerCallback):
 @pytest.mark.parametrize(
     "args",
     [
-        {},
         {"gradient_accumulation_steps": 4, "trainer_args": lora()},
         {"num_iterations": 1, "replay_fraction": 0.5},
         {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
@@ -59,7 +58,6 @@ def test_no_hook_is_left_by_an_update_or_a_generation(tmp_path, args):
 @pytest.mark.parametrize(
     "args",
     [
-        {},
         {"gradient_checkpointing": False},
         {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
         {"trainer_args": lora(lora_dropout=0.5)},
@@ -90,14 +88,13 @@ def test_the_look_ahead_leaves_everything_as_it_found_it(tmp_path, monkeypatch, 
     assert not any("requires_grad" in str(warning.message) for warning in recwarn)
 
 
-@pytest.mark.parametrize("device_type", ["mps", "cuda"])
-def test_the_random_state_of_the_device_is_given_back(monkeypatch, device_type):
+def test_the_random_state_of_the_device_is_given_back(monkeypatch):
     """Stands in for the device: its module, which `torch` asks for the state, is there without one."""
-    module, state = torch.get_device_module(device_type), {"now": 1}
+    module, state = torch.get_device_module("cuda"), {"now": 1}
     monkeypatch.setattr(module, "get_rng_state", lambda device: state["now"])
     monkeypatch.setattr(module, "set_rng_state", lambda new, device: state.update(now=new))
     before = torch.get_rng_state()
-    with forked_random_state(torch.device(device_type, 0)):
+    with forked_random_state(torch.device("cuda", 0)):
         state["now"] = 2
         torch.rand(3)
     assert state["now"] == 1
@@ -107,24 +104,24 @@ def test_the_random_state_of_the_device_is_given_back(monkeypatch, device_type):
 # What is random in a forward pass
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize(
     ("model", "args"),
     [
         (lambda: opt_model(dropout=0.3), {}),
+        (lambda: opt_model(dropout=0.3), {"gradient_checkpointing": False}),
         (lambda: opt_model(dropout=0.3), {"disable_dropout": True}),  # which TRL does for dropout modules only
         (lambda: toy_model(attention_dropout=0.3), {"disable_dropout": True}),
         (toy_model, {"neftune_noise_alpha": 5.0}),
         (toy_model, {"trainer_args": lora(lora_dropout=0.5)}),  # without effect until the first update
+        (toy_model, {"trainer_args": lora(lora_dropout=0.5), "gradient_checkpointing": False}),
         (toy_model, adapter(LoHaConfig, rank_dropout=0.5)),
         (toy_model, adapter(LoKrConfig, module_dropout=0.5)),
     ],
-    ids=["opt", "opt-disable_dropout", "attention-disable_dropout", "neftune", "lora", "loha", "lokr"],
+    ids=["opt", "opt-plain", "opt-disabled", "attention-disabled", "neftune", "lora", "lora-plain", "loha", "lokr"],
 )
-def test_the_logged_share_is_that_of_the_loss_whatever_is_random(tmp_path, model, args, checkpointing):
+def test_the_logged_share_is_that_of_the_loss_whatever_is_random(tmp_path, model, args):
     """Also where the samples are those of the current policy: the ratios are not 1 even there."""
-    args = {"model": model(), "steps_per_generation": 2, "gradient_checkpointing": checkpointing, **args}
-    trainer = trained(tmp_path, search_scope="batch", **args)
+    trainer = trained(tmp_path, search_scope="batch", model=model(), steps_per_generation=2, **args)
     assert_logged_shares_are_those_of_the_loss(trainer)
     assert trainer.look_ahead_calls == 4 * 2
     ages = [log["staleness/max"] for log in training_logs(trainer)]

@@ -1,4 +1,4 @@
-"""Weights and masks of rows without tokens."""
+"""Weights, ratios and masks of rows without tokens."""
 
 import torch
 
@@ -22,3 +22,4 @@ def test_ratio_mask_follows_the_shape_of_the_ratios():
     empty_row = torch.tensor([[0, 0, 0], [1, 1, 1]])
     rows = policy_tokens(LOGPS, OLD, ADVANTAGES, empty_row, loss_type="dapo", importance_sampling_level="sequence")
     assert torch.equal(rows.ratio_mask, torch.tensor([[False], [True]]))
+    assert rows.ratio[0] == 1  # padding has none
