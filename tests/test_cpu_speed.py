@@ -69,11 +69,6 @@ def test_a_frozen_head_gets_contiguous_rows_and_gives_the_same_logits(model):
     assert last_logits(model, ids)[1] == [False]
 
 
-def test_a_head_that_is_trained_is_left_alone(model):
-    assert not cpu_speed.make_head_input_contiguous(model)
-    assert last_logits(model, torch.randint(4, 10, (B, T)))[1] == [False]
-
-
 # --- the scores ------------------------------------------------------------------------------------------------------
 
 

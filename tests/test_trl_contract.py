@@ -14,10 +14,6 @@ from bapo_trl.upstream import trl_compat
 BASES = BAPOTrainer.__mro__[: BAPOTrainer.__mro__.index(GRPOTrainer)]
 
 
-def test_everything_relied_on_is_there():
-    assert trl_compat.missing_names() == []
-
-
 def test_the_installed_version_is_one_that_is_claimed():
     installed = Version(trl.__version__)
     assert any(

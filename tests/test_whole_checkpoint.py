@@ -69,6 +69,19 @@ def saved(folder, trainer_class=BAPOTrainer, resume_from=None, **args):
     return toy_run(folder, trainer_args={"eval_dataset": toy_dataset(6)}, **parts, **settings, resume=resume_from)
 
 
+@pytest.fixture(scope="module")
+def of_six_updates(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    saved(folder)
+    return folder
+
+
+@pytest.fixture
+def run(of_six_updates, tmp_path) -> Path:
+    """A copy of the folder of a run, with its checkpoints 2, 4 and 6."""
+    return shutil.copytree(of_six_updates, tmp_path / "run")
+
+
 def resume(folder, checkpoint, **args) -> int:
     """Resume for two updates; return the update that the run went on from."""
     start = Start()
@@ -85,15 +98,14 @@ def cut_in_half(path: Path) -> None:
     "args", [{}, {"save_only_model": True}, {"use_adaptive_entropy": True}], ids=lambda a: str(*a)
 )
 def test_the_manifest_lists_what_the_parents_save_and_nothing_else_is_left(tmp_path, args):
-    saved(tmp_path / "plain", GRPOTrainer, **args)
-    saved(tmp_path / "whole", **args)
-    assert names(tmp_path / "whole") == names(tmp_path / "plain") == {f"checkpoint-{update}" for update in (2, 4, 6)}
+    saved(tmp_path / "plain", GRPOTrainer, max_steps=2, **args)
+    saved(tmp_path / "whole", max_steps=2, **args)
+    assert names(tmp_path / "whole") == names(tmp_path / "plain") == {"checkpoint-2"}
     states = () if "save_only_model" in args else ("replay_queue", "carried_curves")
     ours = {f"{name}_00000_of_00001.safetensors" for name in states}
-    for checkpoint in (tmp_path / "whole").glob("checkpoint-*"):
-        listed = json.loads((checkpoint / MANIFEST).read_text())
-        assert listed.keys() == names(checkpoint) - {MANIFEST}
-        assert listed.keys() == names(tmp_path / "plain" / checkpoint.name) | ours
+    listed = json.loads((tmp_path / "whole" / "checkpoint-2" / MANIFEST).read_text())
+    assert listed.keys() == names(tmp_path / "whole" / "checkpoint-2") - {MANIFEST}
+    assert listed.keys() == names(tmp_path / "plain" / "checkpoint-2") | ours
 
 
 def test_all_files_are_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, monkeypatch):
@@ -111,8 +123,8 @@ def test_all_files_are_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, 
 
     monkeypatch.setattr("os.fsync", watched_fsync)
     monkeypatch.setattr("os.rename", watched_rename)
-    saved(tmp_path)
-    assert named == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    saved(tmp_path, max_steps=4)
+    assert named == ["checkpoint-2", "checkpoint-4"]
     assert str(tmp_path) in flushed  # after the last rename
 
 
@@ -135,14 +147,13 @@ def test_large_files_go_to_the_disk_while_others_are_written(tmp_path, monkeypat
     assert find_defect(tmp_path / "checkpoint-2") is None
 
 
-def test_true_takes_the_newest_whole_checkpoint_and_names_what_it_skips(tmp_path, recwarn):
-    saved(tmp_path)
-    (tmp_path / "checkpoint-6" / "rng_state.pth").unlink()
-    cut_in_half(tmp_path / "checkpoint-4" / "optimizer.pt")
-    (tmp_path / "checkpoint-12").mkdir()  # as a trainer without manifests leaves it when it is killed
-    assert resume(tmp_path, True) == 2
+def test_true_takes_the_newest_whole_checkpoint_and_names_what_it_skips(run, recwarn):
+    (run / "checkpoint-6" / "rng_state.pth").unlink()
+    cut_in_half(run / "checkpoint-4" / "optimizer.pt")
+    (run / "checkpoint-12").mkdir()  # as a trainer without manifests leaves it when it is killed
+    assert resume(run, True, max_steps=3) == 2
     skipped = [str(warning.message) for warning in recwarn if "skipped" in str(warning.message)]
-    assert [message.replace(f"{tmp_path}/", "") for message in skipped] == [
+    assert [message.replace(f"{run}/", "") for message in skipped] == [
         "checkpoint-12 is not whole and was skipped: trainer_state.json is missing.",
         "checkpoint-6 is not whole and was skipped: rng_state.pth is missing.",
         f"checkpoint-4 is not whole and was skipped: {skipped[2].split('skipped: ')[1]}",
@@ -150,22 +161,20 @@ def test_true_takes_the_newest_whole_checkpoint_and_names_what_it_skips(tmp_path
     assert "optimizer.pt has" in skipped[2]
 
 
-def test_true_names_a_checkpoint_of_another_branch(tmp_path):
-    saved(tmp_path)
-    for folder in tmp_path.glob("checkpoint-*"):  # as a copy has any times
+def test_true_names_a_checkpoint_of_another_branch(run):
+    for folder in run.glob("checkpoint-*"):  # as a copy has any times
         os.utime(folder / "trainer_state.json", (0, -step_of(folder.name)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert resume(tmp_path, True) == 6
-    saved(tmp_path, resume_from=str(tmp_path / "checkpoint-2"), max_steps=4)
+        assert resume(run, True) == 6
+    saved(run, resume_from=str(run / "checkpoint-2"), max_steps=4)
     with pytest.warns(UserWarning, match="checkpoint-8 is resumed, which does not go on from checkpoint-4"):
-        assert resume(tmp_path, True, max_steps=10) == 8
+        assert resume(run, True, max_steps=10) == 8
 
 
-def test_a_learning_rate_that_a_checkpoint_does_not_take_is_told_of(tmp_path):
-    saved(tmp_path, max_steps=2)
+def test_a_learning_rate_that_a_checkpoint_does_not_take_is_told_of(run):
     with pytest.warns(UserWarning, match=r"learning rate goes on, 0\.02, not `learning_rate` 0\.01"):
-        trainer = toy_run(tmp_path, **{**SAVING, "max_steps": 3}, learning_rate=1e-2, resume=True)
+        trainer = toy_run(run, **{**SAVING, "max_steps": 7}, learning_rate=1e-2, resume=True)
     assert training_logs(trainer)[-1]["learning_rate"] == 2e-2
 
 
@@ -208,8 +217,7 @@ def test_sizes_in_the_manifest_are_those_of_opened_files(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [MANIFEST, "trainer_state.json"])
-def test_a_file_that_cannot_be_read_is_a_defect(tmp_path, monkeypatch, name):
-    saved(tmp_path)
+def test_a_file_that_cannot_be_read_is_a_defect(run, monkeypatch, name):
     read_text = Path.read_text
 
     def denied(path, *args, **kwargs):
@@ -219,31 +227,30 @@ def test_a_file_that_cannot_be_read_is_a_defect(tmp_path, monkeypatch, name):
 
     monkeypatch.setattr(Path, "read_text", denied)
     with pytest.warns(UserWarning, match=rf"checkpoint-6 is .* skipped: {name} cannot be read \(Permission denied\)"):
-        assert resume(tmp_path, True) == 4
+        assert resume(run, True, max_steps=5) == 4
 
 
-def test_true_without_a_whole_checkpoint_says_what_there_is(tmp_path):
+def test_true_without_a_whole_checkpoint_says_what_there_is(run, tmp_path):
     with pytest.raises(ValueError, match=r"No valid checkpoint found in .*: start without `resume_from_checkpoint`"):
         resume(tmp_path / "new", True)
-    saved(tmp_path, save_steps=6)
-    (tmp_path / "checkpoint-6" / "model.safetensors").unlink()
+    for checkpoint in run.glob("checkpoint-*"):
+        (checkpoint / "model.safetensors").unlink()
     with pytest.raises(
         ValueError, match=r"No valid checkpoint.*\n.*checkpoint-6 is not whole.*model.safetensors is m"
     ):
-        resume(tmp_path, True)
+        resume(run, True)
 
 
-def test_a_folder_that_is_not_whole_is_refused_with_what_is_missing(tmp_path):
-    saved(tmp_path, save_steps=6)
-    checkpoint = tmp_path / "checkpoint-6"
+def test_a_folder_that_is_not_whole_is_refused_with_what_is_missing(run):
+    checkpoint = run / "checkpoint-6"
     with pytest.raises(ValueError, match="checkpoint-5 is not whole: there is no such folder"):
-        resume(tmp_path, str(tmp_path / "checkpoint-5"))
+        resume(run, str(run / "checkpoint-5"))
     (checkpoint / "scheduler.pt").unlink()
     cut_in_half(checkpoint / "model.safetensors")
     with pytest.raises(
         ValueError, match=r"model.safetensors has \d+ bytes, not \d+; scheduler.pt is missing.*newest that is whole"
     ):
-        resume(tmp_path, str(checkpoint))
+        resume(run, str(checkpoint))
 
 
 def test_a_checkpoint_without_a_manifest_is_whole_if_its_state_can_be_read(tmp_path):
@@ -280,9 +287,7 @@ def queue_of(file_format="2", **changes):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (state_of(global_step=-3), "trainer_state.json is not what was written"),
         (state_of(global_step=10**9), "trainer_state.json is not what was written"),
-        (state_of(global_step=math.nan), "trainer_state.json is not what was written"),
         (state_of(epoch=math.nan), "trainer_state.json is not what was written"),
         (state_of(epoch=10**9), "trainer_state.json is not what was written"),
         (manifest_of(lambda checkpoint: {}), f"{MANIFEST} does not list trainer_state.json"),
@@ -299,35 +304,33 @@ def queue_of(file_format="2", **changes):
         (queue_of("3"), r"has the format 'bapo_trl replay queue 3', .*: .*Set `replay_discard_saved`"),
     ],
 )
-def test_a_checkpoint_that_somebody_changed_is_refused_by_what_is_wrong(tmp_path, change, message):
-    saved(tmp_path, save_steps=6)
-    change(tmp_path / "checkpoint-6")
+def test_a_checkpoint_that_somebody_changed_is_refused_by_what_is_wrong(run, change, message):
+    change(run / "checkpoint-6")
     with pytest.raises(InputError, match=message):
-        resume(tmp_path, str(tmp_path / "checkpoint-6"))
+        resume(run, str(run / "checkpoint-6"))
 
 
-def test_to_go_on_from_the_model_alone_gives_a_warning(tmp_path):
-    saved(tmp_path / "all", save_steps=6)
-    saved(tmp_path / "model", save_steps=6, save_only_model=True)
-    message = r"model/checkpoint-6 lacks .* start anew: optimizer, learning rate schedule, random states\."
+def test_to_go_on_from_the_model_alone_gives_a_warning(run, tmp_path):
+    saved(tmp_path / "model", max_steps=2, save_only_model=True)
+    message = r"model/checkpoint-2 lacks .* start anew: optimizer, learning rate schedule, random states\."
     with pytest.warns(UserWarning, match=message):
-        assert resume(tmp_path / "model", True) == 6
+        assert resume(tmp_path / "model", True, max_steps=3) == 2
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert resume(tmp_path / "all", True) == 6
+        assert resume(run, True) == 6
     assert not any("start anew" in str(warning.message) for warning in caught)
 
 
 def test_what_a_killed_save_left_is_removed_and_named(tmp_path):
     (tmp_path / f"{UNFINISHED}-0123abcd" / "checkpoint-4").mkdir(parents=True)
     with pytest.warns(UserWarning, match=rf"Removed .*{UNFINISHED}.*checkpoint-4"):
-        saved(tmp_path)
-    assert names(tmp_path) == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
+        saved(tmp_path, max_steps=2)
+    assert names(tmp_path) == {"checkpoint-2"}
 
 
 def test_a_folder_has_one_live_run(tmp_path):
     """A second one is started in the middle of a save of the first, and refused."""
-    first, refused = toy_trainer(tmp_path, **SAVING), []
+    first, refused = toy_trainer(tmp_path, **{**SAVING, "max_steps": 2}), []
     save_state = first._save_rng_state
 
     def saving(folder):
@@ -340,9 +343,9 @@ def test_a_folder_has_one_live_run(tmp_path):
 
     first._save_rng_state = saving
     first.train()
-    assert len(refused) == 9
-    assert names(tmp_path) == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
-    assert all(find_defect(checkpoint) is None for checkpoint in tmp_path.glob("checkpoint-*"))
+    assert len(refused) == 3
+    assert names(tmp_path) == {"checkpoint-2"}
+    assert find_defect(tmp_path / "checkpoint-2") is None
     del first._save_rng_state
     first.train(resume_from_checkpoint=True)  # the lock is free again
 
@@ -359,7 +362,8 @@ def test_a_run_that_ended_in_any_way_keeps_no_other_out(tmp_path, ends):
         killed = run_command([sys.executable, "-c", lock + "os.kill(os.getpid(), 9)", str(tmp_path)])
         assert killed.returncode == -signal.SIGKILL
         assert names(tmp_path) == {LOCK}
-    assert names(saved(tmp_path).args.output_dir) == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
+    saved(tmp_path, max_steps=2)
+    assert names(tmp_path) == {"checkpoint-2"}
 
 
 def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch):
@@ -370,7 +374,7 @@ def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch):
     with pytest.warns(
         UserWarning, match=rf"{LOCK} cannot be locked .*: see that no other run writes into this folder"
     ):
-        assert saved(tmp_path).state.global_step == 6
+        assert saved(tmp_path, max_steps=2).state.global_step == 2
 
 
 def test_folders_that_are_not_ours_stay(tmp_path, monkeypatch, hub):
@@ -386,40 +390,38 @@ def test_folders_that_are_not_ours_stay(tmp_path, monkeypatch, hub):
     assert names(tmp_path / "_to_push") == {"novel.txt"}
 
 
-def test_a_checkpoint_of_an_earlier_run_is_replaced_as_a_whole(tmp_path):
-    saved(tmp_path, save_steps=6)
-    earlier = load_file(tmp_path / "checkpoint-6" / "model.safetensors")
-    (tmp_path / "checkpoint-6" / "replay_queue_00000_of_00002.safetensors").touch()  # of more ranks
-    trainer = saved(tmp_path, save_steps=6, learning_rate=1e-3)
-    assert names(tmp_path) == {"checkpoint-6"}
-    assert names(tmp_path / "checkpoint-6") == json.loads(
-        (tmp_path / "checkpoint-6" / MANIFEST).read_text()
-    ).keys() | {MANIFEST}
-    later = load_file(tmp_path / "checkpoint-6" / "model.safetensors")
+def test_a_checkpoint_of_an_earlier_run_is_replaced_as_a_whole(run):
+    earlier = load_file(run / "checkpoint-2" / "model.safetensors")
+    (run / "checkpoint-2" / "replay_queue_00000_of_00002.safetensors").touch()  # of more ranks
+    trainer = saved(run, max_steps=2, learning_rate=1e-3)
+    assert names(run) == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
+    manifest = json.loads((run / "checkpoint-2" / MANIFEST).read_text())
+    assert names(run / "checkpoint-2") == manifest.keys() | {MANIFEST}
+    later = load_file(run / "checkpoint-2" / "model.safetensors")
     assert any(not torch.equal(earlier[key], later[key]) for key in later)
     assert all(torch.equal(trainer.model.state_dict()[key], later[key]) for key in later)
 
 
 def test_a_kill_between_the_old_checkpoint_and_the_new_one_of_its_name_leaves_the_new_one(tmp_path, monkeypatch):
-    saved(tmp_path, save_steps=6)
+    saved(tmp_path, max_steps=2)
     rename = os.rename
 
     def killed_rename(source, target):
-        if os.path.basename(target) == "checkpoint-6":
+        if os.path.basename(target) == "checkpoint-2":
             raise KeyboardInterrupt
         rename(source, target)
 
     monkeypatch.setattr("os.rename", killed_rename)
     with pytest.raises(KeyboardInterrupt):
-        saved(tmp_path, save_steps=6, learning_rate=1e-3)
+        saved(tmp_path, max_steps=2, learning_rate=1e-3)
     monkeypatch.undo()
     assert names(tmp_path) == {UNFINISHED}
     (unfinished,) = tmp_path.glob(f"{UNFINISHED}-*")
-    later = load_file(unfinished / "checkpoint-6" / "model.safetensors")
+    later = load_file(unfinished / "checkpoint-2" / "model.safetensors")
     trainer = toy_trainer(tmp_path, **SAVING)
-    assert trainer.checkpoint_to_resume(True) == str(tmp_path / "checkpoint-6")
-    assert names(tmp_path) == {"checkpoint-6"}
-    kept = load_file(tmp_path / "checkpoint-6" / "model.safetensors")
+    assert trainer.checkpoint_to_resume(True) == str(tmp_path / "checkpoint-2")
+    assert names(tmp_path) == {"checkpoint-2"}
+    kept = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
     assert_same_tensors(kept, later)
 
 

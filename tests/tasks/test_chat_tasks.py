@@ -33,18 +33,13 @@ def test_the_sums_of_the_embedded_task_are_asked_in_words():
     ("text", "reward"),
     [
         ("59 + 19 = 78.", 1),
-        ("78", 1),
         ("The answer is 78.0", 1),
         ("78 is 59 + 19", 0),
-        ("59-78", 1),  # no minus but a difference
         ("It is -78", 0),
-        ("It is \u221278", 0),
         ("It is 7.8e1", 1),
         ("It is 1e99999999999999999999", 0),
-        ("7.8", 0),
         ("78,000", 0),
         ("78th", 1),
-        ("", 0),
         ("seventy-eight", 0),
     ],
 )
@@ -64,14 +59,10 @@ def test_the_right_number_may_be_a_number_and_is_none_if_missing():
         ("<answer>1</answer> or <answer>\n-4 </answer> or 7", "3", "-4"),
         ("<answer>1</answer", "3", "1"),  # not closed, so no tags
         ("Perhaps 1,234.", "3", "1234"),
-        ("a half is .5", "0.5", ".5"),
-        ("12345,678", "3", "678"),  # as train_bapo.py reads it for maj@k
         ("none", "3", ""),
         ("The 2 kings", "kings", "The 2 kings"),
         ("  yes\n", "", "yes"),
-        ("<answer>1</answer> is in </answer>", "3", "1"),
         ("</answer> 2 <answer>", "3", "2"),
-        ("about 1e5", "100000", "1e5"),
     ],
 )
 def test_an_answer_is_read_by_tags_then_as_the_last_number_then_as_a_whole(text, right_answer, read):
