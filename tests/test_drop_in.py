@@ -116,23 +116,9 @@ def wide_tokenizer() -> dict:
     return {"trainer_args": {"processing_class": made}}
 
 
-def narrow_model() -> dict:
-    return {"model": toy_model(vocab_size=257)}
-
-
 def judge() -> dict:
     parts = {"reward_processing_classes": [character_tokenizer(), None]}
     return {"reward_funcs": [reward_model("judge"), digits_reward], "trainer_args": parts}
-
-
-def named_train() -> dict:
-    settings = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
-    return {"trainer_args": {"eval_dataset": {"train": toy_dataset(4), "eval": toy_dataset(2)}}, **settings}
-
-
-def images() -> dict:
-    content = [{"type": "text", "text": "1+2="}]
-    return chats({"role": "user", "content": content}, template="{{ messages[0].content[0].text }}")
 
 
 def add(a: int, b: int) -> int:
@@ -203,12 +189,18 @@ SET_UPS = {
     "torch format": lambda: dataset(rows(solution=[3.0] * 8).with_format("torch")),
     "columns for the reward": lambda: {**dataset(rows(solution=[3] * 8)), "reward_funcs": solved},
     "unused columns removed": lambda: {**dataset(rows(other=[3] * 8)), "remove_unused_columns": True},
-    "evaluation split named train": named_train,
+    "evaluation split named train": lambda: {
+        "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4,
+        "trainer_args": {"eval_dataset": {"train": toy_dataset(4), "eval": toy_dataset(2)}},
+    },
     "prompts of very different length": lambda: prompts(["1", "1" * 300] * 4),
     "as many prompts as a generation takes": lambda: prompts(TEXTS[:4]),
     # Prompts
     "system message": lambda: chats({"role": "system", "content": "Add."}, USER),
-    "message of parts": images,
+    "message of parts": lambda: chats(
+        {"role": "user", "content": [{"type": "text", "text": "1+2="}]},
+        template="{{ messages[0].content[0].text }}",
+    ),
     "tool calls without content": lambda: chats(USER, CALL, {"role": "tool", "content": "3"}, template=ROLES),
     "tool message with a dict": lambda: chats(USER, CALL, {"role": "tool", "content": {"sum": 3}}, template=ROLES),
     "message without content": lambda: chats(
@@ -238,7 +230,7 @@ SET_UPS = {
     # Tokenizers
     "no pad token": lambda: tokenizer(pad_token=None),
     "tokens beyond the model's": wide_tokenizer,
-    "model with fewer tokens": narrow_model,
+    "model with fewer tokens": lambda: {"model": toy_model(vocab_size=257)},
     # Configs
     "NumPy numbers of TRL's": lambda: {
         "learning_rate": np.float64(1e-3), "temperature": np.float64(0.9), "num_generations": np.int64(2),

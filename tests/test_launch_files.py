@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.commands.launch import _validate_launch_command
 
 from bapo_trl.errors import InputError
 from bapo_trl.plan.memory import Layout
@@ -28,11 +28,6 @@ LAUNCHES = {
 }  # fmt: skip
 
 
-def deepspeed_config_of(path: Path) -> str | None:
-    engine = LAUNCHES[path.stem].engine
-    return f"deepspeed_configs/{engine}.json" if engine.startswith("zero") else None
-
-
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_parses_and_trains_off_policy_if_it_trains(recipe):
     # Without a GPU, bf16 is refused: that is for the machine to say, not for the recipe.
@@ -51,29 +46,14 @@ def test_every_recipe_parses_and_trains_off_policy_if_it_trains(recipe):
     assert not model_args.use_peft or model_args.lora_dropout == 0  # it would be noise on every importance ratio
 
 
-@pytest.mark.parametrize("path", ACCELERATE_CONFIGS, ids=lambda path: path.stem)
-def test_accelerate_reads_every_config_of_its_own(path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    arguments = launch_command_parser().parse_args(["--config_file", str(path), "train_bapo.py"])
-    arguments, _, _ = _validate_launch_command(arguments)
-    layout, deepspeed_config = LAUNCHES[path.stem], deepspeed_config_of(path)
-    assert arguments.num_processes == layout.processes
-    assert arguments.multi_gpu == (layout.engine == "none" and layout.processes > 1)
-    assert arguments.use_deepspeed == (deepspeed_config is not None)
-    assert arguments.use_fsdp == (layout.engine == "fsdp2")
-    assert arguments.deepspeed_config_file == deepspeed_config
-    if deepspeed_config:
-        assert (ROOT / deepspeed_config).is_file()
-
-
 def test_every_launch_config_is_accounted_for_and_no_setting_has_two_homes():
     assert {path.stem for path in ACCELERATE_CONFIGS} == set(LAUNCHES)
     for path in ACCELERATE_CONFIGS:
         config = yaml.safe_load(path.read_text())
         assert "mixed_precision" not in config  # the trainer's `bf16`
-        assert set(config.get("deepspeed_config", {})) <= {
-            "deepspeed_config_file", "zero3_init_flag", "deepspeed_multinode_launcher",
-        }  # fmt: skip
+        deepspeed = config.get("deepspeed_config", {})
+        assert set(deepspeed) <= {"deepspeed_config_file", "zero3_init_flag", "deepspeed_multinode_launcher"}
+        assert (ROOT / deepspeed.get("deepspeed_config_file", path)).is_file()
     trainers_own = {"gradient_accumulation_steps", "gradient_clipping", "train_batch_size"}
     trainers_own |= {"train_micro_batch_size_per_gpu"}
     for path in DEEPSPEED_CONFIGS:
@@ -91,11 +71,14 @@ def test_a_configuration_is_launched_by_its_name_from_any_folder(path, tmp_path,
     (tmp_path / "deepspeed_configs" / "zero3.json").write_text("{}")
     arguments = read_arguments(["--accelerate", path.stem, "--main_process_port", "0", "train", "--config", "math_7b"])
     arguments, _, _ = _validate_launch_command(arguments)
-    deepspeed_config = deepspeed_config_of(path)
-    assert arguments.num_processes == LAUNCHES[path.stem].processes
-    assert arguments.use_deepspeed == (deepspeed_config is not None)
-    if deepspeed_config:
-        assert Path(arguments.deepspeed_config_file) == (ROOT / deepspeed_config).resolve()
+    layout = LAUNCHES[path.stem]
+    assert arguments.num_processes == layout.processes
+    assert arguments.multi_gpu == (layout.engine == "none" and layout.processes > 1)
+    assert arguments.use_fsdp == (layout.engine == "fsdp2")
+    assert arguments.use_deepspeed == layout.engine.startswith("zero")
+    if arguments.use_deepspeed:
+        config = ROOT / "deepspeed_configs" / f"{layout.engine}.json"
+        assert Path(arguments.deepspeed_config_file) == config.resolve()
     assert (arguments.module, arguments.training_script) == (True, "bapo_trl")
     assert arguments.training_script_args == ["train", "--config", "math_7b"]
 

@@ -22,27 +22,13 @@ VARIABLE = re.compile(r"\w+=")
 
 @dataclass(frozen=True)
 class Block:
-    """
-    A fenced block of a page.
+    """A fenced block of a page."""
 
-    Attributes:
-        page (`str`):
-            Path of the page from the repository's root.
-        line (`int`):
-            Line of the opening fence, from 1.
-        language (`str`):
-            What stands behind the opening fence.
-        text (`str`):
-            The lines between the fences.
-        reason (`str` or `None`):
-            Why it is not run; `None` if it is to be run or parsed.
-    """
-
-    page: str
-    line: int
+    page: str  # its path from the repository's root
+    line: int  # of the opening fence, from 1
     language: str
     text: str
-    reason: str | None
+    reason: str | None  # why it is not run
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"

@@ -12,11 +12,6 @@ from tests.helpers.commands import ROOT
 PAGE = (ROOT / "docs" / "algorithm.md").read_text()
 
 
-@pytest.fixture(scope="module")
-def picture():
-    return runpy.run_path(str(ROOT / "docs" / "tools" / "draw_staleness.py"))
-
-
 def test_the_table_of_staleness_is_that_of_the_settings(tmp_path):
     rows = [[int(n) for n in re.findall(r"\d+", line)] for line in PAGE.splitlines() if re.match(r"\| \d", line)]
     assert len(rows) == 4
@@ -29,7 +24,8 @@ def test_the_table_of_staleness_is_that_of_the_settings(tmp_path):
 
 
 @pytest.mark.trainings
-def test_the_picture_is_of_what_a_run_logs(picture):
+def test_the_picture_is_of_what_a_run_logs():
+    picture = runpy.run_path(str(ROOT / "docs" / "tools" / "draw_staleness.py"))
     default, steps, passes, replayed, rested, partial = picture["PANELS"].values()
     staleness = picture["staleness"]
     assert staleness(default, 3) == [(0, 0)] * 3

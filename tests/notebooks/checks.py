@@ -39,15 +39,7 @@ def figures(cell) -> list[np.ndarray]:
 
 
 def check_figures(notebook, at_least: int) -> None:
-    """
-    Fail if a cell that draws shows no figure or a blank one, or if there are too few.
-
-    Args:
-        notebook (`nbformat.NotebookNode`):
-            Notebook that was run.
-        at_least (`int`):
-            Number of figures that it should show.
-    """
+    """Fail if a cell that draws shows no figure or a blank one, or if there are too few."""
     shown = 0
     for cell in notebook.cells:
         if cell.cell_type != "code":
@@ -62,16 +54,8 @@ def check_figures(notebook, at_least: int) -> None:
 
 def check_committed(notebook, extras: set[str]) -> None:
     """
-    Fail if a notebook is not as `make notebooks` leaves it, lacks an output, or does not begin as the others do.
-
-    Args:
-        notebook (`nbformat.NotebookNode`):
-            Notebook as it is committed.
-        extras (`set[str]`):
-            Extras of the package, of which the notebook installs one.
-
-    Raises:
-        ValueError: If its outputs are not to be stored.
+    Fail if a notebook is not as `make notebooks` leaves it, lacks an output, or does not begin as the others do: it
+    installs the package with one of its extras. Outputs that are not to be stored raise a `ValueError`.
     """
     nbformat.validate(notebook)
     assert notebook.metadata.get("bapo_trl") == {"outputs_of": code_digest(notebook)}, RUN

@@ -199,26 +199,13 @@ def test_a_user_without_a_home_is_told_of_the_variable(tmp_path, monkeypatch, ca
         tasks.warm_start_path()
 
 
-def test_a_first_lesson_is_learnt_before_with_its_own_settings(quick_builds, task):
-    """Its two updates come first: with none of the later ones, the weights are those of its own warm start."""
-    lesson = tasks.WarmStart(lambda prompt, rng: "7", num_steps=2, batch_size=3, learning_rate=1e-2)
-    alone = warm_start.warm_start_path(task=dataclasses.replace(task, warm_start=lesson))
-    before = with_warm_start(task, num_steps=0, batch_size=3, first_lesson=lesson)
-    paths = [alone, tasks.warm_start_path(task=before)]
-    paths += [tasks.warm_start_path(task=with_warm_start(before, num_steps=steps)) for steps in (1, 2)]
-    paths.append(tasks.warm_start_path(task=with_warm_start(before, num_steps=2, first_lesson=None)))
-    one, same, *others = [(path / "model.safetensors").read_bytes() for path in paths]
-    assert one == same
-    assert len({one, *others}) == 1 + len(others)
-
-
-def test_the_first_lesson_comes_first(quick_builds, task, monkeypatch):
+def test_the_first_lesson_comes_first_with_its_own_settings(quick_builds, task, monkeypatch):
     taught = []
-    monkeypatch.setattr(warm_start, "_teach", lambda model, tokenizer, lesson, *_: taught.append(lesson.num_steps))
-    tasks.warm_start_path(
-        task=with_warm_start(task, num_steps=5, first_lesson=tasks.WarmStart(lambda prompt, rng: "7", num_steps=2))
-    )
-    assert taught == [2, 5]
+    monkeypatch.setattr(warm_start, "_teach", lambda model, tokenizer, lesson, *_: taught.append(lesson))
+    lesson = tasks.WarmStart(lambda prompt, rng: "7", num_steps=2, batch_size=3, learning_rate=1e-2)
+    start = with_warm_start(task, num_steps=5, first_lesson=lesson)
+    tasks.warm_start_path(task=start)
+    assert taught == [lesson, start.warm_start]
 
 
 def test_what_shapes_the_weights_gives_another_folder(quick_builds, task, monkeypatch):
