@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 from PIL import Image
 from trl.trainer import grpo_trainer
 
@@ -150,22 +150,6 @@ def test_completions_are_kept_by_what_made_them_and_scored_anew(folder, monkeypa
     assert [line["completion"] for line in completions()] == [line["completion"] for line in first]
 
 
-def test_messages_are_scored_anew_as_messages(tmp_path, monkeypatch):
-    fill_folder(tmp_path, monkeypatch, CHAT_TEMPLATE)
-    settings = {"do_train": "false", "eval_dataset": "test.jsonl", "system_prompt": "Add.", "num_generations_eval": 1}
-    Path("my_rewards.py").write_text(
-        "seen = []\ndef has_digit(completions, **kwargs):\n"
-        "    seen.extend(completions)\n    return [0.0] * len(completions)\n"
-    )
-    run(**settings)
-    seen = sys.modules["my_rewards"].seen
-    first = seen[:6]
-    seen.clear()
-    run(**settings)
-    assert seen == first
-    assert {message["role"] for messages in seen for message in messages} == {"assistant"}
-
-
 def test_prompts_that_no_reward_can_judge_are_counted_apart(folder, capsys):
     Dataset.from_list([{"prompt": "1+1="}, {"prompt": "skip"}]).to_json("some.jsonl")
     run(do_train="false", eval_dataset="some.jsonl", num_generations_eval=2)
@@ -208,48 +192,30 @@ def test_no_answer_and_no_source_ends_an_evaluation(folder):
     assert results()["eval_maj@4"] == 0  # without a vote
 
 
-def test_chats_of_other_columns(tmp_path, monkeypatch):
+def test_chats_of_other_columns_are_scored_anew_as_messages(tmp_path, monkeypatch):
     fill_folder(tmp_path, monkeypatch, CHAT_TEMPLATE)
     Dataset.from_list([{"question": f"{a}+1?", "answer": f"{a + 1:03}"} for a in range(6)]).to_json("aime.jsonl")
-    run(
-        dataset_name="aime.jsonl", eval_fraction=0.2, prompt_column="problem|question", answer_column="answer",
-        prompt_template="{prompt} In \\boxed{}.", system_prompt="Add.", reward_funcs="accuracy_reward",
-    )  # fmt: skip
+    settings = {
+        "do_train": "false", "eval_dataset": "aime.jsonl", "num_generations_eval": 1, "system_prompt": "Add.",
+        "prompt_column": "problem|question", "answer_column": "answer", "prompt_template": "{prompt} In \\boxed{}.",
+        "reward_funcs": "accuracy_reward|my_rewards.noted",
+    }  # fmt: skip
+    Path("my_rewards.py").write_text(
+        "seen = []\ndef noted(completions, **kwargs):\n"
+        "    seen.extend(completions)\n    return [0.0] * len(completions)\n"
+    )
+    run(**settings)
     (line, *_) = completions()
     system, user = line["prompt"]
     assert system == {"role": "system", "content": "Add."}
     assert re.fullmatch(r"\d\+1\? In \\boxed\{\}\.", user["content"])
-    assert line["rewards"] == {"accuracy_reward": 0.0}
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"eval_dataset": "test.jsonl", "eval_fraction": 0.5}, "`eval_dataset` and `eval_fraction` are both set"),
-        ({"eval_dataset": "test.jsonl", "max_eval_samples": 0}, "`max_eval_samples` is 0: set it to at least 1"),
-        ({"eval_fraction": 1.5}, "`eval_fraction` is 1.5, which leaves 24 of 16 prompts"),
-        ({"eval_fraction": 0.5, "dataset_streaming": "true"}, "`eval_fraction` cannot hold out a share of a stream"),
-        ({"eval_dataset": "tset.jsonl"}, "`eval_dataset` is 'tset.jsonl', but there is no such file"),
-        ({"eval_dataset": "two"}, "`dataset_test_split` is 'test', but the dataset has only the splits"),
-        (
-            {"extract_answer": "box"},
-            "`extract_answer` has 'box', which is not known: choose one of boxed, last_number",
-        ),
-        (
-            {"answer_column": "answer"},
-            r"train dataset \(train.jsonl\) has no `answer` column, only .*`--answer_column`",
-        ),
-        ({"eval_dataset": "two", "dataset_test_split": "b"}, r"eval dataset \(two\) has no `prompt` column"),
-        ({"system_prompt": "Add."}, "`system_prompt` is set, but the tokenizer .* has no chat template"),
-        ({"dataset_name": "chats.jsonl"}, "prompts are chat messages, but the tokenizer .* has no chat template"),
-    ],
-)
-def test_what_cannot_be_is_refused_with_the_flag_to_change(folder, settings, message):
-    part = Dataset.from_list([{"text": "1+1="}])
-    DatasetDict(a=part, b=part).save_to_disk("two")
-    Dataset.from_list([{"prompt": [{"role": "user", "content": "1+1="}]}] * 4).to_json("chats.jsonl")
-    with pytest.raises(ValueError, match=message):
-        run(**{"dataset_name": "train.jsonl", **settings})
+    assert line["rewards"]["accuracy_reward"] == 0
+    seen = sys.modules["my_rewards"].seen
+    first = seen[:6]
+    seen.clear()
+    run(**settings)
+    assert seen == first
+    assert {message["role"] for messages in seen for message in messages} == {"assistant"}
 
 
 @pytest.mark.parametrize("streaming", ["true", "false"])
@@ -290,36 +256,29 @@ def test_settings_of_the_training_in_a_recipe_do_not_count_in_an_evaluation(fold
     assert not {"model.safetensors", "eval_completions_before.jsonl"} & {path.name for path in Path("out").iterdir()}
 
 
-def test_a_recipe_that_evaluates_in_training_evaluates_few_prompts_alone(folder):
+def test_settings_and_data_of_the_training_do_not_count_where_there_is_none(folder):
     Dataset.from_list([{"prompt": "1+1="}, {"prompt": "1+2="}]).to_json("few.jsonl")
-    in_training = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
-    run(do_train="false", eval_dataset="few.jsonl", **in_training)
+    of_training = {"dataset_name": "org/not-here", "eval_strategy": "steps", "eval_steps": 1}
+    run(do_train="false", eval_dataset="few.jsonl", per_device_eval_batch_size=8, **of_training)
     assert len(completions()) == 8
 
 
-def test_an_evaluation_in_training_is_of_prompts_however_few_the_last_batch_has(folder):
+@pytest.mark.processes
+@pytest.mark.parametrize("ranks", [1, 2])  # batches of 2, 2 and 1 prompts; of 4, and of 1 that is filled up with 3
+def test_an_evaluation_in_training_is_of_prompts_however_few_the_last_batch_has(folder, ranks):
     Path("my_rewards.py").write_text(
         "def has_digit(completions, prompts, **kwargs):\n    return [float(each == '18+19=') for each in prompts]\n"
     )
-    of_five = {"eval_dataset": "test.jsonl", "max_eval_samples": 5, "per_device_eval_batch_size": 8}  # 2, 2 and 1
-    run(dataset_name="train.jsonl", eval_strategy="steps", eval_steps=1, **of_five)
+    of_five = {"eval_dataset": "test.jsonl", "max_eval_samples": 5, "per_device_eval_batch_size": 8}
+    shown = {"eval_strategy": "steps", "eval_steps": 1, "disable_tqdm": "false", "report_to": "tensorboard"}
+    settings = flags(dataset_name="train.jsonl", **shown, **of_five)
+    printed = succeeded(run_python([ROOT / "train_bapo.py", *settings], ranks=ranks, cwd=folder))
+    assert printed.count("eval reward") == 2  # one while training, one at the end
+    assert list(Path("out").rglob("events.out.tfevents*"))
     logs = json.loads(Path("out/trainer_state.json").read_text())["log_history"]
-    (in_training,) = [log for log in logs if "eval_avg@4" in log and log["step"] == 1]
-    assert in_training["eval_avg@4"] == in_training["eval_pass@4"] == pytest.approx(1 / 5)
-
-
-@pytest.mark.processes
-def test_prompts_that_fill_up_the_last_batch_of_two_processes_count_once(folder):
-    reward = (
-        "def has_digit(completions, prompts, **kwargs):\n    return [float(each == '18+19=') for each in prompts]\n"
-    )
-    Path("my_rewards.py").write_text(reward)
-    of_five = {"eval_dataset": "test.jsonl", "max_eval_samples": 5, "per_device_eval_batch_size": 8}  # 4, and 1 with 3
-    settings = flags(dataset_name="train.jsonl", eval_strategy="steps", eval_steps=1, **of_five)
-    succeeded(run_python([ROOT / "train_bapo.py", *settings], ranks=2, cwd=folder))
-    logs = json.loads(Path("out/trainer_state.json").read_text())["log_history"]
-    (in_training,) = [log for log in logs if "eval_avg@4" in log and log["step"] == 1]
-    assert in_training["eval_avg@4"] == in_training["eval_reward_best_of_4"] == pytest.approx(1 / 5)
+    assert [log["step"] for log in logs if "eval_rewards/has_digit/mean" in log] == [1, 2]
+    (found,) = [log for log in logs if "eval_avg@4" in log and log["step"] == 1]
+    assert found["eval_avg@4"] == found["eval_pass@4"] == found["eval_reward_best_of_4"] == pytest.approx(1 / 5)
 
 
 def test_two_evaluations_are_kept_apart(folder):
@@ -382,11 +341,6 @@ def test_an_evaluation_on_prompts_of_another_form_than_those_of_the_training_say
         assert other in capsys.readouterr().out
         run(**alone, **formed)
         assert "another form" not in capsys.readouterr().out
-
-
-def test_an_evaluation_loads_nothing_to_train_on(folder):
-    run(do_train="false", dataset_name="org/not-here", eval_dataset="test.jsonl")
-    assert len(completions()) == 24
 
 
 @pytest.mark.processes

@@ -58,8 +58,9 @@ def fill_folder(folder: Path, monkeypatch, chat_template: str | None = None) -> 
 
 
 def flags(**settings) -> list[str]:
-    """Return the flags of a short run; `a|b` is several values."""
-    return [part for name, value in {**SHORT, **settings}.items() for part in (f"--{name}", *str(value).split("|"))]
+    """Return the flags of a short run; `a|b` is several values, and `None` leaves a flag out."""
+    given = {name: str(value) for name, value in {**SHORT, **settings}.items() if value is not None}
+    return [part for name, value in given.items() for part in (f"--{name}", *value.split("|"))]
 
 
 def run(**settings) -> None:

@@ -5,20 +5,17 @@ import re
 import sys
 
 import pytest
-from datasets import Dataset, DatasetDict
+import yaml
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 from bapo_trl import BAPOTrainer
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.recipes import RECIPES, recipe_names
-from bapo_trl.tasks import load_task, warm_start_path
+from bapo_trl.tasks import warm_start_path
 from tests.helpers.commands import ROOT, accelerate_launcher, ends, run_command, succeeded
 from tests.helpers.forked import run_python
-
-
-sys.path.insert(0, str(ROOT))
-import train_bapo
+from tests.helpers.script_runs import run, train_bapo
 
 
 SHORT = {
@@ -31,7 +28,6 @@ SHORT = {
     "logging_steps": 1,
 }
 NO_RECIPE = f"there is no such file; the recipes of the package are {', '.join(recipe_names())}"
-CPU = {"use_cpu": "true", "bf16": "false", "gradient_checkpointing": "false", "dataloader_pin_memory": "false"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,12 +35,11 @@ def _warm_start():
     warm_start_path()  # once, so that the scripts find it
 
 
-def train(output_dir, *flags, cwd=ROOT, command_line=(), program=(str(ROOT / "train_bapo.py"),), **settings):
-    arguments = [f"--{name}={value}" for name, value in {**SHORT, **settings}.items()]
-    command = [*program, "--output_dir", output_dir, *arguments, *flags]
+def train(output_dir, command_line=(), program=(str(ROOT / "train_bapo.py"),), **settings):
+    arguments = [f"--{name}={value}" for name, value in {**SHORT, "output_dir": output_dir, **settings}.items()]
     if command_line:
-        return run_command([*command_line, *map(str, command)], cwd=cwd, HF_HUB_OFFLINE="1")
-    return run_python(command, cwd=cwd)
+        return run_command([*command_line, *program, *arguments], HF_HUB_OFFLINE="1")
+    return run_python([*program, *arguments])
 
 
 def logs(output_dir):
@@ -92,31 +87,6 @@ def test_resume_trains_on_from_the_latest_whole_checkpoint(tmp_path):
     assert f"Checkpoint: {tmp_path / 'stopped' / 'checkpoint-4'}" in out
 
 
-@pytest.mark.processes
-def test_evaluation_during_training_on_a_users_own_data_and_reward(tmp_path):
-    (tmp_path / "my_rewards.py").write_text(
-        "def prefers_short(completions, **kwargs):\n    return [-float(len(text)) for text in completions]\n"
-    )
-    task = load_task()
-    data = DatasetDict(train=task.train_dataset.select(range(32)), test=task.test_dataset.select(range(8)))
-    data.save_to_disk(tmp_path / "data")
-    out = succeeded(
-        train(
-            "out", cwd=tmp_path, dataset_name="data", reward_funcs="my_rewards.prefers_short",
-            model_name_or_path=warm_start_path(), use_cpu="true", bf16="false", gradient_checkpointing="false",
-            dataloader_pin_memory="false", eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8,
-            max_completion_length=4, report_to="tensorboard",
-        )
-    )  # fmt: skip
-    history = logs(tmp_path / "out")
-    assert [log["step"] for log in history if "eval_reward" in log] == [1, 2]  # the last one after the training
-    assert (tmp_path / "out" / "eval_results.json").exists()
-    assert all(log["eval_rewards/prefers_short/mean"] < 0 for log in history if "eval_reward" in log)
-    assert out.count("eval reward") == 2  # one while training, one at the end
-    assert re.search(r"Evaluation of out on data, \d+ prompts: update", out)  # not of the model it started from
-    assert list((tmp_path / "out").rglob("events.out.tfevents*"))
-
-
 @pytest.mark.parametrize(
     "spelling", ["--dataset_name=data.jsonl", "--dataset-name data.jsonl", "--dataset_name data.jsonl"]
 )
@@ -155,14 +125,6 @@ def test_unknown_flags_and_missing_recipes_end_in_one_line(flags, message, capsy
     assert capsys.readouterr().err.partition("error: ")[2].removeprefix("unknown flag: ") == message + "\n"
 
 
-def test_an_unknown_key_of_a_recipe_ends_in_one_line(tmp_path, capsys):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("learning_rat: 1.0e-6\nbf16: true\n")
-    ends(train_bapo.main, ["--config", str(recipe)])
-    line = f"error: unknown key in {recipe}: learning_rat (the nearest is learning_rate)\n"
-    assert capsys.readouterr().err.endswith(line)
-
-
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
@@ -189,11 +151,10 @@ def test_a_recipe_that_is_no_mapping_ends_in_one_line(tmp_path, recipe, message,
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("folder", [ROOT, ROOT / "docs"], ids=["in the checkout", "elsewhere"])
-def test_recipes_in_either_spelling_and_by_name(folder, monkeypatch):
-    monkeypatch.chdir(folder)
+def test_recipes_in_either_spelling_and_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     named = ("recipes/quickstart.yaml", "quickstart.yaml", "quickstart", str(RECIPES / "quickstart.yaml"))
-    for flags in ([], *([f"--config={name}"] for name in named), *(["--config", name] for name in named)):
+    for flags in ([], *([f"--config={name}"] for name in named), ["--config", "quickstart"]):
         assert parse_arguments([*flags, "--max_steps=480"])[1].learning_rate == 5e-4
 
 
@@ -208,15 +169,6 @@ def test_a_file_of_the_users_comes_before_a_recipe_of_its_name(tmp_path, monkeyp
 def test_the_files_of_a_checkout_are_those_of_the_package():
     assert (ROOT / "recipes").resolve() == RECIPES
     assert recipe_names() == sorted(path.stem for path in (ROOT / "recipes").iterdir())
-
-
-def test_help_shows_the_defaults_of_the_settings_not_of_a_recipe(capsys):
-    with pytest.raises(SystemExit):
-        parse_arguments(["--help"])
-    out = capsys.readouterr().out
-    assert "Train a model with BAPO." in out
-    assert "--positive_contribution_target" in out
-    assert "(default: embedded)" not in out
 
 
 @pytest.fixture
@@ -284,64 +236,13 @@ def test_two_processes_share_the_work(tmp_path):
     assert (tmp_path / "model.safetensors").exists()
 
 
-@pytest.mark.processes
-def test_a_dataset_mixture_from_a_recipe(tmp_path):
-    for name, size in (("a", 5), ("b", 11)):
-        load_task().train_dataset.select(range(size)).to_json(tmp_path / f"{name}.jsonl")
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        f"datasets: [{{path: json, data_files: {tmp_path}/a.jsonl}}, {{path: json, data_files: {tmp_path}/b.jsonl}}]\n"
-        f"model_name_or_path: {warm_start_path()}\nreward_funcs: [bapo_trl.tasks.exact_match_reward]\n"
-        "use_cpu: true\nbf16: false\ngradient_checkpointing: false\nmax_completion_length: 4\n"
-    )
-    out = succeeded(train(tmp_path / "out", "--config", str(recipe)))
-    assert "BAPO on a dataset mixture" in out
-    assert [log["step"] for log in logs(tmp_path / "out") if "bapo/clip_low" in log] == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"dataset_name": "./missing.jsonl"}, "`dataset_name` is './missing.jsonl'.*no such file or folder"),
-        ({"dataset_name": "embedded", "reward_funcs": "accuracy"}, "`reward_funcs` has 'accuracy'.*accuracy_reward"),
-        ({"dataset_name": "questions.jsonl", "reward_funcs": "think_format_reward"}, "no `prompt` column.*question"),
-        ({"dataset_name": "questions.jsonl"}, "`reward_funcs` is not set"),
-        (
-            {"dataset_name": "three.jsonl", "reward_funcs": "think_format_reward", "model_name_or_path": "./no_model"},
-            "dataset has 3 prompts, but one generation takes 4 .*16 / `num_generations` 4.*`steps_per_generation` .2.",
-        ),
-        ({"dataset_name": "embedded", "model_name_or_path": None}, "`model_name_or_path` is not set"),
-        (
-            {"dataset_name": "questions.jsonl", "dataset_train_split": "trein"},
-            "`dataset_train_split` is 'trein'.*'train'",
-        ),
-        (
-            {"dataset_name": "embedded", "do_train": "false", "resume_from_checkpoint": "true"},
-            "`resume_from_checkpoint` is 'true', but `do_train` is false.*`model_name_or_path`",
-        ),
-        ({"dataset_name": "questions.jsonl", "do_eval": "true"}, "`dataset_test_split` is 'test'.*train"),
-        (
-            {"per_device_train_batch_size": "6", "steps_per_generation": "1"},
-            r"generation_batch_size \(6\) must be divisible by num_generations \(4\)",
-        ),
-        ({"bf16_full_eval": "true", "do_eval": "true"}, "`bf16_full_eval` is set: .* --do_train false"),
-        ({"generation_batch_size": "24"}, "'generation_batch_size' and 'steps_per_generation' can not be both"),
-        (
-            {"do_eval": "true", "eval_strategy": "steps", "per_device_eval_batch_size": "6"},
-            r"eval batch size \(6 \* 1\) must be divisible by the number of generations",
-        ),
-    ],
-)  # fmt: skip
-def test_errors_name_the_argument_the_value_and_the_fix(tmp_path, settings, message, monkeypatch):
-    Dataset.from_dict({"question": ["1+1="]}).to_json(tmp_path / "questions.jsonl")
-    Dataset.from_dict({"prompt": ["1+1=", "1+2=", "1+3="]}).to_json(tmp_path / "three.jsonl")
-    monkeypatch.chdir(tmp_path)
-    settings = {
-        **SHORT, **CPU, "output_dir": "out", "model_name_or_path": warm_start_path(), **settings,
-    }  # fmt: skip
-    arguments = [part for name, value in settings.items() if value for part in (f"--{name}", str(value))]
-    with pytest.raises(ValueError, match=f"(?s){message}"):
-        train_bapo.main(arguments)
+@pytest.mark.trainings
+def test_a_dataset_mixture_from_a_recipe(folder, capsys):
+    parts = [{"path": "json", "data_files": f"{name}.jsonl"} for name in ("train", "test")]
+    (folder / "recipe.yaml").write_text(yaml.safe_dump({"datasets": parts}))
+    run(config="recipe.yaml", logging_steps=1)
+    assert "BAPO on a dataset mixture" in capsys.readouterr().out
+    assert [log["step"] for log in logs(folder / "out") if "bapo/clip_low" in log] == [1, 2]
 
 
 def test_where_there_is_no_gpu_the_flags_for_a_cpu_are_named(monkeypatch):
@@ -349,10 +250,3 @@ def test_where_there_is_no_gpu_the_flags_for_a_cpu_are_named(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ValueError, match=r"`use_cpu` is false, but no GPU was found: .*--use_cpu true.*--bf16 false"):
         train_bapo.main(["--dataset_name", "prompts.jsonl", "--output_dir", "out"])
-
-
-def test_a_recipe_without_a_dataset_is_refused(tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"output_dir: {tmp_path}\nuse_cpu: true\nbf16: false\n")
-    with pytest.raises(ValueError, match=r"`dataset_name` is not set.*embedded"):
-        train_bapo.main(["--config", str(recipe)])

@@ -1,0 +1,126 @@
+"""What `bapo-trl train` refuses: in one line that names the setting, its value and the fix, without a traceback."""
+
+import re
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from bapo_trl import cli
+from tests.helpers.script_runs import fill_folder, flags
+
+
+FILES = {
+    "seed.yaml": "seed: 1.5\n",
+    "folder.yaml": "output_dir: 5\n",
+    "rate.yaml": "learning_rate: [1]\n",
+    "datasets.yaml": "datasets: 5\n",
+    "report.yaml": "report_to: 5\n",
+    "trackers.yaml": "report_to: [none, 5]\n",
+    "key.yaml": "learning_rat: 1.0e-6\n",
+    "list.yaml": "? [a, b]\n: 1\n",
+    "no_data.yaml": "max_steps: 1\n",
+    "twice.yaml": "max_steps: 1\nseed: 2\nmax_steps: 3\n",
+    "files/a.jsonl": '{"prompt": "1+1="}\n',
+    "files/b.jsonl": '{"prompt": \n',
+    "mixed/a.jsonl": '{"prompt": "1+1="}\n',
+    "mixed/b.jsonl": '{"prompt": ["1"], "x": 1}\n',
+    "lists.jsonl": '{"prompt": ["1+1=", "2"]}\n',
+    "three.jsonl": '{"prompt": "1+1="}\n{"prompt": "1+2="}\n{"prompt": "1+3="}\n',
+    "chats.jsonl": '{"prompt": [{"role": "user", "content": "1+1="}]}\n' * 4,
+    "adapter/adapter_config.json": '{"base_',
+}
+REFUSED = [
+    # Recipes
+    ({"config": "seed.yaml"}, "seed.yaml: `seed` is 1.5: set it to a whole number"),
+    ({"config": "folder.yaml"}, "folder.yaml: `output_dir` is 5: set it to text, in quotes"),
+    ({"config": "rate.yaml"}, r"rate.yaml: `learning_rate` is \[1\]: set it to a number"),
+    ({"config": "datasets.yaml"}, "datasets.yaml: `datasets` is 5: set it to a list"),
+    ({"config": "report.yaml"}, "report.yaml: `report_to` is 5: set it to a list or text, in quotes"),
+    (
+        {"config": "trackers.yaml"},
+        r"trackers.yaml: `report_to` is \['none', 5\]: set it to a list of text, in quotes",
+    ),
+    ({"config": "key.yaml"}, r"unknown key in key.yaml: learning_rat \(the nearest is learning_rate\)$"),
+    ({"config": "list.yaml"}, r"is not valid YAML \("),
+    ({"config": "twice.yaml"}, r"\(the key `max_steps` is there twice, again in line 3\)"),
+    ({"config": "no_data.yaml", "dataset_name": None}, "`dataset_name` is not set.*embedded"),
+    # Of TRL and transformers
+    ({"load_in_4bit": "true", "load_in_8bit": "true"}, "use 8 bit and 4 bit precision at the same time"),
+    ({"logging_steps": 0}, "IntervalStrategy.STEPS requires non-zero --logging_steps"),
+    ({"optim": "sgdd"}, r"argument --optim: invalid choice: 'sgdd' \(choose from "),
+    (
+        {"steps_per_generation": 1, "num_generations": 4},
+        r"generation_batch_size \(6\) must be divisible by num_generations \(4\)",
+    ),
+    ({"push_to_hub": "true"}, r"`push_to_hub` is set, but the Hub cannot be pushed to \("),
+    # Settings of a training
+    ({"learning_rate": -1}, "`learning_rate` is -1.0: set it to at least 0, e.g. 1e-6."),
+    ({"reward_funcs": "accuracy"}, "`reward_funcs` has 'accuracy'.*accuracy_reward"),
+    ({"reward_funcs": None}, "`reward_funcs` is not set"),
+    (
+        {"do_train": "false", "resume_from_checkpoint": "true"},
+        "`resume_from_checkpoint` is 'true', but `do_train` is false.*`model_name_or_path`",
+    ),
+    ({"bf16_full_eval": "true", "do_eval": "true"}, "`bf16_full_eval` is set: .* --do_train false"),
+    # Data
+    ({"dataset_name": "./missing.jsonl"}, "`dataset_name` is './missing.jsonl'.*no such file or folder"),
+    ({"dataset_name": "files"}, r"`dataset_name` is the file 'files/b.jsonl', which cannot be read \(JSON"),
+    ({"dataset_name": "mixed"}, "`dataset_name` is the folder 'mixed', whose files cannot be read to"),
+    ({"dataset_name": "lists.jsonl"}, "is a list, but not of messages with a `role` and a `content`"),
+    (
+        {"dataset_name": "three.jsonl", "model_name_or_path": "./no_model"},
+        "dataset has 3 prompts, but one generation takes 4 .*12 / `num_generations` 3.*`steps_per_generation` .2.",
+    ),
+    ({"dataset_name": "chats.jsonl"}, "prompts are chat messages, but the tokenizer .* has no chat template"),
+    ({"dataset_train_split": "trein"}, "`dataset_train_split` is 'trein'.*'train'"),
+    ({"do_eval": "true"}, "`dataset_test_split` is 'test'.*train"),
+    ({"eval_dataset": ""}, "`eval_dataset` is empty: give a name, or leave it out."),
+    ({"eval_dataset": "tset.jsonl"}, "`eval_dataset` is 'tset.jsonl', but there is no such file"),
+    ({"eval_dataset": "two"}, "`dataset_test_split` is 'test', but the dataset has only the splits"),
+    ({"eval_dataset": "two", "dataset_test_split": "b"}, r"eval dataset \(two\) has no `prompt` column"),
+    ({"eval_dataset": "test.jsonl", "eval_fraction": 0.5}, "`eval_dataset` and `eval_fraction` are both set"),
+    ({"eval_dataset": "test.jsonl", "max_eval_samples": 0}, "`max_eval_samples` is 0: set it to at least 1"),
+    ({"eval_fraction": 1.5}, "`eval_fraction` is 1.5, which leaves 24 of 16 prompts"),
+    ({"eval_fraction": 0.5, "dataset_streaming": "true"}, "`eval_fraction` cannot hold out a share of a stream"),
+    ({"extract_answer": "box"}, "`extract_answer` has 'box', which is not known: choose one of boxed, last_number"),
+    ({"answer_column": "answer"}, r"train dataset \(train.jsonl\) has no `answer` column, only .*`--answer_column`"),
+    ({"system_prompt": "Add."}, "`system_prompt` is set, but the tokenizer .* has no chat template"),
+    # Models and adapters
+    ({"model_name_or_path": None}, "`model_name_or_path` is not set"),
+    ({"model_name_or_path": "./none"}, "`model_name_or_path` is './none', and the tokenizer .* cannot be loaded"),
+    ({"model_name_or_path": "adapter"}, "an adapter whose adapter/adapter_config.json is damaged"),
+    ({"merge_adapter": "true"}, "`merge_adapter` is set, but there is no adapter: set `use_peft`"),
+    ({"do_train": "false", "eval_dataset": "test.jsonl", "merge_adapter": "true"}, "there is no adapter"),
+    (
+        {"use_peft": "true", "lora_target_modules": "q_proj|query"},
+        "`lora_target_modules` has query, which the model does not have: its linear layers are down_proj, ",
+    ),
+    ({"use_peft": "true", "lora_target_modules": "key"}, "`lora_target_modules` has key, which the model"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        folder = fill_folder(tmp_path_factory.mktemp("refused"), patch)
+        for name, text in FILES.items():
+            Path(name).parent.mkdir(exist_ok=True)
+            Path(name).write_text(text)
+        part = Dataset.from_list([{"text": "1+1="}])
+        DatasetDict(a=part, b=part).save_to_disk("two")
+        yield folder
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize(("settings", "message"), REFUSED)
+def test_what_a_user_gets_wrong_ends_in_one_line(folder, settings, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", *flags(**{"dataset_name": "train.jsonl", **settings})])
+    assert ended.value.code in (1, 2)
+    said = capsys.readouterr().err
+    line = said.splitlines()[-1]
+    assert line.startswith("bapo-trl train: error: ")
+    assert re.search(message, line)
+    assert "Traceback" not in said
+    assert "usage: " not in said
