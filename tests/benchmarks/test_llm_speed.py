@@ -4,17 +4,10 @@ from benchmarks import llm_speed
 
 
 def test_ratios_of_speed_are_of_pairs():
+    measured = {"all": [(18, 2), (25, 5), (20, 0)], "none": [(50, 10), (70, 20), (30, 10)]}
     seconds = {
-        "all": [
-            {"user": 18, "system": 2, "peak_gb": 3.0},
-            {"user": 25, "system": 5, "peak_gb": 3.0},
-            {"user": 20, "system": 0, "peak_gb": 3.0},
-        ],
-        "none": [
-            {"user": 50, "system": 10, "peak_gb": 3.0},
-            {"user": 70, "system": 20, "peak_gb": 3.0},
-            {"user": 30, "system": 10, "peak_gb": 3.0},
-        ],
+        arm: [{"user": user, "system": system, "peak_gb": 3.0} for user, system in runs]
+        for arm, runs in measured.items()
     }
     rows = [llm_speed.to_row(arm, seconds) for arm in seconds]
     assert rows[1]["ratio"]["median"] == 3  # of 60/20, 90/30, 40/20

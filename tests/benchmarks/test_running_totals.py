@@ -37,14 +37,8 @@ def test_demonstrations_without_detours_are_right_and_on_detours_every_carry_is_
     assert final_answer_reward([right], answer=["32"]) == [1.0]
     monkeypatch.setattr(running_totals, "DETOUR_RATE", 1.0)
     wrong = running_totals.demonstrate(prompt, random.Random(0))
-    assert (
-        wrong
-        == "".join(
-            f"{step}??????={total}"
-            for step, total in zip(["b7", "c9", "d1", "e1", "f1", "g9"], [1, 0, 1, 2, 3, 2], strict=True)
-        )
-        + "#2"
-    )
+    totals = zip(["b7", "c9", "d1", "e1", "f1", "g9"], [1, 0, 1, 2, 3, 2], strict=True)
+    assert wrong == "".join(f"{step}??????={total}" for step, total in totals) + "#2"
     assert final_answer_reward([wrong], answer=["32"]) == [0.0]
 
 

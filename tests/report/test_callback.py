@@ -11,7 +11,6 @@ from transformers import TrainerCallback
 
 from bapo_trl.report.callback import ReportCallback
 from bapo_trl.report.command import main
-from bapo_trl.report.write import report_line, save_report
 from tests.helpers.toy import toy_trainer
 
 
@@ -66,17 +65,26 @@ SHAPES = {
 }
 
 
-def test_no_secret_is_written_into_the_settings(tmp_path):
+KEPT = {
+    "dataset_name": "org/hf_datasets-of-tokens@main",
+    "url": "http://node-7:8000/?mail=me@node-7",
+    "prompt_template": "{prompt}\nThe token is: a word. Basic arithmetic, sk-learn.",
+    "revision": "0123456789abcdef0123456789abcdef01234567",
+    "reward_funcs": ["my_rewards.no_secret"],
+    "use_auth_token": True,
+}
+
+
+def test_no_secret_is_written_into_the_settings_and_all_else_is(tmp_path):
     load = {"token": HIDDEN, "proxies": {"http": f"http://me:{HIDDEN}@proxy"}, "attn_implementation": "eager"}
     settings = {
         "deep": [{"headers": {"Authorization": HIDDEN, "X-Api-Key": HIDDEN}}, ({"auth": ["me", HIDDEN]}, *SHAPES)],
         "object": Path(f"hf_{HIDDEN}"),
         "api_key": HIDDEN,
-        "use_auth_token": True,
     }
     server = f"http://me:{HIDDEN}@node-7:8000"
     trainer = toy_trainer(tmp_path, max_steps=1, vllm_server_base_url=server, model_init_kwargs=load)
-    trainer.add_callback(ReportCallback(settings))
+    trainer.add_callback(ReportCallback({**settings, **KEPT}))
     trainer.train()
     text = (tmp_path / "run_settings.json").read_text()
     assert HIDDEN not in text
@@ -86,24 +94,11 @@ def test_no_secret_is_written_into_the_settings(tmp_path):
         "token": "<TOKEN>", "proxies": {"http": "http://<SECRET>@proxy"}, "attn_implementation": "eager",
     }  # fmt: skip
     assert written["deep"][1] == [{"auth": "<AUTH>"}, *SHAPES.values()]
-    assert written["use_auth_token"] is True
-
-
-def test_settings_that_are_no_secret_stay(tmp_path):
-    trainer = toy_trainer(tmp_path, max_steps=1)
-    kept = {
-        "dataset_name": "org/hf_datasets-of-tokens@main",
-        "url": "http://node-7:8000/?mail=me@node-7",
-        "prompt_template": "{prompt}\nThe token is: a word. Basic arithmetic, sk-learn.",
-        "revision": "0123456789abcdef0123456789abcdef01234567",
-        "reward_funcs": ["my_rewards.no_secret"],
+    plain = {**json.loads(json.dumps(trainer.args.to_dict(), default=str)), **KEPT}
+    masked = {"vllm_server_base_url", "model_init_kwargs"}
+    assert {name: written[name] for name in plain if name not in masked} == {
+        name: value for name, value in plain.items() if name not in masked
     }
-    trainer.add_callback(ReportCallback(kept))
-    trainer.train()
-    written = json.loads((tmp_path / "run_settings.json").read_text())
-    assert {name: written[name] for name in kept} == kept
-    plain = json.loads(json.dumps(trainer.args.to_dict(), default=str))
-    assert {name: written[name] for name in plain if name not in kept} == plain
 
 
 def test_seeds_of_a_training_are_one_band_and_another_setting_is_not(tmp_path):
@@ -153,14 +148,3 @@ def test_only_the_main_process_writes(tmp_path):
     trainer.state.log_history = [{"loss": 0.1, "step": 1}]
     callback.on_save(trainer.args, trainer.state, trainer.control)
     assert not list(tmp_path.iterdir())
-
-
-def test_nothing_is_drawn_before_an_update_is_logged(tmp_path):
-    trainer = toy_trainer(tmp_path, logging_steps=5, **SAVES)
-    trainer.add_callback(ReportCallback())
-    trainer.train()
-    assert not (tmp_path / "report.html").exists()
-    line = report_line(trainer.state.log_history[:-1], tmp_path / "report.png")  # without the summary
-    assert line.startswith("Report: not drawn, no update")
-    with pytest.raises(ValueError, match="nothing to draw"):
-        save_report([{"train_runtime": 1.0}], tmp_path / "report.png")

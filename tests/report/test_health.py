@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bapo_trl.report.health import CHECKS, Finding, describe
+from bapo_trl.report.health import CHECKS, Finding
 from bapo_trl.report.health import examine as examine_columns
 from bapo_trl.report.logs import Logs
 from bapo_trl.report.method import Method
@@ -144,14 +144,6 @@ def test_checks_that_could_not_be_made_are_named():
     (nothing,) = examine([{"loss": 0.1, "step": 1}])
     assert nothing.severity == "note"
     assert nothing.sentence.count("(`") == 7
-
-
-def test_a_line_of_text_says_what_to_try():
-    (finding,) = examine(made_logs(**{"ratio/ess": 0.2}))
-    remedy = CHECKS[1].remedy(Method())
-    assert describe(finding) == (
-        f"[warning] Effective sample size: below 0.3 in 20 of 20 logs; lowest 0.2 at update 1. Try: {remedy}"
-    )
 
 
 def test_settings_that_a_line_names_exist():
