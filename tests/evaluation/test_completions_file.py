@@ -40,17 +40,5 @@ def test_a_kill_at_any_byte_loses_the_line_it_cut_and_no_other(path):
         assert len(lines) == whole[:size].count(b"\n") + 1
 
 
-def test_completions_of_another_evaluation_are_put_aside_until_it_is_asked_for_again(path):
-    of_a = path.read_bytes()
-    other = CompletionsFile(path, "b", num_completions=2)
-    assert other.missing(1) == [(0, 0), (0, 1)]
-    assert not path.exists()
-    other.append([completion(0, 0)])
-    of_b = path.read_bytes()
-    assert CompletionsFile(path, "a", num_completions=2).missing(2) == [(1, 1)]
-    assert path.read_bytes() == of_a
-    assert path.with_name("completions-b.jsonl").read_bytes() == of_b
-
-
 def test_more_completions_of_each_prompt_are_added_to_those_there(path):
     assert CompletionsFile(path, "a", num_completions=3).missing(2) == [(0, 2), (1, 1), (1, 2)]

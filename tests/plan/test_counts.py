@@ -71,16 +71,6 @@ def test_processes_multiply_samples_and_not_updates(tmp_path):
     assert count(args, 1, None).updates_per_epoch is None
 
 
-def test_a_given_generation_batch_size_is_that_of_all_processes(tmp_path):
-    args = config(tmp_path, per_device_train_batch_size=4, generation_batch_size=256, gradient_accumulation_steps=2)
-    one, eight, many = (count(args, processes, 1000) for processes in (1, 8, 96))
-    assert [each.samples for each in (one, eight, many)] == [256] * 3
-    assert (one.updates_per_generation, eight.updates_per_generation) == (32, 4)
-    assert eight.updates_per_epoch == (1000 // 128) * 4
-    assert (one.refusal, eight.refusal) == (None, None)
-    assert many.refusal == "generation_batch_size 256 is no multiple of 384, a micro-batch on each process"
-
-
 def test_numbers_of_processes_that_cannot_train_say_why(tmp_path):
     args = config(tmp_path, per_device_train_batch_size=2, steps_per_generation=3, num_generations=6)
     assert count(args, 2, 100).refusal is None

@@ -75,7 +75,6 @@ def test_the_shape_needs_no_weights_and_leaves_the_model_alone(tmp_path):
         (Layout(4, "zero1"), (20, 20, 30, 20)),
         (Layout(4, "zero2"), (20, 5, 30, 20)),
         (Layout(4, "zero3"), (5, 5, 30, 5)),
-        (Layout(4, "fsdp1"), (10, 10, 20, 10)),
         (Layout(4, "fsdp2"), (10, 10, 20, 10)),
         (Layout(4, "zero3", frozenset({"weights", "optimizer"})), (0, 5, 0, 5)),
     ],
@@ -138,5 +137,3 @@ def test_what_lies_in_cpu_memory_is_left_out():
     layout = Layout(1, "zero3", frozenset({"weights", "optimizer"}))
     assert layout_of_process({}, deepspeed=str(offload)) == layout
     assert layout_of_process({}, deepspeed=json.loads(offload.read_text())) == layout
-    stage = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "WORLD_SIZE": "2"}
-    assert layout_of_process(stage) == Layout(2, "zero3")

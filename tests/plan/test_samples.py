@@ -21,6 +21,7 @@ def test_lengths_of_prompts_are_quantiles_of_tokens():
     prompts = look_at_prompts(dataset, character_tokenizer(), room=90)
     assert prompts.lengths == {0.05: 5, 0.5: 50, 0.95: 95, 1.0: 100}
     assert (prompts.too_long, prompts.num_prompts, prompts.looked_at, prompts.first) == (10, 100, 100, "1")
+    assert not prompts.lacks_messages
     assert look_at_prompts(dataset, character_tokenizer(), room=None).too_long == 0
 
 
@@ -28,12 +29,6 @@ def test_messages_go_through_the_chat_template():
     dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": "12"}]] * 3})
     prompts = look_at_prompts(dataset, chat_tokenizer(), room=None)
     assert (prompts.first, prompts.lacks_messages) == ("<u>12<a>", False)
-
-
-def test_text_for_a_model_with_a_chat_template_is_told_of():
-    dataset = Dataset.from_dict({"prompt": ["12"] * 3})
-    assert look_at_prompts(dataset, chat_tokenizer(), room=None).lacks_messages
-    assert not look_at_prompts(dataset, character_tokenizer(), room=None).lacks_messages
 
 
 def test_of_many_prompts_some_are_looked_at_and_of_a_stream_the_first():

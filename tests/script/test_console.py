@@ -33,13 +33,6 @@ def test_settings_table_says_what_the_settings_mean():
     }
 
 
-def test_oldest_age_where_an_update_spans_two_generations():
-    # 5 micro-batches a generation, 3 an update: a generation can begin with the last micro-batch of an update, and its
-    # other four are in the next two. Version 0 samples are trained on at version 2.
-    text = table(search_scope="micro_batch", gradient_accumulation_steps=3, steps_per_generation=5, num_iterations=1)
-    assert "oldest age of a sample     2 policy versions" in text
-
-
 def test_settings_table_of_on_policy_and_fixed_settings():
     text = table(steps_per_generation=2, num_iterations=1, ratio_lower_start=0.9, search_scope="micro_batch")
     assert "updates per generation     1\n" in text

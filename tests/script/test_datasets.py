@@ -49,11 +49,6 @@ def test_the_test_split_of_a_mixture_is_always_the_same(tmp_path):
     assert (len(found[0]["train"]), len(found[0]["test"])) == (15, 5)
 
 
-def test_streaming_files(tmp_path):
-    Dataset.from_list(ROWS).to_json(tmp_path / "data.jsonl")
-    assert list(load_splits(str(tmp_path / "data.jsonl"), streaming=True)["train"]) == ROWS
-
-
 def test_missing_and_foreign_files_are_refused(tmp_path):
     (tmp_path / "data.csv").write_text("prompt\n")
     with pytest.raises(ValueError, match=r"data\.csv.*\.jsonl"):
@@ -89,7 +84,6 @@ def test_rewards_by_name_and_import_path(tmp_path, monkeypatch):
     assert think is REWARDS["think_format_reward"]
     assert own(["text"]) == [1.0]
     for name, message in (
-        ("acuracy_reward", "'acuracy_reward', which is not known.*accuracy_reward"),
         ("no_such_module.reward", "'no_such_module.reward', which cannot be imported"),
         ("own_rewards.two", "'own_rewards.two', which cannot be imported"),
         ("own_rewards.number", "'own_rewards.number', which is not a function"),

@@ -17,7 +17,7 @@ from bapo_trl.plan.memory import Layout
 from bapo_trl.script import launcher, planning, preparation
 from bapo_trl.tasks import character_tokenizer, smollm2
 from tests.helpers.commands import ROOT, run_command
-from tests.helpers.script_runs import CHAT_TEMPLATE, SHORT, fill_folder, run
+from tests.helpers.script_runs import CHAT_TEMPLATE, SHORT, fill_folder, flags, run
 from tests.helpers.toy import opt_model, toy_model
 from tests.script.test_recipes import AIME24, GSM8K, SKYWORK
 
@@ -66,6 +66,7 @@ def test_the_tables_of_a_run(capsys, tmp_path):
     assert "\n  mean age of a sample            0.5\n" in out
     assert "\nPrompts: 16 prompts\n  tokens: 4 (5%), 4 (median), 6 (95%), 6 (longest)\n" in out
     assert "\n  | 0+1=\n" in out
+    assert "\n  plain text, though the model has a chat template: `--prompt_column prompt` makes" in out
     assert '\nRewards of a made completion, "The answer is 1."\n  has_digit: 1\n' in out
     assert "\n  Samples hardly stale: the defaults will do (docs/stability.md).\n" in out
     assert "\nGB on a GPU: 1 process, no sharding; 10.6k parameters\n" in out
@@ -76,15 +77,12 @@ def test_the_tables_of_a_run(capsys, tmp_path):
     assert "fits" not in out
 
 
-def test_a_run_on_held_out_prompts_counts_those(capsys):
-    run(dataset_name="train.jsonl", eval_fraction=0.25, do_train="false", dry_run="true")
-    assert "\nPrompts: 4 prompts\n" in capsys.readouterr().out
-
-
-def test_a_punishment_for_length_goes_by_the_length_of_a_completion(capsys):
-    overlong = {"dataset_name": "train.jsonl", "reward_funcs": "get_soft_overlong_punishment", "dry_run": "true"}
-    run(**overlong, max_completion_length=18)  # of 16 tokens, one is in the last 3
-    assert "soft_overlong_punishment_reward: -0.333333\n" in capsys.readouterr().out
+def test_a_run_on_held_out_prompts_counts_those_and_a_punishment_goes_by_the_length_of_a_completion(capsys):
+    held_out = {"dataset_name": "train.jsonl", "eval_fraction": 0.25, "do_train": "false", "dry_run": "true"}
+    run(**held_out, reward_funcs="get_soft_overlong_punishment", max_completion_length=18)
+    out = capsys.readouterr().out
+    assert "\nPrompts: 4 prompts\n" in out
+    assert "soft_overlong_punishment_reward: -0.333333\n" in out  # of 16 tokens, one is in the last 3
 
 
 def test_a_completion_beyond_the_window_is_said_to_be_so(capsys):
@@ -94,10 +92,11 @@ def test_a_completion_beyond_the_window_is_said_to_be_so(capsys):
     assert "fits" not in out
 
 
-@pytest.mark.parametrize("answer", [True, "yes"])
-def test_a_recipe_can_ask_for_it(answer, capsys, tmp_path):
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**SHORT, "dataset_name": "train.jsonl", "dry_run": answer}))
-    for command in (["train"], ["evaluate"], ["launch", "--num_processes", "2", "train"]):
+def test_a_recipe_can_ask_for_it(capsys, tmp_path):
+    launch = ["launch", "--num_processes", "2", "train"]
+    for command, answer in ((["train"], True), (["evaluate"], "yes"), (launch, True)):
+        recipe = {**SHORT, "dataset_name": "train.jsonl", "dry_run": answer}
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
         with nothing_written(tmp_path):
             cli.main([*command, "--config", "recipe.yaml"])
         assert "a dry run. No weights are loaded, nothing is written." in capsys.readouterr().out
@@ -129,8 +128,6 @@ def test_the_function_of_notebooks_says_the_same(capsys, tmp_path):
     ("settings", "message"),
     [
         ({"reward_funcs": "my_rewards.nothing"}, "my_rewards"),
-        ({"dataset_name": "nowhere.jsonl"}, "nowhere.jsonl"),
-        ({"prompt_column": "problem"}, "problem"),
         ({"steps_per_generation": "64"}, "num_generations|prompts"),
         ({"ratio_lower_start": "2.0"}, "ratio_lower_start"),
     ],
@@ -177,10 +174,9 @@ def test_bytes_of_a_quantized_model_are_not_guessed(monkeypatch, capsys):
 
 
 def test_samples_of_a_generation_may_be_given_for_all_processes(capsys):
-    settings = {"steps_per_generation": "null", "generation_batch_size": 48, "num_generations": 4}
-    arguments = [part for name, value in {**SHORT, **settings}.items() if value != "null"
-                 for part in (f"--{name}", str(value))]  # fmt: skip
-    cli.main(["launch", "--num_processes", "2", "train", *arguments, "--dataset_name", "train.jsonl", "--dry_run"])
+    settings = {"steps_per_generation": None, "generation_batch_size": 48, "num_generations": 4}
+    arguments = flags(dataset_name="train.jsonl", **settings)
+    cli.main(["launch", "--num_processes", "2", "train", *arguments, "--dry_run"])
     out = capsys.readouterr().out
     assert re.search(r"\n +2 processes \*  1 process  8 processes  32 processes\n", out)
     assert re.search(r"\n  samples a generation +48 +48 +48 +48\n", out)
@@ -194,8 +190,6 @@ def test_samples_of_a_generation_may_be_given_for_all_processes(capsys):
     ("settings", "oldest"),
     [
         ({"replay_fraction": 0.25, "replay_max_staleness": 5}, "5 (replay queue)"),
-        ({"partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 3,
-          "partial_rollout_max_staleness": 7}, "7 (partial rollouts)"),
         ({"replay_fraction": 0.25, "replay_max_staleness": 5, "partial_rollout_oversampling": 1.5,
           "partial_rollout_chunk_length": 3, "partial_rollout_max_staleness": 7},
          "7 (replay queue and partial rollouts)"),
@@ -259,10 +253,10 @@ def test_every_recipe(recipe, capsys, tmp_path):
     settings = dict(STAND_INS[recipe])
     if "7b" in recipe or "aime" in recipe or settings.get("dataset_name"):
         settings["model_name_or_path"] = "model"
-    flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
+    given = [f"--{name}={value}" for name, value in settings.items()]
     capsys.readouterr()
     with nothing_written(tmp_path):
-        cli.main(["launch", "--accelerate", "zero3", "--num_processes", "6", "train", "--config", recipe, *flags,
+        cli.main(["launch", "--accelerate", "zero3", "--num_processes", "6", "train", "--config", recipe, *given,
                   "--dry_run", "true"])  # fmt: skip
     out, err = capsys.readouterr()
     assert "Evaluation alone" in out if recipe.startswith("aime") else "\n  updates a generation" in out

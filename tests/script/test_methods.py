@@ -72,10 +72,6 @@ def test_a_recipe_may_name_a_method_with_more(tmp_path):
         (["--method", "dapo"], "`method` is 'dapo': set it to one of grpo, clip_higher"),
         (["--method", "grpo", "--ratio_upper_max", "1.3"], "which sets `ratio_upper_max` to 1.2, and .* is '1.3'"),
         (["--method", "bapo", "--loss_type", "vespo"], "which sets `loss_type` to 'dapo', and `loss_type` is 'vespo'"),
-        (
-            ["--method", "gspo", "--importance_sampling_level", "token"],
-            "which sets `importance_sampling_level`",
-        ),
         (["--method", "cispo", "--loss_type", "dapo"], "which sets `loss_type` to 'cispo', and `loss_type` is 'dapo'"),
         (
             ["--config", "stale_samples", "--method", "recommended", "--loss_type", "dapo"],

@@ -28,8 +28,8 @@ def formatted(row, **form):
     return format_prompts(Dataset.from_list([row]), PromptFormat(**form))[0]
 
 
-def test_columns_stay_and_the_answer_is_a_solution_too():
-    row = formatted(AIME, prompt_columns=["question"], answer_columns=["answer"])
+def test_the_first_column_that_is_there_is_taken_all_stay_and_the_answer_is_a_solution_too():
+    row = formatted(AIME, prompt_columns=["problem", "question", "answer"], answer_columns=["answer"])
     assert row == {**AIME, "prompt": AIME["question"], "solution": "073"}
 
 
@@ -37,10 +37,6 @@ def test_a_solution_that_is_there_stays():
     row = {"problem": "1+1?", "solution": "It is 2.", "answer": 2}
     assert formatted(row, prompt_columns=["problem"], answer_columns=["answer"])["solution"] == "It is 2."
     assert formatted({"prompt": "1+1?", "answer": 2}, answer_columns=["answer"])["solution"] == "2"
-
-
-def test_the_first_column_that_is_there_is_taken():
-    assert formatted(AIME, prompt_columns=["prompt", "question", "answer"])["prompt"] == AIME["question"]
 
 
 def test_chats_with_a_field_as_the_answer():
@@ -75,8 +71,6 @@ def test_text_becomes_a_chat_only_where_prompts_are_formed():
         {"role": "user", "content": "1+1?"}
     ]
     assert not PromptFormat(template="{prompt}").with_chats_if(has_chat_template=False).makes_chats
-    with pytest.raises(ValueError, match=r"`system_prompt` is set, but the tokenizer .* has no chat template"):
-        PromptFormat(system_prompt="Add.").with_chats_if(has_chat_template=False)
 
 
 @pytest.mark.parametrize(
@@ -161,13 +155,11 @@ def test_a_line_says_what_the_model_gets_and_whether_it_expects_messages():
     assert "has a chat template: `--prompt_column prompt` makes" in prompts_line(text, tokenizer)
 
 
-def test_chats_need_a_chat_template():
+def test_chats_need_a_chat_template_that_takes_them():
     tokenizer = character_tokenizer()
     chats = Dataset.from_list([SKYWORK])
     check_chat_template(Dataset.from_list([{"prompt": "1+1?"}]), tokenizer)
     check_chat_template(None, tokenizer)
-    with pytest.raises(ValueError, match=r"has no chat template: take a model with one .*`prompt_column`"):
-        check_chat_template(chats, tokenizer)
     tokenizer.chat_template = "{{ messages }}"
     check_chat_template(chats, tokenizer)
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"

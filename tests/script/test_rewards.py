@@ -103,17 +103,20 @@ def assert_as_good_as_trls(text, solution):
     assert rewards(ACCURACY, text, solution) in {1: (1,), 0: (0, 1), None: (None, 0, 1)}[trls(text, solution)]
 
 
+@pytest.mark.fuzz
 def test_what_trl_rewards_is_rewarded():
     for solution, answer in itertools.product(ANSWERS, repeat=2):
         assert_as_good_as_trls(boxed(answer), solution)
 
 
+@pytest.mark.fuzz
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(TEXTS, TEXTS, st.sampled_from(["{}", boxed("{}"), "answer: ${}$"]))
 def test_what_trl_rewards_of_any_text_is_rewarded(solution, answer, form):
     assert_as_good_as_trls(form.replace("{}", answer), solution)
 
 
+@pytest.mark.fuzz
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(TEXTS, st.none() | st.floats() | st.integers() | TEXTS | st.lists(st.none() | TEXTS, max_size=2))
 def test_no_text_and_no_column_makes_a_reward_fail(text, solution):
