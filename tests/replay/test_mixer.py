@@ -1,8 +1,10 @@
 """The replay queue through `train()`: what is trained was generated, stays within the limits, survives a resume."""
 
+from collections import Counter
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.clip_bounds.tokens import policy_mask
@@ -12,15 +14,18 @@ from tests.helpers.alike import assert_same_logs
 from tests.helpers.commands import succeeded
 from tests.helpers.forked import run_python
 from tests.helpers.ranks import read_ranks
+from tests.helpers.scores import assert_scored_by_its_policy, score
 from tests.helpers.toy import (
     CONTINUOUS_BATCHING,
     CPU,
     OFF_POLICY,
     toy_dataset,
+    toy_model,
     toy_run,
     toy_trainer,
     training_logs,
 )
+from tests.rollouts.test_rollout_rounds import Recording, trained_rows
 from tests.test_bapo_trainer import saved_model
 from tests.vllm_server.test_logp_mismatch import Sampler
 
@@ -72,40 +77,34 @@ class Spy(BAPOTrainer):
         return loss
 
 
-def spied(tmp_path, **args):
+def spied(tmp_path, **args) -> Spy:
+    """Train; see that every trained row was generated, and is within the limits of age and use."""
     trainer = toy_run(tmp_path, trainer_class=Spy, **{**REPLAY, **args})
+    generated = Counter(name for names, _ in trainer.generated for name in names)
+    uses = Counter(name for name, *_ in trainer.trained)
+    # A fingerprint can be generated twice: the same prompt may get the same answer.
+    limit = trainer.args.replay_max_reuse or trainer.args.max_steps
+    assert all(count <= limit * generated[name] for name, count in uses.items())
+    oldest = max(age for _, age, _ in trainer.trained)
+    assert trainer.args.replay_max_staleness is None or oldest <= trainer.args.replay_max_staleness
+    logs = training_logs(trainer)
+    assert len(logs) == trainer.args.max_steps
+    assert max(log["staleness/max"] for log in logs) == oldest
+    assert any(log.get("replay/fraction", 0) > 0 for log in logs)
     return trainer
 
 
 @pytest.mark.parametrize(
     "args",
     [
-        {},
         {"replay_max_staleness": 5, "replay_fraction": 0.75, "search_scope": "batch"},
-        {"num_iterations": 3, "replay_max_reuse": 4},
         {"replay_zero_advantage": True, "replay_fraction": 0.0, "num_iterations": 2},
-        {"gradient_accumulation_steps": 4, "beta": 0.0},
         {"loss_type": "grpo", "search_scope": "micro_batch", "num_iterations": 2, "replay_max_reuse": 3},
     ],
-    ids=lambda args: "-".join(args) or "half",
+    ids=lambda args: "-".join(args),
 )
 def test_every_trained_row_was_generated_and_stays_within_the_limits(tmp_path, args):
-    trainer = spied(tmp_path, **args)
-    generated = [name for names, _ in trainer.generated for name in names]
-    uses = {}
-    for name, age, _ in trainer.trained:
-        assert name in generated
-        uses[name] = uses.get(name, 0) + 1
-        if trainer.args.replay_max_staleness is not None:
-            assert age <= trainer.args.replay_max_staleness
-    # A fingerprint can be generated twice: the same prompt may get the same answer.
-    limit = trainer.args.replay_max_reuse or trainer.args.max_steps
-    assert all(uses[name] <= limit * generated.count(name) for name in uses)
-    logs = training_logs(trainer)
-    assert len(logs) == 12
-    ages = [age for _, age, _ in trainer.trained]
-    assert max(log["staleness/max"] for log in logs) == max(ages)
-    assert any(log.get("replay/fraction", 0) > 0 for log in logs)
+    spied(tmp_path, **args)
 
 
 def test_displaced_rows_are_trained_later_and_none_is_lost(tmp_path):
@@ -114,13 +113,6 @@ def test_displaced_rows_are_trained_later_and_none_is_lost(tmp_path):
     *earlier, _ = trainer.generated  # the rows that the last generation displaced still wait
     assert all(name in trained for names, _ in earlier for name in names)
     assert max(age for _, age, _ in trainer.trained) == 3  # displaced at version v, trained at v + 2 and v + 3
-
-
-def test_num_items_is_that_of_the_batch_that_is_trained(tmp_path):
-    trainer = spied(tmp_path, num_iterations=2)
-    for start in range(0, len(trainer.items), 4):  # 4 micro-batches a pass
-        of_pass = trainer.items[start : start + 4]
-        assert {items for items, _ in of_pass} == {sum(tokens for _, tokens in of_pass)}
 
 
 def test_controlled_staleness(tmp_path):
@@ -185,7 +177,6 @@ def test_rows_without_advantage_may_be_left_out_of_later_passes_alone(limit):
     "args",
     [
         {"replay_fraction": 1.0, "replay_min_staleness": 4, "num_iterations": 2},
-        {"gradient_accumulation_steps": 1, "num_iterations": 3, "replay_max_staleness": 15},
         {"num_iterations": 2, "replay_max_staleness": 5},
     ],
 )
@@ -193,7 +184,6 @@ def test_no_update_is_left_without_rows(tmp_path, args):
     logs = training_logs(spied(tmp_path, **args))
     assert all(log["grad_norm"] > 0 for log in logs)
     assert all(log.get("replay/masked", 0) == 0 for log in logs)
-    assert any(log.get("replay/fraction", 0) > 0 for log in logs)
 
 
 def test_rows_without_advantage_are_replaced(tmp_path):
@@ -243,8 +233,7 @@ class MaskNowAndThen:
 
 
 @pytest.mark.trainings
-@pytest.mark.parametrize("saved_at", [None, 2, 4])
-def test_a_mask_that_some_generations_lack_is_all_ones_for_them(tmp_path, saved_at):
+def test_a_mask_that_some_generations_lack_is_all_ones_for_them(tmp_path):
     def trainer_of(first_call):
         rollout = MaskNowAndThen()
         rollout.calls = first_call
@@ -263,7 +252,7 @@ def test_a_mask_that_some_generations_lack_is_all_ones_for_them(tmp_path, saved_
 
     trainer._compute_loss = kept
     trainer.train()
-    if saved_at is not None:
+    for saved_at in (4, 2):
         resumed = trainer_of(saved_at // 2)
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{saved_at}"))
         assert resumed.state.global_step == 12
@@ -316,8 +305,7 @@ def test_rows_that_keep_the_shape_of_a_batch_are_not_counted_as_untrained(tmp_pa
 @pytest.mark.parametrize("passes", [1, 2])
 def test_a_generation_that_a_resume_makes_again_leaves_the_queue_as_it_was_saved(tmp_path, passes):
     args = {**REPLAY, "num_iterations": passes, "replay_max_reuse": 9, "steps_per_generation": 8, "max_steps": 8}
-    saved = {"save_strategy": "steps", "save_steps": 1}
-    toy_trainer(tmp_path, **args, **saved).train()
+    toy_trainer(tmp_path, **{**args, "max_steps": 2}, save_strategy="steps", save_steps=2).train()
     resumed = toy_trainer(tmp_path, trainer_class=Masks, **args)
     ledgers = []
     load = resumed._load_optimizer_and_scheduler
@@ -349,26 +337,30 @@ class ToolsOnly(Masks):
         return prompt_ids, completion_ids, tool_mask, *others
 
 
-@pytest.mark.parametrize("replay", [{}, {"replay_fraction": 0.0, "replay_zero_advantage": True}], ids=["half", "zero"])
-@pytest.mark.parametrize(
-    ("trainer_class", "args"),
-    [(Masks, TRUNCATED), (ToolsOnly, {})],
-    ids=["truncated", "tools"],
-)
-def test_rows_without_a_trained_token_do_not_enter_the_queue_and_are_counted(tmp_path, trainer_class, args, replay):
-    trainer = toy_run(tmp_path, trainer_class=trainer_class, **{**REPLAY, **replay, **args})
+def untrained_rows_stay_out(trainer) -> list[dict]:
+    """See that rows without a trained token are counted and do not enter the queue; return the logs of the draws."""
     assert all(all(queued) for queued in trainer.queued)
     drawn = [log for log in training_logs(trainer) if "replay/size" in log]
     assert [log["replay/untrained"] for log in drawn] == [fresh.count(False) for fresh in trainer.fresh]
     assert sum(log["replay/untrained"] for log in drawn) > 20
     assert sum(log["replay/size"] for log in drawn) > 20
     assert all(log["replay/masked"] == 0 for log in drawn)
+    return drawn
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "args"),
+    [(Masks, TRUNCATED), (ToolsOnly, {})],
+    ids=["truncated", "tools"],
+)
+def test_rows_without_a_trained_token_do_not_enter_the_queue_and_are_counted(tmp_path, trainer_class, args):
+    untrained_rows_stay_out(toy_run(tmp_path, trainer_class=trainer_class, **{**REPLAY, **args}))
 
 
 def test_rows_without_a_trained_token_give_their_place(tmp_path):
     args = {**REPLAY, **TRUNCATED, "replay_fraction": 0.0, "replay_zero_advantage": True}
     trainer = toy_run(tmp_path, trainer_class=Masks, **args)
-    drawn = [log for log in training_logs(trainer) if "replay/size" in log]
+    drawn = untrained_rows_stay_out(trainer)
     useful = [sum(mask) for mask in trainer.fresh]  # all have an advantage
     assert useful[0] < 24
     assert drawn[0]["replay/fraction"] == 0
@@ -379,7 +371,7 @@ def test_rows_without_a_trained_token_give_their_place(tmp_path):
     assert [items for items, _ in trainer.items[::4]] == trained
 
 
-def test_metrics_of_the_queue(tmp_path):
+def test_metrics_of_the_queue_and_the_number_of_items_are_those_of_the_batch_that_is_trained(tmp_path):
     trainer = spied(tmp_path, num_iterations=2, replay_capacity=60)
     drawn = [log for log in training_logs(trainer) if "replay/size" in log]
     assert len(drawn) == 6  # one at each pass of two updates
@@ -389,6 +381,9 @@ def test_metrics_of_the_queue(tmp_path):
     assert sum(log["replay/overflowed"] for log in drawn) == 3 * 24 - 60
     assert drawn[-1]["replay/bytes"] == trainer._replay.queue.num_bytes > 0
     assert drawn[0]["replay/reuse_mean"] == 1
+    for start in range(0, len(trainer.items), 4):  # 4 micro-batches a pass
+        of_pass = trainer.items[start : start + 4]
+        assert {items for items, _ in of_pass} == {sum(tokens for _, tokens in of_pass)}
 
 
 @pytest.mark.parametrize(
@@ -396,7 +391,6 @@ def test_metrics_of_the_queue(tmp_path):
     [
         ("used", {"replay_max_reuse": 3, "num_iterations": 2}),
         ("expired", {"replay_max_staleness": 3, "replay_fraction": 0.25}),
-        ("overflowed", {"replay_capacity": 30}),
     ],
 )
 def test_every_departure_is_counted(tmp_path, reason, limit):
@@ -431,46 +425,25 @@ def test_evaluation_in_between_changes_nothing(tmp_path, sampler):
     assert trainer.trained == plain.trained
 
 
-def test_a_replayed_ratio_is_taken_against_the_policy_that_sampled_the_row(tmp_path):
-    class Ratios(Spy):
-        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-            output = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-            if self._inputs_in_loss is not None:
-                records.append((self.state.global_step, self._inputs_in_loss, output[0].detach().clone()))
-            return output
+def test_a_replayed_row_keeps_the_log_probabilities_of_its_policy_and_of_the_reference(tmp_path):
+    trainer = toy_run(tmp_path, saved_model(tmp_path), Recording, beta=0.1, **REPLAY)
+    model, weights = toy_model().eval(), trainer.weights
 
-    records = []
-    toy_trainer(tmp_path, trainer_class=Ratios, **{**REPLAY, "save_strategy": "steps", "save_steps": 1}).train()
+    def check(kind, weights_of):
+        rows = trained_rows(trainer, kind)
+        assert_scored_by_its_policy(rows, lambda v, *ids: score(model, *ids, weights_of(v)), least_share=None)
 
-    def logps(version, inputs):
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{version}")
-        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        with torch.no_grad():
-            logits = model(input_ids=ids, attention_mask=mask).logits[:, -inputs["completion_ids"].shape[1] - 1 : -1]
-        return logits.log_softmax(-1).gather(2, inputs["completion_ids"].unsqueeze(2)).squeeze(2)
-
-    checked = 0
-    for step, inputs, now in records:
-        for version in set(inputs["policy_version"].tolist()) - {0, step}:
-            rows = inputs["policy_version"] == version
-            mask = inputs["completion_mask"][rows].bool()
-            expected = (logps(step, inputs) - logps(version, inputs))[rows].exp()[mask]
-            used = (now - inputs["old_per_token_logps"])[rows].exp()[mask]
-            torch.testing.assert_close(used, expected, rtol=1e-5, atol=1e-5)
-            checked += int(mask.sum())
-    assert checked > 50
+    check("old_per_token_logps", lambda version: weights[version])
+    check("ref_per_token_logps", lambda version: weights[0])
+    ages = [2 * generation - batch["policy_version"] for generation, batch in enumerate(trainer.batches)]
+    assert (torch.cat(ages) > 0).sum() == 5 * 12  # half of all generations but the first
 
 
 def test_a_resumed_run_draws_the_same_rows(tmp_path):
-    def run(folder, max_steps, resume=None):
-        args = {**REPLAY, "num_iterations": 2, "save_strategy": "steps", "save_steps": 8}
-        trainer = toy_run(tmp_path / folder, trainer_class=Spy, **{**args, "max_steps": max_steps}, resume=resume)
-        return trainer
-
-    straight = run("straight", 16)
-    run("stopped", 8)
-    resumed = run("stopped", 16, resume=str(tmp_path / "stopped" / "checkpoint-8"))
+    settings = {**REPLAY, "num_iterations": 2, "save_strategy": "steps", "save_steps": 8, "max_steps": 16}
+    straight = toy_run(tmp_path / "straight", trainer_class=Spy, **settings)
+    checkpoint = str(tmp_path / "straight" / "checkpoint-8")
+    resumed = toy_run(tmp_path / "resumed", trainer_class=Spy, **settings, resume=checkpoint)
     assert len(resumed.trained) == 8 * 12
     assert resumed.trained == straight.trained[-len(resumed.trained) :]
     assert_same_logs(straight, resumed, last=8)
@@ -485,11 +458,11 @@ def test_resume_without_a_saved_queue_warns_and_with_the_flag_starts_empty(tmp_p
         trainer = toy_run(tmp_path, **{**saving, "max_steps": 6, **args}, resume=str(checkpoint))
         return next(log for log in training_logs(trainer) if log["step"] == 5)["replay/fraction"]
 
-    spied(tmp_path, **{**saving, "replay_fraction": 0})
+    toy_run(tmp_path, **{**saving, "replay_fraction": 0})
     with pytest.warns(UserWarning, match="holds no replay queue: starting with an empty one"):
         assert resumed() == 0
 
-    spied(tmp_path, **saving)
+    toy_run(tmp_path, **saving)
     (queue_file,) = checkpoint.glob("replay_queue_*")
     assert resumed() == 0.5
     assert resumed(replay_discard_saved=True) == 0
@@ -514,29 +487,25 @@ class Served(Sampler):
 
 
 @pytest.mark.trainings
-@pytest.mark.parametrize("modes", [("sequence_mask", "token_truncate"), ("token_mask", "sequence_truncate")])
-def test_resume_with_ratios_of_another_level_says_how_to_go_on(tmp_path, modes):
+def test_resume_with_ratios_of_another_level_says_how_to_go_on(tmp_path):
     def run(mode, max_steps, resume=None, **args):
         settings = {**REPLAY, "save_strategy": "steps", "save_steps": 4, "max_steps": max_steps, **args}
-        trainer = toy_run(
-            tmp_path, trainer_class=Served, vllm_importance_sampling_mode=mode, **settings, resume=resume
-        )
-        return trainer
+        return toy_run(tmp_path, trainer_class=Served, vllm_importance_sampling_mode=mode, **settings, resume=resume)
 
-    saved, now = modes
-    run(saved, 4)
+    run("sequence_mask", 4)
     checkpoint = str(tmp_path / "checkpoint-4")
     with pytest.raises(
         ValueError, match=r"`importance_sampling_ratio`.*different settings.*set `replay_discard_saved`"
     ):
-        run(now, 6, checkpoint)
-    assert run(now, 6, checkpoint, replay_discard_saved=True).state.global_step == 6
+        run("token_truncate", 6, checkpoint)
+    assert run("token_truncate", 6, checkpoint, replay_discard_saved=True).state.global_step == 6
 
 
-def test_without_a_knob_there_is_no_queue(tmp_path):
-    trainer = toy_trainer(tmp_path, save_strategy="steps", save_steps=4, replay_capacity=30)
+def test_without_a_knob_there_is_no_queue_and_a_reference_may_be_synced(tmp_path):
+    settings = {"sync_ref_model": True, "ref_model_sync_steps": 2, "beta": 0.1, "replay_capacity": 30}
+    trainer = toy_run(tmp_path, saved_model(tmp_path), **settings, save_strategy="steps", save_steps=4)
+    assert trainer.state.global_step == 4
     assert trainer._replay is None
-    trainer.train()
     assert not list((tmp_path / "checkpoint-4").glob("replay_queue_*"))
     assert not any("replay/size" in log for log in training_logs(trainer))
 
@@ -553,15 +522,12 @@ def test_on_policy_settings_with_a_queue_have_behaviour_log_probs_and_no_warning
         ({"replay_fraction": 1.5}, r"replay_fraction.*1.5.*\[0, 1\]"),
         ({"replay_capacity": 20}, r"replay_capacity.*20.*24"),
         ({"replay_fraction": 0.5 / 24}, r"replay_fraction.*24 samples.*at least 0.0417"),
-        ({"replay_fraction": 0.01}, r"replay_fraction.*0.01.*24 samples.*at least 0.0417"),
         # 2 updates in a pass: a displaced row is drawn 2 versions later, and 3 old at the last update
         ({"replay_max_staleness": 2}, r"replay_max_staleness.*2.*at least 3"),
-        ({"replay_max_staleness": 4, "num_iterations": 3}, r"replay_max_staleness.*4.*at least 7"),
         (
             {"replay_max_staleness": 4, "num_iterations": 3, "replay_fraction": 0.0, "replay_zero_advantage": True},
             r"replay_max_staleness.*4.*at least 5",
         ),
-        ({"replay_max_staleness": 4, "replay_min_staleness": 3}, r"replay_max_staleness.*4.*at least 5"),
         ({"replay_min_staleness": -1}, r"replay_min_staleness.*-1.*at least 0"),
         # A whole batch may be without advantage
         (
@@ -580,12 +546,7 @@ def test_on_policy_settings_with_a_queue_have_behaviour_log_probs_and_no_warning
         ({"replay_max_reuse": 0}, r"replay_max_reuse.*0.*at least 1"),
         ({"replay_max_reuse": 1, "num_iterations": 2}, r"replay_max_reuse.*1.*num_iterations.*2"),
         # The first pass trains all, each later pass a whole generation's worth
-        ({"replay_max_reuse": 1}, r"`replay_max_reuse` is 1:.*at least 2\."),
         ({"replay_max_reuse": 3, "num_iterations": 3}, r"`replay_max_reuse` is 3:.*at least 4\."),
-        (
-            {"replay_max_reuse": 2, "num_iterations": 2, "replay_min_staleness": 4, "replay_fraction": 1.0},
-            r"`replay_max_reuse` is 2:.*at least 3\.",
-        ),
         (
             {"replay_max_reuse": 1, "replay_fraction": 0.0, "replay_zero_advantage": True},
             r"`replay_max_reuse` is 1:.*at least 2\.",
@@ -601,51 +562,14 @@ def test_bad_settings_are_refused(args, message):
         BAPOConfig("unused", **{**CPU, **OFF_POLICY, **REPLAY, **args})
 
 
-def test_a_synced_reference_goes_with_a_run_without_a_queue(tmp_path):
-    sync = {"sync_ref_model": True, "ref_model_sync_steps": 2, "beta": 0.1}
-    trainer = toy_run(tmp_path, model=saved_model(tmp_path), **sync, replay_capacity=30)
-    assert trainer.state.global_step == 4
-
-
-def test_a_fixed_reference_is_the_one_of_the_draw(tmp_path):
-    """Without `sync_ref_model` the log-probabilities that travel with a row are those of the reference today."""
-
-    class Referenced(Spy):
-        def _compute_loss(self, model, inputs):
-            ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-            mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-            with torch.no_grad():
-                now, *_ = self._get_per_token_logps_and_entropies(
-                    self.ref_model, ids, mask, inputs["completion_ids"].shape[1]
-                )
-            counts = inputs["completion_mask"].bool()
-            torch.testing.assert_close(inputs["ref_per_token_logps"][counts], now[counts], rtol=1e-5, atol=1e-5)
-            ages.extend((self.state.global_step - inputs["policy_version"]).tolist())
-            return super()._compute_loss(model, inputs)
-
-    ages = []
-    toy_trainer(tmp_path, model=saved_model(tmp_path), trainer_class=Referenced, beta=0.1, **REPLAY).train()
-    assert max(ages) == 3
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"replay_fraction": 0.5}, "`replay_fraction` to 0"),
-        ({"replay_fraction": 0.0, "replay_zero_advantage": True}, "`replay_zero_advantage` to False"),
-        (
-            {"replay_fraction": 0.5, "replay_zero_advantage": True},
-            "`replay_fraction` to 0 and `replay_zero_advantage` to False",
-        ),
-    ],
-)
-def test_a_multimodal_model_is_refused_with_the_settings_that_are_on(tmp_path, settings, named):
+def test_a_multimodal_model_is_refused_with_the_settings_that_are_on(tmp_path):
     class Multimodal(BAPOTrainer):
         def train(self):
             self._is_vlm = True  # as TRL sets it for a model with a processor
             return super().train()
 
-    trainer = toy_trainer(tmp_path, trainer_class=Multimodal, **{**REPLAY, **settings})
+    trainer = toy_trainer(tmp_path, trainer_class=Multimodal, **REPLAY, replay_zero_advantage=True)
+    named = "`replay_fraction` to 0 and `replay_zero_advantage` to False"
     with pytest.raises(ValueError, match=rf"keeps text only.*set {named}\."):
         trainer.train()
 

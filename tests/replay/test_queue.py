@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 from bapo_trl.checkpoints.rank_files import checksum
 from bapo_trl.replay.checkpoint import FILES, load_queue, save_queue
 from bapo_trl.replay.queue import ReplayQueue, smallest_max_staleness
-from bapo_trl.replay.rows import Column, Rows, Spans, batch_to_rows, concat_rows
-from tests.replay.test_rows import PAD, batch
+from bapo_trl.replay.rows import Column, Rows, Spans, concat_rows
 
 
 def make_rows(version, count, first=0, advantages=None):
@@ -121,7 +120,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert live <= self.queue.num_bytes <= 1.15 * live
 
 
-QueueMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=20, deadline=None)
+QueueMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
 TestQueueMachine = QueueMachine.TestCase
 
 
@@ -203,15 +202,6 @@ def test_a_restored_queue_is_the_same_and_draws_the_same(tmp_path, counts):
         assert load_queue(restored, tmp_path, rank, len(counts))
         assert_same(restored, queue)
         assert drawn(restored, 3, 7, 7) == drawn(queue, 3, 7, 7)
-
-
-def test_rows_as_they_are_cut_from_a_batch_are_saved_and_loaded(tmp_path):
-    queue = ReplayQueue(10)
-    queue.add(batch_to_rows(batch(), PAD))
-    save_queue(queue, tmp_path, 0, 1)
-    restored = ReplayQueue(10)
-    load_queue(restored, tmp_path, 0, 1)
-    assert_same(restored, queue)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

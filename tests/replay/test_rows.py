@@ -33,7 +33,15 @@ EXTRAS = {
 }
 
 
-@pytest.mark.parametrize("extra", [{}, EXTRAS, {"importance_sampling_ratio": torch.tensor([[0.5], [0.7], [0.9]])}])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        EXTRAS,
+        {"importance_sampling_ratio": torch.tensor([[0.5], [0.7], [0.9]])},
+        {"advantages": torch.tensor([[1.0, 2, 3, 0, 0], [4, 0, 0, 0, 0], [5, 6, 7, 8, 9]])},
+    ],
+)
 def test_cutting_and_putting_together_gives_every_value_back(extra):
     whole = batch(**extra)
     again = rows_to_batch(batch_to_rows(whole, PAD), PAD, "cpu")
@@ -50,13 +58,6 @@ def test_padded_reference_log_probabilities_cannot_make_the_kl_term_overflow():
     difference = again["ref_per_token_logps"] - torch.tensor(-100.0)  # a policy that is sure of another token
     k3 = difference.exp() - difference - 1
     assert k3[again["completion_ids"] == PAD].isfinite().all()
-
-
-def test_token_advantages_are_cut_and_padded_with_zeros():
-    token_advantages = torch.tensor([[1.0, 2, 3, 0, 0], [4, 0, 0, 0, 0], [5, 6, 7, 8, 9]])
-    rows = batch_to_rows(batch(advantages=token_advantages), PAD)
-    assert [row["advantages"].tolist() for row in rows] == [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
-    assert torch.equal(rows_to_batch(rows, PAD, "cpu")["advantages"], token_advantages)
 
 
 def test_rows_have_no_padding_and_share_no_memory_with_the_batch():
@@ -84,15 +85,6 @@ def test_rows_of_different_batches_are_padded_to_the_longest():
     assert of_another_tokenizer["old_per_token_logps"][0, 1:].tolist() == [0, 0]
 
 
-def test_one_token_completions_and_sequence_ratios_do_not_get_mixed_up():
-    short = {key: value[:, :1] if value.dim() == 2 else value for key, value in batch().items()}
-    short["importance_sampling_ratio"] = torch.tensor([[0.5], [0.7], [0.9]])
-    rows = batch_to_rows(short, PAD)
-    assert torch.equal(
-        rows_to_batch(rows, PAD, "cpu")["importance_sampling_ratio"], short["importance_sampling_ratio"]
-    )
-
-
 def test_unknown_and_multimodal_keys_are_refused_by_name():
     with pytest.raises(ValueError, match=r"`rewards_of_tools`, which cannot be cut into rows"):
         batch_to_rows(batch(rewards_of_tools=torch.ones(3)), PAD)
@@ -117,14 +109,6 @@ def test_rows_of_different_settings_are_not_mixed():
     fewer = Rows({key: column for key, column in rows.columns.items() if key != "old_per_token_logps"})
     with pytest.raises(ValueError, match=r"\['old_per_token_logps'\].*`replay_discard_saved`"):
         concat_rows([(rows, [0]), (fewer, [0])])
-
-
-def test_masked_rows_keep_the_shape_and_count_nothing():
-    rows = batch_to_rows(batch(), PAD)
-    masked = rows.masked()
-    assert masked[0]["completion_ids"].tolist() == rows[0]["completion_ids"].tolist()
-    assert not masked[0]["completion_mask"].any()
-    assert rows[0]["completion_mask"].all()
 
 
 def test_rows_with_an_advantage_are_told_by_row_and_by_token():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bapo_trl.reward_sums import tied_rows
-from tests.helpers.toy import digits_reward, toy_run, training_logs
+from tests.helpers.toy import toy_run, training_logs
 from tests.replay.test_mixer import REPLAY, Spy
 
 
@@ -130,15 +130,12 @@ def run_with_ties(tmp_path, reward_funcs, **args):
 @pytest.mark.parametrize(
     ("reward_funcs", "args"),
     [
-        (format_reward, {}),
         (three_decimals, {}),
         (three_decimals, {"scale_rewards": "none"}),
-        (length_penalty, {}),
-        ([correctness, format_reward], {"reward_weights": [0.7, 0.1]}),
         ([correctness, length_penalty], {"reward_weights": [0.7, 0.3]}),
         ([sometimes_none, format_reward], {}),
     ],
-    ids=["format", "decimals", "unscaled", "length", "weighted", "weighted-length", "none"],
+    ids=["decimals", "unscaled", "weighted", "none"],
 )
 def test_rows_of_tied_groups_are_offered_and_are_the_fraction_that_is_logged(tmp_path, reward_funcs, args):
     trainer, generations = run_with_ties(tmp_path, reward_funcs, **ZERO, **args)
@@ -168,8 +165,3 @@ def test_without_the_flag_advantages_and_fraction_are_trls(tmp_path):
     assert ((advantages != 0) & is_tied).any()
     assert advantages[is_tied].abs().max() < 2e-3
     assert any(fraction < sum(is_tied) / len(is_tied) for _, is_tied, fraction in generations)
-
-
-def test_rewards_that_seldom_tie_are_replayed_as_before(tmp_path):
-    _, generations = run_with_ties(tmp_path, digits_reward, **ZERO)
-    assert all((advantages != 0).sum() > 16 for advantages, _, _ in generations)

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from tests.helpers.alike import assert_same_weights
-from tests.helpers.scores import score
+from tests.helpers.scores import assert_scored_by_its_policy, score
 from tests.helpers.scripted_llm import StaleLLM, colocate_trainer
 from tests.helpers.toy import ending_model, training_logs
+from tests.rollouts.test_rollout_rounds import Recording, trained_rows
 
 
 pytestmark = pytest.mark.trainings
@@ -22,78 +22,29 @@ SETTINGS = {
 SETTINGS["both, with sleep"] = {**SETTINGS["replay"], **SETTINGS["partial rollouts"], "vllm_enable_sleep_mode": True}
 
 
-class Snapshots(TrainerCallback):
-    """The weights of each policy version, and the batches that were trained on."""
-
-    def __init__(self, trainer):
-        self.weights = {0: self._copy(trainer.model)}
-        self.batches = []
-        compute_loss = trainer._compute_loss
-
-        def kept(model, inputs):
-            self.batches.append(inputs)
-            return compute_loss(model, inputs)
-
-        trainer._compute_loss = kept
-        trainer.add_callback(self)
-
-    def on_step_end(self, args, state, control, model, **kwargs):
-        self.weights[state.global_step] = self._copy(model)
-
-    def _copy(self, model):
-        return {name: weight.detach().clone() for name, weight in model.named_parameters()}
-
-
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_tokens_and_log_probs_are_at_their_rows_by_the_weights_of_their_version(settings, tmp_path, monkeypatch):
     trainer, llm = colocate_trainer(
-        monkeypatch, tmp_path / "run", model=ending_model(), max_steps=12, **COMMON, **settings
-    )
-    seen = Snapshots(trainer)
+        monkeypatch, tmp_path / "run", model=ending_model(), trainer_class=Recording, max_steps=12, **COMMON,
+        **settings,
+    )  # fmt: skip
     trainer.train()
 
     # What each call sampled, it sampled by the weights of a version, the latest at that time
+    known = [(version, [*weights.values()]) for version, weights in trainer.weights.items()]
     asked_at = [
-        [version for version, known in seen.weights.items() if all(map(torch.equal, known.values(), weights.values()))]
-        for _, weights in llm.requests
+        [version for version, weights in known if all(map(torch.equal, weights, asked.values()))]
+        for _, asked in llm.requests
     ]
     assert all(asked_at)
     assert [versions[0] for versions in asked_at] == sorted(versions[0] for versions in asked_at)
-    sampled = {
-        (tuple(output.prompt_token_ids), token, next(iter(logps.values())).logprob)
-        for outputs, _ in llm.requests
-        for output in outputs
-        for completion in output.outputs
-        for token, logps in [(tuple(completion.token_ids), completion.logprobs[0])]
-    }
-    oracle, checked, several = ending_model().eval(), 0, 0
-    for batch in seen.batches:
-        versions = batch.get("token_versions")
-        for row in range(len(batch["completion_ids"])):
-            mask = batch["completion_mask"][row].bool()
-            if not mask.any():
-                continue
-            prompt = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()]
-            tokens = batch["completion_ids"][row][mask]
-            of_tokens = batch["policy_version"][row].expand(len(tokens)) if versions is None else versions[row][mask]
-            several += len(of_tokens.unique()) > 1
-            for version in of_tokens.unique().tolist():
-                here = of_tokens == version
-                expected = score(oracle, prompt, tokens, seen.weights[version])[here]
-                own = batch["old_per_token_logps"][row][mask][here]
-                torch.testing.assert_close(own, expected, rtol=0, atol=1e-5)
-                from_vllm = batch["sampling_per_token_logps"][row][mask][here]
-                torch.testing.assert_close(from_vllm, expected, rtol=0, atol=1e-5)
-                checked += 1
-            first = batch["sampling_per_token_logps"][row][mask][0].item()
-            if versions is None:
-                assert any(
-                    asked == tuple(prompt.tolist()) and got == tuple(tokens.tolist())
-                    and logp == pytest.approx(first, abs=1e-6)
-                    for asked, got, logp in sampled
-                )  # fmt: skip
-    assert checked > 40
-    assert (several > 0) == ("partial_rollout_oversampling" in settings)
+    rows, model = list(trained_rows(trainer, "old_per_token_logps", "sampling_per_token_logps")), ending_model().eval()
+    assert len(rows) > 40
+    assert_scored_by_its_policy(
+        rows,
+        lambda version, *ids: score(model, *ids, trainer.weights[version]),
+        least_share=0.0 if "partial_rollout_oversampling" in settings else None,
+    )
     assert max(log["ratio/max"] or 0 for log in training_logs(trainer)) > 1.05  # the weights did change
 
 
