@@ -97,5 +97,6 @@ def thinned(curve: Curve) -> Curve:
         defined = part[np.isfinite(curve.mean[part])]
         some = defined if len(defined) else part[:1]
         mean, low, high = (values[some] for values in curve[1:])
-        kept.update(some[[0, -1, mean.argmin(), mean.argmax(), low.argmin(), high.argmax()]].tolist())
+        ends = np.array([0, -1, mean.argmin(), mean.argmax(), low.argmin(), high.argmax()])
+        kept.update(some[ends].tolist())
     return Curve(*(values[sorted(kept)] for values in curve))

@@ -117,7 +117,7 @@ def unread_answer(dataset: Dataset | IterableDataset, columns: Sequence[str] | N
 
 
 def check_chat_template(
-    dataset: Dataset | IterableDataset | None, processing_class: Any, template_kwargs: Mapping[str, Any] | None = None
+    dataset: Dataset | IterableDataset | None, processing_class: Any, template_kwargs: Any = None
 ) -> None:
     """Refuse prompts that are chat messages for a tokenizer without a chat template for them (`InputError`)."""
     if not is_chat(dataset):
