@@ -89,7 +89,7 @@ class BAPOConfig(GRPOConfig):
     contribution_measure: str = field(
         default="gradient",
         metadata={
-            "help": "Paper: what a token contributes, `gradient`, its part in the gradient if the clip lets it "
+            "help": "What a token contributes, `gradient`, its part in the gradient if the clip lets it "
             "through, or `surrogate`, the value of its clipped term.",
             "choices": list(MEASURES),
         },
@@ -97,7 +97,7 @@ class BAPOConfig(GRPOConfig):
     contribution_weighting: str = field(
         default="uniform",
         metadata={
-            "help": "Paper: weight of a token in the share, `uniform`, or `behavior_prob`, its probability under the "
+            "help": "Weight of a token in the share, `uniform`, or `behavior_prob`, its probability under the "
             "policy that sampled it, as Eq. 8 prints it.",
             "choices": list(WEIGHTINGS),
         },
@@ -105,7 +105,7 @@ class BAPOConfig(GRPOConfig):
     search_order: str = field(
         default="upper_first",
         metadata={
-            "help": "Paper: which bound moves first, `upper_first` or `lower_first`.",
+            "help": "Which bound moves first, `upper_first` or `lower_first`.",
             "choices": list(SEARCH_ORDERS),
         },
     )

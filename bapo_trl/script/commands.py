@@ -59,7 +59,7 @@ On your own prompts:
         --num_generations_eval 4 --output_dir evaluation
 """
 
-_LAUNCH = "bapo-trl launch --accelerate zero3 --num_processes 8"
+_LAUNCH = "bapo-trl launch --accelerate zero3 --num_processes 6"
 SCRIPT = Command("train_bapo.py", _TRAINING.format(command="python train_bapo.py", launch=f"{_LAUNCH} train_bapo.py"))
 TRAIN = Command("bapo-trl train", _TRAINING.format(command="bapo-trl train", launch=f"{_LAUNCH} train"))
 EVALUATE = Command("bapo-trl evaluate", _EVALUATION)
