@@ -244,8 +244,8 @@ def test_search_reads_nothing_back_to_the_host():
 
 
 def test_sums_are_double_precision_where_the_device_has_it():
-    assert sum_dtype("cpu") == torch.float64
-    assert sum_dtype("mps") == torch.float32
+    assert sum_dtype("cpu") == sum_dtype("cuda") == torch.float64
+    assert sum_dtype("mps") == sum_dtype("xpu") == torch.float32
     ratio, advantages, weights = (tensor.float() for tensor in random_batch())
     assert contributions(ratio, advantages, weights, BoundGrid()).positive.dtype == torch.float64
 

@@ -1,5 +1,7 @@
 """The look-ahead leaves the model as it found it, and finds what the loss will find, whatever is random in both."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from peft import LoHaConfig, LoKrConfig, LoraConfig
@@ -88,16 +90,17 @@ def test_the_look_ahead_leaves_everything_as_it_found_it(tmp_path, monkeypatch, 
     assert not any("requires_grad" in str(warning.message) for warning in recwarn)
 
 
-def test_the_random_state_of_the_device_is_given_back(monkeypatch):
-    """Stands in for the device: its module, which `torch` asks for the state, is there without one."""
-    module, state = torch.get_device_module("cuda"), {"now": 1}
-    monkeypatch.setattr(module, "get_rng_state", lambda device: state["now"])
-    monkeypatch.setattr(module, "set_rng_state", lambda new, device: state.update(now=new))
-    before = torch.get_rng_state()
-    with forked_random_state(torch.device("cuda", 0)):
-        state["now"] = 2
+def test_the_random_states_of_all_devices_of_the_model_are_given_back(monkeypatch):
+    """Stands in for the devices: their module, which `torch` asks for the state, is there without one."""
+    module, states = torch.get_device_module("cuda"), {torch.device("cuda", 0): 1, torch.device("cuda", 1): 2}
+    monkeypatch.setattr(module, "get_rng_state", states.get)
+    monkeypatch.setattr(module, "set_rng_state", lambda new, device: states.update({device: new}))
+    model = SimpleNamespace(parameters=lambda: [SimpleNamespace(device=device) for device in states])  # split over both
+    before, of_devices = torch.get_rng_state(), dict(states)
+    with forked_random_state(torch.device("cuda", 0), model):
+        states.update(dict.fromkeys(states, 3))
         torch.rand(3)
-    assert state["now"] == 1
+    assert states == of_devices
     assert torch.equal(torch.get_rng_state(), before)
 
 

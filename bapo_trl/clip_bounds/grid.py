@@ -9,13 +9,13 @@ import torch
 from ..errors import InputError
 
 
-MOST_POINTS = 10_000
-"""Largest number of candidates of a bound."""
+MOST_POINTS = 2_000
+"""Largest number of candidates of a bound: the curves take its square, 32 MB."""
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """Return `torch.float64`, or `torch.float32` on devices that have no double precision (MPS)."""
-    return torch.float32 if torch.device(device).type == "mps" else torch.float64
+    """Return `torch.float64`, or `torch.float32` on devices that may have no double precision: MPS, XPU, NPU."""
+    return torch.float64 if torch.device(device).type in ("cpu", "cuda") else torch.float32
 
 
 @lru_cache(maxsize=64)

@@ -109,7 +109,7 @@ class EvaluatedTrainer(BAPOTrainer):
         self._is_apart = True
         self.num_generations_eval = 1  # the rows of a batch are no groups
         try:
-            with forked_random_state(self.accelerator.device):
+            with forked_random_state(self.accelerator.device, self.model):
                 yield
         finally:
             self._is_apart = False

@@ -116,7 +116,7 @@ def read_tokens_ahead(trainer: Any, window: Sequence[int], are_fresh: bool, is_r
     if not (is_random or _needs_forward_pass(trainer, micro_batches[0], are_fresh)):
         return [read_tokens(trainer, inputs, _any_logps(inputs), None) for inputs in micro_batches]
     # The forward passes of the loss come in the same order: from the same random state they drop out the same.
-    with forked_random_state(trainer.accelerator.device):
+    with forked_random_state(trainer.accelerator.device, trainer.model):
         return [
             read_tokens(trainer, inputs, *score(trainer, inputs, trainer.top_entropy_quantile < 1))
             for inputs in micro_batches

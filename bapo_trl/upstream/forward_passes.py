@@ -27,9 +27,11 @@ def without_gradient_checkpointing(model: torch.nn.Module) -> Iterator[None]:
             layer.gradient_checkpointing = True
 
 
-def forked_random_state(device: torch.device) -> AbstractContextManager:
-    """Give the random states of the CPU and of `device` back as they were; others are not touched."""
-    return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
+def forked_random_state(device: torch.device, model: torch.nn.Module) -> AbstractContextManager:
+    """Give the random states of the CPU, of `device` and of those that a model is split over back as they were."""
+    devices = {device, *(parameter.device for parameter in model.parameters())}
+    own = sorted((each for each in devices if each.type == device.type != "cpu"), key=lambda each: each.index or 0)
+    return torch.random.fork_rng(own, device_type=device.type)
 
 
 @contextmanager
