@@ -22,21 +22,24 @@ class SaveEvents:
     Events of the save are what Python audits (files opened for writing, renames, removals), the writers of torch and
     safetensors, which it does not see, waiting for the other ranks, the start and the end. After it come the rounds of
     partial rollouts and the micro-batches, numbered from 1. A process that `tears` cuts the file that was written
-    since the event before in half first, as if the kill had come within it.
+    since the event before in half first, as if the kill had come within it. Without an update, all events of a run up
+    to its last save are listed.
     """
 
-    def __init__(self, update: int, kill_at: int | str | None = None, tears: bool = False):
+    def __init__(self, update: int | None, kill_at: int | str | None = None, tears: bool = False):
         self.names: list[str] = []
         self.follows_write: list[bool] = []
         self._update, self._kill_at, self._tears = update, kill_at, tears
         self._latest: str | None = None
-        self._is_watched = self._is_saving = False
+        self._is_watched, self._is_saving = update is None, False
 
     def watch(self, trainer) -> None:
         save, wait = trainer._save_checkpoint, trainer.accelerator.wait_for_everyone
 
         def watched_save(*args, **kwargs):
-            self._is_watched = self._is_saving = trainer.state.global_step == self._update
+            step = trainer.state.global_step
+            is_watched = step < trainer.state.max_steps if self._update is None else step == self._update
+            self._is_watched = self._is_saving = is_watched
             self._happens("start")
             save(*args, **kwargs)
             self._happens("end")

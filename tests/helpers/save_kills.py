@@ -1,14 +1,16 @@
 """Kills trainers in the middle of a save and in the training after it, at chosen events, and starts them again.
 
-    python -m tests.helpers.save_kills FOLDER replay|partial one|few|all
+    python -m tests.helpers.save_kills FOLDER replay|partial|anywhere one|few|all
 
 For each kill, a JSON line on the standard output tells what went wrong afterwards, if anything. The processes are
-forked from this one, which has imported the libraries: a kill takes seconds. `all` takes every event of every rank.
+forked from this one, which has imported the libraries: a kill takes seconds. `all` takes every event of every rank;
+of `anywhere`, 20.
 """
 
 import hashlib
 import json
 import os
+import random
 import re
 import signal
 import sys
@@ -36,7 +38,7 @@ STATE_SUFFIXES = (".safetensors", ".pt", ".pth")
 class Run(NamedTuple):
     """
     A run to kill. It saves four times; what is killed is the second save, which rotates the first one out, and the
-    training up to the third.
+    training up to the third. If it is `anywhere`, random moments of the run up to its last save are.
 
     `few` are the kills of all runs of the tests: the rank, the event, whether within the file before it.
     """
@@ -46,10 +48,11 @@ class Run(NamedTuple):
     settings: dict[str, Any]
     save_steps: int
     few: list[tuple[int, str, bool]]
+    anywhere: bool = False
 
     @property
-    def killed_save(self) -> int:
-        return 2 * self.save_steps
+    def killed_save(self) -> int | None:
+        return None if self.anywhere else 2 * self.save_steps
 
     @property
     def max_steps(self) -> int:
@@ -126,6 +129,10 @@ RUNS = {
                 (0, "micro-batch 3", False),  # between two passes
             ],
         ),
+    ],
+    # A generation is two passes of one update
+    "anywhere": [
+        Run(2, trainer_of, {**PARTIAL_REPLAY, "num_iterations": 2, "steps_per_generation": 2}, 2, [], anywhere=True)
     ],
 }
 
@@ -219,8 +226,8 @@ def wrong_after(kill: Kill, run: Run, folder: Path, straight: dict) -> list[str]
                 wrong.append(f"{name} is not whole: {sorted(straight['checkpoints'][name] ^ files)}")
     except (RuntimeError, ValueError) as error:
         wrong.append(f"a checkpoint is not whole: {error!r}")
-    newest = max(int(name.split("-")[1]) for name in os.listdir(out) if name.startswith("checkpoint-"))
-    resumed = in_processes(kill.ranks, folder, lambda of_rank: run.train(out, True))
+    newest = max((int(name.split("-")[1]) for name in os.listdir(out) if name.startswith("checkpoint-")), default=0)
+    resumed = in_processes(kill.ranks, folder, lambda of_rank: run.train(out, resume=newest > 0))
     last = f"checkpoint-{run.max_steps}"
     if not all(isinstance(result, dict) for result in resumed):
         wrong += ["not resumed", *((folder / f"rank-{rank}.log").read_text()[-600:] for rank in range(kill.ranks))]
@@ -265,14 +272,22 @@ def all_kills(events: list[list[tuple[str, bool]]]) -> Iterator[Kill]:
                 yield Kill(len(events), rank, index, True, name)
 
 
+def random_kills(kills: list[Kill], count: int) -> list[Kill]:
+    """Draw that many of each rank within saves, and as many of each between saves."""
+    draw, kinds = random.Random(20), {}
+    for kill in kills:
+        kinds.setdefault((kill.rank, kill.name.startswith(("round", "micro-batch"))), []).append(kill)
+    return [kill for of_kind in kinds.values() for kill in draw.sample(of_kind, count)]
+
+
 def main(folder: str, kind: str, which: str) -> None:
     for run in RUNS[kind][:1] if which == "one" else RUNS[kind]:
         straight = straight_run(run, Path(folder, f"straight-{run.ranks}"))
-        kills = [
-            kill
-            for kill in all_kills(straight["events"])
-            if which == "all" or (kill.rank, kill.name, kill.tears) in run.few
-        ]
+        kills = list(all_kills(straight["events"]))
+        if run.anywhere:
+            kills = random_kills(kills, 5 if which == "all" else 1)
+        elif which != "all":
+            kills = [kill for kill in kills if (kill.rank, kill.name, kill.tears) in run.few]
         for number, kill in enumerate(kills[:1] if which == "one" else kills):
             wrong = wrong_after(kill, run, Path(folder, f"killed-{run.ranks}-{number:02d}"), straight)
             print(json.dumps({**kill._asdict(), "wrong": wrong}), flush=True)

@@ -103,7 +103,7 @@ TESTS = {
     "replay": ["tests/replay", "tests/test_state_files.py"],
     "rollouts": ["tests/rollouts", "tests/test_state_files.py", "tests/vllm_server/test_partial_server.py"],
     "checkpoints": ["tests/test_state_files.py", "tests/test_whole_checkpoint.py", "tests/replay/test_mixer.py",
-                    "tests/faults/test_kills.py", "tests/faults/test_signals.py",
-                    "tests/faults/test_fuzz_checkpoint.py", "tests/faults/test_server.py"],
+                    "tests/faults/test_signals.py", "tests/faults/test_fuzz_checkpoint.py",
+                    "tests/faults/test_server.py"],
     "colocate": ["tests/vllm_server/test_colocate.py"],
 }  # fmt: skip
