@@ -7,11 +7,10 @@ import shlex
 
 import nbformat
 import pytest
-from nbclient.exceptions import CellExecutionError
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from nbformat.v4 import new_code_cell, new_notebook
 
 from bapo_trl.script.command_line import parse_arguments
-from notebooks.run import FOLDER, LIMIT, code_digest, execute, run, tidy
+from notebooks.run import FOLDER, LIMIT, execute, run
 from tests.helpers.commands import ROOT
 from tests.notebooks.checks import check_committed, check_figures, figures, with_parameters
 
@@ -73,39 +72,6 @@ def test_the_command_of_the_last_notebook_is_one(monkeypatch):
 # The checks themselves, on small notebooks
 
 DRAWING = "import matplotlib.pyplot as plt\n\nplt.plot([1, 2])\nplt.show()"
-CLOSED = "import matplotlib.pyplot as plt\n\nplt.plot([1, 2])\nplt.close()"
-EMPTY = "import matplotlib.pyplot as plt\n\nplt.figure().add_axes((0, 0, 1, 1)).set_axis_off()\nplt.show()"
-
-
-def made(*sources):
-    return new_notebook(cells=[new_code_cell(source) for source in sources])
-
-
-def test_a_failing_cell_fails(tmp_path):
-    with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
-        execute(made("1 + 1", "1 / 0"), tmp_path)
-
-
-def test_a_missing_a_blank_and_too_few_figures_fail(tmp_path):
-    notebook = execute(made(DRAWING, CLOSED, EMPTY), tmp_path)
-    drawing, closed, empty = notebook.cells
-    check_figures(new_notebook(cells=[drawing]), 1)
-    with pytest.raises(AssertionError, match=r"1 figures, expected 2"):
-        check_figures(new_notebook(cells=[drawing]), 2)
-    with pytest.raises(AssertionError, match="no figure of this cell"):
-        check_figures(new_notebook(cells=[drawing, closed]), 1)
-    with pytest.raises(AssertionError, match="a blank figure"):
-        check_figures(new_notebook(cells=[drawing, empty]), 1)
-
-
-def test_parameters_take_the_place_of_those_of_the_reader():
-    parameters = new_code_cell("SIZE = 64  # rows\nNAME = 'a'", metadata={"tags": ["parameters"]})
-    notebook = new_notebook(cells=[new_markdown_cell("# Title"), parameters, new_code_cell("SIZE")])
-    assert [cell.source for cell in with_parameters(notebook, {"SIZE": 4}).cells[2:]] == ["SIZE = 4", "SIZE"]
-    with pytest.raises(AssertionError, match="LENGTH"):
-        with_parameters(notebook, {"LENGTH": 4})
-
-
 TITLE, INSTALL = read("01_adaptive_bounds.ipynb").cells[:2]
 
 
@@ -133,52 +99,6 @@ def test_running_stores_text_and_figures_and_no_more(small):
     check_committed(small, EXTRAS)
 
 
-def test_what_a_browser_or_an_editor_leaves_is_not_stored():
-    html = {"text/html": "<progress>", "text/plain": "<IPython.core.display.HTML object>"}
-    cell = new_code_cell("bar()", execution_count=3, metadata={"tags": ["kept"], "collapsed": True})
-    cell.outputs = [new_output("display_data", html), new_output("execute_result", html)]
-    tidied = tidy(new_notebook(cells=[cell], metadata={"widgets": {}})).cells[0]
-    assert (tidied.outputs, tidied.execution_count, tidied.metadata) == ([], None, {"tags": ["kept"]})
-
-
-def test_a_path_of_the_machine_is_not_stored(tmp_path):
-    nbformat.write(made("1 + 1", "import os\n\nprint(os.getcwd())"), tmp_path / "path.ipynb")
-    before = (tmp_path / "path.ipynb").read_text()
-    with pytest.raises(ValueError, match=r"cell-02 prints a path(.|\n)*os\.getcwd"):
-        run(tmp_path / "path.ipynb")
-    assert (tmp_path / "path.ipynb").read_text() == before
-
-
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [
-        ("in /home/user/x.py", "a path"),
-        ("'/tmp/x'", "a path"),
-        ("python3.11/site-packages/torch", "a path"),
-        ("C:\\Users", "a path"),
-        ("{'train_runtime': 3.5}", "a timing"),
-        ("10 updates, 12.5 s/it", "a timing"),
-        ("left 0:01:20", "a timing"),
-    ],
-)
-def test_a_committed_path_or_timing_fails(small, text, what):
-    small.cells[2].outputs[0].text = f"{text}\n"
-    with pytest.raises(ValueError, match=f"cell-03 prints {what}"):
-        check_committed(small, EXTRAS)
-
-
-@pytest.mark.parametrize("text", ["loss / updates", "https://example.org/a/b", "runs/report.png", "27 [0.6/0.9]"])
-def test_other_slashes_are_no_path(small, text):
-    small.cells[2].outputs[0].text = f"{text}\n"
-    check_committed(small, EXTRAS)
-
-
-def test_a_notebook_that_is_too_large_fails(small):
-    small.cells[2].outputs[0].text = "x" * LIMIT
-    with pytest.raises(ValueError, match=r"more than 300,000; most are of cell-03"):
-        check_committed(small, EXTRAS)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -186,20 +106,13 @@ def test_a_notebook_that_is_too_large_fails(small):
         (lambda cells: cells[2].update(execution_count=3), "run `make notebooks`"),  # as a browser leaves it
         (lambda cells: cells[2].update(outputs=[]), "no text of"),
         (lambda cells: cells[3].update(outputs=[]), "no figure of"),
+        (lambda cells: cells[2].outputs[0].update(text="in /home/user/x.py\n"), "cell-03 prints a path"),
+        (lambda cells: cells[2].outputs[0].update(text="x" * LIMIT), "more than 300,000; most are of cell-03"),
         (lambda cells: cells[0].update(source="[![Open](badge.svg)](example.org)\n\n# Title"), "Open"),
     ],
-    ids=["code", "count", "text", "figure", "badge"],
+    ids=["code", "count", "text", "figure", "path", "size", "badge"],
 )
 def test_what_is_not_as_it_is_committed_fails(small, change, message):
     change(small.cells)
-    with pytest.raises(AssertionError, match=message):
-        check_committed(small, EXTRAS)
-
-
-def test_an_installation_that_does_not_work_from_a_checkout_fails(small):
-    with pytest.raises(AssertionError, match="find_spec"):
-        check_committed(small, EXTRAS - {"plots"})
-    small.cells[1].source = small.cells[1].source.replace("..[", "bapo-trl[")
-    small.metadata["bapo_trl"] = {"outputs_of": code_digest(small)}
-    with pytest.raises(AssertionError, match="find_spec"):
+    with pytest.raises((AssertionError, ValueError), match=message):
         check_committed(small, EXTRAS)
