@@ -2,8 +2,8 @@
 
 What TRL and transformers refuse is their error, in whose notes a field is named.
 
-Fuzzed are the fields of `BAPOConfig` that GRPO does not have, those of TRL that they depend on (`OF_TRL`), and in
-recipes those of the script. Values are in and out of range, and of any type that YAML has.
+Fuzzed are the fields of `BAPOConfig` that GRPO does not have, and those of TRL that they depend on (`OF_TRL`). Values
+are in and out of range, and of any type that YAML has.
 """
 
 import contextlib
@@ -13,10 +13,8 @@ import logging
 import math
 import re
 import warnings
-from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import given as given_examples
 from hypothesis import strategies as st
@@ -26,10 +24,8 @@ from bapo_trl.bapo_config import own_fields
 from bapo_trl.clip_bounds import MEASURES, SEARCH_ORDERS
 from bapo_trl.clip_bounds.settings import SCOPES
 from bapo_trl.clip_bounds.tokens import WEIGHTINGS
-from bapo_trl.script.arguments import BAPOScriptArguments
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.fault_counts import cases
-from tests.helpers.script_runs import CPU, fill_folder, train_bapo
 from tests.helpers.toy import toy_dataset, toy_model, toy_run
 
 
@@ -109,15 +105,6 @@ OF_TRL = {
     "min_p": st.none() | floats(0.0, 0.5),
     "repetition_penalty": floats(0.5, 2.0),
 }
-OF_SCRIPT = {
-    "prompt_column": st.sampled_from(["prompt", ["question", "prompt"]]),
-    "answer_column": st.just("data_source"),
-    "prompt_template": st.just("{prompt}?"),
-    "eval_fraction": floats(0.1, 0.3),
-    "extract_answer": st.sampled_from(["boxed", "last_number", "text"]),
-    "reward_funcs": st.just(["my_rewards.has_digit"]),
-    "task_args": st.none(),
-}
 # Out of range, or of another type
 WILD = st.one_of(
     st.none(),
@@ -143,11 +130,6 @@ def some_settings(draw, fields: dict[str, st.SearchStrategy]) -> dict:
     }
 
 
-def check_is_one_line(error: SystemExit, said: str) -> None:
-    assert error.code == 2
-    assert "error: " in said.splitlines()[-1]
-
-
 OF_OURS = (ValueError, RuntimeError)
 OF_OTHERS = (*OF_OURS, ArithmeticError, AttributeError, TypeError)
 
@@ -156,7 +138,7 @@ def check_names_a_field(error: Exception) -> None:
     """A temperature of 1e-300 is a number, too; what comes of it is none."""
     if isinstance(error, RuntimeError) and str(error).startswith("NaN or infinity"):
         return
-    known = {f.name for kind in (BAPOConfig, BAPOScriptArguments) for f in dataclasses.fields(kind)}
+    known = {f.name for f in dataclasses.fields(BAPOConfig)}
     said = "\n".join([str(error), *getattr(error, "__notes__", ())])
     named = set(re.findall(r"`(\w+)`", said)) | set(re.findall(r"\w+_\w+", said))  # TRL has no backticks
     assert known & named, said
@@ -214,41 +196,3 @@ def test_settings_of_ours_train_or_name_a_field(parts, quiet, given):
 @given_examples(given=some_settings(OF_BAPO | OF_TRL))
 def test_settings_of_ours_and_of_trl_train_or_name_a_field(parts, quiet, given):
     train_or_name_a_field(parts, given, OF_OTHERS)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        # What comes after the training, and takes longest
-        patch.setattr("bapo_trl.script.training.report_line", lambda *args: "")
-        yield fill_folder(tmp_path_factory.mktemp("recipes"), patch)
-
-
-FLAGS = [part for name, value in CPU.items() for part in (f"--{name}", value)]
-FLAGS += ["--dataset_name", "train.jsonl", "--logging_strategy", "no"]
-
-
-@pytest.mark.fuzz
-@settings(FUZZ, max_examples=cases(400))
-@given_examples(
-    given=some_settings(OF_BAPO | OF_TRL | OF_SCRIPT),
-    typo=st.none() | st.none() | st.tuples(st.integers(0, 400), st.sampled_from("\t:{-\x00é*\n")),
-)
-def test_recipes_train_or_name_what_is_wrong(folder, quiet, given, typo):
-    recipe = {**{name: value for name, value in SMALL.items() if name != "max_completion_length"}}
-    recipe |= {"reward_funcs": ["my_rewards.has_digit"], "per_device_eval_batch_size": 4, **given}
-    text = yaml.safe_dump(recipe, allow_unicode=True)
-    if typo is not None:
-        place, character = typo
-        text = text[: place % len(text)] + character + text[place % len(text) :]
-    Path("recipe.yaml").write_text(text, encoding="utf-8")
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            train_bapo.main(["--config", "recipe.yaml", *FLAGS])
-    except OF_OTHERS as error:
-        check_names_a_field(error)
-    except SystemExit as error:
-        check_is_one_line(error, said.getvalue())
-    else:
-        assert "Model: out" in said.getvalue()
