@@ -351,42 +351,6 @@ def test_carried_curves_are_in_the_checkpoint_and_a_resumed_run_goes_on_with_the
         toy_trainer(tmp_path / "removed", **settings).train(resume_from_checkpoint=str(checkpoint))
 
 
-class OneSigned(Recorder):
-    """Generations from the second on begin with an update without negative advantages."""
-
-    def _generate_and_score_completions(self, inputs):
-        output = super()._generate_and_score_completions(inputs)
-        if self.state.global_step >= 4:
-            output["advantages"] = torch.where(output["advantages"] < 0, 0.0, output["advantages"])
-        return output
-
-    def _reset_run_state(self):
-        super()._reset_run_state()
-        take_masses = self._bounds._take_masses
-
-        def some_later(buffer):
-            take_masses(buffer)
-            if self.state.global_step >= 4:  # its later updates have some
-                self._bounds._masses_of_buffer[2:] = [curves(1e3, 1e3) for _ in buffer[2:]]
-
-        self._bounds._take_masses = some_later
-
-
-def test_a_resumed_run_takes_the_curve_of_a_missing_sign_from_the_checkpoint(tmp_path):
-    settings = {
-        **CARRIED, "save_strategy": "steps", "save_steps": 4, "max_steps": 6, "trainer_class": OneSigned,
-    }  # fmt: skip
-    straight = toy_run(tmp_path / "straight", **settings)
-    checkpoint = tmp_path / "straight" / "checkpoint-4"
-    resumed = toy_run(tmp_path / "resumed", **settings, resume=str(checkpoint))
-    assert bounds_of(resumed) == bounds_of(straight)
-    (checkpoint / CURVES_FILE).unlink()
-    without = toy_trainer(tmp_path / "without", **settings)
-    with pytest.warns(UserWarning, match="no carried curves"):
-        without.train(resume_from_checkpoint=str(checkpoint))
-    assert bounds_of(without)[-1] != bounds_of(straight)[-1]
-
-
 def test_ranks_go_on_with_the_curves_of_the_first(tmp_path, monkeypatch):
     monkeypatch.setattr("bapo_trl.clip_bounds.update_bounds.broadcast", lambda vector: 2 * vector)
     trainer = toy_run(tmp_path, **{**CARRIED, "save_strategy": "steps", "save_steps": 4, "max_steps": 4})
