@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoHaConfig, LoKrConfig, LoraConfig
-from transformers import Qwen2Config, TrainerCallback
+from transformers import Qwen2Config
 
 from bapo_trl.policy.scoring import read_tokens_ahead
 from bapo_trl.upstream.forward_passes import forked_random_state, has_random_forward
-from tests.helpers.model_state import hooks, model_state, random_state
-from tests.helpers.toy import opt_model, toy_dataset, toy_model, toy_run, toy_trainer, training_logs
+from tests.helpers.model_state import model_state, random_state
+from tests.helpers.toy import opt_model, toy_model, toy_run, training_logs
 from tests.test_bapo_trainer import assert_logged_shares_are_those_of_the_loss, trained
 
 
@@ -24,37 +24,6 @@ def adapter(config_class, **settings) -> dict:
 
 
 # The model afterwards
-
-
-class HooksOfEachUpdate(TrainerCallback):
-    def __init__(self):
-        self.seen = []
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.seen.append(hooks(model))
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        self.seen.append(hooks(model))
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        {"gradient_accumulation_steps": 4, "trainer_args": lora()},
-        {"num_iterations": 1, "replay_fraction": 0.5},
-        {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
-        {"neftune_noise_alpha": 5.0},
-        {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3},
-    ],
-    ids=lambda args: "-".join(args),
-)
-def test_no_hook_is_left_by_an_update_or_a_generation(tmp_path, args):
-    callback = HooksOfEachUpdate()
-    trainer_args = {**args.pop("trainer_args", {}), "callbacks": [callback], "eval_dataset": toy_dataset(3)}
-    toy_trainer(tmp_path, max_steps=8, trainer_args=trainer_args, **args).train()
-    assert len(callback.seen) == 9
-    assert callback.seen[0]  # the hook of gradient checkpointing
-    assert all(seen == callback.seen[0] for seen in callback.seen)
 
 
 @pytest.mark.parametrize(
