@@ -202,22 +202,6 @@ def test_behaviour_probabilities_weigh_on_policy_samples_too(tmp_path):
         assert_same_bounds(update[0]["bounds"], expected_bounds(update, trainer.args))
 
 
-class SampledElsewhere(Recorder):
-    """The generation backend reports log-probabilities of its own, as vLLM does."""
-
-    def _generate_and_score_completions(self, inputs):
-        output = super()._generate_and_score_completions(inputs)
-        noise = 0.3 * torch.randn(output["old_per_token_logps"].shape)
-        output["sampling_per_token_logps"] = output["old_per_token_logps"] + noise
-        return output
-
-
-@pytest.mark.parametrize("scope", AHEAD)
-def test_off_policy_mask_reads_the_log_probs_of_the_sampler(tmp_path, scope):
-    trainer = trained(tmp_path, SampledElsewhere, off_policy_mask_threshold=0.0, search_scope=scope)
-    assert_logged_shares_are_those_of_the_loss(trainer)
-
-
 def test_off_policy_mask_reads_the_log_probs_of_a_rollout_func(tmp_path):
     """One update a generation: all samples are fresh, and TRL computes no log-probabilities before the loss."""
     random = torch.Generator().manual_seed(0)
@@ -320,16 +304,9 @@ def test_a_setting_that_changes_during_a_run_is_refused_by_name(tmp_path, name, 
     trainer.remove_callback(Change)
     trainer.args.positive_contribution_target = 0.8  # between two runs it may
     trainer.train()
-    assert {log["bapo/target_met"] for log in training_logs(trainer) if log["bapo/positive_share"] >= 0.8} <= {1.0}
-
-
-def test_gradient_measure_counts_neither_kl_nor_masked_tokens(tmp_path):
-    # With beta the loss has a KL term besides: compare with the same batch without it.
-    trainer = trained(
-        tmp_path, beta=0.1, gradient_accumulation_steps=1, model=saved_model(tmp_path), search_scope="batch"
-    )  # fmt: skip
-    for (record,) in trainer.updates:
-        assert_same_bounds(record["bounds"], expected_bounds([record], trainer.args))
+    shares = [log["bapo/positive_share"] for log in training_logs(trainer)]
+    assert len(shares) == 4
+    assert [log["bapo/target_met"] for log in training_logs(trainer)] == [share >= 0.8 for share in shares]
 
 
 def saved_model(tmp_path) -> str:
@@ -348,12 +325,6 @@ def test_top_entropy_and_off_policy_masks_weigh_the_tokens(tmp_path):
     plain = [expected_bounds(update, trainer.args).positive_share.item() for update in trainer.updates]
     shares = [share for share, _ in shares_of_loss_and_log(trainer)]
     assert shares != pytest.approx(plain, rel=1e-3)  # the masks do take tokens away
-
-
-@pytest.mark.parametrize("scope", AHEAD)
-def test_the_search_sees_the_top_entropy_mask_of_each_micro_batch(tmp_path, scope):
-    trainer = trained(tmp_path, top_entropy_quantile=0.5, loss_type="dr_grpo", search_scope=scope)
-    assert_logged_shares_are_those_of_the_loss(trainer, nan_ok=False)
 
 
 class VLLMCorrected(Recorder):
