@@ -240,7 +240,8 @@ def test_the_checkpoint_of_a_stop_is_one_to_go_on_from_although_others_hold_the_
 
     expected = trained("straight", num_iterations=1)  # two updates a generation
     saving = {"num_iterations": 1, "save_only_model": True, "save_strategy": "steps", "save_steps": 1}
-    trained("stopped", InUpdate(2, terminate), StopSignals(), **saving)
+    stopped = trained("stopped", InUpdate(2, terminate), StopSignals(), **saving)
+    assert stopped.args.save_only_model  # of a run after it
     assert not (tmp_path / "stopped" / "checkpoint-1" / "optimizer.pt").exists()
     assert (tmp_path / "stopped" / "checkpoint-2" / "optimizer.pt").exists()
     resumed = trained("stopped", resume=True, **saving)
