@@ -2,7 +2,6 @@
 
 import random
 import re
-import statistics
 from dataclasses import replace
 
 import pytest
@@ -16,12 +15,6 @@ from benchmarks.long_tailed_sums import final_sum_reward, load_long_tailed_sums
 @pytest.fixture(scope="module")
 def task():
     return load_long_tailed_sums()
-
-
-@pytest.fixture(scope="module")
-def demonstrations(task):
-    rng = random.Random(1)
-    return [task.warm_start.demonstrate(prompt, rng) for prompt in task.train_dataset["prompt"]]
 
 
 # The longest filler of a demonstration: 52 letters, two of each
@@ -45,25 +38,12 @@ def test_problems_and_splits_are_those_of_the_demo(task):
     assert other.train_dataset["prompt"][:] != task.train_dataset["prompt"][:]
 
 
-def test_lengths_of_demonstrations_are_long_tailed_and_end_before_the_cap(task, demonstrations):
-    lengths = sorted(len(text) + 1 for text in demonstrations)
-    median = statistics.median(lengths)
-    assert median == 12
-    assert lengths[int(0.95 * len(lengths))] >= 5 * median
-    assert lengths[-1] <= 108 < task.max_new_tokens == 10 * median
-    longest_sequence = len("d7+f8") + task.max_new_tokens
-    assert longest_sequence <= task.warm_start.model["max_position_embeddings"]
-    assert set("".join(demonstrations + task.train_dataset["prompt"][:])) <= set(task.warm_start.alphabet)
-
-
-def test_long_demonstrations_are_as_often_right_as_short_ones(task, demonstrations):
-    rewards = task.reward_func(demonstrations, task.train_dataset["answer"][:])
-    by_length = {True: [], False: []}
-    for text, reward in zip(demonstrations, rewards, strict=True):
-        by_length[len(text) > 24].append(reward)
-    short, long = statistics.mean(by_length[False]), statistics.mean(by_length[True])
-    assert 0.38 < short < 0.44
-    assert abs(long - short) < 0.03  # the standard error of the difference is 0.01
+def test_demonstrations_are_of_the_alphabet_and_end_before_the_cap(task):
+    prompts, rng = task.train_dataset["prompt"][:], random.Random(1)
+    demonstrations = [task.warm_start.demonstrate(prompt, rng) for prompt in prompts]
+    assert max(map(len, demonstrations)) < 108 < task.max_new_tokens
+    assert len("d7+f8") + task.max_new_tokens <= task.warm_start.model["max_position_embeddings"]
+    assert set("".join(demonstrations + prompts)) <= set(task.warm_start.alphabet)
 
 
 def test_the_demonstrator_adds_as_in_the_demo(monkeypatch):

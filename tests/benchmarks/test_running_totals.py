@@ -42,22 +42,12 @@ def test_demonstrations_without_detours_are_right_and_on_detours_every_carry_is_
     assert final_answer_reward([wrong], answer=["32"]) == [0.0]
 
 
-def test_running_totals_lie_in_the_regime_of_the_paper():
-    """Few right completions, wrong ones longer, 30 to 150 tokens; all within the alphabet and the length allowed."""
-    task = load_running_totals()
-    rng = random.Random(1)
-    rows = list(task.train_dataset)
-    completions = [task.warm_start.demonstrate(row["prompt"], rng) for row in rows]
-    rewards = task.reward_func(completions, [row["answer"] for row in rows])
-    lengths = {
-        reward: [len(text) + 1 for text, r in zip(completions, rewards, strict=True) if r == reward]
-        for reward in (0, 1)
-    }
-    means = {reward: sum(values) / len(values) for reward, values in lengths.items()}
-    assert 0.08 < sum(rewards) / len(rewards) < 0.13
-    assert 40 < means[1] < 1.1 * means[1] < means[0] < 60
-    assert max(map(len, completions)) + 1 <= task.max_new_tokens
-    assert set("".join(completions + task.train_dataset["prompt"][:])) == set(running_totals.ALPHABET)
+def test_demonstrations_are_of_the_alphabet_and_end_before_the_cap():
+    task, rng = load_running_totals(), random.Random(1)
+    prompts = task.train_dataset["prompt"][:]
+    demonstrations = [task.warm_start.demonstrate(prompt, rng) for prompt in prompts]
+    assert max(map(len, demonstrations)) < task.max_new_tokens
+    assert set("".join(demonstrations + prompts)) == set(running_totals.ALPHABET)
 
 
 def test_only_the_text_after_the_last_mark_is_checked():
