@@ -1,4 +1,4 @@
-"""The vLLM server dies, hangs, refuses or answers late, and comes back or not: over HTTP, in one and two processes."""
+"""The vLLM server dies, hangs, refuses or answers late, and comes back or not. Two ranks are in tests/e2e/faults."""
 
 import json
 import re
@@ -15,10 +15,7 @@ from safetensors.torch import load_file
 from bapo_trl import BAPOTrainer
 from bapo_trl.vllm_server import client as server_client
 from tests.helpers.alike import assert_same_tensors, assert_same_weights
-from tests.helpers.commands import succeeded
 from tests.helpers.failing_server import PARTIAL, RUN, ModelServer, client_of
-from tests.helpers.forked import run_python
-from tests.helpers.ranks import read_ranks
 from tests.helpers.toy import toy_dataset, toy_model, toy_trainer, training_logs
 
 
@@ -261,24 +258,3 @@ def test_a_server_that_dies_between_making_and_training(tmp_path):
         server.stop()
         with pytest.raises(RuntimeError, match="failed in between two requests"):
             trainer.train()
-
-
-# Two processes
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("comes_back", [True, False], ids=["back", "gone"])
-def test_two_ranks_go_on_or_stop_together(tmp_path, comes_back):
-    worker = ["-m", "tests.helpers.failing_worker", tmp_path, json.dumps(comes_back)]
-    succeeded(run_python(worker, ranks=2, timeout_s=120))
-    ranks = read_ranks(tmp_path)
-    for fault, left in ranks[0]["runs"].items():
-        right = ranks[1]["runs"][fault]
-        if fault.endswith("none"):
-            assert left["error"] is right["error"] is None
-            expected = left["weights"]
-        elif comes_back:
-            assert left == right == {"error": None, "weights": expected}, fault
-        else:
-            assert left == right, fault
-            assert "The last checkpoint is" in left["error"], fault
