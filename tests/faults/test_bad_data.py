@@ -393,6 +393,9 @@ def test_what_is_no_reward_function_is_named(tmp_path):
         ),
         ("sampler", (1,), "The sampler returned a completion without a token for 1 of 24 samples"),
         ("gradient", (0, 1), r"RuntimeError: .*in the gradient \(its norm is nan\) at update 2, before its"),
+        ("row", (0, 1), "The column `when` has a datetime"),
+        ("pool", (0, 1), r"rollout_pool_00001_of_00002\.safetensors is damaged"),
+        ("queue", (0, 1), r"replay_queue_00001_of_00002\.safetensors is damaged"),
     ],
 )
 def test_an_error_on_one_rank_ends_the_run(tmp_path, fault, ranks, message):
@@ -403,6 +406,9 @@ def test_an_error_on_one_rank_ends_the_run(tmp_path, fault, ranks, message):
         said = (tmp_path / f"{rank}.txt").read_text()
         assert re.search(message, said), said
         assert not is_of_one or re.search(message, result.stderr)
+    if fault in ("row", "pool", "queue"):  # rank 1 finds it, and the other says so
+        other, own = ((tmp_path / f"{rank}.txt").read_text() for rank in ranks)
+        assert other == own.replace("InputError: ", "InputError: On rank 1: ", 1)
 
 
 # Completions

@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import traceback
+from datetime import datetime
 from pathlib import Path
 from unittest.mock import MagicMock, patch
 
@@ -20,8 +21,14 @@ from bapo_trl.upstream.fixes import end_training
 from tests.helpers.toy import digits_reward, toy_dataset, toy_trainer
 
 
+STALE = {
+    "num_iterations": 1, "replay_fraction": 0.5, "partial_rollout_oversampling": 1.5,
+    "partial_rollout_chunk_length": 2,
+}  # fmt: skip
+
+
 def main(folder: str, fault: str) -> None:
-    rank = None
+    rank = resume = None
 
     def only_rank_1(completions, **kwargs):
         rewards = digits_reward(completions)
@@ -47,7 +54,7 @@ def main(folder: str, fault: str) -> None:
                 loss.register_hook(lambda gradient: gradient * math.nan)
             return loss
 
-    parts, settings = {}, {}
+    parts, settings = {}, {"shuffle_dataset": False, "gradient_checkpointing": False}
     if fault.startswith("reward"):
         settings["reward_funcs"] = only_rank_1
     elif fault == "gradient":
@@ -62,6 +69,15 @@ def main(folder: str, fault: str) -> None:
         hub = MagicMock(**{"create_repo.return_value.repo_id": "me/model"})
         patch("transformers.trainer.hf_api", lambda: hub).start()
         patch("shutil.copy", MagicMock(side_effect=full)).start()
+    elif fault == "row":  # with a value that no checkpoint could keep
+        settings |= STALE
+        parts["train_dataset"] = toy_dataset().with_transform(
+            lambda rows: {**rows, "when": [datetime(2026, 11, 23) if rank == 1 else "today"] * len(rows["prompt"])}
+        )
+    elif fault in ("pool", "queue"):  # of its own, in a checkpoint
+        settings |= STALE
+        toy_trainer(Path(folder) / "out", **settings, max_steps=2, save_strategy="steps", save_steps=2).train()
+        resume = f"{folder}/out/checkpoint-2"
     else:  # in the rows of rank 1, as a transform makes them
         prompts = toy_dataset().to_dict()["prompt"]
         prompts[8:16] = ["?"] * 8
@@ -69,19 +85,21 @@ def main(folder: str, fault: str) -> None:
         parts["train_dataset"] = dataset.with_transform(
             lambda rows: {"prompt": [3 if prompt == "?" else prompt for prompt in rows["prompt"]]}
         )
-    trainer = toy_trainer(
-        Path(folder) / "out", trainer_args=parts, shuffle_dataset=False, gradient_checkpointing=False, **settings
-    )
+    trainer = toy_trainer(Path(folder) / "out", trainer_args=parts, **settings)
     rank = PartialState().process_index
     assert trainer.accelerator.num_processes == 2
+    if resume is not None and rank == 1:
+        (file,) = Path(resume).glob(f"*_{fault}_00001_of_00002.safetensors")
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     try:
-        trainer.train()
+        trainer.train(resume_from_checkpoint=resume)
     except Exception as error:
         said = "".join(traceback.format_exception_only(error))
         (Path(folder) / f"{rank}.txt").write_text(
             f"{said}{type(trainer.model_wrapped).__name__} {trainer.state.global_step}"
         )
-        if fault not in ("reward", "gradient", "push"):  # which all ranks raise together
+        if fault in ("reward raises", "prompt", "rollout raises", "rollout", "sampler"):  # of rank 1 alone
             raise
     end_training(trainer)
 

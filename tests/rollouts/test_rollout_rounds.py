@@ -613,17 +613,6 @@ def test_two_ranks_of_unequal_lengths_stay_in_step(tmp_path):
     assert any(len(set(versions)) > 1 for _, _, versions, _ in ranks[1]["rows"])
 
 
-def test_what_one_rank_alone_cannot_take_ends_both(tmp_path):
-    """A row of its own, its file of the pool, its file of the replay queue."""
-    printed = succeeded(run_python(["-m", "tests.helpers.lone_errors", tmp_path]))
-    other, own = json.loads(printed)
-    assert own.keys() == {"row", "pool", "queue"}
-    assert "The column `when` has a datetime" in own["row"]
-    assert "rollout_pool_00001_of_00002.safetensors is damaged" in own["pool"]
-    assert "replay_queue_00001_of_00002.safetensors is damaged" in own["queue"]
-    assert other == {case: f"On rank 1: {error}" for case, error in own.items()}
-
-
 @pytest.mark.processes
 def test_on_two_ranks_a_quarter_of_the_completions_have_several_versions_each_scored_by_its_own(tmp_path):
     succeeded(launch(tmp_path, learning_rate=5e-3))
