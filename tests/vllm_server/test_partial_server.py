@@ -7,7 +7,6 @@ from bapo_trl import BAPOTrainer
 from bapo_trl.rollouts.pool import RolloutPool
 from bapo_trl.rollouts.rounds import RolloutRounds
 from tests.helpers.fake_vllm import FakeVLLM, needs_vllm_server, vllm_trainer
-from tests.helpers.scores import assert_scored_by_its_policy, score
 from tests.helpers.toy import training_logs
 from tests.rollouts.test_rollout_rounds import (
     PARTIAL,
@@ -15,7 +14,6 @@ from tests.rollouts.test_rollout_rounds import (
     ending_model,
     prompts_of_many_lengths,
     share_of_digits,
-    trained_rows,
     trainer_of,
 )  # fmt: skip
 
@@ -41,26 +39,6 @@ def server_trainer(monkeypatch, tmp_path, trainer_class=Recording, server=FakeVL
             **settings,
         },
     )
-
-
-def assert_stitched(trainer):
-    """Both log-probabilities of each token are those of the policy that sampled it."""
-    model, kinds = ending_model().eval(), ("old_per_token_logps", "sampling_per_token_logps")
-    assert_scored_by_its_policy(
-        trained_rows(trainer, *kinds), lambda version, *ids: score(model, *ids, trainer.weights[version])
-    )
-
-
-def test_log_probabilities_of_trainer_and_server_are_stitched(monkeypatch, tmp_path):
-    trainer = server_trainer(monkeypatch, tmp_path)
-    trainer.train()
-    assert_stitched(trainer)
-    for log in training_logs(trainer):
-        if "reward" in log:
-            assert log["sampling/sampling_logp_difference/max"] < 1e-5
-            assert log["sampling/raw_importance_sampling_ratio/max"] == pytest.approx(1, abs=1e-5)
-            assert log["sampling/truncated_share"] == log["sampling/masked_share"] == 0
-    assert max(log["ratio/max"] or 0 for log in training_logs(trainer)) > 1.05  # the weights did change
 
 
 class BiasedOnce(FakeVLLM):
@@ -92,33 +70,6 @@ def test_trl_corrects_by_the_stitched_ratio_and_the_comparison_is_of_the_latest_
     assert first["sampling/raw_importance_sampling_ratio/max"] < 0.7
     # The first policy's tokens are still in the batch, and parts of completions that went on under the second
     assert second["sampling/raw_importance_sampling_ratio/max"] == pytest.approx(1, abs=1e-5)
-
-
-class Restarting(Recording):
-    """The server is started anew before the third generation, and between two rounds of the fourth."""
-
-    def _continue_completions(self, prompts, cap):
-        if len(self.batches) == 3 and self.state.global_step == 9 and self.vllm_generation.num_starts == 2:
-            self.num_rounds = getattr(self, "num_rounds", 0) + 1
-            if self.num_rounds == 2:
-                self.vllm_generation.restart()
-        return super()._continue_completions(prompts, cap)
-
-    def _finish_groups(self, inputs):
-        if len(self.batches) == 2:
-            self.vllm_generation.restart()
-        return super()._finish_groups(inputs)
-
-
-@needs_vllm_server
-def test_a_server_that_was_started_anew_goes_on_with_the_parked_completions(monkeypatch, tmp_path):
-    trainer = server_trainer(monkeypatch, tmp_path, trainer_class=Restarting)
-    with pytest.warns(UserWarning, match="server was started anew: it is joined again"):
-        trainer.train()
-    assert trainer.vllm_generation.num_starts == 3
-    assert trainer.vllm_generation.num_syncs == 5  # one a generation, one more in the fourth
-    assert_stitched(trainer)
-    assert [int(batch["completion_mask"].any(dim=1).sum()) for batch in trainer.batches] == [2, 24, 24, 24]
 
 
 class RestartingInRequest(FakeVLLM):
