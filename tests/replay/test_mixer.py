@@ -27,7 +27,6 @@ from tests.helpers.toy import (
 )
 from tests.rollouts.test_rollout_rounds import Recording, trained_rows
 from tests.test_bapo_trainer import saved_model
-from tests.vllm_server.test_logp_mismatch import Sampler
 
 
 # 2 updates a pass; 24 rows a generation
@@ -264,36 +263,6 @@ def test_a_mask_that_some_generations_lack_is_all_ones_for_them(tmp_path):
     assert of_queue > 20
 
 
-class LogprobsNowAndThen(MaskNowAndThen):
-    """A `rollout_func` that tells what its sampler gave each token, in every other generation."""
-
-    def __call__(self, prompts, trainer):
-        output = super().__call__(prompts, trainer)
-        mask = output.pop("env_mask", None)
-        return output if mask is None else {**output, "logprobs": [[-9.0] * len(ids) for ids in mask]}
-
-
-@pytest.mark.trainings
-def test_logprobs_that_some_generations_lack_are_the_trainers_for_them(tmp_path):
-    parts = {"trainer_args": {"rollout_func": LogprobsNowAndThen()}}
-    args = {**REPLAY, "replay_fraction": 0.75, "off_policy_mask_threshold": 0.5, "vllm_logp_tolerance": None}
-    trainer = toy_trainer(tmp_path, **args, **parts)
-    seen, compute_loss = [], trainer._compute_loss
-
-    def kept(model, inputs):
-        old, tokens = inputs["old_per_token_logps"], inputs["completion_mask"].bool()
-        told = inputs.get("sampling_per_token_logps", old)
-        for row, version in enumerate(inputs["policy_version"].tolist()):
-            expected = torch.full_like(old[row], -9.0) if version % 4 == 0 else old[row]
-            assert told[row][tokens[row]].equal(expected[tokens[row]])
-            seen.append(version)
-        return compute_loss(model, inputs)
-
-    trainer._compute_loss = kept
-    assert trainer.train().global_step == 12
-    assert sum(version < 10 for version in seen) > 20
-
-
 def test_rows_that_keep_the_shape_of_a_batch_are_not_counted_as_untrained(tmp_path):
     args = {"partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 2, "replay_max_reuse": 4}
     trainer = toy_run(tmp_path, trainer_class=Masks, **{**REPLAY, **args})
@@ -474,31 +443,6 @@ def test_resume_without_a_saved_queue_warns_and_with_the_flag_starts_empty(tmp_p
     with pytest.raises(ValueError, match=f"{queue_file.name} is missing"):
         resumed()
     assert resumed(replay_discard_saved=True) == 0
-
-
-class Served(Sampler):
-    """TRL takes the sampler for vLLM: it computes importance ratios and weighs the loss with them."""
-
-    def _generate_single_turn(self, *args, **kwargs):
-        self.use_vllm = False
-        output = super()._generate_single_turn(*args, **kwargs)
-        self.use_vllm = True
-        return output
-
-
-@pytest.mark.trainings
-def test_resume_with_ratios_of_another_level_says_how_to_go_on(tmp_path):
-    def run(mode, max_steps, resume=None, **args):
-        settings = {**REPLAY, "save_strategy": "steps", "save_steps": 4, "max_steps": max_steps, **args}
-        return toy_run(tmp_path, trainer_class=Served, vllm_importance_sampling_mode=mode, **settings, resume=resume)
-
-    run("sequence_mask", 4)
-    checkpoint = str(tmp_path / "checkpoint-4")
-    with pytest.raises(
-        ValueError, match=r"`importance_sampling_ratio`.*different settings.*set `replay_discard_saved`"
-    ):
-        run("token_truncate", 6, checkpoint)
-    assert run("token_truncate", 6, checkpoint, replay_discard_saved=True).state.global_step == 6
 
 
 def test_without_a_knob_there_is_no_queue_and_a_reference_may_be_synced(tmp_path):

@@ -109,6 +109,17 @@ def test_rows_of_different_settings_are_not_mixed():
     fewer = Rows({key: column for key, column in rows.columns.items() if key != "old_per_token_logps"})
     with pytest.raises(ValueError, match=r"\['old_per_token_logps'\].*`replay_discard_saved`"):
         concat_rows([(rows, [0]), (fewer, [0])])
+    ratio = EXTRAS["importance_sampling_ratio"]
+    levels = [batch_to_rows(batch(importance_sampling_ratio=each), PAD) for each in (ratio[:, :1], ratio)]
+    with pytest.raises(ValueError, match=r"one `importance_sampling_ratio` for each token.*`replay_discard_saved`"):
+        concat_rows([(rows, [0]) for rows in levels])
+
+
+def test_log_probabilities_that_some_generations_lack_are_the_trainers_for_them():
+    told = batch_to_rows(batch(sampling_per_token_logps=torch.full((3, 5), -9.0)), PAD)
+    first, second = concat_rows([(told, [0]), (batch_to_rows(batch(), PAD), [2])])
+    assert first["sampling_per_token_logps"].tolist() == [-9.0] * 3
+    assert second["sampling_per_token_logps"].equal(second["old_per_token_logps"])
 
 
 def test_rows_with_an_advantage_are_told_by_row_and_by_token():
