@@ -2,21 +2,18 @@
 
 import json
 import sys
-from pathlib import Path
 
-import torch
 from datasets import Dataset
 
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.ranks import finish
-from tests.helpers.toy import ending_model, toy_run
+from tests.helpers.toy import toy_run
 from tests.rollouts.test_rollout_rounds import PARTIAL, Recording, countdown_model, trained_rows
 
 
 def main(folder: str, settings: str) -> None:
     settings = json.loads(settings)
     resume = settings.pop("resume", None)
-    counts_down = settings.pop("counts_down", False)
     tokenizer = character_tokenizer()
     # A generation's prompts go to the ranks in turns of `groups`: short ones to rank 0, long ones to rank 1, whose
     # completions run on
@@ -27,20 +24,15 @@ def main(folder: str, settings: str) -> None:
     prompts = ["1+" + last for _ in range(5) for last in short + long]
     trainer = toy_run(
         folder + "/run",
-        model=countdown_model() if counts_down else ending_model(),
+        model=countdown_model(),
         trainer_class=Recording,
         trainer_args={"train_dataset": Dataset.from_dict({"prompt": prompts})},
         **{**PARTIAL, "shuffle_dataset": False, **settings},
         resume=resume,
     )
-    rows = [
-        [prompt_ids.tolist(), token_ids.tolist(), versions.tolist(), logps.tolist()]
-        for prompt_ids, token_ids, versions, logps in trained_rows(trainer)
-    ]
-    if trainer.accelerator.is_main_process:
-        torch.save(trainer.weights, Path(folder) / "weights.pt")
     finish(
-        trainer, folder, prompts=trainer.prompts, rows=rows,
+        trainer, folder, prompts=trainer.prompts,
+        rows=[[ids.tolist() for ids in row] for *row, _ in trained_rows(trainer)],
         rows_per_batch=[int(batch["completion_mask"].any(dim=1).sum()) for batch in trainer.batches],
         parked=[group.inputs["prompt"] for group in trainer._rounds.pool],
     )  # fmt: skip
