@@ -323,10 +323,11 @@ def test_the_slurm_script_requeues_a_run_that_a_signal_stopped_and_no_other(tmp_
     dry = (tmp_path / "dry").read_text()
     served = "-m bapo_trl serve --model model --host 0.0.0.0 --tensor-parallel-size 4\n"
     assert (tmp_path / "served").read_text() == served
+    sizes = "-m bapo_trl.script.launcher --accelerate zero3_multinode --num_machines 4 --num_processes 32 "
     for rank in range(4):
         launched = (tmp_path / f"launched-{rank}").read_text()
-        assert "--num_machines 4 --num_processes 32 " in launched
-        assert "--num_machines 4 --num_processes 32 train --config recipe.yaml --model_name_or_path model " in dry
+        assert sizes in launched
+        assert f"{sizes}train --config recipe.yaml --model_name_or_path model " in dry
         assert f"--machine_rank {rank} --main_process_ip node0 " in launched
         resume = "true" if found == ["checkpoint-50"] else "false"
         assert f"--model_name_or_path model --output_dir {output_dir} --resume_from_checkpoint {resume} " in launched
