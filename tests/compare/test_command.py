@@ -204,6 +204,7 @@ def test_a_study_that_is_told_to_stop_ends_its_runs(folder):
         (["--shard", "3/2"], "`--shard` is '3/2'"),
         (["--shard", "x"], "`--shard` is 'x'"),
         (["--jobs", "0"], "`--jobs` is 0"),
+        (["--jobs", "x"], "argument --jobs: invalid int value: 'x'"),
     ],
 )
 def test_bad_arguments_end_in_one_line(folder, capsys, arguments, message):

@@ -135,15 +135,3 @@ def test_what_cannot_be_served_ends_in_one_line(flags, message, capsys, monkeypa
     ends(cli.main, ["serve", *flags])
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"bapo-trl serve: error: {message}")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["report"], "the following arguments are required: RUN"),
-        (["compare", "study.yaml", "--output_dir", "out", "--job", "x"], "argument --jobs: invalid int value: 'x'"),
-    ],
-)
-def test_what_a_parser_cannot_read_is_said_in_one_line(arguments, message, capsys):
-    ends(cli.main, arguments)
-    assert capsys.readouterr().err == f"bapo-trl {arguments[0]}: error: {message}\n"

@@ -53,9 +53,8 @@ def test_missing_and_foreign_files_are_refused(tmp_path):
     (tmp_path / "data.csv").write_text("prompt\n")
     with pytest.raises(ValueError, match=r"data\.csv.*\.jsonl"):
         load_splits(str(tmp_path / "data.csv"))
-    for name in ("missing.parquet", "missing.csv", "./missing", str(tmp_path / "missing")):
-        with pytest.raises(ValueError, match="no such file or folder"):
-            load_splits(name)
+    with pytest.raises(ValueError, match="no such file or folder"):  # as a path that is not relative
+        load_splits(str(tmp_path / "missing"))
 
 
 def test_what_the_hub_does_not_give_is_told_with_its_answer(monkeypatch):

@@ -127,14 +127,12 @@ def test_streams():
 @pytest.mark.parametrize(
     ("row", "form", "message"),
     [
-        (AIME, {}, r"The train dataset has no `prompt` column, only \['question', 'answer'\]: set `--prompt_column`"),
-        (AIME, {"prompt_columns": ["problem", "task"]}, "no `problem` or `task` column"),
         (
             SKYWORK,
-            {"answer_columns": ["reward_model.truth"]},
-            r"no `reward_model.truth` column, only .*'reward_model.ground_truth'.*: set `--answer_column`",
+            {"answer_columns": ["ability.text", "reward_model.truth"]},
+            r"The train dataset has no `ability.text` or `reward_model.truth` column, only "
+            r".*'reward_model.ground_truth'.*: set `--answer_column`",
         ),
-        (AIME, {"prompt_columns": ["question.text"]}, "no `question.text` column"),
         (
             AIME,
             {"prompt_columns": ["question"], "template": "{problem}?"},
