@@ -66,22 +66,21 @@ def test_the_page_in_docs_is_that_of_the_results():
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong", "complaint"),
+    ("right", "wrong", "complaints"),
     [
-        ("trl>=1.14.2,", "trl>=1.14,", "oldest version tested is 1.14.2"),
-        ("trl>=1.14.2,!=1.15.*", "trl>=1.14.2,!=1.15.*,<1.17", "trl<1.17: no reason"),
-        ("trl>=1.14.2,!=1.15.*", "trl>=1.14.2", "trl!=1.15.*: in compat/corners.cfg, not in setup.cfg"),
-        ("transformers>=5.17", "transformers>=5.17,<5.18", "5.23.0 is tested"),
-        ("    torch>=2.11", "    torch", "oldest version tested is 2.11.0"),
-        ("peft>=0.19", "peft>=0.20", "0.19.0 is tested"),
-        ("python_requires = >=3.11", "python_requires = >=3.10", "Python 3.11"),
-        (" :: 3.11\n", " :: 3.11\n    Programming Language :: Python :: 3.99\n", "Python 3.11"),
+        (
+            "trl>=1.14.2,!=1.15.*",
+            "trl>=1.14,<1.16",
+            ["oldest version tested is 1.14.2", "1.16.0 is tested", "trl<1.16: no reason", "trl!=1.15.*: in compat/"],
+        ),
+        ("python_requires = >=3.11", "python_requires = >=3.10", ["Python 3.11"]),
+        (" :: 3.11\n", " :: 3.11\n    Programming Language :: Python :: 3.99\n", ["Python 3.11"]),
     ],
 )
-def test_a_range_that_nobody_tested_is_named(rows, right, wrong, complaint):
+def test_a_range_that_nobody_tested_is_named(rows, right, wrong, complaints):
     assert SETUP_CFG.count(right) == 1
     found = results.complaints(SETUP_CFG.replace(right, wrong), rows, corners.refused())
-    assert any(complaint in line for line in found), found
+    assert all(any(complaint in line for line in found) for complaint in complaints), found
 
 
 def test_a_corner_that_failed_counts_for_nothing(rows):
@@ -103,11 +102,10 @@ def test_a_corner_replaces_pins_and_keeps_the_others():
     assert oldest["pytest"] == pinned["pytest"]
 
 
-@pytest.mark.parametrize("corner", corners.names())
-def test_constraints_are_written_before_anything_is_installed(corner):
-    command = [sys.executable, "-S", "-m", "compat", "constraints", corner]  # -S: without installed packages
+def test_constraints_are_written_before_anything_is_installed():
+    command = [sys.executable, "-S", "-m", "compat", "constraints", "oldest"]  # -S: without installed packages
     lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert lines == corners.constraints(corner)
+    assert lines == corners.constraints("oldest")
 
 
 JUNIT = """<testsuites><testsuite name="pytest">
