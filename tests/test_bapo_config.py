@@ -29,6 +29,7 @@ def config(**args) -> BAPOConfig:
         ({"num_generations": None}, "`num_generations` is None: set it to a whole number"),
         ({"per_device_train_batch_size": "4"}, "`per_device_train_batch_size` is '4': set it to a whole number"),
         ({"max_grad_norm": math.nan}, "`max_grad_norm` is nan: set it to a number"),
+        ({"reward_weights": [1.0, -math.inf]}, r"`reward_weights` is \[1.0, -inf\]: set it to a list of finite"),
         ({"scale_rewards": ["group"]}, r"`scale_rewards` is \['group'\]: choose one of"),
         ({"delta": "3"}, "`delta` is '3': set it to a number"),
         ({"delta": 1e308}, "delta.*1e.308, more than float32 holds"),
