@@ -1,11 +1,13 @@
 """`--method`: the settings that a name stands for, next to recipes and flags."""
 
 import pytest
+import yaml
 
 from bapo_trl.errors import InputError
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.console import settings_table
-from bapo_trl.script.methods import METHODS
+from bapo_trl.script.methods import MADE_OF, METHODS
+from tests.helpers.commands import ROOT
 
 
 def settings(*flags, **wanted):
@@ -16,6 +18,20 @@ def settings(*flags, **wanted):
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_is_its_settings(name):
     assert settings("--method", name, **METHODS[name]) == METHODS[name]
+
+
+@pytest.mark.parametrize(("name", "low", "high"), [("grpo", 0.8, 1.2), ("clip_higher", 0.8, 1.28)])
+def test_fixed_bounds_are_those_that_were_published(name, low, high):
+    """Of GRPO, and of DAPO's clip-higher."""
+    wanted = {"ratio_lower_start": low, "ratio_lower_max": low, "ratio_upper_start": high, "ratio_upper_max": high}
+    assert settings("--method", name, **wanted) == wanted
+
+
+def test_the_released_method_is_that_of_its_recipe():
+    recipe = yaml.safe_load((ROOT / "recipes" / "released_recipe.yaml").read_text())
+    wanted = {name: value for name, value in recipe.items() if name in (*MADE_OF, "search_scope", "loss_type")}
+    assert METHODS["bapo_released"].keys() <= wanted.keys()
+    assert settings("--method", "bapo_released", **wanted) == wanted
 
 
 @pytest.mark.parametrize(
