@@ -19,6 +19,32 @@ EXIT_CODE = 75
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
 
 
+_taking: list["StopSignals"] = []
+"""Those of this process whose handlers are in place. A child that is forked gets the handlers too."""
+
+_forking = threading.local()
+
+
+def _hold_back() -> None:
+    """Let SIGTERM wait until the fork is done: Python drops what comes to a child before."""
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+
+def _let_through() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _let_a_child_end() -> None:
+    for stop in reversed(_taking):  # a later one's earlier handler is that of the one before
+        stop._leave_to_parent()
+    _taking.clear()
+    _let_through()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_hold_back, after_in_parent=_let_through, after_in_child=_let_a_child_end)
+
+
 class StopSignals(TrainerCallback):
     """
     Ends a training after the update in which a signal comes: saves a checkpoint and stops, on all ranks alike.
@@ -27,6 +53,9 @@ class StopSignals(TrainerCallback):
     they did. One rank that receives one is enough. A second SIGINT does what it did before, at once. A signal that
     comes after the last epoch, too late to stop the training, does what it did before at the end of `train()`.
     `signal` is what stopped the last training, on all ranks the same; `None` if it went to its end.
+
+    A forked child, of a reward or a data loader, ends by SIGTERM as it would. The others, which a terminal and SLURM
+    send to all processes, do nothing to it: the update that is to be finished may need it.
 
     Example:
 
@@ -49,6 +78,8 @@ class StopSignals(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self.signal, self._received, self._speaks = None, [], state.is_world_process_zero
         if threading.current_thread() is threading.main_thread():  # Python lets no other thread set handlers
+            if self not in _taking:
+                _taking.append(self)
             for number in _SIGNALS:
                 self._earlier.setdefault(number, signal.signal(number, self._receive))
 
@@ -76,9 +107,19 @@ class StopSignals(TrainerCallback):
 
     def restore(self) -> None:
         """Put the earlier handlers back; needed where `train()` may raise."""
+        if self in _taking:
+            _taking.remove(self)
         while self._earlier:
-            number, handler = self._earlier.popitem()
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
+            self._put_back(*self._earlier.popitem())
+
+    def _leave_to_parent(self) -> None:
+        """In a child: give SIGTERM back, and take the others without a word."""
+        self._speaks = False
+        if signal.SIGTERM in self._earlier:
+            self._put_back(signal.SIGTERM, self._earlier.pop(signal.SIGTERM))
+
+    def _put_back(self, number: int, handler: object) -> None:
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
 
     def _stop_if_signalled(self, args, control) -> None:
         received = torch.tensor(max(self._received, default=0), device=args.device)

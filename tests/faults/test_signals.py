@@ -1,12 +1,14 @@
 """Signals while a run trains: the update is finished and saved on all ranks, and the run goes on where it was."""
 
 import json
+import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from safetensors.torch import load_file
@@ -19,7 +21,7 @@ from tests.helpers.alike import assert_same_weights
 from tests.helpers.commands import ROOT, accelerate_launcher, run_command, succeeded
 from tests.helpers.fault_counts import cases
 from tests.helpers.forked import run_python
-from tests.helpers.toy import InUpdate, terminate, toy_run, toy_trainer
+from tests.helpers.toy import InUpdate, digits_reward, terminate, toy_run, toy_trainer
 
 
 pytestmark = pytest.mark.processes
@@ -232,6 +234,27 @@ def test_a_training_that_raises_gives_the_handlers_back(tmp_path):
     finally:
         stop.restore()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_child_that_a_reward_forks_ends_by_sigterm_alone_and_the_run_stops_by_its_own(tmp_path, capfd):
+    stop, ended = StopSignals(), []
+
+    def forking(completions, **kwargs):
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+        child.start()
+        for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
+            os.kill(child.pid, number)
+        child.join(20)
+        ended.append(child.exitcode)
+        child.kill()
+        child.join()
+        return digits_reward(completions)
+
+    callbacks = {"callbacks": [stop, InUpdate(2, terminate)]}
+    trainer = toy_run(tmp_path, reward_funcs=forking, trainer_args=callbacks)
+    assert set(ended) == {-signal.SIGTERM}
+    assert (stop.signal, trainer.state.global_step) == (signal.SIGTERM, 2)
+    assert capfd.readouterr().err.count("the run stops and saves") == 1
 
 
 def test_the_checkpoint_of_a_stop_is_one_to_go_on_from_although_others_hold_the_model_alone(tmp_path):
