@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
-from transformers.utils import cached_file, find_adapter_config_file
+from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, cached_file, find_adapter_config_file
 from trl import ModelConfig
 
 from ..errors import InputError
@@ -93,8 +93,10 @@ def load_processing_class(
     settings: dict[str, Any] = {"padding_side": "left", "truncation_side": "left"}
     settings["trust_remote_code"] = trust_remote_code
     try:
-        if base is not None and cached_file(model, TOKENIZER_CONFIG_FILE, revision=revision, **_IF_ANY):
-            return AutoTokenizer.from_pretrained(model, revision=revision, **settings)
+        if base is not None and _has_file(model, TOKENIZER_CONFIG_FILE, revision):
+            is_processor = any(_has_file(model, name, revision) for name in (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME))
+            own: Any = AutoProcessor if is_processor else AutoTokenizer  # which needs no configuration of a model
+            return own.from_pretrained(model, revision=revision, **settings)
         of_base = base_revision(model, revision) if base else revision
         return AutoProcessor.from_pretrained(base or model, revision=of_base, **settings)
     except (OSError, ValueError) as error:
@@ -213,6 +215,10 @@ def _adapter_config(model: str, revision: str | None) -> Path | None:
     except (OSError, ValueError):  # no such model: said when it is loaded
         return None
     return None if path is None else Path(path)
+
+
+def _has_file(model: str, name: str, revision: str | None) -> bool:
+    return cached_file(model, name, revision=revision, **_IF_ANY) is not None
 
 
 def _layers(model: str, revision: str | None, trust_remote_code: bool) -> dict[str, bool]:

@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, ProcessorMixin
 
 from bapo_trl import BAPOTrainer
 from bapo_trl.errors import InputError
 from bapo_trl.script import models, preparation
 from bapo_trl.script.command_line import parse_arguments
-from bapo_trl.script.models import missing_targets
+from bapo_trl.script.models import load_processing_class, missing_targets, save_merged
+from bapo_trl.tasks import character_tokenizer
 from tests.helpers.script_runs import completions, fill_folder, flags, results, run, train_bapo
 
 
@@ -178,6 +180,25 @@ def test_an_adapter_that_is_trained_on_with_a_reference_goes_on_with_its_weights
     run(**settings, output_dir="again", resume_from_checkpoint="out/checkpoint-2")
     saved = [Path(folder, "adapter_model.safetensors").read_bytes() for folder in ("out", "again", "out/checkpoint-2")]
     assert saved[0] == saved[1] != saved[2]
+
+
+class Reader(ProcessorMixin):
+    """A processor without images, which those of transformers read with packages that the tests do without."""
+
+    def __init__(self, tokenizer=None, chat_template=None):
+        super().__init__(tokenizer, chat_template=chat_template)
+
+
+@pytest.mark.parametrize("file", ["processor_config.json", "preprocessor_config.json"])
+def test_an_adapter_with_a_processor_is_read_and_merged_with_it(adapter, monkeypatch, file):
+    monkeypatch.setattr(transformers, "Reader", Reader, raising=False)  # where one is looked for by its name
+    Reader(character_tokenizer()).save_pretrained("adapter")
+    Path("adapter/processor_config.json").rename(Path("adapter", file))  # the second is that of older ones
+    processor = load_processing_class("adapter", "model")
+    assert isinstance(processor, Reader)
+    assert (processor.tokenizer.padding_side, processor.tokenizer.truncation_side) == ("left", "left")
+    save_merged("adapter", "model", Path("merged"))
+    assert Path("merged/processor_config.json").exists()
 
 
 def test_merging_never_replaces_what_the_run_starts_from(adapter):
