@@ -16,6 +16,7 @@ from ..errors import InputError
 from ..tasks import CHAT_SUMS, GYM_PREFIX, MadeTask, load_chat_sums, load_gym_task, load_task
 from .arguments import EMBEDDED, BAPOScriptArguments
 from .prompts import PromptFormat, format_prompts
+from .saved_data import apart_from_saved
 
 
 _FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -194,7 +195,8 @@ def hold_out(dataset: Dataset | IterableDataset, fraction: float) -> tuple[Datas
             f"`eval_fraction` is {fraction}, which leaves {count} of {len(dataset)} prompts to evaluate on: set it to "
             "a share in (0, 1) that leaves prompts for both."
         )
-    parts = dataset.train_test_split(test_size=count, seed=0)
+    with apart_from_saved(dataset):
+        parts = dataset.train_test_split(test_size=count, seed=0)
     return parts["train"], parts["test"]
 
 

@@ -14,6 +14,7 @@ from ..evaluation.answers import gold_texts
 from ..inputs.prompt_checks import prompt_defect, start_of
 from ..plan.samples import TEXT_FOR_CHAT
 from ..report.runs import read_settings
+from .saved_data import apart_from_saved
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ def format_prompts(
         columns = {"prompt": _form_prompt(_get(row, prompt), row, form)}
         return {**columns, "solution": _as_answer(_get(row, answer))} if adds_solution else columns
 
-    return dataset.map(formatted)
+    with apart_from_saved(dataset):
+        return dataset.map(formatted)
 
 
 def is_chat(dataset: Dataset | IterableDataset | None) -> bool:

@@ -1,13 +1,16 @@
 """Datasets and rewards by name."""
 
 import json
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, is_caching_enabled
 from trl import DatasetMixtureConfig
 
-from bapo_trl.script.datasets import load_mixture, load_splits
+from bapo_trl.script.datasets import hold_out, load_mixture, load_splits
+from bapo_trl.script.prompts import PromptFormat, format_prompts
 from bapo_trl.script.rewards import REWARDS, resolve_reward_funcs
 
 
@@ -36,6 +39,32 @@ def test_saved_datasets_and_folders_of_files(tmp_path):
     assert load_splits(str(tmp_path / "one"))["train"].to_list() == ROWS
     assert load_splits(str(tmp_path / "two"))["test"].to_list() == ROWS[:1]
     assert load_splits(str(tmp_path / "files"))["test"].to_list() == ROWS[1:]
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_nothing_is_written_beside_data_of_save_to_disk(tmp_path, monkeypatch, is_split):
+    saved = tmp_path / "saved"
+    rows = Dataset.from_dict({"question": [f"{i}+1=" for i in range(20)]})
+    (DatasetDict(train=rows) if is_split else rows).save_to_disk(saved)
+    make = tempfile.NamedTemporaryFile
+
+    def refusing(*args, dir=None, **kwargs):
+        if dir is not None and Path(dir).is_relative_to(saved):  # as on a disk that is read-only
+            raise PermissionError(dir)
+        return make(*args, dir=dir, **kwargs)
+
+    def content():
+        return {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()}
+
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", refusing)
+    before = content()
+    held_out = hold_out(load_splits(str(saved))["train"], 0.25)
+    parts = [format_prompts(part, PromptFormat(["question"])) for part in held_out]
+    assert [len(part) for part in parts] == [15, 5]
+    assert sorted(prompt for part in parts for prompt in part["prompt"]) == sorted(rows["question"])
+    assert all(part.cache_files for part in parts)  # on a disk, not in memory
+    assert content() == before
+    assert is_caching_enabled()
 
 
 def test_the_test_split_of_a_mixture_is_always_the_same(tmp_path):
