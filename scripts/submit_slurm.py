@@ -83,6 +83,7 @@ def main(arguments: list[str]) -> None:
         "TRAINER_NODES": str(args.trainer_nodes),
         "GPUS_PER_NODE": str(args.gpus_per_node),
         "TENSOR_PARALLEL_SIZE": str(size),
+        "TRUST_REMOTE_CODE": str(args.trust_remote_code).lower(),
     }
     command = ["sbatch", f"--nodes={args.trainer_nodes + 1}", f"--gpus-per-node={args.gpus_per_node}", *args.sbatch]
     # The job's folder is another

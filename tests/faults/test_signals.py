@@ -291,7 +291,9 @@ def test_in_another_thread_no_handler_is_taken(tmp_path):
 SLURM = "scripts/train_4_plus_1_nodes.slurm"
 STAND_INS = {
     "scontrol": 'if [[ $1 == show ]]; then printf "node%s\\n" $NODES; else echo "$*" >>"$LOG/asked"; fi',
-    "sbatch": '(echo "$*"; printenv TRAINER_NODES GPUS_PER_NODE TENSOR_PARALLEL_SIZE) >"$LOG/submitted"',
+    "sbatch": """
+(echo "$*"; printenv TRAINER_NODES GPUS_PER_NODE TENSOR_PARALLEL_SIZE TRUST_REMOTE_CODE) >"$LOG/submitted"
+""",
     # Runs a task on each of its nodes, one after the other
     "srun": """
 while [[ $1 == --* ]]; do
@@ -357,6 +359,15 @@ def test_the_slurm_script_requeues_a_run_that_a_signal_stopped_and_no_other(tmp_
     assert sorted(path.name for path in output_dir.iterdir()) == found  # the mark of the shared disk is gone
 
 
+@pytest.mark.parametrize("is_trusted", [True, False])
+def test_the_code_of_a_model_is_run_by_every_part_of_the_job_if_that_is_trusted(tmp_path, slurm, is_trusted):
+    environment = slurm | {"TRUST_REMOTE_CODE": str(is_trusted).lower()}
+    succeeded(run_command(["bash", SLURM, "recipe.yaml", "model", str(tmp_path / "out")], **environment))
+    for name in ("dry", *(f"launched-{rank}" for rank in range(4))):
+        assert (" --trust_remote_code true " in (tmp_path / name).read_text()) == is_trusted
+    assert (" --trust-remote-code\n" in (tmp_path / "served").read_text()) == is_trusted
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -376,17 +387,18 @@ def test_a_job_that_cannot_work_ends_before_it_starts_a_server(tmp_path, slurm, 
 @pytest.mark.parametrize(
     ("flags", "submitted"),
     [
-        ([], "--nodes=5 --gpus-per-node=8 JOB RECIPE MODEL OUT\n4\n8\n4\n"),  # 28 heads, 4 of keys and values
+        ([], "--nodes=5 --gpus-per-node=8 JOB RECIPE MODEL OUT\n4\n8\n4\nfalse\n"),  # 28 heads, 4 of keys and values
+        (["--trust_remote_code"], "--nodes=5 --gpus-per-node=8 JOB RECIPE MODEL OUT\n4\n8\n4\ntrue\n"),
         (
             ["--trainer_nodes", "2", "--gpus_per_node", "4", "--tensor_parallel_size", "2", "--", "--time=1:00:00"],
-            "--nodes=3 --gpus-per-node=4 --time=1:00:00 JOB RECIPE MODEL OUT\n2\n4\n2\n",
+            "--nodes=3 --gpus-per-node=4 --time=1:00:00 JOB RECIPE MODEL OUT\n2\n4\n2\nfalse\n",
         ),
         (["--tensor_parallel_size", "8"], "has 28 attention heads (4 of keys and values), and a node 8 GPUs: choose"),
         (["--trainer_nodes", "0"], "--trainer_nodes is 0: give 1 at least"),
         (["--model", "nowhere"], "--model is 'nowhere': no configuration of it could be read"),
         (["--output_dir", "recipe.yaml/x"], "which cannot be made"),
     ],
-    ids=["defaults", "sizes", "heads", "no node", "no model", "no folder"],
+    ids=["defaults", "code of the model", "sizes", "heads", "no node", "no model", "no folder"],
 )
 def test_a_job_is_submitted_with_sizes_that_go_together_or_not_at_all(tmp_path, slurm, flags, submitted):
     Qwen2Config(num_attention_heads=28, num_key_value_heads=4).save_pretrained(tmp_path / "model")
