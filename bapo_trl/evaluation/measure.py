@@ -3,8 +3,9 @@
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def evaluate(
         )
 
     if pending:
-        trainer.sample_completions([rows[prompt] for prompt, _ in pending], write, seed=str(pending[0]))
+        trainer.sample_completions(_RowsOf(pending, rows), write, seed=str(pending[0]))
     evaluation = None
     if trainer.accelerator.is_main_process:
         evaluation = count(file.records(), num_completions, trainer.reward_weights, extract_answer)
@@ -170,6 +171,20 @@ def model_identity(parts: Iterable[tuple[str, str | None]]) -> str:
     return digest.hexdigest()
 
 
+class _RowsOf(Sequence[Mapping[str, Any]]):
+    """The row of each completion, read when it is asked for: of images, all of them would not fit into memory."""
+
+    def __init__(self, completions: Sequence[tuple[int, int]], rows: Any):
+        self._completions, self._rows = completions, rows
+
+    def __len__(self) -> int:
+        return len(self._completions)
+
+    def __getitem__(self, position: Any) -> Any:
+        prompt, _ = self._completions[position]
+        return self._rows[prompt]
+
+
 def _folder(name: str, revision: str | None) -> Path:
     """Return the folder of a model; of one on the Hub, that of its revision in the cache."""
     if Path(name).is_dir():
@@ -182,7 +197,7 @@ def _identity(trainer: EvaluatedTrainer, rows: Any, model: str) -> str:
     settings = {name: getattr(trainer.args, name, None) for name in _SAMPLING_SETTINGS}
     loaded = [str(trainer.model.dtype), str(getattr(trainer.model.config, "quantization_config", None))]
     digest = xxh3_128()
-    for part in [model, loaded, settings, *map(trainer.prompt_of, rows)]:
+    for part in chain([model, loaded, settings], map(trainer.prompt_of, rows)):
         digest.update(json.dumps(part, sort_keys=True, default=_content).encode())
     return digest.hexdigest()[:16]
 

@@ -39,6 +39,7 @@ class EvaluatedTrainer(BAPOTrainer):
 
     _is_apart = False  # from the trainer's own evaluation, in what it logs
     _take: Callable[[list[Completion]], None] | None = None
+    _given: Sequence[Mapping[str, Any]] = ()  # rows to sample completions of
 
     def prompt_of(self, row: Mapping[str, Any]) -> Any:
         """Return the prompt of a row, for a model of images with those of `images` or `image` in it, as TRL does."""
@@ -56,24 +57,25 @@ class EvaluatedTrainer(BAPOTrainer):
         All processes make this call together. The random states are afterwards what they were before.
 
         Args:
-            rows (sequence of mappings): Rows with a `prompt`, and what the reward functions read.
+            rows (sequence of mappings): Rows with a `prompt`, and what the reward functions read. Each is asked for
+                when its batch is sampled.
             take (`Callable`): Gets the completions of each batch, of all processes, as soon as they are scored; on
                 the main process alone. To fill the last batch, some may come twice.
             seed (`str`, *optional*): What the samples are drawn from, besides the trainer's `seed`.
         """
-        placed: Any = [{"position": position, "row": row} for position, row in enumerate(rows)]
-        loader: DataLoader = DataLoader(placed, batch_size=self.args.eval_batch_size, collate_fn=list)
+        positions: Any = range(len(rows))  # accelerate reads a batch ahead: of these, not of rows with images
+        loader: DataLoader = DataLoader(positions, batch_size=self.args.eval_batch_size, collate_fn=list)
         # The processes of one colocated engine sample each token together
         sharing = self.args.vllm_tensor_parallel_size if self.use_vllm and self.vllm_mode == "colocate" else 1
         own_seed = f"{self.args.seed} {self.accelerator.process_index // sharing} {seed}"
-        self._take = take
+        self._take, self._given = take, rows
         try:
             with self._apart():
                 torch.manual_seed(zlib.crc32(own_seed.encode()))
                 np.random.seed(zlib.crc32(own_seed.encode()))  # from which a colocated vLLM draws its requests' seeds
                 self.evaluation_loop(self.accelerator.prepare_data_loader(loader), "Evaluation", True)
         finally:
-            self._take = None
+            self._take, self._given = None, ()
 
     def score_completions(
         self, rows: Sequence[Mapping[str, Any]], completions: Sequence[Completion]
@@ -146,15 +148,15 @@ class EvaluatedTrainer(BAPOTrainer):
     def prediction_step(self, model, inputs, *args, **kwargs):
         if self._take is None:
             return super().prediction_step(model, inputs, *args, **kwargs)
-        rows = [part["row"] for part in inputs]
+        rows = [self._given[position] for position in inputs]
         with without_gradient_checkpointing(self.model):
             _, completion_ids, _, completions, *_ = self._generate([self.prompt_of(row) for row in rows])
         rewards = self._rewards_of_all(rows, completions, completion_ids)
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         sampled = gather_object(
             [
-                Completion(part["position"], completion, list(ids), ids[-1] not in ends)
-                for part, completion, ids in zip(inputs, completions, completion_ids, strict=True)
+                Completion(position, completion, list(ids), ids[-1] not in ends)
+                for position, completion, ids in zip(inputs, completions, completion_ids, strict=True)
             ]
         )
         if self.accelerator.is_main_process:

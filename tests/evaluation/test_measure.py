@@ -23,7 +23,7 @@ from trl.trainer import grpo_trainer
 from bapo_trl import bapo_trainer
 from bapo_trl.checkpoints.run_lock import RunLock
 from bapo_trl.errors import InputError
-from bapo_trl.evaluation.measure import _identity
+from bapo_trl.evaluation.measure import _identity, evaluate
 from bapo_trl.evaluation.sampling import EvaluatedTrainer
 from bapo_trl.script import commands, training
 from tests.helpers.commands import ROOT, succeeded
@@ -298,6 +298,35 @@ def test_what_a_colocated_sampler_draws_from_is_seeded_too(tmp_path, monkeypatch
         trainer.sample_completions([{"prompt": "1+1="}], lambda completions: None, seed)
     assert drawn[0] == drawn[2] != drawn[1]
     assert np.random.get_state()[1].tolist() == before
+
+
+def test_rows_are_read_when_their_batch_is_sampled(tmp_path, monkeypatch):
+    class Rows:
+        """As a dataset whose images are decoded when a row is read."""
+
+        given = [{"prompt": f"{a}+1="} for a in range(5)]
+        read = 0
+
+        def __len__(self):
+            return len(self.given)
+
+        def __iter__(self):
+            return iter(self.given)  # for the digest of all prompts, one after the other
+
+        def __getitem__(self, place):
+            self.read += 1
+            return self.given[place]
+
+    rows, before_batches = Rows(), []
+    settings = {"num_generations_eval": 2, "per_device_eval_batch_size": 4}
+    trainer = toy_trainer(tmp_path, trainer_class=EvaluatedTrainer, **settings)
+    generate = trainer._generate
+    monkeypatch.setattr(trainer, "_generate", lambda prompts: (before_batches.append(rows.read), generate(prompts))[1])
+    evaluate(trainer, rows, tmp_path / "completions.jsonl", "")
+    assert [line["prompt"] for line in completions(tmp_path / "completions.jsonl")[::2]] == [
+        row["prompt"] for row in rows.given
+    ]
+    assert before_batches == [4, 12, 18]  # and those of a batch again, for its lines in the file
 
 
 def test_images_are_put_into_the_messages_as_trl_does(folder, monkeypatch):
