@@ -71,6 +71,10 @@ def config(**args) -> BAPOConfig:
         ({"loss_type": "vespo", "delta": 3.0}, "`delta` is 3.0, but `loss_type` 'vespo' has no clip bounds"),
         ({"loss_type": "sapo", "epsilon": 0.3}, "`epsilon` is 0.3, but it has no effect under .* 'sapo'"),
         ({"loss_type": "cispo", "epsilon_high": -1.0}, "`epsilon_high` is -1.0, the cap on the ratio"),
+        (
+            {"loss_type": "vespo", "use_vllm": True},
+            "`vllm_importance_sampling_mode` is 'sequence_mask', but `loss_type` 'vespo' .* to 'token_truncate'",
+        ),
     ],
 )
 def test_bad_settings_are_refused_with_field_value_and_fix(args, message):
@@ -97,6 +101,9 @@ def test_settings_at_the_edges_are_accepted():
     config(gradient_accumulation_steps=2, steps_per_generation=3, num_iterations=2)
     config(gradient_accumulation_steps=4, steps_per_generation=2, search_scope="micro_batch")
     config(gradient_accumulation_steps=4, steps_per_generation=2, **FIXED)  # nothing to search ahead for
+    for corrected in ({"mode": "token_truncate"}, {"mode": "token_mask"}, {"correction": False}):
+        named = {f"vllm_importance_sampling_{name}": value for name, value in corrected.items()}
+        config(loss_type="vespo", use_vllm=True, **named)
 
 
 @pytest.mark.parametrize(
