@@ -9,13 +9,13 @@ from tests.helpers.commands import ROOT
 
 
 PACKAGE = ROOT / "bapo_trl"
-WINGS = {"replay", "rollouts", "vllm_server"}
+WINGS = ("replay", "rollouts", "vllm_server")
 ABOVE = {"bapo_trainer", "BAPOTrainer", "script", "cli"}  # the trainer knows the wings; the others know the trainer
 UNKNOWN = {
     "clip_bounds": {"trl", "upstream", *WINGS, *ABOVE},  # `upstream` is what is relied on of TRL
-    **{wing: WINGS - {wing} | ABOVE for wing in WINGS},
+    **{wing: {*WINGS, *ABOVE} - {wing} for wing in WINGS},
     "report": {"trl", "torch"} | {path.stem for path in PACKAGE.iterdir()} - {"report", "errors"},
-    "script": WINGS,
+    "script": set(WINGS),
 }
 
 

@@ -64,7 +64,7 @@ def test_the_random_states_of_all_devices_of_the_model_are_given_back(monkeypatc
     module, states = torch.get_device_module("cuda"), {torch.device("cuda", 0): 1, torch.device("cuda", 1): 2}
     monkeypatch.setattr(module, "get_rng_state", states.get)
     monkeypatch.setattr(module, "set_rng_state", lambda new, device: states.update({device: new}))
-    model = SimpleNamespace(parameters=lambda: [SimpleNamespace(device=device) for device in states])  # split over both
+    model = SimpleNamespace(parameters=lambda: [SimpleNamespace(device=device) for device in states])
     before, of_devices = torch.get_rng_state(), dict(states)
     with forked_random_state(torch.device("cuda", 0), model):
         states.update(dict.fromkeys(states, 3))
