@@ -50,8 +50,9 @@ def make_runs(study: Study, runs: Sequence[Run], folder: Path, jobs: int, say: C
     Logs and settings of a run stay in `logs`, its model is deleted. `say` gets a line for each run that ends.
     """
     started = time.monotonic()
+    environment = {**_threads(jobs * study.processes()), **os.environ}
     with _ending_on_sigterm(), ThreadPoolExecutor(jobs) as pool:
-        futures = {pool.submit(_make, run, study.accelerate, folder, jobs): run for run in runs}
+        futures = {pool.submit(_make, run, study.accelerate, folder, environment): run for run in runs}
         try:
             for done, future in enumerate(as_completed(futures), start=1):
                 run, row = futures[future], future.result()
@@ -92,10 +93,18 @@ def command_of(run: Run, accelerate: str | None, output_dir: str) -> list[str]:
     return [sys.executable, "-m", "bapo_trl", *launch, "train", *arguments]
 
 
-def _make(run: Run, accelerate: str | None, folder: Path, jobs: int) -> Row:
+def _threads(processes: int) -> dict[str, str]:
+    """Return the variable that gives each of so many processes its share of the cores; none for one alone."""
+    if processes == 1:
+        return {}
+    # Not those of the whole machine: a job of SLURM has some of them
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"OMP_NUM_THREADS": str(max(1, cores // processes))}
+
+
+def _make(run: Run, accelerate: str | None, folder: Path, environment: dict[str, str]) -> Row:
     log = folder / "logs" / f"{run.key}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs)), **os.environ}
     started = time.monotonic()
     begin = f".run-{run.key}-"
     for left in folder.glob(f"{begin}*"):  # by a run that was killed, unless it still runs

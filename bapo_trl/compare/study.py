@@ -84,6 +84,12 @@ class Study:
         """Return all runs, seed by seed, so that a study that is cut short has all arms."""
         return [self._run(seed, over, arm) for seed in self.seeds for over in self.settings() for arm in self.arms]
 
+    def processes(self) -> int:
+        """Return how many processes a run has."""
+        from ..script.launcher import processes_of  # takes accelerate
+
+        return 1 if self.accelerate is None else processes_of(self.accelerate)
+
     def _run(self, seed: int, over: dict[str, Any], arm: str) -> Run:
         given = {**_DEFAULTS, **self.base, **over, **self.arms[arm]}
         measured = {
@@ -111,10 +117,9 @@ class Study:
         """
         from ..script.command_line import parse_arguments  # takes TRL
         from ..script.commands import Command
-        from ..script.launcher import processes_of
         from ..script.planning import as_on_gpus
 
-        place = nullcontext if self.accelerate is None else partial(as_on_gpus, processes_of(self.accelerate))
+        place = nullcontext if self.accelerate is None else partial(as_on_gpus, self.processes())
 
         environment = dict(os.environ)
         try:

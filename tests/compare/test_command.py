@@ -12,7 +12,7 @@ import yaml
 
 from bapo_trl import cli
 from bapo_trl.compare import execution
-from bapo_trl.compare.execution import command_of, find_finished
+from bapo_trl.compare.execution import command_of, find_finished, make_runs
 from bapo_trl.compare.results import Row, read_rows, write_row
 from bapo_trl.compare.study import as_arguments, read_study
 from bapo_trl.errors import InputError
@@ -127,6 +127,40 @@ def test_a_run_is_a_process_of_train_or_of_its_launch(folder):
     arguments = read_arguments(launched[4:])  # as the launcher reads them
     assert arguments.config_file.endswith("cpu_ddp.yaml")
     assert arguments.training_script_args == ["train", *alone[4:]]
+
+
+def environments_of(monkeypatch, jobs: int) -> list[dict[str, str]]:
+    """Return those that the runs of the study are started with, none of which begins."""
+    environments = []
+
+    class Process:
+        def __init__(self, command, *, env, **kwargs):
+            environments.append(env)
+
+        def wait(self):
+            return 1
+
+    monkeypatch.setattr(execution.subprocess, "Popen", Process)
+    study = read_study("study.yaml")
+    make_runs(study, study.runs(), Path("study"), jobs, lambda line: None)
+    assert len(environments) == len(study.runs())
+    return environments
+
+
+@pytest.mark.parametrize(
+    ("jobs", "accelerate", "threads"), [(1, None, None), (2, None, "4"), (1, "cpu_ddp", "4"), (2, "cpu_ddp", "2")]
+)
+def test_the_processes_of_all_runs_share_the_cores_that_the_study_may_use(
+    folder, monkeypatch, jobs, accelerate, threads
+):
+    """As in a job of 8 cores on a node of 128. One process alone keeps what torch and `limit_threads` choose."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 128)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    write_study(accelerate=accelerate)
+    assert {env.get("OMP_NUM_THREADS") for env in environments_of(monkeypatch, jobs)} == {threads}
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # the user's own
+    assert {env["OMP_NUM_THREADS"] for env in environments_of(monkeypatch, jobs)} == {"3"}
 
 
 def test_a_finished_study_only_prints_its_tables(folder, capsys):
