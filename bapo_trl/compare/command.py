@@ -55,9 +55,10 @@ def main(arguments: Sequence[str]) -> int | None:
     chosen = _shard([run for run in runs if run.arm in (options.only or study.arms)], options.shard)
     finished = find_finished(runs, options.output_dir)
     missing = [run for run in chosen if run.key not in finished]
+    is_dry_run = options.dry_run == "true"
     if missing:
-        study.check()
-    if options.dry_run == "true":
+        study.check(is_dry_run)
+    if is_dry_run:
         print(_plan(chosen, finished, options.jobs))
         return None
     if missing:

@@ -109,17 +109,19 @@ class Study:
             settings["accelerate"] = self.accelerate
         return Run(arm, over, seed, flags, settings)
 
-    def check(self) -> None:
+    def check(self, dry_run: bool = False) -> None:
         """
         Read the flags of each arm in each setting as `train` would, before any run begins; refuse as it would.
 
-        For flags that are not known, that is `SystemExit`, with 2 and one line on stderr.
+        Those of a launch are read as on its GPUs, and those of a dry run, which may be made elsewhere, as on one. For
+        flags that are not known, that is `SystemExit`, with 2 and one line on stderr.
         """
         from ..script.command_line import parse_arguments  # takes TRL
         from ..script.commands import Command
         from ..script.planning import as_on_gpus
 
-        place = nullcontext if self.accelerate is None else partial(as_on_gpus, self.processes())
+        runs_here = self.accelerate is None and not dry_run
+        place = nullcontext if runs_here else partial(as_on_gpus, self.processes())
 
         environment = dict(os.environ)
         try:

@@ -189,6 +189,18 @@ def test_a_dry_run_lists_the_runs_and_the_time_left(folder, capsys):
     assert not Path("study/logs").exists()
 
 
+def test_a_study_for_a_gpu_is_listed_where_there_is_none(folder, capsys, monkeypatch):
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    write_study(base={name: value for name, value in BASE.items() if name not in ("use_cpu", "bf16")})
+    compare("--dry_run")
+    assert capsys.readouterr().out.splitlines()[-1] == "4 runs, 4 to make, 1 at a time"
+    with pytest.raises(SystemExit):
+        compare()
+    assert "`use_cpu` is false, but no GPU was found" in capsys.readouterr().err
+    assert not Path("study").exists()
+
+
 def test_shards_are_all_runs_once(folder, capsys):
     write_study()
     seen = []
