@@ -68,7 +68,7 @@ class BAPOScriptArguments(ScriptArguments):
         default=None,
         metadata={
             "help": "Prompts to evaluate on, before and after the training: a file, a folder or a Hub id. Its only "
-            "split, or `dataset_test_split`."
+            "split, or `dataset_test_split`; `dataset_config` is for it where it is the only data."
         },
     )
     eval_fraction: float | None = field(

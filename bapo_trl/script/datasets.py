@@ -71,7 +71,9 @@ def load_data(
         test_title = f"{script_args.eval_fraction:g} of {title}"
         return Data(title, train if training_args.do_train else None, test, test_title)
     if script_args.eval_dataset is not None:
-        splits = load_splits(script_args.eval_dataset, parameter="eval_dataset")
+        is_only = script_args.dataset_name in (None, script_args.eval_dataset)
+        config = script_args.dataset_config if is_only else None  # else that of `dataset_name`
+        splits = load_splits(script_args.eval_dataset, config, parameter="eval_dataset")
         test = pick_eval_split(splits, script_args.dataset_test_split)
         return Data(title, train, test, script_args.eval_dataset)
     if not training_args.do_eval:
@@ -132,6 +134,11 @@ def load_splits(
     try:
         return load_dataset(name, name=config, streaming=streaming)
     except (OSError, DatasetsError, HFValidationError, ValueError) as error:
+        if "Config name is missing" in str(error):  # which datasets says with those that there are
+            known = str(error).partition("configs: ")[2].partition("\n")[0]
+            alone = f"evaluate on it alone, with --dataset_name {name} --dataset_config NAME"
+            fix = "name one with --dataset_config" if parameter == "dataset_name" else alone
+            raise InputError(f"`{parameter}` is '{name}', which has the configurations {known}: {fix}.") from error
         if path.is_dir():
             for file in sorted(each for each in path.rglob("*") if each.suffix in _FILE_BUILDERS):
                 _load_file(str(file), streaming, parameter)  # says which one it is

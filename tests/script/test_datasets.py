@@ -9,7 +9,9 @@ import pytest
 from datasets import Dataset, DatasetDict, is_caching_enabled
 from trl import DatasetMixtureConfig
 
-from bapo_trl.script.datasets import hold_out, load_mixture, load_splits
+from bapo_trl.errors import InputError
+from bapo_trl.script.command_line import parse_arguments
+from bapo_trl.script.datasets import hold_out, load_data, load_mixture, load_splits
 from bapo_trl.script.prompts import PromptFormat, format_prompts
 from bapo_trl.script.rewards import REWARDS, resolve_reward_funcs
 
@@ -95,6 +97,44 @@ def test_what_the_hub_does_not_give_is_told_with_its_answer(monkeypatch):
         ValueError, match=r"'data/promts', which is neither a file nor a folder here.*Couldn't reach it"
     ):
         load_splits("data/promts")
+
+
+@pytest.mark.parametrize(("dataset_name", "config"), [(None, "main"), ("org/data", "main"), ("org/other", None)])
+def test_a_configuration_is_that_of_the_only_data(monkeypatch, dataset_name, config):
+    asked = []
+
+    def load(path, name, **kwargs):
+        asked.append((path, name))
+        return DatasetDict(test=Dataset.from_list(ROWS))
+
+    monkeypatch.setattr("bapo_trl.script.datasets.load_dataset", load)
+    flags = ["--eval_dataset=org/data", "--dataset_config=main", "--do_train=false", "--output_dir=out"]
+    flags += ["--use_cpu=true", "--bf16=false", *([] if dataset_name is None else [f"--dataset_name={dataset_name}"])]
+    script_args, training_args, _, dataset_args = parse_arguments(flags)
+    data = load_data(script_args, training_args, dataset_args)
+    assert data.test.to_list() == ROWS
+    assert asked == [("org/data", config)]
+
+
+@pytest.mark.parametrize(
+    ("parameter", "fix"),
+    [
+        ("dataset_name", "name one with --dataset_config"),
+        ("eval_dataset", "evaluate on it alone, with --dataset_name org/data --dataset_config NAME"),
+    ],
+)
+def test_a_configuration_that_is_missing_is_asked_for_in_the_spelling_that_works(monkeypatch, parameter, fix):
+    def load(*args, **kwargs):
+        raise ValueError(
+            "Config name is missing.\nPlease pick one among the available configs: ['main', 'socratic']\nExample of "
+            "usage:\n\t`load_dataset('org/data', 'main')`"
+        )
+
+    monkeypatch.setattr("bapo_trl.script.datasets.load_dataset", load)
+    with pytest.raises(InputError) as refusal:
+        load_splits("org/data", parameter=parameter)
+    known = "which has the configurations ['main', 'socratic']"
+    assert str(refusal.value) == f"`{parameter}` is 'org/data', {known}: {fix}."
 
 
 def test_a_revision_in_the_name_is_refused_as_an_id(monkeypatch):
