@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 
 from ..checkpoints.run_lock import RunLock
 from ..errors import InputError
@@ -50,9 +51,19 @@ def make_runs(study: Study, runs: Sequence[Run], folder: Path, jobs: int, say: C
     Logs and settings of a run stay in `logs`, its model is deleted. `say` gets a line for each run that ends.
     """
     started = time.monotonic()
-    environment = {**_threads(jobs * study.processes()), **os.environ}
+    free: SimpleQueue[dict[str, str]] = SimpleQueue()
+    for environment in _environments(jobs, study.processes()):
+        free.put(environment)
+
+    def make(run: Run) -> Row:
+        environment = free.get()
+        try:
+            return _make(run, study.accelerate, folder, environment)
+        finally:
+            free.put(environment)
+
     with _ending_on_sigterm(), ThreadPoolExecutor(jobs) as pool:
-        futures = {pool.submit(_make, run, study.accelerate, folder, environment): run for run in runs}
+        futures = {pool.submit(make, run): run for run in runs}
         try:
             for done, future in enumerate(as_completed(futures), start=1):
                 run, row = futures[future], future.result()
@@ -91,6 +102,26 @@ def command_of(run: Run, accelerate: str | None, output_dir: str) -> list[str]:
     launch = [] if accelerate is None else ["launch", "--accelerate", accelerate]
     arguments = [*as_arguments(run.flags), "--output_dir", output_dir]
     return [sys.executable, "-m", "bapo_trl", *launch, "train", *arguments]
+
+
+def _environments(jobs: int, processes: int) -> list[dict[str, str]]:
+    """
+    Return the environments of the runs that are made at one time.
+
+    One of a single process would spread its model over all GPUs: beside others it gets one, shared if there are fewer.
+    """
+    devices = _visible_devices() if jobs > 1 and processes == 1 else []
+    chosen = [{"CUDA_VISIBLE_DEVICES": devices[job % len(devices)]} if devices else {} for job in range(jobs)]
+    return [{**_threads(jobs * processes), **os.environ, **device} for device in chosen]
+
+
+def _visible_devices() -> list[str]:
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name.strip() for name in named.split(",") if name.strip()]
+    import torch
+
+    return [str(index) for index in range(torch.cuda.device_count())]
 
 
 def _threads(processes: int) -> dict[str, str]:

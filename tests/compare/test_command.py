@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -130,14 +131,15 @@ def test_a_run_is_a_process_of_train_or_of_its_launch(folder):
 
 
 def environments_of(monkeypatch, jobs: int) -> list[dict[str, str]]:
-    """Return those that the runs of the study are started with, none of which begins."""
-    environments = []
+    """Return those that the runs of the study are started with, `jobs` at a time; none of them begins."""
+    environments, started = [], threading.Barrier(jobs, timeout=60)
 
     class Process:
         def __init__(self, command, *, env, **kwargs):
             environments.append(env)
 
         def wait(self):
+            started.wait()
             return 1
 
     monkeypatch.setattr(execution.subprocess, "Popen", Process)
@@ -161,6 +163,35 @@ def test_the_processes_of_all_runs_share_the_cores_that_the_study_may_use(
     assert {env.get("OMP_NUM_THREADS") for env in environments_of(monkeypatch, jobs)} == {threads}
     monkeypatch.setenv("OMP_NUM_THREADS", "3")  # the user's own
     assert {env["OMP_NUM_THREADS"] for env in environments_of(monkeypatch, jobs)} == {"3"}
+
+
+@pytest.mark.parametrize(
+    ("jobs", "accelerate", "visible", "seen"),
+    [
+        (1, None, "4,5", [["4,5"]] * 4),
+        (2, None, "4,5", [["4", "5"], ["4", "5"]]),
+        (4, None, "4, 5", [["4", "4", "5", "5"]]),
+        (2, "single_gpu", "4,5", [["4", "5"], ["4", "5"]]),
+        (2, "cpu_ddp", "4,5", [["4,5", "4,5"]] * 2),
+        (2, None, None, [["0", "1"], ["0", "1"]]),
+        (2, None, "", [["", ""]] * 2),
+    ],
+)
+def test_runs_at_a_time_have_a_gpu_each(folder, monkeypatch, jobs, accelerate, visible, seen):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    write_study(accelerate=accelerate)
+    found = [environment["CUDA_VISIBLE_DEVICES"] for environment in environments_of(monkeypatch, jobs)]
+    assert [sorted(found[first : first + jobs]) for first in range(0, 4, jobs)] == seen
+
+
+def test_where_there_is_no_gpu_none_is_named(folder, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    write_study()
+    assert not any("CUDA_VISIBLE_DEVICES" in environment for environment in environments_of(monkeypatch, 2))
 
 
 def test_a_finished_study_only_prints_its_tables(folder, capsys):
