@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
+from transformers.trainer_utils import HubStrategy
 
 from .logs import Logs
 from .runs import SETTINGS_FILE
@@ -43,6 +44,7 @@ class ReportCallback(TrainerCallback):
     """
     Writes `report.html` and `report.png` into `output_dir` at each save, and `run_settings.json` at the start.
 
+    Where saves are pushed to the Hub, the report is written before each push instead, which goes on after the save.
     Only the main process writes. Secrets in the settings are masked. Nothing that goes wrong here stops the training:
     it is warned of, once.
 
@@ -64,6 +66,14 @@ class ReportCallback(TrainerCallback):
             self._try(self._write_settings, args, model)
 
     def on_save(self, args, state, control, **kwargs):
+        if not args.push_to_hub or args.hub_strategy == HubStrategy.END:
+            self._save_report(args, state)
+
+    # Before the upload, which reads the files while the training goes on
+    def on_push_begin(self, args, state, control, **kwargs):
+        self._save_report(args, state)
+
+    def _save_report(self, args, state) -> None:
         if state.is_world_process_zero and len(Logs(state.log_history)):
             self._try(save_report, state.log_history, Path(args.output_dir) / "report.png")
 
