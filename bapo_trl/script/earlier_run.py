@@ -7,9 +7,13 @@ from pathlib import Path
 
 from transformers.trainer import TRAINER_STATE_NAME
 
+from ..bapo_config import BAPOConfig
 from ..checkpoints.files import checkpoint_names
 from ..errors import InputError
 from ..report.runs import SETTINGS_FILE
+from .arguments import EMBEDDED, BAPOScriptArguments
+from .models import check_merged
+from .recipes import DEMO_FOLDER
 
 
 _MODEL = re.compile(
@@ -19,6 +23,42 @@ _MODEL = re.compile(
 _BESIDE = (
     TRAINER_STATE_NAME, SETTINGS_FILE, "report.png", "report.html", "all_results.json", "eval_results.json",
 )  # fmt: skip
+
+
+def check_start(
+    script_args: BAPOScriptArguments, training_args: BAPOConfig, model: str | None, base: str | None
+) -> None:
+    """Refuse, before anything is loaded, a run that cannot use its checkpoint, or would lose an earlier one's work."""
+    resume = training_args.resume_from_checkpoint
+    if not training_args.do_train and resume_argument(resume) is not None:
+        raise InputError(
+            f"`resume_from_checkpoint` is '{resume}', but `do_train` is false and evaluation is of "
+            "`model_name_or_path`: set that to the checkpoint's folder."
+        )
+    if goes_on(training_args):
+        return
+    if script_args.merge_adapter:
+        check_merged(merged_folder(training_args), script_args.overwrite_output_dir, [model, base])
+    if training_args.do_train:
+        # The demo's own folder is nobody's work
+        is_demo = script_args.dataset_name == EMBEDDED and training_args.output_dir == DEMO_FOLDER
+        check_output_dir(training_args.output_dir, script_args.overwrite_output_dir or is_demo, model)
+
+
+def goes_on(training_args: BAPOConfig) -> bool:
+    """Whether the run goes on from a checkpoint of its own output folder."""
+    resume, run_dir = resume_argument(training_args.resume_from_checkpoint), Path(training_args.output_dir).resolve()
+    return resume is True or (isinstance(resume, str) and Path(resume).resolve().parent == run_dir)
+
+
+def resume_argument(value: str | None) -> str | bool | None:
+    """Return what to resume from: the newest whole checkpoint for "true", none for "false", else a folder."""
+    return {"true": True, "false": None}.get(value.lower(), value) if value is not None else None
+
+
+def merged_folder(training_args: BAPOConfig) -> Path:
+    """Return where a merged model goes."""
+    return Path(training_args.output_dir) / "merged"
 
 
 def check_output_dir(output_dir: str | Path, overwrites: bool, model: str | None = None) -> None:

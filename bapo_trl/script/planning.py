@@ -22,9 +22,12 @@ from .arguments import EMBEDDED
 from .command_line import parse_arguments
 from .commands import TRAIN, Command
 from .datasets import Data, load_data, make_task
-from .earlier_run import check_output_dir
-from .models import PACKAGED_MODELS, adapter_base, base_revision
-from .preparation import Inputs, gather_inputs
+from .earlier_run import check_start, merged_folder
+from .models import PACKAGED_MODELS, adapter_base, base_revision, check_adapter
+from .preparation import Inputs, gather_inputs, only_merges
+
+
+_DRY_RUN = "a dry run. No weights are loaded, nothing is written."
 
 
 def print_plan(arguments: Sequence[str], command: Command = TRAIN, layout: Layout | None = None) -> None:
@@ -34,8 +37,9 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, layout: Layou
         script_args, training_args, model_args, dataset_args = parse_arguments(arguments, command)
         name = model_args.model_name_or_path
         base = adapter_base(name, model_args.model_revision)
-        if training_args.do_train and training_args.resume_from_checkpoint in (None, "false"):
-            check_output_dir(training_args.output_dir, script_args.overwrite_output_dir, name)
+        check_start(script_args, training_args, name, base)
+        if only_merges(script_args, training_args, dataset_args):
+            return _print_merge(name, base, training_args)
         revision = model_args.model_revision if base is None else base_revision(name, model_args.model_revision)
         training_args.model_init_kwargs = _init_kwargs(training_args, model_args, revision)
         if name == SMOLLM2 and not has_smollm2():
@@ -61,7 +65,7 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, layout: Layou
             return
         title = data.title if training_args.do_train else data.test_title or data.title
         method = method_by_settings(vars(training_args)).name if training_args.do_train else "Evaluation"
-        print(f"{method} on {title}: a dry run. No weights are loaded, nothing is written.\n\n{found}")
+        print(f"{method} on {title}: {_DRY_RUN}\n\n{found}")
         for message in training_args.warnings() if training_args.do_train else ():
             print(f"\nWarning: {message}")
 
@@ -109,6 +113,12 @@ def throwaway_cache() -> Iterator[Path]:
                 datasets.enable_caching()
             if shows_bars:
                 datasets.enable_progress_bars()
+
+
+def _print_merge(adapter: str, base: str | None, training_args: BAPOConfig) -> None:
+    check_adapter(base)
+    if training_args.distributed_state.is_main_process:
+        print(f"Merges the adapter {adapter} into its base {base}, in {merged_folder(training_args)}: {_DRY_RUN}")
 
 
 def _prompts(data: Data) -> Any:

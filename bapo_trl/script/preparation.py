@@ -25,7 +25,7 @@ from ..tasks import MadeTask
 from ..upstream.cpu_speed import base_dtype
 from .arguments import EMBEDDED, BAPOScriptArguments
 from .console import UpdateLines, UpdateLinesAboveBar
-from .datasets import Data, first_rows, format_data, load_data, make_task
+from .datasets import Data, first_rows, format_data, has_data, load_data, make_task
 from .models import (
     PACKAGED_MODELS,
     base_revision,
@@ -50,6 +50,13 @@ class Inputs:
     parts: list[tuple[str, str | None]]  # name and revision of the model, and of its base
     processing_class: Any  # tokenizer or processor
     extract_answer: Callable[[str], str | None] | None  # finds the answer in a completion
+
+
+def only_merges(
+    script_args: BAPOScriptArguments, training_args: BAPOConfig, dataset_args: DatasetMixtureConfig
+) -> bool:
+    """Whether the run is to merge a saved adapter, and to do nothing else."""
+    return script_args.merge_adapter and not training_args.do_train and not has_data(script_args, dataset_args)
 
 
 def gather_inputs(

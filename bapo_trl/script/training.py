@@ -16,18 +16,16 @@ from ..report.method import method_by_settings
 from ..report.write import report_line
 from ..upstream.cpu_speed import speed_up_cpu
 from ..upstream.fixes import end_training
-from .arguments import EMBEDDED, BAPOScriptArguments
+from .arguments import BAPOScriptArguments
 from .before_after import BeforeAfter
 from .command_line import parse_arguments
 from .commands import TRAIN, Command, asks_for_dry_run
 from .console import settings_table
-from .datasets import has_data
-from .earlier_run import check_output_dir, remove_earlier_run
+from .earlier_run import check_start, goes_on, merged_folder, remove_earlier_run, resume_argument
 from .models import adapter_base, check_adapter, check_merged, save_merged
 from .planning import print_plan
-from .preparation import Inputs, gather_inputs, make_trainer
+from .preparation import Inputs, gather_inputs, make_trainer, only_merges
 from .prompts import count_missing_answers, other_form_line, prompts_line, unread_answer
-from .recipes import DEMO_FOLDER
 
 
 def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
@@ -42,23 +40,11 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
     if asks_for_dry_run(arguments):
         return print_plan(arguments, command)
     script_args, training_args, model_args, dataset_args = parse_arguments(arguments, command)
-    if not training_args.do_train and training_args.resume_from_checkpoint not in (None, "false"):
-        raise InputError(
-            f"`resume_from_checkpoint` is '{training_args.resume_from_checkpoint}', but `do_train` is false and "
-            "evaluation is of `model_name_or_path`: set that to the checkpoint's folder."
-        )
     model = model_args.model_name_or_path
     base = adapter_base(model, model_args.model_revision)
-    if script_args.merge_adapter and not _goes_on(training_args):
-        check_merged(_merged_folder(training_args), script_args.overwrite_output_dir, [model, base])
-    if script_args.merge_adapter and not training_args.do_train and not has_data(script_args, dataset_args):
+    check_start(script_args, training_args, model, base)
+    if only_merges(script_args, training_args, dataset_args):
         return _merge(model, base, training_args, model_args.model_revision)
-
-    # The demo's own folder is nobody's work
-    is_demo = script_args.dataset_name == EMBEDDED and training_args.output_dir == DEMO_FOLDER
-    is_new = training_args.do_train and not _goes_on(training_args)
-    if is_new:
-        check_output_dir(training_args.output_dir, script_args.overwrite_output_dir or is_demo, model)
 
     if not training_args.do_train and training_args.distributed_state.is_main_process:
         title = script_args.eval_dataset or ("a mixture" if dataset_args.datasets else script_args.dataset_name)
@@ -79,7 +65,7 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
 
     with trainer.holding_output_dir():
         if training_args.do_train:
-            if is_new and trainer.is_world_process_zero():
+            if not goes_on(training_args) and trainer.is_world_process_zero():
                 remove_earlier_run(output_dir)
             _train(trainer, inputs, script_args, training_args, evaluation)
         if evaluation is not None:
@@ -120,10 +106,10 @@ def _train(
     """Train and save, with what the terminal says before and after."""
     data, output_dir = inputs.data, Path(training_args.output_dir)
     say = trainer.accelerator.print
-    resume = trainer.checkpoint_to_resume(_resume_argument(training_args.resume_from_checkpoint))
+    resume = trainer.checkpoint_to_resume(resume_argument(training_args.resume_from_checkpoint))
     is_over = resume is not None and not _check_resume(resume, training_args)
     if script_args.merge_adapter:  # of a run that goes on, not asked before
-        check_merged(_merged_folder(training_args), script_args.overwrite_output_dir, [inputs.model, inputs.base])
+        check_merged(merged_folder(training_args), script_args.overwrite_output_dir, [inputs.model, inputs.base])
     say(f"{method_by_settings(vars(training_args)).name} on {data.title}")
     say(settings_table(training_args, script_args.method))
     say(prompts_line(data.train, trainer.processing_class))
@@ -165,15 +151,11 @@ def _train(
 def _merge(adapter: str, base: str | None, training_args: BAPOConfig, revision: str | None = None) -> None:
     """Save the merged model, from the main process, and say where."""
     check_adapter(base)
-    folder = _merged_folder(training_args)
+    folder = merged_folder(training_args)
     if training_args.distributed_state.is_main_process:
         save_merged(adapter, base, folder, training_args.trust_remote_code, revision)
         print(f"Merged model: {folder}")
     training_args.distributed_state.wait_for_everyone()
-
-
-def _merged_folder(training_args: BAPOConfig) -> Path:
-    return Path(training_args.output_dir) / "merged"
 
 
 def _check_resume(folder: str, training_args: BAPOConfig) -> bool:
@@ -196,14 +178,3 @@ def _is_saved(folder: str, update: int, output_dir: str) -> bool:
         return False
     saved = TrainerState.load_from_json(str(Path(output_dir) / TRAINER_STATE_NAME))
     return saved.global_step == update and goes_on_from(output_dir, folder)
-
-
-def _goes_on(training_args: BAPOConfig) -> bool:
-    """Whether the run goes on from a checkpoint of its own output folder."""
-    resume, run_dir = _resume_argument(training_args.resume_from_checkpoint), Path(training_args.output_dir).resolve()
-    return resume is True or (isinstance(resume, str) and Path(resume).resolve().parent == run_dir)
-
-
-def _resume_argument(value: str | None) -> str | bool | None:
-    """Return what to resume from: the newest whole checkpoint for "true", none for "false", else a folder."""
-    return {"true": True, "false": None}.get(value.lower(), value) if value is not None else None

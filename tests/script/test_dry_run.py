@@ -3,6 +3,7 @@
 import json
 import re
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import yaml
@@ -12,11 +13,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel, Qwen2Config
 
 from bapo_trl import BAPOConfig, cli, dry_run
+from bapo_trl.errors import InputError
 from bapo_trl.plan.memory import Layout
 from bapo_trl.script import planning, preparation
 from bapo_trl.tasks import character_tokenizer, smollm2
 from tests.helpers.commands import ROOT
-from tests.helpers.script_runs import CHAT_TEMPLATE, SHORT, fill_folder, flags, run
+from tests.helpers.script_runs import CHAT_TEMPLATE, SHORT, fill_folder, flags, run, train_bapo
 from tests.helpers.toy import opt_model, toy_model
 from tests.script.test_recipes import AIME24, GSM8K, SKYWORK
 
@@ -198,6 +200,55 @@ def test_the_folder_of_an_earlier_run_is_refused_as_well(tmp_path):
         run(dataset_name="train.jsonl", dry_run="true")
     run(dataset_name="train.jsonl", dry_run="true", overwrite_output_dir="true")
     assert checkpoint.exists()
+
+
+def leave(file: str, text: str = "{}") -> None:
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    Path(file).write_text(text)
+
+
+MERGES = {"do_train": "false", "model_name_or_path": "adapter", "merge_adapter": "true"}
+
+
+@pytest.mark.parametrize(
+    ("left", "settings", "message"),
+    [
+        ("out/merged/config.json", {"use_peft": "true", "merge_adapter": "true"}, "merged, which is there already"),
+        ("out/merged/config.json", {"dataset_name": None, **MERGES}, "merged, which is there already"),
+        ("out/checkpoint-2/trainer_state.json", {"do_train": "false", "resume_from_checkpoint": "out/checkpoint-2"},
+         "`do_train` is false and evaluation is of `model_name_or_path`"),
+        ("out/checkpoint-2/trainer_state.json", {"resume_from_checkpoint": "other/checkpoint-2"},
+         "which holds checkpoint-2 of an earlier run"),
+        ("out/notes.txt", {"dataset_name": None, **MERGES, "model_name_or_path": "model"}, "there is no adapter"),
+    ],
+)  # fmt: skip
+def test_what_the_run_would_not_begin_with_is_refused_as_well(left, settings, message):
+    leave("adapter/adapter_config.json", json.dumps({"base_model_name_or_path": "model"}))
+    leave(left)
+    refusals = []
+    for dry_run_too in ("true", "false"):
+        with pytest.raises(InputError, match=message) as refusal:
+            run(**{"dataset_name": "train.jsonl", "dry_run": dry_run_too, **settings})
+        refusals.append(str(refusal.value))
+    assert refusals[0] == refusals[1]
+
+
+@pytest.mark.parametrize(
+    ("left", "arguments", "said"),
+    [
+        ("outputs/quickstart/model.safetensors", [], "BAPO on the embedded task (sums of two numbers): a dry run."),
+        ("out/checkpoint-2/trainer_state.json", flags(**MERGES),
+         "Merges the adapter adapter into its base model, in out/merged: a dry run."),
+        ("out/checkpoint-2/trainer_state.json", flags(dataset_name="train.jsonl", resume_from_checkpoint="true"),
+         "BAPO on train.jsonl: a dry run."),
+    ],
+)  # fmt: skip
+def test_what_the_run_would_begin_with_is_not_refused(left, arguments, said, capsys, tmp_path):
+    leave("adapter/adapter_config.json", json.dumps({"base_model_name_or_path": "model"}))
+    leave(left)
+    with nothing_written(tmp_path):
+        train_bapo.main([*arguments, "--dry_run", "true"])
+    assert capsys.readouterr().out.startswith(f"{said} No weights are loaded, nothing is written.\n")
 
 
 STAND_INS = {  # of the data sets of the Hub
