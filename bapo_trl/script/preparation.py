@@ -2,10 +2,12 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
+from time import strftime
 from typing import Any
 
 import torch
@@ -21,11 +23,13 @@ from ..inputs.checks import check_tokenizer, has_rotary_positions, token_limits
 from ..inputs.prompt_checks import check_number_of_prompts, check_prompts, named_datasets
 from ..plan.samples import check_window
 from ..report.callback import ReportCallback
+from ..report.runs import read_settings
 from ..tasks import MadeTask
 from ..upstream.cpu_speed import base_dtype
 from .arguments import EMBEDDED, BAPOScriptArguments
 from .console import UpdateLines, UpdateLinesAboveBar
 from .datasets import Data, first_rows, format_data, has_data, load_data, make_task
+from .earlier_run import goes_on
 from .models import (
     PACKAGED_MODELS,
     base_revision,
@@ -112,8 +116,10 @@ def make_trainer(
     model_args: ModelConfig,
     dataset_args: DatasetMixtureConfig,
 ) -> EvaluatedTrainer:
-    """Load the model and make its trainer; settle `model_init_kwargs` in `training_args`."""
+    """Load the model and make its trainer; settle `model_init_kwargs` and `run_name` in `training_args`."""
     data = inputs.data
+    if "trackio" in training_args.report_to and training_args.run_name is None:
+        training_args.run_name = _run_name(training_args)
     loaded, quantization = _settle_model(inputs.model, inputs.base, training_args, model_args)
     peft_config = get_peft_config(model_args)
     if peft_config is not None:
@@ -136,6 +142,20 @@ def make_trainer(
         trainer.add_callback(UpdateLinesAboveBar if sys.stderr.isatty() else UpdateLines)
     trainer.add_callback(ReportCallback({**vars(script_args), **vars(model_args), **vars(dataset_args)}))
     return trainer
+
+
+def _run_name(training_args: BAPOConfig) -> str:
+    """
+    Return a name for a run that has none: that of the run it goes on with, else of its folder and the time.
+
+    Trackio ends a run with its training. What is logged afterwards goes on with it by its name alone.
+    """
+    folder = Path(training_args.output_dir).resolve()
+    earlier: Mapping[str, Any] = {}
+    if goes_on(training_args):
+        with suppress(InputError):  # damaged settings
+            earlier = read_settings(folder)
+    return earlier.get("run_name") or f"{folder.name}-{strftime('%Y%m%d-%H%M%S')}"
 
 
 def check_prompts_fit(trainer: BAPOTrainer, eval_dataset: Any = None) -> None:

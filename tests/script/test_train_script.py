@@ -3,6 +3,9 @@
 import json
 import re
 import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -243,6 +246,40 @@ def test_a_dataset_mixture_from_a_recipe(folder, capsys):
     run(config="recipe.yaml", logging_steps=1)
     assert "BAPO on a dataset mixture" in capsys.readouterr().out
     assert [log["step"] for log in logs(folder / "out") if "bapo/clip_low" in log] == [1, 2]
+
+
+@pytest.fixture
+def trackio(monkeypatch):
+    """A stand-in for Trackio, with the name of each `init`."""
+    module: Any = ModuleType("trackio")
+    module.__spec__ = ModuleSpec("trackio", None)
+    module.names, module.config = [], {}
+    module.init = lambda *, name, **kwargs: module.names.append(name)
+    module.log = module.finish = lambda *args: None
+    nothing = SimpleNamespace(get=lambda: None)
+    module.context_vars = SimpleNamespace(current_space_id=nothing, current_project=nothing, current_run=nothing)
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    return module
+
+
+@pytest.mark.trainings
+def test_a_run_has_one_name_in_trackio_that_of_its_training_its_evaluation_and_its_resumption(
+    folder, monkeypatch, trackio
+):
+    times = iter(("20260101-120000", "20260101-130000"))
+    monkeypatch.setattr("bapo_trl.script.preparation.strftime", lambda form: next(times))
+    settings = {"dataset_name": "train.jsonl", "eval_dataset": "test.jsonl", "report_to": "trackio"}
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    run(**settings, **saving)
+    run(**settings, **saving, max_steps=4, resume_from_checkpoint="true")
+    assert len(trackio.names) > 2  # what is logged after a training opens its run anew
+    assert set(trackio.names) == {"out-20260101-120000"}
+    trackio.names.clear()
+    run(**settings, overwrite_output_dir="true")
+    assert set(trackio.names) == {"out-20260101-130000"}
+    trackio.names.clear()
+    run(**settings, output_dir="other", run_name="mine")
+    assert set(trackio.names) == {"mine"}
 
 
 def test_where_there_is_no_gpu_the_flags_for_a_cpu_are_named(monkeypatch):
