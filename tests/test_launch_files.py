@@ -143,7 +143,7 @@ def test_the_help_of_the_training_launches_several_processes_with_a_configuratio
     monkeypatch.chdir(tmp_path)
     arguments, _, _ = _validate_launch_command(read_arguments(arguments))
     assert arguments.use_deepspeed
-    assert arguments.num_processes == 8
+    assert arguments.num_processes == 6
     assert arguments.training_script == ("bapo_trl" if command is TRAIN else "train_bapo.py")
     flags = arguments.training_script_args[command is TRAIN :]
     assert parse_arguments([*flags, "--use_cpu", "true", "--bf16", "false"])[1].learning_rate == 1e-6

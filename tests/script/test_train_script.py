@@ -259,6 +259,7 @@ def trackio(monkeypatch):
     nothing = SimpleNamespace(get=lambda: None)
     module.context_vars = SimpleNamespace(current_space_id=nothing, current_project=nothing, current_run=nothing)
     monkeypatch.setitem(sys.modules, "trackio", module)
+    monkeypatch.setattr("trl.extras.profiling.is_trackio_available", lambda: False)  # read when it was imported
     return module
 
 
