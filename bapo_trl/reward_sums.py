@@ -7,18 +7,7 @@ import torch
 
 
 def weighted_sums(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """
-    Sum the rewards of each row, `(B, F)`, over the functions, with their weights `(F,)`; NaN where none gave one.
-
-    Example:
-
-    ```python
-    >>> rewards = torch.tensor([[1.0, 2.0], [1.0, torch.nan], [torch.nan, torch.nan]])
-    >>> weighted_sums(rewards, torch.tensor([1.0, 0.5]))
-    tensor([2., 1., nan])
-
-    ```
-    """
+    """Sum the rewards of each row of `(B, F)` over the functions, with weights `(F,)`; NaN where none gave one."""
     is_scored = ~rewards_per_func.isnan().all(dim=1)
     return (rewards_per_func * weights).nansum(dim=1).where(is_scored, torch.nan)
 
@@ -29,15 +18,9 @@ def overflowing_groups(
     """
     Tell the rows whose advantages would be 0 or undefined, because what they are divided by overflows float32.
 
-    Args:
-        rewards_per_func (`torch.Tensor`): Finite rewards, shape `(B, F)`, the groups one after the other.
-        weights (`torch.Tensor`): Weights of the functions, shape `(F,)`.
-        num_generations (`int`): Rows of a group.
-        scale (`str`): TRL's `scale_rewards`, "group", "batch" or "none".
-        summed_first (`bool`): Whether the functions are summed before the groups are scaled.
-
-    Returns:
-        `torch.Tensor`: Boolean, shape `(B,)`, the same for all rows of a group; with "batch", for all rows.
+    The rewards are finite, `(B, F)`, the groups one after the other; the weights `(F,)`; `scale` is TRL's
+    `scale_rewards`. `summed_first` tells whether the functions are summed before the groups are scaled. Boolean,
+    `(B,)`, the same for all rows of a group; with "batch", for all rows.
 
     Example:
 
@@ -73,22 +56,8 @@ def tied_rows(
     TRL subtracts the mean of a group from its rewards. In float32 the mean of equal numbers is often another number,
     and what is left looks like an advantage. Ties are therefore read off the rewards.
 
-    Args:
-        rewards_per_func (`torch.Tensor`): Rewards by function, shape `(B, F)`, the groups one after the other. NaN
-            where a function gave none.
-        weights (`torch.Tensor`): Weights of the functions, shape `(F,)`.
-        summed_first (`bool`): Whether rewards are compared after summing them. If not, each function's must be tied.
-
-    Returns:
-        Boolean, shape `(B,)`, the same for all rows of a group.
-
-    Example:
-
-    ```python
-    >>> tied_rows(torch.tensor([[0.7], [0.7], [0.7], [0.8]]), torch.ones(1), num_generations=2).tolist()
-    [True, True, False, False]
-
-    ```
+    `rewards_per_func` is `(B, F)`, the groups one after the other, and `weights` `(F,)`. Not `summed_first`, those of
+    each function must tie. Boolean, `(B,)`, the same for all rows of a group.
     """
     parts = rewards_per_func * weights
     if summed_first:

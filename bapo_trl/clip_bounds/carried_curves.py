@@ -52,10 +52,7 @@ class CarriedCurves:
         Restore the curves from a checkpoint folder; return whether it holds some on this grid.
 
         The first update after that is on new samples, and learns its curves before it. So a resumed run reads of these
-        only the curve of a sign that has no mass in that update.
-
-        Raises:
-            ValueError: If the file is damaged, naming it.
+        only the curve of a sign that has no mass in that update. A damaged file is a `ValueError` that names it.
         """
         path = _FILES.path(folder, 0, 1)
         if not path.exists():

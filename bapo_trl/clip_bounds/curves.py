@@ -189,19 +189,10 @@ def size_contributions(gradient_size: torch.Tensor, advantages: torch.Tensor, we
     """
     Sum the gradients of the tokens of a loss without clip bounds: curves of one point each.
 
-    `P = sum over A > 0 of w A size` and `N = sum over A < 0 of w |A| size`. Tokens of weight 0 or advantage 0 count
-    nowhere. With a size of 1 these are the masses of both signs, the contributions at a ratio of 1.
-
-    Args:
-        gradient_size (`torch.Tensor`):
-            Size of the gradient of each token at weight and advantage 1, of a shape that broadcasts with `weights`.
-        advantages (`torch.Tensor`):
-            Advantages, shape `(B,)`, `(B, 1)` or `(B, T)`.
-        weights (`torch.Tensor`):
-            Weight that the loss gives each token, shape `(B, T)`, at least 0.
-
-    Returns:
-        [`Contributions`]: `.positive` and `.negative` of shape `(1,)`.
+    `P = sum over A > 0 of w A size` and `N = sum over A < 0 of w |A| size`. The size is that at weight and advantage
+    1, of a shape that broadcasts with the weights, `(B, T)`; advantages are `(B,)`, `(B, 1)` or `(B, T)`. Tokens of
+    weight 0 or advantage 0 count nowhere. With a size of 1 these are the masses of both signs, the contributions at a
+    ratio of 1.
     """
     if advantages.dim() == 1:
         advantages = advantages.unsqueeze(1)

@@ -152,15 +152,8 @@ def share_under(bounds: ClipBounds, contributions: Contributions, grid: BoundGri
     """
     Return `bounds`, chosen for other curves, with the shares that they and their weight have on these.
 
-    Whether the target was met stays what the search said: a forecast that aims at it scatters around it.
-
-    Args:
-        bounds ([`ClipBounds`]):
-            Bounds on `grid`, and a weight of negative tokens.
-        contributions ([`Contributions`]):
-            Curves on `grid`, summed over all tokens of the update.
-        grid ([`BoundGrid`]):
-            Candidate bounds.
+    The curves are those of `grid`, summed over all tokens of the update. Whether the target was met stays what the
+    search said: a forecast that aims at it scatters around it.
     """
     upper_index = ((bounds.high - grid.upper_start) / grid.upper_step).round().long()
     lower_index = ((bounds.low - grid.lower_start) / grid.lower_step).round().long()

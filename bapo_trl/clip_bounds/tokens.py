@@ -19,27 +19,14 @@ def policy_mask(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """
-    Tokens of one micro-batch as the policy loss weighs them.
+    """Tokens of one micro-batch as the policy loss weighs them."""
 
-    Args:
-        log_ratio (`torch.Tensor`): Log of the importance ratio, shape `(B, T)`, or `(B, 1)` where ratios are taken
-            over sequences.
-        ratio (`torch.Tensor`): Importance ratio `exp(log_ratio)`, same shape.
-        advantages (`torch.Tensor`): Advantages, shape `(B,)` or `(B, T)`.
-        weights (`torch.Tensor`): Weight of each token in the policy loss, shape `(B, T)`, at least 0, up to a factor
-            common to the batch.
-        mask (`torch.Tensor`): 1 for tokens that the loss counts, 0 for padding and for tokens the policy did not
-            write, shape `(B, T)`.
-        gradient_size (`torch.Tensor`, *optional*): Under a loss without clip bounds, the size of each token's gradient
-            at weight and advantage 1, shape `(B, T)` or `(B, 1)`.
-    """
-
-    log_ratio: torch.Tensor
-    ratio: torch.Tensor
-    advantages: torch.Tensor
-    weights: torch.Tensor
-    mask: torch.Tensor
+    log_ratio: torch.Tensor  # of importance, `(B, T)`, or `(B, 1)` where ratios are taken over sequences
+    ratio: torch.Tensor  # `exp(log_ratio)`
+    advantages: torch.Tensor  # `(B,)` or `(B, T)`
+    weights: torch.Tensor  # in the policy loss, `(B, T)`, at least 0, up to a factor common to the batch
+    mask: torch.Tensor  # `(B, T)`: 1 for tokens that the loss counts, 0 for padding and what the policy did not write
+    # Under a loss without clip bounds: size of each token's gradient at weight and advantage 1, `(B, T)` or `(B, 1)`
     gradient_size: torch.Tensor | None = None
 
     @property
@@ -73,10 +60,7 @@ class PolicyTokens:
         Return the advantages with those of negative tokens scaled, which scales their gradients and nothing else.
 
         All negative tokens have this weight, in (0, 1]. One with a ratio above the cap keeps a gradient of the cap's
-        size, instead of one of its ratio.
-
-        Returns:
-            In the shape of `advantages`; with a cap, one for each ratio, `(B, T)` or `(B, 1)`.
+        size, instead of one of its ratio. The shape is that of `advantages`; with a cap, `(B, T)` or `(B, 1)`.
         """
         advantages = torch.where(self.advantages < 0, self.advantages * negative_weight, self.advantages)
         if negative_ratio_cap is None:
@@ -108,21 +92,11 @@ def policy_tokens(
     factors, times the probability under the behaviour policy if asked for. Factors common to all tokens of the update
     (number of rows, of tokens, of micro-batches) are left out: the share of the positive tokens does not see them.
 
-    Args:
-        per_token_logps (`torch.Tensor`): Log-probabilities under the policy that is trained, shape `(B, T)`.
-        old_per_token_logps (`torch.Tensor`): Log-probabilities under the policy that sampled each token, shape `(B,
-            T)`.
-        advantages (`torch.Tensor`): Advantages, shape `(B,)` or `(B, T)`.
-        mask (`torch.Tensor`): 1 for tokens that the loss counts, else 0, shape `(B, T)`.
-        loss_type (`str`): TRL's loss aggregation.
-        importance_sampling_level (`str`, *optional*, defaults to `"token"`): `"token"` or `"sequence"`.
-        weighting (`str`, *optional*, defaults to `"uniform"`): `"uniform"`, or `"behavior_prob"` to weigh each token
-            by `exp(old_logp)` as Eq. 8 prints it.
-        factors (sequence of `torch.Tensor`, *optional*): Further factors of the token loss (entropy mask, off-policy
-            mask, vLLM importance-sampling correction), each of shape `(B, T)` or `(B, 1)`.
-
-    Returns:
-        [`PolicyTokens`], detached from the graph.
+    The first two are `(B, T)`, of the policy that is trained and of the one that sampled each token; the advantages
+    `(B,)` or `(B, T)`; the mask, `(B, T)`, is 1 for tokens that the loss counts. `importance_sampling_level` is
+    `"token"` or `"sequence"`; with the `weighting` `"behavior_prob"`, a token is weighed by `exp(old_logp)` as Eq. 8
+    prints it. `factors` are further ones of the token loss (entropy mask, off-policy mask, vLLM importance-sampling
+    correction), `(B, T)` or `(B, 1)`. What is returned is detached from the graph.
     """
     log_ratio = per_token_logps.detach() - old_per_token_logps
     row_tokens = mask.sum(dim=1, keepdim=True).clamp(min=1.0)

@@ -30,10 +30,8 @@ class UpdateBounds:
     An update is `begin`, `observe` for each of its micro-batches, `close`. All ranks make the same calls. `current` is
     the outcome of the latest search; before the first one, the start bounds.
 
-    Args:
-        settings ([`~bapo_config.BAPOConfig`]): Of the run.
-        read_tokens (`Callable`): Micro-batch, log-probabilities and entropies, `(B, T)` each, in; its tokens out.
-        read_masses (`Callable`): Micro-batch in; the sum of w |A| of each sign out, as curves of one point.
+    `settings` are a [`~bapo_config.BAPOConfig`]. `read_tokens` takes a micro-batch, its log-probabilities and
+    entropies, `(B, T)` each; `read_masses` returns the sum of w |A| of each sign, as curves of one point.
     """
 
     def __init__(
@@ -71,11 +69,9 @@ class UpdateBounds:
         """
         Begin an update; choose its bounds, if they are due before the log-probabilities of all its tokens are known.
 
-        Args:
-            buffer (sequence of `dict`, *optional*): The micro-batches of the current pass, the same object for all its
-                updates. `None` for a loss of a batch of the caller's own.
-            window (sequence of `int`): Positions in it of those of the update.
-            read_ahead (`Callable`): Returns the tokens of these as their losses will see them.
+        `buffer` holds the micro-batches of the current pass, the same object for all its updates; `None` for a loss of
+        a batch of the caller's own. `window` has the positions in it of those of the update, and `read_ahead` returns
+        the tokens of these as their losses will see them.
         """
         self._copy_versions(buffer, window)
         self._searches_ahead = self._forecasts = False
@@ -106,13 +102,10 @@ class UpdateBounds:
         is_last: bool,
     ) -> ClipBounds:
         """
-        Take in a micro-batch; where a weight is searched, scale the advantages of its negative tokens.
+        Take in a micro-batch; where a weight is searched, scale the advantages of its negative tokens, in `inputs`.
 
-        Args:
-            inputs (`dict`): TRL's micro-batch. Its `advantages` are replaced.
-            per_token_logps (`torch.Tensor`): Under the current policy, `(B, T)`, as the entropies.
-            version (`int`): Of the current policy.
-            is_last (`bool`): Whether the update ends with it.
+        Log-probabilities under the current policy, of this version, and entropies are `(B, T)`. With the micro-batch
+        that `is_last`, the update ends.
         """
         tokens = self._read_tokens(inputs, per_token_logps, entropies)
         if not self._searches_ahead:
@@ -134,12 +127,7 @@ class UpdateBounds:
         return self.current
 
     def close(self, update: int) -> dict[str, float]:
-        """
-        Return the metrics of the update, see [`~update_log.UPDATE_METRICS`].
-
-        Raises:
-            RuntimeError: If a log-probability, an advantage or a ratio of a trained token is NaN or infinite.
-        """
+        """Return the metrics of the update, see [`~update_log.UPDATE_METRICS`]; raises as [`UpdateLog.close`] does."""
         return self._log.close(self._accelerator.gather, update=update)
 
     def save(self, folder: str) -> None:

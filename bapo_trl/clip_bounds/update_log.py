@@ -42,16 +42,11 @@ def measure_tokens(
     """
     Sum up one micro-batch.
 
-    Args:
-        staleness (`torch.Tensor`): Staleness of each row, shape `(B,)`, or of each token, `(B, T)`, in policy
-            versions, integer. Rows without a token of the loss, and tokens that are none, do not count.
-        guarded (mapping of `str` to `torch.Tensor`): Log-probabilities by name, shape `(B, T)`; their NaNs and
-            infinities on completion tokens are counted. `None` for a tensor that the batch does not have.
-        completion_mask (`torch.Tensor`): 1 for completion tokens, those that a tool wrote included, shape `(B, T)`.
-            The loss multiplies tool tokens by 0, which does not stop a NaN.
-        delta (`float`, *optional*): TRL's two-sided clip.
-        negative_ratio_cap (`float`, *optional*): Largest size of the gradient of a negative token, under a loss
-            without clip bounds.
+    Staleness is that of each row, `(B,)`, or of each token, `(B, T)`, in policy versions. Rows without a token of the
+    loss, and tokens that are none, do not count. `guarded` are log-probabilities `(B, T)` by name, `None` where the
+    batch has none; their NaNs and infinities are counted on the completion tokens, `(B, T)`. Those that a tool wrote
+    are among them: the loss multiplies them by 0, which does not stop a NaN. `delta` is TRL's two-sided clip; the cap
+    is the largest size of the gradient of a negative token, and counts under a loss without clip bounds.
     """
     device = tokens.ratio.device
     dtype = sum_dtype(device)
@@ -172,9 +167,7 @@ class UpdateLog:
         """
         Return the metrics of the update, see [`UPDATE_METRICS`]; the error message has its number.
 
-        Raises:
-            RuntimeError: If a log-probability, an advantage or an importance ratio of a trained token is NaN or
-                infinite, on any rank.
+        A NaN or an infinity in one of [`GUARDED_TENSORS`], on any rank, is a `RuntimeError`.
         """
         bounds = average_searches(self.searches)
         device = self.searches[0].low.device

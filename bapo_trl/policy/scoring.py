@@ -42,15 +42,9 @@ def stamp(trainer: Any, batch: dict[str, torch.Tensor], reports_logps: bool) -> 
     Add what a generation lacks of policy versions, and of log-probabilities where they will be needed; compare those
     of a sampler that is not the trainer.
 
-    Args:
-        batch (`dict`): TRL's batch; with a `policy_version` already, if not all of it was sampled now.
-        reports_logps (`bool`): Whether `sampling_per_token_logps`, if they are there, are those of the sampler.
-
-    Returns:
-        Whether the current policy sampled it all.
-
-    Raises:
-        RuntimeError: If the log-probabilities of sampler and trainer differ by more than the tolerance.
+    In TRL's batch, there is a `policy_version` already if not all of it was sampled now. `reports_logps` tells whether
+    `sampling_per_token_logps`, if they are there, are those of the sampler: a difference above the tolerance is a
+    `RuntimeError`. Returns whether the current policy sampled it all.
     """
     is_sampled_now = "policy_version" not in batch
     if is_sampled_now:
@@ -106,11 +100,8 @@ def read_tokens_ahead(trainer: Any, window: Sequence[int], are_fresh: bool, is_r
     """
     Return the tokens of the micro-batches of the coming update, as their losses will see them.
 
-    Args:
-        window (sequence of `int`): Positions of these in the trainer's buffer, at least one.
-        are_fresh (`bool`): Whether the current policy sampled all rows: their ratios are 1 then, unless a forward pass
-            is random.
-        is_random (`bool`): Whether two forward passes may differ.
+    `window` has their positions in the trainer's buffer, at least one. Where the current policy sampled all rows
+    (`are_fresh`), their ratios are 1, unless two forward passes may differ (`is_random`).
     """
     micro_batches = [trainer._buffered_inputs[position] for position in window]
     if not (is_random or _needs_forward_pass(trainer, micro_batches[0], are_fresh)):
