@@ -116,12 +116,9 @@ def memory_of(
     """
     Return what lies on one GPU before the first activation.
 
-    Args:
-        parameters (`int`): Of the model, with an adapter's.
-        weight_bytes (`int`, *optional*): Bytes of a parameter as it is loaded; `None` for a quantized model.
-        is_mixed (`bool`): Whether it computes in half precision. DeepSpeed then keeps weights and gradients in that,
-            and a float32 copy beside the states of the optimizer; elsewhere the weights stay as they are loaded.
-        optim (`str`): As in `TrainingArguments`.
+    The parameters are those of the model, with an adapter's; `weight_bytes` are of one as it is loaded, `None` for a
+    quantized model. Of a model that computes in half precision (`is_mixed`), DeepSpeed keeps weights and gradients in
+    that, and a float32 copy beside the states of the optimizer; elsewhere the weights stay as they are loaded.
     """
     states = _STATES.get(str(getattr(optim, "value", optim)))
     frozen = parameters - trained

@@ -63,11 +63,9 @@ class ReplayMixer:
         """
         Take in a generation; return the batch to train on, and whether all its rows on all ranks are fresh.
 
-        Args:
-            batch (`dict`): TRL's batch.
-            num_padding (`int`): Number of its rows that only keep the shape.
-            is_made_again (`bool`): Whether a run was resumed within a generation, and this is its second half. The
-                queue has taken in, and given for, the first one: it is left as it is.
+        `num_padding` rows of TRL's batch only keep the shape. `is_made_again` tells whether a run was resumed within a
+        generation, and this is its second half: the queue has taken in, and given for, the first one, and is left as
+        it is.
         """
         self._latest = batch_to_rows(batch, self.pad_token_id)
         queue = ReplayQueue(len(self._latest)) if is_made_again else self.queue

@@ -30,17 +30,8 @@ def smallest_capacity(
     pass, one less at the first, which draws before its own generation enters. Of the later passes, the second needs
     most.
 
-    Args:
-        rows (`int`): Rows of a generation; at most as many enter the queue.
-        drawn_first (`int`): Rows that the first pass over a generation draws; a later pass draws `rows`.
-
-    Example:
-
-    ```python
-    >>> smallest_capacity(24, 24, updates_per_pass=2, min_staleness=6)  # two generations that rest, one to draw
-    72
-
-    ```
+    `rows` are those of a generation, of which at most as many enter the queue; `drawn_first` those that the first pass
+    over it draws: a later pass draws `rows`.
     """
     versions = updates_per_pass * num_iterations  # of a generation
     first = (max(1, math.ceil(min_staleness / versions)) - 1) * rows + drawn_first
@@ -56,14 +47,6 @@ def smallest_max_staleness(updates_per_pass: int, num_iterations: int = 1, min_s
     With `U` updates a pass and `I` passes, rows from `d` generations ago are `d U I` versions old when the first pass
     draws them, and `U - 1` more at its last update. The youngest that have rested are those of
     `d = max(1, ceil(min_staleness / (U I)))`.
-
-    Example:
-
-    ```python
-    >>> smallest_max_staleness(updates_per_pass=2, num_iterations=3)  # drawn when 6 versions old, trained until 7
-    7
-
-    ```
     """
     versions = updates_per_pass * num_iterations  # of a generation
     return max(1, math.ceil(min_staleness / versions)) * versions + updates_per_pass - 1
@@ -176,10 +159,8 @@ class ReplayQueue:
         Draw rows, for updates from `policy_version` to `last_version`. With its last use, a row leaves.
 
         Rows younger than `min_staleness` are drawn where there are too few others, if at all (`fill_with_young`).
-
-        Returns:
-            Up to `count` rows, fewer where not enough may be drawn, as what [`~rows.concat_rows`] copies them from;
-            and how often each has been drawn, this time included.
+        Returns up to `count` rows, fewer where not enough may be drawn, as what [`~rows.concat_rows`] copies them
+        from; and how often each has been drawn, this time included.
         """
         self.expire(last_version)
         ledger = self._ledger
@@ -211,14 +192,10 @@ class ReplayQueue:
         Fresh rows that queued ones displace stay in the queue. While the queue cannot fill its share, fresh rows do.
         Rows without a trained token are the first to be displaced and never enter the queue.
 
-        Args:
-            fraction (`float`): Share of the batch taken from the queue, in [0, 1].
-            replaces_zero_advantage (`bool`): Whether fresh rows without advantage or without a trained token give
-                their place to queued rows, beyond `fraction`. Then rows without advantage do not enter the queue
-                either.
-            policy_version (`int`): At the first update on the batch; `last_version` is that at the last one.
-            num_padding (`int`): Number of rows without a trained token that keep the shape of the batch, and were
-                sampled by nobody.
+        `fraction` is the share of the batch taken from the queue, in [0, 1]. With `replaces_zero_advantage`, fresh
+        rows without advantage or without a trained token give their place to queued rows beyond it, and those without
+        advantage do not enter the queue either. The updates on the batch are from `policy_version` to `last_version`.
+        `num_padding` rows without a trained token keep the shape of the batch, and were sampled by nobody.
         """
         is_trained = fresh.has_trained_token()
         is_useful = is_trained & (fresh.has_advantage() | (not replaces_zero_advantage))

@@ -63,11 +63,8 @@ class Spans:
 
 class Column:
     """
-    The values of one key, of all rows, one row after the other.
-
-    Args:
-        values (`torch.Tensor`): Shape `(sum(lengths),)`; without spans `(B,)` or `(B, 1)`.
-        spans ([`Spans`] or sequence of `int`, *optional*): Number of values of each row. `None` for one value a row.
+    The values of one key, of all rows, one row after the other: `(sum(lengths),)` with spans, which have the number of
+    values of each row; without, of one value a row, `(B,)` or `(B, 1)`.
     """
 
     def __init__(self, values: torch.Tensor, spans: Spans | Sequence[int] | None = None):
@@ -175,11 +172,9 @@ class Rows:
 
 def concat_rows(parts: Iterable[tuple[Rows, Sequence[int] | np.ndarray]]) -> Rows:
     """
-    Copy rows of several collections into one. What some have and others may leave out has its default for these.
+    Copy rows of several collections, at least one, into one: those at the indices beside each, in their order.
 
-    Args:
-        parts (iterable of pairs): At least one collection, each with the indices of the rows to take from it, in their
-            order.
+    What some have and others may leave out has its default for these.
     """
     parts = [(rows, np.asarray(indices, dtype=np.int64)) for rows, indices in parts]
     every_key = set().union(*(rows.columns for rows, _ in parts))
@@ -210,14 +205,10 @@ def batch_to_rows(batch: Mapping[str, torch.Tensor], pad_token_id: int) -> Rows:
     """
     Cut a padded batch into rows.
 
-    Args:
-        batch (mapping of `str` to `torch.Tensor`): TRL's batch: `prompt_ids` `(B, P)`, `completion_ids` `(B, T)`,
-            their masks, and whatever else TRL puts in: tensors of shape `(B, T)`, `(B, 1)` or `(B,)`. Values of the
-            whole batch (`num_items_in_batch`) are left out: they have to be computed anew for each batch.
-        pad_token_id (`int`): Token that pads `completion_ids`. Masked tokens at the end that are not padding are kept.
-
-    Returns:
-        `B` rows that share no memory with the batch.
+    The batch is TRL's: `prompt_ids` `(B, P)`, `completion_ids` `(B, T)`, their masks, and whatever else TRL puts in,
+    tensors of shape `(B, T)`, `(B, 1)` or `(B,)`. Values of the whole batch (`num_items_in_batch`) are left out: they
+    have to be computed anew for each batch. Masked tokens at the end that are not padding are kept. The `B` rows share
+    no memory with the batch.
     """
     from ..upstream.trl_compat import FORWARD_KEYS  # with TRL's trainer, which no setting needs
 

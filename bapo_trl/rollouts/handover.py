@@ -45,9 +45,8 @@ def finish_groups(
     """
     Let the prompts of a generation in; return the groups that go to training, and the metrics of the rounds.
 
-    Args:
-        inputs (sequence of `dict`): Rows of the dataset, those of a group one after the other.
-        score (`Callable`): Returns the log-probabilities of a batch, `(B, T)`, under the current policy.
+    The inputs are rows of the dataset, those of a group one after the other. `score` returns the log-probabilities of
+    a batch, `(B, T)`, under the current policy.
     """
     args, version = trainer.args, trainer.state.global_step
     prompts = inputs[:: trainer.num_generations]

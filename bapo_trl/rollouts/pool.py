@@ -152,15 +152,10 @@ class RolloutPool:
         sampler_logps: Sequence[Sequence[float | None]] | None = None,
     ) -> None:
         """
-        Take in what the sampler went on with.
+        Take in what the sampler went on with: the new token ids of each.
 
         A completion has ended if its last token is an EOS token, if it has no tokens left, or if the sampler stopped
-        before the cap of the call for a reason of its own.
-
-        Args:
-            tokens (sequence of sequences of `int`): New token ids of each.
-            cap (`int`): Largest number of new tokens that the call allowed: no more than any of the completions has
-                left.
+        before the cap of the call for a reason of its own. The cap is no more than any of the completions has left.
         """
         for index, (continuation, new) in enumerate(zip(continuations, tokens, strict=True)):
             completion, most = continuation.completion, min(cap, continuation.num_left)

@@ -111,15 +111,11 @@ class RolloutRounds:
         """
         Admit the prompts of a generation, decode until every rank has enough complete groups, and let these go.
 
-        Args:
-            prompts (sequence of pairs): For each new group, the prompt's row of the dataset and its token ids.
-            oldest_version (`int`, *optional*): Groups with a token of an older version are decoded to their end, and
-                go. `None` for no limit.
-            is_within_update (`bool`): Whether an update has begun with samples of the generation before.
+        A prompt is its row of the dataset and its token ids. Groups with a token of a version before `oldest_version`
+        are decoded to their end, and go; `None` for no limit. `is_within_update` tells whether an update has begun
+        with samples of the generation before.
 
-        Returns:
-            The groups that go to training, as many on each rank, and the values of [`PARTIAL_METRICS`] but for
-            `partial/masked`.
+        As many groups go on each rank. With them come the values of [`PARTIAL_METRICS`], but for `partial/masked`.
         """
         earlier = self._before if is_within_update else []
         self._before = [*earlier, (policy_version if is_within_update else None, self.pool.state())]

@@ -66,18 +66,7 @@ def biased_settings(settings: Mapping[str, Any], temperature: float) -> list[str
     """
     Return the settings, with their values, that draw samples from another distribution than the policy's.
 
-    Args:
-        settings (`Mapping`): Settings of the sampler by name; those that do not change the distribution are passed
-            over.
-        temperature (`float`): Of the policy that the loss is computed of.
-
-    Example:
-
-    ```python
-    >>> biased_settings({"top_p": 0.9, "top_k": 0, "temperature": 0.7, "seed": 3}, temperature=1.0)
-    ['`top_p` 0.9', '`temperature` 0.7']
-
-    ```
+    The temperature is that of the policy that the loss is computed of.
     """
     neutral = {**_BIASING, "temperature": (temperature,)}
     return [
@@ -88,17 +77,7 @@ def biased_settings(settings: Mapping[str, Any], temperature: float) -> list[str
 
 
 def broken_across_calls(settings: Mapping[str, Any]) -> list[str]:
-    """
-    Name the settings that mean something else for a completion sampled in several calls, each with why.
-
-    Example:
-
-    ```python
-    >>> broken_across_calls({"min_new_tokens": 3, "stop": None})
-    ['`min_new_tokens` counts from the start of a call']
-
-    ```
-    """
+    """Name the settings that mean something else for a completion sampled in several calls, each with why."""
     return [
         f"`{name}` {why}"
         for why, names in _BROKEN_ACROSS_CALLS.items()
