@@ -12,9 +12,7 @@ def raise_on_all_ranks(error: Exception | None) -> None:
     """
     Raise the error of a rank on all of them. All ranks make this call together.
 
-    Raises:
-        Exception: The error of this rank; on the others one that quotes the first, an `InputError` if that was one,
-            else a `RuntimeError`.
+    The others raise one that quotes the first, an `InputError` if that was one, else a `RuntimeError`.
     """
     text = None if error is None else "\n".join([str(error), *getattr(error, "__notes__", ())])
     texts = gather_object([(text, isinstance(error, InputError))])

@@ -57,16 +57,7 @@ class StopSignals(TrainerCallback):
     A forked child, of a reward or a data loader, ends by SIGTERM as it would. The others, which a terminal and SLURM
     send to all processes, do nothing to it: the update that is to be finished may need it.
 
-    Example:
-
-        stop = StopSignals()
-        trainer.add_callback(stop)
-        try:
-            trainer.train()
-        finally:
-            stop.restore()
-        if stop.signal is not None:
-            exit_stopped(trainer)
+    docs/reliability.md has the lines of a script around `train()`.
     """
 
     def __init__(self) -> None:

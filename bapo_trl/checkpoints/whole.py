@@ -127,10 +127,7 @@ class WholeCheckpoints(GRPOTrainer):
         Return the folder to resume from, the same on all ranks; `None` for a run from the start.
 
         `True` asks for the newest checkpoint in `output_dir` that is whole on every rank, with a warning for each
-        newer one.
-
-        Raises:
-            InputError: If the folder is not whole, naming what is missing; if none is; if another run holds it.
+        newer one. A folder that is not whole, none that is, or one that another run holds, is an `InputError`.
         """
         if resume_from_checkpoint is None or resume_from_checkpoint is False:
             return None

@@ -43,12 +43,7 @@ class Row:
 
 
 def row_of(run: Run, folder: Path, seconds: float) -> Row:
-    """
-    Return the row of a run that has ended, from what `train` left in its folder.
-
-    Raises:
-        OSError, KeyError, ValueError: If its files are not there, or are not what `train` writes.
-    """
+    """Return the row of a run that has ended, from what `train` left in its folder; raises where that is not whole."""
     logs = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     results = json.loads((folder / "eval_results.json").read_text())
     avg, best = (f"{kind}@{run.flags['num_generations_eval']}" for kind in ("avg", "pass"))

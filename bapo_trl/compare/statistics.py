@@ -42,15 +42,6 @@ def mean_over_seeds(values: Sequence[float], comparisons: int = 1) -> Mean:
     Return the mean of values, one of each seed, at least one, and half the width of its interval, by Student's t.
 
     `comparisons` intervals are to hold all at once, with a probability of 95 %: each is widened to 1 - 0.05 / that.
-
-    Example:
-
-    ```python
-    >>> mean = mean_over_seeds([0.1, 0.2, 0.3])
-    >>> round(mean.value, 3), round(mean.half_width, 3)
-    (0.2, 0.248)
-
-    ```
     """
     count = len(values)
     center = math.fsum(values) / count

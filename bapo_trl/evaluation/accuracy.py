@@ -32,14 +32,6 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
     References:
         Chen et al. 2021, Evaluating Large Language Models Trained on Code (https://arxiv.org/abs/2107.03374), Eq. 1.
-
-    Example:
-
-    ```python
-    >>> pass_at_k(num_samples=4, num_correct=1, k=2)
-    0.5
-
-    ```
     """
     if not 1 <= k <= num_samples:
         raise ValueError(f"`k` must be in [1, num_samples], got {k} of {num_samples} samples.")
@@ -57,16 +49,6 @@ def majority_vote(answers: Sequence[str | None], correct: Sequence[bool]) -> flo
 
     References:
         Wang et al. 2022, Self-Consistency Improves Chain of Thought Reasoning (https://arxiv.org/abs/2203.11171).
-
-    Example:
-
-    ```python
-    >>> majority_vote(["5", "5", "7"], [True, True, False])
-    1.0
-    >>> majority_vote(["5", "7", None], [True, False, False])
-    0.5
-
-    ```
     """
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
@@ -85,14 +67,6 @@ def mean_over_prompts(values: Sequence[float]) -> Estimate:
 
     References:
         Miller 2024, Adding Error Bars to Evals (https://arxiv.org/abs/2411.00640), Section 2.2.
-
-    Example:
-
-    ```python
-    >>> mean_over_prompts([0.0, 1.0])
-    Estimate(mean=0.5, error=0.5)
-
-    ```
     """
     count = len(values)
     mean = math.fsum(values) / count
@@ -136,11 +110,9 @@ def _accuracies(results: list[PromptResult]) -> dict[str, Estimate]:
 
 def accuracy_table(evaluations: Mapping[str, Mapping[str, Estimate]]) -> str:
     """
-    Return a table of accuracies with their standard errors, one line for each.
+    Return a table of accuracies with their standard errors, one line for each, by the title of their column.
 
-    Args:
-        evaluations (mapping of `str` to mappings of `str` to [`Estimate`]): Accuracies by name, by the title of their
-            column. An empty title is no column head.
+    An empty title is no column head.
     """
     names = list(dict.fromkeys(name for accuracies in evaluations.values() for name in accuracies))
     columns = [

@@ -33,14 +33,6 @@ def boxed_answer(text: str) -> str | None:
     Return what the last closed `\boxed{...}` holds, or `None` if there is none or it is empty.
 
     Braces that are to be seen, `\{` and `\}`, close nothing.
-
-    Example:
-
-    ```python
-    >>> boxed_answer(r"first \boxed{1}, then \boxed{\frac{1}{2}}.")
-    '\\frac{1}{2}'
-
-    ```
     """
     opened: list[int | None] = []  # for each open brace, where the content of its box begins, if it is one
     begin = end = 0
@@ -94,14 +86,6 @@ def plain_number(text: str) -> str | None:
     Return the one spelling of a number, all its digits kept, or `None` for what is none.
 
     Numbers of 1000 places and more keep an exponent: written out, a short one could fill the memory.
-
-    Example:
-
-    ```python
-    >>> [plain_number(text) for text in ("073", "73.0", "1,234", "1e-05", "-0", "1e9999999", "x")]
-    ['73', '73', '1234', '0.00001', '0', '1E+9999999', None]
-
-    ```
     """
     try:
         number = Decimal(without_separators(text.replace(MINUS, "-")))
@@ -161,16 +145,6 @@ def gold_answers(value: Any) -> list[str]:
 
     Of each of its [`gold_texts`], the text after `####` (as in GSM8K) and the last `\boxed{...}` of a worked solution
     are understood. Any other text is itself the answer.
-
-    Example:
-
-    ```python
-    >>> gold_answers(73.0), gold_answers('["1/2", "0.5"]'), gold_answers("so 6 * 7 is 42\n#### 42")
-    (['73'], ['1/2', '0.5'], ['42'])
-    >>> gold_answers(r"Adding up, we get \boxed{5}, which is odd.")
-    ['5']
-
-    ```
     """
     return [answer for text in gold_texts(value) if (answer := _answer_in(text))]
 

@@ -54,14 +54,10 @@ class EvaluatedTrainer(BAPOTrainer):
         """
         Sample and score a completion of each row, `per_device_eval_batch_size` rows at a time on each process.
 
-        All processes make this call together. The random states are afterwards what they were before.
-
-        Args:
-            rows (sequence of mappings): Rows with a `prompt`, and what the reward functions read. Each is asked for
-                when its batch is sampled.
-            take (`Callable`): Gets the completions of each batch, of all processes, as soon as they are scored; on
-                the main process alone. To fill the last batch, some may come twice.
-            seed (`str`, *optional*): What the samples are drawn from, besides the trainer's `seed`.
+        A row has a `prompt` and what the reward functions read, and is asked for when its batch is sampled. `take`
+        gets the completions of each batch, of all processes, as soon as they are scored, on the main process alone; to
+        fill the last batch, some may come twice. The samples are drawn from the trainer's seed and this one. All
+        processes make this call together. The random states are afterwards what they were before.
         """
         positions: Any = range(len(rows))  # accelerate reads a batch ahead: of these, not of rows with images
         loader: DataLoader = DataLoader(positions, batch_size=self.args.eval_batch_size, collate_fn=list)

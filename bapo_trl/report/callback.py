@@ -48,13 +48,8 @@ class ReportCallback(TrainerCallback):
     Only the main process writes. Secrets in the settings are masked. Nothing that goes wrong here stops the training:
     it is warned of, once.
 
-    Args:
-        settings (mapping, *optional*): What else the run depends on and the trainer's arguments do not hold, such as
-            the data. It is saved with them, to tell runs that differ from seeds of one setting.
-
-    Example:
-
-        trainer.add_callback(ReportCallback({"dataset_name": "org/problems"}))
+    `settings` are what else the run depends on and the trainer's arguments do not hold, such as the data. They are
+    saved with these, to tell runs that differ from seeds of one setting.
     """
 
     def __init__(self, settings: Mapping[str, Any] | None = None):
@@ -100,14 +95,6 @@ def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     A value is secret if its name says so (`token`, `api_key`, `password`, ...). In other text, credentials in a URL
     are, and what has the form of a token. What JSON does not know becomes text.
-
-    Example:
-
-    ```python
-    >>> without_secrets({"seed": 1, "load": {"token": "abc"}, "server": "http://me:abc@host:8000"})
-    {'seed': 1, 'load': {'token': '<TOKEN>'}, 'server': 'http://<SECRET>@host:8000'}
-
-    ```
     """
     return _masked(json.loads(json.dumps(settings, default=str)))
 

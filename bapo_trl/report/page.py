@@ -63,10 +63,7 @@ def render_page(
     """
     Return the page as HTML. What users wrote (names, settings) is escaped.
 
-    Args:
-        groups (sequence of [`~runs.Group`]): The runs that are drawn.
-        health (sequence of pairs): Titles of runs, and the findings that these share.
-        panels (mapping of [`~panels.Panel`] to `str`): The SVG of each panel.
+    `health` pairs titles of runs with the findings that these share; `panels` has the SVG of each.
     """
     title = "Training report: " + ", ".join(group.title for group in groups)
     is_alone = sum(len(group.runs) for group in groups) == 1

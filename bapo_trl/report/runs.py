@@ -75,9 +75,7 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
     """
     Read runs, each one once, and name them by the shortest ends of their paths that tell them apart.
 
-    Args:
-        paths (sequence of `str` or `Path`): Each an `output_dir`, a checkpoint folder, a `trainer_state.json` or a
-            file of logs, one JSON object a line (jsonl).
+    A path is an `output_dir`, a checkpoint folder, a `trainer_state.json` or a file of logs, one JSON object a line.
     """
     unique = {Path(path).resolve(): None for path in paths}
     files = {path: _state_file(path) for path in unique}

@@ -24,15 +24,12 @@ Result = TypeVar("Result")
 
 def run_command(function: Callable[[Sequence[str]], Result], arguments: Sequence[str], program: str) -> Result:
     """
-    Run a command as a process does: what it raises is said on stderr, and ends the process.
+    Run a command as a process does: what it raises is said on stderr, and ends the process with 1.
 
     [`~errors.InputError`] is said in one line, without a traceback. Of any other error, and of those before it, the
     traceback keeps the frames of this package and of the user's code; those of libraries are counted. With
     `--traceback` among the arguments, all is shown. Of several processes of a launcher, one says what all of them have
     to say. A terminal that is gone, or cannot show a character, stops nothing.
-
-    Raises:
-        SystemExit: With 1 for an error.
     """
     shows_all = FLAG in arguments
     _use_robust_streams()
@@ -55,9 +52,6 @@ def refuse(program: str, message: str) -> NoReturn:
     """
     End the process with code 2 and one line on stderr, for flags that cannot be read. Of several processes of a
     launcher, one says it.
-
-    Raises:
-        SystemExit: With 2.
     """
     if _is_first_to_say(message):
         with contextlib.suppress(OSError):

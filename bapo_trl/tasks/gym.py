@@ -63,17 +63,7 @@ def gym_reward(completions: Sequence[Text], entry: Sequence[str], **kwargs: obje
 
 
 def read_answer(text: str, right_answer: str) -> str:
-    """
-    Read the answer off a text, as [`gym_reward`] does; spaces around it do not count.
-
-    Example:
-
-    ```python
-    >>> read_answer("So <answer> 4 </answer>, not 5.", "4"), read_answer("2 + 2 = 4.", "4"), read_answer(" no ", "yes")
-    ('4', '4', 'no')
-
-    ```
-    """
+    """Read the answer off a text, as [`gym_reward`] does; spaces around it do not count."""
     start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
     if start >= 0:
         start += len("<answer>")

@@ -36,17 +36,7 @@ def exact_match_reward(completions: list[str], answer: list[str], **kwargs: Any)
 
 
 def last_number_reward(completions: Sequence[Text], answer: Sequence[Any], **kwargs: object) -> list[float | None]:
-    """
-    Reward a completion whose last number is the right one; `None` where `answer` has no number.
-
-    Example:
-
-    ```python
-    >>> last_number_reward(["59 + 19 = 78.", "78 is 59 + 19", "I see."], answer=["78", "78", "78"])
-    [1.0, 0.0, 0.0]
-
-    ```
-    """
+    """Reward a completion whose last number is the right one; `None` where `answer` has no number."""
     golds = [last_number(str(right)) for right in answer]
     return [
         None if gold is None else float(same_number(last_number(completion_text(completion)), gold))

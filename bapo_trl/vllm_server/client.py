@@ -206,10 +206,9 @@ class ServerClient(VLLMClient):
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0):
         """
-        Wait `total_timeout` seconds until the server is up, with growing pauses, which are not TRL's `retry_interval`.
+        Wait `total_timeout` seconds until the server is up (`ConnectionError` if it is not by then).
 
-        Raises:
-            ConnectionError: If it is not up by then.
+        The pauses grow, and are not TRL's `retry_interval`.
         """
         self._limit_requests()
         try:

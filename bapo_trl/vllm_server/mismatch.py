@@ -67,16 +67,12 @@ def compare_with_sampler(
     """
     Compare the log-probabilities of trainer and sampler on the samples just drawn, on all ranks.
 
-    Args:
-        batch (`dict`): TRL's batch, with `old_per_token_logps` (trainer), `sampling_per_token_logps` (sampler; NaN
-            where it gave none) and, if TRL corrects for the difference, `importance_sampling_ratio`. With
-            `token_versions`, the tokens of each sample's latest segment count: those before were sampled, and scored,
-            under other weights.
-        is_per_sequence (`bool`): Whether that ratio is one of sequences.
+    TRL's batch has `old_per_token_logps` (trainer), `sampling_per_token_logps` (sampler; NaN where it gave none) and,
+    if TRL corrects for the difference, `importance_sampling_ratio`, of sequences or of tokens. With `token_versions`,
+    the tokens of each sample's latest segment count: those before were sampled, and scored, under other weights.
 
-    Returns:
-        `dict` with the names of [`MISMATCH_METRICS`] (NaN without a token), and the mean absolute difference in nats
-        a token (0 without a token of the policy, NaN if the sampler gave no log-probability of any).
+    Returns the values of [`MISMATCH_METRICS`] (NaN without a token), and the mean absolute difference in nats a token
+    (0 without a token of the policy, NaN if the sampler gave no log-probability of any).
     """
     mask = policy_mask(batch).bool()
     dtype = sum_dtype(mask.device)

@@ -22,12 +22,9 @@ class ServerRetries:
     it the weights and repeat the generation. A server that was started anew is noticed by its name: it has its first
     weights, and no group to get others. What it sampled before it had the weights is sampled again.
 
-    Args:
-        client ([`~vllm_server.client.ServerClient`], *optional*): Of the server, in the main process.
-        timeout_s (`float`): Seconds to wait for a server that failed.
-        forget_sent_weights (`Callable`): Has the trainer send the weights before the next request.
-        end_run (`Callable`): Given the reason, saves a checkpoint of the state before the generation, and raises. On
-            all ranks.
+    In the main process, `client` is that of the server. `forget_sent_weights` has the trainer send the weights before
+    the next request. `end_run` gets the reason, saves a checkpoint of the state before the generation, and raises, on
+    all ranks.
     """
 
     def __init__(
@@ -58,9 +55,8 @@ class ServerRetries:
         """
         Return what an attempt of all ranks returned by which the server did all it was asked for.
 
-        Args:
-            attempt (`Callable`): Sends the weights, if they were not yet, and requests samples.
-            is_first_request (`bool`): Whether it sends weights: over NCCL, a transfer to nobody would not end.
+        An attempt sends the weights, if they were not yet, and requests samples. The first request does send them:
+        over NCCL, a transfer to nobody would not end.
         """
         if self._link is not None:
             self._link.begin()

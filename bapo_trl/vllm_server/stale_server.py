@@ -54,17 +54,6 @@ def share_followed(before: Reading, now: Reading) -> float:
     `sum(sign(d) * e) / sum(|d|)`: 1 where the server follows, 0 where it stands still. Where the mean of `|d|` is 8
     times that of the rounding, which enters twice, before and now, rounding moves the share by 1/4 at most, whatever
     its kind. Below, the part is NaN. At `before`, the server had the trainer's weights.
-
-    Example:
-
-    ```python
-    >>> before = Reading(trainer=torch.tensor([-1.0, -2.0]), server=torch.tensor([-1.0, -2.0]))
-    >>> share_followed(before, Reading(trainer=torch.tensor([-1.5, -1.0]), server=torch.tensor([-1.5, -1.0])))
-    1.0
-    >>> share_followed(before, Reading(trainer=torch.tensor([-1.5, -1.0]), server=torch.tensor([-1.0, -2.0])))
-    0.0
-
-    ```
     """
     change = now.trainer - before.trainer
     if not change.abs().mean() >= 8 * before.rounding.mean():

@@ -37,10 +37,8 @@ def join_weight_group(
     """
     Join the group, of the trainer (rank 0) and the workers; wait until all have (`DistStoreError` if not in time).
 
-    Args:
-        store (`TCPStore`): Of [`open_weight_store`] for rank 0, a client of it for the workers.
-        timeout (`timedelta`): How long to wait for the others, here and in each [`broadcast`].
-        check (`Callable`, *optional*): Called every second while the others are missing; what it raises ends the wait.
+    The workers' `store` is a client of that of rank 0. The timeout is of the wait for the others, here and in each
+    [`broadcast`]. `check` is called every second while others are missing; what it raises ends the wait.
     """
     store.set(f"here-{rank}", "")
     everybody = [f"here-{number}" for number in range(world_size)]
