@@ -63,8 +63,8 @@ def test_the_command_of_the_last_notebook_is_one(monkeypatch):
         for cell in read("04_your_own_task.ipynb").cells
         for block in re.findall(r"```bash\n(.*?)```", cell.source, flags=re.DOTALL)
     ]
-    python, script, *arguments = shlex.split(command.replace("\\\n", " "))
-    assert (python, script) == ("python", "train_bapo.py")
+    program, name, *arguments = shlex.split(command.replace("\\\n", " "))
+    assert (program, name) == ("bapo-trl", "train")
     script_args, training_args, *_ = parse_arguments(arguments)
     assert len(script_args.reward_funcs) == len(training_args.reward_weights)
 
