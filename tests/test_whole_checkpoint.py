@@ -29,6 +29,7 @@ from bapo_trl.replay.checkpoint import FILES
 from tests.helpers.alike import assert_same_tensors
 from tests.helpers.commands import run_command, succeeded
 from tests.helpers.forked import run_python
+from tests.helpers.hub import Hub, push_to_stand_in
 from tests.helpers.save_events import Start, names
 from tests.helpers.toy import InUpdate, terminate, toy_dataset, toy_run, toy_trainer, training_logs
 from tests.replay.test_mixer import REPLAY
@@ -524,33 +525,9 @@ def test_the_rotation_keeps_what_that_of_transformers_keeps(tmp_path, limit, bes
     assert names(tmp_path / "whole") == names(tmp_path / "plain")
 
 
-class Hub:
-    """Stands in for the Hub: keeps what it is given."""
-
-    repo_id = "me/model"
-
-    def __init__(self):
-        self.uploads = []
-
-    def create_repo(self, *args, **kwargs):
-        return self
-
-    def upload_folder(self, *, folder_path, path_in_repo=None, **kwargs):
-        self.uploads.append((folder_path, path_in_repo, names(folder_path)))
-
-    def is_done(self):
-        return True
-
-    def wait_until_done(self):
-        pass
-
-
 @pytest.fixture
 def hub(monkeypatch):
-    hub = Hub()
-    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
-    monkeypatch.setattr("transformers.trainer.PushInProgress", lambda jobs: hub)
-    return hub
+    return push_to_stand_in(monkeypatch, lambda folder, name: (folder, name, names(folder)))
 
 
 def test_a_push_takes_the_checkpoint_under_its_name_and_whole(tmp_path, hub):

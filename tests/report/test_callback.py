@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 
 from bapo_trl.report.callback import ReportCallback
 from bapo_trl.report.command import main
+from tests.helpers.hub import push_to_stand_in
 from tests.helpers.toy import toy_trainer
 
 
@@ -53,24 +54,6 @@ def test_a_training_run_has_a_report_at_each_save(tmp_path, args):
     assert "<th>dataset_name</th><td>toy</td>" in page
 
 
-class Hub:
-    """Stands in for the Hub: notes the report that an upload begins with."""
-
-    repo_id = "me/model"
-
-    def __init__(self):
-        self.read = []
-
-    def create_repo(self, *args, **kwargs):
-        return self
-
-    def upload_folder(self, *, folder_path, **kwargs):
-        self.read.append((last_update(Path(folder_path, "report.html")), file_states(Path(folder_path))))
-
-    def is_done(self):
-        return True
-
-
 def file_states(folder: Path) -> list[tuple[int, int]]:
     states = [(folder / name).stat() for name in ("report.png", "report.html")]
     return [(state.st_size, state.st_mtime_ns) for state in states]
@@ -78,20 +61,21 @@ def file_states(folder: Path) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(("strategy", "pushed"), [("every_save", [2, 4]), ("end", [])])
 def test_a_report_stays_as_it_is_while_an_upload_reads_it(tmp_path, monkeypatch, strategy, pushed):
-    hub, watch, after = Hub(), Watch(), []
+    def note(folder, name):
+        return last_update(Path(folder, "report.html")), file_states(Path(folder))
+
+    hub, watch, after = push_to_stand_in(monkeypatch, note), Watch(), []
 
     class AfterSave(TrainerCallback):
         def on_save(self, args, state, control, **kwargs):
             after.append((state.global_step, file_states(tmp_path)))
 
-    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
-    monkeypatch.setattr("transformers.trainer.PushInProgress", lambda jobs: hub)
     trainer = toy_trainer(tmp_path, push_to_hub=True, hub_strategy=strategy, **SAVES)
     for callback in (ReportCallback(), watch, AfterSave()):
         trainer.add_callback(callback)
     trainer.train()
     assert watch.seen == [(2, 2), (4, 4)]
-    assert hub.read == [each for each in after if each[0] in pushed]
+    assert hub.uploads == [each for each in after if each[0] in pushed]
 
 
 HIDDEN = "s3cret" * 3
