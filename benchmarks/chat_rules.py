@@ -14,6 +14,7 @@ Task = Mapping[str, Mapping[int, float]]
 SEEDS, OTHERS = 8, 6
 AGAINST = "VESPO"
 DELTA, CAP = "half the weight, delta", "half the weight, cap"
+NOT_AT_4 = {CAP}  # from the third seed on: no rule reads it there
 
 
 def above(task: Task, arm: str, against: str, comparisons: int = 1) -> Mean | None:
@@ -29,6 +30,11 @@ def above(task: Task, arm: str, against: str, comparisons: int = 1) -> Mean | No
     if found.mean.count != SEEDS:
         raise ValueError(f"{arm} has {found.mean.count} of {SEEDS} seeds.")
     return found.mean
+
+
+def arms_to_judge(task: Task, updates: int) -> Task:
+    """Return a task without the arms that the study was not to run on all seeds at so many updates a generation."""
+    return {arm: seeds for arm, seeds in task.items() if updates != 4 or arm not in NOT_AT_4}
 
 
 def best_arm(tasks: Sequence[Task]) -> str | None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.chat_rules import CAP, DELTA, best_arm, cap_stays, differing
+from benchmarks.chat_rules import CAP, DELTA, arms_to_judge, best_arm, cap_stays, differing
 
 
 NOISE = (-0.02, 0.02, -0.01, 0.01, -0.015, 0.015, -0.005, 0.005)
@@ -31,6 +31,14 @@ def test_a_task_with_a_seed_missing_decides_nothing():
     del part["a"][7]
     with pytest.raises(ValueError, match="a has 7 of 8 seeds"):
         best_arm([task(a=0.03), part])
+
+
+def test_the_cap_which_has_two_seeds_at_4_is_judged_at_16_alone():
+    part = task(a=0.03, cap=0.03)
+    part[CAP] = {seed: part[CAP][seed] for seed in (0, 1)}
+    assert differing(arms_to_judge(part, updates=4)) == ["a"]
+    with pytest.raises(ValueError, match="cap has 2 of 8 seeds"):
+        differing(arms_to_judge(part, updates=16))
 
 
 def apart(cap: float) -> dict[str, dict[int, float]]:
