@@ -35,10 +35,12 @@ def _let_through() -> None:
 
 
 def _let_a_child_end() -> None:
-    for stop in reversed(_taking):  # a later one's earlier handler is that of the one before
-        stop._leave_to_parent()
-    _taking.clear()
-    _let_through()
+    try:
+        for stop in reversed(_taking):  # a later one's earlier handler is that of the one before
+            stop._leave_to_parent()
+        _taking.clear()
+    finally:
+        _let_through()
 
 
 if hasattr(os, "register_at_fork"):
@@ -98,10 +100,10 @@ class StopSignals(TrainerCallback):
 
     def restore(self) -> None:
         """Put the earlier handlers back; needed where `train()` may raise."""
-        if self in _taking:
-            _taking.remove(self)
         while self._earlier:
             self._put_back(*self._earlier.popitem())
+        if self in _taking:
+            _taking.remove(self)
 
     def _leave_to_parent(self) -> None:
         """In a child: give SIGTERM back, and take the others without a word."""
