@@ -26,8 +26,8 @@ _forking = threading.local()
 
 
 def _hold_back() -> None:
-    """Let SIGTERM wait until the fork is done: Python drops what comes to a child before."""
-    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    """Let signals wait until the fork is done: before, Python drops a child's, or the run's handlers take them."""
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 
 def _let_through() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 from safetensors.torch import load_file
@@ -255,6 +256,22 @@ def test_a_child_that_a_reward_forks_ends_by_sigterm_alone_and_the_run_stops_by_
     assert set(ended) == {-signal.SIGTERM}
     assert (stop.signal, trainer.state.global_step) == (signal.SIGTERM, 2)
     assert capfd.readouterr().err.count("the run stops and saves") == 1
+
+
+def test_a_pool_that_ignores_sigterm_finishes_the_update_as_the_pages_say(tmp_path):
+    stop = StopSignals()
+    ignoring = {"initializer": signal.signal, "initargs": (signal.SIGTERM, signal.SIG_IGN)}
+
+    def pooled(completions, **kwargs):
+        with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), **ignoring) as pool:
+            pool.submit(len, "").result()  # the worker is up
+            for process in multiprocessing.active_children():  # as a signal to the process group
+                process.terminate()
+            signal.raise_signal(signal.SIGTERM)
+            return pool.submit(digits_reward, completions).result(60)
+
+    trainer = toy_run(tmp_path, reward_funcs=pooled, trainer_args={"callbacks": [stop]})
+    assert (stop.signal, trainer.state.global_step) == (signal.SIGTERM, 1)
 
 
 def test_the_checkpoint_of_a_stop_is_one_to_go_on_from_although_others_hold_the_model_alone(tmp_path):
