@@ -11,7 +11,7 @@ from bapo_trl.compare.statistics import Mean, differences
 
 
 Task = Mapping[str, Mapping[int, float]]
-SEEDS, OTHERS = 8, 6
+SEEDS, OTHERS, TASKS = 8, 6, 2
 AGAINST = "VESPO"
 DELTA, CAP = "half the weight, delta", "half the weight, cap"
 NOT_AT_4 = {CAP}  # from the third seed on: no rule reads it there
@@ -38,7 +38,13 @@ def arms_to_judge(task: Task, updates: int) -> Task:
 
 
 def best_arm(tasks: Sequence[Task]) -> str | None:
-    """Return the arm that the advice names by rule 3: above VESPO on all tasks, the highest of several."""
+    """
+    Return the arm that the advice names by rule 3: above VESPO on all tasks, the highest of several.
+
+    Raises:
+        ValueError: If a task or a seed is missing.
+    """
+    _check_count(tasks)
     means = {}
     for arm in sorted({arm for task in tasks for arm in task} - {AGAINST}):
         found = [above(task, arm, AGAINST, OTHERS) for task in tasks]
@@ -48,7 +54,8 @@ def best_arm(tasks: Sequence[Task]) -> str | None:
 
 
 def cap_stays(tasks: Sequence[Task]) -> bool:
-    """Return whether `negative_ratio_cap` stays by rule 4: above `delta` on one task, below it on none."""
+    """Return whether `negative_ratio_cap` stays by rule 4: above `delta` on one task, below on none; raise as above."""
+    _check_count(tasks)
     found = [mean for task in tasks if (mean := above(task, CAP, DELTA))]
     signs = [mean.value > 0 for mean in found if mean.excludes_zero]
     return bool(signs) and all(signs)
@@ -58,3 +65,8 @@ def differing(task: Task) -> list[str]:
     """Return the arms whose interval against VESPO excludes 0, for rule 5."""
     found = {arm: above(task, arm, AGAINST, OTHERS) for arm in task if arm != AGAINST}
     return [arm for arm, mean in found.items() if mean and mean.excludes_zero]
+
+
+def _check_count(tasks: Sequence[Task]) -> None:
+    if len(tasks) != TASKS:
+        raise ValueError(f"{len(tasks)} of {TASKS} tasks have runs.")

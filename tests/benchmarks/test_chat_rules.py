@@ -33,6 +33,12 @@ def test_a_task_with_a_seed_missing_decides_nothing():
         best_arm([task(a=0.03), part])
 
 
+@pytest.mark.parametrize("rule", [best_arm, cap_stays])
+def test_one_task_of_two_decides_nothing(rule):
+    with pytest.raises(ValueError, match="1 of 2 tasks"):
+        rule([task(a=0.03, cap=0.03, delta=0.0)])
+
+
 def test_the_cap_which_has_two_seeds_at_4_is_judged_at_16_alone():
     part = task(a=0.03, cap=0.03)
     part[CAP] = {seed: part[CAP][seed] for seed in (0, 1)}
