@@ -54,7 +54,7 @@ def best_arm(tasks: Sequence[Task]) -> str | None:
 
 
 def cap_stays(tasks: Sequence[Task]) -> bool:
-    """Return whether `negative_ratio_cap` stays by rule 4: above `delta` on one task, below on none; raise as above."""
+    """Return whether `negative_ratio_cap` stays by rule 4: above `delta` on one task, below on none."""
     _check_count(tasks)
     found = [mean for task in tasks if (mean := above(task, CAP, DELTA))]
     signs = [mean.value > 0 for mean in found if mean.excludes_zero]

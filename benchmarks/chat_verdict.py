@@ -34,7 +34,7 @@ def verdict() -> Iterator[str]:
     Yield what the rules say, a line each.
 
     Raises:
-        ValueError: If a task or a seed is missing. By rule 6, a task may be run at 16 alone: then no arm is named at 4.
+        ValueError: If a task or a seed is missing. By rule 6 a task may be run at 16 alone: then none is named at 4.
     """
     for updates in (4, 16):
         found = tasks(updates)
