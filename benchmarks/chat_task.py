@@ -6,9 +6,9 @@ worked answers, its problems to train on, and 512 held out (benchmarks/studies/c
     python -m benchmarks.chat_task leg_counting  # needs the extras llm and reasoning-gym, as the other does
 
 The start is to end where 0.25 to 0.35 of the held-out problems are answered right, sampled: it prints how many. Of
-chain sums, 0.18 were after 4 steps, 0.27 after 5, 0.36 after 6, 0.56 after 16; of 128 legs, 0.09 after 8, 0.28 after
-12. `--steps` tries others. Greatest common divisors and filtered numbers were tried as the second task: 4 more steps
-moved them by 0.02 and -0.04.
+chain sums, 0.18 were after 4 steps, 0.27 after 5, 0.36 after 6, 0.56 after 16; of legs, 0.13 after 12, 0.18 after 16,
+0.28 after 17, 0.42 after 18, 0.72 after 24. `--steps` tries others. Greatest common divisors and filtered numbers were
+tried as the second task: 4 more steps moved them by 0.02 and -0.04.
 """
 
 import argparse
@@ -43,13 +43,13 @@ def work_out_sum(entry: dict[str, Any]) -> str:
 
 
 def work_out_legs(entry: dict[str, Any]) -> str:
-    """Multiply for each animal, and add: `"2 * 4 = 8"`, `"3 * 2 = 6"`, `"8 + 6 = 14"`."""
+    """Multiply for each animal, and add: `"2*4=8"`, `"3*2=6"`, `"8+6=14"`."""
     from reasoning_gym.arithmetic.leg_counting import ANIMALS
 
     legs = [(count, ANIMALS[animal]) for animal, count in entry["metadata"]["animals"].items()]
-    lines = [f"{count} * {each} = {count * each}" for count, each in legs]
+    lines = [f"{count}*{each}={count * each}" for count, each in legs]
     if len(legs) > 1:
-        lines.append(" + ".join(str(count * each) for count, each in legs) + f" = {entry['answer']}")
+        lines.append("+".join(str(count * each) for count, each in legs) + f"={entry['answer']}")
     return "\n".join(lines)
 
 
@@ -66,7 +66,7 @@ TASKS = {
     # Longer problems are answered wrong more often, so that tokens of wrong answers outnumber those of right ones
     "chain_sum": ChatTask({"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 1}, work_out_sum, 5),
     "leg_counting": ChatTask(
-        {"min_animals": 1, "max_animals": 2, "min_instances": 1, "max_instances": 5}, work_out_legs, 12
+        {"min_animals": 1, "max_animals": 2, "min_instances": 1, "max_instances": 5}, work_out_legs, 17
     ),
 }
 
