@@ -12,6 +12,7 @@ from bapo_trl.compare.statistics import Mean, differences
 
 Task = Mapping[str, Mapping[int, float]]
 SEEDS, OTHERS, TASKS = 8, 6, 2
+STUDIES = {"chat_chain_sum": "chain sums", "chat_leg_counting": "legs"}
 AGAINST = "VESPO"
 DELTA, CAP = "half the weight, delta", "half the weight, cap"
 NOT_AT_4 = {CAP}  # from the third seed on: no rule reads it there

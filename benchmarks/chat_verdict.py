@@ -10,23 +10,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from bapo_trl.compare.statistics import differences
-from benchmarks.chat_rules import AGAINST, OTHERS, TASKS, Task, arms_to_judge, best_arm, cap_stays, differing
-from benchmarks.common import RESULTS, ROOT
-from benchmarks.pages import finals, rows
+from benchmarks.chat_rules import AGAINST, OTHERS, TASKS, Task, best_arm, cap_stays, differing
+from benchmarks.common import ROOT
+from benchmarks.pages import chat_tasks
 
 
-STUDIES = {"chat_chain_sum": "chain sums", "chat_leg_counting": "legs"}
 FIGURE = ROOT / "docs" / "chat_study.png"
-
-
-def tasks(updates: int) -> dict[str, Task]:
-    """Return the tasks that were run at so many updates a generation, by name."""
-    found = {}
-    for study, name in STUDIES.items():
-        if (RESULTS / f"{study}.json").exists():
-            task = arms_to_judge(finals(rows(study, steps_per_generation=updates)), updates)
-            found |= {name: task} if task else {}
-    return found
 
 
 def verdict() -> Iterator[str]:
@@ -37,12 +26,12 @@ def verdict() -> Iterator[str]:
         ValueError: If a task or a seed is missing. By rule 6 a task may be run at 16 alone: then none is named at 4.
     """
     for updates in (4, 16):
-        found = tasks(updates)
+        found = chat_tasks(updates)
         for name, task in found.items():
             yield f"{name} at {updates}: differ from {AGAINST}: {', '.join(differing(task)) or 'none'}"
         best = best_arm(list(found.values())) if updates == 16 or len(found) == TASKS else None
         yield f"at {updates}, above {AGAINST} on both tasks: {best or 'none'}"
-    yield f"negative_ratio_cap: {'stays' if cap_stays(list(tasks(16).values())) else 'goes'}"
+    yield f"negative_ratio_cap: {'stays' if cap_stays(list(chat_tasks(16).values())) else 'goes'}"
 
 
 def draw(panels: Mapping[str, Task], path: Path) -> None:
@@ -65,7 +54,7 @@ def draw(panels: Mapping[str, Task], path: Path) -> None:
 
 
 def main() -> None:
-    panels = {f"{name}, at {updates}": task for updates in (4, 16) for name, task in tasks(updates).items()}
+    panels = {f"{name}, at {updates}": task for updates in (4, 16) for name, task in chat_tasks(updates).items()}
     draw(panels, FIGURE)
     print(f"Written: {FIGURE.relative_to(ROOT)}")
     try:

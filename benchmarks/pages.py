@@ -11,23 +11,23 @@ compare` made: `python -m benchmarks.pages --keep outputs/FOLDER --commit COMMIT
 import argparse
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bapo_trl.advice import advice_table
 from bapo_trl.compare.results import Row, read_rows
 from bapo_trl.compare.statistics import differences, mean_over_seeds
 from bapo_trl.compare.tables import as_markdown, compare, markdown, with_interval
+from benchmarks.chat_rules import AGAINST, OTHERS, STUDIES, Task, arms_to_judge
 from benchmarks.common import RESULTS, ROOT, describe_run
 
 
 PAGES = (*(ROOT / "docs" / f"{name}.md" for name in ("results", "stability", "replay")), ROOT / "README.md")
 TASK, UPDATES = "task", "updates per generation"
 WIDE = 0.02  # half-widths below this are left out of the README
-NAMES = {"VESPO, constant weight 0.5": "VESPO, half the weight (recommended)"}
+NAMES = {"VESPO": "VESPO (advised)", "VESPO, constant weight 0.5": "VESPO, half the weight"}
 SCOPES = ("16", "64")
 WEIGHTS = ("VESPO, constant weight 0.5", "VESPO, share 0.8", "share 0.8", "BAPO", "GRPO")
 METHODS = ("GRPO", "clip-higher", "CISPO", "SAPO", "GSPO", "VESPO")
@@ -57,7 +57,7 @@ def rows(name: str, **over: Any) -> tuple[Row, ...]:
     return tuple(row for row in found if all(row.over.get(key) == value for key, value in over.items()))
 
 
-def finals(runs: Sequence[Row]) -> dict[str, dict[int, float]]:
+def finals(runs: Iterable[Row]) -> Task:
     """Return the final accuracy of each arm by seed."""
     by_arm: dict[str, dict[int, float]] = {}
     for row in runs:
@@ -66,15 +66,12 @@ def finals(runs: Sequence[Row]) -> dict[str, dict[int, float]]:
     return by_arm
 
 
-def final_table(
-    settings: Mapping[str, Sequence[Row]], against: str, arms: Sequence[str] = (), comparisons: int = 1
-) -> str:
+def final_table(by_setting: Mapping[str, Task], against: str, comparisons: int = 1) -> str:
     """
     Return a table of final accuracies, and of how far each arm ends above one of them on the same seeds, by intervals
     that hold for so many `comparisons` at once.
     """
-    by_setting = {name: finals(runs) for name, runs in settings.items()}
-    arms = arms or list(dict.fromkeys(arm for by_arm in by_setting.values() for arm in by_arm))
+    arms = dict.fromkeys(arm for by_arm in by_setting.values() for arm in by_arm)
     lines = []
     for arm in arms:
         cells = [arm]
@@ -88,7 +85,7 @@ def final_table(
 
 
 def readme_table() -> str:
-    """Return the final accuracies of the published methods and of what is recommended, on the hard task."""
+    """Return the final accuracies of the published methods and of VESPO with half the weight, on the hard task."""
     settings = ("4", "16", "64")
     by_setting = {}
     for name in settings:
@@ -103,6 +100,16 @@ def readme_table() -> str:
 
     lines = [[NAMES.get(arm, arm), *(cell(by_setting[name].get(arm)) for name in settings)] for arm in README_ARMS]
     return markdown([UPDATES, *settings], lines)
+
+
+def chat_tasks(updates: int) -> dict[str, Task]:
+    """Return the tasks of the chat study that were run at so many updates a generation, by name: see `chat_rules`."""
+    found = {}
+    for study, name in STUDIES.items():
+        if (RESULTS / f"{study}.json").exists():
+            task = arms_to_judge(finals(rows(study, steps_per_generation=updates)), updates)
+            found |= {name: task} if task else {}
+    return found
 
 
 def above_bapo(arm: str, updates: str) -> str:
@@ -126,10 +133,10 @@ def weights_table() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "advice": advice_table,
     "readme": readme_table,
     "stability": lambda: final_table(
-        {f"at {name}": rows("stability", **{TASK: "running totals", UPDATES: name}) for name in ("16", "64")}, "BAPO"
+        {f"at {name}": finals(rows("stability", **{TASK: "running totals", UPDATES: name})) for name in ("16", "64")},
+        "BAPO",
     ),
     "methods": lambda: markdown(
         ["hard task, above BAPO", "at 16", "at 64"],
@@ -139,14 +146,15 @@ TABLES: dict[str, Callable[[], str]] = {
         ["one thing changed", "at 64, above BAPO"], [[text, above_bapo(arm, "64")] for arm, text in VARIANTS.items()]
     ),
     "weights": weights_table,
-    "chat": lambda: final_table({"final": rows("chat")}, "VESPO"),
+    "chat": lambda: final_table(
+        {f"{name} at {updates}": task for updates in (4, 16) for name, task in chat_tasks(updates).items()},
+        AGAINST,
+        OTHERS,
+    ),
     "tied": lambda: final_table(
-        {f"rate {rate:g}": rows("tied_groups", learning_rate=rate) for rate in (2.5e-4, 5e-4)}, "refilled"
+        {f"rate {rate:g}": finals(rows("tied_groups", learning_rate=rate)) for rate in (2.5e-4, 5e-4)}, "refilled"
     ),
-    "scopes": lambda: final_table(
-        {f"at {name}": rows(f"scopes_{name}") for name in SCOPES if (RESULTS / f"scopes_{name}.json").exists()},
-        "batch",
-    ),
+    "scopes": lambda: final_table({f"at {name}": finals(rows(f"scopes_{name}")) for name in SCOPES}, "batch"),
 }
 
 

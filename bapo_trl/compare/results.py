@@ -38,7 +38,7 @@ class Row:
     at_limits: float | None = None
     generated_tokens: int | None = None  # of all completions
     seconds: float = 0.0  # of the training, with its evaluations
-    method: str | None = None  # what its settings make: `recommended` is another method for other runs
+    method: str | None = None  # what its settings make, as the report names it
     error: str | None = None  # why the run failed
 
 

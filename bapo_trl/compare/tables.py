@@ -99,8 +99,8 @@ def as_markdown(comparisons: Sequence[Comparison]) -> str:
     for comparison in comparisons:
         if comparison.over:
             parts.append(f"## {name_setting(comparison.over)}")
-        lines = [*_recommended(comparison), *verdict(comparison)]
-        parts += [*_tables(comparison), *_failures(comparison), "\n".join(f"- {line}" for line in lines)]
+        lines = (f"- {line}" for line in verdict(comparison))
+        parts += [*_tables(comparison), *_failures(comparison), "\n".join(lines)]
     ends = at_ends_of_grid(comparisons)
     return "\n\n".join([*parts, *(["\n".join(f"- {line}" for line in ends)] if ends else [])])
 
@@ -130,15 +130,6 @@ def _tables(comparison: Comparison) -> list[str]:
     ]
     header = ["arm", f"above {comparison.against}", "p (Holm)", "seeds above", f"seeds that show {SMALL}"]
     return [*parts, *([markdown(header, paired)] if paired else [])]
-
-
-def _recommended(comparison: Comparison) -> list[str]:
-    """Name what was recommended, by arm."""
-    of_arms = {row.arm: row.method for rows in comparison.arms.values() for row in rows if row.method is not None}
-    asked = {
-        row.arm for rows in comparison.arms.values() for row in rows if row.settings.get("method") == "recommended"
-    }
-    return [f"{arm}: what is recommended here is {method}." for arm, method in of_arms.items() if arm in asked]
 
 
 def _seeds(count: int | None) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import AutoProcessor, PreTrainedModel
 
-from ..advice import advice_for, oldest_age
+from ..advice import advice_line, oldest_age
 from ..bapo_config import BAPOConfig
 from ..errors import InputError
 from ..inputs.checks import has_rotary_positions, token_limits
@@ -188,7 +188,7 @@ def _ages(run: DryRun) -> str:
         ("mean age of a sample", mean),
     ]
     where = _processes(here.processes) if args.has_fixed_samples else "any number of processes"
-    return f"Staleness, on {where}\n{aligned_rows(rows)}\n  {advice_for(age).line(args)}"
+    return f"Staleness, on {where}\n{aligned_rows(rows)}\n  {advice_line(args)}"
 
 
 def _evaluation(run: DryRun) -> str:

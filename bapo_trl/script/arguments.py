@@ -26,7 +26,7 @@ class BAPOScriptArguments(ScriptArguments):
         default=None,
         metadata={
             "help": "Settings of a method by one name: grpo, clip_higher, bapo, bapo_released, cispo, gspo, sapo, "
-            "vespo, or recommended, which goes by the staleness of the run (docs/stability.md)."
+            "vespo, or recommended, which is vespo (docs/stability.md)."
         },
     )
     reward_funcs: list[str] | None = field(

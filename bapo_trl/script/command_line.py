@@ -17,7 +17,7 @@ from ..errors import InputError
 from .arguments import BAPOScriptArguments
 from .commands import EVALUATE, TRAIN, Command
 from .failures import refuse
-from .methods import MADE_OF, METHODS, RECOMMENDED, check_method, recommended_settings, settings_of_method
+from .methods import MADE_OF, METHODS, check_method, settings_of_method
 from .recipes import RECIPES, find_recipe, read_recipe, recipe_names
 
 
@@ -57,10 +57,6 @@ def parse_arguments(
     if method is not None:
         settings = settings_of_method(method, loss_type) if method in METHODS else {}
         check_method(method, beside, settings)
-        if method == RECOMMENDED:
-            _, training_args, *_ = parser.parse_args_and_config(arguments)
-            settings = recommended_settings(training_args)
-            check_method(method, beside, settings)
         parser.method_settings = {name: value for name, value in settings.items() if name not in beside}
     script_args, training_args, model_args, dataset_args = parser.parse_args_and_config(arguments)
     evaluates = script_args.eval_dataset is not None or script_args.eval_fraction is not None

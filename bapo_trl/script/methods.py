@@ -6,13 +6,10 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
-from ..advice import advice_for, oldest_age
+from ..advice import ADVICE
 from ..bapo_config import BAPOConfig
 from ..clip_bounds.settings import CLIPPED_LOSS_TYPES
 from ..errors import InputError
-
-
-RECOMMENDED = "recommended"
 
 
 def fixed_bounds(low: float, high: float) -> dict[str, float]:
@@ -46,11 +43,10 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         "sapo": {"loss_type": "sapo"},
         "vespo": {"loss_type": "vespo"},
+        "recommended": ADVICE,
     }
 )
 """Settings by method. Those of TRL's other losses are the ones that TRL's documentation gives for their papers."""
-
-METHOD_NAMES = (*METHODS, RECOMMENDED)
 
 MADE_OF = (
     *(f"ratio_{side}_{part}" for side in ("lower", "upper") for part in ("start", "max", "step")),
@@ -66,20 +62,11 @@ def settings_of_method(name: str, loss_type: str) -> dict[str, Any]:
 
     `loss_type` is the loss without the method. One without clip bounds does not stay.
     """
-    return _complete(METHODS[name], loss_type)
-
-
-def recommended_settings(args: BAPOConfig) -> dict[str, Any]:
-    """Return the settings of the row of the advice for the staleness of a run, by its settings without a method."""
-    return _complete(advice_for(oldest_age(args)[0]).settings, args.loss_type)
-
-
-def _complete(own: Mapping[str, Any], loss_type: str) -> dict[str, Any]:
     defaults = {f.name: f.default for f in fields(BAPOConfig)}
     settings = {field: defaults[field] for field in MADE_OF}
     if loss_type not in CLIPPED_LOSS_TYPES:
         settings["loss_type"] = defaults["loss_type"]
-    return settings | dict(own)
+    return settings | dict(METHODS[name])
 
 
 def check_method(name: str, named: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
@@ -89,8 +76,8 @@ def check_method(name: str, named: Mapping[str, Any], settings: Mapping[str, Any
     These are text or values. Of `settings`, which [`settings_of_method`] returned, one that the method leaves at its
     default may be another.
     """
-    if name not in METHOD_NAMES:
-        raise InputError(f"`method` is {name!r}: set it to one of {', '.join(METHOD_NAMES)}.")
+    if name not in METHODS:
+        raise InputError(f"`method` is {name!r}: set it to one of {', '.join(METHODS)}.")
     defaults = {f.name: f.default for f in fields(BAPOConfig)}
     for field, value in named.items():
         wanted = settings.get(field, defaults.get(field))

@@ -15,7 +15,6 @@ NOISE = (-0.02, 0.02, -0.01, 0.01, -0.015, 0.015, -0.005, 0.005)
 @pytest.fixture
 def results(tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
-    monkeypatch.setattr(chat_verdict, "RESULTS", tmp_path)
     pages.rows.cache_clear()
     yield tmp_path
     pages.rows.cache_clear()

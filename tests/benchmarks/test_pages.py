@@ -75,7 +75,7 @@ def test_runs_of_another_design_or_start_are_not_kept_beside_those_that_are(keep
 def test_a_table_of_finals_pairs_the_seeds_holds_for_all_comparisons_and_leaves_out_runs_that_failed():
     runs = [row("x", 0, 0.5), row("x", 1, 0.9), row("x", 2, None), row("y", 0, 0.25), row("y", 1, 0.45)]
     above = stats.t.ppf(1 - 0.05 / 12, 1) * 0.1
-    table = pages.final_table({"final": [*runs, row("y", 2, 0.25)]}, "y", comparisons=6)
+    table = pages.final_table({"final": pages.finals([*runs, row("y", 2, 0.25)])}, "y", comparisons=6)
     assert f"+0.350 ± {above:.3f}" in table
 
 

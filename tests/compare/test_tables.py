@@ -2,7 +2,6 @@
 
 import csv
 import math
-from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,15 +60,6 @@ def test_each_setting_has_a_table_of_its_own():
     assert verdict(comparisons[1]) == ["B and A: 1 seed tells no spread."]
     alike = compare([*runs("A", [0.5, 0.6]), *runs("B", [0.5, 0.6])], ["A", "B"], "A")
     assert verdict(alike[0]) == ["B and A end alike on all 2 seeds."]
-
-
-def test_what_was_recommended_is_named():
-    rows = [*runs("A", [0.5]), *runs("advice", [0.6])]
-    rows[1] = replace(rows[1], settings={"method": "recommended"}, method="BAPO")
-    rows[0] = replace(rows[0], settings={"method": "grpo"}, method="GRPO")
-    text = as_markdown(compare(rows, ["A", "advice"], "A"))
-    assert "- advice: what is recommended here is BAPO." in text
-    assert "GRPO" not in text
 
 
 def test_a_verdict_says_how_many_more_seeds_would_tell():

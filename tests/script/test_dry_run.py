@@ -69,7 +69,7 @@ def test_the_tables_of_a_run(capsys, tmp_path):
     assert "\n  | 0+1=\n" in out
     assert "\n  plain text, though the model has a chat template: `--prompt_column prompt` makes" in out
     assert '\nRewards of a made completion, "The answer is 1."\n  has_digit: 1\n' in out
-    assert "\n  Samples hardly stale: the defaults will do (docs/stability.md).\n" in out
+    assert "\n  Advice: loss_type vespo (docs/stability.md).\n" in out
     assert "\nGB on a GPU: 1 process, no sharding; 10.6k parameters\n" in out
     # 6 rows of 6 tokens of 258 logits in float32; keys and values of a head of 8, of 6 + 6 tokens in bfloat16
     assert re.search(r"\n  logits of a micro-batch, if held whole +0\.0372 MB\n", out)
