@@ -9,11 +9,14 @@ from random import Random
 from tempfile import mkdtemp
 
 import pytest
+from hypothesis import settings
 
 from tests.helpers import cpu_seconds
 
 
 REASONS = ("processes", "kills", "fuzz", "sharding", "trainings", "figures", "rehearsal")
+settings.register_profile("bapo_trl", deadline=None)  # how long an example takes is the machine's
+settings.load_profile("bapo_trl")
 _START = pytest.StashKey[float]()
 
 

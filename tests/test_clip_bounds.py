@@ -156,7 +156,7 @@ def close(left: float, right: float) -> bool:
     return math.isclose(left, right, rel_tol=1e-9, abs_tol=1e-12) or (math.isnan(left) and math.isnan(right))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     tokens_strategy, grid_strategy, st.sampled_from([0.1, 0.4, 0.5, 0.75, 1.0]), st.sampled_from(MEASURES),
     st.sampled_from(SEARCH_ORDERS), st.sampled_from([1.0, 0.5, 0.01]), st.sampled_from([None, 1.0, 2.5]),

@@ -26,12 +26,17 @@ _forking = threading.local()
 
 
 def _hold_back() -> None:
-    """Let signals wait until the fork is done: before, Python drops a child's, or the run's handlers take them."""
-    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    """
+    In a training, let signals wait until the fork is done: before, Python drops a child's, or the run takes them.
+
+    Elsewhere nothing is held back: Python drops what a SIGINT raises as the hooks of a fork let it through.
+    """
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS) if _taking else None
 
 
 def _let_through() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+    if _forking.mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
 
 
 def _let_a_child_end() -> None:

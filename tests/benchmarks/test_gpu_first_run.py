@@ -109,12 +109,13 @@ def test_a_part_that_is_cut_and_one_that_never_began_say_so(tmp_path, monkeypatc
         return {"one": lambda: {"found": 1}, "two": slow}
 
     def interrupted(setup):
+        threading.Event().wait(0.5)  # the parent has left the fork, in whose hooks Python drops what a signal raises
         os.kill(os.getppid(), signal.SIGINT)
         threading.Event().wait(5)  # so that it is not over before it is interrupted
         return {}
 
     monkeypatch.setattr(__main__, "PARTS", {name: parts.PARTS[name] for name in ("runs", "cost", "search")})
-    monkeypatch.setitem(__main__.PARTS, "runs", parts.Part(cases, 0.5))
+    monkeypatch.setitem(__main__.PARTS, "runs", parts.Part(cases, 5))
     monkeypatch.setitem(__main__.PARTS, "cost", parts.Part(interrupted, 60))
     monkeypatch.setattr(results_file, "PARTS", __main__.PARTS)
     file = tmp_path / "run.json"

@@ -30,7 +30,6 @@ from tests.helpers.toy import toy_dataset, toy_model, toy_run
 
 
 FUZZ = settings(
-    deadline=None,
     database=None,
     derandomize=True,
     phases=(Phase.explicit, Phase.generate, Phase.shrink),

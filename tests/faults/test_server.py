@@ -35,6 +35,8 @@ def trainer_over(server, output_dir, num_prompts=40, **settings):
 def train(output_dir, faults=None, comes_back=True, resume=None, server=None, **settings):
     """Train over a server with faults; return the trainer. A server that comes back does at the second look for it."""
     server = server or ModelServer(faults)
+    if comes_back:
+        settings.setdefault("vllm_server_timeout", 30)
 
     def on_wait(look):
         if look == 2 and comes_back:
@@ -113,7 +115,7 @@ def test_with_stale_samples_too(tmp_path, undisturbed, settings):
 
 def test_several_failures_of_a_generation(tmp_path, undisturbed):
     faults = {("/v1/completions", 3): 500, ("/v1/completions", 4): "die", ("/update_weights", 4): "die"}
-    trainer = train(tmp_path, faults, vllm_server_timeout=30)
+    trainer = train(tmp_path, faults)
     assert not trainer.server.faults
     assert_same_run(trainer, undisturbed())
 
@@ -222,7 +224,7 @@ def test_what_the_server_refuses_is_not_repeated(tmp_path):
 def test_a_server_that_fails_each_time_ends_the_run(tmp_path):
     server = ModelServer({("/v1/completions", number): 500 for number in range(3, 20)})
     with pytest.raises(RuntimeError, match=r"failed in a generation, after 3 repetitions: HTTPError: answer 500"):
-        train(tmp_path, server=server, vllm_server_timeout=30)
+        train(tmp_path, server=server)
     assert server.counts["/v1/completions"] == 6
 
 

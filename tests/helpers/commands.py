@@ -4,7 +4,9 @@ import os
 import signal
 import socket
 import subprocess
+from contextlib import suppress
 from pathlib import Path
+from random import SystemRandom
 
 import pytest
 
@@ -50,7 +52,13 @@ def accelerate_launcher(config: str, num_processes: int = 2) -> list[str]:
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that nothing listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """
+    Return a port of the loopback interface that nothing listens on.
+
+    It is below those that the system gives to sockets that name none, so that none of these takes it meanwhile.
+    """
+    while True:
+        port = SystemRandom().randrange(10_000, 32_768)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port

@@ -326,7 +326,16 @@ def test_every_departure_is_counted(tmp_path, reason, limit):
     assert entered == drawn[-1]["replay/size"] + sum(left.values())
 
 
-@pytest.mark.parametrize("sampler", [{}, pytest.param(CONTINUOUS_BATCHING, marks=pytest.mark.trainings)])
+# Requests come in while the first are served, from a thread: one at a time, they are drawn in their order
+ONE_BY_ONE = {
+    **CONTINUOUS_BATCHING,
+    "transformers_continuous_batching_config": {
+        **CONTINUOUS_BATCHING["transformers_continuous_batching_config"], "max_requests_per_batch": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sampler", [{}, pytest.param(ONE_BY_ONE, marks=pytest.mark.trainings)])
 def test_evaluation_in_between_changes_nothing(tmp_path, sampler):
     class Evaluating(Spy):
         evaluations = 0

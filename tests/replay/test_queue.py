@@ -120,7 +120,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert live <= self.queue.num_bytes <= 1.15 * live
 
 
-QueueMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+QueueMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=20)
 TestQueueMachine = QueueMachine.TestCase
 
 

@@ -102,7 +102,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=12, deadline=None)
+TestPool.settings = settings(max_examples=60, stateful_step_count=12)
 
 
 def pool_with(*lengths: list[int]) -> tuple[RolloutPool, dict[int, list[int]]]:

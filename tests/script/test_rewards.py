@@ -110,14 +110,14 @@ def test_what_trl_rewards_is_rewarded():
 
 
 @pytest.mark.fuzz
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(TEXTS, TEXTS, st.sampled_from(["{}", boxed("{}"), "answer: ${}$"]))
 def test_what_trl_rewards_of_any_text_is_rewarded(solution, answer, form):
     assert_as_good_as_trls(form.replace("{}", answer), solution)
 
 
 @pytest.mark.fuzz
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(TEXTS, st.none() | st.floats() | st.integers() | TEXTS | st.lists(st.none() | TEXTS, max_size=2))
 def test_no_text_and_no_column_makes_a_reward_fail(text, solution):
     for reward in (ACCURACY, REASONING):

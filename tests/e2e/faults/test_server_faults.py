@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.launching import ENGINES, run_ranks, vllm_server
+from tests.e2e.launching import ENGINES, START_S, run_ranks, vllm_server
 from tests.e2e.test_partial_rollouts import WIDE, save
 from tests.helpers.commands import free_port, succeeded
 from tests.helpers.fault_counts import cases
@@ -23,7 +23,7 @@ from tests.helpers.toy import toy_model
 
 
 NUM_CASES = 20
-REQUEST_S, BACK_S, GONE_S = 10, 150, 3  # limits of a request, and of waiting for a server
+REQUEST_S, BACK_S, GONE_S = 10, START_S, 3  # limits of a request, and of waiting for a server
 PLACES, TARGETS, SIGNALS = ("generation", "transfer"), ("api", "worker"), ("KILL", "STOP")
 # Partial rollouts take no seed
 PARTIAL = {"partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 4, "generation_kwargs": {}}
@@ -89,7 +89,7 @@ def run(servers, folder, engine, faults=(), wait_s=BACK_S, **settings):
         "max_steps": 16, **settings,
     }  # fmt: skip
     worker = ["-m", "tests.e2e.faults.server_worker", folder, json.dumps(settings)]
-    succeeded(run_ranks(engine, worker, timeout_s=100 + 150 * len(list(faults))))
+    succeeded(run_ranks(engine, worker, timeout_s=100 + BACK_S * len(list(faults))))
     return read_ranks(folder, **ENGINES[engine])
 
 
@@ -134,7 +134,13 @@ def engine_of(number: int) -> str:
 def test_all_ranks_stop_when_it_does_not_and_the_run_resumes(tmp_path, servers, undisturbed, number):
     fault, engine, settings = GONE[number], engine_of(number), SETTINGS[number % 3]
     update = UPDATES[number % len(UPDATES)]
-    ranks = run(servers, tmp_path, engine, [(update, *fault, "gone")], GONE_S, **settings)
+    try:
+        ranks = run(servers, tmp_path, engine, [(update, *fault, "gone")], GONE_S, **settings)
+    finally:  # the next test has a server whatever comes
+        if fault[2] == "STOP":
+            servers.wake()
+        else:
+            servers.end()
     assert ranks[0]["left"] == []
     assert ranks[0]["error"] == ranks[1]["error"]
     during = "a generation" if fault[0] == "generation" else "a transfer of the weights"
@@ -143,10 +149,6 @@ def test_all_ranks_stop_when_it_does_not_and_the_run_resumes(tmp_path, servers, 
     assert f"This was after update {update}." in message
     checkpoint = re.search(r"The last checkpoint is (.*)\.$", message).group(1)
     assert Path(checkpoint).name == f"checkpoint-{update}"
-    if fault[2] == "STOP":
-        servers.wake()
-    else:
-        servers.end()
     ranks = run(servers, tmp_path, engine, resume=checkpoint, **settings)
     assert_sampled_by_its_weights(ranks)
     if settings is not PARTIAL:
@@ -158,8 +160,10 @@ def test_a_run_goes_on_when_the_server_comes_back(tmp_path, servers, undisturbed
     engine = engine_of(number)
     mine = zip(UPDATES, BACK[number : number + FAULTS_A_RUN], strict=False)
     faults = [(update, *fault, "back") for update, fault in mine]
-    ranks = run(servers, tmp_path, engine, faults)
-    servers.end()  # the run may have started another, which ended with it
+    try:
+        ranks = run(servers, tmp_path, engine, faults)
+    finally:
+        servers.end()  # the run may have started another, which ended with it
     assert ranks[0]["error"] is ranks[1]["error"] is None
     assert ranks[0]["left"] == []
     told = [each for each in ranks[0]["warnings"] if " failed in " in each]
