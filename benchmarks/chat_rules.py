@@ -55,10 +55,17 @@ def best_arm(tasks: Sequence[Task]) -> str | None:
 
 
 def cap_stays(tasks: Sequence[Task]) -> bool:
-    """Return whether `negative_ratio_cap` stays by rule 4: above `delta` on one task, below on none."""
+    """
+    Return whether `negative_ratio_cap` stays by rule 4: above `delta` on one task, below on none.
+
+    Raises:
+        ValueError: If a task, an arm or a seed is missing.
+    """
     _check_count(tasks)
-    found = [mean for task in tasks if (mean := above(task, CAP, DELTA))]
-    signs = [mean.value > 0 for mean in found if mean.excludes_zero]
+    found = [above(task, CAP, DELTA) for task in tasks]
+    if None in found:
+        raise ValueError(f"{CAP} was not run on all tasks.")
+    signs = [mean.value > 0 for mean in found if mean and mean.excludes_zero]
     return bool(signs) and all(signs)
 
 

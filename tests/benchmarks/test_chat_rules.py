@@ -39,6 +39,11 @@ def test_one_task_of_two_decides_nothing(rule):
         rule([task(a=0.03, cap=0.03, delta=0.0)])
 
 
+def test_the_cap_is_judged_on_both_tasks():
+    with pytest.raises(ValueError, match="cap was not run on all tasks"):
+        cap_stays([task(cap=0.03, delta=0.0), task(delta=0.0)])
+
+
 def test_the_cap_which_has_two_seeds_at_4_is_judged_at_16_alone():
     part = task(a=0.03, cap=0.03)
     part[CAP] = {seed: part[CAP][seed] for seed in (0, 1)}

@@ -90,7 +90,9 @@ def test_a_run_says_at_its_start_how_stale_it_is_and_the_advice(tmp_path, capsys
     assert capsys.readouterr().out.splitlines()[0] == staleness_line(trainer.args)
 
 
-def test_the_recipe_is_of_the_advice():
+def test_the_page_and_the_recipe_are_of_the_advice():
+    settings = ", ".join(f'{name}="{value}"' for name, value in ADVICE.items())
+    assert f"`{settings}`" in (ROOT / "docs" / "stability.md").read_text()
     recipe = yaml.safe_load((ROOT / "recipes" / "stale_samples.yaml").read_text())
     assert {name: recipe[name] for name in ADVICE} == ADVICE
 
