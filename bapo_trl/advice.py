@@ -1,4 +1,4 @@
-"""Which method to take: what the studies found (docs/stability.md)."""
+"""Which method to take, as the studies found (docs/stability.md), and how stale the samples of a run get."""
 
 import math
 from collections.abc import Mapping

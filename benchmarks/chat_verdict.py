@@ -12,7 +12,7 @@ from pathlib import Path
 from bapo_trl.compare.statistics import differences
 from benchmarks.chat_rules import AGAINST, OTHERS, TASKS, Task, best_arm, cap_stays, differing
 from benchmarks.common import ROOT
-from benchmarks.pages import chat_tasks
+from benchmarks.pages import chat_settings, chat_tasks
 
 
 FIGURE = ROOT / "docs" / "chat_study.png"
@@ -54,8 +54,7 @@ def draw(panels: Mapping[str, Task], path: Path) -> None:
 
 
 def main() -> None:
-    panels = {f"{name}, at {updates}": task for updates in (4, 16) for name, task in chat_tasks(updates).items()}
-    draw(panels, FIGURE)
+    draw(chat_settings(), FIGURE)
     print(f"Written: {FIGURE.relative_to(ROOT)}")
     try:
         print("\n".join(verdict()))

@@ -112,6 +112,11 @@ def chat_tasks(updates: int) -> dict[str, Task]:
     return found
 
 
+def chat_settings() -> dict[str, Task]:
+    """Return all of them, by name and updates a generation."""
+    return {f"{name} at {updates}": task for updates in (4, 16) for name, task in chat_tasks(updates).items()}
+
+
 def above_bapo(arm: str, updates: str) -> str:
     """Return how far an arm ends above BAPO on the hard task, by seeds of their own where there are any."""
     for study in ("stability_candidates", "stability"):
@@ -146,11 +151,7 @@ TABLES: dict[str, Callable[[], str]] = {
         ["one thing changed", "at 64, above BAPO"], [[text, above_bapo(arm, "64")] for arm, text in VARIANTS.items()]
     ),
     "weights": weights_table,
-    "chat": lambda: final_table(
-        {f"{name} at {updates}": task for updates in (4, 16) for name, task in chat_tasks(updates).items()},
-        AGAINST,
-        OTHERS,
-    ),
+    "chat": lambda: final_table(chat_settings(), AGAINST, OTHERS),
     "tied": lambda: final_table(
         {f"rate {rate:g}": finals(rows("tied_groups", learning_rate=rate)) for rate in (2.5e-4, 5e-4)}, "refilled"
     ),

@@ -1,7 +1,6 @@
 """Every YAML file in the repository parses with the parser that reads it."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.commands import SCRIPT, TRAIN
 from bapo_trl.script.launcher import _become_rank, read_arguments
 from bapo_trl.script.launcher import main as launch
-from tests.helpers.commands import ROOT
+from tests.helpers.commands import ROOT, tracked_files
 
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -105,10 +104,10 @@ def test_a_configuration_of_ones_own_names_its_deepspeed_file_from_the_folder_or
 
 
 def test_every_other_yaml_is_a_mapping():
-    names = subprocess.check_output(["git", "ls-files", "*.yaml", "*.yml"], cwd=ROOT, text=True).splitlines()
-    assert len(names) > len(RECIPES)
-    for name in names:
-        assert isinstance(yaml.safe_load((ROOT / name).read_text()), dict), name
+    others = tracked_files("*.yaml", "*.yml")
+    assert len(others) > len(RECIPES)
+    for path in others:
+        assert isinstance(yaml.safe_load(path.read_text()), dict), path
 
 
 @pytest.mark.parametrize(

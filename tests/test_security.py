@@ -5,20 +5,14 @@ listen on loopback is held by tests/script/test_cli.py and tests/test_launch_fil
 
 import ast
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 
 from bapo_trl import BAPOConfig
+from tests.helpers.commands import ROOT, tracked_files
 
 
-ROOT = Path(__file__).parents[1]
-SOURCES = [
-    ROOT / name
-    for name in subprocess.check_output(["git", "ls-files", "*.py"], cwd=ROOT, text=True).splitlines()
-    if not name.startswith("tests/")
-]
+SOURCES = [path for path in tracked_files("*.py") if ROOT / "tests" not in path.parents]
 RUNS_WHAT_IT_READS = re.compile(
     r"^torch\.load\((?!.*weights_only=True)|^(joblib|cloudpickle|yaml)\.((unsafe|full)_)?loads?\("
     r"|\b(allow_pickle|trust_remote_code)=True"

@@ -17,7 +17,7 @@ from ..errors import InputError
 from .arguments import BAPOScriptArguments
 from .commands import EVALUATE, TRAIN, Command
 from .failures import refuse
-from .methods import MADE_OF, METHODS, check_method, settings_of_method
+from .methods import MADE_OF, check_method, settings_of_method
 from .recipes import RECIPES, find_recipe, read_recipe, recipe_names
 
 
@@ -55,7 +55,7 @@ def parse_arguments(
     parser.set_defaults(do_train=True, dtype=None, lora_dropout=0.0)
     method, beside, loss_type = _named_method(arguments, reads_recipe=not parser.ignores_training)
     if method is not None:
-        settings = settings_of_method(method, loss_type) if method in METHODS else {}
+        settings = settings_of_method(method, loss_type)
         check_method(method, beside, settings)
         parser.method_settings = {name: value for name, value in settings.items() if name not in beside}
     script_args, training_args, model_args, dataset_args = parser.parse_args_and_config(arguments)

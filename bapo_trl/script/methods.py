@@ -60,8 +60,11 @@ def settings_of_method(name: str, loss_type: str) -> dict[str, Any]:
     """
     Return the settings that a method stands for, those of a recipe that are not of it set back to their defaults.
 
-    `loss_type` is the loss without the method. One without clip bounds does not stay.
+    `loss_type` is the loss without the method. One without clip bounds does not stay. A method that is not known is
+    refused (`InputError`).
     """
+    if name not in METHODS:
+        raise InputError(f"`method` is {name!r}: set it to one of {', '.join(METHODS)}.")
     defaults = {f.name: f.default for f in fields(BAPOConfig)}
     settings = {field: defaults[field] for field in MADE_OF}
     if loss_type not in CLIPPED_LOSS_TYPES:
@@ -71,13 +74,11 @@ def settings_of_method(name: str, loss_type: str) -> dict[str, Any]:
 
 def check_method(name: str, named: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """
-    Refuse a method that is not known, or that settings named next to it contradict (`InputError`).
+    Refuse a method that settings named next to it contradict (`InputError`).
 
     These are text or values. Of `settings`, which [`settings_of_method`] returned, one that the method leaves at its
     default may be another.
     """
-    if name not in METHODS:
-        raise InputError(f"`method` is {name!r}: set it to one of {', '.join(METHODS)}.")
     defaults = {f.name: f.default for f in fields(BAPOConfig)}
     for field, value in named.items():
         wanted = settings.get(field, defaults.get(field))

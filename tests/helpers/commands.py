@@ -45,6 +45,12 @@ def ends(main, arguments: list, code: int = 2) -> None:
     assert (ended.value.code or 0) == code
 
 
+def tracked_files(*patterns: str) -> list[Path]:
+    """Return the files of the repository that match patterns of `git ls-files`."""
+    names = subprocess.check_output(["git", "ls-files", *patterns], cwd=ROOT, text=True).splitlines()
+    return [ROOT / name for name in names]
+
+
 def accelerate_launcher(config: str, num_processes: int = 2) -> list[str]:
     """Return the arguments of Python that launch a script in processes, by one of `accelerate_configs/`."""
     path = ROOT / "accelerate_configs" / f"{config}.yaml"
