@@ -394,48 +394,6 @@ class BAPOConfig(GRPOConfig):
             biased.append(f"`vllm_structured_outputs_regex` {self.vllm_structured_outputs_regex}")
         return biased
 
-    def warnings(self) -> list[str]:
-        """Return what a user should know of these settings before a run, in whole sentences."""
-        messages = []
-        if self.biased_settings:
-            messages.append(
-                f"Samples are drawn with {', '.join(self.biased_settings)}: not from the policy whose probabilities "
-                "the importance ratios compare, so that these are biased. Leave them neutral for off-policy training."
-            )
-        if self.loss_type == "cispo" and self.epsilon_high is None:
-            messages.append(
-                f"`epsilon_high` is not set: `loss_type` 'cispo' caps every ratio at `epsilon` ({self.epsilon}), as "
-                "TRL does. Set it to a cap above 1, e.g. 5.0."
-            )
-        if self.is_always_on_policy and self.has_clip_bounds and self.negative_weight_min == 1:
-            messages.append(
-                "All samples will be trained on by the policy that sampled them: the importance ratio is always 1 and "
-                "no clip bound has any effect. To train off-policy, make `steps_per_generation` "
-                f"({self.steps_per_generation}) a multiple of `gradient_accumulation_steps` "
-                f"({self.gradient_accumulation_steps}), or raise `num_iterations` ({self.num_iterations}): their "
-                "product over `gradient_accumulation_steps` is the number of updates per generation."
-            )
-        if self.replay_zero_advantage:
-            too_small = {
-                "replay_max_reuse": self.num_iterations + 1,
-                "replay_max_staleness": self.smallest_max_staleness,
-            }
-            for name, smallest in too_small.items():
-                if getattr(self, name) is not None and getattr(self, name) < smallest:
-                    messages.append(
-                        f"With `{name}` {getattr(self, name)}, samples are drawn from the queue at later passes only: "
-                        "none stays until the first pass over the next generation, to take the place of one without "
-                        f"advantage (`replay_zero_advantage`). Set it to at least {smallest} for that."
-                    )
-        saves_samples = (self.uses_replay or self.uses_partial_rollouts) and not self.save_only_model
-        if saves_samples and self.pushes_checkpoints and self.hub_push_samples:
-            messages.append(
-                f"`hub_strategy` is '{self.hub_strategy.value}', which uploads whole checkpoints: the replay queue "
-                "and the unfinished rollouts, with the prompts and completions in them, go to the Hub as well. To "
-                "leave them out, set `hub_push_samples` to false."
-            )
-        return messages
-
     def _validate(self):
         if self.loss_type == "cispo" and self.epsilon is None:  # TRL caps at it where `epsilon_high` is not set
             self.epsilon = GRPOConfig.epsilon

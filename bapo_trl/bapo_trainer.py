@@ -9,11 +9,10 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from datasets import IterableDataset
 from transformers import PreTrainedModel
 from transformers.trainer_utils import has_length
 
-from .advice import staleness_line
+from .advice import advice_line
 from .bapo_config import BAPOConfig, check_unchanged, own_settings
 from .checkpoints.hub_pushes import make_pushes
 from .checkpoints.rank_errors import raising_on_all_ranks
@@ -21,16 +20,17 @@ from .checkpoints.whole import WholeCheckpoints
 from .clip_bounds import ClipBounds
 from .clip_bounds.carried_curves import CURVES_FILE
 from .clip_bounds.update_bounds import UpdateBounds
-from .errors import InputError
 from .inputs import checks
 from .inputs.checks import explained
-from .inputs.prompt_checks import check_batch_prompts, check_number_of_prompts
-from .inputs.reward_checks import check_reward_funcs, check_size_of_rewards
+from .inputs.prompt_checks import check_batch_prompts, check_end_of_stream, check_number_of_prompts
+from .inputs.reward_checks import check_reward_funcs
 from .inputs.setting_checks import check_eval_groups, check_values_of_trl
+from .inputs.setting_warnings import setting_warnings
 from .policy.scoring import read_masses, read_tokens, read_tokens_ahead, score, stamp, warn_if_padding_counts
+from .policy.staleness import staleness_line
 from .replay.checkpoint import is_queue_file
 from .replay.mixer import make_replay
-from .reward_sums import best_of_k, overflowing_groups
+from .reward_sums import best_of_k
 from .rollouts.checkpoint import check_no_pool, is_pool_file
 from .rollouts.handover import finish_groups, is_trained_to_its_end, make_rounds, token_cap
 from .rollouts.rounds import RolloutBatch
@@ -151,7 +151,7 @@ class BAPOTrainer(WholeCheckpoints):
         self._server = make_retries(self, self._forget_sent_weights, self._end_without_server)
         self._reset_run_state()
         if trains and self.accelerator.is_main_process:
-            for message in args.warnings():
+            for message in setting_warnings(args):
                 warnings.warn(message, stacklevel=2)
 
     @property
@@ -165,7 +165,7 @@ class BAPOTrainer(WholeCheckpoints):
         # A second call starts over at version 0: samples and measurements of the first one would be taken for new.
         self._reset_run_state()
         # Printed as transformers prints its logs: a library's logger would hide it where nothing is set up
-        self.accelerator.print(staleness_line(self.args))
+        self.accelerator.print(f"{staleness_line(self.args)} {advice_line(self.args)}")
         with explained(partial(check_values_of_trl, self.args)):
             result = super().train(*args, **kwargs)
         if self.args.load_best_model_at_end:  # vLLM has the weights of the last update
@@ -173,13 +173,8 @@ class BAPOTrainer(WholeCheckpoints):
         left = None if self._rounds is None else self._rounds.describe_left(self._has_saved)
         if left is not None and self.accelerator.is_main_process:
             warnings.warn(left)
-        # A stream does not know its length before it ends
-        if self._step == self.state.global_step == 0 and isinstance(self.train_dataset, IterableDataset):
-            raise InputError(
-                f"No update was made: the data ended before the {self.args.generation_batch_size} samples of one "
-                "generation (`generation_batch_size`) were there. Give more prompts, or lower `steps_per_generation` "
-                "or `per_device_train_batch_size`."
-            )
+        if self._step == self.state.global_step == 0:
+            check_end_of_stream(self.train_dataset, self.args)
         return result
 
     def _reset_run_state(self) -> None:
@@ -188,7 +183,8 @@ class BAPOTrainer(WholeCheckpoints):
         self._settings = own_settings(self.args)
         self._pushes = make_pushes(self, lambda file: is_queue_file(file) or is_pool_file(file))
         self._has_random_forward = has_random_forward(self.model, self.args.neftune_noise_alpha)
-        self._has_probed_padding = self._has_saved = self._has_loaded_queue = False
+        self._has_saved = self._has_loaded_queue = False
+        self._probes_padding = self.args.uses_replay or self.args.uses_partial_rollouts
         # The version that sampled all rows of the buffer, on all ranks; `None` if they differ
         self._buffer_version: int | None = None
         self._generated_at = (0, 0)  # policy version and micro-batch of the latest generation
@@ -249,14 +245,15 @@ class BAPOTrainer(WholeCheckpoints):
         return super()._prepare_inputs(generation_batch)
 
     def _generate_and_score_completions(self, inputs):
-        if self.environment_factories is None and "prompt" not in inputs[0]:
-            raise InputError(f"A row of the dataset has no `prompt`, only {sorted(inputs[0])}: rename the column.")
+        checks.check_row(self, inputs[0])
         rollouts = self._finish_groups(inputs) if self._rounds is not None and self.model.training else None
         with without_gradient_checkpointing(self.model), self._handing_over(rollouts):
             batch = super()._generate_and_score_completions(inputs if rollouts is None else rollouts.inputs)
         if not self.model.training:
             return batch
-        self._probe_padding()
+        if self._probes_padding:
+            self._probes_padding = False  # once a run
+            warn_if_padding_counts(self)
         num_padding = 0
         if rollouts is not None:
             num_padding = self.args.rows_per_generation - len(rollouts)
@@ -272,12 +269,6 @@ class BAPOTrainer(WholeCheckpoints):
         if self._server_check is not None and self._server.has_same_server():
             self._log_values(self._server_check(self.model, batch))
         return batch if self._replay is None else self._draw_first_pass(batch, num_padding)
-
-    def _probe_padding(self) -> None:
-        trains_past_samples = self._replay is not None or self._rounds is not None
-        if self.model.training and trains_past_samples and not self._has_probed_padding:
-            self._has_probed_padding = True
-            warn_if_padding_counts(self)
 
     def _finish_groups(self, inputs) -> RolloutBatch:
         self._generated_at = self.state.global_step, self._step
@@ -333,15 +324,13 @@ class BAPOTrainer(WholeCheckpoints):
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         with checks.explaining_rewards(self, prompts, completions):
             rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        rank, overflows = self.accelerator.process_index, self._overflowing_groups if self.model.training else None
-        check_size_of_rewards(rewards_per_func, overflows, self.reward_func_names, prompts, completions, rank)
+        checks.check_rewards(self, rewards_per_func, prompts, completions)
         if not self.model.training:
             counted = rewards_per_func[: self._eval_rows_left]
             self._eval_rows_left -= len(counted)
             self._log_groups(counted)
-        if self.model.training and self.args.replay_zero_advantage:
-            summed_first = self.multi_objective_aggregation == "sum_then_normalize"
-            self._replay.observe_rewards(rewards_per_func, self.reward_weights, self.num_generations, summed_first)
+        elif self.args.replay_zero_advantage:
+            self._replay.observe_rewards(rewards_per_func)
         return rewards_per_func
 
     def _log_groups(self, rewards_per_func: torch.Tensor) -> None:
@@ -350,11 +339,6 @@ class BAPOTrainer(WholeCheckpoints):
             count = self.num_generations_eval
             for best in best_of_k(rewards_per_func, self.reward_weights, count).tolist():
                 self._log_values({f"reward_best_of_{count}": best}, "eval")  # TRL logs their mean
-
-    def _overflowing_groups(self, rewards_per_func) -> torch.Tensor:
-        weights, summed_first = self.reward_weights, self.multi_objective_aggregation == "sum_then_normalize"
-        weights = weights.to(rewards_per_func.device)
-        return overflowing_groups(rewards_per_func, weights, self.num_generations, self.scale_rewards, summed_first)
 
     def _score_all(self, batch) -> torch.Tensor:
         return score(self, batch, batch_size=self.args.per_device_train_batch_size)[0]

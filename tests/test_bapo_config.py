@@ -7,6 +7,7 @@ from trl import GRPOConfig, TrlParser
 
 from bapo_trl import BAPOConfig
 from bapo_trl.errors import InputError
+from bapo_trl.inputs.setting_warnings import setting_warnings
 from tests.helpers.toy import CPU, digits_reward, toy_dataset, toy_trainer
 
 
@@ -85,7 +86,7 @@ def test_bad_settings_are_refused_with_field_value_and_fix(args, message):
 def test_cispo_without_a_cap_of_its_own_has_trls_and_is_warned_of():
     cispo = config(loss_type="cispo")
     assert cispo.epsilon == GRPOConfig.epsilon
-    assert any("`epsilon_high` is not set" in message for message in cispo.warnings())
+    assert any("`epsilon_high` is not set" in message for message in setting_warnings(cispo))
 
 
 def test_what_a_field_may_be_stays_when_a_command_line_is_parsed():
@@ -123,7 +124,7 @@ def test_knows_when_every_sample_is_on_policy(args, always_on_policy):
 def test_warns_that_whole_checkpoints_on_the_hub_hold_samples():
     def warns(**args):
         settings = {"push_to_hub": True, "replay_fraction": 0.5, "hub_strategy": "checkpoint", **args}
-        return any("prompts and completions" in message for message in config(**settings).warnings())
+        return any("prompts and completions" in message for message in setting_warnings(config(**settings)))
 
     assert warns()
     assert warns(hub_strategy="all_checkpoints")

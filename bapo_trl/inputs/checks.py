@@ -5,17 +5,25 @@ Nothing of this communicates: an error of one rank ends that rank, and the launc
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from traceback import walk_tb
 from typing import Any
 
+import torch
 from accelerate.utils import DistributedType
 from torch import nn
 
 from ..errors import InputError
+from ..reward_sums import overflowing_groups
 from .prompt_checks import TokenLimits, check_batch_tokens
-from .reward_checks import KeptRewards
+from .reward_checks import KeptRewards, check_size_of_rewards
+
+
+def check_row(trainer: Any, row: Mapping[str, Any]) -> None:
+    """Refuse a row of a dataset without a `prompt`, where no environment gives one (`InputError`)."""
+    if trainer.environment_factories is None and "prompt" not in row:
+        raise InputError(f"A row of the dataset has no `prompt`, only {sorted(row)}: rename the column.")
 
 
 def check_tokens_of_batch(trainer: Any, prompt_ids: Sequence[Sequence[int]]) -> None:
@@ -84,6 +92,24 @@ def explaining_rewards(trainer: Any, prompts: Sequence[Any], completions: Sequen
             yield
     finally:
         trainer.reward_funcs = functions
+
+
+def check_rewards(trainer: Any, rewards_per_func: torch.Tensor, prompts: Sequence[Any], completions: Sequence[Any]):
+    """Refuse rewards of all ranks, `(B, F)`, of which TRL would make undefined or no advantages (`InputError`)."""
+
+    def overflows(rewards: torch.Tensor) -> torch.Tensor:
+        weights, count = trainer.reward_weights.to(rewards.device), trainer.num_generations
+        summed_first = trainer.multi_objective_aggregation == "sum_then_normalize"
+        return overflowing_groups(rewards, weights, count, trainer.scale_rewards, summed_first)
+
+    check_size_of_rewards(
+        rewards_per_func,
+        overflows if trainer.model.training else None,  # an evaluation makes no advantages
+        trainer.reward_func_names,
+        prompts,
+        completions,
+        trainer.accelerator.process_index,
+    )
 
 
 def check_gradient(trainer: Any, grad_norm: Any) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 from ..errors import InputError
 
@@ -50,6 +50,16 @@ def check_number_of_prompts(train_dataset, args: Any) -> None:
             f"all processes): nothing would be trained. Give at least {needed} prompts, or lower "
             f"`steps_per_generation` ({args.steps_per_generation}) or `per_device_train_batch_size` "
             f"({args.per_device_train_batch_size})."
+        )
+
+
+def check_end_of_stream(train_dataset, args: Any) -> None:
+    """Refuse a stream that ended before an update was made (`InputError`): it does not tell its length before."""
+    if isinstance(train_dataset, IterableDataset):
+        raise InputError(
+            f"No update was made: the data ended before the {args.generation_batch_size} samples of one generation "
+            "(`generation_batch_size`) were there. Give more prompts, or lower `steps_per_generation` or "
+            "`per_device_train_batch_size`."
         )
 
 

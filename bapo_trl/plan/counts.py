@@ -1,6 +1,5 @@
-"""How many prompts, samples and updates a run makes, and how old its samples get."""
+"""How many prompts, samples and updates a run makes."""
 
-import math
 from dataclasses import dataclass
 
 from ..bapo_config import BAPOConfig
@@ -47,20 +46,3 @@ def count(args: BAPOConfig, processes: int, num_prompts: int | None) -> Counts:
         updates_per_epoch=None if generations is None else generations * updates,
         refusal=refusal,
     )
-
-
-def mean_age(args: BAPOConfig) -> float:
-    """
-    Return the mean age of fresh samples when they are trained on, in policy versions.
-
-    A sample of micro-batch `m` is as old as there are updates between its generation and that micro-batch. Generations
-    may begin within an update, so the mean is over as many generations as it takes to begin at the same place again.
-    """
-    generation, window = args.micro_batches_per_generation, args.gradient_accumulation_steps
-    cycle = math.lcm(generation, window)
-    ages = (
-        (start + offset) // window - start // window
-        for start in range(0, cycle, generation)
-        for offset in range(generation)
-    )
-    return sum(ages) / cycle

@@ -1,6 +1,5 @@
 """What a run would do, by its settings, its prompts and the configuration of its model."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,12 +7,13 @@ from typing import Any
 from datasets import Dataset
 from transformers import AutoProcessor, PreTrainedModel
 
-from ..advice import advice_line, oldest_age
+from ..advice import advice_line
 from ..bapo_config import BAPOConfig
 from ..errors import InputError
 from ..inputs.checks import has_rotary_positions, token_limits
 from ..inputs.setting_checks import check_values_of_trl
-from .counts import Counts, count, mean_age
+from ..policy.staleness import mean_age, oldest_age
+from .counts import Counts, count
 from .memory import ENGINES, Layout, Memory, Shape, empty_model, layout_of_process, memory_of, shape_of
 from .samples import TEXT_FOR_CHAT, Prompts, Reward, check_window, look_at_prompts, try_rewards
 
@@ -177,14 +177,13 @@ def _counts(run: DryRun) -> str:
 
 def _ages(run: DryRun) -> str:
     args, here = run.args, run.counts[0]
-    age, held_by = oldest_age(args)
-    mean = f"{mean_age(args):g}"
-    if held_by:
-        mean += f" of fresh ones; of all not known before the run{held_by}"
+    mean = f"{mean_age(args):g} policy versions"
+    if args.uses_replay or args.uses_partial_rollouts:
+        mean += " of fresh ones; of all not known before the run"
     rows = [
         ("micro-batches an update", str(args.gradient_accumulation_steps)),
         ("updates a generation", f"{here.updates_per_generation:g}"),
-        ("oldest sample, policy versions", ("no limit" if age == math.inf else f"{age:g}") + held_by),
+        ("oldest age of a sample", oldest_age(args)),
         ("mean age of a sample", mean),
     ]
     where = _processes(here.processes) if args.has_fixed_samples else "any number of processes"

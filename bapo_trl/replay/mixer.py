@@ -42,14 +42,12 @@ class ReplayMixer:
     pad_to_multiple_of: int | None
     accelerator: Accelerator
     log: Callable[[dict[str, float]], None]
+    tell_ties: Callable[[torch.Tensor], torch.Tensor]  # see `reward_sums.tied_rows`
     _latest: Rows | None = field(default=None, init=False)  # of the latest generation
 
-    def observe_rewards(
-        self, rewards_per_func: torch.Tensor, weights: torch.Tensor, num_generations: int, summed_first: bool
-    ) -> None:
-        """Take note of the rewards of a generation, of all ranks: see [`~reward_sums.tied_rows`]."""
-        weights = weights.to(rewards_per_func.device)
-        self._is_tied = tied_rows(rewards_per_func, weights, num_generations, summed_first)
+    def observe_rewards(self, rewards_per_func: torch.Tensor) -> None:
+        """Take note of the rewards of a generation, of all ranks."""
+        self._is_tied = self.tell_ties(rewards_per_func)
 
     def clear_ties(self, advantages: torch.Tensor) -> float:
         """Set the advantages of tied rows to 0; return the share of rows that are tied, over all ranks."""
@@ -149,6 +147,11 @@ def make_replay(trainer: Any, log: Callable[[dict[str, float]], None]) -> Replay
     args = trainer.args
     if trainer._is_vlm:
         raise InputError(f"A replay queue keeps text only, but the model is multimodal: set {args.without_replay}.")
+
+    def tell_ties(rewards: torch.Tensor) -> torch.Tensor:
+        weights, summed_first = trainer.reward_weights, args.multi_objective_aggregation == "sum_then_normalize"
+        return tied_rows(rewards, weights.to(rewards.device), args.num_generations, summed_first)
+
     queue = ReplayQueue(
         args.replay_capacity,
         max_staleness=args.replay_max_staleness,
@@ -164,4 +167,5 @@ def make_replay(trainer: Any, log: Callable[[dict[str, float]], None]) -> Replay
         pad_to_multiple_of=args.pad_to_multiple_of,
         accelerator=trainer.accelerator,
         log=log,
+        tell_ties=tell_ties,
     )

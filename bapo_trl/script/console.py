@@ -1,6 +1,5 @@
 """What a training run says on the terminal: the settings once, then a line for each log, with how fast it goes."""
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,23 +8,22 @@ from typing import Any
 
 from transformers import ProgressCallback, TrainerCallback
 
-from ..advice import oldest_age
 from ..bapo_config import BAPOConfig
 from ..plan.counts import count
 from ..plan.dry_run import aligned_rows
+from ..policy.staleness import oldest_age
 
 
 def settings_table(args: BAPOConfig, method: str | None = None) -> str:
     """Return a table of what the settings mean, on as many processes as there are, with the name of `--method`."""
     counts = count(args, args.world_size, None)
     shape = f"{counts.processes} x {args.per_device_train_batch_size} x {args.gradient_accumulation_steps}"
-    age, held_by = oldest_age(args)
     rows = [
         *([("method", method)] if method else []),
         ("samples per generation", f"{counts.samples} ({args.num_generations} per prompt)"),
         ("samples per update", f"{counts.samples_per_update} ({shape})"),
         ("updates per generation", f"{counts.updates_per_generation:g}"),
-        ("oldest age of a sample", ("no limit" if age == math.inf else f"{age} policy versions") + held_by),
+        ("oldest age of a sample", oldest_age(args)),
         *_balance_rows(args),
     ]
     if args.uses_replay:

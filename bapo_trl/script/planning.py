@@ -14,6 +14,7 @@ from transformers import training_args as of_transformers
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from ..bapo_config import BAPOConfig
+from ..inputs.setting_warnings import setting_warnings
 from ..plan.dry_run import dry_run
 from ..plan.memory import Layout, layout_of_process
 from ..report.method import method_by_settings
@@ -66,7 +67,7 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, layout: Layou
         title = data.title if training_args.do_train else data.test_title or data.title
         method = method_by_settings(vars(training_args)).name if training_args.do_train else "Evaluation"
         print(f"{method} on {title}: {_DRY_RUN}\n\n{found}")
-        for message in training_args.warnings() if training_args.do_train else ():
+        for message in setting_warnings(training_args) if training_args.do_train else ():
             print(f"\nWarning: {message}")
 
 

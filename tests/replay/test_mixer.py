@@ -8,6 +8,7 @@ from transformers import TrainerCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.clip_bounds.tokens import policy_mask
+from bapo_trl.inputs.setting_warnings import setting_warnings
 from bapo_trl.replay.mixer import REPLAY_METRICS, ReplayMixer
 from bapo_trl.replay.rows import rows_to_batch
 from tests.helpers.alike import assert_same_logs
@@ -132,7 +133,7 @@ def test_rows_without_advantage_may_be_left_out_of_later_passes_alone(limit):
     def warnings(**args):
         settings = {**REPLAY, "replay_fraction": 0.0, "replay_zero_advantage": True, "num_iterations": 2, **args}
         config = BAPOConfig("unused", **{**CPU, **OFF_POLICY, **settings})
-        return [message for message in config.warnings() if "later passes only" in message]
+        return [message for message in setting_warnings(config) if "later passes only" in message]
 
     (message,) = warnings(**limit)
     (name,) = limit

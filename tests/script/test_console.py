@@ -8,7 +8,8 @@ import yaml
 from transformers import TrainerState
 
 from bapo_trl import BAPOConfig
-from bapo_trl.advice import ADVICE, staleness_line
+from bapo_trl.advice import ADVICE, advice_line
+from bapo_trl.policy.staleness import staleness_line
 from bapo_trl.script.console import Pace, Stopwatch, UpdateLines, UpdateLinesAboveBar, log_line, settings_table
 from tests.helpers.commands import ROOT
 from tests.helpers.toy import CPU, OFF_POLICY, toy_trainer
@@ -67,7 +68,8 @@ def test_settings_table_with_a_replay_queue():
 
 def test_a_run_says_at_its_start_how_stale_it_is_and_the_advice(tmp_path, capsys):
     def line(**args):
-        return staleness_line(BAPOConfig("unused", **{**CPU, **OFF_POLICY, **args}))
+        settings = BAPOConfig("unused", **{**CPU, **OFF_POLICY, **args})
+        return f"{staleness_line(settings)} {advice_line(settings)}"
 
     stale = {"steps_per_generation": 8, "num_iterations": 1}  # 4 updates
     assert line(**stale) == (
@@ -87,7 +89,8 @@ def test_a_run_says_at_its_start_how_stale_it_is_and_the_advice(tmp_path, capsys
     trainer = toy_trainer(tmp_path, max_steps=1)
     capsys.readouterr()
     trainer.train()
-    assert capsys.readouterr().out.splitlines()[0] == staleness_line(trainer.args)
+    said = capsys.readouterr().out.splitlines()[0]
+    assert said == f"{staleness_line(trainer.args)} {advice_line(trainer.args)}"
 
 
 def test_the_page_and_the_recipe_are_of_the_advice():

@@ -63,8 +63,8 @@ def test_the_tables_of_a_run(capsys, tmp_path):
     assert "\n  samples a generation           12           96           384\n" in out
     assert "\n  updates an epoch                8            0             0\n" in out
     assert "\n  Refused on 8: a generation takes 32 prompts, there are 16.\n" in out
-    assert "\n  oldest sample, policy versions  1\n" in out
-    assert "\n  mean age of a sample            0.5\n" in out
+    assert "\n  oldest age of a sample   1 policy versions\n" in out
+    assert "\n  mean age of a sample     0.5 policy versions\n" in out
     assert "\nPrompts: 16 prompts\n  tokens: 4 (5%), 4 (median), 6 (95%), 6 (longest)\n" in out
     assert "\n  | 0+1=\n" in out
     assert "\n  plain text, though the model has a chat template: `--prompt_column prompt` makes" in out
@@ -178,18 +178,17 @@ def test_samples_of_a_generation_may_be_given_for_all_processes(capsys):
 @pytest.mark.parametrize(
     ("settings", "oldest"),
     [
-        ({"replay_fraction": 0.25, "replay_max_staleness": 5}, "5 (replay queue)"),
+        ({"replay_fraction": 0.25, "replay_max_staleness": 5}, "5 policy versions (replay queue)"),
         ({"replay_fraction": 0.25, "replay_max_staleness": 5, "partial_rollout_oversampling": 1.5,
           "partial_rollout_chunk_length": 3, "partial_rollout_max_staleness": 7},
-         "7 (replay queue and partial rollouts)"),
+         "7 policy versions (replay queue and partial rollouts)"),
     ],
 )  # fmt: skip
 def test_ages_of_samples_that_are_kept(settings, oldest, capsys):
     run(dataset_name="train.jsonl", dry_run="true", **settings)
     out = capsys.readouterr().out
-    assert f"\n  oldest sample, policy versions  {oldest}\n" in out
-    by = oldest[2:]
-    assert f"\n  mean age of a sample            0.5 of fresh ones; of all not known before the run {by}\n" in out
+    assert f"\n  oldest age of a sample   {oldest}\n" in out
+    assert "\n  mean age of a sample     0.5 policy versions of fresh ones; of all not known before the run\n" in out
 
 
 def test_the_folder_of_an_earlier_run_is_refused_as_well(tmp_path):

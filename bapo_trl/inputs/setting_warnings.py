@@ -1,0 +1,46 @@
+"""What a run warns of: settings that go together, but may not do what they are meant to."""
+
+from typing import Any
+
+
+def setting_warnings(config: Any) -> list[str]:
+    """Return what a user should know of a [`BAPOConfig`] before a run, in whole sentences."""
+    messages = []
+    if config.biased_settings:
+        messages.append(
+            f"Samples are drawn with {', '.join(config.biased_settings)}: not from the policy whose probabilities "
+            "the importance ratios compare, so that these are biased. Leave them neutral for off-policy training."
+        )
+    if config.loss_type == "cispo" and config.epsilon_high is None:
+        messages.append(
+            f"`epsilon_high` is not set: `loss_type` 'cispo' caps every ratio at `epsilon` ({config.epsilon}), as "
+            "TRL does. Set it to a cap above 1, e.g. 5.0."
+        )
+    if config.is_always_on_policy and config.has_clip_bounds and config.negative_weight_min == 1:
+        messages.append(
+            "All samples will be trained on by the policy that sampled them: the importance ratio is always 1 and "
+            "no clip bound has any effect. To train off-policy, make `steps_per_generation` "
+            f"({config.steps_per_generation}) a multiple of `gradient_accumulation_steps` "
+            f"({config.gradient_accumulation_steps}), or raise `num_iterations` ({config.num_iterations}): their "
+            "product over `gradient_accumulation_steps` is the number of updates per generation."
+        )
+    if config.replay_zero_advantage:
+        too_small = {
+            "replay_max_reuse": config.num_iterations + 1,
+            "replay_max_staleness": config.smallest_max_staleness,
+        }
+        for name, smallest in too_small.items():
+            if getattr(config, name) is not None and getattr(config, name) < smallest:
+                messages.append(
+                    f"With `{name}` {getattr(config, name)}, samples are drawn from the queue at later passes only: "
+                    "none stays until the first pass over the next generation, to take the place of one without "
+                    f"advantage (`replay_zero_advantage`). Set it to at least {smallest} for that."
+                )
+    saves_samples = (config.uses_replay or config.uses_partial_rollouts) and not config.save_only_model
+    if saves_samples and config.pushes_checkpoints and config.hub_push_samples:
+        messages.append(
+            f"`hub_strategy` is '{config.hub_strategy.value}', which uploads whole checkpoints: the replay queue "
+            "and the unfinished rollouts, with the prompts and completions in them, go to the Hub as well. To "
+            "leave them out, set `hub_push_samples` to false."
+        )
+    return messages

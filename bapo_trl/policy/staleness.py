@@ -1,0 +1,53 @@
+"""How stale the samples of a run get, by its settings. Ages are in policy versions."""
+
+import math
+
+from ..bapo_config import BAPOConfig
+
+
+def oldest_age(args: BAPOConfig) -> str:
+    """Return the oldest age at which a sample is trained, with what keeps it so long, in words for a table."""
+    age, held_by = _oldest(args)
+    return ("no limit" if age is None else f"{age} policy versions") + held_by
+
+
+def staleness_line(args: BAPOConfig) -> str:
+    """Return what a run says at its start of how stale its samples get."""
+    age, held_by = _oldest(args)
+    window = args.gradient_accumulation_steps
+    updates = args.micro_batches_per_generation / window
+    oldest = "of any age" if age is None else f"at most {age} policy versions old"
+    return (
+        f"{updates:g} update{'s' if updates != 1 else ''} a generation, of {window} micro-batch"
+        f"{'es' if window != 1 else ''} each; samples {oldest}{held_by}."
+    )
+
+
+def mean_age(args: BAPOConfig) -> float:
+    """
+    Return the mean age of fresh samples when they are trained on, in policy versions.
+
+    A sample of micro-batch `m` is as old as there are updates between its generation and that micro-batch. Generations
+    may begin within an update, so the mean is over as many generations as it takes to begin at the same place again.
+    """
+    generation, window = args.micro_batches_per_generation, args.gradient_accumulation_steps
+    cycle = math.lcm(generation, window)
+    ages = (
+        (start + offset) // window - start // window
+        for start in range(0, cycle, generation)
+        for offset in range(generation)
+    )
+    return sum(ages) / cycle
+
+
+def _oldest(args: BAPOConfig) -> tuple[int | None, str]:
+    """Return the oldest age, `None` for no limit, and what holds a sample beyond its generation, in brackets."""
+    limits = {}
+    if args.uses_replay:
+        limits["replay queue"] = args.replay_max_staleness
+    if args.uses_partial_rollouts:
+        limits["partial rollouts"] = args.partial_rollout_max_staleness
+    if not limits:
+        return args.largest_staleness, ""
+    known = [limit for limit in limits.values() if limit is not None]
+    return max(known) if len(known) == len(limits) else None, f" ({' and '.join(limits)})"
