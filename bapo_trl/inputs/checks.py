@@ -16,12 +16,13 @@ from torch import nn
 
 from ..errors import InputError
 from ..reward_sums import overflowing_groups
-from .prompt_checks import TokenLimits, check_batch_tokens
+from .prompt_checks import TokenLimits, check_batch_tokens, check_columns
 from .reward_checks import KeptRewards, check_size_of_rewards
 
 
 def check_row(trainer: Any, row: Mapping[str, Any]) -> None:
-    """Refuse a row of a dataset without a `prompt`, where no environment gives one (`InputError`)."""
+    """Refuse a row of a dataset without a `prompt`, where no environment gives one, or of no columns for rewards."""
+    check_columns(row)
     if trainer.environment_factories is None and "prompt" not in row:
         raise InputError(f"A row of the dataset has no `prompt`, only {sorted(row)}: rename the column.")
 

@@ -1,6 +1,6 @@
 """Checks of the datasets that a trainer is given, and of their prompts. What is no dataset at all is left to TRL."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,9 @@ from ..errors import InputError
 
 
 _ROWS_PER_READ = 10_000
+GIVEN_TO_REWARDS = frozenset(("prompts", "completions", "trainer_state", "log_extra", "log_metric"))
+"""Names under which TRL gives reward functions values of its own, besides the columns of the dataset."""
+
 _PROMPT_FIX = "Give text, or a list of messages with `role` and `content`"
 
 
@@ -50,6 +53,16 @@ def check_number_of_prompts(train_dataset, args: Any) -> None:
             f"all processes): nothing would be trained. Give at least {needed} prompts, or lower "
             f"`steps_per_generation` ({args.steps_per_generation}) or `per_device_train_batch_size` "
             f"({args.per_device_train_batch_size})."
+        )
+
+
+def check_columns(columns: Iterable[str]) -> None:
+    """Refuse columns of a dataset that reward functions could not be given (`InputError`)."""
+    taken = sorted(GIVEN_TO_REWARDS.intersection(columns))
+    if taken:
+        raise InputError(
+            f"The dataset has the column `{taken[0]}`, a name under which the trainer gives reward functions values "
+            "of its own: rename it."
         )
 
 

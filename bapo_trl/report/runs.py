@@ -163,7 +163,15 @@ def _state_file(path: Path) -> Path:
             f"RUN {path} has no {STATE_FILE}, nor has a checkpoint in it: give the `output_dir` of a run that has "
             "saved (`save_strategy`, `save_steps`), one of its checkpoint folders, or a file of its logs."
         )
-    return max(files, key=lambda file: (file.stat().st_mtime, file.parent == path))
+    # Not by the clock: a copy of the folder has its files in any order
+    return max(files, key=lambda file: (_updates(file), file.parent == path))
+
+
+def _updates(file: Path) -> int:
+    """Return the number of updates at which a state was saved; -1 if it does not tell."""
+    state = read_json(file)
+    step = state.get("global_step") if isinstance(state, dict) else None
+    return step if isinstance(step, int) else -1
 
 
 def _read_logs(file: Path) -> Logs:

@@ -42,6 +42,8 @@ def report_line(log_history: Sequence[Mapping], path: str | Path) -> str:
         return save_report(log_history, path)
     except InputError as error:
         return f"Report: not drawn, {error}"
+    except Exception as error:  # of matplotlib or the disk: a run that is saved does not fail for its figure
+        return f"Report: not drawn, {type(error).__name__}: {error}"
 
 
 def write_report(runs: Sequence[Run], path: str | Path) -> str:

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -68,6 +69,11 @@ def parse_arguments(
                     f"`{name}` is set: the evaluation before the training would leave the weights in half precision, "
                     "and they would be trained so. Leave it out, or evaluate with --do_train false."
                 )
+    streams = script_args.dataset_streaming or dataset_args.streaming
+    if training_args.do_train and streams and training_args.max_steps <= 0:
+        raise InputError(
+            "`max_steps` is not set, and a stream does not tell its length: set it to a number of updates."
+        )
     if training_args.learning_rate < 0:
         raise InputError(f"`learning_rate` is {training_args.learning_rate}: set it to at least 0, e.g. 1e-6.")
     if not training_args.do_train:  # settings of a recipe that are for its training
@@ -148,11 +154,13 @@ class RecipeParser(TrlParser):
                     f"`--config` is '{named}': there is no such file; the recipes of the package are "
                     f"{', '.join(recipe_names())}"
                 )
-            args[place] = self._recipe
+            args[place - 1 : place + 1] = ()
             try:
-                read_recipe(self._recipe)
+                recipe = read_recipe(self._recipe)  # TRL would read it by the locale
             except InputError as error:
                 self._refuse(f"the recipe {error}".removesuffix("."))
+            os.environ.update({name: str(value) for name, value in recipe.pop("env", {}).items()})
+            self.set_defaults_with_config(**recipe)
         try:
             return super().parse_args_and_config(args, *rest, **kwargs)
         except InputError:
@@ -227,7 +235,8 @@ def _wanted(hint: Any, value: Any) -> str | None:
     hints = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     types = {get_origin(each) or each for each in hints}
     elements = [get_args(each)[0] for each in hints if get_origin(each) is list]
-    elements = [each for each in elements if not is_dataclass(each)]  # which TRL makes from mappings
+    if isinstance(value, list) and any(map(is_dataclass, elements)):  # which TRL makes from mappings
+        return None if all(isinstance(each, dict) for each in value) else "a list of mappings"
     if isinstance(value, list) and elements:
         wanted = next((wanted for each in value if (wanted := _wanted(elements[0], each))), None)
         return None if wanted is None else f"a list of {wanted}"

@@ -1,6 +1,8 @@
 """The data that the flags ask for: to train on, to evaluate on, in the columns that both read."""
 
+import glob
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -100,7 +102,16 @@ def format_data(data: Data, script_args: BAPOScriptArguments, load_tokenizer: Ca
 
 def load_mixture(settings: DatasetMixtureConfig) -> DatasetDict:
     """Load a mixture as TRL does, but with a test split that is the same on all processes and in all runs."""
-    mixture = get_dataset(replace(settings, test_split_size=None))
+    if settings.streaming and settings.test_split_size is not None:
+        raise InputError(
+            f"`test_split_size` {settings.test_split_size} cannot be split off a stream: set `eval_dataset`, or "
+            "`streaming` to false."
+        )
+    try:
+        mixture = get_dataset(replace(settings, test_split_size=None))
+    except (OSError, DatasetsError, HFValidationError, ValueError) as error:
+        named = ", ".join(f"'{part.path}'" for part in settings.datasets)
+        raise InputError(f"`datasets` ({named}) could not be loaded: {_reason(error)}") from error
     if settings.test_split_size is None:
         return mixture
     return mixture["train"].train_test_split(test_size=settings.test_split_size, seed=0)
@@ -157,7 +168,8 @@ def _load_file(name: str, streaming: bool, parameter: str) -> DatasetDict | Iter
     try:
         if builder == "json":
             _check_encoding(name)
-        splits = load_dataset(builder, data_files={"train": name}, streaming=streaming)
+        path = glob.escape(os.path.abspath(name))  # else a `[1]` in a name stands for another file
+        splits = load_dataset(builder, data_files={"train": path}, streaming=streaming)
         next(iter(splits["train"]), None)  # a stream is not read before
         return splits
     except (DatasetsError, StopIteration, ValueError) as error:  # pyarrow's is a `ValueError`

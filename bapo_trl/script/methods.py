@@ -63,7 +63,7 @@ def settings_of_method(name: str, loss_type: str) -> dict[str, Any]:
     `loss_type` is the loss without the method. One without clip bounds does not stay. A method that is not known is
     refused (`InputError`).
     """
-    if name not in METHODS:
+    if not isinstance(name, str) or name not in METHODS:
         raise InputError(f"`method` is {name!r}: set it to one of {', '.join(METHODS)}.")
     defaults = {f.name: f.default for f in fields(BAPOConfig)}
     settings = {field: defaults[field] for field in MADE_OF}

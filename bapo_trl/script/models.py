@@ -8,12 +8,13 @@ import importlib.util
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
+from transformers.integrations import get_reporting_integration_callbacks
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, cached_file, find_adapter_config_file
@@ -170,6 +171,15 @@ def check_packages(model_args: ModelConfig) -> None:
                 f"`{flag}` needs the package {module}, which is not installed: run `pip install {requirement}`, or "
                 f"leave `{flag}` out."
             )
+
+
+def check_trackers(report_to: Sequence[str]) -> None:
+    """Refuse experiment trackers that are not known or not installed (`InputError`)."""
+    for name in report_to:
+        try:
+            get_reporting_integration_callbacks([name])[0]()  # as the trainer does, once the model is loaded
+        except (ImportError, RuntimeError, ValueError) as error:
+            raise InputError(f"`report_to` is '{name}': {error} Or set `report_to` to none.") from error
 
 
 def settle_lora_targets(model: str, model_args: ModelConfig, trust_remote_code: bool = False) -> None:

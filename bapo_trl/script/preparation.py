@@ -35,6 +35,7 @@ from .models import (
     base_revision,
     check_adapter,
     check_packages,
+    check_trackers,
     load_adapter,
     load_processing_class,
     settle_lora_targets,
@@ -97,6 +98,7 @@ def gather_inputs(
     )
     data = _prepare_data(data, script_args, training_args, load_tokenizer)
     check_packages(model_args)
+    check_trackers(training_args.report_to)
     if base is None:
         settle_lora_targets(model, model_args, training_args.trust_remote_code)
     processing_class = load_tokenizer()

@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 
 from ..errors import InputError
 from ..evaluation.answers import gold_texts
-from ..inputs.prompt_checks import prompt_defect, start_of
+from ..inputs.prompt_checks import GIVEN_TO_REWARDS, check_columns, prompt_defect, start_of
 from ..plan.samples import TEXT_FOR_CHAT
 from ..report.runs import read_settings
 from .saved_data import apart_from_saved
@@ -52,7 +52,8 @@ def format_prompts(
     """
     Return the dataset with the column `prompt`, and with `solution` where answers are asked for.
 
-    All columns stay, for the reward functions to read. An answer is added as `solution` unless there is such a column.
+    All columns stay, for the reward functions to read, but for those read here under names that these are given by the
+    trainer. An answer is added as `solution` unless there is such a column.
     """
     first = next(iter(dataset), None)
     if first is None:
@@ -62,6 +63,8 @@ def format_prompts(
     if form.template is not None:
         _check_template(form.template, first)
     adds_solution = answer is not None and "solution" not in first
+    read = GIVEN_TO_REWARDS & {prompt, answer}
+    check_columns(first.keys() - read)
     if not form.forms_prompts and not adds_solution:
         return dataset
 
@@ -70,7 +73,7 @@ def format_prompts(
         return {**columns, "solution": _as_answer(_get(row, answer))} if adds_solution else columns
 
     with apart_from_saved(dataset):
-        return dataset.map(formatted)
+        return dataset.map(formatted, remove_columns=sorted(read))
 
 
 def is_chat(dataset: Dataset | IterableDataset | None) -> bool:

@@ -24,17 +24,16 @@ def cached_folder(name: str, what: str, how_long: str, build: Callable[[Path], N
     """
     try:
         root = _root()
+        path = root / name
+        if path.is_dir():
+            return path
         root.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f"{name}.unfinished-", dir=root))
     except (OSError, RuntimeError) as error:  # a user without a home
         fix = "Set the environment variable BAPO_TRL_CACHE to a folder that you can write to."
         raise InputError(f"There is no folder for {what}: {error}. {fix}") from error
-    path = root / name
-    if path.is_dir():
-        return path
-
     print(f"Building {what}, once ({how_long}) ...", flush=True)
     started = time.perf_counter()
-    unfinished = Path(tempfile.mkdtemp(prefix=f"{name}.unfinished-", dir=root))
     try:
         build(unfinished)
         try:

@@ -26,3 +26,21 @@ def test_each_setting_has_a_panel_with_a_line_and_a_band_for_each_arm(tmp_path, 
         assert list(panel.lines[0].get_ydata()) == pytest.approx([0.1, 0.35, 0.5])
         assert len(panel.collections) == 2
     assert [text.get_text() for text in figure.legends[0].texts] == ["GRPO", "BAPO"]
+
+
+@pytest.mark.figures
+def test_an_arm_has_its_color_in_each_panel_of_an_unfinished_study(tmp_path, monkeypatch):
+    rows = [
+        Row(arm, {"steps": steps}, 0, final=0.5, curve=[(0, 0.1), (8, 0.3)])
+        for steps, arm in ((4, "BAPO"), (4, "VESPO"), (16, "GRPO"), (16, "BAPO"))
+    ]
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **kwargs: drawn.append(figure))
+    save_figure(compare(rows, ["GRPO", "BAPO", "VESPO"], "BAPO"), tmp_path / "x.png")
+    colors = [(line.get_label(), line.get_color()) for panel in drawn[0].axes for line in panel.lines]
+    assert len(colors) == 4
+    assert len(dict(colors)) == len(set(colors)) == len({color for _, color in colors}) == 3
+    legend = drawn[0].legends[0]
+    assert {
+        text.get_text(): line.get_color() for text, line in zip(legend.texts, legend.get_lines(), strict=True)
+    } == dict(colors)

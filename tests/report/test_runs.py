@@ -17,9 +17,9 @@ def steps(run) -> list[int]:
 def test_a_run_is_a_folder_a_checkpoint_a_state_or_a_file_of_logs(tmp_path):
     save_run(tmp_path / "out" / "checkpoint-3", made_logs(3), summary=False)
     save_run(tmp_path / "out" / "checkpoint-5", made_logs(5), settings=None, summary=False)
-    os.utime(tmp_path / "out" / "checkpoint-3" / "trainer_state.json", (1, 1))
+    os.utime(tmp_path / "out" / "checkpoint-5" / "trainer_state.json", (1, 1))  # a copy has its files in any order
     (tmp_path / "out" / "run_settings.json").write_text('{"seed": 7}')
-    (run,) = read_runs([tmp_path / "out"])  # still training: the newest checkpoint
+    (run,) = read_runs([tmp_path / "out"])  # still training: the last checkpoint
     assert (run.label, steps(run), run.settings) == ("out", [1, 2, 3, 4, 5], {"seed": 7})
     (checkpoint,) = read_runs([tmp_path / "out" / "checkpoint-3"])
     assert (checkpoint.label, steps(checkpoint), checkpoint.settings) == ("checkpoint-3", [1, 2, 3], {"seed": 7})

@@ -1,6 +1,7 @@
 """`bapo-trl` and its sub-commands. What `train` and `evaluate` do is in the tests of the script."""
 
 import json
+import os
 import re
 import sys
 from dataclasses import fields
@@ -10,6 +11,7 @@ import pytest
 from bapo_trl import __version__, cli
 from bapo_trl.bapo_config import own_fields
 from bapo_trl.script.arguments import BAPOScriptArguments
+from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.recipes import recipe_names
 from tests.helpers.commands import ends, run_command
 
@@ -59,6 +61,16 @@ def test_the_commands_name_themselves(command, capsys):
     ends(cli.main, [command, "--max_stepz", "3"])
     error = f"bapo-trl {command}: error: unknown flag: --max_stepz (the nearest is --max_steps)\n"
     assert capsys.readouterr().err == error
+
+
+def test_a_recipe_is_utf8_whatever_the_locale(tmp_path, monkeypatch):
+    (tmp_path / "mine.yaml").write_text(
+        "dataset_name: x.jsonl\nsystem_prompt: Löse es\nenv: {A: 1}\n", encoding="utf-8"
+    )
+    monkeypatch.setattr("trl.scripts.utils.open", lambda *args: pytest.fail("read by the locale"), raising=False)
+    monkeypatch.setenv("A", "0")
+    script_args, *_ = parse_arguments(["--config", str(tmp_path / "mine.yaml"), "--use_cpu", "true"])
+    assert (script_args.system_prompt, os.environ["A"]) == ("Löse es", "1")
 
 
 def test_the_recipes_have_a_line_each(capsys):

@@ -31,6 +31,17 @@ def test_files_are_the_train_split(tmp_path, suffix):
     assert splits["train"].to_list() == ROWS
 
 
+def test_a_name_with_brackets_is_that_file_and_no_other(tmp_path, monkeypatch):
+    folder = tmp_path / "[v2] math?"
+    folder.mkdir()
+    (folder / "data[1].jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    (folder / "data1.jsonl").write_text('{"prompt": "another"}\n')
+    monkeypatch.chdir(folder)
+    for name in ("data[1].jsonl", str(folder / "data[1].jsonl")):
+        for streaming in (False, True):
+            assert list(load_splits(name, streaming=streaming)["train"]) == ROWS
+
+
 def test_saved_datasets_and_folders_of_files(tmp_path):
     data = Dataset.from_list(ROWS)
     data.save_to_disk(tmp_path / "one")

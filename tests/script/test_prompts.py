@@ -3,6 +3,7 @@
 import pytest
 from datasets import Dataset, IterableDataset
 
+from bapo_trl.errors import InputError
 from bapo_trl.inputs.prompt_checks import check_prompts
 from bapo_trl.script.prompts import (
     PromptFormat,
@@ -31,6 +32,16 @@ def formatted(row, **form):
 def test_the_first_column_that_is_there_is_taken_all_stay_and_the_answer_is_a_solution_too():
     row = formatted(AIME, prompt_columns=["problem", "question", "answer"], answer_columns=["answer"])
     assert row == {**AIME, "prompt": AIME["question"], "solution": "073"}
+
+
+def test_columns_that_rewards_could_not_be_given_go_if_they_are_read_here_and_else_are_refused():
+    row = {"prompts": "1+1?", "completions": "2", "level": 1}
+    columns = {"prompt_columns": ["prompts"], "answer_columns": ["completions"]}
+    assert formatted(row, **columns) == {"prompt": "1+1?", "solution": "2", "level": 1}
+    with pytest.raises(InputError, match=r"has the column `completions`, a name under which .*: rename it"):
+        formatted(row, prompt_columns=["prompts"])
+    with pytest.raises(InputError, match="has the column `log_extra`"):
+        formatted({"prompt": "1+1?", "log_extra": 1})
 
 
 def test_a_solution_that_is_there_stays():

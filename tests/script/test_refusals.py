@@ -29,6 +29,11 @@ FILES = {
     "three.jsonl": '{"prompt": "1+1="}\n{"prompt": "1+2="}\n{"prompt": "1+3="}\n',
     "chats.jsonl": '{"prompt": [{"role": "user", "content": "1+1="}]}\n' * 4,
     "adapter/adapter_config.json": '{"base_',
+    "method.yaml": "method: [bapo]\n",
+    "names.yaml": "datasets: [org/name]\n",
+    "parts.yaml": "datasets: [{path: json, data_files: none.jsonl}]\n",
+    "stream.yaml": "datasets: [{path: json, data_files: train.jsonl}]\nstreaming: true\ntest_split_size: 0.5\n",
+    "taken.jsonl": '{"prompt": "1+1=", "prompts": 2}\n' * 4,
 }
 REFUSED = [
     # Recipes
@@ -41,6 +46,10 @@ REFUSED = [
         {"config": "trackers.yaml"},
         r"trackers.yaml: `report_to` is \['none', 5\]: set it to a list of text, in quotes",
     ),
+    ({"config": "method.yaml"}, r"`method` is \['bapo'\]: set it to one of grpo, "),
+    ({"config": "names.yaml"}, r"names.yaml: `datasets` is \['org/name'\]: set it to a list of mappings"),
+    ({"config": "parts.yaml", "dataset_name": None}, r"`datasets` \('json'\) could not be loaded: .*none\.jsonl"),
+    ({"config": "stream.yaml", "dataset_name": None}, "`test_split_size` 0.5 cannot be split off a stream"),
     ({"config": "key.yaml"}, r"unknown key in key.yaml: learning_rat \(the nearest is learning_rate\)$"),
     ({"config": "list.yaml"}, r"is not valid YAML \("),
     ({"config": "twice.yaml"}, r"\(the key `max_steps` is there twice, again in line 3\)"),
@@ -62,6 +71,8 @@ REFUSED = [
         {"do_train": "false", "resume_from_checkpoint": "true"},
         "`resume_from_checkpoint` is 'true', but `do_train` is false.*`model_name_or_path`",
     ),
+    ({"report_to": "wandbb"}, "`report_to` is 'wandbb': wandbb is not supported"),
+    ({"dataset_streaming": "true", "max_steps": -1}, "`max_steps` is not set, and a stream does not tell its length"),
     ({"bf16_full_eval": "true", "do_eval": "true"}, "`bf16_full_eval` is set: .* --do_train false"),
     # Data
     ({"dataset_name": "./missing.jsonl"}, "`dataset_name` is './missing.jsonl'.*no such file or folder"),
@@ -72,6 +83,7 @@ REFUSED = [
         {"dataset_name": "three.jsonl", "model_name_or_path": "./no_model"},
         "dataset has 3 prompts, but one generation takes 4 .*12 / `num_generations` 3.*`steps_per_generation` .2.",
     ),
+    ({"dataset_name": "taken.jsonl"}, "has the column `prompts`, a name under which .*: rename it."),
     ({"dataset_name": "chats.jsonl"}, "prompts are chat messages, but the tokenizer .* has no chat template"),
     ({"dataset_train_split": "trein"}, "`dataset_train_split` is 'trein'.*'train'"),
     ({"do_eval": "true"}, "`dataset_test_split` is 'test'.*train"),

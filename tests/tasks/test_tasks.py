@@ -187,6 +187,17 @@ def test_a_user_without_a_home_is_told_of_the_variable(tmp_path, monkeypatch, ca
         tasks.warm_start_path()
 
 
+def test_a_cache_that_cannot_be_written_to_serves_what_is_there(quick_builds, monkeypatch):
+    def refuse(**kwargs):
+        raise PermissionError("read-only")
+
+    built = tasks.warm_start_path(seed=0)
+    monkeypatch.setattr("bapo_trl.tasks.cache.tempfile.mkdtemp", refuse)
+    assert tasks.warm_start_path(seed=0) == built
+    with pytest.raises(InputError, match=r"read-only\. Set the environment variable BAPO_TRL_CACHE to a folder"):
+        tasks.warm_start_path(seed=1)
+
+
 def test_the_first_lesson_comes_first_with_its_own_settings(quick_builds, task, monkeypatch):
     taught = []
     monkeypatch.setattr(warm_start, "_teach", lambda model, tokenizer, lesson, *_: taught.append(lesson))
