@@ -228,7 +228,7 @@ class BAPOTrainer(WholeCheckpoints):
         epochs, skipped = fixes.place_to_resume(self, place, max_steps, num_train_epochs, checkpoint)
         # TRL's sampler repeats the prompts of a generation for each of its micro-batches, and goes on among them.
         # TRL's count would start at 0: generations would lie across these blocks, and a next resume lose prompts.
-        self._step = skipped % self.args.micro_batches_per_generation
+        self._step = skipped
         return epochs, skipped
 
     # A generation

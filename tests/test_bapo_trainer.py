@@ -287,6 +287,28 @@ def test_a_run_after_an_aborted_one_is_that_of_a_new_trainer(tmp_path):
     assert new.entropy_coef == again.entropy_coef > 0.1
 
 
+@pytest.mark.trainings
+def test_a_run_resumed_within_a_generation_counts_micro_batches_as_the_first_one(tmp_path):
+    class Counts(TrainerCallback):
+        def __init__(self):
+            self.steps = []
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.steps.append(trainer._step)
+
+    settings = {
+        "steps_per_generation": 6, "num_iterations": 1, "gradient_accumulation_steps": 4, "max_steps": 4,
+        "search_scope": "micro_batch", "save_strategy": "steps", "save_steps": 1,
+    }  # fmt: skip
+    counted = []
+    for resumed_from in (None, str(tmp_path / "checkpoint-2")):
+        counts = Counts()
+        trainer = toy_trainer(tmp_path, **settings, trainer_args={"callbacks": [counts]})
+        trainer.train(resume_from_checkpoint=resumed_from)
+        counted.append(counts.steps)
+    assert counted == [[4, 8, 12, 16], [12, 16]]  # TRL logs `step_time` where an update is whole by this count
+
+
 @pytest.mark.parametrize(
     ("name", "old", "new"),
     [("positive_contribution_target", 0.5, 0.8), ("loss_type", "dapo", "cispo")],

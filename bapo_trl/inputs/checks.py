@@ -22,7 +22,7 @@ from .reward_checks import KeptRewards, check_size_of_rewards
 
 def check_row(trainer: Any, row: Mapping[str, Any]) -> None:
     """Refuse a row of a dataset without a `prompt`, where no environment gives one, or of no columns for rewards."""
-    check_columns(row)
+    check_columns(row, trainer.reward_funcs)
     if trainer.environment_factories is None and "prompt" not in row:
         raise InputError(f"A row of the dataset has no `prompt`, only {sorted(row)}: rename the column.")
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset, IterableDataset
+from torch import nn
 
 from ..errors import InputError
 
@@ -56,10 +57,10 @@ def check_number_of_prompts(train_dataset, args: Any) -> None:
         )
 
 
-def check_columns(columns: Iterable[str]) -> None:
-    """Refuse columns of a dataset that reward functions could not be given (`InputError`)."""
+def check_columns(columns: Iterable[str], reward_funcs: Sequence[Any]) -> None:
+    """Refuse columns of a dataset that reward functions could not be given (`InputError`); models take none."""
     taken = sorted(GIVEN_TO_REWARDS.intersection(columns))
-    if taken:
+    if taken and any(not isinstance(each, (str, nn.Module)) for each in reward_funcs):
         raise InputError(
             f"The dataset has the column `{taken[0]}`, a name under which the trainer gives reward functions values "
             "of its own: rename it."

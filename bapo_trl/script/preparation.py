@@ -20,7 +20,7 @@ from ..bapo_trainer import BAPOTrainer
 from ..errors import InputError
 from ..evaluation.sampling import EvaluatedTrainer
 from ..inputs.checks import check_tokenizer, has_rotary_positions, token_limits
-from ..inputs.prompt_checks import check_number_of_prompts, check_prompts, named_datasets
+from ..inputs.prompt_checks import check_columns, check_number_of_prompts, check_prompts, named_datasets
 from ..plan.samples import check_window
 from ..report.callback import ReportCallback
 from ..report.runs import read_settings
@@ -97,6 +97,8 @@ def gather_inputs(
         partial(load_processing_class, model, base, model_args.model_revision, training_args.trust_remote_code)
     )
     data = _prepare_data(data, script_args, training_args, load_tokenizer)
+    for dataset in (data.train, data.test):
+        check_columns(next(iter(dataset or ()), ()), reward_funcs)
     check_packages(model_args)
     check_trackers(training_args.report_to)
     if base is None:

@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 
 from ..errors import InputError
 from ..evaluation.answers import gold_texts
-from ..inputs.prompt_checks import GIVEN_TO_REWARDS, check_columns, prompt_defect, start_of
+from ..inputs.prompt_checks import GIVEN_TO_REWARDS, prompt_defect, start_of
 from ..plan.samples import TEXT_FOR_CHAT
 from ..report.runs import read_settings
 from .saved_data import apart_from_saved
@@ -64,7 +64,6 @@ def format_prompts(
         _check_template(form.template, first)
     adds_solution = answer is not None and "solution" not in first
     read = GIVEN_TO_REWARDS & {prompt, answer}
-    check_columns(first.keys() - read)
     if not form.forms_prompts and not adds_solution:
         return dataset
 

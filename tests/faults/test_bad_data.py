@@ -369,6 +369,15 @@ def test_a_reward_model_that_gives_infinity_is_named(tmp_path):
     stopped(trainer, InputError, "The reward function `judge` returned -?(inf|.*e.*) for sample 0 of 24")
 
 
+@pytest.mark.trainings
+def test_a_column_that_reward_functions_could_not_be_given_is_refused_and_reward_models_train(tmp_path):
+    data = {"train_dataset": toy_dataset(24).add_column("completions", ["1"] * 24)}
+    judged = data | {"reward_processing_classes": character_tokenizer()}
+    trainer = toy_trainer(tmp_path, reward_funcs=reward_model("judge"), max_steps=1, trainer_args=judged)
+    assert trainer.train().global_step == 1
+    stopped(toy_trainer(tmp_path, trainer_args=data), InputError, "has the column `completions`, .*: rename it")
+
+
 def test_what_is_no_reward_function_is_named(tmp_path):
     with pytest.raises(AttributeError, match="`reward_funcs` has 3, a int: give functions"):
         toy_trainer(tmp_path, reward_funcs=[digits_reward, 3])

@@ -1,10 +1,11 @@
 """Columns become prompts and answers."""
 
 import pytest
+import torch
 from datasets import Dataset, IterableDataset
 
 from bapo_trl.errors import InputError
-from bapo_trl.inputs.prompt_checks import check_prompts
+from bapo_trl.inputs.prompt_checks import check_columns, check_prompts
 from bapo_trl.script.prompts import (
     PromptFormat,
     check_chat_template,
@@ -34,14 +35,19 @@ def test_the_first_column_that_is_there_is_taken_all_stay_and_the_answer_is_a_so
     assert row == {**AIME, "prompt": AIME["question"], "solution": "073"}
 
 
-def test_columns_that_rewards_could_not_be_given_go_if_they_are_read_here_and_else_are_refused():
+def test_columns_that_rewards_could_not_be_given_go_if_they_are_read_here():
     row = {"prompts": "1+1?", "completions": "2", "level": 1}
     columns = {"prompt_columns": ["prompts"], "answer_columns": ["completions"]}
     assert formatted(row, **columns) == {"prompt": "1+1?", "solution": "2", "level": 1}
-    with pytest.raises(InputError, match=r"has the column `completions`, a name under which .*: rename it"):
-        formatted(row, prompt_columns=["prompts"])
-    with pytest.raises(InputError, match="has the column `log_extra`"):
-        formatted({"prompt": "1+1?", "log_extra": 1})
+    assert formatted(row, prompt_columns=["prompts"])["completions"] == "2"
+
+
+def test_columns_that_reward_functions_could_not_be_given_are_refused():
+    for column in ("prompts", "completions", "trainer_state", "log_extra", "log_metric"):
+        with pytest.raises(InputError, match=rf"has the column `{column}`, a name under which .*: rename it"):
+            check_columns(["prompt", column], [torch.nn.Linear(1, 1), len])
+        check_columns(["prompt", column], [torch.nn.Linear(1, 1), "org/model"])  # models are given none
+    check_columns(["prompt", "completion", "solution"], [len])
 
 
 def test_a_solution_that_is_there_stays():
