@@ -38,6 +38,11 @@ def arms_to_judge(task: Task, updates: int) -> Task:
     return {arm: seeds for arm, seeds in task.items() if updates != 4 or arm not in NOT_AT_4}
 
 
+def is_whole(task: Task) -> bool:
+    """Return whether each arm of a task, VESPO among them, has all its seeds: before, no page shows it."""
+    return AGAINST in task and all(len(seeds) == SEEDS for seeds in task.values())
+
+
 def best_arm(tasks: Sequence[Task]) -> str | None:
     """
     Return the arm that the advice names by rule 3: above VESPO on all tasks, the highest of several.

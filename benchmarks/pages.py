@@ -20,7 +20,7 @@ from typing import Any
 from bapo_trl.compare.results import Row, read_rows
 from bapo_trl.compare.statistics import differences, mean_over_seeds
 from bapo_trl.compare.tables import as_markdown, compare, markdown, with_interval
-from benchmarks.chat_rules import AGAINST, OTHERS, STUDIES, Task, arms_to_judge
+from benchmarks.chat_rules import AGAINST, OTHERS, STUDIES, Task, arms_to_judge, is_whole
 from benchmarks.common import RESULTS, ROOT, describe_run
 
 
@@ -113,8 +113,13 @@ def chat_tasks(updates: int) -> dict[str, Task]:
 
 
 def chat_settings() -> dict[str, Task]:
-    """Return all of them, by name and updates a generation."""
-    return {f"{name} at {updates}": task for updates in (4, 16) for name, task in chat_tasks(updates).items()}
+    """Return those that are whole, by name and updates a generation."""
+    return {
+        f"{name} at {updates}": task
+        for updates in (4, 16)
+        for name, task in chat_tasks(updates).items()
+        if is_whole(task)
+    }
 
 
 def above_bapo(arm: str, updates: str) -> str:

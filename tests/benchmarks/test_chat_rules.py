@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.chat_rules import CAP, DELTA, arms_to_judge, best_arm, cap_stays, differing
+from benchmarks.chat_rules import CAP, DELTA, arms_to_judge, best_arm, cap_stays, differing, is_whole
 
 
 NOISE = (-0.02, 0.02, -0.01, 0.01, -0.015, 0.015, -0.005, 0.005)
@@ -31,6 +31,14 @@ def test_a_task_with_a_seed_missing_decides_nothing():
     del part["a"][7]
     with pytest.raises(ValueError, match="a has 7 of 8 seeds"):
         best_arm([task(a=0.03), part])
+
+
+def test_a_task_is_shown_when_it_is_whole():
+    part = task(a=0.03, b=0.04)
+    assert is_whole(part)
+    del part["b"][0]
+    assert not is_whole(part)
+    assert not is_whole({"a": part["a"]})  # nothing to compare with
 
 
 @pytest.mark.parametrize("rule", [best_arm, cap_stays])
