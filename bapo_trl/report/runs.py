@@ -169,6 +169,9 @@ def _state_file(path: Path) -> Path:
 
 def _updates(file: Path) -> int:
     """Return the number of updates at which a state was saved; -1 if it does not tell."""
+    checkpoint = re.fullmatch(r"checkpoint-(\d+)", file.parent.name)
+    if checkpoint:  # without reading each of them, which may be many
+        return int(checkpoint[1])
     state = read_json(file)
     step = state.get("global_step") if isinstance(state, dict) else None
     return step if isinstance(step, int) else -1

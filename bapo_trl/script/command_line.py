@@ -145,6 +145,7 @@ class RecipeParser(TrlParser):
         args = sys.argv[1:] if args is None else args
         args = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
         self._flags = {arg.partition("=")[0].replace("-", "_").replace("__", "--", 1) for arg in args}
+        recipe: dict[str, Any] = {}
         if "--config" in args:
             place = args.index("--config") + 1
             named = next(iter(args[place:]), "")
@@ -159,9 +160,10 @@ class RecipeParser(TrlParser):
                 recipe = read_recipe(self._recipe)  # TRL would read it by the locale
             except InputError as error:
                 self._refuse(f"the recipe {error}".removesuffix("."))
-            os.environ.update({name: str(value) for name, value in recipe.pop("env", {}).items()})
-            self.set_defaults_with_config(**recipe)
         try:
+            os.environ.update({name: str(value) for name, value in recipe.pop("env", {}).items()})
+            if recipe:
+                self.set_defaults_with_config(**recipe)
             return super().parse_args_and_config(args, *rest, **kwargs)
         except InputError:
             raise
