@@ -107,6 +107,8 @@ def load_mixture(settings: DatasetMixtureConfig) -> DatasetDict:
             f"`test_split_size` {settings.test_split_size} cannot be split off a stream: set `eval_dataset`, or "
             "`streaming` to false."
         )
+    for part in settings.datasets:
+        _check_no_pattern(part.path, "datasets")
     try:
         mixture = get_dataset(replace(settings, test_split_size=None))
     except (OSError, DatasetsError, HFValidationError, ValueError) as error:
@@ -142,6 +144,7 @@ def load_splits(
             f"`{parameter}` is '{name}', but there is no such file or folder: correct the path, or give an id on the "
             "Hub such as 'org/dataset'."
         )
+    _check_no_pattern(name, parameter)
     try:
         return load_dataset(name, name=config, streaming=streaming)
     except (OSError, DatasetsError, HFValidationError, ValueError) as error:
@@ -161,6 +164,16 @@ def load_splits(
             f"`{parameter}` is '{name}', which is neither a file nor a folder here, and the Hub did not give it "
             f"either: {error}"
         ) from error
+
+
+def _check_no_pattern(name: str, parameter: str) -> None:
+    """Refuse a folder of files by whose path datasets would read other folders: it takes it for a pattern."""
+    path = os.path.abspath(name)
+    if os.path.isdir(path) and glob.has_magic(path):
+        raise InputError(
+            f"`{parameter}` is the folder '{path}', and datasets reads `[`, `*` and `?` in it as a pattern, for other "
+            "folders: rename it, or give a file."
+        )
 
 
 def _load_file(name: str, streaming: bool, parameter: str) -> DatasetDict | IterableDatasetDict:

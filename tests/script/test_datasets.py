@@ -42,6 +42,19 @@ def test_a_name_with_brackets_is_that_file_and_no_other(tmp_path, monkeypatch):
             assert list(load_splits(name, streaming=streaming)["train"]) == ROWS
 
 
+def test_a_folder_with_brackets_is_refused_before_another_is_read(tmp_path, monkeypatch):
+    for name, prompt in (("math [1]", "of it"), ("math 1", "of another")):
+        (tmp_path / name / "data").mkdir(parents=True)
+        (tmp_path / name / "data" / "train.jsonl").write_text(json.dumps({"prompt": prompt}))
+    monkeypatch.chdir(tmp_path / "math [1]")
+    with pytest.raises(InputError, match=r"`dataset_name` is the folder '.*math \[1\].data', .*: rename it"):
+        load_splits("data")
+    with pytest.raises(InputError, match=r"`datasets` is the folder '.*math \[1\].data', .*: rename it"):
+        load_mixture(DatasetMixtureConfig(datasets=[{"path": "data"}]))
+    Dataset.from_list(ROWS).save_to_disk("saved")
+    assert load_splits("saved")["train"].to_list() == ROWS
+
+
 def test_saved_datasets_and_folders_of_files(tmp_path):
     data = Dataset.from_list(ROWS)
     data.save_to_disk(tmp_path / "one")
