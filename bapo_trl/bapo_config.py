@@ -347,6 +347,11 @@ class BAPOConfig(GRPOConfig):
         )
 
     @property
+    def sums_rewards_first(self) -> bool:
+        """Whether the rewards of several functions are summed before they are compared within a group."""
+        return self.multi_objective_aggregation == "sum_then_normalize"
+
+    @property
     def uses_partial_rollouts(self) -> bool:
         """Whether unfinished completions are parked and continued by a later policy."""
         return self.partial_rollout_oversampling > 1

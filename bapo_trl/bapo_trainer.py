@@ -346,7 +346,7 @@ class BAPOTrainer(WholeCheckpoints):
     def _draw_first_pass(self, batch, num_padding):
         if self.args.replay_zero_advantage:
             share = self._replay.clear_ties(batch["advantages"])
-            if self.multi_objective_aggregation == "sum_then_normalize" and self.scale_rewards != "batch":
+            if self.args.sums_rewards_first and self.scale_rewards != "batch":
                 self._metrics["train"]["frac_reward_zero_std"][-1] = share  # TRL's misses some by rounding
         # The queue of a checkpoint within a generation has seen the first half of it
         is_made_again = self._has_loaded_queue and self._step % self.args.micro_batches_per_generation != 0

@@ -100,7 +100,7 @@ def check_rewards(trainer: Any, rewards_per_func: torch.Tensor, prompts: Sequenc
 
     def overflows(rewards: torch.Tensor) -> torch.Tensor:
         weights, count = trainer.reward_weights.to(rewards.device), trainer.num_generations
-        summed_first = trainer.multi_objective_aggregation == "sum_then_normalize"
+        summed_first = trainer.args.sums_rewards_first
         return overflowing_groups(rewards, weights, count, trainer.scale_rewards, summed_first)
 
     check_size_of_rewards(

@@ -149,8 +149,8 @@ def make_replay(trainer: Any, log: Callable[[dict[str, float]], None]) -> Replay
         raise InputError(f"A replay queue keeps text only, but the model is multimodal: set {args.without_replay}.")
 
     def tell_ties(rewards: torch.Tensor) -> torch.Tensor:
-        weights, summed_first = trainer.reward_weights, trainer.multi_objective_aggregation == "sum_then_normalize"
-        return tied_rows(rewards, weights.to(rewards.device), trainer.num_generations, summed_first)
+        weights = trainer.reward_weights.to(rewards.device)
+        return tied_rows(rewards, weights, trainer.num_generations, args.sums_rewards_first)
 
     queue = ReplayQueue(
         args.replay_capacity,

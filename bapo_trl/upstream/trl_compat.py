@@ -81,8 +81,7 @@ ATTRIBUTES = {
     "_generate_single_turn": ("_last_loaded_step", "eos_token_ids", "generation_config", "generation_kwargs"),
     "_prepare_inputs": ("_buffered_inputs", "_generate_and_score_completions", "_step", "num_iterations"),
     "_generate_and_score_completions": (
-        "_calculate_rewards", "_metrics", "environment_factories", "multi_objective_aggregation", "reward_weights",
-        "scale_rewards",
+        "_calculate_rewards", "_metrics", "environment_factories", "reward_weights", "scale_rewards",
     ),
 }  # fmt: skip
 """Attributes of the trainer that the trainer relies on, by the `GRPOTrainer` method that must use them too."""
