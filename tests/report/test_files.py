@@ -74,7 +74,7 @@ LINES = "".join(json.dumps(log) + "\n" for log in made_logs(3))
         ("logs.jsonl", LINES + "[" * 100_000 + "\n", "line 4: maximum recursion depth"),
         ("logs.jsonl", LINES + "9" * 5000 + "\n", "line 4: Exceeds the limit"),
         ("trainer_state.json", STATE.replace('"step": 2', '"step" 2'), "line {}: Expecting ':' delimiter"),
-        ("trainer_state.json", STATE.replace("0\n  ]", "0,\n  ]"), "line {}: Expecting value"),
+        ("trainer_state.json", STATE.replace("0\n  ]", "0,\n  ]"), "is damaged: line {}: "),  # Python's words
         ("trainer_state.json", STATE + "\n}", "line {}: Extra data. Give another checkpoint of the run."),
         ("trainer_state.json", "", "line 1: Expecting value"),
         ("trainer_state.json", "[" * 100_000, "is damaged: maximum recursion depth"),
