@@ -74,7 +74,7 @@ LINES = "".join(json.dumps(log) + "\n" for log in made_logs(3))
         ("logs.jsonl", LINES + "[" * 100_000 + "\n", "line 4: maximum recursion depth"),
         ("logs.jsonl", LINES + "9" * 5000 + "\n", "line 4: Exceeds the limit"),
         ("trainer_state.json", STATE.replace('"step": 2', '"step" 2'), "line {}: Expecting ':' delimiter"),
-        ("trainer_state.json", STATE.replace("0\n  ]", "0,\n  ]"), "is damaged: line {}: "),  # Python's words
+        ("trainer_state.json", STATE.replace("0\n  ]", "0,\n  ]"), "line {}: {}"),  # in Python's words
         ("trainer_state.json", STATE + "\n}", "line {}: Extra data. Give another checkpoint of the run."),
         ("trainer_state.json", "", "line 1: Expecting value"),
         ("trainer_state.json", "[" * 100_000, "is damaged: maximum recursion depth"),
@@ -86,7 +86,7 @@ def test_the_place_of_a_damage_is_named(tmp_path, capsys, file, text, said):
     if "{}" in said:  # as json has it
         with pytest.raises(json.JSONDecodeError) as whole:
             json.loads(text)
-        said = said.format(whole.value.lineno)
+        said = said.format(whole.value.lineno, whole.value.msg)
     error = refusal(capsys, tmp_path / file, "--output", tmp_path / "out")
     assert f"{tmp_path / file} " in error
     assert said in error
