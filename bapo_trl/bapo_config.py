@@ -127,14 +127,6 @@ class BAPOConfig(GRPOConfig):
             "update and needs no extra forward pass."
         },
     )
-    negative_ratio_cap: float | None = field(
-        default=None,
-        metadata={
-            "help": "Importance ratio, at least 1, above which a negative-advantage token keeps a gradient of the "
-            "cap's size, instead of one of its ratio. (`delta` takes the gradient of such a token away.) `None` for "
-            "no cap."
-        },
-    )
 
     # Parameters of the replay queue
     replay_fraction: float = field(

@@ -15,7 +15,7 @@ SEEDS, OTHERS, TASKS = 8, 6, 2
 STUDIES = {"chat_chain_sum": "chain sums", "chat_leg_counting": "legs"}
 AGAINST = "VESPO"
 DELTA, CAP = "half the weight, delta", "half the weight, cap"
-NOT_AT_4 = {CAP}  # from the third seed on: no rule reads it there
+NOT_AT_4 = {CAP}  # from the third seed on: it is the run of `delta` there
 
 
 def above(task: Task, arm: str, against: str, comparisons: int = 1) -> Mean | None:

@@ -59,13 +59,9 @@ def config(**args) -> BAPOConfig:
             {"gradient_accumulation_steps": 2, "steps_per_generation": 3, "search_scope": "batch"},
             "search_scope.*'batch'.*gradient_accumulation_steps.*divisor of 3",
         ),
-        # Weight and cap of negative tokens, losses without bounds
+        # Weight of negative tokens, losses without bounds
         ({"negative_weight_min": 0.0}, r"`negative_weight_min` is 0.0: set it to a weight in \(0, 1\]"),
         ({"negative_weight_min": 1.5}, "`negative_weight_min` is 1.5"),
-        ({"negative_ratio_cap": 0.9}, "`negative_ratio_cap` is 0.9: set it to a ratio of at least 1"),
-        ({"negative_ratio_cap": math.inf}, "`negative_ratio_cap` is inf"),
-        ({"negative_ratio_cap": 3.0, "delta": 3.5}, r"`negative_ratio_cap` is 3.0, but `delta` \(3.5\)"),
-        ({"negative_ratio_cap": 3.0, "loss_type": "vespo"}, "`negative_ratio_cap` is 3.0, but `loss_type` 'vespo'"),
         ({"loss_type": "vespo", "positive_contribution_target": 0.7}, "is 0.7, but nothing moves the share"),
         ({**FIXED, "positive_contribution_target": 0.7}, "nothing moves the share: both clip bounds are fixed"),
         ({"loss_type": "cispo", "ratio_upper_max": 2.0}, "`ratio_upper_max` is 2.0, but `loss_type` 'cispo' has no"),
@@ -91,7 +87,7 @@ def test_cispo_without_a_cap_of_its_own_has_trls_and_is_warned_of():
 
 def test_what_a_field_may_be_stays_when_a_command_line_is_parsed():
     TrlParser(BAPOConfig).format_help()  # transformers takes `None` out of the fields' types
-    assert config(replay_max_reuse=None, negative_ratio_cap=None).replay_max_reuse is None
+    assert config(replay_max_reuse=None).replay_max_reuse is None
 
 
 def test_settings_at_the_edges_are_accepted():

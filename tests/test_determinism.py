@@ -80,7 +80,7 @@ def test_the_documented_list_is_read():
     [
         {"search_scope": "batch", "contribution_measure": "surrogate"},
         {"search_scope": "micro_batch", "importance_sampling_level": "sequence"},
-        {"search_scope": "carried_over", "negative_weight_min": 0.05, "negative_ratio_cap": 1.0},
+        {"search_scope": "carried_over", "negative_weight_min": 0.05},
         {
             "loss_type": "grpo",
             "off_policy_mask_threshold": 0.1,

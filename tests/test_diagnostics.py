@@ -15,14 +15,14 @@ GRID = BoundGrid(lower_start=0.5, lower_max=1.0, lower_step=0.25, upper_start=1.
 BOUNDS = search_bounds(Contributions(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 3.0, 2.0])), GRID, 0.5)
 
 
-def measured(ratios, ages, mask=None, advantages=None, gradient_size=None, cap=None, **guarded):
+def measured(ratios, ages, mask=None, advantages=None, gradient_size=None, **guarded):
     logps = torch.log(torch.tensor(ratios))
     mask = torch.ones_like(logps, dtype=torch.int64) if mask is None else torch.tensor(mask)
     advantages = torch.ones(len(logps)) if advantages is None else torch.tensor(advantages)
     tokens = policy_tokens(logps, torch.zeros_like(logps), advantages, mask, loss_type="dapo")
     tokens = replace(tokens, gradient_size=gradient_size)
     bounds = replace(BOUNDS, negative_weight=torch.tensor(0.5))
-    return measure_tokens(tokens, torch.tensor(ages), {"per_token_logps": logps, **guarded}, mask, bounds, None, cap)
+    return measure_tokens(tokens, torch.tensor(ages), {"per_token_logps": logps, **guarded}, mask, bounds)
 
 
 def closed(measurements, gather=lambda tensor: tensor, searches=(BOUNDS,)):
@@ -50,10 +50,6 @@ def test_entropy_covariance_by_hand():
     sized = measured([[0.5, 4.0]], [0], advantages=[-2.0], gradient_size=torch.tensor([[1.0, 3.0]]))
     expected = (math.log(4.0) - math.log(0.5)) / 2 * (-3.0 - -1.0) / 2
     assert closed([sized])["bapo/entropy_covariance"] == pytest.approx(expected, rel=1e-5)
-    # A cap on the gradient of negative tokens: of 3 it leaves 2
-    capped = measured([[0.5, 4.0]], [0], advantages=[-2.0], gradient_size=torch.tensor([[1.0, 3.0]]), cap=2.0)
-    expected = (math.log(4.0) - math.log(0.5)) / 2 * (-2.0 - -1.0) / 2
-    assert closed([capped])["bapo/entropy_covariance"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_micro_batches_and_ranks_merge_to_the_whole():

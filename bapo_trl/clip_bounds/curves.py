@@ -67,7 +67,6 @@ def contributions(
     grid: BoundGrid,
     measure: str = "gradient",
     delta: float | None = None,
-    negative_ratio_cap: float | None = None,
 ) -> Contributions:
     """
     Sum what every token contributes to the policy loss, for all candidate bounds in one pass over the tokens.
@@ -97,8 +96,6 @@ def contributions(
         delta (`float`, *optional*):
             Cap on the unclipped ratio (TRL's two-sided clipping), at least the highest upper bound. Tokens above it
             pass no gradient; their value is that of the cap.
-        negative_ratio_cap (`float`, *optional*):
-            Ratio, at least 1, above which a negative token contributes as much as one at that ratio.
 
     Returns:
         [`Contributions`]: `.positive` of shape `(K_high,)` and `.negative` of shape `(K_low,)`, float64 where the
@@ -166,8 +163,6 @@ def contributions(
         )
         token_mass = block_advantages.abs().to(dtype) * flat_weights[block]
         counted_ratio = block_ratio if delta is None else block_ratio.clamp(max=delta)
-        if negative_ratio_cap is not None:
-            counted_ratio = torch.where(is_positive, counted_ratio, counted_ratio.clamp(max=negative_ratio_cap))
         token_value = token_mass * counted_ratio
         counts = token_mass > 0
         if delta is not None and measure == "gradient":

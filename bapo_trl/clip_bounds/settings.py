@@ -36,7 +36,7 @@ def check_search(config: Any) -> None:
         if getattr(config, name) not in choices:
             raise InputError(f"`{name}` is {getattr(config, name)!r}: choose one of {', '.join(map(repr, choices))}.")
     _check_unclipped_loss(config)
-    _check_handles(config)
+    _check_weight(config)
     BoundGrid(**{part: getattr(config, f"ratio_{part}") for part in BOUND_PARTS})  # checks the bounds
     if config.has_clip_bounds and config.delta is not None and not config.delta >= config.ratio_upper_max:
         raise InputError(
@@ -97,23 +97,8 @@ def _check_unclipped_loss(config: Any) -> None:
             )
 
 
-def _check_handles(config: Any) -> None:
+def _check_weight(config: Any) -> None:
     if not 0 < config.negative_weight_min <= 1:
         raise InputError(
             f"`negative_weight_min` is {config.negative_weight_min}: set it to a weight in (0, 1], 1 for none."
-        )
-    cap = config.negative_ratio_cap
-    if cap is None:
-        return
-    if not (cap >= 1 and math.isfinite(cap)):
-        raise InputError(f"`negative_ratio_cap` is {cap}: set it to a ratio of at least 1, e.g. 3.0, or to None.")
-    if config.delta is not None:
-        raise InputError(
-            f"`negative_ratio_cap` is {cap}, but `delta` ({config.delta}) takes the gradient of tokens above it away: "
-            "set one of the two."
-        )
-    if config.loss_type in ("sapo", "vespo"):
-        raise InputError(
-            f"`negative_ratio_cap` is {cap}, but `loss_type` {config.loss_type!r} bounds the gradient of large ratios "
-            "itself: leave it out."
         )

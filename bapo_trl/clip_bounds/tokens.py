@@ -53,24 +53,13 @@ class PolicyTokens:
         passes = torch.where(advantages > 0, self.ratio <= high, self.ratio >= low)
         return counts & passes if delta is None else counts & passes & (self.ratio <= delta)
 
-    def balanced_advantages(
-        self, negative_weight: torch.Tensor | float, negative_ratio_cap: float | None = None
-    ) -> torch.Tensor:
+    def balanced_advantages(self, negative_weight: torch.Tensor | float) -> torch.Tensor:
         """
-        Return the advantages with those of negative tokens scaled, which scales their gradients and nothing else.
+        Return the advantages, those of negative tokens with a weight in (0, 1]; the shape is that of `advantages`.
 
-        All negative tokens have this weight, in (0, 1]. One with a ratio above the cap keeps a gradient of the cap's
-        size, instead of one of its ratio. The shape is that of `advantages`; with a cap, `(B, T)` or `(B, 1)`.
+        It scales the gradients of negative tokens and nothing else.
         """
-        advantages = torch.where(self.advantages < 0, self.advantages * negative_weight, self.advantages)
-        if negative_ratio_cap is None:
-            return advantages
-        if advantages.dim() == 1:
-            advantages = advantages.unsqueeze(1)
-        size = self.ratio if self.gradient_size is None else self.gradient_size
-        return torch.where(
-            (advantages < 0) & (size > negative_ratio_cap), advantages * negative_ratio_cap / size, advantages
-        )
+        return torch.where(self.advantages < 0, self.advantages * negative_weight, self.advantages)
 
 
 def policy_tokens(

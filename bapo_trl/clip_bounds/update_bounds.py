@@ -113,9 +113,8 @@ class UpdateBounds:
             if is_last or self._settings.search_scope == "micro_batch":
                 curves = self._take_curves()
                 self._use(share_under(self.current, curves, self._grid) if self._forecasts else self._search(curves))
-        cap, delta = self._settings.negative_ratio_cap, self._settings.delta
-        if self._settings.negative_weight_min < 1 or cap is not None:
-            inputs["advantages"] = tokens.balanced_advantages(self.current.negative_weight, cap)
+        if self._settings.negative_weight_min < 1:
+            inputs["advantages"] = tokens.balanced_advantages(self.current.negative_weight)
 
         guarded = {name: inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps")}
         guarded["per_token_logps"] = per_token_logps
@@ -123,7 +122,7 @@ class UpdateBounds:
         _, on_device = self._versions_on_device.get(id(versions), (versions, versions))
         staleness = version - on_device
         mask = inputs["completion_mask"]
-        self._log.add(measure_tokens(tokens, staleness, guarded, mask, self.current, delta, cap))
+        self._log.add(measure_tokens(tokens, staleness, guarded, mask, self.current, self._settings.delta))
         return self.current
 
     def close(self, update: int) -> dict[str, float]:
@@ -153,7 +152,7 @@ class UpdateBounds:
 
     def _add(self, tokens: PolicyTokens) -> None:
         """Add the tokens of a micro-batch to those of the next search."""
-        settings, cap = self._settings, self._settings.negative_ratio_cap
+        settings = self._settings
         if tokens.gradient_size is None:
             curves = contributions(
                 tokens.ratio,
@@ -162,10 +161,9 @@ class UpdateBounds:
                 self._grid,
                 measure=settings.contribution_measure,
                 delta=settings.delta,
-                negative_ratio_cap=cap,
             )
         else:
-            curves = size_contributions(tokens.gradient_size, tokens.balanced_advantages(1.0, cap), tokens.weights)
+            curves = size_contributions(tokens.gradient_size, tokens.advantages, tokens.weights)
         self._curves = curves if self._curves is None else self._curves + curves
 
     def _take_curves(self) -> Contributions:

@@ -37,7 +37,6 @@ def measure_tokens(
     completion_mask: torch.Tensor,
     bounds: ClipBounds,
     delta: float | None = None,
-    negative_ratio_cap: float | None = None,
 ) -> Tally:
     """
     Sum up one micro-batch.
@@ -45,8 +44,7 @@ def measure_tokens(
     Staleness is that of each row, `(B,)`, or of each token, `(B, T)`, in policy versions. Rows without a token of the
     loss, and tokens that are none, do not count. `guarded` are log-probabilities `(B, T)` by name, `None` where the
     batch has none; their NaNs and infinities are counted on the completion tokens, `(B, T)`. Those that a tool wrote
-    are among them: the loss multiplies them by 0, which does not stop a NaN. `delta` is TRL's two-sided clip; the cap
-    is the largest size of the gradient of a negative token, and counts under a loss without clip bounds.
+    are among them: the loss multiplies them by 0, which does not stop a NaN. `delta` is TRL's two-sided clip.
     """
     device = tokens.ratio.device
     dtype = sum_dtype(device)
@@ -68,11 +66,9 @@ def measure_tokens(
     nonfinite["importance_ratio"] = (~tokens.ratio.isfinite() & valid).sum()
 
     passes = tokens.passes(bounds.low, bounds.high, delta)
-    if tokens.gradient_size is None:
-        weighed = tokens.balanced_advantages(bounds.negative_weight).reshape(advantages.shape)
-    else:
-        capped = tokens.balanced_advantages(bounds.negative_weight, negative_ratio_cap)
-        weighed = capped.reshape(len(advantages), -1) * tokens.gradient_size
+    weighed = tokens.balanced_advantages(bounds.negative_weight).reshape(advantages.shape)
+    if tokens.gradient_size is not None:
+        weighed = weighed * tokens.gradient_size
     passing_logps = torch.where(passes, guarded["per_token_logps"], 0.0).to(dtype)
     passing_advantages = torch.where(passes, weighed, 0.0).to(dtype)
     return Tally(

@@ -128,7 +128,7 @@ def check_sizes(config: Any) -> None:
 
 def check_ratios(config: Any) -> None:
     """Refuse bounds of ratios that float32, their type, does not hold: torch raises without a name."""
-    for name in ("delta", "negative_ratio_cap", "epsilon", "epsilon_high"):
+    for name in ("delta", "epsilon", "epsilon_high"):
         value = getattr(config, name)
         if value is None:
             continue

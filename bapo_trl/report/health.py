@@ -207,10 +207,7 @@ CHECKS = (
         "ratio/ess",
         f"`ratio/ess` below {ESS_MIN:g} {_IN_A_LOG}",
         "A few tokens with large ratios carry the update; it is as noisy as one of a much smaller batch.",
-        (
-            Remedy("Fresher samples, or a lower `learning_rate`."),
-            Remedy("`negative_ratio_cap` bounds what large ratios of negative-advantage tokens do.", "can_cap"),
-        ),
+        (Remedy("Fresher samples, or a lower `learning_rate`."),),
         lambda points: _beyond(points, ESS_MIN - points.values, f"below {ESS_MIN:g}", "lowest"),
     ),
     Check(

@@ -11,7 +11,6 @@ from .logs import Logs, is_finite
 
 
 _LOSSES_WITHOUT_BOUNDS = ("cispo", "sapo", "vespo")
-_LOSSES_THAT_BOUND_RATIOS = ("sapo", "vespo")
 _OURS = (
     *(f"ratio_{s}_{part}" for s in ("lower", "upper") for part in ("start", "max", "step")),
     "negative_weight_min",
@@ -31,7 +30,6 @@ class Method:
     searches_upper: bool = True
     searches_weight: bool = True  # of negative tokens, for each update
     can_weigh: bool = True  # `negative_weight_min` could be set, and is not
-    can_cap: bool = True  # so `negative_ratio_cap`
     can_refill: bool = True  # so `replay_zero_advantage`
     has_queue: bool = True
     limits: tuple[tuple[str, float], ...] = ()  # of the bounds that are searched, by their metrics
@@ -75,7 +73,7 @@ def method_by_settings(settings: Mapping) -> Method:
     ours = [settings.get(name) for name in _OURS]
     if ours.count(None) == len(ours):
         name = loss.upper() if not has_bounds else "GSPO" if is_of_sequences else "GRPO"
-        return Method(name, False, False, False, False, False, False, False)
+        return Method(name, False, False, False, False, False, False)
     if not all(map(is_finite, ours)):  # changed by hand
         return Method()
     smallest_weight = settings["negative_weight_min"]
@@ -88,14 +86,12 @@ def method_by_settings(settings: Mapping) -> Method:
         name += f", constant weight {smallest_weight:g}" if is_constant else f", weight from {smallest_weight:g}"
     if not has_queue and _is_on_policy(settings):
         searched = {}  # without an effect
-    is_capped = settings.get("negative_ratio_cap") is not None or settings.get("delta") is not None
     return Method(
         name,
         "lower" in searched,
         "upper" in searched,
         smallest_weight < 1 and not is_constant,
         can_weigh=smallest_weight == 1,
-        can_cap=loss not in _LOSSES_THAT_BOUND_RATIOS and not is_capped,
         can_refill=not settings.get("replay_zero_advantage"),
         has_queue=has_queue,
         limits=tuple((f"bapo/clip_{'low' if side == 'lower' else 'high'}", end) for side, end in searched.items()),

@@ -14,7 +14,7 @@ from .runs import Group
 MAIN_SETTINGS = (
     "model", "model_name_or_path", "dataset_name", "reward_funcs", "loss_type", "learning_rate", "beta",
     "importance_sampling_level", "positive_contribution_target", "ratio_lower_start", "ratio_lower_max",
-    "ratio_upper_start", "ratio_upper_max", "search_scope", "negative_weight_min", "negative_ratio_cap",
+    "ratio_upper_start", "ratio_upper_max", "search_scope", "negative_weight_min",
     "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
     "num_iterations", "max_completion_length", "temperature", "replay_fraction", "replay_zero_advantage",
     "partial_rollout_oversampling", "use_vllm", "max_steps", "logging_steps",

@@ -55,8 +55,6 @@ def _balance_rows(args: BAPOConfig) -> list[tuple[str, str]]:
     if args.negative_weight_min < 1:
         is_constant = args.has_constant_weight
         rows.append(("weight of negatives", f"{args.negative_weight_min:g}{'' if is_constant else ' .. 1'}"))
-    if args.negative_ratio_cap is not None:
-        rows.append(("ratio of negatives", f"counts as {args.negative_ratio_cap:g} above that"))
     return rows
 
 

@@ -51,7 +51,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 MADE_OF = (
     *(f"ratio_{side}_{part}" for side in ("lower", "upper") for part in ("start", "max", "step")),
     "positive_contribution_target", "contribution_measure", "search_order", "negative_weight_min",
-    "negative_ratio_cap", "delta", "importance_sampling_level", "epsilon_high",
+    "delta", "importance_sampling_level", "epsilon_high",
 )  # fmt: skip
 """Settings that make a method, besides the loss."""
 

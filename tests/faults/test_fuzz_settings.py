@@ -62,7 +62,6 @@ OF_BAPO = {
     "search_order": st.sampled_from(SEARCH_ORDERS),
     "search_scope": st.sampled_from(SCOPES),
     "negative_weight_min": floats(0.01, 1.0),
-    "negative_ratio_cap": st.none() | floats(1.0, 10.0),
     "replay_fraction": floats(0.0, 1.0),
     "replay_zero_advantage": st.booleans(),
     "replay_capacity": st.integers(1, 100),

@@ -15,12 +15,10 @@ class OracleBounds:
     negative_weight: float
 
 
-def token_contributions(tokens, low: float, high: float, measure: str, cap: float = math.inf) -> tuple[float, float]:
-    """P and N of a list of (ratio, advantage, weight), one token after the other; negative ratios are cut at `cap`."""
+def token_contributions(tokens, low: float, high: float, measure: str) -> tuple[float, float]:
+    """P and N of a list of (ratio, advantage, weight), one token after the other."""
     positive, negative = [], []
     for ratio, advantage, weight in tokens:
-        if advantage < 0:
-            ratio = min(ratio, cap)
         if measure == "gradient":
             if advantage > 0 and ratio <= high:
                 positive.append(weight * ratio * advantage)
@@ -34,9 +32,7 @@ def token_contributions(tokens, low: float, high: float, measure: str, cap: floa
     return math.fsum(positive), math.fsum(negative)
 
 
-def search(
-    tokens, grid, target: float, measure: str, order: str, weight_min: float = 1.0, cap: float = math.inf
-) -> OracleBounds:
+def search(tokens, grid, target: float, measure: str, order: str, weight_min: float = 1.0) -> OracleBounds:
     """
     Algorithm 1 as it is printed: move one bound by one step until the share is reached or nothing can move. Then weigh
     negative tokens down, by bisection.
@@ -45,7 +41,7 @@ def search(
     i, j, steps, weight = 0, 0, 0, 1.0
 
     def share() -> float:
-        positive, negative = token_contributions(tokens, lowers[j], uppers[i], measure, cap)
+        positive, negative = token_contributions(tokens, lowers[j], uppers[i], measure)
         negative *= weight
         return positive / (positive + negative) if positive + negative > 0 else math.nan
 
@@ -62,7 +58,7 @@ def search(
             steps += 1
             rho = share()
     met = rho >= target
-    if rho < target and token_contributions(tokens, lowers[j], uppers[i], measure, cap)[1] > 0:
+    if rho < target and token_contributions(tokens, lowers[j], uppers[i], measure)[1] > 0:
         weight = weight_min
         met = share() >= target
         if met:  # the share falls with the weight

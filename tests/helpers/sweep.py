@@ -115,7 +115,7 @@ SAMPLES = {
 SETTINGS = {
     "samples": list(SAMPLES), "trains_twice": [False, True],
     "loss_type": ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"],
-    "negative_weight_min": [1.0, 0.05], "negative_ratio_cap": [None, 1.0], "random": list(MODELS),
+    "negative_weight_min": [1.0, 0.05], "random": list(MODELS),
     "micro_batches": list(MICRO_BATCHES), "processes": [1, 2], "importance_sampling_level": ["token", "sequence"],
     "gradient_checkpointing": [True, False], "mask_truncated_completions": [False, True],
     "top_entropy_quantile": [1.0, 0.5], "off_policy_mask_threshold": [None, 0.1], "replay_fraction": [0.0, 0.5],
@@ -187,8 +187,6 @@ def trained(folder: Path, case: dict) -> tuple[AgainstAutograd, StateOfEachUpdat
     own = ("random", "micro_batches", "processes", "samples", "trains_twice")
     args = {name: value for name, value in case.items() if name not in own}
     args |= MICRO_BATCHES[case["micro_batches"]]
-    if args["loss_type"] in ("sapo", "vespo"):
-        args["negative_ratio_cap"] = None  # refused
     if args["loss_type"] == "cispo":
         args["epsilon_high"] = 1.1
     callback = StateOfEachUpdate()

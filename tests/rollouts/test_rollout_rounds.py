@@ -299,7 +299,7 @@ def test_evaluation_in_between_samples_beyond_the_chunk_and_does_not_touch_the_p
         {"loss_type": "dapo", "mask_truncated_completions": True, "search_scope": "batch"},
         {"gradient_accumulation_steps": 6},  # TRL alone would see an on-policy run
         {"loss_type": "vespo", "negative_weight_min": 0.05},
-        {"loss_type": "cispo", "epsilon_high": 5.0, "negative_ratio_cap": 3.0},
+        {"loss_type": "cispo", "epsilon_high": 5.0},
         {"beta": 0.1, "uses_lora": True, "gradient_accumulation_steps": 6},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),

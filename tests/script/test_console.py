@@ -100,16 +100,15 @@ def test_the_page_and_the_recipe_are_of_the_advice():
     assert {name: recipe[name] for name in ADVICE} == ADVICE
 
 
-def test_settings_table_of_the_handles_on_negative_tokens():
-    handles = {"negative_weight_min": 0.05, "positive_contribution_target": 0.7}
-    text = table(**handles, negative_ratio_cap=3.0, search_scope="batch")
+def test_settings_table_of_a_weight_that_is_searched():
+    weight = {"negative_weight_min": 0.05, "positive_contribution_target": 0.7}
+    text = table(**weight, search_scope="batch")
     assert "bound search               upper_first, over each batch" in text
     assert "weight of negatives        0.05 .. 1" in text
-    assert "ratio of negatives         counts as 3 above that" in text
     plain = table(loss_type="vespo")
     assert "clip bounds             none (loss_type vespo)" in plain
     assert "target share" not in plain
-    weighed = table(loss_type="vespo", **handles)
+    weighed = table(loss_type="vespo", **weight)
     assert "target share of positives  0.7 (gradient)" in weighed
     assert "search of the weight       carried over from the update before" in weighed
 
