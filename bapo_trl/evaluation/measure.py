@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -163,7 +164,10 @@ def model_identity(parts: Iterable[tuple[str, str | None]]) -> str:
     """
     digest = xxh3_128()
     for name, revision in parts:
-        for file in sorted(path for path in _folder(name, revision).iterdir() if _MODEL_FILE.fullmatch(path.name)):
+        files = sorted(path for path in _folder(name, revision).iterdir() if _MODEL_FILE.fullmatch(path.name))
+        if not any(file.suffix in (".safetensors", ".bin") for file in files):  # a sharded save may write none
+            digest.update(uuid4().bytes)  # so that completions of another model are never taken for this one's
+        for file in files:
             digest.update(f"{file.name} {file.stat().st_size} ".encode())
             with file.open("rb") as content:
                 while chunk := content.read(1 << 24):

@@ -23,7 +23,7 @@ from trl.trainer import grpo_trainer
 from bapo_trl import bapo_trainer
 from bapo_trl.checkpoints.run_lock import RunLock
 from bapo_trl.errors import InputError
-from bapo_trl.evaluation.measure import _identity, evaluate
+from bapo_trl.evaluation.measure import _identity, evaluate, model_identity
 from bapo_trl.evaluation.sampling import EvaluatedTrainer
 from bapo_trl.script import commands, training
 from tests.helpers.commands import ROOT, succeeded
@@ -402,3 +402,10 @@ def test_a_vllm_server_samples_if_it_samples_the_training(folder, monkeypatch):
     for name, weight in server.trained.state_dict().items():
         torch.testing.assert_close(server.served.state_dict()[name], weight, rtol=0, atol=0)
     assert len(completions()) == len(completions("out/eval_completions_before.jsonl")) == 24
+
+
+def test_a_model_saved_without_a_weight_file_is_like_no_other(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert model_identity([(str(tmp_path), None)]) != model_identity([(str(tmp_path), None)])
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    assert model_identity([(str(tmp_path), None)]) == model_identity([(str(tmp_path), None)])
