@@ -156,6 +156,8 @@ def model_identity(parts: Iterable[tuple[str, str | None]]) -> str:
     """
     Return what tells a model from any other, wherever it is: a digest of the files that it is loaded from.
 
+    Without a weight file among them it is another one at each call: nothing tells such models apart.
+
     Args:
         parts (iterable of pairs): Name and revision of the model; for an adapter, those of its base as well.
 
@@ -166,7 +168,7 @@ def model_identity(parts: Iterable[tuple[str, str | None]]) -> str:
     for name, revision in parts:
         files = sorted(path for path in _folder(name, revision).iterdir() if _MODEL_FILE.fullmatch(path.name))
         if not any(file.suffix in (".safetensors", ".bin") for file in files):  # a sharded save may write none
-            digest.update(uuid4().bytes)  # so that completions of another model are never taken for this one's
+            digest.update(uuid4().bytes)
         for file in files:
             digest.update(f"{file.name} {file.stat().st_size} ".encode())
             with file.open("rb") as content:
