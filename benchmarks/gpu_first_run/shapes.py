@@ -39,6 +39,7 @@ class Load:
     rows: int
     completion_tokens: int
     rounds: int
+    stage: int = 0  # when it comes: the small ones of all parts first
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,10 @@ SIZES = {
         trained=QWEN_05B,
         completion_tokens=32,
         loads=(
-            Load("0.5B, all weights, 2k", QWEN_05B, False, 4, 2048, 8),
-            Load("7B, LoRA, 2k", QWEN_7B, True, 4, 2048, 5),
-            Load("0.5B, all weights, 8k", QWEN_05B, False, 1, 8192, 8),
-            Load("7B, LoRA, 8k", QWEN_7B, True, 1, 8192, 4),
+            Load("0.5B, all weights, 2k", QWEN_05B, False, 4, 2048, 5),
+            Load("7B, LoRA, 2k, one row", QWEN_7B, True, 1, 2048, 3, stage=1),
+            Load("0.5B, all weights, 8k", QWEN_05B, False, 1, 8192, 5, stage=2),
+            Load("7B, LoRA, 8k", QWEN_7B, True, 1, 8192, 3, stage=2),
         ),
         search_rows=512,
         median_tokens=32,
