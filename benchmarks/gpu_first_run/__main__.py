@@ -60,6 +60,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART",
                         help=f"of {', '.join(PARTS)}; all by default")  # fmt: skip
     parser.add_argument("--minutes", type=float, default=MINUTES, help="limit on the whole; default: %(default)s")
+    parser.add_argument("--jobs", type=int, default=1, help="cases of `sharded`, `learns` and `chat` side by side")
+    parser.add_argument("--chat_model", type=Path, metavar="FOLDER", help="SmolLM2-135M-Instruct, for the part `chat`")
+    parser.add_argument("--deepspeed", type=Path, metavar="FOLDER", help="where DeepSpeed is, for the part `sharded`")
     return parser
 
 
@@ -74,7 +77,7 @@ def main() -> None:
     if args.output is None:
         parser.error("give --output, or --table")
 
-    setup = Setup(args.device, args.sizes, SEED)
+    setup = Setup(args.device, args.sizes, SEED, args.chat_model, args.deepspeed)
     content = read_earlier(args, parser)
     content["date"], content["machine"] = date.today().isoformat(), describe_machine(args.device)
     content["command"] = "python -m benchmarks.gpu_first_run " + " ".join(
@@ -89,7 +92,7 @@ def main() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no process is left on the device
     try:
-        run_plan(plan, setup, args.output, deadline)
+        run_plan(plan, setup, args.output, deadline, args.jobs)
     finally:
         content = with_statuses(json.loads(args.output.read_text()), args.parts, setup)
         write(content, args.output)

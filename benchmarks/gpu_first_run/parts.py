@@ -1,5 +1,6 @@
 """The parts of the first run on a GPU: the cases of each, as functions that return a row of figures."""
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,7 +9,9 @@ from bapo_trl.clip_bounds import MEASURES
 from bapo_trl.tasks import character_tokenizer
 from benchmarks import partial_rollouts, search_cost
 from benchmarks.gpu_first_run.runs import runs
+from benchmarks.gpu_first_run.sampled import chat, colocate, learns
 from benchmarks.gpu_first_run.shapes import end_by_hazards
+from benchmarks.gpu_first_run.sharded import sharded
 from benchmarks.gpu_first_run.trainers import Case, Progress, Setup, free, trained_model
 from benchmarks.gpu_first_run.updates import cost, memory, reads
 
@@ -20,10 +23,19 @@ class Part:
     cases: Callable[[Setup], dict[str, Case]]
     lacks: Callable[[Setup], str | None] = lambda setup: None
     own_process: bool = False  # of each case; else cases share one
+    overlaps: bool = False  # whether its cases may run beside each other
 
 
 def _needs_gpu(setup: Setup) -> str | None:
     return None if setup.on_gpu else f"needs a GPU, not {setup.device}"
+
+
+def _needs_vllm(setup: Setup) -> str | None:
+    return None if importlib.util.find_spec("vllm") is not None else "vllm is not installed"
+
+
+def _needs_chat_model(setup: Setup) -> str | None:
+    return "needs `--chat_model FOLDER`" if setup.chat_model is None else _needs_vllm(setup)
 
 
 def search(setup: Setup) -> dict[str, Case]:
@@ -85,4 +97,8 @@ PARTS = {
     "reads": Part(reads, _needs_gpu),
     "runs": Part(runs),
     "rollouts": Part(rollouts),
+    "sharded": Part(sharded, own_process=True, overlaps=True),
+    "colocate": Part(colocate, _needs_vllm, own_process=True),
+    "learns": Part(learns, _needs_vllm, own_process=True, overlaps=True),
+    "chat": Part(chat, _needs_chat_model, own_process=True, overlaps=True),
 }

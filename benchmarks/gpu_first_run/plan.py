@@ -6,9 +6,10 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest.mock import patch
 
@@ -26,11 +27,6 @@ class Planned:
     stage: int
     environment: Mapping[str, str]
 
-    @property
-    def process(self) -> str | None:
-        """What runs it: a process of its own, by a name, or the one that cases share."""
-        return f"{self.part}: {self.name}" if PARTS[self.part].own_process else None
-
 
 def make_plan(parts: Sequence[str], setup: Setup) -> list[Planned]:
     """Return the cases of all parts that can run here: the first stage of each part, then the second, and so on."""
@@ -43,46 +39,56 @@ def make_plan(parts: Sequence[str], setup: Setup) -> list[Planned]:
     return sorted(cases, key=lambda case: case.stage)
 
 
-def run_plan(plan: Sequence[Planned], setup: Setup, path: Path, deadline: float) -> None:
+def run_plan(plan: Sequence[Planned], setup: Setup, path: Path, deadline: float, jobs: int) -> None:
     """Run the cases that the file lacks, until all are there or the next would end after the deadline."""
-    while batch := _next_batch(plan, path, deadline):
-        before = _cases(path, batch[0].part)
-        exit_code = _run_batch(batch, setup, path, deadline)
-        for case in batch:
-            row = _cases(path, case.part).get(case.name)
-            if row == {"error": UNFINISHED}:
-                why = "cut at the time limit" if exit_code is None else f"the process ended, exit code {exit_code}"
-                write_row(path, case.part, case.name, {"error": why})
-        if exit_code not in (0, None) and _cases(path, batch[0].part) == before:
-            write_row(path, batch[0].part, batch[0].name, {"error": f"no process for it, exit code {exit_code}"})
+    while batches := _next_batches(plan, path, deadline, jobs):
+        exit_codes = _run(batches, setup, path, deadline)
+        for batch, exit_code in zip(batches, exit_codes, strict=True):
+            why = "cut at the time limit" if exit_code is None else f"the process ended, exit code {exit_code}"
+            rows = {case: _cases(path, case.part).get(case.name) for case in batch}
+            has_begun = any(row is not None for row in rows.values())
+            for case, row in rows.items():
+                if row == {"error": UNFINISHED} or (not has_begun and exit_code not in (0, None)):
+                    write_row(path, case.part, case.name, {"error": why})
 
 
 def _cases(path: Path, part: str) -> dict[str, dict]:
     return json.loads(path.read_text())["parts"][part]["cases"]
 
 
-def _next_batch(plan: Sequence[Planned], path: Path, deadline: float) -> list[Planned]:
-    """Return the next case that fits into the time left, with those after it that share its process."""
+def _next_batches(plan: Sequence[Planned], path: Path, deadline: float, jobs: int) -> list[list[Planned]]:
+    """Return the cases that come next and fit into the time left: a list for each of the processes, side by side."""
     left = [
         case
         for case in plan
         if case.name not in _cases(path, case.part)
         and time.monotonic() + time_of_alike(_cases(path, case.part)) < deadline
     ]
-    return [] if not left else list(takewhile(lambda case: case.process == left[0].process, left))
+    if not left:
+        return []
+    if not PARTS[left[0].part].own_process:
+        return [list(takewhile(lambda case: not PARTS[case.part].own_process, left))]
+    beside = list(takewhile(lambda case: PARTS[case.part].overlaps, left))[:jobs]
+    return [[case] for case in beside or left[:1]]
 
 
-def _run_batch(batch: Sequence[Planned], setup: Setup, path: Path, deadline: float) -> int | None:
-    """Run cases in a process, and return its exit code; `None` if it was cut at the deadline."""
-    # A forked child has everything imported; but CUDA, should an import have woken it, goes to no forked child
-    processes = multiprocessing.get_context("spawn" if setup.on_gpu or batch[0].process else "fork")
-    names = [(case.part, case.name) for case in batch]
-    child = processes.Process(target=_in_own_group, args=(names, setup, path, deadline))
-    with patch.dict(os.environ, batch[0].environment):
-        child.start()
-    with _killed_at_the_end(child):
-        child.join(max(0.0, deadline - time.monotonic()))
-        return child.exitcode
+def _run(batches: Sequence[Sequence[Planned]], setup: Setup, path: Path, deadline: float) -> list[int | None]:
+    """Run a process for each batch, and return the exit codes; `None` of one that was cut at the deadline."""
+    children = []
+    with ExitStack() as stack:
+        for batch in batches:
+            # A forked child has everything imported; but CUDA, should an import have woken it, goes to no forked child
+            is_spawned = setup.on_gpu or PARTS[batch[0].part].own_process
+            names = [(case.part, case.name) for case in batch]
+            child = multiprocessing.get_context("spawn" if is_spawned else "fork").Process(
+                target=_in_own_group, args=(names, setup, path, deadline)
+            )
+            with patch.dict(os.environ, batch[0].environment):
+                child.start()
+            children.append(stack.enter_context(_killed_at_the_end(child)))
+        for child in children:
+            child.join(max(0.0, deadline - time.monotonic()))
+        return [child.exitcode for child in children]
 
 
 def _in_own_group(*arguments) -> None:
@@ -91,9 +97,9 @@ def _in_own_group(*arguments) -> None:
 
 
 @contextmanager
-def _killed_at_the_end(child) -> Iterator[None]:
+def _killed_at_the_end(child: BaseProcess) -> Iterator[BaseProcess]:
     try:
-        yield
+        yield child
     finally:
         try:
             os.killpg(child.pid, signal.SIGKILL)

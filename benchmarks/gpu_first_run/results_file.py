@@ -1,5 +1,6 @@
 """The file of a run, written after each case, so that a call that is cut leaves a complete one."""
 
+import fcntl
 import json
 import os
 import time
@@ -23,10 +24,15 @@ def write(content: dict, path: Path) -> None:
 
 
 def write_row(path: Path, part: str, case: str, row: dict) -> None:
-    """Write the row of a case in place of what the file has of it."""
-    content = json.loads(path.read_text())
-    content["parts"][part]["cases"][case] = row
-    write(content, path)
+    """Write the row of a case in place of what the file has of it, one process at a time."""
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        content = json.loads(path.read_text())
+        content["parts"][part]["cases"][case] = row
+        write(content, path)
+    finally:
+        os.close(folder)
 
 
 def time_of_alike(cases: dict[str, dict]) -> float:

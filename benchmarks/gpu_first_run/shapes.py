@@ -54,6 +54,11 @@ class Sizes:
     groups: int
     generations: int
     rounds: int
+    sampled_tokens: int
+    learned_updates: int
+    chat_updates: int
+    warm_start: dict[str, int]
+    sharded_flags: dict[str, int]
 
 
 SIZES = {
@@ -71,6 +76,11 @@ SIZES = {
         groups=8,
         generations=3,
         rounds=2,
+        sampled_tokens=128,
+        learned_updates=64,
+        chat_updates=24,
+        warm_start={},
+        sharded_flags={},
     ),
     "tiny": Sizes(
         trained=TINY,
@@ -81,6 +91,11 @@ SIZES = {
         groups=2,
         generations=1,
         rounds=1,
+        sampled_tokens=8,
+        learned_updates=8,
+        chat_updates=4,
+        warm_start={"num_steps": 4},
+        sharded_flags={"per_device_train_batch_size": 8},
     ),
 }
 

@@ -8,6 +8,7 @@ from benchmarks.common import table, verdict
 
 BYTES_A_TOKEN = 12
 DEVICE_TIME = 1.02
+SAME_REWARD = 0.1
 
 
 def render(content: dict) -> str:
@@ -33,6 +34,10 @@ TITLES = {
     "reads": "Calls of an update that wait for the device",
     "search": "The search against the step loop",
     "rollouts": "Partial rollouts against whole generations",
+    "sharded": "Sharded in one process, resumed",
+    "colocate": "vLLM in colocate mode, random weights",
+    "learns": "Learning of the embedded task by both samplers",
+    "chat": "Learning of a chat model by both samplers",
 }
 
 
@@ -132,6 +137,50 @@ def _rollouts(rows: dict[str, dict]) -> str:
     return table(["Partial rollouts", "Fewer decode steps", "Less wall time"], lines)
 
 
+def _sharded(rows: dict[str, dict]) -> str:
+    lines = []
+    for case, row in rows.items():
+        if "skipped" in row:
+            lines.append([case, f"skipped: {row['skipped']}", "", "", ""])
+            continue
+        seconds, saved = row["seconds_of_updates"], row["saved_after_updates"]
+        others = statistics.median(second for number, second in enumerate(seconds, 1) if number not in saved)
+        at_saves = max(seconds[number - 1] for number in saved[:-1])
+        after = max(seconds[number] for number in saved[:-1])
+        lines.append(
+            [case, f"{row['largest_difference']:.2g}", f"{others:.2f} s", f"{at_saves:.2f} s", f"{after:.2f} s"]
+        )
+    header = ["Training", "Largest difference of a weight, resumed", "An update", "with a save", "after a save"]
+    return table(header, lines)
+
+
+def _sampled(rows: dict[str, dict]) -> str:
+    lines = []
+    for case, row in rows.items():
+        generations = row["generations"]
+        differences = [one.get("sampling/sampling_logp_difference/mean") for one in generations]
+        lines.append(
+            [case, str(row["updates"]), ", ".join(f"{one['reward']:.2f}" for one in generations),
+             ", ".join("-" if one is None else f"{one:.3f}" for one in differences),
+             f"{row['tokens'] / row['generation_s']:,.0f}", f"{row['generation_s'] / row['seconds']:.0%}",
+             f"{row['start_s']:.0f} s"]
+        )  # fmt: skip
+    header = ["Training", "Updates", "Reward of each generation", "Sampler's log-probabilities from the trainer's",
+              "Tokens a second", "Time in generation", "Start"]  # fmt: skip
+    return table(header, lines)
+
+
+def _learns(rows: dict[str, dict]) -> str:
+    ends = {}
+    for case, row in rows.items():
+        rewards = [one["reward"] for one in row["generations"]]
+        ends[case] = statistics.fmean(rewards[-max(1, len(rewards) // 4) :])
+    difference = max(ends.values()) - min(ends.values())
+    said = ", ".join(f"{case} {end:.3f}" for case, end in ends.items())
+    agree = f"Mean reward of the last quarter: {said}. Within {SAME_REWARD}: {verdict(difference <= SAME_REWARD)}."
+    return f"{_sampled(rows)}\n\n{agree}"
+
+
 TABLES = {
     "runs": _runs,
     "cost": _cost,
@@ -139,4 +188,8 @@ TABLES = {
     "reads": _reads,
     "search": _search,
     "rollouts": _rollouts,
+    "sharded": _sharded,
+    "colocate": _sampled,
+    "learns": _learns,
+    "chat": _sampled,
 }
