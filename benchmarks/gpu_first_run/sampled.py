@@ -137,7 +137,7 @@ def _chat(setup: Setup, name: str, settings: dict, merge: str) -> dict:
         for key, value in recipe.items()
         if key not in SCRIPT_ONLY and not key.startswith(("lora_", "save_")) and "eval" not in key
     }
-    own |= {"logging_steps": 1, "max_steps": setup.sizes.chat_updates, "use_cpu": not setup.on_gpu}
+    own |= {"num_iterations": 1, "logging_steps": 1, "max_steps": setup.sizes.chat_updates, "use_cpu": not setup.on_gpu}
     own |= {"bf16": setup.on_gpu, "dataloader_pin_memory": setup.on_gpu}
     given = settings_for(setup, 32, 16, **{**own, **settings})
     task = load_chat_sums(setup.seed)
