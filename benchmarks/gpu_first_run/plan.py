@@ -46,9 +46,9 @@ def run_plan(plan: Sequence[Planned], setup: Setup, path: Path, deadline: float,
         exit_codes = _run(batches, setup, path, deadline)
         for batch, exit_code in zip(batches, exit_codes, strict=True):
             why = "cut at the time limit" if exit_code is None else f"the process ended, exit code {exit_code}"
-            rows = {case: _cases(path, case.part).get(case.name) for case in batch}
-            has_begun = any(row is not None for row in rows.values())
-            for case, row in rows.items():
+            rows = [_cases(path, case.part).get(case.name) for case in batch]
+            has_begun = any(row is not None for row in rows)
+            for case, row in zip(batch, rows, strict=True):
                 if row == {"error": UNFINISHED} or (not has_begun and exit_code not in (0, None)):
                     write_row(path, case.part, case.name, {"error": why})
 
