@@ -23,6 +23,7 @@ from benchmarks.gpu_first_run.shapes import lora, make_model
 from benchmarks.gpu_first_run.trainers import Case, Progress, Setup, make_trainer, settings_for, sums_task
 
 
+COLOCATE_UPDATES = 12
 OLD_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 REPLAY = {"replay_capacity": 256, "replay_fraction": 0.5, "replay_max_staleness": 16}
 PARTIAL = {"partial_rollout_oversampling": 1.5}
@@ -64,7 +65,7 @@ def _colocate(setup: Setup, name: str, settings: dict, uses_lora: bool) -> dict:
     tokens, tokenizer = setup.sizes.sampled_tokens, character_tokenizer()
     # The tokenizer's own vocabulary: vLLM turns each token into text
     shape = replace(setup.sizes.trained, vocabulary=len(tokenizer))
-    given = settings_for(setup, 16, tokens, max_steps=12, num_generations=8, **over_vllm(0.3), **settings)
+    given = settings_for(setup, 16, tokens, max_steps=COLOCATE_UPDATES, num_generations=8, **over_vllm(0.3), **settings)
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(shape, setup.device, torch.bfloat16 if setup.on_gpu else torch.float32, setup.seed)
         model.save_pretrained(folder)
