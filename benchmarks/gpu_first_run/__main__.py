@@ -85,8 +85,9 @@ def main() -> None:
     )
     plan = make_plan(args.parts, setup)
     for name in args.parts:
-        content["parts"].setdefault(name, {"cases": {}})
-    write(with_statuses(content, args.parts, setup), args.output)
+        rows = content["parts"].setdefault(name, {"cases": {}})["cases"]
+        rows |= {case: {"skipped": it.lacks} for case, it in PARTS[name].cases(setup).items() if it.lacks}
+    write(with_statuses(content, setup), args.output)
 
     if setup.on_gpu:  # one, of those that are there
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
@@ -94,13 +95,13 @@ def main() -> None:
     try:
         run_plan(plan, setup, args.output, deadline, args.jobs)
     finally:
-        content = with_statuses(json.loads(args.output.read_text()), args.parts, setup)
+        content = with_statuses(json.loads(args.output.read_text()), setup)
         write(content, args.output)
     print(render(content))
 
 
 def read_earlier(args: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """Return what a call that was cut has left, without its failures, which are tried again."""
+    """Return what an earlier call has left, without what failed or was skipped, which is tried again."""
     asked = {"device": args.device, "sizes": args.sizes, "seed": SEED}
     if args.old is None:
         return {"asked": asked, "parts": {}}
@@ -108,17 +109,15 @@ def read_earlier(args: argparse.Namespace, parser: argparse.ArgumentParser) -> d
     if content["asked"] != asked:
         parser.error(f"{args.old} was made with {content['asked']}, not with {asked}")
     for part in content["parts"].values():
-        part["cases"] = {case: row for case, row in part["cases"].items() if "error" not in row}
+        part["cases"] = {case: row for case, row in part["cases"].items() if not {"error", "skipped"} & row.keys()}
     return content
 
 
-def with_statuses(content: dict[str, Any], parts: list[str], setup: Setup) -> dict[str, Any]:
-    """Say of each part whether it is done, which cases it lacks, or why it cannot run here."""
-    for name in parts:
-        part = content["parts"][name]
-        reason = PARTS[name].lacks(setup)
-        missing = [] if reason else [case for case in PARTS[name].cases(setup) if case not in part["cases"]]
-        status = f"skipped: {reason}" if reason else f"not reached: {', '.join(missing)}" if missing else "done"
+def with_statuses(content: dict[str, Any], setup: Setup) -> dict[str, Any]:
+    """Say of each part whether it is done, or which cases were not reached."""
+    for name, part in content["parts"].items():
+        missing = [case for case in PARTS[name].cases(setup) if case not in part["cases"]]
+        status = f"not reached: {', '.join(missing)}" if missing else "done"
         content["parts"][name] = {"status": status, "cases": part["cases"]}
     return content
 

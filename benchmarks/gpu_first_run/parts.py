@@ -1,6 +1,5 @@
 """The parts of the first run on a GPU: the cases of each, as functions that return a row of figures."""
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,24 +17,11 @@ from benchmarks.gpu_first_run.updates import cost, memory, reads
 
 @dataclass(frozen=True)
 class Part:
-    """Independent cases. `lacks` says why none of them can run here, or `None`."""
+    """Independent cases."""
 
     cases: Callable[[Setup], dict[str, Case]]
-    lacks: Callable[[Setup], str | None] = lambda setup: None
     own_process: bool = False  # of each case; else cases share one
     overlaps: bool = False  # whether its cases may run beside each other
-
-
-def _needs_gpu(setup: Setup) -> str | None:
-    return None if setup.on_gpu else f"needs a GPU, not {setup.device}"
-
-
-def _needs_vllm(setup: Setup) -> str | None:
-    return None if importlib.util.find_spec("vllm") is not None else "vllm is not installed"
-
-
-def _needs_chat_model(setup: Setup) -> str | None:
-    return "needs `--chat_model FOLDER`" if setup.chat_model is None else _needs_vllm(setup)
 
 
 def search(setup: Setup) -> dict[str, Case]:
@@ -93,12 +79,12 @@ def _time_rollouts(setup: Setup) -> dict:
 PARTS = {
     "search": Part(search),
     "cost": Part(cost),
-    "memory": Part(memory, _needs_gpu),
-    "reads": Part(reads, _needs_gpu),
+    "memory": Part(memory),
+    "reads": Part(reads),
     "runs": Part(runs),
     "rollouts": Part(rollouts),
     "sharded": Part(sharded, own_process=True, overlaps=True),
-    "colocate": Part(colocate, _needs_vllm, own_process=True),
-    "learns": Part(learns, _needs_vllm, own_process=True, overlaps=True),
-    "chat": Part(chat, _needs_chat_model, own_process=True, overlaps=True),
+    "colocate": Part(colocate, own_process=True),
+    "learns": Part(learns, own_process=True, overlaps=True),
+    "chat": Part(chat, own_process=True, overlaps=True),
 }

@@ -29,12 +29,12 @@ class Planned:
 
 
 def make_plan(parts: Sequence[str], setup: Setup) -> list[Planned]:
-    """Return the cases of all parts that can run here: the first stage of each part, then the second, and so on."""
+    """Return the cases that can run here: the first stage of each part, then the second, and so on."""
     cases = [
         Planned(part, name, case.stage, case.environment)
         for part in parts
-        if PARTS[part].lacks(setup) is None
         for name, case in PARTS[part].cases(setup).items()
+        if case.lacks is None
     ]
     return sorted(cases, key=lambda case: case.stage)
 

@@ -1,12 +1,11 @@
 """Training over vLLM in colocate mode, beside training over transformers' sampler: `colocate`, `learns` and `chat`."""
 
 import fcntl
+import importlib.util
 import math
 import os
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,10 +16,10 @@ import yaml
 from transformers import AutoTokenizer
 
 from bapo_trl import BAPOTrainer
-from bapo_trl.tasks import character_tokenizer, load_chat_sums, load_task, warm_start_path
+from bapo_trl.tasks import character_tokenizer, load_chat_sums, warm_start_path
 from benchmarks.common import ROOT
 from benchmarks.gpu_first_run.shapes import lora, make_model
-from benchmarks.gpu_first_run.trainers import Case, Progress, Setup, make_trainer, settings_for
+from benchmarks.gpu_first_run.trainers import Case, Progress, Setup, make_trainer, settings_for, sums_task
 
 
 OLD_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
@@ -49,7 +48,15 @@ def colocate(setup: Setup) -> dict[str, Case]:
         "LoRA": ({}, True),
         "all weights, replay, partial rollouts, sleep mode": ({**both, **sleep}, False),
     }
-    return {name: Case(partial(_colocate, setup, name, *given), stage=1) for name, given in settings.items()}
+    return {
+        name: Case(partial(_colocate, setup, name, *given), stage=1, lacks=_find_lack_of_vllm(setup))
+        for name, given in settings.items()
+    }
+
+
+def _find_lack_of_vllm(setup: Setup) -> str | None:
+    is_installed = importlib.util.find_spec("vllm") is not None
+    return setup.lacks_gpu or (None if is_installed else "vllm is not installed")
 
 
 def _colocate(setup: Setup, name: str, settings: dict, uses_lora: bool) -> dict:
@@ -73,13 +80,17 @@ def learns(setup: Setup) -> dict[str, Case]:
         "transformers, partial rollouts": parts,
         "vLLM, partial rollouts": {**over_vllm(0.15), **parts},
     }
-    return {name: Case(partial(_learn, setup, name, given), stage=1) for name, given in settings.items()}
+    return {
+        name: Case(
+            partial(_learn, setup, name, given), stage=1,
+            lacks=_find_lack_of_vllm(setup) if "use_vllm" in given else None,
+        )
+        for name, given in settings.items()
+    }  # fmt: skip
 
 
 def _learn(setup: Setup, name: str, settings: dict) -> dict:
-    task = load_task(setup.seed)
-    wide = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 2, "num_key_value_heads": 2}
-    task = replace(task, warm_start=replace(task.warm_start, model=wide, **setup.sizes.warm_start))
+    task = sums_task(setup)
     given = settings_for(
         setup, 64, task.max_new_tokens, gradient_accumulation_steps=2, steps_per_generation=8, num_iterations=1,
         num_generations=8, max_steps=setup.sizes.learned_updates, learning_rate=5e-4, gradient_checkpointing=False,
@@ -91,6 +102,7 @@ def _learn(setup: Setup, name: str, settings: dict) -> dict:
 
 def chat(setup: Setup) -> dict[str, Case]:
     both = {**REPLAY, **PARTIAL, "partial_rollout_chunk_length": 8}
+    lacks_model = None if setup.chat_model else "needs a model: `--chat_model FOLDER`"
     cases = {}
     for sampler, settings, environment in (
         ("vLLM", both, {}),
@@ -111,7 +123,8 @@ def chat(setup: Setup) -> dict[str, Case]:
                 if word
             )
             given = {**settings, **(over_vllm(0.15) if sampler == "vLLM" else {})}
-            cases[name] = Case(partial(_chat, setup, name, given, merge), stage=1, environment=environment)
+            lacks = lacks_model or (_find_lack_of_vllm(setup) if sampler == "vLLM" else None)
+            cases[name] = Case(partial(_chat, setup, name, given, merge), 1, environment, lacks)
     return cases
 
 
@@ -131,17 +144,21 @@ def _chat(setup: Setup, name: str, settings: dict, merge: str) -> dict:
         "reward_funcs": task.reward_func,
         "processing_class": AutoTokenizer.from_pretrained(setup.chat_model),
     }
-    with merged(merge):
-        return train(setup, name, str(setup.chat_model), given, uses_lora=True, **options)
+    return train(setup, name, str(setup.chat_model), given, uses_lora=True, merge=merge, **options)
 
 
-@contextmanager
-def merged(how: str) -> Iterator[None]:
-    """Have the adapter merged to the nearest number, as TRL does, or with stochastic rounding."""
-    yield
+def choose_merge(trainer: BAPOTrainer, merge: str) -> None:
+    """Have the adapter merged to the nearest number, by TRL's own method, or as `BAPOTrainer` does it."""
+    is_own = "sync_weights" in vars(trainer.vllm_generation)
+    if merge == "nearest" and is_own:
+        del trainer.vllm_generation.sync_weights  # TRL's own one shows again
+    if merge == "stochastic" and not is_own:
+        raise RuntimeError("this version of the package merges adapters as TRL does: to the nearest number.")
 
 
-def train(setup: Setup, name: str, model: str, settings: dict, uses_lora: bool, **options: Any) -> dict:
+def train(
+    setup: Setup, name: str, model: str, settings: dict, uses_lora: bool, merge: str = "", **options: Any
+) -> dict:
     """Train the model of a folder, and return the curves and the speed of its generations."""
     dtype = "bfloat16" if uses_lora and setup.on_gpu else "float32"
     with tempfile.TemporaryDirectory() as folder:
@@ -153,6 +170,8 @@ def train(setup: Setup, name: str, model: str, settings: dict, uses_lora: bool, 
         )  # fmt: skip
         start_s = time.perf_counter() - began
         os.close(turn)
+        if merge:
+            choose_merge(trainer, merge)
         generated = GenerationClock(trainer)
         began = time.perf_counter()
         trainer.train()

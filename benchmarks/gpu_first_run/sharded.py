@@ -11,8 +11,9 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+from bapo_trl.tasks import warm_start_path
 from benchmarks.common import ROOT
-from benchmarks.gpu_first_run.trainers import Case, Setup
+from benchmarks.gpu_first_run.trainers import Case, Setup, sums_task
 
 
 LAUNCH_FILES = {"one process": None, "FSDP2": "fsdp2.yaml", "DeepSpeed ZeRO-3": "zero3.yaml"}
@@ -24,13 +25,12 @@ FLAGS = {
 
 
 def sharded(setup: Setup) -> dict[str, Case]:
-    return {name: Case(partial(_resume, setup, name), stage=1) for name in LAUNCH_FILES}
+    return {
+        name: Case(partial(_resume, setup, name), stage=1, lacks=_find_lack(setup, name)) for name in LAUNCH_FILES
+    }
 
 
 def _resume(setup: Setup, name: str) -> dict:
-    reason = _reason_to_skip(setup, name)
-    if reason is not None:
-        return {"skipped": reason}
     with tempfile.TemporaryDirectory() as folder:
         straight, resumed = Path(folder, "straight"), Path(folder, "resumed")
         seconds = _train(setup, name, straight)
@@ -45,9 +45,9 @@ def _resume(setup: Setup, name: str) -> dict:
         }
 
 
-def _reason_to_skip(setup: Setup, name: str) -> str | None:
+def _find_lack(setup: Setup, name: str) -> str | None:
     if LAUNCH_FILES[name] is not None and not setup.on_gpu:
-        return "needs a GPU"
+        return setup.lacks_gpu
     if "DeepSpeed" in name and setup.deepspeed is None and importlib.util.find_spec("deepspeed") is None:
         return "deepspeed is not installed; `--deepspeed FOLDER` says where it is"
     return None
@@ -62,6 +62,7 @@ def _train(setup: Setup, name: str, folder: Path, checkpoint: Path | None = None
         command += ["--num_processes", "1"]
     command += ["-m", "benchmarks.gpu_first_run.clocked_training", str(clock)]
     flags = {**FLAGS, **setup.sizes.sharded_flags, "output_dir": folder, "use_cpu": not setup.on_gpu}
+    flags["model_name_or_path"] = warm_start_path(setup.seed, sums_task(setup))
     flags |= {"bf16": setup.on_gpu, **({} if checkpoint is None else {"resume_from_checkpoint": checkpoint})}
     command += [str(word) for key, value in flags.items() for word in (f"--{key}", value)]
     paths = [str(ROOT), *([str(setup.deepspeed)] if "DeepSpeed" in name and setup.deepspeed is not None else [])]

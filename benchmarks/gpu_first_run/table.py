@@ -20,7 +20,8 @@ def render(content: dict) -> str:
     sections = [f"On {on}, {content['date']}; {versions}. Seed {content['asked']['seed']}."]
     for name, part in content["parts"].items():
         failed = [f"- {case}: {row['error']}" for case, row in part["cases"].items() if "error" in row]
-        rows = {case: row for case, row in part["cases"].items() if "error" not in row}
+        failed += [f"- {case}: skipped: {row['skipped']}" for case, row in part["cases"].items() if "skipped" in row]
+        rows = {case: row for case, row in part["cases"].items() if not {"error", "skipped"} & row.keys()}
         lines = [TABLES[name](rows)] if rows else []
         status = [] if part["status"] == "done" else [f"Part `{name}`: {part['status']}."]
         sections += [f"### {TITLES[name]}", *status, *lines, *(["\n".join(failed)] if failed else [])]
@@ -140,9 +141,6 @@ def _rollouts(rows: dict[str, dict]) -> str:
 def _sharded(rows: dict[str, dict]) -> str:
     lines = []
     for case, row in rows.items():
-        if "skipped" in row:
-            lines.append([case, f"skipped: {row['skipped']}", "", "", ""])
-            continue
         seconds, saved = row["seconds_of_updates"], row["saved_after_updates"]
         others = statistics.median(second for number, second in enumerate(seconds, 1) if number not in saved)
         at_saves = max(seconds[number - 1] for number in saved[:-1])

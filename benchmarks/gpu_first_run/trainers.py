@@ -3,7 +3,7 @@
 import gc
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.tasks import character_tokenizer
+from bapo_trl.tasks import EmbeddedTask, character_tokenizer, load_task
 from benchmarks.gpu_first_run.shapes import SIZES, Shape, Sizes, make_model
 
 
@@ -40,6 +40,10 @@ class Setup:
     def on_gpu(self) -> bool:
         return self.device == "cuda"
 
+    @property
+    def lacks_gpu(self) -> str | None:
+        return None if self.on_gpu else f"needs a GPU, not {self.device}"
+
 
 @dataclass(frozen=True)
 class Case:
@@ -48,6 +52,7 @@ class Case:
     measure: Callable[[], dict]
     stage: int = 0  # all cases of a stage come before those of the next one
     environment: Mapping[str, str] = field(default_factory=dict)  # variables of its process
+    lacks: str | None = None  # why it cannot run here
 
 
 class Progress(TrainerCallback):
@@ -116,6 +121,13 @@ def trained_model(setup: Setup, shape: Shape, uses_lora: bool) -> Any:
     """Return a model on the device: in float32, as TRL trains all weights under autocast; under LoRA in bfloat16."""
     dtype = torch.bfloat16 if uses_lora and setup.on_gpu else torch.float32
     return make_model(shape, setup.device, dtype, setup.seed)
+
+
+def sums_task(setup: Setup) -> EmbeddedTask:
+    """Return the sums of the demo, with a model whose heads are as wide as vLLM's kernels ask for."""
+    task = load_task(setup.seed)
+    wide = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return replace(task, warm_start=replace(task.warm_start, model=wide, **setup.sizes.warm_start))
 
 
 def free() -> None:

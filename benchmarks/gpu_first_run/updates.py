@@ -206,7 +206,10 @@ class MemoryReader(TrainerCallback):
 
 
 def memory(setup: Setup) -> dict[str, Case]:
-    return {load.name: Case(partial(_read_memory, setup, load), load.stage) for load in setup.sizes.loads}
+    return {
+        load.name: Case(partial(_read_memory, setup, load), load.stage, lacks=setup.lacks_gpu)
+        for load in setup.sizes.loads
+    }
 
 
 def _read_memory(setup: Setup, load: Load) -> dict:
@@ -224,7 +227,8 @@ def _read_memory(setup: Setup, load: Load) -> dict:
 
 def reads(setup: Setup) -> dict[str, Case]:
     load = setup.sizes.loads[0]
-    return {kind: Case(partial(_count_reads, setup, load, kind)) for kind in ("grpo", *SCOPES)}
+    kinds = ("grpo", *SCOPES)
+    return {kind: Case(partial(_count_reads, setup, load, kind), lacks=setup.lacks_gpu) for kind in kinds}
 
 
 def _count_reads(setup: Setup, load: Load, kind: str) -> dict:
