@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,7 +25,7 @@ class Planned:
     part: str
     name: str
     stage: int
-    environment: Mapping[str, str]
+    environment: Mapping[str, str] = field(hash=False)
 
 
 def make_plan(parts: Sequence[str], setup: Setup) -> list[Planned]:
