@@ -25,7 +25,8 @@ from benchmarks.gpu_first_run.trainers import Case, Progress, Setup, make_traine
 OLD_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 REPLAY = {"replay_capacity": 256, "replay_fraction": 0.5, "replay_max_staleness": 16}
 PARTIAL = {"partial_rollout_oversampling": 1.5}
-SCRIPT_ONLY = {"dataset_name", "model_name_or_path", "output_dir", "use_peft", "max_eval_samples", "attn_implementation"}
+SCRIPT_ONLY = {"dataset_name", "model_name_or_path", "output_dir", "use_peft", "max_eval_samples", "attn_implementation",
+               "search_scope"}
 
 
 def over_vllm(memory_share: float) -> dict[str, Any]:
