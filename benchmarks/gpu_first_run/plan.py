@@ -3,15 +3,16 @@
 import json
 import multiprocessing
 import os
-import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from itertools import takewhile
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest.mock import patch
+
+import psutil
 
 from benchmarks.gpu_first_run.parts import PARTS
 from benchmarks.gpu_first_run.results_file import UNFINISHED, run_cases, time_of_alike, write_row
@@ -25,7 +26,7 @@ class Planned:
     part: str
     name: str
     stage: int
-    environment: Mapping[str, str] = field(hash=False)
+    environment: Mapping[str, str]
 
 
 def make_plan(parts: Sequence[str], setup: Setup) -> list[Planned]:
@@ -45,9 +46,9 @@ def run_plan(plan: Sequence[Planned], setup: Setup, path: Path, deadline: float,
         exit_codes = _run(batches, setup, path, deadline)
         for batch, exit_code in zip(batches, exit_codes, strict=True):
             why = "cut at the time limit" if exit_code is None else f"the process ended, exit code {exit_code}"
-            rows = {case: _cases(path, case.part).get(case.name) for case in batch}
-            has_begun = any(row is not None for row in rows.values())
-            for case, row in rows.items():
+            rows = [_cases(path, case.part).get(case.name) for case in batch]
+            has_begun = any(row is not None for row in rows)
+            for case, row in zip(batch, rows, strict=True):
                 if row == {"error": UNFINISHED} or (not has_begun and exit_code not in (0, None)):
                     write_row(path, case.part, case.name, {"error": why})
 
@@ -81,7 +82,7 @@ def _run(batches: Sequence[Sequence[Planned]], setup: Setup, path: Path, deadlin
             is_spawned = setup.on_gpu or PARTS[batch[0].part].own_process
             names = [(case.part, case.name) for case in batch]
             child = multiprocessing.get_context("spawn" if is_spawned else "fork").Process(
-                target=_in_own_group, args=(names, setup, path, deadline)
+                target=run_cases, args=(names, setup, path, deadline)
             )
             with patch.dict(os.environ, batch[0].environment):
                 child.start()
@@ -91,18 +92,14 @@ def _run(batches: Sequence[Sequence[Planned]], setup: Setup, path: Path, deadlin
         return [child.exitcode for child in children]
 
 
-def _in_own_group(*arguments) -> None:
-    os.setpgid(0, 0)  # so that it ends with all that it started
-    run_cases(*arguments)
-
-
 @contextmanager
 def _killed_at_the_end(child: BaseProcess) -> Iterator[BaseProcess]:
+    """End a process that still runs, with all that it has started: launchers put theirs into groups of their own."""
     try:
         yield child
     finally:
-        try:
-            os.killpg(child.pid, signal.SIGKILL)
-        except ProcessLookupError:  # it has ended, or has not come as far as its own group
-            child.kill()
+        if child.is_alive():
+            for process in [*psutil.Process(child.pid).children(recursive=True), child]:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
         child.join()

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from bapo_trl import BAPOTrainer
 from bapo_trl.tasks import character_tokenizer, load_chat_sums, warm_start_path
+from bapo_trl.tasks.model import MODEL_SETTINGS
 from benchmarks.common import ROOT
 from benchmarks.gpu_first_run.shapes import lora, make_model
 from benchmarks.gpu_first_run.trainers import Case, Progress, Setup, make_trainer, settings_for, sums_task
@@ -25,17 +26,16 @@ from benchmarks.gpu_first_run.trainers import Case, Progress, Setup, make_traine
 OLD_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 REPLAY = {"replay_capacity": 256, "replay_fraction": 0.5, "replay_max_staleness": 16}
 PARTIAL = {"partial_rollout_oversampling": 1.5}
-SCRIPT_ONLY = {"dataset_name", "model_name_or_path", "output_dir", "use_peft", "max_eval_samples", "attn_implementation",
-               "search_scope"}
+SCRIPT_ONLY = {"dataset_name", "model_name_or_path", "output_dir", "use_peft", "search_scope", "attn_implementation"}
 
 
-def over_vllm(memory_share: float) -> dict[str, Any]:
+def over_vllm(memory_share: float, max_tokens: int = 512) -> dict[str, Any]:
     """Return the settings of colocate mode. Samples are stale, so ratios are cut and sequences kept."""
     return {
         "use_vllm": True,
         "vllm_mode": "colocate",
         "vllm_gpu_memory_utilization": memory_share,
-        "vllm_max_model_length": 512,
+        "vllm_max_model_length": max_tokens,
         "vllm_importance_sampling_mode": "token_truncate",
     }
 
@@ -75,11 +75,12 @@ def _colocate(setup: Setup, name: str, settings: dict, uses_lora: bool) -> dict:
 
 def learns(setup: Setup) -> dict[str, Case]:
     parts = {**PARTIAL, "partial_rollout_chunk_length": 2}
+    vllm = over_vllm(0.15, MODEL_SETTINGS["max_position_embeddings"])
     settings = {
         "transformers": {},
-        "vLLM": over_vllm(0.15),
+        "vLLM": vllm,
         "transformers, partial rollouts": parts,
-        "vLLM, partial rollouts": {**over_vllm(0.15), **parts},
+        "vLLM, partial rollouts": {**vllm, **parts},
     }
     return {
         name: Case(
@@ -136,7 +137,7 @@ def _chat(setup: Setup, name: str, settings: dict, merge: str) -> dict:
         for key, value in recipe.items()
         if key not in SCRIPT_ONLY and not key.startswith(("lora_", "save_")) and "eval" not in key
     }
-    own |= {"logging_steps": 1, "max_steps": setup.sizes.chat_updates, "use_cpu": not setup.on_gpu}
+    own |= {"num_iterations": 1, "logging_steps": 1, "max_steps": setup.sizes.chat_updates, "use_cpu": not setup.on_gpu}
     own |= {"bf16": setup.on_gpu, "dataloader_pin_memory": setup.on_gpu}
     given = settings_for(setup, 32, 16, **{**own, **settings})
     task = load_chat_sums(setup.seed)

@@ -9,6 +9,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 
 from bapo_trl.tasks import warm_start_path
@@ -35,14 +36,20 @@ def _resume(setup: Setup, name: str) -> dict:
         straight, resumed = Path(folder, "straight"), Path(folder, "resumed")
         seconds = _train(setup, name, straight)
         seconds_resumed = _train(setup, name, resumed, straight / f"checkpoint-{RESUMED_AT}")
-        weights, others = (load_file(run / "model.safetensors") for run in (straight, resumed))
+        start = warm_start_path(setup.seed, sums_task(setup))
+        weights, others, before = (load_file(run / "model.safetensors") for run in (straight, resumed, start))
         return {
             "updates": len(seconds),
             "updates_resumed": len(seconds_resumed),
-            "largest_difference": max((weights[key] - others[key]).abs().max().item() for key in weights),
+            "largest_difference": _largest_difference(weights, others),
+            "largest_change_of_a_weight": _largest_difference(weights, before),
             "seconds_of_updates": seconds,
             "saved_after_updates": list(range(SAVED_EVERY, UPDATES + 1, SAVED_EVERY)),
         }
+
+
+def _largest_difference(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+    return max((weights[key].float() - others[key].float()).abs().max().item() for key in weights)
 
 
 def _find_lack(setup: Setup, name: str) -> str | None:

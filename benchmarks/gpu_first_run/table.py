@@ -146,9 +146,9 @@ def _sharded(rows: dict[str, dict]) -> str:
         at_saves = max(seconds[number - 1] for number in saved[:-1])
         after = max(seconds[number] for number in saved[:-1])
         lines.append(
-            [case, f"{row['largest_difference']:.2g}", f"{others:.2f} s", f"{at_saves:.2f} s", f"{after:.2f} s"]
+            [case, f"{row['largest_difference']:.2g}", f"{row['largest_change_of_a_weight']:.2g}", f"{others:.2f} s", f"{at_saves:.2f} s", f"{after:.2f} s"]
         )
-    header = ["Training", "Largest difference of a weight, resumed", "An update", "with a save", "after a save"]
+    header = ["Training", "Largest difference of a weight, resumed", "change in training", "An update", "with a save", "after a save"]
     return table(header, lines)
 
 
