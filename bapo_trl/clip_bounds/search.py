@@ -115,37 +115,38 @@ def search_bounds(
             f"points, the grid has {len(upper)} and {len(lower)}: compute them on the same grid."
         )
 
-    last_upper, last_lower = len(upper) - 1, len(lower) - 1
-    last_step = last_upper + last_lower
-    position = torch.arange(last_step + 1, device=device)
-    if order == "upper_first":
-        upper_index, lower_index = position.clamp(max=last_upper), (position - last_upper).clamp(min=0)
-    else:
-        upper_index, lower_index = (position - last_lower).clamp(min=0), position.clamp(max=last_lower)
-
-    positive, negative = contributions.positive.take(upper_index), contributions.negative.take(lower_index)
-    share = positive / (positive + negative)  # NaN where nothing contributes
-    met = share >= target
-    first_met = met.int().argmax()
-    step = torch.where(met.any(), first_met, last_step)
-    step = torch.where(share[0].isnan(), 0, step)
-    weight, final_share, final_met = torch.ones_like(share[0]), share.take(step), met.take(step)
+    path = _path((upper, lower), order) + _path((contributions.positive, contributions.negative), order)
+    path = torch.cat(path).view(4, -1)  # upper bound, lower bound, P and N at each step
+    share = path[2] / (path[2] + path[3])  # NaN where nothing contributes
+    ends = share >= target
+    ends[:1].logical_or_(share[:1].isnan())
+    ends[-1:].fill_(True)
+    step = ends.view(torch.uint8).argmax()  # the first that is true
+    high, low, positive, negative = path.index_select(1, step.reshape(1)).squeeze(1).unbind()
+    final_share, weight = share.take(step), torch.ones_like(high)
+    met = final_share >= target
     if negative_weight_min < 1:
-        positive, negative = positive.take(step), negative.take(step)
-        exact = positive * (1 - target) / (target * negative)
-        may_weigh = ~final_met & (negative > 0)
-        weight = torch.where(may_weigh, exact.clamp(negative_weight_min, 1.0), weight)
+        exact = positive * (1 - target) / (target * negative)  # NaN where nothing contributes
+        weight = torch.where(met, weight, torch.fmin(exact, weight).clamp(min=negative_weight_min))
         final_share = positive / (positive + weight * negative)
-        final_met = final_met | (may_weigh & (exact >= negative_weight_min) & (positive > 0))
+        met = met | (exact >= negative_weight_min)
     return ClipBounds(
-        low=lower.take(lower_index.take(step)),
-        high=upper.take(upper_index.take(step)),
+        low=low,
+        high=high,
         positive_share=final_share,
         initial_positive_share=share[0],
-        target_met=final_met,
+        target_met=met,
         steps=step,
         negative_weight=weight,
     )
+
+
+def _path(values: tuple[torch.Tensor, torch.Tensor], order: str) -> list[torch.Tensor]:
+    """Return the parts of two rows: the values at the upper and at the lower bound, at each step of the path."""
+    upper, lower = values
+    if order == "upper_first":
+        return [upper, upper[-1:].expand(len(lower) - 1), lower[:1].expand(len(upper) - 1), lower]
+    return [upper[:1].expand(len(lower) - 1), upper, lower, lower[-1:].expand(len(upper) - 1)]
 
 
 def share_under(bounds: ClipBounds, contributions: Contributions, grid: BoundGrid) -> ClipBounds:
