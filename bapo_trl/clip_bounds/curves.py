@@ -165,12 +165,11 @@ def size_contributions(gradient_size: torch.Tensor, advantages: torch.Tensor, we
     """
     if advantages.dim() == 1:
         advantages = advantages.unsqueeze(1)
-    mass = weights.to(sum_dtype(weights.device)) * advantages.abs()
-    value = torch.where(mass > 0, mass * gradient_size, 0.0)
-    return Contributions(
-        torch.where(advantages > 0, value, 0.0).sum().reshape(1),
-        torch.where(advantages < 0, value, 0.0).sum().reshape(1),
-    )
+    terms = weights.to(sum_dtype(weights.device), copy=True).mul_(advantages)
+    counts_nowhere = terms == 0
+    terms.mul_(gradient_size).masked_fill_(counts_nowhere, 0.0)
+    positive = terms.clamp(min=0).sum()
+    return Contributions(positive.reshape(1), terms.clamp_(max=0).sum().abs().reshape(1))
 
 
 def _on_cpu(tensor: torch.Tensor) -> bool:
@@ -195,14 +194,16 @@ def _sum_block(
     """Return the contributions of a block of tokens at each of [`_signed_bounds`]."""
     device, dtype = weights.device, sum_dtype(weights.device)
     slot = _slots(ratio, advantages, grid).expand(weights.shape).reshape(-1)
-    terms = weights.to(dtype, copy=True).mul_(advantages.abs())  # w |A|
+    terms = weights.to(dtype, copy=True).mul_(advantages).abs_()  # w |A|
     clipped = None
     if measure == "surrogate":
         clipped = _sum_rows(_clipped_table(grid, device), slot, terms)
-    elif delta is not None:
-        terms.masked_fill_(ratio > delta, 0.0)
-    terms.mul_(ratio if delta is None else ratio.clamp(max=delta))  # w r |A|
-    # NaN is infinity x weight 0. A finite number stands for an infinity, which the table multiplies by 0.
+        terms.mul_(ratio if delta is None else ratio.clamp(max=delta))
+    else:
+        terms.mul_(ratio)
+        if delta is not None:
+            terms.masked_fill_(ratio > delta, 0.0)
+    # Now w r |A|. Weight 0 x infinity is NaN; and an infinity, which the table may multiply by 0, has to be finite.
     terms.nan_to_num_(nan=0.0, posinf=torch.finfo(dtype).max ** 0.5)
     passed = _sum_rows(_passed_table(grid, device), slot, terms)
     return passed if clipped is None else passed.add_(clipped)

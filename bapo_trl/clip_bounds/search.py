@@ -115,8 +115,8 @@ def search_bounds(
             f"points, the grid has {len(upper)} and {len(lower)}: compute them on the same grid."
         )
 
-    path = _path((upper, lower), order) + _path((contributions.positive, contributions.negative), order)
-    path = torch.cat(path).view(4, -1)  # upper bound, lower bound, P and N at each step
+    rows = _path((upper, lower), order) + _path((contributions.positive, contributions.negative), order)
+    path = torch.cat(rows).view(4, -1)  # upper bound, lower bound, P and N at each step
     share = path[2] / (path[2] + path[3])  # NaN where nothing contributes
     ends = share >= target
     ends[:1].logical_or_(share[:1].isnan())
