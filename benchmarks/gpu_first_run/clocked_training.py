@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 from transformers import TrainerCallback, trainer
@@ -22,7 +23,7 @@ class UpdateClock(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         times = [*self.times, time.perf_counter()]
-        Path(sys.argv[1]).write_text(json.dumps([after - before for before, after in zip(times, times[1:])]))
+        Path(sys.argv[1]).write_text(json.dumps([after - before for before, after in pairwise(times)]))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def time_of_alike(cases: dict[str, dict]) -> float:
 
 def run_cases(names: Sequence[tuple[str, str]], setup: Setup, path: Path, deadline: float) -> None:
     """
-    Run cases (part and name of each), and write each as it ends. A case that raises is a row, too, and ends the process.
+    Run cases (part and name of each), and write each as it ends. One that raises is a row, too, and ends the process.
 
     Skips a case whose like took longer than what is left until the `deadline` (of `time.monotonic`).
     """

@@ -26,9 +26,7 @@ FLAGS = {
 
 
 def sharded(setup: Setup) -> dict[str, Case]:
-    return {
-        name: Case(partial(_resume, setup, name), stage=1, lacks=_find_lack(setup, name)) for name in LAUNCH_FILES
-    }
+    return {name: Case(partial(_resume, setup, name), stage=1, lacks=_find_lack(setup, name)) for name in LAUNCH_FILES}
 
 
 def _resume(setup: Setup, name: str) -> dict:

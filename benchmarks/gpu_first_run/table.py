@@ -141,15 +141,15 @@ def _rollouts(rows: dict[str, dict]) -> str:
 def _sharded(rows: dict[str, dict]) -> str:
     lines = []
     for case, row in rows.items():
-        seconds, saved = row["seconds_of_updates"], row["saved_after_updates"]
-        others = statistics.median(second for number, second in enumerate(seconds, 1) if number not in saved)
-        at_saves = max(seconds[number - 1] for number in saved[:-1])
-        after = max(seconds[number] for number in saved[:-1])
-        lines.append(
-            [case, f"{row['largest_difference']:.2g}", f"{row['largest_change_of_a_weight']:.2g}", f"{others:.2f} s", f"{at_saves:.2f} s", f"{after:.2f} s"]
-        )
-    header = ["Training", "Largest difference of a weight, resumed", "change in training", "An update", "with a save", "after a save"]
-    return table(header, lines)
+        seconds, saved = row["seconds_of_updates"], row["saved_after_updates"][:-1]
+        with_save, after = [seconds[number - 1] for number in saved], [seconds[number] for number in saved]
+        others = [second for number, second in enumerate(seconds, 1) if not {number, number - 1} & {*saved}]
+        medians = [f"{statistics.median(values):.2f} s" for values in (others, with_save, after)]
+        weights = [f"{row[key]:.2g}" for key in ("largest_difference", "largest_change_of_a_weight")]
+        lines.append([case, *weights, *medians])
+    header = ["Training", "Largest difference of a weight, resumed", "change in training", "An update", "with a save",
+              "after a save"]  # fmt: skip
+    return f"{table(header, lines)}\n\nSeconds: medians."
 
 
 def _sampled(rows: dict[str, dict]) -> str:
