@@ -37,6 +37,7 @@ from .rollouts.rounds import RolloutBatch
 from .upstream import fixes, trl_compat
 from .upstream.forward_passes import has_random_forward, without_gradient_checkpointing
 from .upstream.trl_compat import get_config_model_id, shuffle_sequence_dict, split_tensor_dict
+from .vllm_server.merged_adapters import send_merged_copies
 from .vllm_server.mismatch import client_for, make_difference_check
 from .vllm_server.retries import make_retries
 from .vllm_server.stale_server import make_server_check
@@ -148,6 +149,8 @@ class BAPOTrainer(WholeCheckpoints):
 
         self._inputs_in_loss = None  # the micro-batch whose loss is being computed, else `None`
         self._handed_over: RolloutBatch | None = None  # complete groups while TRL takes them for its own generation
+        if self.use_vllm:
+            send_merged_copies(self.vllm_generation, version=lambda: self.state.global_step)
         self._server = make_retries(self, self._forget_sent_weights, self._end_without_server)
         self._reset_run_state()
         if trains and self.accelerator.is_main_process:
