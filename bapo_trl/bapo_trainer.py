@@ -150,7 +150,7 @@ class BAPOTrainer(WholeCheckpoints):
         self._inputs_in_loss = None  # the micro-batch whose loss is being computed, else `None`
         self._handed_over: RolloutBatch | None = None  # complete groups while TRL takes them for its own generation
         if self.use_vllm:
-            send_merged_copies(self.vllm_generation, version=lambda: self.state.global_step)
+            send_merged_copies(self)
         self._server = make_retries(self, self._forget_sent_weights, self._end_without_server)
         self._reset_run_state()
         if trains and self.accelerator.is_main_process:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from bapo_trl.clip_bounds.update_log import UPDATE_METRICS
 from tests.e2e.launching import ENGINES, fork, launch
+from tests.helpers.adapter_worker import assert_all_sent
 from tests.helpers.commands import accelerate_launcher, run_command, succeeded
 from tests.helpers.forked import run_python
 from tests.helpers.ranks import read_ranks
@@ -91,6 +92,11 @@ def test_a_resumed_run_equals_the_straight_one(runs, engine, uses_lora):
     for log, expected in zip(logs_of(resumed)[-2:], logs_of(straight)[-2:], strict=True):
         names = [*UPDATE_METRICS, "replay/size", "replay/fraction", "grad_norm", "loss"]
         assert {key: log.get(key) for key in names} == {key: expected.get(key) for key in names}
+
+
+def test_zero3_sends_merged_copies_of_an_adapter_and_keeps_the_base(tmp_path):
+    fork("cpu_zero3", ["-m", "tests.helpers.adapter_worker", str(tmp_path)])
+    assert_all_sent(tmp_path, **ENGINES["cpu_zero3"])
 
 
 @pytest.mark.parametrize(
