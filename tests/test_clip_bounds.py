@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import operator
+from functools import reduce
 from unittest import mock
 
 import pytest
@@ -260,6 +262,31 @@ def test_an_accelerator_chooses_the_bounds_of_the_cpu_to_the_bit(measure, dtype)
             assert (found.low, found.high, found.steps) == (on_cpu.low, on_cpu.high, on_cpu.steps)
             steps.add(found.steps.item())
     assert len(steps) > 5
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "advantage"), [(64, 700, 0.57735), (32, 333, 1.118034), (32, 700, 0.9354143)]
+)
+def test_the_order_of_the_sums_does_not_decide_a_tie(rows, length, advantage):
+    # Fresh samples, half of them right: P = N, a share of 0.5. Their sums differ from it by up to 4e-15
+    ratio, weights = torch.ones(rows, length), torch.ones(rows, length) / length
+    advantages = torch.tensor([advantage, -advantage]).repeat(rows // 2)
+
+    def curves_of(rows: torch.Tensor) -> Contributions:
+        return contributions(ratio[rows], advantages[rows], weights[rows], BoundGrid())
+
+    everything = torch.arange(rows)
+    found = [curves_of(everything)]
+    with computed_as(on_cpu=False):
+        found.append(curves_of(everything))
+    micro_batches = torch.randperm(rows, generator=torch.Generator().manual_seed(0)).chunk(3)
+    found.append(reduce(operator.add, map(curves_of, micro_batches)))
+    for curves in found:
+        for weight_min in (1.0, 0.1):
+            bounds = search_bounds(curves, BoundGrid(), 0.5, negative_weight_min=weight_min)
+            assert (bounds.steps, bounds.target_met, bounds.negative_weight) == (0, True, 1)
+    missed = search_bounds(found[0], BoundGrid(), 0.5 + 1e-9)
+    assert (missed.steps, missed.target_met) == (51, False)
 
 
 @pytest.mark.parametrize(("rows", "most"), [(512, 60), (4, 40)])  # 2,048 tokens each

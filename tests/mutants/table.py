@@ -12,7 +12,7 @@ class Mutant(NamedTuple):
 
 
 METHOD = (
-    Mutant("search_bounds", "ends = share >= target", "ends = share > target"),
+    Mutant("search_bounds", "ends = share >= goal", "ends = share > target"),
     Mutant("search_bounds", "ends[-1:].fill_(True)", "ends[:0].fill_(True)"),
     Mutant("search_bounds", "positive * (1 - target) / (target * negative)", "positive / (target * negative)"),
     Mutant("_slots", "num_upper, or_equal=False)", "num_upper, or_equal=True)"),
