@@ -56,6 +56,7 @@ class BAPOTrainer(WholeCheckpoints):
     call to the parent's method, and the file has them in the order in which a sample travels:
 
     - `train` runs; we start over when it is called again, and say how stale its samples will be.
+    - `create_optimizer` makes the optimizer; we refuse one that trains no parameter of the model.
     - `_get_train_sampler`, `_init_training_state` choose the prompts; we refuse too few, and resume their order.
     - `_prepare_inputs` generates where the buffer is used up, or hands out a micro-batch; at later passes over a
       generation, we trade rows with the replay queue.
@@ -97,8 +98,9 @@ class BAPOTrainer(WholeCheckpoints):
 
     Raises:
         ValueError: If the settings contradict one another, or a dataset has fewer prompts than one generation takes.
-            During training, if a stream ends before one generation, or a reward is infinite. What TRL, transformers or
-            a reward function raises comes through, with a note of what was wrong where that can be told.
+            During training, if no parameter would be trained, a stream ends before one generation, or a reward is
+            infinite. What TRL, transformers or a reward function raises comes through, with a note of what was wrong
+            where that can be told.
         RuntimeError: During training, if a log-probability, an advantage or the gradient is NaN or infinite.
     """
 
@@ -176,6 +178,11 @@ class BAPOTrainer(WholeCheckpoints):
         if self._step == self.state.global_step == 0:
             check_end_of_stream(self.train_dataset, self.args)
         return result
+
+    def create_optimizer(self, model=None):
+        optimizer = super().create_optimizer(model)
+        checks.check_optimizer(self.model if model is None else model, optimizer)
+        return optimizer
 
     def _reset_run_state(self) -> None:
         """Forget what belongs to a run."""
