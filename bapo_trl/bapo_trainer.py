@@ -254,7 +254,11 @@ class BAPOTrainer(WholeCheckpoints):
     def _generate_and_score_completions(self, inputs):
         checks.check_row(self, inputs[0])
         rollouts = self._finish_groups(inputs) if self._rounds is not None and self.model.training else None
-        with without_gradient_checkpointing(self.model), self._handing_over(rollouts):
+        with (
+            fixes.keeping_frozen(self.model),
+            without_gradient_checkpointing(self.model),
+            self._handing_over(rollouts),
+        ):
             batch = super()._generate_and_score_completions(inputs if rollouts is None else rollouts.inputs)
         if not self.model.training:
             return batch
@@ -439,8 +443,9 @@ class BAPOTrainer(WholeCheckpoints):
             self._bounds.save(output_dir)
 
     def _load_from_checkpoint(self, checkpoint, model=None):
-        super()._load_from_checkpoint(checkpoint, model)
-        fixes.load_trained_adapter(self, checkpoint)
+        with fixes.keeping_frozen(self.model):
+            super()._load_from_checkpoint(checkpoint, model)
+            fixes.load_trained_adapter(self, checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         fixes.load_onto_numbered_cpus()

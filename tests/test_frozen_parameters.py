@@ -1,4 +1,4 @@
-"""Runs in which nothing would be trained end with an error."""
+"""Runs in which nothing would be trained end with an error; frozen parameters stay frozen."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.optim import SGD
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.alike import assert_same_tensors, weights_of
-from tests.helpers.toy import toy_dataset, toy_model, toy_run, toy_trainer
+from tests.helpers.alike import assert_same_logs, assert_same_tensors, assert_same_weights, weights_of
+from tests.helpers.toy import toy_dataset, toy_model, toy_run, toy_trainer, training_logs
 
 
 LORA = LoraConfig(target_modules="all-linear", init_lora_weights=False)
@@ -120,3 +120,44 @@ def test_a_learning_rate_of_0_is_warned_of(saved, tmp_path, recwarn):
 
     assert is_told(learning_rate=0.0)
     assert not is_told(learning_rate=1e-6)
+
+
+# A part of an adapter: the first matrices are frozen, the second ones trained ("LoRA-FA")
+
+
+def half_frozen(folder, output_dir, is_saved, **settings):
+    parts = {} if is_saved else {"peft_config": LORA}
+    model = saved_adapter(folder) if is_saved else load(folder)
+    trainer = toy_trainer(output_dir, model, trainer_args=parts, **settings)
+    for name, weight in trainer.model.named_parameters():
+        weight.requires_grad_("lora_B.default" in name)
+    return trainer
+
+
+@pytest.mark.parametrize("is_saved", [True, False], ids=["reference a copy", "reference the base"])
+def test_scoring_the_reference_lets_the_frozen_half_of_an_adapter_be(saved, tmp_path, is_saved):
+    trainer = half_frozen(saved, tmp_path, is_saved, beta=0.1, max_grad_norm=0.0, max_steps=2)
+    norms, of_trainer = [], trainer._get_grad_norm
+
+    def noting(model, grad_norm=None):
+        assert {"lora_B.default" in name for name, weight in model.named_parameters() if weight.grad is not None} == {
+            True
+        }
+        norms.append(torch.cat([w.grad.flatten() for w in model.parameters() if w.requires_grad]).norm().item())
+        return of_trainer(model, grad_norm=grad_norm)
+
+    trainer._get_grad_norm = noting
+    trainer.train()
+    assert [log["grad_norm"] for log in training_logs(trainer)] == pytest.approx(norms)
+    assert len(norms) == 2
+
+
+@pytest.mark.parametrize("is_saved", [True, False], ids=["reference a copy", "reference the base"])
+def test_a_resumed_run_trains_the_same_half_of_an_adapter(saved, tmp_path, is_saved):
+    settings = {"beta": 0.1, "save_strategy": "steps", "save_steps": 4, "max_steps": 6}
+    straight = half_frozen(saved, tmp_path, is_saved, **settings)
+    straight.train()
+    resumed = half_frozen(saved, tmp_path, is_saved, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert_same_weights(straight, resumed)
+    assert_same_logs(straight, resumed, last=2)
