@@ -19,6 +19,7 @@ from .checkpoints.rank_errors import raising_on_all_ranks
 from .checkpoints.whole import WholeCheckpoints
 from .clip_bounds import ClipBounds
 from .clip_bounds.carried_curves import CURVES_FILE
+from .clip_bounds.tokens import mask_values, without_masked_values
 from .clip_bounds.update_bounds import UpdateBounds
 from .inputs import checks
 from .inputs.checks import explained
@@ -68,7 +69,7 @@ class BAPOTrainer(WholeCheckpoints):
     - `_get_per_token_logps_and_entropies` scores; for complete groups, we hand over what they were sampled with, and
       inside the loss we show the log-probabilities to the search before TRL clips.
     - `_compute_loss` clips with `epsilon_low` and `epsilon_high`; we choose these, ahead of the first micro-batch
-      where several share them, and log the update at the last.
+      where several share them, leave out masked tokens, and log the update at the last.
     - `_get_grad_norm` clips the gradient; we stop at one that is not finite.
     - `evaluate` and its `evaluation_loop` sample and reward; we explain errors, and count each prompt once.
     - `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler`, `_load_from_checkpoint` write and read a
@@ -372,17 +373,16 @@ class BAPOTrainer(WholeCheckpoints):
     # An update
 
     def _compute_loss(self, model, inputs):
-        if not self.model.training:  # evaluation keeps the latest bounds
-            return super()._compute_loss(model, inputs)
-        if not self._bounds.is_open:
+        is_training = self.model.training
+        if is_training and not self._bounds.is_open:
             self._begin_update()
         # A copy: the advantages are scaled in it, and the buffer's own are read again at the next pass
-        self._inputs_in_loss = dict(inputs)
+        self._inputs_in_loss = without_masked_values(inputs)
         try:
             loss = super()._compute_loss(model, self._inputs_in_loss)
         finally:
             self._inputs_in_loss = None
-        if self.accelerator.sync_gradients:
+        if is_training and self.accelerator.sync_gradients:
             self._log_values(self._bounds.close(update=self.state.global_step + 1))
         return loss
 
@@ -399,11 +399,13 @@ class BAPOTrainer(WholeCheckpoints):
             _, _, num_tokens = args
             return self._handed_over.behavior_logps(num_tokens).to(self.accelerator.device), None, None
         output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        if self._inputs_in_loss is not None:
-            logps, entropies = output[0].detach(), output[1]
+        if self._inputs_in_loss is None:
+            return output
+        logps, entropies = (mask_values(self._inputs_in_loss, values) for values in output[:2])
+        if self.model.training:  # evaluation keeps the latest bounds
             is_last, version = self.accelerator.sync_gradients, self.state.global_step
-            self._clip_with(self._bounds.observe(self._inputs_in_loss, logps, entropies, version, is_last))
-        return output
+            self._clip_with(self._bounds.observe(self._inputs_in_loss, logps.detach(), entropies, version, is_last))
+        return logps, entropies, *output[2:]
 
     def _clip_with(self, bounds: ClipBounds) -> None:
         if self.args.has_clip_bounds:

@@ -18,7 +18,11 @@ METHOD = (
     Mutant("contributions", "num_upper, or_equal=False)", "num_upper, or_equal=True)"),
     Mutant("contributions", "_sum_from(value[num_upper + 1 :])[1:]", "_sum_from(value[num_upper + 1 :])[:-1]"),
     Mutant("contributions", "counts &= block_ratio <= delta", "counts &= block_ratio >= 0"),
-    Mutant("BAPOTrainer._compute_loss", "self._inputs_in_loss = dict(inputs)", "self._inputs_in_loss = inputs"),
+    Mutant(
+        "BAPOTrainer._compute_loss",
+        "self._inputs_in_loss = without_masked_values(inputs)",
+        "self._inputs_in_loss = inputs",
+    ),
     Mutant("CarriedCurves.learn", "curves.positive / masses.positive", "curves.positive"),
     Mutant("UpdateBounds._add", "self._curves + curves", "curves"),
     Mutant("policy_tokens", "(log_ratio * mask).sum(dim=1, keepdim=True)", "log_ratio.sum(dim=1, keepdim=True)"),
