@@ -27,6 +27,7 @@ from .inputs.prompt_checks import check_batch_prompts, check_end_of_stream, chec
 from .inputs.reward_checks import check_reward_funcs
 from .inputs.setting_checks import check_eval_groups, check_values_of_trl
 from .inputs.setting_warnings import setting_warnings
+from .policy.filler_rows import LossScale, mark_fillers, scale_without_fillers
 from .policy.scoring import read_masses, read_tokens, read_tokens_ahead, score, stamp, warn_if_padding_counts
 from .policy.staleness import staleness_line
 from .replay.checkpoint import is_queue_file
@@ -69,7 +70,7 @@ class BAPOTrainer(WholeCheckpoints):
     - `_get_per_token_logps_and_entropies` scores; for complete groups, we hand over what they were sampled with, and
       inside the loss we show the log-probabilities to the search before TRL clips.
     - `_compute_loss` clips with `epsilon_low` and `epsilon_high`; we choose these, ahead of the first micro-batch
-      where several share them, leave out masked tokens, and log the update at the last.
+      where several share them, leave out masked tokens and filler rows, and log the update at the last.
     - `_get_grad_norm` clips the gradient; we stop at one that is not finite.
     - `evaluate` and its `evaluation_loop` sample and reward; we explain errors, and count each prompt once.
     - `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler`, `_load_from_checkpoint` write and read a
@@ -280,7 +281,9 @@ class BAPOTrainer(WholeCheckpoints):
         # A server that was started anew meanwhile has old weights for a good reason; the next generation sees to it
         if self._server_check is not None and self._server.has_same_server():
             self._log_values(self._server_check(self.model, batch))
-        return batch if self._replay is None else self._draw_first_pass(batch, num_padding)
+        if self._replay is not None:
+            return self._draw_first_pass(batch, num_padding)
+        return mark_fillers(batch, num_padding) if num_padding else batch
 
     def _finish_groups(self, inputs) -> RolloutBatch:
         self._generated_at = self.state.global_step, self._step
@@ -376,12 +379,14 @@ class BAPOTrainer(WholeCheckpoints):
         is_training = self.model.training
         if is_training and not self._bounds.is_open:
             self._begin_update()
+        scale = self._scale if is_training else LossScale()
         # A copy: the advantages are scaled in it, and the buffer's own are read again at the next pass
         self._inputs_in_loss = without_masked_values(inputs)
+        beta, self.beta = self.beta, self.beta * scale.policy
         try:
-            loss = super()._compute_loss(model, self._inputs_in_loss)
+            loss = super()._compute_loss(model, self._inputs_in_loss) * scale.of_whole(inputs)
         finally:
-            self._inputs_in_loss = None
+            self._inputs_in_loss, self.beta = None, beta
         if is_training and self.accelerator.sync_gradients:
             self._log_values(self._bounds.close(update=self.state.global_step + 1))
         return loss
@@ -392,6 +397,7 @@ class BAPOTrainer(WholeCheckpoints):
         are_fresh = self._buffer_version == self.state.global_step
         read_ahead = partial(read_tokens_ahead, self, window, are_fresh, self._has_random_forward)
         self._clip_with(self._bounds.begin(self._buffered_inputs, window, read_ahead))
+        self._scale = scale_without_fillers(self, window)
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         if self._handed_over is not None and self._awaits_behavior_logps:
@@ -405,6 +411,7 @@ class BAPOTrainer(WholeCheckpoints):
         if self.model.training:  # evaluation keeps the latest bounds
             is_last, version = self.accelerator.sync_gradients, self.state.global_step
             self._clip_with(self._bounds.observe(self._inputs_in_loss, logps.detach(), entropies, version, is_last))
+            self._inputs_in_loss["advantages"] = self._inputs_in_loss["advantages"] * self._scale.policy
         return logps, entropies, *output[2:]
 
     def _clip_with(self, bounds: ClipBounds) -> None:
