@@ -34,7 +34,6 @@ def measure_tokens(
     tokens: PolicyTokens,
     staleness: torch.Tensor,
     guarded: Mapping[str, torch.Tensor | None],
-    completion_mask: torch.Tensor,
     bounds: ClipBounds,
     delta: float | None = None,
 ) -> Tally:
@@ -43,8 +42,7 @@ def measure_tokens(
 
     Staleness is that of each row, `(B,)`, or of each token, `(B, T)`, in policy versions. Rows without a token of the
     loss, and tokens that are none, do not count. `guarded` are log-probabilities `(B, T)` by name, `None` where the
-    batch has none; their NaNs and infinities are counted on the completion tokens, `(B, T)`. Those that a tool wrote
-    are among them: the loss multiplies them by 0, which does not stop a NaN. `delta` is TRL's two-sided clip.
+    batch has none; their NaNs and infinities are counted on the tokens of the loss. `delta` is TRL's two-sided clip.
     """
     device = tokens.ratio.device
     dtype = sum_dtype(device)
@@ -56,8 +54,8 @@ def measure_tokens(
     counted = is_trained if staleness.dim() == 1 else tokens.mask.bool()
     staleness = torch.where(counted, staleness.to(device, dtype, non_blocking=True), zero)
 
+    mask = tokens.mask.bool()
     advantages = tokens.column_advantages
-    mask = completion_mask.bool()
     suspects = {**guarded, "advantages": advantages.expand(mask.shape)}
     nonfinite = dict.fromkeys(GUARDED_TENSORS, zero)
     nonfinite |= _count_nonfinite({name: each for name, each in suspects.items() if each is not None}, mask)

@@ -19,7 +19,11 @@ METHOD = (
     Mutant("_slots", "torch.finfo(ratio.dtype).tiny", "0.0"),
     Mutant("_passed_table", ".triu_()", ".triu_(1)"),
     Mutant("_sum_block", "ratio > delta", "ratio < 0"),
-    Mutant("BAPOTrainer._compute_loss", "self._inputs_in_loss = dict(inputs)", "self._inputs_in_loss = inputs"),
+    Mutant(
+        "BAPOTrainer._compute_loss",
+        "self._inputs_in_loss = without_masked_values(inputs)",
+        "self._inputs_in_loss = inputs",
+    ),
     Mutant("CarriedCurves.learn", "curves.positive / masses.positive", "curves.positive"),
     Mutant("UpdateBounds._add", "self._curves + curves", "curves"),
     Mutant("policy_tokens", "(log_ratio * mask).sum(dim=1, keepdim=True)", "log_ratio.sum(dim=1, keepdim=True)"),
