@@ -172,7 +172,7 @@ class BAPOTrainer(WholeCheckpoints):
         # A second call starts over at version 0: samples and measurements of the first one would be taken for new.
         self._reset_run_state()
         # Printed as transformers prints its logs: a library's logger would hide it where nothing is set up
-        self.accelerator.print(f"{staleness_line(self.args)} {advice_line(self.args)}")
+        self.accelerator.print(f"{staleness_line(self.args)} {advice_line(self.args)}".rstrip())
         with explained(partial(check_values_of_trl, self.args)):
             result = super().train(*args, **kwargs)
         if self.args.load_best_model_at_end:  # vLLM has the weights of the last update

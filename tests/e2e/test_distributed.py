@@ -120,8 +120,9 @@ def test_zero3_that_is_killed_in_a_save_goes_on_without_a_hand(tmp_path, runs, k
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_script_trains_and_resumes(tmp_path, engine):
-    arguments = ["train_bapo.py", "--replay_fraction", "0.5", "--num_iterations", "2", "--gradient_accumulation_steps"]
-    arguments += ["1", "--steps_per_generation", "2", "--logging_steps", "1", "--save_steps", "4"]
+    arguments = ["train_bapo.py", "--config", "quickstart", "--replay_fraction", "0.5", "--num_iterations", "2"]
+    arguments += ["--gradient_accumulation_steps", "1", "--steps_per_generation", "2", "--logging_steps", "1"]
+    arguments += ["--save_steps", "4"]
     arguments += ["--per_device_train_batch_size", "16", "--output_dir", str(tmp_path)]
     launch(engine, [*arguments, "--max_steps", "4"])
     launch(engine, [*arguments, "--max_steps", "6", "--resume_from_checkpoint", "true"])
