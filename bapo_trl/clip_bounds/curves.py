@@ -13,10 +13,9 @@ References:
     https://huggingface.co/papers/2510.18927, Eq. 8.
 """
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 import torch
 from torch.nn.functional import embedding_bag
@@ -26,12 +25,12 @@ from .grid import BoundGrid, sum_dtype
 
 MEASURES = ("gradient", "surrogate")
 
-# A CPU sums in blocks whose intermediates fit its cache. An accelerator takes all tokens at once: a kernel's launch
-# costs it more than the work of the kernel.
+# A CPU sums in blocks whose intermediates fit its cache. An accelerator takes all tokens at once: there, to launch a
+# kernel takes longer than the kernel itself.
 _TOKENS_PER_CPU_BLOCK = 1 << 15
 
-# Up to so many tokens an accelerator sums them in one call, else in two. The call writes an integer for each token
-# besides its result: in two calls, all intermediates stay below four token-sized tensors.
+# An accelerator sums so many tokens in one call, more in two. A call allocates an integer for each token beside its
+# result; two calls keep all intermediates within four token-sized tensors.
 _TOKENS_PER_CALL = 1 << 16
 
 
@@ -86,9 +85,10 @@ def contributions(
         surrogate:  P(h) = sum over A > 0 of w min(r, h) A         N(l) = sum over A < 0 of w max(r, l) |A|
 
     Under `"gradient"`, P and N are the L1 norms of the gradient of the loss with respect to the log-probabilities,
-    over positive and over negative tokens. Tokens of weight 0 or advantage 0 count nowhere, whatever their ratio. An
-    empty batch gives zeros. Ratios are compared with the bounds in the type of `ratio`, as the loss does when it
-    clips.
+    over positive and over negative tokens. Tokens of weight 0 or advantage 0 count nowhere, whatever their ratio; the
+    ratios of other tokens must not be NaN. An empty batch gives zeros. Ratios are compared with the bounds in the type
+    of `ratio`, as the loss does when it clips. So which bounds let a token through is the same on each device; the
+    sums differ by their order, in the last bits.
 
     Args:
         ratio (`torch.Tensor`):
@@ -165,12 +165,11 @@ def size_contributions(gradient_size: torch.Tensor, advantages: torch.Tensor, we
     """
     if advantages.dim() == 1:
         advantages = advantages.unsqueeze(1)
-    mass = weights.to(sum_dtype(weights.device)) * advantages.abs()
-    value = torch.where(mass > 0, mass * gradient_size, 0.0)
-    return Contributions(
-        torch.where(advantages > 0, value, 0.0).sum().reshape(1),
-        torch.where(advantages < 0, value, 0.0).sum().reshape(1),
-    )
+    terms = weights.to(sum_dtype(weights.device), copy=True).mul_(advantages)
+    counts_nowhere = terms == 0
+    terms.mul_(gradient_size).masked_fill_(counts_nowhere, 0.0)
+    positive = terms.clamp(min=0).sum()
+    return Contributions(positive.reshape(1), terms.clamp_(max=0).sum().abs().reshape(1))
 
 
 def _on_cpu(tensor: torch.Tensor) -> bool:
@@ -195,14 +194,16 @@ def _sum_block(
     """Return the contributions of a block of tokens at each of [`_signed_bounds`]."""
     device, dtype = weights.device, sum_dtype(weights.device)
     slot = _slots(ratio, advantages, grid).expand(weights.shape).reshape(-1)
-    terms = weights.to(dtype, copy=True).mul_(advantages.abs())  # w |A|
+    terms = weights.to(dtype, copy=True).mul_(advantages).abs_()  # w |A|
     clipped = None
     if measure == "surrogate":
         clipped = _sum_rows(_clipped_table(grid, device), slot, terms)
-    elif delta is not None:
-        terms.masked_fill_(ratio > delta, 0.0)
-    terms.mul_(ratio if delta is None else ratio.clamp(max=delta))  # w r |A|
-    # NaN is infinity x weight 0. A finite number stands for an infinity, which the table multiplies by 0.
+        terms.mul_(ratio if delta is None else ratio.clamp(max=delta))
+    else:
+        terms.mul_(ratio)
+        if delta is not None:
+            terms.masked_fill_(ratio > delta, 0.0)
+    # Now w r |A|. Weight 0 x infinity is NaN; and an infinity, which the table may multiply by 0, has to be finite.
     terms.nan_to_num_(nan=0.0, posinf=torch.finfo(dtype).max ** 0.5)
     passed = _sum_rows(_passed_table(grid, device), slot, terms)
     return passed if clipped is None else passed.add_(clipped)
@@ -258,16 +259,16 @@ def _sum_rows(table: torch.Tensor, rows: torch.Tensor, factors: torch.Tensor) ->
     factors = factors.reshape(-1)
     if _on_cpu(table):
         return factors.new_zeros(len(table)).index_add_(0, rows, factors) @ table
-    # Sums of runs of tokens, each by one thread, in the order of the tokens; then the sum of these sums. So it is the
-    # same at each call, where `index_add` on CUDA adds in the order in which threads arrive. The sums of the runs take
-    # half as much memory as a token-sized tensor.
+    # One thread sums a run of tokens, in their order, then the runs are summed: the same result in every call, where
+    # `index_add` on CUDA adds in the order in which threads arrive. The sums of all runs take half as much memory as a
+    # token-sized tensor.
     per_run = 4 * table.shape[1]
     calls = 1 if len(rows) <= _TOKENS_PER_CALL else 2
     sums = []
     for part, weights in zip(rows.chunk(calls), factors.chunk(calls), strict=True):
         starts = torch.arange(0, len(part), per_run, dtype=part.dtype, device=part.device)
         sums.append(embedding_bag(part, table, starts, mode="sum", per_sample_weights=weights).sum(0))
-    return functools.reduce(torch.add, sums)
+    return reduce(torch.add, sums)
 
 
 def _count_points_below(

@@ -16,6 +16,11 @@ from .grid import BoundGrid
 
 SEARCH_ORDERS = ("upper_first", "lower_first")
 
+# A share that misses the target by less, relative to the target, meets it. The last bits of a sum depend on its order:
+# on the device, and on how the tokens are split over micro-batches and ranks. A tie must not: with rewards of 0 and 1,
+# ratios of 1 and as many right as wrong samples, the share is 0.5 in whatever order.
+_ROUNDING = 1e-11
+
 
 @dataclass(frozen=True)
 class ClipBounds:
@@ -60,9 +65,9 @@ def search_bounds(
     Walk from the start bounds until the positive share reaches the target; weigh negative tokens down for the rest.
 
     The path goes to the end of one bound's axis before it moves the other; the first pair on it with
-    `P / (P + N) >= target` is taken, or the last pair where there is none. Where nothing contributes under the start
-    bounds (`P + N = 0`), those are kept and the share is NaN; further on, a pair under which nothing contributes
-    does not meet the target.
+    `P / (P + N) >= target` is taken (less 1e-11 of the target, for rounding), or the last pair where there is none.
+    Where nothing contributes under the start bounds (`P + N = 0`), those are kept and the share is NaN; further on, a
+    pair under which nothing contributes does not meet the target.
 
     Where no pair meets it, the weight `w = P (1 - target) / (target N)` of negative tokens does, `P / (P + w N) =
     target`. It is kept in [`negative_weight_min`, 1]: the smallest where `P = 0`, 1 where `N = 0`.
@@ -115,16 +120,17 @@ def search_bounds(
             f"points, the grid has {len(upper)} and {len(lower)}: compute them on the same grid."
         )
 
-    path = _path((upper, lower), order) + _path((contributions.positive, contributions.negative), order)
-    path = torch.cat(path).view(4, -1)  # upper bound, lower bound, P and N at each step
+    rows = _path((upper, lower), order) + _path((contributions.positive, contributions.negative), order)
+    path = torch.cat(rows).view(4, -1)  # upper bound, lower bound, P and N at each step
     share = path[2] / (path[2] + path[3])  # NaN where nothing contributes
-    ends = share >= target
+    goal = target * (1 - _ROUNDING)
+    ends = share >= goal
     ends[:1].logical_or_(share[:1].isnan())
     ends[-1:].fill_(True)
     step = ends.view(torch.uint8).argmax()  # the first that is true
     high, low, positive, negative = path.index_select(1, step.reshape(1)).squeeze(1).unbind()
     final_share, weight = share.take(step), torch.ones_like(high)
-    met = final_share >= target
+    met = final_share >= goal
     if negative_weight_min < 1:
         exact = positive * (1 - target) / (target * negative)  # NaN where nothing contributes
         weight = torch.where(met, weight, torch.fmin(exact, weight).clamp(min=negative_weight_min))

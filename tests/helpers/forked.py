@@ -34,7 +34,7 @@ from tests.helpers.commands import ROOT, free_port
 
 # Limits: of all imports, of ranks beside one that failed before they are told to end, and before they are killed
 IMPORT_S, PEERS_S, GRACE_S = 300, 2, 30
-IMPORTED = ("train_bapo", "deepspeed")
+IMPORTED = ("bapo_trl.script.training", "deepspeed")
 
 
 def run_python(
