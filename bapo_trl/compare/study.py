@@ -118,10 +118,10 @@ class Study:
         """
         from ..script.command_line import parse_arguments  # takes TRL
         from ..script.commands import Command
-        from ..script.planning import as_on_gpus
+        from ..script.planning import as_in_processes
 
         runs_here = self.accelerate is None and not dry_run
-        place = nullcontext if runs_here else partial(as_on_gpus, self.processes())
+        place = nullcontext if runs_here else partial(as_in_processes, self.processes(), on_gpus=True)
 
         environment = dict(os.environ)
         try:
