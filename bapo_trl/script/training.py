@@ -141,6 +141,7 @@ def _train(
         )
         exit_stopped(trainer)
     trainer.save_model(training_args.output_dir)
+    trainer.create_model_card(model_name=output_dir.resolve().name)  # peft has written one of its own
     trainer.save_state()
     say(f"Model: {training_args.output_dir}")
     if checkpoint.is_dir():
