@@ -21,7 +21,7 @@ PYTEST := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist works
 E2E_EDITABLE = $(E2E_BIN)/pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation \
 	--config-settings editable_mode=compat --editable . && rm -rf *.egg-info
 
-.PHONY: demo demo-llm notebooks test test-all test-llm test-notebooks test-e2e test-faults test-compat quality style bench bench-llm bench-vllm clean
+.PHONY: demo demo-llm notebooks test test-all test-gpu test-llm test-notebooks test-e2e test-faults test-compat quality style bench bench-llm bench-vllm clean
 
 demo: $(VENV)/.installed
 	$(OFFLINE) $(BIN)/python train_bapo.py
@@ -38,6 +38,11 @@ test: $(VENV)/.installed-test
 
 test-all: $(VENV)/.installed-test
 	$(PYTEST) -m slow $(PYTEST_FLAGS)
+
+# Trainer, replay, partial rollouts, resume and command line with their toy models on a GPU
+GPU_TESTS := $(wildcard tests/test_*.py) tests/evaluation tests/replay tests/rollouts tests/script tests/vllm_server
+test-gpu: $(VENV)/.installed-test
+	TEST_DEVICE=cuda $(PYTEST) -m 'not slow' $(PYTEST_FLAGS) $(GPU_TESTS)
 
 test-llm: $(VENV)/.installed-test $(VENV)/.installed-gym
 	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o addopts=-ra tests/llm

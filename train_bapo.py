@@ -7,14 +7,13 @@ Train a model with BAPO: `bapo-trl train` of the package, in a checkout.
 import sys
 from collections.abc import Sequence
 
-from bapo_trl.script import training
-from bapo_trl.script.commands import SCRIPT
+from bapo_trl.script.commands import SCRIPT, train
 from bapo_trl.script.failures import run_command
 
 
 def main(arguments: Sequence[str]) -> None:
     """Train with the flags of the command line."""
-    training.main(arguments, SCRIPT)
+    train(arguments, SCRIPT)
 
 
 if __name__ == "__main__":

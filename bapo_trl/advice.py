@@ -13,7 +13,12 @@ ADVICE: Mapping[str, Any] = MappingProxyType({"loss_type": "vespo"})
 
 
 def advice_line(args: BAPOConfig) -> str:
-    """Return what the terminal says of the advice at the start of a run with these settings."""
-    if all(getattr(args, name) == value for name, value in ADVICE.items()):
-        return f"The loss is the one advised ({PAGE})."
+    """
+    Return the advice that a run prints at its start, or an empty string.
+
+    Up to 4 updates per generation the loss makes no difference, and who has chosen a loss needs no advice on it.
+    """
+    updates = args.micro_batches_per_generation / args.gradient_accumulation_steps
+    if updates <= 4 or args.loss_type != BAPOConfig.loss_type or args.loss_was_chosen:
+        return ""
     return f"Advice: {', '.join(f'{name} {value}' for name, value in ADVICE.items())} ({PAGE})."

@@ -50,6 +50,8 @@ class BAPOConfig(GRPOConfig):
             value and the fix.
     """
 
+    loss_was_chosen = False  # no field: set by the command line, for `--loss_type` and `--method`
+
     epsilon: float | None = field(
         default=None,
         metadata={"help": "Not used: BAPO searches the clip bounds. See `ratio_lower_start` and `ratio_lower_max`."},

@@ -19,6 +19,7 @@ from .checkpoints.rank_errors import raising_on_all_ranks
 from .checkpoints.whole import WholeCheckpoints
 from .clip_bounds import ClipBounds
 from .clip_bounds.carried_curves import CURVES_FILE
+from .clip_bounds.tokens import mask_values, without_masked_values
 from .clip_bounds.update_bounds import UpdateBounds
 from .inputs import checks
 from .inputs.checks import explained
@@ -27,6 +28,7 @@ from .inputs.reward_checks import check_reward_funcs
 from .inputs.setting_checks import check_eval_groups, check_values_of_trl
 from .inputs.setting_warnings import setting_warnings
 from .model_card import rewrite_card
+from .policy.filler_rows import LossScale, mark_fillers, scale_without_fillers
 from .policy.scoring import read_masses, read_tokens, read_tokens_ahead, score, stamp, warn_if_padding_counts
 from .policy.staleness import staleness_line
 from .replay.checkpoint import is_queue_file
@@ -38,6 +40,7 @@ from .rollouts.rounds import RolloutBatch
 from .upstream import fixes, trl_compat
 from .upstream.forward_passes import has_random_forward, without_gradient_checkpointing
 from .upstream.trl_compat import get_config_model_id, shuffle_sequence_dict, split_tensor_dict
+from .vllm_server.merged_adapters import send_merged_copies
 from .vllm_server.mismatch import client_for, make_difference_check
 from .vllm_server.retries import make_retries
 from .vllm_server.stale_server import make_server_check
@@ -57,6 +60,7 @@ class BAPOTrainer(WholeCheckpoints):
     call to the parent's method, and the file has them in the order in which a sample travels:
 
     - `train` runs; we start over when it is called again, and say how stale its samples will be.
+    - `create_optimizer` makes the optimizer; we refuse one that trains no parameter of the model.
     - `_get_train_sampler`, `_init_training_state` choose the prompts; we refuse too few, and resume their order.
     - `_prepare_inputs` generates where the buffer is used up, or hands out a micro-batch; at later passes over a
       generation, we trade rows with the replay queue.
@@ -68,7 +72,7 @@ class BAPOTrainer(WholeCheckpoints):
     - `_get_per_token_logps_and_entropies` scores; for complete groups, we hand over what they were sampled with, and
       inside the loss we show the log-probabilities to the search before TRL clips.
     - `_compute_loss` clips with `epsilon_low` and `epsilon_high`; we choose these, ahead of the first micro-batch
-      where several share them, and log the update at the last.
+      where several share them, leave out masked tokens and filler rows, and log the update at the last.
     - `_get_grad_norm` clips the gradient; we stop at one that is not finite.
     - `evaluate` and its `evaluation_loop` sample and reward; we explain errors, and count each prompt once.
     - `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler`, `_load_from_checkpoint` write and read a
@@ -100,8 +104,9 @@ class BAPOTrainer(WholeCheckpoints):
 
     Raises:
         ValueError: If the settings contradict one another, or a dataset has fewer prompts than one generation takes.
-            During training, if a stream ends before one generation, or a reward is infinite. What TRL, transformers or
-            a reward function raises comes through, with a note of what was wrong where that can be told.
+            During training, if no parameter would be trained, a stream ends before one generation, or a reward is
+            infinite. What TRL, transformers or a reward function raises comes through, with a note of what was wrong
+            where that can be told.
         RuntimeError: During training, if a log-probability, an advantage or the gradient is NaN or infinite.
     """
 
@@ -152,6 +157,8 @@ class BAPOTrainer(WholeCheckpoints):
 
         self._inputs_in_loss = None  # the micro-batch whose loss is being computed, else `None`
         self._handed_over: RolloutBatch | None = None  # complete groups while TRL takes them for its own generation
+        if self.use_vllm:
+            send_merged_copies(self)
         self._server = make_retries(self, self._forget_sent_weights, self._end_without_server)
         self._reset_run_state()
         if trains and self.accelerator.is_main_process:
@@ -169,7 +176,7 @@ class BAPOTrainer(WholeCheckpoints):
         # A second call starts over at version 0: samples and measurements of the first one would be taken for new.
         self._reset_run_state()
         # Printed as transformers prints its logs: a library's logger would hide it where nothing is set up
-        self.accelerator.print(f"{staleness_line(self.args)} {advice_line(self.args)}")
+        self.accelerator.print(f"{staleness_line(self.args)} {advice_line(self.args)}".rstrip())
         with explained(partial(check_values_of_trl, self.args)):
             result = super().train(*args, **kwargs)
         if self.args.load_best_model_at_end:  # vLLM has the weights of the last update
@@ -180,6 +187,11 @@ class BAPOTrainer(WholeCheckpoints):
         if self._step == self.state.global_step == 0:
             check_end_of_stream(self.train_dataset, self.args)
         return result
+
+    def create_optimizer(self, model=None):
+        optimizer = super().create_optimizer(model)
+        checks.check_optimizer(self.model if model is None else model, optimizer)
+        return optimizer
 
     def _reset_run_state(self) -> None:
         """Forget what belongs to a run."""
@@ -251,7 +263,11 @@ class BAPOTrainer(WholeCheckpoints):
     def _generate_and_score_completions(self, inputs):
         checks.check_row(self, inputs[0])
         rollouts = self._finish_groups(inputs) if self._rounds is not None and self.model.training else None
-        with without_gradient_checkpointing(self.model), self._handing_over(rollouts):
+        with (
+            fixes.keeping_frozen(self.model),
+            without_gradient_checkpointing(self.model),
+            self._handing_over(rollouts),
+        ):
             batch = super()._generate_and_score_completions(inputs if rollouts is None else rollouts.inputs)
         if not self.model.training:
             return batch
@@ -272,7 +288,9 @@ class BAPOTrainer(WholeCheckpoints):
         # A server that was started anew meanwhile has old weights for a good reason; the next generation sees to it
         if self._server_check is not None and self._server.has_same_server():
             self._log_values(self._server_check(self.model, batch))
-        return batch if self._replay is None else self._draw_first_pass(batch, num_padding)
+        if self._replay is not None:
+            return self._draw_first_pass(batch, num_padding)
+        return mark_fillers(batch, num_padding) if num_padding else batch
 
     def _finish_groups(self, inputs) -> RolloutBatch:
         self._generated_at = self.state.global_step, self._step
@@ -365,17 +383,18 @@ class BAPOTrainer(WholeCheckpoints):
     # An update
 
     def _compute_loss(self, model, inputs):
-        if not self.model.training:  # evaluation keeps the latest bounds
-            return super()._compute_loss(model, inputs)
-        if not self._bounds.is_open:
+        is_training = self.model.training
+        if is_training and not self._bounds.is_open:
             self._begin_update()
+        scale = self._scale if is_training else LossScale()
         # A copy: the advantages are scaled in it, and the buffer's own are read again at the next pass
-        self._inputs_in_loss = dict(inputs)
+        self._inputs_in_loss = without_masked_values(inputs)
+        beta, self.beta = self.beta, self.beta * scale.policy
         try:
-            loss = super()._compute_loss(model, self._inputs_in_loss)
+            loss = super()._compute_loss(model, self._inputs_in_loss) * scale.of_whole(inputs)
         finally:
-            self._inputs_in_loss = None
-        if self.accelerator.sync_gradients:
+            self._inputs_in_loss, self.beta = None, beta
+        if is_training and self.accelerator.sync_gradients:
             self._log_values(self._bounds.close(update=self.state.global_step + 1))
         return loss
 
@@ -385,6 +404,7 @@ class BAPOTrainer(WholeCheckpoints):
         are_fresh = self._buffer_version == self.state.global_step
         read_ahead = partial(read_tokens_ahead, self, window, are_fresh, self._has_random_forward)
         self._clip_with(self._bounds.begin(self._buffered_inputs, window, read_ahead))
+        self._scale = scale_without_fillers(self, window)
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         if self._handed_over is not None and self._awaits_behavior_logps:
@@ -392,11 +412,14 @@ class BAPOTrainer(WholeCheckpoints):
             _, _, num_tokens = args
             return self._handed_over.behavior_logps(num_tokens).to(self.accelerator.device), None, None
         output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        if self._inputs_in_loss is not None:
-            logps, entropies = output[0].detach(), output[1]
+        if self._inputs_in_loss is None:
+            return output
+        logps, entropies = (mask_values(self._inputs_in_loss, values) for values in output[:2])
+        if self.model.training:  # evaluation keeps the latest bounds
             is_last, version = self.accelerator.sync_gradients, self.state.global_step
-            self._clip_with(self._bounds.observe(self._inputs_in_loss, logps, entropies, version, is_last))
-        return output
+            self._clip_with(self._bounds.observe(self._inputs_in_loss, logps.detach(), entropies, version, is_last))
+            self._inputs_in_loss["advantages"] = self._inputs_in_loss["advantages"] * self._scale.policy
+        return logps, entropies, *output[2:]
 
     def _clip_with(self, bounds: ClipBounds) -> None:
         if self.args.has_clip_bounds:
@@ -436,8 +459,9 @@ class BAPOTrainer(WholeCheckpoints):
             self._bounds.save(output_dir)
 
     def _load_from_checkpoint(self, checkpoint, model=None):
-        super()._load_from_checkpoint(checkpoint, model)
-        fixes.load_trained_adapter(self, checkpoint)
+        with fixes.keeping_frozen(self.model):
+            super()._load_from_checkpoint(checkpoint, model)
+            fixes.load_trained_adapter(self, checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         fixes.load_onto_numbered_cpus()

@@ -15,7 +15,7 @@ COMMANDS = {
     "recipes": ("bapo_trl.script.recipes:main", "list the recipes of the package, for `--config`"),
     "compare": ("bapo_trl.compare.command:main", "train with several methods, and say which ends highest"),
     "report": ("bapo_trl.report.command:main", "draw what runs logged, and say what is not healthy"),
-    "launch": ("bapo_trl.script.launcher:main", "train on several GPUs or nodes, with accelerate"),
+    "launch": ("bapo_trl.script.commands:launch", "train on several GPUs or nodes, with accelerate"),
     "serve": ("bapo_trl.script.serving:main", "serve a model with vLLM, to sample from while training"),
     "env": ("bapo_trl.script.environment:main", "print versions and devices, for a bug report"),
 }

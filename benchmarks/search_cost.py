@@ -17,12 +17,16 @@ and, then, with freed memory kept in the process, which leaves arithmetic only (
 
 Extra memory is what is allocated above the inputs. On the CPU, the allocator's own record of each allocation and
 release (`torch.profiler`), so that tensors inside of kernels count; on a GPU, `torch.cuda.max_memory_allocated`.
+
+On a GPU, a micro-batch of 8k tokens is measured too, and `torch.profiler` counts the kernels of each search and loop
+and adds up the time that they take on the device.
 """
 
 import argparse
 import itertools
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -37,6 +41,7 @@ from benchmarks.common import (
 
 
 ROWS, LENGTH_TOKENS = 512, 2048
+MICRO_BATCH_ROWS = 4
 OUT_OF_REACH = 0.99
 SPEEDUP_TARGET = 10.0
 MEMORY_TARGET = 4.0
@@ -151,23 +156,42 @@ def peak_extra_bytes(function: Callable, device: str) -> int:
     return peak
 
 
-def measure_setting(measure: str, num_threads: int, memory: str, rounds: int, device: str) -> dict:
+def count_kernels(function: Callable, device: str) -> dict:
+    """Return the number of kernels of one call on a GPU, copies and fills of memory included, and their time in ms."""
+    synchronize(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        function()
+        synchronize(device)
+    events = profiler.profiler.kineto_results.events()
+    durations = [event.duration_ns() for event in events if event.device_type() == torch.autograd.DeviceType.CUDA]
+    return {"kernels": len(durations), "ms": round(sum(durations) / 1e6, 4)}
+
+
+def measure_setting(measure: str, num_threads: int, memory: str, rounds: int, device: str, rows: int = ROWS) -> dict:
     """Return one row of the results: speed-up over each loop, and extra memory in token-sized tensors."""
     torch.set_num_threads(num_threads)
-    tokens = make_tokens(device)
+    tokens = make_tokens(device, rows)
     check_same_bounds(tokens, measure)  # warms up, too
-    speedups = {name: [] for name in LOOPS}
+    functions = {"search": fast_search, **LOOPS}
+    calls = {name: partial(function, *tokens, measure, OUT_OF_REACH) for name, function in functions.items()}
+    seconds = {name: [] for name in calls}
     for _ in range(rounds):
-        search_s = time_s(lambda: fast_search(*tokens, measure, OUT_OF_REACH), device)
-        for name, loop in LOOPS.items():
-            speedups[name].append(time_s(lambda loop=loop: loop(*tokens, measure, OUT_OF_REACH), device) / search_s)
-    extra_bytes = peak_extra_bytes(lambda: fast_search(*tokens, measure, OUT_OF_REACH), device)
+        for name, call in calls.items():
+            seconds[name].append(time_s(call, device))
+    extra_bytes = peak_extra_bytes(calls["search"], device)
     token_bytes = tokens[0].numel() * tokens[0].element_size()
+    on_gpu = torch.device(device).type == "cuda"
     return {
         "measure": measure,
+        "tokens": tokens[0].numel(),
         "threads": num_threads,
         "freed_memory": memory,
-        "speedup": {name: spread(ratios) for name, ratios in speedups.items()},
+        "ms": {name: spread([1000 * each for each in values]) for name, values in seconds.items()},
+        "speedup": {
+            name: spread([loop / search for loop, search in zip(seconds[name], seconds["search"], strict=True)])
+            for name in LOOPS
+        },
+        "on_device": {name: count_kernels(call, device) for name, call in calls.items()} if on_gpu else None,
         "speedup_target": SPEEDUP_TARGET,
         "extra_memory_tensors": round(extra_bytes / token_bytes, 3),
         "extra_memory_target": MEMORY_TARGET,
@@ -181,19 +205,25 @@ def main():
     parser.add_argument("--rounds", type=int, default=9, help="paired rounds of each setting")
     args = parser.parse_args()
 
-    thread_counts = sorted({1, num_cores()}) if args.device == "cpu" else [1]
+    on_cpu = args.device == "cpu"
+    thread_counts = sorted({1, num_cores()}) if on_cpu else [1]
     results = []
-    print("freed memory  measure    threads  recomputed loop  hoisted loop  extra tensors")
-    for memory in ("default", "kept") if args.device == "cpu" else ("kept",):
+    print(
+        "freed memory  measure     tokens   threads  search ms  recomputed loop  hoisted loop  extra tensors  kernels"
+    )
+    for memory in ("default", "kept") if on_cpu else ("kept",):
         if memory == "kept":
             keep_freed_memory()  # for good
-        for measure, num_threads in itertools.product(MEASURES, thread_counts):
-            row = measure_setting(measure, num_threads, memory, args.rounds, args.device)
+        sizes = (ROWS,) if on_cpu else (ROWS, MICRO_BATCH_ROWS)
+        for rows, measure, num_threads in itertools.product(sizes, MEASURES, thread_counts):
+            row = measure_setting(measure, num_threads, memory, args.rounds, args.device, rows)
             results.append(row)
             recomputed, hoisted = (row["speedup"][name]["median"] for name in LOOPS)
+            kernels = "-" if row["on_device"] is None else row["on_device"]["search"]["kernels"]
             print(
-                f"{memory:<12}  {measure:<10} {num_threads:>7} {recomputed:>15.1f}x {hoisted:>12.1f}x "
-                f"{row['extra_memory_tensors']:>14.2f}",
+                f"{memory:<12}  {measure:<10} {row['tokens']:>8} {num_threads:>8} "
+                f"{row['ms']['search']['median']:>10.3f} {recomputed:>10.1f}x {hoisted:>7.1f}x "
+                f"{row['extra_memory_tensors']:>14.2f} {kernels:>8}",
                 flush=True,
             )
     num_pairs = len(GRID.upper) + len(GRID.lower) - 1

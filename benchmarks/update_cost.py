@@ -30,6 +30,7 @@ import statistics
 import tempfile
 import threading
 import time
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from queue import SimpleQueue
 from unittest.mock import patch
@@ -101,6 +102,8 @@ class SteppedTraining(TrainerCallback):
         self.forwards = 0  # forward passes of the model
         self._resume = threading.Semaphore(0)
         self._stops: SimpleQueue[Exception | None] = SimpleQueue()
+        self._around: AbstractContextManager = nullcontext()
+        self._entered = ExitStack()
         self._thread = threading.Thread(target=self._train, daemon=True)
         trainer.add_callback(self)
         trainer.model.register_forward_pre_hook(self._count_forward)
@@ -110,8 +113,9 @@ class SteppedTraining(TrainerCallback):
         self._thread.start()
         self._wait_for_stop()
 
-    def update(self):
-        """Run one update, up to the next one."""
+    def update(self, around: AbstractContextManager | None = None):
+        """Run one update, up to the next one, in the thread of the training `around` it."""
+        self._around = nullcontext() if around is None else around
         self._resume.release()
         self._wait_for_stop()
 
@@ -122,8 +126,10 @@ class SteppedTraining(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         """Hand over to the caller until it asks for this update."""
+        self._entered.close()
         self._stops.put(None)
         self._resume.acquire()
+        self._entered.enter_context(self._around)
 
     def _train(self):
         try:

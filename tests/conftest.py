@@ -18,6 +18,8 @@ REASONS = ("processes", "kills", "fuzz", "sharding", "trainings", "figures", "re
 settings.register_profile("bapo_trl", deadline=None)  # how long an example takes is the machine's
 settings.load_profile("bapo_trl")
 _START = pytest.StashKey[float]()
+if os.environ.get("TEST_DEVICE") != "cuda":  # before anything asks CUDA: tests are about CPUs, but for `make test-gpu`
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_configure():

@@ -253,7 +253,7 @@ def test_later_updates_take_the_curves_of_the_one_before_scaled_to_their_masses(
         for before, update in itertools.pairwise(generation):
             tokens = tokens_of(before)
             seen = contributions(tokens.ratio, tokens.advantages, tokens.weights, grid)
-            carried = CarriedCurves(grid, torch.device("cpu"))
+            carried = CarriedCurves(grid, tokens.ratio.device)
             carried.learn(seen, masses_of([before]))
             scaled = carried.scaled_to(masses_of([update]))
             expected = search_bounds(scaled, grid, target, negative_weight_min=0.05)

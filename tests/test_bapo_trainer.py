@@ -19,6 +19,7 @@ from bapo_trl.tasks import character_tokenizer
 from tests.helpers.toy import (
     CPU,
     OFF_POLICY,
+    ON_GPU,
     InUpdate,
     digits_reward,
     toy_dataset,
@@ -254,7 +255,8 @@ def test_a_second_call_to_train_starts_over(tmp_path):
     trainer.updates.pop()
     assert_logged_shares_are_those_of_the_loss(trainer)
     assert [log["staleness/max"] for log in training_logs(trainer)] == [0, 1]
-    assert training_logs(trainer)[0]["ratio/max"] == 1
+    # On a GPU the same tokens in other batches differ by roundings
+    assert training_logs(trainer)[0]["ratio/max"] == pytest.approx(1, abs=1e-5 if ON_GPU else 0)
 
 
 class Interrupted(TrainerCallback):
@@ -355,8 +357,8 @@ class VLLMCorrected(Recorder):
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
         logps = output["old_per_token_logps"]
-        output["sampling_per_token_logps"] = logps + 0.3 * torch.randn(logps.shape)
-        output["importance_sampling_ratio"] = 0.25 + torch.rand(logps.shape)
+        output["sampling_per_token_logps"] = logps + 0.3 * torch.randn_like(logps)
+        output["importance_sampling_ratio"] = 0.25 + torch.rand_like(logps)
         self.use_vllm = False
         return output
 
@@ -522,7 +524,7 @@ def test_lora_trains_the_adapter_only(tmp_path):
     trainer = toy_run(tmp_path, trainer_args=lora)
     for name, weight in trainer.model.get_base_model().state_dict().items():
         if "lora" not in name:
-            assert torch.equal(weight, before[name.replace(".base_layer", "")]), name
+            assert torch.equal(weight.cpu(), before[name.replace(".base_layer", "")]), name
     assert any("lora_B" in name and weight.any() for name, weight in trainer.model.named_parameters())
     trainer.save_model(str(tmp_path / "adapter"))
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()

@@ -1,6 +1,10 @@
 """The search against a plain loop over Algorithm 1, hand-worked values, and its invariances."""
 
+import itertools
 import math
+import operator
+from functools import reduce
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +21,9 @@ from bapo_trl.clip_bounds import (
     share_under,
     sum_dtype,
 )
+from bapo_trl.clip_bounds import curves as curves_module
 from tests.helpers import oracle
+from tests.helpers.kernels import Kernels
 
 
 def as_tensors(rows):
@@ -32,6 +38,11 @@ def random_batch(rows=5, length=11):
     advantages = torch.randn(rows, generator=generator, dtype=torch.float64)
     mask = (torch.rand(rows, length, generator=generator) < 0.8).double()
     return ratio, advantages, mask
+
+
+def computed_as(on_cpu: bool):
+    """Have tensors of the CPU summed as a CPU sums, or as an accelerator does."""
+    return mock.patch.object(curves_module, "_on_cpu", return_value=on_cpu)
 
 
 # Grids
@@ -159,9 +170,9 @@ def close(left: float, right: float) -> bool:
 @settings(max_examples=400)
 @given(
     tokens_strategy, grid_strategy, st.sampled_from([0.1, 0.4, 0.5, 0.75, 1.0]), st.sampled_from(MEASURES),
-    st.sampled_from(SEARCH_ORDERS), st.sampled_from([1.0, 0.5, 0.01]),
+    st.sampled_from(SEARCH_ORDERS), st.sampled_from([1.0, 0.5, 0.01]), st.booleans(),
 )  # fmt: skip
-def test_search_equals_a_plain_loop_over_algorithm_1(rows, grid, target, measure, order, weight_min):
+def test_search_equals_a_plain_loop_over_algorithm_1(rows, grid, target, measure, order, weight_min, on_cpu):
     flat = [token for row in rows for token in row]
     # Sums in another order differ in the last bits: leave out the batches in which that decides.
     for high in grid.upper.tolist():
@@ -175,7 +186,8 @@ def test_search_equals_a_plain_loop_over_algorithm_1(rows, grid, target, measure
             if positive == target * total and total > 0:
                 assume(positive == round(positive, 3) and negative == round(negative, 3) and total < 1e3)
     expected = oracle.search(flat, grid, target, measure, order, weight_min)
-    curves = contributions(*as_tensors(rows), grid, measure)
+    with computed_as(on_cpu):
+        curves = contributions(*as_tensors(rows), grid, measure)
     bounds = search_bounds(curves, grid, target, order, weight_min)
     assert bounds.low.item() == expected.low
     assert bounds.high.item() == expected.high
@@ -210,6 +222,90 @@ def test_curves_equal_one_pass_for_each_bound_on_many_tokens(measure, dtype):
             clipped = torch.where(ratio >= low.to(dtype), ratio.double(), low)
             expected = (mass * clipped)[(advantage < 0).expand_as(ratio)].sum()
         torch.testing.assert_close(curves.negative[k], expected, rtol=1e-12, atol=0)
+
+
+# On an accelerator
+
+
+def many_tokens(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return ratios, some on the grid and some that are no number where the weight is 0, advantages and weights."""
+    generator = torch.Generator().manual_seed(1)
+    ratio = torch.exp(0.5 * torch.randn(70, 1000, generator=generator)).to(dtype)  # more than one call sums at once
+    weights = (torch.rand(ratio.shape, generator=generator) < 0.8).float()
+    for row in (2, 3, 4, 5):  # two of positive and two of negative advantage
+        ratio[row, :37], ratio[row, 100:116], ratio[row, 200:210] = (
+            BoundGrid().upper.to(dtype), BoundGrid().lower.to(dtype), 0.0
+        )  # fmt: skip
+    ratio[6, :2], weights[6, :2] = torch.tensor([math.inf, math.nan]), 0.0
+    ratio[6:8, 5], weights[6:8, 5] = math.inf, 0.5  # above every upper bound of a token that counts
+    sign = torch.tensor([1.0, 1.0, 1.0, -1.0, 1.0, -1.0, 1.0]).repeat(10)
+    return [ratio, sign * torch.rand(70, generator=generator), weights]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("measure", MEASURES)
+def test_an_accelerator_chooses_the_bounds_of_the_cpu_to_the_bit(measure, dtype):
+    ratio, advantages, weights = many_tokens(dtype)
+    of_sequences = ratio[:, 300:301].clone()
+    of_tokens = advantages.unsqueeze(1) * (torch.arange(1000) % 3 - 1)
+    steps = set()
+    for inputs in itertools.product((ratio, of_sequences), (advantages, of_tokens), (None, 3.5)):
+        tokens = (*inputs[:2], weights, BoundGrid(), measure, inputs[2])
+        expected = contributions(*tokens)
+        with computed_as(on_cpu=False):
+            curves = contributions(*tokens)
+        # Sums in another order: at most 70,000 roundings of 1.1e-16 each
+        torch.testing.assert_close(curves.as_vector(), expected.as_vector(), rtol=1e-11, atol=0)
+        for target, order in itertools.product([k / 50 for k in range(15, 35)], SEARCH_ORDERS):
+            found = search_bounds(curves, BoundGrid(), target, order)
+            on_cpu = search_bounds(expected, BoundGrid(), target, order)
+            assert (found.low, found.high, found.steps) == (on_cpu.low, on_cpu.high, on_cpu.steps)
+            steps.add(found.steps.item())
+    assert len(steps) > 5
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "advantage"), [(64, 700, 0.57735), (32, 333, 1.118034), (32, 700, 0.9354143)]
+)
+def test_the_order_of_the_sums_does_not_decide_a_tie(rows, length, advantage):
+    # Fresh samples, half of them right: P = N, a share of 0.5. Their sums differ from it by up to 4e-15
+    ratio, weights = torch.ones(rows, length), torch.ones(rows, length) / length
+    advantages = torch.tensor([advantage, -advantage]).repeat(rows // 2)
+
+    def curves_of(rows: torch.Tensor) -> Contributions:
+        return contributions(ratio[rows], advantages[rows], weights[rows], BoundGrid())
+
+    everything = torch.arange(rows)
+    found = [curves_of(everything)]
+    with computed_as(on_cpu=False):
+        found.append(curves_of(everything))
+    micro_batches = torch.randperm(rows, generator=torch.Generator().manual_seed(0)).chunk(3)
+    found.append(reduce(operator.add, map(curves_of, micro_batches)))
+    for curves in found:
+        for weight_min in (1.0, 0.1):
+            bounds = search_bounds(curves, BoundGrid(), 0.5, negative_weight_min=weight_min)
+            assert (bounds.steps, bounds.target_met, bounds.negative_weight) == (0, True, 1)
+    missed = search_bounds(found[0], BoundGrid(), 0.5 + 1e-9)
+    assert (missed.steps, missed.target_met) == (51, False)
+
+
+@pytest.mark.parametrize(("rows", "most"), [(512, 60), (4, 40)])  # 2,048 tokens each
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("delta", [None, 3.5])
+def test_a_search_on_an_accelerator_takes_few_kernels_and_little_memory(monkeypatch, measure, rows, most, delta):
+    monkeypatch.setattr(curves_module, "sum_dtype", lambda device: torch.float64)  # as on CUDA
+    ratio, weights = torch.ones(2, rows, 2048, device="meta")
+    advantages = torch.ones(rows, device="meta")
+    contributions(ratio, advantages, weights, BoundGrid(), measure)  # the tables of the grid are made once
+    with Kernels() as kernels:
+        curves = contributions(ratio, advantages, weights, BoundGrid(), measure, delta)
+        search_bounds(curves, BoundGrid(), 0.5)
+    assert 10 < len(kernels.names) <= most
+    with Kernels() as of_weight:
+        search_bounds(curves, BoundGrid(), 0.5, negative_weight_min=0.05)
+    assert len(of_weight.names) < 25
+    if rows == 512:  # a small tensor more: 57 pairs of bounds
+        assert kernels.peak_bytes <= 4 * ratio.nbytes + 2**12
 
 
 # Invariances

@@ -13,14 +13,26 @@ from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bapo_trl import BAPOTrainer
+from bapo_trl.clip_bounds import MEASURES, BoundGrid, contributions, search_bounds
+from tests.helpers.kernels import Kernels
 from tests.helpers.toy import toy_run, training_logs
 
 
 def documented_as_refused() -> set[str]:
     """Return the names, as in `torch.ops.aten`, of what raises under `use_deterministic_algorithms(True)`."""
-    listed = torch.use_deterministic_algorithms.__doc__.split("operations will throw a\n")[1]
+    return documented(torch.use_deterministic_algorithms.__doc__.split("operations will throw a\n")[1])
+
+
+def documented_as_slower() -> set[str]:
+    """Return the names of what is not deterministic on CUDA, unless `use_deterministic_algorithms(True)` is called."""
+    of_both = torch.use_deterministic_algorithms.__doc__.split("operations will act\n")[1]
+    return documented(of_both.split("operations will throw a\n")[0], "differentiate", "requires grad")
+
+
+def documented(listed: str, *without: str) -> set[str]:
     items = re.split(r"(?=\* :\w+:`torch\.)", listed)
     items = [item for item in items if "CUDA" in item or "MPS" not in item]  # MPS is Apple's
+    items = [item for item in items if not any(words in item for words in without)]
     names = [name for item in items for name in re.findall(r"^\* :\w+:`torch\.([\w.]+)`", item)]
     words = (re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name.split(".")[-1]) for name in names)
     return {word.lower().rstrip("_") for word in words}
@@ -99,3 +111,15 @@ def test_the_search_uses_no_operation_that_raises_on_cuda(tmp_path, determinism_
     assert {"index_add", "argmax", "nansum"} <= trainer.trace.operations  # curves, search and log have been seen
     assert not trainer.trace.operations & documented_as_refused()
     assert any(log["bapo/search_steps"] > 0 for log in training_logs(trainer))
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_on_an_accelerator_the_search_is_deterministic_without_being_asked(measure):
+    assert {"index_add", "scatter_add", "index_put"} <= documented_as_slower()
+    ratio, weights = torch.ones(2, 8, 64, device="meta")
+    with Kernels() as kernels:
+        curves = contributions(ratio, ratio[:, 0], weights, BoundGrid(), measure, delta=4.0)
+        search_bounds(curves, BoundGrid(), 0.5, negative_weight_min=0.1)
+    found = {name.strip("_") for name in kernels.names}
+    assert {"embedding_bag_forward_only", "argmax"} <= found
+    assert not found & (documented_as_refused() | documented_as_slower())

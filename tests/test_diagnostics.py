@@ -22,7 +22,7 @@ def measured(ratios, ages, mask=None, advantages=None, gradient_size=None, **gua
     tokens = policy_tokens(logps, torch.zeros_like(logps), advantages, mask, loss_type="dapo")
     tokens = replace(tokens, gradient_size=gradient_size)
     bounds = replace(BOUNDS, negative_weight=torch.tensor(0.5))
-    return measure_tokens(tokens, torch.tensor(ages), {"per_token_logps": logps, **guarded}, mask, bounds)
+    return measure_tokens(tokens, torch.tensor(ages), {"per_token_logps": logps, **guarded}, bounds)
 
 
 def closed(measurements, gather=lambda tensor: tensor, searches=(BOUNDS,)):

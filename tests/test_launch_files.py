@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.launch import _validate_launch_command
+from accelerate.utils import prepare_multi_gpu_env
 
 from bapo_trl.errors import InputError
 from bapo_trl.plan.memory import Layout
@@ -101,6 +102,12 @@ def test_a_configuration_of_ones_own_names_its_deepspeed_file_from_the_folder_or
         read_arguments(["--accelerate", "zero9", "x.py"])
     with pytest.raises(InputError, match="leave one out"):
         read_arguments(["--accelerate", "zero3", "--config_file", "x.yaml", "x.py"])
+
+
+@pytest.mark.parametrize("name", ["cpu_ddp", "cpu_zero3"])
+def test_ranks_on_cpus_see_no_gpu_of_their_machine(name):
+    arguments, _, _ = _validate_launch_command(read_arguments(["--accelerate", name, "train"]))
+    assert set(prepare_multi_gpu_env(arguments)["CUDA_VISIBLE_DEVICES"].split(",")) == {"-1"}  # no device's number
 
 
 def test_every_other_yaml_is_a_mapping():

@@ -123,8 +123,9 @@ def test_the_wheel_trains_two_updates_and_reports_them(environment, tmp_path):
     package = Path(run("python", "-c", "import bapo_trl.bapo_trainer; print(bapo_trl.__file__)").strip())
     assert package.is_relative_to(environment.parent)
     assert run("bapo-trl", "--version") == f"bapo-trl {__version__}\n"
-    out = run("bapo-trl", "train", "--output_dir=run", *(f"--{name}={value}" for name, value in TWO_UPDATES.items()))
-    assert "BAPO on the embedded task" in out  # the recipe without arguments is the package's
+    settings = {"config": "quickstart", "output_dir": "run", **TWO_UPDATES}
+    out = run("bapo-trl", "train", *(f"--{name}={value}" for name, value in settings.items()))
+    assert "BAPO on the embedded task" in out  # the recipe is the package's
     assert "Report: run/report.png\n" in out
     assert (tmp_path / "run" / "report.png").stat().st_size > 0
     assert "Report: report/report.html\n" in run("bapo-trl", "report", "run")

@@ -63,6 +63,20 @@ def test_a_missing_name_of_the_client_is_named(monkeypatch):
     assert trl_compat.missing_names() == ["VLLMClient.base_url", "VLLMClient.model"]
 
 
+def test_a_missing_name_of_the_weight_transfer_is_named(monkeypatch):
+    class Renamed:
+        def sync_weights(self):
+            with self.model.merged_adapter():
+                return list(self.model.named_parameters())
+
+        def generate(self):
+            self.sync_weights()
+
+    monkeypatch.setattr(trl_compat, "VLLMGeneration", Renamed)
+    missing = trl_compat.missing_names()
+    assert missing == ["VLLMGeneration: merge_adapter", "VLLMGeneration: unmerge_adapter"]
+
+
 def test_forward_keys_are_those_of_trls_forward():
     """Of the batch's keys, the look-ahead passes on those that TRL's own loss passes on."""
     source = inspect.getsource(GRPOTrainer._compute_loss)

@@ -13,17 +13,25 @@ References:
     https://huggingface.co/papers/2510.18927, Eq. 8.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache, reduce
 
 import torch
+from torch.nn.functional import embedding_bag
 
 from .grid import BoundGrid, sum_dtype
 
 
 MEASURES = ("gradient", "surrogate")
 
-# Tokens are summed in blocks of this size, so that intermediates stay far below a token-sized tensor.
-_TOKENS_PER_BLOCK = 1 << 15
+# A CPU sums in blocks whose intermediates fit its cache. An accelerator takes all tokens at once: there, to launch a
+# kernel takes longer than the kernel itself.
+_TOKENS_PER_CPU_BLOCK = 1 << 15
+
+# An accelerator sums so many tokens in one call, more in two. A call allocates an integer for each token beside its
+# result; two calls keep all intermediates within four token-sized tensors.
+_TOKENS_PER_CALL = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -77,9 +85,10 @@ def contributions(
         surrogate:  P(h) = sum over A > 0 of w min(r, h) A         N(l) = sum over A < 0 of w max(r, l) |A|
 
     Under `"gradient"`, P and N are the L1 norms of the gradient of the loss with respect to the log-probabilities,
-    over positive and over negative tokens. Tokens of weight 0 or advantage 0 count nowhere, whatever their ratio. An
-    empty batch gives zeros. Ratios are compared with the bounds in the type of `ratio`, as the loss does when it
-    clips.
+    over positive and over negative tokens. Tokens of weight 0 or advantage 0 count nowhere, whatever their ratio; the
+    ratios of other tokens must not be NaN. An empty batch gives zeros. Ratios are compared with the bounds in the type
+    of `ratio`, as the loss does when it clips. So which bounds let a token through is the same on each device; the
+    sums differ by their order, in the last bits.
 
     Args:
         ratio (`torch.Tensor`):
@@ -139,45 +148,10 @@ def contributions(
     if advantages.dim() == 1:
         advantages = advantages.unsqueeze(1)
 
-    device, dtype = weights.device, sum_dtype(weights.device)
-    upper, lower = grid.upper_on(device), grid.lower_on(device)
-    num_upper, num_lower = len(upper), len(lower)
-
-    # One histogram for both signs: slots 0 .. K_high hold positive tokens by the first upper bound that lets them
-    # through, the K_low + 1 slots behind them hold negative tokens by the number of lower bounds at or below them.
-    value = torch.zeros(num_upper + num_lower + 2, dtype=dtype, device=device)  # sum of w r |A| in each slot
-    mass = torch.zeros_like(value)  # sum of w |A| in each slot
-
-    flat_ratio = ratio.expand(rows, length).reshape(-1)
-    flat_advantages = advantages.expand(rows, length).reshape(-1)
-    flat_weights = weights.reshape(-1)
-    for first in range(0, rows * length, _TOKENS_PER_BLOCK):
-        block = slice(first, first + _TOKENS_PER_BLOCK)
-        block_ratio, block_advantages = flat_ratio[block], flat_advantages[block]
-        is_positive = block_advantages > 0
-        slot = torch.where(
-            is_positive,
-            _count_points_below(block_ratio, grid.upper_start, grid.upper_step, num_upper, or_equal=False),
-            _count_points_below(block_ratio, grid.lower_start, grid.lower_step, num_lower, or_equal=True)
-            + (num_upper + 1),
-        )
-        token_mass = block_advantages.abs().to(dtype) * flat_weights[block]
-        counted_ratio = block_ratio if delta is None else block_ratio.clamp(max=delta)
-        token_value = token_mass * counted_ratio
-        counts = token_mass > 0
-        if delta is not None and measure == "gradient":
-            counts &= block_ratio <= delta
-        # Not a product with a mask: an infinite ratio on a padded token would turn into NaN.
-        value.index_add_(0, slot, torch.where(counts, token_value, 0.0))
-        if measure == "surrogate":
-            mass.index_add_(0, slot, token_mass)
-
-    positive = _sum_up_to(value[: num_upper + 1])[:-1]
-    negative = _sum_from(value[num_upper + 1 :])[1:]
-    if measure == "surrogate":
-        positive = positive + upper * _sum_from(mass[: num_upper + 1])[1:]
-        negative = negative + lower * _sum_up_to(mass[num_upper + 1 :])[:-1]
-    return Contributions(positive, negative)
+    sums = torch.zeros(grid.num_lower + grid.num_upper + 1, dtype=sum_dtype(weights.device), device=weights.device)
+    for block in _blocks(weights):
+        sums += _sum_block(ratio[block], advantages[block], weights[block], grid, measure, delta)
+    return Contributions(sums[grid.num_lower + 1 :], sums[: grid.num_lower].flip(0))
 
 
 def size_contributions(gradient_size: torch.Tensor, advantages: torch.Tensor, weights: torch.Tensor) -> Contributions:
@@ -191,12 +165,110 @@ def size_contributions(gradient_size: torch.Tensor, advantages: torch.Tensor, we
     """
     if advantages.dim() == 1:
         advantages = advantages.unsqueeze(1)
-    mass = weights.to(sum_dtype(weights.device)) * advantages.abs()
-    value = torch.where(mass > 0, mass * gradient_size, 0.0)
-    return Contributions(
-        torch.where(advantages > 0, value, 0.0).sum().reshape(1),
-        torch.where(advantages < 0, value, 0.0).sum().reshape(1),
-    )
+    terms = weights.to(sum_dtype(weights.device), copy=True).mul_(advantages)
+    counts_nowhere = terms == 0
+    terms.mul_(gradient_size).masked_fill_(counts_nowhere, 0.0)
+    positive = terms.clamp(min=0).sum()
+    return Contributions(positive.reshape(1), terms.clamp_(max=0).sum().abs().reshape(1))
+
+
+def _on_cpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _blocks(weights: torch.Tensor) -> Iterator[slice]:
+    """Return the rows of each block of tokens that are summed together."""
+    rows, length = weights.shape
+    step = max(1, _TOKENS_PER_CPU_BLOCK // max(length, 1)) if _on_cpu(weights) else max(rows, 1)
+    return (slice(first, first + step) for first in range(0, rows if length else 0, step))
+
+
+def _sum_block(
+    ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    weights: torch.Tensor,
+    grid: BoundGrid,
+    measure: str,
+    delta: float | None,
+) -> torch.Tensor:
+    """Return the contributions of a block of tokens at each of [`_signed_bounds`]."""
+    device, dtype = weights.device, sum_dtype(weights.device)
+    slot = _slots(ratio, advantages, grid).expand(weights.shape).reshape(-1)
+    terms = weights.to(dtype, copy=True).mul_(advantages).abs_()  # w |A|
+    clipped = None
+    if measure == "surrogate":
+        clipped = _sum_rows(_clipped_table(grid, device), slot, terms)
+        terms.mul_(ratio if delta is None else ratio.clamp(max=delta))
+    else:
+        terms.mul_(ratio)
+        if delta is not None:
+            terms.masked_fill_(ratio > delta, 0.0)
+    # Now w r |A|. Weight 0 x infinity is NaN; and an infinity, which the table may multiply by 0, has to be finite.
+    terms.nan_to_num_(nan=0.0, posinf=torch.finfo(dtype).max ** 0.5)
+    passed = _sum_rows(_passed_table(grid, device), slot, terms)
+    return passed if clipped is None else passed.add_(clipped)
+
+
+# The bounds of both signs are one ascending list: -lower bounds, 0, upper bounds. A token's ratio, with the sign of
+# its advantage, has a slot in the list: the number of bounds below the ratio. A bound that is not below the ratio lets
+# the token through. The 0 separates negative tokens, in slots 0 .. K_low, from positive tokens in the slots behind.
+
+
+@lru_cache(maxsize=16)
+def _signed_bounds(grid: BoundGrid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Return the list of both signs, shape `(K_low + 1 + K_high,)`. Shared: do not write."""
+    with torch.inference_mode(False):  # kept for later calls, which may need gradients
+        lower, upper = grid.lower_on(device), grid.upper_on(device)
+        return torch.cat([-lower.flip(0), lower.new_zeros(1), upper]).to(dtype)
+
+
+@lru_cache(maxsize=16)
+def _passed_table(grid: BoundGrid, device: torch.device) -> torch.Tensor:
+    """Return 1 where a bound (column) lets a token of a slot (row) of its sign through, else 0. Shared."""
+    num_bounds, num_negative = grid.num_lower + 1 + grid.num_upper, grid.num_lower + 1
+    with torch.inference_mode(False):
+        table = torch.ones(num_bounds + 1, num_bounds, dtype=sum_dtype(device), device=device).triu_()
+        table[:num_negative, num_negative:] = 0
+        return table
+
+
+@lru_cache(maxsize=16)
+def _clipped_table(grid: BoundGrid, device: torch.device) -> torch.Tensor:
+    """Return the bound (column) where it clips the ratio of a token of a slot (row) of its sign, else 0. Shared."""
+    num_negative = grid.num_lower + 1
+    with torch.inference_mode(False):
+        bounds = _signed_bounds(grid, device, sum_dtype(device)).abs()
+        table = bounds.expand(len(bounds) + 1, -1).tril(-1)
+        table[num_negative:, :num_negative] = 0
+        return table
+
+
+def _slots(ratio: torch.Tensor, advantages: torch.Tensor, grid: BoundGrid) -> torch.Tensor:
+    """Return the slot of each token, int32, in the shape that `ratio` and `advantages` broadcast to."""
+    if _on_cpu(ratio):  # several times faster there
+        lower = _count_points_below(ratio, grid.lower_start, grid.lower_step, grid.num_lower, or_equal=True)
+        upper = _count_points_below(ratio, grid.upper_start, grid.upper_step, grid.num_upper, or_equal=False)
+        return torch.where(advantages > 0, upper + (grid.num_lower + 1), grid.num_lower - lower)
+    signed = ratio.clamp(min=torch.finfo(ratio.dtype).tiny).copysign(advantages)  # 0 has no sign in a comparison
+    bounds = _signed_bounds(grid, ratio.device, ratio.dtype)  # rounded as in the loss, which compares in that type
+    return torch.bucketize(signed, bounds.to(signed.dtype), out_int32=True)
+
+
+def _sum_rows(table: torch.Tensor, rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Return the sum over tokens of factor x the token's row of the table."""
+    factors = factors.reshape(-1)
+    if _on_cpu(table):
+        return factors.new_zeros(len(table)).index_add_(0, rows, factors) @ table
+    # One thread sums a run of tokens, in their order, then the runs are summed: the same result in every call, where
+    # `index_add` on CUDA adds in the order in which threads arrive. The sums of all runs take half as much memory as a
+    # token-sized tensor.
+    per_run = 4 * table.shape[1]
+    calls = 1 if len(rows) <= _TOKENS_PER_CALL else 2
+    sums = []
+    for part, weights in zip(rows.chunk(calls), factors.chunk(calls), strict=True):
+        starts = torch.arange(0, len(part), per_run, dtype=part.dtype, device=part.device)
+        sums.append(embedding_bag(part, table, starts, mode="sum", per_sample_weights=weights).sum(0))
+    return reduce(torch.add, sums)
 
 
 def _count_points_below(
@@ -213,18 +285,3 @@ def _count_points_below(
     index = nearest.int()
     point = nearest.mul_(step).add_(start).to(values.dtype)
     return index + (values >= point if or_equal else values > point)
-
-
-def _sum_up_to(values: torch.Tensor) -> torch.Tensor:
-    """
-    Return the sums of `values` up to and with each position, shape `(K,)` as given.
-
-    Not `cumsum`: on CUDA, torch has none that is deterministic, and raises under `full_determinism`.
-    """
-    position = torch.arange(len(values), device=values.device)
-    return torch.where(position <= position.unsqueeze(1), values, 0.0).sum(1)
-
-
-def _sum_from(values: torch.Tensor) -> torch.Tensor:
-    """Return the sums of `values` from each position to the end, shape `(K,)` as given."""
-    return _sum_up_to(values.flip(0)).flip(0)

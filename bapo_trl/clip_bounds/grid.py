@@ -10,7 +10,7 @@ from ..errors import InputError
 
 
 MOST_POINTS = 2_000
-"""Largest number of candidates of a bound: the curves take its square, 32 MB."""
+"""Largest number of candidates of a bound: the curves take a table of up to 4 times its square, 128 MB."""
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:

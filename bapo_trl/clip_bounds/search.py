@@ -16,6 +16,11 @@ from .grid import BoundGrid
 
 SEARCH_ORDERS = ("upper_first", "lower_first")
 
+# A share that misses the target by less, relative to the target, meets it. The last bits of a sum depend on its order:
+# on the device, and on how the tokens are split over micro-batches and ranks. A tie must not: with rewards of 0 and 1,
+# ratios of 1 and as many right as wrong samples, the share is 0.5 in whatever order.
+_ROUNDING = 1e-11
+
 
 @dataclass(frozen=True)
 class ClipBounds:
@@ -60,9 +65,9 @@ def search_bounds(
     Walk from the start bounds until the positive share reaches the target; weigh negative tokens down for the rest.
 
     The path goes to the end of one bound's axis before it moves the other; the first pair on it with
-    `P / (P + N) >= target` is taken, or the last pair where there is none. Where nothing contributes under the start
-    bounds (`P + N = 0`), those are kept and the share is NaN; further on, a pair under which nothing contributes
-    does not meet the target.
+    `P / (P + N) >= target` is taken (less 1e-11 of the target, for rounding), or the last pair where there is none.
+    Where nothing contributes under the start bounds (`P + N = 0`), those are kept and the share is NaN; further on, a
+    pair under which nothing contributes does not meet the target.
 
     Where no pair meets it, the weight `w = P (1 - target) / (target N)` of negative tokens does, `P / (P + w N) =
     target`. It is kept in [`negative_weight_min`, 1]: the smallest where `P = 0`, 1 where `N = 0`.
@@ -115,37 +120,39 @@ def search_bounds(
             f"points, the grid has {len(upper)} and {len(lower)}: compute them on the same grid."
         )
 
-    last_upper, last_lower = len(upper) - 1, len(lower) - 1
-    last_step = last_upper + last_lower
-    position = torch.arange(last_step + 1, device=device)
-    if order == "upper_first":
-        upper_index, lower_index = position.clamp(max=last_upper), (position - last_upper).clamp(min=0)
-    else:
-        upper_index, lower_index = (position - last_lower).clamp(min=0), position.clamp(max=last_lower)
-
-    positive, negative = contributions.positive.take(upper_index), contributions.negative.take(lower_index)
-    share = positive / (positive + negative)  # NaN where nothing contributes
-    met = share >= target
-    first_met = met.int().argmax()
-    step = torch.where(met.any(), first_met, last_step)
-    step = torch.where(share[0].isnan(), 0, step)
-    weight, final_share, final_met = torch.ones_like(share[0]), share.take(step), met.take(step)
+    rows = _path((upper, lower), order) + _path((contributions.positive, contributions.negative), order)
+    path = torch.cat(rows).view(4, -1)  # upper bound, lower bound, P and N at each step
+    share = path[2] / (path[2] + path[3])  # NaN where nothing contributes
+    goal = target * (1 - _ROUNDING)
+    ends = share >= goal
+    ends[:1].logical_or_(share[:1].isnan())
+    ends[-1:].fill_(True)
+    step = ends.view(torch.uint8).argmax()  # the first that is true
+    high, low, positive, negative = path.index_select(1, step.reshape(1)).squeeze(1).unbind()
+    final_share, weight = share.take(step), torch.ones_like(high)
+    met = final_share >= goal
     if negative_weight_min < 1:
-        positive, negative = positive.take(step), negative.take(step)
-        exact = positive * (1 - target) / (target * negative)
-        may_weigh = ~final_met & (negative > 0)
-        weight = torch.where(may_weigh, exact.clamp(negative_weight_min, 1.0), weight)
+        exact = positive * (1 - target) / (target * negative)  # NaN where nothing contributes
+        weight = torch.where(met, weight, torch.fmin(exact, weight).clamp(min=negative_weight_min))
         final_share = positive / (positive + weight * negative)
-        final_met = final_met | (may_weigh & (exact >= negative_weight_min) & (positive > 0))
+        met = met | (exact >= negative_weight_min)
     return ClipBounds(
-        low=lower.take(lower_index.take(step)),
-        high=upper.take(upper_index.take(step)),
+        low=low,
+        high=high,
         positive_share=final_share,
         initial_positive_share=share[0],
-        target_met=final_met,
+        target_met=met,
         steps=step,
         negative_weight=weight,
     )
+
+
+def _path(values: tuple[torch.Tensor, torch.Tensor], order: str) -> list[torch.Tensor]:
+    """Return the parts of two rows: the values at the upper and at the lower bound, at each step of the path."""
+    upper, lower = values
+    if order == "upper_first":
+        return [upper, upper[-1:].expand(len(lower) - 1), lower[:1].expand(len(upper) - 1), lower]
+    return [upper[:1].expand(len(lower) - 1), upper, lower, lower[-1:].expand(len(upper) - 1)]
 
 
 def share_under(bounds: ClipBounds, contributions: Contributions, grid: BoundGrid) -> ClipBounds:

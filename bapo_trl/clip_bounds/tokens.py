@@ -11,10 +11,33 @@ import torch
 
 WEIGHTINGS = ("uniform", "behavior_prob")
 
+# Per-token values of TRL's batch, each with one at which a token of any weight adds nothing to the loss
+_NEUTRAL_VALUES = {
+    "old_per_token_logps": 0.0, "ref_per_token_logps": 0.0, "sampling_per_token_logps": 0.0,
+    "importance_sampling_ratio": 1.0,
+}  # fmt: skip
+
 
 def policy_mask(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return 1 for the completion tokens of TRL's batch that the policy wrote, not a tool; shape `(B, T)`."""
     return batch["completion_mask"] * batch.get("tool_mask", 1)
+
+
+def without_masked_values(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """
+    Return a copy of TRL's batch in which masked tokens have a log-probability of 0 under every policy.
+
+    With [`mask_values`] on the current log-probabilities, their importance ratio is 1 and their KL term 0. The loss
+    multiplies both by 0, which would not remove an infinite ratio or a NaN.
+    """
+    neutral = {key: value for key, value in _NEUTRAL_VALUES.items() if key in batch}
+    return {**batch, **{key: mask_values(batch, batch[key], value) for key, value in neutral.items()}}
+
+
+def mask_values(batch: Mapping[str, torch.Tensor], values: torch.Tensor, neutral: float = 0.0) -> torch.Tensor:
+    """Return values of the tokens of TRL's batch, `(B, T)`, with `neutral` for masked ones; `(B, 1)` as it is."""
+    mask = policy_mask(batch).bool()
+    return torch.where(mask, values, neutral) if values.shape == mask.shape else values
 
 
 @dataclass(frozen=True)

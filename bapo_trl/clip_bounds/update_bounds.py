@@ -121,8 +121,7 @@ class UpdateBounds:
         versions = _versions(inputs)
         _, on_device = self._versions_on_device.get(id(versions), (versions, versions))
         staleness = version - on_device
-        mask = inputs["completion_mask"]
-        self._log.add(measure_tokens(tokens, staleness, guarded, mask, self.current, self._settings.delta))
+        self._log.add(measure_tokens(tokens, staleness, guarded, self.current, self._settings.delta))
         return self.current
 
     def close(self, update: int) -> dict[str, float]:

@@ -34,7 +34,6 @@ def measure_tokens(
     tokens: PolicyTokens,
     staleness: torch.Tensor,
     guarded: Mapping[str, torch.Tensor | None],
-    completion_mask: torch.Tensor,
     bounds: ClipBounds,
     delta: float | None = None,
 ) -> Tally:
@@ -43,40 +42,38 @@ def measure_tokens(
 
     Staleness is that of each row, `(B,)`, or of each token, `(B, T)`, in policy versions. Rows without a token of the
     loss, and tokens that are none, do not count. `guarded` are log-probabilities `(B, T)` by name, `None` where the
-    batch has none; their NaNs and infinities are counted on the completion tokens, `(B, T)`. Those that a tool wrote
-    are among them: the loss multiplies them by 0, which does not stop a NaN. `delta` is TRL's two-sided clip.
+    batch has none; their NaNs and infinities are counted on the tokens of the loss. `delta` is TRL's two-sided clip.
     """
     device = tokens.ratio.device
     dtype = sum_dtype(device)
     valid = tokens.ratio_mask
-    ratio = torch.where(valid, tokens.ratio, 0.0).to(dtype)
-    log_ratio = torch.where(valid, tokens.log_ratio, 0.0).to(dtype)
+    zero = torch.zeros((), device=device)  # one for all: a number given to `torch.where` is a kernel each time
+    ratio = torch.where(valid, tokens.ratio, zero).to(dtype)
+    log_ratio = torch.where(valid, tokens.log_ratio, zero).to(dtype)
     is_trained = tokens.mask.any(dim=1)
     counted = is_trained if staleness.dim() == 1 else tokens.mask.bool()
-    staleness = torch.where(counted, staleness.to(device, dtype, non_blocking=True), 0.0)
+    staleness = torch.where(counted, staleness.to(device, dtype, non_blocking=True), zero)
 
-    mask = completion_mask.bool()
+    mask = tokens.mask.bool()
     advantages = tokens.column_advantages
     suspects = {**guarded, "advantages": advantages.expand(mask.shape)}
-    zero = torch.zeros((), dtype=torch.int64, device=device)
-    nonfinite = {
-        name: (~suspects[name].isfinite() & mask).sum() if suspects.get(name) is not None else zero
-        for name in GUARDED_TENSORS[:-1]
-    }
-    nonfinite["importance_ratio"] = (~tokens.ratio.isfinite() & valid).sum()
+    nonfinite = dict.fromkeys(GUARDED_TENSORS, zero)
+    nonfinite |= _count_nonfinite({name: each for name, each in suspects.items() if each is not None}, mask)
+    nonfinite |= _count_nonfinite({"importance_ratio": tokens.ratio}, valid)
 
+    infinity = torch.full_like(zero, math.inf)
     passes = tokens.passes(bounds.low, bounds.high, delta)
     weighed = tokens.balanced_advantages(bounds.negative_weight).reshape(advantages.shape)
     if tokens.gradient_size is not None:
         weighed = weighed * tokens.gradient_size
-    passing_logps = torch.where(passes, guarded["per_token_logps"], 0.0).to(dtype)
-    passing_advantages = torch.where(passes, weighed, 0.0).to(dtype)
+    passing_logps = torch.where(passes, guarded["per_token_logps"], zero).to(dtype)
+    passing_advantages = torch.where(passes, weighed, zero).to(dtype)
     return Tally(
         {
             "ratios": valid.sum(),
             "ratio": ratio.sum(),
             "ratio_squared": ratio.square().sum(),
-            "k3": torch.where(valid, ratio - 1 - log_ratio, 0.0).sum(),
+            "k3": torch.where(valid, ratio - 1 - log_ratio, zero).sum(),
             "versions": counted.sum(),
             "staleness": staleness.sum(),
             "passing": passes.sum(),
@@ -86,11 +83,18 @@ def measure_tokens(
             **nonfinite,
         },
         {
-            "ratio_max": torch.where(valid, tokens.ratio, -math.inf).amax(),
-            "negative_ratio_min": torch.where(valid, -tokens.ratio, -math.inf).amax(),
+            "ratio_max": torch.where(valid, tokens.ratio, -infinity).amax(),
+            "negative_ratio_min": -torch.where(valid, tokens.ratio, infinity).amin(),
             "staleness_max": staleness.amax(),
         },
     )
+
+
+def _count_nonfinite(tensors: Mapping[str, torch.Tensor], mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Count the NaNs and infinities of each tensor where the mask is true; all of the mask's shape."""
+    products = torch.stack(list(tensors.values())) * 0  # NaN for them, and 0 for any other number
+    counts = (products.isnan() & mask).sum(dim=(1, 2))
+    return dict(zip(tensors, counts.unbind(), strict=True))
 
 
 def average_searches(searches: Sequence[ClipBounds]) -> dict[str, torch.Tensor]:

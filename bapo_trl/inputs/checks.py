@@ -11,8 +11,9 @@ from traceback import walk_tb
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, is_peft_model
 from torch import nn
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from ..errors import InputError
 from ..reward_sums import overflowing_groups
@@ -111,6 +112,33 @@ def check_rewards(trainer: Any, rewards_per_func: torch.Tensor, prompts: Sequenc
         completions,
         trainer.accelerator.process_index,
     )
+
+
+def check_optimizer(model: nn.Module, optimizer: Any) -> None:
+    """
+    Refuse an optimizer that trains no parameter of the model, before it is wrapped (`InputError`).
+
+    Nothing else would notice: rewards, losses and often the norm of the gradient look as in any run.
+    """
+    parameters = list(model.parameters())
+    trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
+    if not trained:
+        fix = "Call `model.requires_grad_(True)`, or give a `peft_config` to train an adapter."
+        if is_peft_model(model):
+            fix = "Load the adapter with `PeftModel.from_pretrained(..., is_trainable=True)`."
+        raise InputError(
+            f"Nothing would be trained: 0 of {len(parameters)} parameters of the model have `requires_grad`. {fix}"
+        )
+    if isinstance(optimizer, LayerWiseDummyOptimizer):  # has one for each parameter, which it does not show
+        return
+    groups = getattr(optimizer, "param_groups", None) or [{"params": optimizer.params}]  # DeepSpeed's own
+    if not any(id(parameter) in trained for group in groups for parameter in group["params"]):
+        raise InputError(
+            f"Nothing would be trained: the optimizer has 0 of the {len(trained)} parameters of the model that have "
+            "`requires_grad`. Make it from the parameters of the very model that is given to the trainer (for an "
+            "adapter, wrap that with `peft.get_peft_model` first, and give no `peft_config`), or leave `optimizers` "
+            "out."
+        )
 
 
 def check_gradient(trainer: Any, grad_norm: Any) -> None:

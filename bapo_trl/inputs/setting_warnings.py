@@ -6,6 +6,8 @@ from typing import Any
 def setting_warnings(config: Any) -> list[str]:
     """Return what a user should know of a [`BAPOConfig`] before a run, in whole sentences."""
     messages = []
+    if config.learning_rate == 0:
+        messages.append("`learning_rate` is 0: the weights will stay as they are. Raise it to train, e.g. to 1e-6.")
     if config.biased_settings:
         messages.append(
             f"Samples are drawn with {', '.join(config.biased_settings)}: not from the policy whose probabilities "

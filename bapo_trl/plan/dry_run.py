@@ -208,7 +208,7 @@ def _ages(run: DryRun) -> str:
         ("mean age of a sample", mean),
     ]
     where = _processes(here.processes) if args.has_fixed_samples else "any number of processes"
-    return f"Staleness, on {where}\n{aligned_rows(rows)}\n  {advice_line(args)}"
+    return f"Staleness, on {where}\n{aligned_rows(rows)}\n  {advice_line(args)}".rstrip()
 
 
 def _evaluation(run: DryRun) -> str:

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 
 from ..clip_bounds import Contributions, size_contributions
-from ..clip_bounds.tokens import PolicyTokens, cispo_gradient_size, policy_mask, policy_tokens, sapo_gradient_size
+from ..clip_bounds.tokens import (
+    PolicyTokens,
+    cispo_gradient_size,
+    mask_values,
+    policy_mask,
+    policy_tokens,
+    sapo_gradient_size,
+    without_masked_values,
+)
 from ..upstream.forward_passes import forked_random_state, in_eval_mode, without_gradient_checkpointing
 from ..upstream.trl_compat import FORWARD_KEYS
 from ..vllm_server.mismatch import compare_with_sampler
@@ -90,6 +98,7 @@ def read_tokens(
 
 def read_masses(trainer: Any, inputs: Mapping[str, Any]) -> Contributions:
     """Return the sum of w |A| of each sign, of a micro-batch, without what only a forward pass can tell."""
+    inputs = without_masked_values(inputs)
     logps = _any_logps(inputs)
     tokens = _weighed_tokens(trainer, inputs, logps, inputs.get("old_per_token_logps", logps), ())
     return size_contributions(torch.ones_like(tokens.ratio), tokens.advantages, tokens.weights)
@@ -103,14 +112,15 @@ def read_tokens_ahead(trainer: Any, window: Sequence[int], are_fresh: bool, is_r
     `window` has their positions in the trainer's buffer, at least one. Where the current policy sampled all rows
     (`are_fresh`), their ratios are 1, unless two forward passes may differ (`is_random`).
     """
-    micro_batches = [trainer._buffered_inputs[position] for position in window]
+    micro_batches = [without_masked_values(trainer._buffered_inputs[position]) for position in window]
     if not (is_random or _needs_forward_pass(trainer, micro_batches[0], are_fresh)):
         return [read_tokens(trainer, inputs, _any_logps(inputs), None) for inputs in micro_batches]
     # The forward passes of the loss come in the same order: from the same random state they drop out the same.
     with forked_random_state(trainer.accelerator.device, trainer.model):
         return [
-            read_tokens(trainer, inputs, *score(trainer, inputs, trainer.top_entropy_quantile < 1))
+            read_tokens(trainer, inputs, mask_values(inputs, logps), entropies)
             for inputs in micro_batches
+            for logps, entropies in [score(trainer, inputs, trainer.top_entropy_quantile < 1)]
         ]
 
 

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from ..clip_bounds.reduce import Tally
 from ..clip_bounds.tokens import policy_mask
 from ..errors import InputError
+from ..policy.filler_rows import mark_fillers
 from ..reward_sums import tied_rows
 from .checkpoint import load_queue, save_queue
 from .queue import ReplayBatch, ReplayQueue
@@ -139,7 +140,7 @@ class ReplayMixer:
         total["fraction"] = total["from_queue"] / total["rows"]
         total["reuse_mean"] = total["uses"] / max(1, total["rows"] - total["masked"])
         self.log({name: total[name.removeprefix("replay/")] for name in REPLAY_METRICS})
-        return batch, total["stale"] == 0
+        return mark_fillers(batch, drawn.masked) if total["masked"] else batch, total["stale"] == 0
 
 
 def make_replay(trainer: Any, log: Callable[[dict[str, float]], None]) -> ReplayMixer:

@@ -60,7 +60,7 @@ class ReplayBatch:
     from_queue: int  # those that waited in the queue
     zero_advantage_filled: int  # of these, those in place of fresh rows without advantage or without a trained token
     untrained: int  # fresh rows without a trained token
-    masked: int  # rows that only keep the shape: copies without a token that counts, where the queue had too few
+    masked: int  # the last rows, which only keep the shape: copies without a token that counts
     uses: int  # sum over the other rows of the number of times they have been drawn, this time included
 
 
@@ -195,7 +195,7 @@ class ReplayQueue:
         `fraction` is the share of the batch taken from the queue, in [0, 1]. With `replaces_zero_advantage`, fresh
         rows without advantage or without a trained token give their place to queued rows beyond it, and those without
         advantage do not enter the queue either. The updates on the batch are from `policy_version` to `last_version`.
-        `num_padding` rows without a trained token keep the shape of the batch, and were sampled by nobody.
+        The last `num_padding` rows, without a trained token, keep the shape of the batch: nobody sampled them.
         """
         is_trained = fresh.has_trained_token()
         is_useful = is_trained & (fresh.has_advantage() | (not replaces_zero_advantage))
@@ -206,13 +206,14 @@ class ReplayQueue:
         trained, displaced = useful[:places], useful[places:]
         self.add(fresh.select(np.concatenate([displaced, trained])), uses=[0] * len(displaced) + [1] * len(trained))
         fillers = without[: places - len(trained)]
+        masked = max(0, len(fillers) + num_padding - len(without))  # those that keep the shape come last
         return ReplayBatch(
             rows=concat_rows([*queued, (fresh, np.concatenate([trained, fillers]))]),
             from_queue=len(uses),
             zero_advantage_filled=min(len(without) - len(fillers), len(uses)),
             untrained=int((~is_trained).sum()) - num_padding,
-            masked=0,
-            uses=int(uses.sum()) + len(trained) + len(fillers),
+            masked=masked,
+            uses=int(uses.sum()) + len(trained) + len(fillers) - masked,
         )
 
     def draw_later_pass(self, count: int, shape_from: Rows, policy_version: int, last_version: int) -> ReplayBatch:

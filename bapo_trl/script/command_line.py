@@ -2,7 +2,6 @@
 
 import argparse
 import difflib
-import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +18,7 @@ from .arguments import BAPOScriptArguments
 from .commands import EVALUATE, TRAIN, Command
 from .failures import refuse
 from .methods import MADE_OF, check_method, settings_of_method
-from .recipes import RECIPES, find_recipe, read_recipe, recipe_names
+from .recipes import RECIPES, find_recipe, read_recipe, recipe_names, set_environment
 
 
 # Besides those of replay and partial rollouts. A training that was in order on its processes may not be so on these
@@ -37,16 +36,15 @@ def parse_arguments(
     arguments: Sequence[str], command: Command = TRAIN
 ) -> tuple[BAPOScriptArguments, BAPOConfig, ModelConfig, DatasetMixtureConfig]:
     """
-    Return the settings that flags and a recipe ask for. Where neither names data, they are those of the quickstart.
+    Return the settings that flags and a recipe ask for; without any argument, those of the recipe `quickstart`.
 
     Raises:
         SystemExit: With 0 after `--help`; with 2 and one line on stderr for what cannot be read.
         ValueError: For settings that contradict one another.
     """
-    named = {argument.partition("=")[0].replace("-", "_") for argument in arguments}
-    merges = {"__merge_adapter", "__model_name_or_path"} <= named
-    if not named & {"__config", "__dataset_name", "__eval_dataset", "__help", "_h", "__help_all"} and not merges:
-        arguments = ["--config", str(RECIPES / "quickstart.yaml"), *arguments]
+    arguments = list(arguments) or ["--config", str(RECIPES / "quickstart.yaml")]
+    if command is EVALUATE:
+        arguments += ["--do_train", "false"]
     parser = RecipeParser(
         (BAPOScriptArguments, BAPOConfig, ModelConfig, DatasetMixtureConfig),
         prog=command.name,
@@ -57,19 +55,20 @@ def parse_arguments(
     parser.ignores_training = command is EVALUATE
     # TRL's dropout of 0.05 on adapters would put noise on every importance ratio
     parser.set_defaults(do_train=True, dtype=None, lora_dropout=0.0)
-    flags, both = _named_settings(arguments)
-    if _merges_alone(both):
+    flags, named = _named_settings(arguments)
+    if _merges_alone(named):
         parser.set_defaults(bf16=False)  # TRL's default asks for a GPU, which merging does not use
     if parser.ignores_training:
-        both = flags
-    method, loss_type = both.get("method"), str(both.get("loss_type", BAPOConfig.loss_type))
-    # What a recipe has beside its own method belongs to it; a flag's method comes before a recipe
-    beside = flags if "method" in flags else both
+        named = flags
+    method = named.get("method")
     if method is not None:
-        settings = settings_of_method(method, loss_type)
+        # What a recipe has beside its own method belongs to it; a flag's method comes before a recipe
+        beside = flags if "method" in flags else named
+        settings = settings_of_method(method, str(named.get("loss_type", BAPOConfig.loss_type)))
         check_method(method, beside, settings)
         parser.method_settings = {name: value for name, value in settings.items() if name not in beside}
     script_args, training_args, model_args, dataset_args = parser.parse_args_and_config(arguments)
+    training_args.loss_was_chosen = not named.keys().isdisjoint({"method", "loss_type"})
     evaluates = script_args.eval_dataset is not None or script_args.eval_fraction is not None
     training_args.do_eval |= evaluates or not training_args.do_train
     if training_args.do_train and training_args.do_eval:
@@ -94,7 +93,7 @@ def parse_arguments(
 
 
 def _named_settings(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings that flags name, and those that flags or their recipe do, before they are parsed."""
+    """Return the settings that flags name, and those that flags or their recipe name, before they are parsed."""
     flags: dict[str, Any] = {}
     for place, argument in enumerate(arguments):
         if argument.startswith("--"):
@@ -176,7 +175,7 @@ class RecipeParser(TrlParser):
             except InputError as error:
                 self._refuse(f"the recipe {error}".removesuffix("."))
         try:
-            os.environ.update({name: str(value) for name, value in recipe.pop("env", {}).items()})
+            set_environment(recipe.pop("env", {}))
             if recipe:
                 self.set_defaults_with_config(**recipe)
             return super().parse_args_and_config(args, *rest, **kwargs)

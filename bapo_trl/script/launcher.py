@@ -21,12 +21,11 @@ from accelerate.utils import prepare_simple_launcher_cmd_env
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ..errors import InputError
-from .commands import EVALUATE, TRAIN, asks_for_dry_run
+from .commands import EVALUATE, LAUNCHED, TRAIN, asks_for_dry_run
 
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CONFIGS = PACKAGE / "accelerate_configs"
-COMMANDS = ("train", "evaluate")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -71,7 +70,7 @@ def _dry_run(args: argparse.Namespace) -> None:
     validated, _, _ = launch._validate_launch_command(args)
     name, *flags = args.training_script_args
     if name == "evaluate":
-        return print_plan([*flags, "--do_train", "false"], EVALUATE, layout_of_launch(validated))
+        return print_plan(flags, EVALUATE, layout_of_launch(validated))
     print_plan(flags, TRAIN, layout_of_launch(validated))
 
 
@@ -103,7 +102,7 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         if named is not None:
             args.deepspeed_config_file = str(_find_deepspeed_file(named, Path(args.config_file)))
             args.nondefault.add("deepspeed_config_file")
-    if args.training_script in COMMANDS and not args.module:
+    if args.training_script in LAUNCHED and not args.module:
         args.training_script_args = [args.training_script, *args.training_script_args]
         args.training_script, args.module = "bapo_trl", True
         args.nondefault.add("module")

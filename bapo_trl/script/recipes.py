@@ -2,8 +2,9 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -70,6 +71,15 @@ def read_recipe(name: str) -> dict:
             "`  A: 1`."
         )
     return recipe
+
+
+def set_environment(variables: Mapping[str, Any]) -> None:
+    """Set the environment variables of a recipe's `env`; refuse what cannot be one (`InputError`)."""
+    for name, value in variables.items():
+        try:
+            os.environ[name] = str(value)
+        except (TypeError, ValueError, OSError) as error:
+            raise InputError(f"`env` has {name!r}: {value!r}, which cannot be set ({error}): correct it.") from error
 
 
 def describe_recipe(name: str) -> str:

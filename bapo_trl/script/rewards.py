@@ -3,7 +3,9 @@
 import functools
 import importlib
 import os
+import re
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +13,8 @@ from trl import rewards
 from trl.import_utils import is_math_verify_available
 
 from ..errors import InputError
-from ..evaluation.answers import EXTRACTORS, gold_answers, gold_texts
+from ..evaluation.answers import EXTRACTORS, boxed_answer, gold_answers, gold_texts, plain_number
+from ..evaluation.prose import pieces_of_mathematics
 
 
 def _of_chats(reward: Callable) -> Callable:
@@ -36,7 +39,7 @@ def _of_answers(reward: Callable) -> Callable:
         completions: list[Any], solution: list[Any], log_extra: Callable | None = None, **kwargs: Any
     ) -> list[float | None]:
         judged = [
-            _best_of(reward, _as_messages(completion), _readings(value), kwargs)
+            _best_of(reward, _as_answer(completion), _readings(value), kwargs)
             for completion, value in zip(completions, solution, strict=True)
         ]
         if log_extra is not None:
@@ -47,29 +50,71 @@ def _of_answers(reward: Callable) -> Callable:
     return scored
 
 
-def _readings(value: Any) -> list[str]:
+def _readings(value: Any) -> dict[str, bool]:
     r"""
-    Return what to give to TRL's reward as the right answer, in turn: the text itself, then the answer in it, boxed.
+    Return what to give to TRL's reward as the right answer, in turn, and of each whether TRL reads all of it.
 
-    math-verify finds the number in `5 dollars.`, but reads a bare `2\sqrt{3}` as 2, `(1, 2)` as 2, and `x^2+1` not at
-    all. In a box these are what they say.
+    TRL takes a number out of what is no LaTeX, in a box or bare. So it reads `5 dollars.` as 5, but also `2\sqrt{3}`,
+    `(1, 2)` and `\boxed{2 \bmod 3}` as the last number or the first. A part of an answer is no right answer.
     """
-    whole = [value] if isinstance(value, str) and gold_texts(value) == [value.strip()] else []  # no list of answers
-    return whole + [f"\\boxed{{{answer}}}" for answer in gold_answers(value)]
+    readings: dict[str, bool] = {}
+    for text in map(_with_mixed_numbers, gold_texts(value)):
+        for answer in gold_answers(text):
+            box = f"\\boxed{{{answer}}}"
+            readings[box] = _is_latex(box) or _is_read_whole(box, answer)
+            if boxed_answer(text) is not None and readings[box]:
+                readings = {text: True, **readings}
+            elif _is_read_whole(answer, answer):
+                readings = {answer: True, **readings}
+            if plain_number(answer):  # TRL does not know `1e-5`
+                readings[f"\\boxed{{{plain_number(answer)}}}"] = True
+    return readings
+
+
+@functools.lru_cache(maxsize=10_000)
+def _is_latex(box: str) -> bool:
+    """Whether TRL can read a box as LaTeX."""
+    from math_verify import LatexExtractionConfig, parse
+
+    timeout = 10 if threading.current_thread() is threading.main_thread() else None  # as in TRL
+    return any(not isinstance(part, str) for part in parse(box, [LatexExtractionConfig()], parsing_timeout=timeout))
+
+
+@functools.lru_cache(maxsize=10_000)
+def _is_read_whole(reading: str, answer: str) -> bool:
+    """Whether what TRL reads is the mathematics between the words of an answer, or one piece of that."""
+    boxes = [_as_messages(f"\\boxed{{{piece}}}") for piece in pieces_of_mathematics(answer)]
+    return 1 in rewards.accuracy_reward(boxes, solution=[reading] * len(boxes))
+
+
+def _as_answer(completion: Any) -> Any:
+    """Return a completion as messages, with mixed numbers in a form that TRL reads."""
+    messages = _as_messages(completion)
+    texts = [message for message in messages if isinstance(message["content"], str)]  # others have images
+    for message in texts:
+        message["content"] = _with_mixed_numbers(message["content"])
+    return messages
+
+
+def _with_mixed_numbers(text: str) -> str:
+    r"""Return a text with `3 1/2` as `3\frac{1}{2}`: TRL reads the former as 2."""
+    return re.sub(r"(?<![\w.,/])(\d+) +(\d+)/(\d+)(?![\w./])", r"\1\\frac{\2}{\3}", text)
 
 
 def _best_of(
-    reward: Callable, messages: Any, readings: list[str], kwargs: dict[str, Any]
+    reward: Callable, messages: Any, readings: dict[str, bool], kwargs: dict[str, Any]
 ) -> tuple[float | None, dict[str, Any]]:
     """Return the highest reward, and what TRL notes about the reading that gave it, by column."""
     best, noted = None, {}
-    for reading in readings:
+    for reading, is_whole in readings.items():
         extra: dict[str, Any] = {}
 
         def note(column: str, values: list[Any], extra: dict[str, Any] = extra) -> None:
             extra[column] = values[0]
 
         (given,) = reward([messages], solution=[reading], log_extra=note, **kwargs)
+        if given == 1 and not is_whole and not extra["answer_parsed"].startswith(("['", '["')):  # a text alone
+            given = 0.0
         if best is None or (given is not None and given > best):
             best, noted = given, extra
         if best == 1:

@@ -141,6 +141,25 @@ def keeping_mode(model: torch.nn.Module) -> Iterator[None]:
             model.train(is_training)
 
 
+@contextmanager
+def keeping_frozen(model: torch.nn.Module) -> Iterator[None]:
+    """
+    Leave each parameter of the model trained or frozen, as it is.
+
+    TRL scores the reference with the adapter off, or with another one, and a checkpoint may hold several. Whenever
+    peft switches to an adapter, it trains all of its parameters: those that a user had frozen get gradients, which no
+    optimizer applies and no rank shares, and which count in the norm by which the others are clipped. Needed up to TRL
+    1.16 and peft 0.21 at least.
+    """
+    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, requires_grad in before:
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad = requires_grad
+
+
 def end_training(trainer: Trainer) -> None:
     """
     Finish the trackers and leave the process group; the trainer cannot train afterwards.

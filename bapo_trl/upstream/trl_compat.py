@@ -5,6 +5,7 @@ release that renames one of them fails at import with the name, not in the middl
 """
 
 import inspect
+from inspect import isfunction
 
 import trl
 from trl import GRPOTrainer
@@ -22,7 +23,7 @@ def _missing(names: str, version: str = trl.__version__) -> ImportError:
 
 
 try:  # helpers of TRL that the package uses, from here
-    from trl.generation.vllm_generation import VLLMClient
+    from trl.generation.vllm_generation import VLLMClient, VLLMGeneration
     from trl.trainer.utils import (  # noqa: F401
         RepeatSampler,
         create_model_from_path,
@@ -47,6 +48,9 @@ def uses_vllm_server(trainer: GRPOTrainer) -> bool:
 
 CLIENT_ATTRIBUTES = ("_post", "base_url", "model")
 """Attributes of that client that the package relies on; its `generate` must use them too."""
+
+TRANSFER_NAMES = ("merge_adapter", "named_parameters", "sync_weights", "unmerge_adapter")
+"""Methods by which `VLLMGeneration` sends a model with an adapter, its own and those of the model."""
 
 OVERRIDDEN_METHODS = (
     "_calculate_rewards", "_compute_loss", "_finalize_training", "_finish_current_push", "_generate",
@@ -109,6 +113,8 @@ def missing_names(trainer_class: type = GRPOTrainer) -> list[str]:
     if HAS_OPENAI_CLIENT:
         used = _names_used(inspect.unwrap(VLLMClient.generate).__code__)
         missing += [f"VLLMClient.{name}" for name in CLIENT_ATTRIBUTES if name not in used]
+    used = set().union(*(_names_used(each.__code__) for each in vars(VLLMGeneration).values() if isfunction(each)))
+    missing += [f"VLLMGeneration: {name}" for name in TRANSFER_NAMES if name not in used]
     return sorted(set(missing))
 
 

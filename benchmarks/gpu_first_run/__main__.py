@@ -6,33 +6,37 @@ The first run on a GPU: one command, no download, no weights.
     python -m benchmarks.gpu_first_run --table first_run.json
 
 Needs torch, transformers, trl, datasets, peft and accelerate. Models are random weights of the shapes of Qwen2.5 0.5B
-and 7B. Each part runs in a process of its own, the most important one first, and begins no case after its time limit.
-The file is written anew after each case, so that it is whole wherever the command is cut. `--device cpu --sizes tiny`
-tries the command itself, in half a minute.
+and 7B. The small cases of all parts come first. The whole takes `--minutes` at most: a case is started only if the
+longest one of its part so far took less than what is left, and is cut at the limit. The file is written after each
+case, so that it is complete wherever the command is cut. `--device cpu --sizes tiny` tries the command itself.
 """
 
 import argparse
 import importlib.metadata
 import json
-import multiprocessing
 import os
 import platform
+import signal
 import subprocess
 import sys
+import time
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_first_run.parts import PARTS, Setup
-from benchmarks.gpu_first_run.results_file import PASSED_LIMIT, run_part, write
+import psutil
+
+from benchmarks.gpu_first_run.parts import PARTS
+from benchmarks.gpu_first_run.plan import make_plan, run_plan
+from benchmarks.gpu_first_run.results_file import write
 from benchmarks.gpu_first_run.shapes import SIZES
 from benchmarks.gpu_first_run.table import render
+from benchmarks.gpu_first_run.trainers import Setup
 
 
 SEED = 0
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "datasets", "numpy")
-NOT_BEGUN, BEGUN = "not begun", "begun"
-DONE, CUT, FAILED = "done", "cut at its time limit", "ended by itself"
+MINUTES = 10.0
 
 
 def describe_machine(device: str) -> dict[str, Any]:
@@ -57,6 +61,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--sizes", choices=sorted(SIZES), default="full")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART",
                         help=f"of {', '.join(PARTS)}; all by default")  # fmt: skip
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="limit on the whole; default: %(default)s")
+    parser.add_argument("--jobs", type=int, default=1, help="cases of `sharded`, `learns` and `chat` side by side")
+    parser.add_argument("--chat_model", type=Path, metavar="FOLDER", help="SmolLM2-135M-Instruct, for the part `chat`")
+    parser.add_argument("--deepspeed", type=Path, metavar="FOLDER", help="where DeepSpeed is, for the part `sharded`")
     return parser
 
 
@@ -69,49 +77,51 @@ def main() -> None:
     if args.output is None:
         parser.error("give --output, or --table")
 
-    asked = {"device": args.device, "sizes": args.sizes, "seed": SEED}
-    content: dict[str, Any] = {"asked": asked, "parts": {}}
-    if args.old is not None:
-        content = json.loads(args.old.read_text())
-        if content["asked"] != asked:
-            parser.error(f"{args.old} was made with {content['asked']}, not with {asked}")
+    ran_for_s = time.time() - psutil.Process().create_time()  # with the imports
+    deadline = time.monotonic() - ran_for_s + 60 * args.minutes
+    setup = Setup(args.device, args.sizes, SEED, args.chat_model, args.deepspeed)
+    content = read_earlier(args, parser)
     content["date"], content["machine"] = date.today().isoformat(), describe_machine(args.device)
     content["command"] = "python -m benchmarks.gpu_first_run " + " ".join(
         Path(argument).name if Path(argument).is_absolute() else argument for argument in sys.argv[1:]
     )
+    plan = make_plan(args.parts, setup)
     for name in args.parts:
-        content["parts"].setdefault(name, {"status": NOT_BEGUN, "cases": {}})
-    write(content, args.output)
+        rows = content["parts"].setdefault(name, {"cases": {}})["cases"]
+        rows |= {case: {"skipped": it.lacks} for case, it in PARTS[name].cases(setup).items() if it.lacks}
+    write(with_statuses(content, setup), args.output)
 
-    # A forked child has everything imported; but CUDA, should an import have woken it, goes to no forked child
-    processes = multiprocessing.get_context("fork" if args.device == "cpu" else "spawn")
-    if args.device == "cuda":  # one, of those that are there
+    if setup.on_gpu:  # one, of those that are there
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    setup = Setup(args.device, args.sizes, SEED)
-    for name in args.parts:
-        part = PARTS[name]
-        if not part.runs_on(args.device):
-            status = f"null: needs a GPU, not {args.device}"
-        else:
-            _set_status(args.output, name, BEGUN)
-            child = processes.Process(target=run_part, args=(name, setup, args.output))
-            child.start()
-            child.join(3 * part.limit_s)  # it ends by itself after the case that passes the limit
-            if child.is_alive():
-                child.kill()
-                child.join()
-                status = CUT
-            else:
-                status = {0: DONE, PASSED_LIMIT: CUT}.get(child.exitcode, f"{FAILED}, exit code {child.exitcode}")
-        _set_status(args.output, name, status)
-        print(f"{name}: {status}", flush=True)
-    print(render(json.loads(args.output.read_text())))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no process is left on the device
+    try:
+        run_plan(plan, setup, args.output, deadline, args.jobs)
+    finally:
+        content = with_statuses(json.loads(args.output.read_text()), setup)
+        write(content, args.output)
+    print(render(content))
 
 
-def _set_status(file: Path, part: str, status: str) -> None:
-    content = json.loads(file.read_text())
-    content["parts"][part]["status"] = status
-    write(content, file)
+def read_earlier(args: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """Return what an earlier call has left, without what failed or was skipped, which is tried again."""
+    asked = {"device": args.device, "sizes": args.sizes, "seed": SEED}
+    if args.old is None:
+        return {"asked": asked, "parts": {}}
+    content = json.loads(args.old.read_text())
+    if content["asked"] != asked:
+        parser.error(f"{args.old} was made with {content['asked']}, not with {asked}")
+    for part in content["parts"].values():
+        part["cases"] = {case: row for case, row in part["cases"].items() if not {"error", "skipped"} & row.keys()}
+    return content
+
+
+def with_statuses(content: dict[str, Any], setup: Setup) -> dict[str, Any]:
+    """Say of each part whether it is done, or which cases were not reached."""
+    for name, part in content["parts"].items():
+        missing = [case for case in PARTS[name].cases(setup) if case not in part["cases"]]
+        status = f"not reached: {', '.join(missing)}" if missing else "done"
+        content["parts"][name] = {"status": status, "cases": part["cases"]}
+    return content
 
 
 if __name__ == "__main__":

@@ -1,15 +1,19 @@
-"""The file of a run, written anew after each case, so that a call that is cut leaves a whole one."""
+"""The file of a run, written after each case, so that a call that is cut leaves a complete one."""
 
+import fcntl
 import json
 import os
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu_first_run.parts import PARTS, Setup
+from benchmarks.gpu_first_run.parts import PARTS
+from benchmarks.gpu_first_run.trainers import Setup
 
 
-PASSED_LIMIT = 3  # exit code of a part that has cases left
+CASE_RAISED = 3  # exit code of a process whose last case raised: the others get another one
+UNFINISHED = "did not end"
 
 
 def write(content: dict, path: Path) -> None:
@@ -19,29 +23,42 @@ def write(content: dict, path: Path) -> None:
     os.replace(new, path)
 
 
-def run_part(name: str, setup: Setup, path: Path) -> None:
-    """
-    Run the cases of a part that the file lacks, and write each as it ends. A case that raises is a row, too.
+def write_row(path: Path, part: str, case: str, row: dict) -> None:
+    """Write the row of a case in place of what the file has of it, one process at a time."""
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        content = json.loads(path.read_text())
+        content["parts"][part]["cases"][case] = row
+        write(content, path)
+    finally:
+        os.close(folder)
 
-    Ends the process with [`PASSED_LIMIT`] where the next case would begin after the part's time limit.
+
+def time_of_alike(cases: dict[str, dict]) -> float:
+    """Return the seconds that the longest case of a part took, 0 without one: what the next one will take at least."""
+    return max((row["took_s"] for row in cases.values() if not {"error", "skipped"} & row.keys()), default=0.0)
+
+
+def run_cases(names: Sequence[tuple[str, str]], setup: Setup, path: Path, deadline: float) -> None:
     """
-    limit = time.perf_counter() + PARTS[name].limit_s
-    has_begun = False
-    done = json.loads(path.read_text())["parts"][name]["cases"]
-    cases = PARTS[name].cases(setup)
-    for case in sorted(cases, key=lambda case: case in done):  # one that failed comes again, after the others
-        if case in done and "error" not in done[case]:
+    Run cases (part and name of each), and write each as it ends. One that raises is a row, too, and ends the process.
+
+    Skips a case whose like took longer than what is left until the `deadline` (of `time.monotonic`).
+    """
+    for part, case in names:
+        done = json.loads(path.read_text())["parts"][part]["cases"]
+        if time.monotonic() + time_of_alike(done) >= deadline:
             continue
-        if has_begun and time.perf_counter() > limit:
-            raise SystemExit(PASSED_LIMIT)
-        has_begun = True
+        write_row(path, part, case, {"error": UNFINISHED})
+        print(f"{part}: {case} ...", flush=True)
         start = time.perf_counter()
         try:
-            row = cases[case]()
-        except Exception as error:  # of whatever kind: the other cases of a part are to run all the same
+            row = PARTS[part].cases(setup)[case].measure()
+        except Exception as error:  # of whatever kind: the other cases are to run all the same
             row = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc().splitlines()[-12:]}
         row["took_s"] = round(time.perf_counter() - start, 2)
-        content = json.loads(path.read_text())
-        content["parts"][name]["cases"][case] = row
-        write(content, path)
-        print(f"{name}: {case}: {row.get('error', 'done')} ({row['took_s']:.1f} s)", flush=True)
+        write_row(path, part, case, row)
+        print(f"{part}: {case}: {row.get('error', 'done')} ({row['took_s']:.1f} s)", flush=True)
+        if "error" in row:
+            raise SystemExit(CASE_RAISED)

@@ -39,6 +39,7 @@ class Load:
     rows: int
     completion_tokens: int
     rounds: int
+    stage: int = 0  # when it comes: the small ones of all parts first
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ class Sizes:
     groups: int
     generations: int
     rounds: int
+    sampled_tokens: int
+    learned_updates: int
+    chat_updates: int
+    warm_start: dict[str, int]
+    sharded_flags: dict[str, int]
 
 
 SIZES = {
@@ -60,16 +66,21 @@ SIZES = {
         trained=QWEN_05B,
         completion_tokens=32,
         loads=(
-            Load("0.5B, all weights, 2k", QWEN_05B, False, 4, 2048, 8),
-            Load("7B, LoRA, 2k", QWEN_7B, True, 4, 2048, 5),
-            Load("0.5B, all weights, 8k", QWEN_05B, False, 1, 8192, 8),
-            Load("7B, LoRA, 8k", QWEN_7B, True, 1, 8192, 4),
+            Load("0.5B, all weights, 2k", QWEN_05B, False, 4, 2048, 5),
+            Load("7B, LoRA, 2k, one row", QWEN_7B, True, 1, 2048, 3, stage=1),
+            Load("0.5B, all weights, 8k", QWEN_05B, False, 1, 8192, 5, stage=2),
+            Load("7B, LoRA, 8k", QWEN_7B, True, 1, 8192, 3, stage=2),
         ),
         search_rows=512,
         median_tokens=32,
         groups=8,
         generations=3,
         rounds=2,
+        sampled_tokens=128,
+        learned_updates=64,
+        chat_updates=24,
+        warm_start={},
+        sharded_flags={},
     ),
     "tiny": Sizes(
         trained=TINY,
@@ -80,6 +91,11 @@ SIZES = {
         groups=2,
         generations=1,
         rounds=1,
+        sampled_tokens=8,
+        learned_updates=8,
+        chat_updates=4,
+        warm_start={"num_steps": 4},
+        sharded_flags={"per_device_train_batch_size": 8},
     ),
 }
 

@@ -7,6 +7,8 @@ from benchmarks.common import table, verdict
 
 
 BYTES_A_TOKEN = 12
+DEVICE_TIME = 1.02
+SAME_REWARD = 0.1
 
 
 def render(content: dict) -> str:
@@ -18,7 +20,8 @@ def render(content: dict) -> str:
     sections = [f"On {on}, {content['date']}; {versions}. Seed {content['asked']['seed']}."]
     for name, part in content["parts"].items():
         failed = [f"- {case}: {row['error']}" for case, row in part["cases"].items() if "error" in row]
-        rows = {case: row for case, row in part["cases"].items() if "error" not in row}
+        failed += [f"- {case}: skipped: {row['skipped']}" for case, row in part["cases"].items() if "skipped" in row]
+        rows = {case: row for case, row in part["cases"].items() if not {"error", "skipped"} & row.keys()}
         lines = [TABLES[name](rows)] if rows else []
         status = [] if part["status"] == "done" else [f"Part `{name}`: {part['status']}."]
         sections += [f"### {TITLES[name]}", *status, *lines, *(["\n".join(failed)] if failed else [])]
@@ -27,11 +30,15 @@ def render(content: dict) -> str:
 
 TITLES = {
     "runs": "It runs",
-    "cost": "Time of an update over GRPOTrainer's",
+    "cost": "An update over GRPOTrainer's",
     "memory": "Peak memory over GRPOTrainer's",
     "reads": "Calls of an update that wait for the device",
     "search": "The search against the step loop",
     "rollouts": "Partial rollouts against whole generations",
+    "sharded": "Sharded in one process, resumed",
+    "colocate": "vLLM in colocate mode, random weights",
+    "learns": "Learning of the embedded task by both samplers",
+    "chat": "Learning of a chat model by both samplers",
 }
 
 
@@ -50,21 +57,39 @@ def _runs(rows: dict[str, dict]) -> str:
             )
         else:
             losses = ", ".join(f"{loss:.4f}" for loss in row["losses"])
-            works = row["is_finite"] and not row["misplaced_tensors"]
-            found = f"{row['updates']} updates, losses {losses}; finite, tensors in place: {verdict(works)}"
-        lines.append([case, found])
-    return table(["Run", "Result"], lines)
+            norms = ", ".join(f"{norm:.2g}" for norm in row["gradient_norms"])
+            found = f"{row['updates']} updates, losses {losses}, gradients {norms}"
+        lines.append([case, found, f"{row['largest_change_of_a_weight']:.2g}", verdict(passes(row))])
+    return table(["Run", "Result", "Largest change of a weight", "Passes"], lines)
+
+
+def passes(row: dict) -> bool:
+    """Return whether a case of `runs` trained: all finite and in place, a gradient in each update, weights moved."""
+    if "largest_difference" in row:
+        same = row["largest_difference"] <= row["largest_difference_of_grpo_from_itself"]
+        return same and row["largest_change_of_a_weight"] > 0
+    is_sound = row["is_finite"] and not row["misplaced_tensors"]
+    return is_sound and all(norm > 0 for norm in row["gradient_norms"]) and row["largest_change_of_a_weight"] > 0
 
 
 def _cost(rows: dict[str, dict]) -> str:
-    names = [name for name in next(iter(rows.values()))["seconds"] if name != "grpo"]
-    lines = [
-        [case, *(_ratios(row["seconds"][name], row["seconds"]["grpo"]) for name in names),
-         f"{statistics.median(row['seconds']['grpo']):.2f} s"]
-        for case, row in rows.items()
-    ]  # fmt: skip
-    header = ["Model", *(name if name == "grpo again" else f"`{name}`" for name in names), "GRPOTrainer"]
-    return table(header, lines) + "\n\nMedian (smallest to largest) over the rounds. `grpo again` is the noise."
+    lines = []
+    for case, row in rows.items():
+        base = row["profiles"]["grpo"]
+        for name, profile in row["profiles"].items():
+            over = profile["device_seconds"] / base["device_seconds"]
+            lines.append(
+                [case, "GRPOTrainer" if name == "grpo" else name if name == "grpo again" else f"`{name}`",
+                 f"{profile['device_seconds']:.4f} s", f"{over:.4f}",
+                 verdict(over <= DEVICE_TIME) if name in ("micro_batch", "carried_over") else "",
+                 f"{profile['kernels']:,}", f"{profile['host_waits']:,}",
+                 f"{statistics.median(row['seconds'][name]):.2f} s",
+                 _ratios(row["seconds"][name], row["seconds"]["grpo"])]
+            )  # fmt: skip
+    header = ["Model", "Trainer", "Time on the device", "over GRPOTrainer", f"At most {DEVICE_TIME}", "Kernels",
+              "Host waits", "Wall time", "over GRPOTrainer"]  # fmt: skip
+    note = "Of one update each; wall time: median (smallest to largest) over the rounds. `grpo again` is the noise."
+    return f"{table(header, lines)}\n\n{note}"
 
 
 def _memory(rows: dict[str, dict]) -> str:
@@ -113,6 +138,47 @@ def _rollouts(rows: dict[str, dict]) -> str:
     return table(["Partial rollouts", "Fewer decode steps", "Less wall time"], lines)
 
 
+def _sharded(rows: dict[str, dict]) -> str:
+    lines = []
+    for case, row in rows.items():
+        seconds, saved = row["seconds_of_updates"], row["saved_after_updates"][:-1]
+        with_save, after = [seconds[number - 1] for number in saved], [seconds[number] for number in saved]
+        others = [second for number, second in enumerate(seconds, 1) if not {number, number - 1} & {*saved}]
+        medians = [f"{statistics.median(values):.2f} s" for values in (others, with_save, after)]
+        weights = [f"{row[key]:.2g}" for key in ("largest_difference", "largest_change_of_a_weight")]
+        lines.append([case, *weights, *medians])
+    header = ["Training", "Largest difference of a weight, resumed", "change in training", "An update", "with a save",
+              "after a save"]  # fmt: skip
+    return f"{table(header, lines)}\n\nSeconds: medians."
+
+
+def _sampled(rows: dict[str, dict]) -> str:
+    lines = []
+    for case, row in rows.items():
+        generations = row["generations"]
+        differences = [one.get("sampling/sampling_logp_difference/mean") for one in generations]
+        lines.append(
+            [case, str(row["updates"]), ", ".join(f"{one['reward']:.2f}" for one in generations),
+             ", ".join("-" if one is None else f"{one:.3f}" for one in differences),
+             f"{row['tokens'] / row['generation_s']:,.0f}", f"{row['generation_s'] / row['seconds']:.0%}",
+             f"{row['start_s']:.0f} s"]
+        )  # fmt: skip
+    header = ["Training", "Updates", "Reward of each generation", "Sampler's log-probabilities from the trainer's",
+              "Tokens a second", "Time in generation", "Start"]  # fmt: skip
+    return table(header, lines)
+
+
+def _learns(rows: dict[str, dict]) -> str:
+    ends = {}
+    for case, row in rows.items():
+        rewards = [one["reward"] for one in row["generations"]]
+        ends[case] = statistics.fmean(rewards[-max(1, len(rewards) // 4) :])
+    difference = max(ends.values()) - min(ends.values())
+    said = ", ".join(f"{case} {end:.3f}" for case, end in ends.items())
+    agree = f"Mean reward of the last quarter: {said}. Within {SAME_REWARD}: {verdict(difference <= SAME_REWARD)}."
+    return f"{_sampled(rows)}\n\n{agree}"
+
+
 TABLES = {
     "runs": _runs,
     "cost": _cost,
@@ -120,4 +186,8 @@ TABLES = {
     "reads": _reads,
     "search": _search,
     "rollouts": _rollouts,
+    "sharded": _sharded,
+    "colocate": _sampled,
+    "learns": _learns,
+    "chat": _sampled,
 }

@@ -1,5 +1,6 @@
 """The first run on a GPU, tried on the CPU at tiny sizes; what only a GPU has is stood in for."""
 
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -7,25 +8,44 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
+from torch.autograd import DeviceType
+from trl.generation import vllm_generation
 
 from bapo_trl.tasks import character_tokenizer
-from benchmarks.gpu_first_run import __main__, parts, results_file, shapes
-from benchmarks.gpu_first_run.results_file import run_part
-from benchmarks.gpu_first_run.table import render
+from benchmarks.gpu_first_run import (
+    __main__,
+    parts,
+    plan,
+    results_file,
+    runs,
+    sampled,
+    shapes,
+    sharded,
+    trainers,
+    updates,
+)
+from benchmarks.gpu_first_run.results_file import run_cases
+from benchmarks.gpu_first_run.table import passes, render
 from benchmarks.lognormal_model import lognormal_hazards
 from tests.helpers.commands import run_command
 from tests.helpers.forked import run_python
+from tests.helpers.scripted_llm import SamplingParams, ScriptedLLM
 
 
 pytestmark = pytest.mark.trainings
 
 
-TINY = parts.Setup("cpu", "tiny", 0)
+TINY = trainers.Setup("cpu", "tiny", 0)
+ON_GPU = trainers.Setup("cuda", "full", 0)
 
 
 def call(*arguments: object) -> subprocess.CompletedProcess:
@@ -34,22 +54,28 @@ def call(*arguments: object) -> subprocess.CompletedProcess:
 
 def test_the_command_writes_all_that_a_cpu_can_tell_and_goes_on_where_it_was_cut(tmp_path):
     first, second = tmp_path / "first.json", tmp_path / "second.json"
-    tiny = ("--device", "cpu", "--sizes", "tiny")
-    made = call(*tiny, "--output", first)
+    tiny = ("--device", "cpu", "--sizes", "tiny", "--parts")
+    made = call(*tiny, "runs", "cost", "search", "rollouts", "memory", "reads", "colocate", "chat", "--output", first)
     assert made.returncode == 0, made.stderr
     content = json.loads(first.read_text())
-    status = {name: part["status"] for name, part in content["parts"].items()}
-    assert status == {
-        "runs": "done", "cost": "done", "search": "done", "rollouts": "done",
-        "memory": "null: needs a GPU, not cpu", "reads": "null: needs a GPU, not cpu",
+    assert {part["status"] for part in content["parts"].values()} == {"done"}
+    rows = [row for part in content["parts"].values() for row in part["cases"].values()]
+    assert not [row for row in rows if "error" in row]
+    reasons = {name: {row.get("skipped") for row in part["cases"].values()} for name, part in content["parts"].items()}
+    assert reasons == {
+        "runs": {None}, "cost": {None}, "search": {None}, "rollouts": {None}, "memory": {"needs a GPU, not cpu"},
+        "reads": {"needs a GPU, not cpu"}, "colocate": {"needs a GPU, not cpu"},
+        "chat": {"needs a model: `--chat_model FOLDER`"},
     }  # fmt: skip
-    assert not [row for part in content["parts"].values() for row in part["cases"].values() if "error" in row]
-    assert content["parts"]["runs"]["cases"]["fixed bounds against GRPOTrainer"]["largest_difference"] == 0
-    runs = content["parts"]["runs"]["cases"]
-    assert runs["replay"]["replay/fraction"][2] > 0  # of the second generation
-    assert all(norm > 0 for norm in runs["partial rollouts"]["gradient_norms"])
-    assert runs["partial rollouts"]["partial/segments_max"][2] > 1  # of a completion that was carried over
-    assert {len(values) for values in content["parts"]["cost"]["cases"]["tiny, LoRA"]["seconds"].values()} == {2}
+    trained = content["parts"]["runs"]["cases"]
+    assert all(passes(row) for row in trained.values())
+    assert trained["fixed bounds against GRPOTrainer"]["largest_difference"] == 0
+    assert trained["replay"]["replay/fraction"][2] > 0  # of the second generation
+    assert trained["partial rollouts"]["partial/segments_max"][2] > 1  # of a completion that was carried over
+    cost = content["parts"]["cost"]["cases"]["tiny, LoRA"]
+    assert {len(values) for values in cost["seconds"].values()} == {2}
+    counts = {name: profile["kernels"] for name, profile in cost["profiles"].items()}
+    assert counts["grpo"] == counts["grpo again"] < counts["micro_batch"] < counts["batch"]  # a forward pass more
     assert content["machine"]["torch"] == importlib.metadata.version("torch")
     assert content["asked"]["seed"] == 0
     assert str(tmp_path) not in first.read_text()  # no path of one machine
@@ -59,7 +85,7 @@ def test_the_command_writes_all_that_a_cpu_can_tell_and_goes_on_where_it_was_cut
     del content["parts"]["cost"]["cases"]["tiny, LoRA"]
     kept = content["parts"]["runs"]["cases"]
     first.write_text(json.dumps(content))
-    went_on = call(*tiny, "--parts", "runs", "cost", "--output", second, "--continue", first)
+    went_on = call(*tiny, "runs", "cost", "--output", second, "--continue", first)
     assert went_on.returncode == 0, went_on.stderr
     content = json.loads(second.read_text())
     assert content["parts"]["runs"]["cases"] == kept  # not made again
@@ -70,6 +96,37 @@ def test_the_command_writes_all_that_a_cpu_can_tell_and_goes_on_where_it_was_cut
     assert "was made with" in other.stderr
 
 
+def test_runs_trains_at_the_full_vocabulary(monkeypatch):
+    """Almost all sampled tokens are beyond the tokenizer's 258: they decode to nothing."""
+    wide = dataclasses.replace(shapes.TINY, hidden=16, vocabulary=shapes.QWEN_05B.vocabulary)
+    monkeypatch.setitem(shapes.SIZES, "wide", dataclasses.replace(shapes.SIZES["tiny"], trained=wide))
+    setup = trainers.Setup("cpu", "wide", 0)
+    row = runs.runs(setup)["batch"].measure()
+    assert passes(row), row
+
+    # By the text of the completions all rewards of a group tie, and nothing is trained
+    monkeypatch.setattr(trainers, "reward", lambda completions, **kwargs: [len(text) / 7 for text in completions])
+    tied = runs.runs(setup)["batch"].measure()
+    assert tied["is_finite"]
+    assert not passes(tied)
+
+
+def test_a_case_passes_only_if_each_update_has_a_gradient_and_the_weights_moved():
+    good = {"is_finite": True, "misplaced_tensors": [], "gradient_norms": [1.0, 0.1],
+            "largest_change_of_a_weight": 1e-5}  # fmt: skip
+    fixed = {"largest_difference": 1e-6, "largest_difference_of_grpo_from_itself": 1e-6,
+             "largest_change_of_a_weight": 1e-5}  # fmt: skip
+    assert passes(good)
+    assert passes(fixed)
+    for change in (
+        {"gradient_norms": [1.0, 0.0]}, {"largest_change_of_a_weight": 0.0}, {"is_finite": False},
+        {"misplaced_tensors": ["cpu"]},
+    ):  # fmt: skip
+        assert not passes({**good, **change})
+    assert not passes({**fixed, "largest_difference": 2e-6})
+    assert not passes({**fixed, "largest_change_of_a_weight": 0.0})
+
+
 def test_it_needs_none_of_the_packages_that_it_does_not_name():
     hidden = ["hypothesis", "math_verify", "matplotlib", "pytest", "requests", "scipy", "tensorboard"]
     imports = "from benchmarks.gpu_first_run import __main__"
@@ -77,59 +134,145 @@ def test_it_needs_none_of_the_packages_that_it_does_not_name():
     assert result.returncode == 0, result.stderr
 
 
-def test_a_case_that_raises_is_a_row_and_the_others_go_on(tmp_path, monkeypatch):
+def use_parts(monkeypatch, **cases) -> None:
+    """Have the command know these parts alone: functions by their names, and the stage of each where it is not 0."""
+    made = {
+        name: parts.Part(
+            lambda setup, given=given: {
+                case: trainers.Case(*it) if isinstance(it, tuple) else trainers.Case(it) for case, it in given.items()
+            }
+        )
+        for name, given in cases.items()
+    }
+    for module in (__main__, plan, results_file):
+        monkeypatch.setattr(module, "PARTS", made)
+
+
+def an_empty_file(folder: Path, *names: str) -> Path:
+    file = folder / "run.json"
+    file.write_text(json.dumps({"parts": {name: {"cases": {}} for name in names}}))
+    return file
+
+
+def rows_of(file: Path, part: str) -> dict[str, dict]:
+    return json.loads(file.read_text())["parts"][part]["cases"]
+
+
+def carry_out(file: Path, seconds: float) -> None:
+    """Run all cases of the parts within a time limit."""
+    names = list(json.loads(file.read_text())["parts"])
+    plan.run_plan(plan.make_plan(names, TINY), TINY, file, time.monotonic() + seconds, 1)
+
+
+def test_a_case_that_raises_or_ends_its_process_is_a_row_and_the_others_go_on(tmp_path, monkeypatch):
     def broken():
         raise RuntimeError("out of memory")
 
-    monkeypatch.setitem(parts.PARTS, "search", parts.Part(lambda setup: {"one": broken, "two": dict}, 1))
-    file = tmp_path / "run.json"
-    file.write_text(json.dumps({"parts": {"search": {"cases": {}}}}))
-    run_part("search", TINY, file)
-    cases = json.loads(file.read_text())["parts"]["search"]["cases"]
-    assert cases["one"]["error"] == "RuntimeError: out of memory"
-    assert "error" not in cases["two"]
+    def killed():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    use_parts(monkeypatch, search={"one": broken, "two": killed, "three": dict})
+    file = an_empty_file(tmp_path, "search")
+    carry_out(file, 60)
+    rows = rows_of(file, "search")
+    assert rows["one"]["error"] == "RuntimeError: out of memory"
+    assert rows["two"]["error"] == "the process ended, exit code -9"
+    assert "error" not in rows["three"]
 
 
-def test_a_part_beyond_its_limit_goes_on_case_by_case(tmp_path, monkeypatch):
-    monkeypatch.setitem(parts.PARTS, "search", parts.Part(lambda setup: {"one": dict, "two": dict}, -1))
-    file = tmp_path / "run.json"
-    file.write_text(json.dumps({"parts": {"search": {"cases": {}}}}))
-    with pytest.raises(SystemExit, match=str(results_file.PASSED_LIMIT)):
-        run_part("search", TINY, file)
-    assert list(json.loads(file.read_text())["parts"]["search"]["cases"]) == ["one"]
-    run_part("search", TINY, file)
-    assert list(json.loads(file.read_text())["parts"]["search"]["cases"]) == ["one", "two"]
+def test_small_cases_of_all_parts_come_before_the_long_ones(tmp_path, monkeypatch):
+    order = tmp_path / "order"
+
+    def note(name):
+        return lambda: order.open("a").write(name) and {}
+
+    use_parts(monkeypatch, cost={"1": note("a"), "2": (note("c"), 1)}, memory={"1": note("b"), "2": (note("d"), 1)})
+    carry_out(an_empty_file(tmp_path, "cost", "memory"), 60)
+    assert order.read_text() == "abcd"
 
 
-def test_a_part_that_is_cut_and_one_that_never_began_say_so(tmp_path, monkeypatch, capsys):
+def test_no_case_of_7b_or_of_long_completions_comes_before_the_small_cases_of_all_parts():
+    stages = [(case.stage, case.part, case.name) for case in plan.make_plan(list(parts.PARTS), ON_GPU)]
+    assert stages == sorted(stages, key=lambda case: case[0])
+    small = {(part, name) for stage, part, name in stages if stage == 0}
+    assert {part for part, _ in small} >= {"search", "cost", "memory", "reads", "runs", "rollouts"}
+    assert not [name for part, name in small if "7B" in name or "8k" in name]
+    sevens = [name for _, part, name in stages if part == "cost" and "7B" in name]
+    assert sevens == ["7B, LoRA, 2k, one row", "7B, LoRA, 8k"]
+
+
+def test_a_case_is_started_only_if_its_like_took_less_than_what_is_left(tmp_path, monkeypatch):
+    use_parts(monkeypatch, cost={"one": dict, "two": dict}, memory={"one": dict})
+    file = an_empty_file(tmp_path, "cost", "memory")
+    results_file.write_row(file, "cost", "one", {"took_s": 61.0})
+    carry_out(file, 60)  # 60 s are left, the like of "cost: two" took 61
+    assert list(rows_of(file, "cost")) == ["one"]
+    assert list(rows_of(file, "memory")) == ["one"]
+
+    results_file.write_row(file, "cost", "one", {"took_s": 20.0})
+    carry_out(file, 60)
+    assert list(rows_of(file, "cost")) == ["one", "two"]
+
+
+def test_within_a_process_too_no_case_begins_for_which_no_time_is_left(tmp_path, monkeypatch):
+    use_parts(monkeypatch, cost={"one": dict, "two": dict})
+    file = an_empty_file(tmp_path, "cost")
+    results_file.write_row(file, "cost", "one", {"took_s": 61.0})
+    run_cases([("cost", "two")], TINY, file, time.monotonic() + 60)
+    assert list(rows_of(file, "cost")) == ["one"]
+
+
+def test_a_case_at_the_limit_is_cut_with_all_that_it_has_started(tmp_path, monkeypatch):
     def slow():
+        launched = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+        (tmp_path / "pid").write_text(str(launched.pid))
         threading.Event().wait(600)
 
-    def cases(setup):
-        return {"one": lambda: {"found": 1}, "two": slow}
+    use_parts(monkeypatch, cost={"one": dict, "two": slow, "three": dict})
+    file = an_empty_file(tmp_path, "cost")
+    carry_out(file, 5)
+    assert rows_of(file, "cost") == {"one": rows_of(file, "cost")["one"], "two": {"error": "cut at the time limit"}}
+    launched = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(launched) or psutil.Process(launched).status() == psutil.STATUS_ZOMBIE
 
-    def interrupted(setup):
-        threading.Event().wait(0.5)  # the parent has left the fork, in whose hooks Python drops what a signal raises
+
+def test_a_call_that_is_interrupted_leaves_a_complete_file(tmp_path, monkeypatch, capsys):
+    def interrupted():
         os.kill(os.getppid(), signal.SIGINT)
-        threading.Event().wait(5)  # so that it is not over before it is interrupted
-        return {}
+        threading.Event().wait(600)
 
-    monkeypatch.setattr(__main__, "PARTS", {name: parts.PARTS[name] for name in ("runs", "cost", "search")})
-    monkeypatch.setitem(__main__.PARTS, "runs", parts.Part(cases, 5))
-    monkeypatch.setitem(__main__.PARTS, "cost", parts.Part(interrupted, 60))
-    monkeypatch.setattr(results_file, "PARTS", __main__.PARTS)
+    use_parts(monkeypatch, runs={"one": lambda: {"found": 1}}, cost={"one": interrupted}, search={"one": dict})
     file = tmp_path / "run.json"
-    asked = ["gpu_first_run", "--device", "cpu", "--sizes", "tiny", "--output", str(file)]
-    monkeypatch.setattr(sys, "argv", asked)
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
+    asked = ["gpu_first_run", "--device", "cpu", "--sizes", "tiny", "--parts", "runs", "cost", "search"]
+    monkeypatch.setattr(sys, "argv", [*asked, "--output", str(file)])
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
     try:
         with pytest.raises(KeyboardInterrupt):
             __main__.main()
     finally:
-        signal.signal(signal.SIGINT, handler)
-    status = {name: part["status"] for name, part in json.loads(file.read_text())["parts"].items()}
-    assert status == {"runs": "cut at its time limit", "cost": "begun", "search": "not begun"}
-    assert json.loads(file.read_text())["parts"]["runs"]["cases"]["one"]["found"] == 1
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    content = json.loads(file.read_text())
+    assert content["parts"]["runs"]["cases"]["one"]["found"] == 1
+    status = {name: part["status"] for name, part in content["parts"].items()}
+    assert status == {"runs": "done", "cost": "done", "search": "not reached: one"}
+    assert content["parts"]["cost"]["cases"]["one"] == {"error": "did not end"}
+
+
+def test_processes_start_side_by_side_where_a_part_allows_it(tmp_path, monkeypatch):
+    planned = plan.make_plan(["sharded", "search", "colocate", "learns"], ON_GPU)
+    file = an_empty_file(tmp_path, "sharded", "search", "colocate", "learns")
+
+    def starts(jobs: int) -> list[list[tuple[str, str]]]:
+        batches = plan._next_batches(planned, file, time.monotonic() + 60, jobs)
+        return [[(case.part, case.name) for case in batch] for batch in batches]
+
+    assert starts(3) == [[("search", "gradient"), ("search", "surrogate")]]  # in one process, and alone
+    for name in ("gradient", "surrogate"):
+        results_file.write_row(file, "search", name, {"took_s": 1.0})
+    assert starts(1) == [[("sharded", "one process")]]
+    assert starts(2) == [[("sharded", "one process")], [("sharded", "FSDP2")]]
 
 
 def test_the_tables_are_printed_from_a_file(tmp_path, monkeypatch, capsys):
@@ -138,7 +281,8 @@ def test_the_tables_are_printed_from_a_file(tmp_path, monkeypatch, capsys):
     content = {
         "machine": {"device": "none", "driver": None}, "date": "-", "asked": {"seed": 0},
         "parts": {"search": {"status": "done", "cases": {"gradient": row}},
-                  "rollouts": {"status": "not begun", "cases": {}}},
+                  "rollouts": {"status": "not reached: one", "cases": {}},
+                  "learns": {"status": "done", "cases": {"vLLM": {"skipped": "vllm is not installed"}}}},
     }  # fmt: skip
     file = tmp_path / "run.json"
     file.write_text(json.dumps(content))
@@ -146,7 +290,8 @@ def test_the_tables_are_printed_from_a_file(tmp_path, monkeypatch, capsys):
     __main__.main()
     assert capsys.readouterr().out == render(content) + "\n"
     assert "3.000 (3.000 to 3.000)" in render(content)
-    assert "Part `rollouts`: not begun." in render(content)
+    assert "Part `rollouts`: not reached: one." in render(content)
+    assert "- vLLM: skipped: vllm is not installed" in render(content)
     monkeypatch.setattr(sys, "argv", ["gpu_first_run"])
     with pytest.raises(SystemExit):
         __main__.main()
@@ -164,11 +309,11 @@ def test_memory_is_that_of_the_last_update_at_each_micro_batch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", allocated)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: looks.update(["resets"]))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: looks["resets"])
-    (measure,) = parts.memory(TINY).values()
-    row = measure()
-    updates = parts.WARMUP_ROUNDS + 2
-    assert [row[kind]["peak_bytes"] for kind in ("grpo", *parts.SCOPES)] == [updates * n for n in (1, 2, 3, 4)]
-    assert row["grpo"]["bytes_between_micro_batches"] == [4 * (updates - 1) + n for n in (1, 2, 3, 4)]
+    (case,) = updates.memory(TINY).values()
+    row = case.measure()
+    count = updates.WARMUP_ROUNDS + 2
+    assert [row[kind]["peak_bytes"] for kind in ("grpo", *trainers.SCOPES)] == [count * n for n in (1, 2, 3, 4)]
+    assert row["grpo"]["bytes_between_micro_batches"] == [4 * (count - 1) + n for n in (1, 2, 3, 4)]
     assert row["completion_tokens"] == 2 * 16 * 4
     assert "Bytes held a completion token" in render(
         {"machine": {"device": "none", "driver": None}, "date": "-", "asked": {"seed": 0},
@@ -176,7 +321,7 @@ def test_memory_is_that_of_the_last_update_at_each_micro_batch(monkeypatch):
     )  # fmt: skip
 
 
-def test_calls_that_wait_are_counted_in_the_last_update_with_the_line_of_ours_or_trls(monkeypatch):
+def test_calls_that_wait_are_counted_in_one_update_with_the_line_of_ours_or_trls(monkeypatch):
     modes = []
 
     def set_mode(mode):
@@ -192,7 +337,7 @@ def test_calls_that_wait_are_counted_in_the_last_update_with_the_line_of_ours_or
         return item(tensor)
 
     monkeypatch.setattr(torch.Tensor, "item", watched)
-    row = parts.reads(TINY)["grpo"]()
+    row = updates.reads(TINY)["grpo"].measure()
     assert modes.count("warn") == 1
     assert row["synchronizing_calls"] == sum(row["lines"].values()) > 0  # not what torch says of the mode
     assert all(line.startswith("trl/trainer/grpo_trainer.py:") for line in row["lines"])
@@ -218,3 +363,176 @@ def test_a_model_with_a_tied_head_is_refused():
     model = shapes.make_model(shapes.TINY, device="cpu", dtype=torch.float32, seed=0)
     with pytest.raises(ValueError, match="tie_word_embeddings"):
         shapes.end_by_hazards(model, 4, 5, 40, first_token=100)
+
+
+def test_a_profile_sums_what_runs_on_the_device_alone(monkeypatch):
+    """Of a kernel of 3 us, a copy of 1 us, a range of the user's around both, and a call of the host's."""
+
+    def event(kind, microseconds, is_annotation=False):
+        return SimpleNamespace(
+            device_type=lambda: kind, duration_ns=lambda: 1000 * microseconds, is_user_annotation=lambda: is_annotation
+        )
+
+    on_device, on_host = DeviceType.CUDA, DeviceType.CPU
+    events = [event(on_device, 3), event(on_device, 1), event(on_device, 5, True), event(on_host, 9)]
+
+    class Profile:
+        def __init__(self, activities):
+            assert activities == [torch.profiler.ProfilerActivity.CUDA]
+            self.profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
+
+    class Training:
+        def update(self, around):
+            assert isinstance(around, Profile)
+
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    monkeypatch.setattr(updates, "synchronize", lambda device: None)
+    assert updates._profile(Training(), "cuda") == {"device_seconds": 4e-6, "kernels": 2, "host_waits": 0}
+
+
+def test_the_goal_of_an_update_is_held_against_the_time_on_the_device():
+    def profile(seconds):
+        return {"device_seconds": seconds, "kernels": 10, "host_waits": 2}
+
+    seconds = {"grpo": [1.0, 1.0], "micro_batch": [3.0, 3.0], "carried_over": [1.0, 1.0]}  # of the clock: noise
+    profiles = {"grpo": profile(1.0), "micro_batch": profile(1.019), "carried_over": profile(1.021)}
+    rows = {"0.5B": {"seconds": seconds, "profiles": profiles}}
+    shown = render(
+        {"machine": {"device": "none", "driver": None}, "date": "-", "asked": {"seed": 0},
+         "parts": {"cost": {"status": "done", "cases": rows}}}
+    )  # fmt: skip
+    lines = {line.split(" | ")[1]: line for line in shown.splitlines() if line.startswith("| 0.5B")}
+    assert "| 1.0190 | yes |" in lines["`micro_batch`"]
+    assert "| 1.0210 | **no** |" in lines["`carried_over`"]
+
+
+@pytest.fixture
+def scripted_vllm(monkeypatch):
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(vllm_generation, "LLM", ScriptedLLM, raising=False)
+    monkeypatch.setattr(vllm_generation, "SamplingParams", SamplingParams, raising=False)
+    monkeypatch.setattr(sampled, "take_turn", lambda: os.open(os.devnull, os.O_RDONLY))  # its process ends with it
+    before = dict(os.environ)
+    yield
+    os.environ.clear()  # TRL leaves RANK and its like in it, and a second trainer would look for other processes
+    os.environ.update(before)
+
+
+@pytest.mark.parametrize("case", ["LoRA", "all weights, replay, partial rollouts, sleep mode"])
+def test_colocate_tells_speed_and_log_probabilities_of_each_generation(case, scripted_vllm, monkeypatch):
+    monkeypatch.setattr(sampled, "COLOCATE_UPDATES", 4)
+    row = sampled.colocate(TINY)[case].measure()
+    assert row["updates"] == 4
+    assert len(row["generations"]) == 2
+    for one in row["generations"]:
+        assert 0 <= one["sampling/sampling_logp_difference/mean"] < 1e-5
+        assert one["reward"] > 0
+    rows = 16 * 4  # of a generation, each of 1 to 8 tokens
+    assert 2 * rows * 4 < row["tokens"] <= 3 * rows * 8
+    assert 0 < row["generation_s"] < row["seconds"]
+    assert "random weights" in shown_alone("colocate", {case: row})
+
+
+@pytest.mark.parametrize("case", ["vLLM", "transformers, partial rollouts"])
+def test_learns_trains_the_embedded_model_by_each_sampler(case, scripted_vllm):
+    row = sampled.learns(TINY)[case].measure()
+    assert row["updates"] == 8
+    assert len(row["generations"]) == 2
+    assert ("sampling/sampling_logp_difference/mean" in row["generations"][0]) == (case == "vLLM")
+
+
+def shown_alone(part: str, rows: dict[str, dict]) -> str:
+    return render(
+        {"machine": {"device": "none", "driver": None}, "date": "-", "asked": {"seed": 0},
+         "parts": {part: {"status": "done", "cases": rows}}}
+    )  # fmt: skip
+
+
+def test_the_curves_of_both_samplers_agree_within_a_tenth_at_the_end():
+    def row(*rewards):
+        generations = [{"reward": reward} for reward in rewards]
+        return {"updates": 4, "generations": generations, "tokens": 10, "generation_s": 1, "seconds": 2, "start_s": 1}
+
+    curves = {"transformers": row(0.1, 0.2, 0.3, 0.50), "vLLM": row(0.9, 0.9, 0.9, 0.41)}  # the last quarter counts
+    assert "Within 0.1: yes" in shown_alone("learns", curves)
+    assert "Within 0.1: **no**" in shown_alone("learns", {**curves, "vLLM": row(0.1, 0.2, 0.3, 0.39)})
+
+
+def test_chat_asks_for_each_merge_and_each_runner(tmp_path, monkeypatch):
+    setup = dataclasses.replace(ON_GPU, chat_model=tmp_path)
+    cases = sampled.chat(setup)
+    assert sum("transformers" in name for name in cases) == 2
+    for merge in ("nearest", "stochastic"):
+        of_merge = [name for name in cases if merge in name]
+        assert [cases[name].environment for name in of_merge] == [{}, {}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}]
+    asked = []
+    monkeypatch.setattr(sampled, "train", lambda *given, **options: asked.append((given[3], options["merge"])) or {})
+    monkeypatch.setattr(sampled.AutoTokenizer, "from_pretrained", lambda folder: character_tokenizer())
+    for case in cases.values():
+        case.measure()
+    for settings, merge in asked:
+        assert settings["max_steps"] == 24
+        assert settings["learning_rate"] == 5e-4  # the recipe's
+        assert settings["steps_per_generation"] == 4
+        assert settings.get("use_vllm", False) == (merge is not None)
+
+
+@pytest.mark.parametrize(("merge", "is_trls"), [("nearest", True), ("stochastic", False)])
+def test_the_merge_is_trls_own_where_it_is_to_the_nearest(merge, is_trls, scripted_vllm, tmp_path, monkeypatch):
+    model = shapes.make_model(shapes.TINY, "cpu", torch.float32, 0)
+    settings = trainers.settings_for(TINY, 4, 4, **sampled.over_vllm(0.1))
+    model.save_pretrained(tmp_path / "model")
+    trainer = trainers.make_trainer(
+        "batch", str(tmp_path / "model"), str(tmp_path / "run"), settings, peft_config=shapes.lora()
+    )
+    sampled.choose_merge(trainer, merge)
+    own = vllm_generation.VLLMGeneration.sync_weights
+    assert (getattr(trainer.vllm_generation.sync_weights, "__func__", None) is own) == is_trls
+
+
+def test_a_process_that_starts_vllm_waits_until_no_other_does(tmp_path):
+    turn = sampled.take_turn()
+    waits = subprocess.Popen(
+        [sys.executable, "-c", "import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX); print('turn')",
+         sampled.__file__], stdout=subprocess.PIPE,
+    )  # fmt: skip
+    with pytest.raises(subprocess.TimeoutExpired):
+        waits.wait(1)
+    os.close(turn)
+    assert waits.communicate(timeout=60)[0] == b"turn\n"
+
+
+def test_a_training_of_one_process_resumes_exactly_and_tells_the_pause_of_a_save(monkeypatch):
+    monkeypatch.setattr(sharded.subprocess, "run", lambda command, **options: run_python(command[1:]))  # a fork
+    cases = sharded.sharded(TINY)
+    assert cases["FSDP2"].lacks == cases["DeepSpeed ZeRO-3"].lacks == "needs a GPU, not cpu"
+    row = cases["one process"].measure()
+    assert row["updates"] == len(row["seconds_of_updates"]) == 16
+    assert row["updates_resumed"] == 8
+    assert row["largest_difference"] == 0.0 < row["largest_change_of_a_weight"]
+
+    # Saves after updates 4, 8 and 12 count, the one at the end has no update after it
+    seconds = [1.0] * 16
+    for saved in (4, 8, 12):
+        seconds[saved - 1], seconds[saved] = 3.0, 2.0
+    shown = shown_alone("sharded", {"one process": {**row, "seconds_of_updates": seconds}})
+    assert "| 1.00 s | 3.00 s | 2.00 s |" in shown
+
+
+def test_deepspeed_is_on_the_path_of_its_own_training_alone(tmp_path, monkeypatch):
+    environments = {}
+
+    def note(command, env, **options):
+        environments[name] = env["PYTHONPATH"].split(os.pathsep)
+        clock = Path(command[command.index("benchmarks.gpu_first_run.clocked_training") + 1])
+        clock.write_text("[1.0]")
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(sharded.subprocess, "run", note)
+    setup = trainers.Setup("cuda", "tiny", 0, deepspeed=tmp_path)
+    for name in sharded.LAUNCH_FILES:
+        sharded._train(setup, name, tmp_path / "run")
+    assert {name: str(tmp_path) in paths for name, paths in environments.items()} == {
+        "one process": False, "FSDP2": False, "DeepSpeed ZeRO-3": True,
+    }  # fmt: skip

@@ -92,6 +92,7 @@ def python(words):
         submit(arguments)
         return
     assert script == "train_bapo.py", f"`python {script}` is checked by nothing here"
+    arguments = arguments or ["--config", "quickstart"]  # which flags beside it would keep away
     script_args, training_args, model_args, _ = parse_arguments([*arguments, *cpu_flags()])
     if NOT_RUN & set(arguments):
         return

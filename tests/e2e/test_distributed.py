@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from bapo_trl.clip_bounds.update_log import UPDATE_METRICS
 from tests.e2e.launching import ENGINES, fork, launch
+from tests.helpers.adapter_worker import assert_all_sent
 from tests.helpers.commands import accelerate_launcher, run_command, succeeded
 from tests.helpers.forked import run_python
 from tests.helpers.ranks import read_ranks
@@ -93,6 +94,11 @@ def test_a_resumed_run_equals_the_straight_one(runs, engine, uses_lora):
         assert {key: log.get(key) for key in names} == {key: expected.get(key) for key in names}
 
 
+def test_zero3_sends_merged_copies_of_an_adapter_and_keeps_the_base(tmp_path):
+    fork("cpu_zero3", ["-m", "tests.helpers.adapter_worker", str(tmp_path)])
+    assert_all_sent(tmp_path, **ENGINES["cpu_zero3"])
+
+
 @pytest.mark.parametrize(
     "kill",
     [
@@ -114,8 +120,9 @@ def test_zero3_that_is_killed_in_a_save_goes_on_without_a_hand(tmp_path, runs, k
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_script_trains_and_resumes(tmp_path, engine):
-    arguments = ["train_bapo.py", "--replay_fraction", "0.5", "--num_iterations", "2", "--gradient_accumulation_steps"]
-    arguments += ["1", "--steps_per_generation", "2", "--logging_steps", "1", "--save_steps", "4"]
+    arguments = ["train_bapo.py", "--config", "quickstart", "--replay_fraction", "0.5", "--num_iterations", "2"]
+    arguments += ["--gradient_accumulation_steps", "1", "--steps_per_generation", "2", "--logging_steps", "1"]
+    arguments += ["--save_steps", "4"]
     arguments += ["--per_device_train_batch_size", "16", "--output_dir", str(tmp_path)]
     launch(engine, [*arguments, "--max_steps", "4"])
     launch(engine, [*arguments, "--max_steps", "6", "--resume_from_checkpoint", "true"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 import trl
 from packaging.version import Version
+from peft import LoraConfig
 from safetensors.torch import load_file
 
 from bapo_trl import BAPOTrainer
@@ -28,7 +29,8 @@ REPLAY = {"replay_fraction": 0.5}
 
 
 def trainer_over(server, output_dir, num_prompts=40, **settings):
-    data = {"train_dataset": toy_dataset(num_prompts)}
+    lora = settings.pop("lora", None)
+    data = {"train_dataset": toy_dataset(num_prompts), "peft_config": lora and LoraConfig(**lora)}
     return toy_trainer(output_dir, vllm_server_base_url=server.url, trainer_args=data, **{**RUN, **settings})
 
 
@@ -111,6 +113,17 @@ def test_with_stale_samples_too(tmp_path, undisturbed, settings):
     trainer = train(tmp_path, {("/v1/completions", 6): "die"}, **settings)
     assert trainer.server.num_starts == 2
     assert_same_run(trainer, undisturbed(**settings))
+
+
+def test_a_transfer_of_an_adapter_that_breaks_off_is_repeated_bit_by_bit(tmp_path, undisturbed):
+    lora = {"r": 4, "target_modules": "all-linear"}
+    trainer = train(tmp_path, {("tensor", NUM_WEIGHTS + 5): "die"}, lora=lora)
+    assert not trainer.server.faults
+    assert_same_run(trainer, undisturbed(lora=lora))
+    for name, weight in toy_model().named_parameters():
+        path, _, own = name.rpartition(".")
+        module = trainer.model.base_model.model.get_submodule(path)
+        assert torch.equal(getattr(getattr(module, "base_layer", module), own), weight), name
 
 
 def test_several_failures_of_a_generation(tmp_path, undisturbed):

@@ -151,7 +151,7 @@ def digits(completions, **kwargs):
 """
 # On the embedded task; each update is a generation
 LAUNCHED = {
-    "reward_funcs": "signalling.digits", "max_steps": 4, "per_device_train_batch_size": 8,
+    "config": "quickstart", "reward_funcs": "signalling.digits", "max_steps": 4, "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1, "steps_per_generation": 1, "num_iterations": 1, "num_generations": 4,
     "save_strategy": "no", "logging_steps": 1, "do_eval": "false",
 }  # fmt: skip
@@ -339,7 +339,7 @@ exit $code
     # The server says what it serves to the first rank, which waits for it. Launchers take the signal that SLURM sends
     "python": """
 if [[ "$2 $3" == "bapo_trl serve" ]]; then echo "$*" >"$LOG/server"; exit; fi
-if [[ $2 != bapo_trl.script.launcher ]]; then exit 3; fi
+if [[ "$2 $3" != "bapo_trl launch" ]]; then exit 3; fi
 if [[ "$*" == *"--dry_run true" ]]; then echo "$*" >"$LOG/dry"; exit "${REFUSES:-0}"; fi
 if [[ $SLURM_PROCID == 0 ]]; then cat "$LOG/server" >"$LOG/served"; fi
 kill -USR1 $$
@@ -376,7 +376,7 @@ def test_the_slurm_script_requeues_a_run_that_a_signal_stopped_and_no_other(tmp_
     dry = (tmp_path / "dry").read_text()
     served = "-m bapo_trl serve --model model --host 0.0.0.0 --tensor-parallel-size 4\n"
     assert (tmp_path / "served").read_text() == served
-    sizes = "-m bapo_trl.script.launcher --accelerate zero3_multinode --num_machines 4 --num_processes 32 "
+    sizes = "-m bapo_trl launch --accelerate zero3_multinode --num_machines 4 --num_processes 32 "
     for rank in range(4):
         launched = (tmp_path / f"launched-{rank}").read_text()
         assert sizes in launched

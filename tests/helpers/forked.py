@@ -34,7 +34,7 @@ from tests.helpers.commands import ROOT, free_port
 
 # Limits: of all imports, of ranks beside one that failed before they are told to end, and before they are killed
 IMPORT_S, PEERS_S, GRACE_S = 300, 2, 30
-IMPORTED = ("train_bapo", "deepspeed")
+IMPORTED = ("bapo_trl.script.training", "deepspeed")
 
 
 def run_python(
@@ -63,8 +63,9 @@ def run_python(
 def _environments(ranks: int) -> list[dict[str, str]]:
     if ranks == 1:
         return [{}]
+    # Several ranks talk over gloo: on CPUs, also where the other tests train on a GPU
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks),
-              "LOCAL_WORLD_SIZE": str(ranks)}  # fmt: skip
+              "LOCAL_WORLD_SIZE": str(ranks), "CUDA_VISIBLE_DEVICES": "", "TEST_DEVICE": "cpu"}  # fmt: skip
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 

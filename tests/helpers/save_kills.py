@@ -70,7 +70,7 @@ class Run(NamedTuple):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer.train(resume_from_checkpoint=resume)
-        weights = b"".join(weight.detach().numpy().tobytes() for weight in trainer.model.state_dict().values())
+        weights = b"".join(weight.detach().cpu().numpy().tobytes() for weight in trainer.model.state_dict().values())
         result = {
             "weights": hashlib.sha256(weights).hexdigest(),
             "start": start.update,

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from datasets import Dataset
 
+import bapo_trl.script.training  # noqa: F401 -- which the script itself loads late, after a fork
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.commands import ROOT
-from tests.helpers.toy import toy_model
+from tests.helpers.toy import ON_GPU, toy_model
 
 
 sys.path.insert(0, str(ROOT))
@@ -17,7 +18,7 @@ import train_bapo
 
 CHAT_TEMPLATE = "{% for message in messages %}<{{ message.role[0] }}>{{ message.content }}{% endfor %}<a>"
 CPU = {
-    "model_name_or_path": "model", "output_dir": "out", "use_cpu": "true", "bf16": "false",
+    "model_name_or_path": "model", "output_dir": "out", "use_cpu": str(not ON_GPU).lower(), "bf16": "false",
     "dataloader_pin_memory": "false", "gradient_checkpointing": "false", "report_to": "none", "save_strategy": "no",
     "disable_tqdm": "true", "max_completion_length": "6", "max_steps": "2",
 }  # fmt: skip

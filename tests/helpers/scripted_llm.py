@@ -61,12 +61,13 @@ class Engine:
     """What TRL reaches through `llm.llm_engine`."""
 
     max_model_len: int | None
+    dtype: torch.dtype
     weights: Any
     model_config: Any = field(init=False)
     model_executor: Any = field(init=False)
 
     def __post_init__(self):
-        self.model_config = SimpleNamespace(max_model_len=self.max_model_len)
+        self.model_config = SimpleNamespace(max_model_len=self.max_model_len, dtype=self.dtype)
         runner = SimpleNamespace(model=SimpleNamespace(load_weights=self.weights))
         self.model_executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
 
@@ -93,7 +94,7 @@ class ScriptedLLM:
         self.enable_sleep_mode = enable_sleep_mode
         self.seed = seed
         self.model = AutoModelForCausalLM.from_pretrained(model).eval()
-        self.llm_engine = Engine(max_model_len, self._load_weights)
+        self.llm_engine = Engine(max_model_len, self.model.dtype, self._load_weights)
         self.requests: list[tuple[list[RequestOutput], dict[str, torch.Tensor]]] = []
         self.events: list[str] = []
         self.asleep: set[str] = set()

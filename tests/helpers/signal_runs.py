@@ -23,8 +23,8 @@ from tests.helpers.script_runs import fill_folder, run
 
 # Two updates of two micro-batches on the samples of a generation
 SETTINGS = {
-    "gradient_accumulation_steps": "2", "steps_per_generation": "4", "num_iterations": "1", "max_steps": "4",
-    "logging_steps": "1", "do_eval": "false",
+    "config": "quickstart", "gradient_accumulation_steps": "2", "steps_per_generation": "4", "num_iterations": "1",
+    "max_steps": "4", "logging_steps": "1", "do_eval": "false",
 }  # fmt: skip
 
 

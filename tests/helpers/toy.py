@@ -1,5 +1,6 @@
 """Toy parts that many tests share: a model of a few thousand weights, prompts, a reward, trainers on them."""
 
+import os
 import signal
 
 import torch
@@ -17,9 +18,10 @@ from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import character_tokenizer
 
 
-# With gradient checkpointing on, as in TRL unless it is switched off
+# On the GPU under `make test-gpu`, else on the CPU. Gradient checkpointing stays on, as TRL has it
+ON_GPU = os.environ.get("TEST_DEVICE") == "cuda"
 CPU = {
-    "use_cpu": True, "bf16": False, "dataloader_pin_memory": False, "report_to": "none", "save_strategy": "no",
+    "use_cpu": not ON_GPU, "bf16": False, "dataloader_pin_memory": False, "report_to": "none", "save_strategy": "no",
     "disable_tqdm": True,
 }  # fmt: skip
 

@@ -12,13 +12,18 @@ class Mutant(NamedTuple):
 
 
 METHOD = (
-    Mutant("search_bounds", "met = share >= target", "met = share > target"),
-    Mutant("search_bounds", "torch.where(met.any(), first_met, last_step)", "torch.where(met.any(), first_met, 0)"),
+    Mutant("search_bounds", "ends = share >= goal", "ends = share > target"),
+    Mutant("search_bounds", "ends[-1:].fill_(True)", "ends[:0].fill_(True)"),
     Mutant("search_bounds", "positive * (1 - target) / (target * negative)", "positive / (target * negative)"),
-    Mutant("contributions", "num_upper, or_equal=False)", "num_upper, or_equal=True)"),
-    Mutant("contributions", "_sum_from(value[num_upper + 1 :])[1:]", "_sum_from(value[num_upper + 1 :])[:-1]"),
-    Mutant("contributions", "counts &= block_ratio <= delta", "counts &= block_ratio >= 0"),
-    Mutant("BAPOTrainer._compute_loss", "self._inputs_in_loss = dict(inputs)", "self._inputs_in_loss = inputs"),
+    Mutant("_slots", "num_upper, or_equal=False)", "num_upper, or_equal=True)"),
+    Mutant("_slots", "torch.finfo(ratio.dtype).tiny", "0.0"),
+    Mutant("_passed_table", ".triu_()", ".triu_(1)"),
+    Mutant("_sum_block", "ratio > delta", "ratio < 0"),
+    Mutant(
+        "BAPOTrainer._compute_loss",
+        "self._inputs_in_loss = without_masked_values(inputs)",
+        "self._inputs_in_loss = inputs",
+    ),
     Mutant("CarriedCurves.learn", "curves.positive / masses.positive", "curves.positive"),
     Mutant("UpdateBounds._add", "self._curves + curves", "curves"),
     Mutant("policy_tokens", "(log_ratio * mask).sum(dim=1, keepdim=True)", "log_ratio.sum(dim=1, keepdim=True)"),

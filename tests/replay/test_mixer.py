@@ -343,7 +343,7 @@ def test_evaluation_in_between_changes_nothing(tmp_path, sampler):
 
         def evaluate(self, *args, **kwargs):
             self.evaluations += 1
-            with torch.random.fork_rng(devices=[]):  # its samples take random numbers
+            with torch.random.fork_rng(devices=range(torch.cuda.device_count())):  # its samples take random numbers
                 return super().evaluate(*args, **kwargs)
 
     plain = spied(tmp_path / "plain", num_iterations=2, **sampler)

@@ -123,7 +123,7 @@ def run_with_ties(tmp_path, reward_funcs, **args):
         totals = [sum(weight * exact(value) for weight, value in zip(weights, row, strict=True)) for row in rewards]
         groups = [totals[start : start + 8] for start in range(0, len(totals), 8)]
         ties.append([len(set(group)) == 1 for group in groups for _ in group])
-    advantages = [advantages for _, advantages in trainer.generated]
+    advantages = [advantages.cpu() for _, advantages in trainer.generated]
     return trainer, list(zip(advantages, ties, fractions, strict=True))
 
 

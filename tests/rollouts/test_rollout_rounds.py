@@ -96,7 +96,8 @@ def train(tmp_path, *args, **kwargs):
 
 def trained_rows(trainer, *kinds):
     """Prompt ids, token ids, version of each token, and log-probs of these kinds, of all rows that train something."""
-    for batch in trainer.batches:
+    for recorded in trainer.batches:  # on the trainer's device
+        batch = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in recorded.items()}
         of_rows = batch["policy_version"].unsqueeze(1).expand(batch["completion_mask"].shape)
         versions = batch.get("token_versions", of_rows)
         for row in range(len(batch["completion_ids"])):
@@ -105,7 +106,7 @@ def trained_rows(trainer, *kinds):
                 yield (
                     batch["prompt_ids"][row][batch["prompt_mask"][row].bool()],
                     batch["completion_ids"][row][mask],
-                    versions[row][mask.cpu()],
+                    versions[row][mask],
                     *(batch[kind][row][mask] for kind in kinds or ("old_per_token_logps",)),
                 )
 

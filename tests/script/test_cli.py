@@ -13,7 +13,7 @@ from bapo_trl.bapo_config import own_fields
 from bapo_trl.script.arguments import BAPOScriptArguments
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.recipes import recipe_names
-from tests.helpers.commands import ends, run_command
+from tests.helpers.commands import ROOT, ends, run_command, succeeded
 
 
 BAPO_TRL = [sys.executable, "-m", "bapo_trl"]
@@ -71,6 +71,45 @@ def test_a_recipe_is_utf8_whatever_the_locale(tmp_path, monkeypatch):
     monkeypatch.setenv("A", "0")
     script_args, *_ = parse_arguments(["--config", str(tmp_path / "mine.yaml"), "--use_cpu", "true"])
     assert (script_args.system_prompt, os.environ["A"]) == ("Löse es", "1")
+
+
+AT_THE_FIRST_LIBRARY = """
+import os, runpy, sys
+
+class Finder:
+    def find_spec(self, name, *rest):
+        if name in ("accelerate", "datasets", "huggingface_hub", "torch", "transformers", "trl"):
+            print(os.environ.get("HF_HOME"), os.environ.get("HF_HUB_OFFLINE"), flush=True)
+            os._exit(0)
+
+sys.meta_path.insert(0, Finder())
+program, *sys.argv[1:] = sys.argv[1:]
+run = runpy.run_path if program.endswith(".py") else runpy.run_module
+run(program, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["bapo_trl", "train", "--config"],
+        ["bapo_trl", "evaluate", "--max_steps", "3", "--config"],
+        ["bapo_trl", "train", "--help", "--config"],
+        ["bapo_trl", "launch", "--accelerate", "cpu_ddp", "train", "--config"],
+        ["bapo_trl", "launch", "--num_processes", "2", "evaluate", "--config"],
+        [str(ROOT / "train_bapo.py"), "--traceback", "--config"],
+    ],
+    ids=" ".join,
+)
+def test_the_variables_of_a_recipe_are_set_before_a_library_reads_them(command, tmp_path):
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("dataset_name: x.jsonl\nenv: {HF_HOME: /of/the/recipe, HF_HUB_OFFLINE: 0}\n")
+    *words, config = command
+    for last in ([config, str(recipe)], [f"{config}={recipe}"]):
+        found = run_command(
+            [sys.executable, "-c", AT_THE_FIRST_LIBRARY, *words, *last], HF_HOME="x", HF_HUB_OFFLINE="1"
+        )
+        assert succeeded(found) == "/of/the/recipe 0\n"
 
 
 def test_the_recipes_have_a_line_each(capsys):

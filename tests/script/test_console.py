@@ -10,8 +10,10 @@ from transformers import TrainerState
 from bapo_trl import BAPOConfig
 from bapo_trl.advice import ADVICE, advice_line
 from bapo_trl.policy.staleness import staleness_line
+from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.console import Pace, Stopwatch, UpdateLines, UpdateLinesAboveBar, log_line, settings_table
 from tests.helpers.commands import ROOT
+from tests.helpers.script_runs import train_bapo
 from tests.helpers.toy import CPU, OFF_POLICY, toy_trainer
 
 
@@ -66,31 +68,71 @@ def test_settings_table_with_a_replay_queue():
     assert "6 policy versions (replay queue)" in table(replay_fraction=0.25, replay_max_staleness=6)
 
 
-def test_a_run_says_at_its_start_how_stale_it_is_and_the_advice(tmp_path, capsys):
+ADVISED = "Advice: loss_type vespo (docs/stability.md)."
+
+
+def test_a_run_says_at_its_start_how_stale_it_is(tmp_path, capsys):
     def line(**args):
-        settings = BAPOConfig("unused", **{**CPU, **OFF_POLICY, **args})
-        return f"{staleness_line(settings)} {advice_line(settings)}"
+        return staleness_line(BAPOConfig("unused", **{**CPU, **OFF_POLICY, **args}))
 
     stale = {"steps_per_generation": 8, "num_iterations": 1}  # 4 updates
-    assert line(**stale) == (
-        "4 updates a generation, of 2 micro-batches each; samples at most 3 policy versions old. "
-        "Advice: loss_type vespo (docs/stability.md)."
-    )
+    assert line(**stale) == ("4 updates a generation, of 2 micro-batches each; samples at most 3 policy versions old.")
     stale["steps_per_generation"] = 10
     assert "at most 4 policy versions old." in line(**stale)
     # As old as the queue has them
-    assert "samples of any age (replay queue). Advice" in line(replay_fraction=0.25)
+    assert "samples of any age (replay queue)." in line(replay_fraction=0.25)
     aged = {"num_iterations": 1, "replay_fraction": 0.25, "replay_max_staleness": 3}
     assert "samples at most 3 policy versions old (replay queue)." in line(**aged)
-    assert line(**stale, **ADVICE).endswith("old. The loss is the one advised (docs/stability.md).")
     alone = {"steps_per_generation": 1, "gradient_accumulation_steps": 1, "num_iterations": 1}
     assert line(**alone).startswith("1 update a generation, of 1 micro-batch each; samples at most 0")
 
-    trainer = toy_trainer(tmp_path, max_steps=1)
-    capsys.readouterr()
-    trainer.train()
-    said = capsys.readouterr().out.splitlines()[0]
-    assert said == f"{staleness_line(trainer.args)} {advice_line(trainer.args)}"
+    for steps, advice in ((4, ""), (10, f" {ADVISED}")):
+        trainer = toy_trainer(tmp_path, max_steps=1, steps_per_generation=steps, num_iterations=1)
+        capsys.readouterr()
+        trainer.train()
+        assert capsys.readouterr().out.splitlines()[0] == f"{staleness_line(trainer.args)}{advice}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_advised"),
+    [
+        # Of 2 micro-batches an update: 4, 4.5, 2 x 2, 3 x 2, 1 and less than 1 updates per generation
+        ({"steps_per_generation": 8}, False),
+        ({"steps_per_generation": 9}, True),
+        ({"steps_per_generation": 4, "num_iterations": 2}, False),
+        ({"steps_per_generation": 4, "num_iterations": 3}, True),
+        ({"steps_per_generation": 2}, False),
+        ({"steps_per_generation": 1}, False),
+        *(({"steps_per_generation": 32, "loss_type": loss}, False) for loss in ("vespo", "sapo", "grpo", "dr_grpo")),
+        ({"steps_per_generation": 32, "loss_type": "dapo"}, True),  # the default
+    ],
+)
+def test_the_advice_is_for_many_updates_with_the_default_loss(settings, is_advised):
+    args = BAPOConfig(
+        "unused", **{**CPU, **OFF_POLICY, "num_iterations": 1, "search_scope": "micro_batch", **settings}
+    )
+    assert advice_line(args) == (ADVISED if is_advised else "")
+
+
+def test_who_names_a_loss_or_a_method_gets_no_advice(tmp_path, capsys):
+    (tmp_path / "own.yaml").write_text(
+        "dataset_name: embedded\nsteps_per_generation: 64\nuse_cpu: true\nbf16: false\n"
+    )
+    (tmp_path / "chosen.yaml").write_text(f"{(tmp_path / 'own.yaml').read_text()}loss_type: dapo\n")
+    for flags, is_advised in {
+        ("quickstart",): True,
+        ("quickstart", "--method", "bapo"): False,
+        ("quickstart", "--method=grpo"): False,
+        ("quickstart", "--loss-type", "dapo"): False,  # the default, named
+        (str(tmp_path / "own.yaml"),): True,
+        (str(tmp_path / "chosen.yaml"),): False,
+    }.items():
+        arguments = ["--config", *flags, "--output_dir", str(tmp_path / "out")]
+        assert advice_line(parse_arguments(arguments)[1]) == (ADVISED if is_advised else ""), flags
+    train_bapo.main(["--config", "quickstart", "--method", "bapo", "--dry_run", "true"])
+    assert "Advice" not in capsys.readouterr().out
+    train_bapo.main(["--config", "quickstart", "--dry_run", "true"])
+    assert f"\n  {ADVISED}\n" in capsys.readouterr().out
 
 
 def test_the_page_and_the_recipe_are_of_the_advice():

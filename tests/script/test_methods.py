@@ -94,6 +94,6 @@ def test_flags_that_contradict_a_method_are_refused(flags, message):
 
 
 def test_the_table_of_settings_shows_the_method():
-    _, args, *_ = parse_arguments(["--method", "recommended"])
+    _, args, *_ = parse_arguments(["--config", "quickstart", "--method", "recommended"])
     assert "method                  recommended\n" in settings_table(args, "recommended")
     assert "method" not in settings_table(args)

@@ -90,7 +90,7 @@ def test_the_answers_of_these_columns_are_right():
     columns = ["073", AIME24[1]["solution"], GSM8K[3]["answer"], SKYWORK[1]["reward_model"]["ground_truth"], 73]
     columns += [r"2\sqrt{3}", '["7", "8"]']
     right = ["73", "1", "3", r"\frac{1}{2}", "073", r"2\sqrt{3}", "8"]
-    wrong = ["74", "2", "4", "2", "7", r"\sqrt{3}", "9"]
+    wrong = ["74", "2", "4", "2", "7", "2", "9"]
     for answers, rewards in ((right, [1.0] * 7), (wrong, [0.0] * 7)):
         texts = [rf"So it is \boxed{{{answer}}}." for answer in answers]
         assert reward(texts, solution=columns) == rewards

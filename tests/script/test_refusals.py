@@ -69,6 +69,15 @@ REFUSED = [
     ({"learning_rate": -1}, "`learning_rate` is -1.0: set it to at least 0, e.g. 1e-6."),
     ({"reward_funcs": "accuracy"}, "`reward_funcs` has 'accuracy'.*accuracy_reward"),
     ({"reward_funcs": None}, "`reward_funcs` is not set"),
+    # Nothing of the demo's stands in
+    ({"dataset_name": None}, "`dataset_name` is not set: give a json, jsonl or parquet file"),
+    ({"dataset_name": None, "reward_funcs": None}, "`dataset_name` is not set"),
+    ({"dataset_name": None, "model_name_or_path": None}, "`dataset_name` is not set"),
+    ({"dataset_name": None, "do_train": "false"}, "`dataset_name` is not set"),
+    ({"dataset_name": None, "eval_fraction": 0.5}, "`dataset_name` is not set"),
+    ({"dataset_name": None, "dry_run": "true"}, "`dataset_name` is not set"),
+    ({"dataset_name": None, "eval_dataset": "test.jsonl"}, "`dataset_name` is not set"),
+    ({"dataset_name": "embedded", "model_name_or_path": None}, "`model_name_or_path` is not set"),
     (
         {"do_train": "false", "resume_from_checkpoint": "true"},
         "`resume_from_checkpoint` is 'true', but `do_train` is false.*`model_name_or_path`",

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from bapo_trl import BAPOTrainer
 from bapo_trl.script.command_line import parse_arguments
+from bapo_trl.script.commands import EVALUATE, SCRIPT, TRAIN
 from bapo_trl.script.recipes import RECIPES, recipe_names
 from bapo_trl.tasks import warm_start_path
 from tests.helpers.commands import ROOT, accelerate_launcher, ends, run_command, succeeded
@@ -22,6 +23,7 @@ from tests.helpers.script_runs import run, train_bapo
 
 
 SHORT = {
+    "config": "quickstart",
     "max_steps": 2,
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
@@ -101,6 +103,17 @@ def test_own_data_takes_nothing_from_the_quickstart(spelling):
     assert model_args.model_name_or_path is None
 
 
+@pytest.mark.parametrize("command", [TRAIN, SCRIPT, EVALUATE], ids=lambda command: command.name)
+def test_the_quickstart_stands_in_without_any_argument_alone(command):
+    script_args, training_args, model_args, _ = parse_arguments([], command)
+    assert (script_args.dataset_name, model_args.model_name_or_path) == ("embedded", "embedded")
+    assert (training_args.output_dir, training_args.do_train) == ("outputs/quickstart", command is not EVALUATE)
+    cpu = ["--use_cpu", "true", "--bf16", "false"]
+    for flags in ([], ["--model_name_or_path", "M"], ["--reward_funcs", "f"], ["--max_steps", "3"], ["--method=grpo"]):
+        script_args, training_args, _, _ = parse_arguments([*flags, *cpu], command)
+        assert (script_args.dataset_name, training_args.max_completion_length) == (None, 512), flags
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -157,7 +170,7 @@ def test_a_recipe_that_is_no_mapping_ends_in_one_line(tmp_path, recipe, message,
 def test_recipes_in_either_spelling_and_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     named = ("recipes/quickstart.yaml", "quickstart.yaml", "quickstart", str(RECIPES / "quickstart.yaml"))
-    for flags in ([], *([f"--config={name}"] for name in named), ["--config", "quickstart"]):
+    for flags in (*([f"--config={name}"] for name in named), ["--config", "quickstart"]):
         assert parse_arguments([*flags, "--max_steps=480"])[1].learning_rate == 5e-4
 
 

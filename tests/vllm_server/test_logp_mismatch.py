@@ -121,9 +121,9 @@ class Sampler(BAPOTrainer):
         completion_ids, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         logps = []
         for prompt, completion in zip(prompt_ids, completion_ids, strict=True):
-            ids = torch.tensor([[*prompt, *completion]])
+            ids = torch.tensor([[*prompt, *completion]], device=self.model.device)
             with torch.no_grad():
-                logits = self.model(ids).logits[0, len(prompt) - 1 : -1]
+                logits = self.model(ids).logits[0, len(prompt) - 1 : -1].cpu()
             own = logits.log_softmax(-1).gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1)
             logps.append((own + self.sampler_error).tolist())
         return completion_ids, logps

@@ -1,0 +1,182 @@
+"""
+What vLLM gets of a model with an adapter: merged weights, while the trainer's stay as they are.
+
+TRL merges the adapter into the model, sends `named_parameters()`, and unmerges. In bfloat16 this merge loses what is
+smaller than half a unit in the last place of a weight, which an adapter is for hundreds of updates, and unmerging does
+not give the weights back. Here, one layer at a time is copied and merged in float32, then rounded stochastically.
+"""
+
+import copy
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import is_peft_model
+
+from ..errors import InputError
+from .stochastic_rounding import noise_seed, round_stochastically
+
+
+_FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def send_merged_copies(trainer: Any) -> None:
+    """Have a trainer's `vllm_generation` send merged copies of the layers with an adapter. Needed up to TRL 1.16."""
+    if not is_peft_model(trainer.model) or not _merges_floats(trainer.model):
+        return
+    check_tied_weights(trainer.model)
+    generation = trainer.vllm_generation
+    types = Types(engine_dtype(generation), _AUTOCAST.get(trainer.accelerator.mixed_precision))
+    sync_weights = generation.sync_weights
+
+    def sync_merged_copies():
+        with merging_copies(generation.model, trainer.state.global_step, types):
+            sync_weights()
+
+    generation.sync_weights = sync_merged_copies
+
+
+class Types(NamedTuple):
+    """Types that weights are rounded to: of the engine's, and in the trainer's forward pass. `None` for their own."""
+
+    engine: torch.dtype | None = None
+    forward: torch.dtype | None = None
+
+
+@contextmanager
+def merging_copies(model: Any, version: int, types: Types) -> Iterator[None]:
+    """
+    Have `merge_adapter()` merge copies, which `named_parameters()` gives until `unmerge_adapter()`.
+
+    Nothing of the model changes, so that nothing is left to undo when a transfer of the copies fails.
+    """
+
+    def merge_adapter():
+        model.named_parameters = partial(named_merged, model, version, types)
+
+    def unmerge_adapter():
+        vars(model).pop("named_parameters", None)
+
+    model.merge_adapter, model.unmerge_adapter = merge_adapter, unmerge_adapter
+    try:
+        yield
+    finally:
+        unmerge_adapter()
+        del model.merge_adapter, model.unmerge_adapter
+
+
+def named_merged(model: Any, version: int, types: Types) -> Iterator[tuple[str, torch.Tensor]]:
+    """Give a model's parameters under their names, those of the layers with an adapter merged, one layer at a time."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    path, merged = None, {}
+    for name, parameter in type(model).named_parameters(model):
+        layer_path, _, own_name = name.partition(".base_layer.")
+        layer = model.get_submodule(layer_path) if own_name else None
+        if not isinstance(layer, BaseTunerLayer):
+            yield name, parameter
+            continue
+        dtype = types.engine or parameter.dtype
+        if layer_path != path:  # a layer's parameters come one after another
+            # Under autocast, the forward pass rounds the base weight alone, to the nearest
+            path, merged = layer_path, merged_copy(layer, dtype if dtype == types.forward else torch.float32)
+        weight = merged[f"base_layer.{own_name}"]
+        # With `target_parameters`, the forward pass adds the adapter to the weight, and so rounds to the nearest
+        if dtype != torch.float32 and not hasattr(layer, "parameter_name"):
+            weight = round_stochastically(weight, dtype, noise_seed(version, name))
+        # Of one type in all transfers: TRL announces it once
+        weight = weight.to(dtype).to(torch.promote_types(dtype, parameter.dtype))
+        yield name, _placed_like(weight, parameter)
+
+
+def merged_copy(layer: torch.nn.Module, base_dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """
+    Merge the active adapters of a layer on a copy of it, in float32, with its base weights rounded to `base_dtype`.
+
+    The arithmetic is peft's own, for whatever kind of adapter. Returns the copy's parameters by name.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    with torch.no_grad():
+        copied = _copy_in_float32(layer)
+        for name, parameter in copied.named_parameters():
+            if name.startswith("base_layer."):
+                parameter.copy_(parameter.to(base_dtype))
+        for module in copied.modules():
+            if isinstance(module, BaseTunerLayer):
+                module.merge()
+    return dict(copied.named_parameters())
+
+
+def _copy_in_float32(module: torch.nn.Module) -> torch.nn.Module:
+    """Copy a module with tensors of its own. `deepcopy` would copy the engine, too, which the hooks of ZeRO-3 hold."""
+    copied = copy.copy(module)
+    attributes = vars(copied)
+    for name, value in attributes.items():
+        if isinstance(value, (dict, list)):  # such as the names of the adapters that are merged
+            attributes[name] = copy.copy(value)
+    attributes["_parameters"] = {
+        name: value if value is None else torch.nn.Parameter(_float32(value), requires_grad=False)
+        for name, value in module._parameters.items()
+    }
+    attributes["_buffers"] = {
+        name: _float32(value) if value is not None and value.is_floating_point() else value
+        for name, value in module._buffers.items()
+    }
+    attributes["_modules"] = {name: child and _copy_in_float32(child) for name, child in module._modules.items()}
+    return copied
+
+
+def _float32(tensor: torch.Tensor) -> torch.Tensor:
+    if hasattr(tensor, "full_tensor"):  # under FSDP2, a rank has a part of it
+        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+    return tensor.detach().to(torch.float32, copy=True)
+
+
+def _placed_like(weight: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a weight that all ranks have as TRL expects it: under FSDP2, it asks for the `full_tensor()`."""
+    if not hasattr(parameter, "full_tensor"):
+        return weight
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = parameter.device_mesh
+    return DTensor.from_local(weight, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _merges_floats(model: Any) -> bool:
+    """Return whether there are adapters to merge, none into quantized weights, which peft merges in its own way."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    types = [{parameter.dtype for parameter in layer.get_base_layer().parameters()} for layer in layers]
+    return bool(layers) and all(each and each <= set(_FLOATS.values()) for each in types)
+
+
+def check_tied_weights(model: Any) -> None:
+    """Refuse an adapter on one of several modules that share a weight, of which vLLM has one for all of them."""
+    if any(getattr(config, "ensure_weight_tying", False) for config in model.peft_config.values()):
+        return
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name.removeprefix("base_model.model."))
+    for shared in names.values():
+        modules = [re.sub(r"\.(base_layer|original_module|token_adapter)\b", "", name) for name in shared]
+        if modules != shared and len(set(modules)) > 1:
+            raise InputError(
+                f"The adapter changes one of {', '.join(modules)}, which are one weight in vLLM: it would sample from "
+                "another policy. Leave them out of `target_modules` and `modules_to_save`, or load the model with "
+                "`tie_word_embeddings` false."
+            )
+
+
+def engine_dtype(generation: Any) -> torch.dtype | None:
+    """Return the type of the engine's weights; of a server, in the main process, which sends them."""
+    if generation.mode == "colocate":
+        return getattr(generation.llm.llm_engine.model_config, "dtype", None)
+    if not hasattr(getattr(generation, "vllm_client", None), "get_server_info"):  # up to TRL 1.15
+        return None
+    return _FLOATS.get(str(generation.vllm_client.get_server_info()["model_config"].get("dtype")).split(".")[-1])

@@ -1,0 +1,163 @@
+"""Runs in which nothing would be trained end with an error; frozen parameters stay frozen."""
+
+import pytest
+import torch
+from accelerate.utils.deepspeed import DummyOptim
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.optim import SGD
+from transformers import AutoModelForCausalLM
+
+from tests.helpers.alike import assert_same_logs, assert_same_tensors, assert_same_weights, weights_of
+from tests.helpers.toy import toy_dataset, toy_model, toy_run, toy_trainer, training_logs
+
+
+LORA = LoraConfig(target_modules="all-linear", init_lora_weights=False)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with a model, and a folder with an adapter of it."""
+    folder = tmp_path_factory.mktemp("saved")
+    toy_model().save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    get_peft_model(load(folder), LORA).save_pretrained(folder / "adapter")
+    return folder
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder / "model")
+
+
+def frozen_model(folder):
+    return load(folder).requires_grad_(False)
+
+
+def saved_adapter(folder, is_trainable=True):
+    return PeftModel.from_pretrained(load(folder), folder / "adapter", is_trainable=is_trainable)
+
+
+def frozen_adapter(folder):
+    return saved_adapter(folder, is_trainable=False)
+
+
+def is_refused(trainer, message: str) -> None:
+    """See that the run ends before its first generation, with the weights as they were."""
+    weights = weights_of(trainer.model)
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+    assert_same_tensors(weights, trainer.model.state_dict())
+
+
+def no_reward(completions, **kwargs):
+    raise AssertionError("completions were sampled")
+
+
+@pytest.mark.parametrize(
+    ("make", "beta", "checkpointing", "num_parameters", "fix"),
+    [
+        # Embeddings, norm and head; in the layer 7 matrices, 3 of them with a bias, and 2 norms: 3 + 7 + 3 + 2
+        (frozen_model, 0.0, True, 15, "`peft_config`"),
+        (frozen_model, 0.1, False, 15, "`peft_config`"),
+        (frozen_adapter, 0.0, True, 15 + 2 * 7, "is_trainable=True"),
+        (frozen_adapter, 0.1, True, 15 + 2 * 2 * 7, "is_trainable=True"),  # with TRL's copy of it, the reference
+        (frozen_adapter, 0.1, False, 15 + 2 * 2 * 7, "is_trainable=True"),
+    ],
+)
+def test_a_run_without_a_trained_parameter_is_refused(saved, tmp_path, make, beta, checkpointing, num_parameters, fix):
+    settings = {"beta": beta, "gradient_checkpointing": checkpointing, "reward_funcs": no_reward}
+    trainer = toy_trainer(tmp_path, make(saved), **settings)
+    is_refused(trainer, rf"0 of {num_parameters} parameters .*{fix}")
+
+
+def test_a_frozen_adapter_stays_frozen_in_an_evaluation_and_is_refused_afterwards(saved, tmp_path):
+    data = {"eval_dataset": toy_dataset(4)}
+    trainer = toy_trainer(tmp_path, frozen_adapter(saved), beta=0.1, per_device_eval_batch_size=6, trainer_args=data)
+    assert "eval_reward" in trainer.evaluate()
+    trainer.reward_funcs = [no_reward]
+    is_refused(trainer, "0 of 43 parameters")
+
+
+@pytest.mark.parametrize(
+    ("others", "peft_config"),
+    [
+        (lambda model, folder: load(folder).parameters(), None),  # of another copy
+        (lambda model, folder: list(model.parameters()), LORA),  # the adapter comes later, and freezes them
+        (lambda model, folder: [model.lm_head.weight.requires_grad_(False)], None),
+    ],
+    ids=["other model", "before the adapter", "frozen part"],
+)
+def test_an_optimizer_without_a_trained_parameter_is_refused(saved, tmp_path, others, peft_config):
+    model = load(saved)
+    parts = {"optimizers": (SGD(others(model, saved), lr=0.1), None), "peft_config": peft_config}
+    num_trained = 14 if peft_config or not model.lm_head.weight.requires_grad else 15
+    trainer = toy_trainer(tmp_path, model, reward_funcs=no_reward, trainer_args=parts)
+    is_refused(trainer, f"the optimizer has 0 of the {num_trained} parameters .*`optimizers`")
+
+
+def test_an_optimizer_of_a_part_of_the_parameters_trains_these(saved, tmp_path):
+    model = load(saved)
+    before = weights_of(model)
+    optimizer = SGD([model.lm_head.weight, load(saved).lm_head.weight], lr=0.1)
+    toy_run(tmp_path, model, trainer_args={"optimizers": (optimizer, None)}, max_steps=2)
+    changed = {name for name, weight in model.state_dict().items() if not torch.equal(weight, before[name])}
+    assert changed == {"lm_head.weight"}
+
+
+def test_the_optimizer_that_deepspeed_makes_is_looked_at_before_it_is_there(saved, tmp_path):
+    trainer = toy_trainer(tmp_path, saved_adapter(saved))
+    trainer.optimizer = DummyOptim([weight for weight in trainer.model.parameters() if weight.requires_grad])
+    assert trainer.create_optimizer() is trainer.optimizer
+    trainer.optimizer = DummyOptim([])
+    with pytest.raises(ValueError, match="0 of the 14 parameters"):
+        trainer.create_optimizer()
+
+
+def test_a_learning_rate_of_0_is_warned_of(saved, tmp_path, recwarn):
+    def is_told(**settings):
+        recwarn.clear()
+        toy_trainer(tmp_path, load(saved), **settings)
+        return any("`learning_rate` is 0" in str(warning.message) for warning in recwarn)
+
+    assert is_told(learning_rate=0.0)
+    assert not is_told(learning_rate=1e-6)
+
+
+# A part of an adapter: the first matrices are frozen, the second ones trained ("LoRA-FA")
+
+
+def half_frozen(folder, output_dir, is_saved, **settings):
+    parts = {} if is_saved else {"peft_config": LORA}
+    model = saved_adapter(folder) if is_saved else load(folder)
+    trainer = toy_trainer(output_dir, model, trainer_args=parts, **settings)
+    for name, weight in trainer.model.named_parameters():
+        weight.requires_grad_("lora_B.default" in name)
+    return trainer
+
+
+@pytest.mark.parametrize("is_saved", [True, False], ids=["reference a copy", "reference the base"])
+def test_scoring_the_reference_lets_the_frozen_half_of_an_adapter_be(saved, tmp_path, is_saved):
+    trainer = half_frozen(saved, tmp_path, is_saved, beta=0.1, max_grad_norm=0.0, max_steps=2)
+    norms, of_trainer = [], trainer._get_grad_norm
+
+    def noting(model, grad_norm=None):
+        assert {"lora_B.default" in name for name, weight in model.named_parameters() if weight.grad is not None} == {
+            True
+        }
+        norms.append(torch.cat([w.grad.flatten() for w in model.parameters() if w.requires_grad]).norm().item())
+        return of_trainer(model, grad_norm=grad_norm)
+
+    trainer._get_grad_norm = noting
+    trainer.train()
+    assert [log["grad_norm"] for log in training_logs(trainer)] == pytest.approx(norms)
+    assert len(norms) == 2
+
+
+@pytest.mark.parametrize("is_saved", [True, False], ids=["reference a copy", "reference the base"])
+def test_a_resumed_run_trains_the_same_half_of_an_adapter(saved, tmp_path, is_saved):
+    settings = {"beta": 0.1, "save_strategy": "steps", "save_steps": 4, "max_steps": 6}
+    straight = half_frozen(saved, tmp_path, is_saved, **settings)
+    straight.train()
+    resumed = half_frozen(saved, tmp_path, is_saved, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert_same_weights(straight, resumed)
+    assert_same_logs(straight, resumed, last=2)
