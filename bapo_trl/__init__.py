@@ -3,23 +3,28 @@
 import importlib
 
 
-__all__ = ["BAPOConfig", "BAPOTrainer", "dry_run", "speed_up_cpu"]
+__all__ = ["BAPOConfig", "BAPOTrainer", "ReportCallback", "StopSignals", "dry_run", "speed_up_cpu"]
 __version__ = "0.1.0"
 
 _HOMES = {
     "BAPOConfig": "bapo_config",
     "BAPOTrainer": "bapo_trainer",
+    "ReportCallback": "report.callback",
+    "StopSignals": "checkpoints.stop_signals",
     "dry_run": "plan.dry_run",
     "speed_up_cpu": "upstream.cpu_speed",
 }
+_SUBPACKAGES = ("clip_bounds", "evaluation", "report", "tasks")  # public: `import bapo_trl` is enough for them
 
 
 def __getattr__(name: str):
     # Loaded at first use: a vLLM server that finds the plugin of this package needs nothing of TRL.
+    if name in _SUBPACKAGES:
+        return importlib.import_module(f".{name}", __name__)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
 
 
 def __dir__():
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_SUBPACKAGES})

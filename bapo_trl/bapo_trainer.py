@@ -27,6 +27,7 @@ from .inputs.prompt_checks import check_batch_prompts, check_end_of_stream, chec
 from .inputs.reward_checks import check_reward_funcs
 from .inputs.setting_checks import check_eval_groups, check_values_of_trl
 from .inputs.setting_warnings import setting_warnings
+from .model_card import rewrite_card
 from .policy.filler_rows import LossScale, mark_fillers, scale_without_fillers
 from .policy.scoring import read_masses, read_tokens, read_tokens_ahead, score, stamp, warn_if_padding_counts
 from .policy.staleness import staleness_line
@@ -98,6 +99,8 @@ class BAPOTrainer(WholeCheckpoints):
             Outcome of the latest search; before the first one, the start bounds. After an update, its shares are those
             of the update's own tokens. Under a loss without clip bounds (`cispo`, `sapo`, `vespo`) both bounds are 1,
             and nothing reads them.
+        dataset_title (`str` or `None`):
+            What the model card calls the data; set it if the dataset does not tell its name.
 
     Raises:
         ValueError: If the settings contradict one another, or a dataset has fewer prompts than one generation takes.
@@ -112,6 +115,7 @@ class BAPOTrainer(WholeCheckpoints):
     _buffered_inputs: Any
     epsilon_low: Any  # a tensor here
     epsilon_high: Any
+    dataset_title: str | None = None
     _eval_rows_left = sys.maxsize  # of an evaluation, over all ranks
 
     _tag_names = ["trl", "bapo"]
@@ -475,6 +479,9 @@ class BAPOTrainer(WholeCheckpoints):
             with raising_on_all_ranks():
                 step, oversampling = self.state.global_step, self.args.partial_rollout_oversampling
                 self._has_loaded_queue = self._replay.load(checkpoint, step, oversampling)
+
+    def _rewrite_model_card(self, model_name, dataset_name):
+        rewrite_card(self, model_name, dataset_name)
 
     def _folder_to_push(self, checkpoint):
         return checkpoint if self._pushes is None else self._pushes.folder_to_push(checkpoint, self.push_in_progress)

@@ -176,11 +176,16 @@ class WholeCheckpoints(GRPOTrainer):
     def _unfinished(self, run_dir: str) -> str:
         return os.path.join(run_dir, f"{UNFINISHED}-{self._run_id}")
 
-    def create_model_card(self, *args, **kwargs):
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         try:
-            super().create_model_card(*args, **kwargs)
+            super().create_model_card(model_name, dataset_name, tags)
+            if self.is_world_process_zero():
+                self._rewrite_model_card(model_name, dataset_name)
         except OSError as error:  # raised by one rank within a save, it would keep the others waiting
             warnings.warn(f"The model card could not be written: {error}")
+
+    def _rewrite_model_card(self, model_name: str | None, dataset_name: str | None) -> None:
+        """Write another card in the place of TRL's. A hook, called on the main process."""
 
     def _push_from_checkpoint(self, checkpoint_folder):
         if not (self._is_saving or self._is_ending or is_stopped(self)):

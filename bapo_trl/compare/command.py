@@ -3,14 +3,15 @@
 import argparse
 import importlib.util
 import statistics
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
 from ..errors import InputError, MissingPackageError, OneLineParser
-from .execution import find_finished, make_runs
+from .execution import environments, find_finished, make_runs
 from .results import Row
-from .study import Run, read_study
+from .study import Run, Study, read_study
 
 
 _DESCRIPTION = """
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str]) -> int | None:
     parser.add_argument("--shard", default="1/1", metavar="I/N", help="part of the runs, for one of N machines")
     parser.add_argument("--table", choices=("markdown", "csv"), default="markdown", help="form of the tables")
     parser.add_argument("--dry_run", nargs="?", const="true", default="false", choices=("true", "false"),
-                        help="list the runs, and do nothing")  # fmt: skip
+                        help="list the runs and what keeps them from being made here, and do nothing")  # fmt: skip
     options = parser.parse_args(arguments)
     if options.jobs < 1:
         raise InputError(f"`--jobs` is {options.jobs}: set it to at least 1.")
@@ -55,13 +56,12 @@ def main(arguments: Sequence[str]) -> int | None:
     chosen = _shard([run for run in runs if run.arm in (options.only or study.arms)], options.shard)
     finished = find_finished(runs, options.output_dir)
     missing = [run for run in chosen if run.key not in finished]
-    is_dry_run = options.dry_run == "true"
+    if options.dry_run == "true":
+        print(_plan(chosen, finished, options.jobs), flush=True)
+        return _report_problem(study, options.jobs) if missing else None
     if missing:
-        study.check(is_dry_run)
-    if is_dry_run:
-        print(_plan(chosen, finished, options.jobs))
-        return None
-    if missing:
+        study.check()
+        environments(study, options.jobs)
         options.output_dir.mkdir(parents=True, exist_ok=True)
         print(f"{len(missing)} of {len(runs)} runs to make, {options.jobs} at a time", flush=True)
         make_runs(study, missing, options.output_dir, options.jobs, lambda line: print(line, flush=True))
@@ -72,6 +72,18 @@ def main(arguments: Sequence[str]) -> int | None:
         return None
     _show(rows, list(study.arms), options, len(runs))
     return 1 if any(finished[run.key].error is not None for run in chosen) else None
+
+
+def _report_problem(study: Study, jobs: int) -> int | None:
+    """Print what keeps the runs from being made on this machine, if anything, and return the exit status."""
+    try:
+        study.check()
+        environments(study, jobs)
+    except InputError as problem:
+        study.check(on_gpus=True)  # the study may be for another machine: its flags come first
+        print(f"bapo-trl compare: error: {problem}", file=sys.stderr)
+        return 1
+    return None
 
 
 def _show(rows: list[Row], arms: list[str], options: argparse.Namespace, number: int) -> None:

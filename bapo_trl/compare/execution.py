@@ -14,8 +14,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
+from typing import IO
 
+from ..checkpoints.files import checkpoint_names, find_defect, step_of
 from ..checkpoints.run_lock import RunLock
+from ..checkpoints.stop_signals import EXIT_CODE
 from ..errors import InputError
 from .results import FOLDER, Row, read_rows, row_of, write_row
 from .study import Run, Study, as_arguments
@@ -48,26 +51,31 @@ def make_runs(study: Study, runs: Sequence[Run], folder: Path, jobs: int, say: C
     """
     Make runs that have no row yet, `jobs` at a time; write a row for each when it ends, with its error if it fails.
 
-    Logs and settings of a run stay in `logs`, its model is deleted. `say` gets a line for each run that ends.
+    A run that a signal stopped is resumed from its checkpoint: at once, or by the next call if the signal stops the
+    study too. Logs and settings of a run stay in `logs`, its model is deleted. `say` gets a line for each run that
+    ends.
     """
     started = time.monotonic()
     free: SimpleQueue[dict[str, str]] = SimpleQueue()
-    for environment in _environments(jobs, study.processes()):
+    for environment in environments(study, jobs):
         free.put(environment)
+    _is_ending.clear()
 
     def make(run: Run) -> Row:
         environment = free.get()
         try:
-            return _make(run, study.accelerate, folder, environment)
+            row = _make(run, study.accelerate, folder, environment)
         finally:
             free.put(environment)
+        if row.error is None or not _is_ending.is_set():
+            write_row(row, folder / FOLDER / f"{run.key}.json")
+        return row
 
     with _ending_on_sigterm(), ThreadPoolExecutor(jobs) as pool:
         futures = {pool.submit(make, run): run for run in runs}
         try:
             for done, future in enumerate(as_completed(futures), start=1):
                 run, row = futures[future], future.result()
-                write_row(row, folder / FOLDER / f"{run.key}.json")
                 left = (time.monotonic() - started) / done * (len(runs) - done)
                 found = f"failed: {row.error}" if row.final is None else f"{row.final:.3f}"
                 say(
@@ -75,6 +83,7 @@ def make_runs(study: Study, runs: Sequence[Run], folder: Path, jobs: int, say: C
                     f"left about {timedelta(seconds=round(left))}"
                 )
         except BaseException:
+            _is_ending.set()
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(_running):
                 process.terminate()
@@ -82,6 +91,7 @@ def make_runs(study: Study, runs: Sequence[Run], folder: Path, jobs: int, say: C
 
 
 _running: set[subprocess.Popen] = set()
+_is_ending = threading.Event()  # the study: no run is started or resumed from then on
 
 
 @contextmanager
@@ -104,15 +114,32 @@ def command_of(run: Run, accelerate: str | None, output_dir: str) -> list[str]:
     return [sys.executable, "-m", "bapo_trl", *launch, "train", *arguments]
 
 
-def _environments(jobs: int, processes: int) -> list[dict[str, str]]:
+def environments(study: Study, jobs: int) -> list[dict[str, str]]:
     """
-    Return the environments of the runs that are made at one time.
+    Return the environments of the runs that are made at one time; refuse more runs than GPUs (`InputError`).
 
-    One of a single process would spread its model over all GPUs: beside others it gets one, shared if there are fewer.
+    A run of a single process would spread its model over all GPUs: beside others it gets one, shared if there are
+    fewer. One of several processes gets as many of its own.
     """
-    devices = _visible_devices() if jobs > 1 and processes == 1 else []
-    chosen = [{"CUDA_VISIBLE_DEVICES": devices[job % len(devices)]} if devices else {} for job in range(jobs)]
-    return [{**_threads(jobs * processes), **os.environ, **device} for device in chosen]
+    processes = study.processes()
+    devices = _visible_devices() if jobs > 1 and (processes == 1 or study.uses_gpus()) else []
+    if devices and study.gpu_ids():
+        raise InputError(
+            f"`gpu_ids` of {study.accelerate} is {study.gpu_ids()}, and the {jobs} runs of `--jobs` would share these "
+            "GPUs: set it to 'all' there, and name the GPUs of the study in CUDA_VISIBLE_DEVICES."
+        )
+    if processes == 1:
+        chosen = [devices[job % len(devices)] if devices else None for job in range(jobs)]
+    elif devices and len(devices) < jobs * processes:
+        raise InputError(
+            f"`--jobs` is {jobs}, and each run takes {processes} GPUs (`accelerate` {study.accelerate}): that is "
+            f"{jobs * processes} GPUs, and {len(devices)} are visible. Set `--jobs` to "
+            f"{max(1, len(devices) // processes)}."
+        )
+    else:
+        chosen = [",".join(devices[job * processes : (job + 1) * processes]) or None for job in range(jobs)]
+    named = [{} if device is None else {"CUDA_VISIBLE_DEVICES": device} for device in chosen]
+    return [{**_threads(jobs * processes), **os.environ, **device} for device in named]
 
 
 def _visible_devices() -> list[str]:
@@ -136,37 +163,85 @@ def _threads(processes: int) -> dict[str, str]:
 def _make(run: Run, accelerate: str | None, folder: Path, environment: dict[str, str]) -> Row:
     log = folder / "logs" / f"{run.key}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
-    begin = f".run-{run.key}-"
-    for left in folder.glob(f"{begin}*"):  # by a run that was killed, unless it still runs
-        lock = RunLock(str(left))
-        if lock.acquire() is None:
-            lock.release()
-            shutil.rmtree(left, ignore_errors=True)
     start = folder / "starts" / f"seed-{run.seed}.jsonl"  # of the model that all arms start from: sampled once
-    with tempfile.TemporaryDirectory(dir=folder, prefix=begin) as work, log.open("w") as output:
-        sampled = Path(work, "eval_completions_before.jsonl")
-        if start.exists():
+    work = _work_folder(folder, run.key)
+    is_kept = False
+    try:
+        sampled = work / "eval_completions_before.jsonl"
+        if start.exists() and not sampled.exists():
             shutil.copyfile(start, sampled)  # `train` takes no completions of another model, prompts or sampling
-        command = command_of(run, accelerate, work)
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
-        _running.add(process)
-        code = process.wait()
-        _running.discard(process)
-        seconds = round(time.monotonic() - started, 1)
+        code, seconds = _train(command_of(run, accelerate, str(work)), work, log, environment)
         if code != 0:
+            is_kept = _is_ending.is_set() and _is_resumable(work)
             lines = log.read_text(errors="replace").strip().splitlines()
             reason = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "")
             error = f"exit code {code}: {reason.strip()} ({log})"
             return Row(run.arm, run.over, run.seed, run.settings, seconds=seconds, error=error)
         try:
-            row = row_of(run, Path(work), seconds)
+            row = row_of(run, work, seconds)
             for name in ("trainer_state.json", "run_settings.json"):
-                shutil.copyfile(Path(work, name), log.with_suffix(f".{name}"))
+                shutil.copyfile(work / name, log.with_suffix(f".{name}"))
             if sampled.exists():  # not where the model is sharded
                 start.parent.mkdir(exist_ok=True)
                 sampled.replace(start)
         except (OSError, KeyError, ValueError, ArithmeticError) as reason:
             error = f"it left no results ({type(reason).__name__}: {reason}, {log})"
             return Row(run.arm, run.over, run.seed, run.settings, seconds=seconds, error=error)
-    return row
+        return row
+    finally:
+        if not is_kept:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def _work_folder(folder: Path, key: str) -> Path:
+    """Return the `output_dir` for a run: one that it was stopped in and can be resumed from; remove all others."""
+    found = None
+    for left in sorted(folder.glob(f".run-{key}-*")):
+        lock = RunLock(str(left))
+        if lock.acquire() is not None:  # its process outlived the study
+            continue
+        lock.release()
+        if found is None and _is_resumable(left):
+            found = left
+        else:
+            shutil.rmtree(left, ignore_errors=True)
+    return found or Path(tempfile.mkdtemp(dir=folder, prefix=f".run-{key}-"))
+
+
+def _is_resumable(work: Path) -> bool:
+    """Return whether a training that did not end left a checkpoint; at its end, `train` saves its state beside."""
+    return _newest_update(work) > 0 and not (work / "trainer_state.json").exists()
+
+
+def _newest_update(work: Path) -> int:
+    """Return the update of the newest complete checkpoint; 0 without one."""
+    return max((step_of(name) for name in checkpoint_names(str(work)) if find_defect(work / name) is None), default=0)
+
+
+def _train(command: list[str], work: Path, log: Path, environment: dict[str, str]) -> tuple[int, float]:
+    """
+    Run a command until it ends by itself, resumed whenever a signal has stopped it after a checkpoint.
+
+    Return its last exit code, and the seconds of all its parts: of earlier calls too.
+    """
+    clock, done = work / "seconds.txt", -1
+    seconds = float(clock.read_text()) if clock.exists() else 0.0
+    code = EXIT_CODE
+    with log.open("a" if _newest_update(work) else "w") as output:
+        while code == EXIT_CODE and done < _newest_update(work) and not _is_ending.is_set():
+            done, started = _newest_update(work), time.monotonic()
+            resume = ["--resume_from_checkpoint", "true"] if done else []
+            code = _run([*command, *resume], output, environment)
+            seconds += time.monotonic() - started
+            clock.write_text(str(seconds))
+    return code, round(seconds, 1)
+
+
+def _run(command: list[str], output: IO[str], environment: dict[str, str]) -> int:
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
+    _running.add(process)
+    if _is_ending.is_set():  # it began while the others were told to end
+        process.terminate()
+    code = process.wait()
+    _running.discard(process)
+    return code

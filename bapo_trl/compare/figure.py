@@ -1,4 +1,8 @@
-"""The figure of a study: accuracy over the updates, a panel for each setting, a line with its band for each arm."""
+"""
+The figure of a study: accuracy over the updates, a panel for each setting, a line for each arm.
+
+The line of an arm is its mean, with a band that is its interval, or with the lines of its seeds if they are too few.
+"""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -8,7 +12,7 @@ from typing import Any
 from ..report.figure import color_of
 from .statistics import mean_over_seeds
 from .study import name_setting
-from .tables import Comparison
+from .tables import FEWEST_SEEDS, Comparison, within
 
 
 def save_figure(comparisons: Sequence[Comparison], path: Path) -> None:
@@ -21,6 +25,8 @@ def save_figure(comparisons: Sequence[Comparison], path: Path) -> None:
 
 
 def _draw(comparisons: Sequence[Comparison], make_figure: Any) -> Any:
+    from matplotlib.collections import LineCollection
+
     count = len(comparisons)
     columns = min(count, 3)
     lines = -(-count // columns)
@@ -32,13 +38,19 @@ def _draw(comparisons: Sequence[Comparison], make_figure: Any) -> Any:
     shown = {}
     for panel, comparison in zip(axes, comparisons, strict=False):
         for arm, rows in comparison.arms.items():
+            curves = [row.curve for row in rows if row.error is None and row.curve]
             accuracies: dict[int, list[float]] = {}
-            for step, accuracy in (point for row in rows if row.error is None for point in row.curve):
+            for step, accuracy in chain(*curves):
                 accuracies.setdefault(step, []).append(accuracy)
             steps = sorted(accuracies)
-            means = [mean_over_seeds(accuracies[step]) for step in steps]
+            noise = comparison.noise()[arm]
+            means = [within(mean_over_seeds(accuracies[step], noise=noise), 1.0) for step in steps]
             (shown[arm],) = panel.plot(steps, [mean.value for mean in means], color=colors[arm], label=arm)
-            with_band = [(step, mean) for step, mean in zip(steps, means, strict=True) if mean.count > 1]
+            if len(curves) < FEWEST_SEEDS:  # their interval would tell nothing
+                panel.add_collection(LineCollection(curves, colors=colors[arm], linewidths=0.8, alpha=0.5))
+                panel.autoscale_view()
+                continue
+            with_band = [(step, mean) for step, mean in zip(steps, means, strict=True) if mean.half_width >= 0]
             panel.fill_between(
                 [step for step, _ in with_band],
                 [mean.value - mean.half_width for _, mean in with_band],
@@ -52,7 +64,7 @@ def _draw(comparisons: Sequence[Comparison], make_figure: Any) -> Any:
     for panel in axes[count:]:
         panel.set_axis_off()
     for panel in axes[::columns]:
-        panel.set_ylabel("accuracy (band: 95 % interval)")
+        panel.set_ylabel("accuracy (band: 95 % interval; thin: seeds)")
     axes[0].set_ylim(max(0.0, axes[0].get_ylim()[0]), min(1.0, axes[0].get_ylim()[1]))
     figure.legend(
         list(shown.values()), list(shown), loc="outside lower center", ncols=min(4, len(shown)), frameon=False

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from ..report.health import examine
+from ..report.logs import Logs
 from ..report.method import method_by_settings
 from .study import Run
 
@@ -39,7 +41,15 @@ class Row:
     generated_tokens: int | None = None  # of all completions
     seconds: float = 0.0  # of the training, with its evaluations
     method: str | None = None  # what its settings make, as the report names it
+    # Standard errors over the prompts of `start`, `final` and `pass_at_k`
+    errors: dict[str, float] = field(default_factory=dict)
+    warnings: dict[str, str] = field(default_factory=dict)  # of the report's health check, by their names
     error: str | None = None  # why the run failed
+
+    @property
+    def start(self) -> float | None:
+        """Accuracy before the first update; `None` where it was not measured."""
+        return self.curve[0][1] if self.curve and self.curve[0][0] == 0 else None
 
 
 def row_of(run: Run, folder: Path, seconds: float) -> Row:
@@ -56,6 +66,9 @@ def row_of(run: Run, folder: Path, seconds: float) -> Row:
     norms = [log["grad_norm"] for log in updates if log.get("grad_norm")]
     norms = [norm for norm in norms if math.isfinite(norm)]
     settings = json.loads((folder / "run_settings.json").read_text())
+    method = method_by_settings(settings)
+    errors = {"start": f"before_{avg}_stderr", "final": f"eval_{avg}_stderr", "pass_at_k": f"eval_{best}_stderr"}
+    health = examine(Logs(logs), method)
     return Row(
         run.arm,
         run.over,
@@ -72,7 +85,9 @@ def row_of(run: Run, folder: Path, seconds: float) -> Row:
         at_limits=_at_limits(updates, settings),
         generated_tokens=_generated_tokens(updates, settings),
         seconds=round(seconds, 1),
-        method=method_by_settings(settings).name,
+        method=method.name,
+        errors={name: results[key] for name, key in errors.items() if key in results},
+        warnings={found.name: found.sentence for found in health if found.severity == "warning"},
     )
 
 

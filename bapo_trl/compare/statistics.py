@@ -14,7 +14,7 @@ MOST_SEEDS = 10_000
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over seeds, and half the width of its 95 % interval; NaN where no two seeds differ."""
+    """A mean over seeds, and half the width of its 95 % interval; NaN where the spread is not known."""
 
     value: float
     half_width: float
@@ -34,32 +34,43 @@ class Difference:
     against: str
     mean: Mean  # with an interval that holds for all comparisons at once (Bonferroni)
     values: tuple[float, ...]  # one of each seed
-    p_value: float  # of the paired t-test, adjusted for the number of comparisons (Holm); NaN for less than two seeds
+    p_value: float  # of the paired t-test, adjusted for the number of comparisons (Holm); NaN without a known spread
+    noise: float = 0.0  # standard deviation of a value that the evaluation alone causes
 
 
-def mean_over_seeds(values: Sequence[float], comparisons: int = 1) -> Mean:
+def mean_over_seeds(values: Sequence[float], comparisons: int = 1, noise: float = 0.0) -> Mean:
     """
     Return the mean of values, one of each seed, at least one, and half the width of its interval, by Student's t.
 
     `comparisons` intervals are to hold all at once, with a probability of 95 %: each is widened to 1 - 0.05 / that.
+    The spread of the seeds counts as at least `noise`, the standard deviation that measuring a value causes.
     """
     count = len(values)
     center = math.fsum(values) / count
-    if count < 2:
-        return Mean(center, math.nan, count)
-    if np.ptp(values) < 1e-9:  # seeds that all agree tell no spread
+    spread = _spread(values, noise)
+    if count < 2 or spread == 0:
         return Mean(center, math.nan, count)
     factor = stats.t.ppf(1 - LEVEL / comparisons / 2, count - 1)
-    return Mean(center, float(factor * stats.sem(values)), count)
+    return Mean(center, float(factor * spread / math.sqrt(count)), count)
+
+
+def _spread(values: Sequence[float], noise: float) -> float:
+    """Return the standard deviation of values, at least `noise`; 0 if they all agree and nothing is known of noise."""
+    agree = len(values) < 2 or np.ptp(values) < 1e-9
+    return max(noise, 0.0 if agree else float(np.std(values, ddof=1)))
 
 
 def differences(
-    finals: Mapping[str, Mapping[int, float]], pairs: Sequence[tuple[str, str]], comparisons: int | None = None
+    finals: Mapping[str, Mapping[int, float]],
+    pairs: Sequence[tuple[str, str]],
+    comparisons: int | None = None,
+    noise: Mapping[str, float] | None = None,
 ) -> list[Difference]:
     """
     Compare arms, seed by seed: the first of each pair with the second. A pair without a common seed is left out.
 
-    Intervals are widened for `comparisons`, by default the number of pairs; p-values always for that number.
+    Intervals are widened for `comparisons`, by default the number of pairs; p-values always for that number. `noise`
+    has the standard error of an accuracy of each arm: a difference of two counts as at least as noisy as both.
     """
     common = {pair: sorted(finals[pair[0]].keys() & finals[pair[1]].keys()) for pair in pairs}
     values = {
@@ -68,17 +79,21 @@ def differences(
         if seeds
     }
     comparisons = comparisons or len(values)
-    holm = _adjusted([_p_value(each) for each in values.values()])
+    of_pair = {pair: math.hypot(*((noise or {}).get(arm, 0.0) for arm in pair)) for pair in values}
+    holm = _adjusted([_p_value(each, of_pair[pair]) for pair, each in values.items()])
     return [
-        Difference(arm, against, mean_over_seeds(each, comparisons), each, p)
-        for ((arm, against), each), p in zip(values.items(), holm, strict=True)
+        Difference(*pair, mean_over_seeds(each, comparisons, of_pair[pair]), each, p, of_pair[pair])
+        for (pair, each), p in zip(values.items(), holm, strict=True)
     ]
 
 
-def _p_value(values: Sequence[float]) -> float:
-    if len(values) < 2 or np.ptp(values) < 1e-9:
+def _p_value(values: Sequence[float], noise: float) -> float:
+    """Return the p-value of a t-test of a mean of 0, two-sided."""
+    spread = _spread(values, noise)
+    if len(values) < 2 or spread == 0:
         return math.nan
-    return float(stats.ttest_1samp(values, 0.0).pvalue)
+    t = abs(math.fsum(values) / len(values)) / (spread / math.sqrt(len(values)))
+    return float(2 * stats.t.sf(t, len(values) - 1))
 
 
 def _adjusted(p_values: Sequence[float]) -> list[float]:
@@ -90,18 +105,16 @@ def _adjusted(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def seeds_for(difference: float, values: Sequence[float], comparisons: int = 1) -> int | None:
+def seeds_for(difference: float, values: Sequence[float], comparisons: int = 1, noise: float = 0.0) -> int | None:
     """
     Return how many seeds show a mean difference with a probability of 80 %, at the spread of those on some seeds.
 
-    The level is 0.05 over the `comparisons` at once. `None` for a difference of 0, where fewer than two seeds tell no
-    spread, or if more than 10,000 are needed.
+    The level is 0.05 over the `comparisons` at once; the spread counts as at least `noise`. `None` for a difference of
+    0, where the spread is not known (fewer than two seeds, or seeds that all agree), and beyond 10,000 seeds.
     """
-    if len(values) < 2 or difference == 0:
+    spread = _spread(values, noise)
+    if len(values) < 2 or difference == 0 or spread == 0:
         return None
-    spread = float(np.std(values, ddof=1))
-    if spread == 0:
-        return 2
     few, many = 2, 2
     while _power(abs(difference) / spread, many, LEVEL / comparisons) < POWER:
         few, many = many, many * 2

@@ -6,9 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from ..errors import InputError
@@ -86,9 +84,16 @@ class Study:
 
     def processes(self) -> int:
         """Return how many processes a run has."""
-        from ..script.launcher import processes_of  # takes accelerate
+        return 1 if self.accelerate is None else _launch_of(self.accelerate).num_processes or 1
 
-        return 1 if self.accelerate is None else processes_of(self.accelerate)
+    def gpu_ids(self) -> str | None:
+        """Return the GPUs that the configuration of accelerate names for a run, if it names some."""
+        named = None if self.accelerate is None else _launch_of(self.accelerate).gpu_ids
+        return None if named == "all" else named
+
+    def uses_gpus(self) -> bool:
+        """Return whether a run may use GPUs: not if all of them are to train on the CPU."""
+        return not all(str(run.settings.get("use_cpu")).lower() == "true" for run in self.runs())
 
     def _run(self, seed: int, over: dict[str, Any], arm: str) -> Run:
         given = {**_DEFAULTS, **self.base, **over, **self.arms[arm]}
@@ -109,26 +114,23 @@ class Study:
             settings["accelerate"] = self.accelerate
         return Run(arm, over, seed, flags, settings)
 
-    def check(self, dry_run: bool = False) -> None:
+    def check(self, on_gpus: bool = False) -> None:
         """
         Read the flags of each arm in each setting as `train` would, before any run begins; refuse as it would.
 
-        Those of a launch are read as on its GPUs, and those of a dry run, which may be made elsewhere, as on one. For
-        flags that are not known, that is `SystemExit`, with 2 and one line on stderr.
+        They are read as in as many processes as a run has, on this machine, or as on one with GPUs. For flags that are
+        not known, that is `SystemExit`, with 2 and one line on stderr.
         """
         from ..script.command_line import parse_arguments  # takes TRL
         from ..script.commands import Command
-        from ..script.planning import as_on_gpus
-
-        runs_here = self.accelerate is None and not dry_run
-        place = nullcontext if runs_here else partial(as_on_gpus, self.processes())
+        from ..script.planning import as_in_processes
 
         environment = dict(os.environ)
         try:
             for run in self.runs()[: len(self.arms) * len(self.settings())]:
                 command = Command(f"bapo-trl compare, arm {run.arm!r}", "")
                 try:
-                    with place():
+                    with as_in_processes(self.processes(), on_gpus):
                         parse_arguments([*as_arguments(run.flags), "--output_dir", "study"], command)
                 except ValueError as error:
                     where = f" ({run.setting})" if run.over else ""
@@ -136,6 +138,12 @@ class Study:
         finally:  # a recipe's variables are those of its own runs
             os.environ.clear()
             os.environ.update(environment)
+
+
+def _launch_of(accelerate: str) -> Any:
+    from ..script.launcher import launch_of  # takes accelerate
+
+    return launch_of(accelerate)
 
 
 def as_arguments(flags: Mapping[str, Any]) -> list[str]:

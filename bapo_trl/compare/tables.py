@@ -5,7 +5,7 @@ import io
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .results import Row
@@ -16,6 +16,9 @@ from .study import name_setting
 SMALL = 0.03
 """A difference in accuracy of which the tables say how many seeds it takes."""
 
+FEWEST_SEEDS = 3
+"""Fewer say nothing about how many would be needed: the spread of two is a guess."""
+
 COURSE = "gradient peak"  # with it, the second table begins
 
 FIGURES: dict[str, tuple[str, Callable[[Row], float | None]]] = {
@@ -23,6 +26,7 @@ FIGURES: dict[str, tuple[str, Callable[[Row], float | None]]] = {
     "area": (".3f", lambda row: row.area if _has_course(row) else None),
     "pass@k": (".3f", lambda row: row.pass_at_k),
     "worst fall": (".3f", lambda row: row.fall if _has_course(row) else None),
+    "start accuracy": (".3f", lambda row: row.start),
     "gradient peak": (".1f", lambda row: row.gradient_peak),
     "entropy at end / start": (".2f", lambda row: row.entropy_ratio),
     "positive share": (".2f", lambda row: row.share),
@@ -31,6 +35,11 @@ FIGURES: dict[str, tuple[str, Callable[[Row], float | None]]] = {
     "seconds": (",.0f", lambda row: row.seconds),
 }
 """Columns by title: format, and what they read of a run."""
+
+_ERRORS = {"final accuracy": "final", "pass@k": "pass_at_k", "start accuracy": "start"}  # names in `Row.errors`
+_SHARES = {
+    "final accuracy", "area", "pass@k", "worst fall", "start accuracy", "positive share", "searched bounds at limits",
+}  # fmt: skip
 
 
 def _has_course(row: Row) -> bool:
@@ -51,18 +60,36 @@ class Comparison:
         """Final accuracy of each arm by seed, of the runs that did not fail."""
         return {arm: {row.seed: row.final for row in rows if row.final is not None} for arm, rows in self.arms.items()}
 
-    def means(self, read: Callable[[Row], float | None]) -> dict[str, Mean | None]:
+    def noise(self, title: str = "final accuracy") -> dict[str, float]:
+        """Return the standard error of a figure of one run over the evaluation's prompts, by arm; 0 if not known."""
+        name = _ERRORS.get(title, "")
+        found = {arm: [row.errors[name] for row in rows if name in row.errors] for arm, rows in self.arms.items()}
+        return {arm: math.sqrt(sum(e**2 for e in each) / len(each)) if each else 0.0 for arm, each in found.items()}
+
+    def means(self, title: str) -> dict[str, Mean | None]:
         """Return the mean over the seeds of a figure, by arm; `None` for an arm without it."""
+        _, read = FIGURES[title]
         values = {
             arm: [value for row in rows if row.error is None and (value := read(row)) is not None]
             for arm, rows in self.arms.items()
         }
-        return {arm: mean_over_seeds(each) if each else None for arm, each in values.items()}
+        noise, width = self.noise(title), 1.0 if title in _SHARES else math.inf
+        return {
+            arm: within(mean_over_seeds(each, noise=noise[arm]), width) if each else None
+            for arm, each in values.items()
+        }
 
-    def differences(self) -> list[Difference]:
-        """Return how far each arm ends above the one that all are compared with."""
-        pairs = [(arm, self.against) for arm in self.arms if arm != self.against and self.against in self.arms]
-        return differences(self.finals, pairs)
+    def differences(self, pairs: Sequence[tuple[str, str]] | None = None, comparisons: int | None = None):
+        """Return how far arms end above others: each above the one that all are compared with, unless told which."""
+        if pairs is None:
+            pairs = [(arm, self.against) for arm in self.arms if arm != self.against and self.against in self.arms]
+        found = differences(self.finals, pairs, comparisons, self.noise())
+        return [replace(each, mean=within(each.mean, 2.0)) for each in found]
+
+
+def within(mean: Mean, width: float) -> Mean:
+    """Return a mean without its interval if that is wider than what can be measured, as it is of two far seeds."""
+    return mean if 2 * mean.half_width <= width else replace(mean, half_width=math.nan)
 
 
 def compare(rows: Iterable[Row], arms: Sequence[str], against: str) -> list[Comparison]:
@@ -100,13 +127,13 @@ def as_markdown(comparisons: Sequence[Comparison]) -> str:
         if comparison.over:
             parts.append(f"## {name_setting(comparison.over)}")
         lines = (f"- {line}" for line in verdict(comparison))
-        parts += [*_tables(comparison), *_failures(comparison), "\n".join(lines)]
+        parts += [*_tables(comparison), *_failures(comparison), *_health(comparison), "\n".join(lines)]
     ends = at_ends_of_grid(comparisons)
     return "\n\n".join([*parts, *(["\n".join(f"- {line}" for line in ends)] if ends else [])])
 
 
 def _tables(comparison: Comparison) -> list[str]:
-    means = {title: comparison.means(read) for title, (_, read) in FIGURES.items()}
+    means = {title: comparison.means(title) for title in FIGURES}
     shown = [title for title, by_arm in means.items() if any(by_arm.values())]
     first = [title for title in shown if list(FIGURES).index(title) < list(FIGURES).index(COURSE)]
     counts = {arm: str(len(finals)) for arm, finals in comparison.finals.items()}
@@ -124,7 +151,7 @@ def _tables(comparison: Comparison) -> list[str]:
             with_interval(each.mean, ".3f", "+"),
             "-" if math.isnan(each.p_value) else f"{each.p_value:.3f}",
             f"{sum(value > 0 for value in each.values)} of {len(each.values)}",
-            _seeds(seeds_for(SMALL, each.values, len(against))),
+            _or_dash(_seeds_for(SMALL, each, len(against))),
         ]
         for each in against
     ]
@@ -132,13 +159,33 @@ def _tables(comparison: Comparison) -> list[str]:
     return [*parts, *([markdown(header, paired)] if paired else [])]
 
 
-def _seeds(count: int | None) -> str:
+def _seeds_for(size: float, difference: Difference, comparisons: int) -> int | None:
+    if len(difference.values) < FEWEST_SEEDS:
+        return None
+    return seeds_for(size, difference.values, comparisons, difference.noise)
+
+
+def _or_dash(count: int | None) -> str:
     return "-" if count is None else str(count)
 
 
 def _failures(comparison: Comparison) -> list[str]:
     failed = [row for rows in comparison.arms.values() for row in rows if row.error is not None]
     lines = [f"- {row.arm}, seed {row.seed}, failed: {row.error}" for row in failed]
+    return ["\n".join(lines)] if lines else []
+
+
+def _health(comparison: Comparison) -> list[str]:
+    """Return the warnings of the report's health check: a line for each arm and warning, with its seeds."""
+    seeds: dict[tuple[str, str], list[int]] = {}
+    for arm, rows in comparison.arms.items():
+        for row in rows:
+            for name in row.warnings:
+                seeds.setdefault((arm, name), []).append(row.seed)
+    lines = [
+        f"- {arm}, health warning: {name} (seed{'s' * (len(some) > 1)} {', '.join(map(str, some))})"
+        for (arm, name), some in seeds.items()
+    ]
     return ["\n".join(lines)] if lines else []
 
 
@@ -154,7 +201,7 @@ def verdict(comparison: Comparison) -> list[str]:
     highest = sorted(means, key=means.__getitem__, reverse=True)[:2]
     if len(highest) == 2 and comparison.against not in highest:
         pairs = len(comparison.arms) * (len(comparison.arms) - 1) // 2
-        lines += [_sentence(each, pairs) for each in differences(comparison.finals, [(highest[0], highest[1])], pairs)]
+        lines += [_sentence(each, pairs) for each in comparison.differences([(highest[0], highest[1])], pairs)]
     return lines
 
 
@@ -162,13 +209,15 @@ def _sentence(each: Difference, comparisons: int) -> str:
     count = len(each.values)
     if count > 1 and not any(each.values):
         return f"{each.arm} and {each.against} end alike on all {count} seeds."
-    if math.isnan(each.mean.half_width):
+    if math.isnan(each.mean.half_width) and math.isnan(each.p_value):
         return f"{each.arm} and {each.against}: {count} seed{' tells' if count == 1 else 's tell'} no spread."
     if each.mean.excludes_zero:
         above, below = (each.arm, each.against) if each.mean.value > 0 else (each.against, each.arm)
         on = sum((value > 0) == (each.mean.value > 0) and value != 0 for value in each.values)
         return f"{above} above {below} on {on} of {count} seeds."
-    needed = seeds_for(each.mean.value, each.values, comparisons)
+    if count < FEWEST_SEEDS:
+        return f"{each.arm} and {each.against} cannot be told apart by {count} seeds: run at least {FEWEST_SEEDS}."
+    needed = _seeds_for(each.mean.value, each, comparisons)
     lacking = 0 if needed is None else max(1, needed - count)
     more = f": about {lacking} more seed{'s' if lacking > 1 else ''} would" if lacking else ""
     return f"{each.arm} and {each.against} cannot be told apart{more}."
@@ -197,8 +246,8 @@ def as_csv(comparisons: Sequence[Comparison]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["setting", "arm", "figure", "seeds", "mean", "half_width"])
-    for comparison, (title, (_, read)) in itertools.product(comparisons, FIGURES.items()):
-        for arm, mean in comparison.means(read).items():
+    for comparison, title in itertools.product(comparisons, FIGURES):
+        for arm, mean in comparison.means(title).items():
             if mean is not None:
                 writer.writerow([name_setting(comparison.over), arm, title, mean.count, *_numbers(mean)])
     for comparison in comparisons:

@@ -1,7 +1,7 @@
 """What a run would do, by its settings, its prompts and the configuration of its model."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from datasets import Dataset
@@ -10,7 +10,7 @@ from transformers import AutoProcessor, PreTrainedModel
 from ..advice import advice_line
 from ..bapo_config import BAPOConfig
 from ..errors import InputError
-from ..inputs.checks import has_rotary_positions, token_limits
+from ..inputs.checks import check_tokenizer, has_rotary_positions, token_limits
 from ..inputs.setting_checks import check_values_of_trl
 from ..policy.staleness import mean_age, oldest_age
 from .counts import Counts, count
@@ -34,14 +34,30 @@ class DryRun:
     memory: Memory | None = None
     prompts: Prompts | None = None
     rewards: Sequence[Reward] = ()
+    missing: str = "The model is not built yet: its prompts, rewards and memory are not known before it is."
 
-    def __str__(self) -> str:
+    @property
+    def problems(self) -> list[str]:
+        """What the run would stop at, each in a sentence."""
+        refusals = [each.refusal for each in self.counts[:1] if each.refusal]
+        return [f"On {_processes(self.layout.processes)}, {refusal}." for refusal in refusals] + [
+            f'The reward function `{each.name}` {each.error} (given the first prompt and "{each.completion}").'
+            for each in self.rewards
+            if each.error
+        ]
+
+    def tables(self) -> str:
+        """Return all but the problems."""
         first = [_counts(self), _ages(self)] if self.counts else [_evaluation(self)]
         if self.prompts is None or self.memory is None or self.shape is None:
-            rest = ["The model is not built yet: its prompts, rewards and memory are not known before it is."]
+            rest = [self.missing]
         else:
             rest = [_prompts(self, self.prompts), _rewards(self), _memory(self, self.memory, self.shape, self.prompts)]
         return "\n\n".join(part for part in (*first, *rest) if part)
+
+    def __str__(self) -> str:
+        lines = [f"\n\nThe run would stop: {problem}" for problem in self.problems]
+        return "".join([self.tables(), *lines])
 
 
 def dry_run(
@@ -72,7 +88,8 @@ def dry_run(
 
     Raises:
         ValueError: Without prompts, for a model that cannot be found or built by its name, and for values, weights of
-            rewards and prompts that TRL or the model would fail at.
+            rewards, tokenizers and prompts that TRL or the model would fail at. A reward function that fails is among
+            the `problems` of what is returned.
 
     Example:
 
@@ -85,18 +102,16 @@ def dry_run(
     check_values_of_trl(args)
     functions = reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs] if reward_funcs else []
     _check_reward_weights(args, functions)
-    layout = layout or layout_of_process(deepspeed=args.deepspeed)
-    num_prompts = len(train_dataset) if isinstance(train_dataset, Dataset) else None
-    scales = dict.fromkeys((layout.processes, *_SCALES)) if args.do_train or not args.do_eval else ()
-    counts = [count(args, processes, num_prompts) for processes in scales]
+    arithmetic = arithmetic_of(args, train_dataset, layout)
     if model is None:
-        return DryRun(args, layout, counts, num_prompts)
+        return arithmetic
     name = model if isinstance(model, str) else model.config._name_or_path
     if isinstance(model, str):
         init = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
         try:
-            model = empty_model(model, init.get("revision"), args.trust_remote_code)
-        except (OSError, ValueError) as error:
+            attention = init.get("attn_implementation")
+            model = empty_model(model, init.get("revision"), args.trust_remote_code, attention)
+        except (ImportError, OSError, ValueError) as error:
             raise InputError(
                 f"`model` is '{name}', and no model can be built by its configuration: {str(error).splitlines()[0]}"
             ) from error
@@ -104,20 +119,18 @@ def dry_run(
         processing_class = AutoProcessor.from_pretrained(name, trust_remote_code=args.trust_remote_code)
     shape = shape_of(model, peft_config)
     limits = token_limits(shape.config, args.max_completion_length)
+    check_tokenizer(getattr(processing_class, "tokenizer", processing_class), limits.vocabulary)
     if not has_rotary_positions(shape.config):
         check_window([("train", train_dataset)], processing_class, limits, args.chat_template_kwargs)
     prompts = look_at_prompts(train_dataset, processing_class, limits.longest_prompt, args.chat_template_kwargs)
-    return DryRun(
-        args=args,
-        layout=layout,
-        counts=counts,
-        num_prompts=num_prompts,
+    return replace(
+        arithmetic,
         shape=shape,
         memory=memory_of(
             shape.parameters,
             shape.trained,
             _weight_bytes(args, shape.config),
-            layout,
+            arithmetic.layout,
             is_mixed=bool(args.bf16 or args.fp16),
             has_reference=args.beta != 0 and peft_config is None,
             optim=args.optim,
@@ -125,6 +138,14 @@ def dry_run(
         prompts=prompts,
         rewards=try_rewards(functions, next(iter(train_dataset)), processing_class),
     )
+
+
+def arithmetic_of(args: BAPOConfig, train_dataset: Any, layout: Layout | None = None) -> DryRun:
+    """Return what the settings and the number of prompts tell, as in [`dry_run`]; `None` for data that lacks."""
+    layout = layout or layout_of_process(deepspeed=args.deepspeed)
+    num_prompts = len(train_dataset) if isinstance(train_dataset, Dataset) else None
+    scales = dict.fromkeys((layout.processes, *_SCALES)) if args.do_train or not args.do_eval else ()
+    return DryRun(args, layout, [count(args, processes, num_prompts) for processes in scales], num_prompts)
 
 
 def _check_reward_weights(args: BAPOConfig, functions: Sequence[Any]) -> None:
@@ -228,7 +249,8 @@ def _rewards(run: DryRun) -> str:
         return ""
     lines = [f'Rewards of a made completion, "{run.rewards[0].completion}"']
     lines += [
-        f"  {each.name}: {each.error or ('none' if each.value is None else f'{each.value:g}')}" for each in run.rewards
+        f"  {each.name}: {'failed' if each.error else 'none' if each.value is None else f'{each.value:g}'}"
+        for each in run.rewards
     ]
     return "\n".join(lines)
 

@@ -39,7 +39,9 @@ class Shape:
     cache_numbers: int  # keys and values of one token, in all layers; 0 where the configuration does not tell
 
 
-def empty_model(name: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
+def empty_model(
+    name: str, revision: str | None = None, trust_remote_code: bool = False, attn_implementation: str | None = None
+) -> PreTrainedModel:
     """Build a model of a folder or an id on the Hub without its weights; transformers raises where it cannot."""
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     architecture: Any = getattr(transformers, (config.architectures or [""])[0], None)
@@ -49,10 +51,11 @@ def empty_model(name: str, revision: str | None = None, trust_remote_code: bool 
         for kind in ("AutoModelForImageTextToText", "AutoModelForCausalLM"):
             if architecture is None and kind in own:
                 architecture = get_class_from_dynamic_module(own[kind], name, revision=revision)
+    attention = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     with torch.device("meta"):
         if architecture is None:
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-        return architecture._from_config(config)
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **attention)
+        return architecture._from_config(config, **attention)
 
 
 def shape_of(model: PreTrainedModel, peft_config: Any = None) -> Shape:

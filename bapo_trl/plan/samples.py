@@ -150,5 +150,7 @@ def _try(function: Callable, inputs: Mapping[str, Any], text: str) -> Reward:
     defect = rewards_defect(returned, inputs["prompts"], inputs["completions"])
     if defect is not None:
         return Reward(name, text, None, f"returned {defect}")
-    value = returned[0]
-    return Reward(name, text, None if value is None else float(value), None)
+    value = None if returned[0] is None else float(returned[0])
+    if value is not None and math.isinf(value):
+        return Reward(name, text, None, f"returned {value:g}: return a finite number, or None where it does not apply")
+    return Reward(name, text, value, None)

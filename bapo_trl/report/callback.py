@@ -73,8 +73,11 @@ class ReportCallback(TrainerCallback):
             self._try(save_report, state.log_history, Path(args.output_dir) / "report.png")
 
     def _write_settings(self, args, model) -> None:
-        name = getattr(getattr(model, "config", None), "_name_or_path", None)
+        config = getattr(model, "config", None)
+        name, dtype = (getattr(config, each, None) for each in ("_name_or_path", "dtype"))
         settings = {"model": name, **self.settings, **args.to_dict()}
+        if dtype is not None:  # of the weights as they were loaded, whether it was asked for or not
+            settings["dtype"] = str(dtype).removeprefix("torch.")
         folder = Path(args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(without_secrets(settings), indent=2, sort_keys=True)

@@ -26,6 +26,7 @@ CUT_OFF_MAX = 0.5  # of the completions
 AT_LIMIT_MAX, LATE_PART = 0.6, 1 / 3  # of the logs with a search, in this part of them, the latest
 LATEST_PART = 0.25  # of the logs, that lines on the present state of a run go by
 OFTEN = 0.1  # from this part of the logs on, a line on single logs is a warning; below, a note
+FEWEST_LOGS = 2  # for a verdict, and for a warning: a single one may be noise
 
 
 class Remedy(NamedTuple):
@@ -44,7 +45,8 @@ class Check:
     rule: str
     meaning: str
     remedies: tuple[Remedy, ...]
-    find: Callable[[Points], tuple[str, str] | None]  # at least one value; severity and sentence, if anything is found
+    # Of at least `FEWEST_LOGS` values; returns severity and sentence, if anything is found
+    find: Callable[[Points], tuple[str, str] | None]
     needs: str = ""  # of a method, to be made
     measure: Callable[[Logs, Method], Points] | None = None  # by default, the finite values of the metric
 
@@ -72,15 +74,14 @@ def examine(logs: Logs, method: Method | None = None) -> list[Finding]:
     """
     Return the health of a run: a finding for each check that finds something, or a single one that says so.
 
-    Checks whose metric was not logged are named in it, or in a note at the end. Without a method, all that the logs
-    suffice for are made.
+    Checks whose metric was not logged, or in a single log, are named in it, or in a note at the end. Without a method,
+    all that the logs suffice for are made.
     """
     method = method or Method()
     checks = [check for check in CHECKS if method.has(check.needs)]
     points = {check: check.points(logs, method) for check in checks}
-    made = [check for check in checks if len(points[check].steps)]
-    missing = ", ".join(f"{check.name} (`{check.metric}`)" for check in checks if check not in made)
-    unchecked = f"Not checked, because not logged: {missing}." if missing else ""
+    made = [check for check in checks if len(points[check].steps) >= FEWEST_LOGS]
+    unchecked = _unchecked({check: len(points[check].steps) for check in checks if check not in made})
     if not made:
         return [Finding("Not checked", "note", unchecked)]
     found = [(check, check.find(points[check])) for check in made]
@@ -94,9 +95,18 @@ def examine(logs: Logs, method: Method | None = None) -> list[Finding]:
     return findings + ([Finding("Not checked", "note", unchecked)] if unchecked else [])
 
 
+def _unchecked(counts: dict[Check, int]) -> str:
+    """Return a sentence for each reason why checks are not made, by the number of logs that they have."""
+    sentences = []
+    for count, reason in ((0, "not logged"), (1, "logged once, which may be noise")):
+        names = ", ".join(f"{check.name} (`{check.metric}`)" for check, found in counts.items() if found == count)
+        sentences += [f"Not checked, because {reason}: {names}."] if names else []
+    return " ".join(sentences)
+
+
 def _no_reward(logs: Logs) -> list[Finding]:
     rewards = logs.logged("reward")
-    if not len(rewards.steps) or np.isfinite(rewards.values).any():
+    if len(rewards.steps) < FEWEST_LOGS or np.isfinite(rewards.values).any():
         return []
     return [
         Finding(
@@ -121,7 +131,7 @@ def _beyond(points: Points, excess: np.ndarray, verb: str, worst: str) -> tuple[
     if not count:
         return None
     farthest = excess.argmax()
-    severity = "warning" if count >= OFTEN * total else "note"
+    severity = "warning" if count >= max(FEWEST_LOGS, OFTEN * total) else "note"
     at = f"{points.values[farthest]:.3g} at update {points.steps[farthest]}"
     return severity, f"{verb} in {count} of {total} logs; {worst} {at}."
 
@@ -144,25 +154,31 @@ def _target_missed(points: Points) -> tuple[str, str] | None:
 
 def _entropy(points: Points) -> tuple[str, str] | None:
     steps, values = points
+    # Of two logs in a row, so that no single one counts: the lower one before a fall, the higher one after it
+    lasting_before = np.concatenate([values[:1], np.minimum(values[1:-1], values[:-2])])
+    lasting_after = np.maximum(values[:-1], values[1:])
     deepest = []  # fall between logs that are so many logs apart
-    for apart in range(1, 1 + min(ENTROPY_UPDATES, len(steps) - 1)):
-        early, late = values[:-apart], values[apart:]
-        is_near = steps[apart:] - steps[:-apart] <= ENTROPY_UPDATES
+    for apart in range(1, 1 + min(ENTROPY_UPDATES, len(lasting_after) - 1)):
+        early, late = lasting_before[:-apart], lasting_after[apart:]
+        is_near = steps[apart:-1] - steps[: -apart - 1] <= ENTROPY_UPDATES
         falls = np.flatnonzero((late <= ENTROPY_FACTOR * early) & (early > 0) & is_near)
         if len(falls):
             first = falls[(late[falls] / early[falls]).argmin()]
-            deepest.append((late[first] / early[first], steps[first], early[first], steps[first + apart], late[first]))
+            deepest.append((late[first] / early[first], first, first + apart))
     if not deepest:
         return None
-    _, first, before, last, after = min(deepest)
-    return "warning", f"fell from {before:.3g} at update {first} to {after:.3g} at update {last}."
+    _, first, last = min(deepest)
+    return (
+        "warning",
+        f"fell from {values[first]:.3g} at update {steps[first]} to {values[last]:.3g} at update {steps[last]}.",
+    )
 
 
 def _latest(points: Points, largest: float, what: str) -> tuple[str, str] | None:
     total = len(points.values)
-    latest = points.values[-math.ceil(LATEST_PART * total) :]
+    latest = points.values[-max(FEWEST_LOGS, math.ceil(LATEST_PART * total)) :]
     mean = _mean(latest)
-    since = f"in the latest {len(latest)} of {total} logs" if total > 1 else "in the only log"
+    since = f"in the latest {len(latest)} of {total} logs"
     return ("warning", f"{mean:.0%} of the completions {what}, {since}.") if mean > largest else None
 
 
@@ -178,14 +194,14 @@ def _at_limits(logs: Logs, method: Method) -> Points:
 
 def _over_relaxed(points: Points) -> tuple[str, str] | None:
     searched = points.values[np.isfinite(points.values)]
-    late = searched[len(searched) - math.ceil(LATE_PART * len(searched)) :]
-    if not len(late) or _mean(late) <= AT_LIMIT_MAX:
+    late = searched[-max(FEWEST_LOGS, math.ceil(LATE_PART * len(searched))) :]
+    if len(late) < FEWEST_LOGS or _mean(late) <= AT_LIMIT_MAX:
         return None
     return "warning", f"at their limits in {int(late.sum())} of the latest {len(late)} logs with a search."
 
 
-_IN_A_LOG = f"in a log; a warning from {OFTEN:.0%} of the logs on, else a note"
-_IN_THE_LATEST = f"over the latest {LATEST_PART:.0%} of the logs"
+_IN_A_LOG = f"in a log; a warning if {OFTEN:.0%} of the logs are, at least {FEWEST_LOGS}, else a note"
+_IN_THE_LATEST = f"over the latest {LATEST_PART:.0%} of the logs, at least {FEWEST_LOGS}"
 
 CHECKS = (
     Check(
@@ -195,10 +211,10 @@ CHECKS = (
         "The samples come from another policy than the one that trains. It is near 1 for samples of a policy that is "
         "near, also for stale ones.",
         (
-            Remedy("Compare the sampler's log-probabilities with the trainer's (`sampling/` metrics)."),
-            Remedy("Then fresher samples: a smaller `steps_per_generation` or `num_iterations`."),
-            Remedy("Then a smaller `replay_max_staleness`.", "has_queue"),
-            Remedy("Then a lower `learning_rate`."),
+            Remedy("Compare vLLM's log-probabilities with the trainer's (`sampling/` metrics).", "uses_vllm"),
+            Remedy("Fresher samples: a smaller `steps_per_generation` or `num_iterations`.", "has_stale_samples"),
+            Remedy("A smaller `replay_max_staleness`.", "has_queue"),
+            Remedy("A lower `learning_rate`."),
         ),
         _ratio_mean,
     ),
@@ -207,7 +223,7 @@ CHECKS = (
         "ratio/ess",
         f"`ratio/ess` below {ESS_MIN:g} {_IN_A_LOG}",
         "A few tokens with large ratios carry the update; it is as noisy as one of a much smaller batch.",
-        (Remedy("Fresher samples, or a lower `learning_rate`."),),
+        (Remedy("Fresher samples.", "can_be_fresher"), Remedy("A lower `learning_rate`.")),
         lambda points: _beyond(points, ESS_MIN - points.values, f"below {ESS_MIN:g}", "lowest"),
     ),
     Check(
@@ -216,7 +232,8 @@ CHECKS = (
         f"`ratio/chi2` above {CHI2_MAX:g} {_IN_A_LOG}",
         "The ratios have heavy tails: the policy has moved far from the one that sampled, for some tokens.",
         (
-            Remedy("Fresher samples, or a lower `learning_rate`."),
+            Remedy("Fresher samples.", "can_be_fresher"),
+            Remedy("A lower `learning_rate`."),
             Remedy("A single spike that the gradient norm does not show can be left alone."),
         ),
         lambda points: _beyond(points, points.values - CHI2_MAX, f"above {CHI2_MAX:g}", "highest"),
@@ -259,16 +276,15 @@ CHECKS = (
     Check(
         "Entropy halved",
         "entropy",
-        f"`entropy` falls to half of itself or less within {ENTROPY_UPDATES} updates (`logging_steps` up to "
-        f"{ENTROPY_UPDATES})",
+        f"`entropy` falls to half of itself or less within {ENTROPY_UPDATES} updates, and stays there for two logs "
+        f"(`logging_steps` up to {ENTROPY_UPDATES})",
         "The policy settles fast, and soon samples groups that are all alike. Harmless where the reward rises with it "
         "and the task has one right answer.",
         (
-            Remedy(
-                "A higher `positive_contribution_target` or `ratio_upper_max`, to let rare positive tokens through.",
-                "searches_upper",
-            ),
-            Remedy("A lower `learning_rate`, or `temperature` 1."),
+            Remedy("A higher `ratio_upper_max`, to let rare positive tokens through.", "searches_upper"),
+            Remedy("A higher `positive_contribution_target`.", "can_raise_target"),
+            Remedy("`temperature` 1.", "is_tempered"),
+            Remedy("A lower `learning_rate`."),
         ),
         _entropy,
     ),
@@ -291,9 +307,10 @@ CHECKS = (
         "content.",
         (
             Remedy(
-                "A larger `max_completion_length`, a shorter form asked for in the prompt, a check that the "
-                "end-of-sequence token is the model's own, or `mask_truncated_completions`."
+                "A larger `max_completion_length`, a shorter form asked for in the prompt, or a check that the "
+                "end-of-sequence token is the model's own."
             ),
+            Remedy("`mask_truncated_completions`.", "can_mask_truncated"),
         ),
         lambda points: _latest(points, CUT_OFF_MAX, "ended for their length"),
     ),

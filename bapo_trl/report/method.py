@@ -6,6 +6,7 @@ The settings are JSON's, and this is read without torch: what follows from them 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from .logs import Logs, is_finite
 
@@ -32,6 +33,11 @@ class Method:
     can_weigh: bool = True  # `negative_weight_min` could be set, and is not
     can_refill: bool = True  # so `replay_zero_advantage`
     has_queue: bool = True
+    has_stale_samples: bool = True  # without a queue as well
+    uses_vllm: bool = True
+    is_tempered: bool = True  # samples at another `temperature` than 1
+    can_mask_truncated: bool = True  # `mask_truncated_completions` could be set, and is not
+    has_highest_target: bool = False  # a `positive_contribution_target` of 1
     limits: tuple[tuple[str, float], ...] = ()  # of the bounds that are searched, by their metrics
 
     @property
@@ -43,6 +49,16 @@ class Method:
     def searches_lower_alone(self) -> bool:
         """Whether the lower bound is the only one that is searched."""
         return self.searches_lower and not self.searches_upper
+
+    @property
+    def can_raise_target(self) -> bool:
+        """Whether a higher target would let more positive tokens through."""
+        return self.searches_upper and not self.has_highest_target
+
+    @property
+    def can_be_fresher(self) -> bool:
+        """Whether samples of past policies are trained, of which fewer could be."""
+        return self.has_stale_samples or self.has_queue
 
     @property
     def can_weigh_less(self) -> bool:
@@ -73,7 +89,7 @@ def method_by_settings(settings: Mapping) -> Method:
     ours = [settings.get(name) for name in _OURS]
     if ours.count(None) == len(ours):
         name = loss.upper() if not has_bounds else "GSPO" if is_of_sequences else "GRPO"
-        return Method(name, False, False, False, False, False, False)
+        return Method(name, False, False, False, False, False, False, **_of_sampling(settings))
     if not all(map(is_finite, ours)):  # changed by hand
         return Method()
     smallest_weight = settings["negative_weight_min"]
@@ -94,8 +110,20 @@ def method_by_settings(settings: Mapping) -> Method:
         can_weigh=smallest_weight == 1,
         can_refill=not settings.get("replay_zero_advantage"),
         has_queue=has_queue,
+        **_of_sampling(settings),
+        has_highest_target=settings.get("positive_contribution_target") == 1,
         limits=tuple((f"bapo/clip_{'low' if side == 'lower' else 'high'}", end) for side, end in searched.items()),
     )
+
+
+def _of_sampling(settings: Mapping) -> dict[str, Any]:
+    """Return what of the sampling is open to a change; all of it that the settings do not tell."""
+    return {
+        "has_stale_samples": not _is_on_policy(settings),
+        "uses_vllm": settings.get("use_vllm") is not False,
+        "is_tempered": settings.get("temperature") != 1,
+        "can_mask_truncated": settings.get("mask_truncated_completions") is not True,
+    }
 
 
 def _name_of_bounds(settings: Mapping, is_searched: bool, is_of_sequences: bool) -> str:

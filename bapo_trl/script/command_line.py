@@ -29,6 +29,9 @@ _OF_TRAINING = {
 }  # fmt: skip
 
 
+_NO = ("false", "f", "no", "n", "0")
+
+
 def parse_arguments(
     arguments: Sequence[str], command: Command = TRAIN
 ) -> tuple[BAPOScriptArguments, BAPOConfig, ModelConfig, DatasetMixtureConfig]:
@@ -52,7 +55,11 @@ def parse_arguments(
     parser.ignores_training = command is EVALUATE
     # TRL's dropout of 0.05 on adapters would put noise on every importance ratio
     parser.set_defaults(do_train=True, dtype=None, lora_dropout=0.0)
-    flags, named = _named_settings(arguments, reads_recipe=not parser.ignores_training)
+    flags, named = _named_settings(arguments)
+    if _merges_alone(named):
+        parser.set_defaults(bf16=False)  # TRL's default asks for a GPU, which merging does not use
+    if parser.ignores_training:
+        named = flags
     method = named.get("method")
     if method is not None:
         # What a recipe has beside its own method belongs to it; a flag's method comes before a recipe
@@ -85,18 +92,25 @@ def parse_arguments(
     return script_args, training_args, model_args, dataset_args
 
 
-def _named_settings(arguments: Sequence[str], reads_recipe: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings that flags name, and those that flags or their recipe name."""
+def _named_settings(arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings that flags name, and those that flags or their recipe name, before they are parsed."""
     flags: dict[str, Any] = {}
     for place, argument in enumerate(arguments):
         if argument.startswith("--"):
             name, has_value, value = argument[2:].partition("=")
             following = arguments[place + 1] if place + 1 < len(arguments) else ""
             flags[name.replace("-", "_")] = value if has_value else following
-    if reads_recipe:
-        with suppress(InputError):  # said when the flags are parsed
-            return flags, {**read_recipe(flags.get("config", "")), **flags}
-    return flags, flags
+    both = flags
+    with suppress(InputError):  # said when the flags are parsed
+        both = {**read_recipe(flags.get("config", "")), **flags}
+    return flags, both
+
+
+def _merges_alone(named: Mapping[str, Any]) -> bool:
+    """Whether settings ask to merge a saved adapter, and for nothing else, as `only_merges` tells of parsed ones."""
+    merges = str(named.get("merge_adapter", "false")).lower() not in _NO
+    trains = str(named.get("do_train", "true")).lower() not in _NO
+    return merges and not trains and not any(named.get(name) for name in ("dataset_name", "eval_dataset", "datasets"))
 
 
 class RecipeParser(TrlParser):

@@ -5,10 +5,12 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from accelerate.utils import gather_object
+from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..bapo_config import BAPOConfig
-from ..checkpoints.files import checkpoint_names
+from ..checkpoints.files import checkpoint_names, find_defect, goes_on_from
 from ..errors import InputError
 from ..report.runs import SETTINGS_FILE
 from .arguments import EMBEDDED, BAPOScriptArguments
@@ -55,6 +57,28 @@ def goes_on(training_args: BAPOConfig) -> bool:
 def resume_argument(value: str | None) -> str | bool | None:
     """Return what to resume from: the newest whole checkpoint for "true", none for "false", else a folder."""
     return {"true": True, "false": None}.get(value.lower(), value) if value is not None else None
+
+
+def check_resume(folder: str, training_args: BAPOConfig) -> bool:
+    """Return whether a checkpoint leaves updates to make; refuse that of a run that is over, with its model saved."""
+    state = TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME))
+    done, last = state.global_step, training_args.max_steps
+    if not 0 < last <= done:
+        return True
+    if done > last or any(gather_object([_is_saved(folder, done, training_args.output_dir)])):
+        raise InputError(
+            f"`resume_from_checkpoint` is {folder}, at update {done}, and `max_steps` is {last}: nothing is left to "
+            f"train. Raise `max_steps`, or evaluate it with --do_train false --model_name_or_path {folder}."
+        )
+    return False
+
+
+def _is_saved(folder: str, update: int, output_dir: str) -> bool:
+    """Whether the model that a run had at its end is saved: its state, which is saved after it, goes on from there."""
+    if find_defect(output_dir) is not None:
+        return False
+    saved = TrainerState.load_from_json(str(Path(output_dir) / TRAINER_STATE_NAME))
+    return saved.global_step == update and goes_on_from(output_dir, folder)
 
 
 def merged_folder(training_args: BAPOConfig) -> Path:

@@ -74,10 +74,10 @@ def _dry_run(args: argparse.Namespace) -> None:
     print_plan(flags, TRAIN, layout_of_launch(validated))
 
 
-def processes_of(accelerate: str) -> int:
-    """Return how many processes a configuration launches, by its name or path; errors as in [`read_arguments`]."""
+def launch_of(accelerate: str) -> argparse.Namespace:
+    """Return what a configuration launches, by its name or path, as accelerate completes it; errors as in [`main`]."""
     validated, _, _ = launch._validate_launch_command(read_arguments(["--accelerate", accelerate, "train"]))
-    return validated.num_processes or 1
+    return validated
 
 
 def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:

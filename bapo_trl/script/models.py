@@ -8,20 +8,23 @@ import importlib.util
 import json
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, cached_file, find_adapter_config_file
 from trl import ModelConfig
 
+from ..bapo_config import BAPOConfig
 from ..errors import InputError
 from ..plan.memory import empty_model
+from ..report.runs import read_settings
 from ..tasks import SMOLLM2, smollm2_path, warm_start_path
 from ..upstream.trl_compat import create_model_from_path
 from .arguments import EMBEDDED
@@ -72,15 +75,45 @@ def load_adapter(
             f"`model_name_or_path` is '{adapter}', an adapter, which needs the package peft: install it with "
             "`pip install 'bapo-trl[peft]'`."
         ) from error
-    try:
+    with _explaining_base(adapter, base):
         model = create_model_from_path(base, revision=base_revision(adapter, revision), **kwargs)
+    return PeftModel.from_pretrained(model, adapter, is_trainable=is_trainable, revision=revision)
+
+
+@contextmanager
+def _explaining_base(adapter: str, base: str) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError) as error:
         raise InputError(
             f"`model_name_or_path` is '{adapter}', an adapter of '{base}', and that base cannot be loaded: put it "
             "there, or correct `base_model_name_or_path` in the adapter's adapter_config.json. What failed: "
             f"{_first_line(error)}"
         ) from error
-    return PeftModel.from_pretrained(model, adapter, is_trainable=is_trainable, revision=revision)
+
+
+def base_dtype(adapter: str, base: str, revision: str | None = None, trust_remote_code: bool = False) -> str:
+    """Return the type in which the base of a saved adapter is stored; refuse one that is not there (`InputError`)."""
+    with _explaining_base(adapter, base):
+        of_adapter = base_revision(adapter, revision)
+        config = AutoConfig.from_pretrained(base, revision=of_adapter, trust_remote_code=trust_remote_code)
+    return _name_of_type(config.dtype)
+
+
+def merged_dtype(adapter: str, asked: str | None) -> tuple[str, str]:
+    """
+    Return the type in which an adapter is merged, and why that one: the one asked for, else that of its training.
+
+    If its run has not saved that, it is "auto", for the type in which the base is stored.
+    """
+    if asked not in (None, "auto"):
+        return str(asked), "as `dtype` says"
+    trained = read_settings(Path(adapter)).get("dtype") if Path(adapter).is_dir() else None
+    return (str(trained), "as it was trained") if trained else ("auto", "as its base")
+
+
+def _name_of_type(dtype: Any) -> str:
+    return str(dtype or "float32").removeprefix("torch.")
 
 
 def load_processing_class(
@@ -138,16 +171,21 @@ def check_merged(folder: Path, overwrites: bool, starts: Iterable[str | None] = 
 
 
 def save_merged(
-    adapter: str, base: str, folder: Path, trust_remote_code: bool = False, revision: str | None = None
-) -> None:
+    adapter: str,
+    base: str,
+    folder: Path,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    dtype: str = "auto",
+) -> str:
     """
-    Merge a saved adapter into its base, in the base's precision, and save the model with its tokenizer.
+    Merge a saved adapter into its base, loaded in a type, and save the model with its tokenizer; return the type.
 
     It is loaded anew, on the CPU: a model that is being trained may be sharded or quantized. The folder is there when
     it is whole, and takes the place of an earlier one.
     """
     unset_hf_deepspeed_config()  # under ZeRO-3, the loading would be sharded over processes that do not take part
-    settings: dict[str, Any] = {"dtype": "auto", "device_map": None, "trust_remote_code": trust_remote_code}
+    settings: dict[str, Any] = {"dtype": dtype, "device_map": None, "trust_remote_code": trust_remote_code}
     model: PreTrainedModel = load_adapter(adapter, base, revision=revision, **settings).merge_and_unload()
     part = folder.with_name(folder.name + ".part")
     if part.exists():
@@ -157,20 +195,27 @@ def save_merged(
     if folder.exists():
         shutil.rmtree(folder)
     part.rename(folder)
+    return _name_of_type(model.dtype)
 
 
 def check_packages(model_args: ModelConfig) -> None:
-    """Refuse flags whose package is not installed (`InputError`)."""
-    for flag, is_set, module, requirement in (
-        ("use_peft", model_args.use_peft, "peft", "'bapo-trl[peft]'"),
-        ("load_in_4bit", model_args.load_in_4bit, "bitsandbytes", "bitsandbytes"),
-        ("load_in_8bit", model_args.load_in_8bit, "bitsandbytes", "bitsandbytes"),
-    ):
-        if is_set and importlib.util.find_spec(module) is None:
-            raise InputError(
-                f"`{flag}` needs the package {module}, which is not installed: run `pip install {requirement}`, or "
-                f"leave `{flag}` out."
-            )
+    """Refuse flags of the model whose package is not installed (`InputError`)."""
+    _check_package("use_peft", model_args.use_peft, "peft", "'bapo-trl[peft]'")
+    _check_package("load_in_4bit", model_args.load_in_4bit, "bitsandbytes", "bitsandbytes")
+    _check_package("load_in_8bit", model_args.load_in_8bit, "bitsandbytes", "bitsandbytes")
+
+
+def check_vllm(training_args: BAPOConfig) -> None:
+    """Refuse to sample with vLLM where it is not installed (`InputError`)."""
+    _check_package("use_vllm", training_args.use_vllm, "vllm", "'bapo-trl[vllm]'")
+
+
+def _check_package(flag: str, is_set: bool, module: str, requirement: str) -> None:
+    if is_set and importlib.util.find_spec(module) is None:
+        raise InputError(
+            f"`{flag}` needs the package {module}, which is not installed: run `pip install {requirement}`, or "
+            f"leave `{flag}` out."
+        )
 
 
 def check_trackers(report_to: Sequence[str]) -> None:

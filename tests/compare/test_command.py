@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -17,8 +19,10 @@ from bapo_trl.compare.execution import command_of, find_finished, make_runs
 from bapo_trl.compare.results import Row, read_rows, write_row
 from bapo_trl.compare.study import as_arguments, read_study
 from bapo_trl.errors import InputError
+from bapo_trl.report.log_files import STATE_FILE
 from bapo_trl.script.launcher import read_arguments
-from tests.helpers.script_runs import SHORT
+from tests.helpers.forked import run_python
+from tests.helpers.script_runs import SHORT, train_bapo
 
 
 BASE = {
@@ -117,6 +121,90 @@ def test_a_study_that_is_killed_goes_on_where_it_was(folder):
     assert not list(Path("study").glob(".run-*"))  # what the killed run left is gone too
 
 
+STOPPING_REWARD = """
+import os, signal
+from pathlib import Path
+def has_digit(completions, trainer_state, **kwargs):
+    stopped = Path("stopped")
+    if stopped.exists() and trainer_state.max_steps and trainer_state.global_step == 2:
+        pids = [int(pid) for pid in stopped.read_text().split()]
+        stopped.unlink()
+        for pid in (*pids, os.getpid()):
+            os.kill(pid, signal.SIGTERM)
+    return [float(any(map(str.isdigit, text))) for text in completions]
+"""
+
+
+class ForkedRun:
+    """A run of a study as a child that need not import anything."""
+
+    def __init__(self, command, *, stdout, env, **kwargs):
+        self.command, self.stdout, self.env = command[1:], stdout, env
+
+    def wait(self) -> int:
+        done = run_python(self.command, cwd=Path.cwd(), **self.env)
+        self.stdout.write(done.stdout + done.stderr)
+        self.stdout.flush()
+        return done.returncode
+
+    def terminate(self):
+        """Do nothing: the reward sends the signal to all, as a job at its time limit does."""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("stops_study", [False, True])
+def test_a_run_that_a_signal_stopped_is_resumed(folder, monkeypatch, stops_study):
+    """As on a machine that is taken away: it ends as if it had not been stopped, at the end of a generation."""
+    monkeypatch.setattr(execution, "subprocess", SimpleNamespace(Popen=ForkedRun, DEVNULL=None))
+    Path("my_rewards.py").write_text(STOPPING_REWARD)
+    base = {**BASE, "gradient_accumulation_steps": 2}  # a generation for each update
+    write_study(arms={"BAPO": STUDY["arms"]["BAPO"]}, seeds=[0], base=base)
+    Path("stopped").write_text(str(os.getpid()) if stops_study else "")
+    if stops_study:
+        with pytest.raises(SystemExit) as ended:
+            compare()
+        assert ended.value.code == 128 + signal.SIGTERM
+        assert not list(Path("study/runs").glob("*"))
+        (work,) = Path("study").glob(".run-*")
+        assert [path.name for path in work.glob("checkpoint-*")] == ["checkpoint-3"]
+    assert compare() is None
+    assert not Path("stopped").exists()
+    (log,) = Path("study/logs").glob("*.log")
+    assert log.read_text().count("Stopped by SIGTERM after update 3, saved in") == 1
+    assert re.search(r"\nGoes on from study/\.run-.*/checkpoint-3\.\n", log.read_text())
+    assert not list(Path("study").glob(".run-*"))
+    (row,) = read_rows(Path("study")).values()
+    assert row.error is None
+    assert [step for step, _ in row.curve] == [0, 2, 4]
+
+    (run,) = read_study("study.yaml").runs()
+    train_bapo.main([*as_arguments(run.flags), "--output_dir", "straight"])
+    (state,) = Path("study/logs").glob("*.trainer_state.json")
+    resumed, straight = (
+        [{name: log.get(name) for name in ("step", "grad_norm", "reward", "eval_avg@3")} for log in history]
+        for history in (json.loads(path.read_text())["log_history"] for path in (state, Path("straight", STATE_FILE)))
+    )
+    assert resumed == straight
+
+
+def test_a_run_that_stops_again_and_again_without_an_update_is_a_row_with_its_error(folder, monkeypatch):
+    """Else the study would never end."""
+    write_study(arms={"BAPO": STUDY["arms"]["BAPO"]}, seeds=[0])
+    state = {"global_step": 2, "epoch": 1.0}
+    program = (
+        "import json, os, sys; calls = open('calls', 'a'); calls.write(' '.join(sys.argv[1:]) + '\\n'); "
+        "folder = next(name for name in os.listdir('study') if name.startswith('.run-')); "
+        "os.makedirs(f'study/{folder}/checkpoint-2', exist_ok=True); "
+        f"json.dump({state!r}, open(f'study/{{folder}}/checkpoint-2/trainer_state.json', 'w')); sys.exit(75)"
+    )
+    monkeypatch.setattr(execution, "command_of", lambda *args: [sys.executable, "-c", program])
+    assert compare() == 1
+    assert Path("calls").read_text() == "\n--resume_from_checkpoint true\n"  # started, and resumed once
+    (row,) = read_rows(Path("study")).values()
+    assert row.error.startswith("exit code 75")
+    assert not list(Path("study").glob(".run-*"))
+
+
 def test_a_run_is_a_process_of_train_or_of_its_launch(folder):
     write_study(accelerate="cpu_ddp")
     study = read_study("study.yaml")
@@ -187,6 +275,60 @@ def test_runs_at_a_time_have_a_gpu_each(folder, monkeypatch, jobs, accelerate, v
     assert [sorted(found[first : first + jobs]) for first in range(0, 4, jobs)] == seen
 
 
+ON_GPUS = {**BASE, "use_cpu": "false"}
+
+
+def launch_file(**settings) -> str:
+    content = {"distributed_type": "MULTI_GPU", "num_processes": 2, "num_machines": 1, **settings}
+    Path("launch.yaml").write_text(yaml.safe_dump(content))
+    return "launch.yaml"
+
+
+@pytest.mark.parametrize(
+    ("jobs", "processes", "visible", "seen"),
+    [
+        (1, 2, "4,5,6,7", [["4,5,6,7"]] * 4),
+        (2, 2, "4,5,6,7", [["4,5", "6,7"]] * 2),
+        (2, 2, "4,5,6,7,8", [["4,5", "6,7"]] * 2),
+        (4, 2, "GPU-a,GPU-b,2,3,4,5,6,7", [["2,3", "4,5", "6,7", "GPU-a,GPU-b"]]),
+        (2, 3, None, [["0,1,2", "3,4,5"]] * 2),
+    ],
+)
+def test_launched_runs_at_a_time_have_gpus_of_their_own(folder, monkeypatch, jobs, processes, visible, seen):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 6)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    write_study(base=ON_GPUS, accelerate=launch_file(num_processes=processes))
+    found = [environment["CUDA_VISIBLE_DEVICES"] for environment in environments_of(monkeypatch, jobs)]
+    assert [sorted(found[first : first + jobs]) for first in range(0, 4, jobs)] == seen
+
+
+@pytest.mark.parametrize(
+    ("jobs", "settings", "message"),
+    [
+        (2, {}, "`--jobs` is 2, and each run takes 2 GPUs (`accelerate` launch.yaml): that is 4 GPUs, and 3 are "
+                "visible. Set `--jobs` to 1."),
+        (4, {"distributed_type": "NO", "num_processes": 1, "gpu_ids": "0"},
+         "`gpu_ids` of launch.yaml is 0, and the 4 runs of `--jobs` would"),
+        (2, {"gpu_ids": "0,1"}, "`gpu_ids` of launch.yaml is 0,1, and the 2 runs of `--jobs` would share these GPUs"),
+    ],
+)  # fmt: skip
+def test_a_study_says_how_many_gpus_it_needs(folder, monkeypatch, capsys, jobs, settings, message):
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    write_study(base=ON_GPUS, accelerate=launch_file(**settings))
+    with pytest.raises(SystemExit):
+        compare("--jobs", str(jobs))
+    assert message in capsys.readouterr().err
+    assert not Path("study").exists()
+    assert compare("--jobs", str(jobs), "--dry_run") == 1
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-1] == f"4 runs, 4 to make, {jobs} at a time"
+    assert message in err
+    assert compare("--jobs", "1", "--dry_run") is None
+
+
 def test_where_there_is_no_gpu_none_is_named(folder, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -224,11 +366,15 @@ def test_a_study_for_a_gpu_is_listed_where_there_is_none(folder, capsys, monkeyp
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     write_study(base={name: value for name, value in BASE.items() if name not in ("use_cpu", "bf16")})
-    compare("--dry_run")
-    assert capsys.readouterr().out.splitlines()[-1] == "4 runs, 4 to make, 1 at a time"
-    with pytest.raises(SystemExit):
-        compare()
-    assert "`use_cpu` is false, but no GPU was found" in capsys.readouterr().err
+    for accelerate in (None, "multi_gpu"):
+        write_study(base=dict(yaml.safe_load(Path("study.yaml").read_text())["base"]), accelerate=accelerate)
+        assert compare("--dry_run") == 1
+        out, err = capsys.readouterr()
+        assert out.splitlines()[-1] == "4 runs, 4 to make, 1 at a time"
+        assert "`use_cpu` is false, but no GPU was found" in err
+        with pytest.raises(SystemExit):
+            compare()
+        assert "`use_cpu` is false, but no GPU was found" in capsys.readouterr().err
     assert not Path("study").exists()
 
 

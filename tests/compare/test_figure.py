@@ -25,7 +25,25 @@ def test_each_setting_has_a_panel_with_a_line_and_a_band_for_each_arm(tmp_path, 
         assert [line.get_label() for line in panel.lines] == ["GRPO", "BAPO"]
         assert list(panel.lines[0].get_ydata()) == pytest.approx([0.1, 0.35, 0.5])
         assert len(panel.collections) == 2
+        # Two seeds have no band: each has its own line
+        seeds = [line.tolist() for line in panel.collections[0].get_segments()]
+        assert seeds == [[[0, 0.1], [8, 0.3 + seed / 10], [16, 0.5]] for seed in (0, 1)]
     assert [text.get_text() for text in figure.legends[0].texts] == ["GRPO", "BAPO"]
+
+
+@pytest.mark.figures
+def test_three_seeds_have_a_band_where_it_is_narrower_than_an_accuracy(tmp_path, monkeypatch):
+    rows = [
+        Row("A", {}, seed, final=0.5, curve=[(0, 0.1 + seed / 100), (8, [0, 0.5, 1][seed]), (16, 0.5 + seed / 10)])
+        for seed in (0, 1, 2)
+    ]
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **kwargs: drawn.append(figure))
+    save_figure(compare(rows, ["A"], "A"), tmp_path / "x.png")
+    (band,) = drawn[0].axes[0].collections
+    corners = {tuple(round(float(x), 3) for x in point) for point in band.get_paths()[0].vertices}
+    # t(2) 4.3027 * 0.01 / sqrt(3) = 0.025, * 0.1 / sqrt(3) = 0.248; at 8: * 0.5 / sqrt(3) = 1.242, a width above 1
+    assert {(0, 0.085), (0, 0.135), (16, 0.352), (16, 0.848)} == corners
 
 
 @pytest.mark.figures

@@ -29,7 +29,8 @@ LOGS = [
     {"step": 4, "eval_avg@2": 0.52, "eval_reward": 0.5},
     {"step": 4, "train_runtime": 3.0},
 ]
-RESULTS = {"before_avg@2": 0.1, "eval_avg@2": 0.5, "eval_pass@2": 0.7}
+RESULTS = {"before_avg@2": 0.1, "eval_avg@2": 0.5, "eval_pass@2": 0.7, "before_avg@2_stderr": 0.02,
+           "eval_avg@2_stderr": 0.04, "eval_pass@2_stderr": 0.05}  # fmt: skip
 
 
 def left_by_train(folder, logs=LOGS, results=RESULTS, settings=SETTINGS):
@@ -59,7 +60,9 @@ def test_a_row_has_what_the_tables_read(tmp_path):
         generated_tokens=704,  # (10 + 12) * 32
         seconds=12.3,
         method="BAPO",
+        errors={"start": 0.02, "final": 0.04, "pass_at_k": 0.05},
     )
+    assert row.start == 0.1
 
 
 def test_fixed_bounds_are_at_no_limits(tmp_path):
@@ -70,7 +73,14 @@ def test_fixed_bounds_are_at_no_limits(tmp_path):
 def test_a_run_that_was_not_measured_before_begins_at_its_first_measurement(tmp_path):
     results = {name: value for name, value in RESULTS.items() if name != "before_avg@2"}
     row = row_of(RUN, left_by_train(tmp_path, results=results), 1.0)
-    assert (row.curve, row.area) == ([(2, 0.6), (4, 0.5)], 0.55)
+    assert (row.curve, row.area, row.start) == ([(2, 0.6), (4, 0.5)], 0.55, None)
+
+
+def test_health_warnings_are_those_of_the_report(tmp_path):
+    cut_off = [{**log, "completions/clipped_ratio": 0.75} if "grad_norm" in log else log for log in LOGS]
+    row = row_of(RUN, left_by_train(tmp_path, cut_off), 1.0)
+    assert list(row.warnings) == ["Completions cut off"]
+    assert row.warnings["Completions cut off"].startswith("75% of the completions ended for their length")
 
 
 def test_rows_come_back_as_they_were_written(tmp_path):

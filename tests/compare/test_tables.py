@@ -2,6 +2,7 @@
 
 import csv
 import math
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,8 +68,75 @@ def test_a_verdict_says_how_many_more_seeds_would_tell():
     (line,) = verdict(compare(rows, ["A", "B"], "A")[0])
     assert line.startswith("B and A cannot be told apart: about ")
     assert line.endswith(" more seeds would.")
-    few = [*runs("A", [0.5, 0.5]), *runs("B", [0.53, 0.538])]
-    assert verdict(compare(few, ["A", "B"], "A")[0]) == ["B and A cannot be told apart: about 1 more seed would."]
+
+
+def test_two_seeds_promise_nothing():
+    """Their spread is a guess: differences of 0.03 and 0.038 would ask for 3 seeds, those of 0.1 and 0.4 for 32."""
+    for finals in ([0.53, 0.538], [0.6, 0.9], [0.0, 0.624]):
+        rows = [*runs("A", [0.5, 0.5]), *runs("B", finals)]
+        comparisons = compare(rows, ["A", "B"], "A")
+        assert verdict(comparisons[0]) == ["B and A cannot be told apart by 2 seeds: run at least 3."]
+        text = as_markdown(comparisons)
+        paired = next(line for line in text.splitlines() if line.startswith(("| B   | +", "| B   | -")))
+        assert paired.split("|")[5].strip() == "-"  # seeds that show 0.03
+        assert "more seed" not in text
+
+
+def test_no_interval_is_wider_than_what_can_be_measured():
+    # Two seeds: t(1) 12.706 * s / sqrt(2), where s is the difference over sqrt(2): 6.353 times the difference
+    # of the seeds. An accuracy is in [0, 1], a width of 1: half of it is 0.5, so up to a difference of 0.0787.
+    rows = [*runs("A", [0.5, 0.578]), *runs("B", [0.5, 0.58], gradient_peak=2.0, pass_at_k=0.5)]
+    rows[3] = replace(rows[3], gradient_peak=4.0, pass_at_k=0.9)
+    text = as_markdown(compare(rows, ["A", "B"], "A"))
+    assert "0.539 ± 0.496" in text
+    assert "| B   | 2     | 0.540          | 0.700  |" in text
+    assert "3.0 ± 12.7" in text  # which has no end
+    # Differences are in [-1, 1]: 6.353 * 0.3 is above 1, 6.353 * 0.15 is not
+    for last, interval in ((0.8, ""), (0.65, " ± 0.953")):
+        rows = [*runs("A", [0.5, 0.5]), *runs("B", [0.5, last])]
+        paired = next(line for line in as_markdown(compare(rows, ["A", "B"], "A")).splitlines() if "| +" in line)
+        assert paired.split("|")[2].strip() == f"+{(last - 0.5) / 2:.3f}{interval}"
+        last_line = list(csv.reader(as_csv(compare(rows, ["A", "B"], "A")).splitlines()))[-1]
+        assert last_line[2] == "final accuracy above A (Bonferroni)"
+        assert (last_line[5] == "") == (interval == "")
+
+
+def test_the_spread_is_at_least_the_noise_of_the_evaluation():
+    """Three seeds that agree by luck: 100 prompts tell an accuracy of 0.5 up to 0.05."""
+    error = {"errors": {"final": 0.05, "pass_at_k": 0.04, "start": 0.03}, "curve": [(0, 0.1), (4, 0.5)]}
+    rows = [
+        *runs("A", [0.5, 0.5, 0.5], pass_at_k=0.6, **error),
+        *runs("B", [0.53, 0.53, 0.53], pass_at_k=0.6, **error),
+        *runs("C", [0.2, 0.5, 0.8], pass_at_k=0.6, **error),
+    ]
+    (comparison,) = compare(rows, ["A", "B", "C"], "A")
+    # t(2) is 4.3027: * 0.05 / sqrt(3) = 0.124, * 0.04 / sqrt(3) = 0.099, * 0.03 / sqrt(3) = 0.075
+    assert "| A   | 3     | 0.500 ± 0.124  | 0.600 ± 0.099 | 0.100 ± 0.075  |" in as_markdown([comparison])
+    # Seeds that spread more than that: 4.3027 * 0.3 / sqrt(3) = 0.745, wider than an accuracy can be
+    assert comparison.means("final accuracy")["C"].value == 0.5
+    # A difference is as noisy as both: 0.0707, at 1 - 0.05 / 4 t(2) is 6.2053: * 0.0707 / sqrt(3) = 0.253
+    of_b, _ = comparison.differences()
+    assert math.isclose(of_b.mean.half_width, 0.2533, abs_tol=1e-4)
+    # t = 0.03 / (0.0707 / sqrt(3)) = 0.7348: p(2) = 0.539, times 2
+    assert math.isclose(of_b.p_value, 1.0)
+    assert verdict(comparison)[0].startswith("B and A cannot be told apart: about ")
+    alone = compare(rows[:6], ["A", "B"], "A")[0].differences()[0]
+    assert math.isclose(alone.p_value, 0.539, abs_tol=1e-3)
+
+
+def test_start_accuracy_and_health_warnings_are_in_the_result():
+    halved = {"Entropy halved": "fell from 1 at update 1 to 0.4 at update 9."}
+    rows = [
+        *runs("A", [0.5, 0.6], curve=[(0, 0.1), (8, 0.5)]),
+        *runs("B", [0.5, 0.6], curve=[(0, 0.2), (8, 0.5)], warnings=halved),
+    ]
+    rows[2] = replace(rows[2], warnings={**halved, "Completions cut off": "51% of ..."})
+    text = as_markdown(compare(rows, ["A", "B"], "A"))
+    assert text.splitlines()[0].endswith("| start accuracy |")
+    assert [line[-18:] for line in text.splitlines()[2:4]] == ["| 0.100          |", "| 0.200          |"]
+    assert "- B, health warning: Entropy halved (seeds 0, 1)\n" in text
+    assert "- B, health warning: Completions cut off (seed 0)\n" in text
+    assert "A, health" not in text
 
 
 ACCURACY = st.floats(0, 1).map(lambda value: round(value, 3))

@@ -25,6 +25,7 @@ from tests.docs.blocks import PAGES, all_blocks, blocks_of, commands_of
 from tests.helpers.commands import ROOT, accelerate_launcher, run_command, succeeded
 from tests.helpers.forked import run_python
 from tests.helpers.script_runs import CHAT_TEMPLATE, CPU, fill_folder, train_bapo
+from tests.helpers.toy import toy_trainer
 from tests.report.made_logs import made_logs, save_run
 
 
@@ -206,8 +207,10 @@ def test_commands(block, folder):
 def test_python(block, folder):
     # The page says to add `use_cpu` where there is no GPU
     names = {"__name__": "block"}
-    if "BAPOConfig(" not in block.text:
+    if "BAPOConfig(" not in block.text:  # lines for a script of one's own, which has the trainer
+        names |= {"trainer": toy_trainer("out", max_steps=2)} if "trainer" in block.text else {}
         exec(compile(block.text, str(block), "exec"), names)
+        assert "trainer.train()" not in block.text or names["trainer"].state.global_step == 2
         return
     shorter = "use_cpu=True, bf16=False, report_to='none', save_strategy='no', max_steps=2, max_completion_length=6,"
     code, count = re.subn(r"BAPOConfig\((?=\n)", f"BAPOConfig({shorter}", block.text)

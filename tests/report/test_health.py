@@ -9,7 +9,7 @@ import pytest
 from bapo_trl.report.health import CHECKS, Finding
 from bapo_trl.report.health import examine as examine_columns
 from bapo_trl.report.logs import Logs
-from bapo_trl.report.method import Method
+from bapo_trl.report.method import Method, method_by_settings
 from tests.report.made_logs import HEALTHY, made_logs
 
 
@@ -105,6 +105,115 @@ def test_the_entropy_halves_within_50_updates_or_slowly():
     assert lines(every=11, entropy=[1.0, 0.9, 0.8, 0.7, 0.51, 0.5])[0][0] == "healthy"  # 55 updates
     assert lines(every=51, entropy=[1.0, 0.1])[0][0] == "healthy"  # logged too seldom to tell
     assert lines(entropy=[0.2, 1.0])[0][0] == "healthy"  # it rose
+
+
+@pytest.mark.parametrize(
+    "entropy",
+    [
+        [1.0] * 5 + [0.4] + [1.0],  # a dip of one log
+        [0.5] * 5 + [1.2] + [0.5],  # a peak of one log
+        [1.0, 0.45] * 10,
+        [1.0] * 19 + [0.4],  # the last log: nothing shows that it stays there
+    ],
+)
+def test_a_single_log_of_the_entropy_is_no_fall(entropy):
+    assert lines(entropy=entropy) == [("healthy", "Healthy", ALL_WELL)]
+    lasting = [*entropy, 0.1, 0.1]
+    sentence = f"to 0.1 at update {len(entropy) + 1}."
+    assert [found[2].partition(" to")[2] for found in lines(size=len(lasting), entropy=lasting)] == [sentence[2:]]
+
+
+def test_two_logs_of_a_fall_are_no_fall():
+    assert lines(size=2, entropy=[1.0, 0.1]) == [
+        ("healthy", "Healthy", "7 of 7 checks made on 2 logs, and none found anything.")
+    ]
+
+
+BAD = {
+    "ratio/mean": 5.0, "ratio/ess": 0.1, "ratio/chi2": 9.0, "bapo/target_met": 0.0, "frac_reward_zero_std": 1.0,
+    "completions/clipped_ratio": 1.0, "reward": None,
+}  # fmt: skip
+
+
+def test_one_log_has_no_verdict_bad_or_good():
+    for values in (BAD, {}):
+        (finding,) = examine(made_logs(1, **values))
+        assert (finding.severity, finding.name) == ("note", "Not checked")
+        assert finding.sentence.startswith("Not checked, because logged once, which may be noise: Mean ratio (`ratio/")
+        assert finding.sentence.count("(`") == 7
+    both = Logs(made_logs(1, **{"bapo/clip_low": 0.9, "bapo/clip_high": 3.0}))
+    assert [finding.name for finding in examine_columns(both, BOTH)] == ["Not checked"]
+    assert len(examine(made_logs(2, **BAD))) == 7  # two logs have
+
+
+def test_a_metric_that_was_logged_once_has_no_verdict():
+    *rest, last = made_logs(20)
+    once = [*({name: value for name, value in log.items() if name != "ratio/ess"} for log in rest), last]
+    (finding,) = examine(once)
+    assert finding.severity == "healthy"
+    assert finding.sentence == (
+        "6 of 7 checks made on 20 logs, and none found anything. Not checked, because logged once, which may be "
+        "noise: Effective sample size (`ratio/ess`)."
+    )
+
+
+@pytest.mark.parametrize("size", [2, 5, 10])
+def test_one_bad_log_of_a_few_is_a_note_and_two_are_a_warning(size):
+    """10 % of these are no full log."""
+    for bad, severity in ((1, "note"), (2, "warning")):
+        chi2 = [5.0] * bad + [0.1]
+        assert [found[0] for found in lines(size=size, **{"ratio/chi2": chi2})] == [severity]
+
+
+def test_the_latest_logs_are_two_at_least():
+    # The latest quarter of 4 logs is 1, the latest third of 3 with a search is 1
+    cut_off = lines(size=4, **{"completions/clipped_ratio": [0.0, 0.0, 0.0, 0.9]})  # (0.0 + 0.9) / 2
+    assert [found[0] for found in cut_off] == ["healthy"]
+    (found,) = lines(size=4, **{"completions/clipped_ratio": [0.0, 0.0, 0.2, 0.9]})  # (0.2 + 0.9) / 2
+    assert found[2] == "55% of the completions ended for their length, in the latest 2 of 4 logs."
+    at_limits = {"bapo/clip_low": [0.6, 0.6, 0.9], "bapo/clip_high": 3.0}
+    (found,) = examine_columns(Logs(made_logs(3, **at_limits)), BOTH)
+    assert found.severity == "healthy"
+
+
+FOLLOWED = {
+    "loss_type": "dapo", "ratio_lower_start": 0.6, "ratio_lower_max": 0.9, "ratio_lower_step": 0.02,
+    "ratio_upper_start": 1.2, "ratio_upper_max": 3.0, "ratio_upper_step": 0.05, "negative_weight_min": 0.5,
+    "positive_contribution_target": 1.0, "steps_per_generation": 1, "num_iterations": 1,
+    "gradient_accumulation_steps": 1, "use_vllm": False, "temperature": 1.0, "mask_truncated_completions": True,
+    "replay_fraction": 0.0, "replay_zero_advantage": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "advised"),
+    [
+        ({"temperature": 0.7}, "`temperature` 1"),
+        ({"mask_truncated_completions": False}, "`mask_truncated_completions`"),
+        ({"use_vllm": True}, "`sampling/` metrics"),
+        ({"steps_per_generation": 4}, "a smaller `steps_per_generation`"),
+        ({"positive_contribution_target": 0.5}, "A higher `positive_contribution_target`"),
+        ({"replay_zero_advantage": False}, "`replay_zero_advantage`"),
+        ({"negative_weight_min": 1.0}, "`negative_weight_min` below 1"),
+    ],
+)
+def test_what_a_run_does_already_is_not_advised(settings, advised):
+    logs = Logs(made_logs(entropy=[1.0, 0.1], **{**BAD, "reward": 0.5}))
+
+    def remedies(some):
+        return " ".join(finding.remedy for finding in examine_columns(logs, method_by_settings(some)))
+
+    assert advised not in remedies(FOLLOWED)
+    assert advised in remedies({**FOLLOWED, **settings})
+
+
+def test_on_policy_samples_cannot_be_fresher():
+    logs = Logs(made_logs(**{"ratio/ess": 0.1}))
+    on_policy = {**FOLLOWED, "replay_zero_advantage": False}
+    (finding,) = examine_columns(logs, method_by_settings(on_policy))
+    assert finding.remedy == "A lower `learning_rate`."
+    (finding,) = examine_columns(logs, method_by_settings({**on_policy, "num_iterations": 2}))
+    assert finding.remedy == "Fresher samples. A lower `learning_rate`."
 
 
 def test_several_lines_come_in_their_order():

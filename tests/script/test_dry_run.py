@@ -153,6 +153,108 @@ def test_what_the_run_would_refuse_or_fail_at_is_refused(settings, message, monk
         assert re.search(message, " ".join(said)), said
 
 
+BROKEN_REWARDS = """
+def raises(completions, **kwargs):
+    return [kwargs["missing_column"] for _ in completions]
+def gives_text(completions, **kwargs):
+    return ["good" for _ in completions]
+def is_infinite(completions, **kwargs):
+    return [float("inf") for _ in completions]
+async def raises_later(completions, **kwargs):
+    raise RuntimeError("no judge answers")
+"""
+NO_GPU = {"use_cpu": None, "bf16": None}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (NO_GPU, "`use_cpu` is false, but no GPU was found"),
+        ({**NO_GPU, "do_train": "false"}, "`use_cpu` is false, but no GPU was found"),
+        ({"reward_funcs": "broken_rewards.raises"}, "missing_column"),
+        ({"reward_funcs": "broken_rewards.raises_later"}, "no judge answers"),
+        ({"reward_funcs": "my_rewards.has_digit|broken_rewards.gives_text"}, "`gives_text` returned 'good'"),
+        ({"reward_funcs": "broken_rewards.is_infinite"}, "`is_infinite` returned inf"),
+        ({"dataset_name": "none.jsonl"}, "`dataset_name` is 'none.jsonl', but there is no such file"),
+        ({"dataset_name": "org/none"}, "`dataset_name` is 'org/none', which is neither a file nor"),
+        ({"dataset_name": None, "eval_dataset": "test.jsonl"}, "`dataset_name` is not set"),
+        (
+            {"model_name_or_path": "none"},
+            "`model_name_or_path` is 'none', and the tokenizer of 'none' cannot be loaded",
+        ),
+        ({"model_name_or_path": "small"}, r"The tokenizer has tokens up to \d+, but the model has 9"),
+        ({"model_name_or_path": None}, "`model_name_or_path` is not set"),
+        ({"resume_from_checkpoint": "true"}, "(?i)no (complete|valid) checkpoint"),
+        ({"resume_from_checkpoint": "elsewhere/checkpoint-2"}, "elsewhere/checkpoint-2.*there is no such folder"),
+        ({"use_vllm": "true"}, r"`use_vllm` needs the package vllm.*pip install 'bapo-trl\[vllm\]'"),
+        ({"attn_implementation": "flash_attention_2"}, "(?i)flash.?attention"),
+        ({"model_name_or_path": "learned", "eval_dataset": "long.jsonl"}, "1 of the 1 prompts of the eval dataset"),
+    ],
+)
+def test_what_the_run_stops_at_ends_the_dry_run_after_its_tables(settings, message, monkeypatch, tmp_path, capsys):
+    Path("broken_rewards.py").write_text(BROKEN_REWARDS)
+    toy_model(vocab_size=9).save_pretrained("small")
+    opt_model().save_pretrained("learned")
+    for folder in ("small", "learned"):
+        character_tokenizer().save_pretrained(folder)
+    Dataset.from_dict({"prompt": ["1" * 70]}).to_json("long.jsonl")
+    arguments = flags(**{"dataset_name": "train.jsonl", **settings})
+    with nothing_written(tmp_path), pytest.raises(SystemExit) as ended:
+        cli.main(["train", *arguments, "--dry_run"])
+    out, err = capsys.readouterr()
+    assert ended.value.code == 1
+    expected = "Evaluation alone" if settings.get("do_train") == "false" else "\n  samples a generation           12 "
+    assert expected in out
+    last = err.splitlines()[-1]
+    assert last.startswith("bapo-trl train: error: ")
+    assert re.search(message, last)
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", FROM_PRETRAINED)
+    with pytest.raises(Exception, match=message):  # whatever a library or a user's reward raises
+        run(**{"dataset_name": "train.jsonl", **settings})
+
+
+def test_several_problems_are_all_named(capsys):
+    arguments = flags(**NO_GPU, dataset_name="none.jsonl", resume_from_checkpoint="true")
+    with pytest.raises(SystemExit):
+        cli.main(["launch", "--num_processes", "2", "train", *arguments, "--dry_run"])
+    out, err = capsys.readouterr()
+    assert "\n                        2 processes *  1 process  8 processes  32 processes\n" in out
+    assert re.search(
+        r"3 problems\. \(1\) `use_cpu` .* \(2\) `resume_from_checkpoint` .* \(3\) `dataset_name` is ", err
+    )
+
+
+def test_a_reward_that_fails_ends_what_python_prints():
+    def raises(completions, **kwargs):
+        raise KeyError("missing_column")
+
+    args = BAPOConfig("out", use_cpu=True, bf16=False, per_device_train_batch_size=8)
+    dataset = Dataset.from_dict({"prompt": ["1+1=", "2+2="]})
+    found = dry_run(args, "model", raises, dataset)
+    given = 'given the first prompt and "The answer is 1."'
+    sentence = f"The reward function `raises` raised KeyError: 'missing_column' ({given})."
+    assert found.problems == [sentence]
+    assert str(found).endswith(f"\n\nThe run would stop: {sentence}")
+    # 8 samples are one prompt with 8 completions; on 8 processes, 8 prompts
+    on_eight = dry_run(args, "model", None, dataset, layout=Layout(8))
+    assert on_eight.problems == ["On 8 processes, a generation takes 8 prompts, there are 2."]
+
+
+def test_a_dry_run_of_a_merge_needs_its_base_and_says_the_type(capsys, monkeypatch):
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
+    merge = ["train", *flags(**{**MERGES, **NO_GPU}), "--dry_run"]
+    leave("adapter/adapter_config.json", json.dumps({"base_model_name_or_path": "model"}))
+    cli.main(merge)
+    assert capsys.readouterr().out.endswith("\nWeights are saved in float32, as its base.\n")
+    leave("adapter/run_settings.json", json.dumps({"dtype": "bfloat16"}))
+    cli.main(merge)
+    assert capsys.readouterr().out.endswith("\nWeights are saved in bfloat16, as it was trained.\n")
+    leave("adapter/adapter_config.json", json.dumps({"base_model_name_or_path": "gone"}))
+    with pytest.raises(SystemExit):
+        cli.main(merge)
+    assert "an adapter of 'gone', and that base cannot be loaded" in capsys.readouterr().err
+
+
 def test_bytes_of_a_quantized_model_are_not_guessed(monkeypatch, capsys):
     monkeypatch.setattr(preparation, "check_packages", lambda model_args: None)
     monkeypatch.setattr(planning, "get_quantization_config", lambda model_args: {"load_in_4bit": True})
@@ -245,7 +347,7 @@ def test_what_the_run_would_not_begin_with_is_refused_as_well(left, settings, me
 )  # fmt: skip
 def test_what_the_run_would_begin_with_is_not_refused(left, arguments, said, capsys, tmp_path):
     leave("adapter/adapter_config.json", json.dumps({"base_model_name_or_path": "model"}))
-    leave(left)
+    leave(left, json.dumps({"global_step": 2, "epoch": 1.0}))
     with nothing_written(tmp_path):
         train_bapo.main([*arguments, "--dry_run", "true"])
     assert capsys.readouterr().out.startswith(f"{said} No weights are loaded, nothing is written.\n")
@@ -285,7 +387,9 @@ def fill_stand_ins(folder, shape):
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")))
-def test_every_recipe(recipe, capsys, tmp_path):
+def test_every_recipe(recipe, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    monkeypatch.setattr(planning, "check_vllm", lambda training_args: None)
     is_small = recipe in ("gsm8k", "lora_small")
     fill_stand_ins(tmp_path, SHAPE_05B if is_small else SHAPE_7B)
     settings = dict(STAND_INS[recipe])

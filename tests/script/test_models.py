@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
@@ -62,8 +63,56 @@ def test_an_adapter_is_evaluated_and_merged_and_the_merged_model_evaluated(adapt
     capsys.readouterr()
     merge = ["--do_train=false", "--model_name_or_path=adapter", "--merge_adapter=true", "--output_dir=new"]
     train_bapo.main([*merge, "--use_cpu=true", "--bf16=false"])  # merging alone needs no data
-    assert capsys.readouterr().out == "Merged model: new/merged\n"
+    assert capsys.readouterr().out == "Merged model: new/merged (float32, as it was trained)\n"
     assert_alike("new/merged", "adapter")
+
+
+MERGE = {"do_train": "false", "model_name_or_path": "adapter", "merge_adapter": "true", "output_dir": "new"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "said"),
+    [
+        ({}, torch.float32, "float32, as it was trained"),
+        ({"dtype": "bfloat16"}, torch.bfloat16, "bfloat16, as `dtype` says"),
+        ({"run_settings.json": None}, torch.bfloat16, "bfloat16, as its base"),
+        ({"run_settings.json": "{}"}, torch.bfloat16, "bfloat16, as its base"),
+    ],
+)
+def test_a_merged_model_is_of_the_type_that_was_trained_and_needs_no_gpu(
+    adapter, capsys, monkeypatch, changes, dtype, said
+):
+    """A base that is stored in bfloat16 is trained in float32, as TRL has it: rounded, small changes are lost."""
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    AutoModelForCausalLM.from_pretrained("model").to(torch.bfloat16).save_pretrained("model")
+    asked = {name: value for name, value in changes.items() if name == "dtype"}
+    if changes.keys() - asked.keys():
+        Path("adapter/run_settings.json").unlink()
+    if changes.get("run_settings.json"):
+        Path("adapter/run_settings.json").write_text(changes["run_settings.json"])
+    Path("merge.yaml").write_text(yaml.safe_dump({**MERGE, **asked}))
+    flagged = [f"--{name}={value}" for name, value in {**MERGE, **asked}.items()]
+    for arguments in (flagged, ["--config", "merge.yaml", "--overwrite_output_dir", "true"]):
+        capsys.readouterr()
+        train_bapo.main(arguments)
+        assert capsys.readouterr().out == f"Merged model: new/merged ({said})\n"
+        assert AutoModelForCausalLM.from_pretrained("new/merged").dtype == dtype
+    assert (logits("new/merged") - logits("model")).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_that_is_trained_is_merged_in_the_type_of_its_training(folder, capsys, dtype):
+    AutoModelForCausalLM.from_pretrained("model").to(torch.bfloat16).save_pretrained("model")
+    run(dataset_name="train.jsonl", merge_adapter="true", dtype=dtype if dtype == "bfloat16" else None, **LORA)
+    assert f"\nMerged model: out/merged ({dtype}, as " in capsys.readouterr().out
+    assert AutoModelForCausalLM.from_pretrained("out/merged").dtype == getattr(torch, dtype)
+    assert json.loads(Path("out/run_settings.json").read_text())["dtype"] == dtype
+    of_adapter = AutoModelForCausalLM.from_pretrained("out", dtype=dtype)  # beside its base
+    with torch.no_grad():
+        expected = of_adapter(torch.arange(2, 40)[None]).logits
+    tolerance = {"float32": 1e-4, "bfloat16": 0.2}[dtype]
+    torch.testing.assert_close(logits("out/merged"), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("kind", ["folder", "link", "dangling"])

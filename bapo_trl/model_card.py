@@ -1,0 +1,132 @@
+"""The model card of a run: what was trained, on what, with which loss and settings, and how to load it."""
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import is_peft_model
+from datasets import Dataset
+from huggingface_hub import ModelCard
+
+from .bapo_config import BAPOConfig
+from .upstream.trl_compat import get_config_model_id
+
+
+_SETTINGS = (
+    "learning_rate", "beta", "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps",
+    "steps_per_generation", "num_iterations", "temperature", "max_completion_length", "seed",
+)  # fmt: skip
+_OF_BOUNDS = ("ratio_lower_start", "ratio_lower_max", "ratio_upper_start", "ratio_upper_max")
+_OF_SEARCH = ("positive_contribution_target", "contribution_measure", "search_order", "search_scope")
+_QUESTION = "What is 3 + 4?"
+
+
+def rewrite_card(trainer: Any, model_name: str | None, dataset_name: str | None) -> None:
+    """
+    Write the card of a trainer in the place of the one that TRL has just written into `output_dir`.
+
+    TRL's names no model that is not on the Hub, nor its data, calls every loss by the name of the trainer, and its
+    example loads neither such a model nor, with its own tokenizer, an adapter.
+
+    Args:
+        trainer ([`BAPOTrainer`]): Trainer, on its main process.
+        model_name (`str`, *optional*): Title; by default the name of `output_dir`.
+        dataset_name (`str`, *optional*): Data; by default `trainer.dataset_title`, or what the dataset is called.
+    """
+    path = Path(trainer.args.output_dir, "README.md")
+    card = ModelCard.load(path)
+    links = [line for line in card.text.splitlines() if line.startswith("[<img")]  # of experiment trackers
+    vars(card.data).pop("licence", None)  # a placeholder of TRL's
+    model, data = get_config_model_id(trainer.model.config), dataset_name or _data_of(trainer)
+    is_adapter = is_peft_model(trainer.model)
+    if is_adapter:
+        card.data.library_name = "peft"
+    start = f"{'A LoRA adapter of' if is_adapter else 'Trained from'} {_link(model, '') or 'a model without a name'}"
+    if data is not None and _is_on_hub(data):
+        card.data.datasets = [data]
+    parts = [
+        f"# {model_name or Path(trainer.args.output_dir).name}",
+        f"{start}, with {_method(trainer.args)}, on {_described(data, trainer.train_dataset)}. Made with "
+        f"[TRL](https://github.com/huggingface/trl) {version('trl')} and `bapo_trl`.",
+        "## How to use it",
+        _example(trainer, is_adapter),
+        "## Training",
+        *links,
+        _settings(trainer),
+        *_citation(trainer),
+    ]
+    ModelCard(f"---\n{card.data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n").save(path)
+
+
+def _data_of(trainer: Any) -> str | None:
+    """Return the name of the data, if it has one: that of a file says nothing but its format."""
+    info = getattr(trainer.train_dataset, "info", None)
+    named = getattr(info, "dataset_name", None)
+    return trainer.dataset_title or (None if named == getattr(info, "builder_name", None) else named)
+
+
+def _described(data: str | None, dataset: Any) -> str:
+    count = f"{len(dataset)} prompts" if isinstance(dataset, Dataset) else "a stream of prompts"
+    return count if data is None else f"{_link(data, 'datasets/')} ({count})"
+
+
+def _is_on_hub(name: str) -> bool:
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not Path(name).exists()
+
+
+def _link(name: str, kind: str) -> str:
+    """Return a name in Markdown; of a path, the last part, as the others are of one machine."""
+    if _is_on_hub(name):
+        return f"[{name}](https://huggingface.co/{kind}{name})"
+    return f"`{Path(name).name}`" if Path(name).exists() else name
+
+
+def _method(args: BAPOConfig) -> str:
+    if not args.has_clip_bounds:
+        method = f"the loss {args.loss_type.upper()}"
+    elif args.bound_grid.is_fixed:
+        method = f"the loss `{args.loss_type}` and fixed clip bounds"
+    else:
+        method = "BAPO, which searches the clip bounds of each update"
+    return method + (", and a weight on tokens with a negative advantage" if args.negative_weight_min < 1 else "")
+
+
+def _settings(trainer: Any) -> str:
+    """Return a table of the loss with the settings that it reads, and of the samples that it was trained on."""
+    args = trainer.args
+    names = ["loss_type", *(name for name in vars(args) if name.startswith(f"{args.loss_type}_"))]
+    names += ["epsilon_high"] if args.loss_type == "cispo" else []
+    if args.has_clip_bounds:
+        names += ["importance_sampling_level", *_OF_BOUNDS, *(["delta"] if args.delta is not None else [])]
+    names += ["negative_weight_min"] if args.negative_weight_min < 1 else []
+    names += _OF_SEARCH if args.is_adaptive else ()
+    rows = [("updates", trainer.state.global_step), *((f"`{name}`", getattr(args, name)) for name in names)]
+    rows += [(f"`{name}`", getattr(args, name)) for name in _SETTINGS]
+    return "\n".join(["| setting | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+
+
+def _example(trainer: Any, is_adapter: bool) -> str:
+    """Return a block of Python that loads the model from where it is, and samples a completion."""
+    where = repr(trainer.hub_model_id or trainer.args.output_dir)
+    arguments = [f"model={where}", f"tokenizer={where}"]
+    if is_adapter:  # its base may be stored in another type
+        dtype = str(trainer.model.config.dtype or "float32").removeprefix("torch.")
+        arguments.append(f'dtype="{dtype}"')
+    is_chat = getattr(trainer.processing_class, "chat_template", None) is not None
+    prompt = f'[{{"role": "user", "content": "{_QUESTION}"}}]' if is_chat else f'"{_QUESTION}"'
+    limit = trainer.args.max_completion_length or 256
+    code = (
+        "```python\nfrom transformers import pipeline\n\n"
+        f'generate = pipeline("text-generation", {", ".join(arguments)})\n'
+        f"(output,) = generate({prompt}, max_new_tokens={limit}, return_full_text=False)\n"
+        'print(output["generated_text"])\n```'
+    )
+    return f"The adapter needs `pip install peft`, and its base.\n\n{code}" if is_adapter else code
+
+
+def _citation(trainer: Any) -> list[str]:
+    args = trainer.args
+    if not args.has_clip_bounds or args.bound_grid.is_fixed:
+        return []
+    return ["## Citation", f"```bibtex\n{trainer._paper['citation'].strip()}\n```"]
