@@ -57,8 +57,8 @@ OVERRIDDEN_METHODS = (
     "_generate_and_score_completions", "_generate_single_turn", "_get_grad_norm", "_get_output_dir",
     "_get_per_token_logps_and_entropies", "_get_train_sampler", "_init_training_state", "_load_from_checkpoint",
     "_load_optimizer_and_scheduler", "_maybe_log_save_evaluate", "_prepare_inputs", "_push_from_checkpoint",
-    "_save_checkpoint", "_save_optimizer_and_scheduler", "_tokenize_prompts", "create_model_card", "evaluate",
-    "evaluation_loop", "train",
+    "_save_checkpoint", "_save_optimizer_and_scheduler", "_tokenize_prompts", "create_model_card",
+    "create_optimizer", "evaluate", "evaluation_loop", "train",
 )  # fmt: skip
 """Methods of `GRPOTrainer` that the trainer overrides and calls through `super()`."""
 
@@ -74,9 +74,9 @@ ATTRIBUTES = {
         "vllm_generation", "vllm_mode",
     ),
     "_compute_loss": (
-        "_get_per_token_logps_and_entropies", "current_gradient_accumulation_steps", "epsilon_low", "epsilon_high",
-        "importance_sampling_level", "loss_type", "off_policy_mask_threshold", "top_entropy_quantile", "use_vllm",
-        "vllm_importance_sampling_correction", "_metrics",
+        "_get_per_token_logps_and_entropies", "beta", "current_gradient_accumulation_steps", "epsilon_low",
+        "epsilon_high", "importance_sampling_level", "loss_type", "off_policy_mask_threshold", "top_entropy_quantile",
+        "use_vllm", "vllm_importance_sampling_correction", "_metrics",
     ),
     "_save_checkpoint": ("_get_output_dir",),
     "_push_from_checkpoint": ("push_in_progress",),
