@@ -143,10 +143,14 @@ class UpdateLines(TrainerCallback):
     """Lines on the terminal that show what matters instead of every metric; the trackers get them all."""
 
     stopwatch: Stopwatch | None = None  # from the begin of the training
+    _covered = 0  # update up to which the lines have told of all
 
     def on_train_begin(self, args, state, control, **kwargs):
         super().on_train_begin(args, state, control, **kwargs)
         self.stopwatch = Stopwatch(state.global_step, state.num_input_tokens_seen)
+        # A checkpoint within a line may hold what was measured for it
+        window = state.stateful_callbacks.get("log_window", {})
+        self._covered = window["last_logged"] if window.get("step") == state.global_step else state.global_step
 
     def on_train_end(self, args, state, control, **kwargs):
         super().on_train_end(args, state, control, **kwargs)
@@ -158,8 +162,15 @@ class UpdateLines(TrainerCallback):
         is_update = "bapo/positive_share" in logs
         pace = self.stopwatch.read(state.global_step, state.max_steps, logs.get("num_tokens")) if is_update else None
         line = log_line(state.global_step, logs, pace)
+        if line is not None and is_update:
+            line += self._coverage(state)
         if line is not None and state.is_world_process_zero:
             self.write(line)
+
+    def _coverage(self, state) -> str:
+        """Return how many updates a line is the mean of, if not `logging_steps`: after a resume, or at the first."""
+        count, self._covered = state.global_step - self._covered, state.global_step
+        return "" if count in (0, state.logging_steps) else f"  (over {count} update{'s' * (count != 1)})"
 
     def write(self, line: str) -> None:
         """Show a line at once."""

@@ -118,7 +118,9 @@ def _train(
     unread = unread_answer(data.train, script_args.answer_column)
     if unread is not None:
         say(f"Note: rewards read the data's own column `solution`, not `{unread}`: rename it if that is wrong.")
-    say(f"Each line below: means over the last {training_args.logging_steps:g} updates, age in policy versions.")
+    steps = training_args.logging_steps  # below 1, a part of all updates
+    every = f"{steps:g} updates" if steps >= 1 else "the updates since the line before"
+    say(f"Each line below: means over {every}, or over as many as it says; age in policy versions.")
     if resume is not None:
         say(f"Goes on from {resume}.")
     if is_over:

@@ -232,3 +232,28 @@ def test_the_bar_and_the_lines_of_updates_stand_apart(terminal):
 class Terminal(io.StringIO):
     def isatty(self):
         return True
+
+
+@pytest.mark.parametrize(
+    ("resumed_at", "window", "logged_at", "said"),
+    [
+        (0, {}, (16, 32), ("", "")),
+        (10, {}, (16, 32), ("  (over 6 updates)", "")),  # the log of 11 to 16
+        (15, {}, (16, 32), ("  (over 1 update)", "")),
+        (16, {}, (32, 32), ("", "")),
+        (0, {}, (1, 16), ("  (over 1 update)", "  (over 15 updates)")),  # `logging_first_step`
+        # What was measured from the line at 0 on is in the checkpoint, or in one before it
+        (10, {"step": 10, "last_logged": 0}, (16, 32), ("", "")),
+        (10, {"step": 8, "last_logged": 0}, (16, 32), ("  (over 6 updates)", "")),
+    ],
+)
+def test_a_line_says_how_many_updates_it_covers(resumed_at, window, logged_at, said, capsys):
+    state = TrainerState(global_step=resumed_at, max_steps=64, logging_steps=16)
+    state.stateful_callbacks = {"log_window": window} if window else {}
+    lines = UpdateLines()
+    lines.on_train_begin(None, state, None)
+    for step in logged_at:
+        state.global_step = step
+        lines.on_log(None, state, None, logs={"loss": 0.1, "bapo/positive_share": 0.5, "reward": 0.25})
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.partition("  (")[1:] for line in printed] == [each.partition("  (")[1:] for each in said]
