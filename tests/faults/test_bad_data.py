@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import re
+from collections import UserDict, deque
 from pathlib import Path
 
 import numpy as np
@@ -317,6 +318,14 @@ UNUSABLE = [
     (one(-np.inf), f"returned -inf {SAMPLE_3}"),
     (one(1e30), rf"returned 1e\+30 {SAMPLE_3}.*the standard deviation of .* overflows.*smaller"),
     (giving(lambda rewards: torch.tensor([math.inf, *rewards[1:]])), r"returned inf for sample 0 of 24"),
+    # What TRL would read numbers of: 24 keys, in any order, and 24 bytes
+    (giving(lambda rewards: dict.fromkeys(range(24), 0.5)), "returned {0: 0.5, .*, a dict, for 24 samples.*in a list"),
+    (giving(lambda rewards: UserDict(dict.fromkeys(range(24), 0.5))), "returned .*, a UserDict, for 24 samples"),
+    (giving(lambda rewards: dict.fromkeys(range(24), 0.5).keys()), "returned .*, a dict_keys, for 24 samples"),
+    (giving(lambda rewards: set(range(24))), "returned {0, 1, .*, a set, for 24 samples"),
+    (giving(lambda rewards: frozenset(range(24))), "returned .*, a frozenset, for 24 samples"),
+    (giving(lambda rewards: b"01" * 12), "returned .*, a bytes, for 24 samples"),
+    (giving(lambda rewards: bytearray(24)), "returned .*, a bytearray, for 24 samples"),
 ]
 # What TRL makes no rewards of
 NO_REWARDS = [
@@ -325,7 +334,25 @@ NO_REWARDS = [
     (giving(lambda rewards: None), "returned None, a NoneType, for 24 samples.*in a list"),
     (giving(lambda rewards: "x" * 24), "returned 'x+', a str, for 24 samples"),
     (giving(lambda rewards: rewards[1:]), f"returned 23 rewards for 24 samples{FIX}"),
+    (giving(lambda rewards: rewards[:1]), "returned 1 rewards for 24 samples"),
+    (giving(lambda rewards: (rewards, {})), "returned 2 rewards for 24 samples"),
+    (giving(lambda rewards: np.float64(0.5)), "returned .*, a float64, for 24 samples"),
+    (giving(lambda rewards: np.array(0.5)), r"returned array\(0.5\), a ndarray, for 24 samples.*in a list"),
+    (giving(lambda rewards: torch.tensor(0.5)), "returned .*, a Tensor, for 24 samples"),
+    (giving(lambda rewards: torch.tensor(0.5, requires_grad=True)), "returned .*, a Tensor, for 24 samples"),
+    (giving(lambda rewards: [[reward] for reward in rewards]), r"returned \[.*\], a list, for sample 0 of 24"),
+    (giving(lambda rewards: np.array(rewards)[:, None]), "returned .*, a ndarray, for sample 0 of 24"),
+    (giving(lambda rewards: [str(reward) for reward in rewards]), "returned .*, a str, for sample 0 of 24"),
+    (giving(lambda rewards: iter("x" * 24)), "returned 'x', a str, for sample 0 of 24"),
+    (giving(lambda rewards: [{"reward": reward} for reward in rewards]), "returned .*, a dict, for sample 0 of 24"),
 ]
+# What TRL takes for the same rewards
+SAME_REWARDS = [
+    tuple, deque, iter, np.array, torch.tensor, lambda rewards: (reward for reward in rewards),
+    lambda rewards: dict(enumerate(rewards)).values(), lambda rewards: torch.tensor(rewards, requires_grad=True),
+    lambda rewards: [torch.tensor(reward, requires_grad=True) for reward in rewards],
+    lambda rewards: np.array(rewards, dtype=object), lambda rewards: list(np.array(rewards)),
+]  # fmt: skip
 
 
 @pytest.mark.trainings
@@ -340,6 +367,21 @@ def test_a_reward_that_is_none_names_function_and_sample(tmp_path, reward, error
     trainer = toy_trainer(tmp_path, reward_funcs=functions)
     stopped(trainer, error, f"The reward function `my_reward` {message}")
     assert trainer.reward_funcs == functions
+
+
+@pytest.mark.trainings
+def test_rewards_in_any_form_that_trl_reads_are_the_same_rewards(tmp_path):
+    means = []
+
+    def my_reward(completions, **kwargs):
+        rewards = digits_reward(completions)
+        means.append(sum(rewards) / len(rewards))
+        return SAME_REWARDS[len(means) - 1](rewards)
+
+    one_update = {"steps_per_generation": 2, "num_iterations": 1}
+    trainer = toy_trainer(tmp_path, reward_funcs=my_reward, max_steps=len(SAME_REWARDS), **one_update)
+    trainer.train()
+    assert [log["rewards/my_reward/mean"] for log in training_logs(trainer)] == pytest.approx(means, abs=1e-6)
 
 
 @pytest.mark.trainings
