@@ -24,7 +24,7 @@ from .clip_bounds.update_bounds import UpdateBounds
 from .inputs import checks
 from .inputs.checks import explained
 from .inputs.prompt_checks import check_batch_prompts, check_end_of_stream, check_number_of_prompts
-from .inputs.reward_checks import check_reward_funcs
+from .inputs.reward_checks import check_reward_funcs, distinct_names
 from .inputs.setting_checks import check_eval_groups, check_values_of_trl
 from .inputs.setting_warnings import setting_warnings
 from .model_card import rewrite_card
@@ -155,6 +155,7 @@ class BAPOTrainer(WholeCheckpoints):
         with explained(partial(checks.check_model_name, model), partial(check_values_of_trl, args), rewards), client:
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, *rest, **kwargs)
 
+        self.reward_func_names = distinct_names(self.reward_func_names)
         self._inputs_in_loss = None  # the micro-batch whose loss is being computed, else `None`
         self._handed_over: RolloutBatch | None = None  # complete groups while TRL takes them for its own generation
         if self.use_vllm:

@@ -675,3 +675,27 @@ def test_a_broken_weight_names_the_log_probabilities(tmp_path):
     trainer = toy_trainer(tmp_path, trainer_args={"callbacks": [broken]})
     with pytest.raises(RuntimeError, match=r"`per_token_logps` \(\d+ values\).*at update 3"):
         trainer.train()
+
+
+@pytest.mark.trainings
+def test_rewards_of_one_name_are_logged_apart(tmp_path):
+    """TRL names columns and metrics by `__name__`: it would log the mean of both, 2."""
+
+    def giving(value):
+        def judge(completions, log_extra, **kwargs):
+            return [value] * len(completions)
+
+        return judge
+
+    settings = {"max_steps": 1, "log_completions": True, "num_completions_to_print": 0}
+    trainer = toy_trainer(tmp_path, reward_funcs=[giving(1.0), digits_reward, giving(3.0)], **settings)
+    trainer.train()
+    (log,) = training_logs(trainer)
+    assert [log[f"rewards/judge_{number}/mean"] for number in (1, 2)] == [1, 3]
+    assert "rewards/judge/mean" not in log
+    assert "rewards/digits_reward/mean" in log
+    (table,) = (tmp_path / "completions").glob("*.parquet")
+    rows = Dataset.from_parquet(str(table))
+    assert set(rows["judge_1"]) == {1}
+    assert set(rows["judge_2"]) == {3}
+    assert len(rows["judge_1"]) == len(rows["prompt"])

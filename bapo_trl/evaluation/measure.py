@@ -81,7 +81,7 @@ def evaluate(
     """
     rows = list(dataset) if isinstance(dataset, IterableDataset) else dataset
     num_completions = trainer.num_generations_eval
-    names = _distinct(trainer.reward_func_names)
+    names = trainer.reward_func_names
     pending: list[tuple[int, int]] = []
     kept: list[dict[str, Any]] = []
     if trainer.accelerator.is_main_process:
@@ -213,10 +213,6 @@ def _content(value: Any) -> str:
     if type(value).__module__.partition(".")[0] != "PIL":
         return str(value)
     return f"{value.mode} {value.size} {xxh3_128_hexdigest(value.tobytes())}"
-
-
-def _distinct(names: list[str]) -> list[str]:
-    return [name if names.count(name) == 1 else f"{name} {position}" for position, name in enumerate(names, start=1)]
 
 
 def _as_record(
