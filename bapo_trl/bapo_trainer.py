@@ -27,6 +27,7 @@ from .inputs.prompt_checks import check_batch_prompts, check_end_of_stream, chec
 from .inputs.reward_checks import check_reward_funcs, distinct_names
 from .inputs.setting_checks import check_eval_groups, check_values_of_trl
 from .inputs.setting_warnings import setting_warnings
+from .log_window import leave_out_empty, reduce_window
 from .model_card import rewrite_card
 from .policy.filler_rows import LossScale, mark_fillers, scale_without_fillers
 from .policy.scoring import read_masses, read_tokens, read_tokens_ahead, score, stamp, warn_if_padding_counts
@@ -61,6 +62,8 @@ class BAPOTrainer(WholeCheckpoints):
 
     - `train` runs; we start over when it is called again, and say how stale its samples will be.
     - `create_optimizer` makes the optimizer; we refuse one that trains no parameter of the model.
+    - `log` averages what was measured since the last line; we take the largest of maxima, the smallest of minima, and
+      leave out what is undefined.
     - `_get_train_sampler`, `_init_training_state` choose the prompts; we refuse too few, and resume their order.
     - `_prepare_inputs` generates where the buffer is used up, or hands out a micro-batch; at later passes over a
       generation, we trade rows with the replay queue.
@@ -75,8 +78,9 @@ class BAPOTrainer(WholeCheckpoints):
       where several share them, leave out masked tokens and filler rows, and log the update at the last.
     - `_get_grad_norm` clips the gradient; we stop at one that is not finite.
     - `evaluate` and its `evaluation_loop` sample and reward; we explain errors, and count each prompt once.
-    - `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler`, `_load_from_checkpoint` write and read a
-      checkpoint; we add pools, queue and carried curves, and read an adapter that has a copy as its reference.
+    - `_save_checkpoint`, `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler`, `_load_from_checkpoint`
+      write and read a checkpoint; we add the log line that is not full yet, pools, queue and carried curves, and read
+      an adapter that has a copy as its reference.
     - `_finish_current_push` waits for an upload; we remove what we made for it.
 
     Args:
@@ -230,6 +234,10 @@ class BAPOTrainer(WholeCheckpoints):
         for name, value in values.items():
             self._metrics[mode][name].append(value)
 
+    def log(self, logs, *args, **kwargs):
+        reduce_window(self._metrics["train" if self.model.training else "eval"])
+        super().log(logs, *args, **kwargs)
+
     # Prompts
 
     def _get_train_sampler(self, dataset=None):
@@ -242,6 +250,7 @@ class BAPOTrainer(WholeCheckpoints):
         place = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial
         )
+        fixes.continue_log_window(self)
         epochs, skipped = fixes.place_to_resume(self, place, max_steps, num_train_epochs, checkpoint)
         # TRL's sampler repeats the prompts of a generation for each of its micro-batches, and goes on among them.
         # TRL's count would start at 0: generations would lie across these blocks, and a next resume lose prompts.
@@ -396,7 +405,9 @@ class BAPOTrainer(WholeCheckpoints):
         finally:
             self._inputs_in_loss, self.beta = None, beta
         if is_training and self.accelerator.sync_gradients:
-            self._log_values(self._bounds.close(update=self.state.global_step + 1))
+            metrics, have_tokens = self._bounds.close(update=self.state.global_step + 1)
+            leave_out_empty(self._metrics["train"], have_tokens)
+            self._log_values(metrics)
         return loss
 
     def _begin_update(self) -> None:
@@ -448,6 +459,10 @@ class BAPOTrainer(WholeCheckpoints):
 
     def _is_dispensable(self, file):
         return file == CURVES_FILE or (self.args.replay_discard_saved and is_queue_file(file))
+
+    def _save_checkpoint(self, *args, **kwargs):
+        fixes.note_log_window(self)
+        super()._save_checkpoint(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir):
         super()._save_optimizer_and_scheduler(output_dir)

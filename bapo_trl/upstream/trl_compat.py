@@ -58,7 +58,7 @@ OVERRIDDEN_METHODS = (
     "_get_per_token_logps_and_entropies", "_get_train_sampler", "_init_training_state", "_load_from_checkpoint",
     "_load_optimizer_and_scheduler", "_maybe_log_save_evaluate", "_prepare_inputs", "_push_from_checkpoint",
     "_save_checkpoint", "_save_optimizer_and_scheduler", "_tokenize_prompts", "create_model_card",
-    "create_optimizer", "evaluate", "evaluation_loop", "train",
+    "create_optimizer", "evaluate", "evaluation_loop", "log", "train",
 )  # fmt: skip
 """Methods of `GRPOTrainer` that the trainer overrides and calls through `super()`."""
 
@@ -78,10 +78,12 @@ ATTRIBUTES = {
         "epsilon_high", "importance_sampling_level", "loss_type", "off_policy_mask_threshold", "top_entropy_quantile",
         "use_vllm", "vllm_importance_sampling_correction", "_metrics",
     ),
+    "_inner_training_loop": ("_globalstep_last_logged", "_tr_loss"),
     "_save_checkpoint": ("_get_output_dir",),
     "_push_from_checkpoint": ("push_in_progress",),
     "_generate": ("_generate_single_turn", "_tokenize_prompts", "rollout_func"),
     "_calculate_rewards": ("reward_func_names", "reward_funcs"),
+    "log": ("_metrics",),
     "_generate_single_turn": ("_last_loaded_step", "eos_token_ids", "generation_config", "generation_kwargs"),
     "_prepare_inputs": ("_buffered_inputs", "_generate_and_score_completions", "_step", "num_iterations"),
     "_generate_and_score_completions": (
