@@ -1,6 +1,7 @@
 """What `bapo-trl train` and `train_bapo.py` do, from the flags to the report."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from accelerate.utils import gather_object, is_peft_model
@@ -9,6 +10,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ..bapo_config import BAPOConfig
 from ..checkpoints.files import find_defect, goes_on_from
+from ..checkpoints.rank_errors import on_main_process, raising_on_all_ranks
 from ..checkpoints.stop_signals import EXIT_CODE, StopSignals, exit_stopped
 from ..errors import InputError
 from ..evaluation.sampling import EvaluatedTrainer
@@ -65,8 +67,8 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
 
     with trainer.holding_output_dir():
         if training_args.do_train:
-            if not goes_on(training_args) and trainer.is_world_process_zero():
-                remove_earlier_run(output_dir)
+            if not goes_on(training_args):
+                on_main_process(lambda: remove_earlier_run(output_dir))
             _train(trainer, inputs, script_args, training_args, evaluation)
         if evaluation is not None:
             evaluated, parts = model, inputs.parts
@@ -75,11 +77,13 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
                 parts = [(evaluated, None), *(inputs.parts[-1:] if is_peft_model(trainer.model) else [])]
             evaluation.after(parts)
             if training_args.do_train:
-                trainer.save_state()  # with what was found
+                with raising_on_all_ranks():
+                    trainer.save_state()  # with what was found
             say(evaluation.report(evaluated, data.test_title or data.title))
 
     if training_args.push_to_hub:
-        trainer.push_to_hub()
+        with _saving(trainer):
+            trainer.push_to_hub()
         say(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}")
 
     # Last of what is saved, so that it is not published beside the adapter
@@ -113,7 +117,7 @@ def _train(
     say(f"{method_by_settings(vars(training_args)).name} on {data.title}")
     say(settings_table(training_args, script_args.method))
     say(prompts_line(data.train, trainer.processing_class))
-    missing = count_missing_answers(data.train)
+    missing = on_main_process(lambda: count_missing_answers(data.train))  # reads all rows
     if missing:
         say(f"Note: {missing} of {len(data.train)} prompts have no `solution`: a reward that reads it gives none.")
     unread = unread_answer(data.train, script_args.answer_column)
@@ -141,8 +145,9 @@ def _train(
             f"the same command with --resume_from_checkpoint true. Exit code {EXIT_CODE}."
         )
         exit_stopped(trainer)
-    trainer.save_model(training_args.output_dir)
-    trainer.save_state()
+    with _saving(trainer):
+        trainer.save_model(training_args.output_dir)
+        trainer.save_state()
     say(f"Model: {training_args.output_dir}")
     if checkpoint.is_dir():
         say(f"Checkpoint: {checkpoint}")
@@ -152,10 +157,15 @@ def _merge(adapter: str, base: str | None, training_args: BAPOConfig, revision: 
     """Save the merged model, from the main process, and say where."""
     check_adapter(base)
     folder = merged_folder(training_args)
+    on_main_process(lambda: save_merged(adapter, base, folder, training_args.trust_remote_code, revision))
     if training_args.distributed_state.is_main_process:
-        save_merged(adapter, base, folder, training_args.trust_remote_code, revision)
         print(f"Merged model: {folder}")
-    training_args.distributed_state.wait_for_everyone()
+
+
+def _saving(trainer: EvaluatedTrainer) -> AbstractContextManager:
+    """Raise on all ranks what one fails with; not under DeepSpeed and FSDP, whose ranks save together."""
+    is_sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+    return nullcontext() if is_sharded else raising_on_all_ranks()
 
 
 def _check_resume(folder: str, training_args: BAPOConfig) -> bool:
