@@ -24,7 +24,8 @@ from benchmarks.chat_rules import AGAINST, OTHERS, STUDIES, Task, arms_to_judge,
 from benchmarks.common import RESULTS, ROOT, describe_run
 
 
-PAGES = (*(ROOT / "docs" / f"{name}.md" for name in ("results", "stability", "replay", "distributed")), ROOT / "README.md")
+DOCS = ("results", "stability", "replay", "distributed")
+PAGES = (*(ROOT / "docs" / f"{name}.md" for name in DOCS), ROOT / "README.md")
 TASK, UPDATES = "task", "updates per generation"
 WIDE = 0.02  # half-widths below this are left out of the README
 NAMES = {"VESPO": "VESPO (advised)", "VESPO, constant weight 0.5": "VESPO, half the weight"}

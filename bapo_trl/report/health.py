@@ -108,7 +108,8 @@ def _unchecked(counts: dict[Check, int]) -> str:
 
 
 def _no_reward(logs: Logs) -> list[Finding]:
-    if len(logs.logged("completions/mean_length").steps) < FEWEST_LOGS or len(logs.finite("reward").steps):
+    generations = len(logs.logged("completions/mean_length").steps)
+    if generations < FEWEST_LOGS or len(logs.finite("reward").steps):
         return []
     return [
         Finding(

@@ -150,9 +150,8 @@ class UpdateLines(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         super().on_train_begin(args, state, control, **kwargs)
         self.stopwatch = Stopwatch(state.global_step, state.num_input_tokens_seen)
-        # A checkpoint within a line may hold what was measured for it
-        window = state.stateful_callbacks.get("log_window", {})
-        self._covered = window["last_logged"] if window.get("step") == state.global_step else state.global_step
+        # A checkpoint within a line holds what was measured for it
+        self._covered = max((log["step"] for log in state.log_history if is_of_updates(log)), default=0)
 
     def on_train_end(self, args, state, control, **kwargs):
         super().on_train_end(args, state, control, **kwargs)
@@ -164,7 +163,7 @@ class UpdateLines(TrainerCallback):
         tokens = logs.get("num_tokens")
         pace = self.stopwatch.read(state.global_step, state.max_steps, tokens) if is_of_updates(logs) else None
         line = log_line(state.global_step, logs, pace)
-        if line is not None and is_update:
+        if line is not None and is_of_updates(logs):
             line += self._coverage(state)
         if line is not None and state.is_world_process_zero:
             self.write(line)

@@ -13,6 +13,7 @@ from accelerate.utils import is_peft_model
 from datasets import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
 
 from ..errors import InputError
 from .trl_compat import RepeatSampler
@@ -35,45 +36,6 @@ class EpochShuffleCallback(TrainerCallback):
                 torch.randperm(self.sampler.num_samples, generator=self.sampler.generator)
 
 
-_LOG_WINDOW = "log_window"  # among the states of callbacks in a checkpoint
-
-
-class LogWindowCallback(TrainerCallback):
-    """
-    Continues the log line within which a checkpoint was saved.
-
-    TRL and transformers keep what they measured since the last line outside of checkpoints. The first line of a
-    resumed run would lack the updates before the checkpoint. Needed up to TRL 1.16 and transformers 5.17 at least.
-    """
-
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        window = state.stateful_callbacks.get(_LOG_WINDOW)
-        if window is not None:  # earlier versions saved none
-            self.trainer._metrics["train"].update(window["metrics"])
-            self.trainer._tr_loss += window["loss"]
-            self.trainer._globalstep_last_logged = window["last_logged"]
-
-
-def note_log_window(trainer: Any) -> None:
-    """Put what was measured since the last log line into the state, which is saved next. All ranks call this."""
-    loss = trainer.accelerator.gather(trainer._tr_loss.detach().reshape(1)).mean().item()
-    metrics = {name: [float(v) for v in values if v == v] for name, values in trainer._metrics["train"].items()}
-    trainer.state.stateful_callbacks[_LOG_WINDOW] = {
-        "last_logged": trainer._globalstep_last_logged,
-        "loss": loss,
-        "metrics": metrics,
-    }
-
-
-def continue_log_window(trainer: Any) -> None:
-    """Have a trainer whose run begins continue the log line of its checkpoint."""
-    trainer.pop_callback(LogWindowCallback)  # of an earlier run
-    trainer.add_callback(LogWindowCallback(trainer))
-
-
 def reset_grpo_state(trainer: Any) -> None:
     """Forget what TRL makes with the trainer, and not for each run. Needed up to TRL 1.16 at least."""
     trainer._step, trainer._buffered_inputs = 0, None
@@ -87,6 +49,27 @@ def continue_shuffles(trainer: Trainer, sampler: RepeatSampler | None) -> None:
     """Have a trainer whose run begins go on with the shuffles of `sampler` where its checkpoint left off."""
     trainer.pop_callback(EpochShuffleCallback)  # of an earlier run
     trainer.add_callback(EpochShuffleCallback(sampler))
+
+
+def restore_callbacks(trainer: Trainer) -> None:
+    """
+    Give callbacks their state of a checkpoint, such as the evaluations for which `EarlyStoppingCallback` has waited.
+
+    transformers saves it, and reads it only with `restore_callback_states_from_checkpoint`, which replaces the
+    callbacks' own settings too. A callback that the checkpoint does not know would fail the next save with a
+    `KeyError`. Needed up to transformers 5.17 at least.
+    """
+    known, callbacks = trainer.state.stateful_callbacks, {}
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, ExportableState):
+            callbacks.setdefault(type(callback).__name__, []).append(callback)
+    for name, of_name in callbacks.items():
+        saved = known.get(name, [])
+        saved = saved if isinstance(saved, list) else [saved]
+        for callback, state in zip(of_name, saved[-len(of_name) :], strict=False):
+            for attribute, value in state.get("attributes", {}).items():
+                setattr(callback, attribute, value)
+        known[name] = of_name[0].state() if len(of_name) == 1 else [callback.state() for callback in of_name]
 
 
 def place_to_resume(
