@@ -195,8 +195,8 @@ class BAPOTrainer(WholeCheckpoints):
             check_end_of_stream(self.train_dataset, self.args)
         return result
 
-    def create_optimizer(self, model=None):
-        optimizer = super().create_optimizer(model)
+    def create_optimizer(self, model=None, *args, **kwargs):
+        optimizer = super().create_optimizer(model, *args, **kwargs)
         checks.check_optimizer(self.model if model is None else model, optimizer)
         return optimizer
 

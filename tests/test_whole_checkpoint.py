@@ -280,7 +280,7 @@ def test_a_file_that_is_cut_off_is_found_without_a_manifest(tmp_path):
         (checkpoint / name).write_bytes(content)
     assert find_defect(checkpoint) is None
     cut_in_half(checkpoint / "model.safetensors")
-    with pytest.raises(InputError, match="checkpoint-6 is not whole: model.safetensors is not complete") as refusal:
+    with pytest.raises(InputError, match=r"checkpoint-6 is not whole: model\.safetensors is not complete") as refusal:
         resume(tmp_path, str(checkpoint))
     assert MANIFEST not in str(refusal.value)  # which it has none of
     with pytest.warns(UserWarning, match="checkpoint-6 is not whole and was skipped: model.safetensors is not com"):

@@ -21,10 +21,10 @@ def update(step, grad_norm, entropy, low, high, share, **values):
 
 
 LOGS = [
-    update(1, 2.0, 0.5, 0.6, 1.2, 0.4, **{"completions/mean_length": 10.0}),
+    update(1, 2.0, 0.5, 0.6, 1.2, 0.4, **{"completions/mean_length": 10.0, "reward": 0.1}),
     update(2, 4.0, 0.4, 0.9, 3.0, None),  # no negative token, say
     {"step": 2, "eval_avg@2": 0.6, "eval_reward": 0.6},
-    update(3, 20.0, 0.3, 0.9, 3.0, 0.5, **{"completions/mean_length": 12.0}),
+    update(3, 20.0, 0.3, 0.9, 3.0, 0.5, **{"completions/mean_length": 12.0, "reward": 0.2}),
     update(4, float("nan"), 0.2, 0.9, 2.0, 0.6),
     {"step": 4, "eval_avg@2": 0.52, "eval_reward": 0.5},
     {"step": 4, "train_runtime": 3.0},

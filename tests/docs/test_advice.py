@@ -30,6 +30,7 @@ from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.models import PACKAGED_MODELS
 from bapo_trl.tasks import character_tokenizer
 from bapo_trl.upstream.fixes import end_training
+from benchmarks.gpu_first_run import __main__ as gpu_first_run
 from tests.docs.blocks import PAGES
 from tests.docs.test_names import SETTINGS
 from tests.helpers.commands import ROOT
@@ -103,6 +104,7 @@ def parser_of(main, monkeypatch) -> argparse.ArgumentParser:
 def test_flags_exist(monkeypatch):
     known = SETTINGS | OF_OTHERS | {"config", "help", "help-all", "traceback", "version", "method", "accelerate"}
     known |= options(launch_command_parser())
+    known |= options(gpu_first_run.make_parser())
     for main in (compare_command.main, report_command.main, serving.main):
         with monkeypatch.context() as patch:
             known |= options(parser_of(main, patch))

@@ -1,4 +1,4 @@
-"""Saves a sharded reference model and loads it into another: `python -m tests.helpers.ref_model_worker FOLDER KIND`."""
+"""Saves a sharded reference model and loads it into another: `-m tests.helpers.ref_model_worker FOLDER KIND`."""
 
 import sys
 from types import SimpleNamespace

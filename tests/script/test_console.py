@@ -243,21 +243,18 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("resumed_at", "window", "logged_at", "said"),
+    ("resumed_at", "last_line", "logged_at", "said"),
     [
-        (0, {}, (16, 32), ("", "")),
-        (10, {}, (16, 32), ("  (over 6 updates)", "")),  # the log of 11 to 16
-        (15, {}, (16, 32), ("  (over 1 update)", "")),
-        (16, {}, (32, 32), ("", "")),
-        (0, {}, (1, 16), ("  (over 1 update)", "  (over 15 updates)")),  # `logging_first_step`
-        # What was measured from the line at 0 on is in the checkpoint, or in one before it
-        (10, {"step": 10, "last_logged": 0}, (16, 32), ("", "")),
-        (10, {"step": 8, "last_logged": 0}, (16, 32), ("  (over 6 updates)", "")),
+        (0, None, (16, 32), ("", "")),
+        (10, None, (16, 32), ("", "")),  # the checkpoint holds what was measured in updates 1 to 10
+        (26, 16, (32, 48), ("", "")),
+        (20, 4, (16, 32), ("  (over 12 updates)", "")),  # saved by a run with other lines
+        (0, None, (1, 16), ("  (over 1 update)", "  (over 15 updates)")),  # `logging_first_step`
     ],
 )
-def test_a_line_says_how_many_updates_it_covers(resumed_at, window, logged_at, said, capsys):
+def test_a_line_says_how_many_updates_it_covers(resumed_at, last_line, logged_at, said, capsys):
     state = TrainerState(global_step=resumed_at, max_steps=64, logging_steps=16)
-    state.stateful_callbacks = {"log_window": window} if window else {}
+    state.log_history = [] if last_line is None else [{"step": last_line, "loss": 0.1}]
     lines = UpdateLines()
     lines.on_train_begin(None, state, None)
     for step in logged_at:
