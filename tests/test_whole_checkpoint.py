@@ -267,6 +267,36 @@ def test_a_checkpoint_without_a_manifest_is_whole_if_its_state_can_be_read(tmp_p
         assert resume(tmp_path, True) == 5
 
 
+def test_a_file_that_is_cut_off_is_found_without_a_manifest(tmp_path):
+    saved(tmp_path, GRPOTrainer)  # at updates 2, 4 and 6
+    checkpoint = tmp_path / "checkpoint-6"
+    assert find_defect(checkpoint) is None
+    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "config.json"):
+        content = (checkpoint / name).read_bytes()
+        cut_in_half(checkpoint / name)
+        assert find_defect(checkpoint) == f"{name} is not complete"
+        (checkpoint / name).write_bytes(content)
+    assert find_defect(checkpoint) is None
+    cut_in_half(checkpoint / "model.safetensors")
+    with pytest.raises(InputError, match=r"checkpoint-6 is not whole: model\.safetensors is not complete") as refusal:
+        resume(tmp_path, str(checkpoint))
+    assert MANIFEST not in str(refusal.value)  # which it has none of
+    with pytest.warns(UserWarning, match="checkpoint-6 is not whole and was skipped: model.safetensors is not com"):
+        assert resume(tmp_path, True) == 4
+
+
+def test_parts_of_a_model_that_an_index_names_are_looked_for_without_a_manifest(tmp_path):
+    saved(tmp_path, GRPOTrainer)
+    checkpoint = tmp_path / "checkpoint-6"
+    parts = [f"model-0000{part}-of-00002.safetensors" for part in (1, 2)]
+    index = {"weight_map": {"a": parts[0], "b": parts[1]}}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copy(checkpoint / "model.safetensors", checkpoint / parts[0])
+    assert find_defect(checkpoint) == f"{parts[1]} is missing"
+    (checkpoint / parts[0]).write_bytes(b"")
+    assert find_defect(checkpoint) == f"{parts[0]} is not complete; {parts[1]} is missing"
+
+
 def state_of(**changes):
     def change(checkpoint):
         file = checkpoint / "trainer_state.json"
