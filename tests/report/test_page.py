@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from bapo_trl import cli
 from bapo_trl.report.command import main
 from bapo_trl.report.panels import PANELS
 from tests.helpers.commands import ends, run_command
@@ -147,7 +148,7 @@ def test_more_runs_than_colors(tmp_path):
 
 def test_a_mistake_ends_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    ends(main, ["nowhere"])
+    ends(cli.main, ["report", "nowhere"], code=1)
     (error,) = capsys.readouterr().err.splitlines()
     assert re.match("bapo-trl report: error: RUN .*nowhere: no such file or folder", error)
     assert not list(tmp_path.iterdir())
@@ -156,8 +157,7 @@ def test_a_mistake_ends_in_one_line(tmp_path, monkeypatch, capsys):
 def test_without_matplotlib_the_command_says_what_to_install(tmp_path, monkeypatch, capsys):
     run = save_run(tmp_path / "run", made_logs())
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        main([str(run), "--output", str(tmp_path / "out")])
+    ends(cli.main, ["report", run, "--output", tmp_path / "out"], code=1)
     assert "matplotlib is not installed (pip install 'bapo-trl[plots]')" in capsys.readouterr().err
 
 
