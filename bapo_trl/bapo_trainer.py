@@ -247,6 +247,7 @@ class BAPOTrainer(WholeCheckpoints):
 
     def _generate_and_score_completions(self, inputs):
         checks.check_row(self, inputs[0])
+        inputs = fixes.without_missing_images(inputs)
         rollouts = self._finish_groups(inputs) if self._rounds is not None and self.model.training else None
         with without_gradient_checkpointing(self.model), self._handing_over(rollouts):
             batch = super()._generate_and_score_completions(inputs if rollouts is None else rollouts.inputs)

@@ -1,6 +1,7 @@
 """Data, tokenizers and reward functions that nothing can be trained on: what is wrong is named before an update."""
 
 import asyncio
+import gzip
 import json
 import math
 import re
@@ -11,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from trl import GRPOConfig, GRPOTrainer
+from trl import DatasetMixtureConfig, GRPOConfig, GRPOTrainer
+from trl.scripts.utils import DatasetConfig
 
 from bapo_trl.errors import InputError
 from bapo_trl.inputs.checks import check_tokenizer, context_window
 from bapo_trl.inputs.prompt_checks import check_prompts
+from bapo_trl.script.datasets import load_mixture, load_splits
 from bapo_trl.script.preparation import check_prompts_fit
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.alike import assert_same_tensors, weights_of
@@ -235,6 +238,53 @@ def test_files_that_hold_no_rows_are_named_with_the_reason(folder, name, content
     Path(name).write_bytes(content)
     with pytest.raises(ValueError, match=rf"`dataset_name` is the file '{name}', which {message}"):
         run(dataset_name=name, dataset_streaming=streaming)
+
+
+# Lines as an editor counts them: from 1, with the empty ones
+BAD_LINES = {
+    "early.jsonl": (b'{"prompt": "1"}\n\n{"prompt": "2"}\n\n{"prompt": \n{"prompt": "3"}\n', 5),
+    "late.jsonl": (b"\n".join([*[b'{"prompt": "1"}'] * 2000, b"", b'{"prompt": bad}']), 2002),
+    "first.jsonl": (b'\n\n{"prompt": "1"\n{"prompt": "2"}\n', 3),
+    "no_object.jsonl": (b'{"prompt": "1"}\n\n["2"]\n', 3),
+    "array.json": (b'[\n {"prompt": "1"},\n\n {"prompt": }\n]\n', 4),
+    "one_line.json": (b'[{"prompt": "1"}, {"prompt": }]', 1),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_a_line_that_is_no_json_is_named_by_its_number_in_the_file(tmp_path, name):
+    content, line = BAD_LINES[name]
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=rf"{name}', which cannot be read \(JSON parse error in line {line}:"):
+        load_splits(str(path))
+    with pytest.raises(InputError, match=rf"{name}' has a JSON parse error in line {line}:"):
+        load_mixture(DatasetMixtureConfig(datasets=[DatasetConfig(path="json", data_files=str(path))]))
+
+
+def test_a_line_of_a_packed_file_in_a_folder_is_named(tmp_path):
+    (tmp_path / "part.jsonl.gz").write_bytes(gzip.compress(BAD_LINES["early.jsonl"][0]))
+    with pytest.raises(InputError, match=r"part\.jsonl\.gz', which cannot be read \(JSON parse error in line 5:"):
+        load_splits(str(tmp_path))
+
+
+@pytest.mark.trainings
+@pytest.mark.parametrize(
+    "columns", [{"images": None}, {"image": None}, {"images": []}, {"image": None, "images": None}]
+)
+def test_columns_of_images_without_any_train_a_model_of_text(tmp_path, columns):
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    seen = []
+
+    def reward(completions, **kwargs):
+        seen.append(set(columns) <= set(kwargs))
+        return [float(len(message["content"])) for (message,) in completions]
+
+    dataset = Dataset.from_list([{"prompt": USER, **columns}] * 24)
+    parts = {"train_dataset": dataset, "processing_class": tokenizer}
+    assert toy_trainer(tmp_path, reward_funcs=reward, max_steps=1, trainer_args=parts).train().global_step == 1
+    assert seen == [True]
 
 
 @pytest.mark.parametrize(
