@@ -277,6 +277,7 @@ class BAPOTrainer(WholeCheckpoints):
 
     def _generate_and_score_completions(self, inputs, *args, **kwargs):
         checks.check_row(self, inputs[0])
+        inputs = fixes.without_missing_images(inputs)
         rollouts = self._finish_groups(inputs) if self._rounds is not None and self.model.training else None
         with (
             fixes.keeping_frozen(self.model),

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import threading
+import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +26,8 @@ def find_defect(folder: str | Path, is_dispensable: Callable[[str], bool] = lamb
     Return what keeps a checkpoint from being whole, `None` if it is.
 
     With a manifest, every file must be there with its size. A checkpoint without one, of another trainer or an older
-    version, counts as whole if its `trainer_state.json` can be read: transformers writes that last. The state must be
+    version, counts as whole if its `trainer_state.json` can be read, which transformers writes last, and no file is
+    cut off, as by a copy that did not end. The state must be
     of the update in the folder's name. `is_dispensable` tells of a file of the manifest, by its path in the folder,
     whether it may be missing or of another size.
     """
@@ -45,8 +47,10 @@ def find_defect(folder: str | Path, is_dispensable: Callable[[str], bool] = lamb
             return f"{name} cannot be read ({error.strerror})"
         if not isinstance(contents[-1], dict) or (name == TRAINER_STATE_NAME and not _is_state(contents[-1], folder)):
             return f"{name} is not what was written"
-    sizes = contents[0] if has_manifest else {}
-    if has_manifest and TRAINER_STATE_NAME not in sizes:
+    if not has_manifest:
+        return _cut_off(folder)
+    sizes = contents[0]
+    if TRAINER_STATE_NAME not in sizes:
         return f"{MANIFEST} does not list {TRAINER_STATE_NAME}"
     defects = []
     for path, size in sizes.items():
@@ -60,6 +64,43 @@ def find_defect(folder: str | Path, is_dispensable: Callable[[str], bool] = lamb
         elif found != size:
             defects.append(f"{path} has {found} bytes, not {size}")
     return "; ".join(defects) or None
+
+
+def _cut_off(folder: Path) -> str | None:
+    """Return which files of a checkpoint are cut off or missing, by what they say of themselves; `None` for none."""
+    defects = []
+    for path in sorted(each for each in folder.rglob("*") if each.is_file()):
+        name = path.relative_to(folder).as_posix()
+        try:
+            if not _is_whole(path):
+                defects.append(f"{name} is not complete")
+            elif name.endswith(".index.json"):
+                shards = set(json.loads(path.read_text(encoding="utf-8")).get("weight_map", {}).values())
+                defects += [f"{shard} is missing" for shard in sorted(shards) if not (path.parent / shard).is_file()]
+        except OSError as error:
+            defects.append(f"{name} cannot be read ({error.strerror})")
+    return "; ".join(defects) or None
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file of JSON, safetensors or torch has its end; True for any other."""
+    if path.suffix == ".json":
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError):
+            return False
+    with path.open("rb") as file:
+        begin, size = file.read(8), os.fstat(file.fileno()).st_size
+        if path.suffix == ".safetensors":
+            length = int.from_bytes(begin, "little")
+            try:
+                header = json.loads(file.read(length)) if len(begin) == 8 and length <= size else None
+                ends = [each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"]
+            except (AttributeError, LookupError, TypeError, ValueError):
+                return False
+            return size == 8 + length + max(ends, default=0)
+    is_of_torch = path.suffix in (".pt", ".pth", ".bin")
+    return not is_of_torch or (size > 0 and (not begin.startswith(b"PK") or zipfile.is_zipfile(path)))
 
 
 def goes_on_from(folder: str | Path, earlier: str | Path) -> bool:

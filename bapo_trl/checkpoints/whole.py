@@ -146,10 +146,11 @@ class WholeCheckpoints(GRPOTrainer):
         if resume_from_checkpoint is not True:
             defect = self._defect_on_any_rank(resume_from_checkpoint)
             if defect is not None:
+                has_manifest = os.path.isfile(os.path.join(resume_from_checkpoint, MANIFEST))
+                changed = f" If the files were changed on purpose, remove {MANIFEST} there." if has_manifest else ""
                 raise InputError(
                     f"The checkpoint {resume_from_checkpoint} is not whole: {defect}. Resume from another one "
-                    "(`True`, in the script `true`, takes the newest that is whole). If the files were changed on "
-                    f"purpose, remove {MANIFEST} there."
+                    f"(`True`, in the script `true`, takes the newest that is whole).{changed}"
                 )
             return resume_from_checkpoint
         skipped = []

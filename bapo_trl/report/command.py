@@ -28,13 +28,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="where report.html and report.png go (default: report)",
     )
     arguments = parser.parse_args(argv)
+    runs = read_runs(arguments.runs)
     try:
-        print(write_report(read_runs(arguments.runs), Path(arguments.output) / "report.png"))
-    except InputError as error:
-        parser.error(str(error))
+        print(write_report(runs, Path(arguments.output) / "report.png"))
     except OSError as error:
-        parser.error(f"--output {arguments.output} cannot be written: {error.strerror}. Give another folder.")
-
-
-if __name__ == "__main__":
-    main()
+        raise InputError(
+            f"--output {arguments.output} cannot be written: {error.strerror}. Give another folder."
+        ) from error

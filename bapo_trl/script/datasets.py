@@ -1,9 +1,11 @@
 """The data that the flags ask for: to train on, to evaluate on, in the columns that both read."""
 
 import glob
+import gzip
+import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -113,7 +115,9 @@ def load_mixture(settings: DatasetMixtureConfig) -> DatasetDict:
         mixture = get_dataset(replace(settings, test_split_size=None))
     except (OSError, DatasetsError, HFValidationError, ValueError) as error:
         named = ", ".join(f"'{part.path}'" for part in settings.datasets)
-        raise InputError(f"`datasets` ({named}) could not be loaded: {_reason(error)}") from error
+        files = [file for part in settings.datasets for file in _json_files(part.data_files)]
+        defects = (f"'{file}' has a {defect}" for file in files if (defect := json_defect(file)))
+        raise InputError(f"`datasets` ({named}) could not be loaded: {next(defects, _reason(error))}") from error
     if settings.test_split_size is None:
         return mixture
     return mixture["train"].train_test_split(test_size=settings.test_split_size, seed=0)
@@ -154,7 +158,7 @@ def load_splits(
             fix = "name one with --dataset_config" if parameter == "dataset_name" else alone
             raise InputError(f"`{parameter}` is '{name}', which has the configurations {known}: {fix}.") from error
         if path.is_dir():
-            for file in sorted(each for each in path.rglob("*") if each.suffix in _FILE_BUILDERS):
+            for file in sorted(each for each in path.rglob("*") if _suffix(str(each)) in _FILE_BUILDERS):
                 _load_file(str(file), streaming, parameter)  # says which one it is
             raise InputError(
                 f"`{parameter}` is the folder '{name}', whose files cannot be read together: give files of one kind "
@@ -177,7 +181,7 @@ def _check_no_pattern(name: str, parameter: str) -> None:
 
 
 def _load_file(name: str, streaming: bool, parameter: str) -> DatasetDict | IterableDatasetDict:
-    builder = _FILE_BUILDERS[Path(name).suffix]
+    builder = _FILE_BUILDERS[_suffix(name)]
     try:
         if builder == "json":
             _check_encoding(name)
@@ -187,7 +191,8 @@ def _load_file(name: str, streaming: bool, parameter: str) -> DatasetDict | Iter
         return splits
     except (DatasetsError, StopIteration, ValueError) as error:  # pyarrow's is a `ValueError`
         shape = "one JSON object a row, in UTF-8" if builder == "json" else "a whole parquet file"
-        reason = _reason(error) or "it holds no row"
+        found = json_defect(name) if builder == "json" and not isinstance(error, InputError) else None
+        reason = found or _reason(error) or "it holds no row"
         raise InputError(
             f"`{parameter}` is the file '{name}', which cannot be read ({reason}): give {shape}, with at least a row."
         ) from error
@@ -202,13 +207,54 @@ def _reason(error: BaseException) -> str:
 
 def _check_encoding(name: str) -> None:
     """Refuse a file that is not UTF-8, with the line where it is not: datasets may read it as if it were."""
-    with open(name, "rb") as file:
+    with _open(name) as file:
         for number, line in enumerate(file, start=1):
             try:
                 line.decode()
             except UnicodeDecodeError as error:
                 # Without its cause: this is the reason that a user is told
                 raise InputError(f"line {number} is not UTF-8: {error.reason} {line[error.start]:#04x}") from None
+
+
+def json_defect(name: str) -> str | None:
+    """
+    Return what is wrong with a file of JSON, an object a line or an array of them, and in which line, counted from 1.
+
+    `None` if nothing is. The libraries count rows of a block, without the empty lines.
+    """
+    number = None  # of the line, where each has an object of its own
+    with _open(name) as file:
+        try:
+            if file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+                file.seek(0)
+                json.load(file)
+                return None
+            file.seek(0)
+            for number, line in enumerate(file, start=1):
+                text = line.decode("utf-8-sig").strip()
+                if text and not isinstance(json.loads(text), dict):
+                    return f"JSON parse error in line {number}: it is no object"
+        except json.JSONDecodeError as error:
+            return f"JSON parse error in line {number or error.lineno}: {error.msg} at column {error.colno}"
+    return None
+
+
+def _json_files(data_files: Any) -> list[str]:
+    """Return the local files of JSON that are named, alone, in a list or by split."""
+    if isinstance(data_files, Mapping):
+        data_files = list(data_files.values())
+    if isinstance(data_files, list):
+        return [file for each in data_files for file in _json_files(each)]
+    is_json = isinstance(data_files, str) and _FILE_BUILDERS.get(_suffix(data_files)) == "json"
+    return [data_files] if is_json and os.path.isfile(data_files) else []
+
+
+def _suffix(name: str) -> str:
+    return Path(name.removesuffix(".gz")).suffix
+
+
+def _open(name: str) -> Any:
+    return gzip.open(name) if name.endswith(".gz") else open(name, "rb")
 
 
 def hold_out(dataset: Dataset | IterableDataset, fraction: float) -> tuple[Dataset, Dataset]:

