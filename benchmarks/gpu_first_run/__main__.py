@@ -8,7 +8,8 @@ The first run on a GPU: one command, no download, no weights.
 Needs torch, transformers, trl, datasets, peft and accelerate. Models are random weights of the shapes of Qwen2.5 0.5B
 and 7B. The small cases of all parts come first. The whole takes `--minutes` at most: a case is started only if the
 longest one of its part so far took less than what is left, and is cut at the limit. The file is written after each
-case, so that it is complete wherever the command is cut. `--device cpu --sizes tiny` tries the command itself.
+case, so that it is complete wherever the command is cut. Cases that need a GPU, vLLM, DeepSpeed or a chat model are
+skipped where there is none. `--device cpu --sizes tiny` tries the command itself.
 """
 
 import argparse
