@@ -15,7 +15,9 @@ from transformers.trainer_utils import has_length
 from .advice import advice_line
 from .bapo_config import BAPOConfig, check_unchanged, own_settings
 from .checkpoints.hub_pushes import make_pushes
+from .checkpoints.log_window import make_log_window
 from .checkpoints.rank_errors import raising_on_all_ranks
+from .checkpoints.ref_model import load_ref_model, save_ref_model
 from .checkpoints.whole import WholeCheckpoints
 from .clip_bounds import ClipBounds
 from .clip_bounds.carried_curves import CURVES_FILE
@@ -24,9 +26,10 @@ from .clip_bounds.update_bounds import UpdateBounds
 from .inputs import checks
 from .inputs.checks import explained
 from .inputs.prompt_checks import check_batch_prompts, check_end_of_stream, check_number_of_prompts
-from .inputs.reward_checks import check_reward_funcs
+from .inputs.reward_checks import check_reward_funcs, distinct_names
 from .inputs.setting_checks import check_eval_groups, check_values_of_trl
 from .inputs.setting_warnings import setting_warnings
+from .log_window import leave_out_empty, reduce_window
 from .model_card import rewrite_card
 from .policy.filler_rows import LossScale, mark_fillers, scale_without_fillers
 from .policy.scoring import read_masses, read_tokens, read_tokens_ahead, score, stamp, warn_if_padding_counts
@@ -61,6 +64,8 @@ class BAPOTrainer(WholeCheckpoints):
 
     - `train` runs; we start over when it is called again, and say how stale its samples will be.
     - `create_optimizer` makes the optimizer; we refuse one that trains no parameter of the model.
+    - `log` averages what was measured since the last line; we take the largest of maxima, the smallest of minima, and
+      leave out what is undefined.
     - `_get_train_sampler`, `_init_training_state` choose the prompts; we refuse too few, and resume their order.
     - `_prepare_inputs` generates where the buffer is used up, or hands out a micro-batch; at later passes over a
       generation, we trade rows with the replay queue.
@@ -76,7 +81,8 @@ class BAPOTrainer(WholeCheckpoints):
     - `_get_grad_norm` clips the gradient; we stop at one that is not finite.
     - `evaluate` and its `evaluation_loop` sample and reward; we explain errors, and count each prompt once.
     - `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler`, `_load_from_checkpoint` write and read a
-      checkpoint; we add pools, queue and carried curves, and read an adapter that has a copy as its reference.
+      checkpoint; we add pools, queue, carried curves, the values of the next log line and a reference model that is
+      synchronized, and read an adapter that has a copy as its reference.
     - `_finish_current_push` waits for an upload; we remove what we made for it.
 
     Args:
@@ -155,6 +161,7 @@ class BAPOTrainer(WholeCheckpoints):
         with explained(partial(checks.check_model_name, model), partial(check_values_of_trl, args), rewards), client:
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, *rest, **kwargs)
 
+        self.reward_func_names = distinct_names(self.reward_func_names)
         self._inputs_in_loss = None  # the micro-batch whose loss is being computed, else `None`
         self._handed_over: RolloutBatch | None = None  # complete groups while TRL takes them for its own generation
         if self.use_vllm:
@@ -196,6 +203,7 @@ class BAPOTrainer(WholeCheckpoints):
     def _reset_run_state(self) -> None:
         """Forget what belongs to a run."""
         fixes.reset_grpo_state(self)
+        self._log_window = make_log_window(self)
         self._settings = own_settings(self.args)
         self._pushes = make_pushes(self, lambda file: is_queue_file(file) or is_pool_file(file))
         self._has_random_forward = has_random_forward(self.model, self.args.neftune_noise_alpha)
@@ -229,19 +237,26 @@ class BAPOTrainer(WholeCheckpoints):
         for name, value in values.items():
             self._metrics[mode][name].append(value)
 
+    def log(self, logs, *args, **kwargs):
+        reduce_window(self._metrics["train" if self.model.training else "eval"])
+        super().log(logs, *args, **kwargs)
+
     # Prompts
 
-    def _get_train_sampler(self, dataset=None):
+    def _get_train_sampler(self, dataset=None, *args, **kwargs):
         check_number_of_prompts(self.train_dataset if dataset is None else dataset, self.args)
-        sampler: Any = super()._get_train_sampler(dataset)
+        sampler: Any = super()._get_train_sampler(dataset, *args, **kwargs)
         fixes.continue_shuffles(self, sampler)
         return sampler
 
-    def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial):
-        place = super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial
-        )
-        epochs, skipped = fixes.place_to_resume(self, place, max_steps, num_train_epochs, checkpoint)
+    def _init_training_state(
+        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, *args, **kwargs
+    ):
+        sizes = max_steps, num_update_steps_per_epoch, num_train_epochs
+        place = super()._init_training_state(*sizes, resume_from_checkpoint, *args, **kwargs)
+        if resume_from_checkpoint is not None:
+            fixes.restore_callbacks(self)
+        epochs, skipped = fixes.place_to_resume(self, place, max_steps, num_train_epochs, resume_from_checkpoint)
         # TRL's sampler repeats the prompts of a generation for each of its micro-batches, and goes on among them.
         # TRL's count would start at 0: generations would lie across these blocks, and a next resume lose prompts.
         self._step = skipped
@@ -249,7 +264,7 @@ class BAPOTrainer(WholeCheckpoints):
 
     # A generation
 
-    def _prepare_inputs(self, generation_batch):
+    def _prepare_inputs(self, generation_batch, *args, **kwargs):
         if self.model.training:
             check_unchanged(self.args, self._settings)
         step = self._step % self.args.micro_batches_per_generation
@@ -258,9 +273,9 @@ class BAPOTrainer(WholeCheckpoints):
             batch = self._take_batch(self._replay.draw_later_pass(self.state.global_step))
             shuffled: Any = shuffle_sequence_dict(batch)  # declared to hold any sequences
             self._buffered_inputs = split_tensor_dict(shuffled, self.args.steps_per_generation)
-        return super()._prepare_inputs(generation_batch)
+        return super()._prepare_inputs(generation_batch, *args, **kwargs)
 
-    def _generate_and_score_completions(self, inputs):
+    def _generate_and_score_completions(self, inputs, *args, **kwargs):
         checks.check_row(self, inputs[0])
         rollouts = self._finish_groups(inputs) if self._rounds is not None and self.model.training else None
         with (
@@ -268,7 +283,8 @@ class BAPOTrainer(WholeCheckpoints):
             without_gradient_checkpointing(self.model),
             self._handing_over(rollouts),
         ):
-            batch = super()._generate_and_score_completions(inputs if rollouts is None else rollouts.inputs)
+            rows = inputs if rollouts is None else rollouts.inputs
+            batch = super()._generate_and_score_completions(rows, *args, **kwargs)
         if not self.model.training:
             return batch
         if self._probes_padding:
@@ -309,11 +325,11 @@ class BAPOTrainer(WholeCheckpoints):
         finally:
             self._handed_over = None
 
-    def _tokenize_prompts(self, prompts):
+    def _tokenize_prompts(self, prompts, *args, **kwargs):
         if self._handed_over is not None:  # a template that shows the date gives others by now
             return self._handed_over.prompt_ids, None, {}
         with explained(partial(check_batch_prompts, prompts, self.train_dataset, self.eval_dataset)):
-            return super()._tokenize_prompts(prompts)
+            return super()._tokenize_prompts(prompts, *args, **kwargs)
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         if self._handed_over is not None:
@@ -336,16 +352,16 @@ class BAPOTrainer(WholeCheckpoints):
         with token_cap(self, cap):
             return self._generate_single_turn(prompts, None, {}, num_generations=1)
 
-    def _generate(self, prompts):
+    def _generate(self, prompts, *args, **kwargs):
         with checks.explaining_empty_completions("sampler" if self.rollout_func is None else "`rollout_func`"):
-            generated = super()._generate(prompts)
+            generated = super()._generate(prompts, *args, **kwargs)
         if self.rollout_func is not None:
             checks.check_rollouts(prompts, *generated[:2])
         return generated
 
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+    def _calculate_rewards(self, inputs, prompts, completions, *args, **kwargs):
         with checks.explaining_rewards(self, prompts, completions):
-            rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, *args, **kwargs)
         checks.check_rewards(self, rewards_per_func, prompts, completions)
         if not self.model.training:
             counted = rewards_per_func[: self._eval_rows_left]
@@ -382,7 +398,7 @@ class BAPOTrainer(WholeCheckpoints):
 
     # An update
 
-    def _compute_loss(self, model, inputs):
+    def _compute_loss(self, model, inputs, *args, **kwargs):
         is_training = self.model.training
         if is_training and not self._bounds.is_open:
             self._begin_update()
@@ -391,11 +407,13 @@ class BAPOTrainer(WholeCheckpoints):
         self._inputs_in_loss = without_masked_values(inputs)
         beta, self.beta = self.beta, self.beta * scale.policy
         try:
-            loss = super()._compute_loss(model, self._inputs_in_loss) * scale.of_whole(inputs)
+            loss = super()._compute_loss(model, self._inputs_in_loss, *args, **kwargs) * scale.of_whole(inputs)
         finally:
             self._inputs_in_loss, self.beta = None, beta
         if is_training and self.accelerator.sync_gradients:
-            self._log_values(self._bounds.close(update=self.state.global_step + 1))
+            metrics, have_tokens = self._bounds.close(update=self.state.global_step + 1)
+            leave_out_empty(self._metrics["train"], have_tokens)
+            self._log_values(metrics)
         return loss
 
     def _begin_update(self) -> None:
@@ -409,7 +427,7 @@ class BAPOTrainer(WholeCheckpoints):
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         if self._handed_over is not None and self._awaits_behavior_logps:
             self._awaits_behavior_logps = False  # the calls that follow are of the reference
-            _, _, num_tokens = args
+            num_tokens = kwargs["logits_to_keep"] if "logits_to_keep" in kwargs else args[2]
             return self._handed_over.behavior_logps(num_tokens).to(self.accelerator.device), None, None
         output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         if self._inputs_in_loss is None:
@@ -427,8 +445,8 @@ class BAPOTrainer(WholeCheckpoints):
             self.epsilon_low = 1 - bounds.low
             self.epsilon_high = bounds.high - 1
 
-    def _get_grad_norm(self, model, grad_norm=None):
-        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+    def _get_grad_norm(self, *args, **kwargs):
+        grad_norm: Any = super()._get_grad_norm(*args, **kwargs)
         if hasattr(grad_norm, "full_tensor"):  # FSDP2's, of which each rank has its part
             grad_norm = grad_norm.full_tensor()
         checks.check_gradient(self, grad_norm)
@@ -448,8 +466,11 @@ class BAPOTrainer(WholeCheckpoints):
     def _is_dispensable(self, file):
         return file == CURVES_FILE or (self.args.replay_discard_saved and is_queue_file(file))
 
-    def _save_optimizer_and_scheduler(self, output_dir):
-        super()._save_optimizer_and_scheduler(output_dir)
+    def _save_optimizer_and_scheduler(self, output_dir, *args, **kwargs):
+        super()._save_optimizer_and_scheduler(output_dir, *args, **kwargs)
+        self._log_window.save(output_dir)
+        if self.args.sync_ref_model:
+            save_ref_model(self, output_dir)
         if self._rounds is not None:
             self._has_saved = True
             self._rounds.save(output_dir, is_trained_to_its_end(self, self._generated_at), self.state.global_step)
@@ -458,18 +479,21 @@ class BAPOTrainer(WholeCheckpoints):
         if self.args.should_save:
             self._bounds.save(output_dir)
 
-    def _load_from_checkpoint(self, checkpoint, model=None):
+    def _load_from_checkpoint(self, resume_from_checkpoint, *args, **kwargs):
         with fixes.keeping_frozen(self.model):
-            super()._load_from_checkpoint(checkpoint, model)
-            fixes.load_trained_adapter(self, checkpoint)
+            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+            fixes.load_trained_adapter(self, resume_from_checkpoint)
 
-    def _load_optimizer_and_scheduler(self, checkpoint):
+    def _load_optimizer_and_scheduler(self, checkpoint, *args, **kwargs):
         fixes.load_onto_numbered_cpus()
         with fixes.saying_which_rate(self):
-            super()._load_optimizer_and_scheduler(checkpoint)
+            super()._load_optimizer_and_scheduler(checkpoint, *args, **kwargs)
         if checkpoint is None:
             return
+        if self.ref_model is not None:
+            load_ref_model(self, checkpoint)
         with raising_on_all_ranks():  # each reads files of its own
+            self._log_window.load(checkpoint)
             if self._rounds is not None:
                 self._rounds.load(checkpoint, reports_logps=self.use_vllm)
             else:
@@ -486,7 +510,7 @@ class BAPOTrainer(WholeCheckpoints):
     def _folder_to_push(self, checkpoint):
         return checkpoint if self._pushes is None else self._pushes.folder_to_push(checkpoint, self.push_in_progress)
 
-    def _finish_current_push(self):
-        super()._finish_current_push()
+    def _finish_current_push(self, *args, **kwargs):
+        super()._finish_current_push(*args, **kwargs)
         if self._pushes is not None:
             self._pushes.remove_links()

@@ -1,5 +1,5 @@
 """
-Fill the tables of `docs/results.md` and `README.md` from the runs in `benchmarks/results/`.
+Fill the tables of the pages in `docs/` and of `README.md` from the runs in `benchmarks/results/`.
 
     python -m benchmarks.pages
 
@@ -24,7 +24,8 @@ from benchmarks.chat_rules import AGAINST, OTHERS, STUDIES, Task, arms_to_judge,
 from benchmarks.common import RESULTS, ROOT, describe_run
 
 
-PAGES = (*(ROOT / "docs" / f"{name}.md" for name in ("results", "stability", "replay")), ROOT / "README.md")
+DOCS = ("results", "stability", "replay", "distributed")
+PAGES = (*(ROOT / "docs" / f"{name}.md" for name in DOCS), ROOT / "README.md")
 TASK, UPDATES = "task", "updates per generation"
 WIDE = 0.02  # half-widths below this are left out of the README
 NAMES = {"VESPO": "VESPO (advised)", "VESPO, constant weight 0.5": "VESPO, half the weight"}
@@ -142,6 +143,16 @@ def weights_table() -> str:
     return markdown(["above VESPO", *(f"{task}, {updates}" for task, updates in places)], lines)
 
 
+def lora_transfer_table() -> str:
+    """Return how far vLLM's weights are from the trainer's policy, by the share of the adapter."""
+    results = json.loads((RESULTS / "lora_transfer.json").read_text())["results"]
+    lines = [
+        [f"{row['share']:g}", *(f"{row[name]:.3f}" for name in ("base", "nearest", "stochastic"))] for row in results
+    ]
+    header = ["share of the adapter", "base model alone", "rounded to the nearest (TRL)", "rounded stochastically"]
+    return markdown(header, lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "readme": readme_table,
     "stability": lambda: final_table(
@@ -160,6 +171,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tied": lambda: final_table(
         {f"rate {rate:g}": finals(rows("tied_groups", learning_rate=rate)) for rate in (2.5e-4, 5e-4)}, "refilled"
     ),
+    "lora_transfer": lora_transfer_table,
     "scopes": lambda: final_table({f"at {name}": finals(rows(f"scopes_{name}")) for name in SCOPES}, "batch"),
 }
 

@@ -1,5 +1,6 @@
-"""Every TRL name the trainer relies on exists, and a missing one is named at import."""
+"""Every TRL name and signature the trainer relies on exists; a missing one is named at import, a new one passed on."""
 
+import functools
 import inspect
 
 import pytest
@@ -8,7 +9,12 @@ from packaging.version import Version
 from trl import GRPOTrainer
 
 from bapo_trl import BAPOTrainer
+from bapo_trl.evaluation.sampling import EvaluatedTrainer
 from bapo_trl.upstream import trl_compat
+from bapo_trl.vllm_server.client import ServerClient
+from tests.helpers.fake_vllm import needs_vllm_server
+from tests.helpers.toy import toy_dataset, toy_run
+from tests.rollouts.test_rollout_rounds import PARTIAL
 
 
 BASES = BAPOTrainer.__mro__[: BAPOTrainer.__mro__.index(GRPOTrainer)]
@@ -31,6 +37,124 @@ def test_the_list_is_that_of_the_methods_overridden():
 def test_every_override_calls_its_parent(method):
     overrides = [vars(base)[method] for base in BASES if method in vars(base)]
     assert all("super" in inspect.unwrap(override).__code__.co_names for override in overrides)
+
+
+def parameters_of(function) -> dict[str, inspect.Parameter]:
+    return dict(list(inspect.signature(function).parameters.items())[1:])
+
+
+@pytest.mark.parametrize(
+    ("owners", "methods"),
+    [
+        ((*BASES, EvaluatedTrainer), trl_compat.OVERRIDDEN_METHODS | {"_log_metric": (), "_log_completion_extra": ()}),
+        pytest.param((ServerClient,), trl_compat.CLIENT_METHODS, marks=needs_vllm_server),
+    ],
+)
+def test_every_override_reads_the_parameters_listed_and_takes_any_others(owners, methods):
+    for owner in owners:
+        for name in methods.keys() & vars(owner).keys():
+            parameters = parameters_of(vars(owner)[name])
+            read = [each.name for each in parameters.values() if each.kind == each.POSITIONAL_OR_KEYWORD]
+            assert read == list(methods[name])[: len(read)], (owner, name)
+            takes = {each.kind for each in parameters.values()}
+            assert {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= takes, (owner, name)
+
+
+def test_a_signature_that_does_not_suit_is_named():
+    class Changed(GRPOTrainer):
+        def _calculate_rewards(self, rows, prompts, completions, completion_ids_list):  # one is renamed
+            pass
+
+        def _tokenize_prompts(self, tools, prompts):  # one comes before
+            pass
+
+        def _generate(self, prompts, images):  # one more is needed
+            pass
+
+        def _compute_loss(self, model, inputs, num_items_in_batch=None):  # one more may be given
+            return GRPOTrainer._compute_loss(self, model, inputs)
+
+    missing = [name for name in trl_compat.missing_names(Changed) if "self." not in name]
+    assert missing == [
+        "_calculate_rewards(self, inputs, prompts, completions, ...)",
+        "_generate, as it is called here (missing a required argument: 'images')",
+        "_tokenize_prompts(self, prompts, ...)",
+        "_tokenize_prompts, as it is called here (missing a required argument: 'prompts')",
+    ]
+    with pytest.raises(ImportError, match=r"trl 9\.9\.9 does not have: .*_tokenize_prompts\(self, prompts, \.\.\.\)"):
+        trl_compat.check_trl(Changed, "9.9.9")
+
+
+@needs_vllm_server
+def test_a_signature_of_the_client_that_does_not_suit_is_named():
+    class Changed(trl_compat.VLLMClient):
+        reset_prefix_cache = None
+
+        def update_named_params(self, named_params, metadata):
+            pass
+
+    with pytest.raises(
+        ImportError,
+        match=r"9\.9 does not have: VLLMClient.reset_prefix_cache, VLLMClient.update_named_params\(self, metadata, ",
+    ):
+        trl_compat.check_client(Changed, "9.9")
+
+
+@pytest.mark.trainings
+@pytest.mark.parametrize("settings", [{}, PARTIAL], ids=["", "partial rollouts"])
+def test_a_keyword_that_trl_adds_reaches_it(tmp_path, monkeypatch, settings):
+    """TRL's methods are called with one more, and by the names of their parameters, as the next release may do."""
+    passed_on = set()
+
+    def newer(name):
+        original = getattr(GRPOTrainer, name)
+
+        @functools.wraps(original)
+        def method(self, *args, added=None, **kwargs):
+            if added == name:
+                passed_on.add(name)
+            return original(self, *args, **kwargs)
+
+        return method
+
+    def caller(name):
+        names = list(parameters_of(getattr(GRPOTrainer, name)))
+
+        def method(self, *args, **kwargs):
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            return getattr(super(Called, self), name)(**given, added=name)
+
+        return method
+
+    callers = {name: caller(name) for name in trl_compat.OVERRIDDEN_METHODS}
+    for name in trl_compat.OVERRIDDEN_METHODS:
+        monkeypatch.setattr(GRPOTrainer, name, newer(name))
+    Called = type("Called", (BAPOTrainer,), callers)
+    run = {
+        **settings, "beta": 0.0, "max_steps": 2, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps",
+        "eval_steps": 1, "per_device_eval_batch_size": 6, "trainer_args": {"eval_dataset": toy_dataset(2)},
+        "trainer_class": Called,
+    }  # fmt: skip
+    toy_run(tmp_path, **run)
+    toy_run(tmp_path, **{**run, "max_steps": 3}, resume=True)
+    assert passed_on == set(trl_compat.OVERRIDDEN_METHODS) - {"_push_from_checkpoint"}
+
+
+@needs_vllm_server
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("generate", ([[1]],)), ("image_features", ([],)), ("update_named_params", ([], [])),
+        ("reset_prefix_cache", ()),
+        ("init_communicator", ()), ("get_server_info", ()), ("_post", ("http://server/",)),
+    ],
+)  # fmt: skip
+def test_a_keyword_that_trl_adds_to_its_client_reaches_it(monkeypatch, name, args):
+    monkeypatch.setattr(trl_compat.VLLMClient, name, lambda self, *args, added, **kwargs: added)
+    client = object.__new__(ServerClient)
+    client.hold_failures()
+    getattr(client, name)(*args, added="new")
+    assert client.take_failure() is None
 
 
 def test_a_missing_method_is_named():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
@@ -55,12 +56,13 @@ def test_a_run_that_is_killed_once_goes_on_without_a_hand(tmp_path):
 
 @pytest.mark.kills
 @pytest.mark.parametrize(
-    ("kind", "few", "ranks"), [("replay", 9, {1, 2}), ("partial", 7, {1, 2}), ("anywhere", 4, {2})]
+    ("kind", "few", "ranks"),
+    [("replay", 9, {1, 2}), ("partial", 7, {1, 2}), ("reference", 3, {1}), ("anywhere", 4, {2})],
 )
 def test_a_run_that_is_killed_goes_on_without_a_hand(tmp_path, kind, few, ranks):
     """
-    Within a save, in a round of a generation, between two updates: with replay alone, and with partial rollouts. Then
-    at random moments of a whole run.
+    Within a save, in a round of a generation, between two updates: with replay alone, with partial rollouts, and with
+    a reference model that follows the policy. Then at random moments of a whole run.
     """
     assert kills_gone_wrong(tmp_path, kind, SAVE_KILLS, few, ranks) == []
 
@@ -265,6 +267,36 @@ def test_a_checkpoint_without_a_manifest_is_whole_if_its_state_can_be_read(tmp_p
     assert find_defect(tmp_path / "checkpoint-6") == "trainer_state.json is not complete"
     with pytest.warns(UserWarning, match=r"checkpoint-6 is not whole and was skipped: trainer_state.json is not com"):
         assert resume(tmp_path, True) == 5
+
+
+def test_a_file_that_is_cut_off_is_found_without_a_manifest(tmp_path):
+    saved(tmp_path, GRPOTrainer)  # at updates 2, 4 and 6
+    checkpoint = tmp_path / "checkpoint-6"
+    assert find_defect(checkpoint) is None
+    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "config.json"):
+        content = (checkpoint / name).read_bytes()
+        cut_in_half(checkpoint / name)
+        assert find_defect(checkpoint) == f"{name} is not complete"
+        (checkpoint / name).write_bytes(content)
+    assert find_defect(checkpoint) is None
+    cut_in_half(checkpoint / "model.safetensors")
+    with pytest.raises(InputError, match="checkpoint-6 is not whole: model.safetensors is not complete") as refusal:
+        resume(tmp_path, str(checkpoint))
+    assert MANIFEST not in str(refusal.value)  # which it has none of
+    with pytest.warns(UserWarning, match="checkpoint-6 is not whole and was skipped: model.safetensors is not com"):
+        assert resume(tmp_path, True) == 4
+
+
+def test_parts_of_a_model_that_an_index_names_are_looked_for_without_a_manifest(tmp_path):
+    saved(tmp_path, GRPOTrainer)
+    checkpoint = tmp_path / "checkpoint-6"
+    parts = [f"model-0000{part}-of-00002.safetensors" for part in (1, 2)]
+    index = {"weight_map": {"a": parts[0], "b": parts[1]}}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copy(checkpoint / "model.safetensors", checkpoint / parts[0])
+    assert find_defect(checkpoint) == f"{parts[1]} is missing"
+    (checkpoint / parts[0]).write_bytes(b"")
+    assert find_defect(checkpoint) == f"{parts[0]} is not complete; {parts[1]} is missing"
 
 
 def state_of(**changes):
@@ -674,6 +706,68 @@ def test_the_links_of_a_push_go_when_it_is_done(tmp_path, monkeypatch, hub, sett
     assert not names(tmp_path) & {"_to_push", "checkpoint-2", "checkpoint-4"}
     taken = [files for _, path, files in hub.uploads if path is not None]
     assert not any(name.startswith("replay_queue") for files in taken for name in files)
+
+
+@pytest.mark.parametrize("fails", ["rename", "rmdir"])
+def test_a_checkpoint_that_cannot_be_deleted_is_told_of_and_ends_nothing(tmp_path, monkeypatch, fails):
+    """Its folder stays, or some of it, as where NFS keeps a file that a process has open."""
+    done = getattr(os, fails)
+
+    def busy(path, *args, **kwargs):
+        if os.path.basename(path) in ("checkpoint-2", "old-checkpoint-2") and UNFINISHED not in str(path):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
+        return done(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, fails, busy)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = saved(tmp_path, save_total_limit=1)
+    assert trainer.state.global_step == 6
+    said = [str(warning.message) for warning in caught if "cannot be deleted" in str(warning.message)]
+    if fails == "rename":  # tried again at the next save
+        assert names(tmp_path) == {"checkpoint-2", "checkpoint-6"}
+        assert [message.partition(" is beyond")[0] for message in said] == [str(tmp_path / "checkpoint-2")] * 2
+    else:
+        assert names(tmp_path) == {"checkpoint-6", UNFINISHED}
+        assert len(said) == 1
+        monkeypatch.undo()
+        assert resume(tmp_path, True, max_steps=7, save_total_limit=1) == 6  # and with it, the rest is deleted
+        assert names(tmp_path) == {"checkpoint-7"}
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "speaks_of_the_disk"),
+    [
+        (KeyError("mine"), KeyError, False),
+        (PermissionError(errno.EACCES, "Permission denied"), PermissionError, False),
+        (OSError(errno.EIO, "Input/output error"), OSError, False),
+        (InputError("a column"), InputError, False),
+        (RuntimeError("CUDA error"), RuntimeError, False),
+        (OSError(errno.ENOSPC, "No space left on device"), OSError, True),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), OSError, True),
+        (OSError(errno.EFBIG, "File too large"), OSError, True),
+        # As safetensors and torch say it
+        (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), OSError, True),
+        (RuntimeError("[enforce fail at inline_container.cc:672] . file write failed"), OSError, True),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_a_save_that_fails_raises_its_error_and_only_a_full_disk_is_called_one(
+    tmp_path, monkeypatch, error, kind, speaks_of_the_disk
+):
+    def failing(trainer, folder):
+        raise error
+
+    monkeypatch.setattr(BAPOTrainer, "_save_rng_state", failing)
+    with pytest.raises(kind) as caught:
+        toy_run(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    assert type(caught.value) is kind
+    assert getattr(caught.value, "errno", None) == getattr(error, "errno", None)
+    text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert str(error) in text
+    assert "checkpoint-1 could not be saved in" in text
+    assert "No checkpoint is there to resume from" in text
+    assert (" MB are free" in text) == speaks_of_the_disk
 
 
 def test_the_save_that_fails_leaves_the_checkpoints_before_it(tmp_path, monkeypatch):

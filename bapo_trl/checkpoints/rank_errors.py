@@ -1,26 +1,31 @@
-"""Errors of one rank, raised on all of them where the others would wait for it."""
+"""Errors of one rank, raised on all ranks where the others would wait for it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
-from accelerate.utils import gather_object
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
 
 from ..errors import InputError
+
+
+T = TypeVar("T")
+_KINDS: tuple[type[Exception], ...] = (InputError, OSError, RuntimeError)
+"""What the other ranks raise: the first of these that the error is, else the last."""
 
 
 def raise_on_all_ranks(error: Exception | None) -> None:
     """
     Raise the error of a rank on all of them. All ranks make this call together.
 
-    The others raise one that quotes the first, an `InputError` if that was one, else a `RuntimeError`.
+    The others raise one that quotes the first: an `InputError` or an `OSError` if that was one, else a `RuntimeError`.
     """
-    text = None if error is None else "\n".join([str(error), *getattr(error, "__notes__", ())])
-    texts = gather_object([(text, isinstance(error, InputError))])
+    described = gather_object([_describe(error)])
     if error is not None:
         raise error
-    for rank, (text, is_of_user) in enumerate(texts):
-        if text is not None:
-            raise (InputError if is_of_user else RuntimeError)(f"On rank {rank}: {text}")
+    for rank, description in enumerate(described):
+        _raise(rank, description)
 
 
 @contextmanager
@@ -32,3 +37,37 @@ def raising_on_all_ranks() -> Iterator[None]:
     except Exception as caught:
         error = caught
     raise_on_all_ranks(error)
+
+
+def on_main_process(call: Callable[[], T]) -> T:
+    """
+    Return on all ranks what a function returns in the main process, which alone calls it; raise what it raises there.
+
+    All ranks make this call together. What the others raise is that of [`raise_on_all_ranks`].
+    """
+    result, error = None, None
+    if PartialState().is_main_process:
+        try:
+            result = call()
+        except Exception as caught:
+            error = caught
+    ((result, description),) = broadcast_object_list([(result, _describe(error))])
+    if error is not None:
+        raise error
+    _raise(0, description)
+    return result
+
+
+def _describe(error: Exception | None) -> tuple[str, int] | None:
+    """Return what the other ranks are told: the text with its notes, and which of the kinds."""
+    if error is None:
+        return None
+    kinds = [place for place, kind in enumerate(_KINDS) if isinstance(error, kind)]
+    text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    return text, kinds[0] if kinds else len(_KINDS) - 1
+
+
+def _raise(rank: int, description: tuple[str, int] | None) -> None:
+    if description is not None:
+        text, kind = description
+        raise _KINDS[kind](f"On rank {rank}: {text}")

@@ -1,13 +1,15 @@
 """Checkpoints that are whole or not there, whenever the processes are killed and whatever they are saving.
 
-Invariant: a folder `checkpoint-N` holds all files of its manifest. It is written in `_unfinished-ID`, with the id of
-the run, flushed to the disk and renamed; one that has to go is renamed back to there and then deleted. The folder is
-gone at the end of a save, and a folder of checkpoints has one live run: if one is found, it was left by a save that
-did not end, and is removed. If that save had made room for a new checkpoint of the same name, the new one gets the
-name first. Neither transformers nor an upload to the Hub takes it, or what is in it, for a checkpoint.
+Invariant: a folder `checkpoint-N` holds all files of its manifest. It is written in `_unfinished-ID`, with an id of
+the save, flushed to the disk and renamed; one that has to go is renamed back to there and then deleted. The folder is
+deleted at the end of a save, and a folder of checkpoints has one live run: if one is found, it was left by a save that
+did not end or by files that could not be deleted, and is removed. If that save had made room for a new checkpoint of
+the same name, the new one gets the name first. Neither transformers nor an upload to the Hub takes it, or what is in
+it, for a checkpoint.
 """
 
 import contextlib
+import errno
 import os
 import random
 import re
@@ -21,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import gather_object
+from safetensors import SafetensorError
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from trl import GRPOTrainer
@@ -28,12 +31,17 @@ from trl import GRPOTrainer
 from ..errors import InputError
 from . import files
 from .files import MANIFEST, checkpoint_names, find_defect, goes_on_from, left_out_states, step_of, write_manifest
+from .rank_errors import on_main_process, raise_on_all_ranks, raising_on_all_ranks
 from .run_lock import RunLock
 from .stop_signals import is_stopped
 
 
 UNFINISHED = "_unfinished"  # begin of the folder's name
 _OLD = "old-"  # before the name of a checkpoint that has to go
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# What these become where safetensors writes, and any error of a write where torch does
+_NO_ROOM_TEXTS = (*map(os.strerror, _NO_ROOM), "iostream error", "file write failed")
 
 
 class WholeCheckpoints(GRPOTrainer):
@@ -52,6 +60,7 @@ class WholeCheckpoints(GRPOTrainer):
     """
 
     _run_id = "0" * 8  # of the latest run, the same on all ranks
+    _num_unfinished = 0  # folders that this run has made to save in: each has a name of its own
     _holds_output_dir = False
 
     _is_saving = False
@@ -144,12 +153,14 @@ class WholeCheckpoints(GRPOTrainer):
                 )
             return resume_from_checkpoint
         skipped = []
-        for name in sorted(set(gather_object(checkpoint_names(run_dir))), key=step_of, reverse=True):
+        with raising_on_all_ranks():
+            names = checkpoint_names(run_dir)
+        for name in sorted(set(gather_object(names)), key=step_of, reverse=True):
             folder = os.path.join(run_dir, name)
             defect = self._defect_on_any_rank(folder)
             if defect is None:
-                others = _of_other_branches(folder) if self.is_world_process_zero() else []
-                if others:
+                others = on_main_process(lambda checkpoint=folder: _of_other_branches(checkpoint))
+                if others and self.is_world_process_zero():
                     warnings.warn(
                         f"{folder} is resumed, which does not go on from {', '.join(others)}: the run went back to an "
                         "earlier checkpoint. If it is not the one to go on from, give the folder of that."
@@ -169,16 +180,17 @@ class WholeCheckpoints(GRPOTrainer):
         """Whether a run can be resumed without this file of a checkpoint."""
         return False
 
-    def _get_output_dir(self, trial):
-        run_dir = super()._get_output_dir(trial)
+    def _get_output_dir(self, *args, **kwargs):
+        run_dir = super()._get_output_dir(*args, **kwargs)
         return self._unfinished(run_dir) if self._is_saving else run_dir
 
     def _unfinished(self, run_dir: str) -> str:
-        return os.path.join(run_dir, f"{UNFINISHED}-{self._run_id}")
+        number = (int(self._run_id, 16) + self._num_unfinished) % 16**8
+        return os.path.join(run_dir, f"{UNFINISHED}-{number:08x}")
 
-    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
+    def create_model_card(self, model_name=None, dataset_name=None, *args, **kwargs):
         try:
-            super().create_model_card(model_name, dataset_name, tags)
+            super().create_model_card(model_name, dataset_name, *args, **kwargs)
             if self.is_world_process_zero():
                 self._rewrite_model_card(model_name, dataset_name)
         except OSError as error:  # raised by one rank within a save, it would keep the others waiting
@@ -187,18 +199,19 @@ class WholeCheckpoints(GRPOTrainer):
     def _rewrite_model_card(self, model_name: str | None, dataset_name: str | None) -> None:
         """Write another card in the place of TRL's. A hook, called on the main process."""
 
-    def _push_from_checkpoint(self, checkpoint_folder):
+    def _push_from_checkpoint(self, checkpoint_folder, *args, **kwargs):
         if not (self._is_saving or self._is_ending or is_stopped(self)):
             folder = self._folder_to_push(checkpoint_folder)
             if folder is not None:
-                super()._push_from_checkpoint(folder)
+                super()._push_from_checkpoint(folder, *args, **kwargs)
 
     def _folder_to_push(self, checkpoint: str) -> str | None:
         """Return the folder to upload for a whole checkpoint, `None` for no upload. A hook for what is left out."""
         return checkpoint
 
-    def _save_checkpoint(self, model, trial):
+    def _save_checkpoint(self, model, trial, *args, **kwargs):
         run_dir, name = self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        self._num_unfinished += 1  # files that could not be deleted may have kept the one before
         unfinished, folder = os.path.join(self._unfinished(run_dir), name), os.path.join(run_dir, name)
         is_owner = self._make_unfinished(run_dir, name)
         with self._failing_together(run_dir, name, self._waits_within_a_save):
@@ -206,7 +219,7 @@ class WholeCheckpoints(GRPOTrainer):
             flushes = self.is_local_process_zero()
             try:
                 with files.flush_early(self._unfinished(run_dir)) if flushes else contextlib.nullcontext():
-                    super()._save_checkpoint(model, trial)
+                    super()._save_checkpoint(model, trial, *args, **kwargs)
             finally:
                 self._is_saving = False
             self._record_best(run_dir, name)
@@ -235,21 +248,18 @@ class WholeCheckpoints(GRPOTrainer):
         """
         Wait for all ranks at the end, and raise on all of them what one failed with; otherwise they would wait for it.
 
-        A rank that fails while others may wait for it within (`waits_within`) cannot tell them. It raises alone, and
-        the launcher ends them.
+        An error says which checkpoint is whole, and how to resume. A rank that fails while others may wait for it
+        within (`waits_within`) cannot tell them. It raises alone, and the launcher ends them.
         """
         error: Exception | None = None
         try:
             yield
-        except Exception as caught:  # an OSError, or what torch and safetensors make of one
-            error = caught
+        except Exception as caught:
+            error = _explained(caught, run_dir, name, is_push)
             if waits_within:
-                raise OSError(_explain(error, run_dir, name, is_push)) from error
+                raise error from caught
         self.accelerator.wait_for_everyone()
-        failures = gather_object([None if error is None else _explain(error, run_dir, name, is_push)])
-        failure = next((each for each in failures if each is not None), None)
-        if failure is not None:
-            raise OSError(failure) from error
+        raise_on_all_ranks(error)
 
     @property
     def _waits_within_a_save(self) -> bool:
@@ -259,28 +269,27 @@ class WholeCheckpoints(GRPOTrainer):
 
     def _finalize_training(self, trial, *args, **kwargs):
         # The parents would delete these file by file under their own names.
+        self._num_unfinished += 1
         if self.args.should_save and self.args.save_total_limit == 1 and self.state.best_model_checkpoint is not None:
             run_dir = self._get_output_dir(trial)
             best = os.path.join(run_dir, os.path.basename(self.state.best_model_checkpoint))
             if os.path.isdir(best):
-                os.makedirs(self._unfinished(run_dir), exist_ok=True)
                 _rotate(self._unfinished(run_dir), newest=best, limit=1, best=best)
         return super()._finalize_training(trial, *args, **kwargs)
 
     def _remove_unfinished(self, run_dir: str) -> None:
-        for unfinished in sorted(Path(run_dir).glob(f"{UNFINISHED}-*")) if self.is_local_process_zero() else ():
-            with contextlib.suppress(FileNotFoundError):  # another node, which shares the folder, was faster
-                if _is_left_by_a_save(unfinished):
-                    _finish_replacement(unfinished)
-                    names = sorted(os.listdir(unfinished))
-                    shutil.rmtree(unfinished, ignore_errors=True)
-                    warnings.warn(
-                        f"Removed {unfinished}, left by a save that did not end, with {len(names)} in it: {names}."
-                    )
-        self.accelerator.wait_for_everyone()
+        with raising_on_all_ranks():
+            for unfinished in sorted(Path(run_dir).glob(f"{UNFINISHED}-*")) if self.is_local_process_zero() else ():
+                with contextlib.suppress(FileNotFoundError):  # another node, which shares the folder, was faster
+                    if _is_left_by_a_save(unfinished):
+                        _finish_replacement(unfinished)
+                        names = sorted(os.listdir(unfinished))
+                        if _remove(unfinished):
+                            left_by = f"left by a save that did not end, with {len(names)} in it: {names}"
+                            warnings.warn(f"Removed {unfinished}, {left_by}.")
 
     def _make_unfinished(self, run_dir: str, name: str) -> bool:
-        """Make `_unfinished-ID`; return whether this rank made it: of those that share a file system, one does."""
+        """Make `_unfinished-ID`; return whether this rank made it: of ranks that share a file system, one does."""
         unfinished = self._unfinished(run_dir)
         is_owner = False
         is_main = self.is_world_process_zero()
@@ -291,8 +300,6 @@ class WholeCheckpoints(GRPOTrainer):
                     with contextlib.suppress(FileExistsError):
                         os.mkdir(unfinished)
                         is_owner = True
-        if not any(gather_object([is_owner])):
-            raise RuntimeError(f"{unfinished}, left by a save that did not end, cannot be removed: remove it.")
         return is_owner
 
     def _record_best(self, run_dir: str, name: str) -> None:
@@ -330,10 +337,13 @@ def _note_random_states() -> Callable[[], None]:
     return restore
 
 
-def _explain(error: Exception, run_dir: str, name: str, is_push: bool) -> str:
-    """Say what failed, how much room there is, which checkpoint is whole and how to go on."""
-    there = next(folder for folder in (Path(run_dir), *Path(run_dir).absolute().parents) if folder.is_dir())
-    usage = shutil.disk_usage(there)
+def _explained(error: Exception, run_dir: str, name: str, is_push: bool) -> Exception:
+    """
+    Return an error of a save that says which checkpoint is whole and how to resume.
+
+    It is the error itself with a note. Where a write found no room, whichever library writes, it is an `OSError` that
+    says how much there is.
+    """
     before = sorted((each for each in checkpoint_names(run_dir) if is_push or each != name), key=step_of, reverse=True)
     whole = next((each for each in before if find_defect(os.path.join(run_dir, each)) is None), None)
     resume = (
@@ -341,11 +351,28 @@ def _explain(error: Exception, run_dir: str, name: str, is_push: bool) -> str:
         if whole is None
         else f"{whole}, saved before, is whole. Resume with `resume_from_checkpoint=True` (in the script, `true`)."
     )
-    failed = "pushed from" if is_push else "saved in"
+    failed = f"{name} could not be {'pushed from' if is_push else 'saved in'} {run_dir}"
+    if not _found_no_room(error):
+        error.add_note(f"{failed}. {resume}")
+        return error
+    there = next(folder for folder in (Path(run_dir), *Path(run_dir).absolute().parents) if folder.is_dir())
+    usage = shutil.disk_usage(there)
     room = f"one checkpoint more than `save_total_limit`{' and a copy of the weights' if is_push else ''}"
-    return (
-        f"{name} could not be {failed} {run_dir}, where {usage.free / 1e6:,.0f} MB of {usage.total / 1e6:,.0f} MB are "
-        f"free: {error}. If the disk is full, make room, for {room}. {resume}"
+    full = OSError(
+        f"{failed}, where {usage.free / 1e6:,.0f} MB of {usage.total / 1e6:,.0f} MB are free: {error}. If the disk is "
+        f"full, make room, for {room}. {resume}"
+    )
+    full.errno, full.__cause__ = getattr(error, "errno", None), error
+    return full
+
+
+def _found_no_room(error: Exception) -> bool:
+    """Whether a disk or a quota is full, or a file would be too large for the file system."""
+    if not isinstance(error, OSError | RuntimeError | SafetensorError):
+        return False
+    return any(
+        getattr(each, "errno", None) in _NO_ROOM or any(text in str(each) for text in _NO_ROOM_TEXTS)
+        for each in (error, error.__cause__, error.__context__)
     )
 
 
@@ -380,7 +407,7 @@ def _rotate(unfinished: str, newest: str, limit: int | None, best: str | None) -
 
     The choice is that of transformers' `rotate_checkpoints`. That deletes them file by file under their own names:
     killed within, it leaves parts of one. These are the last to be modified, so that its next rotation would keep
-    them in place of a whole one.
+    them in place of a whole one. What cannot be deleted is warned of: the checkpoint is saved, and the run goes on.
     """
     if limit is not None and limit > 0:
         checkpoints = [
@@ -389,8 +416,25 @@ def _rotate(unfinished: str, newest: str, limit: int | None, best: str | None) -
         kept = {os.path.normpath(path) for path in (newest, best) if path is not None}
         surplus = max(0, len(checkpoints) - limit)
         for folder in [path for path in checkpoints if path not in kept][:surplus]:
-            _move_away(folder, unfinished)
-    shutil.rmtree(unfinished)
+            try:
+                os.makedirs(unfinished, exist_ok=True)
+                _move_away(folder, unfinished)
+            except OSError as error:
+                warnings.warn(f"{folder} is beyond `save_total_limit`, but cannot be deleted: {error}")
+    _remove(unfinished)
+
+
+def _remove(folder: str | Path) -> bool:
+    """Delete what can be deleted of a folder, warn of the rest, and return whether nothing is left."""
+    with contextlib.suppress(OSError):
+        shutil.rmtree(folder, ignore_errors=True)
+    left = [os.path.join(place, name) for place, _, names in os.walk(folder) for name in names]
+    if os.path.lexists(folder):  # NFS keeps a file, as `.nfs...`, until no process has it open
+        warnings.warn(
+            f"{folder} cannot be deleted, with {len(left)} files in it{f', such as {left[0]}' if left else ''}. No "
+            "run reads it: delete it when no process uses it."
+        )
+    return not os.path.lexists(folder)
 
 
 def _move_away(folder: str, unfinished: str) -> None:

@@ -17,7 +17,7 @@ from .curves import Contributions, contributions, size_contributions
 from .grid import SINGLE_POINT
 from .search import ClipBounds, search_bounds, share_under
 from .tokens import PolicyTokens
-from .update_log import UpdateLog, measure_tokens
+from .update_log import UpdateLog, measure_tokens, unlogged_metrics
 
 
 Batch = Mapping[str, Any]
@@ -47,7 +47,7 @@ class UpdateBounds:
         self._grid = settings.bound_grid
         self._curves: Contributions | None = None  # of the tokens since the last search, of this rank
         self._carried = CarriedCurves(self._grid, accelerator.device)
-        self._log = UpdateLog(settings.has_clip_bounds, has_target=not settings.has_constant_weight)
+        self._log = UpdateLog(unlogged_metrics(settings))
         nothing = torch.zeros((), device=accelerator.device)
         self.current = self._search(self._carried.scaled_to(Contributions(nothing, nothing)))
         self._carries_over = settings.search_scope == "carried_over" and settings.is_adaptive
@@ -124,9 +124,13 @@ class UpdateBounds:
         self._log.add(measure_tokens(tokens, staleness, guarded, self.current, self._settings.delta))
         return self.current
 
-    def close(self, update: int) -> dict[str, float]:
-        """Return the metrics of the update, see [`~update_log.UPDATE_METRICS`]; raises as [`UpdateLog.close`] does."""
-        return self._log.close(self._accelerator.gather, update=update)
+    def close(self, update: int) -> tuple[dict[str, float], list[bool]]:
+        """
+        Return the metrics of the update, see [`UpdateLog.close`], which may raise.
+
+        With them comes whether each of its micro-batches has a token of the loss on any rank.
+        """
+        return self._log.close(self._accelerator.gather, update=update), self._log.have_tokens
 
     def save(self, folder: str) -> None:
         """Write the curves that are carried over into a checkpoint folder."""

@@ -6,7 +6,8 @@ gather of a few numbers at the end of an update serves every metric, and one tra
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -19,12 +20,9 @@ from .tokens import PolicyTokens
 UPDATE_METRICS = (
     "bapo/clip_low", "bapo/clip_high", "bapo/positive_share", "bapo/positive_share_initial", "bapo/target_met",
     "bapo/search_steps", "bapo/negative_weight", "bapo/entropy_covariance", "ratio/mean", "ratio/min", "ratio/max",
-    "ratio/ess", "ratio/kl", "ratio/chi2", "staleness/mean", "staleness/max",
+    "ratio/ess", "ratio/kl", "ratio/chi2", "staleness/mean", "staleness/max", "bapo/masked_share",
 )  # fmt: skip
 """Metrics of each update, defined in docs/metrics.md."""
-
-METRICS_OF_CLIP_BOUNDS = ("bapo/clip_low", "bapo/clip_high", "bapo/search_steps")
-"""Those that a loss without clip bounds does not have."""
 
 GUARDED_TENSORS = ("per_token_logps", "old_per_token_logps", "ref_per_token_logps", "advantages", "importance_ratio")
 """Tensors in which a NaN or an infinity stops the training."""
@@ -70,6 +68,8 @@ def measure_tokens(
     passing_advantages = torch.where(passes, weighed, zero).to(dtype)
     return Tally(
         {
+            "rows": torch.full((), len(is_trained), device=device),
+            "masked_rows": (~is_trained).sum(),
             "ratios": valid.sum(),
             "ratio": ratio.sum(),
             "ratio_squared": ratio.square().sum(),
@@ -136,8 +136,23 @@ def token_metrics(total: Mapping[str, float]) -> dict[str, float]:
         "ratio/kl": _ratio(total["k3"], count),
         "ratio/chi2": _ratio(total["ratio_squared"], count) - 1,
         "staleness/mean": _ratio(total["staleness"], total["versions"]),
-        "staleness/max": total["staleness_max"],
+        "staleness/max": total["staleness_max"] if total["versions"] else math.nan,
+        "bapo/masked_share": total["masked_rows"] / total["rows"],
     }
+
+
+def unlogged_metrics(settings: Any) -> set[str]:
+    """Return the metrics that say nothing under the settings of a run, a [`~bapo_config.BAPOConfig`]."""
+    names = set()
+    if not settings.has_clip_bounds:
+        names |= {"bapo/clip_low", "bapo/clip_high"}
+    if settings.bound_grid.is_fixed:
+        names.add("bapo/search_steps")
+    if not settings.is_adaptive:
+        names.add("bapo/target_met")
+        if not settings.has_constant_weight:  # the share is always the initial one
+            names.add("bapo/positive_share_initial")
+    return names
 
 
 class UpdateLog:
@@ -147,12 +162,13 @@ class UpdateLog:
     Holds tensors only until `close`, which reduces them over ranks, reads them once, and starts afresh.
     """
 
-    def __init__(self, has_clip_bounds: bool = True, has_target: bool = True):
-        self._skipped: tuple[str, ...] = () if has_clip_bounds else METRICS_OF_CLIP_BOUNDS
-        if not has_target:
-            self._skipped += ("bapo/target_met",)
+    def __init__(self, unlogged: Collection[str] = ()):
+        self._unlogged = frozenset(unlogged)
         self.searches: list[ClipBounds] = []
+        # Whether each micro-batch of the latest closed update has a token of the loss on any rank
+        self.have_tokens: list[bool] = []
         self._tally: Tally | None = None
+        self._counts: list[torch.Tensor | float] = []  # of each micro-batch: its tokens, or its rows with some
 
     @property
     def is_open(self) -> bool:
@@ -162,17 +178,23 @@ class UpdateLog:
     def add(self, tally: Tally) -> None:
         """Add a micro-batch, as summed up by [`measure_tokens`]."""
         self._tally = tally if self._tally is None else self._tally + tally
+        self._counts.append(tally.sums["versions"])
 
     def close(self, gather: Callable[[torch.Tensor], torch.Tensor], update: int) -> dict[str, float]:
         """
         Return the metrics of the update, see [`UPDATE_METRICS`]; the error message has its number.
 
+        A metric is NaN where it is undefined, as all are but one in an update without a token of the loss.
+
         A NaN or an infinity in one of [`GUARDED_TENSORS`], on any rank, is a `RuntimeError`.
         """
         bounds = average_searches(self.searches)
         device = self.searches[0].low.device
-        total = self._tally.over_ranks(gather, device, sum_dtype(device))
-        self.searches, self._tally = [], None
+        counts = {f"tokens of micro-batch {i}": count for i, count in enumerate(self._counts)}
+        counts = counts if len(counts) > 1 else {}  # the update's own count says it
+        tally = Tally({**self._tally.sums, **counts}, self._tally.maxima)
+        total = tally.over_ranks(gather, device, sum_dtype(device))
+        self.searches, self._tally, self._counts = [], None, []
 
         numbers = Tally({**bounds, **total.sums}, total.maxima).numbers()
         broken = [f"`{name}` ({numbers[name]:.0f} values)" for name in GUARDED_TENSORS if numbers[name]]
@@ -183,7 +205,11 @@ class UpdateLog:
                 "half precision without loss scaling, and resume from a checkpoint, or, for another rate, start "
                 "from its folder as the model."
             )
-        return {name: numbers[name] for name in bounds if name not in self._skipped} | token_metrics(numbers)
+        self.have_tokens = [numbers[name] > 0 for name in counts or ("versions",)]
+        metrics = {name: numbers[name] for name in bounds if name not in self._unlogged} | token_metrics(numbers)
+        if not any(self.have_tokens):
+            return {**dict.fromkeys(metrics, math.nan), "bapo/masked_share": 1.0}
+        return metrics
 
 
 def _ratio(numerator: float, denominator: float) -> float:

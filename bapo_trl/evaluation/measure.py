@@ -11,11 +11,11 @@ from typing import Any
 from uuid import uuid4
 
 import torch
-from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
 from transformers.utils import cached_file
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
+from ..checkpoints.rank_errors import on_main_process, raising_on_all_ranks
 from ..reward_sums import best_of_k, weighted_sums
 from .accuracy import Estimate, PromptResult, summarize
 from .answers import canonical
@@ -81,19 +81,24 @@ def evaluate(
     """
     rows = list(dataset) if isinstance(dataset, IterableDataset) else dataset
     num_completions = trainer.num_generations_eval
-    names = _distinct(trainer.reward_func_names)
-    pending: list[tuple[int, int]] = []
+    names = trainer.reward_func_names
+    file: Any = None  # of the main process
     kept: list[dict[str, Any]] = []
-    if trainer.accelerator.is_main_process:
+
+    def read() -> list[tuple[int, int]]:
+        nonlocal file, kept
         file = CompletionsFile(path, _identity(trainer, rows, model), num_completions)
-        pending, kept = file.missing(len(rows)), file.records()
-    (pending,) = broadcast_object_list([pending])
+        kept = file.records()
+        return file.missing(len(rows))
+
+    pending = on_main_process(read)
     rescored = trainer.score_completions(rows, [_as_completion(record) for record in kept])
-    if kept:
-        file.replace(
-            _as_record(completion, record["prompt_index"], record["number"], rows[record["prompt_index"]], names)
-            for record, completion in zip(kept, rescored, strict=True)
-        )
+    with raising_on_all_ranks():
+        if kept:
+            file.replace(
+                _as_record(completion, record["prompt_index"], record["number"], rows[record["prompt_index"]], names)
+                for record, completion in zip(kept, rescored, strict=True)
+            )
 
     def write(completions: list[Completion]) -> None:
         file.append(
@@ -103,11 +108,7 @@ def evaluate(
 
     if pending:
         trainer.sample_completions(_RowsOf(pending, rows), write, seed=str(pending[0]))
-    evaluation = None
-    if trainer.accelerator.is_main_process:
-        evaluation = count(file.records(), num_completions, trainer.reward_weights, extract_answer)
-    (evaluation,) = broadcast_object_list([evaluation])
-    return evaluation
+    return on_main_process(lambda: count(file.records(), num_completions, trainer.reward_weights, extract_answer))
 
 
 def count(
@@ -213,10 +214,6 @@ def _content(value: Any) -> str:
     if type(value).__module__.partition(".")[0] != "PIL":
         return str(value)
     return f"{value.mode} {value.size} {xxh3_128_hexdigest(value.tobytes())}"
-
-
-def _distinct(names: list[str]) -> list[str]:
-    return [name if names.count(name) == 1 else f"{name} {position}" for position, name in enumerate(names, start=1)]
 
 
 def _as_record(

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from trl.data_utils import prepare_multimodal_messages
 
 from ..bapo_trainer import BAPOTrainer
+from ..checkpoints.rank_errors import raising_on_all_ranks
 from ..upstream.forward_passes import forked_random_state, without_gradient_checkpointing
 from .answers import completion_text
 
@@ -133,13 +134,13 @@ class EvaluatedTrainer(BAPOTrainer):
         for average, best in zip(right.mean(dim=1).tolist(), right.amax(dim=1).tolist(), strict=True):
             self._log_values({f"avg@{count}": average, f"pass@{count}": best}, "eval")  # TRL logs their mean
 
-    def _log_completion_extra(self, *args):
+    def _log_completion_extra(self, *args, **kwargs):
         if not self._is_apart:  # TRL would add it to the next generation's
-            super()._log_completion_extra(*args)
+            super()._log_completion_extra(*args, **kwargs)
 
-    def _log_metric(self, *args):
+    def _log_metric(self, *args, **kwargs):
         if not self._is_apart:
-            super()._log_metric(*args)
+            super()._log_metric(*args, **kwargs)
 
     def prediction_step(self, model, inputs, *args, **kwargs):
         if self._take is None:
@@ -155,6 +156,7 @@ class EvaluatedTrainer(BAPOTrainer):
                 for position, completion, ids in zip(inputs, completions, completion_ids, strict=True)
             ]
         )
-        if self.accelerator.is_main_process:
-            self._take([replace(each, rewards=given) for each, given in zip(sampled, rewards, strict=True)])
+        with raising_on_all_ranks():
+            if self.accelerator.is_main_process:
+                self._take([replace(each, rewards=given) for each, given in zip(sampled, rewards, strict=True)])
         return None, None, None

@@ -1,6 +1,7 @@
 """Rewards that a run cannot use: infinite ones, and what TRL could make no numbers of. Legend: `B` samples."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from ..upstream.trl_compat import is_async_callable
 from .prompt_checks import start_of
 
 
+_SILENT = (Mapping, Set, bytes, bytearray, memoryview)  # TRL would take their keys or bytes for rewards
 _FIX = "return a finite number for each completion, or None where the function does not apply"
 
 
@@ -41,13 +43,18 @@ class KeptRewards:
     def check(self) -> None:
         """Refuse what is no list of rewards (`InputError`)."""
         for name, returned in self._returned:
-            defect = rewards_defect(returned, self._prompts, self._completions)
-            if defect is not None:
-                raise InputError(f"The reward function `{name}` returned {defect}.")
+            self._check(name, returned)
+
+    def _check(self, name: str, returned: Any) -> None:
+        defect = rewards_defect(returned, self._prompts, self._completions)
+        if defect is not None:
+            raise InputError(f"The reward function `{name}` returned {defect}.")
 
     def _keep(self, name: str, returned: Any) -> Any:
         if isinstance(returned, Iterator):  # to be read twice
             returned = list(returned)
+        if isinstance(returned, _SILENT):
+            self._check(name, returned)
         self._returned.append((name, returned))
         return returned
 
@@ -55,6 +62,8 @@ class KeptRewards:
     def _noting(self, name: str, inputs: Mapping[str, Any]) -> Iterator[None]:
         try:
             yield
+        except InputError:  # says it all
+            raise
         except Exception as error:
             columns = ", ".join(key for key, value in inputs.items() if isinstance(value, list))
             error.add_note(
@@ -77,6 +86,28 @@ def check_reward_funcs(reward_funcs: Any, weights: Sequence[float] | None) -> No
         raise InputError(
             f"`reward_weights` is {list(weights)}, for {len(functions)} reward functions: give as many weights."
         )
+
+
+def distinct_names(names: Sequence[str]) -> list[str]:
+    """
+    Return the names of reward functions, with a number behind those that are there more than once.
+
+    TRL logs by name, and would log the rewards of functions of one name as those of one function.
+
+    Example:
+
+    ```python
+    >>> distinct_names(["score", "length", "score", "score_1"])
+    ['score_2', 'length', 'score_3', 'score_1']
+
+    ```
+    """
+    distinct: list[str] = []
+    for name in names:
+        numbered = (f"{name}_{number}" for number in itertools.count(1))
+        free = (each for each in numbered if each not in names and each not in distinct)
+        distinct.append(name if names.count(name) == 1 else next(free))
+    return distinct
 
 
 def check_size_of_rewards(
@@ -114,7 +145,8 @@ def check_size_of_rewards(
 def rewards_defect(returned: Any, prompts: Sequence[Any], completions: Sequence[Any]) -> str | None:
     """Return what keeps TRL from making `B` rewards of a value, in words that follow "returned"; else `None`."""
     count = len(prompts)
-    if isinstance(returned, (str, bytes, Mapping, Set)) or not hasattr(returned, "__iter__"):
+    is_one_value = not hasattr(returned, "__iter__") or getattr(returned, "ndim", 1) == 0  # as an array may be
+    if is_one_value or isinstance(returned, (str, *_SILENT)):
         return f"{start_of(returned)}, a {type(returned).__name__}, for {count} samples: {_FIX}, in a list"
     rewards = list(returned)
     if len(rewards) != count:

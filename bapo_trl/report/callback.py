@@ -1,7 +1,9 @@
 """Keeps the report of a run up to date while it trains, and its settings without the secrets in them."""
 
 import json
+import math
 import re
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -39,14 +41,17 @@ _NAMED = re.compile(
 )
 _MASK = "<SECRET>"
 
+_PAUSE_S = 60.0  # drawing takes seconds, for which the other processes wait
+
 
 class ReportCallback(TrainerCallback):
     """
-    Writes `report.html` and `report.png` into `output_dir` at each save, and `run_settings.json` at the start.
+    Writes `report.html` and `report.png` into `output_dir`, at saves and at the end of the training, and
+    `run_settings.json` at the start.
 
-    Where saves are pushed to the Hub, the report is written before each push instead, which goes on after the save.
-    Only the main process writes. Secrets in the settings are masked. Nothing that goes wrong here stops the training:
-    it is warned of, once.
+    Before the last update, the report is written at most once a minute. Where saves are pushed to the Hub, it is
+    written before pushes instead, which read it while the training continues. Only the main process writes. Secrets in
+    the settings are masked. Nothing that goes wrong here stops the training: it is warned of, once.
 
     `settings` are what else the run depends on and the trainer's arguments do not hold, such as the data. They are
     saved with these, to tell runs that differ from seeds of one setting.
@@ -55,21 +60,31 @@ class ReportCallback(TrainerCallback):
     def __init__(self, settings: Mapping[str, Any] | None = None):
         self.settings = dict(settings or {})
         self._has_warned = False
+        # Of this training: the updates logged when the report was written, and when, by `time.monotonic()`
+        self._written: tuple[int, float] | None = None
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self._written = None
         if state.is_world_process_zero:
             self._try(self._write_settings, args, model)
 
     def on_save(self, args, state, control, **kwargs):
         if not args.push_to_hub or args.hub_strategy == HubStrategy.END:
-            self._save_report(args, state)
+            self._save_report(args, state, is_last=False)
 
     # Before the upload, which reads the files while the training goes on
     def on_push_begin(self, args, state, control, **kwargs):
-        self._save_report(args, state)
+        self._save_report(args, state, is_last=state.global_step >= state.max_steps)
 
-    def _save_report(self, args, state) -> None:
-        if state.is_world_process_zero and len(Logs(state.log_history)):
+    def on_train_end(self, args, state, control, **kwargs):
+        if not args.push_to_hub or args.hub_strategy == HubStrategy.END:
+            self._save_report(args, state, is_last=True)
+
+    def _save_report(self, args, state, is_last: bool) -> None:
+        number, now = len(Logs(state.log_history)) if state.is_world_process_zero else 0, time.monotonic()
+        logged_before, before = self._written or (0, -math.inf)
+        if number > logged_before and (is_last or now >= before + _PAUSE_S):
+            self._written = number, now
             self._try(save_report, state.log_history, Path(args.output_dir) / "report.png")
 
     def _write_settings(self, args, model) -> None:

@@ -37,7 +37,10 @@ def drawn_panels(groups: Sequence[Group]) -> list[Panel]:
 
 def caption(groups: Sequence[Group]) -> str:
     """Return what is to be said of the lines, in a sentence or two."""
-    band = "Line: mean of the seeds that have a value at the update; band: from the smallest to the largest of them. "
+    band = (
+        "Line: mean of the seeds that have a value at the update; band: from the smallest to the largest of them. The "
+        "largest and the smallest ratio and the largest staleness are those of all seeds. "
+    )
     has_band = any(len(group.runs) > 1 for group in groups)
     return f"{band * has_band}Grey: thresholds of the health lines, or what a value is measured against."
 
@@ -109,7 +112,8 @@ def _draw(axes: "Axes", panel: Panel, groups: Sequence[Group]) -> bool:
         axes.axhline(value, color=_GREY, linewidth=0.8, linestyle=(0, (1, 2)))
     for index, group in enumerate(groups):
         for number, line in enumerate(lines):
-            color, style = (color_of(number), "-") if is_alone else (color_of(index), STYLES[number])
+            color = color_of(number if is_alone else index)
+            style = _style(line, number, is_alone)
             _draw_line(axes, line, group, color, style, width=1.4 if number == 0 else 1.0, has_band=number == 0)
     first_runs = [group.runs[0] for group in groups] if panel.target else []
     targets = [run.settings.get(panel.target) if run.method.has_target else None for run in first_runs]
@@ -117,7 +121,7 @@ def _draw(axes: "Axes", panel: Panel, groups: Sequence[Group]) -> bool:
         if is_finite(target):
             axes.axhline(target, color=_GREY if is_alone else color_of(index), linewidth=1, linestyle="-.")
     handles = [
-        _handle(color_of(number) if is_alone else _GREY, "-" if is_alone else STYLES[number], line.label)
+        _handle(color_of(number) if is_alone else _GREY, _style(line, number, is_alone), line.label)
         for number, line in enumerate(lines)
     ]
     if any(map(is_finite, targets)):
@@ -146,15 +150,27 @@ def _draw(axes: "Axes", panel: Panel, groups: Sequence[Group]) -> bool:
     return len(handles) > 1
 
 
+def _style(line: Line, number: int, is_alone: bool) -> Any:
+    """Return the style of a panel's line; with one group, a maximum that equals the mean is not to hide it."""
+    if is_alone:
+        return "-" if line.over_seeds == "mean" else (0, (5, 4))
+    return STYLES[number]
+
+
 def _draw_line(axes: "Axes", line: Line, group: Group, color: str, style: Any, width: float, has_band: bool) -> None:
-    """Draw the mean of the group's runs; undefined values leave a gap, updates that did not log it do not."""
+    """
+    Draw the mean of the group's runs, of a maximum the largest, of a minimum the smallest.
+
+    Undefined values leave a gap; updates without a generation do not, for what is measured at generations.
+    """
     columns = [run.logs.logged(line.metric) for run in group.runs]
     curve = thinned(curve_of([Points(steps, line.sign * values) for steps, values in columns]))
-    steps, mean = curve.steps, curve.mean
-    axes.plot(steps, mean, color=color, linestyle=style, linewidth=width)
-    is_gap = np.isnan(np.concatenate([[math.nan], mean, [math.nan]]))
+    steps = curve.steps
+    values = getattr(curve, line.over_seeds)
+    axes.plot(steps, values, color=color, linestyle=style, linewidth=width)
+    is_gap = np.isnan(np.concatenate([[math.nan], values, [math.nan]]))
     is_alone = ~is_gap[1:-1] & is_gap[:-2] & is_gap[2:]
-    axes.plot(steps[is_alone], mean[is_alone], color=color, marker=".", linestyle="none")
+    axes.plot(steps[is_alone], values[is_alone], color=color, marker=".", linestyle="none")
     if has_band and len(group.runs) > 1:
         axes.fill_between(steps, curve.low, curve.high, color=color, alpha=0.2, linewidth=0)
 

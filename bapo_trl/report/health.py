@@ -24,6 +24,7 @@ ENTROPY_FACTOR, ENTROPY_UPDATES = 0.5, 50  # it falls to this part of itself wit
 NO_SIGNAL_MAX = 0.7  # of the completions, in groups whose rewards are all equal; DAPO samples these anew
 CUT_OFF_MAX = 0.5  # of the completions
 AT_LIMIT_MAX, LATE_PART = 0.6, 1 / 3  # of the logs with a search, in this part of them, the latest
+MASKED_MAX = 0.5  # of the rows of an update
 LATEST_PART = 0.25  # of the logs, that lines on the present state of a run go by
 OFTEN = 0.1  # from this part of the logs on, a line on single logs is a warning; below, a note
 FEWEST_LOGS = 2  # for a verdict, and for a warning: a single one may be noise
@@ -85,9 +86,11 @@ def examine(logs: Logs, method: Method | None = None) -> list[Finding]:
     if not made:
         return [Finding("Not checked", "note", unchecked)]
     found = [(check, check.find(points[check])) for check in made]
-    findings = _no_reward(logs) + [
-        Finding(check.name, *result, check.meaning, check.remedy(method)) for check, result in found if result
-    ]
+    findings = (
+        _no_reward(logs)
+        + _masked_rows(logs)
+        + [Finding(check.name, *result, check.meaning, check.remedy(method)) for check, result in found if result]
+    )
     if not findings:
         what = f"{len(logs)} logs" if len(logs) != 1 else "1 log"
         sentence = f"{len(made)} of {len(checks)} checks made on {what}, and none found anything."
@@ -105,16 +108,33 @@ def _unchecked(counts: dict[Check, int]) -> str:
 
 
 def _no_reward(logs: Logs) -> list[Finding]:
-    rewards = logs.logged("reward")
-    if len(rewards.steps) < FEWEST_LOGS or np.isfinite(rewards.values).any():
+    generations = len(logs.logged("completions/mean_length").steps)
+    if generations < FEWEST_LOGS or len(logs.finite("reward").steps):
         return []
     return [
         Finding(
             "No reward",
             "warning",
-            f"undefined in all {len(rewards.steps)} logs.",
+            f"undefined in all {generations} logs.",
             "No reward function applied to any sample: each returned None, or NaN. Nothing is trained.",
             "A reward function that returns a number where it applies.",
+        )
+    ]
+
+
+def _masked_rows(logs: Logs) -> list[Finding]:
+    shares = logs.finite("bapo/masked_share")
+    found = _beyond(shares, shares.values - MASKED_MAX, f"`bapo/masked_share` above {MASKED_MAX:g}", "highest")
+    if found is None:
+        return []
+    return [
+        Finding(
+            "Masked rows",
+            *found,
+            "Rows whose tokens are all masked train nothing. An update of such rows alone has no entropy, ratio or "
+            "staleness.",
+            "A larger `max_completion_length`, if `mask_truncated_completions` is set and completions are cut off. "
+            "With a replay queue or partial rollouts, look at `replay/masked` and `partial/masked`.",
         )
     ]
 

@@ -15,6 +15,10 @@ MOST_POINTS = 6 * PARTS
 """Curves of at most so many points are drawn whole. matplotlib thins lines by itself, but neither bands nor dots."""
 
 
+_OF_A_GENERATION = ("reward", "reward_std", "frac_reward_zero_std")
+_PREFIXES_OF_A_GENERATION = ("rewards/", "completions/", "replay/", "partial/", "sampling/", "tools/")
+
+
 class Points(NamedTuple):
     """Updates, and the values of a metric at them: arrays of one length, in the order of the updates."""
 
@@ -36,9 +40,8 @@ class Logs:
         for log in log_history:
             step = log.get("step")
             is_step = isinstance(step, int) and 0 <= step <= sys.maxsize
-            is_update = "loss" in log or "bapo/positive_share" in log
             is_summary = "train_runtime" in log  # into which TRL puts what it has not logged yet
-            if not is_step or not is_update or (is_summary and self._logs):
+            if not is_step or not is_of_updates(log) or (is_summary and self._logs):
                 continue
             while self._logs and self._logs[-1]["step"] >= step:
                 self._logs.pop()
@@ -49,8 +52,15 @@ class Logs:
         return len(self._logs)
 
     def logged(self, metric: str) -> Points:
-        """Return the values of a metric where it was logged, NaN where it was undefined."""
-        points = [(log["step"], log[metric]) for log in self._logs if metric in log]
+        """
+        Return the values of a metric, NaN where it is undefined.
+
+        A metric is undefined where it is not a number. One that is measured at every update is also undefined where it
+        is missing; one of a generation may just not be due.
+        """
+        is_due = metric not in _OF_A_GENERATION and not metric.startswith(_PREFIXES_OF_A_GENERATION)
+        is_due &= any(metric in log for log in self._logs)
+        points = [(log["step"], log.get(metric)) for log in self._logs if is_due or metric in log]
         values = [value if is_finite(value) else math.nan for _, value in points]
         return Points(np.array([step for step, _ in points], dtype=int), np.array(values, dtype=float))
 
@@ -59,6 +69,11 @@ class Logs:
         steps, values = self.logged(metric)
         is_defined = np.isfinite(values)
         return Points(steps[is_defined], values[is_defined])
+
+
+def is_of_updates(log: Mapping) -> bool:
+    """Return whether a log is of updates, not of an evaluation or the end of a run."""
+    return "loss" in log or any(name.startswith("bapo/") for name in log)
 
 
 def is_finite(value: object) -> TypeGuard[float]:

@@ -4,7 +4,7 @@ The settings are JSON's, and this is read without torch: what follows from them 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ _OURS = (
     *(f"ratio_{s}_{part}" for s in ("lower", "upper") for part in ("start", "max", "step")),
     "negative_weight_min",
 )
+_OF_THE_SEARCH = {"positive_contribution_target", "contribution_measure", "search_order", "search_scope"}
 _GRPO_BOUNDS = (0.8, 1.2)
 
 EVIDENCE = ("bapo/search_steps", "bapo/negative_weight")
@@ -39,6 +40,7 @@ class Method:
     can_mask_truncated: bool = True  # `mask_truncated_completions` could be set, and is not
     has_highest_target: bool = False  # a `positive_contribution_target` of 1
     limits: tuple[tuple[str, float], ...] = ()  # of the bounds that are searched, by their metrics
+    unused: frozenset[str] = frozenset()  # settings that have no effect with it
 
     @property
     def has_target(self) -> bool:
@@ -100,19 +102,22 @@ def method_by_settings(settings: Mapping) -> Method:
     name = _name_of_bounds(settings, bool(searched), is_of_sequences) if has_bounds else loss.upper()
     if smallest_weight < 1:
         name += f", constant weight {smallest_weight:g}" if is_constant else f", weight from {smallest_weight:g}"
+    searches_weight = smallest_weight < 1 and not is_constant
+    unused = _unused_settings(has_bounds, searched, searches_weight)
     if not has_queue and _is_on_policy(settings):
         searched = {}  # without an effect
     return Method(
         name,
         "lower" in searched,
         "upper" in searched,
-        smallest_weight < 1 and not is_constant,
+        searches_weight,
         can_weigh=smallest_weight == 1,
         can_refill=not settings.get("replay_zero_advantage"),
         has_queue=has_queue,
         **_of_sampling(settings),
         has_highest_target=settings.get("positive_contribution_target") == 1,
         limits=tuple((f"bapo/clip_{'low' if side == 'lower' else 'high'}", end) for side, end in searched.items()),
+        unused=unused,
     )
 
 
@@ -124,6 +129,12 @@ def _of_sampling(settings: Mapping) -> dict[str, Any]:
         "is_tempered": settings.get("temperature") != 1,
         "can_mask_truncated": settings.get("mask_truncated_completions") is not True,
     }
+
+
+def _unused_settings(has_bounds: bool, searched: Collection[str], searches_weight: bool) -> frozenset[str]:
+    parts = ("max", "step") if has_bounds else ("start", "max", "step")
+    names = {f"ratio_{side}_{part}" for side in ("lower", "upper") if side not in searched for part in parts}
+    return frozenset(names if searched or searches_weight else names | _OF_THE_SEARCH)
 
 
 def _name_of_bounds(settings: Mapping, is_searched: bool, is_of_sequences: bool) -> str:

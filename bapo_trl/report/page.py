@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from .figure import caption, color_of
 from .health import Finding
 from .panels import Panel
-from .runs import Group
+from .runs import Group, Run
 
 
 MAIN_SETTINGS = (
@@ -111,13 +111,18 @@ def _legend(groups: Sequence[Group]) -> str:
 
 
 def _settings_table(groups: Sequence[Group]) -> str:
-    settings = [group.runs[0].settings for group in groups]
-    names = [name for name in MAIN_SETTINGS if any(name in some for some in settings)]
-    others = sorted({name for some in settings for name in some} - {*MAIN_SETTINGS, *NEVER_SHOWN, "seed", "data_seed"})
-    names += [name for name in others if len({_value(some, name) for some in settings if some}) > 1]
-    rows = {"method": [group.runs[0].method.name or "not saved" for group in groups]}
-    rows |= {name: [_value(some, name) for some in settings] for name in names}
-    rows["seed"] = [", ".join(_value(run.settings, "seed") for run in group.runs) for group in groups]
+    firsts = [group.runs[0] for group in groups]
+    used = [{name for name in run.settings if name not in run.method.unused} for run in firsts]
+    names = [name for name in MAIN_SETTINGS if any(name in some for some in used)]
+    others = sorted(set().union(*used) - {*MAIN_SETTINGS, *NEVER_SHOWN, "seed", "data_seed"})
+    names += [
+        name
+        for name in others
+        if len({_value(run, name) for run in firsts if run.settings and name not in run.method.unused}) > 1
+    ]
+    rows = {"method": [run.method.name or "not saved" for run in firsts]}
+    rows |= {name: [_value(run, name) for run in firsts] for name in names}
+    rows["seed"] = [", ".join(_value(run, "seed") for run in group.runs) for group in groups]
     rows["last update logged"] = [", ".join(str(run.logs.steps[-1]) for run in group.runs) for group in groups]
     head = "".join(f"<th>{html.escape(group.label)}</th>" for group in groups)
     body = "".join(
@@ -127,8 +132,8 @@ def _settings_table(groups: Sequence[Group]) -> str:
     return f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _value(settings: Mapping, name: str) -> str:
-    value = settings.get(name, "not saved")
+def _value(run: Run, name: str) -> str:
+    value = "not used" if name in run.method.unused else run.settings.get(name, "not saved")
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -16,6 +16,7 @@ class Line:
     metric: str
     label: str
     sign: int = 1  # -1 draws its negative
+    over_seeds: str = "mean"  # part of the `Curve` of several seeds; a maximum is the "high", a minimum the "low" one
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ PANELS = (
     Panel("Mean reward of the samples", (Line("reward", "reward"),)),
     Panel(
         "Length of the completions (tokens)",
-        (Line("completions/mean_length", "mean"), Line("completions/max_length", "longest")),
+        (Line("completions/mean_length", "mean"), Line("completions/max_length", "longest of a generation")),
     ),
     Panel(
         "Completions cut off, and without signal (share)",
@@ -62,7 +63,7 @@ PANELS = (
     Panel("Norm of the gradient", (Line("grad_norm", "gradient norm"),), limits=FROM_ZERO),
     Panel(
         "Share of positive-advantage tokens in the loss",
-        (Line("bapo/positive_share", "as trained"), Line("bapo/positive_share_initial", "start bounds")),
+        (Line("bapo/positive_share", "as trained"), Line("bapo/positive_share_initial", "unadjusted")),
         limits=SHARE,
         target="positive_contribution_target",
     ),
@@ -83,7 +84,11 @@ PANELS = (
     ),
     Panel(
         "Importance ratios",
-        (Line("ratio/mean", "mean"), Line("ratio/max", "largest"), Line("ratio/min", "smallest")),
+        (
+            Line("ratio/mean", "mean"),
+            Line("ratio/max", "largest", over_seeds="high"),
+            Line("ratio/min", "smallest", over_seeds="low"),
+        ),
         marks=(RATIO_MEAN_MIN, RATIO_MEAN_MAX),
         is_log=True,
     ),
@@ -91,7 +96,7 @@ PANELS = (
     Panel("Chi-square divergence", (Line("ratio/chi2", "chi-square"),), marks=(CHI2_MAX,)),
     Panel(
         "Staleness of the samples (policy versions)",
-        (Line("staleness/mean", "mean"), Line("staleness/max", "largest")),
+        (Line("staleness/mean", "mean"), Line("staleness/max", "largest", over_seeds="high")),
         limits=FROM_ZERO,
     ),
     Panel("Samples in the replay queue", (Line("replay/size", "samples"),), limits=FROM_ZERO),

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 
+from ..checkpoints.rank_errors import on_main_process
 from ..upstream.trl_compat import HAS_OPENAI_CLIENT, pad
 from .checks import check_trainer
 from .pool import RolloutPool
@@ -50,7 +50,7 @@ def finish_groups(
     """
     args, version = trainer.args, trainer.state.global_step
     prompts = inputs[:: trainer.num_generations]
-    prompt_ids, _, _ = trainer._tokenize_prompts([row["prompt"] for row in prompts])
+    prompt_ids, *_ = trainer._tokenize_prompts([row["prompt"] for row in prompts])
     limit = args.partial_rollout_max_staleness
     staleness_if_parked = args.updates_per_generation + args.largest_staleness
 
@@ -119,7 +119,6 @@ def sampler_window(trainer: Any) -> int | None:
         return trainer.vllm_generation.llm.llm_engine.model_config.max_model_len
     if not HAS_OPENAI_CLIENT:
         return None
-    window = None
-    if trainer.accelerator.is_main_process:
-        window = trainer.vllm_generation.vllm_client.get_server_info()["model_config"]["max_model_len"]
-    return broadcast_object_list([window])[0]
+    return on_main_process(
+        lambda: trainer.vllm_generation.vllm_client.get_server_info()["model_config"]["max_model_len"]
+    )

@@ -225,7 +225,8 @@ class RolloutRounds:
     def _measure(self, batch: RolloutBatch, waited: int, rounds: int) -> dict[str, float]:
         segments, counts = [len(each.segments) for each in batch.completions], self.pool.counts
         parked = sum(len(each.tokens) for group in self.pool for each in group.completions)
-        numbers = [len(self.pool.unfinished()), parked, sum(segments), len(segments), waited]
+        waiting = sum(len(group.completions) for group in self.pool)  # also those that ended before their group did
+        numbers = [waiting, parked, sum(segments), len(segments), waited]
         numbers += [counts.emitted, counts.emitted_tokens, counts.ended, counts.ended_tokens]
         ranks = self.gather([*numbers, max(segments)])
         in_flight, parked, total, rows, waited, *lengths = (sum(column) for column in zip(*ranks, strict=True))

@@ -7,6 +7,7 @@ from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
+from ..checkpoints.rank_errors import on_main_process, raising_on_all_ranks
 from ..evaluation.accuracy import accuracy_table
 from ..evaluation.measure import Evaluation, evaluate, model_identity
 from ..evaluation.sampling import EvaluatedTrainer
@@ -58,7 +59,8 @@ class BeforeAfter:
         self._after = self._evaluate("eval_completions.jsonl", parts)
         self.trainer.log(self._rewards())
         before = {} if self._before is None else self._before.as_results("before")
-        self.trainer.save_metrics("eval", {**before, **self._after.as_results("eval")})
+        with raising_on_all_ranks():
+            self.trainer.save_metrics("eval", {**before, **self._after.as_results("eval")})
 
     def report(self, model: str, title: str) -> str:
         """Return what was found, and where it is, for the terminal."""
@@ -77,7 +79,7 @@ class BeforeAfter:
         return "\n".join(line for line in lines if line)
 
     def _evaluate(self, name: str, parts: Parts) -> Evaluation:
-        model = model_identity(parts) if self.trainer.is_world_process_zero() else ""
+        model = on_main_process(lambda: model_identity(parts))
         return evaluate(self.trainer, self.dataset, self.output_dir / name, model, self.extract_answer)
 
     def _left_out(self) -> str:

@@ -12,6 +12,7 @@ from ..bapo_config import BAPOConfig
 from ..plan.counts import count
 from ..plan.dry_run import aligned_rows
 from ..policy.staleness import oldest_age
+from ..report.logs import is_of_updates
 
 
 def settings_table(args: BAPOConfig, method: str | None = None) -> str:
@@ -102,20 +103,19 @@ def log_line(step: int, logs: Mapping[str, float], pace: Pace | None = None) -> 
     """
     Return one line on a training or evaluation log, or `None` if the log has nothing of either.
 
-    Missing and undefined values are left out, such as those of a generation where there was none since the last log.
+    Undefined values are missing, and so are those of a generation where there was none since the last log.
     """
 
     def show(label: str, name: str, digits: int = 2) -> list[str]:
-        value = logs.get(name)
-        return [] if value is None else [f"{label} {value:.{digits}f}"]
+        return [f"{label} {logs[name]:.{digits}f}"] if name in logs else []
 
-    if "eval_reward" in logs:
+    if any(name.startswith("eval_") for name in logs):
         parts = show("eval reward", "eval_reward", 3) or ["eval: no reward"]
         for name in logs:
             if "reward_best_of" in name:
                 parts += show(name[5:].replace("_", " "), name, 3)
         return f"update {step:>4}  " + "  ".join(parts)
-    if "bapo/positive_share" not in logs:
+    if not is_of_updates(logs):
         return None
 
     parts = [
@@ -124,10 +124,12 @@ def log_line(step: int, logs: Mapping[str, float], pace: Pace | None = None) -> 
         *show("cut off", "completions/clipped_ratio"),
         *show("no signal", "frac_reward_zero_std"),
     ]
+    if logs.get("bapo/masked_share", 0) > 0:
+        parts.append(f"rows masked {logs['bapo/masked_share']:.0%}")
     if "bapo/clip_low" in logs:
         parts.append(f"clip [{logs['bapo/clip_low']:.2f}, {logs['bapo/clip_high']:.2f}]")
     parts += show("positive share", "bapo/positive_share")
-    if "bapo/clip_low" in logs and logs.get("bapo/positive_share_initial") is not None:
+    if "bapo/clip_low" in logs and "bapo/positive_share_initial" in logs:
         parts.append(f"(start bounds: {logs['bapo/positive_share_initial']:.2f})")
     if logs.get("bapo/negative_weight", 1) < 1:
         parts += show("weight of negatives", "bapo/negative_weight")
@@ -148,9 +150,8 @@ class UpdateLines(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         super().on_train_begin(args, state, control, **kwargs)
         self.stopwatch = Stopwatch(state.global_step, state.num_input_tokens_seen)
-        # A checkpoint within a line may hold what was measured for it
-        window = state.stateful_callbacks.get("log_window", {})
-        self._covered = window["last_logged"] if window.get("step") == state.global_step else state.global_step
+        # A checkpoint within a line holds what was measured for it
+        self._covered = max((log["step"] for log in state.log_history if is_of_updates(log)), default=0)
 
     def on_train_end(self, args, state, control, **kwargs):
         super().on_train_end(args, state, control, **kwargs)
@@ -159,10 +160,10 @@ class UpdateLines(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self.stopwatch is None:
             return
-        is_update = "bapo/positive_share" in logs
-        pace = self.stopwatch.read(state.global_step, state.max_steps, logs.get("num_tokens")) if is_update else None
+        tokens = logs.get("num_tokens")
+        pace = self.stopwatch.read(state.global_step, state.max_steps, tokens) if is_of_updates(logs) else None
         line = log_line(state.global_step, logs, pace)
-        if line is not None and is_update:
+        if line is not None and is_of_updates(logs):
             line += self._coverage(state)
         if line is not None and state.is_world_process_zero:
             self.write(line)

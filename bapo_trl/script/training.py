@@ -1,6 +1,7 @@
 """What `bapo-trl train` and `train_bapo.py` do, from the flags to the report."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from accelerate.utils import is_peft_model
 from trl import ModelConfig
 
 from ..bapo_config import BAPOConfig
+from ..checkpoints.rank_errors import on_main_process, raising_on_all_ranks
 from ..checkpoints.stop_signals import EXIT_CODE, StopSignals, exit_stopped
 from ..evaluation.sampling import EvaluatedTrainer
 from ..report.method import method_by_settings
@@ -64,8 +66,8 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
 
     with trainer.holding_output_dir():
         if training_args.do_train:
-            if not goes_on(training_args) and trainer.is_world_process_zero():
-                remove_earlier_run(output_dir)
+            if not goes_on(training_args):
+                on_main_process(lambda: remove_earlier_run(output_dir))
             _train(trainer, inputs, script_args, training_args, evaluation)
         if evaluation is not None:
             evaluated, parts = model, inputs.parts
@@ -74,11 +76,13 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
                 parts = [(evaluated, None), *(inputs.parts[-1:] if is_peft_model(trainer.model) else [])]
             evaluation.after(parts)
             if training_args.do_train:
-                trainer.save_state()  # with what was found
+                with raising_on_all_ranks():
+                    trainer.save_state()  # with what was found
             say(evaluation.report(evaluated, data.test_title or data.title))
 
     if training_args.push_to_hub:
-        trainer.push_to_hub()
+        with _saving(trainer):
+            trainer.push_to_hub()
         say(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}")
 
     # Last of what is saved, so that it is not published beside the adapter
@@ -112,7 +116,7 @@ def _train(
     say(f"{method_by_settings(vars(training_args)).name} on {data.title}")
     say(settings_table(training_args, script_args.method))
     say(prompts_line(data.train, trainer.processing_class))
-    missing = count_missing_answers(data.train)
+    missing = on_main_process(lambda: count_missing_answers(data.train))  # reads all rows
     if missing:
         say(f"Note: {missing} of {len(data.train)} prompts have no `solution`: a reward that reads it gives none.")
     unread = unread_answer(data.train, script_args.answer_column)
@@ -142,9 +146,10 @@ def _train(
             f"the same command with --resume_from_checkpoint true. Exit code {EXIT_CODE}."
         )
         exit_stopped(trainer)
-    trainer.save_model(training_args.output_dir)
-    trainer.create_model_card(model_name=output_dir.resolve().name)  # peft has written one of its own
-    trainer.save_state()
+    with _saving(trainer):
+        trainer.save_model(training_args.output_dir)
+        trainer.create_model_card(model_name=output_dir.resolve().name)  # peft has written one of its own
+        trainer.save_state()
     say(f"Model: {training_args.output_dir}")
     if checkpoint.is_dir():
         say(f"Checkpoint: {checkpoint}")
@@ -154,9 +159,14 @@ def _merge(adapter: str, base: str | None, training_args: BAPOConfig, model_args
     """Save the merged model, from the main process, and say where and in which type."""
     check_adapter(base)
     folder = merged_folder(training_args)
+    dtype, reason = merged_dtype(adapter, model_args.dtype)
+    trusts, revision = training_args.trust_remote_code, model_args.model_revision
+    dtype = on_main_process(lambda: save_merged(adapter, base, folder, trusts, revision, dtype))
     if training_args.distributed_state.is_main_process:
-        dtype, reason = merged_dtype(adapter, model_args.dtype)
-        revision = model_args.model_revision
-        dtype = save_merged(adapter, base, folder, training_args.trust_remote_code, revision, dtype)
         print(f"Merged model: {folder} ({dtype}, {reason})")
-    training_args.distributed_state.wait_for_everyone()
+
+
+def _saving(trainer: EvaluatedTrainer) -> AbstractContextManager:
+    """Raise on all ranks what one fails with; not under DeepSpeed and FSDP, whose ranks save together."""
+    is_sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+    return nullcontext() if is_sharded else raising_on_all_ranks()

@@ -13,6 +13,7 @@ from accelerate.utils import is_peft_model
 from datasets import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
 
 from ..errors import InputError
 from .trl_compat import RepeatSampler
@@ -48,6 +49,27 @@ def continue_shuffles(trainer: Trainer, sampler: RepeatSampler | None) -> None:
     """Have a trainer whose run begins go on with the shuffles of `sampler` where its checkpoint left off."""
     trainer.pop_callback(EpochShuffleCallback)  # of an earlier run
     trainer.add_callback(EpochShuffleCallback(sampler))
+
+
+def restore_callbacks(trainer: Trainer) -> None:
+    """
+    Give callbacks their state of a checkpoint, such as the evaluations for which `EarlyStoppingCallback` has waited.
+
+    transformers saves it, and reads it only with `restore_callback_states_from_checkpoint`, which replaces the
+    callbacks' own settings too. A callback that the checkpoint does not know would fail the next save with a
+    `KeyError`. Needed up to transformers 5.17 at least.
+    """
+    known, callbacks = trainer.state.stateful_callbacks, {}
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, ExportableState):
+            callbacks.setdefault(type(callback).__name__, []).append(callback)
+    for name, of_name in callbacks.items():
+        saved = known.get(name, [])
+        saved = saved if isinstance(saved, list) else [saved]
+        for callback, state in zip(of_name, saved[-len(of_name) :], strict=False):
+            for attribute, value in state.get("attributes", {}).items():
+                setattr(callback, attribute, value)
+        known[name] = of_name[0].state() if len(of_name) == 1 else [callback.state() for callback in of_name]
 
 
 def place_to_resume(

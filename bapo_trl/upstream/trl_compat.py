@@ -1,10 +1,12 @@
-"""The TRL versions known to work, and the private TRL names the trainer relies on, checked at import.
+"""The TRL versions known to work, and the private TRL names and signatures the trainer relies on, checked at import.
 
 `BAPOTrainer` hooks into `GRPOTrainer` instead of copying it. What the hooks touch is listed here, so that a TRL
-release that renames one of them fails at import with the name, not in the middle of a training run.
+release that renames one of them fails at import with the name, not in the middle of a training run. A parameter that
+a release adds is no failure: the hooks pass on what they do not know.
 """
 
 import inspect
+from collections.abc import Mapping, Sequence
 from inspect import isfunction
 
 import trl
@@ -52,18 +54,77 @@ CLIENT_ATTRIBUTES = ("_post", "base_url", "model")
 TRANSFER_NAMES = ("merge_adapter", "named_parameters", "sync_weights", "unmerge_adapter")
 """Methods by which `VLLMGeneration` sends a model with an adapter, its own and those of the model."""
 
-OVERRIDDEN_METHODS = (
-    "_calculate_rewards", "_compute_loss", "_finalize_training", "_finish_current_push", "_generate",
-    "_generate_and_score_completions", "_generate_single_turn", "_get_grad_norm", "_get_output_dir",
-    "_get_per_token_logps_and_entropies", "_get_train_sampler", "_init_training_state", "_load_from_checkpoint",
-    "_load_optimizer_and_scheduler", "_maybe_log_save_evaluate", "_prepare_inputs", "_push_from_checkpoint",
-    "_save_checkpoint", "_save_optimizer_and_scheduler", "_tokenize_prompts", "create_model_card", "evaluate",
-    "evaluation_loop", "train",
-)  # fmt: skip
-"""Methods of `GRPOTrainer` that the trainer overrides and calls through `super()`."""
+CLIENT_METHODS: Mapping[str, Sequence[str]] = {
+    "_post": ("url",),
+    "check_server": ("total_timeout",),
+    "close_communicator": (),
+    "generate": ("prompts", "features", "n"),
+    "get_server_info": (),
+    "image_features": ("images",),
+    "init_communicator": (),
+    "reset_prefix_cache": (),
+    "update_named_params": ("metadata", "named_params"),
+}
+"""Methods of that client that the package overrides, with the first of their parameters, as in
+[`OVERRIDDEN_METHODS`]."""
 
-CALLED_METHODS = ("get_gamma_weights", "get_high_entropy_mask", "get_off_policy_mask")
-"""Methods of `GRPOTrainer` that the trainer calls."""
+OVERRIDDEN_METHODS: Mapping[str, Sequence[str]] = {
+    "_calculate_rewards": ("inputs", "prompts", "completions"),
+    "_compute_loss": ("model", "inputs"),
+    "_finalize_training": ("trial",),
+    "_finish_current_push": (),
+    "_generate": ("prompts",),
+    "_generate_and_score_completions": ("inputs",),
+    "_generate_single_turn": ("prompt_ids",),
+    "_get_grad_norm": (),
+    "_get_output_dir": (),
+    "_get_per_token_logps_and_entropies": ("model",),
+    "_get_train_sampler": ("dataset",),
+    "_init_training_state": (
+        "max_steps", "num_update_steps_per_epoch", "num_train_epochs", "resume_from_checkpoint"
+    ),
+    "_load_from_checkpoint": ("resume_from_checkpoint",),
+    "_load_optimizer_and_scheduler": ("checkpoint",),
+    "_maybe_log_save_evaluate": (),
+    "_prepare_inputs": ("generation_batch",),
+    "_push_from_checkpoint": ("checkpoint_folder",),
+    "_save_checkpoint": ("model", "trial"),
+    "_save_optimizer_and_scheduler": ("output_dir",),
+    "_tokenize_prompts": ("prompts",),
+    "create_model_card": ("model_name", "dataset_name"),
+    "create_optimizer": ("model",),
+    "evaluate": (),
+    "evaluation_loop": ("dataloader",),
+    "log": ("logs",),
+    "train": ("resume_from_checkpoint",),
+}  # fmt: skip
+"""Methods of `GRPOTrainer` that the trainer overrides and calls through `super()`, with the first of their parameters:
+those that the overrides read."""
+
+FORWARD_KEYS = (
+    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
+    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
+)  # fmt: skip
+"""Keys of TRL's batch that go into the model's forward as they are."""
+
+CALLED_METHODS: Mapping[str, tuple[int, Sequence[str]]] = {
+    "_calculate_rewards": (5, ()),
+    "_generate": (2, ()),
+    "_generate_single_turn": (4, ("num_generations",)),
+    "_get_output_dir": (2, ()),
+    "_get_per_token_logps_and_entropies": (5, ("batch_size", "compute_entropy", *FORWARD_KEYS)),
+    "_save_checkpoint": (2, ("trial",)),
+    "_tokenize_prompts": (2, ()),
+    "get_gamma_weights": (
+        0, ("advantages", "log_ratio_per_token", "mask", "importance_sampling_ratio", "k_pos", "lambda_pos", "k_neg",
+            "lambda_neg"),
+    ),
+    "get_high_entropy_mask": (4, ()),
+    "get_off_policy_mask": (
+        0, ("advantages", "per_token_logps", "sampling_per_token_logps", "mask", "off_policy_threshold"),
+    ),
+}  # fmt: skip
+"""Methods of `GRPOTrainer` that the package calls: with how many values, `self` included, and which keywords."""
 
 CLASS_ATTRIBUTES = ("_name", "_paper", "_tag_names")
 """Class attributes that the trainer sets for TRL's model card."""
@@ -74,14 +135,16 @@ ATTRIBUTES = {
         "vllm_generation", "vllm_mode",
     ),
     "_compute_loss": (
-        "_get_per_token_logps_and_entropies", "current_gradient_accumulation_steps", "epsilon_low", "epsilon_high",
-        "importance_sampling_level", "loss_type", "off_policy_mask_threshold", "top_entropy_quantile", "use_vllm",
-        "vllm_importance_sampling_correction", "_metrics",
+        "_get_per_token_logps_and_entropies", "beta", "current_gradient_accumulation_steps", "epsilon_low",
+        "epsilon_high", "importance_sampling_level", "loss_type", "off_policy_mask_threshold", "top_entropy_quantile",
+        "use_vllm", "vllm_importance_sampling_correction", "_metrics",
     ),
+    "_inner_training_loop": ("_globalstep_last_logged", "_total_loss_scalar", "_tr_loss"),
     "_save_checkpoint": ("_get_output_dir",),
     "_push_from_checkpoint": ("push_in_progress",),
     "_generate": ("_generate_single_turn", "_tokenize_prompts", "rollout_func"),
     "_calculate_rewards": ("reward_func_names", "reward_funcs"),
+    "log": ("_metrics",),
     "_generate_single_turn": ("_last_loaded_step", "eos_token_ids", "generation_config", "generation_kwargs"),
     "_prepare_inputs": ("_buffered_inputs", "_generate_and_score_completions", "_step", "num_iterations"),
     "_generate_and_score_completions": (
@@ -90,18 +153,14 @@ ATTRIBUTES = {
 }  # fmt: skip
 """Attributes of the trainer that the trainer relies on, by the `GRPOTrainer` method that must use them too."""
 
-FORWARD_KEYS = (
-    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
-    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
-)  # fmt: skip
-"""Keys of TRL's batch that go into the model's forward as they are."""
-
 
 def missing_names(trainer_class: type = GRPOTrainer) -> list[str]:
-    """Return the relied-on names that `trainer_class` lacks, as dotted names; empty if all is well."""
-    missing = [
-        name for name in (*OVERRIDDEN_METHODS, *CALLED_METHODS) if not callable(getattr(trainer_class, name, None))
-    ]
+    """Return the relied-on names and signatures that `trainer_class` lacks; empty if all is well."""
+    missing = []
+    for name, read in OVERRIDDEN_METHODS.items():
+        missing += _missing_override(trainer_class, name, read)
+    for name, (number, keywords) in CALLED_METHODS.items():
+        missing += _missing_call(trainer_class, name, number, keywords)
     missing += [name for name in CLASS_ATTRIBUTES if not hasattr(trainer_class, name)]
     for method_name, attributes in ATTRIBUTES.items():
         method = getattr(trainer_class, method_name, None)
@@ -118,11 +177,40 @@ def missing_names(trainer_class: type = GRPOTrainer) -> list[str]:
     return sorted(set(missing))
 
 
+def _missing_override(owner: type, name: str, read: Sequence[str]) -> list[str]:
+    """Return what a method lacks that is overridden: itself, or `read` as the first of its parameters."""
+    method = getattr(owner, name, None)
+    if not callable(method):
+        return [name]
+    names = ["self", *read]
+    has_them = list(inspect.signature(method).parameters)[: len(names)] == names
+    return [] if has_them else [f"{name}({', '.join(names)}, ...)"]
+
+
+def _missing_call(owner: type, name: str, number: int, keywords: Sequence[str]) -> list[str]:
+    """Return what a method lacks that is called: itself, or a signature that takes the values and keywords."""
+    method = getattr(owner, name, None)
+    if not callable(method):
+        return [name]
+    try:
+        inspect.signature(method).bind(*range(number), **dict.fromkeys(keywords))
+    except TypeError as error:
+        return [f"{name}, as it is called here ({error})"]
+    return []
+
+
 def check_trl(trainer_class: type = GRPOTrainer, version: str = trl.__version__) -> None:
     """Check that `trainer_class` has everything [`BAPOTrainer`] relies on (`ImportError`)."""
     missing = missing_names(trainer_class)
     if missing:
         raise _missing(", ".join(missing), version)
+
+
+def check_client(client_class: type = VLLMClient, version: str = trl.__version__) -> None:
+    """Check that `client_class` has what the package overrides of it (`ImportError`)."""
+    missing = [each for name, read in CLIENT_METHODS.items() for each in _missing_override(client_class, name, read)]
+    if missing:
+        raise _missing(", ".join(f"VLLMClient.{each}" for each in missing), version)
 
 
 def _names_used(code) -> set[str]:

@@ -19,8 +19,11 @@ from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.util.retry import Retry
 from urllib3.util.wait import wait_for_read
 
-from ..upstream.trl_compat import VLLMClient
+from ..upstream.trl_compat import HAS_OPENAI_CLIENT, VLLMClient, check_client
 
+
+if HAS_OPENAI_CLIENT:  # nothing else uses this one
+    check_client()
 
 T = TypeVar("T")
 
@@ -164,9 +167,9 @@ class ServerClient(VLLMClient):
 
     # What TRL calls in the main process between two collectives
 
-    def generate(self, prompts, features=None, n=1, **kwargs):  # type: ignore[override]
+    def generate(self, prompts, features=None, n=1, *args, **kwargs):  # type: ignore[override]
         """Generate as TRL does, see there; after a failure that is held, one token each."""
-        output = self._try("a generation", super().generate, prompts, features, n, **kwargs)
+        output = self._try("a generation", super().generate, prompts, features, n, *args, **kwargs)
         if output is not None:
             return output
         rows = len(prompts) * n
@@ -182,29 +185,29 @@ class ServerClient(VLLMClient):
         output = self._try("a generation", super().image_features, images, *args, **kwargs)
         return [None for _ in images] if output is None else output
 
-    def update_named_params(self, metadata, named_params):
+    def update_named_params(self, metadata, named_params, *args, **kwargs):
         """Send weights as TRL does, see there; after a failure that is held, gather the rest along with the others."""
-        self._try("a transfer of the weights", self._send_weights, metadata, named_params)
+        self._try("a transfer of the weights", self._send_weights, metadata, named_params, *args, **kwargs)
         if self._failure is not None:
             for _ in named_params:  # the other ranks go on through these
                 pass
 
-    def reset_prefix_cache(self):
+    def reset_prefix_cache(self, *args, **kwargs):
         """Forget cached prompts as TRL does."""
-        self._try("a transfer of the weights", super().reset_prefix_cache)
+        self._try("a transfer of the weights", super().reset_prefix_cache, *args, **kwargs)
 
-    def init_communicator(self, device: torch.device | str | int = 0):
+    def init_communicator(self, *args, **kwargs):
         """Form the group of trainer and server workers."""
-        self._try("joining its group for the weights", self._join_group, device)
+        self._try("joining its group for the weights", self._join_group, *args, **kwargs)
 
-    def get_server_info(self) -> dict:
+    def get_server_info(self, *args, **kwargs) -> dict:
         """Ask for the configuration as TRL does; after a failure that is held, give what TRL reads of it."""
-        info = self._try("a question for its settings", super().get_server_info)
+        info = self._try("a question for its settings", super().get_server_info, *args, **kwargs)
         return {"model_config": {"logprobs_mode": "processed_logprobs"}} if info is None else info
 
     # The server
 
-    def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0):
+    def check_server(self, total_timeout: float = 0.0, *args, **kwargs):
         """
         Wait `total_timeout` seconds until the server is up (`ConnectionError` if it is not by then).
 
@@ -251,15 +254,15 @@ class ServerClient(VLLMClient):
 
     # Over NCCL
 
-    def _join_group(self, device) -> None:
-        super().init_communicator(device)
+    def _join_group(self, *args, **kwargs) -> None:
+        super().init_communicator(*args, **kwargs)
 
-    def _send_weights(self, metadata, named_params) -> None:
-        super().update_named_params(metadata, named_params)
+    def _send_weights(self, metadata, named_params, *args, **kwargs) -> None:
+        super().update_named_params(metadata, named_params, *args, **kwargs)
 
-    def _post(self, url: str, **kwargs) -> dict:
+    def _post(self, url: str, *args, **kwargs) -> dict:
         try:
-            return super()._post(url, **kwargs)
+            return super()._post(url, *args, **kwargs)
         except Exception:
             # NCCL has no limit: its part of the transfer, in another thread, would wait for the worker for ever
             if url.endswith("/update_weights") and hasattr(self.communicator, "destroy"):

@@ -25,7 +25,11 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def send_merged_copies(trainer: Any) -> None:
-    """Have a trainer's `vllm_generation` send merged copies of the layers with an adapter. Needed up to TRL 1.16."""
+    """
+    Have a trainer's `vllm_generation` send merged copies of the layers that have an adapter.
+
+    Needed up to TRL 1.16 at least.
+    """
     if not is_peft_model(trainer.model) or not _merges_floats(trainer.model):
         return
     check_tied_weights(trainer.model)
@@ -41,7 +45,7 @@ def send_merged_copies(trainer: Any) -> None:
 
 
 class Types(NamedTuple):
-    """Types that weights are rounded to: of the engine's, and in the trainer's forward pass. `None` for their own."""
+    """Types of the engine's weights, and of weights in the forward pass under autocast; `None` for the parameters'."""
 
     engine: torch.dtype | None = None
     forward: torch.dtype | None = None
@@ -71,13 +75,11 @@ def merging_copies(model: Any, version: int, types: Types) -> Iterator[None]:
 
 def named_merged(model: Any, version: int, types: Types) -> Iterator[tuple[str, torch.Tensor]]:
     """Give a model's parameters under their names, those of the layers with an adapter merged, one layer at a time."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     path, merged = None, {}
     for name, parameter in type(model).named_parameters(model):
         layer_path, _, own_name = name.partition(".base_layer.")
         layer = model.get_submodule(layer_path) if own_name else None
-        if not isinstance(layer, BaseTunerLayer):
+        if not _has_adapter(layer):
             yield name, parameter
             continue
         dtype = types.engine or parameter.dtype
@@ -88,7 +90,7 @@ def named_merged(model: Any, version: int, types: Types) -> Iterator[tuple[str, 
         # With `target_parameters`, the forward pass adds the adapter to the weight, and so rounds to the nearest
         if dtype != torch.float32 and not hasattr(layer, "parameter_name"):
             weight = round_stochastically(weight, dtype, noise_seed(version, name))
-        # Of one type in all transfers: TRL announces it once
+        # The same type in every transfer: TRL announces the types once
         weight = weight.to(dtype).to(torch.promote_types(dtype, parameter.dtype))
         yield name, _placed_like(weight, parameter)
 
@@ -99,15 +101,13 @@ def merged_copy(layer: torch.nn.Module, base_dtype: torch.dtype = torch.float32)
 
     The arithmetic is peft's own, for whatever kind of adapter. Returns the copy's parameters by name.
     """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     with torch.no_grad():
-        copied = _copy_in_float32(layer)
+        copied: Any = _copy_in_float32(layer)
         for name, parameter in copied.named_parameters():
             if name.startswith("base_layer."):
                 parameter.copy_(parameter.to(base_dtype))
         for module in copied.modules():
-            if isinstance(module, BaseTunerLayer):
+            if _has_adapter(module):
                 module.merge()
     return dict(copied.named_parameters())
 
@@ -131,13 +131,13 @@ def _copy_in_float32(module: torch.nn.Module) -> torch.nn.Module:
     return copied
 
 
-def _float32(tensor: torch.Tensor) -> torch.Tensor:
+def _float32(tensor: Any) -> torch.Tensor:  # or a DTensor
     if hasattr(tensor, "full_tensor"):  # under FSDP2, a rank has a part of it
         tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
     return tensor.detach().to(torch.float32, copy=True)
 
 
-def _placed_like(weight: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def _placed_like(weight: torch.Tensor, parameter: Any) -> torch.Tensor:
     """Return a weight that all ranks have as TRL expects it: under FSDP2, it asks for the `full_tensor()`."""
     if not hasattr(parameter, "full_tensor"):
         return weight
@@ -147,11 +147,15 @@ def _placed_like(weight: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(weight, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
+def _has_adapter(module: Any) -> bool:
+    from peft.tuners.tuners_utils import BaseTunerLayer  # of an extra
+
+    return isinstance(module, BaseTunerLayer)
+
+
 def _merges_floats(model: Any) -> bool:
     """Return whether there are adapters to merge, none into quantized weights, which peft merges in its own way."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    layers = [module for module in model.modules() if _has_adapter(module)]
     types = [{parameter.dtype for parameter in layer.get_base_layer().parameters()} for layer in layers]
     return bool(layers) and all(each and each <= set(_FLOATS.values()) for each in types)
 

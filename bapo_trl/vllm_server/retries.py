@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from accelerate.utils import broadcast_object_list
 
+from ..checkpoints.rank_errors import on_main_process
 from ..upstream.trl_compat import uses_vllm_server
 
 
@@ -42,13 +42,12 @@ class ServerRetries:
 
     def begin_run(self) -> None:
         """Meet the server before the first run; before a later one, see that it is there."""
-        if self._link is None:
-            self._agree(None)
-        elif not self._has_met:
-            self._agree(self._link.meet())
+        if not self._has_met:
+            self._agree(lambda: self._link.meet())
         else:
-            self._link.begin()
-            self._agree(self._link.settle())
+            if self._link is not None:
+                self._link.begin()
+            self._agree(lambda: self._link.settle())
         self._has_met = True
 
     def generate(self, attempt: Callable[[], Any], is_first_request: bool) -> Any:
@@ -71,17 +70,17 @@ class ServerRetries:
 
     def has_same_server(self) -> bool:
         """Return whether the server is the one that got the weights."""
-        return broadcast_object_list([self._link is not None and self._link.is_same()])[0]
+        return on_main_process(lambda: self._link.is_same())
 
     def _joins_server(self) -> bool:
-        has_joined = self._agree(self._link.settle() if self._link is not None else None)
+        has_joined = self._agree(lambda: self._link.settle())
         if has_joined:
             self._forget_sent_weights()
         return has_joined
 
-    def _agree(self, verdict: "Verdict | None") -> bool:
-        """Take the verdict of the main process, whatever the others have."""
-        (agreed,) = broadcast_object_list([verdict])
+    def _agree(self, find: "Callable[[], Verdict]") -> bool:
+        """Follow what the main process, which alone has the link, finds."""
+        agreed = on_main_process(find)
         if agreed.end is not None:
             self._end_run(agreed.end)
         return agreed.has_joined

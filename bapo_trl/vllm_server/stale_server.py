@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch.nn.functional import cross_entropy
 
+from ..checkpoints.rank_errors import on_main_process
 from ..upstream.forward_passes import in_eval_mode
 from ..upstream.trl_compat import VLLMClient, uses_vllm_server
 
@@ -104,12 +104,11 @@ class StaleServerCheck:
         The metrics are empty while the moves are too small to tell, or if the server does not answer.
         """
         if self._sequence is None:
-            (self._sequence,) = broadcast_object_list([self._choose_sequence(batch)])
+            self._sequence = on_main_process(lambda: self._choose_sequence(batch))
             if self._sequence is None:
                 return {}
         trainer = self._ask_trainer(model)  # on all ranks: each may hold a part of the weights
-        share = self._compare_with_server(trainer) if self._client is not None else None
-        (share,) = broadcast_object_list([share])
+        share = on_main_process(lambda: self._compare_with_server(trainer))
         if share < 0.5:
             raise RuntimeError(
                 "The vLLM server does not take the trainer's weights: since they last arrived, the server's "
@@ -120,8 +119,6 @@ class StaleServerCheck:
         return {} if math.isnan(share) else {"sampling/server_followed": share}
 
     def _choose_sequence(self, batch: dict[str, torch.Tensor]) -> list[int] | None:
-        if self._client is None:
-            return None
         try:
             longest = self._client.get_server_info()["model_config"]["max_model_len"]
         except OSError:  # the server is gone, with which the next generation will deal

@@ -96,8 +96,9 @@ def learns(setup: Setup) -> dict[str, Case]:
 def _learn(setup: Setup, name: str, settings: dict) -> dict:
     task = sums_task(setup)
     given = settings_for(
-        setup, 64, task.max_new_tokens, gradient_accumulation_steps=2, steps_per_generation=8, num_iterations=1,
-        num_generations=8, max_steps=setup.sizes.learned_updates, learning_rate=5e-4, gradient_checkpointing=False,
+        setup, setup.sizes.learned_rows, task.max_new_tokens, gradient_accumulation_steps=2, steps_per_generation=8,
+        num_iterations=1, num_generations=8, max_steps=setup.sizes.learned_updates, learning_rate=5e-4,
+        gradient_checkpointing=False,
         **settings,
     )  # fmt: skip
     options = {"train_dataset": task.train_dataset, "reward_funcs": task.reward_func}

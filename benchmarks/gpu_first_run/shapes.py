@@ -56,9 +56,10 @@ class Sizes:
     rounds: int
     sampled_tokens: int
     learned_updates: int
+    learned_rows: int
     chat_updates: int
     warm_start: dict[str, int]
-    sharded_flags: dict[str, int]
+    sharded_flags: dict[str, Any]
 
 
 SIZES = {
@@ -78,6 +79,7 @@ SIZES = {
         rounds=2,
         sampled_tokens=128,
         learned_updates=64,
+        learned_rows=64,
         chat_updates=24,
         warm_start={},
         sharded_flags={},
@@ -93,9 +95,14 @@ SIZES = {
         rounds=1,
         sampled_tokens=8,
         learned_updates=8,
+        learned_rows=8,
         chat_updates=4,
         warm_start={"num_steps": 4},
-        sharded_flags={"per_device_train_batch_size": 8},
+        # After so short a warm start no sum is right: a reward of token ids, so that the weights move
+        sharded_flags={
+            "per_device_train_batch_size": 8,
+            "reward_funcs": "benchmarks.gpu_first_run.trainers.reward",
+        },
     ),
 }
 

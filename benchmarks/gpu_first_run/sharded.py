@@ -70,8 +70,9 @@ def _train(setup: Setup, name: str, folder: Path, checkpoint: Path | None = None
     flags["model_name_or_path"] = warm_start_path(setup.seed, sums_task(setup))
     flags |= {"bf16": setup.on_gpu, **({} if checkpoint is None else {"resume_from_checkpoint": checkpoint})}
     command += [str(word) for key, value in flags.items() for word in (f"--{key}", value)]
-    paths = [str(ROOT), *([str(setup.deepspeed)] if "DeepSpeed" in name and setup.deepspeed is not None else [])]
-    paths += filter(None, [os.environ.get("PYTHONPATH")])
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    if "DeepSpeed" in name and setup.deepspeed is not None:
+        paths.append(str(setup.deepspeed.resolve()))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:

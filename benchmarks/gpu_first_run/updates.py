@@ -1,5 +1,6 @@
 """What an update costs: time, kernels, memory, and where the host waits for the device."""
 
+import linecache
 import tempfile
 import time
 import traceback
@@ -149,16 +150,16 @@ def _profile(training: SteppedTraining, device: str) -> dict[str, float]:
 
 @contextmanager
 def host_waits(device: str = "cuda") -> Iterator[Counter[str]]:
-    """Count the calls that wait for the device, by their line of ours or of TRL's."""
+    """Count the calls that wait for the device, by their line of ours or TRL's, or by their own below neither."""
     lines: Counter[str] = Counter()
 
     def keep(message, category, filename, lineno, file=None, line=None):
         if "called a synchronizing" not in str(message):  # and not what torch says of this mode
             return
-        stack = traceback.extract_stack()
-        place = next((frame for frame in reversed(stack) if _in_package(frame.filename) is not None), stack[-2])
-        file = _in_package(place.filename) or place.filename.split("site-packages/")[-1]
-        lines[f"{file}:{place.lineno}: {place.line}"] += 1
+        places = [(frame.filename, frame.lineno) for frame in traceback.extract_stack() if _in_package(frame.filename)]
+        place, number = places[-1] if places else (filename, lineno)
+        name = _in_package(place) or place.split("site-packages/")[-1]
+        lines[f"{name}:{number}: {linecache.getline(place, number).strip()}"] += 1
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")

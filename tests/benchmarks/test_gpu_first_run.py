@@ -206,6 +206,8 @@ def test_a_case_is_started_only_if_its_like_took_less_than_what_is_left(tmp_path
     file = an_empty_file(tmp_path, "cost", "memory")
     results_file.write_row(file, "cost", "one", {"took_s": 61.0})
     carry_out(file, 60)  # 60 s are left, the like of "cost: two" took 61
+    planned = plan.make_plan(["cost", "memory"], TINY)
+    assert plan._next_batches(planned, file, time.monotonic() + 60, 1) == []  # nor a process for it
     assert list(rows_of(file, "cost")) == ["one"]
     assert list(rows_of(file, "memory")) == ["one"]
 
@@ -224,7 +226,7 @@ def test_within_a_process_too_no_case_begins_for_which_no_time_is_left(tmp_path,
 
 def test_a_case_at_the_limit_is_cut_with_all_that_it_has_started(tmp_path, monkeypatch):
     def slow():
-        launched = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+        launched = subprocess.Popen(["sleep", "600"], start_new_session=True)
         (tmp_path / "pid").write_text(str(launched.pid))
         threading.Event().wait(600)
 
@@ -233,7 +235,10 @@ def test_a_case_at_the_limit_is_cut_with_all_that_it_has_started(tmp_path, monke
     carry_out(file, 5)
     assert rows_of(file, "cost") == {"one": rows_of(file, "cost")["one"], "two": {"error": "cut at the time limit"}}
     launched = int((tmp_path / "pid").read_text())
-    assert not psutil.pid_exists(launched) or psutil.Process(launched).status() == psutil.STATUS_ZOMBIE
+    has_ended = not psutil.pid_exists(launched) or psutil.Process(launched).status() == psutil.STATUS_ZOMBIE
+    if not has_ended:
+        os.kill(launched, signal.SIGKILL)
+    assert has_ended
 
 
 def test_a_call_that_is_interrupted_leaves_a_complete_file(tmp_path, monkeypatch, capsys):
@@ -340,7 +345,11 @@ def test_calls_that_wait_are_counted_in_one_update_with_the_line_of_ours_or_trls
     row = updates.reads(TINY)["grpo"].measure()
     assert modes.count("warn") == 1
     assert row["synchronizing_calls"] == sum(row["lines"].values()) > 0  # not what torch says of the mode
-    assert all(line.startswith("trl/trainer/grpo_trainer.py:") for line in row["lines"])
+    # 24 of TRL's losses and metrics, 2 of the log of transformers, in no call of TRL's
+    files = Counter()
+    for line, count in row["lines"].items():
+        files[line.split(":")[0]] += count
+    assert files == {"trl/trainer/grpo_trainer.py": 24, "transformers/trainer.py": 2}
 
 
 def test_completions_of_a_qwen2_are_as_long_as_the_hazards_say():

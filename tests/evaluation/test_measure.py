@@ -192,6 +192,17 @@ def test_no_answer_and_no_source_ends_an_evaluation(folder):
     assert results()["eval_maj@4"] == 0  # without a vote
 
 
+def test_rewards_of_one_name_stand_apart_in_the_completions(folder):
+    for name, value in {"first": 0.25, "second": 1.0}.items():
+        reward = f"def score(completions, **kwargs):\n    return [{value}] * len(completions)\n"
+        (folder / f"my_{name}.py").write_text(reward)
+    settings = {"do_train": "false", "eval_dataset": "test.jsonl", "num_generations_eval": 1}
+    run(**settings, reward_funcs="my_first.score|my_second.score|my_rewards.has_digit")
+    given = [line["rewards"] for line in completions()]
+    assert {(each["score_1"], each["score_2"]) for each in given} == {(0.25, 1.0)}
+    assert set(given[0]) == {"score_1", "score_2", "has_digit"}
+
+
 def test_chats_of_other_columns_are_scored_anew_as_messages(tmp_path, monkeypatch):
     fill_folder(tmp_path, monkeypatch, CHAT_TEMPLATE)
     Dataset.from_list([{"question": f"{a}+1?", "answer": f"{a + 1:03}"} for a in range(6)]).to_json("aime.jsonl")

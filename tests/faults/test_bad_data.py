@@ -1,20 +1,24 @@
 """Data, tokenizers and reward functions that nothing can be trained on: what is wrong is named before an update."""
 
 import asyncio
+import gzip
 import json
 import math
 import re
+from collections import UserDict, deque
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from trl import GRPOConfig, GRPOTrainer
+from trl import DatasetMixtureConfig, GRPOConfig, GRPOTrainer
+from trl.scripts.utils import DatasetConfig
 
 from bapo_trl.errors import InputError
 from bapo_trl.inputs.checks import check_tokenizer, context_window
 from bapo_trl.inputs.prompt_checks import check_prompts
+from bapo_trl.script.datasets import load_mixture, load_splits
 from bapo_trl.script.preparation import check_prompts_fit
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.alike import assert_same_tensors, weights_of
@@ -236,6 +240,53 @@ def test_files_that_hold_no_rows_are_named_with_the_reason(folder, name, content
         run(dataset_name=name, dataset_streaming=streaming)
 
 
+# Lines as an editor counts them: from 1, with the empty ones
+BAD_LINES = {
+    "early.jsonl": (b'{"prompt": "1"}\n\n{"prompt": "2"}\n\n{"prompt": \n{"prompt": "3"}\n', 5),
+    "late.jsonl": (b"\n".join([*[b'{"prompt": "1"}'] * 2000, b"", b'{"prompt": bad}']), 2002),
+    "first.jsonl": (b'\n\n{"prompt": "1"\n{"prompt": "2"}\n', 3),
+    "no_object.jsonl": (b'{"prompt": "1"}\n\n["2"]\n', 3),
+    "array.json": (b'[\n {"prompt": "1"},\n\n {"prompt": }\n]\n', 4),
+    "one_line.json": (b'[{"prompt": "1"}, {"prompt": }]', 1),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_a_line_that_is_no_json_is_named_by_its_number_in_the_file(tmp_path, name):
+    content, line = BAD_LINES[name]
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=rf"{name}', which cannot be read \(JSON parse error in line {line}:"):
+        load_splits(str(path))
+    with pytest.raises(InputError, match=rf"{name}' has a JSON parse error in line {line}:"):
+        load_mixture(DatasetMixtureConfig(datasets=[DatasetConfig(path="json", data_files=str(path))]))
+
+
+def test_a_line_of_a_packed_file_in_a_folder_is_named(tmp_path):
+    (tmp_path / "part.jsonl.gz").write_bytes(gzip.compress(BAD_LINES["early.jsonl"][0]))
+    with pytest.raises(InputError, match=r"part\.jsonl\.gz', which cannot be read \(JSON parse error in line 5:"):
+        load_splits(str(tmp_path))
+
+
+@pytest.mark.trainings
+@pytest.mark.parametrize(
+    "columns", [{"images": None}, {"image": None}, {"images": []}, {"image": None, "images": None}]
+)
+def test_columns_of_images_without_any_train_a_model_of_text(tmp_path, columns):
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    seen = []
+
+    def reward(completions, **kwargs):
+        seen.append(set(columns) <= set(kwargs))
+        return [float(len(message["content"])) for (message,) in completions]
+
+    dataset = Dataset.from_list([{"prompt": USER, **columns}] * 24)
+    parts = {"train_dataset": dataset, "processing_class": tokenizer}
+    assert toy_trainer(tmp_path, reward_funcs=reward, max_steps=1, trainer_args=parts).train().global_step == 1
+    assert seen == [True]
+
+
 @pytest.mark.parametrize(
     ("prompts", "settings", "message"),
     [
@@ -317,6 +368,14 @@ UNUSABLE = [
     (one(-np.inf), f"returned -inf {SAMPLE_3}"),
     (one(1e30), rf"returned 1e\+30 {SAMPLE_3}.*the standard deviation of .* overflows.*smaller"),
     (giving(lambda rewards: torch.tensor([math.inf, *rewards[1:]])), r"returned inf for sample 0 of 24"),
+    # What TRL would read numbers of: 24 keys, in any order, and 24 bytes
+    (giving(lambda rewards: dict.fromkeys(range(24), 0.5)), "returned {0: 0.5, .*, a dict, for 24 samples.*in a list"),
+    (giving(lambda rewards: UserDict(dict.fromkeys(range(24), 0.5))), "returned .*, a UserDict, for 24 samples"),
+    (giving(lambda rewards: dict.fromkeys(range(24), 0.5).keys()), "returned .*, a dict_keys, for 24 samples"),
+    (giving(lambda rewards: set(range(24))), "returned {0, 1, .*, a set, for 24 samples"),
+    (giving(lambda rewards: frozenset(range(24))), "returned .*, a frozenset, for 24 samples"),
+    (giving(lambda rewards: b"01" * 12), "returned .*, a bytes, for 24 samples"),
+    (giving(lambda rewards: bytearray(24)), "returned .*, a bytearray, for 24 samples"),
 ]
 # What TRL makes no rewards of
 NO_REWARDS = [
@@ -325,7 +384,25 @@ NO_REWARDS = [
     (giving(lambda rewards: None), "returned None, a NoneType, for 24 samples.*in a list"),
     (giving(lambda rewards: "x" * 24), "returned 'x+', a str, for 24 samples"),
     (giving(lambda rewards: rewards[1:]), f"returned 23 rewards for 24 samples{FIX}"),
+    (giving(lambda rewards: rewards[:1]), "returned 1 rewards for 24 samples"),
+    (giving(lambda rewards: (rewards, {})), "returned 2 rewards for 24 samples"),
+    (giving(lambda rewards: np.float64(0.5)), "returned .*, a float64, for 24 samples"),
+    (giving(lambda rewards: np.array(0.5)), r"returned array\(0.5\), a ndarray, for 24 samples.*in a list"),
+    (giving(lambda rewards: torch.tensor(0.5)), "returned .*, a Tensor, for 24 samples"),
+    (giving(lambda rewards: torch.tensor(0.5, requires_grad=True)), "returned .*, a Tensor, for 24 samples"),
+    (giving(lambda rewards: [[reward] for reward in rewards]), r"returned \[.*\], a list, for sample 0 of 24"),
+    (giving(lambda rewards: np.array(rewards)[:, None]), "returned .*, a ndarray, for sample 0 of 24"),
+    (giving(lambda rewards: [str(reward) for reward in rewards]), "returned .*, a str, for sample 0 of 24"),
+    (giving(lambda rewards: iter("x" * 24)), "returned 'x', a str, for sample 0 of 24"),
+    (giving(lambda rewards: [{"reward": reward} for reward in rewards]), "returned .*, a dict, for sample 0 of 24"),
 ]
+# What TRL takes for the same rewards
+SAME_REWARDS = [
+    tuple, deque, iter, np.array, torch.tensor, lambda rewards: (reward for reward in rewards),
+    lambda rewards: dict(enumerate(rewards)).values(), lambda rewards: torch.tensor(rewards, requires_grad=True),
+    lambda rewards: [torch.tensor(reward, requires_grad=True) for reward in rewards],
+    lambda rewards: np.array(rewards, dtype=object), lambda rewards: list(np.array(rewards)),
+]  # fmt: skip
 
 
 @pytest.mark.trainings
@@ -340,6 +417,21 @@ def test_a_reward_that_is_none_names_function_and_sample(tmp_path, reward, error
     trainer = toy_trainer(tmp_path, reward_funcs=functions)
     stopped(trainer, error, f"The reward function `my_reward` {message}")
     assert trainer.reward_funcs == functions
+
+
+@pytest.mark.trainings
+def test_rewards_in_any_form_that_trl_reads_are_the_same_rewards(tmp_path):
+    means = []
+
+    def my_reward(completions, **kwargs):
+        rewards = digits_reward(completions)
+        means.append(sum(rewards) / len(rewards))
+        return SAME_REWARDS[len(means) - 1](rewards)
+
+    one_update = {"steps_per_generation": 2, "num_iterations": 1}
+    trainer = toy_trainer(tmp_path, reward_funcs=my_reward, max_steps=len(SAME_REWARDS), **one_update)
+    trainer.train()
+    assert [log["rewards/my_reward/mean"] for log in training_logs(trainer)] == pytest.approx(means, abs=1e-6)
 
 
 @pytest.mark.trainings

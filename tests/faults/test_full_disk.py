@@ -55,8 +55,8 @@ def test_without_a_checkpoint_before_the_error_says_so(tmp_path, monkeypatch):
 def test_a_push_that_finds_no_room_ends_both_ranks_and_the_checkpoint_is_whole(tmp_path):
     succeeded(run_python(["-m", "tests.helpers.bad_input_worker", tmp_path, "push"], ranks=2, timeout_s=120))
     message = (
-        r"OSError: checkpoint-1 could not be pushed from .*/out, where [\d,]+ MB of [\d,]+ MB are free: .*No space "
-        r"left on device\..* and a copy of the weights\. checkpoint-1, saved before, is whole\. Resume with"
+        r"OSError: (On rank 0: )?checkpoint-1 could not be pushed from .*/out, where [\d,]+ MB of [\d,]+ MB are free: "
+        r".*No space left on device\..* and a copy of the weights\. checkpoint-1, saved before, is whole\. Resume with"
     )
     for rank in range(2):
         assert re.match(message, (tmp_path / f"{rank}.txt").read_text())

@@ -1,6 +1,6 @@
 """Kills trainers in the middle of a save and in the training after it, at chosen events, and starts them again.
 
-    python -m tests.helpers.save_kills FOLDER replay|partial|anywhere one|few|all
+    python -m tests.helpers.save_kills FOLDER replay|partial|reference|anywhere one|few|all
 
 For each kill, a JSON line on the standard output tells what went wrong afterwards, if anything. The processes are
 forked from this one, which has imported the libraries: a kill takes seconds. `all` takes every event of every rank;
@@ -25,9 +25,10 @@ from safetensors import safe_open
 
 from bapo_trl import BAPOTrainer
 from bapo_trl.upstream.fixes import end_training
+from tests.helpers.alike import TIMES
 from tests.helpers.commands import free_port
 from tests.helpers.save_events import SaveEvents, Start
-from tests.helpers.toy import toy_trainer
+from tests.helpers.toy import toy_model, toy_trainer
 from tests.replay.test_mixer import REPLAY
 from tests.rollouts.test_rollout_rounds import PARTIAL, trainer_of
 
@@ -71,7 +72,9 @@ class Run(NamedTuple):
             warnings.simplefilter("always")
             trainer.train(resume_from_checkpoint=resume)
         weights = b"".join(weight.detach().cpu().numpy().tobytes() for weight in trainer.model.state_dict().values())
+        logs = [{key: value for key, value in log.items() if key not in TIMES} for log in trainer.state.log_history]
         result = {
+            "logs": hashlib.sha256(json.dumps(logs, sort_keys=True).encode()).hexdigest(),
             "weights": hashlib.sha256(weights).hexdigest(),
             "start": start.update,
             "processes": trainer.accelerator.num_processes,
@@ -81,6 +84,14 @@ class Run(NamedTuple):
             result["events"] = list(zip(events.names, events.follows_write, strict=True))
         end_training(trainer)
         return result
+
+
+def trainer_with_reference(folder: Path, **settings) -> BAPOTrainer:
+    """TRL loads the reference model from the folder of the model."""
+    model = Path(folder).parent / "model"
+    if not model.is_dir():
+        toy_model().save_pretrained(model)
+    return toy_trainer(folder, str(model), **settings)
 
 
 # A large learning rate lets the lengths run off
@@ -127,6 +138,20 @@ RUNS = {
                 (1, "wait", True),  # within the last of its files, when all have written
                 (1, "round 2", False),
                 (0, "micro-batch 3", False),  # between two passes
+            ],
+        ),
+    ],
+    # Log lines are of three updates, saves of four
+    "reference": [
+        Run(
+            1,
+            trainer_with_reference,
+            {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 3, "logging_steps": 3},
+            4,
+            [
+                (0, "safetensors ref_model_00000_of_00001.safetensors", True),  # within the log window
+                (0, "os.rename checkpoint-4", False),
+                (0, "micro-batch 3", False),
             ],
         ),
     ],
@@ -198,11 +223,11 @@ def size_of(file: Path) -> int | str:
 
 def state_of(checkpoint: Path) -> dict[str, str]:
     """Return checksums of the weights, pool, queue, optimizer and random states that a run goes on from."""
-    return {file.name: checksum_of(file) for file in checkpoint.iterdir() if file.suffix in STATE_SUFFIXES}
+    return {file.name: checksum_of(file) for file in checkpoint.rglob("*") if file.suffix in STATE_SUFFIXES}
 
 
 def checksum_of(file: Path) -> str:
-    if file.name.startswith(("replay_queue", "rollout_pool", "carried_curves")):
+    if file.name.startswith(("replay_queue", "rollout_pool", "carried_curves", "log_window", "ref_model")):
         with safe_open(file, framework="pt") as opened:
             return opened.metadata()["checksum"]  # the entries of the header come in any order
     return hashlib.sha256(file.read_bytes()).hexdigest()
@@ -233,6 +258,8 @@ def wrong_after(kill: Kill, run: Run, folder: Path, straight: dict) -> list[str]
         wrong += ["not resumed", *((folder / f"rank-{rank}.log").read_text()[-600:] for rank in range(kill.ranks))]
     elif {result["weights"] for result in resumed} != {straight["weights"]}:
         wrong.append("other weights at the end")
+    elif resumed[0]["logs"] != straight["logs"]:
+        wrong.append("other logs at the end")
     elif {result["start"] for result in resumed} != {newest}:
         wrong.append(f"resumed from {resumed[0]['start']} instead of {newest}")
     elif set(os.listdir(out)) - {"README.md"} != {last}:
@@ -258,6 +285,7 @@ def straight_run(run: Run, folder: Path) -> dict:
     assert {result["processes"] for result in results} == {run.ranks}
     return {
         "weights": kept[0]["weights"],
+        "logs": kept[0]["logs"],
         "state": state_of(folder / "keep" / f"checkpoint-{run.max_steps}"),
         "checkpoints": checkpoints(folder / "keep"),
         "events": [result["events"] for result in results],

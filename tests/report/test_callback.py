@@ -5,6 +5,7 @@ import re
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import TrainerCallback
@@ -36,11 +37,52 @@ class Watch(TrainerCallback):
         self.seen.append((state.global_step, last_update(page)))
 
 
+class Clock(TrainerCallback):
+    """Stands for the clock of the callback: shows the seconds that are given for each update."""
+
+    def __init__(self, monkeypatch, seconds):
+        self.seconds, self.update = seconds, 0
+        monkeypatch.setattr(
+            "bapo_trl.report.callback.time", SimpleNamespace(monotonic=lambda: self.seconds[self.update])
+        )
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.update = state.global_step
+
+
+MINUTES = range(0, 600, 60)  # each update takes one
+
+
+@pytest.mark.parametrize(
+    ("seconds", "written"),
+    [
+        (range(0, 50, 10), [1, 1, 1, 1]),
+        ([0, 100, 130, 159.9, 160], [1, 1, 1, 4]),
+        ([0, 100, 160, 219, 300], [1, 2, 2, 4]),
+    ],
+)
+def test_a_report_is_written_once_a_minute_and_at_the_end(tmp_path, monkeypatch, seconds, written):
+    watch, drawn = Watch(), []
+
+    def save_report(logs, path):
+        drawn.append(max(log["step"] for log in logs))
+        path.with_suffix(".html").write_text(f"last update logged</th><td>{drawn[-1]}</td>")
+
+    monkeypatch.setattr("bapo_trl.report.callback.save_report", save_report)
+    trainer = toy_trainer(tmp_path, save_strategy="steps", save_steps=1)
+    for callback in (Clock(monkeypatch, seconds), ReportCallback(), watch):
+        trainer.add_callback(callback)
+    trainer.train()
+    assert watch.seen == list(enumerate(written, start=1))
+    assert drawn == sorted({*written, 4})  # none twice
+
+
 @pytest.mark.parametrize("args", [{"loss_type": "vespo"}, {"replay_fraction": 0.25}])
-def test_a_training_run_has_a_report_at_each_save(tmp_path, args):
+def test_a_training_run_has_a_report_at_each_save(tmp_path, monkeypatch, args):
     trainer = toy_trainer(tmp_path, **SAVES, **args)
     assert trainer.args.gradient_checkpointing
     watch = Watch()
+    trainer.add_callback(Clock(monkeypatch, MINUTES))
     trainer.add_callback(ReportCallback({"dataset_name": "toy"}))
     trainer.add_callback(watch)
     trainer.train()
@@ -71,7 +113,7 @@ def test_a_report_stays_as_it_is_while_an_upload_reads_it(tmp_path, monkeypatch,
             after.append((state.global_step, file_states(tmp_path)))
 
     trainer = toy_trainer(tmp_path, push_to_hub=True, hub_strategy=strategy, **SAVES)
-    for callback in (ReportCallback(), watch, AfterSave()):
+    for callback in (Clock(monkeypatch, MINUTES), ReportCallback(), watch, AfterSave()):
         trainer.add_callback(callback)
     trainer.train()
     assert watch.seen == [(2, 2), (4, 4)]

@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 
+from bapo_trl import cli
 from bapo_trl.report.command import main
 from bapo_trl.report.figure import save_png
 from bapo_trl.report.logs import MOST_POINTS, Points, curve_of, thinned
@@ -16,7 +17,7 @@ from tests.report.made_logs import made_logs, save_run
 
 
 def refusal(capsys, *arguments) -> str:
-    ends(main, arguments)
+    ends(cli.main, ["report", *arguments], code=1)  # as for the other commands
     (error,) = capsys.readouterr().err.splitlines()
     return error
 

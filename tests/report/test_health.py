@@ -229,13 +229,30 @@ def test_undefined_values_count_for_nothing(undefined):
     ]
 
 
+def without(log: dict, *names: str) -> dict:
+    return {name: value for name, value in log.items() if name not in names}
+
+
 def test_a_run_without_any_reward_is_not_healthy():
-    undefined = {
-        "reward": None,
-        "frac_reward_zero_std": 0.0,
-    }  # as TRL logs it: the deviation of no reward is NaN, not 0
-    assert [finding.name for finding in examine(made_logs(**undefined))] == ["No reward"]
+    # as TRL logs it: the deviation of no reward is NaN, not 0. Earlier versions logged `None`
+    logs = made_logs(reward=None, frac_reward_zero_std=0.0)
+    for undefined in (logs, [without(log, "reward") for log in logs]):
+        (finding,) = examine(undefined)
+        assert (finding.name, finding.sentence) == ("No reward", "undefined in all 20 logs.")
     assert [finding.severity for finding in examine(made_logs(reward=[None, 0.5]))] == ["healthy"]
+    some = [log if log["step"] % 2 else without(log, "reward", "completions/mean_length") for log in made_logs()]
+    assert [finding.severity for finding in examine(some)] == ["healthy"]  # generations at every second update
+
+
+def test_updates_that_train_nothing_are_told_as_such():
+    """Their log has no entropy, so that the entropy did not fall."""
+    of_tokens = [name for name in HEALTHY if name.startswith(("bapo/", "ratio/", "staleness/", "clip", "entropy"))]
+    trained = made_logs(18, **{"bapo/masked_share": [0.5, 0.1]})
+    masked = [without(log, *of_tokens) | {"bapo/masked_share": 1.0} for log in made_logs(2, first=19)]
+    (finding,) = examine(trained + masked)
+    assert (finding.severity, finding.name) == ("warning", "Masked rows")  # in 2 of 20: a tenth of the logs
+    assert finding.sentence == "`bapo/masked_share` above 0.5 in 2 of 20 logs; highest 1 at update 19."
+    assert [finding.name for finding in examine(trained)] == ["Healthy"]  # one log has a half, not more
 
 
 def test_checks_that_could_not_be_made_are_named():

@@ -9,6 +9,8 @@ from bapo_trl.report.command import main
 from bapo_trl.report.health import examine
 from bapo_trl.report.logs import Logs
 from bapo_trl.report.method import method_by_settings
+from bapo_trl.report.page import render_page
+from bapo_trl.report.runs import group_runs, read_runs
 from tests.report.made_logs import made_logs, save_run
 
 
@@ -138,6 +140,40 @@ def test_the_title_is_in_the_page_the_picture_and_the_terminal(tmp_path, capsys,
     assert ">target<" not in page  # of the share: there is none
     assert "ratio_upper_max</code>" not in page
     assert drawn == ["VESPO: mine"]
+
+
+RATIOS = {f"ratio_{side}_{part}" for side in ("lower", "upper") for part in ("start", "max")}
+SEARCH = {"positive_contribution_target", "search_scope"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        ({}, RATIOS | SEARCH),
+        ({"ratio_upper_max": 1.2}, (RATIOS | SEARCH) - {"ratio_upper_max"}),
+        (GRPO, {"ratio_lower_start", "ratio_upper_start"}),
+        ({**GRPO, **WEIGHT}, {"ratio_lower_start", "ratio_upper_start"} | SEARCH),
+        ({"loss_type": "vespo", **WEIGHT}, SEARCH),
+        *(({"loss_type": loss}, set()) for loss in ("sapo", "vespo")),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, set()),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_the_table_of_settings_has_bounds_and_search_where_there_are_some(tmp_path, settings, shown):
+    run = save_run(tmp_path / "mine", made_logs(2), config(tmp_path, settings).to_dict())
+    rows = set(re.findall(r"<tr><th>(\w+)</th>", render_page(group_runs(read_runs([run])), [], {})))
+    assert rows & (RATIOS | SEARCH) == shown
+    assert {"loss_type", "negative_weight_min", "learning_rate"} <= rows
+
+
+def test_beside_a_run_that_uses_a_setting_others_say_that_they_do_not(tmp_path):
+    runs = [
+        save_run(tmp_path / name, made_logs(2), config(tmp_path, settings).to_dict())
+        for name, settings in {"bapo": {}, "vespo": {"loss_type": "vespo"}}.items()
+    ]
+    page = render_page(group_runs(read_runs(runs)), [], {})
+    assert "<tr><th>ratio_upper_max</th><td>3.0</td><td>not used</td></tr>" in page
+    assert "search_order" not in page  # in which the runs that use it do not differ
 
 
 @pytest.mark.figures

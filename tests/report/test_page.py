@@ -7,8 +7,11 @@ from html.parser import HTMLParser
 
 import pytest
 
+from bapo_trl import cli
 from bapo_trl.report.command import main
+from bapo_trl.report.figure import COLORS, panel_svg
 from bapo_trl.report.panels import PANELS
+from bapo_trl.report.runs import group_runs, read_runs
 from tests.helpers.commands import ends, run_command
 from tests.report.made_logs import made_logs, save_run
 
@@ -69,7 +72,7 @@ def test_a_run_has_the_panels_it_has_data_for(tmp_path, capsys):
     page, _ = report(tmp_path / "out", run)
     assert list(page.panels) == [panel.title for panel in PANELS if panel.title not in OPTIONAL]
     share = page.panels["Share of positive-advantage tokens in the loss"]
-    assert share.endswith("as trained\nstart bounds\ntarget\n")
+    assert share.endswith("as trained\nunadjusted\ntarget\n")
     assert "upper bound\nlower bound\n" in page.panels["Clip bounds (importance ratio)"]
     assert "mean\nlargest\nsmallest\n" in page.panels["Importance ratios"]
     assert "7 of 7 checks made on 20 logs, and none found anything." in page.text
@@ -114,6 +117,59 @@ def test_three_seeds_are_a_band(tmp_path):
     assert "mean of the seeds" not in alone.text
 
 
+def drawn_lines(monkeypatch, title: str, *runs) -> list[list[float]]:
+    """Draw the panel of this title of saved runs; return the values of each of its lines, and of single dots."""
+    from matplotlib.axes import Axes
+
+    drawn, plot = [], Axes.plot
+
+    def note(axes, steps, values, **kwargs):
+        drawn.append([float(value) for value in values])
+        return plot(axes, steps, values, **kwargs)
+
+    monkeypatch.setattr(Axes, "plot", note)
+    (panel,) = (panel for panel in PANELS if panel.title.startswith(title))
+    panel_svg(panel, group_runs(read_runs(runs)))
+    return [values for values in drawn if values]
+
+
+def test_a_maximum_that_equals_the_mean_does_not_hide_it(tmp_path):
+    ages = [0.0, 1.0, 2.0]
+    run = save_run(tmp_path / "mine", made_logs(3, **{"staleness/mean": ages, "staleness/max": ages}))
+    (panel,) = (panel for panel in PANELS if panel.title.startswith("Staleness"))
+    svg = panel_svg(panel, group_runs(read_runs([run])))
+    of_color = {color: [path for path in svg.split("<path") if f"stroke: {color}" in path] for color in COLORS[:2]}
+    mean, largest = of_color.values()
+    assert mean
+    assert not any("stroke-dasharray" in path for path in mean)
+    assert largest
+    assert all("stroke-dasharray" in path for path in largest)
+
+
+def test_over_seeds_a_maximum_is_the_largest_and_a_minimum_the_smallest(tmp_path, monkeypatch):
+    ages, ratios = [[7.0, 3.0], [5.0, 6.0]], [[0.25, 0.5], [0.125, 0.75]]
+    runs = [
+        save_run(
+            tmp_path / f"seed{seed}",
+            made_logs(
+                2, **{"staleness/mean": [1.5 + seed, 2.0], "staleness/max": ages[seed], "ratio/min": ratios[seed]}
+            ),
+            {"seed": seed},
+        )
+        for seed in (0, 1)
+    ]
+    assert drawn_lines(monkeypatch, "Staleness", *runs) == [[2.0, 2.0], [7.0, 6.0]]
+    assert [0.125, 0.5] in drawn_lines(monkeypatch, "Importance", *runs)
+
+
+def test_an_update_that_lacks_a_value_leaves_a_gap_and_one_without_a_generation_does_not(tmp_path, monkeypatch):
+    logs = made_logs(5, entropy=[1.0, 2.0, 3.0, 4.0, 5.0], reward=[0.125, 0.25, 0.5, 0.75, 0.875])
+    del logs[2]["entropy"], logs[2]["reward"]
+    run = save_run(tmp_path / "gaps", logs)
+    assert str(drawn_lines(monkeypatch, "Entropy", run)) == "[[1.0, 2.0, nan, 4.0, 5.0]]"
+    assert drawn_lines(monkeypatch, "Mean reward", run) == [[0.125, 0.25, 0.75, 0.875]]
+
+
 def test_undefined_values_leave_gaps(tmp_path):
     some = [1.0, None, 0.9, math.nan, 0.8, 0.7]  # the first and the third value stand alone
     run = save_run(tmp_path / "gaps", made_logs(grad_norm=some, **{"ratio/min": 0.0, "bapo/clip_low": None}))
@@ -147,7 +203,7 @@ def test_more_runs_than_colors(tmp_path):
 
 def test_a_mistake_ends_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    ends(main, ["nowhere"])
+    ends(cli.main, ["report", "nowhere"], code=1)
     (error,) = capsys.readouterr().err.splitlines()
     assert re.match("bapo-trl report: error: RUN .*nowhere: no such file or folder", error)
     assert not list(tmp_path.iterdir())
@@ -156,8 +212,7 @@ def test_a_mistake_ends_in_one_line(tmp_path, monkeypatch, capsys):
 def test_without_matplotlib_the_command_says_what_to_install(tmp_path, monkeypatch, capsys):
     run = save_run(tmp_path / "run", made_logs())
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        main([str(run), "--output", str(tmp_path / "out")])
+    ends(cli.main, ["report", run, "--output", tmp_path / "out"], code=1)
     assert "matplotlib is not installed (pip install 'bapo-trl[plots]')" in capsys.readouterr().err
 
 

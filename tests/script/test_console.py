@@ -171,26 +171,34 @@ def test_log_lines():
         "update   12  reward 0.250  clip [0.60, 1.85]  positive share 0.50  (start bounds: 0.41)  entropy 0.78"
         "  age 2.5"
     )
-    undefined = {"bapo/clip_low": 0.6, "bapo/clip_high": 1.2, "bapo/positive_share": None, "entropy": 0.5}
+    undefined = {"bapo/clip_low": 0.6, "bapo/clip_high": 1.2, "entropy": 0.5}  # without any advantage
     assert log_line(3, undefined) == "update    3  clip [0.60, 1.20]  entropy 0.50"
     assert log_line(4, {"eval_reward": 0.5, "eval_reward_best_of_4": 0.75}) == (
         "update    4  eval reward 0.500  reward best of 4 0.750"
     )
-    no_reward = {"eval_reward": None, "eval_reward_best_of_4": None}
-    assert log_line(4, no_reward) == "update    4  eval: no reward"
+    assert log_line(4, {"eval_loss": 0.1, "eval_runtime": 3.0}) == "update    4  eval: no reward"
     assert log_line(4, {"train_runtime": 3.0}) is None
+
+
+def test_log_lines_say_how_many_rows_were_masked():
+    log = {"loss": 0.0, "reward": 0.25, "completions/clipped_ratio": 1.0, "bapo/masked_share": 1.0}
+    assert log_line(7, log) == "update    7  reward 0.250  cut off 1.00  rows masked 100%"
+    log |= {"bapo/masked_share": 0.25, "entropy": 0.5}
+    assert log_line(8, log) == "update    8  reward 0.250  cut off 1.00  rows masked 25%  entropy 0.50"
+    log |= {"bapo/masked_share": 0.0}
+    assert "masked" not in log_line(9, log)
 
 
 def test_log_lines_say_what_a_generation_brought_and_how_fast_it_went():
     log = {
         "reward": 0.25, "completions/mean_length": 123.44, "completions/clipped_ratio": 0.125,
-        "frac_reward_zero_std": 0.5, "bapo/clip_low": 0.6, "bapo/clip_high": 1.2, "bapo/positive_share": None,
+        "frac_reward_zero_std": 0.5, "bapo/clip_low": 0.6, "bapo/clip_high": 1.2,
     }  # fmt: skip
     assert log_line(5, log, Pace(seconds=12.345, tokens_per_second=678.9, seconds_left=3661.4)) == (
         "update    5  reward 0.250  length 123.4  cut off 0.12  no signal 0.50  clip [0.60, 1.20]  12.3 s"
         "  679 tokens/s  left 1:01:01"
     )
-    bounds = {"bapo/clip_low": 0.6, "bapo/clip_high": 1.2, "bapo/positive_share": None}
+    bounds = {"bapo/clip_low": 0.6, "bapo/clip_high": 1.2}
     rest = log_line(5, bounds, Pace(0.0521, None, None))
     assert rest == "update    5  clip [0.60, 1.20]  0.0521 s"
 

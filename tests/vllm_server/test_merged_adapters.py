@@ -175,7 +175,7 @@ def test_weights_are_rounded_for_the_engine(monkeypatch, tmp_path, autocast):
         monkeypatch, tmp_path / "run", InBFloat16, bf16=autocast, trainer_args={"peft_config": lora()},
     )  # fmt: skip
     base, down = trainer.model.base_model.model.model.layers[0].mlp.down_proj, "model.layers.0.mlp.down_proj.weight"
-    base.lora_B.default.weight.data.fill_(1e-4)
+    base.lora_B.default.weight.data.fill_(5e-4)
     weight, product = base.base_layer.weight, base.get_delta_weight("default")
     # Under autocast, the forward pass of the trainer rounds the base weight alone
     exact = (weight.bfloat16().float() if autocast else weight) + product
@@ -185,6 +185,25 @@ def test_weights_are_rounded_for_the_engine(monkeypatch, tmp_path, autocast):
         draws.append(llm.model.get_parameter(down).float())
     off = (torch.stack(draws).mean(0) - exact) / (2.0**-7 * 2.0 ** exact.abs().log2().floor())
     assert off.abs().mean() < 0.1
+
+
+class InFloat32(ScriptedLLM):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.model.float()
+        self.llm_engine.model_config.dtype = torch.float32
+
+
+def test_an_engine_in_float32_gets_the_exact_sum(monkeypatch, tmp_path):
+    config = {"peft_config": lora()}
+    trainer, llm = colocate_trainer(
+        monkeypatch, tmp_path / "run", InFloat32, model=toy_model().bfloat16(), trainer_args=config
+    )
+    down = trainer.model.base_model.model.model.layers[0].mlp.down_proj
+    down.lora_B.default.weight.data.fill_(5e-4)
+    send(trainer)
+    exact = down.base_layer.weight.float() + 6 / 4 * down.lora_B.default.weight @ down.lora_A.default.weight
+    torch.testing.assert_close(llm.model.model.layers[0].mlp.down_proj.weight, exact, rtol=1e-6, atol=1e-8)
 
 
 def test_the_noise_is_of_the_version(monkeypatch, tmp_path):

@@ -30,7 +30,7 @@ class GlooVLLMClient(ServerClient):
     All else is [`~vllm_server.client.ServerClient`]'s.
     """
 
-    def _join_group(self, device):
+    def _join_group(self, *args, **kwargs):
         config = self.get_server_info()["weight_transfer_config"]
         backend = None if config is None else config["backend"]
         if backend != "gloo":
@@ -54,7 +54,7 @@ class GlooVLLMClient(ServerClient):
             self.communicator = join_weight_group(store, 0, world_size, timeout, lambda: _raise_if_failed(answer))
         atexit.register(self.close_communicator)
 
-    def _send_weights(self, metadata, named_params):
+    def _send_weights(self, metadata, named_params, *args, **kwargs):
         names, dtype_names, shapes = (list(field) for field in zip(*metadata, strict=True))
         update_info = {"names": names, "dtype_names": dtype_names, "shapes": shapes}
         if not self._updating_weights:

@@ -1,0 +1,139 @@
+"""
+Errors that only the main process runs into: `python -m tests.helpers.main_process_worker FOLDER`, on two ranks.
+
+Each rank writes what it raised at each place, by the place's name, to FOLDER/RANK.json. The places follow one another,
+so that a rank that waited for the other at one of them would not end.
+"""
+
+import errno
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from accelerate import Accelerator
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from bapo_trl.checkpoints.rank_errors import on_main_process
+from bapo_trl.evaluation.completions_file import CompletionsFile
+from bapo_trl.evaluation.measure import evaluate
+from bapo_trl.evaluation.sampling import EvaluatedTrainer
+from bapo_trl.rollouts.handover import sampler_window
+from bapo_trl.script import training
+from bapo_trl.upstream.fixes import end_training
+from bapo_trl.vllm_server.stale_server import StaleServerCheck
+from tests.helpers.script_runs import flags
+from tests.helpers.toy import toy_dataset, toy_model, toy_trainer
+
+
+class Server:
+    """A vLLM server that answers, but not what it is asked for."""
+
+    base_url, model = "http://server", "model"
+
+    def __init__(self, info: dict):
+        self.info = info
+
+    def get_server_info(self) -> dict:
+        return self.info
+
+    def _post(self, url, json):
+        raise Exception("Request failed: 404")  # as TRL says it
+
+
+class Counter(TrainerCallback, ExportableState):
+    """Has a state until the first update is made."""
+
+    is_broken = False
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.is_broken = True
+
+    def state(self) -> dict:
+        if self.is_broken:
+            raise KeyError("mine")
+        return {}
+
+
+def full(*args, **kwargs):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def places(folder: Path, accelerator: Accelerator) -> dict[str, Callable[[], object]]:
+    is_main = accelerator.is_main_process
+    ids = torch.tensor([[3, 4, 5]])
+    batch = dict.fromkeys(("prompt_ids", "completion_ids"), ids)
+    batch |= {name: torch.ones_like(ids) for name in ("prompt_mask", "completion_mask")}
+
+    def window():
+        generation = SimpleNamespace(**({"vllm_client": Server({})} if is_main else {}))
+        trainer = {"use_vllm": True, "vllm_mode": "server", "accelerator": accelerator, "vllm_generation": generation}
+        return sampler_window(SimpleNamespace(**trainer))
+
+    def stale(info: dict):
+        return StaleServerCheck(accelerator, Server(info) if is_main else None)(toy_model(), batch)
+
+    def evaluated(path: Path):
+        trainer = toy_trainer(folder / "evaluated", trainer_class=EvaluatedTrainer, per_device_eval_batch_size=6)
+        return evaluate(trainer, toy_dataset(4), path, "model")
+
+    def evaluated_on_a_full_disk():
+        append, CompletionsFile.append = CompletionsFile.append, full
+        try:
+            evaluated(folder / "completions.jsonl")
+        finally:
+            CompletionsFile.append = append
+
+    def script(name: str, **settings):
+        function = getattr(training, name)
+        setattr(training, name, full)
+        try:
+            training.main(flags(**settings))
+        finally:
+            setattr(training, name, function)
+
+    def saved_model():
+        save, EvaluatedTrainer.save_model = EvaluatedTrainer.save_model, full if is_main else lambda *args: None
+        try:
+            training.main(flags(dataset_name="train.jsonl", output_dir=folder / "full", max_steps=1))
+        finally:
+            EvaluatedTrainer.save_model = save
+
+    def saved_callback():
+        saves = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+        parts = {"callbacks": [Counter()] if is_main else []}
+        return toy_trainer(folder / "callback", trainer_args=parts, **saves).train()
+
+    return {
+        "result": lambda: on_main_process(lambda: ["of", "main"] if is_main else None),
+        "sampler window": window,
+        "fixed sequence": lambda: stale({}),
+        "fixed tokens": lambda: stale({"model_config": {"max_model_len": 40}}),
+        "completions that are a folder": lambda: evaluated(folder),
+        "completions on a full disk": evaluated_on_a_full_disk,
+        "prompts": lambda: training.main(flags(dataset_name="empty.jsonl")),
+        "earlier run": lambda: script("remove_earlier_run", dataset_name="train.jsonl", output_dir=folder / "earlier"),
+        "model on a full disk": saved_model,
+        "callback in a save": saved_callback,
+    }
+
+
+def main(folder: str) -> None:
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == 2
+    found = {}
+    for name, call in places(Path(folder), accelerator).items():
+        try:
+            found[name] = call()
+        except Exception as error:
+            found[name] = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    Path(folder, f"{accelerator.process_index}.json").write_text(json.dumps(found))
+    end_training(toy_trainer(Path(folder) / "last"))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

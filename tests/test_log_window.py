@@ -1,0 +1,229 @@
+"""What a line of the log says of the updates that it covers: means, maxima, minima, nothing where all is masked."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from bapo_trl import BAPOTrainer
+from bapo_trl.checkpoints.files import MANIFEST
+from bapo_trl.clip_bounds.update_log import UPDATE_METRICS
+from bapo_trl.log_window import LARGEST, OF_TOKENS, SMALLEST
+from bapo_trl.replay.mixer import REPLAY_METRICS
+from bapo_trl.report.panels import PANELS
+from bapo_trl.rollouts.rounds import PARTIAL_METRICS
+from bapo_trl.vllm_server.mismatch import MISMATCH_METRICS
+from tests.helpers.alike import TIMES, assert_same_logs
+from tests.helpers.fake_vllm import vllm_trainer
+from tests.helpers.toy import InUpdate, ending_model, toy_dataset, toy_run, training_logs
+
+
+# Not means: of the last update, totals, and what TRL itself takes as the latest value
+LATEST = {"grad_norm", "learning_rate", "epoch", "step", "num_tokens"}
+
+POOL_AND_QUEUE = {
+    "partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 3, "replay_fraction": 0.25, "max_steps": 10,
+}  # fmt: skip
+
+
+def never_end(model) -> None:
+    """Let no completion end, so that `mask_truncated_completions` masks all of them."""
+    model.lm_head.weight.data[model.config.eos_token_id, 0] = -100.0
+
+
+def cut_off_run(output_dir, **settings):
+    """A generation of two updates in which most completions end, and generations in which none does."""
+    return toy_run(
+        output_dir, model=ending_model(eos_logit=3.5), mask_truncated_completions=True, num_iterations=1,
+        max_completion_length=20, trainer_args={"callbacks": [InUpdate(3, never_end)]}, **settings,
+    )  # fmt: skip
+
+
+def assert_lines_cover(lines: list[dict], updates: list[dict]) -> None:
+    """See that each line is what its updates, logged one by one by an equal run, make of it."""
+    first = 0
+    for line in lines:
+        covered = updates[first : line["step"]]
+        first = line["step"]
+        assert line.keys() == {name for log in covered for name in log}
+        for name in line.keys() - LATEST - TIMES:
+            values = [log[name] for log in covered if name in log]
+            if name in LARGEST:
+                assert line[name] == max(values), name
+            elif name in SMALLEST:
+                assert line[name] == min(values), name
+            else:
+                assert line[name] == pytest.approx(sum(values) / len(values), rel=1e-6, abs=1e-12), name
+
+
+@pytest.mark.parametrize("run", [toy_run, cut_off_run], ids=["trained", "some updates masked"])
+def test_a_line_has_the_largest_maximum_the_smallest_minimum_and_means_of_what_is_defined(tmp_path, run):
+    settings = {"model": ending_model(), **POOL_AND_QUEUE} if run is toy_run else {"max_steps": 8}
+    updates = training_logs(run(tmp_path / "each", **settings))
+    again = {"model": ending_model()} if run is toy_run else {}
+    lines = training_logs(run(tmp_path / "lines", **{**settings, **again, "logging_steps": 4}))
+    assert_lines_cover(lines, updates)
+    assert len({log["ratio/max"] for log in updates if "ratio/max" in log}) > 1
+    if run is toy_run:  # samples of several ages in a line
+        assert all(line["staleness/max"] > line["staleness/mean"] + 0.5 for line in lines)
+
+
+def test_maxima_and_minima_of_a_sampler_are_those_of_all_its_generations(monkeypatch, tmp_path):
+    prefix = "sampling/raw_importance_sampling_ratio"
+
+    def run(**settings):
+        torch.manual_seed(0)
+        # The sampler leaves out half of the probability, so that its own are larger
+        trainer = vllm_trainer(monkeypatch, tmp_path, max_steps=8, top_p=0.5, vllm_logp_tolerance=None, **settings)
+        trainer.train()
+        return training_logs(trainer)
+
+    updates, (line,) = run(logging_steps=1), run(logging_steps=8)
+    generations = [log for log in updates if f"{prefix}/max" in log]
+    assert len(generations) == 2
+    assert generations[0][f"{prefix}/max"] != generations[1][f"{prefix}/max"]
+    assert line[f"{prefix}/max"] == max(log[f"{prefix}/max"] for log in generations)
+    assert line[f"{prefix}/min"] == min(log[f"{prefix}/min"] for log in generations)
+    name = "sampling/importance_sampling_ratio/max"  # TRL's own stays the mean that it is
+    assert line[name] == pytest.approx(sum(log[name] for log in generations) / 2, rel=1e-6)
+
+
+def test_all_metrics_of_ours_that_are_maxima_or_minima_are_reduced_as_such():
+    ours = {*UPDATE_METRICS, *REPLAY_METRICS, *PARTIAL_METRICS, *MISMATCH_METRICS}
+    assert {name for name in ours if name.endswith(("/max", "_max"))} == set(LARGEST)
+    assert {name for name in ours if name.endswith(("/min", "_min"))} == set(SMALLEST)
+    drawn = {line.metric: line.over_seeds for panel in PANELS for line in panel.lines}
+    assert {name for name, part in drawn.items() if part == "high"} == drawn.keys() & set(LARGEST)
+    assert {name for name, part in drawn.items() if part == "low"} == drawn.keys() & set(SMALLEST)
+
+
+# Updates that train nothing
+
+
+def test_an_update_of_masked_rows_alone_logs_no_value_of_tokens(tmp_path):
+    logs = training_logs(cut_off_run(tmp_path, max_steps=4))
+    measured = {*UPDATE_METRICS, *OF_TOKENS} - {"bapo/masked_share"}
+    for log in logs[:2]:
+        assert log["bapo/masked_share"] < 1
+        assert log["entropy"] > 0
+        assert {"bapo/clip_low", "ratio/max", "staleness/max", "clip_ratio/region_mean"} <= log.keys()
+    for log in logs[2:]:
+        assert log["bapo/masked_share"] == 1
+        assert not measured & log.keys()
+        assert log["grad_norm"] == 0
+
+
+def test_the_share_of_masked_rows_is_over_the_update(tmp_path):
+    class Masked(BAPOTrainer):
+        def _prepare_inputs(self, generation_batch):
+            batch = dict(super()._prepare_inputs(generation_batch))
+            batch["completion_mask"] = batch["completion_mask"].clone()
+            batch["completion_mask"][: 2 + self._step % 2] = 0
+            return batch
+
+    (log,) = training_logs(toy_run(tmp_path, trainer_class=Masked, max_steps=1))
+    assert log["bapo/masked_share"] == (2 + 3) / 12  # of two micro-batches of 6 rows
+
+
+def test_a_micro_batch_without_a_token_counts_in_no_mean(tmp_path):
+    """TRL takes its entropy and clip ratios for 0, so that they are half of those of the other micro-batch."""
+
+    def run(trainer_class, **settings):
+        class SecondIsMasked(trainer_class):
+            def _prepare_inputs(self, generation_batch):
+                batch = dict(super()._prepare_inputs(generation_batch))
+                return batch if self._step % 2 == 0 else {**batch, "completion_mask": batch["completion_mask"] * 0}
+
+        return training_logs(toy_run(tmp_path, trainer_class=SecondIsMasked, loss_type="bnpo", **settings))
+
+    fixed = {"ratio_lower_start": 0.8, "ratio_lower_max": 0.8, "ratio_upper_start": 1.28, "ratio_upper_max": 1.28}
+    trl = run(GRPOTrainer, config_class=GRPOConfig, epsilon=0.2, epsilon_high=0.28)
+    ours = run(BAPOTrainer, **fixed)
+    for name in ("entropy", "clip_ratio/region_mean", "clip_ratio/high_mean"):
+        assert [log[name] for log in ours] == [2 * log[name] for log in trl], name
+    assert max(log["clip_ratio/region_mean"] for log in ours) > 0
+    assert {log["bapo/masked_share"] for log in ours} == {0.5}
+
+
+def rewards_of(values):
+    return lambda completions, **kwargs: [values] * len(completions)
+
+
+@pytest.mark.parametrize("reward", [None, 1.0], ids=["undefined", "the same for all"])
+def test_an_undefined_value_is_an_absent_key(tmp_path, reward):
+    """In an evaluation too: a tracker would warn of each `None`."""
+    logged = []
+
+    class Keep(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            logged.append(logs)
+
+    toy_run(
+        tmp_path, reward_funcs=rewards_of(reward), max_steps=2, eval_strategy="steps", eval_steps=1,
+        per_device_eval_batch_size=6, trainer_args={"eval_dataset": toy_dataset(4), "callbacks": [Keep()]},
+    )  # fmt: skip
+    assert not [name for log in logged for name, value in log.items() if value is None or math.isnan(value)]
+    names = {name for log in logged for name in log}
+    assert {"entropy", "bapo/masked_share", "eval_entropy"} <= names
+    assert "bapo/positive_share" not in names
+    assert ("reward" in names) == ("eval_reward" in names) == (reward is not None)
+
+
+# Resume
+
+
+@pytest.mark.parametrize("settings", [{}, POOL_AND_QUEUE, {"loss_type": "vespo"}], ids=["plain", "pool", "vespo"])
+def test_the_line_of_a_resumed_run_covers_its_updates_before_the_checkpoint(tmp_path, settings):
+    """A checkpoint after update 4; lines at 3, 6 and 9."""
+    settings = {**settings, "logging_steps": 3, "save_strategy": "steps", "save_steps": 4, "max_steps": 9}
+    straight = toy_run(tmp_path / "straight", model=ending_model(), **settings)
+    checkpoint = tmp_path / "straight" / "checkpoint-4"
+    resumed = toy_run(tmp_path / "resumed", model=ending_model(1), resume=str(checkpoint), **settings)
+    assert [log["step"] for log in training_logs(resumed)] == [3, 6, 9]
+    assert_same_logs(straight, resumed)
+    assert_same_logs(resumed, straight)  # no name more
+
+
+def test_a_checkpoint_without_the_window_starts_one(tmp_path):
+    """As earlier versions saved them."""
+    settings = {"logging_steps": 3, "save_strategy": "steps", "save_steps": 4, "max_steps": 6}
+    each = toy_run(tmp_path / "each", **{**settings, "logging_steps": 1})
+    toy_run(tmp_path, **settings)
+    file = tmp_path / "checkpoint-4" / "trainer_state.json"
+    state = json.loads(file.read_text())
+    state["stateful_callbacks"].pop("log_window")
+    file.write_text(json.dumps(state))
+    (tmp_path / "checkpoint-4" / MANIFEST).unlink()
+    resumed = toy_run(tmp_path / "resumed", resume=str(tmp_path / "checkpoint-4"), **settings)
+    assert_lines_cover(training_logs(resumed)[-1:], training_logs(each)[4:6])
+
+
+# Metrics that say nothing under the settings
+
+FIXED = {"ratio_lower_max": 0.6, "ratio_upper_max": 1.2}
+BOUNDS = {"bapo/clip_low", "bapo/clip_high"}
+SEARCH = {"bapo/search_steps", "bapo/target_met", "bapo/positive_share_initial"}
+WEIGHT = {"negative_weight_min": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("settings", "logged"),
+    [
+        ({}, BOUNDS | SEARCH),
+        ({"ratio_upper_max": 1.2}, BOUNDS | SEARCH),
+        (FIXED, BOUNDS),
+        ({**FIXED, **WEIGHT}, BOUNDS | SEARCH - {"bapo/search_steps"}),
+        ({**FIXED, **WEIGHT, "positive_contribution_target": 1.0}, BOUNDS | {"bapo/positive_share_initial"}),
+        *(({"loss_type": loss}, set()) for loss in ("cispo", "sapo", "vespo")),
+        ({"loss_type": "cispo", **WEIGHT}, SEARCH - {"bapo/search_steps"}),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_a_run_logs_bounds_and_search_where_there_are_some(tmp_path, settings, logged):
+    cap = {"epsilon_high": 5.0} if settings.get("loss_type") == "cispo" else {}
+    (log,) = training_logs(toy_run(tmp_path, max_steps=1, **settings, **cap))
+    assert (BOUNDS | SEARCH) & log.keys() == logged
+    assert log["bapo/positive_share"] > 0

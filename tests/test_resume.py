@@ -1,0 +1,135 @@
+"""What changes in a run and is neither weights nor optimizer: a resumed run has it as an uninterrupted one does."""
+
+import shutil
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import EarlyStoppingCallback
+
+from bapo_trl.checkpoints.files import MANIFEST
+from bapo_trl.checkpoints.ref_model import FILES, FOLDER
+from tests.helpers.alike import TIMES, assert_same_tensors, assert_same_weights
+from tests.helpers.commands import succeeded
+from tests.helpers.forked import run_python
+from tests.helpers.toy import toy_dataset, toy_model, toy_run, training_logs
+
+
+# A generation has four updates. Log lines are of updates 1 to 3, 4 to 6 and, in the summary, 7 and 8
+SYNCED = {
+    "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.25, "logging_steps": 3,
+    "max_steps": 8, "save_strategy": "steps", "save_steps": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def synced(tmp_path_factory):
+    """A run whose reference model follows the policy: its folder, with the model of its start, and its trainer."""
+    folder = tmp_path_factory.mktemp("synced")
+    toy_model().save_pretrained(folder / "model")
+    return folder, toy_run(folder / "run", str(folder / "model"), **SYNCED)
+
+
+def history(trainer):
+    return [{name: value for name, value in log.items() if name not in TIMES} for log in trainer.state.log_history]
+
+
+def test_a_checkpoint_holds_the_reference_model_as_it_was_synchronized(synced):
+    folder, _ = synced
+    expected = load_file(folder / "model" / "model.safetensors")
+    for update in (2, 4):  # 3/4 of the reference before, 1/4 of the policy
+        policy = load_file(folder / "run" / f"checkpoint-{update}" / "model.safetensors")
+        expected = {name: values.mul(0.75).add(policy[name], alpha=0.25) for name, values in expected.items()}
+    saved, _ = FILES.read(FILES.path(folder / "run" / "checkpoint-4" / FOLDER, 0, 1))
+    assert_same_tensors(saved, expected)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_with_its_reference_and_its_logs(synced, tmp_path):
+    folder, straight = synced
+    resumed = toy_run(tmp_path, str(folder / "model"), resume=str(folder / "run" / "checkpoint-4"), **SYNCED)
+    assert_same_weights(straight, resumed)
+    assert_same_tensors(straight.ref_model.state_dict(), resumed.ref_model.state_dict())
+    # The line at update 6 is of update 4 too, and `train_loss` of all
+    assert history(resumed) == history(straight)
+    each = training_logs(toy_run(tmp_path / "each", str(folder / "model"), **{**SYNCED, "logging_steps": 1}))
+    (line,) = [log for log in training_logs(resumed) if log["step"] == 6]
+    for name in ("loss", "kl", "bapo/positive_share"):
+        assert line[name] == pytest.approx(sum(log[name] for log in each[3:6]) / 3, rel=1e-5), name
+    losses = [log["loss"] for log in each]
+    assert resumed.state.log_history[-1]["train_loss"] == pytest.approx(sum(losses) / 8, rel=1e-5)
+
+
+@pytest.mark.parametrize("save_only_model", [False, True])
+def test_a_checkpoint_without_the_reference_model_gives_a_warning(synced, tmp_path, save_only_model):
+    folder, _ = synced
+    if save_only_model:
+        toy_run(tmp_path, str(folder / "model"), **{**SYNCED, "max_steps": 2}, save_only_model=True)
+    else:  # of an earlier version
+        shutil.copytree(folder / "run" / "checkpoint-2", tmp_path / "checkpoint-2")
+        shutil.rmtree(tmp_path / "checkpoint-2" / FOLDER)
+        (tmp_path / "checkpoint-2" / MANIFEST).unlink()
+    with pytest.warns(UserWarning, match=r"checkpoint-2 holds no reference model, which `sync_ref_model` had changed"):
+        toy_run(tmp_path, str(folder / "model"), resume=True, **{**SYNCED, "max_steps": 3})
+
+
+def test_the_reference_model_of_another_model_is_refused(synced, tmp_path):
+    folder, _ = synced
+    checkpoint = shutil.copytree(folder / "run" / "checkpoint-2", tmp_path / "checkpoint-2")
+    FILES.write(checkpoint / FOLDER, 0, 1, {"lm_head.weight": torch.zeros(3, 4)}, None)
+    (checkpoint / MANIFEST).unlink()
+    with pytest.raises(ValueError, match=r"ref_model_00000_of_00001.safetensors is damaged \(its parameters are not"):
+        toy_run(tmp_path, str(folder / "model"), resume=True, **SYNCED)
+
+
+def test_the_reference_of_a_saved_adapter_is_the_one_that_it_started_from(tmp_path):
+    lora = LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    get_peft_model(toy_model(), lora).save_pretrained(tmp_path / "adapter")
+    saves = {"beta": 0.1, "logging_steps": 3, "max_steps": 8, "save_strategy": "steps", "save_steps": 4}
+
+    def run(folder, resume=None):
+        model = PeftModel.from_pretrained(toy_model(), tmp_path / "adapter", is_trainable=True)
+        return toy_run(tmp_path / folder, model, resume=resume, **saves)
+
+    straight = run("straight")
+    resumed = run("resumed", str(tmp_path / "straight" / "checkpoint-4"))
+    assert_same_weights(straight, resumed)
+    assert history(resumed) == history(straight)
+    start = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    for name, weight in resumed.model.named_parameters():
+        if ".ref." in name:
+            assert torch.equal(weight, start[name.replace(".ref.", ".")]), name
+
+
+def test_patience_is_not_renewed_by_a_resume(tmp_path):
+    """Each evaluation finds reward 1: the first is the best, and updates 2, 3 and 4 find nothing better."""
+
+    def run(folder, callbacks, resume=None):
+        return toy_run(
+            tmp_path / folder, reward_funcs=lambda completions, **kwargs: [1.0] * len(completions), max_steps=6,
+            eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=6, save_strategy="steps", save_steps=1,
+            metric_for_best_model="reward", greater_is_better=True, resume=resume,
+            trainer_args={"eval_dataset": toy_dataset(2), "callbacks": callbacks},
+        ).state.global_step  # fmt: skip
+
+    assert run("straight", [EarlyStoppingCallback(3)]) == 4
+    assert run("resumed", [EarlyStoppingCallback(3)], str(tmp_path / "straight" / "checkpoint-3")) == 4
+    # With another patience, which is the user's: 2 + 2 evaluations
+    assert run("patient", [EarlyStoppingCallback(4)], str(tmp_path / "straight" / "checkpoint-3")) == 5
+
+
+def test_a_callback_that_a_checkpoint_does_not_know_may_be_added(tmp_path):
+    saves = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    evaluates = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 6}
+    toy_run(tmp_path, **saves)
+    toy_run(
+        tmp_path, **{**saves, "max_steps": 2}, **evaluates, metric_for_best_model="reward", resume=True,
+        trainer_args={"eval_dataset": toy_dataset(2), "callbacks": [EarlyStoppingCallback(3)]},
+    )  # fmt: skip
+    assert (tmp_path / "checkpoint-2").is_dir()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("sharding", ["none", "fsdp1", "fsdp1, original parameters", "fsdp2"])
+def test_a_reference_model_over_two_ranks_is_saved_whole_and_loaded_on_both(tmp_path, sharding):
+    succeeded(run_python(["-m", "tests.helpers.ref_model_worker", tmp_path, sharding], ranks=2, timeout_s=120))
