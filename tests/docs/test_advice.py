@@ -15,9 +15,11 @@ import signal
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
+from peft import PeftModel
 
 import bapo_trl
 from bapo_trl import BAPOConfig, BAPOTrainer, cli
@@ -44,7 +46,14 @@ OF_OTHERS = {
     *("kv-cache-memory-bytes", "dtype"),
     *("disable-pip-version-check", "no-deps", "only-binary", "quiet", "dest", "index-url"),  # pip
     *("nv", "help_all"),  # apptainer; another spelling of ours
-    *("signal", "gpus_per_node", "tensor_parallel_size", "parts"),  # sbatch, and scripts beside the package
+    *(
+        "signal",
+        "gpus_per_node",
+        "tensor_parallel_size",
+        "parts",
+        "chat_model",
+        "minutes",
+    ),  # sbatch, and scripts beside the package
 }
 
 
@@ -179,6 +188,7 @@ def names(tmp_path, monkeypatch):
         "args": trainer.args, "reward_funcs": digits_reward, "trainer": trainer, "end_training": end_training,
         "BAPOConfig": BAPOConfig, "signal": signal, "ProcessPoolExecutor": ProcessPoolExecutor, "math": math,
         "train": lambda *args, **kwargs: inspect.signature(BAPOTrainer.train).bind(trainer, *args, **kwargs),
+        "PeftModel": SimpleNamespace(from_pretrained=inspect.signature(PeftModel.from_pretrained).bind_partial),
         "StopSignals": bapo_trl.StopSignals, "ReportCallback": bapo_trl.ReportCallback,
     }  # fmt: skip
 
