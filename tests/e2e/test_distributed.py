@@ -8,12 +8,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from bapo_trl.checkpoints.ref_model import FILES, FOLDER
 from bapo_trl.clip_bounds.update_log import UPDATE_METRICS
 from tests.e2e.launching import ENGINES, fork, launch
 from tests.helpers.adapter_worker import assert_all_sent
+from tests.helpers.alike import TIMES
 from tests.helpers.commands import accelerate_launcher, run_command, succeeded
 from tests.helpers.forked import run_python
 from tests.helpers.ranks import read_ranks
+from tests.helpers.toy import toy_model
 
 
 BOUNDS = ("bapo/clip_low", "bapo/clip_high", "bapo/search_steps")
@@ -97,6 +100,31 @@ def test_a_resumed_run_equals_the_straight_one(runs, engine, uses_lora):
 def test_zero3_sends_merged_copies_of_an_adapter_and_keeps_the_base(tmp_path):
     fork("cpu_zero3", ["-m", "tests.helpers.adapter_worker", str(tmp_path)])
     assert_all_sent(tmp_path, **ENGINES["cpu_zero3"])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_reference_model_that_follows_the_policy_is_resumed(tmp_path, engine):
+    toy_model().save_pretrained(tmp_path / "model")
+    worker = ["-m", "tests.e2e.synced_worker"]
+    fork(engine, [*worker, tmp_path / "straight", tmp_path / "model"])
+    fork(engine, [*worker, tmp_path / "resumed", tmp_path / "model", tmp_path / "straight" / "checkpoint-2"])
+    straight, resumed = (read_ranks(tmp_path / name, **ENGINES[engine]) for name in ("straight", "resumed"))
+    for one, other in zip(straight, resumed, strict=True):
+        (log,), (expected,) = one["logs"], other["logs"]  # of updates 1 to 3, saved at 2
+        assert {name: log[name] for name in log.keys() - TIMES} == {
+            name: expected[name] for name in log.keys() - TIMES
+        }
+        assert one["loss"] == other["loss"]
+
+    def policy(update):
+        return load_file(tmp_path / "straight" / f"checkpoint-{update}" / "model.safetensors")
+
+    expected = load_file(tmp_path / "model" / "model.safetensors")
+    for update in (2, 4):  # 3/4 of the reference before, 1/4 of the policy
+        expected = {name: values.mul(0.75).add(policy(update)[name], alpha=0.25) for name, values in expected.items()}
+    for name in ("straight", "resumed"):
+        saved, _ = FILES.read(FILES.path(tmp_path / name / "checkpoint-4" / FOLDER, 0, 1))
+        assert_close({key.removeprefix("module."): values for key, values in saved.items()}, expected, atol=0)
 
 
 @pytest.mark.parametrize(
