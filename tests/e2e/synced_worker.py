@@ -1,4 +1,4 @@
-"""Trains with a reference model that follows the policy: `python -m tests.e2e.synced_worker OUT MODEL [CHECKPOINT]`."""
+"""Trains with a reference model that follows the policy: `-m tests.e2e.synced_worker OUT MODEL [CHECKPOINT]`."""
 
 import sys
 
