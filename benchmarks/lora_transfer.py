@@ -6,7 +6,7 @@ How far vLLM's policy is from the trainer's with LoRA on weights in bfloat16, by
 An adapter of 32 updates on sums asked in words (the settings of `recipes/smollm2_sums.yaml`) is scaled to shares of
 itself, as it was earlier. On samples of the trainer's policy, which has the adapter beside the weights, the
 log-probabilities of the sampled tokens are compared with those of the base model, of peft's merge, which rounds to the
-nearest, and of what `bapo_trl` sends. One thread.
+nearest, and of what `bapo_trl` sends. All forward passes compute in float32, on the weights as they are. One thread.
 """
 
 import argparse
@@ -52,8 +52,12 @@ def train_adapter() -> BAPOTrainer:
 
 @torch.no_grad()
 def log_probs(model: torch.nn.Module, samples: torch.Tensor, mask: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the log-probabilities of the samples' tokens from `start` on, as far as the mask has them."""
-    logits = model(input_ids=samples, attention_mask=mask).logits[:, start - 1 : -1]
+    """
+    Return the log-probabilities of the samples' tokens from `start` on, as far as the mask has them.
+
+    In float32: the roundings of a forward pass in bfloat16 are larger than what the weights differ by.
+    """
+    logits = copy.deepcopy(model).float()(input_ids=samples, attention_mask=mask).logits[:, start - 1 : -1]
     logps = logits.float().log_softmax(-1).gather(2, samples[:, start:, None]).squeeze(2)
     return logps[mask[:, start:].bool()]
 
