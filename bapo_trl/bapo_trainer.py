@@ -243,7 +243,7 @@ class BAPOTrainer(WholeCheckpoints):
 
     # Prompts
 
-    def _get_train_sampler(self, dataset=None, *args, **kwargs):
+    def _get_train_sampler(self, dataset=None, *args, **kwargs):  # type: ignore[override]
         check_number_of_prompts(self.train_dataset if dataset is None else dataset, self.args)
         sampler: Any = super()._get_train_sampler(dataset, *args, **kwargs)
         fixes.continue_shuffles(self, sampler)
@@ -264,7 +264,7 @@ class BAPOTrainer(WholeCheckpoints):
 
     # A generation
 
-    def _prepare_inputs(self, generation_batch, *args, **kwargs):
+    def _prepare_inputs(self, generation_batch, *args, **kwargs):  # type: ignore[override]
         if self.model.training:
             check_unchanged(self.args, self._settings)
         step = self._step % self.args.micro_batches_per_generation

@@ -17,6 +17,7 @@ import shutil
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,7 @@ class WholeCheckpoints(GRPOTrainer):
             folder = os.path.join(run_dir, name)
             defect = self._defect_on_any_rank(folder)
             if defect is None:
-                others = on_main_process(lambda checkpoint=folder: _of_other_branches(checkpoint))
+                others = on_main_process(partial(_of_other_branches, folder))
                 if others and self.is_world_process_zero():
                     warnings.warn(
                         f"{folder} is resumed, which does not go on from {', '.join(others)}: the run went back to an "
@@ -189,7 +190,7 @@ class WholeCheckpoints(GRPOTrainer):
         number = (int(self._run_id, 16) + self._num_unfinished) % 16**8
         return os.path.join(run_dir, f"{UNFINISHED}-{number:08x}")
 
-    def create_model_card(self, model_name=None, dataset_name=None, *args, **kwargs):
+    def create_model_card(self, model_name=None, dataset_name=None, *args, **kwargs):  # type: ignore[override]
         try:
             super().create_model_card(model_name, dataset_name, *args, **kwargs)
             if self.is_world_process_zero():

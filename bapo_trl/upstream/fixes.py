@@ -59,7 +59,8 @@ def restore_callbacks(trainer: Trainer) -> None:
     callbacks' own settings too. A callback that the checkpoint does not know would fail the next save with a
     `KeyError`. Needed up to transformers 5.17 at least.
     """
-    known, callbacks = trainer.state.stateful_callbacks, {}
+    known: Any = trainer.state.stateful_callbacks
+    callbacks: dict[str, list[Any]] = {}
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, ExportableState):
             callbacks.setdefault(type(callback).__name__, []).append(callback)

@@ -167,7 +167,7 @@ class ServerClient(VLLMClient):
 
     # What TRL calls in the main process between two collectives
 
-    def generate(self, prompts, features=None, n=1, *args, **kwargs):  # type: ignore[override]
+    def generate(self, prompts, features=None, n=1, *args, **kwargs):
         """Generate as TRL does, see there; after a failure that is held, one token each."""
         output = self._try("a generation", super().generate, prompts, features, n, *args, **kwargs)
         if output is not None:
