@@ -92,8 +92,7 @@ def examine(logs: Logs, method: Method | None = None) -> list[Finding]:
         + [Finding(check.name, *result, check.meaning, check.remedy(method)) for check, result in found if result]
     )
     if not findings:
-        what = f"{len(logs)} logs" if len(logs) != 1 else "1 log"
-        sentence = f"{len(made)} of {len(checks)} checks made on {what}, and none found anything."
+        sentence = f"{len(made)} of {len(checks)} checks made on {len(logs)} logs, and none found anything."
         return [Finding("Healthy", "healthy", f"{sentence} {unchecked}".strip())]
     return findings + ([Finding("Not checked", "note", unchecked)] if unchecked else [])
 
@@ -125,7 +124,7 @@ def _no_reward(logs: Logs) -> list[Finding]:
 def _masked_rows(logs: Logs) -> list[Finding]:
     shares = logs.finite("bapo/masked_share")
     found = _beyond(shares, shares.values - MASKED_MAX, f"`bapo/masked_share` above {MASKED_MAX:g}", "highest")
-    if found is None:
+    if found is None or len(shares.steps) < FEWEST_LOGS:
         return []
     return [
         Finding(

@@ -155,6 +155,8 @@ def test_a_metric_that_was_logged_once_has_no_verdict():
         "6 of 7 checks made on 20 logs, and none found anything. Not checked, because logged once, which may be "
         "noise: Effective sample size (`ratio/ess`)."
     )
+    masked_once = [*made_logs(19), {**made_logs(1, first=20)[0], "bapo/masked_share": 0.9}]
+    assert [finding.name for finding in examine(masked_once)] == ["Healthy"]
 
 
 @pytest.mark.parametrize("size", [2, 5, 10])
