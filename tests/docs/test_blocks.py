@@ -163,7 +163,8 @@ def compare(arguments):
 
 
 def serve(flags):
-    with patch("importlib.util.find_spec"), patch("os.execve") as become:
+    stand_ins = patch("importlib.util.find_spec"), patch("trl.scripts.vllm_serve.is_vllm_available")
+    with stand_ins[0], stand_ins[1], patch("os.execve") as become:
         serving.main(flags)
     _, server, _ = become.call_args.args
     assert server[-2:] == ["--tensor-parallel-size", "2"]

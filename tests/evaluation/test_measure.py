@@ -406,6 +406,7 @@ def test_a_vllm_server_samples_if_it_samples_the_training(folder, monkeypatch):
 
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", serve)
     monkeypatch.setattr(bapo_trainer, "client_for", lambda *args: nullcontext())
+    monkeypatch.setattr(training, "check_vllm", lambda args: None)
     run(dataset_name="train.jsonl", eval_dataset="test.jsonl", use_vllm="true", vllm_mode="server")
     (server,) = servers
     # 24 completions before, 5 rows at a time; 12 of a generation; 24 after

@@ -182,8 +182,8 @@ def test_undefined_values_leave_gaps(tmp_path):
 def test_what_users_wrote_is_escaped_and_the_table_has_the_settings_that_differ_and_the_main_ones(tmp_path):
     name, common = "a<b>&'\"`c` $x^{$", {"seed": 1, "weight_decay": 0.25, "beta": 0.125}
     settings = {"reward_funcs": ["<script>alert(1)</script>"], "adam_beta2": 0.875}
-    run = save_run(tmp_path / name, made_logs(1), {**common, **settings})
-    other = save_run(tmp_path / "other", made_logs(1), {**common, "reward_funcs": ["x"], "adam_beta2": 0.75})
+    run = save_run(tmp_path / name, made_logs(2), {**common, **settings})
+    other = save_run(tmp_path / "other", made_logs(2), {**common, "reward_funcs": ["x"], "adam_beta2": 0.75})
     page, html = report(tmp_path / "out", run, other)
     assert "<script>" not in html
     assert '["<script>alert(1)</script>"]' in page.text
@@ -191,7 +191,7 @@ def test_what_users_wrote_is_escaped_and_the_table_has_the_settings_that_differ_
     assert "adam_beta2" in page.text
     assert "weight_decay" not in page.text
     assert html.count("<td>0.125</td>") == 2
-    assert "7 of 7 checks made on 1 log," in page.text
+    assert "7 of 7 checks made on 2 logs," in page.text
 
 
 def test_more_runs_than_colors(tmp_path):

