@@ -137,7 +137,7 @@ def token_metrics(total: Mapping[str, float]) -> dict[str, float]:
         "ratio/chi2": _ratio(total["ratio_squared"], count) - 1,
         "staleness/mean": _ratio(total["staleness"], total["versions"]),
         "staleness/max": total["staleness_max"] if total["versions"] else math.nan,
-        "bapo/masked_share": total["masked_rows"] / total["rows"],
+        "bapo/masked_share": _ratio(total["masked_rows"], total["rows"]),
     }
 
 
