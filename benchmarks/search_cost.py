@@ -208,9 +208,7 @@ def main():
     on_cpu = args.device == "cpu"
     thread_counts = sorted({1, num_cores()}) if on_cpu else [1]
     results = []
-    print(
-        "freed memory  measure     tokens   threads  search ms  recomputed loop  hoisted loop  extra tensors  kernels"
-    )
+    print("freed memory  measure      tokens  threads  search ms  recomputed  hoisted  extra tensors  kernels")
     for memory in ("default", "kept") if on_cpu else ("kept",):
         if memory == "kept":
             keep_freed_memory()  # for good
