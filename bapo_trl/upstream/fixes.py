@@ -189,10 +189,14 @@ def end_training(trainer: Trainer) -> None:
 
     The distributed wrapper of the model is let go first. Otherwise it is the last to hold the gloo process group,
     and destroys it while it holds Python's interpreter lock, which a thread of the group may be waiting for: the
-    process then hangs on exit (seen in a third of two-process runs on CPUs, torch 2.13).
+    process then hangs on exit (seen in a third of two-process runs on CPUs, torch 2.13). vLLM's engine in this process
+    destroys its own groups and then all: at exit, after the trainer's end, it fails ("Invalid process group
+    specified", vLLM 0.31).
     """
     trainer.model_wrapped = trainer.model
     trainer.accelerator.free_memory()
+    if getattr(trainer, "use_vllm", False) and trainer.vllm_mode == "colocate":
+        trainer.vllm_generation.llm.llm_engine.engine_core.shutdown()
     trainer.accelerator.end_training()
 
 

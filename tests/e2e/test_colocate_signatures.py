@@ -50,22 +50,3 @@ def test_what_trl_makes_it_with_is_taken_by_the_real_one():
 def test_what_it_takes_and_gives_has_the_names_of_the_real_ones(own, real):
     names = {f.name for f in dataclasses.fields(own)}
     assert names <= {*getattr(real, "__annotations__", {}), *keywords(real.__init__), *keywords(real)}
-
-
-def test_the_loader_of_weights_is_where_trl_looks_for_it():
-    """Each link of `llm_engine.model_executor.driver_worker.model_runner.model`: no engine is made."""
-    from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
-    from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-    from vllm.v1.worker.gpu_worker import Worker
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
-
-    assert "self.llm_engine" in inspect.getsource(LLM.__init__)
-    assert "self.model_executor" in inspect.getsource(LLMEngine)
-    assert issubclass(ExecutorWithExternalLauncher, UniProcExecutor)  # the backend that TRL asks for
-    assert "self.driver_worker = WorkerWrapperBase(" in inspect.getsource(UniProcExecutor._init_executor)
-    assert "getattr(self.worker, attr)" in inspect.getsource(WorkerWrapperBase.__getattr__)
-    assert "self.model_runner" in inspect.getsource(Worker)
-    assert "self.model = " in inspect.getsource(GPUModelRunner.load_model)
-    assert list(keywords(Qwen2ForCausalLM.load_weights)) == ["weights"]

@@ -1,4 +1,7 @@
-"""TRL's default vLLM mode, colocate, with a scripted `vllm.LLM`: which tokens, by which weights, at which rows."""
+"""
+TRL's default vLLM mode, colocate, with a scripted `vllm.LLM`: what `tests/e2e/test_colocate.py` cannot show with the
+real one, which has no sleep mode on a CPU.
+"""
 
 import pytest
 import torch
@@ -14,19 +17,17 @@ pytestmark = pytest.mark.trainings
 
 
 COMMON = {"max_completion_length": 40, "vllm_importance_sampling_mode": "token_truncate"}
-SETTINGS = {
-    "plain": {},
-    "replay": {"replay_capacity": 48, "replay_fraction": 0.5, "replay_max_staleness": 9},
-    "partial rollouts": {"partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 2},
-}
-SETTINGS["both, with sleep"] = {**SETTINGS["replay"], **SETTINGS["partial rollouts"], "vllm_enable_sleep_mode": True}
+REPLAY_AND_PARTIAL_ROLLOUTS = {
+    "replay_capacity": 48, "replay_fraction": 0.5, "replay_max_staleness": 9, "partial_rollout_oversampling": 1.5,
+    "partial_rollout_chunk_length": 2,
+}  # fmt: skip
+ASLEEP_BETWEEN = {**COMMON, **REPLAY_AND_PARTIAL_ROLLOUTS, "vllm_enable_sleep_mode": True}
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_tokens_and_log_probs_are_at_their_rows_by_the_weights_of_their_version(settings, tmp_path, monkeypatch):
+def test_tokens_and_log_probs_are_at_their_rows_by_the_weights_of_their_version(tmp_path, monkeypatch):
     trainer, llm = colocate_trainer(
-        monkeypatch, tmp_path / "run", model=ending_model(), trainer_class=Recording, max_steps=12, **COMMON,
-        **settings,
+        monkeypatch, tmp_path / "run", model=ending_model(), trainer_class=Recording, max_steps=12,
+        **ASLEEP_BETWEEN,
     )  # fmt: skip
     trainer.train()
 
@@ -43,7 +44,7 @@ def test_tokens_and_log_probs_are_at_their_rows_by_the_weights_of_their_version(
     assert_scored_by_its_policy(
         rows,
         lambda version, *ids: score(model, *ids, trainer.weights[version]),
-        least_share=0.0 if "partial_rollout_oversampling" in settings else None,
+        least_share=0.0,
     )
     assert max(log.get("ratio/max", 0) for log in training_logs(trainer)) > 1.05  # the weights did change
 
@@ -59,23 +60,19 @@ def test_weights_are_loaded_before_each_generation(sleeps, tmp_path, monkeypatch
     assert llm.events == first + generation * 2
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_weights_that_are_not_taken_end_the_run(settings, tmp_path, monkeypatch):
-    settings = {**settings, "vllm_enable_sleep_mode": False}  # asleep, it would have none to keep
+def test_weights_that_are_not_taken_end_the_run(tmp_path, monkeypatch):
+    # Asleep, it would have none to keep
     trainer, _ = colocate_trainer(
         monkeypatch, tmp_path / "run", StaleLLM, learning_rate=0.2, max_steps=16,
-        model=ending_model(), **COMMON, **settings,
+        model=ending_model(), **COMMON, **REPLAY_AND_PARTIAL_ROLLOUTS,
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="Either the server's weights are not the trainer's"):
         trainer.train()
     assert trainer.state.global_step == trainer.args.updates_per_generation  # the first generation by old weights
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_a_resumed_run_equals_an_uninterrupted_one(settings, tmp_path, monkeypatch):
-    settings = {
-        **COMMON, "model": ending_model(), "max_steps": 12, "save_strategy": "steps", "save_steps": 4, **settings,
-    }  # fmt: skip
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, monkeypatch):
+    settings = {**ASLEEP_BETWEEN, "model": ending_model(), "max_steps": 12, "save_strategy": "steps", "save_steps": 4}
     straight, _ = colocate_trainer(monkeypatch, tmp_path / "straight", **settings)
     straight.train()
     monkeypatch.undo()
