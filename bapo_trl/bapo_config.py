@@ -11,7 +11,7 @@ from trl import GRPOConfig
 
 from .clip_bounds import MEASURES, SEARCH_ORDERS
 from .clip_bounds.grid import SINGLE_POINT, BoundGrid
-from .clip_bounds.settings import BOUND_PARTS, SCOPES, UNCLIPPED_LOSS_TYPES, check_search
+from .clip_bounds.settings import BOUND_PARTS, SCOPES, check_search
 from .clip_bounds.tokens import WEIGHTINGS
 from .errors import InputError
 from .inputs.setting_checks import (
@@ -23,6 +23,7 @@ from .inputs.setting_checks import (
     check_values_of_trl,
     take_numpy_numbers,
 )
+from .losses import LOSSES
 from .replay.queue import smallest_max_staleness
 from .replay.settings import check_replay
 from .rollouts.checks import check_partial_rollouts
@@ -279,7 +280,12 @@ class BAPOConfig(GRPOConfig):
     @property
     def has_clip_bounds(self) -> bool:
         """Whether the loss type clips ratios, so that there are bounds to search."""
-        return self.loss_type not in UNCLIPPED_LOSS_TYPES
+        return LOSSES[self.loss_type].has_clip_bounds
+
+    @property
+    def has_ratio_cap(self) -> bool:
+        """Whether the loss type caps ratios at `epsilon_high`."""
+        return self.loss_type in LOSSES and LOSSES[self.loss_type].has_ratio_cap
 
     @property
     def is_adaptive(self) -> bool:
@@ -394,7 +400,7 @@ class BAPOConfig(GRPOConfig):
         return biased
 
     def _validate(self):
-        if self.loss_type == "cispo" and self.epsilon is None:  # TRL caps at it where `epsilon_high` is not set
+        if self.has_ratio_cap and self.epsilon is None:  # TRL caps at it where `epsilon_high` is not set
             self.epsilon = GRPOConfig.epsilon
         check_sizes(self)
         check_ratios(self)

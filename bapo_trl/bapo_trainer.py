@@ -14,37 +14,46 @@ from transformers.trainer_utils import has_length
 
 from .advice import advice_line
 from .bapo_config import BAPOConfig, check_unchanged, own_settings
+from .batch.filler_rows import LossScale, mark_fillers, scale_without_fillers
+from .batch.policy_loss import (
+    BufferTotals,
+    PolicyLoss,
+    forward_arguments,
+    mask_values,
+    set_advantages,
+    without_masked_values,
+)
+from .batch.samples import attach_version, versions_of
+from .checkpoints.curves import CURVES_FILE, load_curves, save_curves
 from .checkpoints.hub_pushes import make_pushes
 from .checkpoints.log_window import make_log_window
 from .checkpoints.rank_errors import raising_on_all_ranks
 from .checkpoints.ref_model import load_ref_model, save_ref_model
 from .checkpoints.whole import WholeCheckpoints
 from .clip_bounds import ClipBounds
-from .clip_bounds.carried_curves import CURVES_FILE
-from .clip_bounds.tokens import mask_values, without_masked_values
-from .clip_bounds.update_bounds import UpdateBounds
+from .clip_bounds.controller import ClipBoundController
 from .inputs import checks
 from .inputs.checks import explained
+from .inputs.padding_check import warn_if_padding_counts
 from .inputs.prompt_checks import check_batch_prompts, check_end_of_stream, check_number_of_prompts
 from .inputs.reward_checks import check_reward_funcs, distinct_names
 from .inputs.setting_checks import check_eval_groups, check_values_of_trl
 from .inputs.setting_warnings import setting_warnings
 from .log_window import leave_out_empty, reduce_window
+from .losses import LOSSES
 from .model_card import rewrite_card
-from .policy.filler_rows import LossScale, mark_fillers, scale_without_fillers
-from .policy.scoring import read_masses, read_tokens, read_tokens_ahead, score, stamp, warn_if_padding_counts
-from .policy.staleness import staleness_line
 from .replay.checkpoint import is_queue_file
 from .replay.mixer import make_replay
 from .reward_sums import best_of_k
 from .rollouts.checkpoint import check_no_pool, is_pool_file
-from .rollouts.handover import finish_groups, is_trained_to_its_end, make_rounds, token_cap
-from .rollouts.rounds import RolloutBatch
+from .rollouts.injected import InjectedRollouts
+from .rollouts.trainer_parts import Generation, finish_groups, make_rounds, token_cap
+from .staleness import staleness_line
 from .upstream import fixes, trl_compat
-from .upstream.forward_passes import has_random_forward, without_gradient_checkpointing
+from .upstream.forward_passes import forked_random_state, has_random_forward, without_gradient_checkpointing
 from .upstream.trl_compat import get_config_model_id, shuffle_sequence_dict, split_tensor_dict
 from .vllm_server.merged_adapters import send_merged_copies
-from .vllm_server.mismatch import client_for, make_difference_check
+from .vllm_server.mismatch import client_for, compare_with_sampler, make_difference_check
 from .vllm_server.retries import make_retries
 from .vllm_server.stale_server import make_server_check
 
@@ -162,8 +171,8 @@ class BAPOTrainer(WholeCheckpoints):
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, *rest, **kwargs)
 
         self.reward_func_names = distinct_names(self.reward_func_names)
-        self._inputs_in_loss = None  # the micro-batch whose loss is being computed, else `None`
-        self._handed_over: RolloutBatch | None = None  # complete groups while TRL takes them for its own generation
+        self._loss_inputs = None  # the micro-batch whose loss is being computed, else `None`
+        self._injected: InjectedRollouts | None = None  # while TRL takes them for what it generates and scores
         if self.use_vllm:
             send_merged_copies(self)
         self._server = make_retries(self, self._forget_sent_weights, self._end_without_server)
@@ -207,11 +216,9 @@ class BAPOTrainer(WholeCheckpoints):
         self._settings = own_settings(self.args)
         self._pushes = make_pushes(self, lambda file: is_queue_file(file) or is_pool_file(file))
         self._has_random_forward = has_random_forward(self.model, self.args.neftune_noise_alpha)
-        self._has_saved = self._has_loaded_queue = False
+        self._has_saved = False
         self._probes_padding = self.args.uses_replay or self.args.uses_partial_rollouts
-        # The version that sampled all rows of the buffer, on all ranks; `None` if they differ
-        self._buffer_version: int | None = None
-        self._generated_at = (0, 0)  # policy version and micro-batch of the latest generation
+        self._generation = Generation()
         if self._server is not None:  # before the rounds, which ask it for its window
             self._server.begin_run()
         self._forget_sent_weights()
@@ -219,8 +226,20 @@ class BAPOTrainer(WholeCheckpoints):
         self._check_difference = make_difference_check(self)
         self._server_check = make_server_check(self)
         self._replay = make_replay(self, self._log_values) if self.args.uses_replay else None
-        self._bounds = UpdateBounds(
-            self.args, self.accelerator, read_tokens=partial(read_tokens, self), read_masses=partial(read_masses, self)
+        reduce = partial(self.accelerator.reduce, reduction="sum")
+        self._policy_loss = PolicyLoss(
+            self.args,
+            score_ahead=self._score_ahead,
+            off_policy_mask=self.get_off_policy_mask,
+            entropy_mask=self.get_high_entropy_mask,
+        )
+        self._totals = BufferTotals(self._policy_loss.total_absolute_advantages, reduce)
+        self._bounds = ClipBoundController(
+            self.args,
+            self.accelerator.device,
+            reduce=reduce,
+            gather=self.accelerator.gather,
+            update=lambda: self.state.global_step + 1,
         )
         self._clip_with(self._bounds.current)
 
@@ -278,11 +297,13 @@ class BAPOTrainer(WholeCheckpoints):
     def _generate_and_score_completions(self, inputs, *args, **kwargs):
         checks.check_row(self, inputs[0])
         inputs = fixes.without_missing_images(inputs)
+        if self.model.training:
+            self._generation = Generation(self.state.global_step, self._step)
         rollouts = self._finish_groups(inputs) if self._rounds is not None and self.model.training else None
         with (
             fixes.keeping_frozen(self.model),
             without_gradient_checkpointing(self.model),
-            self._handing_over(rollouts),
+            self._injecting(rollouts),
         ):
             rows = inputs if rollouts is None else rollouts.inputs
             batch = super()._generate_and_score_completions(rows, *args, **kwargs)
@@ -290,51 +311,68 @@ class BAPOTrainer(WholeCheckpoints):
             return batch
         if self._probes_padding:
             self._probes_padding = False  # once a run
-            warn_if_padding_counts(self)
+            warn_if_padding_counts(self._score_all, self.model, self._tokenizer, self.accelerator)
         num_padding = 0
-        if rollouts is not None:
+        if rollouts is None:
+            versions = attach_version(batch, self.state.global_step)
+        else:
             num_padding = self.args.rows_per_generation - len(rollouts)
             self._log_values({"partial/masked": num_padding * self.accelerator.num_processes})
-            batch = rollouts.complete(batch, self.args.rows_per_generation)
+            batch, versions = rollouts.attach_to(batch, self.args.rows_per_generation)
         # TRL reads those of a `rollout_func` to correct for vLLM alone. Else they may be placeholders of any length
         are_of_sampler = self.rollout_func is None or (self.use_vllm and self.vllm_importance_sampling_correction)
         if not are_of_sampler and self.off_policy_mask_threshold is None:
             batch.pop("sampling_per_token_logps", None)
-        is_sampled_now = stamp(self, batch, are_of_sampler)
-        self._buffer_version = self.state.global_step if is_sampled_now else None
+        self._compare_with_sampler(batch, are_of_sampler)
+        self._generation.sampled_by = self.state.global_step if rollouts is None else None
         # A server that was started anew meanwhile has old weights for a good reason; the next generation sees to it
         if self._server_check is not None and self._server.has_same_server():
             self._log_values(self._server_check(self.model, batch))
         if self._replay is not None:
-            return self._draw_first_pass(batch, num_padding)
+            return self._draw_first_pass(batch, versions, num_padding)
         return mark_fillers(batch, num_padding) if num_padding else batch
 
-    def _finish_groups(self, inputs) -> RolloutBatch:
-        self._generated_at = self.state.global_step, self._step
+    def _compare_with_sampler(self, batch, reports_logps: bool) -> None:
+        """Add behaviour log-probabilities where they will be needed; compare those of a sampler with the trainer's."""
+        compares = reports_logps and "sampling_per_token_logps" in batch
+        scored = batch
+        if "old_per_token_logps" not in batch and (self.args.uses_replay or compares):
+            # TRL leaves them out where it sees an on-policy run, and takes all ratios to be 1
+            scored = {**batch, "old_per_token_logps": self._score_all(batch)}
+            if self.args.uses_replay:
+                batch["old_per_token_logps"] = scored["old_per_token_logps"]
+        if compares:
+            is_per_sequence = self.args.vllm_importance_sampling_mode.startswith("sequence")
+            metrics, difference = compare_with_sampler(scored, is_per_sequence, self.accelerator.gather)
+            self._log_values(metrics)
+            self._check_difference(difference)
+
+    def _finish_groups(self, inputs) -> InjectedRollouts:
         with without_gradient_checkpointing(self.model):
             rollouts, metrics = finish_groups(self, self._rounds, inputs, self._continue_completions, self._score_all)
         self._log_values(metrics)
         return rollouts
 
     @contextmanager
-    def _handing_over(self, rollouts: RolloutBatch | None) -> Iterator[None]:
-        """Let TRL take complete groups for what it generates and scores within."""
-        self._handed_over = rollouts
-        self._awaits_behavior_logps = rollouts is not None and self.args.scores_samples
+    def _injecting(self, rollouts: InjectedRollouts | None) -> Iterator[None]:
+        """Let TRL take rollouts for what it generates and scores within."""
+        self._injected = rollouts
+        if rollouts is not None:
+            rollouts.is_scored_by_trl = self.args.scores_samples
         try:
             yield
         finally:
-            self._handed_over = None
+            self._injected = None
 
     def _tokenize_prompts(self, prompts, *args, **kwargs):
-        if self._handed_over is not None:  # a template that shows the date gives others by now
-            return self._handed_over.prompt_ids, None, {}
+        if self._injected is not None:  # a template that shows the date gives others by now
+            return self._injected.prompt_ids, None, {}
         with explained(partial(check_batch_prompts, prompts, self.train_dataset, self.eval_dataset)):
             return super()._tokenize_prompts(prompts, *args, **kwargs)
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        if self._handed_over is not None:
-            return self._handed_over.tokens, self._handed_over.sampler_logps
+        if self._injected is not None:
+            return self._injected.token_ids, self._injected.sampler_logps
         generate = super()._generate_single_turn
 
         def sample():
@@ -379,22 +417,35 @@ class BAPOTrainer(WholeCheckpoints):
             for best in best_of_k(rewards_per_func, self.reward_weights, count).tolist():
                 self._log_values({f"reward_best_of_{count}": best}, "eval")  # TRL logs their mean
 
-    def _score_all(self, batch) -> torch.Tensor:
-        return score(self, batch, batch_size=self.args.per_device_train_batch_size)[0]
+    @torch.no_grad()
+    def _score(self, batch, compute_entropy=False, batch_size=None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return log-probabilities and entropies, `(B, T)` each, of a batch under the current policy."""
+        with without_gradient_checkpointing(self.model):
+            arguments, named = forward_arguments(batch)
+            named |= {"batch_size": batch_size, "compute_entropy": compute_entropy}
+            logps, entropies, *_ = self._get_per_token_logps_and_entropies(self.model, *arguments, **named)
+        return logps, entropies
 
-    def _draw_first_pass(self, batch, num_padding):
+    def _score_all(self, batch) -> torch.Tensor:
+        return self._score(batch, batch_size=self.args.per_device_train_batch_size)[0]
+
+    def _score_ahead(self, micro_batches, compute_entropy):
+        # The forward passes of the loss come in the same order: from the same random state they drop out the same.
+        with forked_random_state(self.accelerator.device, self.model):
+            return [self._score(inputs, compute_entropy) for inputs in micro_batches]
+
+    def _draw_first_pass(self, batch, versions, num_padding):
         if self.args.replay_zero_advantage:
             share = self._replay.clear_ties(batch["advantages"])
             if self.args.sums_rewards_first and self.scale_rewards != "batch":
                 self._metrics["train"]["frac_reward_zero_std"][-1] = share  # TRL's misses some by rounding
-        # The queue of a checkpoint within a generation has seen the first half of it
-        is_made_again = self._has_loaded_queue and self._step % self.args.micro_batches_per_generation != 0
-        drawn = self._replay.draw_first_pass(batch, self.state.global_step, num_padding, is_made_again)
+        is_within = self._step % self.args.micro_batches_per_generation != 0
+        drawn = self._replay.draw_first_pass(batch, versions, self.state.global_step, num_padding, is_within)
         return self._take_batch(drawn)
 
     def _take_batch(self, batch_and_whether_fresh):
         batch, is_fresh = batch_and_whether_fresh
-        self._buffer_version = self.state.global_step if is_fresh else None
+        self._generation.sampled_by = self.state.global_step if is_fresh else None
         return batch
 
     # An update
@@ -405,39 +456,62 @@ class BAPOTrainer(WholeCheckpoints):
             self._begin_update()
         scale = self._scale if is_training else LossScale()
         # A copy: the advantages are scaled in it, and the buffer's own are read again at the next pass
-        self._inputs_in_loss = without_masked_values(inputs)
+        self._loss_inputs = without_masked_values(inputs)
         beta, self.beta = self.beta, self.beta * scale.policy
         try:
-            loss = super()._compute_loss(model, self._inputs_in_loss, *args, **kwargs) * scale.of_whole(inputs)
+            loss = super()._compute_loss(model, self._loss_inputs, *args, **kwargs) * scale.of_whole(inputs)
         finally:
-            self._inputs_in_loss, self.beta = None, beta
+            self._loss_inputs, self.beta = None, beta
         if is_training and self.accelerator.sync_gradients:
-            metrics, have_tokens = self._bounds.close(update=self.state.global_step + 1)
-            leave_out_empty(self._metrics["train"], have_tokens)
+            metrics = self._bounds.close()
+            leave_out_empty(self._metrics["train"], self._bounds.have_tokens)
             self._log_values(metrics)
         return loss
 
     def _begin_update(self) -> None:
+        args, buffer = self.args, self._buffered_inputs
         count = self.current_gradient_accumulation_steps
-        window = [(self._step + i) % self.args.steps_per_generation for i in range(count)]
-        are_fresh = self._buffer_version == self.state.global_step
-        read_ahead = partial(read_tokens_ahead, self, window, are_fresh, self._has_random_forward)
-        self._clip_with(self._bounds.begin(self._buffered_inputs, window, read_ahead))
-        self._scale = scale_without_fillers(self, window)
+        window = [(self._step + i) % args.steps_per_generation for i in range(count)]
+        totals = read_ahead = None
+        if buffer is not None and args.is_adaptive and args.search_scope != "micro_batch":
+            is_new = True
+            if self._bounds.carries_over:
+                totals, is_new = self._totals.of_update(buffer, window)
+            if is_new:  # the loss of a single micro-batch knows its tokens before it needs the bounds
+                read_ahead = partial(self._read_ahead, window) if count > 1 else list
+        self._clip_with(self._bounds.begin(totals, read_ahead))
+        if buffer is None:
+            self._scale = LossScale()
+            return
+        left = args.micro_batches_per_generation - self._step % args.micro_batches_per_generation
+        micro_batches = [buffer[position] for position in window[:left]]
+        size, loss = args.per_device_train_batch_size, LOSSES[self.loss_type]
+        self._scale = scale_without_fillers(micro_batches, max(0, count - left), size, loss, self.accelerator)
+
+    def _read_ahead(self, window):
+        are_fresh = self._generation.sampled_by == self.state.global_step
+        micro_batches = [self._buffered_inputs[position] for position in window]
+        return self._policy_loss.tokens_ahead(micro_batches, are_fresh, self._has_random_forward)
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        if self._handed_over is not None and self._awaits_behavior_logps:
-            self._awaits_behavior_logps = False  # the calls that follow are of the reference
+        if self._injected is not None:
             num_tokens = kwargs["logits_to_keep"] if "logits_to_keep" in kwargs else args[2]
-            return self._handed_over.behavior_logps(num_tokens).to(self.accelerator.device), None, None
+            scores = self._injected.take_scores(num_tokens)
+            if scores is not None:
+                return scores.to(self.accelerator.device), None, None
         output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        if self._inputs_in_loss is None:
+        inputs = self._loss_inputs
+        if inputs is None:
             return output
-        logps, entropies = (mask_values(self._inputs_in_loss, values) for values in output[:2])
+        logps, entropies = (mask_values(inputs, values) for values in output[:2])
         if self.model.training:  # evaluation keeps the latest bounds
-            is_last, version = self.accelerator.sync_gradients, self.state.global_step
-            self._clip_with(self._bounds.observe(self._inputs_in_loss, logps.detach(), entropies, version, is_last))
-            self._inputs_in_loss["advantages"] = self._inputs_in_loss["advantages"] * self._scale.policy
+            tokens = self._policy_loss.tokens(inputs, logps.detach(), entropies)
+            staleness = self.state.global_step - versions_of(inputs)
+            self._clip_with(self._bounds.observe(tokens, staleness, self.accelerator.sync_gradients))
+            advantages = tokens.advantages
+            if self.args.negative_weight_min < 1:
+                advantages = tokens.balanced_advantages(self._bounds.current.negative_weight)
+            set_advantages(inputs, advantages * self._scale.policy)
         return logps, entropies, *output[2:]
 
     def _clip_with(self, bounds: ClipBounds) -> None:
@@ -474,11 +548,15 @@ class BAPOTrainer(WholeCheckpoints):
             save_ref_model(self, output_dir)
         if self._rounds is not None:
             self._has_saved = True
-            self._rounds.save(output_dir, is_trained_to_its_end(self, self._generated_at), self.state.global_step)
+            self._rounds.save(
+                output_dir,
+                self._generation.is_trained(self.state.global_step, self._step, self.args),
+                self.state.global_step,
+            )
         if self._replay is not None:
             self._replay.save(output_dir)
         if self.args.should_save:
-            self._bounds.save(output_dir)
+            save_curves(self._bounds, output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, *args, **kwargs):
         with fixes.keeping_frozen(self.model):
@@ -499,11 +577,11 @@ class BAPOTrainer(WholeCheckpoints):
                 self._rounds.load(checkpoint, reports_logps=self.use_vllm)
             else:
                 check_no_pool(checkpoint)
-        self._bounds.load(checkpoint)
+        load_curves(self._bounds, checkpoint, self.accelerator)
         if self._replay is not None and not self.args.replay_discard_saved:
             with raising_on_all_ranks():
                 step, oversampling = self.state.global_step, self.args.partial_rollout_oversampling
-                self._has_loaded_queue = self._replay.load(checkpoint, step, oversampling)
+                self._replay.load(checkpoint, step, oversampling)
 
     def _rewrite_model_card(self, model_name, dataset_name):
         rewrite_card(self, model_name, dataset_name)

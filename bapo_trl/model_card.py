@@ -96,7 +96,7 @@ def _settings(trainer: Any) -> str:
     """Return a table of the loss with the settings that it reads, and of the samples that it was trained on."""
     args = trainer.args
     names = ["loss_type", *(name for name in vars(args) if name.startswith(f"{args.loss_type}_"))]
-    names += ["epsilon_high"] if args.loss_type == "cispo" else []
+    names += ["epsilon_high"] if args.has_ratio_cap else []
     if args.has_clip_bounds:
         names += ["importance_sampling_level", *_OF_BOUNDS, *(["delta"] if args.delta is not None else [])]
     names += ["negative_weight_min"] if args.negative_weight_min < 1 else []

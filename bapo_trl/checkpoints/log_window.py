@@ -35,16 +35,15 @@ class LogWindow(TrainerCallback):
             "last_logged": trainer._globalstep_last_logged,
         }
         accelerator = trainer.accelerator
-        FILES.write(checkpoint, accelerator.process_index, accelerator.num_processes, {}, state)
+        FILES.write(checkpoint, accelerator.process_index, accelerator.num_processes, state)
 
     def load(self, checkpoint: str | Path) -> None:
         """
-        Read those of this rank; with another number of ranks, of one that stands for it. None are there in checkpoints
-        of earlier versions.
+        Read those of this rank; with another number of ranks, of one that stands for it.
         """
         files = FILES.find(checkpoint)
         if files:
-            _, self._saved = FILES.read(files[self._trainer.accelerator.process_index % len(files)])
+            self._saved = FILES.read(files[self._trainer.accelerator.process_index % len(files)])
 
     def on_train_begin(self, args, state, control, **kwargs):
         # Here, as transformers sets its own to 0 after it has loaded all else

@@ -1,7 +1,8 @@
-"""State in a checkpoint folder: one safetensors file a rank, with JSON as the bytes of a tensor. No pickle.
+"""The state of a run's parts in a checkpoint folder: one safetensors file for each part and rank. No pickle.
 
-The JSON of early files is in their headers, which hold 100 MB at most. A checksum over all that a file holds, and over
-its name, tells of what has changed since it was written.
+What a part's `state_dict()` returns is written, and read again for its `load_state_dict()`: tensors as they are, all
+else as JSON, in the bytes of a tensor (a header holds 100 MB at most). A checksum over all that a file holds, and over
+its name, detects what has changed since it was written.
 """
 
 import json
@@ -48,13 +49,12 @@ class RankFiles:
         match = re.fullmatch(rf"{self.name.replace(' ', '_')}_\d{{5}}_of_(\d{{5}})\.safetensors", file_name)
         return int(match[1]) if match else None
 
-    def write(
-        self, folder: str | Path, rank: int, num_ranks: int, tensors: Mapping[str, torch.Tensor], state: Any
-    ) -> Path:
-        """Write the tensors, and what JSON can hold, of one rank into a folder, made if it is not there."""
+    def write(self, folder: str | Path, rank: int, num_ranks: int, state: Mapping[str, Any]) -> Path:
+        """Write the state of one rank, tensors and what JSON can hold, by name; the folder is made if missing."""
         path = self.path(folder, rank, num_ranks)
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(state)
+        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        text = json.dumps({name: value for name, value in state.items() if name not in tensors})
         metadata = {"format": self.format, "checksum": checksum(path.name, text, tensors)}
         state_bytes = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         save_file({**tensors, STATE: state_bytes}, path, metadata=metadata)
@@ -70,8 +70,8 @@ class RankFiles:
             )
         return [self.path(folder, rank, size) for size in sizes for rank in range(size)]
 
-    def read(self, path: Path) -> tuple[dict[str, torch.Tensor], Any]:
-        """Return the tensors and state of a file; refuse one that is missing, damaged or not ours (`InputError`)."""
+    def read(self, path: Path) -> dict[str, Any]:
+        """Return the state in a file; raise an `InputError` if it is missing, damaged or not ours."""
         if not path.exists():
             raise InputError(
                 f"The {self.name} {path} is missing, while other ranks' are there: the checkpoint is damaged."
@@ -90,10 +90,10 @@ class RankFiles:
                 f"written by this version of bapo_trl. {self.remedy[0].upper()}{self.remedy[1:]}."
             )
         try:
-            text = bytes(tensors.pop(STATE).numpy()).decode() if STATE in tensors else metadata[STATE]
+            text = bytes(tensors.pop(STATE).numpy()).decode()
             if checksum(path.name, text, tensors) != metadata["checksum"]:
                 raise InputError("what it holds is not what was written under this name")
-            return tensors, json.loads(text)
+            return {**tensors, **json.loads(text)}
         except SENSELESS as error:
             raise self.damaged(path, error) from error
 

@@ -31,7 +31,7 @@ def save_ref_model(trainer: Any, checkpoint: str | Path) -> None:
                 if trainer.args.should_save:
                     saved[name] = values.to("cpu", copy=True).contiguous()
     if trainer.args.should_save:
-        FILES.write(Path(checkpoint, FOLDER), 0, 1, saved, None)
+        FILES.write(Path(checkpoint, FOLDER), 0, 1, saved)
 
 
 @torch.no_grad()
@@ -50,7 +50,7 @@ def load_ref_model(trainer: Any, checkpoint: str | Path) -> None:
             path = FILES.path(Path(checkpoint, FOLDER), 0, 1)
             if not path.parent.is_dir():
                 return False
-            saved.update(FILES.read(path)[0])
+            saved.update(FILES.read(path))
             shapes = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in parameters.items()}
             if {name: tuple(values.shape) for name, values in saved.items()} != shapes:
                 raise FILES.damaged(path, ValueError("its parameters are not those of the model"))

@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from ..errors import InputError
+from ..losses import CLIPPED_LOSS_TYPES, LOSSES
 from .curves import MEASURES
 from .grid import BoundGrid
 from .search import SEARCH_ORDERS
@@ -12,15 +13,11 @@ from .tokens import WEIGHTINGS
 
 
 SCOPES = ("batch", "micro_batch", "carried_over")
-CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-UNCLIPPED_LOSS_TYPES = ("cispo", "sapo", "vespo")  # without clip bounds to search
 BOUND_PARTS = tuple(part.name for part in fields(BoundGrid))
 
 
 def check_search(config: Any) -> None:
     """Refuse values of the bound search, and losses and updates that it does not go with."""
-    for name in ("epsilon", "epsilon_high"):
-        _check_epsilon(config, name)
     if not 0 < config.positive_contribution_target <= 1:
         raise InputError(
             f"`positive_contribution_target` is {config.positive_contribution_target}: set it to a share in (0, 1] "
@@ -31,10 +28,12 @@ def check_search(config: Any) -> None:
         ("contribution_weighting", WEIGHTINGS),
         ("search_order", SEARCH_ORDERS),
         ("search_scope", SCOPES),
-        ("loss_type", (*CLIPPED_LOSS_TYPES, *UNCLIPPED_LOSS_TYPES)),
+        ("loss_type", tuple(LOSSES)),
     ):
         if getattr(config, name) not in choices:
             raise InputError(f"`{name}` is {getattr(config, name)!r}: choose one of {', '.join(map(repr, choices))}.")
+    for name in ("epsilon", "epsilon_high"):
+        _check_epsilon(config, name)
     _check_unclipped_loss(config)
     _check_weight(config)
     BoundGrid(**{part: getattr(config, f"ratio_{part}") for part in BOUND_PARTS})  # checks the bounds
@@ -69,9 +68,11 @@ def _check_epsilon(config: Any, name: str) -> None:
     value = getattr(config, name)
     if value is None:
         return
-    if config.loss_type == "cispo":
+    if config.has_ratio_cap:
         if not (value > 0 and math.isfinite(value)):
-            raise InputError(f"`{name}` is {value}, the cap on the ratio under 'cispo': set it above 0, e.g. 5.0.")
+            raise InputError(
+                f"`{name}` is {value}, the cap on the ratio under '{config.loss_type}': set it above 0, e.g. 5.0."
+            )
     elif config.has_clip_bounds:
         raise InputError(
             f"`{name}` is {value}, but it has no effect under BAPO, which searches the clip bounds. Remove it; to fix "

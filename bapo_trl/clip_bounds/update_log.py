@@ -30,17 +30,16 @@ GUARDED_TENSORS = ("per_token_logps", "old_per_token_logps", "ref_per_token_logp
 
 def measure_tokens(
     tokens: PolicyTokens,
-    staleness: torch.Tensor,
-    guarded: Mapping[str, torch.Tensor | None],
+    staleness: torch.Tensor | None,
     bounds: ClipBounds,
     delta: float | None = None,
 ) -> Tally:
     """
     Sum up one micro-batch.
 
-    Staleness is that of each row, `(B,)`, or of each token, `(B, T)`, in policy versions. Rows without a token of the
-    loss, and tokens that are none, do not count. `guarded` are log-probabilities `(B, T)` by name, `None` where the
-    batch has none; their NaNs and infinities are counted on the tokens of the loss. `delta` is TRL's two-sided clip.
+    Staleness is that of each row, `(B,)`, or token, `(B, T)`, in policy versions; `None` where it is not known.
+    Rows without a token of the loss, and tokens that are none, do not count. NaNs and infinities of the tokens'
+    `log_probs` are counted on the tokens of the loss. `delta` is TRL's two-sided clip.
     """
     device = tokens.ratio.device
     dtype = sum_dtype(device)
@@ -49,14 +48,15 @@ def measure_tokens(
     ratio = torch.where(valid, tokens.ratio, zero).to(dtype)
     log_ratio = torch.where(valid, tokens.log_ratio, zero).to(dtype)
     is_trained = tokens.mask.any(dim=1)
-    counted = is_trained if staleness.dim() == 1 else tokens.mask.bool()
-    staleness = torch.where(counted, staleness.to(device, dtype, non_blocking=True), zero)
+    counted = tokens.mask.bool() if staleness is not None and staleness.dim() == 2 else is_trained
+    if staleness is None:
+        staleness = torch.full_like(zero, math.nan)
+    staleness = torch.where(counted, staleness.to(device, dtype), zero)
 
     mask = tokens.mask.bool()
     advantages = tokens.column_advantages
-    suspects = {**guarded, "advantages": advantages.expand(mask.shape)}
     nonfinite = dict.fromkeys(GUARDED_TENSORS, zero)
-    nonfinite |= _count_nonfinite({name: each for name, each in suspects.items() if each is not None}, mask)
+    nonfinite |= _count_nonfinite({**tokens.log_probs, "advantages": advantages.expand(mask.shape)}, mask)
     nonfinite |= _count_nonfinite({"importance_ratio": tokens.ratio}, valid)
 
     infinity = torch.full_like(zero, math.inf)
@@ -64,7 +64,7 @@ def measure_tokens(
     weighed = tokens.balanced_advantages(bounds.negative_weight).reshape(advantages.shape)
     if tokens.gradient_size is not None:
         weighed = weighed * tokens.gradient_size
-    passing_logps = torch.where(passes, guarded["per_token_logps"], zero).to(dtype)
+    passing_logps = torch.where(passes, tokens.log_probs["per_token_logps"], zero).to(dtype)
     passing_advantages = torch.where(passes, weighed, zero).to(dtype)
     return Tally(
         {

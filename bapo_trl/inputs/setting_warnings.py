@@ -13,10 +13,10 @@ def setting_warnings(config: Any) -> list[str]:
             f"Samples are drawn with {', '.join(config.biased_settings)}: not from the policy whose probabilities "
             "the importance ratios compare, so that these are biased. Leave them neutral for off-policy training."
         )
-    if config.loss_type == "cispo" and config.epsilon_high is None:
+    if config.has_ratio_cap and config.epsilon_high is None:
         messages.append(
-            f"`epsilon_high` is not set: `loss_type` 'cispo' caps every ratio at `epsilon` ({config.epsilon}), as "
-            "TRL does. Set it to a cap above 1, e.g. 5.0."
+            f"`epsilon_high` is not set: `loss_type` '{config.loss_type}' caps every ratio at `epsilon` "
+            f"({config.epsilon}), as TRL does. Set it to a cap above 1, e.g. 5.0."
         )
     if config.is_always_on_policy and config.has_clip_bounds and config.negative_weight_min == 1:
         messages.append(

@@ -12,7 +12,7 @@ from ..bapo_config import BAPOConfig
 from ..errors import InputError
 from ..inputs.checks import check_tokenizer, has_rotary_positions, token_limits
 from ..inputs.setting_checks import check_values_of_trl
-from ..policy.staleness import mean_age, oldest_age
+from ..staleness import mean_age, oldest_age
 from .counts import Counts, count
 from .memory import ENGINES, Layout, Memory, Shape, empty_model, layout_of_process, memory_of, shape_of
 from .samples import TEXT_FOR_CHAT, Prompts, Reward, check_window, look_at_prompts, try_rewards

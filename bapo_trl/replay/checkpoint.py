@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..batch.samples import Column, Rows, Spans, concat_rows
 from ..checkpoints.rank_files import SENSELESS, RankFiles
 from .queue import ReplayQueue
-from .rows import Column, Rows, Spans, concat_rows
 
 
 FILES = RankFiles("replay queue", "2", "set `replay_discard_saved` to start with an empty queue")
@@ -22,7 +22,7 @@ def save_queue(queue: ReplayQueue, folder: str | Path, rank: int, num_processes:
             tensors[f"{number}.{key}"] = column.values
             if column.lengths is not None:
                 tensors[f"{number}.{key}.lengths"] = torch.tensor(column.lengths)  # a copy: columns share theirs
-    return FILES.write(folder, rank, num_processes, tensors, state)
+    return FILES.write(folder, rank, num_processes, {**tensors, **state})
 
 
 def is_queue_file(name: str) -> bool:
@@ -76,8 +76,9 @@ def _deal_out(paths: list[Path], rank: int, num_processes: int) -> tuple[list[Ro
 
 
 def _read(path: Path) -> tuple[list[Rows], dict]:
-    tensors, state = FILES.read(path)
+    state = FILES.read(path)
     try:
+        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
         chunks = _chunks(tensors)
         if len({sum(map(len, chunks)), *map(len, state["ledger"].values())}) != 1:
             raise ValueError("its values and its ledger do not go together")

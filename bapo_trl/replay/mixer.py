@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from ..batch.filler_rows import mark_fillers
+from ..batch.policy_loss import policy_mask
+from ..batch.samples import Rows, batch_to_rows, rows_to_batch
 from ..clip_bounds.reduce import Tally
-from ..clip_bounds.tokens import policy_mask
 from ..errors import InputError
-from ..policy.filler_rows import mark_fillers
 from ..reward_sums import tied_rows
 from .checkpoint import load_queue, save_queue
 from .queue import ReplayBatch, ReplayQueue
-from .rows import Rows, batch_to_rows, rows_to_batch
 
 
 REPLAY_METRICS = (
@@ -44,6 +44,7 @@ class ReplayMixer:
     accelerator: Accelerator
     log: Callable[[dict[str, float]], None]
     tell_ties: Callable[[torch.Tensor], torch.Tensor]  # see `reward_sums.tied_rows`
+    was_loaded: bool = field(default=False, init=False)  # whether the queue came with a checkpoint
     _latest: Rows | None = field(default=None, init=False)  # of the latest generation
 
     def observe_rewards(self, rewards_per_func: torch.Tensor) -> None:
@@ -57,17 +58,22 @@ class ReplayMixer:
         return self._is_tied.float().mean().item()
 
     def draw_first_pass(
-        self, batch: dict[str, torch.Tensor], policy_version: int, num_padding: int = 0, is_made_again: bool = False
+        self,
+        batch: dict[str, torch.Tensor],
+        versions: dict[str, torch.Tensor],
+        policy_version: int,
+        num_padding: int = 0,
+        is_within: bool = False,
     ) -> tuple[dict[str, torch.Tensor], bool]:
         """
         Take in a generation; return the batch to train on, and whether all its rows on all ranks are fresh.
 
-        `num_padding` rows of TRL's batch only keep the shape. `is_made_again` tells whether a run was resumed within a
-        generation, and this is its second half: the queue has taken in, and given for, the first one, and is left as
-        it is.
+        `versions` are those of TRL's batch, on the CPU. `num_padding` of its rows only keep the shape. `is_within`
+        tells whether this is the second half of a generation: a run resumed from within it generates it again. The
+        queue of the checkpoint has taken in the first half, and is left as it is.
         """
-        self._latest = batch_to_rows(batch, self.pad_token_id)
-        queue = ReplayQueue(len(self._latest)) if is_made_again else self.queue
+        self._latest = batch_to_rows(batch, self.pad_token_id, versions)
+        queue = ReplayQueue(len(self._latest)) if self.was_loaded and is_within else self.queue
         drawn = queue.draw_first_pass(
             self._latest,
             self.fraction,
@@ -89,9 +95,9 @@ class ReplayMixer:
         """Write the queue into a checkpoint folder."""
         save_queue(self.queue, folder, self.accelerator.process_index, self.accelerator.num_processes)
 
-    def load(self, folder: str | Path, policy_version: int, oversampling: float = 1.0) -> bool:
+    def load(self, folder: str | Path, policy_version: int, oversampling: float = 1.0) -> None:
         """
-        Restore the queue from a checkpoint folder; return whether one is there. If not, warn: it starts empty.
+        Restore the queue from a checkpoint folder. Without one there, it starts empty, with a warning.
 
         With an `oversampling` (`partial_rollout_oversampling`) above 1, the rows of the run have a version a token.
         """
@@ -111,7 +117,7 @@ class ReplayMixer:
             )
         if not is_there:
             warnings.warn(f"The checkpoint {folder} holds no replay queue: starting with an empty one.")
-        return is_there
+        self.was_loaded = is_there
 
     def _finish(self, drawn: ReplayBatch, policy_version: int) -> tuple[dict[str, torch.Tensor], bool]:
         device = self.accelerator.device
@@ -120,7 +126,7 @@ class ReplayMixer:
         tally = Tally(
             {
                 "tokens": policy_mask(batch).sum(),
-                "stale": (batch["policy_version"] != policy_version).sum(),
+                "stale": int((drawn.rows.policy_versions != policy_version).sum()),
                 "rows": len(drawn.rows),
                 "size": len(self.queue),
                 "from_queue": drawn.from_queue,

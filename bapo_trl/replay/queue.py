@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .rows import Rows, concat_rows
+from ..batch.samples import Rows, concat_rows
 from .store import RowStore
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .rows import Rows
+from ..batch.samples import Rows
 
 
 LARGEST_WASTE = 0.13

@@ -48,7 +48,7 @@ def save_pool(state: PoolState, folder: str | Path, rank: int, num_ranks: int) -
         for group in state.groups
     ]
     rest = {name: getattr(state, name) for name in ("next_id", "next_place")}
-    return FILES.write(folder, rank, num_ranks, tensors, {"groups": groups, "counts": asdict(state.counts), **rest})
+    return FILES.write(folder, rank, num_ranks, {**tensors, "groups": groups, "counts": asdict(state.counts), **rest})
 
 
 def is_pool_file(name: str) -> bool:
@@ -95,8 +95,9 @@ def check_no_pool(folder: str | Path) -> None:
 
 
 def _read(path: Path) -> PoolState:
-    tensors, state = FILES.read(path)
+    state = FILES.read(path)
     try:
+        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
         values = {name: iter(tensor.tolist()) for name, tensor in tensors.items()}
 
         def take(name: str, count: int) -> list[Any]:

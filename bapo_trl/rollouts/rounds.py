@@ -5,20 +5,18 @@ completions: each round begins with one gather, which decides for all ranks whet
 the end with another. Legend: `B` rows, `T` completion tokens.
 """
 
-import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..checkpoints.rank_errors import raising_on_all_ranks
 from ..errors import InputError
 from .checkpoint import load_pool, save_pool
 from .checks import check_row
-from .pool import Group, PartialCompletion, PoolState, RolloutPool
+from .injected import InjectedRollouts
+from .pool import Group, PoolState, RolloutPool
 
 
 PARTIAL_METRICS = (
@@ -33,53 +31,6 @@ the sampler reports them."""
 
 Scorer = Callable[[list[list[int]], list[list[int]]], list[list[float]]]
 """Scores completions after their prompts: the log-probability of each token under the current policy."""
-
-
-class RolloutBatch:
-    """Complete groups as rows for TRL, one a completion."""
-
-    def __init__(self, groups: Sequence[Group]):
-        self._groups = list(groups)
-        self.completions: list[PartialCompletion] = [each for group in groups for each in group.completions]
-
-    def __len__(self) -> int:
-        return len(self.completions)
-
-    @property
-    def inputs(self) -> list[dict[str, Any]]:
-        """Rows of the dataset, each a copy of its own."""
-        return [copy.deepcopy(group.inputs) for group in self._groups for _ in group.completions]
-
-    @property
-    def prompt_ids(self) -> list[list[int]]:
-        """Token ids of each row's prompt, as they were when its completion was begun."""
-        return [list(group.prompt_ids) for group in self._groups for _ in group.completions]
-
-    @property
-    def tokens(self) -> list[list[int]]:
-        """Token ids of each completion."""
-        return [list(completion.tokens) for completion in self.completions]
-
-    @property
-    def sampler_logps(self) -> list[list[float | None]] | None:
-        """Log-probability that the sampler reported for each token; `None` if it reports none."""
-        return [list(each.sampler_logps) for each in self.completions] if self.completions[0].sampler_logps else None
-
-    def behavior_logps(self, num_tokens: int) -> torch.Tensor:
-        """Return each token's log-probability under the policy that sampled it, `(B, num_tokens)`, padded with 0."""
-        rows = [each.logps + [0.0] * (num_tokens - len(each.tokens)) for each in self.completions]
-        return torch.tensor(rows, dtype=torch.float32)
-
-    def complete(self, batch: dict[str, Any], num_rows: int) -> dict[str, Any]:
-        """Return TRL's batch of these with what TRL does not know of them, and `num_rows` rows."""
-        completion_ids = batch["completion_ids"]
-        num_tokens = completion_ids.size(1)
-        batch["old_per_token_logps"] = self.behavior_logps(num_tokens).to(completion_ids.device)
-        # On the CPU: the oldest of each row, and those of its tokens, padded with the last
-        versions = [completion.versions for completion in self.completions]
-        batch["policy_version"] = torch.tensor([row[0] for row in versions])
-        batch["token_versions"] = torch.tensor([row + row[-1:] * (num_tokens - len(row)) for row in versions])
-        return pad_with_masked_rows(batch, num_rows)
 
 
 @dataclass
@@ -107,7 +58,7 @@ class RolloutRounds:
         sample: Sampler,
         score: Scorer,
         is_within_update: bool = False,
-    ) -> tuple[RolloutBatch, dict[str, float]]:
+    ) -> tuple[InjectedRollouts, dict[str, float]]:
         """
         Admit the prompts of a generation, decode until every rank has enough complete groups, and let these go.
 
@@ -133,9 +84,9 @@ class RolloutRounds:
         while self._decode_round(wanted, policy_version, oldest_version, sample, dummy):
             rounds += 1
         self._score(score, dummy)
-        batch = RolloutBatch(self.pool.emit(wanted, oldest_version))
+        groups = self.pool.emit(wanted, oldest_version)
         self._is_generating = False
-        return batch, self._measure(batch, waited, rounds)
+        return InjectedRollouts.of_groups(groups), self._measure(groups, waited, rounds)
 
     def save(self, folder: str | Path, is_boundary: bool, policy_version: int) -> None:
         """
@@ -222,8 +173,9 @@ class RolloutRounds:
         for (_, completion), values in zip(rows, logps, strict=False):  # the dummies are left over
             completion.logps += values[len(completion.logps) : len(completion.tokens)]
 
-    def _measure(self, batch: RolloutBatch, waited: int, rounds: int) -> dict[str, float]:
-        segments, counts = [len(each.segments) for each in batch.completions], self.pool.counts
+    def _measure(self, groups: Sequence[Group], waited: int, rounds: int) -> dict[str, float]:
+        counts = self.pool.counts
+        segments = [len(each.segments) for group in groups for each in group.completions]
         parked = sum(len(each.tokens) for group in self.pool for each in group.completions)
         waiting = sum(len(group.completions) for group in self.pool)  # also those that ended before their group did
         numbers = [waiting, parked, sum(segments), len(segments), waited]
@@ -240,16 +192,3 @@ class RolloutRounds:
             "partial/waited": waited,
             "partial/trained_length_ratio": (emitted_tokens / emitted) / (ended_tokens / ended),
         }
-
-
-def pad_with_masked_rows(batch: dict[str, torch.Tensor], num_rows: int) -> dict[str, torch.Tensor]:
-    """Repeat rows of TRL's batch, with no token that counts, until it has `num_rows`. They train nothing."""
-    present = len(batch["completion_ids"])
-    rows = torch.arange(num_rows) % present
-    padded = {
-        key: value[rows.to(value.device)] if isinstance(value, torch.Tensor) and value.dim() else value
-        for key, value in batch.items()
-    }
-    padded["completion_mask"] = padded["completion_mask"].clone()
-    padded["completion_mask"][present:] = 0
-    return padded

@@ -11,8 +11,8 @@ from transformers import ProgressCallback, TrainerCallback
 from ..bapo_config import BAPOConfig
 from ..plan.counts import count
 from ..plan.dry_run import aligned_rows
-from ..policy.staleness import oldest_age
 from ..report.logs import is_of_updates
+from ..staleness import oldest_age
 
 
 def settings_table(args: BAPOConfig, method: str | None = None) -> str:

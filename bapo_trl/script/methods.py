@@ -8,8 +8,8 @@ from typing import Any
 
 from ..advice import ADVICE
 from ..bapo_config import BAPOConfig
-from ..clip_bounds.settings import CLIPPED_LOSS_TYPES
 from ..errors import InputError
+from ..losses import CLIPPED_LOSS_TYPES
 
 
 def fixed_bounds(low: float, high: float) -> dict[str, float]:

@@ -12,6 +12,8 @@ from inspect import isfunction
 import trl
 from trl import GRPOTrainer
 
+from ..batch.keys import FORWARD_KEYS
+
 
 TESTED_VERSIONS = ("1.14.2", "1.16.0")
 """TRL versions that the tests pass with (docs/versions.md). Later releases of the same minor count as well."""
@@ -100,12 +102,6 @@ OVERRIDDEN_METHODS: Mapping[str, Sequence[str]] = {
 }  # fmt: skip
 """Methods of `GRPOTrainer` that the trainer overrides and calls through `super()`, with the first of their parameters:
 those that the overrides read."""
-
-FORWARD_KEYS = (
-    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
-    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
-)  # fmt: skip
-"""Keys of TRL's batch that go into the model's forward as they are."""
 
 CALLED_METHODS: Mapping[str, tuple[int, Sequence[str]]] = {
     "_calculate_rewards": (5, ()),

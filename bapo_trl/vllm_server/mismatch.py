@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from trl.generation import vllm_generation
 
+from ..batch.policy_loss import policy_mask
 from ..clip_bounds.grid import sum_dtype
 from ..clip_bounds.reduce import Tally
-from ..clip_bounds.tokens import policy_mask
 from ..errors import MissingPackageError
 from ..upstream.trl_compat import HAS_OPENAI_CLIENT
 
@@ -82,7 +82,7 @@ def compare_with_sampler(
     difference = torch.where(mask, difference, 0.0).to(dtype)
     latest = mask
     if (versions := batch.get("token_versions")) is not None:
-        latest = mask & (versions == versions.amax(dim=1, keepdim=True)).to(mask.device)
+        latest = mask & (versions == versions.amax(dim=1, keepdim=True))
     of_latest = torch.where(latest, difference, 0.0)
     log_raw, log_whole, counts = of_latest, difference, latest
     if is_per_sequence:

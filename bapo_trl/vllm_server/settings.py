@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from ..errors import InputError
+from ..losses import LOSSES
 
 
 _MODES_OF_VESPO = ("token_truncate", "token_mask")
@@ -25,7 +26,9 @@ def check_vllm(config: Any) -> None:
             f"{config.vllm_server_timeout:g}: the other ranks wait for the main process that long, but give up after "
             f"`ddp_timeout`, which is {config.ddp_timeout}. Raise that to {math.ceil(longest)} at least."
         )
-    corrects_vespo = config.use_vllm and config.vllm_importance_sampling_correction and config.loss_type == "vespo"
+    corrects_vespo = (
+        config.use_vllm and config.vllm_importance_sampling_correction and LOSSES[config.loss_type].is_of_sequences
+    )
     if corrects_vespo and config.vllm_importance_sampling_mode not in _MODES_OF_VESPO:
         raise InputError(
             f"`vllm_importance_sampling_mode` is '{config.vllm_importance_sampling_mode}', but `loss_type` 'vespo' "

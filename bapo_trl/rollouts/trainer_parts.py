@@ -3,15 +3,19 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..bapo_config import BAPOConfig
+from ..batch.samples import pad_completions
 from ..checkpoints.rank_errors import on_main_process
-from ..upstream.trl_compat import HAS_OPENAI_CLIENT, pad
+from ..upstream.trl_compat import HAS_OPENAI_CLIENT
 from .checks import check_trainer
+from .injected import InjectedRollouts
 from .pool import RolloutPool
-from .rounds import RolloutBatch, RolloutRounds, Sampler
+from .rounds import RolloutRounds, Sampler
 
 
 def make_rounds(trainer: Any) -> RolloutRounds:
@@ -41,14 +45,14 @@ def finish_groups(
     inputs: Sequence[dict[str, Any]],
     sample: Sampler,
     score: Callable[[dict[str, torch.Tensor]], torch.Tensor],
-) -> tuple[RolloutBatch, dict[str, float]]:
+) -> tuple[InjectedRollouts, dict[str, float]]:
     """
     Let the prompts of a generation in; return the groups that go to training, and the metrics of the rounds.
 
     The inputs are rows of the dataset, those of a group one after the other. `score` returns the log-probabilities of
     a batch, `(B, T)`, under the current policy.
     """
-    args, version = trainer.args, trainer.state.global_step
+    args, version, device = trainer.args, trainer.state.global_step, trainer.accelerator.device
     prompts = inputs[:: trainer.num_generations]
     prompt_ids, *_ = trainer._tokenize_prompts([row["prompt"] for row in prompts])
     limit = args.partial_rollout_max_staleness
@@ -59,31 +63,34 @@ def finish_groups(
         version,
         None if limit is None else version + staleness_if_parked - limit,
         sample,
-        lambda prompts, completions: _score_completions(trainer, score, prompts, completions),
+        lambda prompts, completions: [
+            row[: len(tokens)]
+            for row, tokens in zip(
+                score(pad_completions(prompts, completions, trainer._tokenizer.pad_token_id, device)).tolist(),
+                completions,
+                strict=True,
+            )
+        ],
         trainer._bounds.is_open,
     )
 
 
-def is_trained_to_its_end(trainer: Any, generated_at: tuple[int, int]) -> bool:
-    """
-    Return whether the updates on the latest generation, of this policy version and micro-batch, are made.
+@dataclass
+class Generation:
+    """The samples in a trainer's buffer: when they were generated, and by which policy."""
 
-    A save may come before the step of the last one.
-    """
-    (version, first), step = generated_at, trainer._step
-    updates = math.ceil((step - first) / trainer.args.gradient_accumulation_steps)
-    return step % trainer.args.micro_batches_per_generation == 0 and trainer.state.global_step - version >= updates
+    update: int = 0
+    micro_batch: int = 0
+    sampled_by: int | None = None  # the policy version that sampled them all, on all ranks; `None` for several
 
+    def is_trained(self, update: int, micro_batch: int, args: BAPOConfig) -> bool:
+        """
+        Return whether the updates on them are made, at this update and micro-batch.
 
-def _score_completions(trainer: Any, score, prompts, completions) -> list[list[float]]:
-    batch = {}
-    for name, rows, side in (("prompt", prompts, "left"), ("completion", completions, "right")):
-        ids = [torch.tensor(row) for row in rows]
-        masks = [torch.ones_like(row) for row in ids]
-        padded = pad(ids, padding_value=trainer._tokenizer.pad_token_id, padding_side=side)
-        batch[f"{name}_ids"] = padded.to(trainer.accelerator.device)
-        batch[f"{name}_mask"] = pad(masks, padding_value=0, padding_side=side).to(trainer.accelerator.device)
-    return [row[: len(tokens)] for row, tokens in zip(score(batch).tolist(), completions, strict=True)]
+        A save may come before the step of the last one.
+        """
+        updates = math.ceil((micro_batch - self.micro_batch) / args.gradient_accumulation_steps)
+        return micro_batch % args.micro_batches_per_generation == 0 and update - self.update >= updates
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Cut TRL's padded batch into rows and put rows together into a batch again: the only code that pads, cuts or merges.
+"""Cut TRL's padded batch into samples and put samples together again: the only code that pads, cuts or merges batches.
 
 A row holds the values of one sample without padding, on the CPU, token ids and masks in the smallest type that keeps
 their values. Cutting and putting together again gives every value back, bit for bit. Legend: `B` rows, `P` prompt
@@ -7,13 +7,15 @@ tokens, `T` completion tokens.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ..clip_bounds.tokens import policy_mask
 from ..errors import InputError
+from .keys import FORWARD_KEYS
+from .policy_loss import policy_mask
 
 
 @dataclass(frozen=True)
@@ -201,17 +203,17 @@ def concat_rows(parts: Iterable[tuple[Rows, Sequence[int] | np.ndarray]]) -> Row
     return Rows(columns)
 
 
-def batch_to_rows(batch: Mapping[str, torch.Tensor], pad_token_id: int) -> Rows:
+def batch_to_rows(
+    batch: Mapping[str, torch.Tensor], pad_token_id: int, versions: Mapping[str, torch.Tensor] | None = None
+) -> Rows:
     """
-    Cut a padded batch into rows.
+    Cut a padded batch into rows. `versions` are those of the batch on the CPU, so that nothing waits for them.
 
     The batch is TRL's: `prompt_ids` `(B, P)`, `completion_ids` `(B, T)`, their masks, and whatever else TRL puts in,
     tensors of shape `(B, T)`, `(B, 1)` or `(B,)`. Values of the whole batch (`num_items_in_batch`) are left out: they
     have to be computed anew for each batch. Masked tokens at the end that are not padding are kept. The `B` rows share
     no memory with the batch.
     """
-    from ..upstream.trl_compat import FORWARD_KEYS  # with TRL's trainer, which no setting needs
-
     for key in batch:
         if key in FORWARD_KEYS:
             raise InputError(
@@ -221,7 +223,7 @@ def batch_to_rows(batch: Mapping[str, torch.Tensor], pad_token_id: int) -> Rows:
         if key not in _FIELDS and key not in _PER_BATCH:
             raise InputError(f"The batch has `{key}`, which cannot be cut into rows: known are {', '.join(_FIELDS)}.")
 
-    kept = {}
+    kept, batch = {}, {**batch, **(versions or {})}
     for key, field in _FIELDS.items():
         if key in batch:
             tensor = batch[key].detach().cpu()
@@ -254,7 +256,7 @@ def rows_to_batch(
     """
     Put rows, at least one, together into a padded batch, as TRL would have made it.
 
-    Versions stay on the CPU. Values of the whole batch, such as `num_items_in_batch`, are left out.
+    Values of the whole batch, such as `num_items_in_batch`, are left out.
     """
     batch = {}
     for key, column in rows.columns.items():
@@ -266,7 +268,7 @@ def rows_to_batch(
             tensor = _pad(column, padding, field.side, pad_to_multiple_of)
         if field.kept_as is not None:
             tensor = tensor.to(torch.int64)
-        batch[key] = tensor if key in ("policy_version", "token_versions") else tensor.to(device)
+        batch[key] = tensor.to(device)
     return batch
 
 
@@ -275,3 +277,60 @@ def _pad(column: Column, padding: float, side: str, multiple: int | None) -> tor
     padded = pad_sequence(pieces, batch_first=True, padding_value=padding, padding_side=side)
     excess = 0 if multiple is None else -padded.shape[1] % multiple
     return torch.nn.functional.pad(padded, (excess, 0) if side == "left" else (0, excess), value=padding)
+
+
+def attach_version(batch: dict[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
+    """Add the policy version that sampled all of TRL's batch, `(B,)`; return the same on the CPU."""
+    ids = batch["completion_ids"]
+    batch["policy_version"] = torch.full((len(ids),), version, device=ids.device)
+    return {"policy_version": torch.full((len(ids),), version)}
+
+
+def attach_rollouts(
+    batch: dict[str, Any], logps: Sequence[Sequence[float]], versions: Sequence[Sequence[int]], num_rows: int
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """
+    Add to TRL's batch what TRL does not know of its samples, and fill the batch up to `num_rows`.
+
+    Log-probabilities and policy versions are those of each token. Filler samples repeat others, with no token that
+    counts. Returns the batch, with the oldest version of each sample and those of its tokens, and these on the CPU.
+    """
+    device, num_tokens = batch["completion_ids"].device, batch["completion_ids"].size(1)
+    batch["old_per_token_logps"] = pad_logps(logps, num_tokens).to(device)
+    on_cpu = {
+        "policy_version": torch.tensor([row[0] for row in versions]),
+        "token_versions": torch.tensor([[*row, *row[-1:] * (num_tokens - len(row))] for row in versions]),
+    }
+    batch |= {key: value.to(device) for key, value in on_cpu.items()}
+    present = len(versions)
+    rows = torch.arange(num_rows) % present
+    filled = {
+        key: value[rows.to(value.device)] if isinstance(value, torch.Tensor) and value.dim() else value
+        for key, value in batch.items()
+    }
+    filled["completion_mask"] = filled["completion_mask"].clone()
+    filled["completion_mask"][present:] = 0
+    return filled, {key: value[rows] for key, value in on_cpu.items()}
+
+
+def versions_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the policy versions that sampled TRL's batch: `(B,)`, or `(B, T)` where its tokens have several."""
+    return batch.get("token_versions", batch["policy_version"])
+
+
+def pad_logps(logps: Sequence[Sequence[float]], num_tokens: int) -> torch.Tensor:
+    """Return log-probabilities of completions as `(B, num_tokens)`, padded with 0."""
+    return torch.tensor([[*row, *[0.0] * (num_tokens - len(row))] for row in logps], dtype=torch.float32)
+
+
+def pad_completions(
+    prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], pad_token_id: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return a batch of token ids and masks, to be scored: what of TRL's batch a forward pass reads."""
+    batch = {}
+    for name, rows, side in (("prompt", prompts, "left"), ("completion", completions, "right")):
+        ids = [torch.tensor(row) for row in rows]
+        for key, values, padding in (("ids", ids, pad_token_id), ("mask", [torch.ones_like(row) for row in ids], 0)):
+            padded = pad_sequence(values, batch_first=True, padding_value=padding, padding_side=side)
+            batch[f"{name}_{key}"] = padded.to(device)
+    return batch

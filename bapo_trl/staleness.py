@@ -2,7 +2,7 @@
 
 import math
 
-from ..bapo_config import BAPOConfig
+from .bapo_config import BAPOConfig
 
 
 def oldest_age(args: BAPOConfig) -> str:

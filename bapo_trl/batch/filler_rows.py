@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 
-
-# Their means are over the rows of a micro-batch. That of `bnpo` is over its tokens; others divide by the tokens of the
-# generation.
-_MEANS_OF_ROWS = ("grpo", "sapo", "dr_grpo", "luspo")
+from ..losses import Loss
 
 
 @dataclass(frozen=True)
@@ -37,25 +35,23 @@ def mark_fillers(batch: Mapping[str, Any], num_fillers: int) -> dict[str, Any]:
     return {**batch, "is_filler": torch.arange(num_rows) >= num_rows - num_fillers}  # on the CPU, as the versions
 
 
-def scale_without_fillers(trainer: Any, window: Sequence[int]) -> LossScale:
+def scale_without_fillers(
+    micro_batches: Sequence[Mapping[str, Any]], num_later: int, size: int, loss: Loss, accelerator: Accelerator
+) -> LossScale:
     """
     Return the factors at which an update trains as if its fillers were not there, by its rows on all ranks.
 
-    `window` has the positions of its micro-batches in the trainer's buffer. Those of the next generation are taken to
-    have no fillers: only the first generation of partial rollouts is short.
+    The update has these `micro_batches` of `size` rows, and `num_later` of the next generation, which has no fillers:
+    only the first generation of partial rollouts is short.
     """
-    buffer, args = trainer._buffered_inputs, trainer.args
-    if buffer is None or "is_filler" not in buffer[window[0]]:
+    if not micro_batches or "is_filler" not in micro_batches[0]:
         return LossScale()
-    size, length = args.per_device_train_batch_size, args.micro_batches_per_generation
-    generated = window[: length - trainer._step % length]
-    rows = [int((~buffer[position]["is_filler"]).sum()) for position in generated]
-    rows += [size] * (len(window) - len(generated))
-    counts = torch.tensor([float(sum(rows)), float(sum(map(bool, rows)))], device=trainer.accelerator.device)
-    num_rows, num_filled = trainer.accelerator.reduce(counts, reduction="sum").tolist()
+    rows = [int((~micro_batch["is_filler"]).sum()) for micro_batch in micro_batches] + [size] * num_later
+    counts = torch.tensor([float(sum(rows)), float(sum(map(bool, rows)))], device=accelerator.device)
+    num_rows, num_filled = accelerator.reduce(counts, reduction="sum").tolist()
     if not num_rows:
         return LossScale()
-    whole = len(window) * trainer.accelerator.num_processes / num_filled
-    if trainer.loss_type in _MEANS_OF_ROWS:
+    whole = len(rows) * accelerator.num_processes / num_filled
+    if loss.mean_over == "samples":
         return LossScale(size * num_filled / num_rows, whole)
-    return LossScale(1.0 if trainer.loss_type == "bnpo" else 1 / whole, whole)
+    return LossScale(1.0 if loss.mean_over == "tokens" else 1 / whole, whole)

@@ -1,0 +1,197 @@
+"""
+The tokens of the policy loss in TRL's micro-batches: which count, how the loss weighs them, and their sampler's part.
+
+Legend: `B` samples, `T` completion tokens.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..clip_bounds import Contributions, size_contributions
+from ..clip_bounds.grid import SINGLE_POINT
+from ..clip_bounds.tokens import PolicyTokens, policy_tokens
+from ..losses import LOSSES
+from .keys import FORWARD_KEYS
+
+
+# Per-token values of TRL's batch, each with one at which a token of any weight adds nothing to the loss
+_NEUTRAL_VALUES = {
+    "old_per_token_logps": 0.0, "ref_per_token_logps": 0.0, "sampling_per_token_logps": 0.0,
+    "importance_sampling_ratio": 1.0,
+}  # fmt: skip
+
+
+def policy_mask(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return 1 for the completion tokens of TRL's batch that the policy wrote, not a tool; shape `(B, T)`."""
+    return batch["completion_mask"] * batch.get("tool_mask", 1)
+
+
+def without_masked_values(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """
+    Return a copy of TRL's batch in which masked tokens have a log-probability of 0 under every policy.
+
+    With [`mask_values`] on the current log-probabilities, their importance ratio is 1 and their KL term 0. The loss
+    multiplies both by 0, which would not remove an infinite ratio or a NaN.
+    """
+    neutral = {key: value for key, value in _NEUTRAL_VALUES.items() if key in batch}
+    return {**batch, **{key: mask_values(batch, batch[key], value) for key, value in neutral.items()}}
+
+
+def mask_values(batch: Mapping[str, torch.Tensor], values: torch.Tensor, neutral: float = 0.0) -> torch.Tensor:
+    """Return values of the tokens of TRL's batch, `(B, T)`, with `neutral` for masked ones; `(B, 1)` as it is."""
+    mask = policy_mask(batch).bool()
+    return torch.where(mask, values, neutral) if values.shape == mask.shape else values
+
+
+def set_advantages(batch: dict[str, Any], advantages: torch.Tensor) -> None:
+    """Have the loss of a micro-batch take these advantages, of the shape of its own."""
+    batch["advantages"] = advantages
+
+
+def forward_arguments(batch: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return what of TRL's batch its `_get_per_token_logps_and_entropies` takes after the model, by place and name."""
+    input_ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    named = {key: batch.get(key) for key in FORWARD_KEYS}
+    return [input_ids, attention_mask, batch["completion_ids"].size(1)], named
+
+
+class PolicyLoss:
+    """
+    Reads the tokens of the policy loss, weighed as TRL's `_compute_loss` weighs them.
+
+    `settings` are a [`~bapo_config.BAPOConfig`]. `off_policy_mask` and `entropy_mask` are TRL's `get_off_policy_mask`
+    and `get_high_entropy_mask`. `score_ahead` takes micro-batches, and whether entropies are needed; it returns
+    log-probabilities and entropies, `(B, T)`, of each under the current policy, as the losses will compute them.
+    """
+
+    def __init__(
+        self,
+        settings: Any,
+        *,
+        score_ahead: Callable[[Sequence[Mapping[str, Any]], bool], list[tuple[torch.Tensor, torch.Tensor | None]]],
+        off_policy_mask: Callable[..., torch.Tensor],
+        entropy_mask: Callable[..., torch.Tensor],
+    ):
+        self._settings, self._loss = settings, LOSSES[settings.loss_type]
+        self._score_ahead, self._off_policy_mask, self._entropy_mask = score_ahead, off_policy_mask, entropy_mask
+        self._corrects = settings.use_vllm and settings.vllm_importance_sampling_correction
+
+    @torch.no_grad()
+    def tokens(
+        self, inputs: Mapping[str, Any], per_token_logps: torch.Tensor, entropies: torch.Tensor | None
+    ) -> PolicyTokens:
+        """Return the tokens of a micro-batch; log-probabilities and entropies, `(B, T)`, of the current policy."""
+        settings, mask, advantages = self._settings, policy_mask(inputs), inputs["advantages"]
+        old_per_token_logps = inputs.get("old_per_token_logps", per_token_logps)  # absent: sampled by this policy
+        factors = []
+        if settings.off_policy_mask_threshold is not None:
+            factors.append(
+                self._off_policy_mask(
+                    advantages=advantages if advantages.dim() == 2 else advantages.unsqueeze(1),
+                    per_token_logps=per_token_logps,
+                    sampling_per_token_logps=inputs.get("sampling_per_token_logps", old_per_token_logps),
+                    mask=mask,
+                    off_policy_threshold=settings.off_policy_mask_threshold,
+                )
+            )
+        if settings.top_entropy_quantile < 1:
+            factors.append(self._entropy_mask(entropies, mask, 1 - settings.top_entropy_quantile))
+        tokens = self._weighed(inputs, per_token_logps, old_per_token_logps, factors)
+        log_probs = {name: inputs[name] for name in ("old_per_token_logps", "ref_per_token_logps") if name in inputs}
+        tokens = replace(tokens, log_probs={**log_probs, "per_token_logps": per_token_logps})
+        if self._loss.gradient_size is None:
+            return tokens
+        size = self._loss.gradient_size(tokens, settings, inputs.get("importance_sampling_ratio"))
+        return replace(tokens, gradient_size=size)
+
+    @torch.no_grad()
+    def tokens_ahead(
+        self, micro_batches: Sequence[Mapping[str, Any]], are_fresh: bool, is_random: bool
+    ) -> list[PolicyTokens]:
+        """
+        Return the tokens of the micro-batches of the coming update, at least one, as their losses will see them.
+
+        Where the current policy sampled all of them (`are_fresh`), their ratios are 1, unless two forward passes may
+        differ (`is_random`).
+        """
+        micro_batches = [without_masked_values(inputs) for inputs in micro_batches]
+        if not (is_random or self._needs_forward_pass(micro_batches[0], are_fresh)):
+            return [self.tokens(inputs, _any_logps(inputs), None) for inputs in micro_batches]
+        scores = self._score_ahead(micro_batches, self._settings.top_entropy_quantile < 1)
+        return [
+            self.tokens(inputs, mask_values(inputs, logps), entropies)
+            for inputs, (logps, entropies) in zip(micro_batches, scores, strict=True)
+        ]
+
+    def total_absolute_advantages(self, inputs: Mapping[str, Any]) -> Contributions:
+        """Return the sum of w |A| of each sign, of a micro-batch, without what only a forward pass can tell."""
+        inputs = without_masked_values(inputs)
+        logps = _any_logps(inputs)
+        tokens = self._weighed(inputs, logps, inputs.get("old_per_token_logps", logps), ())
+        return size_contributions(torch.ones_like(tokens.ratio), tokens.advantages, tokens.weights)
+
+    def _weighed(self, inputs, per_token_logps, old_per_token_logps, factors) -> PolicyTokens:
+        if self._corrects and not self._loss.is_of_sequences:
+            factors = [*factors, inputs["importance_sampling_ratio"]]
+        return policy_tokens(
+            per_token_logps,
+            old_per_token_logps,
+            inputs["advantages"],
+            policy_mask(inputs),
+            loss_type=self._settings.loss_type,
+            importance_sampling_level=(
+                "token" if self._loss.is_of_sequences else self._settings.importance_sampling_level
+            ),
+            weighting=self._settings.contribution_weighting,
+            factors=factors,
+        )
+
+    def _needs_forward_pass(self, batch: Mapping[str, Any], are_fresh: bool) -> bool:
+        """Return whether only a forward pass can tell what the losses of the coming update will see."""
+        settings = self._settings
+        # The mask compares them with the sampler's
+        masks = settings.off_policy_mask_threshold is not None and "sampling_per_token_logps" in batch
+        reads_logps = masks or settings.contribution_weighting == "behavior_prob"
+        reads_logps = reads_logps and "old_per_token_logps" not in batch
+        return not are_fresh or settings.top_entropy_quantile < 1 or reads_logps
+
+
+def _any_logps(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return log-probabilities of samples of the current policy: only their difference to these counts."""
+    logps = inputs.get("old_per_token_logps")
+    return torch.zeros_like(inputs["completion_mask"], dtype=torch.float32) if logps is None else logps
+
+
+class BufferTotals:
+    """
+    Total absolute advantages of the updates on a buffer of micro-batches, over all ranks: one reduction for a buffer.
+
+    `total` returns them for a micro-batch of this rank; `reduce` sums a tensor over ranks.
+    """
+
+    def __init__(
+        self,
+        total: Callable[[Mapping[str, Any]], Contributions],
+        reduce: Callable[[torch.Tensor], torch.Tensor],
+    ):
+        self._total, self._reduce = total, reduce
+        self._buffer: Sequence[Mapping[str, Any]] | None = None
+        self._totals: list[Contributions] = []
+
+    def of_update(self, buffer: Sequence[Mapping[str, Any]], window: Sequence[int]) -> tuple[Contributions, bool]:
+        """
+        Return those of the micro-batches at the positions in `window`, and whether the buffer is a new one.
+
+        `buffer` is the same object for all updates on it. All ranks make this call together.
+        """
+        is_new = self._buffer is not buffer
+        if is_new:
+            totals = self._reduce(torch.stack([self._total(inputs).as_vector() for inputs in buffer]))
+            self._buffer, self._totals = buffer, [Contributions.from_vector(each, SINGLE_POINT) for each in totals]
+        return functools.reduce(operator.add, [self._totals[position] for position in window]), is_new

@@ -1,0 +1,40 @@
+"""The clip-bound controller's state in a checkpoint: one file for all ranks."""
+
+import warnings
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast
+
+from ..clip_bounds.controller import ClipBoundController
+from .rank_errors import raising_on_all_ranks
+from .rank_files import RankFiles
+
+
+FILES = RankFiles("carried curves", "2", "remove the file to continue without")
+CURVES_FILE = FILES.path("", 0, 1).name
+"""Name of the file in a checkpoint."""
+
+
+def save_curves(bounds: ClipBoundController, folder: str | Path) -> None:
+    """Write the curves that are carried over into a checkpoint folder, if there are any. One rank makes this call."""
+    if bounds.carries_over:
+        FILES.write(folder, 0, 1, bounds.state_dict())
+
+
+def load_curves(bounds: ClipBoundController, folder: str | Path, accelerator: Accelerator) -> None:
+    """
+    Restore the curves, on all ranks as the first one finds them. All ranks make this call together.
+
+    Without them there, the first update starts as in a new run, with a warning.
+    """
+    if not bounds.carries_over:
+        return
+    path = FILES.path(folder, 0, 1)
+    with raising_on_all_ranks():
+        if accelerator.is_main_process and not (path.exists() and bounds.load_state_dict(FILES.read(path))):
+            warnings.warn(
+                f"The checkpoint {folder} holds no carried curves on these candidate bounds (`search_scope` "
+                "'carried_over'): a sign of advantages that the first update lacks counts as in fresh samples."
+            )
+    bounds.share_state(broadcast)

@@ -1,0 +1,177 @@
+"""The clip-bound controller: chooses and logs the bounds of each update, from its first micro-batch to its last.
+
+It knows tokens and total absolute advantages, no trainer and no batch, so that any trainer can drive it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from .carried_curves import CarriedCurves
+from .curves import Contributions, contributions, size_contributions
+from .search import ClipBounds, search_bounds, share_under
+from .tokens import PolicyTokens
+from .update_log import UpdateLog, measure_tokens, unlogged_metrics
+
+
+class ClipBoundController:
+    """
+    Chooses the clip bounds of each update of a run, and collects what is logged of it.
+
+    An update is `begin`, `observe` for each of its micro-batches, `close`. All ranks make the same calls.
+
+    Args:
+        settings ([`~bapo_config.BAPOConfig`]):
+            Those of the bound search, with `loss_type` and `delta`.
+        device (`torch.device`):
+            Device of the tokens.
+        reduce (`Callable`):
+            Sums a tensor over ranks.
+        gather (`Callable`):
+            Concatenates the tensors of all ranks along the first dimension.
+        update (`Callable`):
+            Returns the number of the update, for messages.
+
+    Attributes:
+        current ([`ClipBounds`]):
+            Outcome of the latest search; before the first one, the start bounds.
+        have_tokens (`list[bool]`):
+            Whether each micro-batch of the latest closed update has a token of the loss, on any rank.
+    """
+
+    def __init__(
+        self,
+        settings: Any,
+        device: torch.device,
+        *,
+        reduce: Callable[[torch.Tensor], torch.Tensor],
+        gather: Callable[[torch.Tensor], torch.Tensor],
+        update: Callable[[], int],
+    ):
+        self._settings, self._device = settings, device
+        self._reduce, self._gather, self._update = reduce, gather, update
+        self._grid = settings.bound_grid
+        self._curves: Contributions | None = None  # of the tokens since the last search, of this rank
+        self._carried = CarriedCurves(self._grid, device)
+        self._log = UpdateLog(unlogged_metrics(settings))
+        nothing = torch.zeros((), device=device)
+        self.current = self._search(self._carried.scaled_to(Contributions(nothing, nothing)))
+        self._searches_ahead = self._forecasts = False  # in the current update
+        self._totals: Contributions | None = None  # total absolute advantages of the current update, of all ranks
+
+    @property
+    def carries_over(self) -> bool:
+        """Whether the curves of an update forecast those of the next."""
+        return self._settings.search_scope == "carried_over" and self._settings.is_adaptive
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a micro-batch of the current update has been observed."""
+        return self._log.is_open
+
+    @property
+    def have_tokens(self) -> list[bool]:
+        return self._log.have_tokens
+
+    def begin(
+        self,
+        total_absolute_advantages: Contributions | None = None,
+        read_ahead: Callable[[], Sequence[PolicyTokens]] | None = None,
+    ) -> ClipBounds:
+        """
+        Begin an update; choose its bounds, if they are due before the log-probabilities of all its tokens are known.
+
+        Args:
+            total_absolute_advantages ([`Contributions`], *optional*):
+                The sum of w |A| of each sign over the update's tokens on all ranks. The curves of the update are
+                learned with it, and, without `read_ahead`, forecast by it.
+            read_ahead (`Callable`, *optional*):
+                Returns the tokens of the update's micro-batches on this rank, as their losses will see them: the
+                bounds are searched on these. If it returns none, `observe` gets the tokens of the only micro-batch
+                before the bounds are needed.
+
+        Without both, each micro-batch's bounds (`search_scope` `"micro_batch"`), or those of an update's only one, are
+        searched in `observe`.
+        """
+        self._totals = total_absolute_advantages
+        self._forecasts = total_absolute_advantages is not None and read_ahead is None
+        if self._forecasts:  # not logged yet: it will be with the shares of its own tokens
+            self.current = self._search(self._carried.scaled_to(total_absolute_advantages))
+        ahead = [] if read_ahead is None else read_ahead()
+        self._searches_ahead = bool(ahead)
+        for tokens in ahead:
+            self._add(tokens)
+        if self._searches_ahead:
+            self._use(self._search(self._take_curves()))
+        return self.current
+
+    @torch.no_grad()
+    def observe(self, tokens: PolicyTokens, staleness: torch.Tensor | None, is_last: bool) -> ClipBounds:
+        """
+        Take in a micro-batch; return the bounds and the weight of negative tokens with which it is trained.
+
+        Staleness is that of each sample, `(B,)`, or of each token, `(B, T)`, in policy versions; `None` where it is
+        not known. With the micro-batch that `is_last`, the update ends.
+        """
+        if not self._searches_ahead:
+            self._add(tokens)
+            if is_last or self._settings.search_scope == "micro_batch":
+                curves = self._take_curves()
+                self._use(share_under(self.current, curves, self._grid) if self._forecasts else self._search(curves))
+        self._log.add(measure_tokens(tokens, staleness, self.current, self._settings.delta))
+        return self.current
+
+    def close(self) -> dict[str, float]:
+        """Return the metrics of the update, see [`UpdateLog.close`], which may raise."""
+        return self._log.close(self._gather, update=self._update())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next update needs of those before: the carried curves."""
+        return self._carried.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Restore it; return whether it was of the same candidate bounds, else nothing changes."""
+        return self._carried.load_state_dict(state)
+
+    def share_state(self, broadcast: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Take the state of the first rank. All ranks make this call together."""
+        self._carried.share(broadcast)
+
+    def _add(self, tokens: PolicyTokens) -> None:
+        """Add the tokens of a micro-batch to those of the next search."""
+        settings = self._settings
+        if tokens.gradient_size is None:
+            curves = contributions(
+                tokens.ratio,
+                tokens.advantages,
+                tokens.weights,
+                self._grid,
+                measure=settings.contribution_measure,
+                delta=settings.delta,
+            )
+        else:
+            curves = size_contributions(tokens.gradient_size, tokens.advantages, tokens.weights)
+        self._curves = curves if self._curves is None else self._curves + curves
+
+    def _take_curves(self) -> Contributions:
+        """Return the curves of the tokens since the last search, of all ranks; learn them if they are carried over."""
+        total = self._reduce(self._curves.as_vector())
+        self._curves = None
+        curves = Contributions.from_vector(total, self._grid)
+        if self._totals is not None:
+            self._carried.learn(curves, self._totals)
+        return curves
+
+    def _search(self, curves: Contributions) -> ClipBounds:
+        settings = self._settings
+        target, smallest = settings.positive_contribution_target, settings.negative_weight_min
+        bounds = search_bounds(curves, self._grid, target, settings.search_order, smallest)
+        if settings.has_constant_weight:
+            bounds = replace(bounds, negative_weight=torch.full_like(bounds.negative_weight, smallest))
+        return bounds
+
+    def _use(self, bounds: ClipBounds) -> None:
+        self._log.searches.append(bounds)
+        self.current = bounds

@@ -1,1 +1,0 @@
-"""What a policy says of TRL's batches: log-probabilities, tokens as the loss weighs them, how stale they are."""

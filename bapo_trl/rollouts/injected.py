@@ -1,0 +1,59 @@
+"""Injected rollouts: samples that TRL did not just generate, and takes for the ones that it generates."""
+
+import copy
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+
+from ..batch.samples import attach_rollouts, pad_logps
+from .pool import Group
+
+
+@dataclass
+class InjectedRollouts:
+    """
+    Completions for TRL's `_generate_and_score_completions`, one sample after the other, those of a group together.
+
+    While they are injected, the trainer answers three of TRL's calls from here: `_tokenize_prompts` with the prompts,
+    `_generate_single_turn` with the token ids and the sampler's log-probabilities, and the scoring of the completions,
+    the first call of `_get_per_token_logps_and_entropies`, with the behaviour log-probabilities.
+    """
+
+    inputs: list[dict[str, Any]]  # rows of the dataset
+    prompt_ids: list[list[int]]
+    token_ids: list[list[int]]
+    _: KW_ONLY
+    behavior_logps: list[list[float]]  # of each token, under the policy that sampled it
+    versions: list[list[int]]  # policy version that sampled each token
+    sampler_logps: list[list[float | None]] | None  # of each token; `None` if the sampler reports none
+    is_scored_by_trl: bool = False  # whether TRL scores the completions, which it does once
+
+    @classmethod
+    def of_groups(cls, groups: Iterable[Group]) -> "InjectedRollouts":
+        """Return the completions of complete groups, at least one."""
+        samples = [(group, completion) for group in groups for completion in group.completions]
+        reports_logps = bool(samples[0][1].sampler_logps)
+        return cls(
+            [copy.deepcopy(group.inputs) for group, _ in samples],
+            [list(group.prompt_ids) for group, _ in samples],
+            [list(each.tokens) for _, each in samples],
+            behavior_logps=[each.logps for _, each in samples],
+            versions=[each.versions for _, each in samples],
+            sampler_logps=[list(each.sampler_logps) for _, each in samples] if reports_logps else None,
+        )
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def take_scores(self, num_tokens: int) -> torch.Tensor | None:
+        """Return the behaviour log-probabilities, `(B, num_tokens)`, where TRL scores; `None` at all later calls."""
+        if not self.is_scored_by_trl:
+            return None
+        self.is_scored_by_trl = False  # the calls that follow are of the reference model
+        return pad_logps(self.behavior_logps, num_tokens)
+
+    def attach_to(self, batch: dict[str, Any], num_rows: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Return TRL's batch of these with what TRL does not know of them, and the versions; see `attach_rollouts`."""
+        return attach_rollouts(batch, self.behavior_logps, self.versions, num_rows)
