@@ -75,7 +75,7 @@ class Counting(BAPOTrainer):
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         output = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        return output if self._handed_over is not None else self._count(prompt_ids, output)
+        return output if self._injected is not None else self._count(prompt_ids, output)
 
     def _count(self, prompts, output):
         lengths = [len(row) for row in output[0]]

@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bapo_trl.batch.samples import batch_to_rows, concat_rows, rows_to_batch
 from bapo_trl.replay.checkpoint import load_queue, save_queue
 from bapo_trl.replay.queue import ReplayQueue
-from bapo_trl.replay.rows import batch_to_rows, concat_rows, rows_to_batch
 from benchmarks.common import save_result, spread
 
 

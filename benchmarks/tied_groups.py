@@ -20,9 +20,9 @@ import torch
 from transformers import PrinterCallback, TrainerCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.batch.samples import batch_to_rows, concat_rows, rows_to_batch
 from bapo_trl.compare.results import FOLDER, Row, read_rows, write_row
 from bapo_trl.compare.tables import as_markdown, compare
-from bapo_trl.replay.rows import batch_to_rows, concat_rows, rows_to_batch
 from bapo_trl.tasks import load_task, warm_start_path
 from benchmarks.common import ROOT
 

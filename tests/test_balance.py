@@ -8,8 +8,10 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig
+from bapo_trl.checkpoints import curves as curves_file
+from bapo_trl.checkpoints.curves import CURVES_FILE
 from bapo_trl.clip_bounds import BoundGrid, Contributions, contributions, search_bounds
-from bapo_trl.clip_bounds.carried_curves import CURVES_FILE, CarriedCurves
+from bapo_trl.clip_bounds.carried_curves import CarriedCurves
 from bapo_trl.clip_bounds.tokens import policy_tokens
 from tests.helpers.alike import assert_same_logs, assert_same_weights
 from tests.helpers.toy import CPU, toy_model, toy_run, toy_trainer, training_logs
@@ -306,8 +308,8 @@ def test_carried_curves_are_in_the_checkpoint_and_a_resumed_run_goes_on_with_the
     straight = toy_run(tmp_path / "straight", **settings)
     checkpoint = tmp_path / "straight" / "checkpoint-4"
     saved = CarriedCurves(straight.args.bound_grid, torch.device("cpu"))
-    assert saved.load(checkpoint)
-    assert saved._per_mass.positive.max() != 1
+    assert saved.load_state_dict(curves_file.FILES.read(checkpoint / CURVES_FILE))
+    assert saved.state_dict()["positive"].max() != 1
 
     resumed = toy_run(tmp_path / "resumed", **settings, resume=str(checkpoint))
     assert bounds_of(resumed) == bounds_of(straight)
@@ -330,11 +332,12 @@ def test_carried_curves_are_in_the_checkpoint_and_a_resumed_run_goes_on_with_the
 
 
 def test_ranks_go_on_with_the_curves_of_the_first(tmp_path, monkeypatch):
-    monkeypatch.setattr("bapo_trl.clip_bounds.update_bounds.broadcast", lambda vector: 2 * vector)
+    monkeypatch.setattr("bapo_trl.checkpoints.curves.broadcast", lambda vector: 2 * vector)
     trainer = toy_run(tmp_path, **{**CARRIED, "save_strategy": "steps", "save_steps": 4, "max_steps": 4})
-    saved = trainer._bounds._carried._per_mass.as_vector()
-    trainer._bounds.load(str(tmp_path / "checkpoint-4"))
-    torch.testing.assert_close(trainer._bounds._carried._per_mass.as_vector(), 2 * saved)
+    saved = trainer._bounds.state_dict()
+    curves_file.load_curves(trainer._bounds, tmp_path / "checkpoint-4", trainer.accelerator)
+    for sign in ("positive", "negative"):
+        torch.testing.assert_close(trainer._bounds.state_dict()[sign], 2 * saved[sign])
 
 
 def test_a_sign_without_mass_keeps_its_curve():

@@ -56,7 +56,7 @@ class Recorder(BAPOTrainer):
         output = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         if output[0].requires_grad:
             self._record["logps"] = output[0]
-        elif self._inputs_in_loss is None and self.model.training and not self._generating:
+        elif self._loss_inputs is None and self.model.training and not self._generating:
             self.look_ahead_calls += 1
         return output
 

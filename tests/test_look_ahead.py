@@ -7,10 +7,10 @@ import torch
 from peft import LoHaConfig, LoKrConfig, LoraConfig
 from transformers import Qwen2Config
 
-from bapo_trl.policy.scoring import read_tokens_ahead
+from bapo_trl.batch.policy_loss import PolicyLoss
 from bapo_trl.upstream.forward_passes import forked_random_state, has_random_forward
 from tests.helpers.model_state import model_state, random_state
-from tests.helpers.toy import opt_model, toy_model, toy_run, training_logs
+from tests.helpers.toy import opt_model, toy_model, toy_trainer, training_logs
 from tests.test_bapo_trainer import assert_logged_shares_are_those_of_the_loss, trained
 
 
@@ -37,10 +37,10 @@ def adapter(config_class, **settings) -> dict:
     ids=lambda args: "-".join(args),
 )
 def test_the_look_ahead_leaves_everything_as_it_found_it(tmp_path, monkeypatch, recwarn, args):
-    def compare(trainer, *args):
+    def compare(policy_loss, *args):
         before = {**model_state(trainer.model), **random_state()}
         before["weights"] = [weight.detach().clone() for weight in trainer.model.parameters()]
-        tokens = read_tokens_ahead(trainer, *args)
+        tokens = read_ahead(policy_loss, *args)
         after = {**model_state(trainer.model), **random_state()}
         weights = zip(before.pop("weights"), trainer.model.parameters(), strict=True)
         assert all(torch.equal(left, right) for left, right in weights)
@@ -48,12 +48,12 @@ def test_the_look_ahead_leaves_everything_as_it_found_it(tmp_path, monkeypatch, 
         compared.append(trainer.state.global_step)
         return tokens
 
-    monkeypatch.setattr("bapo_trl.bapo_trainer.read_tokens_ahead", compare)
-
-    compared = []
-    trainer = toy_run(
+    read_ahead, compared = PolicyLoss.tokens_ahead, []
+    monkeypatch.setattr(PolicyLoss, "tokens_ahead", compare)
+    trainer = toy_trainer(
         tmp_path, model=toy_model(attention_dropout=0.1, num_hidden_layers=2), search_scope="batch", **args
     )  # fmt: skip
+    trainer.train()
     assert compared == [0, 1, 2, 3]
     assert trainer.model.is_gradient_checkpointing == args.get("gradient_checkpointing", True)
     assert not any("requires_grad" in str(warning.message) for warning in recwarn)

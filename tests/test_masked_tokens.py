@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOTrainer
-from bapo_trl.clip_bounds.tokens import policy_mask
+from bapo_trl.batch.policy_loss import policy_mask
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.alike import assert_same_logs, assert_same_weights
 from tests.helpers.rollouts import multi_turn

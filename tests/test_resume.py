@@ -41,7 +41,7 @@ def test_a_checkpoint_holds_the_reference_model_as_it_was_synchronized(synced):
     for update in (2, 4):  # 3/4 of the reference before, 1/4 of the policy
         policy = load_file(folder / "run" / f"checkpoint-{update}" / "model.safetensors")
         expected = {name: values.mul(0.75).add(policy[name], alpha=0.25) for name, values in expected.items()}
-    saved, _ = FILES.read(FILES.path(folder / "run" / "checkpoint-4" / FOLDER, 0, 1))
+    saved = FILES.read(FILES.path(folder / "run" / "checkpoint-4" / FOLDER, 0, 1))
     assert_same_tensors(saved, expected)
 
 
@@ -76,7 +76,7 @@ def test_a_checkpoint_without_the_reference_model_gives_a_warning(synced, tmp_pa
 def test_the_reference_model_of_another_model_is_refused(synced, tmp_path):
     folder, _ = synced
     checkpoint = shutil.copytree(folder / "run" / "checkpoint-2", tmp_path / "checkpoint-2")
-    FILES.write(checkpoint / FOLDER, 0, 1, {"lm_head.weight": torch.zeros(3, 4)}, None)
+    FILES.write(checkpoint / FOLDER, 0, 1, {"lm_head.weight": torch.zeros(3, 4)})
     (checkpoint / MANIFEST).unlink()
     with pytest.raises(ValueError, match=r"ref_model_00000_of_00001.safetensors is damaged \(its parameters are not"):
         toy_run(tmp_path, str(folder / "model"), resume=True, **SYNCED)

@@ -313,10 +313,10 @@ def manifest_of(content):
 
 def queue_of(**changes):
     def change(checkpoint):
-        tensors, state = FILES.read(checkpoint / "replay_queue_00000_of_00001.safetensors")
+        state = FILES.read(checkpoint / "replay_queue_00000_of_00001.safetensors")
         ledger = {name: [changes.get(name, values[0]), *values[1:]] for name, values in state["ledger"].items()}
         (checkpoint / MANIFEST).unlink()
-        FILES.write(checkpoint, 0, 1, tensors, {**state, "ledger": ledger})
+        FILES.write(checkpoint, 0, 1, {**state, "ledger": ledger})
 
     return change
 

@@ -80,7 +80,6 @@ class PolicyLoss:
     ):
         self._settings, self._loss = settings, LOSSES[settings.loss_type]
         self._score_ahead, self._off_policy_mask, self._entropy_mask = score_ahead, off_policy_mask, entropy_mask
-        self._corrects = settings.use_vllm and settings.vllm_importance_sampling_correction
 
     @torch.no_grad()
     def tokens(
@@ -137,7 +136,7 @@ class PolicyLoss:
         return size_contributions(torch.ones_like(tokens.ratio), tokens.advantages, tokens.weights)
 
     def _weighed(self, inputs, per_token_logps, old_per_token_logps, factors) -> PolicyTokens:
-        if self._corrects and not self._loss.is_of_sequences:
+        if "importance_sampling_ratio" in inputs and not self._loss.is_of_sequences:
             factors = [*factors, inputs["importance_sampling_ratio"]]
         return policy_tokens(
             per_token_logps,

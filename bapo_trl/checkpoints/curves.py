@@ -8,7 +8,7 @@ from accelerate.utils import broadcast
 
 from ..clip_bounds.controller import ClipBoundController
 from .rank_errors import raising_on_all_ranks
-from .rank_files import RankFiles
+from .rank_files import SENSELESS, RankFiles
 
 
 FILES = RankFiles("carried curves", "2", "remove the file to continue without")
@@ -31,8 +31,16 @@ def load_curves(bounds: ClipBoundController, folder: str | Path, accelerator: Ac
     if not bounds.carries_over:
         return
     path = FILES.path(folder, 0, 1)
+
+    def load() -> bool:
+        state = FILES.read(path)
+        try:
+            return bounds.load_state_dict(state)
+        except SENSELESS as error:
+            raise FILES.damaged(path, error) from error
+
     with raising_on_all_ranks():
-        if accelerator.is_main_process and not (path.exists() and bounds.load_state_dict(FILES.read(path))):
+        if accelerator.is_main_process and not (path.exists() and load()):
             warnings.warn(
                 f"The checkpoint {folder} holds no carried curves on these candidate bounds (`search_scope` "
                 "'carried_over'): a sign of advantages that the first update lacks counts as in fresh samples."

@@ -1,8 +1,8 @@
 """Contribution curves of one update, carried over to the next: a forecast that needs no forward pass.
 
 A normalized contribution curve is what the tokens of one sign contribute at each bound, over what they would
-contribute at a ratio of 1: their total absolute advantage, the sum of w |A|. The curve changes little from one update to
-the next. The totals of the next update are known before its forward pass, so its curves can be forecast.
+contribute at a ratio of 1: their total absolute advantage, the sum of w |A|. The curve changes little from one update
+to the next. The totals of the next update are known before its forward pass, so its curves can be forecast.
 """
 
 from collections.abc import Callable
@@ -50,8 +50,9 @@ class CarriedCurves:
         """
         if state["grid"] != asdict(self._grid):
             return False
-        curves = {sign: state[sign].to(self._device, sum_dtype(self._device)) for sign in ("positive", "negative")}
-        self._normalized = Contributions(**curves)
+        dtype = sum_dtype(self._device)
+        vector = torch.cat([state[sign].to(self._device, dtype) for sign in ("positive", "negative")])
+        self._normalized = Contributions.from_vector(vector, self._grid)
         return True
 
     def share(self, broadcast: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -196,7 +196,7 @@ class GenerationClock:
         trainer._generate_single_turn = self._timed  # ty: ignore
 
     def _timed(self, *args: Any, **kwargs: Any) -> Any:
-        is_sampled = self._trainer._handed_over is None
+        is_sampled = self._trainer._injected is None
         began = time.perf_counter()
         output = self._generate(*args, **kwargs)
         if is_sampled:

@@ -123,7 +123,7 @@ def test_a_reference_model_that_follows_the_policy_is_resumed(tmp_path, engine):
     for update in (2, 4):  # 3/4 of the reference before, 1/4 of the policy
         expected = {name: values.mul(0.75).add(policy(update)[name], alpha=0.25) for name, values in expected.items()}
     for name in ("straight", "resumed"):
-        saved, _ = FILES.read(FILES.path(tmp_path / name / "checkpoint-4" / FOLDER, 0, 1))
+        saved = FILES.read(FILES.path(tmp_path / name / "checkpoint-4" / FOLDER, 0, 1))
         assert_close({key.removeprefix("module."): values for key, values in saved.items()}, expected, atol=0)
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from bapo_trl.checkpoints.curves import FILES as CURVES
 from bapo_trl.checkpoints.files import MANIFEST, find_defect
-from bapo_trl.checkpoints.rank_files import RankFiles
-from bapo_trl.clip_bounds.carried_curves import _FILES as CURVES
+from bapo_trl.checkpoints.rank_files import SENSELESS, RankFiles
 from bapo_trl.clip_bounds.carried_curves import CarriedCurves
 from bapo_trl.clip_bounds.grid import BoundGrid
 from bapo_trl.errors import InputError
@@ -59,7 +59,15 @@ def load(name: str, folder: Path) -> Any:
         return load_pool(folder, 0, 1)
     if name.startswith("carried_curves"):
         curves = CarriedCurves(BoundGrid(), torch.device("cpu"))
-        return curves._per_mass.as_vector().tolist() if curves.load(folder) else None
+        path = CURVES.path(folder, 0, 1)
+        if not path.exists():
+            return None
+        state = CURVES.read(path)
+        try:
+            is_loaded = curves.load_state_dict(state)
+        except SENSELESS as error:
+            raise CURVES.damaged(path, error) from error
+        return {key: str(value) for key, value in curves.state_dict().items()} if is_loaded else None
     defect = find_defect(folder)
     if defect is not None:
         raise InputError(f"{folder}: {defect}")
@@ -116,7 +124,7 @@ def foreign(content: bytes, dice: random.Random, folder: Path, name: str, **_) -
         save_file({"weight": torch.randn(dice.choice([0, 3, 100])), "state": torch.ones(5)}, path, metadata)
         return path.read_bytes()
     files = RANK_FILES.get(name, QUEUE)
-    return files.write(folder.parent, 1, 2, {}, {"groups": []}).read_bytes()  # another rank's
+    return files.write(folder.parent, 1, 2, {"groups": []}).read_bytes()  # another rank's
 
 
 def oversized(content: bytes, dice: random.Random, name: str, **_) -> bytes:
@@ -145,7 +153,8 @@ def forged(content: bytes, dice: random.Random, folder: Path, name: str, **_) ->
         state = json.loads(content)
         return json.dumps(_with_another(state, dice, dice.choice(values))).encode()
     files: RankFiles = RANK_FILES[name]
-    tensors, state = files.read(folder.parent / "whole" / name)
+    state = files.read(folder.parent / "whole" / name)
+    tensors = {key: state.pop(key) for key in list(state) if isinstance(state[key], torch.Tensor)}
     if tensors and dice.random() < 0.4:
         key = dice.choice(sorted(tensors))
         tensors[key] = dice.choice(
@@ -161,7 +170,7 @@ def forged(content: bytes, dice: random.Random, folder: Path, name: str, **_) ->
             del tensors[key]
     else:
         state = _with_another(state, dice, dice.choice(values))
-    return files.write(folder.parent / "forged", 0, 1, tensors, state).read_bytes()
+    return files.write(folder.parent / "forged", 0, 1, {**tensors, **state}).read_bytes()
 
 
 def _with_another(state: Any, dice: random.Random, value: Any) -> Any:

@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 from trl import GRPOTrainer
 
 from bapo_trl import BAPOTrainer
-from bapo_trl.clip_bounds.settings import UNCLIPPED_LOSS_TYPES
+from bapo_trl.losses import CLIPPED_LOSS_TYPES
 from tests.helpers.ranks import finish
 from tests.helpers.toy import digits_reward, ending_model, toy_run
 from tests.test_equivalence import FIXED
@@ -91,7 +91,7 @@ def row_of(inputs, row):
 
 
 def gradients(folder, case: dict, model=None, **settings) -> Gradients:
-    has_bounds = {**case, **settings}["loss_type"] not in UNCLIPPED_LOSS_TYPES
+    has_bounds = {**case, **settings}["loss_type"] in CLIPPED_LOSS_TYPES
     fixed = FIXED if has_bounds and settings.get("search_scope") != "batch" else {}
     settings = {**fixed, **case, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, **settings}
     reward = often_tied if "replay_zero_advantage" in settings else digits_reward

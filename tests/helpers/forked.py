@@ -28,7 +28,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tests.helpers import cpu_seconds
 from tests.helpers.commands import ROOT, free_port
 
 
@@ -95,11 +94,10 @@ class _Parent:
                 self._signal(pids, statuses, then[0])
                 then, deadline = then[1:] or then, time.monotonic() + GRACE_S
                 continue
-            pid, status, seconds = self._answer()
+            pid, status = self._answer()
             if status and not is_late and not any(statuses.values()):  # the others may end by themselves
                 then, deadline = [signal.SIGTERM, signal.SIGKILL], min(deadline, time.monotonic() + PEERS_S)
             statuses[pid] = status
-            cpu_seconds.add_forked(seconds)
         for pid in pids:  # what a program started and left
             self._signal_group(pid, signal.SIGKILL)
         return None if is_late else [statuses[pid] for pid in pids]
@@ -161,8 +159,8 @@ def _fork_programs() -> dict:
             pids.append(pid)
         _tell(answers, pids)
         for _ in pids:
-            pid, status, usage = os.wait3(0)
-            _tell(answers, [pid, os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime])
+            pid, status = os.wait()
+            _tell(answers, [pid, os.waitstatus_to_exitcode(status)])
     sys.exit()
 
 

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from bapo_trl import BAPOTrainer
-from bapo_trl.clip_bounds.tokens import policy_mask
+from bapo_trl.batch.policy_loss import policy_mask
 from bapo_trl.tasks import character_tokenizer
 from bapo_trl.upstream.forward_passes import in_eval_mode
 from tests.helpers.model_state import model_state
@@ -152,7 +152,7 @@ class AgainstAutograd(BAPOTrainer):
         if self._output_given is not None:
             return self._output_given
         self._output_of_forward = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        self._inputs_of_loss = self._inputs_in_loss  # with the advantages as the loss weighs them
+        self._inputs_of_loss = self._loss_inputs  # with the advantages as the loss weighs them
         return self._output_of_forward
 
     def _compute_loss(self, model, inputs):

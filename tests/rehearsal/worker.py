@@ -28,13 +28,12 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import utils as trl_utils
 
 from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.clip_bounds.controller import ClipBoundController
 from bapo_trl.clip_bounds.settings import SCOPES
-from bapo_trl.clip_bounds.update_bounds import UpdateBounds
 from tests.helpers.toy import ending_model, toy_dataset, toy_model, toy_trainer
 from tests.rehearsal.accelerator import Rehearsal, Watch, register
 
 
-ON_CPU = ("policy_version", "token_versions")
 SECOND_GENERATION = {"max_steps": 6}  # of four updates each
 CASES: dict[str, dict[str, Any]] = {
     "batch": {"search_scope": "batch"},
@@ -93,7 +92,7 @@ def place(trainer: Any, stage: Rehearsal, lengths: tuple[int, int] | None = None
     if isinstance(trainer, BAPOTrainer):
         with stage.running():
             trainer._reset_run_state()
-        trainer._buffer_version = None  # samples are stale: the search runs its forward passes
+        trainer._generation.sampled_by = None  # samples are stale: the search runs its forward passes
     trainer._buffered_inputs, trainer._step = buffer, 0
     trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
     trainer.model.train()
@@ -106,12 +105,12 @@ def _place_batch(batch: dict[str, Any], stage: Rehearsal, lengths: tuple[int, in
     )  # fmt: skip
     placed = {}
     for name, value in batch.items():
-        if not isinstance(value, torch.Tensor) or (name in ON_CPU and not sizes):
+        if not isinstance(value, torch.Tensor):
             placed[name] = value
             continue
         rows = [min(count, ROWS) for count in value.shape[:1]]
         shape = (*rows, *(sizes.get(size, size) for size in value.shape[1:]))
-        placed[name] = value.new_zeros(shape) if name in ON_CPU else stage.place(value, shape if sizes else None)
+        placed[name] = stage.place(value, shape if sizes else None)
     return placed
 
 
@@ -190,7 +189,7 @@ def main(output: str) -> None:
 
 def mutants(device: torch.device) -> dict[str, Any]:
     """Return what shows of searches that read a number, keep 16 bytes a token, or take a tensor of the CPU."""
-    add = UpdateBounds._add
+    add = ClipBoundController._add
 
     def reading(self, tokens):
         tokens.advantages.sum().item()
@@ -204,18 +203,18 @@ def mutants(device: torch.device) -> dict[str, Any]:
         add(self, replace(tokens, weights=torch.ones(tokens.weights.shape)))
 
     try:
-        UpdateBounds._add = reading
+        ClipBoundController._add = reading
         reads = rehearse(True, CASES["batch"], device)
-        UpdateBounds._add = keeping
+        ClipBoundController._add = keeping
         (row,) = held(device, ["micro_batch"], ["0.5B"])
-        UpdateBounds._add = elsewhere
+        ClipBoundController._add = elsewhere
         try:
             rehearse(True, CASES["batch"], device)
         except RuntimeError as error:
             return {"reads": reads, "held": row, "error": str(error)}
         return {"reads": reads, "held": row, "error": ""}
     finally:
-        UpdateBounds._add = add
+        ClipBoundController._add = add
 
 
 def draws(device: torch.device) -> dict[str, Any]:
@@ -234,8 +233,8 @@ def draws(device: torch.device) -> dict[str, Any]:
         watch.answer = 1
         for version, phase in ((0, "queue empty"), (4, "first pass")):
             watch.phase, trainer.state.global_step = phase, version
-            fresh["policy_version"] = torch.full_like(fresh["policy_version"], version)
-            trainer._draw_first_pass(dict(fresh), 0)
+            versions = torch.full((len(fresh["completion_ids"]),), version)
+            trainer._draw_first_pass(dict(fresh), {"policy_version": versions}, 0)
         watch.phase = "later pass"
         trainer._take_batch(trainer._replay.draw_later_pass(version))
     return {"reads": watch.reads + watch.copies_down, "rows": rows}
@@ -244,8 +243,6 @@ def draws(device: torch.device) -> dict[str, Any]:
 def _joined(values: list[Any], stage: Rehearsal) -> Any:
     if not isinstance(values[0], torch.Tensor) or values[0].dim() == 0:
         return values[0]
-    if values[0].device != stage.device:
-        return torch.cat(values)
     return stage.place(values[0], (sum(map(len, values)), *values[0].shape[1:]))
 
 
@@ -296,13 +293,13 @@ def collectives(device: torch.device) -> dict[str, list]:
     for scope in SCOPES:
         trainer = make(True, search_scope=scope)
         found[scope] = [_calls(trainer, device, lengths) for lengths in ((200, 2048), (31, 700))]
-    add = UpdateBounds._add
+    add = ClipBoundController._add
 
     def waiting(self, tokens):
         torch.distributed.barrier()
         add(self, tokens)
 
-    with patch.object(UpdateBounds, "_add", waiting):
+    with patch.object(ClipBoundController, "_add", waiting):
         found["a barrier"] = _calls(make(True), device, (31, 700))
     return found
 

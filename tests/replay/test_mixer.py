@@ -7,10 +7,10 @@ import torch
 from transformers import TrainerCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.clip_bounds.tokens import policy_mask
+from bapo_trl.batch.policy_loss import policy_mask
+from bapo_trl.batch.samples import rows_to_batch
 from bapo_trl.inputs.setting_warnings import setting_warnings
 from bapo_trl.replay.mixer import REPLAY_METRICS, ReplayMixer
-from bapo_trl.replay.rows import rows_to_batch
 from tests.helpers.alike import assert_same_logs
 from tests.helpers.commands import succeeded
 from tests.helpers.forked import run_python

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from safetensors.torch import save_file
 
-from bapo_trl.checkpoints.rank_files import checksum
+from bapo_trl.batch.samples import Column, Rows, Spans, concat_rows
+from bapo_trl.checkpoints.rank_files import STATE, checksum
 from bapo_trl.replay.checkpoint import FILES, load_queue, save_queue
 from bapo_trl.replay.queue import ReplayQueue, smallest_max_staleness
-from bapo_trl.replay.rows import Column, Rows, Spans, concat_rows
 
 
 def make_rows(version, count, first=0, advantages=None):
@@ -265,19 +264,7 @@ def test_the_smallest_limits_under_which_a_first_pass_draws(updates, passes):
 def test_a_header_that_makes_no_sense_is_refused_by_name(tmp_path, state):
     path = tmp_path / "replay_queue_00000_of_00001.safetensors"
     tensors = {"0.policy_version": torch.ones(1)}
-    save_file(tensors, path, {"format": FILES.format, "state": state, "checksum": checksum(path.name, state, tensors)})
+    marks = {"format": FILES.format, "checksum": checksum(path.name, state, tensors)}
+    save_file({**tensors, STATE: torch.frombuffer(bytearray(state.encode()), dtype=torch.uint8)}, path, marks)
     with pytest.raises(ValueError, match=f"{path.name} is damaged"):
         load_queue(ReplayQueue(10), tmp_path, 0, 1)
-
-
-def test_a_checkpoint_of_the_first_released_format_loads():
-    """Written by version 0.1.0 before its modules were renamed; the JSON file beside it says what it holds."""
-    folder = Path(__file__).parent / "fixtures"
-    expected = json.loads((folder / "replay_queue.json").read_text())
-    queue = ReplayQueue(30, max_reuse=5)
-    assert load_queue(queue, folder, rank=0, num_processes=1)
-    chunks, state = queue.state()
-    # The random state was that of an order of draws that is gone
-    assert state == {name: value for name, value in expected["state"].items() if name != "random"}
-    rows = [rows[index] for rows in chunks for index in range(len(rows))]
-    assert [{key: value.tolist() for key, value in row.items()} for row in rows] == expected["rows"]

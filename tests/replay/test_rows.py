@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bapo_trl.replay.rows import Rows, batch_to_rows, concat_rows, rows_to_batch
+from bapo_trl.batch.samples import Rows, batch_to_rows, concat_rows, rows_to_batch
 
 
 PAD = 0
