@@ -19,7 +19,9 @@ _BETWEEN = re.compile(
 )
 _CONNECTED = r"\s*\b(?:and|or|to|by|of|in|out)\b\s*"
 _SEVERAL_QUANTITIES = re.compile(rf"(?:{NUMBER.pattern}\s*{_LETTER}+(?:{_CONNECTED}|\s*x\s*|[\s,.]*)){{2,}}$")
-_BEFORE = re.compile(rf"(?:{_CONNECTED}|\(?[A-E][).:]\s|[\s,;:?*'\"~\u2248)\]]|\.(?!\d)|\\approx\b)*+")  # also the letter of a choice
+_BEFORE = re.compile(  # also the letter of a choice
+    rf"(?:{_CONNECTED}|\(?[A-E][).:]\s|[\s,;:?*'\"~\u2248)\]]|\.(?!\d)|\\approx\b)*+"
+)
 _AFTER = re.compile(
     r"(?:\s[mgsNJWVL](?:/[msgLh])?(?:\^\{?\d\}?|[\u00b2\u00b3])?|(?:\u00b0|\^\{?\\circ\}?)\s?[CF]?|\\?%"  # units
     rf"|{_CONNECTED}|[\s.,;:?*'\"(\[/])++$"
