@@ -37,6 +37,7 @@ from .models import (
     check_adapter,
     check_packages,
     check_trackers,
+    check_training_packages,
     load_adapter,
     load_processing_class,
     settle_lora_targets,
@@ -123,6 +124,8 @@ def gather_inputs(
         check_columns(next(iter(dataset or ()), ()), reward_funcs)
     check_packages(model_args)
     check_trackers(training_args.report_to)
+    if training_args.do_train:
+        check_training_packages(training_args)
     if base is None:
         settle_lora_targets(model, model_args, training_args.trust_remote_code)
     processing_class = load_tokenizer()
@@ -151,7 +154,7 @@ def make_trainer(
     if peft_config is not None:
         peft_config.revision = model_args.model_revision  # of its base, for who loads it
     eval_dataset = data.test if training_args.do_eval else None
-    with _explaining_pushes(training_args):
+    with explaining_pushes(training_args):
         trainer = EvaluatedTrainer(
             loaded,
             inputs.reward_funcs,
@@ -234,7 +237,7 @@ def _prepare_data(
 
 
 @contextmanager
-def _explaining_pushes(training_args: BAPOConfig) -> Iterator[None]:
+def explaining_pushes(training_args: BAPOConfig) -> Iterator[None]:
     """Say in a sentence that the Hub cannot be pushed to: transformers asks it for the repository at the start."""
     try:
         yield

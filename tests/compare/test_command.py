@@ -409,7 +409,11 @@ def test_a_study_for_a_gpu_is_listed_where_there_is_none(folder, capsys, monkeyp
     ("without", "given", "message"),
     [
         ("dataset_name", {}, "`dataset_name` is not set"),  # beside the study's own evaluation data
-        ("dataset_name", {"dataset_name": "trian.jsonl"}, "`dataset_name` is 'trian.jsonl', but there is no such file"),
+        (
+            "dataset_name",
+            {"dataset_name": "trian.jsonl"},
+            "`dataset_name` is 'trian.jsonl', but there is no such file",
+        ),
         ("model_name_or_path", {}, "`model_name_or_path` is not set"),
         ("reward_funcs", {}, "`reward_funcs` is not set"),
         ("reward_funcs", {"reward_funcs": "no_such.reward"}, "`reward_funcs` has 'no_such.reward', which cannot be"),
