@@ -165,9 +165,7 @@ def _check_combinations(args: BAPOConfig, peft_config: Any) -> None:
             "adapter, or leave `sync_ref_model` out."
         )
     if args.save_strategy == "best" and args.metric_for_best_model is None:
-        raise InputError(
-            "`save_strategy` is 'best', but `metric_for_best_model` is not set: set it, e.g. reward."
-        )
+        raise InputError("`save_strategy` is 'best', but `metric_for_best_model` is not set: set it, e.g. reward.")
 
 
 def _weight_bytes(args: BAPOConfig, config: Any) -> int | None:
