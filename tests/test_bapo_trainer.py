@@ -470,12 +470,14 @@ def self_clipped(record) -> float:
     return clipped[mask].float().mean().item()
 
 
-def test_without_advantages_the_share_is_logged_as_missing(tmp_path):
-    trainer = toy_run(tmp_path, reward_funcs=lambda completions, **kwargs: [1.0] * len(completions))
+@pytest.mark.parametrize("scope", SCOPES)
+def test_without_advantages_the_share_and_its_target_are_missing(tmp_path, scope):
+    trainer = toy_run(
+        tmp_path, search_scope=scope, reward_funcs=lambda completions, **kwargs: [1.0] * len(completions)
+    )
     for log in training_logs(trainer):
-        assert "bapo/positive_share" not in log
+        assert not {"bapo/positive_share", "bapo/target_met"} & log.keys()
         assert (log["bapo/clip_low"], log["bapo/clip_high"], log["bapo/search_steps"]) == (0.6, 1.2, 0)
-        assert log["bapo/target_met"] == 0
 
 
 def test_clip_bounds_are_the_start_bounds_before_and_the_latest_after_training(tmp_path):

@@ -69,13 +69,17 @@ def test_one_gather_serves_all_metrics():
     assert len(calls) == 1
 
 
-def test_several_searches_are_averaged_and_an_undefined_share_is_left_out():
+def test_several_searches_are_averaged_and_those_without_a_token_are_left_out():
     empty = search_bounds(Contributions(torch.zeros(3), torch.zeros(3)), GRID, 0.5)
-    metrics = closed([measured([[1.0]], [0])], searches=[BOUNDS, empty])
-    assert metrics["bapo/clip_high"] == (2.0 + 1.0) / 2
-    assert metrics["bapo/positive_share"] == 0.5
-    assert metrics["bapo/target_met"] == 0.5
-    assert math.isnan(closed([measured([[1.0]], [0])], searches=[empty])["bapo/positive_share"])
+    higher = replace(BOUNDS, high=torch.tensor(2.5), target_met=torch.tensor(False))
+    part = [measured([[1.0]], [0])]
+    metrics = closed(part, searches=[BOUNDS, empty, higher])
+    assert (metrics["bapo/clip_low"], metrics["bapo/clip_high"]) == (0.75, (2.0 + 2.5) / 2)
+    assert (metrics["bapo/positive_share"], metrics["bapo/target_met"]) == (0.5, 0.5)
+    alone = closed(part, searches=[empty])
+    assert (alone["bapo/clip_low"], alone["bapo/clip_high"], alone["bapo/search_steps"]) == (0.5, 1.0, 0)
+    assert math.isnan(alone["bapo/positive_share"])
+    assert math.isnan(alone["bapo/target_met"])
 
 
 def test_without_a_token_ratios_are_undefined():

@@ -101,22 +101,26 @@ def average_searches(searches: Sequence[ClipBounds]) -> dict[str, torch.Tensor]:
     """
     Average the outcomes of an update's searches (one, or one for each micro-batch) for the log.
 
-    An undefined share is left out of its mean, and is NaN where all are undefined.
+    A search without a token that contributes is left out. Where there is no other, the bounds are those that it kept,
+    and the shares, and whether the target was met, NaN.
     """
     dtype = searches[0].low.dtype
-    rows = [
-        {
-            "bapo/clip_low": bounds.low,
-            "bapo/clip_high": bounds.high,
-            "bapo/positive_share": bounds.positive_share,
-            "bapo/positive_share_initial": bounds.initial_positive_share,
-            "bapo/target_met": bounds.target_met,
-            "bapo/search_steps": bounds.steps,
-            "bapo/negative_weight": bounds.negative_weight,
-        }
-        for bounds in searches
-    ]
-    return {name: torch.stack([row[name].to(dtype) for row in rows]).nanmean() for name in rows[0]}
+    finds_tokens = torch.stack([~bounds.initial_positive_share.isnan() for bounds in searches])
+    fields = {
+        "bapo/clip_low": "low",
+        "bapo/clip_high": "high",
+        "bapo/positive_share": "positive_share",
+        "bapo/positive_share_initial": "initial_positive_share",
+        "bapo/target_met": "target_met",
+        "bapo/search_steps": "steps",
+        "bapo/negative_weight": "negative_weight",
+    }
+    values = {
+        name: torch.stack([getattr(each, field).to(dtype) for each in searches]) for name, field in fields.items()
+    }
+    means = {name: each.where(finds_tokens, math.nan).nanmean() for name, each in values.items()}
+    kept = ("bapo/clip_low", "bapo/clip_high", "bapo/search_steps", "bapo/negative_weight")
+    return means | {name: means[name].where(finds_tokens.any(), values[name].mean()) for name in kept}
 
 
 def token_metrics(total: Mapping[str, float]) -> dict[str, float]:

@@ -116,11 +116,17 @@ def command_of(run: Run, accelerate: str | None, output_dir: str) -> list[str]:
 
 def environments(study: Study, jobs: int) -> list[dict[str, str]]:
     """
-    Return the environments of the runs that are made at one time; refuse more runs than GPUs (`InputError`).
+    Return the environments of the runs that are made at one time; refuse more than GPUs and servers (`InputError`).
 
     A run of a single process would spread its model over all GPUs: beside others it gets one, shared if there are
     fewer. One of several processes gets as many of its own.
     """
+    server = study.shared_server() if jobs > 1 else None
+    if server is not None:
+        raise InputError(
+            f"`--jobs` is {jobs}, and runs share the vLLM server {server} (`use_vllm`), which has the weights of one "
+            "run at a time: set `--jobs` to 1."
+        )
     processes = study.processes()
     devices = _visible_devices() if jobs > 1 and (processes == 1 or study.uses_gpus()) else []
     if devices and study.gpu_ids():

@@ -95,6 +95,18 @@ class Study:
         """Return whether a run may use GPUs: not if all of them are to train on the CPU."""
         return not all(str(run.settings.get("use_cpu")).lower() == "true" for run in self.runs())
 
+    def shared_server(self) -> str | None:
+        """Return the address of a vLLM server that several runs sample from, if there is one."""
+        from ..bapo_config import BAPOConfig  # takes TRL
+
+        addresses = []
+        for run in self.runs():
+            names = ("use_vllm", "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port")
+            is_used, mode, url, host, port = (run.settings.get(name, getattr(BAPOConfig, name)) for name in names)
+            if str(is_used).lower() == "true" and mode == "server":
+                addresses.append(url or f"{host}:{port}")
+        return next(iter(_repeated(addresses)), None)
+
     def _run(self, seed: int, over: dict[str, Any], arm: str) -> Run:
         given = {**_DEFAULTS, **self.base, **over, **self.arms[arm]}
         measured = {
@@ -116,7 +128,8 @@ class Study:
 
     def check(self, on_gpus: bool = False) -> None:
         """
-        Read the flags of each arm in each setting as `train` would, before any run begins; refuse as it would.
+        Read the flags of each arm in each setting as `train` would, before any run begins; refuse as it would, also
+        where they name no data, rewards or model.
 
         They are read as in as many processes as a run has, on this machine, or as on one with GPUs. For flags that are
         not known, that is `SystemExit`, with 2 and one line on stderr.
@@ -124,6 +137,7 @@ class Study:
         from ..script.command_line import parse_arguments  # takes TRL
         from ..script.commands import Command
         from ..script.planning import as_in_processes
+        from ..script.preparation import resolve_names
 
         environment = dict(os.environ)
         try:
@@ -131,7 +145,8 @@ class Study:
                 command = Command(f"bapo-trl compare, arm {run.arm!r}", "")
                 try:
                     with as_in_processes(self.processes(), on_gpus):
-                        parse_arguments([*as_arguments(run.flags), "--output_dir", "study"], command)
+                        settings = parse_arguments([*as_arguments(run.flags), "--output_dir", "study"], command)
+                        resolve_names(*settings)
                 except ValueError as error:
                     where = f" ({run.setting})" if run.over else ""
                     raise InputError(f"arm '{run.arm}'{where}: {error}") from error

@@ -91,7 +91,7 @@ def plain_number(text: str) -> str | None:
         number = Decimal(without_separators(text.replace(MINUS, "-")))
     except InvalidOperation:
         return None
-    if not number.is_finite():
+    if not number.is_finite() or "_" in text:  # 101_2 is binary, not Python's way to write 1012
         return None
     number = number.normalize(_EXACT)
     if not number:

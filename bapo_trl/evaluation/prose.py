@@ -8,18 +8,20 @@ from .answers import NUMBER
 # Words that belong to the mathematics beside them: "1 and 2" is not 2, and "3 pi" is not 3
 _MATHEMATICAL = (
     "and|or|to|by|of|in|out|times|plus|minus|over|squared|cubed|root|sqrt|pi|log|ln|exp|(?:arc)?(?:sin|cos|tan)|lcm|"
-    "gcd|max|min|infinity|hundred|thousand|[mb]illion|dozen|alpha|beta|theta"
+    "gcd|max|min|mod|infinity|hundred|thousand|[mb]illion|dozen|alpha|beta|theta|remainder|half|twice|thrice|negative"
 )
 _LETTER = "[A-Za-z\u00c0-\u024f\u0400-\u052f]"
 _BETWEEN = re.compile(
-    r"\(?\s*\\?[pb]?mod\s*\{?\s*\d+\s*\}?\s*\)?|<<[^<>]*>>"  # a modulus; a calculation in GSM8K's form
+    r"\(\s*\\?b?mod\s*\d+\s*\)|\\?pmod\s*\{?\s*\d+\s*\}?|<<[^<>]*>>"  # a modulus; a calculation in GSM8K's form
     rf"|(?<![\\{{])(?<!{_LETTER})(?!(?:{_MATHEMATICAL})\b){_LETTER}{{2,}}"  # a word, but no command of LaTeX
-    r"|\b[aI](?=\s[a-z]{2})"  # a word of one letter
+    rf"|\b[aI](?=\s(?!(?:{_MATHEMATICAL})\b)[a-z]{{2}})"  # a word of one letter
     r"|[\u0530-\u1fff\u2e80-\uffff]|[\u20a0-\u20cf\u00a2-\u00a5]"  # other scripts; currencies
 )
-_CONNECTED = r"\s*\b(?:and|or|to|by|of|in|out|x)\b\s*"
-_SEVERAL_QUANTITIES = re.compile(rf"(?:{NUMBER.pattern}\s*{_LETTER}+(?:{_CONNECTED}|[\s,.]*)){{2,}}$")
-_BEFORE = re.compile(rf"(?:{_CONNECTED}|\(?[A-E][).:]\s|[\s.,;:?*'\"~\u2248)\]])*+")  # also the letter of a choice
+_CONNECTED = r"\s*\b(?:and|or|to|by|of|in|out)\b\s*"
+_SEVERAL_QUANTITIES = re.compile(rf"(?:{NUMBER.pattern}\s*{_LETTER}+(?:{_CONNECTED}|\s*x\s*|[\s,.]*)){{2,}}$")
+_BEFORE = re.compile(  # also the letter of a choice
+    rf"(?:{_CONNECTED}|\(?[A-E][).:]\s|[\s,;:?*'\"~\u2248)\]]|\.(?!\d)|\\approx\b)*+"
+)
 _AFTER = re.compile(
     r"(?:\s[mgsNJWVL](?:/[msgLh])?(?:\^\{?\d\}?|[\u00b2\u00b3])?|(?:\u00b0|\^\{?\\circ\}?)\s?[CF]?|\\?%"  # units
     rf"|{_CONNECTED}|[\s.,;:?*'\"(\[/])++$"
@@ -48,12 +50,20 @@ def pieces_of_mathematics(text: str) -> list[str]:
 
     ```
     """
-    if _SEVERAL_QUANTITIES.search(text):
+    if has_several_quantities(text):
         return []
-    text = re.sub(r"\\(?:text\w*|mbox|mathrm)\s*\{([^{}]*)\}", r" \1 ", text)
-    text = re.sub(r"(?<=\d) (?=\d{3}\b)", "", text)  # between thousands
+    text = re.sub(r"(?<=\d) (?=\d{3}\b)", "", _with_plain_words(text))  # between thousands
     pieces = [_value_of(piece) for piece in _BETWEEN.split(text)]
     return [piece for piece in pieces if piece]
+
+
+def has_several_quantities(text: str) -> bool:
+    """Return whether a text ends in quantities with a unit each, such as `1 hour 30 minutes`."""
+    return _SEVERAL_QUANTITIES.search(_with_plain_words(text)) is not None
+
+
+def _with_plain_words(text: str) -> str:
+    return re.sub(r"\\(?:text\w*|mbox|mathrm)\s*\{([^{}]*)\}", r" \1 ", text).strip()
 
 
 def _value_of(piece: str) -> str | None:

@@ -125,7 +125,8 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> None:
     if not trained:
         fix = "Call `model.requires_grad_(True)`, or give a `peft_config` to train an adapter."
         if is_peft_model(model):
-            fix = "Load the adapter with `is_trainable=True` in `PeftModel.from_pretrained`."
+            fix = "Load the adapter with `is_trainable=True` in `PeftModel.from_pretrained`, or make it with a "
+            fix += "configuration without `inference_mode`."
         raise InputError(
             f"Nothing would be trained: 0 of {len(parameters)} parameters of the model have `requires_grad`. {fix}"
         )

@@ -102,6 +102,7 @@ def dry_run(
     check_values_of_trl(args)
     functions = reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs] if reward_funcs else []
     _check_reward_weights(args, functions)
+    _check_combinations(args, peft_config)
     arithmetic = arithmetic_of(args, train_dataset, layout)
     if model is None:
         return arithmetic
@@ -154,6 +155,17 @@ def _check_reward_weights(args: BAPOConfig, functions: Sequence[Any]) -> None:
         raise InputError(
             f"`reward_weights` is {weights}, for {len(functions)} reward functions: give a number for each."
         )
+
+
+def _check_combinations(args: BAPOConfig, peft_config: Any) -> None:
+    """Refuse settings that TRL and transformers refuse together, when a trainer is made (`InputError`)."""
+    if args.sync_ref_model and (args.beta == 0 or peft_config is not None):
+        raise InputError(
+            "`sync_ref_model` is true, but there is no reference model to update: set `beta` above 0 and train no "
+            "adapter, or leave `sync_ref_model` out."
+        )
+    if args.save_strategy == "best" and args.metric_for_best_model is None:
+        raise InputError("`save_strategy` is 'best', but `metric_for_best_model` is not set: set it, e.g. reward.")
 
 
 def _weight_bytes(args: BAPOConfig, config: Any) -> int | None:

@@ -116,7 +116,7 @@ def _tokens(prompt: Any, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> 
 
 def try_rewards(functions: Sequence[Any], row: Mapping[str, Any], processing_class: Any) -> list[Reward]:
     """
-    Call each reward function once, as the trainer would with one sample. A model that is one is not called.
+    Call each reward function once, as the trainer would with two equal samples. A model that is one is not called.
 
     The made completion ends with the answer in the `solution` of the row, boxed, where it has one.
     """
@@ -126,10 +126,10 @@ def try_rewards(functions: Sequence[Any], row: Mapping[str, Any], processing_cla
     completion: Any = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     inputs = {
-        **{name: [value] for name, value in row.items() if name not in ("prompt", "completion", "completion_ids")},
-        "prompts": [prompt],
-        "completions": [completion],
-        "completion_ids": [tokenizer(text, add_special_tokens=False)["input_ids"]],
+        **{name: [value] * 2 for name, value in row.items() if name not in ("prompt", "completion", "completion_ids")},
+        "prompts": [prompt] * 2,
+        "completions": [completion] * 2,
+        "completion_ids": [tokenizer(text, add_special_tokens=False)["input_ids"]] * 2,
         "trainer_state": TrainerState(),
         "log_extra": lambda *logged: None,
         "log_metric": lambda *logged: None,

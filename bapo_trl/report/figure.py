@@ -3,6 +3,7 @@
 import io
 import math
 import re
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,7 +68,7 @@ def save_png(groups: Sequence[Group], path: Path) -> None:
             figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(groups)), fontsize="medium")
         else:
             figure.suptitle(groups[0].title, fontsize="large")
-        figure.supxlabel(caption(groups), fontsize="small", color=_GREY)
+        figure.supxlabel(textwrap.fill(caption(groups), 60 * columns), fontsize="small", color=_GREY)
         figure.savefig(path, dpi=110, format="png")
 
 

@@ -42,6 +42,23 @@ def has_data(script_args: BAPOScriptArguments, dataset_args: DatasetMixtureConfi
     return bool(script_args.dataset_name or script_args.eval_dataset or dataset_args.datasets)
 
 
+def check_data_named(
+    script_args: BAPOScriptArguments, training_args: BAPOConfig, dataset_args: DatasetMixtureConfig
+) -> None:
+    """Refuse a run that names no data, and paths to data where nothing is (`InputError`)."""
+    if not (
+        script_args.dataset_name
+        or dataset_args.datasets
+        or (has_data(script_args, dataset_args) and not training_args.do_train)
+    ):
+        raise InputError(
+            "`dataset_name` is not set: give a json, jsonl or parquet file, a dataset folder, an id on the Hub, or "
+            f"'{EMBEDDED}' for the built-in task (or list `datasets` in the config file)."
+        )
+    for parameter in ("dataset_name", "eval_dataset"):
+        _check_exists(getattr(script_args, parameter), parameter)
+
+
 def load_data(
     script_args: BAPOScriptArguments,
     training_args: BAPOConfig,
@@ -49,6 +66,7 @@ def load_data(
     task: MadeTask | None = None,
 ) -> Data:
     """Load what the run trains on and what it evaluates on: of a task of the package, a mixture, or a dataset."""
+    check_data_named(script_args, training_args, dataset_args)
     if script_args.eval_dataset is not None and script_args.eval_fraction is not None:
         raise InputError("`eval_dataset` and `eval_fraction` are both set: leave one of them out.")
     train: Any = None
@@ -60,14 +78,9 @@ def load_data(
         train, splits = task.train_dataset, {script_args.dataset_test_split: task.test_dataset}
     elif dataset_args.datasets:
         title, splits = "a dataset mixture", load_mixture(dataset_args)
-    elif script_args.dataset_name:
-        title = script_args.dataset_name
-        splits = load_splits(script_args.dataset_name, script_args.dataset_config, script_args.dataset_streaming)
     else:
-        raise InputError(
-            "`dataset_name` is not set: give a json, jsonl or parquet file, a dataset folder, an id on the Hub, or "
-            f"'{EMBEDDED}' for the built-in task (or list `datasets` in the config file)."
-        )
+        title = str(script_args.dataset_name)
+        splits = load_splits(title, script_args.dataset_config, script_args.dataset_streaming)
     if train is None and (training_args.do_train or script_args.eval_fraction is not None):
         train = pick_split(splits, script_args.dataset_train_split, "dataset_train_split")
     if script_args.eval_fraction is not None:
@@ -142,12 +155,7 @@ def load_splits(
     if path.is_dir() and ((path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()):
         loaded = load_from_disk(name)
         return DatasetDict(train=loaded) if isinstance(loaded, Dataset) else loaded
-    looks_like_path = path.is_absolute() or name.startswith(".") or path.suffix in _DATA_SUFFIXES
-    if (path.exists() or looks_like_path) and not path.is_dir():
-        raise InputError(
-            f"`{parameter}` is '{name}', but there is no such file or folder: correct the path, or give an id on the "
-            "Hub such as 'org/dataset'."
-        )
+    _check_exists(name, parameter)
     _check_no_pattern(name, parameter)
     try:
         return load_dataset(name, name=config, streaming=streaming)
@@ -168,6 +176,17 @@ def load_splits(
             f"`{parameter}` is '{name}', which is neither a file nor a folder here, and the Hub did not give it "
             f"either: {error}"
         ) from error
+
+
+def _check_exists(name: str | None, parameter: str) -> None:
+    """Refuse a path where there is neither a file nor a folder."""
+    path = Path(name or "")
+    looks_like_path = path.is_absolute() or str(name).startswith(".") or path.suffix in _DATA_SUFFIXES
+    if (path.exists() or looks_like_path) and not (path.is_file() or path.is_dir()):
+        raise InputError(
+            f"`{parameter}` is '{name}', but there is no such file or folder: correct the path, or give an id on the "
+            "Hub such as 'org/dataset'."
+        )
 
 
 def _check_no_pattern(name: str, parameter: str) -> None:

@@ -1,5 +1,6 @@
 """What an earlier run left in the output folder: kept, unless the flags let it go."""
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -32,7 +33,13 @@ def check_start(
     script_args: BAPOScriptArguments, training_args: BAPOConfig, model: str | None, base: str | None
 ) -> None:
     """Refuse, before anything is loaded, a run that cannot use its checkpoint, or would lose an earlier one's work."""
-    resume = training_args.resume_from_checkpoint
+    resume, run_dir = training_args.resume_from_checkpoint, Path(training_args.output_dir).absolute()
+    above = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise InputError(
+            f"`output_dir` is {training_args.output_dir}, but {above} is no folder that can be written to: give "
+            "another --output_dir."
+        )
     if not training_args.do_train and resume_argument(resume) is not None:
         raise InputError(
             f"`resume_from_checkpoint` is '{resume}', but `do_train` is false and evaluation is of "

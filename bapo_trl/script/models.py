@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel, Trainer
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
+from transformers.training_args import OptimizerNames
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, cached_file, find_adapter_config_file
 from trl import ModelConfig
 
@@ -225,6 +226,18 @@ def check_trackers(report_to: Sequence[str]) -> None:
             get_reporting_integration_callbacks([name])[0]()  # as the trainer does, once the model is loaded
         except (ImportError, RuntimeError, ValueError) as error:
             raise InputError(f"`report_to` is '{name}': {error} Or set `report_to` to none.") from error
+
+
+def check_training_packages(training_args: BAPOConfig) -> None:
+    """Refuse kernels and an optimizer whose package is not installed (`InputError`)."""
+    _check_package("use_liger_kernel", training_args.use_liger_kernel, "liger_kernel", "liger-kernel")
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(training_args)  # as the trainer does, once the model is loaded
+    except (ImportError, ValueError) as error:
+        if "pass a" not in str(error):  # model, which the trainer has
+            reason = str(error).rstrip(".")
+            name = OptimizerNames(training_args.optim).value
+            raise InputError(f"`optim` is '{name}': {reason}. Or set it to adamw_torch.") from error
 
 
 def settle_lora_targets(model: str, model_args: ModelConfig, trust_remote_code: bool = False) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import datasets
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as LOADERS  # "json", "csv", ...
+from huggingface_hub import whoami
 from transformers import TrainingArguments
 from transformers import training_args as of_transformers
 from trl import DatasetMixtureConfig, ModelConfig, get_peft_config, get_quantization_config
@@ -31,7 +32,7 @@ from .commands import TRAIN, Command
 from .datasets import Data, load_data, make_task
 from .earlier_run import check_resume, check_start, merged_folder, resume_argument
 from .models import PACKAGED_MODELS, adapter_base, base_dtype, base_revision, check_adapter, check_vllm, merged_dtype
-from .preparation import Inputs, gather_inputs, only_merges
+from .preparation import Inputs, explaining_pushes, gather_inputs, only_merges
 
 
 Settings = tuple[BAPOScriptArguments, BAPOConfig, ModelConfig, DatasetMixtureConfig]
@@ -84,6 +85,9 @@ def _print_run(
     data = found = None
     with _noting(problems):
         check_vllm(training_args)
+    with _noting(problems), explaining_pushes(training_args):
+        if training_args.push_to_hub:
+            whoami(training_args.hub_token)
     with _noting(problems):
         task = make_task(script_args.dataset_name, script_args.task_args)
         data = load_data(script_args, training_args, dataset_args, task)

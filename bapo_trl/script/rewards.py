@@ -13,8 +13,8 @@ from trl import rewards
 from trl.import_utils import is_math_verify_available
 
 from ..errors import InputError
-from ..evaluation.answers import EXTRACTORS, boxed_answer, gold_answers, gold_texts, plain_number
-from ..evaluation.prose import pieces_of_mathematics
+from ..evaluation.answers import EXTRACTORS, boxed_answer, canonical, gold_answers, gold_texts, plain_number
+from ..evaluation.prose import has_several_quantities, pieces_of_mathematics
 
 
 def _of_chats(reward: Callable) -> Callable:
@@ -58,10 +58,13 @@ def _readings(value: Any) -> dict[str, bool]:
     `(1, 2)` and `\boxed{2 \bmod 3}` as the last number or the first. A part of an answer is no right answer.
     """
     readings: dict[str, bool] = {}
-    for text in map(_with_mixed_numbers, gold_texts(value)):
+    for text in map(_as_trl_reads, gold_texts(value)):
         for answer in gold_answers(text):
             box = f"\\boxed{{{answer}}}"
             readings[box] = _is_latex(box) or _is_read_whole(box, answer)
+            pieces = pieces_of_mathematics(answer)
+            if len(pieces) == 1 and _is_latex(f"\\boxed{{{pieces[0]}}}"):
+                readings[f"\\boxed{{{pieces[0]}}}"] = True
             if boxed_answer(text) is not None and readings[box]:
                 readings = {text: True, **readings}
             elif _is_read_whole(answer, answer):
@@ -73,32 +76,53 @@ def _readings(value: Any) -> dict[str, bool]:
 
 @functools.lru_cache(maxsize=10_000)
 def _is_latex(box: str) -> bool:
-    """Whether TRL can read a box as LaTeX."""
-    from math_verify import LatexExtractionConfig, parse
-
-    timeout = 10 if threading.current_thread() is threading.main_thread() else None  # as in TRL
-    return any(not isinstance(part, str) for part in parse(box, [LatexExtractionConfig()], parsing_timeout=timeout))
+    """Whether TRL can read a box as LaTeX, other than as one of several quantities."""
+    return bool(_parsed(box, is_latex=True)) and not has_several_quantities(box[len(r"\boxed{") : -1])
 
 
 @functools.lru_cache(maxsize=10_000)
 def _is_read_whole(reading: str, answer: str) -> bool:
     """Whether what TRL reads is the mathematics between the words of an answer, or one piece of that."""
-    boxes = [_as_messages(f"\\boxed{{{piece}}}") for piece in pieces_of_mathematics(answer)]
-    return 1 in rewards.accuracy_reward(boxes, solution=[reading] * len(boxes))
+    from math_verify import verify
+
+    read = _parsed(reading)
+    return any(
+        verify(read, _parsed(f"\\boxed{{{piece}}}", is_latex=True), timeout_seconds=_timeout(5))
+        for piece in pieces_of_mathematics(answer)
+    )
+
+
+def _parsed(text: str, is_latex: bool = False) -> list[Any]:
+    """Return the mathematics that TRL reads in a text, without the text itself."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    kinds = [LatexExtractionConfig()] if is_latex else [LatexExtractionConfig(), ExprExtractionConfig()]
+    return [part for part in parse(text, kinds, parsing_timeout=_timeout(10)) if not isinstance(part, str)]
+
+
+def _timeout(seconds: int) -> int | None:
+    return seconds if threading.current_thread() is threading.main_thread() else None  # as in TRL
 
 
 def _as_answer(completion: Any) -> Any:
-    """Return a completion as messages, with mixed numbers in a form that TRL reads."""
+    """Return a completion as messages, with numbers in a form that TRL reads."""
     messages = _as_messages(completion)
     texts = [message for message in messages if isinstance(message["content"], str)]  # others have images
     for message in texts:
-        message["content"] = _with_mixed_numbers(message["content"])
+        message["content"] = _as_trl_reads(message["content"])
     return messages
 
 
-def _with_mixed_numbers(text: str) -> str:
-    r"""Return a text with `3 1/2` as `3\frac{1}{2}`: TRL reads the former as 2."""
-    return re.sub(r"(?<![\w.,/])(\d+) +(\d+)/(\d+)(?![\w./])", r"\1\\frac{\2}{\3}", text)
+def _as_trl_reads(text: str) -> str:
+    r"""
+    Return a text with its numbers in a form that TRL reads.
+
+    TRL reads `3 1/2` as 2, `1\,000` as 0, `3\mathrm{i}` as 3, and nothing in `5~\mathrm{m}` and `10**5`.
+    """
+    text = re.sub(r"(?<![\w.,/])(\d+) +(\d+)/(\d+)(?![\w./])", r"\1\\frac{\2}{\3}", text)
+    text = re.sub(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))", "", text).replace("~", " ")
+    text = re.sub(r"(?<=[\w)])\*\*(?=[\w(])", "^", text)
+    return re.sub(r"\\mathrm\{([ie])\}", r"\1", text)
 
 
 def _best_of(
@@ -113,8 +137,9 @@ def _best_of(
             extra[column] = values[0]
 
         (given,) = reward([messages], solution=[reading], log_extra=note, **kwargs)
-        if given == 1 and not is_whole and not extra["answer_parsed"].startswith(("['", '["')):  # a text alone
-            given = 0.0
+        if given and not is_whole:  # equal to a part of it, unless the texts are the same
+            answer = boxed_answer(messages[0]["content"])
+            given = float(answer is not None and canonical(answer) == canonical(boxed_answer(reading) or ""))
         if best is None or (given is not None and given > best):
             best, noted = given, extra
         if best == 1:

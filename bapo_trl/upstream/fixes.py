@@ -183,7 +183,7 @@ def keeping_frozen(model: torch.nn.Module) -> Iterator[None]:
                 parameter.requires_grad = requires_grad
 
 
-def end_training(trainer: Trainer) -> None:
+def end_training(trainer: Any) -> None:
     """
     Finish the trackers and leave the process group; the trainer cannot train afterwards.
 

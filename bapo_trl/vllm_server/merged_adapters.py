@@ -80,7 +80,8 @@ def named_merged(model: Any, version: int, types: Types) -> Iterator[tuple[str, 
         layer_path, _, own_name = name.partition(".base_layer.")
         layer = model.get_submodule(layer_path) if own_name else None
         if not _has_adapter(layer):
-            yield name, parameter
+            if ".trainable_tokens_" not in name:  # of `trainable_token_indices`, which TRL up to 1.16 at least sends
+                yield name, parameter
             continue
         dtype = types.engine or parameter.dtype
         if layer_path != path:  # a layer's parameters come one after another
@@ -92,7 +93,8 @@ def named_merged(model: Any, version: int, types: Types) -> Iterator[tuple[str, 
             weight = round_stochastically(weight, dtype, noise_seed(version, name))
         # The same type in every transfer: TRL announces the types once
         weight = weight.to(dtype).to(torch.promote_types(dtype, parameter.dtype))
-        yield name, _placed_like(weight, parameter)
+        # TRL leaves their module in the name
+        yield name.replace(".token_adapter.", "."), _placed_like(weight, parameter)
 
 
 def merged_copy(layer: torch.nn.Module, base_dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

@@ -329,6 +329,33 @@ def test_a_study_says_how_many_gpus_it_needs(folder, monkeypatch, capsys, jobs, 
     assert compare("--jobs", "1", "--dry_run") is None
 
 
+ON_SERVER = {**BASE, "use_vllm": True, "vllm_mode": "server"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "server"),
+    [
+        ({"base": ON_SERVER}, "0.0.0.0:8000"),
+        ({"base": ON_SERVER, "arms": {arm: {"vllm_server_port": arm} for arm in (8000, 8001)}}, "0.0.0.0:8000"),
+        ({"base": {**ON_SERVER, "vllm_server_base_url": "http://one:1"}, "seeds": [0]}, "http://one:1"),
+        ({"base": ON_SERVER, "arms": {arm: {"vllm_server_port": arm} for arm in (8000, 8001)}, "seeds": [0]}, None),
+        ({"base": {**ON_SERVER, "vllm_mode": "colocate"}}, None),
+        ({"base": {**ON_SERVER, "use_vllm": False}}, None),
+    ],
+)
+def test_runs_at_a_time_share_no_vllm_server(folder, capsys, changes, server):
+    write_study(**changes)
+    assert compare("--jobs", "1", "--dry_run") is None
+    assert compare("--jobs", "2", "--dry_run") == (None if server is None else 1)
+    err = capsys.readouterr().err
+    assert err == "" if server is None else f"share the vLLM server {server} (`use_vllm`)" in err
+    if server is not None:
+        assert "set `--jobs` to 1" in err
+        with pytest.raises(SystemExit):
+            compare("--jobs", "2")
+        assert not Path("study").exists()
+
+
 def test_where_there_is_no_gpu_none_is_named(folder, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -375,6 +402,30 @@ def test_a_study_for_a_gpu_is_listed_where_there_is_none(folder, capsys, monkeyp
         with pytest.raises(SystemExit):
             compare()
         assert "`use_cpu` is false, but no GPU was found" in capsys.readouterr().err
+    assert not Path("study").exists()
+
+
+@pytest.mark.parametrize(
+    ("without", "given", "message"),
+    [
+        ("dataset_name", {}, "`dataset_name` is not set"),  # beside the study's own evaluation data
+        (
+            "dataset_name",
+            {"dataset_name": "trian.jsonl"},
+            "`dataset_name` is 'trian.jsonl', but there is no such file",
+        ),
+        ("model_name_or_path", {}, "`model_name_or_path` is not set"),
+        ("reward_funcs", {}, "`reward_funcs` is not set"),
+        ("reward_funcs", {"reward_funcs": "no_such.reward"}, "`reward_funcs` has 'no_such.reward', which cannot be"),
+    ],
+)
+def test_a_study_whose_runs_lack_an_input_makes_none(folder, capsys, without, given, message):
+    base = {name: value for name, value in BASE.items() if name != without}
+    write_study(base=base, arms={"GRPO": {**given, "method": "grpo"}})
+    for arguments in (["--dry_run"], []):
+        with pytest.raises(SystemExit):
+            compare(*arguments)
+        assert f"arm 'GRPO': {message}" in capsys.readouterr().err
     assert not Path("study").exists()
 
 

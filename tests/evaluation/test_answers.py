@@ -68,6 +68,7 @@ def test_one_spelling_for_numbers_and_none_for_what_only_looks_like_one():
     assert canonical("073") == canonical(" 73.00") == canonical("+73") == canonical("$73.$") == "73"
     assert canonical("1,234") == "1234"
     assert canonical("1,2") == "1,2"
+    assert canonical("1010_2") == "1010_2"
     assert canonical("1000") == "1000"
     assert canonical("Infinity") == "Infinity"
     assert canonical("\u22125") == canonical("-5.0") == "-5"

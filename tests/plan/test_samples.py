@@ -46,37 +46,37 @@ ROW = {"prompt": "1+1=", "solution": "2", "level": 3}
 def of_columns(prompts, completions, completion_ids, solution, level, trainer_state, log_extra, log_metric):
     log_extra("level", level)
     log_metric("mean", 1.0)
-    assert (prompts, solution, level, trainer_state.global_step) == (["1+1="], ["2"], [3], 0)
+    assert (prompts, solution, level, trainer_state.global_step) == (["1+1="] * 2, ["2"] * 2, [3] * 2, 0)
     assert character_tokenizer().decode(completion_ids[0]) == completions[0]
-    return [float(solution[0] in completions[0])]
+    return [float(solution[0] in completion) for completion in completions]
 
 
 async def of_a_service(completions, **kwargs):
-    return [None]
+    return [None] * len(completions)
 
 
 def broken(completions, **kwargs):
     return [len(completion["content"]) for completion in completions]
 
 
-def too_many(completions, **kwargs):
-    return [1.0, 2.0]
+def too_few(completions, **kwargs):
+    return [1.0]
 
 
 def test_each_reward_function_is_called_as_the_trainer_calls_it():
-    found = try_rewards([of_columns, of_a_service, broken, too_many], ROW, character_tokenizer())
-    assert [each.name for each in found] == ["of_columns", "of_a_service", "broken", "too_many"]
+    found = try_rewards([of_columns, of_a_service, broken, too_few], ROW, character_tokenizer())
+    assert [each.name for each in found] == ["of_columns", "of_a_service", "broken", "too_few"]
     assert [each.value for each in found] == [1.0, None, None, None]
     assert [each.error for each in found[:2]] == [None, None]
     assert found[2].error.startswith("raised TypeError: string indices must be integers")
-    assert found[3].error.startswith("returned 2 rewards for 1")
+    assert found[3].error.startswith("returned 1 rewards for 2")
 
 
 @pytest.mark.parametrize("solution", [None, "2"])
 def test_a_made_completion_has_the_form_of_the_prompts(solution):
     def content(completions, **kwargs):
         assert completions[0][0]["role"] == "assistant"
-        return [float("boxed{2}" in completions[0][0]["content"])]
+        return [float("boxed{2}" in messages[0]["content"]) for messages in completions]
 
     row = {"prompt": [{"role": "user", "content": "1+1="}], "solution": solution}
     (found,) = try_rewards([content], row, chat_tokenizer())

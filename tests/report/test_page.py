@@ -9,7 +9,7 @@ import pytest
 
 from bapo_trl import cli
 from bapo_trl.report.command import main
-from bapo_trl.report.figure import COLORS, panel_svg
+from bapo_trl.report.figure import COLORS, panel_svg, save_png
 from bapo_trl.report.panels import PANELS
 from bapo_trl.report.runs import group_runs, read_runs
 from tests.helpers.commands import ends, run_command
@@ -224,3 +224,17 @@ def test_the_command_loads_neither_torch_nor_a_window(tmp_path):
     )
     result = run_command([sys.executable, "-c", code, str(run), "--output", str(tmp_path / "out")])
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("logs", [made_logs(), [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.6}]])
+def test_the_caption_of_the_picture_is_within_it(tmp_path, monkeypatch, logs):
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *args, **kwargs: figures.append(figure))
+    runs = [save_run(tmp_path / f"seed{seed}", logs, {"seed": seed}) for seed in (1, 2)]
+    save_png(group_runs(read_runs(runs)), tmp_path / "report.png")
+    (figure,) = figures
+    figure.draw_without_rendering()
+    assert "band" in figure.get_supxlabel()
+    caption = figure._supxlabel.get_window_extent()
+    assert caption.x0 >= 0
+    assert caption.x1 <= figure.bbox.width

@@ -160,6 +160,8 @@ def gives_text(completions, **kwargs):
     return ["good" for _ in completions]
 def is_infinite(completions, **kwargs):
     return [float("inf") for _ in completions]
+def gives_one(completions, **kwargs):
+    return [1.0]
 async def raises_later(completions, **kwargs):
     raise RuntimeError("no judge answers")
 """
@@ -184,6 +186,15 @@ NO_GPU = {"use_cpu": None, "bf16": None}
         ),
         ({"model_name_or_path": "small"}, r"The tokenizer has tokens up to \d+, but the model has 9"),
         ({"model_name_or_path": None}, "`model_name_or_path` is not set"),
+        ({"sync_ref_model": "true"}, "(?s)`?sync_ref_model.*beta"),
+        ({"sync_ref_model": "true", "beta": "0.1", "use_peft": "true"}, "(?i)sync_ref_model.*(adapter|peft)"),
+        ({"save_strategy": "best"}, "metric_for_best_model` (is not set|must be provided)"),
+        ({"use_liger_kernel": "true"}, "`use_liger_kernel` needs the package liger_kernel"),
+        ({"optim": "adamw_8bit"}, "`optim` is 'adamw_8bit': You need to install `bitsandbytes`"),
+        ({"output_dir": "small/config.json"}, "`output_dir` is small/config.json, but .*config.json is no folder"),
+        ({"output_dir": "small/config.json/out"}, "`output_dir` is .*/out, but .*config.json is no folder that can"),
+        ({"push_to_hub": "true"}, "`push_to_hub` is set, but the Hub cannot be pushed to"),
+        ({"reward_funcs": "broken_rewards.gives_one"}, r"`gives_one` returned 1 rewards for \d+ samples"),
         ({"resume_from_checkpoint": "true"}, "(?i)no (complete|valid) checkpoint"),
         ({"resume_from_checkpoint": "elsewhere/checkpoint-2"}, "elsewhere/checkpoint-2.*there is no such folder"),
         ({"use_vllm": "true"}, r"`use_vllm` needs the package vllm.*pip install 'bapo-trl\[vllm\]'"),

@@ -55,6 +55,7 @@ KINDS = {
     "loha": (toy_model, LoHaConfig(r=2, alpha=3, target_modules=["q_proj", "down_proj"])),
     "ia3": (toy_model, IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])),
     "modules_to_save": (toy_model, lora("q_proj", modules_to_save=["lm_head"])),
+    "tokens": (toy_model, lora("q_proj", trainable_token_indices=[1, 5])),
     "tied": (
         lambda: toy_model(tie_word_embeddings=True),
         lora("q_proj", modules_to_save=["embed_tokens"], ensure_weight_tying=True),
