@@ -139,7 +139,7 @@ def time_disk(queue: ReplayQueue, capacity: int, folder: Path, is_plain_first: b
         load_queue(ReplayQueue(capacity), copies, 0, 1)
         return time.perf_counter() - start
 
-    size = sum(int(rows.row_bytes().sum()) for rows in queue.state()[0])
+    size = sum(int(rows.row_bytes().sum()) for rows in queue.rows)
     if is_plain_first:
         write, saving = write_plainly(plain, size), save()
         read, loading = read_plainly(plain), load()
@@ -165,7 +165,7 @@ def main():
     before = resident_bytes()
     queue = ReplayQueue(arguments.rows)
     fill(queue, arguments.rows, arguments.batch, generator)
-    memory = (resident_bytes() - before) / sum(int(rows.row_bytes().sum()) for rows in queue.state()[0])
+    memory = (resident_bytes() - before) / sum(int(rows.row_bytes().sum()) for rows in queue.rows)
     print(f"memory over payload: {memory:.3f}")
 
     times = time_exchanges(queue, arguments.batch, arguments.exchanges, generator)

@@ -7,6 +7,7 @@ import pytest
 from bapo_trl.replay import checkpoint as queues
 from bapo_trl.replay.queue import ReplayQueue
 from bapo_trl.rollouts import checkpoint as pools
+from bapo_trl.rollouts.pool import RolloutPool
 from tests.replay.test_queue import queues_with
 from tests.rollouts.test_pool_checkpoint import pool_of
 
@@ -18,14 +19,14 @@ def save_rank(kind: str, folder: Path, rank: int, num_ranks: int) -> None:
     if kind == "replay_queue":
         queues.save_queue(queues_with([5, 4])[rank], folder, rank, num_ranks)
     else:
-        pools.save_pool(pool_of(rank, num_ranks, 2).state(), folder, rank, num_ranks)
+        pools.save_pool(pool_of(rank, num_ranks, 2), folder)
 
 
 def load_rank(kind: str, folder: Path, rank: int, num_ranks: int) -> None:
     if kind == "replay_queue":
         queues.load_queue(ReplayQueue(10), folder, rank, num_ranks)
     else:
-        pools.load_pool(folder, rank, num_ranks)
+        pools.load_pool(RolloutPool(2, 20, [1], rank, num_ranks), folder)
 
 
 CHANGED = "is damaged .what it holds is not what was written"

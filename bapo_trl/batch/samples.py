@@ -131,6 +131,11 @@ class Rows:
         """Policy version that sampled each row, shape `(B,)`."""
         return self.columns["policy_version"].values.numpy()
 
+    @property
+    def has_token_versions(self) -> bool:
+        """Whether each token has a policy version of its own."""
+        return "token_versions" in self.columns
+
     def row_bytes(self) -> np.ndarray:
         """Return the number of bytes that each row takes, shape `(B,)`: its values, and where they lie."""
         spans = {id(column.spans): column.spans for column in self.columns.values() if column.spans is not None}
@@ -277,6 +282,35 @@ def _pad(column: Column, padding: float, side: str, multiple: int | None) -> tor
     padded = pad_sequence(pieces, batch_first=True, padding_value=padding, padding_side=side)
     excess = 0 if multiple is None else -padded.shape[1] % multiple
     return torch.nn.functional.pad(padded, (excess, 0) if side == "left" else (0, excess), value=padding)
+
+
+def tensors_of_rows(chunks: Sequence[Rows]) -> dict[str, torch.Tensor]:
+    """Return the values of rows, in chunks, as tensors by name: for a file."""
+    tensors = {}
+    for number, rows in enumerate(chunks):
+        for key, column in rows.columns.items():
+            tensors[f"{number}.{key}"] = column.values
+            if column.lengths is not None:
+                tensors[f"{number}.{key}.lengths"] = torch.tensor(column.lengths)  # a copy: columns share theirs
+    return tensors
+
+
+def rows_from_tensors(tensors: Mapping[str, Any]) -> list[Rows]:
+    """Return the chunks of rows that [`tensors_of_rows`] gave, whatever else is beside them."""
+    columns: dict[int, dict[str, Column]] = {}
+    for name, values in tensors.items():
+        number, _, key = name.partition(".")
+        if not isinstance(values, torch.Tensor) or key.endswith(".lengths"):
+            continue
+        chunk = columns.setdefault(int(number), {})
+        spans = None
+        if f"{name}.lengths" in tensors:
+            spans = Spans(tensors[f"{name}.lengths"].numpy())
+            for other in chunk.values():  # columns of the same lengths share them
+                if other.spans is not None and np.array_equal(other.lengths, spans.lengths):
+                    spans = other.spans
+        chunk[key] = Column(values, spans)
+    return [Rows(columns[number]) for number in sorted(columns)]
 
 
 def attach_version(batch: dict[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ its name, detects what has changed since it was written.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,38 @@ class RankFiles:
             return {**tensors, **json.loads(text)}
         except SENSELESS as error:
             raise self.damaged(path, error) from error
+
+    def load(
+        self,
+        folder: str | Path,
+        rank: int,
+        num_ranks: int,
+        load_state_dict: Callable[[dict[str, Any]], Any],
+        deal_out: Callable[[Iterable[dict[str, Any]], int, int], dict[str, Any]],
+    ) -> bool:
+        """
+        Restore the state of one rank from a folder; return whether the folder holds any.
+
+        If another number of ranks wrote it, `deal_out` makes this rank's of all of theirs, in the order of the ranks.
+        """
+        paths = self.find(folder)
+        if not paths:
+            return False
+        latest = paths[rank % len(paths)]
+
+        def states() -> Iterator[dict[str, Any]]:
+            nonlocal latest
+            for latest in paths:
+                yield self.read(latest)
+
+        try:
+            is_own = len(paths) == num_ranks
+            load_state_dict(self.read(latest) if is_own else deal_out(states(), rank, num_ranks))
+        except InputError:
+            raise
+        except SENSELESS as error:
+            raise self.damaged(latest, error) from error
+        return True
 
     def damaged(self, path: Path, error: Exception) -> InputError:
         """Return the error for a file whose contents do not make sense."""

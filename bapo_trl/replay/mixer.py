@@ -108,8 +108,7 @@ class ReplayMixer:
                 f"The replay queue in {folder} holds samples of version {newest}, but that of the checkpoint is "
                 f"{policy_version}: set `replay_discard_saved` to start with an empty queue."
             )
-        rows, _ = self.queue.state()
-        if oversampling > 1 and any("token_versions" not in chunk.columns for chunk in rows):
+        if oversampling > 1 and not all(rows.has_token_versions for rows in self.queue.rows):
             raise InputError(
                 f"`partial_rollout_oversampling` is {oversampling}, but the replay queue of the checkpoint {folder} "
                 "is of a run without partial rollouts: set it back to 1.0, or set `replay_discard_saved` to start "

@@ -11,10 +11,11 @@ One queue a rank, on the CPU, rows without padding; it owns no model and does no
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from ..batch.samples import Rows, concat_rows
+from ..batch.samples import Rows, concat_rows, rows_from_tensors, tensors_of_rows
 from .store import RowStore
 
 
@@ -235,31 +236,32 @@ class ReplayQueue:
             uses=int(uses.sum()),
         )
 
-    def state(self) -> tuple[list[Rows], dict]:
-        """Return the rows in the order of entry, and all else that a later run needs to go on, fit for JSON."""
-        # Names of the format: files of earlier versions have them
-        ledger = {
-            "version": self._ledger.version.tolist(),
-            "uses": self._ledger.uses.tolist(),
-            "turn": self._ledger.last_touched.tolist(),
-        }
-        return self._store.chunks(), {
-            "ledger": ledger,
-            "next_turn": self._next_touch,
-            "departures": vars(self.evictions),
-        }
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rows in the order of entry, and all else that a later run needs."""
+        ledger = {name: values.tolist() for name, values in vars(self._ledger).items()}
+        tensors = tensors_of_rows(self._store.chunks())
+        return {**tensors, "ledger": ledger, "next_touch": self._next_touch, "evictions": vars(self.evictions)}
 
-    def restore(self, chunks: Sequence[Rows], state: dict) -> None:
-        """Take over what [`ReplayQueue.state`] returned. Beyond `capacity`, the rows that entered first leave."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what [`ReplayQueue.state_dict`] returned. Beyond `capacity`, the first rows are evicted."""
+        chunks, ledger = rows_from_tensors(state), state["ledger"]
+        if len({sum(map(len, chunks)), *map(len, ledger.values())}) != 1:
+            raise ValueError("its values and its ledger do not go together")
+        if min(ledger["uses"], default=0) < 0:
+            raise ValueError("it has samples that were used less than 0 times")
         self._store, self._ledger = RowStore(), _Ledger()
         for rows in chunks:
             self._store.append(rows)
-        ledger = state["ledger"]
-        self._ledger.extend(ledger["version"], ledger["uses"], ledger["turn"])
-        self._next_touch = state["next_turn"]
-        self.evictions = Evictions(**state["departures"])
+        self._ledger.extend(**ledger)
+        self._next_touch = state["next_touch"]
+        self.evictions = Evictions(**state["evictions"])
         self._leave_used()  # the limits may have changed since
         self._overflow()
+
+    @property
+    def rows(self) -> list[Rows]:
+        """All rows in the order of entry, in the chunks that hold them."""
+        return self._store.chunks()
 
     def _in_order(self, candidates: np.ndarray) -> np.ndarray:
         ledger = self._ledger

@@ -13,9 +13,12 @@ one policy version sampled. A completion has *ended* with an EOS token, at `max_
 its segments, or at the window of the sampler; a group is *complete* when all its completions have ended.
 """
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import torch
 
 from ..errors import InputError
 
@@ -36,16 +39,6 @@ class PartialCompletion:
         """Policy version that sampled each token."""
         return [version for version, length in self.segments for _ in range(length)]
 
-    def copy(self) -> "PartialCompletion":
-        """Return a copy that later tokens leave as it is."""
-        return PartialCompletion(
-            tokens=self.tokens[:],
-            segments=[segment[:] for segment in self.segments],
-            logps=self.logps[:],
-            sampler_logps=self.sampler_logps[:],
-            has_ended=self.has_ended,
-        )
-
 
 @dataclass
 class Group:
@@ -61,10 +54,6 @@ class Group:
     def first_version(self) -> int | None:
         """Policy version of the oldest token; `None` without a token."""
         return min((each.segments[0][0] for each in self.completions if each.segments), default=None)
-
-    def copy(self) -> "Group":
-        """Return a copy that later tokens leave as it is."""
-        return replace(self, completions=[completion.copy() for completion in self.completions])
 
 
 @dataclass(frozen=True)
@@ -224,14 +213,14 @@ class RolloutPool:
         self.counts.emitted_tokens += sum(lengths)
         return leaving
 
-    def state(self) -> "PoolState":
+    def state_dict(self) -> dict[str, Any]:
         """Return a copy of the groups and of all else that a later run needs."""
-        groups = [group.copy() for group in self._groups]
-        return PoolState(groups, replace(self.counts), self._next_id, self._next_place)
+        return pack(self._groups, self.counts, self._next_id, self._next_place)
 
-    def restore(self, state: "PoolState") -> None:
-        """Take over what [`RolloutPool.state`] returned, in a run of any number of ranks."""
-        for group in state.groups:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what [`RolloutPool.state_dict`] returned, in a run of any number of ranks."""
+        groups = unpack_groups(state)
+        for group in groups:
             if len(group.completions) != self.num_generations:
                 raise InputError(
                     f"`num_generations` is {self.num_generations}, but the parked groups have "
@@ -249,10 +238,10 @@ class RolloutPool:
                         f"The sampler takes {self.window} tokens of a prompt and its completion, but one that is "
                         f"parked and goes on has {len(group.prompt_ids) + length}: give it its window back."
                     )
-        self._groups = [group.copy() for group in state.groups]
-        self.counts = replace(state.counts)
-        self._next_id = state.next_id + (self.rank - state.next_id) % self.num_ranks
-        self._next_place = state.next_place
+        self._groups = groups
+        self.counts = PoolCounts(**state["counts"])
+        self._next_id = state["next_id"] + (self.rank - state["next_id"]) % self.num_ranks
+        self._next_place = state["next_place"]
 
     def _num_left(self, group: Group, completion: PartialCompletion) -> int:
         most = self.max_completion_length
@@ -261,11 +250,68 @@ class RolloutPool:
         return most - len(completion.tokens)
 
 
-@dataclass(frozen=True)
-class PoolState:
-    """What a pool is made of: see [`RolloutPool.state`]."""
+def pack(groups: Sequence[Group], counts: PoolCounts, next_id: int, next_place: int) -> dict[str, Any]:
+    """
+    Return groups and counts as a state: token ids and log-probabilities as tensors, all else as JSON holds it.
 
-    groups: list[Group]
-    counts: PoolCounts
-    next_id: int  # that the next group gets, or a smaller one that no group has
-    next_place: int  # of the next group that becomes complete
+    `next_id` is that of the next group, or a smaller one that no group has; `next_place` is that of the next group that
+    becomes complete.
+    """
+    completions = [completion for group in groups for completion in group.completions]
+    unknown = math.nan  # for a token whose log-probability the sampler did not report
+    sampler_logps = [unknown if value is None else value for each in completions for value in each.sampler_logps]
+    return {
+        "prompt_ids": torch.tensor([token for group in groups for token in group.prompt_ids], dtype=torch.int32),
+        "tokens": torch.tensor([token for each in completions for token in each.tokens], dtype=torch.int32),
+        "logps": torch.tensor([value for each in completions for value in each.logps], dtype=torch.float32),
+        "sampler_logps": torch.tensor(sampler_logps, dtype=torch.float32),
+        "groups": [
+            {
+                "id": group.id,
+                "inputs": group.inputs,
+                "completed_as": group.completed_as,
+                "prompt_length": len(group.prompt_ids),
+                "completions": [
+                    {
+                        "segments": [segment[:] for segment in each.segments],
+                        "lengths": [len(each.tokens), len(each.logps), len(each.sampler_logps)],
+                        "has_ended": each.has_ended,
+                    }
+                    for each in group.completions
+                ],
+            }
+            for group in groups
+        ],
+        "counts": asdict(counts),
+        "next_id": next_id,
+        "next_place": next_place,
+    }
+
+
+def unpack_groups(state: Mapping[str, Any]) -> list[Group]:
+    """Return the groups of a state that [`pack`] made."""
+    values = {name: iter(value.tolist()) for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+    def take(name: str, count: int) -> list[Any]:
+        return [next(values[name]) for _ in range(count)]
+
+    def completion(saved: dict[str, Any]) -> PartialCompletion:
+        num_tokens, num_logps, num_sampler_logps = saved["lengths"]
+        return PartialCompletion(
+            tokens=take("tokens", num_tokens),
+            segments=[segment[:] for segment in saved["segments"]],
+            logps=take("logps", num_logps),
+            sampler_logps=[None if math.isnan(value) else value for value in take("sampler_logps", num_sampler_logps)],
+            has_ended=saved["has_ended"],
+        )
+
+    return [
+        Group(
+            saved["id"],
+            saved["inputs"],
+            take("prompt_ids", saved["prompt_length"]),
+            [completion(each) for each in saved["completions"]],
+            saved["completed_as"],
+        )
+        for saved in state["groups"]
+    ]

@@ -16,7 +16,7 @@ from ..errors import InputError
 from .checkpoint import load_pool, save_pool
 from .checks import check_row
 from .injected import InjectedRollouts
-from .pool import Group, PoolState, RolloutPool
+from .pool import Group, RolloutPool
 
 
 PARTIAL_METRICS = (
@@ -47,7 +47,7 @@ class RolloutRounds:
     def __post_init__(self):
         # The pool before the prompts of the latest generation entered, and before that of earlier ones of its update;
         # each with the policy version if that update had begun
-        self._before: list[tuple[int | None, PoolState]] = [(None, self.pool.state())]
+        self._before: list[tuple[int | None, dict[str, Any]]] = [(None, self.pool.state_dict())]
         self._is_generating = False
 
     def generate(
@@ -69,7 +69,7 @@ class RolloutRounds:
         As many groups go on each rank. With them come the values of [`PARTIAL_METRICS`], but for `partial/masked`.
         """
         earlier = self._before if is_within_update else []
-        self._before = [*earlier, (policy_version if is_within_update else None, self.pool.state())]
+        self._before = [*earlier, (policy_version if is_within_update else None, self.pool.state_dict())]
         self._is_generating = True
         with raising_on_all_ranks():
             for inputs, prompt_ids in prompts:
@@ -98,23 +98,24 @@ class RolloutRounds:
         """
         state = next(state for version, state in reversed(self._before) if version != policy_version)
         if is_boundary and not self._is_generating:
-            state = self.pool.state()
-        save_pool(state, folder, self.pool.rank, self.pool.num_ranks)
+            state = self.pool.state_dict()
+        save_pool(self.pool, folder, state)
 
     def load(self, folder: str | Path, reports_logps: bool) -> None:
         """Restore the pool from a checkpoint folder. Without one there, it starts empty, with a warning."""
-        state = load_pool(folder, self.pool.rank, self.pool.num_ranks)
-        if state is None:
+
+        def check(state: dict[str, Any]) -> None:
+            if len(state["tokens"]) and bool(len(state["sampler_logps"])) != reports_logps:
+                raise InputError(
+                    f"`use_vllm` is {reports_logps}, but the completions in flight of the checkpoint {folder} were "
+                    f"begun {'without' if reports_logps else 'with'} vLLM, whose log-probabilities belong to them: set "
+                    "it back."
+                )
+
+        if not load_pool(self.pool, folder, check):
             warnings.warn(f"The checkpoint {folder} holds no unfinished rollouts: starting without any.")
             return
-        begun = [each for group in state.groups for each in group.completions if each.tokens]
-        if any(bool(completion.sampler_logps) != reports_logps for completion in begun):
-            raise InputError(
-                f"`use_vllm` is {reports_logps}, but the completions in flight of the checkpoint {folder} were begun "
-                f"{'without' if reports_logps else 'with'} vLLM, whose log-probabilities belong to them: set it back."
-            )
-        self.pool.restore(state)
-        self._before = [(None, self.pool.state())]
+        self._before = [(None, self.pool.state_dict())]
         held, limit = len(self.pool), self.num_held
         if held > limit and self.pool.rank == 0:
             too_old = ", too many for a `partial_rollout_max_staleness` to hold"

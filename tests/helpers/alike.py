@@ -19,6 +19,16 @@ def assert_same_tensors(left: dict[str, torch.Tensor], right: dict[str, torch.Te
         assert torch.equal(tensor, right[name]), name
 
 
+def assert_same_states(left: dict, right: dict) -> None:
+    """See that two state dicts hold the same tensors, bit for bit, and the same of all else."""
+    tensors, others = ({key for key in left if isinstance(left[key], torch.Tensor) is kind} for kind in (True, False))
+    assert left.keys() == right.keys()
+    for name in tensors:
+        assert left[name].dtype == right[name].dtype, name
+        assert torch.equal(left[name].nan_to_num(1.0), right[name].nan_to_num(1.0)), name
+    assert {name: left[name] for name in others} == {name: right[name] for name in others}
+
+
 def assert_same_weights(left, right) -> None:
     """See that the models of two trainers have the same weights."""
     assert_same_tensors(left.model.state_dict(), right.model.state_dict())

@@ -29,7 +29,8 @@ from bapo_trl.replay.checkpoint import FILES as QUEUE
 from bapo_trl.replay.checkpoint import load_queue
 from bapo_trl.replay.queue import ReplayQueue
 from bapo_trl.rollouts.checkpoint import FILES as POOL
-from bapo_trl.rollouts.checkpoint import load_pool
+from bapo_trl.rollouts.checkpoint import deal_out
+from bapo_trl.rollouts.pool import PoolCounts, unpack_groups
 
 
 LIMIT_BYTES = 256 << 20
@@ -53,10 +54,13 @@ def load(name: str, folder: Path) -> Any:
         queue = ReplayQueue(100)
         if not load_queue(queue, folder, 0, 1):
             return None
-        chunks, state = queue.state()
-        return {"state": state, "rows": [_listed(rows.columns) for rows in chunks]}
+        return _listed(queue.state_dict())
     if name.startswith("rollout_pool"):
-        return load_pool(folder, 0, 1)
+        loaded: list = []
+        POOL.load(
+            folder, 0, 1, lambda state: loaded.extend([unpack_groups(state), PoolCounts(**state["counts"])]), deal_out
+        )
+        return loaded or None
     if name.startswith("carried_curves"):
         curves = CarriedCurves(BoundGrid(), torch.device("cpu"))
         path = CURVES.path(folder, 0, 1)
@@ -74,8 +78,8 @@ def load(name: str, folder: Path) -> Any:
     return json.loads((folder / name).read_text())
 
 
-def _listed(columns: dict) -> dict:
-    return {key: (column.values.tolist(), str(column.lengths)) for key, column in columns.items()}
+def _listed(state: dict) -> dict:
+    return {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
 # Kinds of damage: what a file holds, and where it is, to what it holds then
@@ -169,7 +173,8 @@ def forged(content: bytes, dice: random.Random, folder: Path, name: str, **_) ->
         if dice.random() < 0.3:
             del tensors[key]
     else:
-        state = _with_another(state, dice, dice.choice(values))
+        key = dice.choice(sorted(state))
+        state[key] = _with_another(state[key], dice, dice.choice(values))
     return files.write(folder.parent / "forged", 0, 1, {**tensors, **state}).read_bytes()
 
 

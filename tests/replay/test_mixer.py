@@ -165,7 +165,7 @@ class Masks(Spy):
         super().__init__(*args, **kwargs)
 
     def _take_batch(self, batch_and_whether_fresh):
-        rows = self._replay.queue.state()[0]
+        rows = self._replay.queue.rows
         self.queued.append([policy_mask(row).any().item() for chunk in rows for row in chunk])
         self.fresh.append(policy_mask(rows_to_batch(self._replay._latest, 0, "cpu")).any(dim=1).tolist())
         return super()._take_batch(batch_and_whether_fresh)
@@ -237,13 +237,13 @@ def test_a_generation_that_a_resume_makes_again_leaves_the_queue_as_it_was_saved
 
     def noting(checkpoint):
         load(checkpoint)
-        ledgers.append(resumed._replay.queue.state()[1]["ledger"])
+        ledgers.append(resumed._replay.queue.state_dict()["ledger"])
 
     resumed._load_optimizer_and_scheduler = noting
 
     class AfterTheStep(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            ledgers.append(resumed._replay.queue.state()[1]["ledger"])
+            ledgers.append(resumed._replay.queue.state_dict()["ledger"])
 
     resumed.add_callback(AfterTheStep())
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

@@ -1,7 +1,7 @@
 """The replay queue against a plain list, its limits, and its checkpoint."""
 
+import copy
 import itertools
-import json
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def names(rows):
 
 def contents(queue):
     """Names of the rows in the queue, in the order of entry."""
-    return [name for rows in queue.state()[0] for name in names(rows)]
+    return [name for rows in queue.rows for name in names(rows)]
 
 
 def drawn(queue, *args, **kwargs):
@@ -104,9 +104,9 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule()
     def save_and_load(self):
-        chunks, state = self.queue.state()
+        state = self.queue.state_dict()
         self.queue = ReplayQueue(*self.limits)
-        self.queue.restore(chunks, json.loads(json.dumps(state)))
+        self.queue.load_state_dict(copy.deepcopy(state))
 
     @invariant()
     def same_rows_and_every_departure_counted(self):
@@ -114,7 +114,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert contents(self.queue) == [row[0] for row in self.model]
             assert vars(self.queue.evictions) == self.left
             assert self.entered == len(self.queue) + sum(self.left.values())
-            values = sum(tensor.nbytes for rows in self.queue.state()[0] for row in rows for tensor in row.values())
+            values = sum(tensor.nbytes for rows in self.queue.rows for row in rows for tensor in row.values())
             live = values + 16 * len(self.queue)  # length and end of each row, shared by ids and mask
             assert live <= self.queue.num_bytes <= 1.15 * live
 
@@ -182,10 +182,9 @@ def queues_with(counts):
 
 
 def assert_same(queue, other):
-    chunks, state = queue.state()
-    other_chunks, other_state = other.state()
+    state, other_state = ({k: v for k, v in each.state_dict().items() if "." not in k} for each in (queue, other))
     assert state == other_state
-    for row, other_row in zip(itertools.chain(*chunks), itertools.chain(*other_chunks), strict=True):
+    for row, other_row in zip(itertools.chain(*queue.rows), itertools.chain(*other.rows), strict=True):
         assert set(row) == set(other_row)
         for key in row:
             assert row[key].dtype == other_row[key].dtype

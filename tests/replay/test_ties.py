@@ -143,7 +143,7 @@ def test_rows_of_tied_groups_are_offered_and_are_the_fraction_that_is_logged(tmp
         assert (advantages == 0).tolist() == is_tied
         assert fraction == pytest.approx(sum(is_tied) / len(is_tied))
     assert {flag for _, is_tied, _ in generations for flag in is_tied} == {True, False}
-    assert trainer._replay.queue.state()[1]["ledger"]["version"].count(0) == generations[0][1].count(False)
+    assert trainer._replay.queue.state_dict()["ledger"]["version"].count(0) == generations[0][1].count(False)
 
 
 @pytest.mark.parametrize(

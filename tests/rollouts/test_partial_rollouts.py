@@ -88,7 +88,7 @@ class PoolMachine(RuleBasedStateMachine):
     def restart(self, rank):
         """A pool made anew from the state goes on as the old one would have."""
         pool = RolloutPool(self.pool.num_generations, CAP, [EOS], rank=1, num_ranks=3)
-        pool.restore(self.pool.state())
+        pool.load_state_dict(self.pool.state_dict())
         self.pool = pool
 
     @invariant()
@@ -170,12 +170,12 @@ def test_a_smaller_window_or_cap_than_before_is_refused():
     pool, lengths = pool_with([9])
     go_on(pool, lengths, 0, cap=6)
     with pytest.raises(ValueError, match=r"sampler takes 7 tokens .* parked and goes on has 7"):
-        RolloutPool(1, CAP, [EOS], window=7).restore(pool.state())
-    RolloutPool(1, CAP, [EOS], window=8).restore(pool.state())
+        RolloutPool(1, CAP, [EOS], window=7).load_state_dict(pool.state_dict())
+    RolloutPool(1, CAP, [EOS], window=8).load_state_dict(pool.state_dict())
     with pytest.raises(
         ValueError, match="`max_completion_length` is 6, but a parked completion has 6 tokens and goes"
     ):
-        RolloutPool(1, 6, [EOS]).restore(pool.state())
+        RolloutPool(1, 6, [EOS]).load_state_dict(pool.state_dict())
 
 
 def test_a_sampler_that_stops_early_has_ended_the_completion():
@@ -197,9 +197,9 @@ def test_numbers_stay_unique_when_the_number_of_ranks_changes():
     numbers = [pool.admit({}, [7]) for pool in pools for _ in range(2)]
     assert sorted(numbers) == list(range(6))
     for num_ranks in (1, 2, 5):
-        state = max((pool.state() for pool in pools), key=lambda state: state.next_id)
+        state = max((pool.state_dict() for pool in pools), key=lambda state: state["next_id"])
         again = [RolloutPool(1, CAP, [EOS], rank, num_ranks) for rank in range(num_ranks)]
         for pool in again:
-            pool.restore(state)
+            pool.load_state_dict(state)
         new = [pool.admit({}, [7]) for pool in again]
         assert len({*numbers, *new}) == len(numbers) + num_ranks
