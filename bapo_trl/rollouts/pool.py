@@ -254,8 +254,8 @@ def pack(groups: Sequence[Group], counts: PoolCounts, next_id: int, next_place: 
     """
     Return groups and counts as a state: token ids and log-probabilities as tensors, all else as JSON holds it.
 
-    `next_id` is that of the next group, or a smaller one that no group has; `next_place` is that of the next group that
-    becomes complete.
+    `next_id` is at most the number of the next group, and no group has it; `next_place` is the place of the next group
+    that becomes complete.
     """
     completions = [completion for group in groups for completion in group.completions]
     unknown = math.nan  # for a token whose log-probability the sampler did not report

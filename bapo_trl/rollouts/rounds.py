@@ -108,8 +108,8 @@ class RolloutRounds:
             if len(state["tokens"]) and bool(len(state["sampler_logps"])) != reports_logps:
                 raise InputError(
                     f"`use_vllm` is {reports_logps}, but the completions in flight of the checkpoint {folder} were "
-                    f"begun {'without' if reports_logps else 'with'} vLLM, whose log-probabilities belong to them: set "
-                    "it back."
+                    f"begun {'without' if reports_logps else 'with'} vLLM, whose log-probabilities belong to them: "
+                    "set it back."
                 )
 
         if not load_pool(self.pool, folder, check):
