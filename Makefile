@@ -19,7 +19,8 @@ E2E_ENV := $(OFFLINE) OMP_NUM_THREADS=1 TORCH_EXTENSIONS_DIR=$(E2E_CACHE)/torch_
 PYTEST := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal --disable-warnings
 # An egg-info of an earlier version would hide the plugin's entry point from vLLM
 E2E_EDITABLE = $(E2E_BIN)/pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation \
-	--config-settings editable_mode=compat --editable . && rm -rf *.egg-info
+	--config-settings editable_mode=compat --editable . --editable plugins/vllm_gloo && \
+	rm -rf *.egg-info plugins/vllm_gloo/*.egg-info
 
 .PHONY: demo demo-llm notebooks test test-all test-gpu test-llm test-notebooks test-e2e test-faults test-compat quality style bench bench-llm bench-vllm clean
 

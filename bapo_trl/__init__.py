@@ -18,7 +18,7 @@ _SUBPACKAGES = ("clip_bounds", "evaluation", "report", "tasks")  # public: `impo
 
 
 def __getattr__(name: str):
-    # Loaded at first use: a vLLM server that finds the plugin of this package needs nothing of TRL.
+    # Loaded at first use: much of the command line needs nothing of TRL.
     if name in _SUBPACKAGES:
         return importlib.import_module(f".{name}", __name__)
     if name not in _HOMES:

@@ -20,9 +20,9 @@ from typing import Any
 
 from datasets import Dataset
 
-from bapo_trl.tasks import EmbeddedTask, WarmStart, exact_match_reward, load_task
-from bapo_trl.tasks.embedded import as_dataset
-from bapo_trl.tasks.sums import demonstrate as add
+from bapo_trl.tasks import exact_match_reward, load_task
+from benchmarks.warm_start import StudyTask, WarmStart, as_dataset
+from benchmarks.warm_start import demonstrate as add
 
 
 TENS = string.ascii_lowercase[:20]  # from 0 to 19
@@ -44,7 +44,7 @@ def final_sum_reward(completions: list[str], answer: list[str], **kwargs: Any) -
     return exact_match_reward([completion.lstrip(COUNTS) for completion in completions], [f"={a}" for a in answer])
 
 
-def load_long_tailed_sums(seed: int = 0) -> EmbeddedTask:
+def load_long_tailed_sums(seed: int = 0) -> StudyTask:
     """
     Make the problems of the demo, in its splits: `"37+58="` reads `"d7+f8"`, and its answer `"j5"`.
 
@@ -52,10 +52,10 @@ def load_long_tailed_sums(seed: int = 0) -> EmbeddedTask:
         seed (`int`, *optional*, defaults to `0`): Seed of the problems.
 
     Returns:
-        [`~bapo_trl.tasks.EmbeddedTask`]: 9,488 problems to train on and 512 or 513 held out.
+        [`~benchmarks.warm_start.StudyTask`]: 9,488 problems to train on and 512 or 513 held out.
     """
     sums = load_task(seed)
-    return EmbeddedTask(
+    return StudyTask(
         name="long_tailed_sums",
         train_dataset=_with_letters(sums.train_dataset),
         test_dataset=_with_letters(sums.test_dataset),

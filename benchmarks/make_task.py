@@ -10,14 +10,14 @@ import argparse
 import shutil
 from collections.abc import Callable
 
-from bapo_trl.tasks import EmbeddedTask, load_task, warm_start_path
 from benchmarks.common import ROOT
 from benchmarks.long_tailed_sums import load_long_tailed_sums
 from benchmarks.running_totals import load_running_totals
+from benchmarks.warm_start import StudyTask, load_sums, warm_start_path
 
 
-TASKS: dict[str, Callable[[], EmbeddedTask]] = {
-    "sums": load_task,
+TASKS: dict[str, Callable[[], StudyTask]] = {
+    "sums": load_sums,
     "running_totals": load_running_totals,
     "long_tailed_sums": load_long_tailed_sums,
 }

@@ -10,8 +10,9 @@ import random
 import string
 from typing import Any
 
-from bapo_trl.tasks import EmbeddedTask, WarmStart, exact_match_reward
-from bapo_trl.tasks.embedded import NUM_TEST_PROBLEMS, as_dataset
+from bapo_trl.tasks import exact_match_reward
+from bapo_trl.tasks.sums import NUM_TEST_PROBLEMS
+from benchmarks.warm_start import StudyTask, WarmStart, as_dataset
 
 
 NUM_DIGITS = 7
@@ -44,7 +45,7 @@ def final_answer_reward(completions: list[str], answer: list[str], **kwargs: Any
     return exact_match_reward(finals, [f"#{right}" for right in answer])
 
 
-def load_running_totals(seed: int = 0) -> EmbeddedTask:
+def load_running_totals(seed: int = 0) -> StudyTask:
     """
     Make problems of seven digits from 1 to 9, each problem once.
 
@@ -55,7 +56,7 @@ def load_running_totals(seed: int = 0) -> EmbeddedTask:
         seed (`int`, *optional*, defaults to `0`): Seed of the problems.
 
     Returns:
-        [`~bapo_trl.tasks.EmbeddedTask`]: 8,192 problems to train on and 512 held out.
+        [`~benchmarks.warm_start.StudyTask`]: 8,192 problems to train on and 512 held out.
     """
     rng = random.Random(seed)
     problems: dict[str, str] = {}
@@ -63,7 +64,7 @@ def load_running_totals(seed: int = 0) -> EmbeddedTask:
         digits = [rng.randint(1, 9) for _ in range(NUM_DIGITS)]
         problems["".join(map("{}{}".format, LABELS, digits)) + "="] = str(sum(digits))
     prompts, answers = list(problems), list(problems.values())
-    return EmbeddedTask(
+    return StudyTask(
         name="running_totals",
         train_dataset=as_dataset(prompts[NUM_TEST_PROBLEMS:], answers[NUM_TEST_PROBLEMS:]),
         test_dataset=as_dataset(prompts[:NUM_TEST_PROBLEMS], answers[:NUM_TEST_PROBLEMS]),

@@ -23,8 +23,8 @@ from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.batch.samples import batch_to_rows, concat_rows, rows_to_batch
 from bapo_trl.compare.results import FOLDER, Row, read_rows, write_row
 from bapo_trl.compare.tables import as_markdown, compare
-from bapo_trl.tasks import load_task, warm_start_path
 from benchmarks.common import ROOT
+from benchmarks.warm_start import load_sums, warm_start_path
 
 
 TOKENS, MEASUREMENTS = 84_000, 6
@@ -85,7 +85,7 @@ class AtEqualTokens(TrainerCallback):
 def train(arm: str, seed: int, learning_rate: float) -> Row:
     """Make a run; return its row, with a curve over generated tokens."""
     torch.set_num_threads(1)
-    task, started = load_task(), time.monotonic()
+    task, started = load_sums(), time.monotonic()
     settings = {"replay_zero_advantage": arm == "replaced"}
     with tempfile.TemporaryDirectory() as folder:
         args = BAPOConfig(

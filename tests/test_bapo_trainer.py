@@ -512,7 +512,7 @@ def test_model_id_without_args(tmp_path, monkeypatch):
     assert trainer.model.config.hidden_size == 16
 
 
-@pytest.mark.parametrize(("name", "function"), [("smollm2", "smollm2_path"), ("embedded", "warm_start_path")])
+@pytest.mark.parametrize(("name", "function"), [("smollm2", "smollm2_path"), ("embedded", "sums_model_path")])
 def test_a_model_of_the_command_line_is_named_with_the_function_that_gives_it(tmp_path, monkeypatch, name, function):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(OSError, match=name) as error:

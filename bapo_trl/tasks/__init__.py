@@ -1,23 +1,20 @@
 """
-Small verifiable tasks, made locally from a seed: the embedded one of the demo with the tiny model that starts it, and
-tasks for chat models, one of which a package carries.
+Small verifiable tasks: the sums of the demo with the tiny model that training starts from, and tasks for chat models,
+one of which a package carries. Problems are made locally from a seed.
 """
 
-from .embedded import EmbeddedTask, MadeTask, WarmStart
 from .gym import GYM_PREFIX, gym_reward, load_gym_task
-from .model import character_tokenizer, tiny_model
+from .made import MadeTask
 from .smollm2 import SMOLLM2, check_smollm2, has_smollm2, smollm2_path
-from .sums import CHAT_SUMS, exact_match_reward, load_chat_sums, load_task
-from .warm_start import save_warm_start_shape, warm_start_path
+from .sums import CHAT_SUMS, exact_match_reward, load_chat_sums, load_task, sums_model_path
+from .tokenizer import character_tokenizer
 
 
 __all__ = [
     "CHAT_SUMS",
     "GYM_PREFIX",
     "SMOLLM2",
-    "EmbeddedTask",
     "MadeTask",
-    "WarmStart",
     "character_tokenizer",
     "check_smollm2",
     "exact_match_reward",
@@ -26,8 +23,6 @@ __all__ = [
     "load_chat_sums",
     "load_gym_task",
     "load_task",
-    "save_warm_start_shape",
     "smollm2_path",
-    "tiny_model",
-    "warm_start_path",
+    "sums_model_path",
 ]

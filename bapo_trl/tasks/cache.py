@@ -1,5 +1,5 @@
 """
-Folders that are built once and kept: the embedded models and what is made of packages.
+Folders that are built once and kept, such as a model that is made of a package.
 
 Invariant: a folder under its final name is complete. It is written under a temporary name and renamed, so an
 interrupted build is never reused, and of two processes that build at once one wins and both read the same files.

@@ -2,22 +2,20 @@
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 
 from ..evaluation.answers import Text, completion_text, last_number, same_number
-from .embedded import NUM_TEST_PROBLEMS, EmbeddedTask, MadeTask, WarmStart, as_dataset
+from .made import MadeTask
 
 
 CHAT_SUMS = "chat_sums"
 """What `--dataset_name` calls the sums that are asked in words."""
 
 LARGEST_NUMBER = 99
-MAX_ANSWER_CHARACTERS = len(str(2 * LARGEST_NUMBER))
-# The warm start learns to forget carries (37+58=85) together with the right way, and settles at an accuracy that
-# hardly depends on the seed; RL is to unlearn it.
-FORGOTTEN_CARRY_RATE = 0.75
+NUM_TEST_PROBLEMS = 512
 
 
 def exact_match_reward(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
@@ -44,7 +42,16 @@ def last_number_reward(completions: Sequence[Text], answer: Sequence[Any], **kwa
     ]
 
 
-def load_task(seed: int = 0) -> EmbeddedTask:
+def sums_model_path() -> Path:
+    """
+    Return the folder of the model that training on the sums starts from, with its tokenizer.
+
+    It has learned from demonstrations that forget three carries in four. `benchmarks/warm_start.py` made its weights.
+    """
+    return Path(__file__).with_name("sums_model")
+
+
+def load_task(seed: int = 0) -> MadeTask:
     """
     Make the sums: every ordered pair of numbers from 0 to 99 once, shuffled and split into train and test.
 
@@ -62,13 +69,11 @@ def load_task(seed: int = 0) -> EmbeddedTask:
             num_test = len(problems)
     test, train = problems[:num_test], problems[num_test:]
     rng.shuffle(train)
-    return EmbeddedTask(
+    return MadeTask(
         name="sums",
         train_dataset=_write(train),
         test_dataset=_write(test),
         reward_func=exact_match_reward,
-        max_new_tokens=MAX_ANSWER_CHARACTERS + 1,
-        warm_start=WarmStart(demonstrate),
     )
 
 
@@ -90,20 +95,9 @@ def ask(a: int | str, b: int | str) -> list[dict[str, str]]:
     return [{"role": "system", "content": instruction}, {"role": "user", "content": f"What is {a} + {b}?"}]
 
 
-def demonstrate(prompt: str, rng: random.Random) -> str:
-    """Add as a careless demonstrator: `"37+58="` gives `"95"` or, with the carry forgotten, `"85"`."""
-
-    def carry(column: int) -> int:
-        return int(column >= 10 and rng.random() >= FORGOTTEN_CARRY_RATE)
-
-    a, b = map(int, prompt.rstrip("=").split("+"))
-    ones = a % 10 + b % 10
-    tens = a // 10 + b // 10 + carry(ones)
-    return str(100 * carry(tens) + 10 * (tens % 10) + ones % 10)
-
-
 def _write(problems: list[tuple[int, int]]) -> Dataset:
-    return as_dataset([f"{a}+{b}=" for a, b in problems], [str(a + b) for a, b in problems])
+    prompts, answers = [f"{a}+{b}=" for a, b in problems], [str(a + b) for a, b in problems]
+    return Dataset.from_dict({"prompt": prompts, "answer": answers})
 
 
 def _ask_all(problems: Dataset) -> Dataset:

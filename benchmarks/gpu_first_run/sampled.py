@@ -15,11 +15,12 @@ import yaml
 from transformers import AutoTokenizer
 
 from bapo_trl import BAPOTrainer
-from bapo_trl.tasks import character_tokenizer, load_chat_sums, warm_start_path
-from bapo_trl.tasks.model import MODEL_SETTINGS
+from bapo_trl.tasks import character_tokenizer, load_chat_sums
 from benchmarks.common import ROOT
 from benchmarks.gpu_first_run.shapes import lora, make_model
 from benchmarks.gpu_first_run.trainers import Case, Progress, Setup, make_trainer, settings_for, sums_task
+from benchmarks.tiny_model import MODEL_SETTINGS
+from benchmarks.warm_start import warm_start_path
 
 
 COLOCATE_UPDATES = 12

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from bapo_trl.tasks import warm_start_path
 from benchmarks.common import ROOT
 from benchmarks.gpu_first_run.trainers import Case, Setup, sums_task
+from benchmarks.warm_start import warm_start_path
 
 
 LAUNCH_FILES = {"one process": None, "FSDP2": "fsdp2.yaml", "DeepSpeed ZeRO-3": "zero3.yaml"}

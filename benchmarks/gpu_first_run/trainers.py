@@ -13,8 +13,9 @@ from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.tasks import EmbeddedTask, character_tokenizer, load_task
+from bapo_trl.tasks import character_tokenizer
 from benchmarks.gpu_first_run.shapes import SIZES, Shape, Sizes, make_model
+from benchmarks.warm_start import StudyTask, load_sums
 
 
 MICRO_BATCHES = 4
@@ -123,9 +124,9 @@ def trained_model(setup: Setup, shape: Shape, uses_lora: bool) -> Any:
     return make_model(shape, setup.device, dtype, setup.seed)
 
 
-def sums_task(setup: Setup) -> EmbeddedTask:
+def sums_task(setup: Setup) -> StudyTask:
     """Return the sums of the demo, with a model whose heads are as wide as vLLM's kernels ask for."""
-    task = load_task(setup.seed)
+    task = load_sums(setup.seed)
     wide = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 2, "num_key_value_heads": 2}
     return replace(task, warm_start=replace(task.warm_start, model=wide, **setup.sizes.warm_start))
 

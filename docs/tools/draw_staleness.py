@@ -15,7 +15,7 @@ from matplotlib.ticker import MultipleLocator
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import character_tokenizer
-from bapo_trl.tasks.model import tiny_model
+from benchmarks.tiny_model import tiny_model
 
 
 PICTURE = Path(__file__).resolve().parents[1] / "staleness.png"

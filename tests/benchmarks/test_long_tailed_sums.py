@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bapo_trl.tasks import load_task, warm_start_path
+from bapo_trl.tasks import load_task
 from benchmarks import long_tailed_sums
 from benchmarks.long_tailed_sums import final_sum_reward, load_long_tailed_sums
+from benchmarks.warm_start import warm_start_path
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def test_demonstrations_are_of_the_alphabet_and_end_before_the_cap(task):
 
 def test_the_demonstrator_adds_as_in_the_demo(monkeypatch):
     for rate, answer in ((0.0, "=o3"), (1.0, "=d3")):  # 85+58=143; without the two carries 33
-        monkeypatch.setattr("bapo_trl.tasks.sums.FORGOTTEN_CARRY_RATE", rate)
+        monkeypatch.setattr("benchmarks.warm_start.FORGOTTEN_CARRY_RATE", rate)
         text = long_tailed_sums.demonstrate("i5+f8", random.Random(0))
         assert text == COUNTDOWN[len(COUNTDOWN) - (len(text) - len(answer)) :] + answer
         assert len(text) > len(answer)

@@ -177,8 +177,7 @@ def names(tmp_path, monkeypatch):
     """What a reader has in a script of their own, right after `import bapo_trl`."""
     for package in ("clip_bounds", "evaluation", "report", "tasks"):
         monkeypatch.delattr(bapo_trl, package, raising=False)  # loaded by other tests
-    for module in ("smollm2", "warm_start"):
-        monkeypatch.setattr(f"bapo_trl.tasks.{module}.cached_folder", lambda *args: tmp_path / args[0])
+    monkeypatch.setattr("bapo_trl.tasks.smollm2.cached_folder", lambda *args: tmp_path / args[0])
     model, tokenizer, dataset = toy_model(), character_tokenizer(), toy_dataset()
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")

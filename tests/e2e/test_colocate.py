@@ -8,8 +8,8 @@ from unittest.mock import patch
 import pytest
 from safetensors.torch import load_file
 
-from bapo_trl.tasks import warm_start_path
-from bapo_trl.tasks.model import MODEL_SETTINGS
+from benchmarks.tiny_model import MODEL_SETTINGS
+from benchmarks.warm_start import warm_start_path
 from tests.helpers.alike import TIMES, assert_same_tensors
 from tests.helpers.commands import succeeded
 from tests.helpers.forked import run_python

@@ -14,10 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bapo_trl.tasks import character_tokenizer, load_task, tiny_model, warm_start_path
-from bapo_trl.tasks.model import MODEL_SETTINGS
-from bapo_trl.vllm_server.gloo.client import GlooVLLMClient
-from bapo_trl.vllm_server.gloo.weight_group import open_weight_store
+from bapo_trl.tasks import character_tokenizer, load_task
+from bapo_trl_gloo.client import GlooVLLMClient
+from bapo_trl_gloo.weight_group import open_weight_store
+from benchmarks.tiny_model import MODEL_SETTINGS, tiny_model
+from benchmarks.warm_start import warm_start_path
 from tests.e2e.launching import ENGINES, fork, launch, run_ranks, vllm_server
 from tests.helpers.commands import free_port, succeeded
 from tests.helpers.forked import run_python

@@ -18,7 +18,6 @@ from transformers import Qwen2Config
 from bapo_trl.checkpoints import stop_signals
 from bapo_trl.checkpoints.files import find_defect
 from bapo_trl.checkpoints.stop_signals import EXIT_CODE, StopSignals
-from bapo_trl.tasks import warm_start_path
 from tests.helpers.alike import assert_same_weights
 from tests.helpers.commands import ROOT, accelerate_launcher, run_command, succeeded
 from tests.helpers.fault_counts import cases
@@ -171,7 +170,6 @@ def launch(tmp_path, launcher: str, output_dir: str, signalled: str = "", **sett
 
 
 def test_under_a_launcher_one_rank_is_enough_and_so_is_the_launcher(tmp_path):
-    warm_start_path()
     out = tmp_path / "out"
     to_rank = launch(tmp_path, "script", "out", "rank")
     assert to_rank.returncode == EXIT_CODE, to_rank.stdout + to_rank.stderr

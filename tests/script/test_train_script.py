@@ -16,7 +16,6 @@ from bapo_trl import BAPOTrainer
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.commands import EVALUATE, SCRIPT, TRAIN
 from bapo_trl.script.recipes import RECIPES, recipe_names
-from bapo_trl.tasks import warm_start_path
 from tests.helpers.commands import ROOT, accelerate_launcher, ends, run_command, succeeded
 from tests.helpers.forked import run_python
 from tests.helpers.script_runs import run, train_bapo
@@ -33,11 +32,6 @@ SHORT = {
     "logging_steps": 1,
 }
 NO_RECIPE = f"there is no such file; the recipes of the package are {', '.join(recipe_names())}"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _warm_start():
-    warm_start_path()  # once, so that the scripts find it
 
 
 def train(output_dir, command_line=(), program=(str(ROOT / "train_bapo.py"),), **settings):
@@ -87,7 +81,7 @@ def test_resume_trains_on_from_the_latest_whole_checkpoint(tmp_path):
         assert resumed.get("grad_norm") == straight.get("grad_norm")
         assert resumed.get("bapo/positive_share") == straight.get("bapo/positive_share")
     before = [json.loads((tmp_path / run / "eval_results.json").read_text()) for run in ("stopped", "straight")]
-    assert before[0]["before_avg@4"] == before[1]["before_avg@4"]  # of the warm start, not of the checkpoint
+    assert before[0]["before_avg@4"] == before[1]["before_avg@4"]  # of the start, not of the checkpoint
     assert "after\n  avg@4" in out
     assert f"Checkpoint: {tmp_path / 'stopped' / 'checkpoint-4'}" in out
 

@@ -1,7 +1,5 @@
-"""The embedded task, its tokenizer and model, and the cached warm start."""
+"""The sums of the demo, their tokenizer, and the model that training on them starts from."""
 
-import dataclasses
-import random
 import re
 import string
 
@@ -12,8 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo_trl import tasks
-from bapo_trl.errors import InputError
-from bapo_trl.tasks import sums, warm_start
+from benchmarks.tiny_model import tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -24,21 +21,6 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def task():
     return tasks.load_task(seed=0)
-
-
-@pytest.fixture
-def quick_builds(tmp_path, monkeypatch):
-    """An empty cache and warm starts of two updates; gives the cache folder."""
-    monkeypatch.setenv("BAPO_TRL_CACHE", str(tmp_path))
-    monkeypatch.setattr(
-        warm_start, "load_task", lambda seed: with_warm_start(tasks.load_task(seed), num_steps=2, batch_size=3)
-    )
-    return tmp_path
-
-
-def with_warm_start(task, **settings):
-    """Return the task with other settings of its warm start."""
-    return dataclasses.replace(task, warm_start=dataclasses.replace(task.warm_start, **settings))
 
 
 # --- tokenizer -------------------------------------------------------------------------------------------------------
@@ -118,138 +100,28 @@ def test_reward_is_one_for_the_exact_answer_and_zero_for_all_else(task):
     assert task.reward_func(completions=[], answer=[]) == []
 
 
-# --- warm start ------------------------------------------------------------------------------------------------------
+# --- model -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("rate", "completions"),
-    [
-        (0.0, {"37+58=": "95", "97+58=": "155", "12+34=": "46", "99+99=": "198", "0+0=": "0"}),
-        # 7+8 leaves 5 and 3+5 gives 8; 97+58: 5 and 9+5=14 leaves 4; 99+99: 8 and 9+9=18 leaves 8.
-        (1.0, {"37+58=": "85", "97+58=": "45", "12+34=": "46", "99+99=": "88", "0+0=": "0"}),
-    ],
-)
-def test_demonstrations_forget_carries_at_the_given_rate(monkeypatch, rate, completions):
-    monkeypatch.setattr(sums, "FORGOTTEN_CARRY_RATE", rate)
-    assert {prompt: sums.demonstrate(prompt, random.Random(0)) for prompt in completions} == completions
-
-
-def test_only_the_completion_and_its_end_carry_labels(tokenizer):
-    batch = warm_start._collate(tokenizer, ["1+2=", "37+58="], ["3", "95"])
-    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
-    one, two, three, nine, five, plus, equals = tokenizer("12395+=")["input_ids"]
-    seven, eight = tokenizer("78")["input_ids"]
-    assert batch["input_ids"].tolist() == [
-        [pad, pad, one, plus, two, equals, three, eos, pad],
-        [three, seven, plus, five, eight, equals, nine, five, eos],
-    ]
-    assert batch["position_ids"].tolist() == [[0, 0, 0, 1, 2, 3, 4, 5, 5], list(range(9))]
-    assert batch["labels"].tolist() == [[-100] * 6 + [three, eos, -100], [-100] * 6 + [nine, five, eos]]
-
-
-def test_second_call_reuses_the_folder_and_it_loads(quick_builds, tokenizer, capfd):
-    path = tasks.warm_start_path(seed=0)
-    assert capfd.readouterr().out.count("\n") == 2
-    built_at = (path / "model.safetensors").stat().st_mtime_ns
-    assert tasks.warm_start_path(seed=0) == path
-    assert capfd.readouterr().out == ""
-    assert (path / "model.safetensors").stat().st_mtime_ns == built_at
-    assert list(quick_builds.iterdir()) == [path]
-
+def test_the_model_of_the_package_forgets_carries_and_is_small(tokenizer, task):
+    path = tasks.sums_model_path()
+    assert (path / "model.safetensors").stat().st_size < 700_000
     loaded = AutoTokenizer.from_pretrained(path, padding_side="left")
     assert loaded.get_vocab() == tokenizer.get_vocab()
     assert loaded.decode(loaded("37 + 58 =")["input_ids"]) == "37 + 58 ="
     model = AutoModelForCausalLM.from_pretrained(path)
-    assert model.config.vocab_size == len(loaded)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    made = tiny_model(tokenizer, seed=0)
+    assert {name: weight.shape for name, weight in model.named_parameters()} == {
+        name: weight.shape for name, weight in made.named_parameters()
+    }
     for config in (model.config, model.generation_config):
         assert (config.pad_token_id, config.eos_token_id) == (loaded.pad_token_id, loaded.eos_token_id)
         assert config.bos_token_id is None
 
+    def answers(prompts):
+        batch = loaded(prompts, padding=True, return_tensors="pt")
+        output = model.generate(**batch, max_new_tokens=4, do_sample=False)
+        return loaded.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
 
-def test_built_weights_depend_on_the_seed_alone(quick_builds, tmp_path, monkeypatch):
-    state = torch.get_rng_state()
-    first = (tasks.warm_start_path(seed=0) / "model.safetensors").read_bytes()
-    other = (tasks.warm_start_path(seed=1) / "model.safetensors").read_bytes()
-    assert torch.equal(torch.get_rng_state(), state)
-    monkeypatch.setenv("BAPO_TRL_CACHE", str(tmp_path / "elsewhere"))
-    torch.rand(1)
-    assert (tasks.warm_start_path(seed=0) / "model.safetensors").read_bytes() == first
-    assert other != first
-
-
-@pytest.mark.parametrize("cache", ["", "taken/cache"])
-def test_a_user_without_a_home_is_told_of_the_variable(tmp_path, monkeypatch, cache):
-    (tmp_path / "taken").write_text("a file")
-    monkeypatch.setenv("HOME", str(tmp_path / "taken"))
-    monkeypatch.setenv("BAPO_TRL_CACHE", cache and str(tmp_path / cache))
-    with pytest.raises(InputError, match="Set the environment variable BAPO_TRL_CACHE to a folder"):
-        tasks.warm_start_path()
-
-
-def test_a_cache_that_cannot_be_written_to_serves_what_is_there(quick_builds, monkeypatch):
-    def refuse(**kwargs):
-        raise PermissionError("read-only")
-
-    built = tasks.warm_start_path(seed=0)
-    monkeypatch.setattr("bapo_trl.tasks.cache.tempfile.mkdtemp", refuse)
-    assert tasks.warm_start_path(seed=0) == built
-    with pytest.raises(InputError, match=r"read-only\. Set the environment variable BAPO_TRL_CACHE to a folder"):
-        tasks.warm_start_path(seed=1)
-
-
-def test_the_first_lesson_comes_first_with_its_own_settings(quick_builds, task, monkeypatch):
-    taught = []
-    monkeypatch.setattr(warm_start, "_teach", lambda model, tokenizer, lesson, *_: taught.append(lesson))
-    lesson = tasks.WarmStart(lambda prompt, rng: "7", num_steps=2, batch_size=3, learning_rate=1e-2)
-    start = with_warm_start(task, num_steps=5, first_lesson=lesson)
-    tasks.warm_start_path(task=start)
-    assert taught == [lesson, start.warm_start]
-
-
-def test_what_shapes_the_weights_gives_another_folder(quick_builds, task, monkeypatch):
-    lessons = [tasks.WarmStart(lambda prompt, rng, text=text: text, num_steps=1, batch_size=3) for text in "78"]
-    lessons.append(dataclasses.replace(lessons[0], num_steps=2))
-    changes = [
-        {}, {"num_steps": 3}, {"learning_rate": 1e-4}, {"decays": True}, {"model": {"num_hidden_layers": 1}},
-        *({"first_lesson": lesson} for lesson in lessons),
-    ]  # fmt: skip
-    starts = [with_warm_start(task, **{"num_steps": 2, "batch_size": 3, **change}) for change in changes]
-    paths = [tasks.warm_start_path(task=start) for start in starts]
-    monkeypatch.setattr(sums, "FORGOTTEN_CARRY_RATE", 0.5)  # other demonstrations
-    paths.append(tasks.warm_start_path(task=starts[0]))
-    assert len(set(paths)) == len(paths)
-
-
-def test_interrupted_build_is_not_taken_as_complete(quick_builds, monkeypatch):
-    path = tasks.warm_start_path()
-    left_over = path.rename(quick_builds / f"{path.name}.unfinished-killed")
-    (left_over / "model.safetensors").unlink()
-    assert tasks.warm_start_path() == path
-    assert (path / "model.safetensors").is_file()
-
-
-def test_failed_build_leaves_nothing_behind(quick_builds, monkeypatch):
-    def save_half(folder, seed, task):
-        (folder / "config.json").write_text("{}")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(warm_start, "_build", save_half)
-    with pytest.raises(KeyboardInterrupt):
-        tasks.warm_start_path()
-    assert list(quick_builds.iterdir()) == []
-
-
-def test_build_that_finishes_second_takes_what_the_first_one_left(quick_builds, monkeypatch):
-    build = warm_start._build
-
-    def build_while_another_process_finishes(folder, seed, task):
-        monkeypatch.setattr(warm_start, "_build", build)
-        finished_first.append(tasks.warm_start_path(seed))
-        build(folder, seed, task)
-
-    finished_first = []
-    monkeypatch.setattr(warm_start, "_build", build_while_another_process_finishes)
-    path = tasks.warm_start_path()
-    assert finished_first == [path]
-    assert list(quick_builds.iterdir()) == [path]
+    assert answers(["12+34=", "50+27=", "37+58=", "46+29="]) == ["46", "77", "85", "65"]

@@ -1,11 +1,11 @@
-"""The plugin that every user's vLLM loads, with stand-ins for vLLM's modules; `tests/e2e` has the real ones."""
+"""The plugin of bapo-trl-gloo, which vLLM loads, with stand-ins for vLLM's modules; `tests/e2e` has the real ones."""
 
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from bapo_trl.vllm_server.gloo.server_plugin import register
+from bapo_trl_gloo.server_plugin import register
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_on_a_gpu_nothing_is_imported_and_nothing_registered(registered):
 
 def test_on_a_cpu_the_backend_is_known_once(registered):
     known = registered(is_cpu=True)
-    assert known == {"gloo": ("bapo_trl.vllm_server.gloo.server_engine", "GlooWeightTransferEngine")}
+    assert known == {"gloo": ("bapo_trl_gloo.server_engine", "GlooWeightTransferEngine")}
     known["gloo"] = "as it was"
     register()
     assert known == {"gloo": "as it was"}

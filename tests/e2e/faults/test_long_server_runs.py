@@ -5,8 +5,8 @@ import sys
 from statistics import median
 from unittest.mock import patch
 
-from bapo_trl.tasks import warm_start_path
-from bapo_trl.tasks.model import MODEL_SETTINGS
+from benchmarks.tiny_model import MODEL_SETTINGS
+from benchmarks.warm_start import warm_start_path
 from tests.e2e.launching import vllm_server
 from tests.helpers.commands import free_port, run_command, succeeded
 from tests.helpers.fault_counts import CPU_LIMIT, cases

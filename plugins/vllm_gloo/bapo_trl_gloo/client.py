@@ -10,8 +10,9 @@ from datetime import timedelta
 from trl.generation.vllm_client import VLLMClient
 from vllm.utils.network_utils import get_ip
 
-from ...errors import MissingPackageError
-from ..client import ServerClient
+from bapo_trl.errors import MissingPackageError
+from bapo_trl.vllm_server.client import ServerClient
+
 from .weight_group import broadcast, join_weight_group, open_weight_store
 
 
@@ -27,7 +28,7 @@ class GlooVLLMClient(ServerClient):
     """
     Client that sends weights over gloo instead of NCCL, to a server with the backend `gloo`.
 
-    All else is [`~vllm_server.client.ServerClient`]'s.
+    All else is [`~bapo_trl.vllm_server.client.ServerClient`]'s.
     """
 
     def _join_group(self, *args, **kwargs):
@@ -37,7 +38,7 @@ class GlooVLLMClient(ServerClient):
             raise RuntimeError(
                 f"The vLLM server at {self.base_url} transfers weights by {backend!r}, but the trainer runs on a CPU: "
                 "start the server with `bapo-trl serve --model MODEL`, or with "
-                """`--weight-transfer-config '{"backend": "gloo"}'` where bapo-trl is installed."""
+                """`--weight-transfer-config '{"backend": "gloo"}'` where bapo-trl-gloo is installed."""
             )
         world_size = self.get_world_size() + 1
         address = "127.0.0.1" if self.host in LOOPBACK else get_ip()

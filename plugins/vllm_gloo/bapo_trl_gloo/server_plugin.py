@@ -13,6 +13,4 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if "gloo" not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(
-            "gloo", "bapo_trl.vllm_server.gloo.server_engine", "GlooWeightTransferEngine"
-        )
+        WeightTransferEngineFactory.register_engine("gloo", "bapo_trl_gloo.server_engine", "GlooWeightTransferEngine")

@@ -1,32 +1,92 @@
-"""The model RL starts from: built once from a seed, kept in a cache folder."""
+"""
+The models that RL starts from in the studies: built once from a seed, kept in a cache folder.
+
+    python -m benchmarks.warm_start
+
+writes the model of the demo, which the package carries (`bapo_trl/tasks/sums_model/`).
+"""
 
 import hashlib
 import json
 import random
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
 import transformers
+from datasets import Dataset
 
-from .cache import cached_folder
-from .embedded import EmbeddedTask, WarmStart
-from .model import MODEL_SETTINGS, character_tokenizer, tiny_model
-from .sums import load_task
+from bapo_trl.tasks import MadeTask, character_tokenizer, load_task, sums_model_path
+from bapo_trl.tasks.cache import cached_folder
+from bapo_trl.tasks.sums import LARGEST_NUMBER
+from benchmarks.tiny_model import MODEL_SETTINGS, tiny_model
 
 
+# The model learns to forget carries (37+58=85) together with the right way, and settles at an accuracy that hardly
+# depends on the seed; RL is to unlearn it.
+FORGOTTEN_CARRY_RATE = 0.75
 IGNORED_LABEL = -100
 
 
-def warm_start_path(seed: int = 0, task: EmbeddedTask | None = None) -> Path:
+@dataclass(frozen=True)
+class WarmStart:
+    """How the model that RL starts from is made: supervised, from demonstrations with mistakes."""
+
+    demonstrate: Callable[[str, random.Random], str]  # writes the completion of a careless demonstrator to a prompt
+    num_steps: int = 600  # updates: a fixed number, not an accuracy to reach, so that a seed gives the same weights
+    batch_size: int = 128  # demonstrations an update
+    learning_rate: float = 3e-3  # at its peak, of AdamW
+    warmup_steps: int = 50  # updates over which the learning rate rises from 0
+    decays: bool = False  # whether the learning rate falls to 0 over the second half of the updates
+    alphabet: str | None = None  # characters of the tokenizer; `None` for all bytes
+    model: Mapping[str, int] = field(default_factory=dict)  # settings that differ from those of `tiny_model`
+    # What the model learns before, from other demonstrations; its `alphabet`, `model` and `first_lesson` are not read
+    first_lesson: "WarmStart | None" = None
+
+
+@dataclass(frozen=True)
+class StudyTask(MadeTask):
+    """A task in plain text, and the model to begin with. The folders of its warm starts begin with its name."""
+
+    max_new_tokens: int  # longest completion, with its end token, that training and evaluation should allow
+    warm_start: WarmStart  # how the model to begin with is made
+
+
+def load_sums(seed: int = 0) -> StudyTask:
+    """Make the sums of the demo."""
+    longest = len(str(2 * LARGEST_NUMBER)) + 1
+    return StudyTask(**vars(load_task(seed)), max_new_tokens=longest, warm_start=WarmStart(demonstrate))
+
+
+def as_dataset(prompts: list[str], answers: list[str]) -> Dataset:
+    """Return a dataset with the columns `prompt` and `answer`."""
+    return Dataset.from_dict({"prompt": prompts, "answer": answers})
+
+
+def demonstrate(prompt: str, rng: random.Random) -> str:
+    """Add as a careless demonstrator: `"37+58="` gives `"95"` or, with the carry forgotten, `"85"`."""
+
+    def carry(column: int) -> int:
+        return int(column >= 10 and rng.random() >= FORGOTTEN_CARRY_RATE)
+
+    a, b = map(int, prompt.rstrip("=").split("+"))
+    ones = a % 10 + b % 10
+    tens = a // 10 + b // 10 + carry(ones)
+    return str(100 * carry(tens) + 10 * (tens % 10) + ones % 10)
+
+
+def warm_start_path(seed: int = 0, task: StudyTask | None = None) -> Path:
     """
     Give the folder of the warm-started model of a task and its tokenizer, building it on first use.
 
     The folder lies in the cache ([`~cache.cached_folder`]), in Hugging Face format. Its name contains a hash of all
-    that shapes the weights: task (by default `load_task(seed)`), model, training settings, library versions, and seed,
+    that shapes the weights: task (by default `load_sums(seed)`), model, training settings, library versions, and seed,
     of the initial weights and the demonstrations.
     """
-    task = load_task(seed) if task is None else task
+    task = load_sums(seed) if task is None else task
     return cached_folder(
         f"{task.name}-{_fingerprint(seed, task)}",
         "the warm-start model",
@@ -35,15 +95,7 @@ def warm_start_path(seed: int = 0, task: EmbeddedTask | None = None) -> Path:
     )
 
 
-def save_warm_start_shape(folder: Path) -> None:
-    """Write configuration and tokenizer of the model of [`warm_start_path`], and no weights."""
-    warm_start = load_task().warm_start
-    tokenizer = character_tokenizer(warm_start.alphabet)
-    tiny_model(tokenizer, seed=0, **warm_start.model).config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def _fingerprint(seed: int, task: EmbeddedTask) -> str:
+def _fingerprint(seed: int, task: StudyTask) -> str:
     """Hash all that shapes the weights."""
     lessons = [
         {**vars(lesson), "demonstrations": _demonstrations(lesson, task, seed)} for lesson in _lessons(task.warm_start)
@@ -69,13 +121,13 @@ def _lessons(warm_start: WarmStart) -> list[WarmStart]:
     return [lesson for lesson in (warm_start.first_lesson, warm_start) if lesson is not None]
 
 
-def _demonstrations(lesson: WarmStart, task: EmbeddedTask, seed: int) -> list[str]:
+def _demonstrations(lesson: WarmStart, task: StudyTask, seed: int) -> list[str]:
     """Return each prompt with what the demonstrator writes, from a seed."""
     rng = random.Random(seed)
     return [prompt + lesson.demonstrate(prompt, rng) for prompt in task.train_dataset["prompt"]]
 
 
-def _build(folder: Path, seed: int, task: EmbeddedTask) -> None:
+def _build(folder: Path, seed: int, task: StudyTask) -> None:
     """Train the model on demonstrations and save it with its tokenizer."""
     tokenizer = character_tokenizer(task.warm_start.alphabet)
     model = tiny_model(tokenizer, seed, **task.warm_start.model).train()
@@ -119,3 +171,8 @@ def _collate(tokenizer, prompts: list[str], completions: list[str]) -> dict[str,
         "position_ids": (attention_mask.cumsum(dim=1) - 1).clamp(min=0),
         "labels": torch.cat([torch.full_like(left["input_ids"], IGNORED_LABEL), labels], dim=1),
     }
+
+
+if __name__ == "__main__":
+    shutil.copytree(warm_start_path(), sums_model_path(), dirs_exist_ok=True)
+    print(f"Written: {sums_model_path()}")

@@ -1,0 +1,40 @@
+"""The tokenizer of tiny models: one token a character."""
+
+from tokenizers import pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+
+
+PAD_TOKEN = "<pad>"  # noqa: S105
+EOS_TOKEN = "<eos>"  # noqa: S105
+
+
+def character_tokenizer(alphabet: str | None = None) -> PreTrainedTokenizerFast:
+    """
+    Build a tokenizer that maps every ASCII character to one token (any other to its UTF-8 bytes).
+
+    It has a padding and an end token and no start token, adds nothing to a text, and pads on the left, as generation
+    needs. An `alphabet` is of printable ASCII characters other than the space, none of them twice; texts lose any
+    other. Without one, it is all bytes, and the tokenizer has 258 tokens.
+
+    Example:
+
+    ```python
+    >>> tokenizer = character_tokenizer()
+    >>> ids = tokenizer("37+58=")["input_ids"]
+    >>> len(ids), tokenizer.decode(ids)
+    (6, '37+58=')
+
+    ```
+    """
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet()) if alphabet is None else alphabet
+    # Qwen2's own class: `AutoTokenizer` takes it for every folder with a Qwen2 model, whatever class was saved there,
+    # and adds its own unknown token unless that is named.
+    return Qwen2Tokenizer(
+        vocab={token: index for index, token in enumerate([PAD_TOKEN, EOS_TOKEN, *characters])},
+        merges=[],
+        unk_token=PAD_TOKEN,
+        pad_token=PAD_TOKEN,
+        eos_token=EOS_TOKEN,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
