@@ -14,7 +14,6 @@ from transformers.trainer_utils import has_length
 
 from .advice import advice_line
 from .bapo_config import BAPOConfig, check_unchanged, own_settings
-from .checkpoints.hub_pushes import make_pushes
 from .checkpoints.log_window import make_log_window
 from .checkpoints.rank_errors import raising_on_all_ranks
 from .checkpoints.ref_model import load_ref_model, save_ref_model
@@ -37,7 +36,7 @@ from .policy.staleness import staleness_line
 from .replay.checkpoint import is_queue_file
 from .replay.mixer import make_replay
 from .reward_sums import best_of_k
-from .rollouts.checkpoint import check_no_pool, is_pool_file
+from .rollouts.checkpoint import check_no_pool
 from .rollouts.handover import finish_groups, is_trained_to_its_end, make_rounds, token_cap
 from .rollouts.rounds import RolloutBatch
 from .upstream import fixes, trl_compat
@@ -205,7 +204,6 @@ class BAPOTrainer(WholeCheckpoints):
         fixes.reset_grpo_state(self)
         self._log_window = make_log_window(self)
         self._settings = own_settings(self.args)
-        self._pushes = make_pushes(self, lambda file: is_queue_file(file) or is_pool_file(file))
         self._has_random_forward = has_random_forward(self.model, self.args.neftune_noise_alpha)
         self._has_saved = self._has_loaded_queue = False
         self._probes_padding = self.args.uses_replay or self.args.uses_partial_rollouts
@@ -507,11 +505,3 @@ class BAPOTrainer(WholeCheckpoints):
 
     def _rewrite_model_card(self, model_name, dataset_name):
         rewrite_card(self, model_name, dataset_name)
-
-    def _folder_to_push(self, checkpoint):
-        return checkpoint if self._pushes is None else self._pushes.folder_to_push(checkpoint, self.push_in_progress)
-
-    def _finish_current_push(self, *args, **kwargs):
-        super()._finish_current_push(*args, **kwargs)
-        if self._pushes is not None:
-            self._pushes.remove_links()

@@ -76,7 +76,7 @@ CHECKPOINTS = (
     Mutant("WholeCheckpoints._save_checkpoint", "write_manifest(unfinished)", "pass"),
     Mutant("WholeCheckpoints._save_checkpoint", "self._last_checkpoint = folder", "pass"),
     Mutant("WholeCheckpoints.checkpoint_to_resume", "key=step_of, reverse=True", "key=step_of"),
-    Mutant("WholeCheckpoints.save_for_resume", "self._restore_random_states()", "pass"),
+    Mutant("WholeCheckpoints.save_for_resume", "torch.set_rng_state(self._random_state)", "pass"),
     Mutant("_rotate", "for path in (newest, best) if", "for path in (newest,) if"),
     Mutant("_finish_replacement", "os.rename(new, folder)", "pass"),
     Mutant("flush_tree", "pool.map(flush, (*Path(folder)", "pool.map(str, (*Path(folder)"),
