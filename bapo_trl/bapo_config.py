@@ -175,16 +175,6 @@ class BAPOConfig(GRPOConfig):
         metadata={"help": "Whether a resumed run starts with an empty queue, whatever the checkpoint holds."},
     )
 
-    # Parameters that control what goes to the Hub
-    hub_push_samples: bool = field(
-        default=True,
-        metadata={
-            "help": "Whether `hub_strategy` 'checkpoint' and 'all_checkpoints' upload the replay queue and the "
-            "unfinished rollouts, with the prompts and completions in them. A run that goes on from a checkpoint "
-            "without them starts with none."
-        },
-    )
-
     # Parameters of the partial rollouts
     partial_rollout_oversampling: float = field(
         default=1.0,

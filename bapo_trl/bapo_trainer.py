@@ -25,7 +25,6 @@ from .batch.policy_loss import (
 )
 from .batch.samples import attach_version, versions_of
 from .checkpoints.curves import CURVES_FILE, load_curves, save_curves
-from .checkpoints.hub_pushes import make_pushes
 from .checkpoints.log_window import make_log_window
 from .checkpoints.rank_errors import raising_on_all_ranks
 from .checkpoints.ref_model import load_ref_model, save_ref_model
@@ -45,7 +44,7 @@ from .model_card import rewrite_card
 from .replay.checkpoint import is_queue_file
 from .replay.mixer import make_replay
 from .reward_sums import best_of_k
-from .rollouts.checkpoint import check_no_pool, is_pool_file
+from .rollouts.checkpoint import check_no_pool
 from .rollouts.injected import InjectedRollouts
 from .rollouts.trainer_parts import Generation, finish_groups, make_rounds, token_cap
 from .staleness import staleness_line
@@ -214,7 +213,6 @@ class BAPOTrainer(WholeCheckpoints):
         fixes.reset_grpo_state(self)
         self._log_window = make_log_window(self)
         self._settings = own_settings(self.args)
-        self._pushes = make_pushes(self, lambda file: is_queue_file(file) or is_pool_file(file))
         self._has_random_forward = has_random_forward(self.model, self.args.neftune_noise_alpha)
         self._has_saved = False
         self._probes_padding = self.args.uses_replay or self.args.uses_partial_rollouts
@@ -585,11 +583,3 @@ class BAPOTrainer(WholeCheckpoints):
 
     def _rewrite_model_card(self, model_name, dataset_name):
         rewrite_card(self, model_name, dataset_name)
-
-    def _folder_to_push(self, checkpoint):
-        return checkpoint if self._pushes is None else self._pushes.folder_to_push(checkpoint, self.push_in_progress)
-
-    def _finish_current_push(self, *args, **kwargs):
-        super()._finish_current_push(*args, **kwargs)
-        if self._pushes is not None:
-            self._pushes.remove_links()

@@ -130,7 +130,6 @@ def test_warns_that_whole_checkpoints_on_the_hub_hold_samples():
     assert not warns(replay_fraction=0)
     assert warns(replay_fraction=0, partial_rollout_oversampling=1.5, steps_per_generation=2)
     assert not warns(save_only_model=True)
-    assert not warns(hub_push_samples=False)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,10 @@
 
 import errno
 import json
-import multiprocessing
 import os
 import shutil
 import signal
 import sys
-import threading
 import warnings
 from pathlib import Path
 
@@ -20,9 +18,8 @@ from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.checkpoints import run_lock
-from bapo_trl.checkpoints.files import MANIFEST, find_defect, step_of, write_manifest
-from bapo_trl.checkpoints.run_lock import LOCK, RunLock
+from bapo_trl.checkpoints.files import MANIFEST, find_defect, write_manifest
+from bapo_trl.checkpoints.run_lock import LOCK
 from bapo_trl.checkpoints.stop_signals import StopSignals
 from bapo_trl.checkpoints.whole import UNFINISHED, _rotate
 from bapo_trl.errors import InputError
@@ -30,7 +27,7 @@ from bapo_trl.replay.checkpoint import FILES
 from tests.helpers.alike import assert_same_tensors
 from tests.helpers.commands import run_command, succeeded
 from tests.helpers.forked import run_python
-from tests.helpers.hub import Hub, push_to_stand_in
+from tests.helpers.hub import push_to_stand_in
 from tests.helpers.save_events import Start, names
 from tests.helpers.toy import InUpdate, terminate, toy_dataset, toy_run, toy_trainer, training_logs
 from tests.replay.test_mixer import REPLAY
@@ -134,25 +131,6 @@ def test_all_files_are_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, 
     assert str(tmp_path) in flushed  # after the last rename
 
 
-def test_large_files_go_to_the_disk_while_others_are_written(tmp_path, monkeypatch):
-    fsync, save, flushed = os.fsync, torch.save, threading.Event()
-
-    def watched_fsync(descriptor):
-        fsync(descriptor)
-        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("checkpoint-2/model.safetensors"):
-            flushed.set()
-
-    def waiting_save(content, path, *args, **kwargs):
-        assert flushed.wait(30) or not str(path).endswith("optimizer.pt")
-        save(content, path, *args, **kwargs)
-
-    monkeypatch.setattr("bapo_trl.checkpoints.files._EARLY_BYTES", 1)
-    monkeypatch.setattr("os.fsync", watched_fsync)
-    monkeypatch.setattr("torch.save", waiting_save)
-    saved(tmp_path, max_steps=2)
-    assert find_defect(tmp_path / "checkpoint-2") is None
-
-
 def test_true_takes_the_newest_whole_checkpoint_and_names_what_it_skips(run, recwarn):
     (run / "checkpoint-6" / "rng_state.pth").unlink()
     cut_in_half(run / "checkpoint-4" / "optimizer.pt")
@@ -165,18 +143,6 @@ def test_true_takes_the_newest_whole_checkpoint_and_names_what_it_skips(run, rec
         f"checkpoint-4 is not whole and was skipped: {skipped[2].split('skipped: ')[1]}",
     ]
     assert "optimizer.pt has" in skipped[2]
-
-
-def test_true_names_a_checkpoint_of_another_branch(run):
-    for folder in run.glob("checkpoint-*"):  # as a copy has any times
-        os.utime(folder / "trainer_state.json", (0, -step_of(folder.name)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "`gradient_checkpointing` is deprecated", FutureWarning)  # TRL's default
-        assert resume(run, True) == 6
-    saved(run, resume_from=str(run / "checkpoint-2"), max_steps=4)
-    with pytest.warns(UserWarning, match="checkpoint-8 is resumed, which does not go on from checkpoint-4"):
-        assert resume(run, True, max_steps=10) == 8
 
 
 def test_a_learning_rate_that_a_checkpoint_does_not_take_is_told_of(run):
@@ -412,17 +378,15 @@ def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch):
         assert saved(tmp_path, max_steps=2).state.global_step == 2
 
 
-def test_folders_that_are_not_ours_stay(tmp_path, monkeypatch, hub):
+def test_folders_that_are_not_ours_stay(tmp_path, monkeypatch):
     """Where the run's folder is the user's own: also with names that are alike."""
     mine = ["_unfinished/novel.txt", "_unfinished-0123abcd/novel.txt", "_unfinished-draft/checkpoint-4/novel.txt"]
-    for file in (*mine, "_to_push/novel.txt"):
+    for file in mine:
         (tmp_path / file).parent.mkdir(parents=True)
         (tmp_path / file).touch()
     monkeypatch.chdir(tmp_path)
-    args = {"push_to_hub": True, "hub_strategy": "checkpoint", "hub_push_samples": False}
-    toy_run(".", **{**SAVING, **args, "max_steps": 2})
+    toy_run(".", **{**SAVING, "max_steps": 2})
     assert all((tmp_path / file).exists() for file in mine)
-    assert names(tmp_path / "_to_push") == {"novel.txt"}
 
 
 def test_a_checkpoint_of_an_earlier_run_is_replaced_as_a_whole(run):
@@ -606,106 +570,6 @@ def test_a_run_that_a_signal_stops_pushes_nothing_more(tmp_path, hub, update, pu
     assert (tmp_path / f"checkpoint-{update}").is_dir()
     assert [name for _, name, _ in hub.uploads if name is not None] == [f"checkpoint-{each}" for each in pushed]
     assert len(hub.uploads) == 2 * len(pushed)
-
-
-def test_a_child_that_outlives_a_run_does_not_hold_its_folder(tmp_path):
-    """As the workers of a data loader may, after their trainer was killed."""
-    processes = multiprocessing.get_context("fork")
-    begun = processes.Event()
-    child = processes.Process(target=lambda: (begun.set(), signal.pause()), daemon=True)
-    assert RunLock(str(tmp_path)).acquire() is None
-    child.start()
-    assert begun.wait(60)
-    assert RunLock(str(tmp_path)).acquire() is not None
-    run_lock._let_go_in_a_child()  # what the kernel does for the holder, when it is killed
-    after = RunLock(str(tmp_path))
-    refusal = after.acquire()
-    child.kill()
-    child.join()
-    assert refusal is None
-    after.release()
-
-
-def test_a_push_leaves_the_samples_out_and_a_run_goes_on_from_what_is_pushed(tmp_path, hub):
-    copies = tmp_path / "hub"
-
-    def upload_folder(*, folder_path, path_in_repo=None, ignore_patterns=(), **kwargs):
-        ignore = shutil.ignore_patterns(*ignore_patterns)
-        shutil.copytree(folder_path, copies / (path_in_repo or "."), ignore=ignore, dirs_exist_ok=True)
-
-    hub.upload_folder = upload_folder
-    run = {**SAVING, "partial_rollout_oversampling": 1.5, "partial_rollout_chunk_length": 4}
-    kept = {"push_to_hub": True, "hub_strategy": "all_checkpoints", "hub_push_samples": False}
-    toy_run(tmp_path / "run", **run, **kept)
-
-    def samples(folder):
-        return {name for name in names(folder) if name.startswith(("replay_queue", "rollout_pool"))}
-
-    assert [len(samples(tmp_path / "run" / f"checkpoint-{update}")) for update in (2, 4, 6)] == [2, 2, 2]
-    assert not any(samples(folder) for folder in (copies, *copies.glob("checkpoint-*")))
-    assert names(tmp_path / "run" / "checkpoint-4") - samples(tmp_path / "run" / "checkpoint-4") == names(
-        copies / "checkpoint-4"
-    )
-    assert not (copies / "_to_push").exists()
-    assert not (tmp_path / "run" / "_to_push").exists()
-    assert find_defect(tmp_path / "run" / "checkpoint-4") is None  # its own manifest is as it was
-    resumed = toy_trainer(tmp_path / "resumed", **run)
-    with pytest.warns(UserWarning, match="holds no replay queue"):
-        resumed.train(resume_from_checkpoint=str(copies / "checkpoint-4"))
-    assert resumed.state.global_step == 6
-
-
-@pytest.mark.trainings
-def test_settings_of_a_push_are_those_of_when_the_training_begins(tmp_path, hub):
-    with pytest.warns(UserWarning, match="go to the Hub as well"):
-        trainer = toy_trainer(tmp_path / "first", push_to_hub=True, hub_strategy="all_checkpoints", **SAVING)
-    trainer.args.hub_push_samples, trainer.args.output_dir = False, str(tmp_path / "second")
-    trainer.train()
-    taken = [name for _, _, files in hub.uploads for name in files]
-    assert "model.safetensors" in taken
-    assert not any(name.startswith("replay_queue") for name in taken)
-    assert "checkpoint-6" in names(tmp_path / "second")
-    assert "_to_push" not in names(tmp_path / "second")
-
-
-@pytest.mark.trainings
-@pytest.mark.parametrize(
-    ("settings", "linked"),
-    [
-        ({"hub_strategy": "every_save"}, [[], [], []]),
-        ({"hub_strategy": "checkpoint"}, [["checkpoint-2"], ["checkpoint-2"], ["checkpoint-6"]]),
-        (
-            {"hub_strategy": "checkpoint", "hub_always_push": True},
-            [["checkpoint-2"], ["checkpoint-2", "checkpoint-4"], ["checkpoint-6"]],
-        ),
-    ],
-)
-@pytest.mark.parametrize("can_link", [True, False])
-def test_the_links_of_a_push_go_when_it_is_done(tmp_path, monkeypatch, hub, settings, linked, can_link):
-    """The first push takes until the third save; a file system without hard links has copies."""
-
-    def no_link(source, target):
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), target)
-
-    if not can_link:
-        monkeypatch.setattr("os.link", no_link)
-    found = []
-    monkeypatch.setattr(Hub, "jobs", [], raising=False)
-
-    class Look(TrainerCallback):
-        def on_save(self, args, state, control, **kwargs):
-            links = tmp_path / "_to_push"
-            found.append(sorted(names(links)) if links.is_dir() else [])
-
-    args = {"push_to_hub": True, "hub_push_samples": False, "save_total_limit": 1, **settings}
-    trainer = toy_trainer(tmp_path, trainer_args={"callbacks": [Look()]}, **args, **SAVING)
-    monkeypatch.setattr(Hub, "is_done", lambda hub: trainer.state.global_step != 4)
-    trainer.train()
-    assert found == linked
-    assert names(tmp_path) >= {"checkpoint-6"}
-    assert not names(tmp_path) & {"_to_push", "checkpoint-2", "checkpoint-4"}
-    taken = [files for _, path, files in hub.uploads if path is not None]
-    assert not any(name.startswith("replay_queue") for files in taken for name in files)
 
 
 @pytest.mark.parametrize("fails", ["rename", "rmdir"])

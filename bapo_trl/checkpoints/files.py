@@ -1,13 +1,11 @@
 """What the folder of a checkpoint holds, what is missing, what it was saved without; and its way to the disk."""
 
-import contextlib
 import errno
 import json
 import os
 import re
-import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,7 +15,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 
 MANIFEST = "checkpoint_files.json"
-_EARLY_BYTES = 16 * 2**20  # a file that has grown by as many is sent to the disk while it is written
 _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-[0-9]+")
 
 
@@ -156,30 +153,6 @@ def write_manifest(folder: str) -> None:
     files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
     sizes = {path.relative_to(folder).as_posix(): _fresh_size(path) for path in files}
     Path(folder, MANIFEST).write_text(json.dumps(sizes, indent=2) + "\n", encoding="utf-8")
-
-
-@contextlib.contextmanager
-def flush_early(folder: str) -> Iterator[None]:
-    """Send large files below a folder to the disk while they are written: less is left to wait for afterwards."""
-    is_written = threading.Event()
-    flushed: dict[Path, int] = {}
-
-    def flush_what_has_grown():
-        while not is_written.wait(0.02):
-            with contextlib.suppress(OSError):  # all is flushed again, and then an error counts
-                for path in Path(folder).rglob("*"):
-                    size = path.stat().st_size
-                    if size >= flushed.get(path, 0) + _EARLY_BYTES:
-                        flush(path)
-                        flushed[path] = size
-
-    thread = threading.Thread(target=flush_what_has_grown, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_written.set()
-        thread.join()
 
 
 def flush_tree(folder: str) -> None:

@@ -19,39 +19,6 @@ EXIT_CODE = 75
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
 
 
-_taking: list["StopSignals"] = []
-"""Those of this process whose handlers are in place. A child that is forked gets the handlers too."""
-
-_forking = threading.local()
-
-
-def _hold_back() -> None:
-    """
-    In a training, let signals wait until the fork is done: before, Python drops a child's, or the run takes them.
-
-    Elsewhere nothing is held back: Python drops what a SIGINT raises as the hooks of a fork let it through.
-    """
-    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS) if _taking else None
-
-
-def _let_through() -> None:
-    if _forking.mask is not None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
-
-
-def _let_a_child_end() -> None:
-    try:
-        for stop in reversed(_taking):  # a later one's earlier handler is that of the one before
-            stop._leave_to_parent()
-        _taking.clear()
-    finally:
-        _let_through()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_hold_back, after_in_parent=_let_through, after_in_child=_let_a_child_end)
-
-
 class StopSignals(TrainerCallback):
     """
     Ends a training after the update in which a signal comes: saves a checkpoint and stops, on all ranks alike.
@@ -71,13 +38,12 @@ class StopSignals(TrainerCallback):
         self.signal: signal.Signals | None = None
         self._received: list[int] = []
         self._earlier: dict[int, object] = {}
-        self._speaks = False
+        self._process, self._speaks = os.getpid(), False
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.signal, self._received, self._speaks = None, [], state.is_world_process_zero
+        self.signal, self._received, self._process = None, [], os.getpid()
+        self._speaks = state.is_world_process_zero
         if threading.current_thread() is threading.main_thread():  # Python lets no other thread set handlers
-            if self not in _taking:
-                _taking.append(self)
             for number in _SIGNALS:
                 self._earlier.setdefault(number, signal.signal(number, self._receive))
 
@@ -107,14 +73,6 @@ class StopSignals(TrainerCallback):
         """Put the earlier handlers back; needed where `train()` may raise."""
         while self._earlier:
             self._put_back(*self._earlier.popitem())
-        if self in _taking:
-            _taking.remove(self)
-
-    def _leave_to_parent(self) -> None:
-        """In a child: give SIGTERM back, and take the others without a word."""
-        self._speaks = False
-        if signal.SIGTERM in self._earlier:
-            self._put_back(signal.SIGTERM, self._earlier.pop(signal.SIGTERM))
 
     def _put_back(self, number: int, handler: object) -> None:
         signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
@@ -129,6 +87,11 @@ class StopSignals(TrainerCallback):
             control.should_evaluate = args.save_only_model = False  # it is saved to go on from
 
     def _receive(self, number: int, frame) -> None:
+        if os.getpid() != self._process:  # a forked child has the handlers too
+            if number == signal.SIGTERM:
+                self.restore()
+                signal.raise_signal(number)
+            return
         if number == signal.SIGINT and number in self._received:
             self.restore()
             signal.raise_signal(number)

@@ -11,17 +11,13 @@ it, for a checkpoint.
 import contextlib
 import errno
 import os
-import random
 import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
@@ -31,8 +27,8 @@ from trl import GRPOTrainer
 
 from ..errors import InputError
 from . import files
-from .files import MANIFEST, checkpoint_names, find_defect, goes_on_from, left_out_states, step_of, write_manifest
-from .rank_errors import on_main_process, raise_on_all_ranks, raising_on_all_ranks
+from .files import MANIFEST, checkpoint_names, find_defect, left_out_states, step_of, write_manifest
+from .rank_errors import raise_on_all_ranks, raising_on_all_ranks
 from .run_lock import RunLock
 from .stop_signals import is_stopped
 
@@ -51,7 +47,7 @@ class WholeCheckpoints(GRPOTrainer):
 
     - `_save_checkpoint`: lets the parents write into `_unfinished-ID`, where their rotation finds one checkpoint and
       leaves it; then renames, pushes and rotates.
-    - `_maybe_log_save_evaluate`: takes note of the random states, for a save later on.
+    - `_maybe_log_save_evaluate`: takes note of the random state, for a save later on.
     - `create_model_card`: warns where it cannot be written.
     - `_get_output_dir`, `_push_from_checkpoint`: send the parents there meanwhile, and hold back their push; that of
       the checkpoint with which a signal stops the run for good.
@@ -67,8 +63,7 @@ class WholeCheckpoints(GRPOTrainer):
     _is_saving = False
     _is_ending = False  # with a checkpoint to be resumed from, which is not pushed
     _last_checkpoint: str | None = None  # of this run: saved by it, not the model alone, or resumed from
-    # To those of the end of the latest update, when transformers saves
-    _restore_random_states: Callable[[], None] | None = None
+    _random_state: torch.Tensor | None = None  # at the end of the latest update, when transformers saves
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         with self.holding_output_dir():
@@ -111,9 +106,9 @@ class WholeCheckpoints(GRPOTrainer):
             lock.release()
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
-        self._restore_random_states = _note_random_states()  # the evaluation may end the run
+        self._random_state = torch.get_rng_state()  # the evaluation may end the run
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        self._restore_random_states = _note_random_states()
+        self._random_state = torch.get_rng_state()
 
     def save_for_resume(self) -> str | None:
         """
@@ -125,8 +120,8 @@ class WholeCheckpoints(GRPOTrainer):
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         has_it = self._last_checkpoint is not None and os.path.basename(self._last_checkpoint) == name
         if self.is_in_train and self.state.global_step > 0 and not has_it:
-            if self._restore_random_states is not None:  # an epoch that began since has drawn from them
-                self._restore_random_states()
+            if self._random_state is not None:  # an epoch that began since has drawn from it
+                torch.set_rng_state(self._random_state)
             self.args.save_only_model, self._is_ending = False, True
             self._save_checkpoint(self.model, trial=None)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
@@ -161,12 +156,6 @@ class WholeCheckpoints(GRPOTrainer):
             folder = os.path.join(run_dir, name)
             defect = self._defect_on_any_rank(folder)
             if defect is None:
-                others = on_main_process(partial(_of_other_branches, folder))
-                if others and self.is_world_process_zero():
-                    warnings.warn(
-                        f"{folder} is resumed, which does not go on from {', '.join(others)}: the run went back to an "
-                        "earlier checkpoint. If it is not the one to go on from, give the folder of that."
-                    )
                 return folder
             skipped.append(f"{folder} is not whole and was skipped: {defect}.")
             if self.is_world_process_zero():
@@ -203,13 +192,7 @@ class WholeCheckpoints(GRPOTrainer):
 
     def _push_from_checkpoint(self, checkpoint_folder, *args, **kwargs):
         if not (self._is_saving or self._is_ending or is_stopped(self)):
-            folder = self._folder_to_push(checkpoint_folder)
-            if folder is not None:
-                super()._push_from_checkpoint(folder, *args, **kwargs)
-
-    def _folder_to_push(self, checkpoint: str) -> str | None:
-        """Return the folder to upload for a whole checkpoint, `None` for no upload. A hook for what is left out."""
-        return checkpoint
+            super()._push_from_checkpoint(checkpoint_folder, *args, **kwargs)
 
     def _save_checkpoint(self, model, trial, *args, **kwargs):
         run_dir, name = self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
@@ -218,10 +201,8 @@ class WholeCheckpoints(GRPOTrainer):
         is_owner = self._make_unfinished(run_dir, name)
         with self._failing_together(run_dir, name, self._waits_within_a_save):
             self._is_saving = True
-            flushes = self.is_local_process_zero()
             try:
-                with files.flush_early(self._unfinished(run_dir)) if flushes else contextlib.nullcontext():
-                    super()._save_checkpoint(model, trial, *args, **kwargs)
+                super()._save_checkpoint(model, trial, *args, **kwargs)
             finally:
                 self._is_saving = False
             self._record_best(run_dir, name)
@@ -313,30 +294,6 @@ class WholeCheckpoints(GRPOTrainer):
         self.state.best_model_checkpoint = best
         if self.args.should_save:
             self.state.save_to_json(os.path.join(self._unfinished(run_dir), name, TRAINER_STATE_NAME))
-
-
-def _of_other_branches(checkpoint: str) -> list[str]:
-    """Return the checkpoints of fewer updates beside one that it does not go on from."""
-    run_dir, name = os.path.split(checkpoint)
-    earlier = [each for each in checkpoint_names(run_dir) if step_of(each) < step_of(name)]
-    whole = [each for each in earlier if find_defect(os.path.join(run_dir, each)) is None]
-    return [each for each in whole if not goes_on_from(checkpoint, os.path.join(run_dir, each))]
-
-
-def _note_random_states() -> Callable[[], None]:
-    """Return a call that puts the generators whose states transformers saves back into those of now."""
-    states: list[tuple[Callable[[Any], None], Any]] = [
-        (random.setstate, random.getstate()),
-        (np.random.set_state, np.random.get_state()),
-        (torch.set_rng_state, torch.get_rng_state()),
-        (torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []),
-    ]
-
-    def restore() -> None:
-        for set_state, state in states:
-            set_state(state)
-
-    return restore
 
 
 def _explained(error: Exception, run_dir: str, name: str, is_push: bool) -> Exception:

@@ -39,10 +39,10 @@ def setting_warnings(config: Any) -> list[str]:
                     f"advantage (`replay_zero_advantage`). Set it to at least {smallest} for that."
                 )
     saves_samples = (config.uses_replay or config.uses_partial_rollouts) and not config.save_only_model
-    if saves_samples and config.pushes_checkpoints and config.hub_push_samples:
+    if saves_samples and config.pushes_checkpoints:
         messages.append(
             f"`hub_strategy` is '{config.hub_strategy.value}', which uploads whole checkpoints: the replay queue "
             "and the unfinished rollouts, with the prompts and completions in them, go to the Hub as well. To "
-            "leave them out, set `hub_push_samples` to false."
+            "keep them, set `hub_strategy` to 'every_save'."
         )
     return messages

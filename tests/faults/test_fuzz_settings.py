@@ -72,7 +72,6 @@ OF_BAPO = {
     "partial_rollout_oversampling": st.just(1.5) | floats(1.0, 1.99),
     "partial_rollout_chunk_length": st.integers(1, 9),
     "partial_rollout_max_staleness": st.none() | st.integers(0, 9),
-    "hub_push_samples": st.booleans(),
     "vllm_logp_tolerance": st.none() | floats(0.01, 10.0),
     "vllm_request_timeout": floats(0.1, 1e5),
 }

@@ -15,7 +15,6 @@ import pytest
 from safetensors.torch import load_file
 from transformers import Qwen2Config
 
-from bapo_trl.checkpoints import stop_signals
 from bapo_trl.checkpoints.files import find_defect
 from bapo_trl.checkpoints.stop_signals import EXIT_CODE, StopSignals
 from tests.helpers.alike import assert_same_weights
@@ -256,15 +255,6 @@ def test_a_child_that_a_reward_forks_ends_by_sigterm_alone_and_the_run_stops_by_
     assert set(ended) == {-signal.SIGTERM}
     assert (stop.signal, trainer.state.global_step) == (signal.SIGTERM, 2)
     assert capfd.readouterr().err.count("the run stops and saves") == 1
-
-
-def test_outside_of_a_training_a_fork_holds_no_signal_back():
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    stop_signals._hold_back()
-    try:
-        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
-    finally:
-        stop_signals._let_through()
 
 
 def test_a_pool_that_ignores_sigterm_finishes_the_update_as_the_pages_say(tmp_path):
