@@ -79,6 +79,7 @@ quality: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(OFFLINE) $(BIN)/python -m pytest -q -n 0 tests/test_imports.py
 	git ls-files -z | xargs -0 $(BIN)/detect-secrets-hook \
 		--disable-plugin HexHighEntropyString --disable-plugin Base64HighEntropyString  # keys of runs, checksums
 	@# Lists what the package index knows no advisories of, by name

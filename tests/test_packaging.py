@@ -129,8 +129,8 @@ def test_the_wheel_trains_two_updates_and_reports_them(environment, tmp_path):
     assert "BAPO on the embedded task" in out  # the recipe is the package's
     assert "Report: run/report.png\n" in out
     assert (tmp_path / "run" / "report.png").stat().st_size > 0
-    assert "Report: report/report.html\n" in run("bapo-trl", "report", "run")
-    assert (tmp_path / "report" / "report.html").stat().st_size > 0
+    assert "Report: report/report.png\n" in run("bapo-trl", "report", "run")
+    assert (tmp_path / "report" / "report.png").stat().st_size > 0
     assert (tmp_path / "run" / "checkpoint-2" / "model.safetensors").exists()
 
 

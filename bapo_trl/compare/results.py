@@ -5,15 +5,15 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from ..report.facts import Facts, facts_in
 from ..report.health import examine
 from ..report.logs import Logs
-from ..report.method import method_by_settings
 from .study import Run
 
 
@@ -65,10 +65,9 @@ def row_of(run: Run, folder: Path, seconds: float) -> Row:
     curve.append((last, results[f"eval_{avg}"]))
     norms = [log["grad_norm"] for log in updates if log.get("grad_norm")]
     norms = [norm for norm in norms if math.isfinite(norm)]
-    settings = json.loads((folder / "run_settings.json").read_text())
-    method = method_by_settings(settings)
+    facts = facts_in(json.loads((folder / "run_settings.json").read_text()))
     errors = {"start": f"before_{avg}_stderr", "final": f"eval_{avg}_stderr", "pass_at_k": f"eval_{best}_stderr"}
-    health = examine(Logs(logs), method)
+    health = examine(Logs(logs), facts)
     return Row(
         run.arm,
         run.over,
@@ -82,10 +81,10 @@ def row_of(run: Run, folder: Path, seconds: float) -> Row:
         gradient_peak=round(max(norms) / statistics.median(norms), 2) if norms else None,
         entropy_ratio=_ratio_of_ends([log["entropy"] for log in updates if log.get("entropy") is not None]),
         share=_mean(log.get("bapo/positive_share") for log in updates),
-        at_limits=_at_limits(updates, settings),
-        generated_tokens=_generated_tokens(updates, settings),
+        at_limits=_at_limits(updates, facts),
+        generated_tokens=_generated_tokens(updates, facts),
         seconds=round(seconds, 1),
-        method=method.name,
+        method=facts.method,
         errors={name: results[key] for name, key in errors.items() if key in results},
         warnings={found.name: found.sentence for found in health if found.severity == "warning"},
     )
@@ -116,18 +115,18 @@ def _ratio_of_ends(values: list[float]) -> float | None:
     return round(statistics.mean(values[-count:]) / first, 4) if first else None
 
 
-def _at_limits(updates: list[dict], settings: Mapping[str, Any]) -> float | None:
-    limits = method_by_settings(settings).limits
-    searched = [log for log in updates if limits and all(log.get(name) is not None for name, _ in limits)]
+def _at_limits(updates: list[dict], facts: Facts) -> float | None:
+    searched = [log for log in updates if facts.limits and all(log.get(name) is not None for name in facts.limits)]
     if not searched:
         return None
-    return round(statistics.mean(all(abs(log[name] - end) < 1e-3 for name, end in limits) for log in searched), 4)
+    ends = [all(abs(log[name] - end) < 1e-3 for name, end in facts.limits.items()) for log in searched]
+    return round(statistics.mean(ends), 4)
 
 
-def _generated_tokens(updates: list[dict], settings: Mapping[str, Any]) -> int | None:
+def _generated_tokens(updates: list[dict], facts: Facts) -> int | None:
     lengths = [log["completions/mean_length"] for log in updates if "completions/mean_length" in log]
-    rows = settings["generation_batch_size"]
-    return round(sum(lengths) * rows) if lengths else None
+    rows = facts.rows_per_generation
+    return round(sum(lengths) * rows) if lengths and rows else None
 
 
 def write_row(row: Row, path: Path) -> None:

@@ -1,60 +1,59 @@
-"""Keeps the report of a run up to date while it trains, and its settings without the secrets in them."""
+"""Keeps the report of a run up to date while it trains, and writes once what the run is."""
 
+import hashlib
 import json
 import math
-import re
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 from transformers.trainer_utils import HubStrategy
 
+from ..bapo_config import BAPOConfig
+from .facts import facts_of
 from .logs import Logs
 from .runs import SETTINGS_FILE
 from .write import save_report
 
 
-_SECRET_NAME = re.compile(
-    r"secret|(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<!stop_)(?<!image_)(?<!mask_)token$"
-    r"|(?:passw(?:or)?d|pwd|passphrase|[_-]key|apikey|credentials?|authorization|auth|cookie)$",
-    re.IGNORECASE,
-)
-_SHAPES = re.compile(
-    r"(?<=://)[^/?#\s\"']+(?=@)"  # the name and the password before a host
-    r"|\b(?:hf|api_org)_[A-Za-z0-9]{16,}"
-    r"|\b(?:gh[a-z]|github_pat|glpat|sk|xox[a-z])[_-][\w-]{20,}"
-    r"|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"
-    r"|(?<=[?&]key=)[^&#\s\"']+|(?<=[?&]sig=)[^&#\s\"']+"
-    r"|\beyJ[\w-]+\.[\w-]+\.[\w-]*"  # JSON web tokens
-    r"|(?<=\bbearer )[\w.~+/-]{16,}=*|(?<=\bbasic )[\w+/-]{16,}=*"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[^-]*(?:-----END [A-Z ]*-----)?",
-    re.IGNORECASE,
-)
-# token=..., "api_key": "...": the name, then its value
-_NAMED = re.compile(
-    r"((?:secret|token|passw(?:or)?d|(?:api|access)[_-]?key)(?:=|[\"']\s*:\s*)[\"']?)"
-    r"(?!none|null|true|false)[^\s\"'&,;}]+",
-    re.IGNORECASE,
-)
-_MASK = "<SECRET>"
+SAVED = (
+    "model", "model_name_or_path", "dtype", "dataset_name", "eval_dataset", "reward_funcs", "prompt_template",
+    "system_prompt", "run_name", "seed", "data_seed", "loss_type", "learning_rate", "lr_scheduler_type", "beta",
+    "importance_sampling_level", "positive_contribution_target", "contribution_measure", "search_order",
+    "search_scope", "ratio_lower_start", "ratio_lower_max", "ratio_lower_step", "ratio_upper_start",
+    "ratio_upper_max", "ratio_upper_step", "negative_weight_min", "num_generations", "generation_batch_size",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations",
+    "max_completion_length", "temperature", "replay_fraction", "replay_max_staleness", "replay_zero_advantage",
+    "partial_rollout_oversampling", "use_vllm", "max_steps", "num_train_epochs", "logging_steps",
+)  # fmt: skip
+"""Settings that are saved. All others, which may hold secrets, only count in the fingerprint."""
+
+OF_THE_SEED = frozenset(
+    {
+        "seed", "data_seed", "output_dir", "run_name", "logging_dir", "resume_from_checkpoint", "hub_model_id",
+        "eval_output_dir", "local_rank", "project", "trackio_space_id",
+    }
+)  # fmt: skip
+"""Settings in which the seeds of one setting may differ."""
 
 _PAUSE_S = 60.0  # drawing takes seconds, for which the other processes wait
 
 
 class ReportCallback(TrainerCallback):
     """
-    Writes `report.html` and `report.png` into `output_dir`, at saves and at the end of the training, and
-    `run_settings.json` at the start.
+    Writes `report.png` into `output_dir`, at saves and at the end of the training, and `run_settings.json` at the
+    start: the settings in [`SAVED`], facts that follow from them, and a fingerprint of all settings but the seeds.
 
     Before the last update, the report is written at most once a minute. Where saves are pushed to the Hub, it is
-    written before pushes instead, which read it while the training continues. Only the main process writes. Secrets in
-    the settings are masked. Nothing that goes wrong here stops the training: it is warned of, once.
+    written before pushes instead, which read it while the training continues. Only the main process writes. Nothing
+    that goes wrong here stops the training: it is warned of, once.
 
-    `settings` are what else the run depends on and the trainer's arguments do not hold, such as the data. They are
-    saved with these, to tell runs that differ from seeds of one setting.
+    `settings` are what else the run depends on and the trainer's arguments do not hold, such as the data. They count
+    in the fingerprint, which tells runs that differ from seeds of one setting.
     """
 
     def __init__(self, settings: Mapping[str, Any] | None = None):
@@ -93,9 +92,15 @@ class ReportCallback(TrainerCallback):
         settings = {"model": name, **self.settings, **args.to_dict()}
         if dtype is not None:  # of the weights as they were loaded, whether it was asked for or not
             settings["dtype"] = str(dtype).removeprefix("torch.")
+        setting = {name: value for name, value in settings.items() if name not in OF_THE_SEED}
+        digest = hashlib.sha256(json.dumps(setting, sort_keys=True, default=str).encode())
+        saved = {name: settings[name] for name in SAVED if name in settings}
+        saved["fingerprint"] = digest.hexdigest()
+        if isinstance(args, BAPOConfig):
+            saved["facts"] = asdict(facts_of(args))
         folder = Path(args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(without_secrets(settings), indent=2, sort_keys=True)
+        text = json.dumps(saved, indent=2, sort_keys=True, default=str)
         (folder / SETTINGS_FILE).write_text(text + "\n", encoding="utf-8")
 
     def _try(self, write: Callable[..., object], *arguments) -> None:
@@ -105,26 +110,3 @@ class ReportCallback(TrainerCallback):
             if not self._has_warned:
                 warnings.warn(f"The report is not written, and the training goes on without it: {error}")
             self._has_warned = True
-
-
-def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """
-    Return settings as JSON holds them, with what looks like a secret masked at any depth.
-
-    A value is secret if its name says so (`token`, `api_key`, `password`, ...). In other text, credentials in a URL
-    are, and what has the form of a token. What JSON does not know becomes text.
-    """
-    return _masked(json.loads(json.dumps(settings, default=str)))
-
-
-def _masked(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: f"<{name.upper()}>" if _is_secret(name, part) else _masked(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_masked(part) for part in value]
-    return _NAMED.sub(rf"\1{_MASK}", _SHAPES.sub(_MASK, value)) if isinstance(value, str) else value
-
-
-def _is_secret(name: str, value: Any) -> bool:
-    """Whether a value is to be masked: `True` for a token says only where it is, and nothing hides nothing."""
-    return _SECRET_NAME.search(name) is not None and not isinstance(value, bool) and value not in (None, "")

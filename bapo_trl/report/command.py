@@ -18,14 +18,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         "runs",
         metavar="RUN",
         nargs="+",
-        help="an output_dir, a checkpoint folder, a trainer_state.json, or a jsonl file of logs",
+        help="an output_dir, a checkpoint folder or a trainer_state.json",
     )
     parser.add_argument(
         "--output",
         "--output_dir",
         metavar="FOLDER",
         default="report",
-        help="where report.html and report.png go (default: report)",
+        help="where report.png goes (default: report)",
     )
     arguments = parser.parse_args(argv)
     runs = read_runs(arguments.runs)

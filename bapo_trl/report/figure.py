@@ -1,8 +1,6 @@
-"""The figure of the report: the panels that have data, side by side in a PNG or each as an SVG."""
+"""The figure of the report: the panels that have data, side by side in a PNG."""
 
-import io
 import math
-import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .logs import Logs, Points, curve_of, is_finite, thinned
-from .panels import LOSS, PANELS, Line, Panel
+from .logs import Logs, curve_of, thinned
+from .panels import PANELS, Line, Panel
 from .runs import Group
 
 
@@ -25,15 +23,13 @@ COLORS = ("#3b82f6", "#e4572e", "#2a9d5c", "#a46fd1", "#b8901c", "#1a9fb0", "#d6
 STYLES = ("-", "--", ":")
 """Styles of the lines of a panel, where several groups have its colors."""
 
-_INK = "#123456"  # stands for the page's own text color in an SVG
 _GREY = "#8a8a8a"
 _PLAIN_TEXT: dict[Any, Any] = {"text.parse_math": False}  # a `$` in the name of a run is a `$`
 
 
 def drawn_panels(groups: Sequence[Group]) -> list[Panel]:
-    """Return the panels for which some run has data; that of the loss if there is no other."""
-    has_data = {panel: bool(panel.drawn_lines(_logs(groups))) for panel in (*PANELS, LOSS)}
-    return [panel for panel in PANELS if has_data[panel]] or [LOSS] * has_data[LOSS]
+    """Return the panels for which some run has data."""
+    return [panel for panel in PANELS if panel.drawn_lines(_logs(groups))]
 
 
 def caption(groups: Sequence[Group]) -> str:
@@ -72,22 +68,6 @@ def save_png(groups: Sequence[Group], path: Path) -> None:
         figure.savefig(path, dpi=110, format="png")
 
 
-def panel_svg(panel: Panel, groups: Sequence[Group]) -> str:
-    """Draw a panel as an SVG element for a page: without background, its text in the page's own color."""
-    from matplotlib import rc_context
-
-    inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    ink: dict[Any, Any] = dict.fromkeys(inked, _INK)
-    with rc_context({**_PLAIN_TEXT, **ink, "svg.fonttype": "none", "svg.hashsalt": panel.title}):
-        figure = _new_figure(4.4, 2.5)
-        _draw(figure.subplots(), panel, groups)
-        buffer = io.StringIO()
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
-    svg = buffer.getvalue()
-    return re.sub(r"\s*\n\s*", "\n", svg[svg.index("<svg") :]).replace(_INK, "currentColor")
-
-
 def color_of(index: int) -> str:
     """Return the color of a group by its number."""
     return COLORS[index % len(COLORS)]
@@ -116,16 +96,15 @@ def _draw(axes: "Axes", panel: Panel, groups: Sequence[Group]) -> bool:
             color = color_of(number if is_alone else index)
             style = _style(line, number, is_alone)
             _draw_line(axes, line, group, color, style, width=1.4 if number == 0 else 1.0, has_band=number == 0)
-    first_runs = [group.runs[0] for group in groups] if panel.target else []
-    targets = [run.settings.get(panel.target) if run.method.has_target else None for run in first_runs]
+    targets = [group.runs[0].facts.target for group in groups] if panel.has_target else []
     for index, target in enumerate(targets):
-        if is_finite(target):
+        if target is not None:
             axes.axhline(target, color=_GREY if is_alone else color_of(index), linewidth=1, linestyle="-.")
     handles = [
         _handle(color_of(number) if is_alone else _GREY, _style(line, number, is_alone), line.label)
         for number, line in enumerate(lines)
     ]
-    if any(map(is_finite, targets)):
+    if any(target is not None for target in targets):
         handles.append(_handle(_GREY, "-.", "target"))
     ends = [logs.steps[end] for logs in _logs(groups) for end in (0, -1)]
     if min(ends) < max(ends):
@@ -165,7 +144,7 @@ def _draw_line(axes: "Axes", line: Line, group: Group, color: str, style: Any, w
     Undefined values leave a gap; updates without a generation do not, for what is measured at generations.
     """
     columns = [run.logs.logged(line.metric) for run in group.runs]
-    curve = thinned(curve_of([Points(steps, line.sign * values) for steps, values in columns]))
+    curve = thinned(curve_of(columns))
     steps = curve.steps
     values = getattr(curve, line.over_seeds)
     axes.plot(steps, values, color=color, linestyle=style, linewidth=width)

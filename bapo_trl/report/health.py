@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .facts import Facts
 from .logs import Logs, Points
-from .method import Method
 
 
 RATIO_MEAN_MIN, RATIO_MEAN_MAX = 0.5, 2.0  # of the importance ratio
@@ -31,7 +31,7 @@ FEWEST_LOGS = 2  # for a verdict, and for a warning: a single one may be noise
 
 
 class Remedy(NamedTuple):
-    """Something to try: a sentence, and what of a method it needs."""
+    """Something to try: a sentence, and the fact that it needs."""
 
     sentence: str
     needs: str = ""
@@ -48,16 +48,16 @@ class Check:
     remedies: tuple[Remedy, ...]
     # Of at least `FEWEST_LOGS` values; returns severity and sentence, if anything is found
     find: Callable[[Points], tuple[str, str] | None]
-    needs: str = ""  # of a method, to be made
-    measure: Callable[[Logs, Method], Points] | None = None  # by default, the finite values of the metric
+    needs: str = ""  # fact without which it is not made
+    measure: Callable[[Logs, Facts], Points] | None = None  # by default, the finite values of the metric
 
-    def points(self, logs: Logs, method: Method) -> Points:
+    def points(self, logs: Logs, facts: Facts) -> Points:
         """Return what the check goes by."""
-        return self.measure(logs, method) if self.measure else logs.finite(self.metric)
+        return self.measure(logs, facts) if self.measure else logs.finite(self.metric)
 
-    def remedy(self, method: Method) -> str:
-        """Return what to try with a method, in sentences."""
-        return " ".join(remedy.sentence for remedy in self.remedies if method.has(remedy.needs))
+    def remedy(self, facts: Facts) -> str:
+        """Return what to try, in sentences."""
+        return " ".join(remedy.sentence for remedy in self.remedies if facts.has(remedy.needs))
 
 
 @dataclass(frozen=True)
@@ -71,16 +71,16 @@ class Finding:
     remedy: str = ""
 
 
-def examine(logs: Logs, method: Method | None = None) -> list[Finding]:
+def examine(logs: Logs, facts: Facts | None = None) -> list[Finding]:
     """
     Return the health of a run: a finding for each check that finds something, or a single one that says so.
 
-    Checks whose metric was not logged, or in a single log, are named in it, or in a note at the end. Without a method,
-    all that the logs suffice for are made.
+    Checks whose metric was not logged, or in a single log, are named in it, or in a note at the end. Checks that need
+    facts of the run are made where it has written them.
     """
-    method = method or Method()
-    checks = [check for check in CHECKS if method.has(check.needs)]
-    points = {check: check.points(logs, method) for check in checks}
+    facts = facts or Facts()
+    checks = [check for check in CHECKS if facts.has(check.needs)]
+    points = {check: check.points(logs, facts) for check in checks}
     made = [check for check in checks if len(points[check].steps) >= FEWEST_LOGS]
     unchecked = _unchecked({check: len(points[check].steps) for check in checks if check not in made})
     if not made:
@@ -89,7 +89,7 @@ def examine(logs: Logs, method: Method | None = None) -> list[Finding]:
     findings = (
         _no_reward(logs)
         + _masked_rows(logs)
-        + [Finding(check.name, *result, check.meaning, check.remedy(method)) for check, result in found if result]
+        + [Finding(check.name, *result, check.meaning, check.remedy(facts)) for check, result in found if result]
     )
     if not findings:
         sentence = f"{len(made)} of {len(checks)} checks made on {len(logs)} logs, and none found anything."
@@ -201,11 +201,11 @@ def _latest(points: Points, largest: float, what: str) -> tuple[str, str] | None
     return ("warning", f"{mean:.0%} of the completions {what}, {since}.") if mean > largest else None
 
 
-def _at_limits(logs: Logs, method: Method) -> Points:
+def _at_limits(logs: Logs, facts: Facts) -> Points:
     """Return of each log whether all bounds that are searched are where the search ends; NaN if none was moved."""
     steps, moves = logs.finite("bapo/search_steps")
     are_at_limits = np.where(moves > 0, 1.0, math.nan)
-    for metric, limit in method.limits:
+    for metric, limit in facts.limits.items():
         bound = logs.finite(metric)
         are_at_limits *= np.isin(steps, bound.steps[bound.values >= limit - 1e-4])
     return Points(steps, are_at_limits)

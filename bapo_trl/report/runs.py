@@ -13,20 +13,12 @@ from functools import cached_property
 from pathlib import Path
 
 from ..errors import InputError
-from .log_files import STATE_FILE, logs_in, read_json
+from .facts import Facts, facts_in
 from .logs import Logs
-from .method import Method, method_of
 
 
+STATE_FILE = "trainer_state.json"
 SETTINGS_FILE = "run_settings.json"
-
-NOT_OF_THE_SETTING = frozenset(
-    {
-        "seed", "data_seed", "output_dir", "run_name", "logging_dir", "resume_from_checkpoint", "hub_model_id",
-        "eval_output_dir", "local_rank", "project", "trackio_space_id",
-    }
-)  # fmt: skip
-"""Settings in which the seeds of one setting may differ."""
 
 _SEED = re.compile(r"seed[-_=]?\d+")
 
@@ -41,9 +33,9 @@ class Run:
     path: Path  # where it was read, without symbolic links
 
     @cached_property
-    def method(self) -> Method:
+    def facts(self) -> Facts:
         """What it trains with."""
-        return method_of(self.settings, self.logs)
+        return facts_in(self.settings)
 
 
 @dataclass(frozen=True)
@@ -56,14 +48,14 @@ class Group:
     @property
     def title(self) -> str:
         """Its method, if that is known, and its label."""
-        return _titled(self.runs[0].method.name, self.label)
+        return _titled(self.runs[0].facts.method, self.label)
 
 
 def title_of(runs: Iterable[Run]) -> str:
     """Return methods and labels of runs, each method once."""
     labels: dict[str, list[str]] = {}
     for run in runs:
-        labels.setdefault(run.method.name, []).append(run.label)
+        labels.setdefault(run.facts.method, []).append(run.label)
     return "; ".join(_titled(name, ", ".join(some)) for name, some in labels.items())
 
 
@@ -75,7 +67,7 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
     """
     Read runs, each one once, and name them by the shortest ends of their paths that tell them apart.
 
-    A path is an `output_dir`, a checkpoint folder, a `trainer_state.json` or a file of logs, one JSON object a line.
+    A path is an `output_dir`, a checkpoint folder or a `trainer_state.json`.
     """
     unique = {Path(path).resolve(): None for path in paths}
     files = {path: _state_file(path) for path in unique}
@@ -90,10 +82,7 @@ def read_settings(folder: Path) -> Mapping:
     """Return the settings of a run by a folder of it: what it saves to, a checkpoint, `merged`; empty if none."""
     for candidate in (folder / SETTINGS_FILE, folder.parent / SETTINGS_FILE):
         if candidate.is_file() and (candidate.parent == folder or folder.name.startswith(("checkpoint-", "merged"))):
-            settings = read_json(candidate)
-            if not isinstance(settings, dict):
-                raise InputError(f"{candidate} is damaged: no settings by name. Remove it; the report goes without.")
-            return settings
+            return _read_json(candidate)
     return {}
 
 
@@ -101,8 +90,8 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     """
     Group runs that are seeds of one setting; all others stay alone.
 
-    Runs with settings belong together if these are equal but for [`NOT_OF_THE_SETTING`] and the seeds all differ. Runs
-    without belong together if their paths are equal but for a number after `seed`, as in `mine/seed1`, `mine/seed2`.
+    Runs with settings belong together if their fingerprints are equal and their seeds all differ. Runs without belong
+    together if their paths are equal but for a number after `seed`, as in `mine/seed1`, `mine/seed2`.
     """
     alike: dict[object, list[Run]] = {}
     for run in runs:
@@ -119,16 +108,9 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     ]
 
 
-def readable(text: str) -> str:
-    """Return a text that can be written as UTF-8: a name on the disk may have bytes that are none."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
 def _setting(run: Run) -> object:
-    if run.settings:
-        setting = {name: value for name, value in run.settings.items() if name not in NOT_OF_THE_SETTING}
-        return json.dumps(setting, sort_keys=True)
-    return _SEED.sub("seed", str(run.path)) if _SEED.search(str(run.path)) else run.path
+    by_path = _SEED.sub("seed", str(run.path)) if _SEED.search(str(run.path)) else run.path
+    return run.settings.get("fingerprint", by_path)
 
 
 def _group_label(runs: Sequence[Run]) -> str:
@@ -137,19 +119,19 @@ def _group_label(runs: Sequence[Run]) -> str:
     same = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*(run.label for run in runs), strict=False))
     start = "".join(letters[0] for letters in same)
     name = re.sub(r"([-_/=. ]|\bseed|_seed)*$", "", re.sub(r"\d+$", "", start))
-    return f"{name or readable(runs[0].path.parent.name)} ({len(runs)} seeds)"
+    return f"{name or runs[0].path.parent.name} ({len(runs)} seeds)"
 
 
 def _named(path: Path) -> Path:
-    return path.parent if path.name == STATE_FILE else path if path.is_dir() else path.with_suffix("")
+    return path if path.is_dir() else path.parent
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
     for length in range(1, max(len(path.parts) for path in paths)):
-        labels = [readable("/".join(path.parts[-length:])) for path in paths]
+        labels = ["/".join(path.parts[-length:]) for path in paths]
         if len(set(labels)) == len(labels):
             return labels
-    return [readable(str(path)) for path in paths]
+    return [str(path) for path in paths]
 
 
 def _state_file(path: Path) -> Path:
@@ -161,7 +143,7 @@ def _state_file(path: Path) -> Path:
     if not files:
         raise InputError(
             f"RUN {path} has no {STATE_FILE}, nor has a checkpoint in it: give the `output_dir` of a run that has "
-            "saved (`save_strategy`, `save_steps`), one of its checkpoint folders, or a file of its logs."
+            "saved (`save_strategy`, `save_steps`), or one of its checkpoint folders."
         )
     # Not by the clock: a copy of the folder has its files in any order
     return max(files, key=lambda file: (_updates(file), file.parent == path))
@@ -172,15 +154,25 @@ def _updates(file: Path) -> int:
     checkpoint = re.fullmatch(r"checkpoint-(\d+)", file.parent.name)
     if checkpoint:  # without reading each of them, which may be many
         return int(checkpoint[1])
-    state = read_json(file)
-    step = state.get("global_step") if isinstance(state, dict) else None
+    step = _read_json(file).get("global_step")
     return step if isinstance(step, int) else -1
 
 
 def _read_logs(file: Path) -> Logs:
-    logs = Logs(logs_in(file))
+    history = _read_json(file).get("log_history")
+    logs = Logs(log for log in history if isinstance(log, dict)) if isinstance(history, list) else ()
     if not len(logs):
         raise InputError(
             f"RUN {file} has no log of an update: train with a smaller `logging_steps`, or give another run."
         )
     return logs
+
+
+def _read_json(file: Path) -> dict:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{file} cannot be read ({error}): give another checkpoint of the run, or mend it.") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{file} is damaged: it holds no values by name. Give another checkpoint of the run.")
+    return content

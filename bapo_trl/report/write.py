@@ -1,4 +1,4 @@
-"""Writes the report of runs: `report.png` and `report.html`, and what the terminal is told of it."""
+"""Writes the report of runs: `report.png`, and what the terminal is told of it."""
 
 import contextlib
 import importlib.util
@@ -8,11 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..errors import InputError, MissingPackageError
-from .figure import drawn_panels, panel_svg, save_png
+from .figure import drawn_panels, save_png
 from .health import Finding, describe, examine
 from .logs import Logs
-from .page import render_page
-from .runs import Run, group_runs, read_settings, readable, title_of
+from .runs import Run, group_runs, read_settings, title_of
 
 
 def has_matplotlib() -> bool:
@@ -33,7 +32,7 @@ def save_report(log_history: Sequence[Mapping], path: str | Path) -> str:
             "no update was logged (`logging_steps` and `logging_strategy` say which are): there is nothing to draw"
         )
     folder = Path(path).resolve().parent
-    return write_report([Run(readable(folder.name), logs, read_settings(folder), folder)], path)
+    return write_report([Run(folder.name, logs, read_settings(folder), folder)], path)
 
 
 def report_line(log_history: Sequence[Mapping], path: str | Path) -> str:
@@ -50,26 +49,21 @@ def write_report(runs: Sequence[Run], path: str | Path) -> str:
     """
     Write the report of runs; return lines for the terminal: where it is and what it found.
 
-    Runs are laid over one another; seeds of one setting are a band. The image is a PNG, and the page is beside it. A
-    file is replaced when the new one is whole.
+    Runs are laid over one another; seeds of one setting are a band. The image is a PNG; one that is there is replaced
+    when the new one is whole.
     """
     if not has_matplotlib():
         raise MissingPackageError("matplotlib is not installed (pip install 'bapo-trl[plots]')")
-    path, page = Path(path), Path(path).with_suffix(".html")
+    path = Path(path)
     groups = group_runs(runs)
-    panels = drawn_panels(groups)
-    if not panels:
+    if not drawn_panels(groups):
         raise InputError(f"RUN {title_of(runs)}: its logs hold no number to draw, such as `reward`. Give another run.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    health = _health([run for group in groups for run in group.runs])
     with _replacing(path) as unfinished:
         save_png(groups, unfinished)
-    html = render_page(groups, health, {panel: panel_svg(panel, groups) for panel in panels})
-    with _replacing(page) as unfinished:
-        unfinished.write_text(readable(html), encoding="utf-8")
-    has_titles = len(runs) > 1 or bool(runs[0].method.name)
-    lines = [f"Report: {readable(str(file))}" for file in (path, page)]
-    for title, findings in health:
+    has_titles = len(runs) > 1 or bool(runs[0].facts.method)
+    lines = [f"Report: {path}"]
+    for title, findings in _health([run for group in groups for run in group.runs]):
         lines += [*([f"{title}:"] if has_titles else []), *(f"  {describe(finding)}" for finding in findings)]
     return "\n".join(lines)
 
@@ -82,7 +76,7 @@ def _health(runs: Sequence[Run]) -> list[tuple[str, list[Finding]]]:
     """
     labels_of: dict[Finding, dict[str, list[str]]] = {}  # by finding without its sentence, and by sentence
     for run in runs:
-        for finding in examine(run.logs, run.method):
+        for finding in examine(run.logs, run.facts):
             sentences = labels_of.setdefault(replace(finding, sentence=""), {})
             sentences.setdefault(finding.sentence, []).append(run.label)
     by_title: dict[str, list[Finding]] = {}

@@ -24,7 +24,7 @@ _MODEL = re.compile(
 )
 # Without the weights, these are no sign of a run that anybody trained
 _BESIDE = (
-    TRAINER_STATE_NAME, SETTINGS_FILE, "report.png", "report.html", "all_results.json", "eval_results.json",
+    TRAINER_STATE_NAME, SETTINGS_FILE, "report.png", "all_results.json", "eval_results.json",
     "config.json", "generation_config.json", "chat_template.jinja",
 )  # fmt: skip
 

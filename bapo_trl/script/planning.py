@@ -23,7 +23,7 @@ from ..inputs.setting_warnings import setting_warnings
 from ..plan.dry_run import DryRun, arithmetic_of, dry_run
 from ..plan.memory import Layout, layout_of_process
 from ..plan.samples import check_window
-from ..report.method import method_by_settings
+from ..report.facts import method_name
 from ..tasks import SMOLLM2, check_smollm2, has_smollm2
 from .arguments import BAPOScriptArguments
 from .command_line import parse_arguments
@@ -113,7 +113,7 @@ def _print_run(settings: Settings, base: str | None, layout: Layout | None, prob
     title = script_args.dataset_name if data is None else data.title
     if not training_args.do_train:
         title = script_args.eval_dataset if data is None else data.test_title or title
-    method = method_by_settings(vars(training_args)).name if training_args.do_train else "Evaluation"
+    method = method_name(training_args) if training_args.do_train else "Evaluation"
     print(f"{method} on {title or 'no data'}: {_DRY_RUN}\n\n{found.tables()}")
     for message in setting_warnings(training_args) if training_args.do_train else ():
         print(f"\nWarning: {message}")

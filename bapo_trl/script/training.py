@@ -12,7 +12,7 @@ from ..bapo_config import BAPOConfig
 from ..checkpoints.rank_errors import on_main_process, raising_on_all_ranks
 from ..checkpoints.stop_signals import EXIT_CODE, StopSignals, exit_stopped
 from ..evaluation.sampling import EvaluatedTrainer
-from ..report.method import method_by_settings
+from ..report.facts import method_name
 from ..report.write import report_line
 from ..upstream.cpu_speed import speed_up_cpu
 from ..upstream.fixes import end_training
@@ -113,7 +113,7 @@ def _train(
     is_over = resume is not None and not check_resume(resume, training_args)
     if script_args.merge_adapter:  # of a run that goes on, not asked before
         check_merged(merged_folder(training_args), script_args.overwrite_output_dir, [inputs.model, inputs.base])
-    say(f"{method_by_settings(vars(training_args)).name} on {data.title}")
+    say(f"{method_name(training_args)} on {data.title}")
     say(settings_table(training_args, script_args.method))
     say(prompts_line(data.train, trainer.processing_class))
     missing = on_main_process(lambda: count_missing_answers(data.train))  # reads all rows

@@ -19,7 +19,7 @@ from bapo_trl.compare.execution import command_of, find_finished, make_runs
 from bapo_trl.compare.results import Row, read_rows, write_row
 from bapo_trl.compare.study import as_arguments, read_study
 from bapo_trl.errors import InputError
-from bapo_trl.report.log_files import STATE_FILE
+from bapo_trl.report.runs import STATE_FILE
 from bapo_trl.script.launcher import read_arguments
 from tests.helpers.forked import run_python
 from tests.helpers.script_runs import SHORT, train_bapo

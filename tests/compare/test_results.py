@@ -7,12 +7,7 @@ from bapo_trl.compare.study import Run
 
 
 RUN = Run("BAPO", {"steps": 16}, 3, {"num_generations_eval": 2}, {"steps": 16, "seed": 3})
-SETTINGS = {
-    "ratio_lower_start": 0.6, "ratio_lower_max": 0.9, "ratio_upper_start": 1.2, "ratio_upper_max": 3.0,
-    "generation_batch_size": 32, "ratio_lower_step": 0.02, "ratio_upper_step": 0.05, "negative_weight_min": 1.0,
-    "loss_type": "dapo", "positive_contribution_target": 0.5, "gradient_accumulation_steps": 1, "num_iterations": 1,
-    "steps_per_generation": 4,
-}  # fmt: skip
+FACTS = {"method": "BAPO", "limits": {"bapo/clip_low": 0.9, "bapo/clip_high": 3.0}, "rows_per_generation": 32}
 
 
 def update(step, grad_norm, entropy, low, high, share, **values):
@@ -33,9 +28,10 @@ RESULTS = {"before_avg@2": 0.1, "eval_avg@2": 0.5, "eval_pass@2": 0.7, "before_a
            "eval_avg@2_stderr": 0.04, "eval_pass@2_stderr": 0.05}  # fmt: skip
 
 
-def left_by_train(folder, logs=LOGS, results=RESULTS, settings=SETTINGS):
+def left_by_train(folder, logs=LOGS, results=RESULTS, facts=FACTS):
     for name, content in {
-        "trainer_state.json": {"log_history": logs}, "eval_results.json": results, "run_settings.json": settings,
+        "trainer_state.json": {"log_history": logs}, "eval_results.json": results,
+        "run_settings.json": {"facts": facts},
     }.items():  # fmt: skip
         (folder / name).write_text(json.dumps(content))
     return folder
@@ -66,8 +62,8 @@ def test_a_row_has_what_the_tables_read(tmp_path):
 
 
 def test_fixed_bounds_are_at_no_limits(tmp_path):
-    fixed = {**SETTINGS, "ratio_lower_max": 0.6, "ratio_upper_max": 1.2}
-    assert row_of(RUN, left_by_train(tmp_path, settings=fixed), 1.0).at_limits is None
+    fixed = {**FACTS, "limits": {}}
+    assert row_of(RUN, left_by_train(tmp_path, facts=fixed), 1.0).at_limits is None
 
 
 def test_a_run_that_was_not_measured_before_begins_at_its_first_measurement(tmp_path):

@@ -1,17 +1,19 @@
 """The report that a training run keeps up to date."""
 
 import json
-import re
 import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState
+from trl import GRPOConfig
 
-from bapo_trl.report.callback import ReportCallback
-from bapo_trl.report.command import main
+from bapo_trl import ReportCallback
+from bapo_trl.report.facts import Facts, facts_in
+from bapo_trl.report.runs import group_runs, read_runs
+from bapo_trl.report.write import save_report
 from tests.helpers.hub import push_to_stand_in
 from tests.helpers.toy import toy_trainer
 
@@ -22,19 +24,25 @@ pytestmark = pytest.mark.figures
 SAVES = {"save_strategy": "steps", "save_steps": 2}
 
 
-def last_update(page: Path) -> int:
-    return int(re.search(r"last update logged</th><td>(\d+)</td>", page.read_text())[1])
+class Drawn:
+    """Notes up to which update each report goes, and after each save what the latest was."""
 
+    def __init__(self, monkeypatch):
+        self.updates, self.at_saves = [], []
+        monkeypatch.setattr("bapo_trl.report.callback.save_report", self.save_report)
 
-class Watch(TrainerCallback):
-    """Notes after each save up to which update the page goes."""
+    def save_report(self, logs, path):
+        self.updates.append(max(log["step"] for log in logs))
+        return save_report(logs, path)
 
-    def __init__(self):
-        self.seen = []
+    def watch(self) -> TrainerCallback:
+        seen = self
 
-    def on_save(self, args, state, control, **kwargs):
-        page = Path(args.output_dir, "report.html")
-        self.seen.append((state.global_step, last_update(page)))
+        class Watch(TrainerCallback):
+            def on_save(self, args, state, control, **kwargs):
+                seen.at_saves.append((state.global_step, seen.updates[-1]))
+
+        return Watch()
 
 
 class Clock(TrainerCallback):
@@ -62,110 +70,70 @@ MINUTES = range(0, 600, 60)  # each update takes one
     ],
 )
 def test_a_report_is_written_once_a_minute_and_at_the_end(tmp_path, monkeypatch, seconds, written):
-    watch, drawn = Watch(), []
-
-    def save_report(logs, path):
-        drawn.append(max(log["step"] for log in logs))
-        path.with_suffix(".html").write_text(f"last update logged</th><td>{drawn[-1]}</td>")
-
-    monkeypatch.setattr("bapo_trl.report.callback.save_report", save_report)
+    drawn = Drawn(monkeypatch)
     trainer = toy_trainer(tmp_path, save_strategy="steps", save_steps=1)
-    for callback in (Clock(monkeypatch, seconds), ReportCallback(), watch):
+    for callback in (Clock(monkeypatch, seconds), ReportCallback(), drawn.watch()):
         trainer.add_callback(callback)
     trainer.train()
-    assert watch.seen == list(enumerate(written, start=1))
-    assert drawn == sorted({*written, 4})  # none twice
-
-
-@pytest.mark.parametrize("args", [{"loss_type": "vespo"}, {"replay_fraction": 0.25}])
-def test_a_training_run_has_a_report_at_each_save(tmp_path, monkeypatch, args):
-    trainer = toy_trainer(tmp_path, **SAVES, **args)
-    assert trainer.args.gradient_checkpointing
-    watch = Watch()
-    trainer.add_callback(Clock(monkeypatch, MINUTES))
-    trainer.add_callback(ReportCallback({"dataset_name": "toy"}))
-    trainer.add_callback(watch)
-    trainer.train()
-    assert watch.seen == [(2, 2), (4, 4)]
+    assert drawn.at_saves == list(enumerate(written, start=1))
+    assert drawn.updates == sorted({*written, 4})  # none twice
     assert (tmp_path / "report.png").read_bytes()[:4] == b"\x89PNG"
-    settings = json.loads((tmp_path / "run_settings.json").read_text())
-    assert (settings["seed"], settings["dataset_name"], settings["max_completion_length"]) == (42, "toy", 7)
-    page = (tmp_path / "report.html").read_text()
-    assert ("Clip bounds" in page) == (args.get("loss_type") != "vespo")
-    assert ("Samples in the replay queue" in page) == ("replay_fraction" in args)
-    assert "<th>dataset_name</th><td>toy</td>" in page
 
 
-def file_states(folder: Path) -> list[tuple[int, int]]:
-    states = [(folder / name).stat() for name in ("report.png", "report.html")]
-    return [(state.st_size, state.st_mtime_ns) for state in states]
+def file_state(folder: Path) -> tuple[int, int]:
+    state = (folder / "report.png").stat()
+    return state.st_size, state.st_mtime_ns
 
 
 @pytest.mark.parametrize(("strategy", "pushed"), [("every_save", [2, 4]), ("end", [])])
 def test_a_report_stays_as_it_is_while_an_upload_reads_it(tmp_path, monkeypatch, strategy, pushed):
     def note(folder, name):
-        return last_update(Path(folder, "report.html")), file_states(Path(folder))
+        return drawn.updates[-1], file_state(Path(folder))
 
-    hub, watch, after = push_to_stand_in(monkeypatch, note), Watch(), []
+    drawn, hub, after = Drawn(monkeypatch), push_to_stand_in(monkeypatch, note), []
 
     class AfterSave(TrainerCallback):
         def on_save(self, args, state, control, **kwargs):
-            after.append((state.global_step, file_states(tmp_path)))
+            after.append((state.global_step, file_state(tmp_path)))
 
     trainer = toy_trainer(tmp_path, push_to_hub=True, hub_strategy=strategy, **SAVES)
-    for callback in (Clock(monkeypatch, MINUTES), ReportCallback(), watch, AfterSave()):
+    for callback in (Clock(monkeypatch, MINUTES), ReportCallback(), drawn.watch(), AfterSave()):
         trainer.add_callback(callback)
     trainer.train()
-    assert watch.seen == [(2, 2), (4, 4)]
+    assert drawn.at_saves == [(2, 2), (4, 4)]
     assert hub.uploads == [each for each in after if each[0] in pushed]
 
 
-HIDDEN = "s3cret" * 3
-SHAPES = {
-    f"http://me:{HIDDEN}@node-7:8000/": "http://<SECRET>@node-7:8000/",
-    f"https://{HIDDEN}@node-7:8000": "https://<SECRET>@node-7:8000",
-    f"http://node-7/?access_token={HIDDEN}&x=1": "http://node-7/?access_token=<SECRET>&x=1",
-    f"hf_{HIDDEN}": "<SECRET>",
-    f"Bearer {HIDDEN}": "Bearer <SECRET>",
-    f'{{"deep": {{"api_key": "{HIDDEN}"}}}}': '{"deep": {"api_key": "<SECRET>"}}',
-    f"WANDB_API_KEY={HIDDEN} python train.py": "WANDB_API_KEY=<SECRET> python train.py",
-}
+def test_settings_are_saved_by_a_list_without_secrets_and_all_count_in_the_fingerprint(tmp_path):
+    hidden = "s3cret" * 3
+
+    def written(name, settings, **args) -> dict:
+        trainer = toy_trainer(tmp_path / name, max_steps=1, **args)
+        ReportCallback(settings).on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
+        text = (tmp_path / name / "run_settings.json").read_text()
+        assert hidden not in text
+        return json.loads(text)
+
+    secret = {"model_init_kwargs": {"token": hidden}, "vllm_server_base_url": f"http://me:{hidden}@node-7:8000"}
+    saved = written("a", {"dataset_name": "toy", "api_key": hidden}, seed=1, **secret)
+    assert (saved["seed"], saved["dataset_name"], saved["max_completion_length"]) == (1, "toy", 7)
+    assert saved["facts"]["method"] == "BAPO"
+    of_seed = written("b", {"dataset_name": "toy", "api_key": hidden}, seed=2, **secret)
+    assert of_seed["fingerprint"] == saved["fingerprint"]
+    others = [
+        written("c", {"dataset_name": "toy", "api_key": "other"}, **secret),
+        written("d", {"dataset_name": "toy", "api_key": hidden}, weight_decay=0.5, **secret),
+    ]
+    assert len({saved["fingerprint"], *(other["fingerprint"] for other in others)}) == 3
 
 
-KEPT = {
-    "dataset_name": "org/hf_datasets-of-tokens@main",
-    "url": "http://node-7:8000/?mail=me@node-7",
-    "prompt_template": "{prompt}\nThe token is: a word. Basic arithmetic, sk-learn.",
-    "revision": "0123456789abcdef0123456789abcdef01234567",
-    "reward_funcs": ["my_rewards.no_secret"],
-    "use_auth_token": True,
-}
-
-
-def test_no_secret_is_written_into_the_settings_and_all_else_is(tmp_path):
-    load = {"token": HIDDEN, "proxies": {"http": f"http://me:{HIDDEN}@proxy"}, "attn_implementation": "eager"}
-    settings = {
-        "deep": [{"headers": {"Authorization": HIDDEN, "X-Api-Key": HIDDEN}}, ({"auth": ["me", HIDDEN]}, *SHAPES)],
-        "object": Path(f"hf_{HIDDEN}"),
-        "api_key": HIDDEN,
-    }
-    server = f"http://me:{HIDDEN}@node-7:8000"
-    trainer = toy_trainer(tmp_path, max_steps=1, vllm_server_base_url=server, model_init_kwargs=load)
-    trainer.add_callback(ReportCallback({**settings, **KEPT}))
-    trainer.train()
-    text = (tmp_path / "run_settings.json").read_text()
-    assert HIDDEN not in text
-    written = json.loads(text)
-    assert written["vllm_server_base_url"] == "http://<SECRET>@node-7:8000"
-    assert written["model_init_kwargs"] == {
-        "token": "<TOKEN>", "proxies": {"http": "http://<SECRET>@proxy"}, "attn_implementation": "eager",
-    }  # fmt: skip
-    assert written["deep"][1] == [{"auth": "<AUTH>"}, *SHAPES.values()]
-    plain = {**json.loads(json.dumps(trainer.args.to_dict(), default=str)), **KEPT}
-    masked = {"vllm_server_base_url", "model_init_kwargs"}
-    assert {name: written[name] for name in plain if name not in masked} == {
-        name: value for name, value in plain.items() if name not in masked
-    }
+def test_the_logs_of_trls_trainer_have_no_facts(tmp_path):
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    state = TrainerState(is_world_process_zero=True)
+    ReportCallback().on_train_begin(args, state, TrainerControl())
+    settings = json.loads((tmp_path / "run_settings.json").read_text())
+    assert "facts" not in settings
+    assert facts_in(settings) == Facts()
 
 
 def test_seeds_of_a_training_are_one_band_and_another_setting_is_not(tmp_path):
@@ -174,18 +142,17 @@ def test_seeds_of_a_training_are_one_band_and_another_setting_is_not(tmp_path):
         trainer = toy_trainer(tmp_path / name, max_steps=2, **SAVES, **args)
         trainer.add_callback(ReportCallback())
         trainer.train()
-    main([*(str(tmp_path / name) for name in runs), "--output", str(tmp_path / "all")])
-    page = (tmp_path / "all" / "report.html").read_text()
-    assert f"<th>{tmp_path.name} (2 seeds)</th><th>c</th>" in page
-    assert "<th>learning_rate</th><td>0.02</td><td>0.001</td>" in page
+    groups = group_runs(read_runs([tmp_path / name for name in runs]))
+    assert [group.title for group in groups] == [f"BAPO: {tmp_path.name} (2 seeds)", "BAPO: c"]
 
 
-def test_a_resumed_run_goes_on_with_its_report(tmp_path):
+def test_a_resumed_run_goes_on_with_its_report(tmp_path, monkeypatch):
+    drawn = Drawn(monkeypatch)
     for steps, resume in ((2, None), (4, True)):
         trainer = toy_trainer(tmp_path, max_steps=steps, **SAVES)
         trainer.add_callback(ReportCallback())
         trainer.train(resume_from_checkpoint=resume)
-    assert last_update(tmp_path / "report.html") == 4
+    assert drawn.updates[-1] == 4
 
 
 @pytest.mark.parametrize("is_installed", [False, True])
@@ -204,7 +171,7 @@ def test_a_report_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path
     assert ("matplotlib is not installed (pip install 'bapo-trl[plots]')" in said[0]) == (not is_installed)
     assert trainer.state.global_step == 4
     assert (tmp_path / "checkpoint-4").is_dir()
-    assert not (tmp_path / "report.html").exists()
+    assert not (tmp_path / "report.png").exists()
 
 
 def test_only_the_main_process_writes(tmp_path):

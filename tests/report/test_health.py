@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from bapo_trl.report.facts import Facts
 from bapo_trl.report.health import CHECKS, Finding
 from bapo_trl.report.health import examine as examine_columns
 from bapo_trl.report.logs import Logs
-from bapo_trl.report.method import Method, method_by_settings
 from tests.report.made_logs import HEALTHY, made_logs
 
 
@@ -17,8 +17,11 @@ ROOT = Path(__file__).resolve().parents[2]
 ALL_WELL = "7 of 7 checks made on 20 logs, and none found anything."
 
 
+SEARCHES = Facts(searches_weight=True, target=0.5)
+
+
 def examine(logs: list[dict]) -> list[Finding]:
-    return examine_columns(Logs(logs))
+    return examine_columns(Logs(logs), SEARCHES)
 
 
 def lines(**changes) -> list[tuple[str, str, str]]:
@@ -71,7 +74,7 @@ def test_every_check_has_a_golden_line():
     assert {check.name for check in CHECKS} == {golden[4] for golden in GOLDEN} | {"Bounds at their limits"}
 
 
-BOTH = Method(limits=(("bapo/clip_low", 0.9), ("bapo/clip_high", 3.0)))
+BOTH = Facts(target=0.5, limits={"bapo/clip_low": 0.9, "bapo/clip_high": 3.0})
 
 
 @pytest.mark.parametrize(
@@ -94,7 +97,7 @@ def test_bounds_that_end_at_their_limits_late(low, high, moves, sentence):
     healthy = "8 of 8 checks made on 15 logs, and none found anything."
     line = ("healthy", "Healthy", healthy) if sentence is None else ("warning", "Bounds at their limits", sentence)
     assert found == [line]
-    assert [finding.name for finding in examine(logs)] == ["Healthy"]  # without settings, no limits are known
+    assert [finding.name for finding in examine(logs)] == ["Healthy"]
 
 
 def test_the_entropy_halves_within_50_updates_or_slowly():
@@ -176,46 +179,6 @@ def test_the_latest_logs_are_two_at_least():
     at_limits = {"bapo/clip_low": [0.6, 0.6, 0.9], "bapo/clip_high": 3.0}
     (found,) = examine_columns(Logs(made_logs(3, **at_limits)), BOTH)
     assert found.severity == "healthy"
-
-
-FOLLOWED = {
-    "loss_type": "dapo", "ratio_lower_start": 0.6, "ratio_lower_max": 0.9, "ratio_lower_step": 0.02,
-    "ratio_upper_start": 1.2, "ratio_upper_max": 3.0, "ratio_upper_step": 0.05, "negative_weight_min": 0.5,
-    "positive_contribution_target": 1.0, "steps_per_generation": 1, "num_iterations": 1,
-    "gradient_accumulation_steps": 1, "use_vllm": False, "temperature": 1.0, "mask_truncated_completions": True,
-    "replay_fraction": 0.0, "replay_zero_advantage": True,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("settings", "advised"),
-    [
-        ({"temperature": 0.7}, "`temperature` 1"),
-        ({"mask_truncated_completions": False}, "`mask_truncated_completions`"),
-        ({"use_vllm": True}, "`sampling/` metrics"),
-        ({"steps_per_generation": 4}, "a smaller `steps_per_generation`"),
-        ({"positive_contribution_target": 0.5}, "A higher `positive_contribution_target`"),
-        ({"replay_zero_advantage": False}, "`replay_zero_advantage`"),
-        ({"negative_weight_min": 1.0}, "`negative_weight_min` below 1"),
-    ],
-)
-def test_what_a_run_does_already_is_not_advised(settings, advised):
-    logs = Logs(made_logs(entropy=[1.0, 0.1], **{**BAD, "reward": 0.5}))
-
-    def remedies(some):
-        return " ".join(finding.remedy for finding in examine_columns(logs, method_by_settings(some)))
-
-    assert advised not in remedies(FOLLOWED)
-    assert advised in remedies({**FOLLOWED, **settings})
-
-
-def test_on_policy_samples_cannot_be_fresher():
-    logs = Logs(made_logs(**{"ratio/ess": 0.1}))
-    on_policy = {**FOLLOWED, "replay_zero_advantage": False}
-    (finding,) = examine_columns(logs, method_by_settings(on_policy))
-    assert finding.remedy == "A lower `learning_rate`."
-    (finding,) = examine_columns(logs, method_by_settings({**on_policy, "num_iterations": 2}))
-    assert finding.remedy == "Fresher samples. A lower `learning_rate`."
 
 
 def test_several_lines_come_in_their_order():

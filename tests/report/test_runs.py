@@ -14,7 +14,7 @@ def steps(run) -> list[int]:
     return run.logs.steps.tolist()
 
 
-def test_a_run_is_a_folder_a_checkpoint_a_state_or_a_file_of_logs(tmp_path):
+def test_a_run_is_a_folder_a_checkpoint_or_a_state(tmp_path):
     save_run(tmp_path / "out" / "checkpoint-3", made_logs(3), summary=False)
     save_run(tmp_path / "out" / "checkpoint-5", made_logs(5), settings=None, summary=False)
     os.utime(tmp_path / "out" / "checkpoint-5" / "trainer_state.json", (1, 1))  # a copy has its files in any order
@@ -27,12 +27,6 @@ def test_a_run_is_a_folder_a_checkpoint_a_state_or_a_file_of_logs(tmp_path):
     for path in (tmp_path / "out", tmp_path / "out" / "trainer_state.json"):
         (whole,) = read_runs([path])
         assert (whole.label, steps(whole)) == ("out", [1, 2, 3, 4, 5, 6])
-    lines = "".join(json.dumps(log) + "\n" for log in made_logs(4))
-    (tmp_path / "logs.jsonl").write_text(lines + '{"loss": 0.1, "st')  # the run still writes
-    (logs,) = read_runs([tmp_path / "logs.jsonl"])
-    assert (logs.label, steps(logs)) == ("logs", [1, 2, 3, 4])
-    (tmp_path / "logs.jsonl").write_text(lines.rstrip("\n"))
-    assert steps(read_runs([tmp_path / "logs.jsonl"])[0]) == [1, 2, 3, 4]
 
 
 def test_evaluations_and_the_summary_are_no_updates():
@@ -71,11 +65,11 @@ def groups(runs) -> list[tuple[str, int]]:
 
 
 def test_runs_whose_settings_differ_in_the_seed_alone_are_one_band(tmp_path):
-    common = {"learning_rate": 1e-4, "reward_funcs": ["a"]}
+    common = {"fingerprint": "a", "loss_type": "dapo"}
     paths = [
         save_run(tmp_path / name, made_logs(2), {**common, "seed": seed, "output_dir": name, **changes})
         for name, seed, changes in (
-            ("bapo-a", 1, {}), ("bapo-b", 2, {}), ("other", 3, {"learning_rate": 2e-4}), ("bapo-c", 3, {})
+            ("bapo-a", 1, {}), ("bapo-b", 2, {}), ("other", 3, {"fingerprint": "b"}), ("bapo-c", 3, {})
         )
     ]  # fmt: skip
     assert groups(read_runs(paths)) == [("bapo (3 seeds)", 3), ("other", 1)]
@@ -97,12 +91,18 @@ def test_without_settings_the_seeds_are_in_the_paths(tmp_path):
     [
         ("missing", None, r"RUN .*missing: no such file or folder. Give the `output_dir`"),
         ("empty", {}, r"RUN .*empty has no trainer_state.json, nor has a checkpoint .*`save_strategy`"),
-        ("other", {"trainer_state.json": '{"a": 1}'}, r"other.trainer_state.json holds no logs: give"),
+        ("other", {"trainer_state.json": '{"a": 1}'}, r"other.trainer_state.json has no log of an update"),
         ("eval", {"trainer_state.json": '{"log_history": [{"step": 1, "eval_reward": 1}]}'}, "no log of an update"),
+        (
+            "damaged",
+            {"trainer_state.json": '{"log_history": [{"step": 1,'},
+            r"trainer_state.json cannot be read \(Exp",
+        ),
+        ("list", {"trainer_state.json": "[1]"}, "trainer_state.json is damaged: it holds no values by name"),
         (
             "settings",
             {"trainer_state.json": json.dumps({"log_history": made_logs(1)}), "run_settings.json": "[]"},
-            "run_settings.json is damaged: no settings by name. Remove it",
+            "run_settings.json is damaged: it holds no values by name",
         ),
     ],
 )
