@@ -1,16 +1,13 @@
-"""How commands end that fail: one line for a user's error, a short traceback for anything else."""
+"""How commands end that fail: one line for a user's error, the traceback of anything else."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from bapo_trl.errors import InputError
-from bapo_trl.script import failures
 from bapo_trl.script.failures import run_command
 from tests.helpers.commands import accelerate_launcher
 from tests.helpers.commands import run_command as run_process
@@ -43,45 +40,11 @@ def test_an_error_of_a_user_is_one_line_with_its_notes(capsys):
     assert failed(refuse, "--traceback", capsys=capsys).count("Traceback (most recent call last)") == 2
 
 
-def test_a_bug_keeps_the_frames_of_the_user_and_ours(capsys):
+def test_any_other_error_keeps_its_traceback(capsys):
     text = failed(divide, capsys=capsys)
     assert "in divide\n" in text
-    assert "... 4 frames of python" in text or "... 3 frames of python" in text
-    assert "decoder.py" not in text
-    assert text.splitlines()[-2].startswith("json.decoder.JSONDecodeError: ")
-    assert text.splitlines()[-1] == "--traceback shows all frames."
-    assert "decoder.py" in failed(divide, "--traceback", capsys=capsys)
-
-
-def test_what_was_raised_first_is_shown_first(capsys):
-    def explain(arguments):
-        try:
-            divide(arguments)
-        except ValueError as error:
-            raise RuntimeError("that was no JSON") from error
-
-    lines = failed(explain, capsys=capsys).splitlines()
-    first, last = (
-        next(i for i, line in enumerate(lines) if name in line) for name in ("JSONDecodeError: ", "no JSON")
-    )
-    assert first < lines.index("Which was the cause of this:") < last
-
-
-def test_errors_of_a_group_are_shown_and_an_error_that_caused_itself_ends(capsys):
-    def several(arguments):
-        raise ExceptionGroup("in a reward", [KeyError("solution"), ValueError("no number")])
-
-    text = failed(several, capsys=capsys)
-    assert "KeyError: 'solution'" in text
-    assert "ValueError: no number" in text
-
-    def itself(arguments):
-        try:
-            raise ValueError("a circle")
-        except ValueError as error:
-            raise error from error
-
-    assert failed(itself, capsys=capsys).count("ValueError: a circle") == 1
+    assert "decoder.py" in text
+    assert text.splitlines()[-1].startswith("json.decoder.JSONDecodeError: ")
 
 
 def test_the_flag_is_taken_out_and_results_are_handed_on():
@@ -112,40 +75,19 @@ def test_of_the_ranks_of_a_launcher_one_says_what_a_flag_lacks():
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("terminal", ["gone", "closed", "ascii"])
-def test_a_terminal_that_is_gone_or_knows_no_umlauts_loses_no_result(tmp_path, terminal):
-    recipe = yaml.safe_load((Path(failures.PACKAGE) / "recipes" / "quickstart.yaml").read_text())
-    (tmp_path / "recipe.yaml").write_text(
-        yaml.safe_dump({**recipe, "max_steps": 2, "logging_steps": 1, "output_dir": "größe"})
-    )
-    command = f"exec {sys.executable} -m bapo_trl train --config recipe.yaml --report_to none"
-    if terminal == "closed":
-        command += " >&-"
-    stderr = "write" if terminal == "gone" else "2"
-    code = f"import os, subprocess, sys\nread, write = os.pipe()\nstdout, stderr = 1, {stderr}\n" + (
-        "" if terminal != "gone" else "os.close(read)\nstdout = write\n"
-    )
-    code += "sys.exit(subprocess.run(['bash', '-c', sys.argv[1]], stdout=stdout, stderr=stderr).returncode)"
-    ended = subprocess.run(
-        [sys.executable, "-c", code, command],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-        stdout=subprocess.PIPE,
-        timeout=300,
-    )
-    assert ended.returncode == 0
-    assert (b"Model: gr\\xf6\\xdfe" in ended.stdout) == (terminal == "ascii")
-    assert (tmp_path / "größe" / "model.safetensors").exists()
-    assert (tmp_path / "größe" / "report.png").exists()
+@pytest.mark.parametrize("redirected", ["| true", ">&- 2>&-"])
+def test_a_terminal_that_is_gone_ends_no_training(tmp_path, redirected):
+    flags = "--config quickstart --max_steps 2 --logging_steps 1 --output_dir out --report_to none --do_eval false"
+    command = f"{sys.executable} -m bapo_trl train {flags} {redirected}; exit ${{PIPESTATUS[0]}}"
+    assert subprocess.run(["bash", "-c", command], cwd=tmp_path, timeout=300).returncode == 0
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert (tmp_path / "out" / "report.png").exists()
 
 
 @pytest.mark.trainings
-def test_a_reward_that_raises_keeps_the_frames_of_the_user_and_ours(tmp_path, monkeypatch, capsys):
+def test_a_reward_that_raises_is_named_below_its_traceback(tmp_path, monkeypatch, capsys):
     fill_folder(tmp_path, monkeypatch)
     Path("my_rewards.py").write_text("def has_digit(completions, **kwargs):\n    return [1 / 0]\n")
     text = failed(train_bapo.main, *flags(dataset_name="train.jsonl"), capsys=capsys)
     assert 'my_rewards.py", line 2, in has_digit\n' in text
     assert "\nZeroDivisionError: division by zero\nRaised by the reward function `has_digit` on " in text
-    assert "bapo_trainer.py" in text
-    assert " of trl\n" in text
-    assert "site-packages" not in text
