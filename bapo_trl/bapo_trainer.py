@@ -1,7 +1,6 @@
 """`BAPOTrainer`: TRL's `GRPOTrainer` with clip bounds that are searched for each optimizer update."""
 
 import sys
-import textwrap
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -14,23 +13,16 @@ from transformers.trainer_utils import has_length
 
 from .advice import advice_line
 from .bapo_config import BAPOConfig, check_unchanged, own_settings
-from .batch.filler_rows import LossScale, mark_fillers, scale_without_fillers
-from .batch.policy_loss import (
-    BufferTotals,
-    PolicyLoss,
-    forward_arguments,
-    mask_values,
-    set_advantages,
-    without_masked_values,
-)
-from .batch.samples import attach_version, versions_of
+from .batch.filler_rows import LossScale, mark_fillers
+from .batch.policy_loss import PolicyLoss, forward_arguments, mask_values, without_masked_values
+from .batch.samples import attach_version
+from .batch.updates import BatchUpdates
 from .checkpoints.curves import CURVES_FILE, load_curves, save_curves
 from .checkpoints.log_window import make_log_window
 from .checkpoints.rank_errors import raising_on_all_ranks
 from .checkpoints.ref_model import load_ref_model, save_ref_model
 from .checkpoints.whole import WholeCheckpoints
 from .clip_bounds import ClipBounds
-from .clip_bounds.controller import ClipBoundController
 from .inputs import checks
 from .inputs.checks import explained
 from .inputs.padding_check import warn_if_padding_counts
@@ -39,8 +31,7 @@ from .inputs.reward_checks import check_reward_funcs, distinct_names
 from .inputs.setting_checks import check_eval_groups, check_values_of_trl
 from .inputs.setting_warnings import setting_warnings
 from .log_window import leave_out_empty, reduce_window
-from .losses import LOSSES
-from .model_card import rewrite_card
+from .model_card import PAPER, rewrite_card
 from .replay.checkpoint import is_queue_file
 from .replay.mixer import make_replay
 from .reward_sums import best_of_k
@@ -67,31 +58,8 @@ class BAPOTrainer(WholeCheckpoints):
     BAPO (https://huggingface.co/papers/2510.18927) keeps off-policy training stable by choosing the clip bounds anew
     for every optimizer update, such that positive-advantage tokens contribute a set share of the policy loss.
 
-    A [`~trl.GRPOTrainer`] whose checkpoints are whole or not there. Each of TRL's hooks is overridden once, around a
-    call to the parent's method, and the file has them in the order in which a sample travels:
-
-    - `train` runs; we start over when it is called again, and say how stale its samples will be.
-    - `create_optimizer` makes the optimizer; we refuse one that trains no parameter of the model.
-    - `log` averages what was measured since the last line; we take the largest of maxima, the smallest of minima, and
-      leave out what is undefined.
-    - `_get_train_sampler`, `_init_training_state` choose the prompts; we refuse too few, and resume their order.
-    - `_prepare_inputs` generates where the buffer is used up, or hands out a micro-batch; at later passes over a
-      generation, we trade rows with the replay queue.
-    - `_generate_and_score_completions` makes a batch of prompts; we finish partial rollouts before it, and after it
-      stamp the samples with their policy, check the sampler, and trade rows with the replay queue.
-    - `_tokenize_prompts`, `_generate_single_turn`, `_generate` are its way to the completions; we hand over complete
-      groups, bring it through failures of a vLLM server, and explain errors.
-    - `_calculate_rewards` rewards them; we explain errors, stop at infinite rewards, look for ties.
-    - `_get_per_token_logps_and_entropies` scores; for complete groups, we hand over what they were sampled with, and
-      inside the loss we show the log-probabilities to the search before TRL clips.
-    - `_compute_loss` clips with `epsilon_low` and `epsilon_high`; we choose these, ahead of the first micro-batch
-      where several share them, leave out masked tokens and filler rows, and log the update at the last.
-    - `_get_grad_norm` clips the gradient; we stop at one that is not finite.
-    - `evaluate` and its `evaluation_loop` sample and reward; we explain errors, and count each prompt once.
-    - `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler`, `_load_from_checkpoint` write and read a
-      checkpoint; we add pools, queue, carried curves, the values of the next log line and a reference model that is
-      synchronized, and read an adapter that has a copy as its reference.
-    - `_finish_current_push` waits for an upload; we remove what we made for it.
+    A [`~trl.GRPOTrainer`] with a replay buffer, partial rollouts, checks of a vLLM server's weights, and checkpoints
+    that are complete or not there.
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -134,23 +102,7 @@ class BAPOTrainer(WholeCheckpoints):
 
     _tag_names = ["trl", "bapo"]
     _name = "BAPO"
-    _paper = {
-        "title": "BAPO: Stabilizing Off-Policy Reinforcement Learning for LLMs via Balanced Policy Optimization with "
-        "Adaptive Clipping",
-        "id": "2510.18927",
-        # docstyle-ignore
-        "citation": textwrap.dedent("""\
-            @article{xi2025bapo,
-                title        = {{BAPO: Stabilizing Off-Policy Reinforcement Learning for LLMs via Balanced Policy
-                                Optimization with Adaptive Clipping}},
-                author       = {Zhiheng Xi and Xin Guo and Yang Nan and Enyu Zhou and Junrui Shen and Wenxiang Chen and
-                                Jiaqi Liu and Jixuan Huang and Zhihao Zhang and Honglin Guo and Xun Deng and Zhikai Lei
-                                and Miao Zheng and Guoteng Wang and Shuo Zhang and Peng Sun and Rui Zheng and Hang Yan
-                                and Tao Gui and Qi Zhang and Xuanjing Huang},
-                year         = 2025,
-                eprint       = {arXiv:2510.18927},
-            }"""),
-    }
+    _paper = PAPER
 
     def __init__(self, model, reward_funcs=None, args=None, train_dataset=None, eval_dataset=None, *rest, **kwargs):
         if args is None:
@@ -224,21 +176,14 @@ class BAPOTrainer(WholeCheckpoints):
         self._check_difference = make_difference_check(self)
         self._server_check = make_server_check(self)
         self._replay = make_replay(self, self._log_values) if self.args.uses_replay else None
-        reduce = partial(self.accelerator.reduce, reduction="sum")
-        self._policy_loss = PolicyLoss(
+        policy_loss = PolicyLoss(
             self.args,
             score_ahead=self._score_ahead,
             off_policy_mask=self.get_off_policy_mask,
             entropy_mask=self.get_high_entropy_mask,
         )
-        self._totals = BufferTotals(self._policy_loss.total_absolute_advantages, reduce)
-        self._bounds = ClipBoundController(
-            self.args,
-            self.accelerator.device,
-            reduce=reduce,
-            gather=self.accelerator.gather,
-            update=lambda: self.state.global_step + 1,
-        )
+        self._updates = BatchUpdates(self.args, self.accelerator, policy_loss, lambda: self.state.global_step + 1)
+        self._bounds = self._updates.bounds
         self._clip_with(self._bounds.current)
 
     def _forget_sent_weights(self) -> None:
@@ -451,8 +396,11 @@ class BAPOTrainer(WholeCheckpoints):
     def _compute_loss(self, model, inputs, *args, **kwargs):
         is_training = self.model.training
         if is_training and not self._bounds.is_open:
-            self._begin_update()
-        scale = self._scale if is_training else LossScale()
+            are_fresh = self._generation.sampled_by == self.state.global_step
+            count, is_random = self.current_gradient_accumulation_steps, self._has_random_forward
+            updates, buffer, step = self._updates, self._buffered_inputs, self._step
+            self._clip_with(updates.begin(buffer, step, count, are_fresh=are_fresh, is_random=is_random))
+        scale = self._updates.scale if is_training else LossScale()
         # A copy: the advantages are scaled in it, and the buffer's own are read again at the next pass
         self._loss_inputs = without_masked_values(inputs)
         beta, self.beta = self.beta, self.beta * scale.policy
@@ -466,31 +414,6 @@ class BAPOTrainer(WholeCheckpoints):
             self._log_values(metrics)
         return loss
 
-    def _begin_update(self) -> None:
-        args, buffer = self.args, self._buffered_inputs
-        count = self.current_gradient_accumulation_steps
-        window = [(self._step + i) % args.steps_per_generation for i in range(count)]
-        totals = read_ahead = None
-        if buffer is not None and args.is_adaptive and args.search_scope != "micro_batch":
-            is_new = True
-            if self._bounds.carries_over:
-                totals, is_new = self._totals.of_update(buffer, window)
-            if is_new:  # the loss of a single micro-batch knows its tokens before it needs the bounds
-                read_ahead = partial(self._read_ahead, window) if count > 1 else list
-        self._clip_with(self._bounds.begin(totals, read_ahead))
-        if buffer is None:
-            self._scale = LossScale()
-            return
-        left = args.micro_batches_per_generation - self._step % args.micro_batches_per_generation
-        micro_batches = [buffer[position] for position in window[:left]]
-        size, loss = args.per_device_train_batch_size, LOSSES[self.loss_type]
-        self._scale = scale_without_fillers(micro_batches, max(0, count - left), size, loss, self.accelerator)
-
-    def _read_ahead(self, window):
-        are_fresh = self._generation.sampled_by == self.state.global_step
-        micro_batches = [self._buffered_inputs[position] for position in window]
-        return self._policy_loss.tokens_ahead(micro_batches, are_fresh, self._has_random_forward)
-
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         if self._injected is not None:
             num_tokens = kwargs["logits_to_keep"] if "logits_to_keep" in kwargs else args[2]
@@ -503,13 +426,8 @@ class BAPOTrainer(WholeCheckpoints):
             return output
         logps, entropies = (mask_values(inputs, values) for values in output[:2])
         if self.model.training:  # evaluation keeps the latest bounds
-            tokens = self._policy_loss.tokens(inputs, logps.detach(), entropies)
-            staleness = self.state.global_step - versions_of(inputs)
-            self._clip_with(self._bounds.observe(tokens, staleness, self.accelerator.sync_gradients))
-            advantages = tokens.advantages
-            if self.args.negative_weight_min < 1:
-                advantages = tokens.balanced_advantages(self._bounds.current.negative_weight)
-            set_advantages(inputs, advantages * self._scale.policy)
+            version, is_last = self.state.global_step, self.accelerator.sync_gradients
+            self._clip_with(self._updates.observe(inputs, logps.detach(), entropies, version, is_last))
         return logps, entropies, *output[2:]
 
     def _clip_with(self, bounds: ClipBounds) -> None:

@@ -1,6 +1,7 @@
 """The model card of a run: what was trained, on what, with which loss and settings, and how to load it."""
 
 import re
+import textwrap
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,25 @@ from huggingface_hub import ModelCard
 from .bapo_config import BAPOConfig
 from .upstream.trl_compat import get_config_model_id
 
+
+PAPER = {
+    "title": "BAPO: Stabilizing Off-Policy Reinforcement Learning for LLMs via Balanced Policy Optimization with "
+    "Adaptive Clipping",
+    "id": "2510.18927",
+    # docstyle-ignore
+    "citation": textwrap.dedent("""\
+        @article{xi2025bapo,
+            title        = {{BAPO: Stabilizing Off-Policy Reinforcement Learning for LLMs via Balanced Policy
+                            Optimization with Adaptive Clipping}},
+            author       = {Zhiheng Xi and Xin Guo and Yang Nan and Enyu Zhou and Junrui Shen and Wenxiang Chen and
+                            Jiaqi Liu and Jixuan Huang and Zhihao Zhang and Honglin Guo and Xun Deng and Zhikai Lei
+                            and Miao Zheng and Guoteng Wang and Shuo Zhang and Peng Sun and Rui Zheng and Hang Yan
+                            and Tao Gui and Qi Zhang and Xuanjing Huang},
+            year         = 2025,
+            eprint       = {arXiv:2510.18927},
+        }"""),
+}
+"""The paper, as TRL's model cards cite it."""
 
 _SETTINGS = (
     "learning_rate", "beta", "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps",

@@ -48,11 +48,6 @@ def mask_values(batch: Mapping[str, torch.Tensor], values: torch.Tensor, neutral
     return torch.where(mask, values, neutral) if values.shape == mask.shape else values
 
 
-def set_advantages(batch: dict[str, Any], advantages: torch.Tensor) -> None:
-    """Have the loss of a micro-batch take these advantages, of the shape of its own."""
-    batch["advantages"] = advantages
-
-
 def forward_arguments(batch: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Return what of TRL's batch its `_get_per_token_logps_and_entropies` takes after the model, by place and name."""
     input_ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)

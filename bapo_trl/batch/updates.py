@@ -1,0 +1,108 @@
+"""Drives the clip-bound controller with TRL's micro-batches: one optimizer update after the other."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from ..clip_bounds import ClipBounds
+from ..clip_bounds.controller import ClipBoundController
+from ..losses import LOSSES
+from .filler_rows import LossScale, scale_without_fillers
+from .policy_loss import BufferTotals, PolicyLoss
+from .samples import versions_of
+
+
+class BatchUpdates:
+    """
+    The updates of a run, each of several micro-batches of TRL's buffer. All ranks make the same calls.
+
+    Args:
+        settings ([`~bapo_config.BAPOConfig`]):
+            Those of the run.
+        accelerator ([`~accelerate.Accelerator`]):
+            For sums over ranks.
+        policy_loss ([`PolicyLoss`]):
+            Reads the tokens of a micro-batch.
+        update (`Callable`):
+            Returns the number of the update, for messages.
+
+    Attributes:
+        bounds ([`ClipBoundController`]):
+            The controller.
+        scale ([`LossScale`]):
+            Factors of the loss in the current update.
+    """
+
+    def __init__(self, settings: Any, accelerator: Accelerator, policy_loss: PolicyLoss, update: Callable[[], int]):
+        reduce = partial(accelerator.reduce, reduction="sum")
+        self._settings, self._accelerator, self._policy_loss = settings, accelerator, policy_loss
+        self._totals = BufferTotals(policy_loss.total_absolute_advantages, reduce)
+        self.bounds = ClipBoundController(
+            settings, accelerator.device, reduce=reduce, gather=accelerator.gather, update=update
+        )
+        self.scale = LossScale()
+
+    def begin(
+        self,
+        buffer: Sequence[Mapping[str, Any]] | None,
+        step: int,
+        count: int,
+        *,
+        are_fresh: bool,
+        is_random: bool,
+    ) -> ClipBounds:
+        """
+        Begin the update of `count` micro-batches from the one at `step` of the run; return its bounds.
+
+        `buffer` holds the micro-batches of the current pass, the same object for all its updates; `None` for a loss of
+        a batch of the caller's own. `are_fresh` tells whether the current policy sampled them all, and `is_random`
+        whether two forward passes may differ.
+        """
+        settings = self._settings
+        if buffer is None:
+            self.scale = LossScale()
+            return self.bounds.begin()
+        window = [(step + i) % settings.steps_per_generation for i in range(count)]
+        totals = read_ahead = None
+        if settings.is_adaptive and settings.search_scope != "micro_batch":
+            is_new = True
+            if self.bounds.carries_over:
+                totals, is_new = self._totals.of_update(buffer, window)
+            if is_new:  # the loss of a single micro-batch knows its tokens before it needs the bounds
+                ahead = [buffer[position] for position in window] if count > 1 else []
+                read_ahead = partial(self._policy_loss.tokens_ahead, ahead, are_fresh, is_random)
+        bounds = self.bounds.begin(totals, read_ahead)
+        left = settings.micro_batches_per_generation - step % settings.micro_batches_per_generation
+        self.scale = scale_without_fillers(
+            [buffer[position] for position in window[:left]],
+            max(0, count - left),
+            settings.per_device_train_batch_size,
+            LOSSES[settings.loss_type],
+            self._accelerator,
+        )
+        return bounds
+
+    @torch.no_grad()
+    def observe(
+        self,
+        inputs: dict[str, Any],
+        per_token_logps: torch.Tensor,
+        entropies: torch.Tensor | None,
+        version: int,
+        is_last: bool,
+    ) -> ClipBounds:
+        """
+        Take in a micro-batch, of log-probabilities and entropies `(B, T)` under the policy of this version.
+
+        Returns the bounds with which to train it. Its advantages, in `inputs`, are weighted for the loss.
+        """
+        tokens = self._policy_loss.tokens(inputs, per_token_logps, entropies)
+        bounds = self.bounds.observe(tokens, version - versions_of(inputs), is_last)
+        advantages = tokens.advantages
+        if self._settings.negative_weight_min < 1:
+            advantages = tokens.balanced_advantages(bounds.negative_weight)
+        inputs["advantages"] = advantages * self.scale.policy
+        return bounds
