@@ -10,7 +10,6 @@ from accelerate.commands.launch import _validate_launch_command
 from accelerate.utils import prepare_multi_gpu_env
 
 from bapo_trl.errors import InputError
-from bapo_trl.plan.memory import Layout
 from bapo_trl.script.arguments import EMBEDDED
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.commands import SCRIPT, TRAIN
@@ -23,9 +22,8 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 ACCELERATE_CONFIGS = sorted((ROOT / "accelerate_configs").iterdir())
 DEEPSPEED_CONFIGS = sorted((ROOT / "deepspeed_configs").iterdir())
 LAUNCHES = {
-    "single_gpu": Layout(1), "multi_gpu": Layout(8), "zero2": Layout(8, "zero2"), "zero3": Layout(8, "zero3"),
-    "zero3_multinode": Layout(32, "zero3"), "fsdp2": Layout(8, "fsdp2"), "cpu_ddp": Layout(2),
-    "cpu_zero3": Layout(2, "zero3"),
+    "single_gpu": (1, "none"), "multi_gpu": (8, "none"), "zero2": (8, "zero2"), "zero3": (8, "zero3"),
+    "zero3_multinode": (32, "zero3"), "fsdp2": (8, "fsdp2"), "cpu_ddp": (2, "none"), "cpu_zero3": (2, "zero3"),
 }  # fmt: skip
 
 
@@ -72,13 +70,13 @@ def test_a_configuration_is_launched_by_its_name_from_any_folder(path, tmp_path,
     (tmp_path / "deepspeed_configs" / "zero3.json").write_text("{}")
     arguments = read_arguments(["--accelerate", path.stem, "--main_process_port", "0", "train", "--config", "math_7b"])
     arguments, _, _ = _validate_launch_command(arguments)
-    layout = LAUNCHES[path.stem]
-    assert arguments.num_processes == layout.processes
-    assert arguments.multi_gpu == (layout.engine == "none" and layout.processes > 1)
-    assert arguments.use_fsdp == (layout.engine == "fsdp2")
-    assert arguments.use_deepspeed == layout.engine.startswith("zero")
+    processes, engine = LAUNCHES[path.stem]
+    assert arguments.num_processes == processes
+    assert arguments.multi_gpu == (engine == "none" and processes > 1)
+    assert arguments.use_fsdp == (engine == "fsdp2")
+    assert arguments.use_deepspeed == engine.startswith("zero")
     if arguments.use_deepspeed:
-        config = ROOT / "deepspeed_configs" / f"{layout.engine}.json"
+        config = ROOT / "deepspeed_configs" / f"{engine}.json"
         assert Path(arguments.deepspeed_config_file) == config.resolve()
     assert (arguments.module, arguments.training_script) == (True, "bapo_trl")
     assert arguments.training_script_args == ["train", "--config", "math_7b"]

@@ -3,7 +3,7 @@ Accuracy of a model on a dataset: completions of a trainer, their rewards and an
 
 ```python
 trainer = EvaluatedTrainer(...)  # as a BAPOTrainer
-before = evaluate(trainer, dataset, Path("before.jsonl"), model_identity([(model, None)]))
+before = evaluate(trainer, dataset, Path("before.jsonl"))
 print(accuracy_table({"before": before.accuracies}))
 ```
 """
@@ -11,14 +11,13 @@ print(accuracy_table({"before": before.accuracies}))
 import importlib
 
 
-__all__ = ["EvaluatedTrainer", "Evaluation", "accuracy_table", "evaluate", "model_identity"]
+__all__ = ["EvaluatedTrainer", "Evaluation", "accuracy_table", "evaluate"]
 
 _HOMES = {
     "EvaluatedTrainer": "sampling",
     "Evaluation": "measure",
     "accuracy_table": "accuracy",
     "evaluate": "measure",
-    "model_identity": "measure",
 }
 
 

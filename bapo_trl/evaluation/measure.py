@@ -1,25 +1,21 @@
-"""Evaluation of a model on prompts: several completions of each, kept on disk, and how many of them are right."""
+"""Evaluation of a model on prompts: several completions of each, and how many of them are right."""
 
 import json
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 from datasets import Dataset, IterableDataset
-from transformers.utils import cached_file
-from xxhash import xxh3_128, xxh3_128_hexdigest
+from xxhash import xxh3_128
 
-from ..checkpoints.rank_errors import on_main_process, raising_on_all_ranks
+from ..checkpoints.rank_errors import on_main_process
 from ..reward_sums import best_of_k, weighted_sums
 from .accuracy import Estimate, PromptResult, summarize
 from .answers import canonical
-from .completions_file import CompletionsFile
 from .sampling import Completion, EvaluatedTrainer
 
 
@@ -29,11 +25,6 @@ _SAMPLING_SETTINGS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length", "generation_kwargs",
     "chat_template_kwargs",
 )  # fmt: skip
-# Weights, and what they are loaded and asked with. Of an output folder, nothing else: a run writes there
-_MODEL_FILE = re.compile(
-    r"(pytorch_|adapter_)?model.*\.(safetensors|bin)|(adapter_|generation_)?config\.json|chat_template\.jinja"
-    r"|(special_)?token.*\.(json|model)|added_tokens\.json|vocab\..*|merges\.txt|(pre)?processor_config\.json"
-)
 
 
 @dataclass(frozen=True)
@@ -58,8 +49,8 @@ def evaluate(
     trainer: EvaluatedTrainer,
     dataset: Dataset | IterableDataset,
     path: Path,
-    model: str,
     extract_answer: Callable[[str], str | None] | None = None,
+    origin: Any = None,
 ) -> Evaluation:
     """
     Sample `num_generations_eval` completions of each prompt, score them, and count.
@@ -70,11 +61,11 @@ def evaluate(
         trainer ([`~sampling.EvaluatedTrainer`]): Trainer with the model and the reward functions.
         dataset (`Dataset` or `IterableDataset`): Prompts, with what the reward functions read; `data_source` says
             where a prompt comes from.
-        path (`Path`): File of the completions. Those of the same model, sampling and prompts that are there already
-            are kept, and scored anew.
-        model (`str`): What tells the model from any other, as [`model_identity`] returns it. Only the main process
-            reads it.
+        path (`Path`): File of the completions, written at the end.
         extract_answer (`Callable[[str], str | None]`, *optional*): Finds the answer in a completion, for maj@k.
+        origin (*optional*): What the model was loaded from, as JSON. If `path` holds the completions of an evaluation
+            of this origin, with these prompts, rewards and sampling settings, these are counted, and nothing is
+            sampled. Only the main process reads it.
 
     Returns:
         [`Evaluation`]: The same on all processes.
@@ -82,33 +73,30 @@ def evaluate(
     rows = list(dataset) if isinstance(dataset, IterableDataset) else dataset
     num_completions = trainer.num_generations_eval
     names = trainer.reward_func_names
-    file: Any = None  # of the main process
-    kept: list[dict[str, Any]] = []
+    key: str | None = None  # this and the records: of the main process
+    records: list[dict[str, Any]] = []
 
-    def read() -> list[tuple[int, int]]:
-        nonlocal file, kept
-        file = CompletionsFile(path, _identity(trainer, rows, model), num_completions)
-        kept = file.records()
-        return file.missing(len(rows))
+    def read() -> bool:
+        nonlocal key, records
+        if origin is not None:
+            key = _key(trainer, rows, origin)
+            records = _read(path, key)
+        return bool(records)
 
-    pending = on_main_process(read)
-    rescored = trainer.score_completions(rows, [_as_completion(record) for record in kept])
-    with raising_on_all_ranks():
-        if kept:
-            file.replace(
-                _as_record(completion, record["prompt_index"], record["number"], rows[record["prompt_index"]], names)
-                for record, completion in zip(kept, rescored, strict=True)
-            )
+    if not on_main_process(read) and len(rows):
+        sampled = trainer.sample_completions(rows, num_completions)
 
-    def write(completions: list[Completion]) -> None:
-        file.append(
-            _as_record(completion, *pending[completion.position], rows[pending[completion.position][0]], names)
-            for completion in completions
-        )
+        def write() -> None:
+            nonlocal records
+            records = [
+                _as_record(sampled[prompt * num_completions + number], prompt, number, row, names)
+                for prompt, row in enumerate(rows)
+                for number in range(num_completions)
+            ]
+            _write(path, records, key)
 
-    if pending:
-        trainer.sample_completions(_RowsOf(pending, rows), write, seed=str(pending[0]))
-    return on_main_process(lambda: count(file.records(), num_completions, trainer.reward_weights, extract_answer))
+        on_main_process(write)
+    return on_main_process(lambda: count(records, num_completions, trainer.reward_weights, extract_answer))
 
 
 def count(
@@ -123,7 +111,7 @@ def count(
     A prompt none of whose completions has a first reward is left out of the accuracies, and counted in
     `prompts_without_reward`. `reward_weights` has shape `(F,)`.
     """
-    records = [record for record in records if record["number"] < num_completions]
+    records = list(records)
     if not records:
         return Evaluation({}, {}, 0)
     rewards = torch.tensor(
@@ -153,67 +141,33 @@ def count(
     return Evaluation(accuracies, metrics, len(scored))
 
 
-def model_identity(parts: Iterable[tuple[str, str | None]]) -> str:
-    """
-    Return what tells a model from any other, wherever it is: a digest of the files that it is loaded from.
-
-    Without a weight file among them it is another one at each call: nothing tells such models apart.
-
-    Args:
-        parts (iterable of pairs): Name and revision of the model; for an adapter, those of its base as well.
-
-    Raises:
-        OSError: If one of them is neither here nor on the Hub.
-    """
-    digest = xxh3_128()
-    for name, revision in parts:
-        files = sorted(path for path in _folder(name, revision).iterdir() if _MODEL_FILE.fullmatch(path.name))
-        if not any(file.suffix in (".safetensors", ".bin") for file in files):  # a sharded save may write none
-            digest.update(uuid4().bytes)
-        for file in files:
-            digest.update(f"{file.name} {file.stat().st_size} ".encode())
-            with file.open("rb") as content:
-                while chunk := content.read(1 << 24):
-                    digest.update(chunk)
-    return digest.hexdigest()
-
-
-class _RowsOf(Sequence[Mapping[str, Any]]):
-    """The row of each completion, read when it is asked for: of images, all of them would not fit into memory."""
-
-    def __init__(self, completions: Sequence[tuple[int, int]], rows: Any):
-        self._completions, self._rows = completions, rows
-
-    def __len__(self) -> int:
-        return len(self._completions)
-
-    def __getitem__(self, position: Any) -> Any:
-        prompt, _ = self._completions[position]
-        return self._rows[prompt]
-
-
-def _folder(name: str, revision: str | None) -> Path:
-    """Return the folder of a model; of one on the Hub, that of its revision in the cache."""
-    if Path(name).is_dir():
-        return Path(name)
-    config: Any = cached_file(name, "config.json", revision=revision, _raise_exceptions_for_missing_entries=False)
-    return Path(config or cached_file(name, "adapter_config.json", revision=revision)).parent
-
-
-def _identity(trainer: EvaluatedTrainer, rows: Any, model: str) -> str:
+def _key(trainer: EvaluatedTrainer, rows: Any, origin: Any) -> str:
+    """Return what tells an evaluation from another one, by the names of its parts."""
     settings = {name: getattr(trainer.args, name, None) for name in _SAMPLING_SETTINGS}
     loaded = [str(trainer.model.dtype), str(getattr(trainer.model.config, "quantization_config", None))]
     digest = xxh3_128()
-    for part in chain([model, loaded, settings], map(trainer.prompt_of, rows)):
-        digest.update(json.dumps(part, sort_keys=True, default=_content).encode())
+    made_of = [origin, loaded, settings, trainer.num_generations_eval, trainer.reward_func_names]
+    for part in chain(made_of, map(trainer.prompt_of, rows)):
+        digest.update(json.dumps(part, sort_keys=True, default=str).encode())
     return digest.hexdigest()[:16]
 
 
-def _content(value: Any) -> str:
-    """Return what tells an image, or what else is no JSON, from others."""
-    if type(value).__module__.partition(".")[0] != "PIL":
-        return str(value)
-    return f"{value.mode} {value.size} {xxh3_128_hexdigest(value.tobytes())}"
+def _read(path: Path, key: str) -> list[dict[str, Any]]:
+    """Return the completions in a file, if they are of the evaluation with this key; else none."""
+    if not path.is_file():
+        return []
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return records if all(record.get("evaluation") == key for record in records) else []
+
+
+def _write(path: Path, records: Iterable[dict[str, Any]], key: str | None) -> None:
+    """Write completions, all or none of them."""
+    kept = {} if key is None else {"evaluation": key}
+    part = path.with_name(f"{path.name}.part")
+    part.parent.mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps({**record, **kept}, ensure_ascii=False, default=str) for record in records)
+    part.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    part.replace(path)
 
 
 def _as_record(
@@ -228,16 +182,9 @@ def _as_record(
         "completion": completion.text,
         "rewards": dict(zip(names, completion.rewards, strict=True)),
         "correct": first is not None and first >= 1,
-        "tokens": len(completion.token_ids),
+        "tokens": completion.num_tokens,
         "cut_off": completion.is_cut_off,
-        **({} if isinstance(completion.content, str) else {"messages": completion.content}),
-        "token_ids": completion.token_ids,
     }
-
-
-def _as_completion(record: Mapping[str, Any]) -> Completion:
-    content = record.get("messages", record["completion"])
-    return Completion(record["prompt_index"], content, record["token_ids"], record["cut_off"])
 
 
 def _first_reward(record: Mapping[str, Any]) -> float | None:

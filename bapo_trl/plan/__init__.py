@@ -1,1 +1,1 @@
-"""What can be known of a run before it begins: its arithmetic, its memory, its prompts and its rewards."""
+"""What can be known of a run before it begins: its arithmetic, its prompts and its rewards."""

@@ -1,5 +1,6 @@
 """What a run would do, by its settings, its prompts and the configuration of its model."""
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from ..inputs.checks import check_tokenizer, has_rotary_positions, token_limits
 from ..inputs.setting_checks import check_values_of_trl
 from ..staleness import mean_age, oldest_age
 from .counts import Counts, count
-from .memory import ENGINES, Layout, Memory, Shape, empty_model, layout_of_process, memory_of, shape_of
+from .empty_model import empty_model
 from .samples import TEXT_FOR_CHAT, Prompts, Reward, check_window, look_at_prompts, try_rewards
 
 
@@ -27,20 +28,19 @@ class DryRun:
     """What is known of a run before it begins. `print` it."""
 
     args: BAPOConfig
-    layout: Layout
+    processes: int
     counts: list[Counts]  # on its own number of processes first; empty for an evaluation alone
     num_prompts: int | None  # `None` for a stream
-    shape: Shape | None = None  # this and what follows: `None` for a model that is not there yet
-    memory: Memory | None = None
+    model_config: Any = None  # of its text model; this and what follows: `None` for a model that is not there yet
     prompts: Prompts | None = None
     rewards: Sequence[Reward] = ()
-    missing: str = "The model is not built yet: its prompts, rewards and memory are not known before it is."
+    missing: str = "The model is not built yet: its prompts and rewards are not known before it is."
 
     @property
     def problems(self) -> list[str]:
         """What the run would stop at, each in a sentence."""
         refusals = [each.refusal for each in self.counts[:1] if each.refusal]
-        return [f"On {_processes(self.layout.processes)}, {refusal}." for refusal in refusals] + [
+        return [f"On {_processes(self.processes)}, {refusal}." for refusal in refusals] + [
             f'The reward function `{each.name}` {each.error} (given the first prompt and "{each.completion}").'
             for each in self.rewards
             if each.error
@@ -49,10 +49,7 @@ class DryRun:
     def tables(self) -> str:
         """Return all but the problems."""
         first = [_counts(self), _ages(self)] if self.counts else [_evaluation(self)]
-        if self.prompts is None or self.memory is None or self.shape is None:
-            rest = [self.missing]
-        else:
-            rest = [_prompts(self, self.prompts), _rewards(self), _memory(self, self.memory, self.shape, self.prompts)]
+        rest = [self.missing] if self.prompts is None else [_prompts(self, self.prompts), _rewards(self)]
         return "\n\n".join(part for part in (*first, *rest) if part)
 
     def __str__(self) -> str:
@@ -66,8 +63,8 @@ def dry_run(
     reward_funcs: Any = None,
     train_dataset: Any = None,
     processing_class: Any = None,
-    peft_config: Any = None,
-    layout: Layout | None = None,
+    processes: int | None = None,
+    trains_adapter: bool = False,
 ) -> DryRun:
     """
     Return what can be known of a run before it begins. Nothing is written, and no weight is loaded.
@@ -83,8 +80,8 @@ def dry_run(
         train_dataset (`Dataset` or `IterableDataset`): Prompts to train on; with `do_train` false, to evaluate on.
         processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`], *optional*):
             Tokenizer; by default the model's.
-        peft_config ([`~peft.PeftConfig`], *optional*): Adapter to train.
-        layout ([`~memory.Layout`], *optional*): Where it trains; by default where this process would.
+        processes (`int`, *optional*): Processes that train; by default those of this process' launcher.
+        trains_adapter (`bool`, *optional*, defaults to `False`): Whether an adapter is trained.
 
     Raises:
         ValueError: Without prompts, for a model that cannot be found or built by its name, and for values, weights of
@@ -102,8 +99,8 @@ def dry_run(
     check_values_of_trl(args)
     functions = reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs] if reward_funcs else []
     _check_reward_weights(args, functions)
-    _check_combinations(args, peft_config)
-    arithmetic = arithmetic_of(args, train_dataset, layout)
+    _check_combinations(args, trains_adapter)
+    arithmetic = arithmetic_of(args, train_dataset, processes)
     if model is None:
         return arithmetic
     name = model if isinstance(model, str) else model.config._name_or_path
@@ -118,35 +115,31 @@ def dry_run(
             ) from error
     if processing_class is None:
         processing_class = AutoProcessor.from_pretrained(name, trust_remote_code=args.trust_remote_code)
-    shape = shape_of(model, peft_config)
-    limits = token_limits(shape.config, args.max_completion_length)
+    config = model.config.get_text_config()
+    limits = token_limits(config, args.max_completion_length)
     check_tokenizer(getattr(processing_class, "tokenizer", processing_class), limits.vocabulary)
-    if not has_rotary_positions(shape.config):
+    if not has_rotary_positions(config):
         check_window([("train", train_dataset)], processing_class, limits, args.chat_template_kwargs)
     prompts = look_at_prompts(train_dataset, processing_class, limits.longest_prompt, args.chat_template_kwargs)
     return replace(
         arithmetic,
-        shape=shape,
-        memory=memory_of(
-            shape.parameters,
-            shape.trained,
-            _weight_bytes(args, shape.config),
-            arithmetic.layout,
-            is_mixed=bool(args.bf16 or args.fp16),
-            has_reference=args.beta != 0 and peft_config is None,
-            optim=args.optim,
-        ),
+        model_config=config,
         prompts=prompts,
         rewards=try_rewards(functions, next(iter(train_dataset)), processing_class),
     )
 
 
-def arithmetic_of(args: BAPOConfig, train_dataset: Any, layout: Layout | None = None) -> DryRun:
+def arithmetic_of(args: BAPOConfig, train_dataset: Any, processes: int | None = None) -> DryRun:
     """Return what the settings and the number of prompts tell, as in [`dry_run`]; `None` for data that lacks."""
-    layout = layout or layout_of_process(deepspeed=args.deepspeed)
+    processes = processes or processes_of_launcher()
     num_prompts = len(train_dataset) if isinstance(train_dataset, Dataset) else None
-    scales = dict.fromkeys((layout.processes, *_SCALES)) if args.do_train or not args.do_eval else ()
-    return DryRun(args, layout, [count(args, processes, num_prompts) for processes in scales], num_prompts)
+    scales = dict.fromkeys((processes, *_SCALES)) if args.do_train or not args.do_eval else ()
+    return DryRun(args, processes, [count(args, scale, num_prompts) for scale in scales], num_prompts)
+
+
+def processes_of_launcher() -> int:
+    """Return the number of processes of the launcher that started this one."""
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def _check_reward_weights(args: BAPOConfig, functions: Sequence[Any]) -> None:
@@ -157,27 +150,15 @@ def _check_reward_weights(args: BAPOConfig, functions: Sequence[Any]) -> None:
         )
 
 
-def _check_combinations(args: BAPOConfig, peft_config: Any) -> None:
+def _check_combinations(args: BAPOConfig, trains_adapter: bool) -> None:
     """Refuse settings that TRL and transformers refuse together, when a trainer is made (`InputError`)."""
-    if args.sync_ref_model and (args.beta == 0 or peft_config is not None):
+    if args.sync_ref_model and (args.beta == 0 or trains_adapter):
         raise InputError(
             "`sync_ref_model` is true, but there is no reference model to update: set `beta` above 0 and train no "
             "adapter, or leave `sync_ref_model` out."
         )
     if args.save_strategy == "best" and args.metric_for_best_model is None:
         raise InputError("`save_strategy` is 'best', but `metric_for_best_model` is not set: set it, e.g. reward.")
-
-
-def _weight_bytes(args: BAPOConfig, config: Any) -> int | None:
-    """
-    Return the bytes of a weight as TRL loads it: float32 unless `model_init_kwargs` says otherwise.
-
-    `None` for a quantized model: which of its weights are, and with what beside them, depends on the method.
-    """
-    given = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
-    if given.get("quantization_config") is not None or getattr(config, "quantization_config", None) is not None:
-        return None
-    return 2 if str(given.get("dtype", "float32")).rpartition(".")[2] in ("bfloat16", "float16") else 4
 
 
 def aligned_rows(rows: Iterable[tuple[str, str]]) -> str:
@@ -267,51 +248,8 @@ def _rewards(run: DryRun) -> str:
     return "\n".join(lines)
 
 
-def _memory(run: DryRun, memory: Memory, shape: Shape, prompts: Prompts) -> str:
-    args, layout = run.args, run.layout
-    parts = (memory.weights, memory.gradients, memory.optimizer, memory.reference)
-    rows = [("weights", _gigabytes(memory.weights) + " (quantized)" * (memory.weights is None))]
-    if run.counts:
-        rows += [
-            ("gradients", _gigabytes(memory.gradients)),
-            ("optimizer", _gigabytes(memory.optimizer)),
-            ("reference model (beta)", _gigabytes(memory.reference)),
-            ("together", _gigabytes(memory.total) + " and what is not known" * (None in parts)),
-            ("logits of a micro-batch, if held whole", _gigabytes(_logits(args, shape))),
-        ]
-    if shape.cache_numbers:
-        length = prompts.lengths[1.0] + (args.max_completion_length or 0)
-        cache = 2 * shape.cache_numbers * length
-        rows.append((f"sampler: cache of one sample of {length} tokens", _gigabytes(cache)))
-    rows.append(("sampler: weights in bfloat16, all GPUs", _gigabytes(2 * shape.parameters)))
-    number = f"{_processes(layout.processes)}, {ENGINES[layout.engine]}"
-    if layout.offloaded:
-        number += f", {' and '.join(sorted(layout.offloaded))} in CPU memory"
-    trained = "" if shape.trained == shape.parameters else f", {_count(shape.trained)} of them trained"
-    title = f"GB on a GPU: {number}; {_count(shape.parameters)} parameters{trained}"
-    return f"{title}\n{aligned_rows(rows)}\n  Activations are not counted, nor what a framework reserves."
-
-
-def _logits(args: BAPOConfig, shape: Shape) -> float:
-    vocabulary = getattr(shape.config, "vocab_size", 0)
-    return 4.0 * args.per_device_train_batch_size * (args.max_completion_length or 0) * vocabulary
-
-
 def _processes(number: int) -> str:
     return f"{number} process{'es' if number != 1 else ''}"
-
-
-def _gigabytes(value: float | None) -> str:
-    if value is None:
-        return "not known"
-    return f"{value / 1e6:.3g} MB" if 0 < value < 1e7 else f"{value / 1e9:.3g}"
-
-
-def _count(number: int) -> str:
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return str(number)
 
 
 def _or_dash(value: Any) -> str:

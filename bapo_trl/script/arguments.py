@@ -108,8 +108,8 @@ class BAPOScriptArguments(ScriptArguments):
         default=False,
         metadata={
             "help": "Whether to print what the run would do, and do nothing of it: samples and updates, age of the "
-            "samples, memory on a GPU by weights, gradients and optimizer, the first prompt, and what each reward "
-            "function gives. No weights are loaded, nothing is written."
+            "samples, the first prompt, and what each reward function gives. No weights are loaded, and nothing is "
+            "written."
         },
     )
 

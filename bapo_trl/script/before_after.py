@@ -2,20 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
-from ..checkpoints.rank_errors import on_main_process, raising_on_all_ranks
+from ..checkpoints.rank_errors import raising_on_all_ranks
 from ..evaluation.accuracy import accuracy_table
-from ..evaluation.measure import Evaluation, evaluate, model_identity
+from ..evaluation.measure import Evaluation, evaluate
 from ..evaluation.sampling import EvaluatedTrainer
 from .console import log_line
 
 
 Parts = Sequence[tuple[str, str | None]]
-"""Name and revision of a model, and of its base if it is an adapter: see [`~evaluation.measure.model_identity`]."""
+"""Name and revision of a model, and of its base if it is an adapter."""
 
 
 class NotAtTheEnd(TrainerCallback):
@@ -45,18 +46,21 @@ class BeforeAfter:
         self._after: Evaluation | None = None
 
     def before(self, parts: Parts) -> None:
-        """Evaluate what a training starts from. Engines that shard the model cannot before they train: they say so."""
+        """
+        Evaluate what a training starts from; of a run that goes on, that is done. Engines that shard the model cannot
+        before they train: they say so.
+        """
         self.trainer.add_callback(NotAtTheEnd())
         if self.trainer.is_deepspeed_enabled or self.trainer.is_fsdp_enabled:
             self.trainer.accelerator.print(
                 "Before training: not evaluated under DeepSpeed or FSDP. `--do_train false` evaluates the model alone."
             )
             return
-        self._before = self._evaluate("eval_completions_before.jsonl", parts)
+        self._before = self._evaluate("eval_completions_before.jsonl", [*parts, *map(_weight_files, parts)])
 
-    def after(self, parts: Parts) -> None:
+    def after(self) -> None:
         """Evaluate the model as it is now, log its rewards, and save all that was found."""
-        self._after = self._evaluate("eval_completions.jsonl", parts)
+        self._after = self._evaluate("eval_completions.jsonl")
         self.trainer.log(self._rewards())
         before = {} if self._before is None else self._before.as_results("before")
         with raising_on_all_ranks():
@@ -78,9 +82,8 @@ class BeforeAfter:
         ]
         return "\n".join(line for line in lines if line)
 
-    def _evaluate(self, name: str, parts: Parts) -> Evaluation:
-        model = on_main_process(lambda: model_identity(parts))
-        return evaluate(self.trainer, self.dataset, self.output_dir / name, model, self.extract_answer)
+    def _evaluate(self, name: str, origin: Any = None) -> Evaluation:
+        return evaluate(self.trainer, self.dataset, self.output_dir / name, self.extract_answer, origin)
 
     def _left_out(self) -> str:
         count = self._after.metrics.get("prompts_without_reward", 0)
@@ -88,3 +91,9 @@ class BeforeAfter:
 
     def _rewards(self) -> dict[str, float]:
         return {f"eval_{name}": value for name, value in self._after.metrics.items()}
+
+
+def _weight_files(part: tuple[str, str | None]) -> list[tuple[str, int, int]]:
+    """Return the weights in the folder of a model, with their sizes and times; none of one on the Hub."""
+    files = sorted(path for kind in ("safetensors", "bin") for path in Path(part[0]).glob(f"*.{kind}"))
+    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]

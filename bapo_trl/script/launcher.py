@@ -64,14 +64,11 @@ def main(arguments: Sequence[str]) -> None:
 
 def _dry_run(args: argparse.Namespace) -> None:
     """Print what the processes would do, from this one."""
-    from ..plan.memory import layout_of_launch
     from .planning import print_plan
 
     validated, _, _ = launch._validate_launch_command(args)
     name, *flags = args.training_script_args
-    if name == "evaluate":
-        return print_plan(flags, EVALUATE, layout_of_launch(validated))
-    print_plan(flags, TRAIN, layout_of_launch(validated))
+    print_plan(flags, EVALUATE if name == "evaluate" else TRAIN, validated.num_processes or 1)
 
 
 def launch_of(accelerate: str) -> argparse.Namespace:

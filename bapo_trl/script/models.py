@@ -24,7 +24,7 @@ from trl import ModelConfig
 
 from ..bapo_config import BAPOConfig
 from ..errors import InputError
-from ..plan.memory import empty_model
+from ..plan.empty_model import empty_model
 from ..report.runs import read_settings
 from ..tasks import SMOLLM2, smollm2_path, sums_model_path
 from ..upstream.trl_compat import create_model_from_path

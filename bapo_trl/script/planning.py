@@ -13,15 +13,14 @@ from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as LOADERS  # "
 from huggingface_hub import whoami
 from transformers import TrainingArguments
 from transformers import training_args as of_transformers
-from trl import DatasetMixtureConfig, ModelConfig, get_peft_config, get_quantization_config
+from trl import DatasetMixtureConfig, ModelConfig
 
 from ..bapo_config import BAPOConfig
 from ..checkpoints.files import checkpoint_names, find_defect, step_of
 from ..errors import InputError
 from ..inputs.checks import has_rotary_positions, token_limits
 from ..inputs.setting_warnings import setting_warnings
-from ..plan.dry_run import DryRun, arithmetic_of, dry_run
-from ..plan.memory import Layout, layout_of_process
+from ..plan.dry_run import DryRun, arithmetic_of, dry_run, processes_of_launcher
 from ..plan.samples import check_window
 from ..report.facts import method_name
 from ..tasks import SMOLLM2, check_smollm2, has_smollm2
@@ -36,13 +35,13 @@ from .preparation import Inputs, explaining_pushes, gather_inputs, only_merges
 
 Settings = tuple[BAPOScriptArguments, BAPOConfig, ModelConfig, DatasetMixtureConfig]
 
-_SEE_END = "Prompts, rewards and memory are not known: the end says why."
+_SEE_END = "Prompts and rewards are not known: the end says why."
 _DRY_RUN = "a dry run. No weights are loaded, nothing is written."
 
 
-def print_plan(arguments: Sequence[str], command: Command = TRAIN, layout: Layout | None = None) -> None:
+def print_plan(arguments: Sequence[str], command: Command = TRAIN, processes: int | None = None) -> None:
     """
-    Print what a run with these flags would do, by default where this process would train; then refuse as it would.
+    Print what a run with these flags would do, by default on the processes of its launcher; then refuse as it would.
 
     What cannot be known without the data or the model is left out.
 
@@ -51,7 +50,7 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, layout: Layou
         SystemExit: For flags that cannot be read, as in [`~command_line.parse_arguments`].
     """
     problems: list[InputError] = []
-    processes = (layout or layout_of_process()).processes
+    processes = processes or processes_of_launcher()
     with as_in_processes(processes), throwaway_cache():
         settings = _parse(arguments, command, processes, problems)
         script_args, training_args, model_args, dataset_args = settings
@@ -64,7 +63,7 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, layout: Layou
             with _noting(problems):
                 _print_merge(model_args, base, training_args)
         else:
-            _print_run(settings, base, layout, problems)
+            _print_run(settings, base, processes, problems)
     if len(problems) > 1:
         texts = [" ".join([str(problem), *getattr(problem, "__notes__", ())]) for problem in problems]
         numbered = " ".join(f"({number}) {text}" for number, text in enumerate(texts, start=1))
@@ -73,12 +72,13 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, layout: Layou
         raise problem
 
 
-def _print_run(settings: Settings, base: str | None, layout: Layout | None, problems: list[InputError]) -> None:
+def _print_run(settings: Settings, base: str | None, processes: int, problems: list[InputError]) -> None:
     """Print what a training or an evaluation would do, and add what it would stop at to the problems."""
     script_args, training_args, model_args, dataset_args = settings
     name = model_args.model_name_or_path
     revision = model_args.model_revision if base is None else base_revision(name, model_args.model_revision)
-    training_args.model_init_kwargs = _init_kwargs(training_args, model_args, revision)
+    chosen = {"revision": revision, "attn_implementation": model_args.attn_implementation}
+    training_args.model_init_kwargs = {**chosen, **(training_args.model_init_kwargs or {})}  # type: ignore[dict-item]
     data = found = None
     with _noting(problems):
         check_vllm(training_args)
@@ -100,15 +100,15 @@ def _print_run(settings: Settings, base: str | None, layout: Layout | None, prob
                 inputs.reward_funcs,
                 _prompts(inputs.data),
                 inputs.processing_class,
-                _peft_config(inputs, training_args, model_args),
-                layout,
+                processes,
+                trains_adapter=base is not None or model_args.use_peft,
             )
             problems += map(InputError, found.problems)
             _check_eval_window(found, inputs, training_args)
     if not training_args.distributed_state.is_main_process:
         return
     if found is None:
-        found = arithmetic_of(training_args, None if data is None else _prompts(data), layout)
+        found = arithmetic_of(training_args, None if data is None else _prompts(data), processes)
         found = replace(found, missing=_SEE_END) if is_built else found
     title = script_args.dataset_name if data is None else data.title
     if not training_args.do_train:
@@ -160,9 +160,9 @@ def _check_checkpoint(training_args: BAPOConfig) -> None:
 
 def _check_eval_window(found: DryRun, inputs: Inputs, training_args: BAPOConfig) -> None:
     """Refuse evaluation prompts that the model fails at, beside those that are trained on (`InputError`)."""
-    if found.shape is None or inputs.data.train is None or has_rotary_positions(found.shape.config):
+    if found.model_config is None or inputs.data.train is None or has_rotary_positions(found.model_config):
         return
-    limits = token_limits(found.shape.config, training_args.max_completion_length)
+    limits = token_limits(found.model_config, training_args.max_completion_length)
     check_window([("eval", inputs.data.test)], inputs.processing_class, limits, training_args.chat_template_kwargs)
 
 
@@ -228,23 +228,3 @@ def _prompts(data: Data) -> Any:
     return data.test if data.train is None else data.train
 
 
-def _init_kwargs(training_args: BAPOConfig, model_args: ModelConfig, revision: str | None) -> dict[str, Any]:
-    given: Any = training_args.model_init_kwargs or {}
-    quantization = get_quantization_config(model_args)
-    chosen = {
-        "revision": revision,
-        "dtype": model_args.dtype or "float32",
-        "attn_implementation": model_args.attn_implementation,
-    }
-    return {**chosen, **({} if quantization is None else {"quantization_config": quantization}), **given}
-
-
-def _peft_config(inputs: Inputs, training_args: BAPOConfig, model_args: ModelConfig) -> Any:
-    """Return the adapter to train: a new one, or the saved one that the model is."""
-    if inputs.base is None:
-        return get_peft_config(model_args)
-    from peft import PeftConfig
-
-    config = PeftConfig.from_pretrained(inputs.model, revision=model_args.model_revision)
-    config.inference_mode = not training_args.do_train
-    return config

@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from accelerate.utils import is_peft_model
 from trl import ModelConfig
 
 from ..bapo_config import BAPOConfig
@@ -70,11 +69,8 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
                 on_main_process(lambda: remove_earlier_run(output_dir))
             _train(trainer, inputs, script_args, training_args, evaluation)
         if evaluation is not None:
-            evaluated, parts = model, inputs.parts
-            if training_args.do_train:
-                evaluated = training_args.output_dir
-                parts = [(evaluated, None), *(inputs.parts[-1:] if is_peft_model(trainer.model) else [])]
-            evaluation.after(parts)
+            evaluated = training_args.output_dir if training_args.do_train else model
+            evaluation.after()
             if training_args.do_train:
                 with raising_on_all_ranks():
                     trainer.save_state()  # with what was found

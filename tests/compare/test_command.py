@@ -95,10 +95,12 @@ def test_a_study_is_made_once_and_its_runs_share_their_prompts(folder, capsys):
     start = Path("study/starts/seed-0.jsonl")
     sampled = [json.loads(line) for line in start.read_text().splitlines()]
     assert len(sampled) == 6 * 3
-    start.write_text("".join(json.dumps({**each, "completion": "7"}) + "\n" for each in sampled))
+    start.write_text(
+        "".join(json.dumps({**each, "rewards": {"has_digit": 1.0}, "correct": True}) + "\n" for each in sampled)
+    )
     compare("--only", "BAPO")
     (again,) = (row for row in read_rows(Path("study")).values() if row.arm == "BAPO")
-    assert again.curve[0] == [0, 1.0] != rows["BAPO"].curve[0]  # what is there is taken, and scored anew
+    assert again.curve[0] == [0, 1.0] != rows["BAPO"].curve[0]  # what is there is taken
     assert again.curve[1:] == rows["BAPO"].curve[1:]  # and the training is the same
 
 

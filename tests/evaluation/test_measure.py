@@ -17,13 +17,12 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
-from PIL import Image
 from trl.trainer import grpo_trainer
 
 from bapo_trl import bapo_trainer
 from bapo_trl.checkpoints.run_lock import RunLock
 from bapo_trl.errors import InputError
-from bapo_trl.evaluation.measure import _identity, evaluate, model_identity
+from bapo_trl.evaluation.measure import evaluate
 from bapo_trl.evaluation.sampling import EvaluatedTrainer
 from bapo_trl.script import commands, training
 from tests.helpers.commands import ROOT, succeeded
@@ -86,68 +85,64 @@ def test_a_fraction_is_held_out(folder):
 
 
 @pytest.mark.processes
-def test_a_killed_evaluation_goes_on(folder):
+def test_a_killed_evaluation_is_run_again(folder):
     alone = {"do_train": "false", "eval_dataset": "test.jsonl"}
     killed = run_python([ROOT / "train_bapo.py", *flags(**alone)], cwd=folder, KILLED_AT="3")
     assert killed.returncode == -signal.SIGKILL
-    kept = completions()
-    assert len(kept) == 10  # 2 batches of 5
-    with (folder / "out" / "eval_completions.jsonl").open("a") as file:
-        file.write('{"prompt_index": 2, "num')
+    assert not (folder / "out" / "eval_completions.jsonl").exists()
     run(**alone)
-    assert sys.modules["my_rewards"].calls == 2 + 3  # 10 completions are scored anew, 14 are left
-    assert completions()[:10] == kept
+    assert sys.modules["my_rewards"].calls == 5
     assert len({(line["prompt_index"], line["number"]) for line in completions()}) == 24
-    before = results()
-    run(**alone, extract_answer="text")  # all is there
-    assert sys.modules["my_rewards"].calls == 5 + 5
-    assert "eval_maj@4" in results()
-    assert {**results(), **before} == results()
-    run(**alone, temperature=0.5)  # another evaluation
-    assert sys.modules["my_rewards"].calls == 10 + 5
 
 
-def test_completions_are_kept_by_what_made_them_and_scored_anew(folder, monkeypatch):
-    sampled = []
-    sample = EvaluatedTrainer.sample_completions
-    monkeypatch.setattr(
-        EvaluatedTrainer, "sample_completions", lambda self, rows, *args, **kw: (
-            sampled.append(len(rows)), sample(self, rows, *args, **kw)
-        ),
-    )  # fmt: skip
+def counted_samples(monkeypatch) -> list[int]:
+    sampled, sample = [], EvaluatedTrainer.sample_completions
+
+    def counting(self, rows, num_completions):
+        sampled.append(len(rows) * num_completions)
+        return sample(self, rows, num_completions)
+
+    monkeypatch.setattr(EvaluatedTrainer, "sample_completions", counting)
+    return sampled
+
+
+def test_what_a_run_starts_from_is_not_sampled_again_as_it_goes_on(folder, monkeypatch):
+    sampled = counted_samples(monkeypatch)
+    settings = {"dataset_name": "train.jsonl", "eval_dataset": "test.jsonl", "save_strategy": "steps", "save_steps": 1}
+    run(**settings, max_steps=1)
+    assert sampled == [24, 24]
+    before, found = completions("out/eval_completions_before.jsonl"), results()
+    run(**settings, max_steps=2, resume_from_checkpoint="true")
+    assert sampled == [24, 24, 24]
+    assert completions("out/eval_completions_before.jsonl") == before
+    assert results()["before_avg@4"] == found["before_avg@4"]
     weights = folder / "model" / "model.safetensors"
-    whole, times = weights.read_bytes(), (weights.stat().st_atime_ns, weights.stat().st_mtime_ns)
-    Path("my_rewards.py").write_text(
-        "value = 1.0\ndef has_digit(completions, completion_ids, **kwargs):\n"
-        "    seen.extend(zip(completions, completion_ids))\n    return [value] * len(completions)\nseen = []\n"
-    )
+    os.utime(weights, (0, 0))  # as of another model
+    run(**settings, max_steps=3, resume_from_checkpoint="true")
+    assert sampled == [24, 24, 24, 24, 24]
 
-    def count(**settings) -> int:
+
+def test_completions_of_another_evaluation_are_not_counted(tmp_path, monkeypatch):
+    sampled = counted_samples(monkeypatch)
+    trainer = toy_trainer(tmp_path, trainer_class=EvaluatedTrainer, num_generations_eval=2)
+    rows, path = [{"prompt": "1+1="}, {"prompt": "1+2="}], tmp_path / "completions.jsonl"
+
+    def count(rows=rows, origin="model") -> int:
         sampled.clear()
-        run(do_train="false", eval_dataset="test.jsonl", num_generations_eval=2, **settings)
+        evaluate(trainer, rows, path, origin=origin)
         return sum(sampled)
 
-    assert count() == 12
-    first, rewards = completions(), sys.modules["my_rewards"]
-    seen = list(rewards.seen)
-    rewards.value = 0.0  # as if its code were edited
-    rewards.seen.clear()
+    assert count() == 4
     assert count() == 0
-    assert results()["eval_avg@2"] == 0 == sum(line["correct"] for line in completions())
-    assert rewards.seen == seen[:12]  # the same texts and tokens; the last batch of the sampling was filled up
-    shutil.copytree("model", "copied")
-    assert count(model_name_or_path="copied") == 0
-    Dataset.from_list([{"prompt": line["prompt"], "more": 1} for line in first[::2]]).to_json("test.jsonl")
-    assert count() == 0  # the prompts are the same
-    for settings in ({"seed": 1}, {"dtype": "bfloat16"}, {"top_k": 5}):
-        assert count(**settings) == 12
-        assert {line["evaluation"] for line in completions()}.isdisjoint(line["evaluation"] for line in first)
-    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    os.utime(weights, ns=times)
-    assert count() == 12
-    weights.write_bytes(whole)
-    assert count() == 0  # what another evaluation put aside is there again
-    assert [line["completion"] for line in completions()] == [line["completion"] for line in first]
+    assert count(rows[:1]) == 2
+    assert count() == 4
+    assert count(origin="another") == 4
+    assert count(origin=None) == 4
+    for name, value in {"seed": 1, "top_k": 5}.items():
+        setattr(trainer.args, name, value)
+        assert (count(), count()) == (4, 0)
+    trainer.reward_func_names = ["another"]
+    assert (count(), count()) == (4, 0)
 
 
 def test_prompts_that_no_reward_can_judge_are_counted_apart(folder, capsys):
@@ -203,7 +198,7 @@ def test_rewards_of_one_name_stand_apart_in_the_completions(folder):
     assert set(given[0]) == {"score_1", "score_2", "has_digit"}
 
 
-def test_chats_of_other_columns_are_scored_anew_as_messages(tmp_path, monkeypatch):
+def test_chats_of_other_columns_are_scored_as_messages(tmp_path, monkeypatch):
     fill_folder(tmp_path, monkeypatch, CHAT_TEMPLATE)
     Dataset.from_list([{"question": f"{a}+1?", "answer": f"{a + 1:03}"} for a in range(6)]).to_json("aime.jsonl")
     settings = {
@@ -222,10 +217,6 @@ def test_chats_of_other_columns_are_scored_anew_as_messages(tmp_path, monkeypatc
     assert re.fullmatch(r"\d\+1\? In \\boxed\{\}\.", user["content"])
     assert line["rewards"]["accuracy_reward"] == 0
     seen = sys.modules["my_rewards"].seen
-    first = seen[:6]
-    seen.clear()
-    run(**settings)
-    assert seen == first
     assert {message["role"] for messages in seen for message in messages} == {"assistant"}
 
 
@@ -305,8 +296,8 @@ def test_what_a_colocated_sampler_draws_from_is_seeded_too(tmp_path, monkeypatch
     generate = trainer._generate
     monkeypatch.setattr(trainer, "_generate", lambda prompts: (drawn.append(np.random.random()), generate(prompts))[1])
     before = np.random.get_state()[1].tolist()
-    for seed in ("a", "b", "a"):
-        trainer.sample_completions([{"prompt": "1+1="}], lambda completions: None, seed)
+    for trainer.args.seed in (1, 2, 1):
+        trainer.sample_completions([{"prompt": "1+1="}])
     assert drawn[0] == drawn[2] != drawn[1]
     assert np.random.get_state()[1].tolist() == before
 
@@ -322,7 +313,7 @@ def test_rows_are_read_when_their_batch_is_sampled(tmp_path, monkeypatch):
             return len(self.given)
 
         def __iter__(self):
-            return iter(self.given)  # for the digest of all prompts, one after the other
+            return iter(self.given)  # for the lines in the file, one after the other
 
         def __getitem__(self, place):
             self.read += 1
@@ -333,11 +324,11 @@ def test_rows_are_read_when_their_batch_is_sampled(tmp_path, monkeypatch):
     trainer = toy_trainer(tmp_path, trainer_class=EvaluatedTrainer, **settings)
     generate = trainer._generate
     monkeypatch.setattr(trainer, "_generate", lambda prompts: (before_batches.append(rows.read), generate(prompts))[1])
-    evaluate(trainer, rows, tmp_path / "completions.jsonl", "")
+    evaluate(trainer, rows, tmp_path / "completions.jsonl")
     assert [line["prompt"] for line in completions(tmp_path / "completions.jsonl")[::2]] == [
         row["prompt"] for row in rows.given
     ]
-    assert before_batches == [4, 12, 18]  # and those of a batch again, for its lines in the file
+    assert before_batches == [4, 8, 10]
 
 
 def test_images_are_put_into_the_messages_as_trl_does(folder, monkeypatch):
@@ -358,12 +349,6 @@ def test_images_are_put_into_the_messages_as_trl_does(folder, monkeypatch):
     monkeypatch.setattr(EvaluatedTrainer, "prompt_of", lambda self, row: "shown")
     with pytest.raises(LookupError, match="shown"):
         run(do_train="false", eval_dataset="test.jsonl")
-
-
-def test_completions_are_kept_by_the_content_of_images(monkeypatch):
-    trainer = SimpleNamespace(args=None, model=SimpleNamespace(dtype=None, config=None), prompt_of=lambda row: row)
-    dark, again, light = (Image.new("L", (2, 2), shade) for shade in (0, 0, 9))
-    assert _identity(trainer, [dark], "") == _identity(trainer, [again], "") != _identity(trainer, [light], "")
 
 
 def test_an_evaluation_on_prompts_of_another_form_than_those_of_the_training_says_so(folder, capsys):
@@ -414,10 +399,3 @@ def test_a_vllm_server_samples_if_it_samples_the_training(folder, monkeypatch):
     for name, weight in server.trained.state_dict().items():
         torch.testing.assert_close(server.served.state_dict()[name], weight, rtol=0, atol=0)
     assert len(completions()) == len(completions("out/eval_completions_before.jsonl")) == 24
-
-
-def test_a_model_saved_without_a_weight_file_is_like_no_other(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    assert model_identity([(str(tmp_path), None)]) != model_identity([(str(tmp_path), None)])
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    assert model_identity([(str(tmp_path), None)]) == model_identity([(str(tmp_path), None)])

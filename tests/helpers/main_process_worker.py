@@ -19,8 +19,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from bapo_trl.checkpoints.rank_errors import on_main_process
-from bapo_trl.evaluation.completions_file import CompletionsFile
-from bapo_trl.evaluation.measure import evaluate
+from bapo_trl.evaluation import measure
 from bapo_trl.evaluation.sampling import EvaluatedTrainer
 from bapo_trl.rollouts.trainer_parts import sampler_window
 from bapo_trl.script import training
@@ -79,14 +78,14 @@ def places(folder: Path, accelerator: Accelerator) -> dict[str, Callable[[], obj
 
     def evaluated(path: Path):
         trainer = toy_trainer(folder / "evaluated", trainer_class=EvaluatedTrainer, per_device_eval_batch_size=6)
-        return evaluate(trainer, toy_dataset(4), path, "model")
+        return measure.evaluate(trainer, toy_dataset(4), path)
 
     def evaluated_on_a_full_disk():
-        append, CompletionsFile.append = CompletionsFile.append, full
+        write, measure._write = measure._write, full
         try:
             evaluated(folder / "completions.jsonl")
         finally:
-            CompletionsFile.append = append
+            measure._write = write
 
     def script(name: str, **settings):
         function = getattr(training, name)

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel, Qwen2Config
 
 from bapo_trl import BAPOConfig, cli, dry_run
 from bapo_trl.errors import InputError
-from bapo_trl.plan.memory import Layout
-from bapo_trl.script import planning, preparation
+from bapo_trl.script import planning
 from bapo_trl.tasks import character_tokenizer, smollm2
 from tests.helpers.commands import ROOT
 from tests.helpers.script_runs import CHAT_TEMPLATE, SHORT, fill_folder, flags, run, train_bapo
@@ -70,12 +69,6 @@ def test_the_tables_of_a_run(capsys, tmp_path):
     assert "\n  plain text, though the model has a chat template: `--prompt_column prompt` makes" in out
     assert '\nRewards of a made completion, "The answer is 1."\n  has_digit: 1\n' in out
     assert "Advice" not in out  # of 2 updates per generation
-    assert "\nGB on a GPU: 1 process, no sharding; 10.6k parameters\n" in out
-    # 6 rows of 6 tokens of 258 logits in float32; keys and values of a head of 8, of 6 + 6 tokens in bfloat16
-    assert re.search(r"\n  logits of a micro-batch, if held whole +0\.0372 MB\n", out)
-    assert re.search(r"\n  sampler: cache of one sample of 12 tokens +0\.000384 MB\n", out)
-    assert out.endswith("\n  Activations are not counted, nor what a framework reserves.\n")
-    assert "fits" not in out
 
 
 def test_a_run_on_held_out_prompts_counts_those_and_a_punishment_goes_by_the_length_of_a_completion(capsys):
@@ -247,7 +240,7 @@ def test_a_reward_that_fails_ends_what_python_prints():
     assert found.problems == [sentence]
     assert str(found).endswith(f"\n\nThe run would stop: {sentence}")
     # 8 samples are one prompt with 8 completions; on 8 processes, 8 prompts
-    on_eight = dry_run(args, "model", None, dataset, layout=Layout(8))
+    on_eight = dry_run(args, "model", None, dataset, processes=8)
     assert on_eight.problems == ["On 8 processes, a generation takes 8 prompts, there are 2."]
 
 
@@ -264,15 +257,6 @@ def test_a_dry_run_of_a_merge_needs_its_base_and_says_the_type(capsys, monkeypat
     with pytest.raises(SystemExit):
         cli.main(merge)
     assert "an adapter of 'gone', and that base cannot be loaded" in capsys.readouterr().err
-
-
-def test_bytes_of_a_quantized_model_are_not_guessed(monkeypatch, capsys):
-    monkeypatch.setattr(preparation, "check_packages", lambda model_args: None)
-    monkeypatch.setattr(planning, "get_quantization_config", lambda model_args: {"load_in_4bit": True})
-    run(dataset_name="train.jsonl", dry_run="true", load_in_4bit="true", use_peft="true", beta=0.1)
-    out = capsys.readouterr().out
-    assert re.search(r"\n  weights +not known \(quantized\)\n", out)
-    assert re.search(r"\n  together +[\d.]+ MB and what is not known\n", out)
 
 
 def test_samples_of_a_generation_may_be_given_for_all_processes(capsys):
@@ -401,8 +385,7 @@ def fill_stand_ins(folder, shape):
 def test_every_recipe(recipe, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
     monkeypatch.setattr(planning, "check_vllm", lambda training_args: None)
-    is_small = recipe in ("gsm8k", "lora_small")
-    fill_stand_ins(tmp_path, SHAPE_05B if is_small else SHAPE_7B)
+    fill_stand_ins(tmp_path, SHAPE_05B if recipe in ("gsm8k", "lora_small") else SHAPE_7B)
     settings = dict(STAND_INS[recipe])
     if "7b" in recipe or "aime" in recipe or settings.get("dataset_name"):
         settings["model_name_or_path"] = "model"
@@ -413,15 +396,10 @@ def test_every_recipe(recipe, capsys, tmp_path, monkeypatch):
                   "--dry_run", "true"])  # fmt: skip
     out, err = capsys.readouterr()
     assert "Evaluation alone" in out if recipe.startswith("aime") else "\n  updates a generation" in out
-    assert "\nGB on a GPU: 6 processes, ZeRO-3; " in out
+    assert "  6 processes *  1 process  8 processes" in out or "Evaluation alone" in out
     assert "raised" not in out
     assert "Map" not in err
     assert "Generating" not in err
-    if recipe == "math_7b":
-        assert "; 7.62B parameters\n" in out
-        assert re.search(r"\n  together +20\.3\n", out)  # 16 P / N
-    if is_small:  # 494M, and the adapter's
-        assert re.search(r"; 50\dM parameters, [\d.]+M of them trained\n", out)
 
 
 def test_a_model_that_is_not_fetched_yet_stays_so(capsys, tmp_path, monkeypatch):
@@ -431,7 +409,7 @@ def test_a_model_that_is_not_fetched_yet_stays_so(capsys, tmp_path, monkeypatch)
     out = capsys.readouterr().out
     assert "\n  samples a generation" in out
     assert "\nStaleness" in out
-    assert out.endswith("\nThe model is not built yet: its prompts, rewards and memory are not known before it is.\n")
+    assert out.endswith("\nThe model is not built yet: its prompts and rewards are not known before it is.\n")
 
 
 def test_a_model_that_could_not_be_read_is_refused(monkeypatch):
@@ -440,11 +418,9 @@ def test_a_model_that_could_not_be_read_is_refused(monkeypatch):
         planning.print_plan(["--config", "smollm2_sums", "--dry_run", "true"])
 
 
-def test_launchers_say_where(monkeypatch, capsys):
+def test_the_processes_of_a_launcher_are_counted(monkeypatch):
     args = BAPOConfig("out", use_cpu=True, bf16=False)
-    environment = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", "WORLD_SIZE": "4"}
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WORLD_SIZE", "4")
     found = dry_run(args, "model", train_dataset=Dataset.from_dict({"prompt": ["1"]}))
-    assert found.layout == Layout(4, "zero2")
-    assert "4 processes, ZeRO-2" in str(found)
+    assert found.processes == found.counts[0].processes == 4
+    assert "4 processes *" in str(found)
