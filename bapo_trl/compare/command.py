@@ -39,8 +39,6 @@ def main(arguments: Sequence[str]) -> int | None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (1)")
     parser.add_argument("--only", nargs="+", metavar="ARM", help="arms to run (all)")
     parser.add_argument("--against", metavar="ARM", help="arm that the others are compared with (the first)")
-    parser.add_argument("--shard", default="1/1", metavar="I/N", help="part of the runs, for one of N machines")
-    parser.add_argument("--table", choices=("markdown", "csv"), default="markdown", help="form of the tables")
     parser.add_argument("--dry_run", nargs="?", const="true", default="false", choices=("true", "false"),
                         help="list the runs and what keeps them from being made here, and do nothing")  # fmt: skip
     options = parser.parse_args(arguments)
@@ -53,7 +51,7 @@ def main(arguments: Sequence[str]) -> int | None:
         if arm not in study.arms:
             raise InputError(f"'{arm}' is no arm of {options.study}: it has {', '.join(study.arms)}.")
     runs = study.runs()
-    chosen = _shard([run for run in runs if run.arm in (options.only or study.arms)], options.shard)
+    chosen = [run for run in runs if run.arm in (options.only or study.arms)]
     finished = find_finished(runs, options.output_dir)
     missing = [run for run in chosen if run.key not in finished]
     if options.dry_run == "true":
@@ -67,9 +65,6 @@ def main(arguments: Sequence[str]) -> int | None:
         make_runs(study, missing, options.output_dir, options.jobs, lambda line: print(line, flush=True))
         finished = find_finished(runs, options.output_dir)
     rows = [finished[run.key] for run in runs if run.key in finished]
-    if not chosen:
-        print(f"Part {options.shard} has no run.")
-        return None
     _show(rows, list(study.arms), options, len(runs))
     return 1 if any(finished[run.key].error is not None for run in chosen) else None
 
@@ -88,14 +83,11 @@ def _report_problem(study: Study, jobs: int) -> int | None:
 
 def _show(rows: list[Row], arms: list[str], options: argparse.Namespace, number: int) -> None:
     """Print the tables, and write them and the figure beside the results."""
-    from .tables import as_csv, as_markdown, compare  # takes scipy
+    from .tables import as_markdown, compare  # takes scipy
 
     if not rows:
         raise InputError(f"{options.output_dir} has no result yet: run the study first.")
     comparisons = compare(rows, arms, options.against or arms[0])
-    if options.table == "csv":
-        print(as_csv(comparisons))
-        return
     text = as_markdown(comparisons)
     if len(rows) < number:
         text = f"{len(rows)} of {number} runs are there.\n\n{text}"
@@ -116,12 +108,3 @@ def _plan(runs: Sequence[Run], finished: dict[str, Row], jobs: int) -> str:
     if left and seconds:
         lines[-1] += f": about {timedelta(seconds=round(left * statistics.mean(seconds) / jobs))} at the pace so far"
     return "\n".join(lines)
-
-
-def _shard(runs: list[Run], text: str) -> list[Run]:
-    """Return those of part `I/N`, one after the other, so that a part has all arms."""
-    part, _, parts = text.partition("/")
-    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
-        raise InputError(f"`--shard` is '{text}': set it to I/N with I from 1 to N, such as 2/8.")
-    ends = [number * len(runs) // int(parts) for number in (int(part) - 1, int(part))]
-    return runs[ends[0] : ends[1]]

@@ -1,8 +1,5 @@
 """The tables of a study, and its verdict in words that say no more than the intervals do."""
 
-import csv
-import io
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -239,23 +236,3 @@ def at_ends_of_grid(comparisons: Sequence[Comparison]) -> list[str]:
             where = f" ({setting})" if setting else ""
             lines.append(f"{arm}{where} is best at learning_rate {best:g}, an end of the grid: try rates beyond it.")
     return lines
-
-
-def as_csv(comparisons: Sequence[Comparison]) -> str:
-    """Return all figures in long form: setting, arm, figure, seeds, mean, half the width of the 95 % interval."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["setting", "arm", "figure", "seeds", "mean", "half_width"])
-    for comparison, title in itertools.product(comparisons, FIGURES):
-        for arm, mean in comparison.means(title).items():
-            if mean is not None:
-                writer.writerow([name_setting(comparison.over), arm, title, mean.count, *_numbers(mean)])
-    for comparison in comparisons:
-        for each in comparison.differences():
-            title = f"final accuracy above {each.against} (Bonferroni)"
-            writer.writerow([name_setting(comparison.over), each.arm, title, each.mean.count, *_numbers(each.mean)])
-    return text.getvalue().rstrip("\n")
-
-
-def _numbers(mean: Mean) -> list[str]:
-    return [f"{mean.value:.6g}", "" if math.isnan(mean.half_width) else f"{mean.half_width:.6g}"]

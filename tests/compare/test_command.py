@@ -83,10 +83,8 @@ def test_a_study_is_made_once_and_its_runs_share_their_prompts(folder, capsys):
     assert not list(Path("study").glob(".run-*"))  # no weights are kept
 
     files = {path: path.stat().st_mtime_ns for path in Path("study/runs").iterdir()}
-    compare("--table", "csv")
-    text = capsys.readouterr().out
-    assert "to make" not in text
-    assert text.startswith("setting,arm,figure,seeds,mean,half_width\n,GRPO,final accuracy,1,")
+    compare()
+    assert "to make" not in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in Path("study/runs").iterdir()} == files
 
     # What the arms start from is sampled once for a seed
@@ -386,8 +384,8 @@ def test_a_dry_run_lists_the_runs_and_the_time_left(folder, capsys):
         "done   GRPO, seed 0", "done   BAPO, seed 0", "to do  GRPO, seed 1", "to do  BAPO, seed 1",
         "4 runs, 2 to make, 2 at a time: about 0:00:30 at the pace so far",
     ]  # fmt: skip
-    compare("--dry_run", "true", "--only", "BAPO", "--shard", "2/2")
-    assert capsys.readouterr().out.splitlines()[0] == "to do  BAPO, seed 1"
+    compare("--dry_run", "true", "--only", "BAPO")
+    assert capsys.readouterr().out.splitlines()[:2] == ["done   BAPO, seed 0", "to do  BAPO, seed 1"]
     assert not Path("study/logs").exists()
 
 
@@ -431,18 +429,6 @@ def test_a_study_whose_runs_lack_an_input_makes_none(folder, capsys, without, gi
     assert not Path("study").exists()
 
 
-def test_shards_are_all_runs_once(folder, capsys):
-    write_study()
-    seen = []
-    for part in ("1/3", "2/3", "3/3"):
-        compare("--dry_run", "true", "--shard", part)
-        seen += capsys.readouterr().out.splitlines()[:-1]
-    compare("--dry_run", "true")
-    assert seen == capsys.readouterr().out.splitlines()[:-1]
-    compare("--shard", "5/8", "--only", "BAPO")  # fewer runs than parts
-    assert capsys.readouterr().out == "Part 5/8 has no run.\n"
-
-
 def test_a_run_that_leaves_nothing_is_a_row_with_its_error(folder, capsys, monkeypatch):
     write_study(seeds=[0])
     monkeypatch.setattr(execution, "command_of", lambda *args: [sys.executable, "-c", "pass"])
@@ -477,8 +463,6 @@ def test_a_study_that_is_told_to_stop_ends_its_runs(folder):
     [
         (["--only", "DAPO"], "'DAPO' is no arm of study.yaml: it has GRPO, BAPO"),
         (["--against", "DAPO"], "'DAPO' is no arm"),
-        (["--shard", "3/2"], "`--shard` is '3/2'"),
-        (["--shard", "x"], "`--shard` is 'x'"),
         (["--jobs", "0"], "`--jobs` is 0"),
         (["--jobs", "x"], "argument --jobs: invalid int value: 'x'"),
     ],
