@@ -15,6 +15,7 @@ from .advice import advice_line
 from .bapo_config import BAPOConfig, check_unchanged, own_settings
 from .batch.filler_rows import LossScale, mark_fillers
 from .batch.policy_loss import PolicyLoss, forward_arguments, mask_values, without_masked_values
+from .batch.sampler import behavior_logps, drop_sampler_logps, has_sampler_logps, read_sampler_logps
 from .batch.samples import attach_version
 from .batch.updates import BatchUpdates
 from .checkpoints.curves import CURVES_FILE, load_curves, save_curves
@@ -265,7 +266,7 @@ class BAPOTrainer(WholeCheckpoints):
         # TRL reads those of a `rollout_func` to correct for vLLM alone. Else they may be placeholders of any length
         are_of_sampler = self.rollout_func is None or (self.use_vllm and self.vllm_importance_sampling_correction)
         if not are_of_sampler and self.off_policy_mask_threshold is None:
-            batch.pop("sampling_per_token_logps", None)
+            drop_sampler_logps(batch)
         self._compare_with_sampler(batch, are_of_sampler)
         self._generation.sampled_by = self.state.global_step if rollouts is None else None
         # A server that was started anew meanwhile has old weights for a good reason; the next generation sees to it
@@ -277,16 +278,14 @@ class BAPOTrainer(WholeCheckpoints):
 
     def _compare_with_sampler(self, batch, reports_logps: bool) -> None:
         """Add behaviour log-probabilities where they will be needed; compare those of a sampler with the trainer's."""
-        compares = reports_logps and "sampling_per_token_logps" in batch
-        scored = batch
-        if "old_per_token_logps" not in batch and (self.args.uses_replay or compares):
-            # TRL leaves them out where it sees an on-policy run, and takes all ratios to be 1
-            scored = {**batch, "old_per_token_logps": self._score_all(batch)}
-            if self.args.uses_replay:
-                batch["old_per_token_logps"] = scored["old_per_token_logps"]
+        compares = reports_logps and has_sampler_logps(batch)
+        if not (self.args.uses_replay or compares):
+            return
+        logps = behavior_logps(batch, self._score_all, keeps=self.args.uses_replay)
         if compares:
             is_per_sequence = self.args.vllm_importance_sampling_mode.startswith("sequence")
-            metrics, difference = compare_with_sampler(scored, is_per_sequence, self.accelerator.gather)
+            of_both = read_sampler_logps(batch, logps)
+            metrics, difference = compare_with_sampler(of_both, is_per_sequence, self.accelerator.gather)
             self._log_values(metrics)
             self._check_difference(difference)
 
@@ -379,7 +378,7 @@ class BAPOTrainer(WholeCheckpoints):
 
     def _draw_first_pass(self, batch, versions, num_padding):
         if self.args.replay_zero_advantage:
-            share = self._replay.clear_ties(batch["advantages"])
+            share = self._replay.clear_ties(batch)
             if self.args.sums_rewards_first and self.scale_rewards != "batch":
                 self._metrics["train"]["frac_reward_zero_std"][-1] = share  # TRL's misses some by rounding
         is_within = self._step % self.args.micro_batches_per_generation != 0

@@ -284,6 +284,16 @@ def _pad(column: Column, padding: float, side: str, multiple: int | None) -> tor
     return torch.nn.functional.pad(padded, (excess, 0) if side == "left" else (0, excess), value=padding)
 
 
+def set_num_items(batch: dict[str, torch.Tensor], num_tokens: torch.Tensor) -> None:
+    """Have losses that divide by the tokens of a generation, on all ranks, divide by these."""
+    batch["num_items_in_batch"] = num_tokens
+
+
+def mask_zero_advantages(batch: dict[str, torch.Tensor], is_zero: torch.Tensor) -> None:
+    """Set the advantages of some of the first samples to exactly 0; what follows them are fillers."""
+    batch["advantages"][: len(is_zero)][is_zero] = 0
+
+
 def tensors_of_rows(chunks: Sequence[Rows]) -> dict[str, torch.Tensor]:
     """Return the values of rows, in chunks, as tensors by name: for a file."""
     tensors = {}

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from ..batch.filler_rows import mark_fillers
 from ..batch.policy_loss import policy_mask
-from ..batch.samples import Rows, batch_to_rows, rows_to_batch
+from ..batch.samples import Rows, batch_to_rows, mask_zero_advantages, rows_to_batch, set_num_items
 from ..clip_bounds.reduce import Tally
 from ..errors import InputError
 from ..reward_sums import tied_rows
@@ -51,10 +51,10 @@ class ReplayMixer:
         """Take note of the rewards of a generation, of all ranks."""
         self._is_tied = self.tell_ties(rewards_per_func)
 
-    def clear_ties(self, advantages: torch.Tensor) -> float:
+    def clear_ties(self, batch: dict[str, torch.Tensor]) -> float:
         """Set the advantages of tied rows to 0; return the share of rows that are tied, over all ranks."""
         here = self._is_tied.view(self.accelerator.num_processes, -1)[self.accelerator.process_index]
-        advantages[: len(here)][here] = 0  # what follows are copies that keep the shape of the batch
+        mask_zero_advantages(batch, here)
         return self._is_tied.float().mean().item()
 
     def draw_first_pass(
@@ -140,7 +140,7 @@ class ReplayMixer:
             }
         ).over_ranks(self.accelerator.gather, device, torch.int64)
         evictions.used = evictions.expired = evictions.overflowed = 0
-        batch["num_items_in_batch"] = torch.as_tensor(tally.sums["tokens"])
+        set_num_items(batch, torch.as_tensor(tally.sums["tokens"]))
         total = tally.numbers()
         total["fraction"] = total["from_queue"] / total["rows"]
         total["reuse_mean"] = total["uses"] / max(1, total["rows"] - total["masked"])

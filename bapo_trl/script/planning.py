@@ -226,5 +226,3 @@ def _print_merge(model_args: ModelConfig, base: str | None, training_args: BAPOC
 
 def _prompts(data: Data) -> Any:
     return data.test if data.train is None else data.train
-
-

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from trl.generation import vllm_generation
 
-from ..batch.policy_loss import policy_mask
+from ..batch.sampler import SamplerLogps
 from ..clip_bounds.grid import sum_dtype
 from ..clip_bounds.reduce import Tally
 from ..errors import MissingPackageError
@@ -62,39 +62,34 @@ def client_for(device: torch.device, request_timeout_s: float) -> Iterator[None]
 
 
 def compare_with_sampler(
-    batch: dict[str, torch.Tensor], is_per_sequence: bool, gather: Callable[[torch.Tensor], torch.Tensor]
+    logps: SamplerLogps, is_per_sequence: bool, gather: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[dict[str, float], float]:
     """
     Compare the log-probabilities of trainer and sampler on the samples just drawn, on all ranks.
 
-    TRL's batch has `old_per_token_logps` (trainer), `sampling_per_token_logps` (sampler; NaN where it gave none) and,
-    if TRL corrects for the difference, `importance_sampling_ratio`, of sequences or of tokens. With `token_versions`,
-    the tokens of each sample's latest segment count: those before were sampled, and scored, under other weights.
+    The tokens of each sample's latest segment count. TRL's correction is of sequences if `is_per_sequence`.
 
     Returns the values of [`MISMATCH_METRICS`] (NaN without a token), and the mean absolute difference in nats a token
     (0 without a token of the policy, NaN if the sampler gave no log-probability of any).
     """
-    mask = policy_mask(batch).bool()
-    dtype = sum_dtype(mask.device)
-    difference = batch["old_per_token_logps"] - batch["sampling_per_token_logps"]
-    policy_tokens = mask.sum()
-    mask = mask & ~batch["sampling_per_token_logps"].isnan()
-    difference = torch.where(mask, difference, 0.0).to(dtype)
-    latest = mask
-    if (versions := batch.get("token_versions")) is not None:
-        latest = mask & (versions == versions.amax(dim=1, keepdim=True))
+    dtype = sum_dtype(logps.mask.device)
+    is_known = ~logps.sampler.isnan()
+    mask, latest = logps.mask & is_known, logps.latest & is_known
+    difference = torch.where(mask, logps.trainer - logps.sampler, 0.0).to(dtype)
     of_latest = torch.where(latest, difference, 0.0)
     log_raw, log_whole, counts = of_latest, difference, latest
     if is_per_sequence:
         log_raw, log_whole = (each.sum(dim=1, keepdim=True) for each in (log_raw, log_whole))
         counts = latest.any(dim=1, keepdim=True)
     raw, whole = log_raw.exp(), log_whole.exp()
-    used = batch.get("importance_sampling_ratio", whole).to(raw)  # TRL's is of the whole sequence, or of tokens
+    used = (
+        whole if logps.correction is None else logps.correction.to(raw)
+    )  # TRL's is of the whole sequence, or of tokens
     is_masked = (used == 0) & counts
     is_truncated = ~torch.isclose(used, whole, rtol=1e-5, atol=0) & counts & ~is_masked
     tally = Tally(
         {
-            "policy_tokens": policy_tokens,
+            "policy_tokens": logps.mask.sum(),
             "tokens": latest.sum(),
             "difference": of_latest.abs().sum(),
             "ratios": counts.sum(),

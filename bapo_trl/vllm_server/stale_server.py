@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch.nn.functional import cross_entropy
 
+from ..batch.sampler import sampled_sequences
 from ..checkpoints.rank_errors import on_main_process
 from ..upstream.forward_passes import in_eval_mode
 from ..upstream.trl_compat import VLLMClient, uses_vllm_server
@@ -76,13 +77,8 @@ def stands_still(before: Reading, now: Reading) -> bool:
 
 def choose_sequence(batch: dict[str, torch.Tensor], length: int) -> list[int]:
     """Return the ends of some samples of TRL's batch, one after another: at most `length` tokens."""
-    rows = len(batch["prompt_ids"])
-    sequence = []
-    for row in range(0, rows, math.ceil(rows / NUM_SAMPLES)):
-        prompt = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()]
-        completion = batch["completion_ids"][row][batch["completion_mask"][row].bool()]
-        sequence += torch.cat([prompt, completion])[-MAX_TOKENS // NUM_SAMPLES :].tolist()
-    return sequence[:length]
+    samples = sampled_sequences(batch, NUM_SAMPLES)
+    return [token for ids in samples for token in ids[-MAX_TOKENS // NUM_SAMPLES :].tolist()][:length]
 
 
 class StaleServerCheck:

@@ -8,6 +8,7 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.batch.sampler import read_sampler_logps
 from bapo_trl.upstream.fixes import load_onto_numbered_cpus
 from bapo_trl.vllm_server import mismatch as logp_mismatch
 from bapo_trl.vllm_server.mismatch import MISMATCH_METRICS, DifferenceCheck, client_for, compare_with_sampler
@@ -28,7 +29,9 @@ def batch(**extra):
 
 
 def compare(batch, is_per_sequence=False):
-    metrics, difference = compare_with_sampler(batch, is_per_sequence, lambda tensor: tensor)
+    metrics, difference = compare_with_sampler(
+        read_sampler_logps(batch, batch["old_per_token_logps"]), is_per_sequence, lambda tensor: tensor
+    )
     return {name.removeprefix("sampling/"): value for name, value in metrics.items()}, difference
 
 
@@ -97,7 +100,11 @@ def test_the_comparison_needs_no_double_precision(monkeypatch):
     """MPS has none: there, sums are in float32."""
     monkeypatch.setattr(logp_mismatch, "sum_dtype", lambda device: torch.float32)
     dtypes = []
-    _, difference = compare_with_sampler(batch(), False, lambda tensor: dtypes.append(tensor.dtype) or tensor)
+    _, difference = compare_with_sampler(
+        read_sampler_logps(batch(), batch()["old_per_token_logps"]),
+        False,
+        lambda tensor: dtypes.append(tensor.dtype) or tensor,
+    )
     assert dtypes == [torch.float32]
     assert difference == pytest.approx((0.1 + 0 + 0.2 + 2 * math.log(2)) / 5, rel=1e-6)
 
