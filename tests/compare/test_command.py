@@ -54,7 +54,7 @@ def compare(*arguments: str) -> int | None:
 def invent_rows(finals: dict[str, list[float]]) -> None:
     """Write a row for each run of the study, as if it had ended."""
     for run in read_study("study.yaml").runs():
-        row = Row(run.arm, run.over, run.seed, run.settings, final=finals[run.arm][run.seed], seconds=30.0)
+        row = Row(run.arm, run.sweep, run.seed, run.settings, final=finals[run.arm][run.seed], seconds=30.0)
         write_row(row, Path("study", "runs", f"{run.key}.json"))
 
 
