@@ -18,7 +18,7 @@ DELTA, CAP = "half the weight, delta", "half the weight, cap"
 NOT_AT_4 = {CAP}  # from the third seed on: it is the run of `delta` there
 
 
-def above(task: Task, arm: str, against: str, comparisons: int = 1) -> Mean | None:
+def above(task: Task, arm: str, baseline: str, comparisons: int = 1) -> Mean | None:
     """
     Return how far an arm ends above another; `None` for an arm that a task was not run with.
 
@@ -27,7 +27,7 @@ def above(task: Task, arm: str, against: str, comparisons: int = 1) -> Mean | No
     """
     if arm not in task:
         return None
-    (found,) = differences(task, [(arm, against)], comparisons)
+    (found,) = differences(task, [(arm, baseline)], comparisons)
     if found.mean.count != SEEDS:
         raise ValueError(f"{arm} has {found.mean.count} of {SEEDS} seeds.")
     return found.mean

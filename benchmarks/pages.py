@@ -52,10 +52,10 @@ README_ARMS = (
 
 
 @cache
-def rows(name: str, **over: Any) -> tuple[Row, ...]:
+def rows(name: str, **sweep: Any) -> tuple[Row, ...]:
     """Return the runs of a study, in one setting if that is given."""
     found = read_rows(RESULTS / f"{name}.json").values()
-    return tuple(row for row in found if all(row.over.get(key) == value for key, value in over.items()))
+    return tuple(row for row in found if all(row.sweep.get(key) == value for key, value in sweep.items()))
 
 
 def finals(runs: Iterable[Row]) -> Task:
@@ -67,7 +67,7 @@ def finals(runs: Iterable[Row]) -> Task:
     return by_arm
 
 
-def final_table(by_setting: Mapping[str, Task], against: str, comparisons: int = 1) -> str:
+def final_table(by_setting: Mapping[str, Task], baseline: str, comparisons: int = 1) -> str:
     """
     Return a table of final accuracies, and of how far each arm ends above one of them on the same seeds, by intervals
     that hold for so many `comparisons` at once.
@@ -77,12 +77,12 @@ def final_table(by_setting: Mapping[str, Task], against: str, comparisons: int =
     for arm in arms:
         cells = [arm]
         for by_arm in by_setting.values():
-            pairs = [(arm, against)] if {arm, against} <= by_arm.keys() and arm != against else []
+            pairs = [(arm, baseline)] if {arm, baseline} <= by_arm.keys() and arm != baseline else []
             above = differences(by_arm, pairs, comparisons)
             mean = mean_over_seeds(list(by_arm[arm].values())) if arm in by_arm else None
             cells += [with_interval(mean, ".3f"), with_interval(above[0].mean, ".3f", "+") if above else "-"]
         lines.append(cells)
-    return markdown(["arm", *(part for name in by_setting for part in (name, f"above {against}"))], lines)
+    return markdown(["arm", *(part for name in by_setting for part in (name, f"above {baseline}"))], lines)
 
 
 def readme_table() -> str:
@@ -90,8 +90,8 @@ def readme_table() -> str:
     settings = ("4", "16", "64")
     by_setting = {}
     for name in settings:
-        over = {TASK: "running totals", UPDATES: name}
-        by_setting[name] = finals([*rows("balance", **over), *rows("stability", **over)])
+        sweep = {TASK: "running totals", UPDATES: name}
+        by_setting[name] = finals([*rows("balance", **sweep), *rows("stability", **sweep)])
 
     def cell(values: Mapping[int, float] | None) -> str:
         if not values:
@@ -228,7 +228,7 @@ def keep(folder: Path, commit: str) -> None:
 
 
 def _run_of(row: Mapping[str, Any]) -> tuple[str, str, int]:
-    return row["arm"], str(row["over"]), row["seed"]
+    return row["arm"], str(row["sweep"]), row["seed"]
 
 
 def _head(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -107,8 +107,8 @@ def train(arm: str, seed: int, learning_rate: float) -> Row:
         trainer.train()
     tokens, final = callback.curve[-1]
     seconds = round(time.monotonic() - started, 1)
-    over = {"learning_rate": learning_rate}
-    return Row(arm, over, seed, settings, final, curve=callback.curve, generated_tokens=tokens, seconds=seconds)
+    sweep = {"learning_rate": learning_rate}
+    return Row(arm, sweep, seed, settings, final, curve=callback.curve, generated_tokens=tokens, seconds=seconds)
 
 
 def main() -> None:
@@ -124,7 +124,7 @@ def main() -> None:
         for key, row in zip(missing, pool.map(train, *zip(*missing.values(), strict=True)), strict=True):
             write_row(row, folder / FOLDER / f"{key}.json")
             print(f"{key}: {row.final:.3f}, {row.generated_tokens:,} tokens, {row.seconds:.0f} s", flush=True)
-    print(as_markdown(compare(read_rows(folder).values(), ARMS, against="refilled")))
+    print(as_markdown(compare(read_rows(folder).values(), ARMS, baseline="refilled")))
 
 
 if __name__ == "__main__":

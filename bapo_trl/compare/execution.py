@@ -33,9 +33,9 @@ def find_finished(runs: Sequence[Run], folder: Path) -> dict[str, Row]:
     rows = read_rows(folder)
     finished = {run.key: rows[run.key] for run in runs if run.key in rows}
     ended = {key: row for key, row in rows.items() if row.error is None}
-    by_name = {(row.arm, str(sorted(row.over.items())), row.seed): (key, row) for key, row in ended.items()}
+    by_name = {(row.arm, str(sorted(row.sweep.items())), row.seed): (key, row) for key, row in ended.items()}
     for run in runs:
-        key, row = by_name.get((run.arm, str(sorted(run.over.items())), run.seed), (None, None))
+        key, row = by_name.get((run.arm, str(sorted(run.sweep.items())), run.seed), (None, None))
         if run.key not in finished and row is not None:
             was, now = row.settings, run.settings
             changed = sorted(name for name in {*was, *now} if was.get(name) != now.get(name))
@@ -182,7 +182,7 @@ def _make(run: Run, accelerate: str | None, folder: Path, environment: dict[str,
             lines = log.read_text(errors="replace").strip().splitlines()
             reason = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "")
             error = f"exit code {code}: {reason.strip()} ({log})"
-            return Row(run.arm, run.over, run.seed, run.settings, seconds=seconds, error=error)
+            return Row(run.arm, run.sweep, run.seed, run.settings, seconds=seconds, error=error)
         try:
             row = row_of(run, work, seconds)
             for name in ("trainer_state.json", "run_settings.json"):
@@ -192,7 +192,7 @@ def _make(run: Run, accelerate: str | None, folder: Path, environment: dict[str,
                 sampled.replace(start)
         except (OSError, KeyError, ValueError, ArithmeticError) as reason:
             error = f"it left no results ({type(reason).__name__}: {reason}, {log})"
-            return Row(run.arm, run.over, run.seed, run.settings, seconds=seconds, error=error)
+            return Row(run.arm, run.sweep, run.seed, run.settings, seconds=seconds, error=error)
         return row
     finally:
         if not is_kept:

@@ -59,7 +59,7 @@ def _draw(comparisons: Sequence[Comparison], make_figure: Any) -> Any:
                 alpha=0.15,
                 linewidth=0,
             )
-        panel.set(title=name_setting(comparison.over), xlabel="updates")
+        panel.set(title=name_setting(comparison.sweep), xlabel="updates")
         panel.grid(alpha=0.25)
     for panel in axes[count:]:
         panel.set_axis_off()

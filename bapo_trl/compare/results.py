@@ -25,14 +25,14 @@ class Row:
     """A run that has ended."""
 
     arm: str  # this and the next three: as of `study.Run`
-    over: dict[str, Any]
+    sweep: dict[str, Any]
     seed: int
     settings: dict[str, Any] = field(default_factory=dict)
     final: float | None = None  # accuracy at the end, avg@k in [0, 1]; `None` for a run that failed
     pass_at_k: float | None = None  # problems with a right completion among the k
     curve: list[tuple[int, float]] = field(default_factory=list)  # updates and accuracies, from the start on
-    area: float | None = None  # mean accuracy over the updates, between the first and the last measurement
-    fall: float | None = None  # how far the accuracy fell below the best so far, at most
+    mean_accuracy: float | None = None  # mean accuracy over the updates, between the first and the last measurement
+    max_drawdown: float | None = None  # how far the accuracy fell below the best so far, at most
     gradient_peak: float | None = None  # largest gradient norm over the median one
     entropy_ratio: float | None = None  # mean entropy of the last tenth of the updates over that of the first
     share: float | None = None  # mean share of positive tokens in the policy loss
@@ -70,14 +70,14 @@ def row_of(run: Run, folder: Path, seconds: float) -> Row:
     health = examine(Logs(logs), facts)
     return Row(
         run.arm,
-        run.over,
+        run.sweep,
         run.seed,
         run.settings,
         final=results[f"eval_{avg}"],
         pass_at_k=results.get(f"eval_{best}"),
         curve=[(step, round(accuracy, 4)) for step, accuracy in curve],
-        area=_area(curve),
-        fall=_fall([accuracy for _, accuracy in curve]),
+        mean_accuracy=_mean_accuracy(curve),
+        max_drawdown=_max_drawdown([accuracy for _, accuracy in curve]),
         gradient_peak=round(max(norms) / statistics.median(norms), 2) if norms else None,
         entropy_ratio=_ratio_of_ends([log["entropy"] for log in updates if log.get("entropy") is not None]),
         share=_mean(log.get("bapo/positive_share") for log in updates),
@@ -90,14 +90,14 @@ def row_of(run: Run, folder: Path, seconds: float) -> Row:
     )
 
 
-def _area(curve: list[tuple[int, float]]) -> float | None:
+def _mean_accuracy(curve: list[tuple[int, float]]) -> float | None:
     if len(curve) < 2:
         return None
     width = curve[-1][0] - curve[0][0]
     return round(sum((b - a) * (f + g) / 2 for (a, f), (b, g) in itertools.pairwise(curve)) / width, 4)
 
 
-def _fall(accuracies: list[float]) -> float:
+def _max_drawdown(accuracies: list[float]) -> float:
     best = itertools.accumulate(accuracies, max)
     return round(max(high - now for high, now in zip(best, accuracies, strict=True)), 4)
 

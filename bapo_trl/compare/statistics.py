@@ -31,7 +31,7 @@ class Difference:
     """How far an arm ends above another, paired by seed."""
 
     arm: str
-    against: str
+    baseline: str
     mean: Mean  # with an interval that holds for all comparisons at once (Bonferroni)
     values: tuple[float, ...]  # one of each seed
     p_value: float  # of the paired t-test, adjusted for the number of comparisons (Holm); NaN without a known spread
@@ -74,8 +74,8 @@ def differences(
     """
     common = {pair: sorted(finals[pair[0]].keys() & finals[pair[1]].keys()) for pair in pairs}
     values = {
-        (arm, against): tuple(finals[arm][seed] - finals[against][seed] for seed in seeds)
-        for (arm, against), seeds in common.items()
+        (arm, baseline): tuple(finals[arm][seed] - finals[baseline][seed] for seed in seeds)
+        for (arm, baseline), seeds in common.items()
         if seeds
     }
     comparisons = comparisons or len(values)

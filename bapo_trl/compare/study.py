@@ -33,7 +33,7 @@ class Run:
     """One run of a study."""
 
     arm: str
-    over: dict[str, Any]  # values of what the study varies for all arms
+    sweep: dict[str, Any]  # values of what the study varies for all arms
     seed: int
     flags: dict[str, Any]  # of `bapo-trl train`, without `output_dir`
     settings: dict[str, Any]  # the same, with those of its recipe: what tells the run from one of other settings
@@ -41,7 +41,7 @@ class Run:
     @property
     def setting(self) -> str:
         """What the study varies, as text; empty if nothing."""
-        return name_setting(self.over)
+        return name_setting(self.sweep)
 
     @property
     def label(self) -> str:
@@ -52,13 +52,13 @@ class Run:
     def key(self) -> str:
         """Name of the run among the files of a study: readable, and another for other settings."""
         digest = hashlib.sha256(json.dumps([self.arm, self.settings], sort_keys=True, default=str).encode())
-        name = f"{self.arm}, {name_setting(dict(sorted(self.over.items())))}, seed {self.seed}"
+        name = f"{self.arm}, {name_setting(dict(sorted(self.sweep.items())))}, seed {self.seed}"
         return f"{re.sub(r'[^a-zA-Z0-9.]+', '_', name).strip('_')[:100]}-{digest.hexdigest()[:10]}"
 
 
-def name_setting(over: Mapping[str, Any]) -> str:
+def name_setting(sweep: Mapping[str, Any]) -> str:
     """Return what a study varies as text, `name value` each."""
-    return ", ".join(f"{name} {value}" for name, value in over.items())
+    return ", ".join(f"{name} {value}" for name, value in sweep.items())
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Study:
 
     base: dict[str, Any]  # flags that all runs have
     arms: dict[str, dict[str, Any]]  # flags of each arm; the first is what the others are compared with
-    over: dict[str, list]  # values of flags that all arms share: each combination is a setting of its own
+    sweep: dict[str, list]  # values of flags that all arms share: each combination is a setting of its own
     seeds: list[int]  # arms with the same seed see the same prompts in the same order
     every: int  # updates between two measurements
     avg_at: int  # completions of each evaluation prompt
@@ -76,11 +76,11 @@ class Study:
 
     def settings(self) -> list[dict[str, Any]]:
         """Return each combination of what the study varies; one that is empty if nothing."""
-        return [dict(zip(self.over, values, strict=True)) for values in itertools.product(*self.over.values())]
+        return [dict(zip(self.sweep, values, strict=True)) for values in itertools.product(*self.sweep.values())]
 
     def runs(self) -> list[Run]:
         """Return all runs, seed by seed, so that a study that is cut short has all arms."""
-        return [self._run(seed, over, arm) for seed in self.seeds for over in self.settings() for arm in self.arms]
+        return [self._run(seed, sweep, arm) for seed in self.seeds for sweep in self.settings() for arm in self.arms]
 
     def processes(self) -> int:
         """Return how many processes a run has."""
@@ -107,8 +107,8 @@ class Study:
                 addresses.append(url or f"{host}:{port}")
         return next(iter(_repeated(addresses)), None)
 
-    def _run(self, seed: int, over: dict[str, Any], arm: str) -> Run:
-        given = {**_DEFAULTS, **self.base, **over, **self.arms[arm]}
+    def _run(self, seed: int, sweep: dict[str, Any], arm: str) -> Run:
+        given = {**_DEFAULTS, **self.base, **sweep, **self.arms[arm]}
         measured = {
             "do_train": True,
             "do_eval": True,
@@ -124,7 +124,7 @@ class Study:
         settings = {**recipe, **{name: value for name, value in flags.items() if name != "config"}}
         if self.accelerate is not None:
             settings["accelerate"] = self.accelerate
-        return Run(arm, over, seed, flags, settings)
+        return Run(arm, sweep, seed, flags, settings)
 
     def check(self, on_gpus: bool = False) -> None:
         """
@@ -148,7 +148,7 @@ class Study:
                         settings = parse_arguments([*as_arguments(run.flags), "--output_dir", "study"], command)
                         resolve_names(*settings)
                 except ValueError as error:
-                    where = f" ({run.setting})" if run.over else ""
+                    where = f" ({run.setting})" if run.sweep else ""
                     raise InputError(f"arm '{run.arm}'{where}: {error}") from error
         finally:  # a recipe's variables are those of its own runs
             os.environ.clear()
@@ -188,8 +188,8 @@ def read_study(path: str) -> Study:
             raise InputError(f"{where}`{name}` is missing: docs/compare.md has an example.")
     base, arms = _mapping(content["base"], f"{where}`base`"), _mapping(content["arms"], f"{where}`arms`")
     arms = {str(arm): _mapping(flags or {}, f"{where}arm '{arm}'") for arm, flags in arms.items()}
-    over = _mapping(content.get("over") or {}, f"{where}`over`")
-    for name, values in over.items():
+    sweep = _mapping(content.get("over") or {}, f"{where}`over`")
+    for name, values in sweep.items():
         if not isinstance(values, list) or not values or _repeated(values):
             raise InputError(f"{where}`over` has {name}: {values!r}: set it to a list of values, each once.")
         taken = [arm for arm, flags in arms.items() if name in flags]
@@ -201,7 +201,7 @@ def read_study(path: str) -> Study:
     if _repeated(seeds):
         raise InputError(f"{where}`seeds` has {_repeated(seeds)} more than once: name each seed once.")
     every, avg_at, dataset = _measure(_mapping(content["measure"], f"{where}`measure`"), where)
-    named = {"`base`": base, "`over`": over, **{f"arm '{arm}'": flags for arm, flags in arms.items()}}
+    named = {"`base`": base, "`over`": sweep, **{f"arm '{arm}'": flags for arm, flags in arms.items()}}
     for title, flags in named.items():
         for name, value in flags.items():
             if any(each is None for each in _as_list(value)):
@@ -213,7 +213,7 @@ def read_study(path: str) -> Study:
     for name, value in {"accelerate": accelerate, "measure.dataset": dataset}.items():
         if not (value is None or isinstance(value, str)):
             raise InputError(f"{where}`{name}` is {value!r}: set it to a name.")
-    return Study(base, arms, over, seeds, every, avg_at, dataset, accelerate)
+    return Study(base, arms, sweep, seeds, every, avg_at, dataset, accelerate)
 
 
 def _measure(measure: dict[str, Any], where: str) -> tuple[int, int, str | None]:

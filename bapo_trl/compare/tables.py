@@ -20,9 +20,9 @@ COURSE = "gradient peak"  # with it, the second table begins
 
 FIGURES: dict[str, tuple[str, Callable[[Row], float | None]]] = {
     "final accuracy": (".3f", lambda row: row.final),
-    "area": (".3f", lambda row: row.area if _has_course(row) else None),
+    "mean accuracy": (".3f", lambda row: row.mean_accuracy if _has_course(row) else None),
     "pass@k": (".3f", lambda row: row.pass_at_k),
-    "worst fall": (".3f", lambda row: row.fall if _has_course(row) else None),
+    "max drawdown": (".3f", lambda row: row.max_drawdown if _has_course(row) else None),
     "start accuracy": (".3f", lambda row: row.start),
     "gradient peak": (".1f", lambda row: row.gradient_peak),
     "entropy at end / start": (".2f", lambda row: row.entropy_ratio),
@@ -35,7 +35,8 @@ FIGURES: dict[str, tuple[str, Callable[[Row], float | None]]] = {
 
 _ERRORS = {"final accuracy": "final", "pass@k": "pass_at_k", "start accuracy": "start"}  # names in `Row.errors`
 _SHARES = {
-    "final accuracy", "area", "pass@k", "worst fall", "start accuracy", "positive share", "searched bounds at limits",
+    "final accuracy", "mean accuracy", "pass@k", "max drawdown", "start accuracy", "positive share",
+    "searched bounds at limits",
 }  # fmt: skip
 
 
@@ -48,9 +49,9 @@ def _has_course(row: Row) -> bool:
 class Comparison:
     """Arms in one setting."""
 
-    over: dict[str, Any]  # the setting: what the study varies
+    sweep: dict[str, Any]  # the setting: what the study varies
     arms: dict[str, list[Row]]  # runs of each arm, those that failed too
-    against: str  # arm that the others are compared with
+    baseline: str  # arm that the others are compared with
 
     @property
     def finals(self) -> dict[str, dict[int, float]]:
@@ -79,7 +80,7 @@ class Comparison:
     def differences(self, pairs: Sequence[tuple[str, str]] | None = None, comparisons: int | None = None):
         """Return how far arms end above others: each above the one that all are compared with, unless told which."""
         if pairs is None:
-            pairs = [(arm, self.against) for arm in self.arms if arm != self.against and self.against in self.arms]
+            pairs = [(arm, self.baseline) for arm in self.arms if arm != self.baseline and self.baseline in self.arms]
         found = differences(self.finals, pairs, comparisons, self.noise())
         return [replace(each, mean=within(each.mean, 2.0)) for each in found]
 
@@ -89,15 +90,15 @@ def within(mean: Mean, width: float) -> Mean:
     return mean if 2 * mean.half_width <= width else replace(mean, half_width=math.nan)
 
 
-def compare(rows: Iterable[Row], arms: Sequence[str], against: str) -> list[Comparison]:
+def compare(rows: Iterable[Row], arms: Sequence[str], baseline: str) -> list[Comparison]:
     """Return a comparison for each setting that has a run, in the order of the rows, with the arms that have one."""
     settings: dict[str, tuple[dict, dict[str, list[Row]]]] = {}
     for row in sorted(rows, key=lambda row: arms.index(row.arm)):
-        _, by_arm = settings.setdefault(name_setting(row.over), (row.over, {}))
+        _, by_arm = settings.setdefault(name_setting(row.sweep), (row.sweep, {}))
         by_arm.setdefault(row.arm, []).append(row)
     return [
-        Comparison(over, {arm: sorted(some, key=lambda row: row.seed) for arm, some in by_arm.items()}, against)
-        for over, by_arm in settings.values()
+        Comparison(sweep, {arm: sorted(some, key=lambda row: row.seed) for arm, some in by_arm.items()}, baseline)
+        for sweep, by_arm in settings.values()
     ]
 
 
@@ -121,8 +122,8 @@ def as_markdown(comparisons: Sequence[Comparison]) -> str:
     """Return the tables and the verdict of each setting."""
     parts = []
     for comparison in comparisons:
-        if comparison.over:
-            parts.append(f"## {name_setting(comparison.over)}")
+        if comparison.sweep:
+            parts.append(f"## {name_setting(comparison.sweep)}")
         lines = (f"- {line}" for line in verdict(comparison))
         parts += [*_tables(comparison), *_failures(comparison), *_health(comparison), "\n".join(lines)]
     ends = at_ends_of_grid(comparisons)
@@ -141,18 +142,18 @@ def _tables(comparison: Comparison) -> list[str]:
             for arm, count in counts.items()
         ]
         parts += [markdown(["arm", "seeds", *titles], cells)] if titles else []
-    against = comparison.differences()
+    found = comparison.differences()
     paired = [
         [
             each.arm,
             with_interval(each.mean, ".3f", "+"),
             "-" if math.isnan(each.p_value) else f"{each.p_value:.3f}",
             f"{sum(value > 0 for value in each.values)} of {len(each.values)}",
-            _or_dash(_seeds_for(SMALL, each, len(against))),
+            _or_dash(_seeds_for(SMALL, each, len(found))),
         ]
-        for each in against
+        for each in found
     ]
-    header = ["arm", f"above {comparison.against}", "p (Holm)", "seeds above", f"seeds that show {SMALL}"]
+    header = ["arm", f"above {comparison.baseline}", "p (Holm)", "seeds above", f"seeds that show {SMALL}"]
     return [*parts, *([markdown(header, paired)] if paired else [])]
 
 
@@ -196,7 +197,7 @@ def verdict(comparison: Comparison) -> list[str]:
     lines = [_sentence(each, len(comparison.arms) - 1) for each in comparison.differences()]
     means = {arm: sum(by_seed.values()) / len(by_seed) for arm, by_seed in comparison.finals.items() if by_seed}
     highest = sorted(means, key=means.__getitem__, reverse=True)[:2]
-    if len(highest) == 2 and comparison.against not in highest:
+    if len(highest) == 2 and comparison.baseline not in highest:
         pairs = len(comparison.arms) * (len(comparison.arms) - 1) // 2
         lines += [_sentence(each, pairs) for each in comparison.differences([(highest[0], highest[1])], pairs)]
     return lines
@@ -205,30 +206,30 @@ def verdict(comparison: Comparison) -> list[str]:
 def _sentence(each: Difference, comparisons: int) -> str:
     count = len(each.values)
     if count > 1 and not any(each.values):
-        return f"{each.arm} and {each.against} end alike on all {count} seeds."
+        return f"{each.arm} and {each.baseline} end alike on all {count} seeds."
     if math.isnan(each.mean.half_width) and math.isnan(each.p_value):
-        return f"{each.arm} and {each.against}: {count} seed{' tells' if count == 1 else 's tell'} no spread."
+        return f"{each.arm} and {each.baseline}: {count} seed{' tells' if count == 1 else 's tell'} no spread."
     if each.mean.excludes_zero:
-        above, below = (each.arm, each.against) if each.mean.value > 0 else (each.against, each.arm)
+        above, below = (each.arm, each.baseline) if each.mean.value > 0 else (each.baseline, each.arm)
         on = sum((value > 0) == (each.mean.value > 0) and value != 0 for value in each.values)
         return f"{above} above {below} on {on} of {count} seeds."
     if count < FEWEST_SEEDS:
-        return f"{each.arm} and {each.against} cannot be told apart by {count} seeds: run at least {FEWEST_SEEDS}."
+        return f"{each.arm} and {each.baseline} cannot be told apart by {count} seeds: run at least {FEWEST_SEEDS}."
     needed = _seeds_for(each.mean.value, each, comparisons)
     lacking = 0 if needed is None else max(1, needed - count)
     more = f": about {lacking} more seed{'s' if lacking > 1 else ''} would" if lacking else ""
-    return f"{each.arm} and {each.against} cannot be told apart{more}."
+    return f"{each.arm} and {each.baseline} cannot be told apart{more}."
 
 
 def at_ends_of_grid(comparisons: Sequence[Comparison]) -> list[str]:
     """Return a line for each arm whose best learning rate is the smallest or the largest that the study tries."""
     groups: dict[tuple[str, str], dict[float, float]] = {}
     for comparison in comparisons:
-        rest = {name: value for name, value in comparison.over.items() if name != "learning_rate"}
+        rest = {name: value for name, value in comparison.sweep.items() if name != "learning_rate"}
         for arm, by_seed in comparison.finals.items():
-            if "learning_rate" in comparison.over and by_seed:
+            if "learning_rate" in comparison.sweep and by_seed:
                 rates = groups.setdefault((arm, name_setting(rest)), {})
-                rates[float(comparison.over["learning_rate"])] = sum(by_seed.values()) / len(by_seed)
+                rates[float(comparison.sweep["learning_rate"])] = sum(by_seed.values()) / len(by_seed)
     lines = []
     for (arm, setting), rates in groups.items():
         best = max(rates, key=rates.__getitem__)

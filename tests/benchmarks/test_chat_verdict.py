@@ -23,7 +23,12 @@ def results(tmp_path, monkeypatch):
 def write(folder, study: str, settings: tuple[int, ...], **above: float) -> None:
     arms = {"VESPO": 0.0, DELTA: 0.0, CAP: 0.0, **above}
     rows = [
-        {"arm": arm, "over": {"steps_per_generation": updates}, "seed": seed, "final": 0.5 + mean + bool(mean) * noise}
+        {
+            "arm": arm,
+            "sweep": {"steps_per_generation": updates},
+            "seed": seed,
+            "final": 0.5 + mean + bool(mean) * noise,
+        }
         for updates in settings
         for arm, mean in arms.items()
         for seed, noise in enumerate(NOISE[:2] if (arm, updates) == (CAP, 4) else NOISE)

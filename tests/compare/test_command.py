@@ -54,7 +54,7 @@ def compare(*arguments: str) -> int | None:
 def invent_rows(finals: dict[str, list[float]]) -> None:
     """Write a row for each run of the study, as if it had ended."""
     for run in read_study("study.yaml").runs():
-        row = Row(run.arm, run.over, run.seed, run.settings, final=finals[run.arm][run.seed], seconds=30.0)
+        row = Row(run.arm, run.sweep, run.seed, run.settings, final=finals[run.arm][run.seed], seconds=30.0)
         write_row(row, Path("study", "runs", f"{run.key}.json"))
 
 
@@ -253,28 +253,6 @@ def test_the_processes_of_all_runs_share_the_cores_that_the_study_may_use(
     assert {env["OMP_NUM_THREADS"] for env in environments_of(monkeypatch, jobs)} == {"3"}
 
 
-@pytest.mark.parametrize(
-    ("jobs", "accelerate", "visible", "seen"),
-    [
-        (1, None, "4,5", [["4,5"]] * 4),
-        (2, None, "4,5", [["4", "5"], ["4", "5"]]),
-        (4, None, "4, 5", [["4", "4", "5", "5"]]),
-        (2, "single_gpu", "4,5", [["4", "5"], ["4", "5"]]),
-        (2, "cpu_ddp", "4,5", [["4,5", "4,5"]] * 2),
-        (2, None, None, [["0", "1"], ["0", "1"]]),
-        (2, None, "", [["", ""]] * 2),
-    ],
-)
-def test_runs_at_a_time_have_a_gpu_each(folder, monkeypatch, jobs, accelerate, visible, seen):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    write_study(accelerate=accelerate)
-    found = [environment["CUDA_VISIBLE_DEVICES"] for environment in environments_of(monkeypatch, jobs)]
-    assert [sorted(found[first : first + jobs]) for first in range(0, 4, jobs)] == seen
-
-
 ON_GPUS = {**BASE, "use_cpu": "false"}
 
 
@@ -285,21 +263,31 @@ def launch_file(**settings) -> str:
 
 
 @pytest.mark.parametrize(
-    ("jobs", "processes", "visible", "seen"),
+    ("jobs", "accelerate", "visible", "seen"),
     [
+        (1, None, "4,5", [["4,5"]] * 4),
+        (2, None, "4,5", [["4", "5"], ["4", "5"]]),
+        (4, None, "4, 5", [["4", "4", "5", "5"]]),
+        (2, "single_gpu", "4,5", [["4", "5"], ["4", "5"]]),
+        (2, "cpu_ddp", "4,5", [["4,5", "4,5"]] * 2),
+        (2, None, None, [["0", "1"], ["0", "1"]]),
+        (2, None, "", [["", ""]] * 2),
+        # Launched runs have as many as they have processes, of their own
         (1, 2, "4,5,6,7", [["4,5,6,7"]] * 4),
-        (2, 2, "4,5,6,7", [["4,5", "6,7"]] * 2),
         (2, 2, "4,5,6,7,8", [["4,5", "6,7"]] * 2),
         (4, 2, "GPU-a,GPU-b,2,3,4,5,6,7", [["2,3", "4,5", "6,7", "GPU-a,GPU-b"]]),
         (2, 3, None, [["0,1,2", "3,4,5"]] * 2),
     ],
 )
-def test_launched_runs_at_a_time_have_gpus_of_their_own(folder, monkeypatch, jobs, processes, visible, seen):
+def test_runs_at_a_time_have_gpus_of_their_own(folder, monkeypatch, jobs, accelerate, visible, seen):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 6)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    write_study(base=ON_GPUS, accelerate=launch_file(num_processes=processes))
+    if isinstance(accelerate, int):
+        write_study(base=ON_GPUS, accelerate=launch_file(num_processes=accelerate))
+    else:
+        write_study(accelerate=accelerate)
     found = [environment["CUDA_VISIBLE_DEVICES"] for environment in environments_of(monkeypatch, jobs)]
     assert [sorted(found[first : first + jobs]) for first in range(0, 4, jobs)] == seen
 
@@ -409,13 +397,7 @@ def test_a_study_for_a_gpu_is_listed_where_there_is_none(folder, capsys, monkeyp
     ("without", "given", "message"),
     [
         ("dataset_name", {}, "`dataset_name` is not set"),  # beside the study's own evaluation data
-        (
-            "dataset_name",
-            {"dataset_name": "trian.jsonl"},
-            "`dataset_name` is 'trian.jsonl', but there is no such file",
-        ),
         ("model_name_or_path", {}, "`model_name_or_path` is not set"),
-        ("reward_funcs", {}, "`reward_funcs` is not set"),
         ("reward_funcs", {"reward_funcs": "no_such.reward"}, "`reward_funcs` has 'no_such.reward', which cannot be"),
     ],
 )

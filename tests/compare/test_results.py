@@ -47,8 +47,8 @@ def test_a_row_has_what_the_tables_read(tmp_path):
         final=0.5,
         pass_at_k=0.7,
         curve=[(0, 0.1), (2, 0.6), (4, 0.5)],  # at the end, what was measured after the training
-        area=0.45,  # (0.1 + 0.6) / 2 over 2 updates, (0.6 + 0.5) / 2 over 2
-        fall=0.1,
+        mean_accuracy=0.45,  # (0.1 + 0.6) / 2 over 2 updates, (0.6 + 0.5) / 2 over 2
+        max_drawdown=0.1,
         gradient_peak=5.0,  # 20 over the median of 2, 4, 20
         entropy_ratio=0.4,  # 0.2 over 0.5
         share=0.5,
@@ -69,7 +69,7 @@ def test_fixed_bounds_are_at_no_limits(tmp_path):
 def test_a_run_that_was_not_measured_before_begins_at_its_first_measurement(tmp_path):
     results = {name: value for name, value in RESULTS.items() if name != "before_avg@2"}
     row = row_of(RUN, left_by_train(tmp_path, results=results), 1.0)
-    assert (row.curve, row.area, row.start) == ([(2, 0.6), (4, 0.5)], 0.55, None)
+    assert (row.curve, row.mean_accuracy, row.start) == ([(2, 0.6), (4, 0.5)], 0.55, None)
 
 
 def test_health_warnings_are_those_of_the_report(tmp_path):
@@ -83,5 +83,5 @@ def test_rows_come_back_as_they_were_written(tmp_path):
     row = row_of(RUN, left_by_train(tmp_path), 1.0)
     write_row(row, tmp_path / "runs" / "a.json")
     (read,) = read_rows(tmp_path).values()
-    assert (read.final, read.over, [tuple(point) for point in read.curve]) == (row.final, row.over, row.curve)
+    assert (read.final, read.sweep, [tuple(point) for point in read.curve]) == (row.final, row.sweep, row.curve)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a.json"]

@@ -28,7 +28,7 @@ def read(folder: Path, **changes):
 
 def test_runs_go_seed_by_seed_and_have_all_flags(tmp_path):
     runs = read(tmp_path).runs()
-    assert [(run.seed, run.over["steps_per_generation"], run.arm) for run in runs] == [
+    assert [(run.seed, run.sweep["steps_per_generation"], run.arm) for run in runs] == [
         (seed, steps, arm) for seed in (3, 5) for steps in (16, 64) for arm in STUDY["arms"]
     ]
     run = runs[3]

@@ -11,29 +11,36 @@ from bapo_trl.compare.statistics import differences
 from bapo_trl.compare.tables import as_markdown, at_ends_of_grid, compare, verdict
 
 
-def runs(arm, finals, over=None, **figures):
-    return [Row(arm, over or {}, seed, final=final, **figures) for seed, final in enumerate(finals)]
+def runs(arm, finals, sweep=None, **figures):
+    return [Row(arm, sweep or {}, seed, final=final, **figures) for seed, final in enumerate(finals)]
 
 
 def test_a_table_has_means_intervals_and_paired_differences():
     rows = [
-        *runs("GRPO", [0.5, 0.6, 0.7], curve=[(0, 0.1), (4, 0.2), (8, 0.5)], area=0.3, fall=0.25, pass_at_k=0.75),
-        *runs("BAPO", [0.6, 0.7, 0.85], area=0.4, gradient_peak=3.0),
+        *runs(
+            "GRPO",
+            [0.5, 0.6, 0.7],
+            curve=[(0, 0.1), (4, 0.2), (8, 0.5)],
+            mean_accuracy=0.3,
+            max_drawdown=0.25,
+            pass_at_k=0.75,
+        ),
+        *runs("BAPO", [0.6, 0.7, 0.85], mean_accuracy=0.4, gradient_peak=3.0),
     ]
     text = as_markdown(compare(rows, ["GRPO", "BAPO"], "GRPO"))
     # t(2) is 4.3027: * 0.1 / sqrt(3) = 0.248; of the differences 0.1, 0.1, 0.15: * 0.02887 / sqrt(3) = 0.072
-    assert "| GRPO | 3     | 0.600 ± 0.248  | 0.300 | 0.750  | 0.250      |" in text
+    assert "| GRPO | 3     | 0.600 ± 0.248  | 0.300         | 0.750  | 0.250        |" in text
     assert "| BAPO | +0.117 ± 0.072 | 0.020    | 3 of 3      |" in text
     assert "- BAPO above GRPO on 3 of 3 seeds." in text
     assert "| BAPO | 3     | 3.0           |" in text
 
 
 def test_runs_that_were_measured_before_and_after_alone_have_no_course():
-    rows = runs("A", [0.5, 0.6], curve=[(0, 0.1), (8, 0.5)], area=0.3, fall=0.0)
+    rows = runs("A", [0.5, 0.6], curve=[(0, 0.1), (8, 0.5)], mean_accuracy=0.3, max_drawdown=0.0)
     text = as_markdown(compare(rows, ["A"], "A"))
     assert "final accuracy" in text
-    assert "area" not in text
-    assert "worst fall" not in text
+    assert "mean accuracy" not in text
+    assert "max drawdown" not in text
 
 
 def test_a_failed_run_is_a_line_and_does_not_count():
@@ -52,7 +59,7 @@ def test_a_name_with_a_bar_stays_in_its_cell():
 def test_each_setting_has_a_table_of_its_own():
     rows = [*runs("A", [0.5], {"steps": 16}), *runs("A", [0.6], {"steps": 64}), *runs("B", [0.6], {"steps": 64})]
     comparisons = compare(rows, ["A", "B"], "A")
-    assert [(each.over, list(each.arms)) for each in comparisons] == [
+    assert [(each.sweep, list(each.arms)) for each in comparisons] == [
         ({"steps": 16}, ["A"]),
         ({"steps": 64}, ["A", "B"]),
     ]
@@ -144,18 +151,18 @@ ACCURACY = st.floats(0, 1).map(lambda value: round(value, 3))
     ),
     st.sampled_from(["A", "B"]),
 )
-def test_no_verdict_claims_an_order_whose_interval_holds_zero(finals, against):
+def test_no_verdict_claims_an_order_whose_interval_holds_zero(finals, baseline):
     arms = sorted(finals)
-    against = against if against in arms else arms[0]
+    baseline = baseline if baseline in arms else arms[0]
     rows = [row for arm in arms for row in runs(arm, finals[arm])]
-    (comparison,) = compare(rows, arms, against)
+    (comparison,) = compare(rows, arms, baseline)
     pairs = len(arms) * (len(arms) - 1) // 2
     for line in verdict(comparison):
         if " above " not in line:
             continue
         above, _, rest = line.partition(" above ")
         below = rest.partition(" on ")[0]
-        number = len(arms) - 1 if against in (above, below) else pairs
+        number = len(arms) - 1 if baseline in (above, below) else pairs
         (each,) = differences(comparison.finals, [(above, below)], number)
         assert each.mean.value - each.mean.half_width > 0
         assert f"{sum(value > 0 for value in each.values)} of {len(each.values)} seeds" in line
