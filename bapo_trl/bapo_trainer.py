@@ -41,6 +41,7 @@ from .rollouts.checkpoint import check_no_pool, is_pool_file
 from .rollouts.handover import finish_groups, is_trained_to_its_end, make_rounds, token_cap
 from .rollouts.rounds import RolloutBatch
 from .upstream import fixes, trl_compat
+from .upstream.cpu_speed import make_head_input_contiguous
 from .upstream.forward_passes import has_random_forward, without_gradient_checkpointing
 from .upstream.trl_compat import get_config_model_id, shuffle_sequence_dict, split_tensor_dict
 from .vllm_server.merged_adapters import send_merged_copies
@@ -164,6 +165,7 @@ class BAPOTrainer(WholeCheckpoints):
         self.reward_func_names = distinct_names(self.reward_func_names)
         self._inputs_in_loss = None  # the micro-batch whose loss is being computed, else `None`
         self._handed_over: RolloutBatch | None = None  # complete groups while TRL takes them for its own generation
+        make_head_input_contiguous(self.model, self.accelerator.device)
         if self.use_vllm:
             send_merged_copies(self)
         self._server = make_retries(self, self._forget_sent_weights, self._end_without_server)

@@ -26,7 +26,7 @@ from ..plan.samples import check_window
 from ..report.callback import ReportCallback
 from ..report.runs import read_settings
 from ..tasks import MadeTask
-from ..upstream.cpu_speed import base_dtype
+from ..upstream.cpu_speed import base_dtype, limit_threads
 from .arguments import EMBEDDED, BAPOScriptArguments
 from .console import UpdateLines, UpdateLinesAboveBar
 from .datasets import Data, first_rows, format_data, has_data, load_data, make_task
@@ -98,6 +98,8 @@ def gather_inputs(
             f"`use_peft` asks for a new adapter, but `model_name_or_path` is one, {model_args.model_name_or_path}: "
             "leave `use_peft` out to train it on, or merge it first (--do_train false --merge_adapter true)."
         )
+    if training_args.use_cpu:
+        limit_threads()
     if script_args.dataset_name == EMBEDDED and training_args.use_cpu:
         torch.set_num_threads(1)  # so small a model gains nothing from more, and loses a lot on a busy machine
     model = _fetch_model(model_args.model_name_or_path, training_args)

@@ -14,7 +14,6 @@ from ..checkpoints.stop_signals import EXIT_CODE, StopSignals, exit_stopped
 from ..evaluation.sampling import EvaluatedTrainer
 from ..report.method import method_by_settings
 from ..report.write import report_line
-from ..upstream.cpu_speed import speed_up_cpu
 from ..upstream.fixes import end_training
 from .arguments import BAPOScriptArguments
 from .before_after import BeforeAfter
@@ -55,9 +54,6 @@ def main(arguments: Sequence[str], command: Command = TRAIN) -> None:
     data, model, output_dir = inputs.data, inputs.model, Path(training_args.output_dir)
     say = trainer.accelerator.print
     evaluation = BeforeAfter(trainer, data.test, output_dir, inputs.extract_answer) if training_args.do_eval else None
-    speed = speed_up_cpu(trainer)
-    if speed is not None:
-        say(speed)
     if not training_args.do_train and data.test is not None:
         say(prompts_line(data.test, trainer.processing_class))
         other_form = other_form_line(model, script_args)
