@@ -60,13 +60,15 @@ def invent_rows(finals: dict[str, list[float]]) -> None:
 
 @pytest.mark.processes
 def test_a_study_is_made_once_and_its_runs_share_their_prompts(folder, capsys):
-    write_study(arms={**STUDY["arms"], "broken": {"reward_funcs": "my_rewards.missing"}}, seeds=[0])
+    with Path("my_rewards.py").open("a") as file:
+        file.write('\ndef broken(**kwargs):\n    raise RuntimeError("no reward today")\n')
+    write_study(arms={**STUDY["arms"], "broken": {"reward_funcs": "my_rewards.broken"}}, seeds=[0])
     compare()
     text = capsys.readouterr().out
     assert "3 of 3 runs to make" in text
     assert "[3/3]" in text
     assert "broken, seed 0, failed: exit code 1: " in text  # and the others went on
-    assert "my_rewards.missing" in text
+    assert "no reward today" in text
     rows = {row.arm: row for row in read_rows(Path("study")).values()}
     for arm in ("GRPO", "BAPO"):
         row = rows[arm]
