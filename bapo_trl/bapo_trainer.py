@@ -23,10 +23,8 @@ from .clip_bounds.carried_curves import CURVES_FILE
 from .clip_bounds.tokens import mask_values, without_masked_values
 from .clip_bounds.update_bounds import UpdateBounds
 from .inputs import checks
-from .inputs.checks import explained
-from .inputs.prompt_checks import check_batch_prompts, check_end_of_stream, check_number_of_prompts
-from .inputs.reward_checks import check_reward_funcs, distinct_names
-from .inputs.setting_checks import check_eval_groups, check_values_of_trl
+from .inputs.prompt_checks import check_end_of_stream, check_number_of_prompts
+from .inputs.reward_checks import distinct_names
 from .inputs.setting_warnings import setting_warnings
 from .log_window import leave_out_empty, reduce_window
 from .model_card import rewrite_card
@@ -71,18 +69,17 @@ class BAPOTrainer(WholeCheckpoints):
     - `_generate_and_score_completions` makes a batch of prompts; we finish partial rollouts before it, and after it
       stamp the samples with their policy, check the sampler, and trade rows with the replay queue.
     - `_tokenize_prompts`, `_generate_single_turn`, `_generate` are its way to the completions; we hand over complete
-      groups, bring it through failures of a vLLM server, and explain errors.
-    - `_calculate_rewards` rewards them; we explain errors, stop at infinite rewards, look for ties.
+      groups, bring it through failures of a vLLM server, and explain broken logits.
+    - `_calculate_rewards` rewards them; we stop at what is no reward or infinite, and look for ties.
     - `_get_per_token_logps_and_entropies` scores; for complete groups, we hand over what they were sampled with, and
       inside the loss we show the log-probabilities to the search before TRL clips.
     - `_compute_loss` clips with `epsilon_low` and `epsilon_high`; we choose these, ahead of the first micro-batch
       where several share them, leave out masked tokens and filler rows, and log the update at the last.
     - `_get_grad_norm` clips the gradient; we stop at one that is not finite.
-    - `evaluate` and its `evaluation_loop` sample and reward; we explain errors, and count each prompt once.
+    - `evaluation_loop` samples and rewards; we count each prompt once.
     - `_save_optimizer_and_scheduler`, `_load_optimizer_and_scheduler`, `_load_from_checkpoint` write and read a
       checkpoint; we add pools, queue, carried curves, the values of the next log line and a reference model that is
       synchronized, and read an adapter that has a copy as its reference.
-    - `_finish_current_push` waits for an upload; we remove what we made for it.
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -110,8 +107,7 @@ class BAPOTrainer(WholeCheckpoints):
     Raises:
         ValueError: If the settings contradict one another, or a dataset has fewer prompts than one generation takes.
             During training, if no parameter would be trained, a stream ends before one generation, or a reward is
-            infinite. What TRL, transformers or a reward function raises comes through, with a note of what was wrong
-            where that can be told.
+            infinite or none. What TRL, transformers or a reward function raises comes through as it is.
         RuntimeError: During training, if a log-probability, an advantage or the gradient is NaN or infinite.
     """
 
@@ -156,8 +152,7 @@ class BAPOTrainer(WholeCheckpoints):
 
         uses_server = args.use_vllm and args.vllm_mode == "server"
         client = client_for(args.device, args.vllm_request_timeout) if uses_server else nullcontext()
-        rewards = partial(check_reward_funcs, reward_funcs, args.reward_weights)
-        with explained(partial(checks.check_model_name, model), partial(check_values_of_trl, args), rewards), client:
+        with client:
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, *rest, **kwargs)
 
         self.reward_func_names = distinct_names(self.reward_func_names)
@@ -183,8 +178,7 @@ class BAPOTrainer(WholeCheckpoints):
         self._reset_run_state()
         # Printed as transformers prints its logs: a library's logger would hide it where nothing is set up
         self.accelerator.print(f"{staleness_line(self.args)} {advice_line(self.args)}".rstrip())
-        with explained(partial(check_values_of_trl, self.args)):
-            result = super().train(*args, **kwargs)
+        result = super().train(*args, **kwargs)
         if self.args.load_best_model_at_end:  # vLLM has the weights of the last update
             self._forget_sent_weights()
         left = None if self._rounds is None else self._rounds.describe_left(self._has_saved)
@@ -274,7 +268,6 @@ class BAPOTrainer(WholeCheckpoints):
         return super()._prepare_inputs(generation_batch, *args, **kwargs)
 
     def _generate_and_score_completions(self, inputs, *args, **kwargs):
-        checks.check_row(self, inputs[0])
         inputs = fixes.without_missing_images(inputs)
         rollouts = self._finish_groups(inputs) if self._rounds is not None and self.model.training else None
         with (
@@ -327,8 +320,7 @@ class BAPOTrainer(WholeCheckpoints):
     def _tokenize_prompts(self, prompts, *args, **kwargs):
         if self._handed_over is not None:  # a template that shows the date gives others by now
             return self._handed_over.prompt_ids, None, {}
-        with explained(partial(check_batch_prompts, prompts, self.train_dataset, self.eval_dataset)):
-            return super()._tokenize_prompts(prompts, *args, **kwargs)
+        return super()._tokenize_prompts(prompts, *args, **kwargs)
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         if self._handed_over is not None:
@@ -336,11 +328,7 @@ class BAPOTrainer(WholeCheckpoints):
         generate = super()._generate_single_turn
 
         def sample():
-            with (
-                fixes.keeping_mode(self.model),
-                explained(partial(checks.check_tokens_of_batch, self, prompt_ids)),
-                checks.explaining_broken_logits(self.state.global_step),
-            ):
+            with fixes.keeping_mode(self.model), checks.explaining_broken_logits(self.state.global_step):
                 return generate(prompt_ids, *args, **kwargs)
 
         if self._server is None:
@@ -352,14 +340,13 @@ class BAPOTrainer(WholeCheckpoints):
             return self._generate_single_turn(prompts, None, {}, num_generations=1)
 
     def _generate(self, prompts, *args, **kwargs):
-        with checks.explaining_empty_completions("sampler" if self.rollout_func is None else "`rollout_func`"):
-            generated = super()._generate(prompts, *args, **kwargs)
+        generated = super()._generate(prompts, *args, **kwargs)
         if self.rollout_func is not None:
             checks.check_rollouts(prompts, *generated[:2])
         return generated
 
     def _calculate_rewards(self, inputs, prompts, completions, *args, **kwargs):
-        with checks.explaining_rewards(self, prompts, completions):
+        with checks.checking_rewards(self, prompts, completions):
             rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, *args, **kwargs)
         checks.check_rewards(self, rewards_per_func, prompts, completions)
         if not self.model.training:
@@ -450,10 +437,6 @@ class BAPOTrainer(WholeCheckpoints):
             grad_norm = grad_norm.full_tensor()
         checks.check_gradient(self, grad_norm)
         return grad_norm
-
-    def evaluate(self, *args, **kwargs):
-        with explained(partial(check_values_of_trl, self.args), partial(check_eval_groups, self.args)):
-            return super().evaluate(*args, **kwargs)
 
     def evaluation_loop(self, dataloader, *args, **kwargs):
         data = dataloader.dataset
