@@ -11,28 +11,25 @@ from trl import GRPOConfig
 
 from .clip_bounds import MEASURES, SEARCH_ORDERS
 from .clip_bounds.grid import SINGLE_POINT, BoundGrid
-from .clip_bounds.settings import BOUND_PARTS, SCOPES, check_search
+from .clip_bounds.settings import BOUND_PARTS, SCOPES
 from .clip_bounds.tokens import WEIGHTINGS
+from .config_rules import check_rules
 from .errors import InputError
-from .inputs.setting_checks import (
-    check_device,
-    check_numbers,
-    check_ratios,
-    check_sizes,
-    check_types,
-    check_values_of_trl,
-    take_numpy_numbers,
-)
+from .inputs.setting_checks import check_device, check_fields, check_numbers
 from .losses import LOSSES
 from .replay.queue import smallest_max_staleness
-from .replay.settings import check_replay
-from .rollouts.checks import check_partial_rollouts
 from .rollouts.sampling_settings import biased_settings
 from .upstream.cpu_speed import has_bfloat16
-from .vllm_server.settings import check_vllm
 
 
 _STRATEGIES_WITH_CHECKPOINTS = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
+
+
+class _Metadata(dict):
+    """Metadata of a field that has a `range`: not for argparse, to which the parsers of transformers give a copy."""
+
+    def copy(self) -> dict:
+        return {key: value for key, value in self.items() if key != "range"}
 
 
 @dataclass
@@ -68,27 +65,38 @@ class BAPOConfig(GRPOConfig):
     # Parameters of the bound search
     positive_contribution_target: float = field(
         default=0.5,
-        metadata={
-            "help": "Share of the policy loss that positive-advantage tokens are to contribute, in (0, 1]. An odds "
-            "target `tau` (positive over negative) is the share `tau / (1 + tau)`."
-        },
+        metadata=_Metadata(
+            range="(0, 1]",
+            help="Share of the policy loss that positive-advantage tokens are to contribute, in (0, 1]. An odds "
+            "target `tau` (positive over negative) is the share `tau / (1 + tau)`.",
+        ),
     )
     ratio_lower_start: float = field(
-        default=0.6, metadata={"help": "Lower clip bound at which each search starts, in ratio space."}
+        default=0.6,
+        metadata=_Metadata(range="(0, 1]", help="Lower clip bound at which each search starts, in ratio space."),
     )
     ratio_lower_max: float = field(
         default=0.9,
-        metadata={"help": "Highest lower clip bound. Equal to `ratio_lower_start`, the lower bound is fixed."},
+        metadata=_Metadata(
+            range="(0, 1]", help="Highest lower clip bound. Equal to `ratio_lower_start`, the lower bound is fixed."
+        ),
     )
-    ratio_lower_step: float = field(default=0.02, metadata={"help": "Step of the lower clip bound."})
+    ratio_lower_step: float = field(
+        default=0.02, metadata=_Metadata(range="(0, inf)", help="Step of the lower clip bound.")
+    )
     ratio_upper_start: float = field(
-        default=1.2, metadata={"help": "Upper clip bound at which each search starts, in ratio space."}
+        default=1.2,
+        metadata=_Metadata(range="[1, inf)", help="Upper clip bound at which each search starts, in ratio space."),
     )
     ratio_upper_max: float = field(
         default=3.0,
-        metadata={"help": "Highest upper clip bound. Equal to `ratio_upper_start`, the upper bound is fixed."},
+        metadata=_Metadata(
+            range="[1, inf)", help="Highest upper clip bound. Equal to `ratio_upper_start`, the upper bound is fixed."
+        ),
     )
-    ratio_upper_step: float = field(default=0.05, metadata={"help": "Step of the upper clip bound."})
+    ratio_upper_step: float = field(
+        default=0.05, metadata=_Metadata(range="(0, inf)", help="Step of the upper clip bound.")
+    )
     contribution_measure: str = field(
         default="gradient",
         metadata={
@@ -123,22 +131,24 @@ class BAPOConfig(GRPOConfig):
     )
     negative_weight_min: float = field(
         default=1.0,
-        metadata={
-            "help": "Smallest weight of negative-advantage tokens in the policy loss, in (0, 1]. Where the bounds "
+        metadata=_Metadata(
+            range="(0, 1]",
+            help="Smallest weight of negative-advantage tokens in the policy loss, in (0, 1]. Where the bounds "
             "miss `positive_contribution_target`, these tokens are weighed down to reach it. With 1 there is no "
             "weight, as in the paper. With fixed bounds, or none, and a target of 1, it is the weight in every "
-            "update and needs no extra forward pass."
-        },
+            "update and needs no extra forward pass.",
+        ),
     )
 
     # Parameters of the replay queue
     replay_fraction: float = field(
         default=0.0,
-        metadata={
-            "help": "Share of each batch taken from the queue of past samples, in [0, 1]. With 0, and without "
+        metadata=_Metadata(
+            range="[0, 1]",
+            help="Share of each batch taken from the queue of past samples, in [0, 1]. With 0, and without "
             "`replay_zero_advantage`, there is no queue. With a queue, each later pass over a generation "
-            "(`num_iterations`) draws its whole batch from it."
-        },
+            "(`num_iterations`) draws its whole batch from it.",
+        ),
     )
     replay_zero_advantage: bool = field(
         default=False,
@@ -149,26 +159,33 @@ class BAPOConfig(GRPOConfig):
     )
     replay_capacity: int = field(
         default=4096,
-        metadata={"help": "Largest number of samples in the queue of each rank. Beyond it, the first to enter leave."},
+        metadata=_Metadata(
+            range="[1, inf)",
+            help="Largest number of samples in the queue of each rank. Beyond it, the first to enter leave.",
+        ),
     )
     replay_max_staleness: int | None = field(
         default=None,
-        metadata={
-            "help": "Largest staleness of a queued sample when it is trained, in policy versions. `None` for no "
+        metadata=_Metadata(
+            range="[0, inf)",
+            help="Largest staleness of a queued sample when it is trained, in policy versions. `None` for no "
             "limit. With partial rollouts it goes by the oldest token of a sample; that of fresh ones is bound by "
-            "`partial_rollout_max_staleness` alone."
-        },
+            "`partial_rollout_max_staleness` alone.",
+        ),
     )
     replay_min_staleness: int = field(
         default=0,
-        metadata={
-            "help": "Smallest staleness of a sample when it is drawn from the queue, in policy versions. With "
-            "`replay_fraction` 1.0, all samples are at least this stale once the queue is filled."
-        },
+        metadata=_Metadata(
+            range="[0, inf)",
+            help="Smallest staleness of a sample when it is drawn from the queue, in policy versions. With "
+            "`replay_fraction` 1.0, all samples are at least this stale once the queue is filled.",
+        ),
     )
     replay_max_reuse: int | None = field(
         default=None,
-        metadata={"help": "Number of times a sample may be trained, the first included. `None` for no limit."},
+        metadata=_Metadata(
+            range="[1, inf)", help="Number of times a sample may be trained, the first included. `None` for no limit."
+        ),
     )
     replay_discard_saved: bool = field(
         default=False,
@@ -178,40 +195,45 @@ class BAPOConfig(GRPOConfig):
     # Parameters of the partial rollouts
     partial_rollout_oversampling: float = field(
         default=1.0,
-        metadata={
-            "help": "Groups of completions in flight over groups of a generation, in [1, 2). Above 1, a generation "
+        metadata=_Metadata(
+            range="[1, 2)",
+            help="Groups of completions in flight over groups of a generation, in [1, 2). Above 1, a generation "
             "ends as soon as it has enough complete groups. The others are parked, and a later policy continues "
-            "them. With 1, every generation waits for its longest completion."
-        },
+            "them. With 1, every generation waits for its longest completion.",
+        ),
     )
     partial_rollout_chunk_length: int = field(
-        default=256, metadata={"help": "Tokens decoded between two looks at which completions have ended."}
+        default=256,
+        metadata=_Metadata(range="[1, inf)", help="Tokens decoded between two looks at which completions have ended."),
     )
     partial_rollout_max_staleness: int | None = field(
         default=None,
-        metadata={
-            "help": "Largest number of policy versions between a completion's first token and the last update on it. "
-            "A group that would exceed it is decoded to its end. `None` for no limit."
-        },
+        metadata=_Metadata(
+            range="[0, inf)",
+            help="Largest number of policy versions between a completion's first token and the last update on it. "
+            "A group that would exceed it is decoded to its end. `None` for no limit.",
+        ),
     )
 
     # Parameters of the sampler
     vllm_logp_tolerance: float | None = field(
         default=0.1,
-        metadata={
-            "help": "Largest mean absolute difference between the log-probabilities of vLLM and of the trainer on the "
+        metadata=_Metadata(
+            range="(0, inf]",
+            help="Largest mean absolute difference between the log-probabilities of vLLM and of the trainer on the "
             "samples of a generation, in nats a token. Beyond it the training stops: vLLM does not sample from the "
             "trainer's weights. (With settings that bias the samples, such as `top_p`, it warns, once.) `None` for no "
-            "check, nor of whether a server takes the weights it is sent."
-        },
+            "check, nor of whether a server takes the weights it is sent.",
+        ),
     )
     vllm_request_timeout: float = field(
         default=1500.0,
-        metadata={
-            "help": "Seconds that the vLLM server may take to answer one request: the samples of a generation, or a "
+        metadata=_Metadata(
+            range="(0, inf]",
+            help="Seconds that the vLLM server may take to answer one request: the samples of a generation, or a "
             "transfer of the weights. After that, and after any other failure that may pass, the trainer waits for "
-            "the server for `vllm_server_timeout`, joins it again, and repeats the generation, three times at most."
-        },
+            "the server for `vllm_server_timeout`, joins it again, and repeats the generation, three times at most.",
+        ),
     )
 
     if TYPE_CHECKING:  # what the parents' `__post_init__` leaves of fields that they declare more widely
@@ -220,25 +242,15 @@ class BAPOConfig(GRPOConfig):
         pad_to_multiple_of: int | None = None
 
     def __post_init__(self):
-        take_numpy_numbers(self, own_fields())
-        check_types(self, own_fields(), _TYPES)
         self._has_fixed_samples = self.generation_batch_size is not None and self.steps_per_generation is None
         if self.use_cpu and self.bf16 is None:  # TRL would set it whatever the processor
             self.bf16 = not self.fp16 and has_bfloat16()
         try:
             super().__post_init__()
-            self._validate()
-        except InputError:
+        except ValueError:
+            check_device(self)
             raise
-        except (TypeError, ValueError, ArithmeticError):
-            for says_what_to_change in (check_values_of_trl, check_device):
-                try:
-                    says_what_to_change(self)
-                except InputError:
-                    raise
-                except (AttributeError, TypeError, ValueError, ArithmeticError):
-                    continue  # fails itself, on what is not set yet: that must not hide the error
-            raise
+        self._validate()
 
     @classmethod
     def from_grpo_config(cls, args: GRPOConfig) -> "BAPOConfig":
@@ -256,7 +268,6 @@ class BAPOConfig(GRPOConfig):
                 setattr(config, f.name, f.default)
             elif f.name in ("epsilon", "epsilon_high") and getattr(args, f.name) == trl_defaults[f.name]:
                 setattr(config, f.name, None)
-        take_numpy_numbers(config, ())
         config._validate()
         return config
 
@@ -392,12 +403,8 @@ class BAPOConfig(GRPOConfig):
     def _validate(self):
         if self.has_ratio_cap and self.epsilon is None:  # TRL caps at it where `epsilon_high` is not set
             self.epsilon = GRPOConfig.epsilon
-        check_sizes(self)
-        check_ratios(self)
-        check_search(self)
-        check_partial_rollouts(self)
-        check_replay(self)
-        check_vllm(self)
+        check_fields(self, own_fields(), _TYPES)
+        check_rules(self)
         check_numbers(self)
 
 

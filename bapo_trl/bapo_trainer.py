@@ -4,7 +4,6 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -25,11 +24,9 @@ from .checkpoints.ref_model import load_ref_model, save_ref_model
 from .checkpoints.whole import WholeCheckpoints
 from .clip_bounds import ClipBounds
 from .inputs import checks
-from .inputs.checks import explained
 from .inputs.padding_check import warn_if_padding_counts
-from .inputs.prompt_checks import check_batch_prompts, check_end_of_stream, check_number_of_prompts
-from .inputs.reward_checks import check_reward_funcs, distinct_names
-from .inputs.setting_checks import check_eval_groups, check_values_of_trl
+from .inputs.prompt_checks import check_end_of_stream, check_number_of_prompts
+from .inputs.reward_checks import distinct_names
 from .inputs.setting_warnings import setting_warnings
 from .log_window import leave_out_empty, reduce_window
 from .model_card import PAPER, rewrite_card
@@ -89,8 +86,7 @@ class BAPOTrainer(WholeCheckpoints):
     Raises:
         ValueError: If the settings contradict one another, or a dataset has fewer prompts than one generation takes.
             During training, if no parameter would be trained, a stream ends before one generation, or a reward is
-            infinite. What TRL, transformers or a reward function raises comes through, with a note of what was wrong
-            where that can be told.
+            infinite or none. What TRL, transformers or a reward function raises comes through as it is.
         RuntimeError: During training, if a log-probability, an advantage or the gradient is NaN or infinite.
     """
 
@@ -119,8 +115,7 @@ class BAPOTrainer(WholeCheckpoints):
 
         uses_server = args.use_vllm and args.vllm_mode == "server"
         client = client_for(args.device, args.vllm_request_timeout) if uses_server else nullcontext()
-        rewards = partial(check_reward_funcs, reward_funcs, args.reward_weights)
-        with explained(partial(checks.check_model_name, model), partial(check_values_of_trl, args), rewards), client:
+        with client:
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, *rest, **kwargs)
 
         self.reward_func_names = distinct_names(self.reward_func_names)
@@ -147,8 +142,7 @@ class BAPOTrainer(WholeCheckpoints):
         self._reset_run_state()
         # Printed as transformers prints its logs: a library's logger would hide it where nothing is set up
         self.accelerator.print(f"{staleness_line(self.args)} {advice_line(self.args)}".rstrip())
-        with explained(partial(check_values_of_trl, self.args)):
-            result = super().train(*args, **kwargs)
+        result = super().train(*args, **kwargs)
         if self.args.load_best_model_at_end:  # vLLM has the weights of the last update
             self._forget_sent_weights()
         left = None if self._rounds is None else self._rounds.describe_left(self._has_saved)
@@ -241,7 +235,6 @@ class BAPOTrainer(WholeCheckpoints):
         return super()._prepare_inputs(generation_batch, *args, **kwargs)
 
     def _generate_and_score_completions(self, inputs, *args, **kwargs):
-        checks.check_row(self, inputs[0])
         inputs = fixes.without_missing_images(inputs)
         if self.model.training:
             self._generation = Generation(self.state.global_step, self._step)
@@ -311,8 +304,7 @@ class BAPOTrainer(WholeCheckpoints):
     def _tokenize_prompts(self, prompts, *args, **kwargs):
         if self._injected is not None:  # a template that shows the date gives others by now
             return self._injected.prompt_ids, None, {}
-        with explained(partial(check_batch_prompts, prompts, self.train_dataset, self.eval_dataset)):
-            return super()._tokenize_prompts(prompts, *args, **kwargs)
+        return super()._tokenize_prompts(prompts, *args, **kwargs)
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         if self._injected is not None:
@@ -320,11 +312,7 @@ class BAPOTrainer(WholeCheckpoints):
         generate = super()._generate_single_turn
 
         def sample():
-            with (
-                fixes.keeping_mode(self.model),
-                explained(partial(checks.check_tokens_of_batch, self, prompt_ids)),
-                checks.explaining_broken_logits(self.state.global_step),
-            ):
+            with fixes.keeping_mode(self.model), checks.explaining_broken_logits(self.state.global_step):
                 return generate(prompt_ids, *args, **kwargs)
 
         if self._server is None:
@@ -336,14 +324,13 @@ class BAPOTrainer(WholeCheckpoints):
             return self._generate_single_turn(prompts, None, {}, num_generations=1)
 
     def _generate(self, prompts, *args, **kwargs):
-        with checks.explaining_empty_completions("sampler" if self.rollout_func is None else "`rollout_func`"):
-            generated = super()._generate(prompts, *args, **kwargs)
+        generated = super()._generate(prompts, *args, **kwargs)
         if self.rollout_func is not None:
             checks.check_rollouts(prompts, *generated[:2])
         return generated
 
     def _calculate_rewards(self, inputs, prompts, completions, *args, **kwargs):
-        with checks.explaining_rewards(self, prompts, completions):
+        with checks.checking_rewards(self, prompts, completions):
             rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, *args, **kwargs)
         checks.check_rewards(self, rewards_per_func, prompts, completions)
         if not self.model.training:
@@ -443,10 +430,6 @@ class BAPOTrainer(WholeCheckpoints):
             grad_norm = grad_norm.full_tensor()
         checks.check_gradient(self, grad_norm)
         return grad_norm
-
-    def evaluate(self, *args, **kwargs):
-        with explained(partial(check_values_of_trl, self.args), partial(check_eval_groups, self.args)):
-            return super().evaluate(*args, **kwargs)
 
     def evaluation_loop(self, dataloader, *args, **kwargs):
         data = dataloader.dataset

@@ -242,18 +242,6 @@ def test_turns_of_different_number_on_each_rank(tmp_path):
         assert rank["GRPOTrainer"] == rank["BAPOTrainer"] == {"updates": 1, "turns": turns}
 
 
-@pytest.mark.parametrize("value", [np.float32(0.4), np.array([0.4])])
-def test_numpy_numbers_in_fields_of_ours(tmp_path, value):
-    settings = {
-        "positive_contribution_target": value, "delta": np.float64(3.0), "replay_capacity": np.int64(64),
-        "replay_fraction": value, "replay_zero_advantage": np.bool_(True), "replay_max_reuse": np.array(4),
-    }  # fmt: skip
-    trainer = toy_trainer(tmp_path, **{**SMALL, **settings}, save_strategy="steps", save_steps=1)
-    assert trainer.train().global_step == 1
-    assert type(trainer.args.positive_contribution_target) is float
-    assert (type(trainer.args.replay_capacity), type(trainer.args.replay_zero_advantage)) == (int, bool)
-
-
 def test_images_in_prompts_are_not_decoded_before_they_are_due(tmp_path, monkeypatch):
     decoded = []
     decode = datasets.Image.decode_example

@@ -1,13 +1,12 @@
 """
-What the trainer stops at, and what it adds to the errors of TRL, transformers and a user's functions.
+What the trainer stops at, as TRL, transformers and torch would go on without a word.
 
 Nothing of this communicates: an error of one rank ends that rank, and the launcher the others, as under TRL.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -17,25 +16,8 @@ from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from ..errors import InputError
 from ..reward_sums import overflowing_groups
-from .prompt_checks import TokenLimits, check_batch_tokens, check_columns
-from .reward_checks import KeptRewards, check_size_of_rewards
-
-
-def check_row(trainer: Any, row: Mapping[str, Any]) -> None:
-    """Refuse a row of a dataset without a `prompt`, where no environment gives one, or of no columns for rewards."""
-    check_columns(row, trainer.reward_funcs)
-    if trainer.environment_factories is None and "prompt" not in row:
-        raise InputError(f"A row of the dataset has no `prompt`, only {sorted(row)}: rename the column.")
-
-
-def check_tokens_of_batch(trainer: Any, prompt_ids: Sequence[Sequence[int]]) -> None:
-    """Refuse prompts that the model cannot take, and a tokenizer that does not go with it (`InputError`)."""
-    config = trainer.model.config.get_text_config()
-    limits = token_limits(config, trainer.max_completion_length)
-    if has_rotary_positions(config) and not trainer.use_vllm:  # they go on beyond the window
-        limits = TokenLimits(None, limits.completion, limits.vocabulary)
-    check_batch_tokens(trainer._tokenizer.batch_decode(prompt_ids), prompt_ids, limits)
-    check_tokenizer(trainer._tokenizer, limits.vocabulary)
+from .prompt_checks import TokenLimits
+from .reward_checks import check_size_of_rewards, checked
 
 
 @contextmanager
@@ -53,24 +35,6 @@ def explaining_broken_logits(update: int) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def explaining_empty_completions(made_by: str) -> Iterator[None]:
-    """Add to TRL's error, which looks at the last token of each completion, a note of those that have none."""
-    try:
-        yield
-    except IndexError as error:
-        for frame, _ in walk_tb(error.__traceback__):
-            is_of_trl = frame.f_code.co_name == "_generate"
-            completion_ids = frame.f_locals.get("completion_ids", ()) if is_of_trl else ()
-            empty = [position for position, ids in enumerate(completion_ids) if not len(ids)]
-            if empty:
-                error.add_note(
-                    f"The {made_by} returned a completion without a token for {len(empty)} of {len(completion_ids)} "
-                    f"samples, the first of them sample {empty[0]}: a completion has at least its end token."
-                )
-        raise
-
-
 def check_rollouts(prompts: Sequence[Any], prompt_ids: Sequence[Any], completion_ids: Sequence[Any]) -> None:
     """Refuse more or fewer prompts or completions of a `rollout_func` than it was given prompts (`InputError`)."""
     if not len(prompts) == len(prompt_ids) == len(completion_ids):
@@ -81,17 +45,15 @@ def check_rollouts(prompts: Sequence[Any], prompt_ids: Sequence[Any], completion
 
 
 @contextmanager
-def explaining_rewards(trainer: Any, prompts: Sequence[Any], completions: Sequence[Any]) -> Iterator[None]:
-    """Note on errors of the trainer's reward functions, and of what they return, which it was and for what sample."""
+def checking_rewards(trainer: Any, prompts: Sequence[Any], completions: Sequence[Any]) -> Iterator[None]:
+    """Have what the trainer's reward functions return checked within (see [`~reward_checks.checked`])."""
     functions = trainer.reward_funcs
-    kept = KeptRewards(prompts, completions)
     trainer.reward_funcs = [
-        function if isinstance(function, nn.Module) else kept.wrap(function, name)
+        function if isinstance(function, nn.Module) else checked(function, name, prompts, completions)
         for function, name in zip(functions, trainer.reward_func_names, strict=True)
     ]
     try:
-        with explained(kept.check):
-            yield
+        yield
     finally:
         trainer.reward_funcs = functions
 
@@ -161,27 +123,6 @@ def check_gradient(trainer: Any, grad_norm: Any) -> None:
     )
 
 
-@contextmanager
-def explained(*checks: Callable[[], None]) -> Iterator[None]:
-    """
-    Add to an error of the block what these checks refuse, as notes. It stays the error that it is.
-
-    Each raises [`InputError`] for what it finds, and is called when there is an error, and only then.
-    """
-    try:
-        yield
-    except InputError:  # says it all
-        raise
-    except Exception as error:
-        for check in checks:
-            try:
-                check()
-            except Exception as found:  # a check that fails itself must not hide the error
-                if isinstance(found, InputError):
-                    error.add_note(str(found))
-        raise
-
-
 def context_window(config: Any) -> int | None:
     """
     Return the tokens that prompt and completion may have, by a text model's configuration; `None` if it tells none.
@@ -224,14 +165,4 @@ def check_tokenizer(tokenizer: Any, vocabulary: int | None = None) -> None:
         raise InputError(
             f"The tokenizer has tokens up to {last}, but the model has {vocabulary} (`vocab_size`): take the "
             "tokenizer that belongs to the model, or make room with `model.resize_token_embeddings(len(tokenizer))`."
-        )
-
-
-def check_model_name(model: Any) -> None:
-    """Refuse a model of the package by the name that it has on the command line (`InputError`)."""
-    functions = {"embedded": "sums_model_path", "smollm2": "smollm2_path"}
-    if isinstance(model, str) and model in functions:
-        raise InputError(
-            f"`model` is '{model}', a name of the command line: in Python, give "
-            f"`str(bapo_trl.tasks.{functions[model]}())`."
         )

@@ -117,35 +117,6 @@ def check_prompts(train_dataset, eval_dataset) -> None:
             )
 
 
-def check_batch_prompts(prompts: Sequence[Any], train_dataset: Any, eval_dataset: Any) -> None:
-    """Refuse a prompt of a batch that is none (`InputError`); by its row, if it is stored in the dataset as it is."""
-    for prompt in prompts:
-        defect = prompt_defect(prompt)
-        if defect is not None:
-            check_prompts(train_dataset, eval_dataset)
-            raise InputError(f"A prompt of the dataset cannot be used: {start_of(prompt)} {defect}. {_PROMPT_FIX}.")
-
-
-def check_batch_tokens(prompts: Sequence[Any], prompt_ids: Sequence[Sequence[int]], limits: TokenLimits) -> None:
-    """Refuse prompts of a batch with no token, too many, or one that the model does not know (`InputError`)."""
-    longest = limits.longest_prompt
-    for prompt, ids in zip(prompts, prompt_ids, strict=False):
-        if not len(ids):
-            raise InputError(
-                f"The prompt {start_of(prompt)} has no token: the tokenizer knows none of its characters."
-            )
-        if longest is not None and len(ids) > longest:
-            raise InputError(
-                f"The prompt {start_of(prompt)} is too long: it has {len(ids)} tokens, {limits.why_too_long}"
-            )
-        if limits.vocabulary is not None and max(ids) >= limits.vocabulary:
-            raise InputError(
-                f"The prompt {start_of(prompt)} has the token {max(ids)}, but the model has {limits.vocabulary} "
-                "tokens: take the tokenizer that belongs to the model, or make room with "
-                "`model.resize_token_embeddings(len(tokenizer))`."
-            )
-
-
 def named_datasets(train_dataset, eval_dataset) -> list[tuple[str, Any]]:
     """Return the datasets of a trainer with the names that messages call them; a split may be called `train` too."""
     eval_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}

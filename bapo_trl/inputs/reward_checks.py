@@ -3,7 +3,6 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,74 +17,30 @@ _SILENT = (Mapping, Set, bytes, bytearray, memoryview)  # TRL would take their k
 _FIX = "return a finite number for each completion, or None where the function does not apply"
 
 
-class KeptRewards:
-    """Keeps what the reward functions return for a batch, to tell what was wrong with it if TRL fails."""
+def checked(function: Callable, name: str, prompts: Sequence[Any], completions: Sequence[Any]) -> Callable:
+    """
+    Return a reward function, asynchronous if it is, that refuses to return what is no reward for each completion.
 
-    def __init__(self, prompts: Sequence[Any], completions: Sequence[Any]):
-        self._prompts, self._completions = prompts, completions
-        self._returned: list[tuple[str, Any]] = []
+    TRL would train on the keys of a mapping, and give all completions a single reward.
+    """
 
-    def wrap(self, function: Callable, name: str) -> Callable:
-        """Return the reward function, asynchronous if it is, with a note of its name on what it raises."""
-
-        @functools.wraps(function)
-        def kept(**inputs: Any) -> Any:
-            with self._noting(name, inputs):
-                return self._keep(name, function(**inputs))
-
-        @functools.wraps(function)
-        async def kept_async(**inputs: Any) -> Any:
-            with self._noting(name, inputs):
-                return self._keep(name, await function(**inputs))
-
-        return kept_async if is_async_callable(function) else kept
-
-    def check(self) -> None:
-        """Refuse what is no list of rewards (`InputError`)."""
-        for name, returned in self._returned:
-            self._check(name, returned)
-
-    def _check(self, name: str, returned: Any) -> None:
-        defect = rewards_defect(returned, self._prompts, self._completions)
-        if defect is not None:
-            raise InputError(f"The reward function `{name}` returned {defect}.")
-
-    def _keep(self, name: str, returned: Any) -> Any:
+    def take(returned: Any) -> Any:
         if isinstance(returned, Iterator):  # to be read twice
             returned = list(returned)
-        if isinstance(returned, _SILENT):
-            self._check(name, returned)
-        self._returned.append((name, returned))
+        defect = rewards_defect(returned, prompts, completions)
+        if defect is not None:
+            raise InputError(f"The reward function `{name}` returned {defect}.")
         return returned
 
-    @contextmanager
-    def _noting(self, name: str, inputs: Mapping[str, Any]) -> Iterator[None]:
-        try:
-            yield
-        except InputError:  # says it all
-            raise
-        except Exception as error:
-            columns = ", ".join(key for key, value in inputs.items() if isinstance(value, list))
-            error.add_note(
-                f"Raised by the reward function `{name}` on {len(self._prompts)} samples, the first of them "
-                f"{_describe(self._prompts, self._completions, 0)}. It was given the columns {columns}."
-            )
-            raise
+    @functools.wraps(function)
+    def taken(**inputs: Any) -> Any:
+        return take(function(**inputs))
 
+    @functools.wraps(function)
+    async def taken_async(**inputs: Any) -> Any:
+        return take(await function(**inputs))
 
-def check_reward_funcs(reward_funcs: Any, weights: Sequence[float] | None) -> None:
-    """Refuse what is no reward function, model or name of one, and weights for another number (`InputError`)."""
-    functions = reward_funcs if isinstance(reward_funcs, list) else [] if reward_funcs is None else [reward_funcs]
-    for function in functions:
-        if not (isinstance(function, str) or callable(function)):
-            raise InputError(
-                f"`reward_funcs` has {function!r}, a {type(function).__name__}: give functions of `completions`, "
-                "reward models or their names."
-            )
-    if weights is not None and len(weights) != len(functions):
-        raise InputError(
-            f"`reward_weights` is {list(weights)}, for {len(functions)} reward functions: give as many weights."
-        )
+    return taken_async if is_async_callable(function) else taken
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:
@@ -148,6 +103,8 @@ def rewards_defect(returned: Any, prompts: Sequence[Any], completions: Sequence[
     is_one_value = not hasattr(returned, "__iter__") or getattr(returned, "ndim", 1) == 0  # as an array may be
     if is_one_value or isinstance(returned, (str, *_SILENT)):
         return f"{start_of(returned)}, a {type(returned).__name__}, for {count} samples: {_FIX}, in a list"
+    if isinstance(returned, torch.Tensor) and returned.shape == (count,):  # not number by number from a device
+        return None
     rewards = list(returned)
     if len(rewards) != count:
         return f"{len(rewards)} rewards for {count} samples: {_FIX}"

@@ -12,7 +12,6 @@ from ..advice import advice_line
 from ..bapo_config import BAPOConfig
 from ..errors import InputError
 from ..inputs.checks import check_tokenizer, has_rotary_positions, token_limits
-from ..inputs.setting_checks import check_values_of_trl
 from ..staleness import mean_age, oldest_age
 from .counts import Counts, count
 from .empty_model import empty_model
@@ -96,7 +95,6 @@ def dry_run(
     """
     if train_dataset is None:
         raise InputError("`train_dataset` is None: give the prompts.")
-    check_values_of_trl(args)
     functions = reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs] if reward_funcs else []
     _check_reward_weights(args, functions)
     _check_combinations(args, trains_adapter)

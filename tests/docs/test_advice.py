@@ -14,7 +14,6 @@ import shlex
 import signal
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,12 +23,9 @@ from peft import PeftModel
 import bapo_trl
 from bapo_trl import BAPOConfig, BAPOTrainer, cli
 from bapo_trl.compare import command as compare_command
-from bapo_trl.errors import InputError
-from bapo_trl.inputs.checks import check_model_name
 from bapo_trl.report import command as report_command
 from bapo_trl.script import serving
 from bapo_trl.script.command_line import parse_arguments
-from bapo_trl.script.models import PACKAGED_MODELS
 from bapo_trl.tasks import character_tokenizer
 from bapo_trl.upstream.fixes import end_training
 from benchmarks.gpu_first_run import __main__ as gpu_first_run
@@ -197,11 +193,3 @@ def test_expressions_can_be_evaluated(expression, names, tmp_path):
     if "dry_run" in expression:
         names["model"] = str(tmp_path / "model")
     eval(expression, names)
-
-
-@pytest.mark.parametrize("name", sorted(PACKAGED_MODELS))
-def test_the_advice_for_a_model_of_the_command_line_gives_its_folder(name, names):
-    with pytest.raises(InputError) as refusal:
-        check_model_name(name)
-    (expression,) = re.findall(r"`(str\(.*\))`", str(refusal.value))
-    assert Path(eval(expression, names)).is_absolute()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from trl import DatasetMixtureConfig, GRPOConfig, GRPOTrainer
+from trl import DatasetMixtureConfig
 from trl.scripts.utils import DatasetConfig
 
 from bapo_trl.errors import InputError
@@ -77,55 +77,6 @@ def test_what_is_no_prompt_is_refused_by_its_row(prompts, message):
         check_prompts(dataset, None)
     with pytest.raises(InputError, match=message.replace("train", "hard")):
         check_prompts(toy_dataset(), {"hard": dataset})
-
-
-@pytest.mark.trainings
-@pytest.mark.parametrize(
-    ("prompts", "error", "message"),
-    [
-        ([None, *SUMS], ValueError, "1 of the 41 prompts of the train dataset cannot be used: that of row 0 is None"),
-        (
-            list(range(10)),
-            ValueError,
-            "10 of the 10 prompts .* row 0 is of type int.*Give text, or a list of messages",
-        ),
-        ([{"text": "1+2="}] * 10, ValueError, "row 0 is of type dict"),
-        ([[{"role": "user"}]] * 10, KeyError, "row 0 has a message of role 'user' without text"),
-    ],
-)
-def test_the_error_of_a_prompt_that_is_none_has_a_note_of_its_row(tmp_path, prompts, error, message):
-    tokenizer = character_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE
-    data = {"train_dataset": Dataset.from_dict({"prompt": prompts}), "processing_class": tokenizer}
-    stopped(toy_trainer(tmp_path, trainer_args=data, shuffle_dataset=False), error, message)
-
-
-@pytest.mark.trainings
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        (3, "3 is of type int"),
-        ([], r"\[\] is empty"),
-        ("1+\ud8002=", "has a character that UTF-8 cannot encode"),
-        ("1" * 70, r"'1+\.\.\. is too long: it has 70 tokens, .*window of 64 .*leaves 57"),
-    ],
-)
-@pytest.mark.parametrize("partial", [1.0, 1.5])
-def test_a_prompt_of_a_stream_is_explained_when_it_comes(tmp_path, prompt, message, partial):
-    dataset = stream(*SUMS[:8], *[prompt] * 8)
-    trainer = toy_trainer(
-        tmp_path, opt_model(), trainer_args={"train_dataset": dataset}, shuffle_dataset=False, num_iterations=1,
-        partial_rollout_oversampling=partial,
-    )  # fmt: skip
-    with pytest.raises((TypeError, ValueError, IndexError), match=message):
-        trainer.train()
-    assert trainer.state.global_step == 2  # the two updates of the generation before
-
-
-@pytest.mark.trainings
-def test_prompts_that_a_transform_makes_are_explained_when_they_come(tmp_path):
-    dataset = toy_dataset().with_transform(lambda rows: {"prompt": [3] * len(rows["prompt"])})
-    stopped(toy_trainer(tmp_path, trainer_args={"train_dataset": dataset}), ValueError, "3 is of type int")
 
 
 @pytest.mark.trainings
@@ -304,16 +255,12 @@ def test_prompts_of_a_file(folder, prompts, settings, message):
 # Tokenizers
 
 
-@pytest.mark.trainings
-def test_a_tokenizer_without_end_token_is_named(tmp_path):
+def test_a_tokenizer_without_end_token_is_named():
     tokenizer = character_tokenizer()
     tokenizer.eos_token = None
     message = r"tokenizer has no `eos_token`.*set `tokenizer\.eos_token`"
     with pytest.raises(InputError, match=message):
         check_tokenizer(tokenizer)
-    parts = {"trainer_args": {"processing_class": tokenizer}}
-    stopped(toy_trainer(tmp_path, **parts), TypeError, message)
-    stopped(toy_trainer(tmp_path, trainer_class=GRPOTrainer, config_class=GRPOConfig, **parts), TypeError, "NoneType")
 
 
 @pytest.mark.trainings
@@ -327,9 +274,6 @@ def test_a_vocabulary_that_the_tokenizer_goes_beyond(tmp_path):
     trainer = toy_trainer(tmp_path, trainer_args=parts, max_steps=1)
     check_prompts_fit(trainer)
     assert trainer.train().global_step == 1
-    dataset = Dataset.from_dict({"prompt": ["<image>1+2="] * 8})
-    trainer = toy_trainer(tmp_path, trainer_args={**parts, "train_dataset": dataset})
-    stopped(trainer, IndexError, r"'<image>1\+2=' has the token 258, but the model has 258 tokens")
 
 
 # Rewards
@@ -407,15 +351,14 @@ SAME_REWARDS = [
 
 @pytest.mark.trainings
 @pytest.mark.parametrize(
-    ("reward", "error", "message"),
-    [(reward, InputError, message) for reward, message in UNUSABLE]
-    + [(reward, (TypeError, ValueError, RuntimeError), message) for reward, message in NO_REWARDS],
+    ("reward", "message"),
+    [*UNUSABLE, *NO_REWARDS],
 )
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_reward_that_is_none_names_function_and_sample(tmp_path, reward, error, message, is_async):
+def test_a_reward_that_is_none_names_function_and_sample(tmp_path, reward, message, is_async):
     functions = [digits_reward, as_async(reward) if is_async else reward]
     trainer = toy_trainer(tmp_path, reward_funcs=functions)
-    stopped(trainer, error, f"The reward function `my_reward` {message}")
+    stopped(trainer, InputError, f"The reward function `my_reward` {message}")
     assert trainer.reward_funcs == functions
 
 
@@ -435,22 +378,6 @@ def test_rewards_in_any_form_that_trl_reads_are_the_same_rewards(tmp_path):
 
 
 @pytest.mark.trainings
-@pytest.mark.parametrize("is_async", [False, True])
-def test_what_a_reward_function_raises_is_raised_with_its_name(tmp_path, is_async):
-    def reads_a_column(completions, **kwargs):
-        return kwargs["solution"]
-
-    trainer = toy_trainer(tmp_path, reward_funcs=as_async(reads_a_column) if is_async else reads_a_column)
-    with pytest.raises(KeyError, match="solution") as caught:
-        trainer.train()
-    name = "my_reward" if is_async else "reads_a_column"
-    (note,) = caught.value.__notes__
-    assert note.startswith(f"Raised by the reward function `{name}` on 24 samples, the first of them prompt '")
-    assert note.endswith("It was given the columns prompts, completions, completion_ids.")
-    assert trainer.state.global_step == 0
-
-
-@pytest.mark.trainings
 def test_a_reward_model_that_gives_infinity_is_named(tmp_path):
     judge = reward_model("judge")
     parts = {"reward_processing_classes": character_tokenizer()}
@@ -461,34 +388,13 @@ def test_a_reward_model_that_gives_infinity_is_named(tmp_path):
     stopped(trainer, InputError, "The reward function `judge` returned -?(inf|.*e.*) for sample 0 of 24")
 
 
-@pytest.mark.trainings
-def test_a_column_that_reward_functions_could_not_be_given_is_refused_and_reward_models_train(tmp_path):
-    data = {"train_dataset": toy_dataset(24).add_column("completions", ["1"] * 24)}
-    judged = data | {"reward_processing_classes": character_tokenizer()}
-    trainer = toy_trainer(tmp_path, reward_funcs=reward_model("judge"), max_steps=1, trainer_args=judged)
-    assert trainer.train().global_step == 1
-    stopped(toy_trainer(tmp_path, trainer_args=data), InputError, "has the column `completions`, .*: rename it")
-
-
-def test_what_is_no_reward_function_is_named(tmp_path):
-    with pytest.raises(AttributeError, match="`reward_funcs` has 3, a int: give functions"):
-        toy_trainer(tmp_path, reward_funcs=[digits_reward, 3])
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("fault", "ranks", "message"),
     [
         ("reward", (0, 1), "InputError: The reward function `only_rank_1` returned inf for sample 0 of 24, "),
-        ("reward raises", (1,), "Raised by the reward function `only_rank_1` on 24 samples, the first of them prompt"),
-        ("prompt", (1,), "A prompt of the dataset cannot be used: 3 is of type int"),
+        ("reward raises", (1,), "KeyError: 'mine'"),
         ("rollout raises", (1,), "KeyError: 'mine'"),
-        (
-            "rollout",
-            (1,),
-            "The `rollout_func` returned a completion without a token for 1 of 24 samples",
-        ),
-        ("sampler", (1,), "The sampler returned a completion without a token for 1 of 24 samples"),
         ("gradient", (0, 1), r"RuntimeError: .*in the gradient \(its norm is nan\) at update 2, before its"),
         ("row", (0, 1), "The column `when` has a datetime"),
         ("pool", (0, 1), r"rollout_pool_00001_of_00002\.safetensors is damaged"),
@@ -537,12 +443,6 @@ def test_completions_of_the_end_token_alone_are_trained_on(tmp_path):
     [
         ("prompt_ids", lambda ids: ids[1:], InputError, "23 `prompt_ids`.* for 24 prompts"),
         ("completion_ids", lambda ids: ids[1:], InputError, "23 `completion_ids`.* for 24 prompts"),
-        (
-            "completion_ids",
-            lambda ids: [ids[0], *[[]] * 23],
-            IndexError,
-            "`rollout_func` returned a completion without a token for 23 of 24 samples, .*sample 1",
-        ),
     ],
 )
 def test_what_a_rollout_lacks_is_no_fault_of_the_reward(tmp_path, name, changed, error, message):

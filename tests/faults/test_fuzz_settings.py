@@ -1,6 +1,6 @@
 """Settings at random: two updates are trained, a `ValueError` names a field, or a number stops the run that is none.
 
-What TRL and transformers refuse is their error, in whose notes a field is named.
+What TRL and transformers refuse is their error: it need not name a field if one of theirs is out of range.
 
 Fuzzed are the fields of `BAPOConfig` that GRPO does not have, and those of TRL that they depend on (`OF_TRL`). Values
 are in and out of range, and of any type that YAML has.
@@ -119,12 +119,13 @@ SMALL_WILD = WILD.filter(lambda value: not isinstance(value, (int, float)) or is
 
 
 @st.composite
-def some_settings(draw, fields: dict[str, st.SearchStrategy]) -> dict:
+def some_settings(draw, fields: dict[str, st.SearchStrategy]) -> tuple[dict, str | None]:
     names = draw(st.lists(st.sampled_from(sorted(fields)), min_size=1, max_size=6, unique=True))
     wild = draw(st.sampled_from([None, None, *names]))
-    return {
+    values = {
         name: draw((SMALL_WILD if name in ARE_COSTS else WILD) if name == wild else fields[name]) for name in names
     }
+    return values, wild
 
 
 OF_OURS = (ValueError, RuntimeError)
@@ -166,7 +167,8 @@ def parts(tmp_path_factory):
     }
 
 
-def train_or_name_a_field(parts: dict, given: dict, errors: tuple) -> None:
+def train_or_name_a_field(parts: dict, drawn: tuple[dict, str | None], errors: tuple) -> None:
+    given, wild = drawn
     args = {**SMALL, "gradient_checkpointing": False, "logging_strategy": "no", "max_steps": 2, **given}
     try:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -174,7 +176,8 @@ def train_or_name_a_field(parts: dict, given: dict, errors: tuple) -> None:
             model.config._name_or_path = str(parts["output_dir"] / "model")  # where TRL finds the reference
             trainer = toy_run(model=model, **parts, **args)
     except errors as error:
-        check_names_a_field(error)
+        if wild not in OF_TRL:
+            check_names_a_field(error)
         return
     assert trainer.state.global_step == 2
     assert all(weight.isfinite().all() for weight in trainer.model.parameters())

@@ -126,7 +126,6 @@ def test_the_function_of_notebooks_says_the_same(capsys, tmp_path):
         ({"ratio_lower_start": "2.0"}, "ratio_lower_start"),
         # By TRL or the model
         ({"reward_weights": "1.0|2.0"}, "(?i)reward.weights"),
-        ({"temperature": "-1"}, "temperature"),
         ({"model_name_or_path": "adapter", "use_peft": "true"}, "`use_peft` asks for a new adapter"),
         ({"model_name_or_path": "learned", "max_completion_length": "62"}, "window"),
         ({"model_name_or_path": "learned", "max_completion_length": "64"}, "`max_completion_length` is 64"),
