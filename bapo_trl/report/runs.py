@@ -123,7 +123,7 @@ def _group_label(runs: Sequence[Run]) -> str:
 
 
 def _named(path: Path) -> Path:
-    return path if path.is_dir() else path.parent
+    return path.parent if path.name == STATE_FILE else path  # `compare` keeps a state under the name of its run
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
@@ -160,7 +160,7 @@ def _updates(file: Path) -> int:
 
 def _read_logs(file: Path) -> Logs:
     history = _read_json(file).get("log_history")
-    logs = Logs(log for log in history if isinstance(log, dict)) if isinstance(history, list) else ()
+    logs = Logs(log for log in history or () if isinstance(log, dict))
     if not len(logs):
         raise InputError(
             f"RUN {file} has no log of an update: train with a smaller `logging_steps`, or give another run."

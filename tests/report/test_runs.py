@@ -58,6 +58,10 @@ def test_labels_are_the_shortest_that_tell_runs_apart(tmp_path):
     paths = [tmp_path / "a" / "out", tmp_path / "b" / "out"]
     assert [run.label for run in read_runs(paths)] == ["a/out", "b/out"]
     assert [run.label for run in read_runs([*paths[:1], tmp_path / "b" / "other", paths[0]])] == ["out", "other"]
+    states = [path.with_suffix(".trainer_state.json") for path in paths]  # as `compare` keeps them
+    for path, state in zip(paths, states, strict=True):
+        (path / "trainer_state.json").rename(state)
+    assert [run.label for run in read_runs(states)] == ["a/out.trainer_state.json", "b/out.trainer_state.json"]
 
 
 def groups(runs) -> list[tuple[str, int]]:
