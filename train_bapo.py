@@ -7,7 +7,8 @@ Train a model with BAPO: `bapo-trl train` of the package, in a checkout.
 import sys
 from collections.abc import Sequence
 
-from bapo_trl.script.commands import SCRIPT, train
+from bapo_trl.cli import train
+from bapo_trl.script.commands import SCRIPT
 from bapo_trl.script.failures import run_command
 
 

@@ -3,21 +3,24 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pkgutil import resolve_name
 
 from . import __version__
-from .script.failures import run_command
+from .errors import InputError
+from .script.commands import EVALUATE, LAUNCHED, TRAIN, Command
+from .script.failures import refuse, run_command
+from .script.recipes import is_dry, look_ahead, set_environment
 
 
 COMMANDS = {
-    "train": ("bapo_trl.script.commands:train", "train a model with BAPO"),
-    "evaluate": ("bapo_trl.script.commands:evaluate", "count how many of a model's answers are right"),
+    "train": ("bapo_trl.cli:train", "train a model with BAPO"),
+    "evaluate": ("bapo_trl.cli:evaluate", "count how many of a model's answers are right"),
     "recipes": ("bapo_trl.script.recipes:main", "list the recipes of the package, for `--config`"),
     "compare": ("bapo_trl.compare.command:main", "train with several methods, and say which ends highest"),
     "report": ("bapo_trl.report.command:main", "draw what runs logged, and say what is not healthy"),
-    "launch": ("bapo_trl.script.commands:launch", "train on several GPUs or nodes, with accelerate"),
+    "launch": ("bapo_trl.cli:launch", "train on several GPUs or nodes, with accelerate"),
     "serve": ("bapo_trl.script.serving:main", "serve a model with vLLM, to sample from while training"),
-    "env": ("bapo_trl.script.environment:main", "print versions and devices, for a bug report"),
 }
 """The function that takes what stands behind a sub-command, and what the sub-command is for."""
 
@@ -48,3 +51,37 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
         return resolve_name(function)(arguments[1:] if command == "launch" else rest)
 
     return run_command(run, arguments[1:], f"{parser.prog} {command}")
+
+
+def train(arguments: Sequence[str], command: Command = TRAIN) -> None:
+    """Do what flags and a recipe ask for, see [`~script.training.run`]; in a dry run, say what that would be."""
+    try:
+        flags, recipe = look_ahead(arguments)
+        set_environment(recipe.get("env", {}))  # before libraries are imported, some of which read theirs then
+    except InputError as error:
+        refuse(command.name, str(error))
+    if is_dry(flags, recipe):
+        from .script.planning import print_plan
+
+        return print_plan(arguments, command)
+    from .script.command_line import parse_arguments
+
+    settings = parse_arguments(arguments, command)  # a help text ends here, before a trainer is imported
+    from .script.training import run
+
+    run(settings)
+
+
+def evaluate(arguments: Sequence[str]) -> None:
+    """Evaluate, and train nothing."""
+    train(arguments, EVALUATE)
+
+
+def launch(arguments: Sequence[str]) -> None:
+    """Train or evaluate in several processes, with the variables of the recipe."""
+    place = next((place for place, argument in enumerate(arguments) if argument in LAUNCHED), len(arguments))
+    with suppress(InputError):  # reported by the command
+        set_environment(look_ahead(arguments[place:])[1].get("env", {}))
+    from .script.launcher import main
+
+    main(arguments)

@@ -1,16 +1,23 @@
 """The data that the flags ask for: to train on, to evaluate on, in the columns that both read."""
 
 import glob
-import gzip
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset, load_from_disk
+from datasets import (
+    Dataset,
+    DatasetDict,
+    IterableDataset,
+    IterableDatasetDict,
+    disable_caching,
+    load_dataset,
+    load_from_disk,
+)
 from datasets.exceptions import DatasetsError
 from huggingface_hub.errors import HFValidationError
 from trl import DatasetMixtureConfig, get_dataset
@@ -19,12 +26,11 @@ from ..bapo_config import BAPOConfig
 from ..errors import InputError
 from ..tasks import CHAT_SUMS, GYM_PREFIX, MadeTask, load_chat_sums, load_gym_task, load_task
 from .arguments import EMBEDDED, BAPOScriptArguments
-from .prompts import PromptFormat, format_prompts
-from .saved_data import apart_from_saved
 
 
 _FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 _DATA_SUFFIXES = (*_FILE_BUILDERS, ".csv", ".tsv", ".txt", ".arrow")
+_LOADING = (OSError, DatasetsError, HFValidationError, ValueError)  # pyarrow's errors are of the last
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,18 @@ def load_data(
     task: MadeTask | None = None,
 ) -> Data:
     """Load what the run trains on and what it evaluates on: of a task of the package, a mixture, or a dataset."""
-    check_data_named(script_args, training_args, dataset_args)
+    data = _load(script_args, training_args, dataset_args, task)
+    if data.test is None or script_args.max_eval_samples is None:
+        return data
+    return replace(data, test=first_rows(data.test, script_args.max_eval_samples))
+
+
+def _load(
+    script_args: BAPOScriptArguments,
+    training_args: BAPOConfig,
+    dataset_args: DatasetMixtureConfig,
+    task: MadeTask | None,
+) -> Data:
     if script_args.eval_dataset is not None and script_args.eval_fraction is not None:
         raise InputError("`eval_dataset` and `eval_fraction` are both set: leave one of them out.")
     train: Any = None
@@ -100,21 +117,6 @@ def load_data(
     return Data(title, None, pick_eval_split(splits, script_args.dataset_test_split))
 
 
-def format_data(data: Data, script_args: BAPOScriptArguments, load_tokenizer: Callable[[], Any]) -> Data:
-    """Give all prompts the columns that trainer and rewards read. The tokenizer is loaded only if chats are formed."""
-    form = PromptFormat(
-        script_args.prompt_column, script_args.answer_column, script_args.prompt_template, script_args.system_prompt
-    )
-    if form.forms_prompts:
-        form = form.with_chats_if(bool(getattr(load_tokenizer(), "chat_template", None)))
-    parts = {"train": data.train, "test": data.test}
-    names = {"train": f"train dataset ({data.title})", "test": f"eval dataset ({data.test_title or data.title})"}
-    formatted: dict[str, Any] = {
-        part: format_prompts(dataset, form, names[part]) for part, dataset in parts.items() if dataset is not None
-    }
-    return replace(data, **formatted)
-
-
 def load_mixture(settings: DatasetMixtureConfig) -> DatasetDict:
     """Load a mixture as TRL does, but with a test split that is the same on all processes and in all runs."""
     if settings.streaming and settings.test_split_size is not None:
@@ -122,15 +124,12 @@ def load_mixture(settings: DatasetMixtureConfig) -> DatasetDict:
             f"`test_split_size` {settings.test_split_size} cannot be split off a stream: set `eval_dataset`, or "
             "`streaming` to false."
         )
-    for part in settings.datasets:
-        _check_no_pattern(part.path, "datasets")
     try:
         mixture = get_dataset(replace(settings, test_split_size=None))
-    except (OSError, DatasetsError, HFValidationError, ValueError) as error:
+    except _LOADING as error:
         named = ", ".join(f"'{part.path}'" for part in settings.datasets)
-        files = [file for part in settings.datasets for file in _json_files(part.data_files)]
-        defects = (f"'{file}' has a {defect}" for file in files if (defect := json_defect(file)))
-        raise InputError(f"`datasets` ({named}) could not be loaded: {next(defects, _reason(error))}") from error
+        files = [part.data_files for part in settings.datasets if isinstance(part.data_files, str)]
+        raise InputError(f"`datasets` ({named}) could not be loaded: {_reason(error, files)}") from error
     if settings.test_split_size is None:
         return mixture
     return mixture["train"].train_test_split(test_size=settings.test_split_size, seed=0)
@@ -145,37 +144,37 @@ def load_splits(
     Its name is a `.json`, `.jsonl` or `.parquet` file, a folder written by `save_to_disk`, or, with an optional
     `config`, a folder of data files or an id on the Hub. Error messages call it `parameter`.
     """
+    _check_exists(name, parameter)
     path = Path(name)
-    if path.is_file():
-        if path.suffix not in _FILE_BUILDERS:
-            raise InputError(
-                f"`{parameter}` is the file '{name}': expected one of {', '.join(_FILE_BUILDERS)}, or a folder."
-            )
-        return _load_file(name, streaming, parameter)
     if path.is_dir() and ((path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()):
+        disable_caching()  # else what is made of its rows is written beside them, where it may not
         loaded = load_from_disk(name)
         return DatasetDict(train=loaded) if isinstance(loaded, Dataset) else loaded
-    _check_exists(name, parameter)
-    _check_no_pattern(name, parameter)
     try:
+        if path.is_file():
+            if path.suffix not in _FILE_BUILDERS:
+                raise InputError(
+                    f"`{parameter}` is the file '{name}': expected one of {', '.join(_FILE_BUILDERS)}, or a folder."
+                )
+            if path.suffix != ".parquet":
+                with open(name, encoding="utf-8") as file:  # else other bytes come up where a row is read
+                    deque(file, maxlen=0)
+            whole = glob.escape(os.path.abspath(name))  # else a `[1]` in a name stands for another file
+            splits = load_dataset(_FILE_BUILDERS[path.suffix], data_files={"train": whole}, streaming=streaming)
+            next(iter(splits["train"]))  # a stream is not read before
+            return splits
         return load_dataset(name, name=config, streaming=streaming)
-    except (OSError, DatasetsError, HFValidationError, ValueError) as error:
+    except InputError:
+        raise
+    except (*_LOADING, StopIteration) as error:
         if "Config name is missing" in str(error):  # which datasets says with those that there are
             known = str(error).partition("configs: ")[2].partition("\n")[0]
             alone = f"evaluate on it alone, with --dataset_name {name} --dataset_config NAME"
             fix = "name one with --dataset_config" if parameter == "dataset_name" else alone
             raise InputError(f"`{parameter}` is '{name}', which has the configurations {known}: {fix}.") from error
-        if path.is_dir():
-            for file in sorted(each for each in path.rglob("*") if _suffix(str(each)) in _FILE_BUILDERS):
-                _load_file(str(file), streaming, parameter)  # says which one it is
-            raise InputError(
-                f"`{parameter}` is the folder '{name}', whose files cannot be read together: give files of one kind "
-                f"and with the same columns. What failed: {_reason(error)}"
-            ) from error
-        raise InputError(
-            f"`{parameter}` is '{name}', which is neither a file nor a folder here, and the Hub did not give it "
-            f"either: {error}"
-        ) from error
+        files = [name] if path.is_file() else [str(each) for each in sorted(path.rglob("*"))]
+        what = "cannot be loaded" if path.exists() else "is neither a file nor a folder here, nor given by the Hub"
+        raise InputError(f"`{parameter}` is '{name}', which {what}: {_reason(error, files)}") from error
 
 
 def _check_exists(name: str | None, parameter: str) -> None:
@@ -189,50 +188,14 @@ def _check_exists(name: str | None, parameter: str) -> None:
         )
 
 
-def _check_no_pattern(name: str, parameter: str) -> None:
-    """Refuse a folder of files by whose path datasets would read other folders: it takes it for a pattern."""
-    path = os.path.abspath(name)
-    if os.path.isdir(path) and glob.has_magic(path):
-        raise InputError(
-            f"`{parameter}` is the folder '{path}', and datasets reads `[`, `*` and `?` in it as a pattern, for other "
-            "folders: rename it, or give a file."
-        )
-
-
-def _load_file(name: str, streaming: bool, parameter: str) -> DatasetDict | IterableDatasetDict:
-    builder = _FILE_BUILDERS[_suffix(name)]
-    try:
-        if builder == "json":
-            _check_encoding(name)
-        path = glob.escape(os.path.abspath(name))  # else a `[1]` in a name stands for another file
-        splits = load_dataset(builder, data_files={"train": path}, streaming=streaming)
-        next(iter(splits["train"]), None)  # a stream is not read before
-        return splits
-    except (DatasetsError, StopIteration, ValueError) as error:  # pyarrow's is a `ValueError`
-        shape = "one JSON object a row, in UTF-8" if builder == "json" else "a whole parquet file"
-        found = json_defect(name) if builder == "json" and not isinstance(error, InputError) else None
-        reason = found or _reason(error) or "it holds no row"
-        raise InputError(
-            f"`{parameter}` is the file '{name}', which cannot be read ({reason}): give {shape}, with at least a row."
-        ) from error
-
-
-def _reason(error: BaseException) -> str:
-    """Return the first line of what was raised first."""
+def _reason(error: BaseException, files: list[str]) -> str:
+    """Return what is wrong in the first of the files of JSON that is damaged, else the first line of the cause."""
+    for file in files:
+        if Path(file).suffix in (".json", ".jsonl") and os.path.isfile(file) and (defect := json_defect(file)):
+            return f"'{file}' has a {defect}"
     while error.__cause__ is not None:
         error = error.__cause__
-    return str(error).partition("\n")[0]
-
-
-def _check_encoding(name: str) -> None:
-    """Refuse a file that is not UTF-8, with the line where it is not: datasets may read it as if it were."""
-    with _open(name) as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                line.decode()
-            except UnicodeDecodeError as error:
-                # Without its cause: this is the reason that a user is told
-                raise InputError(f"line {number} is not UTF-8: {error.reason} {line[error.start]:#04x}") from None
+    return str(error).partition("\n")[0] or "it holds no row"
 
 
 def json_defect(name: str) -> str | None:
@@ -242,7 +205,7 @@ def json_defect(name: str) -> str | None:
     `None` if nothing is. The libraries count rows of a block, without the empty lines.
     """
     number = None  # of the line, where each has an object of its own
-    with _open(name) as file:
+    with open(name, "rb") as file:
         try:
             if file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
                 file.seek(0)
@@ -255,25 +218,9 @@ def json_defect(name: str) -> str | None:
                     return f"JSON parse error in line {number}: it is no object"
         except json.JSONDecodeError as error:
             return f"JSON parse error in line {number or error.lineno}: {error.msg} at column {error.colno}"
+        except UnicodeDecodeError as error:
+            return f"byte in line {number} that is not UTF-8: {error.reason} {error.object[error.start]:#04x}"
     return None
-
-
-def _json_files(data_files: Any) -> list[str]:
-    """Return the local files of JSON that are named, alone, in a list or by split."""
-    if isinstance(data_files, Mapping):
-        data_files = list(data_files.values())
-    if isinstance(data_files, list):
-        return [file for each in data_files for file in _json_files(each)]
-    is_json = isinstance(data_files, str) and _FILE_BUILDERS.get(_suffix(data_files)) == "json"
-    return [data_files] if is_json and os.path.isfile(data_files) else []
-
-
-def _suffix(name: str) -> str:
-    return Path(name.removesuffix(".gz")).suffix
-
-
-def _open(name: str) -> Any:
-    return gzip.open(name) if name.endswith(".gz") else open(name, "rb")
 
 
 def hold_out(dataset: Dataset | IterableDataset, fraction: float) -> tuple[Dataset, Dataset]:
@@ -292,8 +239,7 @@ def hold_out(dataset: Dataset | IterableDataset, fraction: float) -> tuple[Datas
             f"`eval_fraction` is {fraction}, which leaves {count} of {len(dataset)} prompts to evaluate on: set it to "
             "a share in (0, 1) that leaves prompts for both."
         )
-    with apart_from_saved(dataset):
-        parts = dataset.train_test_split(test_size=count, seed=0)
+    parts = dataset.train_test_split(test_size=count, seed=0)
     return parts["train"], parts["test"]
 
 

@@ -3,19 +3,19 @@
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from accelerate.utils import gather_object
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..bapo_config import BAPOConfig
-from ..checkpoints.files import checkpoint_names, find_defect, goes_on_from
+from ..checkpoints.files import checkpoint_names, find_defect, step_of
 from ..errors import InputError
 from ..report.runs import SETTINGS_FILE
-from .arguments import EMBEDDED, BAPOScriptArguments
-from .models import check_merged
+from .arguments import EMBEDDED
+from .command_line import Settings
+from .models import merged_folder
 from .recipes import DEMO_FOLDER
 
 
@@ -29,10 +29,13 @@ _BESIDE = (
 )  # fmt: skip
 
 
-def check_start(
-    script_args: BAPOScriptArguments, training_args: BAPOConfig, model: str | None, base: str | None
-) -> None:
-    """Refuse, before anything is loaded, a run that cannot use its checkpoint, or would lose an earlier one's work."""
+def check_start(settings: Settings, base: str | None) -> None:
+    """
+    Refuse, before anything is loaded, a run that cannot use its checkpoint, would lose an earlier one's work, or has
+    no adapter to merge (`InputError`). `base` is that of a saved adapter, if the model is one.
+    """
+    script_args, training_args, model_args, _ = settings
+    model = model_args.model_name_or_path
     resume, run_dir = training_args.resume_from_checkpoint, Path(training_args.output_dir).absolute()
     above = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     if not (above.is_dir() and os.access(above, os.W_OK)):
@@ -45,11 +48,14 @@ def check_start(
             f"`resume_from_checkpoint` is '{resume}', but `do_train` is false and evaluation is of "
             "`model_name_or_path`: set that to the checkpoint's folder."
         )
-    if goes_on(training_args):
-        return
+    if script_args.merge_adapter and base is None and not (training_args.do_train and model_args.use_peft):
+        raise InputError(
+            "`merge_adapter` is set, but there is no adapter: set `use_peft` to train one, or `model_name_or_path` to "
+            "the folder of a saved one."
+        )
     if script_args.merge_adapter:
         check_merged(merged_folder(training_args), script_args.overwrite_output_dir, [model, base])
-    if training_args.do_train:
+    if training_args.do_train and not goes_on(training_args):
         # The demo's own folder is nobody's work
         is_demo = script_args.dataset_name == EMBEDDED and training_args.output_dir == DEMO_FOLDER
         check_output_dir(training_args.output_dir, script_args.overwrite_output_dir or is_demo, model)
@@ -67,30 +73,53 @@ def resume_argument(value: str | None) -> str | bool | None:
 
 
 def check_resume(folder: str, training_args: BAPOConfig) -> bool:
-    """Return whether a checkpoint leaves updates to make; refuse that of a run that is over, with its model saved."""
-    state = TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME))
-    done, last = state.global_step, training_args.max_steps
-    if not 0 < last <= done:
-        return True
-    if done > last or any(gather_object([_is_saved(folder, done, training_args.output_dir)])):
+    """Return whether a checkpoint leaves updates to make; refuse one beyond the last (`InputError`)."""
+    done = TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME)).global_step
+    if 0 < training_args.max_steps < done:
         raise InputError(
-            f"`resume_from_checkpoint` is {folder}, at update {done}, and `max_steps` is {last}: nothing is left to "
-            f"train. Raise `max_steps`, or evaluate it with --do_train false --model_name_or_path {folder}."
+            f"`resume_from_checkpoint` is {folder}, at update {done}, and `max_steps` is {training_args.max_steps}: "
+            f"raise `max_steps`, or evaluate it with --do_train false --model_name_or_path {folder}."
         )
-    return False
+    return done != training_args.max_steps
 
 
-def _is_saved(folder: str, update: int, output_dir: str) -> bool:
-    """Whether the model that a run had at its end is saved: its state, which is saved after it, goes on from there."""
-    if find_defect(output_dir) is not None:
-        return False
-    saved = TrainerState.load_from_json(str(Path(output_dir) / TRAINER_STATE_NAME))
-    return saved.global_step == update and goes_on_from(output_dir, folder)
+def check_checkpoint(training_args: BAPOConfig) -> None:
+    """Refuse to resume where no checkpoint is complete, or the newest leaves nothing to train (`InputError`)."""
+    resume, run_dir = resume_argument(training_args.resume_from_checkpoint), training_args.output_dir
+    if resume is None:
+        return
+    newest_first = sorted(checkpoint_names(run_dir), key=step_of, reverse=True) if resume is True else []
+    folders = [str(Path(run_dir, name)) for name in newest_first] if resume is True else [str(resume)]
+    defects = {folder: find_defect(folder) for folder in folders}
+    complete = next((folder for folder, defect in defects.items() if defect is None), None)
+    if complete is None:
+        found = ", ".join(f"{folder}: {defect}" for folder, defect in defects.items()) or f"none in {run_dir}"
+        raise InputError(
+            f"`resume_from_checkpoint` is {training_args.resume_from_checkpoint}, but there is no complete checkpoint "
+            f"({found}): name another one, or start without it."
+        )
+    check_resume(complete, training_args)
 
 
-def merged_folder(training_args: BAPOConfig) -> Path:
-    """Return where a merged model goes."""
-    return Path(training_args.output_dir) / "merged"
+def check_merged(folder: Path, overwrites: bool, starts: Iterable[str | None] = ()) -> None:
+    """
+    Refuse to merge into what is there already (`InputError`).
+
+    An earlier folder may go, but no link and no file, and nothing that the run starts from: a model, or its base.
+    """
+    for start in starts:
+        if start is not None and folder.exists() and Path(start).resolve().is_relative_to(folder.resolve()):
+            raise InputError(
+                f"`merge_adapter` is to save the folder {folder}, which holds the model that the run starts from "
+                f"({start}), and would replace it: give another --output_dir."
+            )
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise InputError(f"`merge_adapter` is to save the folder {folder}, which is a link or a file: remove it.")
+    if folder.exists() and not overwrites:
+        raise InputError(
+            f"`merge_adapter` is to save the folder {folder}, which is there already: rename or remove it, or replace "
+            "it with --overwrite_output_dir true."
+        )
 
 
 def check_output_dir(output_dir: str | Path, overwrites: bool, model: str | None = None) -> None:

@@ -21,7 +21,8 @@ from accelerate.utils import prepare_simple_launcher_cmd_env
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ..errors import InputError
-from .commands import EVALUATE, LAUNCHED, TRAIN, asks_for_dry_run
+from .commands import EVALUATE, LAUNCHED, TRAIN
+from .recipes import is_dry, look_ahead
 
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str]) -> None:
     args = read_arguments(arguments)
     if not (args.module or args.no_python or Path(args.training_script).exists()):
         raise InputError(f"'{args.training_script}' is neither train nor evaluate, nor a script here: correct it.")
-    if args.training_script == "bapo_trl" and asks_for_dry_run(args.training_script_args):
+    if args.training_script == "bapo_trl" and is_dry(*look_ahead(args.training_script_args[1:])):
         return _dry_run(args)
     launch.simple_launcher = _become_rank
     try:

@@ -55,47 +55,56 @@ MADE_OF = (
 )  # fmt: skip
 """Settings that make a method, besides the loss."""
 
+# Besides those of replay and partial rollouts. A training that was in order on its processes may not be so on these
+_OF_TRAINING = {
+    "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size",
+    "num_iterations", "learning_rate", "method", "loss_type", "epsilon", *MADE_OF, "eval_strategy",
+    "save_strategy", "load_best_model_at_end", "resume_from_checkpoint", "merge_adapter", "push_to_hub",
+}  # fmt: skip
 
-def settings_of_method(name: str, loss_type: str) -> dict[str, Any]:
-    """
-    Return the settings that a method stands for, those of a recipe that are not of it set back to their defaults.
 
-    `loss_type` is the loss without the method. One without clip bounds does not stay. A method that is not known is
-    refused (`InputError`).
+def apply_method(flags: Mapping[str, str], recipe: Mapping[str, Any]) -> dict[str, Any]:
     """
+    Return a recipe with the settings of the method that it or a flag names, and without those of another method.
+
+    What stands beside the method, in flags or in the recipe that names it, stays; it is refused (`InputError`) where
+    the method sets it to something else, as is a method that is not known.
+    """
+    name = flags.get("method", recipe.get("method"))
+    if name is None:
+        return dict(recipe)
     if not isinstance(name, str) or name not in METHODS:
         raise InputError(f"`method` is {name!r}: set it to one of {', '.join(METHODS)}.")
+    beside = flags if "method" in flags else {**recipe, **flags}
     defaults = {f.name: f.default for f in fields(BAPOConfig)}
-    settings = {field: defaults[field] for field in MADE_OF}
-    if loss_type not in CLIPPED_LOSS_TYPES:
-        settings["loss_type"] = defaults["loss_type"]
-    return settings | dict(METHODS[name])
-
-
-def check_method(name: str, named: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """
-    Refuse a method that settings named next to it contradict (`InputError`).
-
-    These are text or values. Of `settings`, which [`settings_of_method`] returned, one that the method leaves at its
-    default may be another.
-    """
-    defaults = {f.name: f.default for f in fields(BAPOConfig)}
-    for field, value in named.items():
+    settings = {field: defaults[field] for field in MADE_OF} | dict(METHODS[name])
+    if {**recipe, **flags}.get("loss_type", "dapo") not in CLIPPED_LOSS_TYPES:
+        settings.setdefault("loss_type", defaults["loss_type"])
+    for field, value in beside.items():
         wanted = settings.get(field, defaults.get(field))
-        is_loss_without_bounds = field == "loss_type" and value not in CLIPPED_LOSS_TYPES
-        is_of_method = field in settings and wanted != defaults[field]
-        if (is_of_method or is_loss_without_bounds) and not _is_same(value, wanted):
+        is_of_method = field in METHODS[name] or (field == "loss_type" and value not in CLIPPED_LOSS_TYPES)
+        if is_of_method and not _is_same(value, wanted):
             raise InputError(
                 f"`method` is '{name}', which sets `{field}` to {wanted!r}, and `{field}` is {value!r}: leave one of "
                 "them out."
             )
+    return {**recipe, **{field: value for field, value in settings.items() if field not in beside}}
+
+
+def without_training(recipe: Mapping[str, Any], has_group: bool) -> dict[str, Any]:
+    """Return the settings of a recipe that an evaluation reads. Its group is that of one, unless a flag gives it."""
+    kept = {
+        name: value
+        for name, value in recipe.items()
+        if name not in _OF_TRAINING and not name.startswith(("replay_", "partial_rollout_"))
+    }
+    group = kept.pop("num_generations", None)
+    return kept if group is None or has_group else {"num_generations_eval": group, **kept}
 
 
 def _is_same(value: Any, wanted: Any) -> bool:
     """Whether a value, or what a command line has for it, is what a method sets."""
-    if isinstance(wanted, float):
-        try:
-            return math.isclose(float(value), wanted)
-        except (TypeError, ValueError):
-            return False
-    return str(value) == str(wanted)
+    try:
+        return math.isclose(float(value), wanted)
+    except (TypeError, ValueError):
+        return str(value) == str(wanted)

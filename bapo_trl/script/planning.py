@@ -3,8 +3,9 @@
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,8 @@ from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as LOADERS  # "
 from huggingface_hub import whoami
 from transformers import TrainingArguments
 from transformers import training_args as of_transformers
-from trl import DatasetMixtureConfig, ModelConfig
 
 from ..bapo_config import BAPOConfig
-from ..checkpoints.files import checkpoint_names, find_defect, step_of
 from ..errors import InputError
 from ..inputs.checks import has_rotary_positions, token_limits
 from ..inputs.setting_warnings import setting_warnings
@@ -24,16 +23,13 @@ from ..plan.dry_run import DryRun, arithmetic_of, dry_run, processes_of_launcher
 from ..plan.samples import check_window
 from ..report.facts import method_name
 from ..tasks import SMOLLM2, check_smollm2, has_smollm2
-from .arguments import BAPOScriptArguments
-from .command_line import parse_arguments
+from .command_line import Settings, parse_arguments
 from .commands import TRAIN, Command
-from .datasets import Data, load_data, make_task
-from .earlier_run import check_resume, check_start, merged_folder, resume_argument
-from .models import adapter_base, base_dtype, base_revision, check_adapter, check_vllm, merged_dtype
-from .preparation import Inputs, explaining_pushes, gather_inputs, only_merges
+from .datasets import Data
+from .earlier_run import check_checkpoint
+from .models import PACKAGED_MODELS, base_dtype, base_revision, merged_dtype, merged_folder
+from .preparation import Inputs, Prepared, explaining_pushes, prepare
 
-
-Settings = tuple[BAPOScriptArguments, BAPOConfig, ModelConfig, DatasetMixtureConfig]
 
 _SEE_END = "Prompts and rewards are not known: the end says why."
 _DRY_RUN = "a dry run. No weights are loaded, nothing is written."
@@ -41,7 +37,7 @@ _DRY_RUN = "a dry run. No weights are loaded, nothing is written."
 
 def print_plan(arguments: Sequence[str], command: Command = TRAIN, processes: int | None = None) -> None:
     """
-    Print what a run with these flags would do, by default on the processes of its launcher; then refuse as it would.
+    Print what a run with these flags would do, by default where this process would train; then refuse as it would.
 
     What cannot be known without the data or the model is left out.
 
@@ -53,17 +49,18 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, processes: in
     processes = processes or processes_of_launcher()
     with as_in_processes(processes), throwaway_cache():
         settings = _parse(arguments, command, processes, problems)
-        script_args, training_args, model_args, dataset_args = settings
-        base = None
         with _noting(problems):
-            base = adapter_base(model_args.model_name_or_path, model_args.model_revision)
-            check_start(script_args, training_args, model_args.model_name_or_path, base)
-            _check_checkpoint(training_args)
-        if only_merges(script_args, training_args, dataset_args):
+            check_checkpoint(settings.training)
+        with _noting(problems), explaining_pushes(settings.training):
+            if settings.training.push_to_hub:
+                whoami(settings.training.hub_token)
+        prepared = prepare(settings, partial(_noting, problems), _fetch)
+        if prepared.merges_alone:
             with _noting(problems):
-                _print_merge(model_args, base, training_args)
+                if prepared.base is not None:
+                    _print_merge(prepared)
         else:
-            _print_run(settings, base, processes, problems)
+            _print_run(prepared, processes, problems)
     if len(problems) > 1:
         texts = [" ".join([str(problem), *getattr(problem, "__notes__", ())]) for problem in problems]
         numbered = " ".join(f"({number}) {text}" for number, text in enumerate(texts, start=1))
@@ -72,36 +69,25 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, processes: in
         raise problem
 
 
-def _print_run(settings: Settings, base: str | None, processes: int, problems: list[InputError]) -> None:
+def _print_run(prepared: Prepared, processes: int, problems: list[InputError]) -> None:
     """Print what a training or an evaluation would do, and add what it would stop at to the problems."""
-    script_args, training_args, model_args, dataset_args = settings
-    name = model_args.model_name_or_path
-    revision = model_args.model_revision if base is None else base_revision(name, model_args.model_revision)
-    chosen = {"revision": revision, "attn_implementation": model_args.attn_implementation}
-    training_args.model_init_kwargs = {**chosen, **(training_args.model_init_kwargs or {})}  # type: ignore[dict-item]
-    data = found = None
+    script_args, training_args, model_args, _ = prepared.settings
+    inputs, data, found = prepared.inputs, prepared.data, None
     with _noting(problems):
-        check_vllm(training_args)
-    with _noting(problems), explaining_pushes(training_args):
-        if training_args.push_to_hub:
-            whoami(training_args.hub_token)
-    with _noting(problems):
-        task = make_task(script_args.dataset_name, script_args.task_args)
-        data = load_data(script_args, training_args, dataset_args, task)
-    is_built = name != SMOLLM2 or has_smollm2()
-    with _noting(problems):
-        if not is_built:
-            check_smollm2()
-        elif data is not None:
-            inputs = gather_inputs(script_args, training_args, model_args, dataset_args, base, data)
+        if inputs is not None:
+            revision = model_args.model_revision
+            if inputs.base is not None:
+                revision = base_revision(inputs.model, revision)
+            chosen = {"revision": revision, "attn_implementation": model_args.attn_implementation}
+            training_args.model_init_kwargs = {**chosen, **(training_args.model_init_kwargs or {})}  # type: ignore[dict-item]
             found = dry_run(
                 training_args,
-                inputs.model if base is None else base,
+                inputs.model if inputs.base is None else inputs.base,
                 inputs.reward_funcs,
                 _prompts(inputs.data),
                 inputs.processing_class,
                 processes,
-                trains_adapter=base is not None or model_args.use_peft,
+                trains_adapter=inputs.base is not None or model_args.use_peft,
             )
             problems += map(InputError, found.problems)
             _check_eval_window(found, inputs, training_args)
@@ -109,6 +95,7 @@ def _print_run(settings: Settings, base: str | None, processes: int, problems: l
         return
     if found is None:
         found = arithmetic_of(training_args, None if data is None else _prompts(data), processes)
+        is_built = model_args.model_name_or_path != SMOLLM2 or has_smollm2()
         found = replace(found, missing=_SEE_END) if is_built else found
     title = script_args.dataset_name if data is None else data.title
     if not training_args.do_train:
@@ -124,9 +111,14 @@ def _print_run(settings: Settings, base: str | None, processes: int, problems: l
 def _noting(problems: list[InputError]) -> Iterator[None]:
     """Add what the block is refused with to the problems, and go on after it."""
     try:
-        yield
+        with suppress(_NotBuiltError):
+            yield
     except InputError as problem:
         problems.append(problem)
+
+
+class _NotBuiltError(Exception):
+    """A model is fetched from elsewhere by the run, and not by its plan."""
 
 
 def _parse(arguments: Sequence[str], command: Command, processes: int, problems: list[InputError]) -> Settings:
@@ -138,24 +130,6 @@ def _parse(arguments: Sequence[str], command: Command, processes: int, problems:
             settings = parse_arguments(arguments, command)
         problems.append(refusal)
         return settings
-
-
-def _check_checkpoint(training_args: BAPOConfig) -> None:
-    """Refuse to resume where no checkpoint is complete, or the newest leaves nothing to train (`InputError`)."""
-    resume, run_dir = resume_argument(training_args.resume_from_checkpoint), training_args.output_dir
-    if resume is None:
-        return
-    newest_first = sorted(checkpoint_names(run_dir), key=step_of, reverse=True) if resume is True else []
-    folders = [str(Path(run_dir, name)) for name in newest_first] if resume is True else [str(resume)]
-    defects = {folder: find_defect(folder) for folder in folders}
-    complete = next((folder for folder, defect in defects.items() if defect is None), None)
-    if complete is None:
-        found = ", ".join(f"{folder}: {defect}" for folder, defect in defects.items()) or f"none in {run_dir}"
-        raise InputError(
-            f"`resume_from_checkpoint` is {training_args.resume_from_checkpoint}, but there is no complete checkpoint "
-            f"({found}): name another one, or start without it."
-        )
-    check_resume(complete, training_args)
 
 
 def _check_eval_window(found: DryRun, inputs: Inputs, training_args: BAPOConfig) -> None:
@@ -187,9 +161,9 @@ def as_in_processes(processes: int, on_gpus: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def throwaway_cache() -> Iterator[None]:
+def throwaway_cache() -> Iterator[Path]:
     """
-    Have datasets prepare files and map rows in a folder that goes, without progress bars.
+    Have datasets prepare files and map rows in a folder that goes, without progress bars, and yield that folder.
 
     What is prepared already of the Hub's data is read from where it is.
     """
@@ -205,7 +179,7 @@ def throwaway_cache() -> Iterator[None]:
         datasets.disable_caching()  # of what is mapped: beside the user's data
         datasets.disable_progress_bars()
         try:
-            yield
+            yield Path(folder)
         finally:
             datasets.config.HF_DATASETS_CACHE = kept
             if caches:
@@ -214,11 +188,11 @@ def throwaway_cache() -> Iterator[None]:
                 datasets.enable_progress_bars()
 
 
-def _print_merge(model_args: ModelConfig, base: str | None, training_args: BAPOConfig) -> None:
-    adapter = str(model_args.model_name_or_path)
-    check_adapter(base)
+def _print_merge(prepared: Prepared) -> None:
+    _, training_args, model_args, _ = prepared.settings
+    adapter, base = str(model_args.model_name_or_path), str(prepared.base)
     dtype, reason = merged_dtype(adapter, model_args.dtype)
-    of_base = base_dtype(adapter, str(base), model_args.model_revision, training_args.trust_remote_code)
+    of_base = base_dtype(adapter, base, model_args.model_revision, training_args.trust_remote_code)
     if training_args.distributed_state.is_main_process:
         print(f"Merges the adapter {adapter} into its base {base}, in {merged_folder(training_args)}: {_DRY_RUN}")
         print(f"Weights are saved in {of_base if dtype == 'auto' else dtype}, {reason}.", flush=True)
@@ -226,3 +200,11 @@ def _print_merge(model_args: ModelConfig, base: str | None, training_args: BAPOC
 
 def _prompts(data: Data) -> Any:
     return data.test if data.train is None else data.train
+
+
+def _fetch(name: str, training_args: BAPOConfig) -> str:
+    """Return the folder or id of a model, of which no weights are needed."""
+    if name == SMOLLM2 and not has_smollm2():
+        check_smollm2()
+        raise _NotBuiltError
+    return str(PACKAGED_MODELS[name]()) if name in PACKAGED_MODELS else name

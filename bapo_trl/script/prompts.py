@@ -1,7 +1,7 @@
 """Rows of any columns become prompts and answers as the trainer and the reward functions take them."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from ..evaluation.answers import gold_texts
 from ..inputs.prompt_checks import GIVEN_TO_REWARDS, prompt_defect, start_of
 from ..plan.samples import TEXT_FOR_CHAT
 from ..report.runs import read_settings
-from .saved_data import apart_from_saved
+from .arguments import BAPOScriptArguments
+from .datasets import Data
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,21 @@ class PromptFormat:
         return replace(self, makes_chats=has_chat_template and self.forms_prompts)
 
 
+def format_data(data: Data, script_args: BAPOScriptArguments, load_tokenizer: Callable[[], Any]) -> Data:
+    """Give all prompts the columns that trainer and rewards read. The tokenizer is loaded only if chats are formed."""
+    form = PromptFormat(
+        script_args.prompt_column, script_args.answer_column, script_args.prompt_template, script_args.system_prompt
+    )
+    if form.forms_prompts:
+        form = form.with_chats_if(bool(getattr(load_tokenizer(), "chat_template", None)))
+    parts = {"train": data.train, "test": data.test}
+    names = {"train": f"train dataset ({data.title})", "test": f"eval dataset ({data.test_title or data.title})"}
+    formatted: dict[str, Any] = {
+        part: format_prompts(dataset, form, names[part]) for part, dataset in parts.items() if dataset is not None
+    }
+    return replace(data, **formatted)
+
+
 def format_prompts(
     dataset: Dataset | IterableDataset, form: PromptFormat, name: str = "dataset"
 ) -> Dataset | IterableDataset:
@@ -71,8 +87,7 @@ def format_prompts(
         columns = {"prompt": _form_prompt(_get(row, prompt), row, form)}
         return {**columns, "solution": _as_answer(_get(row, answer))} if adds_solution else columns
 
-    with apart_from_saved(dataset):
-        return dataset.map(formatted, remove_columns=sorted(read))
+    return dataset.map(formatted, remove_columns=sorted(read))
 
 
 def is_chat(dataset: Dataset | IterableDataset | None) -> bool:
@@ -80,6 +95,24 @@ def is_chat(dataset: Dataset | IterableDataset | None) -> bool:
     first: dict[str, Any] = next(iter(dataset), {}) if dataset is not None else {}
     prompt = first.get("prompt")
     return isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
+
+
+def prompt_lines(data: Data, processing_class: Any, model: str, flags: BAPOScriptArguments) -> list[str]:
+    """Return what the terminal says of the prompts, and of answers and forms that may not be what was meant."""
+    if data.train is None:
+        other_form = other_form_line(model, flags)
+        return [prompts_line(data.test, processing_class), *([] if other_form is None else [other_form])]
+    lines = [prompts_line(data.train, processing_class)]
+    missing, unread = count_missing_answers(data.train), unread_answer(data.train, flags.answer_column)
+    if missing:
+        lines.append(
+            f"Note: {missing} of {len(data.train)} prompts have no `solution`: a reward that reads it gives none."
+        )
+    if unread is not None:
+        lines.append(
+            f"Note: rewards read the data's own column `solution`, not `{unread}`: rename it if that is wrong."
+        )
+    return lines
 
 
 def prompts_line(dataset: Dataset | IterableDataset, processing_class: Any) -> str:

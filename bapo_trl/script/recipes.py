@@ -82,6 +82,21 @@ def set_environment(variables: Mapping[str, Any]) -> None:
             raise InputError(f"`env` has {name!r}: {value!r}, which cannot be set ({error}): correct it.") from error
 
 
+def look_ahead(arguments: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the flags, as text by name, and the recipe among arguments, before the libraries that parse them load."""
+    flags = {}
+    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+        if argument.startswith("--"):
+            name, has_value, value = argument[2:].partition("=")
+            flags[name.replace("-", "_")] = value if has_value else "" if following.startswith("--") else following
+    return flags, read_recipe(flags["config"]) if "config" in flags else {}
+
+
+def is_dry(flags: Mapping[str, str], recipe: Mapping[str, Any]) -> bool:
+    """Return whether flags, or else their recipe, ask for a dry run."""
+    return str(flags.get("dry_run", recipe.get("dry_run", False))).lower() in ("", "true", "t", "yes", "y", "1")
+
+
 def describe_recipe(name: str) -> str:
     """Return what a recipe of the package is for: its first line, a comment."""
     with open(RECIPES / f"{name}.yaml", encoding="utf-8") as file:

@@ -9,12 +9,16 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trl import rewards
+from trl import DatasetMixtureConfig, ModelConfig, rewards
 from trl.import_utils import is_math_verify_available
 
+from ..bapo_config import BAPOConfig
 from ..errors import InputError
 from ..evaluation.answers import EXTRACTORS, boxed_answer, canonical, gold_answers, gold_texts, plain_number
 from ..evaluation.prose import has_several_quantities, pieces_of_mathematics
+from ..tasks import MadeTask
+from .arguments import BAPOScriptArguments
+from .datasets import check_data_named, make_task
 
 
 def _of_chats(reward: Callable) -> Callable:
@@ -163,6 +167,27 @@ REWARDS: dict[str, Callable] = {
 
 _OVERLONG = "get_soft_overlong_punishment"
 _NEED_MATH = ("accuracy_reward", "reasoning_accuracy_reward")
+
+
+def resolve_names(
+    script_args: BAPOScriptArguments,
+    training_args: BAPOConfig,
+    model_args: ModelConfig,
+    dataset_args: DatasetMixtureConfig,
+) -> tuple[MadeTask | None, list[Any], Callable[[str], str | None] | None]:
+    """
+    Return the task, the reward functions and what finds an answer; refuse a run that names no data, rewards or model.
+    """
+    check_data_named(script_args, training_args, dataset_args)
+    task = make_task(script_args.dataset_name, script_args.task_args)
+    if not script_args.reward_funcs and task is None:
+        raise InputError("`reward_funcs` is not set: name a reward of TRL's or an import path, see --help.")
+    if model_args.model_name_or_path is None:
+        raise InputError("`model_name_or_path` is not set: give a folder, an id on the Hub, 'embedded' or 'smollm2'.")
+    extract_answer = resolve_extractor(script_args.extract_answer)
+    if not script_args.reward_funcs:
+        return task, [task.reward_func], extract_answer
+    return task, resolve_reward_funcs(script_args.reward_funcs, training_args.max_completion_length), extract_answer
 
 
 def resolve_reward_funcs(names: Sequence[str], max_completion_length: int | None = 256) -> list[Callable]:

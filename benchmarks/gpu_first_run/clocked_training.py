@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import TrainerCallback, trainer
 
-from bapo_trl.script import training
+from bapo_trl.cli import train
 from bapo_trl.script.commands import SCRIPT
 
 
@@ -28,4 +28,4 @@ class UpdateClock(TrainerCallback):
 
 if __name__ == "__main__":
     trainer.DEFAULT_CALLBACKS.append(UpdateClock)
-    training.main(sys.argv[2:], SCRIPT)
+    train(sys.argv[2:], SCRIPT)

@@ -41,7 +41,7 @@ OF_OTHERS = {
     *("weight-transfer-config", "tensor-parallel-size", "enforce-eager", "gpu-memory-utilization"),
     *("kv-cache-memory-bytes", "dtype"),
     *("disable-pip-version-check", "no-deps", "only-binary", "quiet", "dest", "index-url"),  # pip
-    *("nv", "help_all"),  # apptainer; another spelling of ours
+    "nv",  # apptainer
     *(
         "signal",
         "gpus_per_node",
@@ -107,7 +107,7 @@ def parser_of(main, monkeypatch) -> argparse.ArgumentParser:
 
 
 def test_flags_exist(monkeypatch):
-    known = SETTINGS | OF_OTHERS | {"config", "help", "help-all", "traceback", "version", "method", "accelerate"}
+    known = SETTINGS | OF_OTHERS | {"config", "help", "traceback", "version", "method", "accelerate"}
     known |= options(launch_command_parser())
     known |= options(gpu_first_run.make_parser())
     for main in (compare_command.main, report_command.main, serving.main):

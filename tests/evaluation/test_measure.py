@@ -19,12 +19,12 @@ import yaml
 from datasets import Dataset
 from trl.trainer import grpo_trainer
 
-from bapo_trl import bapo_trainer
+from bapo_trl import bapo_trainer, cli
 from bapo_trl.checkpoints.run_lock import RunLock
 from bapo_trl.errors import InputError
 from bapo_trl.evaluation.measure import evaluate
 from bapo_trl.evaluation.sampling import EvaluatedTrainer
-from bapo_trl.script import commands, training
+from bapo_trl.script import preparation, training
 from tests.helpers.commands import ROOT, succeeded
 from tests.helpers.fake_vllm import FakeVLLM
 from tests.helpers.forked import run_python
@@ -231,9 +231,9 @@ def test_a_quick_look_is_at_the_first_prompts(folder, streaming, count, expected
 
 
 def test_an_evaluation_of_nothing_in_particular_says_first_what_it_is_of(monkeypatch, capsys):
-    monkeypatch.setattr(training, "gather_inputs", lambda *args: sys.exit("prepares"))
+    monkeypatch.setattr(training, "make_trainer", lambda *args: sys.exit("prepares"))
     with pytest.raises(SystemExit, match="prepares"):
-        commands.evaluate([])
+        cli.evaluate([])
     assert capsys.readouterr().out == "Evaluates the model embedded on embedded, into outputs/quickstart\n"
 
 
@@ -249,10 +249,10 @@ def test_settings_of_the_training_in_a_recipe_do_not_count_in_an_evaluation(fold
     }  # fmt: skip
     Path("trained.yaml").write_text(yaml.safe_dump(recipe))
     (folder / "out" / "merged").mkdir(parents=True)
-    commands.evaluate(["--config", "trained.yaml"])
+    cli.evaluate(["--config", "trained.yaml"])
     assert len(completions()) == 6 * 16
     assert "eval_pass@16" in results()
-    commands.evaluate(["--config", "trained.yaml", "--num_generations_eval", "2"])
+    cli.evaluate(["--config", "trained.yaml", "--num_generations_eval", "2"])
     assert "eval_pass@2" in results()
     assert not list((folder / "out" / "merged").iterdir())
     assert not {"model.safetensors", "eval_completions_before.jsonl"} & {path.name for path in Path("out").iterdir()}
@@ -391,7 +391,7 @@ def test_a_vllm_server_samples_if_it_samples_the_training(folder, monkeypatch):
 
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", serve)
     monkeypatch.setattr(bapo_trainer, "client_for", lambda *args: nullcontext())
-    monkeypatch.setattr(training, "check_vllm", lambda args: None)
+    monkeypatch.setattr(preparation, "check_packages", lambda *args: None)
     run(dataset_name="train.jsonl", eval_dataset="test.jsonl", use_vllm="true", vllm_mode="server")
     (server,) = servers
     # 24 completions before, 5 rows at a time; 12 of a generation; 24 after

@@ -1,7 +1,6 @@
 """Data, tokenizers and reward functions that nothing can be trained on: what is wrong is named before an update."""
 
 import asyncio
-import gzip
 import json
 import math
 import re
@@ -177,17 +176,21 @@ def rows(*prompts) -> bytes:
         (
             "latin1.jsonl",
             rows(*SUMS[:9]).replace(b"1+2", b"\xe9+2"),
-            r"cannot be read \(line 2 is not UTF-8: .* 0xe9\)",
+            "cannot be loaded: .* has a byte in line 2 that is not UTF-8: .* 0xe9$",
         ),
-        ("utf16.jsonl", rows(*SUMS).decode().encode("utf-16"), r"cannot be read \(line 1 is not UTF-8: .* 0xff"),
-        ("text.jsonl", b"no json", r"cannot be read \(JSON parse error.*one JSON object a row"),
-        ("empty.jsonl", b"", r"cannot be read \(it holds no row\).*at least a row"),
-        ("other.parquet", b"no parquet file", r"cannot be read \(Parquet .*give a whole parquet file"),
+        (
+            "utf16.jsonl",
+            rows(*SUMS).decode().encode("utf-16"),
+            "cannot be loaded: .* has a byte in line 1 that is not UTF-8: .* 0xff$",
+        ),
+        ("text.jsonl", b"no json", "cannot be loaded: .* has a JSON parse error in line 1"),
+        ("empty.jsonl", b"", "cannot be loaded: it holds no row"),
+        ("other.parquet", b"no parquet file", "cannot be loaded: Parquet "),
     ],
 )
 def test_files_that_hold_no_rows_are_named_with_the_reason(folder, name, content, message, streaming):
     Path(name).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"`dataset_name` is the file '{name}', which {message}"):
+    with pytest.raises(ValueError, match=rf"`dataset_name` is '{name}', which {message}"):
         run(dataset_name=name, dataset_streaming=streaming)
 
 
@@ -207,16 +210,10 @@ def test_a_line_that_is_no_json_is_named_by_its_number_in_the_file(tmp_path, nam
     content, line = BAD_LINES[name]
     path = tmp_path / name
     path.write_bytes(content)
-    with pytest.raises(InputError, match=rf"{name}', which cannot be read \(JSON parse error in line {line}:"):
+    with pytest.raises(InputError, match=rf"cannot be loaded: .*{name}' has a JSON parse error in line {line}:"):
         load_splits(str(path))
     with pytest.raises(InputError, match=rf"{name}' has a JSON parse error in line {line}:"):
         load_mixture(DatasetMixtureConfig(datasets=[DatasetConfig(path="json", data_files=str(path))]))
-
-
-def test_a_line_of_a_packed_file_in_a_folder_is_named(tmp_path):
-    (tmp_path / "part.jsonl.gz").write_bytes(gzip.compress(BAD_LINES["early.jsonl"][0]))
-    with pytest.raises(InputError, match=r"part\.jsonl\.gz', which cannot be read \(JSON parse error in line 5:"):
-        load_splits(str(tmp_path))
 
 
 @pytest.mark.trainings

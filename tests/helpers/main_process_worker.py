@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from bapo_trl import cli
 from bapo_trl.checkpoints.rank_errors import on_main_process
 from bapo_trl.evaluation import measure
 from bapo_trl.evaluation.sampling import EvaluatedTrainer
@@ -91,14 +92,14 @@ def places(folder: Path, accelerator: Accelerator) -> dict[str, Callable[[], obj
         function = getattr(training, name)
         setattr(training, name, full)
         try:
-            training.main(flags(**settings))
+            cli.train(flags(**settings))
         finally:
             setattr(training, name, function)
 
     def saved_model():
         save, EvaluatedTrainer.save_model = EvaluatedTrainer.save_model, full if is_main else lambda *args: None
         try:
-            training.main(flags(dataset_name="train.jsonl", output_dir=folder / "full", max_steps=1))
+            cli.train(flags(dataset_name="train.jsonl", output_dir=folder / "full", max_steps=1))
         finally:
             EvaluatedTrainer.save_model = save
 
@@ -114,7 +115,7 @@ def places(folder: Path, accelerator: Accelerator) -> dict[str, Callable[[], obj
         "fixed tokens": lambda: stale({"model_config": {"max_model_len": 40}}),
         "completions that are a folder": lambda: evaluated(folder),
         "completions on a full disk": evaluated_on_a_full_disk,
-        "prompts": lambda: training.main(flags(dataset_name="empty.jsonl")),
+        "prompts": lambda: cli.train(flags(dataset_name="empty.jsonl")),
         "earlier run": lambda: script("remove_earlier_run", dataset_name="train.jsonl", output_dir=folder / "earlier"),
         "model on a full disk": saved_model,
         "callback in a save": saved_callback,

@@ -1,7 +1,6 @@
 """`bapo-trl` and its sub-commands. What `train` and `evaluate` do is in the tests of the script."""
 
 import json
-import os
 import re
 import shutil
 import sys
@@ -9,7 +8,7 @@ from dataclasses import fields
 
 import pytest
 
-from bapo_trl import __version__, cli
+from bapo_trl import cli
 from bapo_trl.bapo_config import own_fields
 from bapo_trl.script.arguments import BAPOScriptArguments
 from bapo_trl.script.command_line import parse_arguments
@@ -38,18 +37,15 @@ def test_what_is_no_command_ends_with_those_that_are(arguments, error, capsys):
     ends(cli.main, arguments)
     message = capsys.readouterr().err
     assert error in message
-    assert not arguments or all(name in message for name in ("train", "evaluate", "report", "serve", "env"))
+    assert not arguments or all(name in message for name in ("train", "evaluate", "report", "serve"))
 
 
-def test_help_shows_our_flags_and_those_of_trl_if_asked_for(capsys):
+def test_help_shows_our_flags(capsys):
     ours = {f.name for f in (*own_fields(), *fields(BAPOScriptArguments))} - {"ignore_bias_buffers"}
-    for flag in ("--help", "--help-all"):
-        ends(cli.main, ["train", flag], code=0)
-        shown = re.findall(r"^  (?:-h, )?--([\w-]+)", capsys.readouterr().out, re.MULTILINE)
-        assert shown[:2] == ["help", "help-all"]
-        assert ours <= set(shown[2 : 3 + len(ours)])  # before the others; one has a flag for false as well
-        assert ("learning_rate" in shown) == ("lora_r" in shown) == (flag == "--help-all")
-    assert len(shown) > 200
+    ends(cli.main, ["train", "--help"], code=0)
+    shown = re.findall(r"^  (?:-h, )?--([\w-]+)", capsys.readouterr().out, re.MULTILINE)
+    assert {"help"} | ours <= set(shown)
+    assert not {"learning_rate", "lora_r"} & set(shown)  # TRL's documentation lists these
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate"])
@@ -65,13 +61,10 @@ def test_the_commands_name_themselves(command, capsys):
 
 
 def test_a_recipe_is_utf8_whatever_the_locale(tmp_path, monkeypatch):
-    (tmp_path / "mine.yaml").write_text(
-        "dataset_name: x.jsonl\nsystem_prompt: Löse es\nenv: {A: 1}\n", encoding="utf-8"
-    )
-    monkeypatch.setattr("trl.scripts.utils.open", lambda *args: pytest.fail("read by the locale"), raising=False)
-    monkeypatch.setenv("A", "0")
+    (tmp_path / "mine.yaml").write_text("dataset_name: x.jsonl\nsystem_prompt: Löse es\n", encoding="utf-8")
+    monkeypatch.setattr("locale.getpreferredencoding", lambda *args: pytest.fail("read by the locale"))
     script_args, *_ = parse_arguments(["--config", str(tmp_path / "mine.yaml"), "--use_cpu", "true"])
-    assert (script_args.system_prompt, os.environ["A"]) == ("Löse es", "1")
+    assert script_args.system_prompt == "Löse es"
 
 
 AT_THE_FIRST_LIBRARY = """
@@ -121,22 +114,16 @@ def test_the_recipes_have_a_line_each(capsys):
     assert all(line.endswith(".") for line in lines.values()), "a first line that goes on in the second"
 
 
-def test_the_environment_of_a_bug_report(capsys):
-    assert cli.main(["env"]) is None
-    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert rows["bapo-trl"] == __version__
-    assert rows["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert rows["vllm"] == "not installed"
-    assert {"torch", "trl", "transformers", "accelerate", "peft", "datasets", "deepspeed", "devices"} < set(rows)
-
-
 @pytest.fixture
 def vllm(tmp_path):
     """A folder with a stand-in for vLLM, which says how it was started and ends with code 3."""
     folder = tmp_path / "vllm" / "entrypoints" / "cli"
     folder.mkdir(parents=True)
     (folder / "main.py").write_text(SERVER)
-    set_version(tmp_path, "0.29.0")
+    (tmp_path / "vllm" / "__init__.py").write_text("__version__ = '0.29.0'")
+    metadata = tmp_path / "vllm-0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.29.0\n")
     return tmp_path
 
 

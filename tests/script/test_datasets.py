@@ -1,12 +1,10 @@
 """Datasets and rewards by name."""
 
 import json
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
-from datasets import Dataset, DatasetDict, is_caching_enabled
+from datasets import Dataset, DatasetDict, enable_caching
 from trl import DatasetMixtureConfig
 
 from bapo_trl.errors import InputError
@@ -42,19 +40,6 @@ def test_a_name_with_brackets_is_that_file_and_no_other(tmp_path, monkeypatch):
             assert list(load_splits(name, streaming=streaming)["train"]) == ROWS
 
 
-def test_a_folder_with_brackets_is_refused_before_another_is_read(tmp_path, monkeypatch):
-    for name, prompt in (("math [1]", "of it"), ("math 1", "of another")):
-        (tmp_path / name / "data").mkdir(parents=True)
-        (tmp_path / name / "data" / "train.jsonl").write_text(json.dumps({"prompt": prompt}))
-    monkeypatch.chdir(tmp_path / "math [1]")
-    with pytest.raises(InputError, match=r"`dataset_name` is the folder '.*math \[1\].data', .*: rename it"):
-        load_splits("data")
-    with pytest.raises(InputError, match=r"`datasets` is the folder '.*math \[1\].data', .*: rename it"):
-        load_mixture(DatasetMixtureConfig(datasets=[{"path": "data"}]))
-    Dataset.from_list(ROWS).save_to_disk("saved")
-    assert load_splits("saved")["train"].to_list() == ROWS
-
-
 def test_saved_datasets_and_folders_of_files(tmp_path):
     data = Dataset.from_list(ROWS)
     data.save_to_disk(tmp_path / "one")
@@ -67,30 +52,18 @@ def test_saved_datasets_and_folders_of_files(tmp_path):
     assert load_splits(str(tmp_path / "files"))["test"].to_list() == ROWS[1:]
 
 
-@pytest.mark.parametrize("is_split", [True, False])
-def test_nothing_is_written_beside_data_of_save_to_disk(tmp_path, monkeypatch, is_split):
+def test_nothing_is_written_beside_data_of_save_to_disk(tmp_path):
     saved = tmp_path / "saved"
-    rows = Dataset.from_dict({"question": [f"{i}+1=" for i in range(20)]})
-    (DatasetDict(train=rows) if is_split else rows).save_to_disk(saved)
-    make = tempfile.NamedTemporaryFile
-
-    def refusing(*args, dir=None, **kwargs):
-        if dir is not None and Path(dir).is_relative_to(saved):  # as on a disk that is read-only
-            raise PermissionError(dir)
-        return make(*args, dir=dir, **kwargs)
-
-    def content():
-        return {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()}
-
-    monkeypatch.setattr(tempfile, "NamedTemporaryFile", refusing)
-    before = content()
-    held_out = hold_out(load_splits(str(saved))["train"], 0.25)
-    parts = [format_prompts(part, PromptFormat(["question"])) for part in held_out]
+    Dataset.from_dict({"question": [f"{i}+1=" for i in range(20)]}).save_to_disk(saved)
+    before = {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()}
+    try:
+        held_out = hold_out(load_splits(str(saved))["train"], 0.25)
+        parts = [format_prompts(part, PromptFormat(["question"])) for part in held_out]
+    finally:
+        enable_caching()
     assert [len(part) for part in parts] == [15, 5]
-    assert sorted(prompt for part in parts for prompt in part["prompt"]) == sorted(rows["question"])
-    assert all(part.cache_files for part in parts)  # on a disk, not in memory
-    assert content() == before
-    assert is_caching_enabled()
+    assert sorted(prompt for part in parts for prompt in part["prompt"]) == sorted(f"{i}+1=" for i in range(20))
+    assert {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()} == before
 
 
 def test_the_test_split_of_a_mixture_is_always_the_same(tmp_path):

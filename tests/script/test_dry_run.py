@@ -325,7 +325,7 @@ def test_what_the_run_would_not_begin_with_is_refused_as_well(left, settings, me
         with pytest.raises(InputError, match=message) as refusal:
             run(**{"dataset_name": "train.jsonl", "dry_run": dry_run_too, **settings})
         refusals.append(str(refusal.value))
-    assert refusals[0] == refusals[1]
+    assert refusals[1] in refusals[0]  # which has all of them
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def fill_stand_ins(folder, shape):
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")))
 def test_every_recipe(recipe, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
-    monkeypatch.setattr(planning, "check_vllm", lambda training_args: None)
+    monkeypatch.setattr(preparation, "check_packages", lambda *args: None)
     fill_stand_ins(tmp_path, SHAPE_05B if recipe in ("gsm8k", "lora_small") else SHAPE_7B)
     settings = dict(STAND_INS[recipe])
     if "7b" in recipe or "aime" in recipe or settings.get("dataset_name"):
@@ -412,7 +412,7 @@ def test_a_model_that_is_not_fetched_yet_stays_so(capsys, tmp_path, monkeypatch)
 
 
 def test_a_model_that_could_not_be_read_is_refused(monkeypatch):
-    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None if name == "gguf" else name)
     with pytest.raises(ImportError, match=r"package `gguf`, and that is not installed: pip install 'bapo-trl\[llm\]'"):
         planning.print_plan(["--config", "smollm2_sums", "--dry_run", "true"])
 

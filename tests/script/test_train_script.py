@@ -31,7 +31,7 @@ SHORT = {
     "num_generations": 4,
     "logging_steps": 1,
 }
-NO_RECIPE = f"there is no such file; the recipes of the package are {', '.join(recipe_names())}"
+NO_RECIPE = f"there is no such file; the recipes of the package are {', '.join(recipe_names())}."
 
 
 def train(output_dir, command_line=(), program=(str(ROOT / "train_bapo.py"),), **settings):
@@ -121,11 +121,11 @@ def test_the_quickstart_stands_in_without_any_argument_alone(command):
             ["--learning_rat", "1e-6", "--sed", "-1"],
             "--learning_rat (the nearest is --learning_rate), --sed (the nearest is --seed)",
         ),
-        (["--lr=3", "--verbose"], "--lr (none is near: --help lists all), --verbose (none is near: --help lists all)"),
+        (["--lr=3", "--verbose"], "--lr (none is near), --verbose (none is near)"),
         (["recipes/math_7b.yaml"], "'recipes/math_7b.yaml' belongs to no flag"),
-        (["--config", "missing.yaml"], f"`--config` is 'missing.yaml': {NO_RECIPE}"),
-        (["--config=recipes"], f"`--config` is 'recipes': {NO_RECIPE}"),
-        (["--max_steps", "3", "--config"], f"`--config` is '': {NO_RECIPE}"),
+        (["--config", "missing.yaml"], f"`config` is 'missing.yaml': {NO_RECIPE}"),
+        (["--config=recipes"], f"`config` is 'recipes': {NO_RECIPE}"),
+        (["--max_steps", "3", "--config"], f"`config` is '': {NO_RECIPE}"),
     ],
 )
 def test_unknown_flags_and_missing_recipes_end_in_one_line(flags, message, capsys, monkeypatch):
@@ -156,7 +156,7 @@ def test_a_recipe_that_is_no_mapping_ends_in_one_line(tmp_path, recipe, message,
     path.write_bytes(recipe if isinstance(recipe, bytes) else recipe.encode())
     ends(train_bapo.main, ["--config", str(path)])
     error = capsys.readouterr().err.partition("error: ")[2]
-    assert error.startswith(f"the recipe {path} {message.replace('RECIPE', str(path))}")
+    assert error.startswith(f"{path} {message.replace('RECIPE', str(path))}")
     assert error.count("\n") == 1
 
 
