@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from ..batch.samples import concat_rows, rows_from_tensors, tensors_of_rows
 from ..checkpoints.rank_files import RankFiles
@@ -57,10 +56,9 @@ def deal_out(states: Iterable[dict[str, Any]], rank: int, num_ranks: int) -> dic
     ledger = {name: np.concatenate([each[name] for each in ledgers]) for name in ledgers[0]}
     # In the order of entry again, which is that of the versions: beyond its capacity, a queue lets the first go.
     order = np.argsort(ledger["version"], kind="stable")
-    rows = [concat_rows([(rows, np.arange(len(rows))) for rows in own]).select(order)] if len(order) else []
-    tensors: dict[str, torch.Tensor] = tensors_of_rows(rows)
+    dealt = [concat_rows([(rows, np.arange(len(rows))) for rows in own]).select(order)] if len(order) else []
     return {
-        **tensors,
+        **tensors_of_rows(dealt),
         "ledger": {name: values[order].tolist() for name, values in ledger.items()},
         "next_touch": max(touches),
         "evictions": {name: sum(counts[name] for counts in evictions[rank::num_ranks]) for name in evictions[0]},

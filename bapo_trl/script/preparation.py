@@ -33,6 +33,7 @@ from .datasets import Data, has_data, load_data
 from .earlier_run import check_start, goes_on
 from .models import (
     adapter_base,
+    base_revision,
     check_packages,
     fetch_model,
     load_adapter,
@@ -51,6 +52,7 @@ class Inputs:
     reward_funcs: list[Any]
     model: str  # folder or id
     base: str | None  # if that is a saved adapter
+    parts: list[tuple[str, str | None]]  # name and revision of the model, and of its base
     processing_class: Any  # tokenizer or processor
     extract_answer: Callable[[str], str | None] | None  # finds the answer in a completion
 
@@ -120,6 +122,9 @@ def gather_inputs(
     check_packages(training_args, model_args)
     settle_lora_targets(model_args)
     model = fetch(str(model_args.model_name_or_path), training_args)
+    parts = [(model, model_args.model_revision)]
+    if base is not None:
+        parts.append((base, base_revision(model, model_args.model_revision)))
     load_tokenizer = cache(
         partial(load_processing_class, model, base, model_args.model_revision, training_args.trust_remote_code)
     )
@@ -133,7 +138,7 @@ def gather_inputs(
     for dataset in (data.train, data.test):
         check_columns(next(iter(dataset or ()), ()), reward_funcs)
         check_chat_template(dataset, processing_class, training_args.chat_template_kwargs)
-    return Inputs(data, reward_funcs, model, base, processing_class, extract_answer)
+    return Inputs(data, reward_funcs, model, base, parts, processing_class, extract_answer)
 
 
 def make_trainer(inputs: Inputs, settings: Settings) -> EvaluatedTrainer:

@@ -383,7 +383,7 @@ def fill_stand_ins(folder, shape):
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")))
 def test_every_recipe(recipe, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
-    monkeypatch.setattr(preparation, "check_packages", lambda *args: None)
+    monkeypatch.setattr("bapo_trl.script.preparation.check_packages", lambda *args: None)
     fill_stand_ins(tmp_path, SHAPE_05B if recipe in ("gsm8k", "lora_small") else SHAPE_7B)
     settings = dict(STAND_INS[recipe])
     if "7b" in recipe or "aime" in recipe or settings.get("dataset_name"):
