@@ -78,7 +78,7 @@ def facts_of(args: Any) -> Facts:
     searches_weight = args.negative_weight_min < 1 and not args.has_constant_weight
     return Facts(
         method=method_name(args),
-        limits={metric: bounds[-1].item() for metric, bounds in searched.items()},
+        limits={metric: round(bounds[-1].item(), 9) for metric, bounds in searched.items()},
         searches_weight=searches_weight,
         target=args.positive_contribution_target if searched or searches_weight else None,
         can_weigh=args.negative_weight_min == 1,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .logs import Logs, curve_of, thinned
+from .logs import Logs, curve_of
 from .panels import PANELS, Line, Panel
 from .runs import Group
 
@@ -144,7 +144,7 @@ def _draw_line(axes: "Axes", line: Line, group: Group, color: str, style: Any, w
     Undefined values leave a gap; updates without a generation do not, for what is measured at generations.
     """
     columns = [run.logs.logged(line.metric) for run in group.runs]
-    curve = thinned(curve_of(columns))
+    curve = curve_of(columns)
     steps = curve.steps
     values = getattr(curve, line.over_seeds)
     axes.plot(steps, values, color=color, linestyle=style, linewidth=width)

@@ -8,13 +8,6 @@ from typing import NamedTuple, TypeGuard
 import numpy as np
 
 
-PARTS = 400
-"""A panel is about so many pixels wide. Of each such part of a longer curve, only its ends and extremes are drawn."""
-
-MOST_POINTS = 6 * PARTS
-"""Curves of at most so many points are drawn whole. matplotlib thins lines by itself, but neither bands nor dots."""
-
-
 _OF_A_GENERATION = ("reward", "reward_std", "frac_reward_zero_std")
 _PREFIXES_OF_A_GENERATION = ("rewards/", "completions/", "replay/", "partial/", "sampling/", "tools/")
 
@@ -98,20 +91,3 @@ def curve_of(columns: Sequence[Points]) -> Curve:
         row[np.searchsorted(steps, column.steps)] = column.values
     defined = np.ma.masked_invalid(table)
     return Curve(steps, *(part.filled(np.nan) for part in (defined.mean(0), defined.min(0), defined.max(0))))
-
-
-def thinned(curve: Curve) -> Curve:
-    """
-    Return the curve with at most [`MOST_POINTS`] points: of each of [`PARTS`] parts the first and the last value, the
-    smallest and the largest mean, and the ends of the range. A part without a value leaves a gap.
-    """
-    if len(curve.steps) <= MOST_POINTS:
-        return curve
-    kept: set[int] = set()
-    for part in np.array_split(np.arange(len(curve.steps)), PARTS):
-        defined = part[np.isfinite(curve.mean[part])]
-        some = defined if len(defined) else part[:1]
-        mean, low, high = (values[some] for values in curve[1:])
-        ends = np.array([0, -1, mean.argmin(), mean.argmax(), low.argmin(), high.argmax()])
-        kept.update(some[ends].tolist())
-    return Curve(*(values[sorted(kept)] for values in curve))

@@ -5,13 +5,11 @@ import os
 import re
 import sys
 
-import numpy as np
 import pytest
 
 from bapo_trl import cli
 from bapo_trl.report.command import main
 from bapo_trl.report.figure import COLORS, save_png
-from bapo_trl.report.logs import MOST_POINTS, Points, curve_of, thinned
 from bapo_trl.report.panels import PANELS
 from tests.helpers.commands import ends, run_command
 from tests.report.made_logs import made_logs, save_run
@@ -211,38 +209,3 @@ def test_the_caption_of_the_picture_is_within_it(report, tmp_path, logs):
     caption = figure._supxlabel.get_window_extent()
     assert caption.x0 >= 0
     assert caption.x1 <= figure.bbox.width
-
-
-def test_a_long_run_is_thinned_before_it_is_drawn(report, tmp_path):
-    size = 5 * MOST_POINTS
-    rewards = np.sin(np.arange(size) / 100)
-    rewards[[777, 10_000]] = -3.0, 4.0
-    figure = report(save_run(tmp_path / "run", made_logs(size, reward=rewards.tolist())))
-    assert max(len(line.get_xdata()) for axes in figure.axes for line in axes.lines) <= MOST_POINTS
-    steps, drawn = panels(figure)["Mean reward of the samples"].lines[0].get_data()
-    assert (steps[0], steps[-1], drawn[0], drawn[-1]) == (1, size, rewards[0], rewards[-1])
-    assert dict(zip(steps, drawn, strict=True)).items() >= {778: -3.0, 10_001: 4.0}.items()
-
-
-def test_thinning_keeps_ends_extremes_and_long_gaps():
-    draw = np.random.default_rng(0)
-    size = 50_000
-    steps = np.arange(size) * 3
-    columns = [Points(steps, draw.normal(size=size)), Points(steps, draw.normal(size=size))]
-    for _, column in columns:
-        column[10_000:11_000] = np.nan
-        column[20_001] = np.nan  # too short to be seen
-    whole = curve_of(columns)
-    assert np.array_equal(whole.mean, (columns[0].values + columns[1].values) / 2, equal_nan=True)
-    curve = thinned(whole)
-    assert len(curve.steps) <= MOST_POINTS
-    assert (np.diff(curve.steps) > 0).all()
-    assert (curve.steps[0], curve.steps[-1]) == (steps[0], steps[-1])
-    for name, extreme in (("mean", np.nanmin), ("mean", np.nanmax), ("low", np.nanmin), ("high", np.nanmax)):
-        for part in np.array_split(np.arange(size), 400):  # what a pixel shows
-            of_whole = getattr(whole, name)[part]
-            of_drawn = getattr(curve, name)[np.isin(curve.steps, steps[part])]
-            if np.isfinite(of_whole).any():
-                assert extreme(of_whole) == extreme(of_drawn)
-    assert np.isnan(curve.mean[(curve.steps >= 30_300) & (curve.steps < 32_700)]).all()
-    assert thinned(curve) is curve
