@@ -13,12 +13,14 @@ from collections.abc import Callable
 from bapo_trl.tasks import EmbeddedTask, load_task, warm_start_path
 from benchmarks.common import ROOT
 from benchmarks.long_tailed_sums import load_long_tailed_sums
+from benchmarks.rambling_totals import load_rambling_totals
 from benchmarks.running_totals import load_running_totals
 
 
 TASKS: dict[str, Callable[[], EmbeddedTask]] = {
     "sums": load_task,
     "running_totals": load_running_totals,
+    "rambling_totals": load_rambling_totals,
     "long_tailed_sums": load_long_tailed_sums,
 }
 
