@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from benchmarks.common import ROOT
 from benchmarks.long_tailed_sums import load_long_tailed_sums
+from benchmarks.rambling_totals import load_rambling_totals
 from benchmarks.running_totals import load_running_totals
 from benchmarks.warm_start import StudyTask, load_sums, warm_start_path
 
@@ -19,6 +20,7 @@ from benchmarks.warm_start import StudyTask, load_sums, warm_start_path
 TASKS: dict[str, Callable[[], StudyTask]] = {
     "sums": load_sums,
     "running_totals": load_running_totals,
+    "rambling_totals": load_rambling_totals,
     "long_tailed_sums": load_long_tailed_sums,
 }
 

@@ -1,0 +1,66 @@
+"""
+Write the studies of few positive tokens that follow from the rows of the pilot, by the rules of
+`studies/regime_pilot.yaml`.
+
+    python -m benchmarks.regime_studies rates          # rule 1: the next rates, until there are none
+    python -m benchmarks.regime_studies spread         # rule 2: runs for the number of seeds
+    python -m benchmarks.regime_studies main --seeds 8 # the runs that are compared
+
+writes `outputs/studies/regime_STAGE_*.yaml`, and prints the commands that make the runs.
+"""
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from bapo_trl.compare.results import read_rows
+from benchmarks.common import RESULTS, ROOT
+from benchmarks.rambling_totals import LIMITS
+from benchmarks.regime_verdict import Setting, best_rate, finals_by_rate, next_rate
+
+
+FOLDERS = {"rates": "regime_pilot", "spread": "regime_spread", "main": "regime"}
+SPREAD_ARMS, SPREAD_SEEDS = ("GRPO", "BAPO", "VESPO"), [1001, 1002, 1003, 1004, 1005]
+
+
+def studies(
+    stage: str, pilot: dict[str, Any], finals: dict[Setting, dict[str, dict[float, float]]], seeds: int
+) -> Iterator[dict[str, Any]]:
+    """Yield the studies of a stage: one for each setting, and of the rates, one for each setting and rate."""
+    for (updates, contribution), arms in finals.items():
+        over = {"steps_per_generation": [updates], "max_completion_length": [LIMITS[contribution]]}
+        if stage == "rates":
+            rates = {arm: next_rate(by_rate) for arm, by_rate in arms.items()}
+            for rate in sorted({rate for rate in rates.values() if rate}):
+                chosen = {arm: flags for arm, flags in pilot["arms"].items() if rates.get(arm) == rate}
+                yield pilot | {"arms": chosen, "over": over | {"learning_rate": [rate]}}
+        elif stage == "main" or contribution == min(LIMITS):
+            chosen = {
+                arm: flags | {"learning_rate": best_rate(arms[arm])}
+                for arm, flags in pilot["arms"].items()
+                if arm in arms and (stage == "main" or arm in SPREAD_ARMS)
+            }
+            yield pilot | {
+                "arms": chosen, "over": over, "seeds": SPREAD_SEEDS if stage == "spread" else list(range(seeds)),
+            }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=FOLDERS)
+    parser.add_argument("--seeds", type=int, default=0, help="number of seeds of the runs that are compared")
+    options = parser.parse_args()
+    pilot = yaml.safe_load((ROOT / "benchmarks" / "studies" / "regime_pilot.yaml").read_text())
+    finals = finals_by_rate(read_rows(RESULTS / "regime_pilot.json").values())
+    folder = ROOT / "outputs" / "studies"
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, study in enumerate(studies(options.stage, pilot, finals, options.seeds), start=1):
+        path = folder / f"regime_{options.stage}_{number:02}.yaml"
+        path.write_text(yaml.safe_dump(study, sort_keys=False))
+        print(f"bapo-trl compare {path.relative_to(ROOT)} --output_dir outputs/{FOLDERS[options.stage]}")
+
+
+if __name__ == "__main__":
+    main()
