@@ -29,14 +29,14 @@ Setting = tuple[int, float]  # updates per generation, positive contribution at 
 def setting_of(row: Row) -> Setting:
     """Return the setting of a row."""
     contributions = {limit: contribution for contribution, limit in LIMITS.items()}
-    return row.over["steps_per_generation"], contributions[row.over["max_completion_length"]]
+    return row.sweep["steps_per_generation"], contributions[row.sweep["max_completion_length"]]
 
 
 def finals_by_rate(pilot: Iterable[Row]) -> dict[Setting, dict[str, dict[float, float]]]:
     """Return the final accuracy of each arm by its rate; a run that failed has learned nothing."""
     found: dict[Setting, dict[str, dict[float, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in pilot:
-        found[setting_of(row)][row.arm][row.over["learning_rate"]] = row.final or 0.0
+        found[setting_of(row)][row.arm][row.sweep["learning_rate"]] = row.final or 0.0
     return found
 
 
