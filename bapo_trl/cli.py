@@ -57,9 +57,9 @@ def train(arguments: Sequence[str], command: Command = TRAIN) -> None:
     """Do what flags and a recipe ask for, see [`~script.training.run`]; in a dry run, say what that would be."""
     try:
         flags, recipe = look_ahead(arguments)
-        set_environment(recipe.get("env", {}))  # before libraries are imported, some of which read theirs then
     except InputError as error:
         refuse(command.name, str(error))
+    set_environment(recipe.get("env", {}))  # before libraries are imported, some of which read theirs then
     if is_dry(flags, recipe):
         from .script.planning import print_plan
 

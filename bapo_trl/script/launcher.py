@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,7 +46,10 @@ def main(arguments: Sequence[str]) -> None:
     args = read_arguments(arguments)
     if not (args.module or args.no_python or Path(args.training_script).exists()):
         raise InputError(f"'{args.training_script}' is neither train nor evaluate, nor a script here: correct it.")
-    if args.training_script == "bapo_trl" and is_dry(*look_ahead(args.training_script_args[1:])):
+    plans = False
+    with suppress(InputError):  # of a recipe, reported by the command
+        plans = args.training_script == "bapo_trl" and is_dry(*look_ahead(args.training_script_args[1:]))
+    if plans:
         return _dry_run(args)
     launch.simple_launcher = _become_rank
     try:

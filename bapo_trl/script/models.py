@@ -37,28 +37,18 @@ _IF_ANY: Any = {
 
 def adapter_base(model: str | None, revision: str | None = None) -> str | None:
     """Return the base of a saved adapter, `None` if `model` is none; refuse one that does not say (`InputError`)."""
-    path = None if model is None or model in PACKAGED_MODELS else _adapter_config(model, revision)
-    if path is None:
-        return None
-    try:
-        base = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (AttributeError, OSError, ValueError) as error:
-        raise InputError(
-            f"`model_name_or_path` is '{model}', an adapter whose {path} is damaged: save it again, or take another. "
-            f"What failed: {_first_line(error)}"
-        ) from error
-    if not base:
+    config = None if model is None or model in PACKAGED_MODELS else _adapter_config(model, revision)
+    if config is not None and not config.get("base_model_name_or_path"):
         raise InputError(
             f"`model_name_or_path` is '{model}', an adapter that does not name its base model: write it into "
-            f"`base_model_name_or_path` of {path}."
+            "`base_model_name_or_path` of its adapter_config.json."
         )
-    return base
+    return None if config is None else config["base_model_name_or_path"]
 
 
 def base_revision(adapter: str, revision: str | None = None) -> str | None:
     """Return the revision of its base that a saved adapter was trained on, if it says one."""
-    path = _adapter_config(adapter, revision)
-    return None if path is None else json.loads(path.read_text(encoding="utf-8")).get("revision")
+    return (_adapter_config(adapter, revision) or {}).get("revision")
 
 
 def fetch_model(name: str, training_args: BAPOConfig) -> str:
@@ -82,7 +72,7 @@ def load_adapter(
             f"`model_name_or_path` is '{adapter}', an adapter, which needs the package peft: install it with "
             "`pip install 'bapo-trl[peft]'`."
         ) from error
-    with _explaining_base(adapter, base):
+    with _explaining_base(adapter, base):  # by TRL: `AutoPeftModelForCausalLM` has no class for models with images
         model = create_model_from_path(base, revision=base_revision(adapter, revision), **kwargs)
     return PeftModel.from_pretrained(model, adapter, is_trainable=is_trainable, revision=revision)
 
@@ -228,15 +218,21 @@ def settle_lora_targets(model_args: ModelConfig) -> None:
         model_args.lora_target_modules = [target]
 
 
-def _adapter_config(model: str, revision: str | None) -> Path | None:
-    """Return the file that describes a saved adapter; `None` for what is none, or is not there."""
+def _adapter_config(model: str, revision: str | None) -> dict[str, Any] | None:
+    """Return what describes a saved adapter; `None` for what is none, or is not there."""
     if (Path(model) / "config.json").exists():
         return None
     try:
         path = find_adapter_config_file(model, revision=revision)
     except (OSError, ValueError):  # no such model: said when it is loaded
         return None
-    return None if path is None else Path(path)
+    try:
+        return None if path is None else dict(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, TypeError, ValueError) as error:
+        raise InputError(
+            f"`model_name_or_path` is '{model}', an adapter whose {path} is damaged: save it again, or take another. "
+            f"What failed: {_first_line(error)}"
+        ) from error
 
 
 def _has_file(model: str, name: str, revision: str | None) -> bool:

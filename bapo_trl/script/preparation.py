@@ -141,9 +141,9 @@ def gather_inputs(
     return Inputs(data, reward_funcs, model, base, parts, processing_class, extract_answer)
 
 
-def make_trainer(inputs: Inputs, settings: Settings) -> EvaluatedTrainer:
+def make_trainer(prepared: Prepared) -> EvaluatedTrainer:
     """Load the model and make its trainer; settle `model_init_kwargs` and `run_name` in the settings."""
-    script_args, training_args, model_args, dataset_args = settings
+    inputs, (script_args, training_args, model_args, dataset_args) = prepared.inputs, prepared.settings
     data = inputs.data
     if "trackio" in training_args.report_to and training_args.run_name is None:
         training_args.run_name = _run_name(training_args)

@@ -85,7 +85,7 @@ def set_environment(variables: Mapping[str, Any]) -> None:
 def look_ahead(arguments: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]]:
     """Return the flags, as text by name, and the recipe among arguments, before the libraries that parse them load."""
     flags = {}
-    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=False):
         if argument.startswith("--"):
             name, has_value, value = argument[2:].partition("=")
             flags[name.replace("-", "_")] = value if has_value else "" if following.startswith("--") else following

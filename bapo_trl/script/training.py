@@ -28,30 +28,20 @@ def run(settings: Settings) -> None:
             saved.
         ValueError: For settings that cannot work, with the fix.
     """
-    prepared, training_args = prepare(settings), settings.training
-    trainer = None if prepared.merges_alone else _train_and_evaluate(prepared.inputs, settings)
-    if settings.script.merge_adapter:  # last of what is saved, so that it is not published beside the adapter
-        on_main_process(lambda: merge(training_args, settings.model))
-    if trainer is None:
-        return
-    end_training(trainer)
-    # Last, so that no figure stands in the way of the rest
-    if training_args.do_train and trainer.is_world_process_zero():
-        print(report_line(trainer.state.log_history, Path(training_args.output_dir, "report.png")))
-
-
-def _train_and_evaluate(inputs: Inputs, settings: Settings) -> EvaluatedTrainer:
-    """Return the trainer when all is done that needs it."""
     script_args, training_args, model_args, dataset_args = settings
+    prepared = prepare(settings)
+    if prepared.merges_alone:
+        return on_main_process(lambda: merge(training_args, model_args))
+
     if not training_args.do_train and training_args.distributed_state.is_main_process:
         title = script_args.eval_dataset or ("a mixture" if dataset_args.datasets else script_args.dataset_name)
         print(
             f"Evaluates the model {model_args.model_name_or_path} on {title}, into {training_args.output_dir}",
             flush=True,
         )
-    trainer = make_trainer(inputs, settings)
-    data, model, output_dir = inputs.data, inputs.model, Path(training_args.output_dir)
-    say = trainer.accelerator.print
+    trainer = make_trainer(prepared)
+    inputs, output_dir, say = prepared.inputs, Path(training_args.output_dir), trainer.accelerator.print
+    data, model = inputs.data, inputs.model
     evaluation = BeforeAfter(trainer, data.test, output_dir, inputs.extract_answer) if training_args.do_eval else None
     if training_args.do_train:
         say(f"{method_name(training_args)} on {data.title}")
@@ -76,8 +66,13 @@ def _train_and_evaluate(inputs: Inputs, settings: Settings) -> EvaluatedTrainer:
         with _saving(trainer):
             trainer.push_to_hub()
         say(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}")
+    if script_args.merge_adapter:  # last of what is saved, so that it is not published beside the adapter
+        on_main_process(lambda: merge(training_args, model_args))
+    end_training(trainer)
 
-    return trainer
+    # Last, so that no figure stands in the way of the rest
+    if training_args.do_train and trainer.is_world_process_zero():
+        say(report_line(trainer.state.log_history, output_dir / "report.png"))
 
 
 def _train(
