@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import GRPOConfig
@@ -512,14 +512,6 @@ def test_model_id_without_args(tmp_path, monkeypatch):
     assert trainer.model.config.hidden_size == 16
 
 
-@pytest.mark.parametrize(("name", "function"), [("smollm2", "smollm2_path"), ("embedded", "sums_model_path")])
-def test_a_model_of_the_command_line_is_named_with_the_function_that_gives_it(tmp_path, monkeypatch, name, function):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(OSError, match=name) as error:
-        BAPOTrainer(name, digits_reward, BAPOConfig(str(tmp_path), **CPU, **OFF_POLICY), toy_dataset())
-    assert f"give `str(bapo_trl.tasks.{function}())`" in "".join(error.value.__notes__)
-
-
 def test_lora_trains_the_adapter_only(tmp_path):
     before = toy_model().state_dict()
     lora = {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"])}
@@ -598,15 +590,6 @@ def test_one_warning_says_which_knob_makes_data_off_policy(tmp_path):
         warnings.simplefilter("always")
         toy_trainer(tmp_path)
     assert not any("always 1" in str(warning.message) for warning in caught)
-
-
-def test_a_dataset_without_prompts_is_refused(tmp_path):
-    stream = IterableDataset.from_generator(lambda: ({"question": "1+1="} for _ in range(100)))
-    held_out = {"held_out": Dataset.from_dict({"question": ["1+1="] * 40})}
-    trainer = toy_trainer(tmp_path, trainer_args={"train_dataset": stream, "eval_dataset": held_out})
-    for run in (trainer.train, trainer.evaluate):
-        with pytest.raises(ValueError, match=r"A row of the dataset has no `prompt`, only \['question'\]: rename the"):
-            run()
 
 
 def test_too_few_prompts_for_one_generation_are_refused_before_the_model_loads(tmp_path):

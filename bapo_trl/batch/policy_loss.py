@@ -109,12 +109,14 @@ class PolicyLoss:
         self, micro_batches: Sequence[Mapping[str, Any]], are_fresh: bool, is_random: bool
     ) -> list[PolicyTokens]:
         """
-        Return the tokens of the micro-batches of the coming update, at least one, as their losses will see them.
+        Return the tokens of the micro-batches of the coming update as their losses will see them; none for none.
 
         Where the current policy sampled all of them (`are_fresh`), their ratios are 1, unless two forward passes may
         differ (`is_random`).
         """
         micro_batches = [without_masked_values(inputs) for inputs in micro_batches]
+        if not micro_batches:
+            return []
         if not (is_random or self._needs_forward_pass(micro_batches[0], are_fresh)):
             return [self.tokens(inputs, _any_logps(inputs), None) for inputs in micro_batches]
         scores = self._score_ahead(micro_batches, self._settings.top_entropy_quantile < 1)

@@ -4,7 +4,7 @@ import contextlib
 import warnings
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import FileLock, Timeout  # which torch requires
 
 
 LOCK = "_running"

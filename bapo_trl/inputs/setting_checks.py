@@ -37,7 +37,7 @@ def check_fields(config: Any, fields: Iterable[Field], types: Mapping[str, tuple
             setattr(config, name, value)
         interval = f.metadata.get("range", "")
         if not (isinstance(value, kind) and (kind is bool or not isinstance(value, bool)) and _is_in(value, interval)):
-            wanted = " in ".join(filter(None, (_NAMES_OF_TYPES[kind], interval)))
+            wanted = _NAMES_OF_TYPES[kind] + (_in_words(interval) if interval else "")
             raise InputError(f"`{name}` is {value!r}: set it to {wanted}{' or None' * (NoneType in types[name])}.")
 
 
@@ -48,6 +48,13 @@ def _is_in(value: Any, interval: str) -> bool:
     return (low <= value if interval[0] == "[" else low < value) and (
         value <= high if interval[-1] == "]" else value < high
     )
+
+
+def _in_words(interval: str) -> str:
+    low, _, high = interval[1:-1].partition(", ")
+    if high != "inf":
+        return f" in {interval}"
+    return f", at least {low}" if interval[0] == "[" else f" above {low}"
 
 
 def check_numbers(config: Any) -> None:

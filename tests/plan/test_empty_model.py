@@ -4,11 +4,8 @@ import json
 import sys
 
 import pytest
-from trl import ModelConfig
 
-from bapo_trl.errors import InputError
 from bapo_trl.plan.empty_model import empty_model
-from bapo_trl.script.models import settle_lora_targets
 from tests.helpers.toy import toy_model
 
 
@@ -48,7 +45,3 @@ def test_a_model_with_code_of_its_own_is_built_if_that_is_trusted(tmp_path, monk
     assert shapes(built) == shapes(toy_model())
     with pytest.raises(ValueError, match="trust_remote_code"):
         empty_model(str(folder))
-    lora = ModelConfig(use_peft=True, lora_target_modules=["q_proj", "query"])
-    settle_lora_targets(str(folder), lora)  # nothing is known of it
-    with pytest.raises(InputError, match="`lora_target_modules` has query, which the model does not have"):
-        settle_lora_targets(str(folder), lora, trust_remote_code=True)

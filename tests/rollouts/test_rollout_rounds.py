@@ -343,8 +343,8 @@ def test_oversampling_of_one_is_a_run_without_partial_rollouts(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"partial_rollout_oversampling": 0.9}, r"`partial_rollout_oversampling` is 0.9: set it to at least 1"),
-        ({"partial_rollout_oversampling": 2.0}, r"`partial_rollout_oversampling` is 2.0: .*less than 2"),
+        ({"partial_rollout_oversampling": 0.9}, r"`partial_rollout_oversampling` is 0.9: set it to a number in .1, 2"),
+        ({"partial_rollout_oversampling": 2.0}, r"`partial_rollout_oversampling` is 2.0: set it to a number in .1, 2"),
         (
             {"partial_rollout_oversampling": 1.04},
             r"is 1.04, which holds over none of the 12 groups.*above 1.042, e.g. to 1.083,",

@@ -179,7 +179,7 @@ def test_over_nccl_a_failed_transfer_ends_the_trainers_part():
 
 @pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan")])
 def test_a_limit_is_above_zero(timeout):
-    with pytest.raises(ValueError, match=r"`vllm_request_timeout` is .*: set it above 0, in seconds"):
+    with pytest.raises(ValueError, match=r"`vllm_request_timeout` is .*: set it to a number above 0"):
         config(vllm_request_timeout=timeout)
 
 
