@@ -243,7 +243,7 @@ def test_later_updates_take_the_curves_of_the_one_before_scaled_to_their_masses(
             torch.cat([record["inputs"][key] if key in record["inputs"] else record[key] for record in update])
             for key in ("logps", "old_per_token_logps", "advantages", "completion_mask")
         )
-        return policy_tokens(logps, old, advantages, mask, loss_type="dapo")
+        return policy_tokens(logps, old, advantages, mask)
 
     def masses_of(updates):
         sums = [(tokens.weights * tokens.advantages.unsqueeze(1)).double() for tokens in map(tokens_of, updates)]

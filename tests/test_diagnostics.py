@@ -19,7 +19,7 @@ def measured(ratios, ages, mask=None, advantages=None, gradient_size=None, **gua
     logps = torch.log(torch.tensor(ratios))
     mask = torch.ones_like(logps, dtype=torch.int64) if mask is None else torch.tensor(mask)
     advantages = torch.ones(len(logps)) if advantages is None else torch.tensor(advantages)
-    tokens = policy_tokens(logps, torch.zeros_like(logps), advantages, mask, loss_type="dapo")
+    tokens = policy_tokens(logps, torch.zeros_like(logps), advantages, mask)
     log_probs = {name: each for name, each in {"per_token_logps": logps, **guarded}.items() if each is not None}
     tokens = replace(tokens, gradient_size=gradient_size, log_probs=log_probs)
     bounds = replace(BOUNDS, negative_weight=torch.tensor(0.5))

@@ -140,7 +140,7 @@ class PolicyLoss:
             old_per_token_logps,
             inputs["advantages"],
             policy_mask(inputs),
-            loss_type=self._settings.loss_type,
+            weighs_by_length=self._loss.weighs_by_length,
             importance_sampling_level=(
                 "token" if self._loss.is_of_sequences else self._settings.importance_sampling_level
             ),

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..losses import LOSSES
-
 
 WEIGHTINGS = ("uniform", "behavior_prob")
 
@@ -67,7 +65,7 @@ def policy_tokens(
     advantages: torch.Tensor,
     mask: torch.Tensor,
     *,
-    loss_type: str,
+    weighs_by_length: bool = False,
     importance_sampling_level: str = "token",
     weighting: str = "uniform",
     factors: Sequence[torch.Tensor] = (),
@@ -76,7 +74,7 @@ def policy_tokens(
     Compute the importance ratios of a micro-batch and the weight that the loss gives each token.
 
     The ratio is `exp(logp - old_logp)` for each token, or the exponential of its mean over the tokens of a row. The
-    weight is the mask, divided by the row's number of tokens where the loss weighs samples alike, times the
+    weight is the mask, divided by the row's number of tokens if the loss `weighs_by_length`, times the
     factors, times the probability under the behaviour policy if asked for. Factors common to all tokens of the update
     (number of rows, of tokens, of micro-batches) are left out: the share of the positive tokens does not see them.
 
@@ -91,7 +89,7 @@ def policy_tokens(
     if importance_sampling_level == "sequence":
         log_ratio = (log_ratio * mask).sum(dim=1, keepdim=True) / row_tokens
 
-    weights = mask / row_tokens if LOSSES[loss_type].weighs_by_length else mask.to(log_ratio.dtype)
+    weights = mask / row_tokens if weighs_by_length else mask.to(log_ratio.dtype)
     for factor in factors:
         weights = weights * factor
     if weighting == "behavior_prob":

@@ -1,0 +1,54 @@
+"""The table of losses: what it says of each `loss_type`, against TRL's own loss and worked-out values."""
+
+import ast
+import inspect
+import textwrap
+from types import SimpleNamespace
+
+import pytest
+import torch
+from trl import GRPOConfig, GRPOTrainer
+
+from bapo_trl.clip_bounds.tokens import policy_tokens
+from bapo_trl.losses import CLIPPED_LOSS_TYPES, LOSSES
+
+
+def test_the_table_has_the_losses_of_trl_and_no_other():
+    tree = ast.parse(textwrap.dedent(inspect.getsource(GRPOTrainer._compute_loss)))
+    comparisons = [node for node in ast.walk(tree) if isinstance(node, ast.Compare)]
+    named = {
+        constant.value
+        for node in comparisons
+        if ast.unparse(node.left) == "self.loss_type"
+        for constant in ast.walk(node.comparators[0])
+        if isinstance(constant, ast.Constant)
+    }
+    assert named == set(LOSSES)
+    assert set(LOSSES) - set(CLIPPED_LOSS_TYPES) == {"cispo", "sapo", "vespo"}
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "settings", "expected"),
+    [
+        ("cispo", {"epsilon": 0.2, "epsilon_high": 1.5}, [0.5, 1.5]),  # min(r, 1.5)
+        ("cispo", {"epsilon": 0.2, "epsilon_high": None}, [0.2, 0.2]),  # as TRL: `epsilon` stands in
+        # 4 s (1 - s) r: at r = 0.5, s = 1 / (1 + e^0.5) = 0.37754, and 4 * 0.37754 * 0.62246 * 0.5 = 0.47000;
+        # at r = 2 and a negative advantage, s = 1 / (1 + e^-2) = 0.88080, and 4 * 0.88080 * 0.11920 * 2 = 0.83995
+        ("sapo", {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 2.0}, [0.47000, 0.83995]),
+    ],
+)
+def test_gradient_sizes_worked_out(loss_type, settings, expected):
+    logps = torch.log(torch.tensor([[0.5], [2.0]]))
+    tokens = policy_tokens(logps, torch.zeros_like(logps), torch.tensor([1.0, -1.0]), torch.ones_like(logps))
+    size = LOSSES[loss_type].gradient_size(tokens, SimpleNamespace(**settings), None)
+    torch.testing.assert_close(size.squeeze(1), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_vespo_has_the_weights_of_trl():
+    logps = torch.log(torch.tensor([[0.5, 1.5], [2.0, 1.0]]))
+    mask = torch.tensor([[1, 1], [1, 0]])
+    tokens = policy_tokens(logps, torch.zeros_like(logps), torch.tensor([1.0, -1.0]), mask)
+    settings = GRPOConfig("unused", use_cpu=True, bf16=False, loss_type="vespo", vespo_k_pos=1.5)
+    size = LOSSES["vespo"].gradient_size(tokens, settings, None)
+    expected = GRPOTrainer.get_gamma_weights(torch.tensor([[1.0], [-1.0]]), logps, mask, None, 1.5, 3.0, 3.0, 2.0)
+    assert torch.equal(size, expected)
