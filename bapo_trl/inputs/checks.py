@@ -84,6 +84,14 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> None:
     """
     parameters = list(model.parameters())
     trained = {id(parameter) for parameter in parameters if parameter.requires_grad}
+    # A layer whose adapter is merged passes the adapter by
+    merged = [module for module in model.modules() if getattr(module, "merged", False)]
+    trained_beside = trained - {id(parameter) for module in merged for parameter in module.parameters()}
+    if trained and not trained_beside:
+        raise InputError(
+            f"Nothing would be trained: all {len(trained)} parameters that have `requires_grad` are those of an "
+            "adapter that is merged into the weights. Call `model.unmerge_adapter()`."
+        )
     if not trained:
         fix = "Call `model.requires_grad_(True)`, or give a `peft_config` to train an adapter."
         if is_peft_model(model):
