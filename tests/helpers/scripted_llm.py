@@ -64,11 +64,13 @@ class Engine:
     dtype: torch.dtype
     weights: Any
     model_config: Any = field(init=False)
+    engine_core: Any = field(init=False)
     model_executor: Any = field(init=False)
 
     def __post_init__(self):
         self.model_config = SimpleNamespace(max_model_len=self.max_model_len, dtype=self.dtype)
         runner = SimpleNamespace(model=SimpleNamespace(load_weights=self.weights))
+        self.engine_core = SimpleNamespace(shutdown=lambda: None)
         self.model_executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
 
 

@@ -61,7 +61,7 @@ def samples_outlived_their_generation(replayed, carried_over):
 
 def a_replay_draw_reads_a_generation_once(reads, rows):
     counts, lines = Counter(phase for phase, _ in reads), {line for _, line in reads}
-    assert lines == {"bapo_trl/replay/rows.py:batch_to_rows", "bapo_trl/clip_bounds/reduce.py:numbers"}
+    assert lines == {"bapo_trl/batch/samples.py:batch_to_rows", "bapo_trl/clip_bounds/reduce.py:numbers"}
     assert rows["queue empty"] == 0 < min(rows["first pass"], rows["later pass"])
     assert counts["later pass"] == 1  # the numbers of its log
     assert counts["first pass"] == counts["queue empty"] <= 12

@@ -85,9 +85,9 @@ def test_a_terminal_that_is_gone_ends_no_training(tmp_path, redirected):
 
 
 @pytest.mark.trainings
-def test_a_reward_that_raises_is_named_below_its_traceback(tmp_path, monkeypatch, capsys):
+def test_a_reward_that_raises_is_named_in_its_traceback(tmp_path, monkeypatch, capsys):
     fill_folder(tmp_path, monkeypatch)
     Path("my_rewards.py").write_text("def has_digit(completions, **kwargs):\n    return [1 / 0]\n")
     text = failed(train_bapo.main, *flags(dataset_name="train.jsonl"), capsys=capsys)
     assert 'my_rewards.py", line 2, in has_digit\n' in text
-    assert "\nZeroDivisionError: division by zero\nRaised by the reward function `has_digit` on " in text
+    assert text.rstrip().endswith("ZeroDivisionError: division by zero")

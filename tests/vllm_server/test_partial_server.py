@@ -151,5 +151,5 @@ def test_all_ranks_send_equally_many_prompts():
     sent[0] = []
     batch = rank(0, num_groups=1, other=5)
     assert [len(prompts) for prompts in sent[0]] == [5, 5]
-    assert batch.tokens == [[5, 5, 1], [5, 5, 1]]
+    assert batch.token_ids == [[5, 5, 1], [5, 5, 1]]
     assert sent[0][1] == [[7]] * 5  # nothing of its own is left: dummies alone
