@@ -121,7 +121,7 @@ def test_settings_are_saved_by_a_list_without_secrets_and_all_count_in_the_finge
     of_seed = written("b", {"dataset_name": "toy", "api_key": hidden}, seed=2, **secret)
     assert of_seed["fingerprint"] == saved["fingerprint"]
     others = [
-        written("c", {"dataset_name": "toy", "api_key": "other"}, **secret),
+        written("c", {"dataset_name": "toy", "api_key": hidden[::-1]}, **secret),
         written("d", {"dataset_name": "toy", "api_key": hidden}, weight_decay=0.5, **secret),
     ]
     assert len({saved["fingerprint"], *(other["fingerprint"] for other in others)}) == 3
