@@ -38,7 +38,6 @@ from .rollouts.injected import InjectedRollouts
 from .rollouts.trainer_parts import Generation, finish_groups, make_rounds, token_cap
 from .staleness import staleness_line
 from .upstream import fixes, trl_compat
-from .upstream.cpu_speed import make_head_input_contiguous
 from .upstream.forward_passes import forked_random_state, has_random_forward, without_gradient_checkpointing
 from .upstream.trl_compat import get_config_model_id, shuffle_sequence_dict, split_tensor_dict
 from .vllm_server.merged_adapters import send_merged_copies
@@ -121,7 +120,6 @@ class BAPOTrainer(WholeCheckpoints):
         self.reward_func_names = distinct_names(self.reward_func_names)
         self._loss_inputs = None  # the micro-batch whose loss is being computed, else `None`
         self._injected: InjectedRollouts | None = None  # while TRL takes them for what it generates and scores
-        make_head_input_contiguous(self.model, self.accelerator.device)
         if self.use_vllm:
             send_merged_copies(self)
         self._server = make_retries(self, self._forget_sent_weights, self._end_without_server)

@@ -1,6 +1,5 @@
 """What the benchmarks share: paired ratios, the machine, and result files."""
 
-import ctypes
 import json
 import os
 import platform
@@ -17,7 +16,6 @@ import trl
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 
 
 # Measuring
@@ -43,21 +41,6 @@ def synchronize(device: str) -> None:
 def num_cores() -> int:
     """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
-def keep_freed_memory() -> bool:
-    """
-    Have glibc serve all threads from one heap and never give freed memory back, and return whether it does.
-
-    Else it gives large tensors back to the system, and page faults are measured too. Variables `MALLOC_*` of the
-    user's own are left alone.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is None or any(name.startswith("MALLOC_") for name in os.environ):
-        return False
-    settings = ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1))
-    answers = [mallopt(option, value) == 1 for option, value in settings]
-    return all(answers)
 
 
 # Result files

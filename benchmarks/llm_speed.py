@@ -1,5 +1,5 @@
 """
-CPU-seconds of a generation and its first update with a real chat model: with both measures of
+CPU-seconds of a generation and its first update with a real chat model: with the measures of
 `bapo_trl.upstream.cpu_speed`, without, and without each of them.
 
     python -m benchmarks.llm_speed
@@ -21,16 +21,18 @@ from statistics import median
 import torch
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-from bapo_trl import BAPOConfig, BAPOTrainer, bapo_trainer
+from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import load_chat_sums, smollm2_path
-from bapo_trl.upstream.cpu_speed import has_bfloat16
+from bapo_trl.upstream import cpu_speed
 from benchmarks.common import ROOT, save_result, spread
 
 
 TARGET_SECONDS = 25
 MEASURES = {
     "bfloat16": "bfloat16 base under autocast",
+    "memory": "freed memory is kept",
     "head": "contiguous rows to the frozen head",
+    "completions": "only completions are scored",
 }
 ARMS = {"all": set(MEASURES), "none": set()} | {f"without {name}": set(MEASURES) - {name} for name in MEASURES}
 
@@ -63,18 +65,20 @@ def measure(measures: set[str], completion_tokens: int, seed: int) -> dict[str, 
     from peft import LoraConfig
 
     torch.set_num_threads(1)
-    if "head" not in measures:
-        bapo_trainer.make_head_input_contiguous = lambda *_: None
-    is_half = "bfloat16" in measures and has_bfloat16()
+    if "memory" in measures:
+        cpu_speed.keep_freed_memory()
+    if "completions" in measures:
+        cpu_speed.score_completions_only()
+    has_bfloat16 = "bfloat16" in measures and cpu_speed.has_bfloat16()
     task, clock = load_chat_sums(), CpuClock()
     with tempfile.TemporaryDirectory() as folder:
         args = BAPOConfig(
             folder,
             seed=seed,
             use_cpu=True,
-            bf16=is_half,
+            bf16=has_bfloat16,
             model_init_kwargs={
-                "dtype": "bfloat16" if is_half else "float32",
+                "dtype": "bfloat16" if has_bfloat16 else "float32",
                 "attn_implementation": "eager",
             },
             gradient_checkpointing=False,
@@ -98,6 +102,8 @@ def measure(measures: set[str], completion_tokens: int, seed: int) -> dict[str, 
         )
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
+        if "head" in measures:
+            cpu_speed.make_head_input_contiguous(trainer.model)
         trainer.train()
     peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return {**clock.seconds, "peak_gb": round(peak_gb, 2)}

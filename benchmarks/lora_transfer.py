@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import load_chat_sums, smollm2_path
+from bapo_trl.upstream import cpu_speed
 from bapo_trl.vllm_server.merged_adapters import Types, named_merged
 from benchmarks.common import save_result
 
@@ -44,6 +45,7 @@ def train_adapter() -> BAPOTrainer:
             str(smollm2_path()), task.reward_func, args, train_dataset=task.train_dataset,
             peft_config=LORA,
         )  # fmt: skip
+        cpu_speed.make_head_input_contiguous(trainer.model)
         trainer.train()
     return trainer
 

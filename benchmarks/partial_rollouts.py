@@ -29,8 +29,8 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
+from bapo_trl.upstream.cpu_speed import keep_freed_memory
 from benchmarks.common import (
-    keep_freed_memory,
     result_path,
     save_result,
     spread,

@@ -31,8 +31,8 @@ from functools import partial
 import torch
 
 from bapo_trl.clip_bounds import MEASURES, BoundGrid, contributions, search_bounds
+from bapo_trl.upstream.cpu_speed import keep_freed_memory
 from benchmarks.common import (
-    keep_freed_memory,
     num_cores,
     save_result,
     spread,

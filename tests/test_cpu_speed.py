@@ -1,19 +1,43 @@
 """The measures for CPUs: what each changes, that results stay the same, and that none of them touches a GPU."""
 
+import inspect
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import LoraConfig
+from trl.trainer import utils as trl_utils
 
 from bapo_trl import BAPOConfig
 from bapo_trl.tasks import character_tokenizer
 from bapo_trl.upstream import cpu_speed
 from benchmarks.tiny_model import tiny_model
-from tests.helpers.toy import toy_model, toy_trainer
+from tests.helpers.commands import ROOT, run_command, succeeded
 
 
-B, T = 3, 5
+B, T, PROMPT = 3, 5, 4
+needs_fused_head = pytest.mark.skipif(
+    not hasattr(trl_utils, "_use_triton"), reason="TRL before 1.16 has no fused head"
+)
+
+
+@pytest.fixture
+def model():
+    return tiny_model(character_tokenizer(), seed=0)
+
+
+@pytest.fixture
+def _trl_as_it_was(monkeypatch):
+    # Without what another test of this process may have set
+    monkeypatch.setattr(trl_utils, "_use_triton", inspect.unwrap(trl_utils._use_triton))
+
+
+def python(code: str, **env: str) -> str:
+    printed = succeeded(run_command([sys.executable, "-c", code], PYTHONPATH=str(ROOT), **env))
+    return printed.strip()
+
+
+# --- the head --------------------------------------------------------------------------------------------------------
 
 
 def last_logits(model, ids):
@@ -34,30 +58,82 @@ def last_logits(model, ids):
         torch.nn.functional.linear = forward
 
 
-def frozen_model(dtype=torch.bfloat16):
-    return tiny_model(character_tokenizer(), seed=0).to(dtype).requires_grad_(False)
-
-
-def test_a_frozen_head_in_bfloat16_gets_contiguous_rows_and_gives_the_same_logits():
-    ids, model = torch.randint(4, 10, (B, T)), frozen_model()
+def test_a_frozen_head_gets_contiguous_rows_and_gives_the_same_logits(model):
+    ids = torch.randint(4, 10, (B, T))
+    model.requires_grad_(False)
     before, was_contiguous = last_logits(model, ids)
-    cpu_speed.make_head_input_contiguous(model, torch.device("cpu"))
+    assert cpu_speed.make_head_input_contiguous(model)
     after, is_contiguous = last_logits(model, ids)
     assert (was_contiguous, is_contiguous) == ([False], [True])
-    torch.testing.assert_close(after, before, rtol=2**-7, atol=0)
+    torch.testing.assert_close(after, before, rtol=0, atol=2e-5)
+    model.requires_grad_(True)  # a later stage that trains all weights
+    assert last_logits(model, ids)[1] == [False]
 
 
-@pytest.mark.parametrize(
-    ("model", "device"),
-    [
-        (frozen_model(), "cuda"), (frozen_model(torch.float32), "cpu"),
-        (tiny_model(character_tokenizer(), seed=0).bfloat16(), "cpu"),
-    ],
-    ids=["on a GPU", "float32", "trained"],
-)  # fmt: skip
-def test_every_other_head_is_left_alone(model, device):
-    cpu_speed.make_head_input_contiguous(model, torch.device(device))
-    assert last_logits(model, torch.randint(4, 10, (B, T)))[1] == [False]
+# --- the scores ------------------------------------------------------------------------------------------------------
+
+
+@needs_fused_head
+@pytest.mark.usefixtures("_trl_as_it_was")
+def test_scoring_completions_only_leaves_log_probabilities_and_gradients_as_they_were(model, monkeypatch):
+    trl_utils.add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
+    ids = torch.randint(4, 10, (B, PROMPT + T))
+    labels = ids.clone()
+    labels[:, :PROMPT] = -100
+    labels[1, -2:] = -100  # a shorter completion
+    scored = []
+    score = trl_utils._ChunkedLogProbFunction.apply
+    monkeypatch.setattr(
+        trl_utils._ChunkedLogProbFunction,
+        "apply",
+        lambda hidden, *rest: scored.append(len(hidden)) or score(hidden, *rest),
+    )
+
+    def outputs():
+        model.zero_grad()
+        result = model(input_ids=ids, labels=labels, fused_lm_head=True)
+        (result.log_probs * torch.arange(1, PROMPT + T)).sum().backward()
+        return result.log_probs, result.entropy, [parameter.grad.clone() for parameter in model.parameters()]
+
+    before = outputs()
+    assert cpu_speed.score_completions_only()
+    patched = trl_utils._use_triton
+    assert cpu_speed.score_completions_only()
+    assert trl_utils._use_triton is patched  # once is enough
+    after = outputs()
+    assert scored == [B * (PROMPT + T - 1), B * T - 2]
+    assert before[0].abs().sum() > 1
+    for got, expected in zip(after, before, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=2e-5)
+    assert trl_utils._use_triton(torch.device("cpu"))
+    assert not trl_utils._use_triton(torch.device("meta"))  # which others decide as before
+
+
+# --- memory, threads, numbers ----------------------------------------------------------------------------------------
+
+
+PAGE_FAULTS = """
+import resource, torch
+from bapo_trl.upstream.cpu_speed import keep_freed_memory
+torch.set_num_threads(1)
+print(keep_freed_memory())
+for _ in range(8):  # the first ones make room
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(8 * 2**20)  # 32 MiB: 8,192 pages
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(faults)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
+def test_freed_memory_is_used_again_without_page_faults():
+    kept, faults = python(PAGE_FAULTS).split()
+    assert kept == "True"
+    assert int(faults) < 100
+    kept, faults = python(PAGE_FAULTS, MALLOC_ARENA_MAX="1").split()
+    assert kept == "False"  # the user's settings
+    assert int(faults) > 4000
 
 
 def test_one_thread_on_few_cores_unless_the_user_says_how_many(monkeypatch):
@@ -71,7 +147,7 @@ def test_one_thread_on_few_cores_unless_the_user_says_how_many(monkeypatch):
         assert set_to == expected
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    cpu_speed.limit_threads()
+    assert cpu_speed.limit_threads() == 2
     assert set_to == []
 
 
@@ -87,12 +163,31 @@ def test_bfloat16_is_for_the_processor_to_say(monkeypatch, tmp_path, amx, avx512
         assert BAPOConfig(tmp_path, use_cpu=True, bf16=asked).bf16 == asked
 
 
-def test_a_run_on_a_gpu_loads_float32():
+# --- all of them -----------------------------------------------------------------------------------------------------
+
+
+@needs_fused_head
+@pytest.mark.usefixtures("_trl_as_it_was")
+def test_what_was_chosen_is_said_in_one_line(model, monkeypatch):
+    monkeypatch.setattr(cpu_speed, "keep_freed_memory", lambda: True)  # not of this process
+    monkeypatch.setattr(cpu_speed, "has_bfloat16", lambda: False)
+    accelerator = SimpleNamespace(device=torch.device("cpu"))
+    trainer = SimpleNamespace(accelerator=accelerator, model=model, args=SimpleNamespace(bf16=False))
+    line = (
+        "On CPUs: threads: 1, numbers: float32 (float32 weights, a processor without bfloat16), freed memory is kept"
+    )
+    monkeypatch.setattr(cpu_speed, "limit_threads", lambda: 1)
+    assert cpu_speed.speed_up_cpu(trainer) == f"{line}, only completions are scored."
+    model.requires_grad_(False)
+    assert cpu_speed.speed_up_cpu(trainer) == (
+        f"{line}, rows of the frozen head are contiguous, only completions are scored."
+    )
+
+
+def test_a_run_on_a_gpu_is_left_alone(monkeypatch):
+    for name in ("limit_threads", "keep_freed_memory", "make_head_input_contiguous", "score_completions_only"):
+        monkeypatch.setattr(cpu_speed, name, lambda *args: pytest.fail("called"))
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(device=torch.device("cuda", 0)))
+    assert cpu_speed.speed_up_cpu(trainer) is None
     on_a_gpu = SimpleNamespace(use_cpu=False, bf16=True)
     assert cpu_speed.base_dtype(on_a_gpu, trains_adapter=True) == "float32"
-
-
-def test_the_trainer_takes_the_measure(tmp_path):
-    lora = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}
-    trainer = toy_trainer(tmp_path, model=toy_model().bfloat16(), trainer_args=lora)
-    assert len(trainer.model.get_output_embeddings()._forward_pre_hooks) == 1

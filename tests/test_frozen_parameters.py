@@ -51,7 +51,7 @@ def is_refused(trainer, message: str) -> None:
 def test_an_adapter_that_is_merged_is_refused(saved, tmp_path):
     model = saved_adapter(saved)
     model.merge_adapter()
-    is_refused(toy_trainer(tmp_path, model=model), r"all 14 parameters .* `model.unmerge_adapter\(\)`")
+    is_refused(toy_trainer(tmp_path, model=model), "all 14 parameters .* `PeftModel.unmerge_adapter`")
     model.unmerge_adapter()
     toy_trainer(tmp_path, model=model, reward_funcs=[lambda completions, **_: [1.0] * len(completions)]).train()
 

@@ -90,7 +90,7 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> None:
     if trained and not trained_beside:
         raise InputError(
             f"Nothing would be trained: all {len(trained)} parameters that have `requires_grad` are those of an "
-            "adapter that is merged into the weights. Call `model.unmerge_adapter()`."
+            "adapter that is merged into the weights: unmerge it first, with `PeftModel.unmerge_adapter`."
         )
     if not trained:
         fix = "Call `model.requires_grad_(True)`, or give a `peft_config` to train an adapter."

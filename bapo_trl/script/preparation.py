@@ -25,7 +25,7 @@ from ..inputs.prompt_checks import check_columns, check_number_of_prompts, check
 from ..plan.samples import check_window
 from ..report.callback import ReportCallback
 from ..report.runs import read_settings
-from ..upstream.cpu_speed import base_dtype, limit_threads
+from ..upstream.cpu_speed import base_dtype
 from .arguments import EMBEDDED
 from .command_line import Settings
 from .console import UpdateLines, UpdateLinesAboveBar
@@ -115,8 +115,6 @@ def gather_inputs(
             f"`use_peft` asks for a new adapter, but `model_name_or_path` is one, {model_args.model_name_or_path}: "
             "leave `use_peft` out to train it on, or merge it first (--do_train false --merge_adapter true)."
         )
-    if training_args.use_cpu:
-        limit_threads()
     if script_args.dataset_name == EMBEDDED and training_args.use_cpu:
         torch.set_num_threads(1)  # so small a model gains nothing from more, and loses a lot on a busy machine
     check_packages(training_args, model_args)

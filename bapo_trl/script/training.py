@@ -9,6 +9,7 @@ from ..checkpoints.stop_signals import EXIT_CODE, StopSignals, exit_stopped
 from ..evaluation.sampling import EvaluatedTrainer
 from ..report.facts import method_name
 from ..report.write import report_line
+from ..upstream.cpu_speed import speed_up_cpu
 from ..upstream.fixes import end_training
 from .before_after import BeforeAfter
 from .command_line import Settings
@@ -43,6 +44,9 @@ def run(settings: Settings) -> None:
     inputs, output_dir, say = prepared.inputs, Path(training_args.output_dir), trainer.accelerator.print
     data, model = inputs.data, inputs.model
     evaluation = BeforeAfter(trainer, data.test, output_dir, inputs.extract_answer) if training_args.do_eval else None
+    speed = speed_up_cpu(trainer)
+    if speed is not None:
+        say(speed)
     if training_args.do_train:
         say(f"{method_name(training_args)} on {data.title}")
         say(settings_table(training_args, script_args.method))

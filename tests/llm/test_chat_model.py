@@ -1,6 +1,7 @@
 """A real chat model as users have it: fetch, sample, train with LoRA."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -78,7 +79,10 @@ def test_the_model_of_the_package_answers_and_stops(folder):
 
 
 def test_four_updates_move_the_adapter(run, folder):
-    output_dir, _ = run
+    output_dir, out = run
+    assert re.search(
+        r"^On CPUs: threads: 1, numbers: (bfloat16|float32) \(\1 weights, .*completions are scored\.$", out, re.M
+    )
     assert [log["step"] for log in logs(output_dir)] == [1, 2, 3, 4]
     adapter = PeftModel.from_pretrained(load(folder)[0], output_dir)
     moved = [parameter for name, parameter in adapter.named_parameters() if "lora_B" in name]
