@@ -24,13 +24,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from bapo_trl.tasks import exact_match_reward
-from bapo_trl.tasks.sums import NUM_TEST_PROBLEMS
-from benchmarks.running_totals import SMALL_MODEL
-from benchmarks.warm_start import StudyTask, WarmStart, as_dataset
+from benchmarks.running_totals import SMALL_MODEL, make_problems
+from benchmarks.warm_start import StudyTask, WarmStart
 
 
 NUM_DIGITS = 5
-NUM_TRAIN_PROBLEMS = 8192
 LABELS = string.ascii_lowercase[:NUM_DIGITS]
 COUNTDOWN = string.ascii_uppercase[19::-1]
 MARKS, MARKS_EACH = ".,!?", 5
@@ -62,16 +60,11 @@ def load_rambling_totals(seed: int = 0) -> StudyTask:
     Returns:
         [`~benchmarks.warm_start.StudyTask`]: 8,192 problems to train on and 512 held out.
     """
-    rng = random.Random(seed)
-    problems: dict[str, str] = {}
-    while len(problems) < NUM_TRAIN_PROBLEMS + NUM_TEST_PROBLEMS:
-        digits = [rng.randint(1, 9) for _ in range(NUM_DIGITS)]
-        problems["".join(map("{}{}".format, LABELS, digits)) + "="] = f"{sum(digits):02}"
-    prompts, answers = list(problems), list(problems.values())
+    train_dataset, test_dataset = make_problems(LABELS, "{:02}", seed)
     return StudyTask(
         name="rambling_totals",
-        train_dataset=as_dataset(prompts[NUM_TEST_PROBLEMS:], answers[NUM_TEST_PROBLEMS:]),
-        test_dataset=as_dataset(prompts[:NUM_TEST_PROBLEMS], answers[:NUM_TEST_PROBLEMS]),
+        train_dataset=train_dataset,
+        test_dataset=test_dataset,
         reward_func=final_total_reward,
         max_new_tokens=max(LIMITS.values()),
         warm_start=WarmStart(

@@ -10,6 +10,8 @@ import random
 import string
 from typing import Any
 
+from datasets import Dataset
+
 from bapo_trl.tasks import exact_match_reward
 from bapo_trl.tasks.sums import NUM_TEST_PROBLEMS
 from benchmarks.warm_start import StudyTask, WarmStart, as_dataset
@@ -45,6 +47,18 @@ def final_answer_reward(completions: list[str], answer: list[str], **kwargs: Any
     return exact_match_reward(finals, [f"#{right}" for right in answer])
 
 
+def make_problems(labels: str, answer: str, seed: int) -> tuple[Dataset, Dataset]:
+    """Return problems of a digit from 1 to 9 for each label, each problem once: to train on, and held out."""
+    rng = random.Random(seed)
+    problems: dict[str, str] = {}
+    while len(problems) < NUM_TRAIN_PROBLEMS + NUM_TEST_PROBLEMS:
+        digits = [rng.randint(1, 9) for _ in labels]
+        problems["".join(map("{}{}".format, labels, digits)) + "="] = answer.format(sum(digits))
+    prompts, answers = list(problems), list(problems.values())
+    held_out = as_dataset(prompts[:NUM_TEST_PROBLEMS], answers[:NUM_TEST_PROBLEMS])
+    return as_dataset(prompts[NUM_TEST_PROBLEMS:], answers[NUM_TEST_PROBLEMS:]), held_out
+
+
 def load_running_totals(seed: int = 0) -> StudyTask:
     """
     Make problems of seven digits from 1 to 9, each problem once.
@@ -58,16 +72,11 @@ def load_running_totals(seed: int = 0) -> StudyTask:
     Returns:
         [`~benchmarks.warm_start.StudyTask`]: 8,192 problems to train on and 512 held out.
     """
-    rng = random.Random(seed)
-    problems: dict[str, str] = {}
-    while len(problems) < NUM_TRAIN_PROBLEMS + NUM_TEST_PROBLEMS:
-        digits = [rng.randint(1, 9) for _ in range(NUM_DIGITS)]
-        problems["".join(map("{}{}".format, LABELS, digits)) + "="] = str(sum(digits))
-    prompts, answers = list(problems), list(problems.values())
+    train_dataset, test_dataset = make_problems(LABELS, "{}", seed)
     return StudyTask(
         name="running_totals",
-        train_dataset=as_dataset(prompts[NUM_TEST_PROBLEMS:], answers[NUM_TEST_PROBLEMS:]),
-        test_dataset=as_dataset(prompts[:NUM_TEST_PROBLEMS], answers[:NUM_TEST_PROBLEMS]),
+        train_dataset=train_dataset,
+        test_dataset=test_dataset,
         reward_func=final_answer_reward,
         max_new_tokens=MAX_NEW_TOKENS,
         warm_start=WarmStart(

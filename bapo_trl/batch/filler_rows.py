@@ -32,7 +32,7 @@ class LossScale:
 def mark_fillers(batch: Mapping[str, Any], num_fillers: int) -> dict[str, Any]:
     """Mark the last rows of TRL's batch as fillers in `is_filler`, `(B,)`. All ranks make this call, or none."""
     num_rows = len(batch["completion_ids"])
-    return {**batch, "is_filler": torch.arange(num_rows) >= num_rows - num_fillers}  # on the CPU, as the versions
+    return {**batch, "is_filler": torch.arange(num_rows) >= num_rows - num_fillers}  # on the CPU: the host reads it
 
 
 def scale_without_fillers(

@@ -182,7 +182,7 @@ class BufferTotals:
 
     def of_update(self, buffer: Sequence[Mapping[str, Any]], window: Sequence[int]) -> tuple[Contributions, bool]:
         """
-        Return those of the micro-batches at the positions in `window`, and whether the buffer is a new one.
+        Return the totals of the micro-batches at the positions in `window`, and whether the buffer is a new one.
 
         `buffer` is the same object for all updates on it. All ranks make this call together.
         """

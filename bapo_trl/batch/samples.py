@@ -212,7 +212,7 @@ def batch_to_rows(
     batch: Mapping[str, torch.Tensor], pad_token_id: int, versions: Mapping[str, torch.Tensor] | None = None
 ) -> Rows:
     """
-    Cut a padded batch into rows. `versions` are those of the batch on the CPU, so that nothing waits for them.
+    Cut a padded batch into rows. `versions` are its policy versions on the CPU: nothing waits for the device.
 
     The batch is TRL's: `prompt_ids` `(B, P)`, `completion_ids` `(B, T)`, their masks, and whatever else TRL puts in,
     tensors of shape `(B, T)`, `(B, 1)` or `(B,)`. Values of the whole batch (`num_items_in_batch`) are left out: they

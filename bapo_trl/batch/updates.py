@@ -21,7 +21,7 @@ class BatchUpdates:
 
     Args:
         settings ([`~bapo_config.BAPOConfig`]):
-            Those of the run.
+            Settings of the run.
         accelerator ([`~accelerate.Accelerator`]):
             For sums over ranks.
         policy_loss ([`PolicyLoss`]):

@@ -100,13 +100,6 @@ def _is_whole(path: Path) -> bool:
     return not is_of_torch or (size > 0 and (not begin.startswith(b"PK") or zipfile.is_zipfile(path)))
 
 
-def goes_on_from(folder: str | Path, earlier: str | Path) -> bool:
-    """Return whether a run that was saved in `folder` has been where the one in `earlier` was, by what it logged."""
-    states = [TrainerState.load_from_json(str(Path(each, TRAINER_STATE_NAME))) for each in (folder, earlier)]
-    later, before = ([json.dumps(log) for log in state.log_history] for state in states)  # NaN is not equal to itself
-    return later[: len(before)] == before
-
-
 def left_out_states(folder: str) -> list[str]:
     """Return the states that a run resumed from a checkpoint does not find there."""
     of_optimizer = ("*optimizer*", "global_step*")  # the second of DeepSpeed, with the schedule in it

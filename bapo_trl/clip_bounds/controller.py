@@ -24,7 +24,7 @@ class ClipBoundController:
 
     Args:
         settings ([`~bapo_config.BAPOConfig`]):
-            Those of the bound search, with `loss_type` and `delta`.
+            Settings of the bound search, with `loss_type` and `delta`.
         device (`torch.device`):
             Device of the tokens.
         reduce (`Callable`):
@@ -63,7 +63,7 @@ class ClipBoundController:
 
     @property
     def carries_over(self) -> bool:
-        """Whether the curves of an update forecast those of the next."""
+        """Whether the curves of an update forecast the curves of the next one."""
         return self._settings.search_scope == "carried_over" and self._settings.is_adaptive
 
     @property
@@ -140,7 +140,7 @@ class ClipBoundController:
         self._carried.share(broadcast)
 
     def _add(self, tokens: PolicyTokens) -> None:
-        """Add the tokens of a micro-batch to those of the next search."""
+        """Add the tokens of a micro-batch to the tokens of the next search."""
         settings = self._settings
         if tokens.gradient_size is None:
             curves = contributions(

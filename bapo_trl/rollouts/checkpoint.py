@@ -19,11 +19,6 @@ def save_pool(pool: RolloutPool, folder: str | Path, state: dict[str, Any] | Non
     return FILES.write(folder, pool.rank, pool.num_ranks, pool.state_dict() if state is None else state)
 
 
-def is_pool_file(name: str) -> bool:
-    """Return whether a file of a checkpoint folder, by its name, is the pool of a rank."""
-    return FILES.num_ranks_of(name) is not None
-
-
 def load_pool(pool: RolloutPool, folder: str | Path, check: Callable[[dict[str, Any]], None] | None = None) -> bool:
     """
     Restore the pool of one rank from a checkpoint folder; return whether the folder holds any.

@@ -27,7 +27,7 @@ from .command_line import Settings, parse_arguments
 from .commands import TRAIN, Command
 from .datasets import Data
 from .earlier_run import check_checkpoint
-from .models import PACKAGED_MODELS, base_dtype, base_revision, merged_dtype, merged_folder
+from .models import base_dtype, base_revision, fetch_model, merged_dtype, merged_folder
 from .preparation import Inputs, Prepared, explaining_pushes, prepare
 
 
@@ -203,8 +203,8 @@ def _prompts(data: Data) -> Any:
 
 
 def _fetch(name: str, training_args: BAPOConfig) -> str:
-    """Return the folder or id of a model, of which no weights are needed."""
+    """Do as [`~models.fetch_model`], but fetch nothing from elsewhere."""
     if name == SMOLLM2 and not has_smollm2():
         check_smollm2()
         raise _NotBuiltError
-    return str(PACKAGED_MODELS[name]()) if name in PACKAGED_MODELS else name
+    return fetch_model(name, training_args)

@@ -33,7 +33,6 @@ try:  # helpers of TRL that the package uses, from here
         create_model_from_path,
         get_config_model_id,
         is_async_callable,
-        pad,
         shuffle_sequence_dict,
         split_tensor_dict,
     )
@@ -135,7 +134,6 @@ ATTRIBUTES = {
     ),
     "_inner_training_loop": ("_globalstep_last_logged", "_total_loss_scalar", "_tr_loss"),
     "_save_checkpoint": ("_get_output_dir",),
-    "_push_from_checkpoint": ("push_in_progress",),
     "_generate": ("_generate_single_turn", "_tokenize_prompts", "rollout_func"),
     "_calculate_rewards": ("reward_func_names", "reward_funcs"),
     "log": ("_metrics",),
