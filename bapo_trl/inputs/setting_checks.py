@@ -37,8 +37,8 @@ def check_fields(config: Any, fields: Iterable[Field], types: Mapping[str, tuple
             setattr(config, name, value)
         interval = f.metadata.get("range", "")
         if not (isinstance(value, kind) and (kind is bool or not isinstance(value, bool)) and _is_in(value, interval)):
-            wanted = _NAMES_OF_TYPES[kind] + (_in_words(interval) if interval else "")
-            raise InputError(f"`{name}` is {value!r}: set it to {wanted}{' or None' * (NoneType in types[name])}.")
+            wanted = _in_words(_NAMES_OF_TYPES[kind], interval)
+            raise InputError(f"`{name}` is {value!r}: set it to {wanted}{', or None' * (NoneType in types[name])}.")
 
 
 def _is_in(value: Any, interval: str) -> bool:
@@ -50,11 +50,14 @@ def _is_in(value: Any, interval: str) -> bool:
     )
 
 
-def _in_words(interval: str) -> str:
+def _in_words(kind: str, interval: str) -> str:
+    """Return what a value must be, e.g. "a whole number, at least 1"."""
     low, _, high = interval[1:-1].partition(", ")
     if high != "inf":
-        return f" in {interval}"
-    return f", at least {low}" if interval[0] == "[" else f" above {low}"
+        return f"{kind} in {interval}" if interval else kind
+    if interval[-1] == ")":  # without infinity itself
+        kind = kind.replace("a number", "a finite number")
+    return f"{kind}, at least {low}" if interval[0] == "[" else f"{kind} above {low}"
 
 
 def check_numbers(config: Any) -> None:
