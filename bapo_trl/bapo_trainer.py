@@ -14,11 +14,12 @@ from .advice import advice_line
 from .bapo_config import BAPOConfig, check_unchanged, own_settings
 from .batch.filler_rows import LossScale, mark_fillers
 from .batch.policy_loss import PolicyLoss, forward_arguments, mask_values, without_masked_values
+from .batch.reward_sums import best_of_k
 from .batch.sampler import behavior_logps, drop_sampler_logps, has_sampler_logps, read_sampler_logps
 from .batch.samples import attach_version
 from .batch.updates import BatchUpdates
 from .checkpoints.curves import CURVES_FILE, load_curves, save_curves
-from .checkpoints.log_window import make_log_window
+from .checkpoints.log_window import leave_out_empty, make_log_window, reduce_window
 from .checkpoints.rank_errors import raising_on_all_ranks
 from .checkpoints.ref_model import load_ref_model, save_ref_model
 from .checkpoints.whole import WholeCheckpoints
@@ -28,11 +29,9 @@ from .inputs.padding_check import warn_if_padding_counts
 from .inputs.prompt_checks import check_end_of_stream, check_number_of_prompts
 from .inputs.reward_checks import distinct_names
 from .inputs.setting_warnings import setting_warnings
-from .log_window import leave_out_empty, reduce_window
 from .model_card import PAPER, rewrite_card
 from .replay.checkpoint import is_queue_file
 from .replay.mixer import make_replay
-from .reward_sums import best_of_k
 from .rollouts.checkpoint import check_no_pool
 from .rollouts.injected import InjectedRollouts
 from .rollouts.trainer_parts import Generation, finish_groups, make_rounds, token_cap

@@ -1,8 +1,4 @@
-"""
-The losses: what the bound search, the replay buffer and the log need to know of each `loss_type` of TRL.
-
-A new loss is one entry of [`LOSSES`]. Legend: `B` samples, `T` completion tokens.
-"""
+"""The losses: what the bound search, the replay buffer and the log need to know of each `loss_type` of TRL."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,14 +11,11 @@ import torch
 if TYPE_CHECKING:
     from .clip_bounds.tokens import PolicyTokens
 
-GradientSize = Callable[["PolicyTokens", Any, torch.Tensor | None], torch.Tensor]
-"""Takes tokens, settings (a [`BAPOConfig`]) and vLLM's importance-sampling correction, `None` without one."""
-
 
 @dataclass(frozen=True)
 class Loss:
     """
-    One loss.
+    One loss. Legend: `B` samples, `T` completion tokens.
 
     Args:
         mean_over (`str`):
@@ -32,7 +25,8 @@ class Loss:
             Whether a token has the weight 1 / (number of tokens of its sample), rather than 1.
         gradient_size (`Callable`, *optional*):
             Size of each token's gradient with respect to its log-probability, at weight and advantage 1: `(B, T)` or
-            `(B, 1)`. `None` for a loss with clip bounds: the ratio, where the clip lets it through.
+            `(B, 1)`, of the tokens, the settings (a [`BAPOConfig`]) and vLLM's importance-sampling correction (`None`
+            without one). `None` for a loss with clip bounds: the ratio, where the clip lets it through.
         has_ratio_cap (`bool`):
             Whether `epsilon_high` caps the ratio.
         is_of_sequences (`bool`):
@@ -41,7 +35,7 @@ class Loss:
 
     mean_over: str
     weighs_by_length: bool = False
-    gradient_size: GradientSize | None = None
+    gradient_size: Callable[["PolicyTokens", Any, torch.Tensor | None], torch.Tensor] | None = None
     has_ratio_cap: bool = False
     is_of_sequences: bool = False
 
@@ -51,33 +45,25 @@ class Loss:
         return self.gradient_size is None
 
 
-def cispo_gradient_size(tokens: "PolicyTokens", settings: Any, correction: torch.Tensor | None) -> torch.Tensor:
-    """
-    Return `min(r, cap)`: CISPO keeps the gradient of every token, weighted by its capped ratio.
-
-    References:
-        https://huggingface.co/papers/2506.13585
-    """
+def _cispo_gradient_size(tokens: "PolicyTokens", settings: Any, correction: torch.Tensor | None) -> torch.Tensor:
+    """Return `min(r, cap)`, https://huggingface.co/papers/2506.13585."""
     # As TRL: `epsilon` stands in for an `epsilon_high` that is not set
     cap = settings.epsilon if settings.epsilon_high is None else settings.epsilon_high
     return tokens.ratio.clamp(max=cap)
 
 
-def sapo_gradient_size(tokens: "PolicyTokens", settings: Any, correction: torch.Tensor | None) -> torch.Tensor:
+def _sapo_gradient_size(tokens: "PolicyTokens", settings: Any, correction: torch.Tensor | None) -> torch.Tensor:
     """
     Return `4 s (1 - s) r` with `s = sigmoid(temperature (r - 1))`, the derivative of SAPO's soft gate by `log r`.
 
-    The sign of the advantage chooses the temperature.
-
-    References:
-        https://huggingface.co/papers/2511.20347
+    The sign of the advantage chooses the temperature, https://huggingface.co/papers/2511.20347.
     """
     positive, negative = settings.sapo_temperature_pos, settings.sapo_temperature_neg
     gate = torch.sigmoid(torch.where(tokens.column_advantages > 0, positive, negative) * (tokens.ratio - 1))
     return 4 * gate * (1 - gate) * tokens.ratio
 
 
-def vespo_gradient_size(tokens: "PolicyTokens", settings: Any, correction: torch.Tensor | None) -> torch.Tensor:
+def _vespo_gradient_size(tokens: "PolicyTokens", settings: Any, correction: torch.Tensor | None) -> torch.Tensor:
     """Return TRL's `GRPOTrainer.get_gamma_weights`: VESPO's weight of each sequence."""
     from trl import GRPOTrainer  # which no setting needs
 
@@ -98,11 +84,11 @@ LOSSES: Mapping[str, Loss] = MappingProxyType(
         "dr_grpo": Loss("samples"),
         "dapo": Loss("generation"),
         "luspo": Loss("samples"),
-        "cispo": Loss("generation", gradient_size=cispo_gradient_size, has_ratio_cap=True),
-        "sapo": Loss("samples", weighs_by_length=True, gradient_size=sapo_gradient_size),
-        "vespo": Loss("generation", gradient_size=vespo_gradient_size, is_of_sequences=True),
+        "cispo": Loss("generation", gradient_size=_cispo_gradient_size, has_ratio_cap=True),
+        "sapo": Loss("samples", weighs_by_length=True, gradient_size=_sapo_gradient_size),
+        "vespo": Loss("generation", gradient_size=_vespo_gradient_size, is_of_sequences=True),
     }
 )
-"""The losses by `loss_type`."""
+"""The losses by `loss_type`: a new one is one entry."""
 
 CLIPPED_LOSS_TYPES = tuple(name for name, loss in LOSSES.items() if loss.has_clip_bounds)

@@ -9,8 +9,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOTrainer
 from bapo_trl.checkpoints.files import MANIFEST
+from bapo_trl.checkpoints.log_window import LARGEST, OF_TOKENS, SMALLEST
 from bapo_trl.clip_bounds.update_log import UPDATE_METRICS
-from bapo_trl.log_window import LARGEST, OF_TOKENS, SMALLEST
 from bapo_trl.replay.mixer import REPLAY_METRICS
 from bapo_trl.report.panels import PANELS
 from bapo_trl.rollouts.rounds import PARTIAL_METRICS

@@ -1,8 +1,8 @@
 """
 The method: clip bounds chosen for each optimizer update such that positive-advantage tokens contribute a set share.
 
-Pure but for [`~update_bounds.UpdateBounds`], which chooses the bounds of a run, and [`~update_log.UpdateLog`], which
-collects what is logged of an update. Knows nothing of TRL, of replay or of partial rollouts.
+Knows tokens alone: nothing of TRL, of replay or of partial rollouts. All but its controller, the carried curves and
+the log of an update is pure.
 
 References:
     BAPO: Stabilizing Off-Policy Reinforcement Learning for LLMs via Balanced Policy Optimization with Adaptive

@@ -1,8 +1,8 @@
-"""Contribution curves of one update, carried over to the next: a forecast that needs no forward pass.
+"""
+Contribution curves of one update, carried over to the next: a forecast that needs no forward pass.
 
-A normalized contribution curve is what the tokens of one sign contribute at each bound, over what they would
-contribute at a ratio of 1: their total absolute advantage, the sum of w |A|. The curve changes little from one update
-to the next. The totals of the next update are known before its forward pass, so its curves can be forecast.
+A normalized curve is what the tokens of one sign contribute at each bound, over their total absolute advantage, the
+sum of w |A|. It changes little from one update to the next, whose totals are known before its forward pass.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,7 @@ class CarriedCurves:
     """The normalized curves that were last seen, the same on all ranks."""
 
     def __init__(self, grid: BoundGrid, device: torch.device):
-        self._grid = grid
-        self._device = device
+        self._grid, self._device = grid, device
         # Of fresh samples: at a ratio of 1, tokens contribute their total absolute advantage at every bound
         upper, lower = grid.upper_on(device), grid.lower_on(device)
         self._normalized = Contributions(torch.ones_like(upper), torch.ones_like(lower))
@@ -50,8 +49,7 @@ class CarriedCurves:
         """
         if state["grid"] != asdict(self._grid):
             return False
-        dtype = sum_dtype(self._device)
-        vector = torch.cat([state[sign].to(self._device, dtype) for sign in ("positive", "negative")])
+        vector = torch.cat([state["positive"], state["negative"]]).to(self._device, sum_dtype(self._device))
         self._normalized = Contributions.from_vector(vector, self._grid)
         return True
 

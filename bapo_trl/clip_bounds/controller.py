@@ -37,8 +37,6 @@ class ClipBoundController:
     Attributes:
         current ([`ClipBounds`]):
             Outcome of the latest search; before the first one, the start bounds.
-        have_tokens (`list[bool]`):
-            Whether each micro-batch of the latest closed update has a token of the loss, on any rank.
     """
 
     def __init__(
@@ -50,8 +48,7 @@ class ClipBoundController:
         gather: Callable[[torch.Tensor], torch.Tensor],
         update: Callable[[], int],
     ):
-        self._settings, self._device = settings, device
-        self._reduce, self._gather, self._update = reduce, gather, update
+        self._settings, self._reduce, self._gather, self._update = settings, reduce, gather, update
         self._grid = settings.bound_grid
         self._curves: Contributions | None = None  # of the tokens since the last search, of this rank
         self._carried = CarriedCurves(self._grid, device)
@@ -73,6 +70,7 @@ class ClipBoundController:
 
     @property
     def have_tokens(self) -> list[bool]:
+        """Whether each micro-batch of the latest closed update has a token of the loss, on any rank."""
         return self._log.have_tokens
 
     def begin(
@@ -103,7 +101,7 @@ class ClipBoundController:
         self._searches_ahead = bool(ahead)
         for tokens in ahead:
             self._add(tokens)
-        if self._searches_ahead:
+        if ahead:
             self._use(self._search(self._take_curves()))
         return self.current
 
@@ -141,25 +139,18 @@ class ClipBoundController:
 
     def _add(self, tokens: PolicyTokens) -> None:
         """Add the tokens of a micro-batch to the tokens of the next search."""
-        settings = self._settings
+        inputs = tokens.advantages, tokens.weights
         if tokens.gradient_size is None:
-            curves = contributions(
-                tokens.ratio,
-                tokens.advantages,
-                tokens.weights,
-                self._grid,
-                measure=settings.contribution_measure,
-                delta=settings.delta,
-            )
+            measure, delta = self._settings.contribution_measure, self._settings.delta
+            curves = contributions(tokens.ratio, *inputs, self._grid, measure, delta)
         else:
-            curves = size_contributions(tokens.gradient_size, tokens.advantages, tokens.weights)
+            curves = size_contributions(tokens.gradient_size, *inputs)
         self._curves = curves if self._curves is None else self._curves + curves
 
     def _take_curves(self) -> Contributions:
         """Return the curves of the tokens since the last search, of all ranks; learn them if they are carried over."""
-        total = self._reduce(self._curves.as_vector())
+        curves = Contributions.from_vector(self._reduce(self._curves.as_vector()), self._grid)
         self._curves = None
-        curves = Contributions.from_vector(total, self._grid)
         if self._totals is not None:
             self._carried.learn(curves, self._totals)
         return curves

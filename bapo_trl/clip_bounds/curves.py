@@ -1,19 +1,14 @@
-"""Pure: what the tokens contribute to the policy loss under each candidate bound.
+"""
+What the tokens contribute to the policy loss under each candidate bound.
 
 The positive side of the policy loss depends on the upper bound alone and the negative side on the lower bound alone.
 So the search needs two curves, the positive contribution over the upper grid and the negative contribution over the
-lower grid. Both are sums over tokens: they add up over micro-batches and ranks, and the search is a look-up on them.
+lower grid. Both are sums over tokens: they add up over micro-batches and ranks.
 
-Nothing here waits for the device: no function reads a tensor value back to the host.
-
-All bounds are in ratio space (`0.8`, `1.2`), never `1 - epsilon`. Legend: `B` rows, `T` completion tokens, `K_low` and
-`K_high` grid points of the lower and upper bound.
-
-References:
-    https://huggingface.co/papers/2510.18927, Eq. 8.
+No function reads a tensor value back to the host. All bounds are in ratio space (`0.8`, `1.2`), never `1 - epsilon`.
+Legend: `B` rows, `T` completion tokens, `K_low` and `K_high` grid points of the lower and upper bound.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 
@@ -25,12 +20,8 @@ from .grid import BoundGrid, sum_dtype
 
 MEASURES = ("gradient", "surrogate")
 
-# A CPU sums in blocks whose intermediates fit its cache. An accelerator takes all tokens at once: there, to launch a
-# kernel takes longer than the kernel itself.
-_TOKENS_PER_CPU_BLOCK = 1 << 15
-
-# An accelerator sums so many tokens in one call, more in two. A call allocates an integer for each token beside its
-# result; two calls keep all intermediates within four token-sized tensors.
+# An accelerator sums so many tokens in one call, more in two: a call allocates an integer for each token beside its
+# result, and two keep all intermediates within four token-sized tensors.
 _TOKENS_PER_CALL = 1 << 16
 
 
@@ -54,8 +45,6 @@ class Contributions:
     negative: torch.Tensor
 
     def __add__(self, other: "Contributions") -> "Contributions":
-        if self.positive.shape != other.positive.shape or self.negative.shape != other.negative.shape:
-            raise ValueError("Contributions add up on the same grid only: the numbers of grid points differ.")
         return Contributions(self.positive + other.positive, self.negative + other.negative)
 
     def as_vector(self) -> torch.Tensor:
@@ -136,62 +125,15 @@ def contributions(
     if weights.dim() != 2:
         raise ValueError(f"`weights` has shape {tuple(weights.shape)}: expected (B, T).")
     rows, length = weights.shape
-    if ratio.shape not in {(rows, length), (rows, 1)}:
-        raise ValueError(
-            f"`ratio` has shape {tuple(ratio.shape)}: expected (B, T) = ({rows}, {length}) as `weights`, or (B, 1)."
-        )
-    if advantages.shape not in {(rows,), (rows, 1), (rows, length)}:
-        raise ValueError(
-            f"`advantages` has shape {tuple(advantages.shape)}: expected (B,) = ({rows},) or (B, T) = ({rows}, "
-            f"{length})."
-        )
+    for name, tensor, shapes in (
+        ("ratio", ratio, [(rows, length), (rows, 1)]),
+        ("advantages", advantages, [(rows,), (rows, 1), (rows, length)]),
+    ):
+        if tensor.shape not in shapes:
+            raise ValueError(f"`{name}` has shape {tuple(tensor.shape)}: expected one of {shapes}, as `weights`.")
     if advantages.dim() == 1:
         advantages = advantages.unsqueeze(1)
 
-    sums = torch.zeros(grid.num_lower + grid.num_upper + 1, dtype=sum_dtype(weights.device), device=weights.device)
-    for block in _blocks(weights):
-        sums += _sum_block(ratio[block], advantages[block], weights[block], grid, measure, delta)
-    return Contributions(sums[grid.num_lower + 1 :], sums[: grid.num_lower].flip(0))
-
-
-def size_contributions(gradient_size: torch.Tensor, advantages: torch.Tensor, weights: torch.Tensor) -> Contributions:
-    """
-    Sum the gradients of the tokens of a loss without clip bounds: curves of one point each.
-
-    `P = sum over A > 0 of w A size` and `N = sum over A < 0 of w |A| size`. The size is that at weight and advantage
-    1, of a shape that broadcasts with the weights, `(B, T)`; advantages are `(B,)`, `(B, 1)` or `(B, T)`. Tokens of
-    weight 0 or advantage 0 count nowhere. With a size of 1 these are the masses of both signs, the contributions at a
-    ratio of 1.
-    """
-    if advantages.dim() == 1:
-        advantages = advantages.unsqueeze(1)
-    terms = weights.to(sum_dtype(weights.device), copy=True).mul_(advantages)
-    counts_nowhere = terms == 0
-    terms.mul_(gradient_size).masked_fill_(counts_nowhere, 0.0)
-    positive = terms.clamp(min=0).sum()
-    return Contributions(positive.reshape(1), terms.clamp_(max=0).sum().abs().reshape(1))
-
-
-def _on_cpu(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu"
-
-
-def _blocks(weights: torch.Tensor) -> Iterator[slice]:
-    """Return the rows of each block of tokens that are summed together."""
-    rows, length = weights.shape
-    step = max(1, _TOKENS_PER_CPU_BLOCK // max(length, 1)) if _on_cpu(weights) else max(rows, 1)
-    return (slice(first, first + step) for first in range(0, rows if length else 0, step))
-
-
-def _sum_block(
-    ratio: torch.Tensor,
-    advantages: torch.Tensor,
-    weights: torch.Tensor,
-    grid: BoundGrid,
-    measure: str,
-    delta: float | None,
-) -> torch.Tensor:
-    """Return the contributions of a block of tokens at each of [`_signed_bounds`]."""
     device, dtype = weights.device, sum_dtype(weights.device)
     slot = _slots(ratio, advantages, grid).expand(weights.shape).reshape(-1)
     terms = weights.to(dtype, copy=True).mul_(advantages).abs_()  # w |A|
@@ -205,8 +147,27 @@ def _sum_block(
             terms.masked_fill_(ratio > delta, 0.0)
     # Now w r |A|. Weight 0 x infinity is NaN; and an infinity, which the table may multiply by 0, has to be finite.
     terms.nan_to_num_(nan=0.0, posinf=torch.finfo(dtype).max ** 0.5)
-    passed = _sum_rows(_passed_table(grid, device), slot, terms)
-    return passed if clipped is None else passed.add_(clipped)
+    sums = _sum_rows(_passed_table(grid, device), slot, terms)
+    if clipped is not None:
+        sums += clipped
+    return Contributions(sums[grid.num_lower + 1 :], sums[: grid.num_lower].flip(0))
+
+
+def size_contributions(gradient_size: torch.Tensor, advantages: torch.Tensor, weights: torch.Tensor) -> Contributions:
+    """
+    Sum the gradients of the tokens of a loss without clip bounds: curves of one point each.
+
+    `P = sum over A > 0 of w A size` and `N = sum over A < 0 of w |A| size`, for a size at weight and advantage 1 that
+    broadcasts with the weights, `(B, T)`, and advantages `(B,)`, `(B, 1)` or `(B, T)`. Tokens of weight 0 or advantage
+    0 count nowhere. With a size of 1 these are the total absolute advantages of both signs.
+    """
+    if advantages.dim() == 1:
+        advantages = advantages.unsqueeze(1)
+    terms = weights.to(sum_dtype(weights.device), copy=True).mul_(advantages)
+    counts_nowhere = terms == 0
+    terms.mul_(gradient_size).masked_fill_(counts_nowhere, 0.0)
+    positive = terms.clamp(min=0).sum()
+    return Contributions(positive.reshape(1), terms.clamp_(max=0).sum().abs().reshape(1))
 
 
 # The bounds of both signs are one ascending list: -lower bounds, 0, upper bounds. A token's ratio, with the sign of
@@ -217,47 +178,44 @@ def _sum_block(
 @lru_cache(maxsize=16)
 def _signed_bounds(grid: BoundGrid, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Return the list of both signs, shape `(K_low + 1 + K_high,)`. Shared: do not write."""
-    with torch.inference_mode(False):  # kept for later calls, which may need gradients
-        lower, upper = grid.lower_on(device), grid.upper_on(device)
-        return torch.cat([-lower.flip(0), lower.new_zeros(1), upper]).to(dtype)
+    lower, upper = grid.lower_on(device), grid.upper_on(device)
+    return torch.cat([-lower.flip(0), lower.new_zeros(1), upper]).to(dtype)
 
 
 @lru_cache(maxsize=16)
 def _passed_table(grid: BoundGrid, device: torch.device) -> torch.Tensor:
     """Return 1 where a bound (column) lets a token of a slot (row) of its sign through, else 0. Shared."""
     num_bounds, num_negative = grid.num_lower + 1 + grid.num_upper, grid.num_lower + 1
-    with torch.inference_mode(False):
-        table = torch.ones(num_bounds + 1, num_bounds, dtype=sum_dtype(device), device=device).triu_()
-        table[:num_negative, num_negative:] = 0
-        return table
+    table = torch.ones(num_bounds + 1, num_bounds, dtype=sum_dtype(device), device=device).triu_()
+    table[:num_negative, num_negative:] = 0
+    return table
 
 
 @lru_cache(maxsize=16)
 def _clipped_table(grid: BoundGrid, device: torch.device) -> torch.Tensor:
     """Return the bound (column) where it clips the ratio of a token of a slot (row) of its sign, else 0. Shared."""
     num_negative = grid.num_lower + 1
-    with torch.inference_mode(False):
-        bounds = _signed_bounds(grid, device, sum_dtype(device)).abs()
-        table = bounds.expand(len(bounds) + 1, -1).tril(-1)
-        table[num_negative:, :num_negative] = 0
-        return table
+    bounds = _signed_bounds(grid, device, sum_dtype(device)).abs()
+    table = bounds.expand(len(bounds) + 1, -1).tril(-1)
+    table[num_negative:, :num_negative] = 0
+    return table
 
 
 def _slots(ratio: torch.Tensor, advantages: torch.Tensor, grid: BoundGrid) -> torch.Tensor:
     """Return the slot of each token, int32, in the shape that `ratio` and `advantages` broadcast to."""
-    if _on_cpu(ratio):  # several times faster there
-        lower = _count_points_below(ratio, grid.lower_start, grid.lower_step, grid.num_lower, or_equal=True)
-        upper = _count_points_below(ratio, grid.upper_start, grid.upper_step, grid.num_upper, or_equal=False)
-        return torch.where(advantages > 0, upper + (grid.num_lower + 1), grid.num_lower - lower)
     signed = ratio.clamp(min=torch.finfo(ratio.dtype).tiny).copysign(advantages)  # 0 has no sign in a comparison
     bounds = _signed_bounds(grid, ratio.device, ratio.dtype)  # rounded as in the loss, which compares in that type
     return torch.bucketize(signed, bounds.to(signed.dtype), out_int32=True)
 
 
+def _on_cpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
 def _sum_rows(table: torch.Tensor, rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """Return the sum over tokens of factor x the token's row of the table."""
     factors = factors.reshape(-1)
-    if _on_cpu(table):
+    if _on_cpu(table) or not len(rows):
         return factors.new_zeros(len(table)).index_add_(0, rows, factors) @ table
     # One thread sums a run of tokens, in their order, then the runs are summed: the same result in every call, where
     # `index_add` on CUDA adds in the order in which threads arrive. The sums of all runs take half as much memory as a
@@ -269,19 +227,3 @@ def _sum_rows(table: torch.Tensor, rows: torch.Tensor, factors: torch.Tensor) ->
         starts = torch.arange(0, len(part), per_run, dtype=part.dtype, device=part.device)
         sums.append(embedding_bag(part, table, starts, mode="sum", per_sample_weights=weights).sum(0))
     return reduce(torch.add, sums)
-
-
-def _count_points_below(
-    values: torch.Tensor, start: float, step: float, num_points: int, or_equal: bool
-) -> torch.Tensor:
-    """
-    Count the points `start + k * step`, `k < num_points`, below each value (or equal to it, if `or_equal`).
-
-    `torch.bucketize` for an evenly spaced axis, several times faster on a CPU: the nearest point by arithmetic, then
-    one comparison with that very point in the type of `values`. A NaN is below all points.
-    """
-    nearest = (values.to(sum_dtype(values.device)) - start).div_(step).round_()
-    nearest.nan_to_num_(nan=0.0).clamp_(0, num_points - 1)
-    index = nearest.int()
-    point = nearest.mul_(step).add_(start).to(values.dtype)
-    return index + (values >= point if or_equal else values > point)

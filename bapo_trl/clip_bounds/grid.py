@@ -13,25 +13,19 @@ MOST_POINTS = 2_000
 """Largest number of candidates of a bound: the curves take a table of up to 4 times its square, 128 MB."""
 
 
-def sum_dtype(device: torch.device) -> torch.dtype:
+def sum_dtype(device: torch.device | str) -> torch.dtype:
     """Return `torch.float64`, or `torch.float32` on devices that may have no double precision: MPS, XPU, NPU."""
     return torch.float64 if torch.device(device).type in ("cpu", "cuda") else torch.float32
 
 
 @lru_cache(maxsize=64)
-def _grid_axis(start: float, maximum: float, step: float, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    # Made on the device (a copy from the host would wait for it) and by index arithmetic: repeated addition of 0.05
-    # misses 3.0.
-    with torch.inference_mode(False):  # kept for later calls, which may need gradients
-        return start + step * torch.arange(_num_points(start, maximum, step), device=device, dtype=dtype)
+def _grid_axis(start: float, step: float, num_points: int, device: torch.device | str) -> torch.Tensor:
+    # On the device, as a copy would wait for it; by index, as repeated addition of 0.05 misses 3.0
+    return start + step * torch.arange(num_points, device=device, dtype=sum_dtype(device))
 
 
 def _num_points(start: float, maximum: float, step: float) -> int:
-    return math.floor(_num_steps(start, maximum, step)) + 1
-
-
-def _num_steps(start: float, maximum: float, step: float) -> float:
-    return (maximum - start) / step + 1e-9  # 0.15 / 0.05 is 2.9999999999999996
+    return math.floor((maximum - start) / step + 1e-9) + 1  # 0.15 / 0.05 is 2.9999999999999996
 
 
 @dataclass(frozen=True)
@@ -83,36 +77,28 @@ class BoundGrid:
     def __post_init__(self):
         for side in ("lower", "upper"):
             start, maximum, step = (getattr(self, f"{side}_{part}") for part in ("start", "max", "step"))
-            for part, value in (("start", start), ("max", maximum), ("step", step)):
-                if not math.isfinite(value):
-                    raise InputError(f"`ratio_{side}_{part}` is {value}: set it to a finite number.")
-            if step <= 0:
+            for part, value in (("start", start), ("max", maximum)):
+                if side == "lower" and not 0 < value <= 1:
+                    raise InputError(
+                        f"`ratio_lower_{part}` is {value}: set it to a ratio in (0, 1], e.g. 0.8 (not an `epsilon`)."
+                    )
+                if side == "upper" and not 1 <= value < math.inf:
+                    raise InputError(
+                        f"`ratio_upper_{part}` is {value}: set it to a finite ratio, at least 1, e.g. 1.2 (not an "
+                        "`epsilon`)."
+                    )
+            if not 0 < step < math.inf:
                 raise InputError(f"`ratio_{side}_step` is {step}: set it to a positive step, e.g. 0.05.")
             if start > maximum:
                 raise InputError(
                     f"`ratio_{side}_start` is {start}, above `ratio_{side}_max`, which is {maximum}: lower "
                     f"`ratio_{side}_start` or raise `ratio_{side}_max` (equal values fix the bound)."
                 )
-            if _num_steps(start, maximum, step) >= MOST_POINTS:
+            if (maximum - start) / step >= MOST_POINTS:
                 raise InputError(
                     f"`ratio_{side}_step` is {step}, which makes more than {MOST_POINTS} candidates from "
                     f"`ratio_{side}_start` ({start}) to `ratio_{side}_max` ({maximum}): raise it, e.g. to 0.05."
                 )
-        if self.lower_start <= 0:
-            raise InputError(
-                f"`ratio_lower_start` is {self.lower_start}: lower bounds are ratios in (0, 1], e.g. 0.6 (not "
-                "`1 - epsilon` offsets)."
-            )
-        if self.lower_max > 1:
-            raise InputError(
-                f"`ratio_lower_max` is {self.lower_max}: lower bounds are ratios in (0, 1], e.g. 0.9, because a ratio "
-                "of 1 (on-policy) must not be clipped."
-            )
-        if self.upper_start < 1:
-            raise InputError(
-                f"`ratio_upper_start` is {self.upper_start}: upper bounds are ratios of at least 1, e.g. 1.2 (not "
-                "`epsilon` offsets)."
-            )
 
     @property
     def lower(self) -> torch.Tensor:
@@ -136,13 +122,11 @@ class BoundGrid:
 
     def lower_on(self, device: torch.device | str) -> torch.Tensor:
         """Return [`BoundGrid.lower`] on `device`, in the widest floating type the device has. Shared: do not write."""
-        device = torch.device(device)
-        return _grid_axis(self.lower_start, self.lower_max, self.lower_step, device, sum_dtype(device))
+        return _grid_axis(self.lower_start, self.lower_step, self.num_lower, device)
 
     def upper_on(self, device: torch.device | str) -> torch.Tensor:
         """Return [`BoundGrid.upper`] on `device`, in the widest floating type the device has. Shared: do not write."""
-        device = torch.device(device)
-        return _grid_axis(self.upper_start, self.upper_max, self.upper_step, device, sum_dtype(device))
+        return _grid_axis(self.upper_start, self.upper_step, self.num_upper, device)
 
     @property
     def is_fixed(self) -> bool:

@@ -1,6 +1,5 @@
 """Named sums and maxima, over micro-batches and over ranks: what is packed for a transfer is unpacked by its name."""
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -10,10 +9,10 @@ import torch
 @dataclass(frozen=True)
 class Tally:
     """
-    Named numbers that add up, and others of which the largest counts.
+    Named numbers that add up, and others of which the largest counts. Each has one element.
 
     Tallies of the same names are added up with `+`, those of all ranks with [`Tally.over_ranks`]. On a device, nothing
-    waits for the host until [`Tally.numbers`]. Each number has one element.
+    waits for the host until [`Tally.numbers`].
 
     Example:
 
@@ -31,7 +30,10 @@ class Tally:
     def __add__(self, other: "Tally") -> "Tally":
         return Tally(
             {name: value + other.sums[name] for name, value in self.sums.items()},
-            {name: _larger(value, other.maxima[name]) for name, value in self.maxima.items()},
+            {
+                name: torch.maximum(torch.as_tensor(value), torch.as_tensor(other.maxima[name]))
+                for name, value in self.maxima.items()
+            },
         )
 
     def over_ranks(
@@ -52,12 +54,6 @@ class Tally:
         )
 
     def numbers(self) -> dict[str, float]:
-        """Return all numbers by name, read from the device at once."""
+        """Return all numbers by name, read from the device at once: they are of one type."""
         values = {**self.sums, **self.maxima}
-        tensors = [torch.as_tensor(value) for value in values.values()]
-        dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
-        return dict(zip(values, torch.stack([tensor.to(dtype) for tensor in tensors]).tolist(), strict=True))
-
-
-def _larger(left: torch.Tensor | float, right: torch.Tensor | float) -> torch.Tensor | float:
-    return torch.maximum(torch.as_tensor(left), torch.as_tensor(right))
+        return dict(zip(values, torch.stack([*map(torch.as_tensor, values.values())]).tolist(), strict=True))

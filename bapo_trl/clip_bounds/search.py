@@ -1,9 +1,7 @@
-"""Pure: choose the clip bounds of one optimizer update, Algorithm 1 of BAPO, as a look-up on the curves.
+"""
+Choose the clip bounds of one optimizer update, Algorithm 1 of BAPO, as a look-up on the curves.
 
-Nothing here waits for the device: no function reads a tensor value back to the host. All bounds are in ratio space.
-
-References:
-    https://huggingface.co/papers/2510.18927, Algorithm 1.
+No function reads a tensor value back to the host. All bounds are in ratio space.
 """
 
 from dataclasses import dataclass, replace
@@ -16,9 +14,9 @@ from .grid import BoundGrid
 
 SEARCH_ORDERS = ("upper_first", "lower_first")
 
-# A share that misses the target by less, relative to the target, meets it. The last bits of a sum depend on its order:
-# on the device, and on how the tokens are split over micro-batches and ranks. A tie must not: with rewards of 0 and 1,
-# ratios of 1 and as many right as wrong samples, the share is 0.5 in whatever order.
+# A share that misses the target by less, relative to the target, meets it. The last bits of a sum depend on the device
+# and on how the tokens are split over micro-batches and ranks. A tie must not: with ratios of 1 and as many right as
+# wrong samples, the share is 0.5 in whatever order.
 _ROUNDING = 1e-11
 
 
@@ -108,10 +106,9 @@ def search_bounds(
     """
     if order not in SEARCH_ORDERS:
         raise ValueError(f"`order` is {order!r}: choose one of {', '.join(map(repr, SEARCH_ORDERS))}.")
-    if not 0 < target <= 1:
-        raise ValueError(f"`target` is {target}: set it to a share in (0, 1].")
-    if not 0 < negative_weight_min <= 1:
-        raise ValueError(f"`negative_weight_min` is {negative_weight_min}: set it to a weight in (0, 1].")
+    for name, value in (("target", target), ("negative_weight_min", negative_weight_min)):
+        if not 0 < value <= 1:
+            raise ValueError(f"`{name}` is {value}: set it to a value in (0, 1].")
     device = contributions.positive.device
     upper, lower = grid.upper_on(device), grid.lower_on(device)
     if contributions.positive.shape != upper.shape or contributions.negative.shape != lower.shape:
@@ -159,17 +156,14 @@ def share_under(bounds: ClipBounds, contributions: Contributions, grid: BoundGri
     """
     Return `bounds`, chosen for other curves, with the shares that they and their weight have on these.
 
-    The curves are those of `grid`, summed over all tokens of the update. Whether the target was met stays what the
-    search said: a forecast that aims at it scatters around it.
+    Whether the target was met stays what the search said: a forecast that aims at it scatters around it.
     """
     upper_index = ((bounds.high - grid.upper_start) / grid.upper_step).round().long()
     lower_index = ((bounds.low - grid.lower_start) / grid.lower_step).round().long()
-    positive = contributions.positive.take(upper_index)
-    negative = contributions.negative.take(lower_index)
-    share = positive / (positive + bounds.negative_weight * negative)
+    positive, negative = contributions.positive.take(upper_index), contributions.negative.take(lower_index)
     first_positive, first_negative = contributions.positive[0], contributions.negative[0]
     return replace(
         bounds,
-        positive_share=share,
+        positive_share=positive / (positive + bounds.negative_weight * negative),
         initial_positive_share=first_positive / (first_positive + first_negative),
     )

@@ -1,6 +1,7 @@
-"""The tokens of one micro-batch as the policy loss weighs them: the carrier between TRL's batch and the bound search.
+"""
+The tokens of one micro-batch as the policy loss weighs them: the carrier between a trainer's batch and the search.
 
-Pure: plain tensors and values in, tensors out. Legend: `B` rows, `T` completion tokens.
+Legend: `B` rows, `T` completion tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -73,16 +74,16 @@ def policy_tokens(
     """
     Compute the importance ratios of a micro-batch and the weight that the loss gives each token.
 
-    The ratio is `exp(logp - old_logp)` for each token, or the exponential of its mean over the tokens of a row. The
-    weight is the mask, divided by the row's number of tokens if the loss `weighs_by_length`, times the
-    factors, times the probability under the behaviour policy if asked for. Factors common to all tokens of the update
-    (number of rows, of tokens, of micro-batches) are left out: the share of the positive tokens does not see them.
+    The ratio is `exp(logp - old_logp)` for each token, or, with the `importance_sampling_level` `"sequence"`, the
+    exponential of its mean over the tokens of a row. The weight is the mask, divided by the row's number of tokens if
+    the loss `weighs_by_length`, times the factors, and with the `weighting` `"behavior_prob"` times `exp(old_logp)`,
+    as Eq. 8 prints it. Factors common to all tokens of the update (number of rows, of tokens, of micro-batches) are
+    left out: the share of the positive tokens does not see them.
 
     The first two are `(B, T)`, of the policy that is trained and of the one that sampled each token; the advantages
-    `(B,)` or `(B, T)`; the mask, `(B, T)`, is 1 for tokens that the loss counts. `importance_sampling_level` is
-    `"token"` or `"sequence"`; with the `weighting` `"behavior_prob"`, a token is weighed by `exp(old_logp)` as Eq. 8
-    prints it. `factors` are further ones of the token loss (entropy mask, off-policy mask, vLLM importance-sampling
-    correction), `(B, T)` or `(B, 1)`. What is returned is detached from the graph.
+    `(B,)` or `(B, T)`; the mask, `(B, T)`, is 1 for tokens that the loss counts. `factors` are further ones of the
+    token loss (entropy mask, off-policy mask, vLLM importance-sampling correction), `(B, T)` or `(B, 1)`. What is
+    returned is detached from the graph.
     """
     log_ratio = per_token_logps.detach() - old_per_token_logps
     row_tokens = mask.sum(dim=1, keepdim=True).clamp(min=1.0)

@@ -1,8 +1,8 @@
 """What is logged at every optimizer update: names, definitions, and the one reduction that all of them share.
 
-A rank sums up each micro-batch in a `Tally` (`measure_tokens`). Tallies add up over micro-batches and ranks, so one
-gather of a few numbers at the end of an update serves every metric, and one transfer to the host reads them. Legend:
-`B` rows, `T` completion tokens.
+A rank sums up each micro-batch in a `Tally`. Tallies add up over micro-batches and ranks, so one gather of a few
+numbers at the end of an update serves every metric, and one transfer to the host reads them. Legend: `B` rows, `T`
+completion tokens.
 """
 
 import math
@@ -17,10 +17,15 @@ from .search import ClipBounds
 from .tokens import PolicyTokens
 
 
+_SEARCH_FIELDS = {
+    "bapo/clip_low": "low", "bapo/clip_high": "high", "bapo/positive_share": "positive_share",
+    "bapo/positive_share_initial": "initial_positive_share", "bapo/target_met": "target_met",
+    "bapo/search_steps": "steps", "bapo/negative_weight": "negative_weight",
+}  # fmt: skip
+
 UPDATE_METRICS = (
-    "bapo/clip_low", "bapo/clip_high", "bapo/positive_share", "bapo/positive_share_initial", "bapo/target_met",
-    "bapo/search_steps", "bapo/negative_weight", "bapo/entropy_covariance", "ratio/mean", "ratio/min", "ratio/max",
-    "ratio/ess", "ratio/kl", "ratio/chi2", "staleness/mean", "staleness/max", "bapo/masked_share",
+    *_SEARCH_FIELDS, "bapo/entropy_covariance", "ratio/mean", "ratio/min", "ratio/max", "ratio/ess", "ratio/kl",
+    "ratio/chi2", "staleness/mean", "staleness/max", "bapo/masked_share",
 )  # fmt: skip
 """Metrics of each update, defined in docs/metrics.md."""
 
@@ -29,10 +34,7 @@ GUARDED_TENSORS = ("per_token_logps", "old_per_token_logps", "ref_per_token_logp
 
 
 def measure_tokens(
-    tokens: PolicyTokens,
-    staleness: torch.Tensor | None,
-    bounds: ClipBounds,
-    delta: float | None = None,
+    tokens: PolicyTokens, staleness: torch.Tensor | None, bounds: ClipBounds, delta: float | None = None
 ) -> Tally:
     """
     Sum up one micro-batch.
@@ -41,25 +43,23 @@ def measure_tokens(
     Rows without a token of the loss, and tokens that are none, do not count. NaNs and infinities of the tokens'
     `log_probs` are counted on the tokens of the loss. `delta` is TRL's two-sided clip.
     """
-    device = tokens.ratio.device
-    dtype = sum_dtype(device)
-    valid = tokens.ratio_mask
-    zero = torch.zeros((), device=device)  # one for all: a number given to `torch.where` is a kernel each time
+    device, dtype = tokens.ratio.device, sum_dtype(tokens.ratio.device)
+    mask, valid, advantages = tokens.mask.bool(), tokens.ratio_mask, tokens.column_advantages
+    # One of each for all: a number given to `torch.where` is a kernel each time
+    zero = torch.zeros((), device=device)
+    infinity = torch.full_like(zero, math.inf)
     ratio = torch.where(valid, tokens.ratio, zero).to(dtype)
     log_ratio = torch.where(valid, tokens.log_ratio, zero).to(dtype)
-    is_trained = tokens.mask.any(dim=1)
-    counted = tokens.mask.bool() if staleness is not None and staleness.dim() == 2 else is_trained
+    is_trained = mask.any(dim=1)
+    counted = mask if staleness is not None and staleness.dim() == 2 else is_trained
     if staleness is None:
         staleness = torch.full_like(zero, math.nan)
     staleness = torch.where(counted, staleness.to(device, dtype), zero)
 
-    mask = tokens.mask.bool()
-    advantages = tokens.column_advantages
     nonfinite = dict.fromkeys(GUARDED_TENSORS, zero)
     nonfinite |= _count_nonfinite({**tokens.log_probs, "advantages": advantages.expand(mask.shape)}, mask)
     nonfinite |= _count_nonfinite({"importance_ratio": tokens.ratio}, valid)
 
-    infinity = torch.full_like(zero, math.inf)
     passes = tokens.passes(bounds.low, bounds.high, delta)
     weighed = tokens.balanced_advantages(bounds.negative_weight).reshape(advantages.shape)
     if tokens.gradient_size is not None:
@@ -106,17 +106,9 @@ def average_searches(searches: Sequence[ClipBounds]) -> dict[str, torch.Tensor]:
     """
     dtype = searches[0].low.dtype
     finds_tokens = torch.stack([~bounds.initial_positive_share.isnan() for bounds in searches])
-    fields = {
-        "bapo/clip_low": "low",
-        "bapo/clip_high": "high",
-        "bapo/positive_share": "positive_share",
-        "bapo/positive_share_initial": "initial_positive_share",
-        "bapo/target_met": "target_met",
-        "bapo/search_steps": "steps",
-        "bapo/negative_weight": "negative_weight",
-    }
     values = {
-        name: torch.stack([getattr(each, field).to(dtype) for each in searches]) for name, field in fields.items()
+        name: torch.stack([getattr(bounds, field).to(dtype) for bounds in searches])
+        for name, field in _SEARCH_FIELDS.items()
     }
     means = {name: each.where(finds_tokens, math.nan).nanmean() for name, each in values.items()}
     kept = ("bapo/clip_low", "bapo/clip_high", "bapo/search_steps", "bapo/negative_weight")
@@ -124,11 +116,7 @@ def average_searches(searches: Sequence[ClipBounds]) -> dict[str, torch.Tensor]:
 
 
 def token_metrics(total: Mapping[str, float]) -> dict[str, float]:
-    """
-    Compute the metrics of an update that its tokens give, from the numbers of [`measure_tokens`] of all ranks.
-
-    NaN where a value is undefined.
-    """
+    """Return the metrics that tokens give, of the numbers of [`measure_tokens`] of all ranks; NaN where undefined."""
     count, passing = total["ratios"], total["passing"]
     return {
         "bapo/entropy_covariance": _ratio(total["passing_product"], passing)
@@ -186,11 +174,10 @@ class UpdateLog:
 
     def close(self, gather: Callable[[torch.Tensor], torch.Tensor], update: int) -> dict[str, float]:
         """
-        Return the metrics of the update, see [`UPDATE_METRICS`]; the error message has its number.
+        Return the metrics of the update; the error message has its number.
 
-        A metric is NaN where it is undefined, as all are but one in an update without a token of the loss.
-
-        A NaN or an infinity in one of [`GUARDED_TENSORS`], on any rank, is a `RuntimeError`.
+        A metric is NaN where it is undefined, as all are but one in an update without a token of the loss. A NaN or an
+        infinity in one of [`GUARDED_TENSORS`], on any rank, is a `RuntimeError`.
         """
         bounds = average_searches(self.searches)
         device = self.searches[0].low.device

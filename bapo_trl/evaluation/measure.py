@@ -12,8 +12,8 @@ import torch
 from datasets import Dataset, IterableDataset
 from xxhash import xxh3_128
 
+from ..batch.reward_sums import best_of_k, weighted_sums
 from ..checkpoints.rank_errors import on_main_process
-from ..reward_sums import best_of_k, weighted_sums
 from .accuracy import Estimate, PromptResult, summarize
 from .answers import canonical
 from .sampling import Completion, EvaluatedTrainer

@@ -14,8 +14,8 @@ from accelerate.utils import DistributedType, is_peft_model
 from torch import nn
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
+from ..batch.reward_sums import overflowing_groups
 from ..errors import InputError
-from ..reward_sums import overflowing_groups
 from .prompt_checks import TokenLimits
 from .reward_checks import check_size_of_rewards, checked
 

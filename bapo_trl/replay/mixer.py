@@ -11,10 +11,10 @@ from accelerate import Accelerator
 
 from ..batch.filler_rows import mark_fillers
 from ..batch.policy_loss import policy_mask
+from ..batch.reward_sums import tied_rows
 from ..batch.samples import Rows, batch_to_rows, mask_zero_advantages, rows_to_batch, set_num_items
 from ..clip_bounds.reduce import Tally
 from ..errors import InputError
-from ..reward_sums import tied_rows
 from .checkpoint import load_queue, save_queue
 from .queue import ReplayBatch, ReplayQueue
 

@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from bapo_trl.reward_sums import tied_rows
+from bapo_trl.batch.reward_sums import tied_rows
 from tests.helpers.toy import toy_run, training_logs
 from tests.replay.test_mixer import REPLAY, Spy
 
