@@ -2,6 +2,8 @@
 
 import itertools
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +12,8 @@ from trl import GRPOConfig, GRPOTrainer
 from bapo_trl import BAPOConfig
 from bapo_trl.checkpoints import curves as curves_file
 from bapo_trl.checkpoints.curves import CURVES_FILE
-from bapo_trl.clip_bounds import BoundGrid, Contributions, contributions, search_bounds
-from bapo_trl.clip_bounds.carried_curves import CarriedCurves
+from bapo_trl.clip_bounds import Contributions, contributions, search_bounds
+from bapo_trl.clip_bounds.controller import ClipBoundController
 from bapo_trl.clip_bounds.tokens import policy_tokens
 from tests.helpers.alike import assert_same_logs, assert_same_weights
 from tests.helpers.toy import CPU, toy_model, toy_run, toy_trainer, training_logs
@@ -24,11 +26,22 @@ NINE_LOSSES = {
     **{name: {"loss_type": name, **args} for name, args in UNCLIPPED.items()},
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
 }
-GRID = BoundGrid(lower_start=0.5, lower_max=0.5, upper_start=1.0, upper_max=1.0)
 
 
-def curves(positive: float, negative: float) -> Contributions:
-    return Contributions(torch.tensor([positive]), torch.tensor([negative]))
+def controller_of(folder, **settings) -> ClipBoundController:
+    """The controller of a run on one rank."""
+    alone = {"reduce": torch.clone, "gather": torch.clone, "update": lambda: 1}
+    return ClipBoundController(BAPOConfig(folder, **CPU, **settings), torch.device("cpu"), **alone)
+
+
+def observe_token(controller, ratio: float, advantage: float, **tokens):
+    """Have a controller see the one token of an update; return its bounds."""
+    logps = torch.tensor([[ratio]]).log()
+    token = policy_tokens(logps, torch.zeros(1, 1), torch.tensor([advantage]), torch.ones(1, 1))
+    token = replace(token, log_probs={"per_token_logps": logps}, **tokens)
+    bounds = controller.observe(token, None, is_last=True)
+    controller.close()
+    return bounds
 
 
 # The weight
@@ -49,7 +62,23 @@ def gradient_by_sign(trainer, record, inputs) -> torch.Tensor:
     return gradient
 
 
-SIGNS = (lambda advantages: advantages > 0, lambda advantages: advantages < 0)
+def assert_negatives_are_scaled(trainer, record, weight: float) -> None:
+    """See that a weight scales the gradients of negative tokens of TRL's own loss, and no others."""
+    plain = gradient_by_sign(trainer, record, record["inputs"])
+    negative = record["inputs"]["advantages"] < 0
+    torch.testing.assert_close(record["gradient"][negative], plain[negative] * weight, rtol=1e-5, atol=1e-9)
+    assert torch.equal(record["gradient"][~negative], plain[~negative])
+
+
+def share_of(records, loss_type: str | None) -> float:
+    """The share of the positive tokens in the size of the gradient; NaN if it is 0."""
+    sizes = torch.zeros(2, dtype=torch.float64)
+    for record in records:
+        # The search takes the update of bnpo as one batch
+        factor = record["inputs"]["completion_mask"].sum() if loss_type == "bnpo" else 1
+        gradient, advantages = record["gradient"].double().abs() * factor, record["inputs"]["advantages"]
+        sizes += torch.stack([gradient[advantages > 0].sum(), gradient[advantages < 0].sum()])
+    return (sizes[0] / sizes.sum()).item()
 
 
 @pytest.mark.parametrize(
@@ -70,33 +99,16 @@ def test_the_weight_scales_gradients_of_negative_tokens_alone_and_the_share_is_t
     weights, expected = [], []
     for update in trainer.updates:
         for record in update:
-            plain = gradient_by_sign(trainer, record, record["inputs"])
-            negative = record["inputs"]["advantages"] < 0
-            weight = record["bounds"].negative_weight.item()
-            torch.testing.assert_close(record["gradient"][negative], plain[negative] * weight, rtol=1e-5, atol=1e-9)
-            assert torch.equal(record["gradient"][~negative], plain[~negative])
-            if negative.any() and not negative.all():
+            weight, advantages = record["bounds"].negative_weight.item(), record["inputs"]["advantages"]
+            assert_negatives_are_scaled(trainer, record, weight)
+            if (advantages < 0).any() and not (advantages < 0).all():
                 weights.append(weight)
-        sizes = [
-            [record["gradient"].double().abs()[sign(record["inputs"]["advantages"])].sum() for sign in SIGNS]
-            for record in update
-        ]
-        if name == "bnpo":  # the search takes the update as one batch
-            sizes = [
-                [size * record["inputs"]["completion_mask"].sum() for size in pair]
-                for pair, record in zip(sizes, update, strict=True)
-            ]
-        parts = [[pair] for pair in sizes] if scope == "micro_batch" else [sizes]
-        shares = [
-            (positive / (positive + negative)).item()
-            for positive, negative in (map(sum, zip(*part, strict=True)) for part in parts)
-        ]
-        shares = [value for value in shares if not math.isnan(value)]
-        expected.append(sum(shares) / len(shares) if shares else None)
+        searched = [[record] for record in update] if scope == "micro_batch" else [update]
+        expected.append(torch.tensor([share_of(records, name) for records in searched]).nanmean().item())
     assert any(0.05 < weight < 1 for weight in weights)
-    logged = [log.get("bapo/positive_share") for log in training_logs(trainer)]
-    assert logged == [value if value is None else pytest.approx(value, rel=1e-5) for value in expected]
-    assert any(value is not None and 0 < value < 1 for value in logged)
+    logged = [log.get("bapo/positive_share", math.nan) for log in training_logs(trainer)]
+    assert logged == pytest.approx(expected, rel=1e-5, nan_ok=True)
+    assert any(0 < value < 1 for value in logged)
     if name in UNCLIPPED:
         assert not {"bapo/clip_low", "bapo/clip_high", "bapo/search_steps"} & set(training_logs(trainer)[0])
 
@@ -117,23 +129,15 @@ def test_a_target_of_one_is_a_constant_weight_from_the_first_micro_batch_on_with
     assert {log["bapo/negative_weight"] for log in logs} == {0.25}
     assert not any("bapo/target_met" in log for log in logs)  # which is 0 always, and no reason for a warning
     for update, log in zip(trainer.updates, logs, strict=True):
-        sizes = [[0.0, 0.0]]
         for record in update:
-            plain = gradient_by_sign(trainer, record, record["inputs"])
-            negative = record["inputs"]["advantages"] < 0
-            torch.testing.assert_close(record["gradient"][negative], plain[negative] * 0.25, rtol=1e-5, atol=1e-9)
-            assert torch.equal(record["gradient"][~negative], plain[~negative])
-            sizes.append([record["gradient"].abs()[rows].sum().item() for rows in (~negative, negative)])
-        positive, negative = map(sum, zip(*sizes, strict=True))
-        assert log["bapo/positive_share"] == pytest.approx(positive / (positive + negative), rel=1e-4)
+            assert_negatives_are_scaled(trainer, record, 0.25)
+        assert log["bapo/positive_share"] == pytest.approx(share_of(update, name), rel=1e-4)
 
 
 def test_a_constant_weight_holds_where_an_update_has_no_negative_tokens(tmp_path):
-    trainer = toy_trainer(
-        tmp_path, loss_type="vespo", negative_weight_min=0.25, positive_contribution_target=1.0, scale_rewards="none",
-    )  # fmt: skip
-    curves_of_positives = Contributions(torch.tensor([2.0]), torch.tensor([0.0]))
-    bounds = trainer._bounds._search(curves_of_positives)
+    controller = controller_of(tmp_path, loss_type="vespo", negative_weight_min=0.25, positive_contribution_target=1.0)
+    controller.begin()
+    bounds = observe_token(controller, 1.0, 2.0, gradient_size=torch.ones(1, 1))
     assert (bounds.negative_weight.item(), bounds.positive_share.item()) == (0.25, 1.0)
 
 
@@ -165,22 +169,6 @@ def test_several_passes_weigh_the_advantages_of_the_buffer_each_time_anew(tmp_pa
             assert again.dim() == 1
 
 
-def test_the_covariance_counts_the_weight_and_the_size_of_a_gradient_without_bounds(tmp_path):
-    trainer = trained(
-        tmp_path, loss_type="cispo", epsilon_high=5.0, negative_weight_min=0.25, positive_contribution_target=1.0,
-        learning_rate=2e-2, gradient_accumulation_steps=1, steps_per_generation=2,
-    )  # fmt: skip
-    covariances = []
-    for (record,) in trainer.updates:
-        passes = record["gradient"] != 0
-        logps = record["logps"][passes]
-        advantages = -record["gradient"][passes] * record["inputs"]["num_items_in_batch"] / 2  # of two micro-batches
-        covariances.append(((logps - logps.mean()) * advantages).mean().item())
-    logged = [log["bapo/entropy_covariance"] for log in training_logs(trainer)]
-    assert logged == pytest.approx(covariances, rel=1e-3)
-    assert any(covariances)
-
-
 # Curves carried over
 
 
@@ -203,7 +191,7 @@ def carried_run(tmp_path_factory) -> Recorder:
 
 
 def test_the_first_update_of_a_generation_is_that_of_the_batch_scope(carried_run, tmp_path):
-    """Its ratios are 1: the masses tell all, without a forward pass."""
+    """Its ratios are 1: the totals tell all, without a forward pass."""
     batch = trained(tmp_path, **{**CARRIED, "search_scope": "batch"})
     assert carried_run.look_ahead_calls == 0
     assert batch.look_ahead_calls > 0
@@ -224,18 +212,13 @@ def test_vllms_correction_counts_in_the_share_of_each_loss_whatever_the_scope(tm
             tmp_path / scope, trainer_class=VLLMCorrected, **{**CARRIED, **args, "search_scope": scope, "max_steps": 2}
         )
         first[scope] = trainer.updates[0][0]["bounds"]
-        sizes = torch.zeros(2, dtype=torch.float64)
-        for record in trainer.updates[0]:
-            factor = record["inputs"]["completion_mask"].sum() if args.get("loss_type") == "bnpo" else 1
-            gradient = record["gradient"].double().abs() * factor
-            sizes += torch.stack([gradient[sign(record["inputs"]["advantages"])].sum() for sign in SIGNS])
         logged = training_logs(trainer)[0]["bapo/positive_share"]
-        assert logged == pytest.approx((sizes[0] / sizes.sum()).item(), rel=1e-5)
+        assert logged == pytest.approx(share_of(trainer.updates[0], args.get("loss_type")), rel=1e-5)
     for name in ("low", "high", "negative_weight"):
         torch.testing.assert_close(getattr(first["batch"], name), getattr(first["carried_over"], name))
 
 
-def test_later_updates_take_the_curves_of_the_one_before_scaled_to_their_masses(carried_run):
+def test_later_updates_take_the_curves_of_the_one_before_scaled_to_their_totals(carried_run):
     grid, target = carried_run.args.bound_grid, carried_run.args.positive_contribution_target
 
     def tokens_of(update):
@@ -245,20 +228,21 @@ def test_later_updates_take_the_curves_of_the_one_before_scaled_to_their_masses(
         )
         return policy_tokens(logps, old, advantages, mask)
 
-    def masses_of(updates):
-        sums = [(tokens.weights * tokens.advantages.unsqueeze(1)).double() for tokens in map(tokens_of, updates)]
-        positive = sum(part.clamp(min=0).sum() for part in sums)
-        return Contributions(positive, positive - sum(part.sum() for part in sums))
+    def totals_of(update):
+        tokens = tokens_of(update)
+        sizes = (tokens.weights * tokens.advantages.unsqueeze(1)).double()
+        return Contributions(sizes.clamp(min=0).sum(), -sizes.clamp(max=0).sum())
 
     moved = 0
     for generation in (carried_run.updates[:4], carried_run.updates[4:]):
         for before, update in itertools.pairwise(generation):
-            tokens = tokens_of(before)
+            tokens, totals, next_totals = tokens_of(before), totals_of(before), totals_of(update)
             seen = contributions(tokens.ratio, tokens.advantages, tokens.weights, grid)
-            carried = CarriedCurves(grid, tokens.ratio.device)
-            carried.learn(seen, masses_of([before]))
-            scaled = carried.scaled_to(masses_of([update]))
-            expected = search_bounds(scaled, grid, target, negative_weight_min=0.05)
+            forecast = Contributions(
+                seen.positive / totals.positive * next_totals.positive,
+                seen.negative / totals.negative * next_totals.negative,
+            )
+            expected = search_bounds(forecast, grid, target, negative_weight_min=0.05)
             bounds = update[0]["bounds"]
             found = [bounds.low, bounds.high, bounds.negative_weight]
             torch.testing.assert_close(found, [expected.low, expected.high, expected.negative_weight])
@@ -307,45 +291,40 @@ def test_carried_curves_are_in_the_checkpoint_and_a_resumed_run_goes_on_with_the
     settings = {**CARRIED, "save_strategy": "steps", "save_steps": 4}
     straight = toy_run(tmp_path / "straight", **settings)
     checkpoint = tmp_path / "straight" / "checkpoint-4"
-    saved = CarriedCurves(straight.args.bound_grid, torch.device("cpu"))
-    assert saved.load_state_dict(curves_file.FILES.read(checkpoint / CURVES_FILE))
-    assert saved.state_dict()["positive"].max() != 1
+    assert curves_file.FILES.read(checkpoint / CURVES_FILE)["positive"].max() != 1
 
     resumed = toy_run(tmp_path / "resumed", **settings, resume=str(checkpoint))
     assert bounds_of(resumed) == bounds_of(straight)
     assert_same_weights(straight, resumed)
 
-    for name, bounds in {
-        "fewer": {"ratio_upper_max": 2.0},
-        "others": {"ratio_upper_start": 1.0, "ratio_upper_max": 2.8},
-    }.items():
-        other = toy_trainer(tmp_path / name, **settings, **bounds)
-        with pytest.warns(UserWarning, match="no carried curves on these candidate bounds"):
-            other.train(resume_from_checkpoint=str(checkpoint))
-    file = checkpoint / CURVES_FILE
-    file.write_bytes(b"no curves")
-    with pytest.raises(ValueError, match=r"carried curves .* is damaged"):
-        toy_trainer(tmp_path / "damaged", **settings).train(resume_from_checkpoint=str(checkpoint))
-    file.unlink()  # as the message says
+    other = toy_trainer(tmp_path / "other", **settings, ratio_upper_start=1.0, ratio_upper_max=2.8)
+    with pytest.warns(UserWarning, match="no carried curves on these candidate bounds"):
+        other.train(resume_from_checkpoint=str(checkpoint))
+    (checkpoint / CURVES_FILE).unlink()
     with pytest.warns(UserWarning, match="no carried curves"):
         toy_trainer(tmp_path / "removed", **settings).train(resume_from_checkpoint=str(checkpoint))
 
 
 def test_ranks_go_on_with_the_curves_of_the_first(tmp_path, monkeypatch):
     monkeypatch.setattr("bapo_trl.checkpoints.curves.broadcast", lambda vector: 2 * vector)
-    trainer = toy_run(tmp_path, **{**CARRIED, "save_strategy": "steps", "save_steps": 4, "max_steps": 4})
-    saved = trainer._bounds.state_dict()
-    curves_file.load_curves(trainer._bounds, tmp_path / "checkpoint-4", trainer.accelerator)
+    saved, loaded = controller_of(tmp_path), controller_of(tmp_path)
+    saved.begin(Contributions(torch.tensor([2.0]), torch.tensor([0.0])))
+    observe_token(saved, 0.75, 2.0)
+    curves_file.save_curves(saved, tmp_path)
+    curves_file.load_curves(loaded, tmp_path, SimpleNamespace(is_main_process=True))
     for sign in ("positive", "negative"):
-        torch.testing.assert_close(trainer._bounds.state_dict()[sign], 2 * saved[sign])
+        torch.testing.assert_close(loaded.state_dict()[sign], 2 * saved.state_dict()[sign])
 
 
-def test_a_sign_without_mass_keeps_its_curve():
-    carried = CarriedCurves(GRID, torch.device("cpu"))
-    carried.learn(curves(3.0, 0.5), curves(2.0, 1.0))
-    carried.learn(curves(0.0, 0.25), curves(0.0, 1.0))
-    scaled = carried.scaled_to(curves(4.0, 8.0))
-    assert (scaled.positive.item(), scaled.negative.item()) == (6.0, 2.0)
-    carried.learn(curves(2.0, 0.0), curves(1.0, 0.0))
-    scaled = carried.scaled_to(curves(4.0, 8.0))
-    assert (scaled.positive.item(), scaled.negative.item()) == (8.0, 2.0)
+def test_a_sign_without_a_total_keeps_its_curve(tmp_path):
+    controller = controller_of(tmp_path, ratio_lower_max=0.6, ratio_upper_max=1.2, negative_weight_min=0.05)
+
+    def learned(ratio: float, advantage: float) -> list[float]:
+        """The curves after an update of one token: of each sign, the latest ratio that the bounds let through."""
+        controller.begin(Contributions(torch.tensor([max(advantage, 0.0)]), torch.tensor([max(-advantage, 0.0)])))
+        observe_token(controller, ratio, advantage)
+        return [controller.state_dict()[sign].item() for sign in ("positive", "negative")]
+
+    assert learned(0.75, 2.0) == pytest.approx([0.75, 1.0])
+    assert learned(1.5, -4.0) == pytest.approx([0.75, 1.5])
+    assert learned(0.5, 1.0) == pytest.approx([0.5, 1.5])

@@ -1,4 +1,4 @@
-"""Pure: rewards summed over the reward functions, and which groups tie. NaN is a reward that a function did not give.
+"""Rewards summed over the reward functions, and which groups tie. NaN is a reward that a function did not give.
 
 Legend: `B` rows, `F` functions.
 """
@@ -21,15 +21,6 @@ def overflowing_groups(
     The rewards are finite, `(B, F)`, the groups one after the other; the weights `(F,)`; `scale` is TRL's
     `scale_rewards`. `summed_first` tells whether the functions are summed before the groups are scaled. Boolean,
     `(B,)`, the same for all rows of a group; with "batch", for all rows.
-
-    Example:
-
-    ```python
-    >>> rewards = torch.tensor([[0.0], [1e19], [0.0], [1e20]])
-    >>> overflowing_groups(rewards, torch.ones(1), 2, "group", summed_first=True).tolist()
-    [False, False, True, True]
-
-    ```
     """
     values = weighted_sums(rewards_per_func, weights).unsqueeze(1) if summed_first else rewards_per_func
     size = len(values) if scale == "batch" and summed_first else num_generations
@@ -51,10 +42,8 @@ def tied_rows(
     A group is tied if its largest and its smallest reward, the weighted sum over the functions, differ by no more than
     1e-8 (what TRL's `frac_reward_zero_std` takes for 0) and the rounding of such a sum, 4 float32 epsilons for each
     addend after the first, relative to the sum of the addends' magnitudes. Rows without any reward do not count; a
-    group with fewer than two others is tied.
-
-    TRL subtracts the mean of a group from its rewards. In float32 the mean of equal numbers is often another number,
-    and what is left looks like an advantage. Ties are therefore read off the rewards.
+    group with fewer than two others is tied. Ties are read off the rewards, as the float32 mean of equal numbers is
+    often another number, and what TRL's subtraction leaves looks like an advantage.
 
     `rewards_per_func` is `(B, F)`, the groups one after the other, and `weights` `(F,)`. Not `summed_first`, those of
     each function must tie. Boolean, `(B,)`, the same for all rows of a group.

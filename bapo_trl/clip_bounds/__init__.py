@@ -1,8 +1,8 @@
 """
 The method: clip bounds chosen for each optimizer update such that positive-advantage tokens contribute a set share.
 
-Knows tokens alone: nothing of TRL, of replay or of partial rollouts. All but its controller, the carried curves and
-the log of an update is pure.
+Knows tokens alone: nothing of TRL, of replay or of partial rollouts. All but its controller and the log of an update
+is pure.
 
 References:
     BAPO: Stabilizing Off-Policy Reinforcement Learning for LLMs via Balanced Policy Optimization with Adaptive

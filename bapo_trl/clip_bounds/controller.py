@@ -4,13 +4,13 @@ It knows tokens and total absolute advantages, no trainer and no batch, so that 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
-from .carried_curves import CarriedCurves
 from .curves import Contributions, contributions, size_contributions
+from .grid import sum_dtype
 from .search import ClipBounds, search_bounds, share_under
 from .tokens import PolicyTokens
 from .update_log import UpdateLog, measure_tokens, unlogged_metrics
@@ -21,6 +21,9 @@ class ClipBoundController:
     Chooses the clip bounds of each update of a run, and collects what is logged of it.
 
     An update is `begin`, `observe` for each of its micro-batches, `close`. All ranks make the same calls.
+
+    Curves are carried over as a forecast that needs no forward pass: what the tokens of one sign contribute at each
+    bound, over their total absolute advantage, changes little from one update to the next.
 
     Args:
         settings ([`~bapo_config.BAPOConfig`]):
@@ -48,13 +51,16 @@ class ClipBoundController:
         gather: Callable[[torch.Tensor], torch.Tensor],
         update: Callable[[], int],
     ):
-        self._settings, self._reduce, self._gather, self._update = settings, reduce, gather, update
+        self._settings, self._device = settings, device
+        self._reduce, self._gather, self._update = reduce, gather, update
         self._grid = settings.bound_grid
         self._curves: Contributions | None = None  # of the tokens since the last search, of this rank
-        self._carried = CarriedCurves(self._grid, device)
+        # Over total absolute advantages, as last seen on all ranks: 1 at each bound for fresh samples, of ratio 1
+        upper, lower = self._grid.upper_on(device), self._grid.lower_on(device)
+        self._carried = Contributions(torch.ones_like(upper), torch.ones_like(lower))
         self._log = UpdateLog(unlogged_metrics(settings))
         nothing = torch.zeros((), device=device)
-        self.current = self._search(self._carried.scaled_to(Contributions(nothing, nothing)))
+        self.current = self._search(self._carried * Contributions(nothing, nothing))
         self._searches_ahead = self._forecasts = False  # in the current update
         self._totals: Contributions | None = None  # total absolute advantages of the current update, of all ranks
 
@@ -96,7 +102,7 @@ class ClipBoundController:
         self._totals = total_absolute_advantages
         self._forecasts = total_absolute_advantages is not None and read_ahead is None
         if self._forecasts:  # not logged yet: it will be with the shares of its own tokens
-            self.current = self._search(self._carried.scaled_to(total_absolute_advantages))
+            self.current = self._search(self._carried * total_absolute_advantages)
         ahead = [] if read_ahead is None else read_ahead()
         self._searches_ahead = bool(ahead)
         for tokens in ahead:
@@ -126,16 +132,26 @@ class ClipBoundController:
         return self._log.close(self._gather, update=self._update())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next update needs of those before: the carried curves."""
-        return self._carried.state_dict()
+        """Return what the next update needs of those before: the carried curves, on the CPU, and their grid."""
+        positive, negative = self._carried.positive.cpu(), self._carried.negative.cpu()
+        return {"positive": positive, "negative": negative, "grid": asdict(self._grid)}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Restore it; return whether it was of the same candidate bounds, else nothing changes."""
-        return self._carried.load_state_dict(state)
+        """
+        Restore the carried curves; return whether they are on this grid, else nothing changes.
+
+        The first update after that is on new samples, and learns its curves before it. So a resumed run reads of these
+        only the curve of a sign that is missing in that update.
+        """
+        if state["grid"] != asdict(self._grid):
+            return False
+        vector = torch.cat([state["positive"], state["negative"]]).to(self._device, sum_dtype(self._device))
+        self._carried = Contributions.from_vector(vector, self._grid)
+        return True
 
     def share_state(self, broadcast: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Take the state of the first rank. All ranks make this call together."""
-        self._carried.share(broadcast)
+        self._carried = Contributions.from_vector(broadcast(self._carried.as_vector()), self._grid)
 
     def _add(self, tokens: PolicyTokens) -> None:
         """Add the tokens of a micro-batch to the tokens of the next search."""
@@ -152,7 +168,7 @@ class ClipBoundController:
         curves = Contributions.from_vector(self._reduce(self._curves.as_vector()), self._grid)
         self._curves = None
         if self._totals is not None:
-            self._carried.learn(curves, self._totals)
+            self._carried = curves.over(self._totals, self._carried)
         return curves
 
     def _search(self, curves: Contributions) -> ClipBounds:

@@ -47,6 +47,17 @@ class Contributions:
     def __add__(self, other: "Contributions") -> "Contributions":
         return Contributions(self.positive + other.positive, self.negative + other.negative)
 
+    def __mul__(self, totals: "Contributions") -> "Contributions":
+        """Return each curve times the total of its sign."""
+        return Contributions(self.positive * totals.positive, self.negative * totals.negative)
+
+    def over(self, totals: "Contributions", otherwise: "Contributions") -> "Contributions":
+        """Return each curve over the total of its sign; that of `otherwise` where the total is 0."""
+        return Contributions(
+            torch.where(totals.positive > 0, self.positive / totals.positive, otherwise.positive),
+            torch.where(totals.negative > 0, self.negative / totals.negative, otherwise.negative),
+        )
+
     def as_vector(self) -> torch.Tensor:
         """Return both curves in one tensor of shape `(K_high + K_low,)`, for one reduction over ranks."""
         return torch.cat([self.positive, self.negative])

@@ -75,18 +75,14 @@ class BoundGrid:
     upper_step: float = 0.05
 
     def __post_init__(self):
-        for side in ("lower", "upper"):
+        for side, is_bound, fix in (
+            ("lower", lambda ratio: 0 < ratio <= 1, "a ratio in (0, 1], e.g. 0.8"),
+            ("upper", lambda ratio: 1 <= ratio < math.inf, "a finite ratio, at least 1, e.g. 1.2"),
+        ):
             start, maximum, step = (getattr(self, f"{side}_{part}") for part in ("start", "max", "step"))
             for part, value in (("start", start), ("max", maximum)):
-                if side == "lower" and not 0 < value <= 1:
-                    raise InputError(
-                        f"`ratio_lower_{part}` is {value}: set it to a ratio in (0, 1], e.g. 0.8 (not an `epsilon`)."
-                    )
-                if side == "upper" and not 1 <= value < math.inf:
-                    raise InputError(
-                        f"`ratio_upper_{part}` is {value}: set it to a finite ratio, at least 1, e.g. 1.2 (not an "
-                        "`epsilon`)."
-                    )
+                if not is_bound(value):
+                    raise InputError(f"`ratio_{side}_{part}` is {value}: set it to {fix} (not an `epsilon`).")
             if not 0 < step < math.inf:
                 raise InputError(f"`ratio_{side}_step` is {step}: set it to a positive step, e.g. 0.05.")
             if start > maximum:

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from bapo_trl import BAPOConfig
 from bapo_trl.checkpoints.curves import FILES as CURVES
 from bapo_trl.checkpoints.files import MANIFEST, find_defect
 from bapo_trl.checkpoints.rank_files import SENSELESS, RankFiles
-from bapo_trl.clip_bounds.carried_curves import CarriedCurves
-from bapo_trl.clip_bounds.grid import BoundGrid
+from bapo_trl.clip_bounds.controller import ClipBoundController
 from bapo_trl.errors import InputError
 from bapo_trl.replay.checkpoint import FILES as QUEUE
 from bapo_trl.replay.checkpoint import load_queue
@@ -62,7 +62,9 @@ def load(name: str, folder: Path) -> Any:
         )
         return loaded or None
     if name.startswith("carried_curves"):
-        curves = CarriedCurves(BoundGrid(), torch.device("cpu"))
+        settings = BAPOConfig("unused", use_cpu=True, bf16=False)
+        alone = {"reduce": torch.Tensor.clone, "gather": torch.Tensor.clone, "update": lambda: 1}
+        curves = ClipBoundController(settings, torch.device("cpu"), **alone)
         path = CURVES.path(folder, 0, 1)
         if not path.exists():
             return None
