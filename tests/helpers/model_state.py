@@ -9,24 +9,17 @@ import torch
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def hooks(model: torch.nn.Module) -> dict[str, list[int]]:
-    """Return the ids of the hooks of every module that has any."""
-    found = {f"{name}.{kind}": list(getattr(module, kind)) for name, module in model.named_modules() for kind in HOOKS}
-    return {place: ids for place, ids in found.items() if ids}
-
-
 def model_state(model: torch.nn.Module) -> dict[str, object]:
     """Return what a user would miss or find on the model afterwards, the weights aside."""
-    modules = dict(model.named_modules())
+    modules, weights = dict(model.named_modules()), dict(model.named_parameters())
     return {
-        "hooks": hooks(model),
+        "hooks": {f"{name}.{kind}": list(getattr(module, kind)) for name, module in modules.items() for kind in HOOKS},
         "attributes": {name: sorted(vars(module)) for name, module in modules.items()},
         "modes": {name: module.training for name, module in modules.items()},
         "checkpointing": {name: getattr(module, "gradient_checkpointing", None) for name, module in modules.items()},
-        "trained": {name: weight.requires_grad for name, weight in model.named_parameters()},
+        "trained": {name: weight.requires_grad for name, weight in weights.items()},
         "gradients": {
-            name: None if weight.grad is None else weight.grad.numpy().tobytes()
-            for name, weight in model.named_parameters()
+            name: None if weight.grad is None else weight.grad.numpy().tobytes() for name, weight in weights.items()
         },
     }
 

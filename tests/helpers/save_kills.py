@@ -97,68 +97,47 @@ def trainer_with_reference(folder: Path, **settings) -> BAPOTrainer:
 # A large learning rate lets the lengths run off
 PARTIAL_REPLAY = {**PARTIAL, **REPLAY, "partial_rollout_oversampling": 1.5, "learning_rate": 5e-3}
 
+# 12 rows a generation on one rank, 8 on each of two, in groups of 2, of which half are held over
+OF_ONE_RANK = {**PARTIAL_REPLAY, "per_device_train_batch_size": 2}
+OF_TWO_PASSES = {**PARTIAL_REPLAY, "num_iterations": 2, "steps_per_generation": 2}
+# Log lines are of three updates, saves of four
+REFERENCE = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 3, "logging_steps": 3}
+FEW_OF_REPLAY = [
+    (0, "start", False),
+    (0, "open tokenizer_config.json", True),  # within model.safetensors
+    (0, "torch.save optimizer.pt", False),
+    (0, "wait", True),  # within what the parents write last, and within the manifest
+    (0, "os.rename checkpoint-2", False),
+    (0, "os.remove model.safetensors", False),
+]
+FEW_OF_ONE_RANK = [
+    (0, "safetensors replay_queue_00000_of_00001.safetensors", True),  # within the pool
+    (0, "os.rename checkpoint-6", False),
+    (0, "round 3", False),
+    (0, "micro-batch 2", False),  # half of an update
+]
+FEW_OF_TWO_PASSES = [
+    (1, "wait", True),  # within the last of its files, when all have written
+    (1, "round 2", False),
+    (0, "micro-batch 3", False),  # between two passes
+]
+FEW_OF_REFERENCE = [
+    (0, "safetensors ref_model_00000_of_00001.safetensors", True),  # within the log window
+    (0, "os.rename checkpoint-4", False),
+    (0, "micro-batch 3", False),
+]
+
 RUNS = {
     "replay": [
-        Run(
-            1,
-            toy_trainer,
-            REPLAY,
-            2,
-            [
-                (0, "start", False),
-                (0, "open tokenizer_config.json", True),  # within model.safetensors
-                (0, "torch.save optimizer.pt", False),
-                (0, "wait", True),  # within what the parents write last, and within the manifest
-                (0, "os.rename checkpoint-2", False),
-                (0, "os.remove model.safetensors", False),
-            ],
-        ),
+        Run(1, toy_trainer, REPLAY, 2, FEW_OF_REPLAY),
         Run(2, toy_trainer, REPLAY, 2, [(0, "os.rename checkpoint-4", False), (1, "wait", True)]),
     ],
-    # 12 rows a generation on one rank, 8 on each of two, in groups of 2, of which half are held over
     "partial": [
-        Run(
-            1,
-            trainer_of,
-            {**PARTIAL_REPLAY, "per_device_train_batch_size": 2},
-            3,
-            [
-                (0, "safetensors replay_queue_00000_of_00001.safetensors", True),  # within the pool
-                (0, "os.rename checkpoint-6", False),
-                (0, "round 3", False),
-                (0, "micro-batch 2", False),  # half of an update
-            ],
-        ),
-        Run(
-            2,
-            trainer_of,
-            {**PARTIAL_REPLAY, "replay_zero_advantage": True, "num_iterations": 2, "steps_per_generation": 2},
-            2,
-            [
-                (1, "wait", True),  # within the last of its files, when all have written
-                (1, "round 2", False),
-                (0, "micro-batch 3", False),  # between two passes
-            ],
-        ),
+        Run(1, trainer_of, OF_ONE_RANK, 3, FEW_OF_ONE_RANK),
+        Run(2, trainer_of, {**OF_TWO_PASSES, "replay_zero_advantage": True}, 2, FEW_OF_TWO_PASSES),
     ],
-    # Log lines are of three updates, saves of four
-    "reference": [
-        Run(
-            1,
-            trainer_with_reference,
-            {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 3, "logging_steps": 3},
-            4,
-            [
-                (0, "safetensors ref_model_00000_of_00001.safetensors", True),  # within the log window
-                (0, "os.rename checkpoint-4", False),
-                (0, "micro-batch 3", False),
-            ],
-        ),
-    ],
-    # A generation is two passes of one update
-    "anywhere": [
-        Run(2, trainer_of, {**PARTIAL_REPLAY, "num_iterations": 2, "steps_per_generation": 2}, 2, [], anywhere=True)
-    ],
+    "reference": [Run(1, trainer_with_reference, REFERENCE, 4, FEW_OF_REFERENCE)],
+    "anywhere": [Run(2, trainer_of, OF_TWO_PASSES, 2, [], anywhere=True)],  # a generation is two passes of one update
 }
 
 

@@ -9,9 +9,9 @@ against those of the real one.
 import math
 import os
 import zlib
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -56,22 +56,14 @@ class RequestOutput:
     outputs: list[CompletionOutput]
 
 
-@dataclass
-class Engine:
-    """What TRL reaches through `llm.llm_engine`."""
-
-    max_model_len: int | None
-    dtype: torch.dtype
-    weights: Any
-    model_config: Any = field(init=False)
-    engine_core: Any = field(init=False)
-    model_executor: Any = field(init=False)
-
-    def __post_init__(self):
-        self.model_config = SimpleNamespace(max_model_len=self.max_model_len, dtype=self.dtype)
-        runner = SimpleNamespace(model=SimpleNamespace(load_weights=self.weights))
-        self.engine_core = SimpleNamespace(shutdown=lambda: None)
-        self.model_executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+def made_engine(max_model_len: int | None, dtype: torch.dtype, load_weights: Callable) -> SimpleNamespace:
+    """Return what TRL reaches through `llm.llm_engine`."""
+    runner = SimpleNamespace(model=SimpleNamespace(load_weights=load_weights))
+    return SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=max_model_len, dtype=dtype),
+        engine_core=SimpleNamespace(shutdown=lambda: None),
+        model_executor=SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner)),
+    )
 
 
 class ScriptedLLM:
@@ -96,7 +88,7 @@ class ScriptedLLM:
         self.enable_sleep_mode = enable_sleep_mode
         self.seed = seed
         self.model = AutoModelForCausalLM.from_pretrained(model).eval()
-        self.llm_engine = Engine(max_model_len, self.model.dtype, self._load_weights)
+        self.llm_engine = made_engine(max_model_len, self.model.dtype, self._load_weights)
         self.requests: list[tuple[list[RequestOutput], dict[str, torch.Tensor]]] = []
         self.events: list[str] = []
         self.asleep: set[str] = set()
