@@ -19,7 +19,7 @@ from .batch.sampler import behavior_logps, drop_sampler_logps, has_sampler_logps
 from .batch.samples import attach_version
 from .batch.updates import BatchUpdates
 from .checkpoints.curves import CURVES_FILE, load_curves, save_curves
-from .checkpoints.log_window import leave_out_empty, make_log_window, reduce_window
+from .checkpoints.log_window import LogWindow, leave_out_empty, reduce_window
 from .checkpoints.rank_errors import raising_on_all_ranks
 from .checkpoints.ref_model import load_ref_model, save_ref_model
 from .checkpoints.whole import WholeCheckpoints
@@ -157,7 +157,7 @@ class BAPOTrainer(WholeCheckpoints):
     def _reset_run_state(self) -> None:
         """Forget what belongs to a run."""
         fixes.reset_grpo_state(self)
-        self._log_window = make_log_window(self)
+        self._log_window = LogWindow(self)
         self._settings = own_settings(self.args)
         self._has_random_forward = has_random_forward(self.model, self.args.neftune_noise_alpha)
         self._has_saved = False

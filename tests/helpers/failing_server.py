@@ -47,7 +47,6 @@ class ModelServer:
         self.faults, self.counts = dict(faults or {}), Counter()
         self.num_starts, self.port = 0, 0
         self.first = toy_model().eval()  # which sets the random state: once, before that of the trainer
-        self.model_length = 40
         self.start()
 
     @property
@@ -132,7 +131,7 @@ class ModelServer:
             self.served.load_state_dict(self.received, strict=False)  # of a transfer that broke off, some
         self.is_joined |= path == "/init_weight_transfer_engine"
         info = {
-            "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": self.model_length},
+            "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 40},
             "instance_id": str(self.num_starts),
             "parallel_config": {"_api_process_count": 1},
         }

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
+from safetensors.torch import save_file
 
 from bapo_trl import BAPOConfig
 from bapo_trl.checkpoints.curves import FILES as CURVES
 from bapo_trl.checkpoints.files import MANIFEST, find_defect
-from bapo_trl.checkpoints.rank_files import SENSELESS
 from bapo_trl.clip_bounds.controller import ClipBoundController
 from bapo_trl.errors import InputError
 from bapo_trl.replay.checkpoint import FILES as QUEUE
@@ -62,16 +61,12 @@ def load(name: str, folder: Path) -> Any:
         return loaded or None
     if name.startswith("carried_curves"):
         settings = BAPOConfig("unused", use_cpu=True, bf16=False)
-        alone = {"reduce": torch.Tensor.clone, "gather": torch.Tensor.clone, "update": lambda: 1}
+        alone = {"reduce": torch.clone, "gather": torch.clone, "update": lambda: 1}
         curves = ClipBoundController(settings, torch.device("cpu"), **alone)
         path = CURVES.path(folder, 0, 1)
         if not path.exists():
             return None
-        state = CURVES.read(path)
-        try:
-            is_loaded = curves.load_state_dict(state)
-        except SENSELESS as error:
-            raise CURVES.damaged(path, error) from error
+        is_loaded = curves.load_state_dict(CURVES.read(path))
         return {key: str(value) for key, value in curves.state_dict().items()} if is_loaded else None
     defect = find_defect(folder)
     if defect is not None:
@@ -106,44 +101,47 @@ def overwritten(content: bytes, dice: random.Random, **_) -> bytes:
 
 
 def foreign(content: bytes, dice: random.Random, folder: Path, name: str, **_) -> bytes:
-    marks, buffer = Marks(folder.parent / "code_ran"), io.BytesIO()
-    others = [other for other in STATE_FILES if other != name]
-    torch.save({"positive": torch.ones(3), "state": marks}, buffer)
-    contents = [
-        dice.randbytes(dice.choice([0, 1, 8, 100, 5000])),
-        pickle.dumps(marks),
-        buffer.getvalue(),
-        (folder.parent / "whole" / dice.choice(others)).read_bytes(),
-        save({"weight": torch.randn(3), "state": torch.ones(5)}, dice.choice([None, {"format": "pt"}])),
-        RANK_FILES.get(name, QUEUE).write(folder.parent, 1, 2, {"groups": []}).read_bytes(),  # another rank's
-    ]
-    return dice.choice(contents)
+    marks = Marks(folder.parent / "code_ran")
+    kind = dice.randrange(6)
+    if kind == 0:
+        return dice.randbytes(dice.choice([0, 1, 8, 100, 5000]))
+    if kind == 1:
+        return pickle.dumps(marks)
+    if kind == 2:
+        buffer = io.BytesIO()
+        torch.save({"positive": torch.ones(3), "state": marks}, buffer)
+        return buffer.getvalue()
+    if kind == 3:
+        return (folder.parent / "whole" / dice.choice([other for other in STATE_FILES if other != name])).read_bytes()
+    if kind == 4:
+        path = folder.parent / "other.safetensors"
+        metadata = dice.choice([None, {"format": "pt"}, {"format": "bapo_trl replay queue 1"}])
+        save_file({"weight": torch.randn(dice.choice([0, 3, 100])), "state": torch.ones(5)}, path, metadata)
+        return path.read_bytes()
+    files = RANK_FILES.get(name, QUEUE)
+    return files.write(folder.parent, 1, 2, {"groups": []}).read_bytes()  # another rank's
 
 
 def oversized(content: bytes, dice: random.Random, name: str, **_) -> bytes:
-    """More header than file, or more tensor than file."""
-    length = dice.choice([2**20, 2**27, 2**31, 2**40, 2**63 - 1, 2**64 - 1])
-    if dice.random() < 0.5:
-        return struct.pack("<Q", length) + content[8:]
     mark = {"__metadata__": {"format": RANK_FILES.get(name, QUEUE).format, "checksum": "0"}}
-    shape = {"shape": [length], "dtype": "F32", "data_offsets": [0, 4 * length]}
-    header = json.dumps({**mark, dice.choice(["state", "tokens"]): shape}).encode()
+    length = dice.choice([2**20, 2**27, 2**31, 2**40, 2**63 - 1, 2**64 - 1])
+    kind = dice.randrange(5)
+    if kind == 0:  # more header than file
+        return struct.pack("<Q", length) + content[8:]
+    if kind == 1:  # more tensor than file
+        shape = {"shape": [length], "dtype": "F32", "data_offsets": [0, 4 * length]}
+    elif kind == 2:  # more values than bytes
+        shape = {"shape": [length, length], "dtype": "F64", "data_offsets": [0, 8]}
+    elif kind == 3:  # many values of no byte
+        shape = {"shape": [length, 0], "dtype": "U8", "data_offsets": [0, 0]}
+    else:  # brackets in brackets
+        header = b"[" * dice.choice([100, 10_000, 1_000_000])
+        return struct.pack("<Q", len(header)) + header + content
+    header = json.dumps({**mark, dice.choice(["state", "tokens", "0.advantages"]): shape}).encode()
     return struct.pack("<Q", len(header)) + header + content[:8]
 
 
-def forged(content: bytes, dice: random.Random, folder: Path, name: str, **_) -> bytes:
-    """What makes no sense in one place, with the right checksum."""
-    files = RANK_FILES.get(name)
-    state = files.read(folder.parent / "whole" / name) if files else json.loads(content)
-    key = dice.choice(sorted(state))
-    if isinstance(state[key], torch.Tensor):
-        state[key] = dice.choice([state[key][:0], torch.ones(2, 3), torch.tensor(1.0), torch.full((4,), 2**62)])
-    else:
-        state[key] = dice.choice([None, -1, 10**12, 10**400, 0.5, "x", [], {}, [[]], {"x": 1}])
-    return files.write(folder.parent / "forged", 0, 1, state).read_bytes() if files else json.dumps(state).encode()
-
-
-DAMAGES = (cut_off, flipped, flipped, overwritten, foreign, oversized, forged)
+DAMAGES = (cut_off, flipped, flipped, overwritten, foreign, oversized)
 
 
 def main(folder: str, count: str, seed: str) -> None:
