@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import torch
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -16,7 +15,6 @@ from bapo_trl.report.figure import PANELS
 from bapo_trl.rollouts.rounds import PARTIAL_METRICS
 from bapo_trl.vllm_server.mismatch import MISMATCH_METRICS
 from tests.helpers.alike import TIMES, assert_same_logs
-from tests.helpers.fake_vllm import vllm_trainer
 from tests.helpers.toy import InUpdate, ending_model, toy_dataset, toy_run, training_logs
 
 
@@ -68,26 +66,6 @@ def test_a_line_has_the_largest_maximum_the_smallest_minimum_and_means_of_what_i
     assert len({log["ratio/max"] for log in updates if "ratio/max" in log}) > 1
     if run is toy_run:  # samples of several ages in a line
         assert all(line["staleness/max"] > line["staleness/mean"] + 0.5 for line in lines)
-
-
-def test_maxima_and_minima_of_a_sampler_are_those_of_all_its_generations(monkeypatch, tmp_path):
-    prefix = "sampling/raw_importance_sampling_ratio"
-
-    def run(**settings):
-        torch.manual_seed(0)
-        # The sampler leaves out half of the probability, so that its own are larger
-        trainer = vllm_trainer(monkeypatch, tmp_path, max_steps=8, top_p=0.5, vllm_logp_tolerance=None, **settings)
-        trainer.train()
-        return training_logs(trainer)
-
-    updates, (line,) = run(logging_steps=1), run(logging_steps=8)
-    generations = [log for log in updates if f"{prefix}/max" in log]
-    assert len(generations) == 2
-    assert generations[0][f"{prefix}/max"] != generations[1][f"{prefix}/max"]
-    assert line[f"{prefix}/max"] == max(log[f"{prefix}/max"] for log in generations)
-    assert line[f"{prefix}/min"] == min(log[f"{prefix}/min"] for log in generations)
-    name = "sampling/importance_sampling_ratio/max"  # TRL's own stays the mean that it is
-    assert line[name] == pytest.approx(sum(log[name] for log in generations) / 2, rel=1e-6)
 
 
 def test_all_metrics_of_ours_that_are_maxima_or_minima_are_reduced_as_such():
@@ -187,7 +165,7 @@ def test_the_line_of_a_resumed_run_covers_its_updates_before_the_checkpoint(tmp_
 
 
 def test_a_checkpoint_without_the_window_starts_one(tmp_path):
-    """As earlier versions saved them."""
+    """As GRPOTrainer saves them."""
     settings = {"logging_steps": 3, "save_strategy": "steps", "save_steps": 4, "max_steps": 6}
     each = toy_run(tmp_path / "each", **{**settings, "logging_steps": 1})
     toy_run(tmp_path, **settings)

@@ -1,18 +1,8 @@
 """Slow and obvious versions of the search: what the fast one is held against."""
 
 import math
-from dataclasses import dataclass
 
-
-@dataclass
-class OracleBounds:
-    low: float
-    high: float
-    positive_share: float
-    initial_positive_share: float
-    target_met: bool
-    steps: int
-    negative_weight: float
+from bapo_trl.clip_bounds import ClipBounds
 
 
 def token_contributions(tokens, low: float, high: float, measure: str) -> tuple[float, float]:
@@ -32,10 +22,10 @@ def token_contributions(tokens, low: float, high: float, measure: str) -> tuple[
     return math.fsum(positive), math.fsum(negative)
 
 
-def search(tokens, grid, target: float, measure: str, order: str, weight_min: float = 1.0) -> OracleBounds:
+def search(tokens, grid, target: float, measure: str, order: str, weight_min: float = 1.0) -> ClipBounds:
     """
-    Algorithm 1 as it is printed: move one bound by one step until the share is reached or nothing can move. Then weigh
-    negative tokens down, by bisection.
+    Algorithm 1 as it is printed, in numbers: move one bound by one step until the share is reached or none can move.
+    Then weigh negative tokens down, by bisection.
     """
     uppers, lowers = grid.upper.tolist(), grid.lower.tolist()
     i, j, steps, weight = 0, 0, 0, 1.0
@@ -67,4 +57,4 @@ def search(tokens, grid, target: float, measure: str, order: str, weight_min: fl
                 weight = (smallest + largest) / 2
                 smallest, largest = (weight, largest) if share() >= target else (smallest, weight)
             weight = smallest
-    return OracleBounds(lowers[j], uppers[i], share(), initial, met, steps, weight)
+    return ClipBounds(lowers[j], uppers[i], share(), initial, met, steps, weight)

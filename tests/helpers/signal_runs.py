@@ -28,25 +28,13 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def signal_before(method: str, call: int, number: str, times: int) -> None:
-    """Let this process send itself a signal before a call of a method of the trainer, counted from 1."""
-    original, calls = getattr(BAPOTrainer, method), []
-
-    def interrupted(*args, **kwargs):
-        calls.append(method)
-        for _ in range(times if len(calls) == call else 0):
-            os.kill(os.getpid(), getattr(signal, number))
-        return original(*args, **kwargs)
-
-    setattr(BAPOTrainer, method, interrupted)
-
-
-def counted(method: str) -> list[str]:
-    """Count the calls of a method of the trainer."""
+def counted(method: str, act=lambda number: None) -> list[str]:
+    """Count the calls of a method of the trainer; before each, `act` on its number, from 1."""
     original, calls = getattr(BAPOTrainer, method), []
 
     def counting(*args, **kwargs):
         calls.append(method)
+        act(len(calls))
         return original(*args, **kwargs)
 
     setattr(BAPOTrainer, method, counting)
@@ -55,9 +43,14 @@ def counted(method: str) -> list[str]:
 
 def trained(case: dict, rank: int, settings: dict) -> dict:
     """Run the script on one rank; return how it ended."""
+
+    def send_signals(number: int) -> None:
+        for _ in range(case.get("times", 1) if number == case["call"] else 0):
+            os.kill(os.getpid(), getattr(signal, case["signal"]))
+
     saves, generations = counted("_save_checkpoint"), counted("_generate_and_score_completions")
     if case and rank == case.get("rank", 0):
-        signal_before(case["method"], case["call"], case["signal"], case.get("times", 1))
+        counted(case["method"], send_signals)
     ended: str | int = 0
     try:
         run(**{**SETTINGS, **settings})
