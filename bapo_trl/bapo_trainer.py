@@ -2,8 +2,8 @@
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -14,28 +14,28 @@ from .advice import advice_line
 from .bapo_config import BAPOConfig, check_unchanged, own_settings
 from .batch.filler_rows import LossScale, mark_fillers
 from .batch.policy_loss import PolicyLoss, forward_arguments, mask_values, without_masked_values
-from .batch.reward_sums import best_of_k
+from .batch.reward_sums import best_of_k, tied_rows
 from .batch.sampler import behavior_logps, drop_sampler_logps, has_sampler_logps, read_sampler_logps
-from .batch.samples import attach_version
-from .batch.updates import BatchUpdates
+from .batch.samples import attach_version, mask_zero_advantages, pad_completions
+from .batch.staleness import staleness_line
+from .batch.updates import BatchUpdates, Generation
 from .checkpoints.curves import CURVES_FILE, load_curves, save_curves
 from .checkpoints.log_window import LogWindow, leave_out_empty, reduce_window
 from .checkpoints.rank_errors import raising_on_all_ranks
 from .checkpoints.ref_model import load_ref_model, save_ref_model
 from .checkpoints.whole import WholeCheckpoints
 from .clip_bounds import ClipBounds
+from .errors import InputError
 from .inputs import checks
 from .inputs.padding_check import warn_if_padding_counts
 from .inputs.prompt_checks import check_end_of_stream, check_number_of_prompts
 from .inputs.reward_checks import distinct_names
 from .inputs.setting_warnings import setting_warnings
 from .model_card import PAPER, rewrite_card
-from .replay.checkpoint import is_queue_file
-from .replay.mixer import make_replay
-from .rollouts.checkpoint import check_no_pool
+from .replay.mixer import ReplayMixer
+from .replay.queue import FILES as QUEUE_FILES
 from .rollouts.injected import InjectedRollouts
-from .rollouts.trainer_parts import Generation, finish_groups, make_rounds, token_cap
-from .staleness import staleness_line
+from .rollouts.rounds import check_no_pool, make_rounds, token_cap
 from .upstream import fixes, trl_compat
 from .upstream.forward_passes import forked_random_state, has_random_forward, without_gradient_checkpointing
 from .upstream.trl_compat import get_config_model_id, shuffle_sequence_dict, split_tensor_dict
@@ -55,8 +55,8 @@ class BAPOTrainer(WholeCheckpoints):
     BAPO (https://huggingface.co/papers/2510.18927) keeps off-policy training stable by choosing the clip bounds anew
     for every optimizer update, such that positive-advantage tokens contribute a set share of the policy loss.
 
-    A [`~trl.GRPOTrainer`] with a replay buffer, partial rollouts, checks of a vLLM server's weights, and checkpoints
-    that are complete or not there.
+    Besides, a [`~trl.GRPOTrainer`] with a replay buffer, partial rollouts, checks of a vLLM server's weights, and
+    checkpoints that are complete or not there.
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -129,7 +129,6 @@ class BAPOTrainer(WholeCheckpoints):
 
     @property
     def clip_bounds(self) -> ClipBounds:
-        """Outcome of the latest search."""
         return self._bounds.current
 
     # The run
@@ -142,7 +141,7 @@ class BAPOTrainer(WholeCheckpoints):
         result = super().train(*args, **kwargs)
         if self.args.load_best_model_at_end:  # vLLM has the weights of the last update
             self._forget_sent_weights()
-        left = None if self._rounds is None else self._rounds.describe_left(self._has_saved)
+        left = None if self._rounds is None else self._rounds.describe_left()
         if left is not None and self.accelerator.is_main_process:
             warnings.warn(left)
         if self._step == self.state.global_step == 0:
@@ -155,12 +154,10 @@ class BAPOTrainer(WholeCheckpoints):
         return optimizer
 
     def _reset_run_state(self) -> None:
-        """Forget what belongs to a run."""
         fixes.reset_grpo_state(self)
         self._log_window = LogWindow(self)
         self._settings = own_settings(self.args)
         self._has_random_forward = has_random_forward(self.model, self.args.neftune_noise_alpha)
-        self._has_saved = False
         self._probes_padding = self.args.uses_replay or self.args.uses_partial_rollouts
         self._generation = Generation()
         if self._server is not None:  # before the rounds, which ask it for its window
@@ -169,7 +166,11 @@ class BAPOTrainer(WholeCheckpoints):
         self._rounds = make_rounds(self) if self.args.uses_partial_rollouts else None
         self._check_difference = make_difference_check(self)
         self._server_check = make_server_check(self)
-        self._replay = make_replay(self, self._log_values) if self.args.uses_replay else None
+        if self.args.uses_replay and self._is_vlm:
+            without = self.args.without_replay
+            raise InputError(f"A replay queue keeps text only, but the model is multimodal: set {without}.")
+        pad_token_id, accelerator = self._tokenizer.pad_token_id, self.accelerator
+        self._replay = ReplayMixer(self.args, pad_token_id, accelerator) if self.args.uses_replay else None
         policy_loss = PolicyLoss(
             self.args,
             score_ahead=self._score_ahead,
@@ -235,14 +236,15 @@ class BAPOTrainer(WholeCheckpoints):
         inputs = fixes.without_missing_images(inputs)
         if self.model.training:
             self._generation = Generation(self.state.global_step, self._step)
-        rollouts = self._finish_groups(inputs) if self._rounds is not None and self.model.training else None
-        with (
-            fixes.keeping_frozen(self.model),
-            without_gradient_checkpointing(self.model),
-            self._injecting(rollouts),
-        ):
-            rows = inputs if rollouts is None else rollouts.inputs
-            batch = super()._generate_and_score_completions(rows, *args, **kwargs)
+            if self._rounds is not None:
+                self._injected = self._finish_groups(inputs)
+        rollouts = self._injected
+        with fixes.keeping_frozen(self.model), without_gradient_checkpointing(self.model):
+            try:
+                rows = inputs if rollouts is None else rollouts.inputs
+                batch = super()._generate_and_score_completions(rows, *args, **kwargs)
+            finally:
+                self._injected = None
         if not self.model.training:
             return batch
         if self._probes_padding:
@@ -255,11 +257,7 @@ class BAPOTrainer(WholeCheckpoints):
             num_padding = self.args.rows_per_generation - len(rollouts)
             self._log_values({"partial/masked": num_padding * self.accelerator.num_processes})
             batch, versions = rollouts.attach_to(batch, self.args.rows_per_generation)
-        # TRL reads those of a `rollout_func` to correct for vLLM alone. Else they may be placeholders of any length
-        are_of_sampler = self.rollout_func is None or (self.use_vllm and self.vllm_importance_sampling_correction)
-        if not are_of_sampler and self.off_policy_mask_threshold is None:
-            drop_sampler_logps(batch)
-        self._compare_with_sampler(batch, are_of_sampler)
+        self._compare_with_sampler(batch)
         self._generation.sampled_by = self.state.global_step if rollouts is None else None
         # A server that was started anew meanwhile has old weights for a good reason; the next generation sees to it
         if self._server_check is not None and self._server.has_same_server():
@@ -268,9 +266,31 @@ class BAPOTrainer(WholeCheckpoints):
             return self._draw_first_pass(batch, versions, num_padding)
         return mark_fillers(batch, num_padding) if num_padding else batch
 
-    def _compare_with_sampler(self, batch, reports_logps: bool) -> None:
+    def _finish_groups(self, inputs) -> InjectedRollouts:
+        """Let the prompts of a generation in, and return the groups that are complete then."""
+        args, version, prompts = self.args, self.state.global_step, inputs[:: self.num_generations]
+        prompt_ids, *_ = self._tokenize_prompts([row["prompt"] for row in prompts])
+        limit, if_parked = args.partial_rollout_max_staleness, args.updates_per_generation + args.largest_staleness
+        with without_gradient_checkpointing(self.model):
+            rollouts, metrics = self._rounds.generate(
+                list(zip(prompts, prompt_ids, strict=True)),
+                version,
+                None if limit is None else version + if_parked - limit,
+                self._continue_completions,
+                self._score_completions,
+                self._bounds.is_open,
+            )
+        self._log_values(metrics)
+        rollouts.is_scored_by_trl = args.scores_samples
+        return rollouts
+
+    def _compare_with_sampler(self, batch) -> None:
         """Add behaviour log-probabilities where they will be needed; compare those of a sampler with the trainer's."""
-        compares = reports_logps and has_sampler_logps(batch)
+        # TRL reads those of a `rollout_func` to correct for vLLM alone. Else they may be placeholders of any length
+        are_of_sampler = self.rollout_func is None or (self.use_vllm and self.vllm_importance_sampling_correction)
+        if not are_of_sampler and self.off_policy_mask_threshold is None:
+            drop_sampler_logps(batch)
+        compares = are_of_sampler and has_sampler_logps(batch)
         if not (self.args.uses_replay or compares):
             return
         logps = behavior_logps(batch, self._score_all, keeps=self.args.uses_replay)
@@ -280,23 +300,6 @@ class BAPOTrainer(WholeCheckpoints):
             metrics, difference = compare_with_sampler(of_both, is_per_sequence, self.accelerator.gather)
             self._log_values(metrics)
             self._check_difference(difference)
-
-    def _finish_groups(self, inputs) -> InjectedRollouts:
-        with without_gradient_checkpointing(self.model):
-            rollouts, metrics = finish_groups(self, self._rounds, inputs, self._continue_completions, self._score_all)
-        self._log_values(metrics)
-        return rollouts
-
-    @contextmanager
-    def _injecting(self, rollouts: InjectedRollouts | None) -> Iterator[None]:
-        """Let TRL take rollouts for what it generates and scores within."""
-        self._injected = rollouts
-        if rollouts is not None:
-            rollouts.is_scored_by_trl = self.args.scores_samples
-        try:
-            yield
-        finally:
-            self._injected = None
 
     def _tokenize_prompts(self, prompts, *args, **kwargs):
         if self._injected is not None:  # a template that shows the date gives others by now
@@ -335,13 +338,15 @@ class BAPOTrainer(WholeCheckpoints):
             self._eval_rows_left -= len(counted)
             self._log_groups(counted)
         elif self.args.replay_zero_advantage:
-            self._replay.observe_rewards(rewards_per_func)
+            weights = self.reward_weights.to(rewards_per_func.device)
+            sums_first = self.args.sums_rewards_first
+            self._is_tied = tied_rows(rewards_per_func, weights, self.num_generations, sums_first)
         return rewards_per_func
 
     def _log_groups(self, rewards_per_func: torch.Tensor) -> None:
         """Log what an evaluation says of its groups. Repeats, with which several ranks fill a batch, are left out."""
-        if self.num_generations_eval > 1:
-            count = self.num_generations_eval
+        count = self.num_generations_eval
+        if count > 1:
             for best in best_of_k(rewards_per_func, self.reward_weights, count).tolist():
                 self._log_values({f"reward_best_of_{count}": best}, "eval")  # TRL logs their mean
 
@@ -357,6 +362,10 @@ class BAPOTrainer(WholeCheckpoints):
     def _score_all(self, batch) -> torch.Tensor:
         return self._score(batch, batch_size=self.args.per_device_train_batch_size)[0]
 
+    def _score_completions(self, prompts, completions):
+        batch = pad_completions(prompts, completions, self._tokenizer.pad_token_id, self.accelerator.device)
+        return self._score_all(batch).tolist()
+
     def _score_ahead(self, micro_batches, compute_entropy):
         # The forward passes of the loss come in the same order: from the same random state they drop out the same.
         with forked_random_state(self.accelerator.device, self.model):
@@ -364,15 +373,17 @@ class BAPOTrainer(WholeCheckpoints):
 
     def _draw_first_pass(self, batch, versions, num_padding):
         if self.args.replay_zero_advantage:
-            share = self._replay.clear_ties(batch)
-            if self.args.sums_rewards_first and self.scale_rewards != "batch":
-                self._metrics["train"]["frac_reward_zero_std"][-1] = share  # TRL's misses some by rounding
+            of_ranks = self._is_tied.view(self.accelerator.num_processes, -1)
+            mask_zero_advantages(batch, of_ranks[self.accelerator.process_index])
+            if self.args.sums_rewards_first and self.scale_rewards != "batch":  # TRL's misses some by rounding
+                self._metrics["train"]["frac_reward_zero_std"][-1] = self._is_tied.float().mean().item()
         is_within = self._step % self.args.micro_batches_per_generation != 0
         drawn = self._replay.draw_first_pass(batch, versions, self.state.global_step, num_padding, is_within)
         return self._take_batch(drawn)
 
     def _take_batch(self, batch_and_whether_fresh):
         batch, is_fresh = batch_and_whether_fresh
+        self._log_values(self._replay.metrics)
         self._generation.sampled_by = self.state.global_step if is_fresh else None
         return batch
 
@@ -436,7 +447,7 @@ class BAPOTrainer(WholeCheckpoints):
     # Checkpoints
 
     def _is_dispensable(self, file):
-        return file == CURVES_FILE or (self.args.replay_discard_saved and is_queue_file(file))
+        return file == CURVES_FILE or (self.args.replay_discard_saved and QUEUE_FILES.num_ranks_of(file) is not None)
 
     def _save_optimizer_and_scheduler(self, output_dir, *args, **kwargs):
         super()._save_optimizer_and_scheduler(output_dir, *args, **kwargs)
@@ -444,12 +455,9 @@ class BAPOTrainer(WholeCheckpoints):
         if self.args.sync_ref_model:
             save_ref_model(self, output_dir)
         if self._rounds is not None:
-            self._has_saved = True
-            self._rounds.save(
-                output_dir,
-                self._generation.is_trained(self.state.global_step, self._step, self.args),
-                self.state.global_step,
-            )
+            update = self.state.global_step
+            is_boundary = self._generation.is_trained(update, self._step, self.args)
+            self._rounds.save(output_dir, is_boundary, update)
         if self._replay is not None:
             self._replay.save(output_dir)
         if self.args.should_save:
@@ -474,11 +482,9 @@ class BAPOTrainer(WholeCheckpoints):
                 self._rounds.load(checkpoint, reports_logps=self.use_vllm)
             else:
                 check_no_pool(checkpoint)
+            if self._replay is not None and not self.args.replay_discard_saved:
+                self._replay.load(checkpoint)
         load_curves(self._bounds, checkpoint, self.accelerator)
-        if self._replay is not None and not self.args.replay_discard_saved:
-            with raising_on_all_ranks():
-                step, oversampling = self.state.global_step, self.args.partial_rollout_oversampling
-                self._replay.load(checkpoint, step, oversampling)
 
     def _rewrite_model_card(self, model_name, dataset_name):
         rewrite_card(self, model_name, dataset_name)

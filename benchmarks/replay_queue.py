@@ -20,8 +20,7 @@ import numpy as np
 import torch
 
 from bapo_trl.batch.samples import batch_to_rows, concat_rows, rows_to_batch
-from bapo_trl.replay.checkpoint import load_queue, save_queue
-from bapo_trl.replay.queue import ReplayQueue
+from bapo_trl.replay.queue import FILES, ReplayQueue, deal_out
 from benchmarks.common import save_result, spread
 
 
@@ -128,7 +127,7 @@ def time_disk(queue: ReplayQueue, capacity: int, folder: Path, is_plain_first: b
 
     def save() -> float:
         start = time.perf_counter()
-        path = save_queue(queue, copies, 0, 1)
+        path = FILES.write(copies, 0, 1, queue.state_dict())
         with open(path, "rb") as file:
             os.fsync(file.fileno())
         return time.perf_counter() - start
@@ -136,7 +135,7 @@ def time_disk(queue: ReplayQueue, capacity: int, folder: Path, is_plain_first: b
     def load() -> float:
         leave_page_cache(next(copies.iterdir()))
         start = time.perf_counter()
-        load_queue(ReplayQueue(capacity), copies, 0, 1)
+        FILES.load(copies, 0, 1, ReplayQueue(capacity).load_state_dict, deal_out)
         return time.perf_counter() - start
 
     size = sum(int(rows.row_bytes().sum()) for rows in queue.rows)

@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from bapo_trl.replay import checkpoint as queues
-from bapo_trl.replay.queue import ReplayQueue
-from bapo_trl.rollouts import checkpoint as pools
-from bapo_trl.rollouts.pool import RolloutPool
+from bapo_trl.replay import queue as queues
+from bapo_trl.rollouts import pool as pools
 from tests.replay.test_queue import queues_with
 from tests.rollouts.test_pool_checkpoint import pool_of
 
@@ -16,17 +14,17 @@ FORMATS = {"replay_queue": queues.FILES.format, "rollout_pool": pools.FILES.form
 
 
 def save_rank(kind: str, folder: Path, rank: int, num_ranks: int) -> None:
-    if kind == "replay_queue":
-        queues.save_queue(queues_with([5, 4])[rank], folder, rank, num_ranks)
-    else:
-        pools.save_pool(pool_of(rank, num_ranks, 2), folder)
+    queue = kind == "replay_queue"
+    state = (queues_with([5, 4])[rank] if queue else pool_of(rank, num_ranks, 2)).state_dict()
+    (queues if queue else pools).FILES.write(folder, rank, num_ranks, state)
 
 
 def load_rank(kind: str, folder: Path, rank: int, num_ranks: int) -> None:
     if kind == "replay_queue":
-        queues.load_queue(ReplayQueue(10), folder, rank, num_ranks)
+        module, part = queues, queues.ReplayQueue(10)
     else:
-        pools.load_pool(RolloutPool(2, 20, [1], rank, num_ranks), folder)
+        module, part = pools, pools.RolloutPool(2, 20, [1], rank, num_ranks)
+    module.FILES.load(folder, rank, num_ranks, part.load_state_dict, module.deal_out)
 
 
 CHANGED = "is damaged .what it holds is not what was written"

@@ -23,7 +23,6 @@ from bapo_trl.checkpoints.run_lock import LOCK
 from bapo_trl.checkpoints.stop_signals import StopSignals
 from bapo_trl.checkpoints.whole import UNFINISHED, _rotate
 from bapo_trl.errors import InputError
-from bapo_trl.replay.checkpoint import FILES
 from tests.helpers.alike import assert_same_tensors
 from tests.helpers.commands import run_command, succeeded
 from tests.helpers.forked import run_python
@@ -277,16 +276,6 @@ def manifest_of(content):
     return lambda checkpoint: (checkpoint / MANIFEST).write_text(json.dumps(content(checkpoint)))
 
 
-def queue_of(**changes):
-    def change(checkpoint):
-        state = FILES.read(checkpoint / "replay_queue_00000_of_00001.safetensors")
-        ledger = {name: [changes.get(name, values[0]), *values[1:]] for name, values in state["ledger"].items()}
-        (checkpoint / MANIFEST).unlink()
-        FILES.write(checkpoint, 0, 1, {**state, "ledger": ledger})
-
-    return change
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -301,8 +290,6 @@ def queue_of(**changes):
             manifest_of(lambda checkpoint: {"trainer_state.json": 1, str(checkpoint / "rng_state.pth"): 1}),
             rf"{MANIFEST} lists /.*rng_state.pth, which is not in the folder",
         ),
-        (queue_of(uses=-1), r"samples that were used less than 0 times\): set `replay_discard_saved`"),
-        (queue_of(version=7), r"samples of version 7, but that of the checkpoint is 6: set `replay_discard_saved`"),
     ],
 )
 def test_a_checkpoint_that_somebody_changed_is_refused_by_what_is_wrong(run, change, message):

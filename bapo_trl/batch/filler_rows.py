@@ -1,9 +1,9 @@
 """
 Filler rows: copies without a token that counts, which give a batch its size where there are too few samples.
 
-TRL gathers values of each row over ranks, so that every micro-batch keeps its fillers. They would change the means
-that a loss takes over the rows of a micro-batch, and over the micro-batches of an update. So the loss is scaled, such
-that an update has the gradient of its samples alone.
+They would change the means that a loss takes over the rows of a micro-batch, and over the micro-batches of an update.
+So the loss is scaled, such that an update has the gradient of its samples alone. Every micro-batch keeps its fillers,
+as TRL gathers values of each row over ranks.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,11 +1,9 @@
 """
-The tokens of the policy loss in TRL's micro-batches: which count, how the loss weighs them, and their sampler's part.
+The tokens of the policy loss in TRL's micro-batches: which count, and how the loss weighs them.
 
 Legend: `B` samples, `T` completion tokens.
 """
 
-import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,11 +11,15 @@ from typing import Any
 import torch
 
 from ..clip_bounds import Contributions, size_contributions
-from ..clip_bounds.grid import SINGLE_POINT
 from ..clip_bounds.tokens import PolicyTokens, policy_tokens
 from ..losses import LOSSES
-from .keys import FORWARD_KEYS
 
+
+FORWARD_KEYS = (
+    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
+    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
+)  # fmt: skip
+"""Keys of TRL's batch that go into the model's forward as they are."""
 
 # Per-token values of TRL's batch, each with one at which a token of any weight adds nothing to the loss
 _NEUTRAL_VALUES = {
@@ -109,7 +111,7 @@ class PolicyLoss:
         self, micro_batches: Sequence[Mapping[str, Any]], are_fresh: bool, is_random: bool
     ) -> list[PolicyTokens]:
         """
-        Return the tokens of the micro-batches of the coming update as their losses will see them; none for none.
+        Return the tokens of the micro-batches of the coming update as their losses will see them.
 
         Where the current policy sampled all of them (`are_fresh`), their ratios are 1, unless two forward passes may
         differ (`is_random`).
@@ -117,7 +119,7 @@ class PolicyLoss:
         micro_batches = [without_masked_values(inputs) for inputs in micro_batches]
         if not micro_batches:
             return []
-        if not (is_random or self._needs_forward_pass(micro_batches[0], are_fresh)):
+        if not is_random and self._knows_ratios(micro_batches[0], are_fresh):
             return [self.tokens(inputs, _any_logps(inputs), None) for inputs in micro_batches]
         scores = self._score_ahead(micro_batches, self._settings.top_entropy_quantile < 1)
         return [
@@ -133,7 +135,8 @@ class PolicyLoss:
         return size_contributions(torch.ones_like(tokens.ratio), tokens.advantages, tokens.weights)
 
     def _weighed(self, inputs, per_token_logps, old_per_token_logps, factors) -> PolicyTokens:
-        if "importance_sampling_ratio" in inputs and not self._loss.is_of_sequences:
+        is_of_sequences = self._loss.is_of_sequences
+        if "importance_sampling_ratio" in inputs and not is_of_sequences:
             factors = [*factors, inputs["importance_sampling_ratio"]]
         return policy_tokens(
             per_token_logps,
@@ -141,53 +144,22 @@ class PolicyLoss:
             inputs["advantages"],
             policy_mask(inputs),
             weighs_by_length=self._loss.weighs_by_length,
-            importance_sampling_level=(
-                "token" if self._loss.is_of_sequences else self._settings.importance_sampling_level
-            ),
+            importance_sampling_level="token" if is_of_sequences else self._settings.importance_sampling_level,
             weighting=self._settings.contribution_weighting,
             factors=factors,
         )
 
-    def _needs_forward_pass(self, batch: Mapping[str, Any], are_fresh: bool) -> bool:
-        """Return whether only a forward pass can tell what the losses of the coming update will see."""
+    def _knows_ratios(self, batch: Mapping[str, Any], are_fresh: bool) -> bool:
+        """Return whether the losses of the coming update can be told without a forward pass."""
         settings = self._settings
         # The mask compares them with the sampler's
         masks = settings.off_policy_mask_threshold is not None and "sampling_per_token_logps" in batch
         reads_logps = masks or settings.contribution_weighting == "behavior_prob"
-        reads_logps = reads_logps and "old_per_token_logps" not in batch
-        return not are_fresh or settings.top_entropy_quantile < 1 or reads_logps
+        has_logps = "old_per_token_logps" in batch
+        return are_fresh and settings.top_entropy_quantile == 1 and (has_logps or not reads_logps)
 
 
 def _any_logps(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return log-probabilities of samples of the current policy: only their difference to these counts."""
     logps = inputs.get("old_per_token_logps")
     return torch.zeros_like(inputs["completion_mask"], dtype=torch.float32) if logps is None else logps
-
-
-class BufferTotals:
-    """
-    Total absolute advantages of the updates on a buffer of micro-batches, over all ranks: one reduction for a buffer.
-
-    `total` returns them for a micro-batch of this rank; `reduce` sums a tensor over ranks.
-    """
-
-    def __init__(
-        self,
-        total: Callable[[Mapping[str, Any]], Contributions],
-        reduce: Callable[[torch.Tensor], torch.Tensor],
-    ):
-        self._total, self._reduce = total, reduce
-        self._buffer: Sequence[Mapping[str, Any]] | None = None
-        self._totals: list[Contributions] = []
-
-    def of_update(self, buffer: Sequence[Mapping[str, Any]], window: Sequence[int]) -> tuple[Contributions, bool]:
-        """
-        Return the totals of the micro-batches at the positions in `window`, and whether the buffer is a new one.
-
-        `buffer` is the same object for all updates on it. All ranks make this call together.
-        """
-        is_new = self._buffer is not buffer
-        if is_new:
-            totals = self._reduce(torch.stack([self._total(inputs).as_vector() for inputs in buffer]))
-            self._buffer, self._totals = buffer, [Contributions.from_vector(each, SINGLE_POINT) for each in totals]
-        return functools.reduce(operator.add, [self._totals[position] for position in window]), is_new

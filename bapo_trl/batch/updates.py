@@ -1,18 +1,36 @@
 """Drives the clip-bound controller with TRL's micro-batches: one optimizer update after the other."""
 
+import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
-from ..clip_bounds import ClipBounds
+from ..clip_bounds import ClipBounds, Contributions
 from ..clip_bounds.controller import ClipBoundController
+from ..clip_bounds.grid import SINGLE_POINT
 from ..losses import LOSSES
 from .filler_rows import LossScale, scale_without_fillers
-from .policy_loss import BufferTotals, PolicyLoss
+from .policy_loss import PolicyLoss
 from .samples import versions_of
+
+
+@dataclass
+class Generation:
+    """The samples in a trainer's buffer: when they were generated, and by which policy."""
+
+    update: int = 0
+    micro_batch: int = 0
+    sampled_by: int | None = None  # the policy version that sampled them all, on all ranks; `None` for several
+
+    def is_trained(self, update: int, micro_batch: int, settings: Any) -> bool:
+        """Return whether the updates on them are made. A save may come before the step of the last one."""
+        updates = math.ceil((micro_batch - self.micro_batch) / settings.gradient_accumulation_steps)
+        return micro_batch % settings.micro_batches_per_generation == 0 and update - self.update >= updates
 
 
 class BatchUpdates:
@@ -37,11 +55,12 @@ class BatchUpdates:
     """
 
     def __init__(self, settings: Any, accelerator: Accelerator, policy_loss: PolicyLoss, update: Callable[[], int]):
-        reduce = partial(accelerator.reduce, reduction="sum")
         self._settings, self._accelerator, self._policy_loss = settings, accelerator, policy_loss
-        self._totals = BufferTotals(policy_loss.total_absolute_advantages, reduce)
+        self._sum_ranks = partial(accelerator.reduce, reduction="sum")
+        self._buffer: Sequence[Mapping[str, Any]] | None = None  # of which `_totals` are
+        self._totals: list[Contributions] = []  # total absolute advantages of each micro-batch, of all ranks
         self.bounds = ClipBoundController(
-            settings, accelerator.device, reduce=reduce, gather=accelerator.gather, update=update
+            settings, accelerator.device, reduce=self._sum_ranks, gather=accelerator.gather, update=update
         )
         self.scale = LossScale()
 
@@ -68,10 +87,13 @@ class BatchUpdates:
         window = [(step + i) % settings.steps_per_generation for i in range(count)]
         totals = read_ahead = None
         if settings.is_adaptive and settings.search_scope != "micro_batch":
-            is_new = True
+            is_new_buffer = buffer is not self._buffer
             if self.bounds.carries_over:
-                totals, is_new = self._totals.of_update(buffer, window)
-            if is_new:  # the loss of a single micro-batch knows its tokens before it needs the bounds
+                if is_new_buffer:
+                    self._sum_advantages(buffer)
+                totals = reduce(operator.add, [self._totals[position] for position in window])
+            if is_new_buffer or not self.bounds.carries_over:
+                # The loss of a single micro-batch knows its tokens before it needs the bounds
                 ahead = [buffer[position] for position in window] if count > 1 else []
                 read_ahead = partial(self._policy_loss.tokens_ahead, ahead, are_fresh, is_random)
         bounds = self.bounds.begin(totals, read_ahead)
@@ -84,6 +106,12 @@ class BatchUpdates:
             self._accelerator,
         )
         return bounds
+
+    def _sum_advantages(self, buffer: Sequence[Mapping[str, Any]]) -> None:
+        """Take the totals of a buffer: one reduction for all its updates."""
+        here = [self._policy_loss.total_absolute_advantages(inputs).as_vector() for inputs in buffer]
+        totals = self._sum_ranks(torch.stack(here))
+        self._buffer, self._totals = buffer, [Contributions.from_vector(each, SINGLE_POINT) for each in totals]
 
     @torch.no_grad()
     def observe(

@@ -10,9 +10,9 @@ from transformers import AutoProcessor, PreTrainedModel
 
 from ..advice import advice_line
 from ..bapo_config import BAPOConfig
+from ..batch.staleness import mean_age, oldest_age
 from ..errors import InputError
 from ..inputs.checks import check_tokenizer, has_rotary_positions, token_limits
-from ..staleness import mean_age, oldest_age
 from .counts import Counts, count
 from .empty_model import empty_model
 from .samples import TEXT_FOR_CHAT, Prompts, Reward, check_window, look_at_prompts, try_rewards

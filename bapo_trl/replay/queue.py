@@ -9,14 +9,24 @@ One queue a rank, on the CPU, rows without padding; it owns no model and does no
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..batch.samples import Rows, concat_rows, rows_from_tensors, tensors_of_rows
-from .store import RowStore
+from ..checkpoints.rank_files import RankFiles
+
+
+FILES = RankFiles("replay queue", "4", "set `replay_discard_saved` to start with an empty queue")
+
+LARGEST_WASTE = 0.13
+"""Share of a chunk's bytes that may belong to rows that have left, before the others are copied out of it."""
+
+# What the queue knows of each row; `touched` counts all that enter or are drawn, and a chunk is what entered together
+_ENTRY = np.dtype([(name, np.int64) for name in ("version", "uses", "touched", "chunk", "place")])
 
 
 def smallest_capacity(
@@ -25,14 +35,12 @@ def smallest_capacity(
     """
     Compute the smallest capacity with which each draw can find as many rows of `min_staleness` as it takes.
 
-    With `U` updates a pass and `I` passes, generations are `U I` versions apart. At pass `p` of a generation (from 0),
-    rows from `d` generations ago are `d U I + p U` versions old: those with `d` at least
-    `(min_staleness - p U) / (U I)` have rested. The queue must hold the younger ones too: `d` generations at a later
-    pass, one less at the first, which draws before its own generation enters. Of the later passes, the second needs
-    most.
+    With `U` updates a pass and `I` passes, rows from `d` generations ago are `d U I + p U` versions old at pass `p`
+    (from 0): those with `d` at least `(min_staleness - p U) / (U I)` have rested. The queue must hold the younger ones
+    too: `d` generations at a later pass, one less at the first, which draws before its own generation enters. Of the
+    later passes, the second needs most.
 
-    `rows` are those of a generation, of which at most as many enter the queue; `drawn_first` those that the first pass
-    over it draws: a later pass draws `rows`.
+    `rows` are those of a generation, and what a later pass draws; the first one draws `drawn_first`.
     """
     versions = updates_per_pass * num_iterations  # of a generation
     first = (max(1, math.ceil(min_staleness / versions)) - 1) * rows + drawn_first
@@ -45,9 +53,8 @@ def smallest_max_staleness(updates_per_pass: int, num_iterations: int = 1, min_s
     """
     Compute the smallest limit on the staleness under which the first pass over a generation can draw rows.
 
-    With `U` updates a pass and `I` passes, rows from `d` generations ago are `d U I` versions old when the first pass
-    draws them, and `U - 1` more at its last update. The youngest that have rested are those of
-    `d = max(1, ceil(min_staleness / (U I)))`.
+    They are from `d` generations ago, the smallest number by which they have rested, at least 1: `d U I` versions old,
+    see [`smallest_capacity`], and `U - 1` more at the last update of the pass.
     """
     versions = updates_per_pass * num_iterations  # of a generation
     return max(1, math.ceil(min_staleness / versions)) * versions + updates_per_pass - 1
@@ -59,46 +66,14 @@ class ReplayBatch:
 
     rows: Rows
     from_queue: int  # those that waited in the queue
-    zero_advantage_filled: int  # of these, those in place of fresh rows without advantage or without a trained token
-    untrained: int  # fresh rows without a trained token
     masked: int  # the last rows, which only keep the shape: copies without a token that counts
     uses: int  # sum over the other rows of the number of times they have been drawn, this time included
-
-
-@dataclass
-class Evictions:
-    """Rows that have left the queue, by reason."""
-
-    used: int = 0
-    expired: int = 0
-    overflowed: int = 0
-
-
-def _no_numbers() -> np.ndarray:
-    return np.empty(0, dtype=np.int64)
-
-
-@dataclass
-class _Ledger:
-    """What the queue knows of each row, in the order of entry: arrays of one length."""
-
-    version: np.ndarray = field(default_factory=_no_numbers)  # policy that sampled it
-    uses: np.ndarray = field(default_factory=_no_numbers)  # number of draws
-    last_touched: np.ndarray = field(default_factory=_no_numbers)  # counts all that enter or are drawn
-
-    def keep(self, mask: np.ndarray) -> None:
-        self.version, self.uses, self.last_touched = self.version[mask], self.uses[mask], self.last_touched[mask]
-
-    def extend(
-        self, version: Sequence[int] | np.ndarray, uses: Sequence[int] | np.ndarray, last_touched: Sequence[int]
-    ) -> None:
-        self.version = np.concatenate([self.version, np.asarray(version, dtype=np.int64)])
-        self.uses = np.concatenate([self.uses, np.asarray(uses, dtype=np.int64)])
-        self.last_touched = np.concatenate([self.last_touched, np.asarray(last_touched, dtype=np.int64)])
+    zero_advantage_filled: int = 0  # queued rows in place of fresh ones without advantage or without a trained token
+    untrained: int = 0  # fresh rows without a trained token
 
 
 class ReplayQueue:
-    """Queue of the rows of one rank."""
+    """Queue of the rows of one rank. `evictions` counts the rows that have left, by reason."""
 
     def __init__(
         self,
@@ -111,23 +86,27 @@ class ReplayQueue:
         self.max_staleness = max_staleness
         self.min_staleness = min_staleness
         self.max_reuse = max_reuse
-        self.evictions = Evictions()
-        self._store = RowStore()
-        self._ledger = _Ledger()
-        self._next_touch = 0
+        self.evictions = {"used": 0, "expired": 0, "overflowed": 0}
+        self._entries = np.empty(0, _ENTRY)  # in the order in which the rows entered
+        self._chunks: dict[int, Rows] = {}  # by number, with some rows that have left
+        self._next_touch = self._next_chunk = 0
 
     def __len__(self) -> int:
-        return len(self._ledger.version)
-
-    @property
-    def newest_version(self) -> int | None:
-        """Policy version of the newest row; `None` without any."""
-        return int(self._ledger.version.max()) if len(self) else None
+        return len(self._entries)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of memory that the rows' values take."""
-        return self._store.num_bytes
+        return sum(int(rows.row_bytes().sum()) for rows in self._chunks.values())
+
+    @property
+    def rows(self) -> list[Rows]:
+        """All rows in the order of entry, in the chunks that hold them; copied where some have left."""
+        places = [self._entries["place"][self._entries["chunk"] == number] for number in self._chunks]
+        return [
+            rows if len(here) == len(rows) else rows.select(here)
+            for rows, here in zip(self._chunks.values(), places, strict=True)
+        ]
 
     def add(self, rows: Rows, uses: Sequence[int] | np.ndarray | int = 0) -> None:
         """
@@ -138,20 +117,15 @@ class ReplayQueue:
         uses = np.broadcast_to(np.asarray(uses, dtype=np.int64), (len(rows),))
         if self.max_reuse is not None and (uses >= self.max_reuse).any():
             stays = np.flatnonzero(uses < self.max_reuse)
-            self.evictions.used += len(rows) - len(stays)
+            self.evictions["used"] += len(rows) - len(stays)
             rows, uses = rows.select(stays), uses[stays]
-        touches = range(self._next_touch, self._next_touch + len(rows))
-        self._next_touch += len(rows)
-        self._store.append(rows)
-        self._ledger.extend(rows.policy_versions, uses, touches)
-        self._overflow()
+        self._append(rows, uses, self._touch(len(rows)))
+        self._evict_overflow()
 
     def expire(self, last_version: int) -> None:
         """Let the rows leave that are older than `max_staleness` at the policy version `last_version`."""
         if self.max_staleness is not None:
-            keep = last_version - self._ledger.version <= self.max_staleness
-            self.evictions.expired += int((~keep).sum())
-            self._keep(keep)
+            self._evict("expired", last_version - self._entries["version"] > self.max_staleness)
 
     def draw(
         self, count: int, policy_version: int, last_version: int, fill_with_young: bool = False
@@ -164,19 +138,20 @@ class ReplayQueue:
         from; and how often each has been drawn, this time included.
         """
         self.expire(last_version)
-        ledger = self._ledger
-        has_rested = policy_version - ledger.version >= self.min_staleness
-        candidates = self._in_order(np.flatnonzero(has_rested))
-        if fill_with_young:
-            candidates = np.concatenate([candidates, self._in_order(np.flatnonzero(~has_rested))])
+        entries = self._entries
+        is_young = policy_version - entries["version"] < self.min_staleness
+        candidates = np.lexsort((entries["touched"], entries["uses"], is_young))
+        if not fill_with_young:
+            candidates = candidates[: np.count_nonzero(~is_young)]
         drawn = candidates[:count]
-        rows = self._store.take(drawn)
-        ledger.uses[drawn] += 1
-        ledger.last_touched[drawn] = np.arange(self._next_touch, self._next_touch + len(drawn))
-        self._next_touch += len(drawn)
-        uses = ledger.uses[drawn]
-        self._leave_used()
-        return rows, uses
+        entries["uses"][drawn] += 1
+        entries["touched"][drawn] = self._touch(len(drawn))
+        owners, places, uses = (entries[name][drawn] for name in ("chunk", "place", "uses"))
+        starts = np.flatnonzero(np.diff(owners, prepend=-1))  # neighbours from one chunk go together
+        runs = np.split(places, starts[1:]) if len(drawn) else []
+        parts = [(self._chunks[number], run) for number, run in zip(owners[starts].tolist(), runs, strict=True)]
+        self._evict_used()
+        return parts, uses
 
     def draw_first_pass(
         self,
@@ -211,74 +186,108 @@ class ReplayQueue:
         return ReplayBatch(
             rows=concat_rows([*queued, (fresh, np.concatenate([trained, fillers]))]),
             from_queue=len(uses),
-            zero_advantage_filled=min(len(without) - len(fillers), len(uses)),
-            untrained=int((~is_trained).sum()) - num_padding,
             masked=masked,
             uses=int(uses.sum()) + len(trained) + len(fillers) - masked,
+            zero_advantage_filled=min(len(without) - len(fillers), len(uses)),
+            untrained=int((~is_trained).sum()) - num_padding,
         )
 
-    def draw_later_pass(self, count: int, shape_from: Rows, policy_version: int, last_version: int) -> ReplayBatch:
+    def draw_later_pass(self, shape_from: Rows, policy_version: int, last_version: int) -> ReplayBatch:
         """
-        Draw a whole batch from the queue, for a later pass over a generation.
+        Draw as many rows as `shape_from` has from the queue alone, for a later pass over a generation.
 
-        Where the queue has too few, masked copies of the rows of `shape_from`, at least one, keep the shape; they
-        train nothing.
+        Where the queue has too few, masked copies of these rows keep the shape; they train nothing.
         """
-        queued, uses = self.draw(count, policy_version, last_version, fill_with_young=True)
-        missing = count - len(uses)
-        fillers = [(shape_from.masked(), np.arange(missing) % len(shape_from))] if missing else []
-        return ReplayBatch(
-            rows=concat_rows([*queued, *fillers]),
-            from_queue=len(uses),
-            zero_advantage_filled=0,
-            untrained=0,
-            masked=missing,
-            uses=int(uses.sum()),
-        )
+        queued, uses = self.draw(len(shape_from), policy_version, last_version, fill_with_young=True)
+        missing = len(shape_from) - len(uses)
+        fillers = [(shape_from.masked(), np.arange(missing))] if missing else []
+        return ReplayBatch(concat_rows([*queued, *fillers]), len(uses), masked=missing, uses=int(uses.sum()))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rows in the order of entry, and all else that a later run needs."""
-        ledger = {name: values.tolist() for name, values in vars(self._ledger).items()}
-        tensors = tensors_of_rows(self._store.chunks())
-        return {**tensors, "ledger": ledger, "next_touch": self._next_touch, "evictions": vars(self.evictions)}
+        ledger = {name: self._entries[name].tolist() for name in ("uses", "touched")}
+        counts = {"next_touch": self._next_touch, "evictions": self.evictions}
+        return {**tensors_of_rows(self.rows), "ledger": ledger, **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what [`ReplayQueue.state_dict`] returned. Beyond `capacity`, the first rows are evicted."""
-        chunks, ledger = rows_from_tensors(state), state["ledger"]
-        if len({sum(map(len, chunks)), *map(len, ledger.values())}) != 1:
-            raise ValueError("its values and its ledger do not go together")
-        if min(ledger["uses"], default=0) < 0:
-            raise ValueError("it has samples that were used less than 0 times")
-        self._store, self._ledger = RowStore(), _Ledger()
+        chunks = rows_from_tensors(state)
+        uses, touched = (np.array(state["ledger"][name], dtype=np.int64) for name in ("uses", "touched"))
+        if not sum(map(len, chunks)) == len(uses) == len(touched):
+            raise ValueError("its samples and its ledger do not go together")
+        self._entries, self._chunks, start = np.empty(0, _ENTRY), {}, 0
         for rows in chunks:
-            self._store.append(rows)
-        self._ledger.extend(**ledger)
-        self._next_touch = state["next_touch"]
-        self.evictions = Evictions(**state["evictions"])
-        self._leave_used()  # the limits may have changed since
-        self._overflow()
+            end = start + len(rows)
+            self._append(rows, uses[start:end], touched[start:end])
+            start = end
+        self._next_touch = int(state["next_touch"])
+        self.evictions = {name: int(state["evictions"][name]) for name in self.evictions}
+        self._evict_used()  # the limits may have changed since
+        self._evict_overflow()
 
-    @property
-    def rows(self) -> list[Rows]:
-        """All rows in the order of entry, in the chunks that hold them."""
-        return self._store.chunks()
+    def _touch(self, count: int) -> np.ndarray:
+        self._next_touch += count
+        return np.arange(self._next_touch - count, self._next_touch)
 
-    def _in_order(self, candidates: np.ndarray) -> np.ndarray:
-        ledger = self._ledger
-        return candidates[np.lexsort((ledger.last_touched[candidates], ledger.uses[candidates]))]
+    def _append(self, rows: Rows, uses: np.ndarray, touched: np.ndarray) -> None:
+        if not len(rows):
+            return
+        new = np.empty(len(rows), _ENTRY)
+        new["version"], new["uses"], new["touched"] = rows.policy_versions, uses, touched
+        new["chunk"], new["place"] = self._next_chunk, np.arange(len(rows))
+        self._entries = np.concatenate([self._entries, new])
+        self._chunks[self._next_chunk] = rows
+        self._next_chunk += 1
 
-    def _leave_used(self) -> None:
+    def _evict_used(self) -> None:
         if self.max_reuse is not None:
-            keep = self._ledger.uses < self.max_reuse
-            self.evictions.used += int((~keep).sum())
-            self._keep(keep)
+            self._evict("used", self._entries["uses"] >= self.max_reuse)
 
-    def _overflow(self) -> None:
-        excess = max(0, len(self) - self.capacity)
-        self.evictions.overflowed += excess
-        self._keep(np.arange(len(self)) >= excess)
+    def _evict_overflow(self) -> None:
+        self._evict("overflowed", np.arange(len(self)) < len(self) - self.capacity)
+
+    def _evict(self, reason: str, leaves: np.ndarray) -> None:
+        self.evictions[reason] += int(leaves.sum())
+        if leaves.any():
+            self._keep(~leaves)
 
     def _keep(self, mask: np.ndarray) -> None:
-        if not mask.all():
-            self._store.keep(mask)
-            self._ledger.keep(mask)
+        """Forget all rows but those of `mask`, shape `(len(self),)`, and give their memory back."""
+        changed = np.unique(self._entries["chunk"][~mask]).tolist()
+        self._entries = self._entries[mask]
+        for number in changed:
+            is_here = self._entries["chunk"] == number
+            rows, places = self._chunks[number], self._entries["place"][is_here]
+            row_bytes = rows.row_bytes()
+            if not len(places):
+                del self._chunks[number]
+            elif row_bytes[places].sum() < (1 - LARGEST_WASTE) * row_bytes.sum():
+                self._chunks[number] = rows.select(places)
+                self._entries["place"][is_here] = np.arange(len(places))
+
+
+def deal_out(states: Iterable[dict[str, Any]], rank: int, num_ranks: int) -> dict[str, Any]:
+    """
+    Return what one rank takes over from the queues of another number of ranks, of which one at a time is read.
+
+    In the order of the ranks, within a rank in the order of entry, the i-th row goes to rank i modulo the number of
+    ranks. A rank then counts the evictions of the saved ranks `rank`, `rank + num_ranks`, ...
+    """
+    queues: list[ReplayQueue] = []
+    before = 0
+    for state in states:
+        queues.append(ReplayQueue(sys.maxsize))
+        queues[-1].load_state_dict(state)
+        places = np.arange(before, before + len(queues[-1]))
+        before += len(places)
+        queues[-1]._keep(places % num_ranks == rank)
+    dealt, entries = ReplayQueue(sys.maxsize), np.concatenate([queue._entries for queue in queues])
+    if len(entries):
+        # In the order of entry again, which is that of the versions: beyond its capacity, a queue lets the first go
+        order = np.argsort(entries["version"], kind="stable")
+        rows = concat_rows([(rows, np.arange(len(rows))) for queue in queues for rows in queue.rows])
+        dealt._append(rows.select(order), entries["uses"][order], entries["touched"][order])
+    dealt._next_touch = max(queue._next_touch for queue in queues)
+    for queue in queues[rank::num_ranks]:
+        dealt.evictions = {name: count + queue.evictions[name] for name, count in dealt.evictions.items()}
+    return dealt.state_dict()

@@ -14,13 +14,23 @@ its segments, or at the window of the sampler; a group is *complete* when all it
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ..checkpoints.rank_files import RankFiles
 from ..errors import InputError
+
+
+FILES = RankFiles(
+    "rollout pool", "3", "restart from the weights, with `model_name_or_path` set to the checkpoint's folder"
+)
+# What a state keeps of all completions in one tensor; NaN is a token whose log-probability the sampler did not report
+_OF_TOKENS = {"tokens": torch.int32, "logps": torch.float32, "sampler_logps": torch.float32}
+_NO_COUNTS = {"emitted": 0, "emitted_tokens": 0, "ended": 0, "ended_tokens": 0}
 
 
 @dataclass
@@ -51,9 +61,9 @@ class Group:
     completed_as: int | None = None  # place in the order in which the pool's groups became complete; `None` before
 
     @property
-    def first_version(self) -> int | None:
-        """Policy version of the oldest token; `None` without a token."""
-        return min((each.segments[0][0] for each in self.completions if each.segments), default=None)
+    def first_version(self) -> float:
+        """Policy version of the oldest token; infinity without a token."""
+        return min((each.segments[0][0] for each in self.completions if each.segments), default=math.inf)
 
 
 @dataclass(frozen=True)
@@ -70,18 +80,13 @@ class Continuation:
         return self.group.prompt_ids + self.completion.tokens
 
 
-@dataclass
-class PoolCounts:
-    """What a pool has done since the start of the run: completions that left for training, and that have ended."""
-
-    emitted: int = 0
-    emitted_tokens: int = 0
-    ended: int = 0
-    ended_tokens: int = 0
-
-
 class RolloutPool:
-    """The groups of one rank that are not trained yet."""
+    """
+    The groups of one rank that are not trained yet.
+
+    `counts` are of what the pool has done since the start of the run: completions that left for training (`emitted`),
+    and that have `ended`, with their tokens.
+    """
 
     def __init__(
         self,
@@ -95,7 +100,7 @@ class RolloutPool:
         self.num_generations = num_generations
         self.max_completion_length = max_completion_length
         self.window = window
-        self.counts = PoolCounts()
+        self.counts = Counter(_NO_COUNTS)
         self._eos_token_ids = frozenset(eos_token_ids)
         self.rank, self.num_ranks = rank, num_ranks
         self._groups: list[Group] = []  # in the order of admission
@@ -148,11 +153,8 @@ class RolloutPool:
         """
         for index, (continuation, new) in enumerate(zip(continuations, tokens, strict=True)):
             completion, most = continuation.completion, min(cap, continuation.num_left)
-            if completion.has_ended or not 0 < len(new) <= most:
-                raise InputError(
-                    f"group {continuation.group.id} got {len(new)} tokens of at most {most} for a completion that has "
-                    f"{'ended' if completion.has_ended else 'not ended'}"
-                )
+            if not 0 < len(new) <= most:
+                raise InputError(f"The sampler returned {len(new)} tokens, of at least 1 and at most {most}.")
             if completion.segments and completion.segments[-1][0] == policy_version:
                 completion.segments[-1][1] += len(new)
             else:
@@ -162,8 +164,7 @@ class RolloutPool:
                 completion.sampler_logps += sampler_logps[index]
             if len(new) == continuation.num_left or new[-1] in self._eos_token_ids or len(new) < cap:
                 completion.has_ended = True
-                self.counts.ended += 1
-                self.counts.ended_tokens += len(completion.tokens)
+                self.counts.update(ended=1, ended_tokens=len(completion.tokens))
         for group in self._groups:
             if group.completed_as is None and all(completion.has_ended for completion in group.completions):
                 group.completed_as = self._next_place
@@ -171,12 +172,8 @@ class RolloutPool:
 
     def unscored(self) -> list[tuple[Group, PartialCompletion]]:
         """Return the completions with tokens whose log-probabilities are not known, in the order of admission."""
-        return [
-            (group, completion)
-            for group in self._groups
-            for completion in group.completions
-            if len(completion.logps) < len(completion.tokens)
-        ]
+        pairs = ((group, completion) for group in self._groups for completion in group.completions)
+        return [(group, each) for group, each in pairs if len(each.logps) < len(each.tokens)]
 
     def overdue(self, oldest_version: int | None) -> list[Group]:
         """
@@ -186,8 +183,8 @@ class RolloutPool:
         """
         if oldest_version is None:
             return []
-        begun = [group for group in self._groups if group.first_version is not None]
-        return sorted((g for g in begun if g.first_version < oldest_version), key=lambda group: group.first_version)
+        overdue = [group for group in self._groups if group.first_version < oldest_version]
+        return sorted(overdue, key=lambda group: group.first_version)
 
     def has_enough(self, count: int, oldest_version: int | None = None) -> bool:
         """Return whether `count` groups are complete, and those that may not wait, up to `count`, among them."""
@@ -201,45 +198,38 @@ class RolloutPool:
 
         If more than `count` may not wait, the oldest of them leave.
         """
-        if not self.has_enough(count, oldest_version):
-            raise ValueError(f"{count} groups cannot leave: not all are complete")
         overdue = {group.id for group in self.overdue(oldest_version)[:count]}
         complete = [group for group in self._groups if group.completed_as is not None]
         leaving = sorted(complete, key=lambda group: (group.id not in overdue, group.completed_as))[:count]
         left = {group.id for group in leaving}
         self._groups = [group for group in self._groups if group.id not in left]
         lengths = [len(completion.tokens) for group in leaving for completion in group.completions]
-        self.counts.emitted += len(lengths)
-        self.counts.emitted_tokens += sum(lengths)
+        self.counts.update(emitted=len(lengths), emitted_tokens=sum(lengths))
         return leaving
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the groups and of all else that a later run needs."""
-        return pack(self._groups, self.counts, self._next_id, self._next_place)
+        return _pack(self._groups, self.counts, self._next_id, self._next_place)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what [`RolloutPool.state_dict`] returned, in a run of any number of ranks."""
-        groups = unpack_groups(state)
+        groups = _unpack_groups(state)
         for group in groups:
             if len(group.completions) != self.num_generations:
                 raise InputError(
                     f"`num_generations` is {self.num_generations}, but the parked groups have "
                     f"{len(group.completions)} completions: set it back."
                 )
-            for completion in group.completions:
-                length, limit = len(completion.tokens), self.max_completion_length
-                if length > limit or (length == limit and not completion.has_ended):
+            for each in group.completions:
+                left = self._num_left(group, each)
+                if left < 0 or (left == 0 and not each.has_ended):
                     raise InputError(
-                        f"`max_completion_length` is {limit}, but a parked completion has {length} tokens"
-                        f"{'' if completion.has_ended else ' and goes on'}: set it back, or higher."
-                    )
-                if not completion.has_ended and self._num_left(group, completion) < 1:
-                    raise InputError(
-                        f"The sampler takes {self.window} tokens of a prompt and its completion, but one that is "
-                        f"parked and goes on has {len(group.prompt_ids) + length}: give it its window back."
+                        f"`max_completion_length` is {self.max_completion_length}"
+                        f"{'' if self.window is None else f', and the window of the sampler {self.window} tokens'}, "
+                        f"but a parked completion has {len(each.tokens)} tokens: set it back, or higher."
                     )
         self._groups = groups
-        self.counts = PoolCounts(**state["counts"])
+        self.counts = Counter({name: state["counts"][name] for name in _NO_COUNTS})
         self._next_id = state["next_id"] + (self.rank - state["next_id"]) % self.num_ranks
         self._next_place = state["next_place"]
 
@@ -250,68 +240,67 @@ class RolloutPool:
         return most - len(completion.tokens)
 
 
-def pack(groups: Sequence[Group], counts: PoolCounts, next_id: int, next_place: int) -> dict[str, Any]:
+def deal_out(states: Iterable[dict[str, Any]], rank: int, num_ranks: int) -> dict[str, Any]:
     """
-    Return groups and counts as a state: token ids and log-probabilities as tensors, all else as JSON holds it.
+    Return what one rank takes over from the pools of another number of ranks.
 
-    `next_id` is at most the number of the next group, and no group has it; `next_place` is the place of the next group
-    that becomes complete.
+    In the order of their numbers, the i-th group goes to rank i modulo the number of ranks. The counts of saved rank i
+    go to the same.
     """
+    states = list(states)
+    groups = sorted((group for state in states for group in _unpack_groups(state)), key=lambda group: group.id)
+    counts = Counter(_NO_COUNTS)
+    for state in states[rank::num_ranks]:
+        counts.update(state["counts"])
+    next_id, next_place = (max(state[name] for state in states) for name in ("next_id", "next_place"))
+    return _pack(groups[rank::num_ranks], counts, next_id, next_place)
+
+
+def _pack(groups: Sequence[Group], counts: Mapping[str, int], next_id: int, next_place: int) -> dict[str, Any]:
+    """Return groups and counts as a state: token ids and log-probabilities as tensors, all else as JSON holds it."""
     completions = [completion for group in groups for completion in group.completions]
-    unknown = math.nan  # for a token whose log-probability the sampler did not report
-    sampler_logps = [unknown if value is None else value for each in completions for value in each.sampler_logps]
+    prompt_ids = [token for group in groups for token in group.prompt_ids]
+    tensors = {"prompt_ids": torch.tensor(prompt_ids, dtype=torch.int32)}
+    for name, dtype in _OF_TOKENS.items():
+        values = [math.nan if value is None else value for each in completions for value in getattr(each, name)]
+        tensors[name] = torch.tensor(values, dtype=dtype)
     return {
-        "prompt_ids": torch.tensor([token for group in groups for token in group.prompt_ids], dtype=torch.int32),
-        "tokens": torch.tensor([token for each in completions for token in each.tokens], dtype=torch.int32),
-        "logps": torch.tensor([value for each in completions for value in each.logps], dtype=torch.float32),
-        "sampler_logps": torch.tensor(sampler_logps, dtype=torch.float32),
+        **tensors,
         "groups": [
             {
-                "id": group.id,
-                "inputs": group.inputs,
-                "completed_as": group.completed_as,
-                "prompt_length": len(group.prompt_ids),
+                **vars(group),
+                "prompt_ids": len(group.prompt_ids),
                 "completions": [
                     {
                         "segments": [segment[:] for segment in each.segments],
-                        "lengths": [len(each.tokens), len(each.logps), len(each.sampler_logps)],
                         "has_ended": each.has_ended,
+                        **{name: len(getattr(each, name)) for name in _OF_TOKENS},
                     }
                     for each in group.completions
                 ],
             }
             for group in groups
         ],
-        "counts": asdict(counts),
+        "counts": dict(counts),
         "next_id": next_id,
         "next_place": next_place,
     }
 
 
-def unpack_groups(state: Mapping[str, Any]) -> list[Group]:
-    """Return the groups of a state that [`pack`] made."""
-    values = {name: iter(value.tolist()) for name, value in state.items() if isinstance(value, torch.Tensor)}
+def _unpack_groups(state: Mapping[str, Any]) -> list[Group]:
+    """Return the groups of a state of a pool."""
+    values = {name: iter(state[name].tolist()) for name in ("prompt_ids", *_OF_TOKENS)}
 
     def take(name: str, count: int) -> list[Any]:
         return [next(values[name]) for _ in range(count)]
 
-    def completion(saved: dict[str, Any]) -> PartialCompletion:
-        num_tokens, num_logps, num_sampler_logps = saved["lengths"]
-        return PartialCompletion(
-            tokens=take("tokens", num_tokens),
-            segments=[segment[:] for segment in saved["segments"]],
-            logps=take("logps", num_logps),
-            sampler_logps=[None if math.isnan(value) else value for value in take("sampler_logps", num_sampler_logps)],
-            has_ended=saved["has_ended"],
-        )
-
-    return [
-        Group(
-            saved["id"],
-            saved["inputs"],
-            take("prompt_ids", saved["prompt_length"]),
-            [completion(each) for each in saved["completions"]],
-            saved["completed_as"],
-        )
-        for saved in state["groups"]
-    ]
+    groups = []
+    for saved in state["groups"]:
+        completions = []
+        for each in saved["completions"]:
+            completion = PartialCompletion(**{**each, **{name: take(name, each[name]) for name in _OF_TOKENS}})
+            completion.sampler_logps = [None if value != value else value for value in completion.sampler_logps]
+            completions.append(completion)
+        prompt_ids = take("prompt_ids", saved["prompt_ids"])
+        groups.append(Group(**{**saved, "prompt_ids": prompt_ids, "completions": completions}))
+    return groups

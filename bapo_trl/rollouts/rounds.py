@@ -2,21 +2,24 @@
 
 What TRL and the model do comes in as plain functions. All ranks make the same calls in the same order, whatever their
 completions: each round begins with one gather, which decides for all ranks whether there is one, and the scoring at
-the end with another. Legend: `B` rows, `T` completion tokens.
+the end with another.
 """
 
+import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.rank_errors import raising_on_all_ranks
+import torch
+
+from ..checkpoints.rank_errors import on_main_process, raising_on_all_ranks
 from ..errors import InputError
-from .checkpoint import load_pool, save_pool
-from .checks import check_row
+from ..upstream.trl_compat import HAS_OPENAI_CLIENT
 from .injected import InjectedRollouts
-from .pool import Group, RolloutPool
+from .pool import FILES, Group, RolloutPool, deal_out
 
 
 PARTIAL_METRICS = (
@@ -30,7 +33,7 @@ Sampler = Callable[[list[list[int]], int], tuple[list[list[int]], list[list[floa
 the sampler reports them."""
 
 Scorer = Callable[[list[list[int]], list[list[int]]], list[list[float]]]
-"""Scores completions after their prompts: the log-probability of each token under the current policy."""
+"""Scores completions after their prompts: the log-probability of each token under the current policy, padded."""
 
 
 @dataclass
@@ -73,7 +76,7 @@ class RolloutRounds:
         self._is_generating = True
         with raising_on_all_ranks():
             for inputs, prompt_ids in prompts:
-                check_row(inputs)
+                _check_row(inputs)
                 self.pool.admit(inputs, prompt_ids)
         # Fewer while there are not yet enough in flight: at first, and after a resume with other settings
         smallest = int(min(size for (size,) in self.gather([len(self.pool)])))
@@ -99,45 +102,35 @@ class RolloutRounds:
         state = next(state for version, state in reversed(self._before) if version != policy_version)
         if is_boundary and not self._is_generating:
             state = self.pool.state_dict()
-        save_pool(self.pool, folder, state)
+        FILES.write(folder, self.pool.rank, self.pool.num_ranks, state)
 
     def load(self, folder: str | Path, reports_logps: bool) -> None:
         """Restore the pool from a checkpoint folder. Without one there, it starts empty, with a warning."""
-
-        def check(state: dict[str, Any]) -> None:
-            if len(state["tokens"]) and bool(len(state["sampler_logps"])) != reports_logps:
-                raise InputError(
-                    f"`use_vllm` is {reports_logps}, but the completions in flight of the checkpoint {folder} were "
-                    f"begun {'without' if reports_logps else 'with'} vLLM, whose log-probabilities belong to them: "
-                    "set it back."
-                )
-
-        if not load_pool(self.pool, folder, check):
+        if not FILES.load(folder, self.pool.rank, self.pool.num_ranks, self.pool.load_state_dict, deal_out):
             warnings.warn(f"The checkpoint {folder} holds no unfinished rollouts: starting without any.")
-            return
+        begun = [each for group in self.pool for each in group.completions if each.tokens]
+        if any(bool(each.sampler_logps) != reports_logps for each in begun):
+            raise InputError(
+                f"`use_vllm` is {reports_logps}, but the completions in flight of the checkpoint {folder} were begun "
+                f"{'without' if reports_logps else 'with'} vLLM, whose log-probabilities belong to them: set it back."
+            )
         self._before = [(None, self.pool.state_dict())]
-        held, limit = len(self.pool), self.num_held
-        if held > limit and self.pool.rank == 0:
-            too_old = ", too many for a `partial_rollout_max_staleness` to hold"
+        if len(self.pool) > self.num_held and self.pool.rank == 0:
             warnings.warn(
-                f"The checkpoint {folder} holds {held} groups in flight for each rank, more than the {limit} that "
-                "`partial_rollout_oversampling` holds over. A generation trains as many groups as enter it, so that "
-                f"they stay as many{too_old if held > self.num_groups else ''}. Set "
-                "`partial_rollout_oversampling`, the sizes of a generation and the number of processes to what they "
-                "were."
+                f"The checkpoint {folder} holds {len(self.pool)} groups in flight for each rank, more than the "
+                f"{self.num_held} that `partial_rollout_oversampling` holds over, and they stay as many. Set it, the "
+                "sizes of a generation and the number of processes to what they were."
             )
 
-    def describe_left(self, has_checkpoint: bool) -> str | None:
+    def describe_left(self) -> str | None:
         """Return sentences on the groups that a run leaves in flight, on all ranks; `None` without any."""
         tokens = sum(len(each.tokens) for group in self.pool for each in group.completions)
         groups, tokens = (sum(column) for column in zip(*self.gather([len(self.pool), tokens]), strict=True))
         if not groups:
             return None
-        number = "1 group" if groups == 1 else f"{groups} groups"
-        saved = " A run that is resumed from its last checkpoint goes on from the groups of that."
         return (
-            f"The run ends with {number} in flight ({tokens} tokens), which have trained nothing."
-            f"{saved if has_checkpoint else ''}"
+            f"The run ends with {groups} group{'s' * (groups > 1)} in flight ({tokens} tokens), which have trained "
+            "nothing. A run that is resumed from a checkpoint goes on from the groups of that."
         )
 
     def _decode_round(
@@ -157,10 +150,9 @@ class RolloutRounds:
         missing = most - len(continuations)
         prompts = [continuation.prompt_ids for continuation in continuations] + [dummy] * missing
         tokens, sampler_logps = sample(prompts, cap)
-        if continuations:
-            kept = slice(len(continuations))
-            sampler_logps = None if sampler_logps is None else sampler_logps[kept]
-            self.pool.take(continuations, tokens[kept], policy_version, cap, sampler_logps)
+        kept = slice(len(continuations))
+        sampler_logps = None if sampler_logps is None else sampler_logps[kept]
+        self.pool.take(continuations, tokens[kept], policy_version, cap, sampler_logps)
         return True
 
     def _score(self, score: Scorer, dummy: list[int]) -> None:
@@ -175,21 +167,117 @@ class RolloutRounds:
             completion.logps += values[len(completion.logps) : len(completion.tokens)]
 
     def _measure(self, groups: Sequence[Group], waited: int, rounds: int) -> dict[str, float]:
-        counts = self.pool.counts
         segments = [len(each.segments) for group in groups for each in group.completions]
-        parked = sum(len(each.tokens) for group in self.pool for each in group.completions)
-        waiting = sum(len(group.completions) for group in self.pool)  # also those that ended before their group did
-        numbers = [waiting, parked, sum(segments), len(segments), waited]
-        numbers += [counts.emitted, counts.emitted_tokens, counts.ended, counts.ended_tokens]
-        ranks = self.gather([*numbers, max(segments)])
-        in_flight, parked, total, rows, waited, *lengths = (sum(column) for column in zip(*ranks, strict=True))
-        emitted, emitted_tokens, ended, ended_tokens, _ = lengths
+        here = {
+            "in_flight": sum(len(group.completions) for group in self.pool),  # those that ended before their group too
+            "parked_tokens": sum(len(each.tokens) for group in self.pool for each in group.completions),
+            "segments": sum(segments),
+            "rows": len(segments),
+            "waited": waited,
+            **self.pool.counts,
+        }
+        ranks = self.gather([*here.values(), max(segments)])
+        total = dict(zip([*here, "longest"], map(sum, zip(*ranks, strict=True)), strict=True))
+        trained_length, ended_length = (total[f"{name}_tokens"] / total[name] for name in ("emitted", "ended"))
         return {
-            "partial/in_flight": in_flight,
-            "partial/parked_tokens": parked,
-            "partial/segments_mean": total / rows,
+            "partial/in_flight": total["in_flight"],
+            "partial/parked_tokens": total["parked_tokens"],
+            "partial/segments_mean": total["segments"] / total["rows"],
             "partial/segments_max": max(numbers[-1] for numbers in ranks),
             "partial/rounds": rounds,
-            "partial/waited": waited,
-            "partial/trained_length_ratio": (emitted_tokens / emitted) / (ended_tokens / ended),
+            "partial/waited": total["waited"],
+            "partial/trained_length_ratio": trained_length / ended_length,
         }
+
+
+def make_rounds(trainer: Any) -> RolloutRounds:
+    """
+    Return the rounds of a run, with an empty pool. All ranks make this call together, and their server is there.
+
+    Refuses trainers whose completions cannot be parked on token ids alone.
+    """
+    reasons = {
+        "`tools`": bool(trainer.tools),
+        "`environment_factory`": trainer.environment_factories is not None,
+        "`rollout_func`": trainer.rollout_func is not None,
+        "a model that takes images": trainer._is_vlm,
+    }
+    for name, is_there in reasons.items():
+        if is_there:
+            raise InputError(
+                f"The trainer has {name}, which does not go with partial rollouts: an unfinished completion is kept "
+                "as token ids, and goes on from these alone. Set `partial_rollout_oversampling` to 1.0."
+            )
+    args, accelerator = trainer.args, trainer.accelerator
+    pool = RolloutPool(
+        trainer.num_generations,
+        trainer.max_completion_length,
+        trainer.eos_token_ids,
+        accelerator.process_index,
+        accelerator.num_processes,
+        window=sampler_window(trainer),
+    )
+    return RolloutRounds(
+        pool,
+        num_groups=args.groups_per_generation,
+        num_held=args.groups_held,
+        chunk_length=args.partial_rollout_chunk_length,
+        gather=lambda numbers: accelerator.gather(torch.tensor([numbers], device=accelerator.device)).tolist(),
+    )
+
+
+def check_no_pool(folder: str | Path) -> None:
+    """Raise an error where a run without partial rollouts resumes from a checkpoint that holds unfinished ones."""
+    groups = sum(len(FILES.read(path)["groups"]) for path in FILES.find(folder))
+    if groups:
+        raise InputError(
+            f"`partial_rollout_oversampling` is 1.0, but the checkpoint {folder} holds {groups} unfinished groups, "
+            "which would be lost: set it to what it was."
+        )
+
+
+@contextmanager
+def token_cap(trainer: Any, num_tokens: int) -> Iterator[None]:
+    """Let the trainer's sampler decode at most `num_tokens` a call; afterwards, what it did before."""
+    if trainer.use_vllm:
+        settings = [(vars(trainer.vllm_generation), "max_completion_length")]
+    else:  # transformers reads one, and TRL copies the other into the model's own generation config
+        settings = [(vars(trainer.generation_config), "max_new_tokens"), (trainer.generation_kwargs, "max_new_tokens")]
+    before = [values[name] for values, name in settings]
+    for values, name in settings:
+        values[name] = num_tokens
+    try:
+        yield
+    finally:
+        for (values, name), value in zip(settings, before, strict=True):
+            values[name] = value
+
+
+def sampler_window(trainer: Any) -> int | None:
+    """
+    Return the largest number of tokens of a prompt and its completion that vLLM takes, the same on all ranks.
+
+    `None` for transformers, which sets no limit, and for the server of TRL up to 1.14, which does not tell it.
+    """
+    if not trainer.use_vllm:
+        return None
+    if trainer.vllm_mode == "colocate":
+        return trainer.vllm_generation.llm.llm_engine.model_config.max_model_len
+    if not HAS_OPENAI_CLIENT:
+        return None
+    return on_main_process(
+        lambda: trainer.vllm_generation.vllm_client.get_server_info()["model_config"]["max_model_len"]
+    )
+
+
+def _check_row(row: dict[str, Any]) -> None:
+    """Refuse a row of the dataset that a checkpoint, which is JSON, cannot keep; name the column."""
+    for name, value in row.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"The column `{name}` has a {type(value).__name__}, which a checkpoint of partial rollouts cannot "
+                f"keep ({error}): make it of strings, numbers, lists and dictionaries (without `with_format`), remove "
+                "it, or set `partial_rollout_oversampling` to 1.0."
+            ) from error

@@ -5,25 +5,22 @@ from typing import Any
 
 
 _BIASING: dict[str, tuple] = {
-    **dict.fromkeys(
-        ("top_p", "repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "num_beams", "typical_p"), (1,)
-    ),
+    **dict.fromkeys(("top_p", "repetition_penalty", "guidance_scale", "num_beams", "typical_p"), (1,)),
     **dict.fromkeys(
         ("min_p", "frequency_penalty", "presence_penalty", "min_tokens", "min_length", "min_new_tokens",
-         "encoder_no_repeat_ngram_size", "no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff"), (0,),
+         "no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff"), (0,),
     ),
     **dict.fromkeys(
-        ("bad_words", "bad_words_ids", "begin_suppress_tokens", "extra_args", "logit_bias", "logits_processors",
-         "sequence_bias", "suppress_tokens", "vllm_xargs"), ([], {}),
+        ("bad_words", "bad_words_ids", "extra_args", "logit_bias", "logits_processors", "sequence_bias",
+         "suppress_tokens"), ([], {}),
     ),
     **dict.fromkeys(
-        ("allowed_token_ids", "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id",
-         "structured_outputs", "thinking_token_budget", "top_h", "watermarking_config"), (),
+        ("allowed_token_ids", "exponential_decay_length_penalty", "structured_outputs", "thinking_token_budget",
+         "top_h"), (),
     ),
     "top_k": (0, -1),
     "truncate_prompt_tokens": (-1,),
     "do_sample": (True,),
-    "use_beam_search": (False,),
     "response_format": ({"type": "text"},),
 }  # fmt: skip
 """Values, besides `None`, with which a setting leaves the distribution alone."""
@@ -41,22 +38,16 @@ _BROKEN_ACROSS_CALLS: dict[str, tuple[str, ...]] = {
         "min_new_tokens", "min_tokens", "min_length", "presence_penalty", "frequency_penalty",
         "exponential_decay_length_penalty", "thinking_token_budget",
     ),
-    "takes the completion so far for the prompt": (
-        "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "guidance_scale",
-    ),
+    "takes the completion so far for the prompt": ("guidance_scale",),
     "cuts the completion so far": ("truncate_prompt_tokens",),
     "changes for the sampler alone what ends a completion (set the model's `generation_config.eos_token_id`)": (
         "eos_token_id", "stop_token_ids", "ignore_eos",
     ),
     "is the cap of a call": ("max_new_tokens", "max_tokens", "max_length"),
-    "acts at the start of a call": ("begin_suppress_tokens", "forced_bos_token_id"),
-    "acts at the end of a call": ("forced_eos_token_id",),
-    "makes several completions of one": ("num_beams", "num_return_sequences", "n", "use_beam_search"),
+    "makes several completions of one": ("num_beams", "num_return_sequences", "n"),
     "stops a call by the clock": ("max_time",),
     "may fall across two calls": ("stop", "stop_strings", "bad_words"),
-    "starts anew with each call": (
-        "structured_outputs", "guided_decoding", "response_format", "repetition_detection",
-    ),
+    "starts anew with each call": ("structured_outputs", "response_format"),
     "makes each call draw the same": ("seed",),
 }  # fmt: skip
 """Settings that mean something else for a completion sampled in several calls, by the reason."""

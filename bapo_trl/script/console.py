@@ -9,10 +9,10 @@ from typing import Any
 from transformers import ProgressCallback, TrainerCallback
 
 from ..bapo_config import BAPOConfig
+from ..batch.staleness import oldest_age
 from ..plan.counts import count
 from ..plan.dry_run import aligned_rows
 from ..report.logs import is_of_updates
-from ..staleness import oldest_age
 
 
 def settings_table(args: BAPOConfig, method: str | None = None) -> str:

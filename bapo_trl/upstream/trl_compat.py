@@ -12,7 +12,7 @@ from inspect import isfunction
 import trl
 from trl import GRPOTrainer
 
-from ..batch.keys import FORWARD_KEYS
+from ..batch.policy_loss import FORWARD_KEYS
 
 
 TESTED_VERSIONS = ("1.14.2", "1.16.0")

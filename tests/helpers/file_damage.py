@@ -23,12 +23,11 @@ from bapo_trl.checkpoints.curves import FILES as CURVES
 from bapo_trl.checkpoints.files import MANIFEST, find_defect
 from bapo_trl.clip_bounds.controller import ClipBoundController
 from bapo_trl.errors import InputError
-from bapo_trl.replay.checkpoint import FILES as QUEUE
-from bapo_trl.replay.checkpoint import load_queue
+from bapo_trl.replay.queue import FILES as QUEUE
 from bapo_trl.replay.queue import ReplayQueue
-from bapo_trl.rollouts.checkpoint import FILES as POOL
-from bapo_trl.rollouts.checkpoint import deal_out
-from bapo_trl.rollouts.pool import PoolCounts, unpack_groups
+from bapo_trl.replay.queue import deal_out as deal_out_queues
+from bapo_trl.rollouts.pool import FILES as POOL
+from bapo_trl.rollouts.pool import RolloutPool, deal_out
 
 
 LIMIT_BYTES = 256 << 20
@@ -50,15 +49,11 @@ def load(name: str, folder: Path) -> Any:
     """Load a state file as a resumed run does; return what can be compared, or `None` if nothing was loaded."""
     if name.startswith("replay_queue"):
         queue = ReplayQueue(100)
-        if not load_queue(queue, folder, 0, 1):
-            return None
-        return _listed(queue.state_dict())
+        is_there = QUEUE.load(folder, 0, 1, queue.load_state_dict, deal_out_queues)
+        return _listed(queue.state_dict()) if is_there else None
     if name.startswith("rollout_pool"):
-        loaded: list = []
-        POOL.load(
-            folder, 0, 1, lambda state: loaded.extend([unpack_groups(state), PoolCounts(**state["counts"])]), deal_out
-        )
-        return loaded or None
+        pool = RolloutPool(3, 7, [1])
+        return _listed(pool.state_dict()) if POOL.load(folder, 0, 1, pool.load_state_dict, deal_out) else None
     if name.startswith("carried_curves"):
         settings = BAPOConfig("unused", use_cpu=True, bf16=False)
         alone = {"reduce": torch.clone, "gather": torch.clone, "update": lambda: 1}

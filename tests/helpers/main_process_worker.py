@@ -22,7 +22,7 @@ from bapo_trl import cli
 from bapo_trl.checkpoints.rank_errors import on_main_process
 from bapo_trl.evaluation import measure
 from bapo_trl.evaluation.sampling import EvaluatedTrainer
-from bapo_trl.rollouts.trainer_parts import sampler_window
+from bapo_trl.rollouts.rounds import sampler_window
 from bapo_trl.script import training
 from bapo_trl.upstream.fixes import end_training
 from bapo_trl.vllm_server.stale_server import StaleServerCheck

@@ -6,8 +6,8 @@ import pytest
 from accelerate.utils import set_seed
 
 from bapo_trl import BAPOConfig
+from bapo_trl.batch.staleness import mean_age
 from bapo_trl.plan.counts import count
-from bapo_trl.staleness import mean_age
 from tests.helpers.toy import CPU, toy_dataset, toy_trainer, training_logs
 
 

@@ -1,38 +1,36 @@
 """The replay queue against a plain list, its limits, and its checkpoint."""
 
 import copy
-import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from safetensors.torch import save_file
 
-from bapo_trl.batch.samples import Column, Rows, Spans, concat_rows
-from bapo_trl.checkpoints.rank_files import STATE, checksum
-from bapo_trl.replay.checkpoint import FILES, load_queue, save_queue
-from bapo_trl.replay.queue import ReplayQueue, smallest_max_staleness
+from bapo_trl.batch.samples import Rows, concat_rows
+from bapo_trl.replay.queue import FILES, ReplayQueue, deal_out, smallest_max_staleness
+from tests.helpers.alike import assert_same_states
 
 
 def make_rows(version, count, first=0, advantages=None):
     """Row i has 1 + i % 3 tokens; its first is its name."""
-    lengths = [1 + index % 3 for index in range(count)]
-    tokens = [torch.arange(first + index, first + index + length) for index, length in enumerate(lengths)]
-    spans = Spans(lengths)
-    return Rows(
-        {
-            "policy_version": Column(torch.full((count,), version)),
-            "completion_ids": Column(torch.cat([torch.empty(0), *tokens]).int(), spans),
-            "completion_mask": Column(torch.ones(sum(lengths), dtype=torch.bool), spans),
-            "advantages": Column(torch.tensor([1.0] * count if advantages is None else advantages)),
-        }
-    )
+    lengths = {"left": np.ones(count), "right": 1 + np.arange(count) % 3}
+    tokens = [torch.arange(first + index, first + index + length) for index, length in enumerate(lengths["right"])]
+    values = {
+        "policy_version": torch.full((count, 1), version),
+        "prompt_ids": torch.ones(count, dtype=torch.int32),
+        "completion_ids": torch.cat([torch.empty(0), *tokens]).int(),
+        "completion_mask": torch.ones(sum(map(len, tokens)), dtype=torch.bool),
+        "advantages": torch.tensor([1.0] * count if advantages is None else advantages).unsqueeze(1),
+    }
+    return Rows(values, lengths)
 
 
 def names(rows):
-    return [int(row["completion_ids"][0]) for row in rows]
+    starts = rows.lengths["right"].cumsum() - rows.lengths["right"]
+    return rows.values["completion_ids"][starts].tolist()
 
 
 def contents(queue):
@@ -112,10 +110,10 @@ class QueueMachine(RuleBasedStateMachine):
     def same_rows_and_every_departure_counted(self):
         if hasattr(self, "model"):
             assert contents(self.queue) == [row[0] for row in self.model]
-            assert vars(self.queue.evictions) == self.left
+            assert self.queue.evictions == self.left
             assert self.entered == len(self.queue) + sum(self.left.values())
-            values = sum(tensor.nbytes for rows in self.queue.rows for row in rows for tensor in row.values())
-            live = values + 16 * len(self.queue)  # length and end of each row, shared by ids and mask
+            values = sum(tensor.nbytes for rows in self.queue.rows for tensor in rows.values.values())
+            live = values + 32 * len(self.queue)  # length and end of prompt and completion
             assert live <= self.queue.num_bytes <= 1.15 * live
 
 
@@ -163,9 +161,9 @@ def test_a_later_pass_that_finds_too_few_rows_keeps_the_shape_with_masked_ones()
     fresh = make_rows(0, 3)
     queue.draw_first_pass(fresh, 0.5, True, 0, 0)
     queue.draw(2, 1, 1)
-    batch = queue.draw_later_pass(3, fresh, 1, 1)
+    batch = queue.draw_later_pass(fresh, 1, 1)
     assert (len(batch.rows), batch.from_queue, batch.masked, batch.uses) == (3, 1, 2, 2)
-    assert [bool(row["completion_mask"].any()) for row in batch.rows] == [True, False, False]
+    assert batch.rows.has_trained_token().tolist() == [True, False, False]
 
 
 # Checkpoint
@@ -181,14 +179,12 @@ def queues_with(counts):
     return queues
 
 
-def assert_same(queue, other):
-    state, other_state = ({k: v for k, v in each.state_dict().items() if "." not in k} for each in (queue, other))
-    assert state == other_state
-    for row, other_row in zip(itertools.chain(*queue.rows), itertools.chain(*other.rows), strict=True):
-        assert set(row) == set(other_row)
-        for key in row:
-            assert row[key].dtype == other_row[key].dtype
-            assert torch.equal(row[key], other_row[key])
+def save_queue(queue, folder, rank, num_ranks):
+    FILES.write(folder, rank, num_ranks, queue.state_dict())
+
+
+def load_queue(queue, folder, rank, num_ranks):
+    return FILES.load(folder, rank, num_ranks, queue.load_state_dict, deal_out)
 
 
 @pytest.mark.parametrize("counts", [[7], [5, 0, 3]])
@@ -198,7 +194,7 @@ def test_a_restored_queue_is_the_same_and_draws_the_same(tmp_path, counts):
     for rank, queue in enumerate(queues_with(counts)):
         restored = ReplayQueue(1000)
         assert load_queue(restored, tmp_path, rank, len(counts))
-        assert_same(restored, queue)
+        assert_same_states(restored.state_dict(), queue.state_dict())
         assert drawn(restored, 3, 7, 7) == drawn(queue, 3, 7, 7)
 
 
@@ -224,7 +220,7 @@ def test_dealt_out_rows_are_in_the_order_of_entry_so_that_the_first_leave(tmp_pa
     queue = ReplayQueue(4)
     load_queue(queue, tmp_path, 0, 1)
     assert contents(queue) == [20, 21, 120, 121]
-    assert queue.evictions.overflowed == 8
+    assert queue.evictions["overflowed"] == 8
 
 
 def test_a_lower_limit_of_reuse_holds_after_a_resume(tmp_path):
@@ -245,7 +241,7 @@ def rows_of_first_passes(updates, passes, num_generations=9, **limits):
         rows = make_rows(first, 4)
         count += queue.draw_first_pass(rows, 0.5, False, first, first + updates - 1).from_queue
         for version in later:
-            queue.draw_later_pass(4, rows, version, version + updates - 1)
+            queue.draw_later_pass(rows, version, version + updates - 1)
     return count
 
 
@@ -257,13 +253,3 @@ def test_the_smallest_limits_under_which_a_first_pass_draws(updates, passes):
         assert rows_of_first_passes(updates, passes, max_staleness=smallest - 1, **stays) == 0
         assert rows_of_first_passes(updates, passes, max_reuse=passes, **stays) == 0
         assert rows_of_first_passes(updates, passes, max_staleness=smallest, max_reuse=passes + 1, **stays) > 0
-
-
-@pytest.mark.parametrize("state", ["{}", "[]", '{"ledger": {"version": [1]}}', '{"ledger": 3}', "{"])
-def test_a_header_that_makes_no_sense_is_refused_by_name(tmp_path, state):
-    path = tmp_path / "replay_queue_00000_of_00001.safetensors"
-    tensors = {"0.policy_version": torch.ones(1)}
-    marks = {"format": FILES.format, "checksum": checksum(path.name, state, tensors)}
-    save_file({**tensors, STATE: torch.frombuffer(bytearray(state.encode()), dtype=torch.uint8)}, path, marks)
-    with pytest.raises(ValueError, match=f"{path.name} is damaged"):
-        load_queue(ReplayQueue(10), tmp_path, 0, 1)

@@ -9,6 +9,11 @@ from bapo_trl.batch.samples import Rows, batch_to_rows, concat_rows, rows_to_bat
 PAD = 0
 
 
+def row_of(rows, index):
+    """The values of one row by key, those of one value a row as a number."""
+    return {key: values[0] for key, values in rows_to_batch(rows.select([index]), PAD, "cpu").items()}
+
+
 def batch(**extra):
     """Three rows: prompts of 2, 4 and 1 tokens, completions of 3, 1 and 5; the second is truncated and masked."""
     return {
@@ -63,13 +68,14 @@ def test_padded_reference_log_probabilities_cannot_make_the_kl_term_overflow():
 def test_rows_have_no_padding_and_share_no_memory_with_the_batch():
     whole = batch()
     rows = batch_to_rows(whole, PAD)
-    assert [len(row["prompt_ids"]) for row in rows] == [2, 4, 1]
-    assert [len(row["completion_ids"]) for row in rows] == [3, 1, 5]  # the token of the masked row is kept
+    assert rows.lengths["left"].tolist() == [2, 4, 1]
+    assert rows.lengths["right"].tolist() == [3, 1, 5]  # the token of the masked row is kept
     whole["advantages"].zero_()
     whole["old_per_token_logps"].zero_()
-    assert rows[2]["advantages"] == 2.0
-    assert rows.columns["old_per_token_logps"].values.untyped_storage().nbytes() == (3 + 1 + 5) * 4
-    values = sum(tensor.nbytes for row in rows for tensor in row.values())
+    assert row_of(rows, 2)["advantages"] == 2.0
+    assert row_of(rows, 2)["old_per_token_logps"].all()
+    assert rows.values["old_per_token_logps"].untyped_storage().nbytes() == (3 + 1 + 5) * 4
+    values = sum(tensor.nbytes for tensor in rows.values.values())
     assert rows.row_bytes().sum() == values + 3 * 32  # lengths and ends of prompt and completion
 
 
@@ -85,11 +91,9 @@ def test_rows_of_different_batches_are_padded_to_the_longest():
     assert of_another_tokenizer["old_per_token_logps"][0, 1:].tolist() == [0, 0]
 
 
-def test_unknown_and_multimodal_keys_are_refused_by_name():
+def test_unknown_keys_are_refused_by_name():
     with pytest.raises(ValueError, match=r"`rewards_of_tools`, which cannot be cut into rows"):
         batch_to_rows(batch(rewards_of_tools=torch.ones(3)), PAD)
-    with pytest.raises(ValueError, match=r"`pixel_values`: multimodal samples cannot be replayed"):
-        batch_to_rows(batch(pixel_values=torch.ones(3, 2)), PAD)
 
 
 def test_one_token_rows_go_with_longer_ones_and_keep_a_value_a_token():
@@ -106,7 +110,7 @@ def test_one_token_rows_go_with_longer_ones_and_keep_a_value_a_token():
 
 def test_rows_of_different_settings_are_not_mixed():
     rows = batch_to_rows(batch(), PAD)
-    fewer = Rows({key: column for key, column in rows.columns.items() if key != "old_per_token_logps"})
+    fewer = Rows({key: each for key, each in rows.values.items() if key != "old_per_token_logps"}, rows.lengths)
     with pytest.raises(ValueError, match=r"\['old_per_token_logps'\].*`replay_discard_saved`"):
         concat_rows([(rows, [0]), (fewer, [0])])
     ratio = EXTRAS["importance_sampling_ratio"]
@@ -115,11 +119,15 @@ def test_rows_of_different_settings_are_not_mixed():
         concat_rows([(rows, [0]) for rows in levels])
 
 
-def test_log_probabilities_that_some_generations_lack_are_the_trainers_for_them():
-    told = batch_to_rows(batch(sampling_per_token_logps=torch.full((3, 5), -9.0)), PAD)
-    first, second = concat_rows([(told, [0]), (batch_to_rows(batch(), PAD), [2])])
+def test_what_some_generations_lack_has_its_default_for_them():
+    """Without a mask the policy wrote all tokens; without a sampler's log-probabilities they are the trainer's."""
+    told = batch(sampling_per_token_logps=torch.full((3, 5), -9.0), tool_mask=EXTRAS["tool_mask"])
+    both = concat_rows([(batch_to_rows(told, PAD), [0]), (batch_to_rows(batch(), PAD), [2])])
+    first, second = (row_of(both, index) for index in range(2))
     assert first["sampling_per_token_logps"].tolist() == [-9.0] * 3
+    assert first["tool_mask"].tolist() == [1, 0, 1]
     assert second["sampling_per_token_logps"].equal(second["old_per_token_logps"])
+    assert second["tool_mask"].tolist() == [1] * 5
 
 
 def test_rows_with_an_advantage_are_told_by_row_and_by_token():

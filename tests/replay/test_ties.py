@@ -27,14 +27,19 @@ def tied(rewards, weights=(1.0,), num_generations=3, **settings) -> list[bool]:
     return tied_rows(rewards, torch.tensor(weights), num_generations, **settings).tolist()
 
 
-def test_equal_rewards_tie_and_others_do_not():
-    assert tied([0.7, 0.7, 0.7, 0.7, 0.7, 0.7001]) == [True] * 3 + [False] * 3
-    assert tied([0.1, 0.1, 0.1, -0.357, -0.357, -0.357]) == [True] * 6
-
-
-def test_rewards_of_one_function_tie_only_where_they_are_the_same_number():
-    assert tied([1000.0, 1000.0, 1000.0001]) == [False] * 3  # neighbours in float32
-    assert tied([1e6, 1e6, 1e6]) == [True] * 3
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([0.7, 0.7, 0.7, 0.7, 0.7, 0.7001], [True] * 3 + [False] * 3),
+        ([0.1, 0.1, 0.1, -0.357, -0.357, -0.357], [True] * 6),
+        ([1000.0, 1000.0, 1000.0001], [False] * 3),  # neighbours in float32
+        ([1e6, 1e6, 1e6], [True] * 3),
+        ([NAN, 0.3, 0.3, NAN, 0.3, 0.4], [True] * 3 + [False] * 3),
+        ([NAN, NAN, NAN, NAN, 0.4, NAN], [True] * 6),  # nothing to tell apart
+    ],
+)
+def test_rewards_of_one_function_tie_where_they_are_the_same_number(rewards, expected):
+    assert tied(rewards) == expected
 
 
 def test_sums_that_differ_by_rounding_tie():
@@ -44,16 +49,11 @@ def test_sums_that_differ_by_rounding_tie():
     assert tied([[0.5, 0.2], [0.4, 0.3], [0.7, 0.00001]], (1.0, 1.0)) == [False] * 3
 
 
-def test_weights_decide():
+def test_weights_decide_and_absent_parts_add_nothing():
     rewards = [[1.0, 0.0], [1.0, 1.0], [1.0, 0.0]]
     assert tied(rewards, (0.7, 0.3)) == [False] * 3
     assert tied(rewards, (0.7, 0.0)) == [True] * 3
-
-
-def test_rewards_that_are_missing_do_not_count():
-    assert tied([[0.3, NAN], [0.3, NAN], [0.1, 0.2]], (1.0, 1.0)) == [True] * 3  # absent parts add nothing, as in TRL
-    assert tied([NAN, 0.3, 0.3, NAN, 0.3, 0.4]) == [True] * 3 + [False] * 3
-    assert tied([NAN, NAN, NAN, NAN, 0.4, NAN]) == [True] * 6  # nothing to tell apart
+    assert tied([[0.3, NAN], [0.3, NAN], [0.1, 0.2]], (1.0, 1.0)) == [True] * 3  # as in TRL
 
 
 def test_normalized_one_by_one_a_tie_is_one_of_each_function():
@@ -143,7 +143,8 @@ def test_rows_of_tied_groups_are_offered_and_are_the_fraction_that_is_logged(tmp
         assert (advantages == 0).tolist() == is_tied
         assert fraction == pytest.approx(sum(is_tied) / len(is_tied))
     assert {flag for _, is_tied, _ in generations for flag in is_tied} == {True, False}
-    assert trainer._replay.queue.state_dict()["ledger"]["version"].count(0) == generations[0][1].count(False)
+    queued = [version for rows in trainer._replay.queue.rows for version in rows.policy_versions]
+    assert queued.count(0) == generations[0][1].count(False)
 
 
 @pytest.mark.parametrize(

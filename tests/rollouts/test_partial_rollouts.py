@@ -98,7 +98,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert sorted([*inside, *self.emitted]) == sorted(self.lengths)
             tokens = sum(len(c.tokens) for g in self.pool for c in g.completions)
             ended = sum(len(c.tokens) for g in self.pool for c in g.completions if c.has_ended)
-            assert self.pool.counts.ended_tokens - self.pool.counts.emitted_tokens == ended <= tokens
+            assert self.pool.counts["ended_tokens"] - self.pool.counts["emitted_tokens"] == ended <= tokens
 
 
 TestPool = PoolMachine.TestCase
@@ -123,8 +123,6 @@ def test_what_may_not_wait_goes_first():
         go_on(pool, lengths, policy_version=3, cap=4)
     # Group 1 was sampled by version 0 too, and group 2 by version 3
     assert [group.id for group in pool.emit(2, oldest_version=1)] == [1, 0]
-    with pytest.raises(ValueError, match="3 groups cannot leave"):
-        pool.emit(3)
 
 
 def test_of_more_that_may_not_wait_than_can_go_the_oldest_go_first():
@@ -169,12 +167,10 @@ def test_a_completion_ends_with_the_window():
 def test_a_smaller_window_or_cap_than_before_is_refused():
     pool, lengths = pool_with([9])
     go_on(pool, lengths, 0, cap=6)
-    with pytest.raises(ValueError, match=r"sampler takes 7 tokens .* parked and goes on has 7"):
+    with pytest.raises(ValueError, match=r"window of the sampler 7 tokens, but a parked completion has 6"):
         RolloutPool(1, CAP, [EOS], window=7).load_state_dict(pool.state_dict())
     RolloutPool(1, CAP, [EOS], window=8).load_state_dict(pool.state_dict())
-    with pytest.raises(
-        ValueError, match="`max_completion_length` is 6, but a parked completion has 6 tokens and goes"
-    ):
+    with pytest.raises(ValueError, match="`max_completion_length` is 6, but a parked completion has 6 tokens"):
         RolloutPool(1, 6, [EOS]).load_state_dict(pool.state_dict())
 
 
@@ -188,7 +184,7 @@ def test_no_tokens_or_more_than_may_come_are_refused():
     pool, _ = pool_with([99])
     pool.take(pool.unfinished(), [list(range(2, 12))], 0, cap=10)  # 2 are left
     for new, cap, most in (([], 3, 2), ([50, 51, 52, EOS], 4, 2), ([50, 51], 1, 1)):
-        with pytest.raises(ValueError, match=f"group 0 got {len(new)} tokens of at most {most}"):
+        with pytest.raises(ValueError, match=f"returned {len(new)} tokens, of at least 1 and at most {most}"):
             pool.take(pool.unfinished(), [new], 0, cap)
 
 

@@ -2,12 +2,19 @@
 
 import pytest
 
-from bapo_trl.rollouts.checkpoint import load_pool, save_pool
-from bapo_trl.rollouts.pool import PoolCounts, RolloutPool
+from bapo_trl.rollouts.pool import FILES, RolloutPool, deal_out
 from tests.helpers.alike import assert_same_states
 
 
 EOS = 1
+
+
+def save_pool(pool, folder):
+    return FILES.write(folder, pool.rank, pool.num_ranks, pool.state_dict())
+
+
+def load_pool(pool, folder):
+    return FILES.load(folder, pool.rank, pool.num_ranks, pool.load_state_dict, deal_out)
 
 
 def pool_of(rank: int, num_ranks: int, num_groups: int) -> RolloutPool:
@@ -33,7 +40,7 @@ def test_what_is_saved_comes_back(tmp_path):
     completion = next(iter(restored)).completions[1]
     assert (completion.tokens, completion.segments) == ([8, 9, 11, 12], [[0, 2], [4, 2]])
     assert (completion.logps, completion.sampler_logps) == ([-0.5, -0.75], [-0.25, -1.5, -2.0, -3.0])
-    assert restored.counts == PoolCounts(emitted=0, emitted_tokens=0, ended=3, ended_tokens=6)
+    assert restored.counts == {"emitted": 0, "emitted_tokens": 0, "ended": 3, "ended_tokens": 6}
 
 
 def test_columns_of_any_size_come_back(tmp_path):
@@ -57,5 +64,6 @@ def test_another_number_of_ranks_deals_the_groups_out_again(tmp_path, num_ranks)
     assert sorted(group.id for pool in dealt for group in pool) == sorted(saved)
     assert all(group == saved[group.id] for pool in dealt for group in pool)
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
-    assert sum(pool.counts.ended for pool in dealt) == 5
+    assert sum(pool.counts["ended"] for pool in dealt) == 5
+    assert all(pool.counts.keys() == pools[0].counts.keys() for pool in dealt)
     assert all(pool.admit({}, [5]) > max(saved) for pool in dealt)

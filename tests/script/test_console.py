@@ -9,9 +9,9 @@ from transformers import TrainerState
 
 from bapo_trl import BAPOConfig
 from bapo_trl.advice import ADVICE, advice_line
+from bapo_trl.batch.staleness import staleness_line
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.console import Pace, Stopwatch, UpdateLines, UpdateLinesAboveBar, log_line, settings_table
-from bapo_trl.staleness import staleness_line
 from tests.helpers.commands import ROOT
 from tests.helpers.script_runs import train_bapo
 from tests.helpers.toy import CPU, OFF_POLICY, toy_trainer

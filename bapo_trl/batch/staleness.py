@@ -2,7 +2,7 @@
 
 import math
 
-from .bapo_config import BAPOConfig
+from ..bapo_config import BAPOConfig
 
 
 def oldest_age(args: BAPOConfig) -> str:
@@ -32,11 +32,7 @@ def mean_age(args: BAPOConfig) -> float:
     """
     generation, window = args.micro_batches_per_generation, args.gradient_accumulation_steps
     cycle = math.lcm(generation, window)
-    ages = (
-        (start + offset) // window - start // window
-        for start in range(0, cycle, generation)
-        for offset in range(generation)
-    )
+    ages = [place // window - place // generation * generation // window for place in range(cycle)]
     return sum(ages) / cycle
 
 
@@ -49,5 +45,5 @@ def _oldest(args: BAPOConfig) -> tuple[int | None, str]:
         limits["partial rollouts"] = args.partial_rollout_max_staleness
     if not limits:
         return args.largest_staleness, ""
-    known = [limit for limit in limits.values() if limit is not None]
-    return max(known) if len(known) == len(limits) else None, f" ({' and '.join(limits)})"
+    age = None if None in limits.values() else max(limits.values())
+    return age, f" ({' and '.join(limits)})"
