@@ -481,5 +481,7 @@ class BAPOTrainer(WholeCheckpoints):
                 step, oversampling = self.state.global_step, self.args.partial_rollout_oversampling
                 self._replay.load(checkpoint, step, oversampling)
 
-    def _rewrite_model_card(self, model_name, dataset_name):
-        rewrite_card(self, model_name, dataset_name)
+    def create_model_card(self, model_name=None, dataset_name=None, *args, **kwargs):  # type: ignore[override]
+        super().create_model_card(model_name, dataset_name, *args, **kwargs)
+        if self.is_world_process_zero():
+            rewrite_card(self, model_name, dataset_name)

@@ -30,9 +30,11 @@ def load_curves(bounds: ClipBoundController, folder: str | Path, accelerator: Ac
     """
     if not bounds.carries_over:
         return
-    path = FILES.path(folder, 0, 1)
+    path = Path(folder, CURVES_FILE)
 
     def load() -> bool:
+        if not path.exists():
+            return False
         state = FILES.read(path)
         try:
             return bounds.load_state_dict(state)
@@ -40,7 +42,7 @@ def load_curves(bounds: ClipBoundController, folder: str | Path, accelerator: Ac
             raise FILES.damaged(path, error) from error
 
     with raising_on_all_ranks():
-        if accelerator.is_main_process and not (path.exists() and load()):
+        if accelerator.is_main_process and not load():
             warnings.warn(
                 f"The checkpoint {folder} holds no carried curves on these candidate bounds (`search_scope` "
                 "'carried_over'): a sign of advantages that the first update lacks counts as in fresh samples."

@@ -26,21 +26,21 @@ class LogWindow(TrainerCallback):
 
     def save(self, checkpoint: str | Path) -> None:
         """Write those of this rank into a checkpoint folder."""
-        trainer = self._trainer
-        metrics = {name: values for name, values in trainer._metrics["train"].items() if name not in _OF_THE_CLOCK}
+        trainer, accelerator = self._trainer, self._trainer.accelerator
         state = {
-            "metrics": {name: [float(value) for value in values] for name, values in metrics.items()},
+            "metrics": {
+                name: [float(value) for value in values]
+                for name, values in trainer._metrics["train"].items()
+                if name not in _OF_THE_CLOCK
+            },
             "loss": trainer._tr_loss.item(),
             "loss_of_run": trainer._total_loss_scalar,
             "last_logged": trainer._globalstep_last_logged,
         }
-        accelerator = trainer.accelerator
         FILES.write(checkpoint, accelerator.process_index, accelerator.num_processes, state)
 
     def load(self, checkpoint: str | Path) -> None:
-        """
-        Read those of this rank; with another number of ranks, of one that stands for it.
-        """
+        """Read those of this rank; with another number of ranks, of one that stands for it."""
         files = FILES.find(checkpoint)
         if files:
             self._saved = FILES.read(files[self._trainer.accelerator.process_index % len(files)])

@@ -64,10 +64,7 @@ class RankFiles:
         """Return the files of all ranks, in their order; none if the folder has none."""
         sizes = {size for path in Path(folder).iterdir() if (size := self.num_ranks_of(path.name)) is not None}
         if len(sizes) > 1:
-            raise InputError(
-                f"{folder} holds {self.name}s of runs with {sorted(sizes)} processes: remove the foreign ones, or "
-                f"{self.remedy}."
-            )
+            raise InputError(f"{folder} holds {self.name}s of runs with {sorted(sizes)} processes: {self.remedy}.")
         return [self.path(folder, rank, size) for size in sizes for rank in range(size)]
 
     def read(self, path: Path) -> dict[str, Any]:
@@ -79,22 +76,15 @@ class RankFiles:
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
-                # Copies: the tensors are windows on the file. Of a foreign file, however large, nothing is read.
-                names = file.keys() if metadata.get("format") == self.format else ()
-                tensors = {name: file.get_tensor(name).clone() for name in names}
-        except (SafetensorError, OSError, *SENSELESS) as error:
-            raise self.damaged(path, error) from error
-        if metadata.get("format") != self.format:
-            raise InputError(
-                f"The {self.name} {path} has the format {metadata.get('format')!r}, not {self.format!r}: it was not "
-                f"written by this version of bapo_trl. {self.remedy[0].upper()}{self.remedy[1:]}."
-            )
-        try:
+                if metadata.get("format") != self.format:  # however large, nothing is read of it
+                    raise ValueError(f"its format is {metadata.get('format')!r}, not {self.format!r}")
+                # Copies: the tensors are windows on the file
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - no mapping
             text = bytes(tensors.pop(STATE).numpy()).decode()
             if checksum(path.name, text, tensors) != metadata["checksum"]:
-                raise InputError("what it holds is not what was written under this name")
+                raise ValueError("what it holds is not what was written under this name")
             return {**tensors, **json.loads(text)}
-        except SENSELESS as error:
+        except (SafetensorError, OSError, *SENSELESS) as error:
             raise self.damaged(path, error) from error
 
     def load(

@@ -72,7 +72,6 @@ CLIENT_METHODS: Mapping[str, Sequence[str]] = {
 OVERRIDDEN_METHODS: Mapping[str, Sequence[str]] = {
     "_calculate_rewards": ("inputs", "prompts", "completions"),
     "_compute_loss": ("model", "inputs"),
-    "_finalize_training": ("trial",),
     "_generate": ("prompts",),
     "_generate_and_score_completions": ("inputs",),
     "_generate_single_turn": ("prompt_ids",),
@@ -85,7 +84,6 @@ OVERRIDDEN_METHODS: Mapping[str, Sequence[str]] = {
     ),
     "_load_from_checkpoint": ("resume_from_checkpoint",),
     "_load_optimizer_and_scheduler": ("checkpoint",),
-    "_maybe_log_save_evaluate": (),
     "_prepare_inputs": ("generation_batch",),
     "_push_from_checkpoint": ("checkpoint_folder",),
     "_save_checkpoint": ("model", "trial"),

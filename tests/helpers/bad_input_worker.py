@@ -3,14 +3,11 @@
 Writes what each rank raised, and at which update, to FOLDER/RANK.txt.
 """
 
-import errno
 import math
-import os
 import sys
 import traceback
 from datetime import datetime
 from pathlib import Path
-from unittest.mock import MagicMock, patch
 
 from accelerate import PartialState
 
@@ -56,12 +53,6 @@ def main(folder: str, fault: str) -> None:
         settings["trainer_class"] = BreaksGradient
     elif fault == "rollout raises":
         parts["rollout_func"] = rollout
-    elif fault == "push":  # of rank 0, which alone copies the weights to push them
-        settings |= {"push_to_hub": True, "save_strategy": "steps", "save_steps": 1}
-        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        hub = MagicMock(**{"create_repo.return_value.repo_id": "me/model"})
-        patch("transformers.trainer.hf_api", lambda: hub).start()
-        patch("shutil.copy", MagicMock(side_effect=full)).start()
     elif fault == "row":  # with a value that no checkpoint could keep
         settings |= STALE
         parts["train_dataset"] = toy_dataset().with_transform(
