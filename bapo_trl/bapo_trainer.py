@@ -18,7 +18,7 @@ from .batch.sampler import behavior_logps, drop_sampler_logps, has_sampler_logps
 from .batch.samples import attach_version
 from .batch.updates import BatchUpdates
 from .checkpoints.curves import CURVES_FILE, load_curves, save_curves
-from .checkpoints.log_window import make_log_window
+from .checkpoints.log_window import LogWindow
 from .checkpoints.rank_errors import raising_on_all_ranks
 from .checkpoints.ref_model import load_ref_model, save_ref_model
 from .checkpoints.whole import WholeCheckpoints
@@ -40,8 +40,9 @@ from .staleness import staleness_line
 from .upstream import fixes, trl_compat
 from .upstream.forward_passes import forked_random_state, has_random_forward, without_gradient_checkpointing
 from .upstream.trl_compat import get_config_model_id, shuffle_sequence_dict, split_tensor_dict
+from .vllm_server.client import client_for
 from .vllm_server.merged_adapters import send_merged_copies
-from .vllm_server.mismatch import client_for, compare_with_sampler, make_difference_check
+from .vllm_server.mismatch import DifferenceCheck, compare_with_sampler
 from .vllm_server.retries import make_retries
 from .vllm_server.stale_server import make_server_check
 
@@ -158,7 +159,7 @@ class BAPOTrainer(WholeCheckpoints):
     def _reset_run_state(self) -> None:
         """Forget what belongs to a run."""
         fixes.reset_grpo_state(self)
-        self._log_window = make_log_window(self)
+        self._log_window = LogWindow(self)
         self._settings = own_settings(self.args)
         self._has_random_forward = has_random_forward(self.model, self.args.neftune_noise_alpha)
         self._has_saved = False
@@ -168,7 +169,9 @@ class BAPOTrainer(WholeCheckpoints):
             self._server.begin_run()
         self._forget_sent_weights()
         self._rounds = make_rounds(self) if self.args.uses_partial_rollouts else None
-        self._check_difference = make_difference_check(self)
+        self._check_difference = DifferenceCheck(
+            self.args.vllm_logp_tolerance, self.args.biased_settings, self.accelerator.is_main_process
+        )
         self._server_check = make_server_check(self)
         self._replay = make_replay(self, self._log_values) if self.args.uses_replay else None
         policy_loss = PolicyLoss(
@@ -475,7 +478,7 @@ class BAPOTrainer(WholeCheckpoints):
                 self._rounds.load(checkpoint, reports_logps=self.use_vllm)
             else:
                 check_no_pool(checkpoint)
-        load_curves(self._bounds, checkpoint, self.accelerator)
+        load_curves(self._bounds, checkpoint)
         if self._replay is not None and not self.args.replay_discard_saved:
             with raising_on_all_ranks():
                 step, oversampling = self.state.global_step, self.args.partial_rollout_oversampling
