@@ -23,7 +23,6 @@ from bapo_trl.checkpoints.run_lock import LOCK
 from bapo_trl.checkpoints.stop_signals import StopSignals
 from bapo_trl.checkpoints.unfinished import UNFINISHED, rotate
 from bapo_trl.errors import InputError
-from bapo_trl.replay.checkpoint import FILES
 from tests.helpers.commands import run_command, succeeded
 from tests.helpers.forked import run_python
 from tests.helpers.hub import push_to_stand_in
@@ -96,9 +95,7 @@ def cut_in_half(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-@pytest.mark.parametrize(
-    "args", [{}, {"save_only_model": True}, {"use_adaptive_entropy": True}], ids=lambda a: str(*a)
-)
+@pytest.mark.parametrize("args", [{}, {"save_only_model": True}], ids=str)
 def test_the_manifest_lists_what_the_parents_save_and_nothing_else_is_left(tmp_path, args):
     saved(tmp_path / "plain", GRPOTrainer, max_steps=2, **args)
     saved(tmp_path / "whole", max_steps=2, **args)
@@ -243,40 +240,16 @@ def test_parts_of_a_model_that_an_index_names_are_looked_for_without_a_manifest(
     assert find_defect(checkpoint) == f"{parts[0]} is not complete; {parts[1]} is missing"
 
 
-def state_of(**changes):
-    def change(checkpoint):
-        file = checkpoint / "trainer_state.json"
-        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-    return change
-
-
-def manifest_of(content):
-    return lambda checkpoint: (checkpoint / MANIFEST).write_text(json.dumps(content))
-
-
-def queue_of(**changes):
-    def change(checkpoint):
-        state = FILES.read(checkpoint / "replay_queue_00000_of_00001.safetensors")
-        ledger = {name: [changes.get(name, values[0]), *values[1:]] for name, values in state["ledger"].items()}
-        (checkpoint / MANIFEST).unlink()
-        FILES.write(checkpoint, 0, 1, {**state, "ledger": ledger})
-
-    return change
-
-
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "content", "defect"),
     [
-        (state_of(global_step=10**9), "trainer_state.json is not what was written"),
-        (manifest_of({}), f"{MANIFEST} does not list trainer_state.json"),
-        (queue_of(uses=-1), r"samples that were used less than 0 times\): set `replay_discard_saved`"),
-        (queue_of(version=7), r"samples of version 7, but that of the checkpoint is 6: set `replay_discard_saved`"),
+        ("trainer_state.json", {"global_step": 10**9}, "trainer_state.json is not what was written"),
+        (MANIFEST, {}, f"{MANIFEST} does not list trainer_state.json"),
     ],
 )
-def test_a_checkpoint_that_somebody_changed_is_refused_by_what_is_wrong(run, change, message):
-    change(run / "checkpoint-6")
-    with pytest.raises(InputError, match=message):
+def test_a_checkpoint_that_somebody_changed_is_refused_by_what_is_wrong(run, name, content, defect):
+    (run / "checkpoint-6" / name).write_text(json.dumps(content))
+    with pytest.raises(InputError, match=rf"checkpoint-6 is not whole: {defect}\. .*remove {MANIFEST} there"):
         resume(run, str(run / "checkpoint-6"))
 
 
@@ -291,13 +264,6 @@ def test_to_go_on_from_the_model_alone_gives_a_warning(run, tmp_path):
     assert not any("start anew" in str(warning.message) for warning in caught)
 
 
-def test_what_a_killed_save_left_is_removed_and_named(tmp_path):
-    (tmp_path / f"{UNFINISHED}-0123abcd-7" / "checkpoint-4").mkdir(parents=True)
-    with pytest.warns(UserWarning, match=rf"Removed .*{UNFINISHED}.*checkpoint-4"):
-        saved(tmp_path, max_steps=2)
-    assert names(tmp_path) == {"checkpoint-2"}
-
-
 def test_a_folder_has_one_live_run(tmp_path):
     """A second one is started in the middle of a save of the first, and refused."""
     first, refused = toy_trainer(tmp_path, **{**SAVING, "max_steps": 2}), []
@@ -305,33 +271,25 @@ def test_a_folder_has_one_live_run(tmp_path):
 
     def saving(folder):
         second = toy_trainer(tmp_path, **SAVING)
-        for start in (second.train, lambda: second.train(True)):
-            with pytest.raises(InputError, match=rf"`output_dir` is {tmp_path}, where another run is training"):
-                start()
-            refused.append(start)
+        with pytest.raises(InputError, match=rf"`output_dir` is {tmp_path}, where another run is training"):
+            second.train(True)
+        refused.append(second)
         save_state(folder)
 
     first._save_rng_state = saving
     first.train()
-    assert len(refused) == 2
+    assert len(refused) == 1
     assert names(tmp_path) == {"checkpoint-2"}
     assert find_defect(tmp_path / "checkpoint-2") is None
     del first._save_rng_state
     first.train(resume_from_checkpoint=True)  # the lock is free again
 
 
-@pytest.mark.parametrize("ends", ["raises", "is killed"])
-def test_a_run_that_ended_in_any_way_keeps_no_other_out(tmp_path, ends):
-    if ends == "raises":
-        failing = toy_trainer(tmp_path, reward_funcs=lambda completions, **kwargs: 1 / 0, **SAVING)
-        with pytest.raises(ZeroDivisionError):
-            failing.train()
-        assert names(tmp_path) == set()
-    else:
-        lock = "import os, sys; from bapo_trl.checkpoints.run_lock import RunLock; RunLock(sys.argv[1]).acquire(); "
-        killed = run_command([sys.executable, "-c", lock + "os.kill(os.getpid(), 9)", str(tmp_path)])
-        assert killed.returncode == -signal.SIGKILL
-        assert names(tmp_path) == {LOCK}
+def test_a_run_that_is_killed_keeps_no_other_out(tmp_path):
+    lock = "import os, sys; from bapo_trl.checkpoints.run_lock import RunLock; RunLock(sys.argv[1]).acquire(); "
+    killed = run_command([sys.executable, "-c", lock + "os.kill(os.getpid(), 9)", str(tmp_path)])
+    assert killed.returncode == -signal.SIGKILL
+    assert names(tmp_path) == {LOCK}
     saved(tmp_path, max_steps=2)
     assert names(tmp_path) == {"checkpoint-2"}
 
@@ -392,10 +350,8 @@ def scored(base: type, scores: dict[int, float]) -> type:
     ("strategy", "limit", "scores"),
     [
         ("steps", None, {2: 1, 4: 3, 6: 2}),
-        ("steps", 1, {2: 1, 4: 3, 6: 2}),
         ("steps", 1, {2: 3, 4: 2, 6: 1}),
         ("best", 2, {2: 1, 4: 3, 6: 2}),
-        ("best", 2, {2: 1, 4: 2, 6: 3}),
     ],
     ids=str,
 )
@@ -429,7 +385,7 @@ def test_a_best_checkpoint_that_was_moved_with_the_run_is_found_again(tmp_path):
     assert state["best_model_checkpoint"] == str(tmp_path / "new" / "checkpoint-2")
 
 
-@pytest.mark.parametrize(("limit", "best"), [(None, 1), (0, None), (1, 3), (2, None), (3, 1), (9, 5)])
+@pytest.mark.parametrize(("limit", "best"), [(None, 1), (1, 3), (2, None), (3, 1)])
 def test_the_rotation_keeps_what_that_of_transformers_keeps(tmp_path, limit, best):
     for run in ("plain", "whole"):
         for number, name in enumerate(
@@ -523,38 +479,33 @@ def test_a_checkpoint_that_cannot_be_deleted_is_told_of_and_ends_nothing(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "speaks_of_the_disk"),
+    ("error", "speaks_of_the_disk"),
     [
-        (KeyError("mine"), KeyError, False),
-        (PermissionError(errno.EACCES, "Permission denied"), PermissionError, False),
-        (OSError(errno.EIO, "Input/output error"), OSError, False),
-        (InputError("a column"), InputError, False),
-        (RuntimeError("CUDA error"), RuntimeError, False),
-        (OSError(errno.ENOSPC, "No space left on device"), OSError, True),
-        (OSError(errno.EDQUOT, "Disk quota exceeded"), OSError, True),
-        (OSError(errno.EFBIG, "File too large"), OSError, True),
+        (KeyError("mine"), False),
+        (OSError(errno.EIO, "Input/output error"), False),
+        (RuntimeError("CUDA error"), False),
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), True),
         # As safetensors and torch say it
-        (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), OSError, True),
-        (RuntimeError("[enforce fail at inline_container.cc:672] . file write failed"), OSError, True),
+        (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), True),
+        (RuntimeError("[enforce fail at inline_container.cc:672] . file write failed"), True),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
 def test_a_save_that_fails_raises_its_error_and_only_a_full_disk_is_called_one(
-    tmp_path, monkeypatch, error, kind, speaks_of_the_disk
+    tmp_path, monkeypatch, error, speaks_of_the_disk
 ):
     def failing(trainer, folder):
         raise error
 
     monkeypatch.setattr(BAPOTrainer, "_save_rng_state", failing)
-    with pytest.raises(kind) as caught:
+    with pytest.raises(type(error)) as caught:
         toy_run(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
-    assert type(caught.value) is kind
-    assert getattr(caught.value, "errno", None) == getattr(error, "errno", None)
-    text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
-    assert str(error) in text
-    assert "checkpoint-1 could not be saved in" in text
-    assert "No checkpoint is there to resume from" in text
-    assert (" MB are free" in text) == speaks_of_the_disk
+    assert caught.value is error
+    (note,) = error.__notes__
+    assert note.startswith(f"checkpoint-1 could not be saved in {tmp_path}")
+    assert note.endswith("No checkpoint is there to resume from: the run has to begin anew.")
+    assert (" MB are free" in note) == speaks_of_the_disk
 
 
 def test_the_save_that_fails_leaves_the_checkpoints_before_it(tmp_path, monkeypatch):

@@ -23,6 +23,8 @@ class LogWindow(TrainerCallback):
     def __init__(self, trainer: Any):
         self._trainer = trainer
         self._saved: dict[str, Any] | None = None
+        trainer.pop_callback(LogWindow)  # of an earlier run
+        trainer.add_callback(self)
 
     def save(self, checkpoint: str | Path) -> None:
         """Write those of this rank into a checkpoint folder."""
@@ -53,11 +55,3 @@ class LogWindow(TrainerCallback):
             trainer._tr_loss += saved["loss"]
             trainer._total_loss_scalar = saved["loss_of_run"]
             trainer._globalstep_last_logged = saved["last_logged"]
-
-
-def make_log_window(trainer: Any) -> LogWindow:
-    """Return the window of a run that is to begin, and have its trainer call it; not that of an earlier run."""
-    trainer.pop_callback(LogWindow)
-    window = LogWindow(trainer)
-    trainer.add_callback(window)
-    return window

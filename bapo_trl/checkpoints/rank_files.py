@@ -7,7 +7,7 @@ its name, detects what has changed since it was written.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,23 +103,16 @@ class RankFiles:
         paths = self.find(folder)
         if not paths:
             return False
-        latest = paths[rank % len(paths)]
-
-        def states() -> Iterator[dict[str, Any]]:
-            nonlocal latest
-            for latest in paths:
-                yield self.read(latest)
-
+        is_own = len(paths) == num_ranks
         try:
-            is_own = len(paths) == num_ranks
-            load_state_dict(self.read(latest) if is_own else deal_out(states(), rank, num_ranks))
+            load_state_dict(self.read(paths[rank]) if is_own else deal_out(map(self.read, paths), rank, num_ranks))
         except InputError:
             raise
         except SENSELESS as error:
-            raise self.damaged(latest, error) from error
+            raise self.damaged(paths[rank] if is_own else folder, error) from error
         return True
 
-    def damaged(self, path: Path, error: Exception) -> InputError:
+    def damaged(self, path: str | Path, error: Exception) -> InputError:
         """Return the error for a file whose contents do not make sense."""
         return InputError(f"The {self.name} {path} is damaged ({error}): {self.remedy}.")
 

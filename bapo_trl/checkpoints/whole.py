@@ -14,7 +14,6 @@ import shutil
 import uuid
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
@@ -39,12 +38,8 @@ class WholeCheckpoints(GRPOTrainer):
     """
     A trainer whose checkpoints are whole or not there. All that it overrides is of [`~transformers.Trainer`].
 
-    - `_save_checkpoint`: lets the parents write into `_unfinished-ID`, where their rotation finds one checkpoint and
-      leaves it; then renames, rotates and pushes.
-    - `_get_output_dir`, `_push_from_checkpoint`: send the parents there meanwhile, and hold back their push; that of
-      the checkpoint with which a signal stops the run for good.
-    - `train`: refuses an `output_dir` of another live run; resumes from whole checkpoints only, with a warning from
-      those of the model alone.
+    A save lets the parents write into `_unfinished-ID`, where their rotation finds one checkpoint and leaves it; then
+    it renames, rotates and pushes.
     """
 
     _run_id = ""  # of the latest run, the same on all ranks
@@ -212,51 +207,41 @@ def _failing_together(run_dir: str, name: str, fails_alone: bool = False) -> Ite
     """
     Wait for all ranks at the end of a part of a save, and raise on all of them what one failed with.
 
-    An error says which checkpoint is whole, and how to resume. If it `fails_alone`, a rank raises at once.
+    A note on the error says which checkpoint is whole, and how to resume. If it `fails_alone`, a rank raises at once.
     """
     error: Exception | None = None
     try:
         yield
     except Exception as caught:
-        error = _explained(caught, run_dir, name)
+        caught.add_note(_explain(caught, run_dir, name))
         if fails_alone:
-            raise error  # noqa: B904 - it is the same, or has it as its cause
+            raise
+        error = caught
     raise_on_all_ranks(error)
 
 
-def _explained(error: Exception, run_dir: str, name: str) -> Exception:
-    """
-    Return an error of a save that says which checkpoint is whole and how to resume.
-
-    It is the error itself with a note. Where a write found no room, whichever library writes, it is an `OSError` that
-    says how much there is.
-    """
+def _explain(error: Exception, run_dir: str, name: str) -> str:
+    """Return what an error of a save means: which checkpoint is whole, how to resume, how much room there is."""
     before = [each for each in reversed(checkpoint_names(run_dir)) if each != name]
     whole = next((each for each in before if find_defect(os.path.join(run_dir, each)) is None), None)
+    room = ""
+    if _found_no_room(error):
+        usage = shutil.disk_usage(run_dir)
+        room = (
+            f", where {usage.free / 1e6:,.0f} MB of {usage.total / 1e6:,.0f} MB are free. If the disk is full, make "
+            "room, for one checkpoint more than `save_total_limit`"
+        )
     resume = (
         "No checkpoint is there to resume from: the run has to begin anew."
         if whole is None
         else f"{whole}, saved before, is whole. Resume with `resume_from_checkpoint=True` (in the script, `true`)."
     )
-    failed = f"{name} could not be saved in {run_dir}"
-    if not _found_no_room(error):
-        error.add_note(f"{failed}. {resume}")
-        return error
-    there = next(folder for folder in (Path(run_dir), *Path(run_dir).absolute().parents) if folder.is_dir())
-    usage = shutil.disk_usage(there)
-    full = OSError(
-        f"{failed}, where {usage.free / 1e6:,.0f} MB of {usage.total / 1e6:,.0f} MB are free: {error}. If the disk is "
-        f"full, make room, for one checkpoint more than `save_total_limit`. {resume}"
-    )
-    full.errno, full.__cause__ = getattr(error, "errno", None), error
-    return full
+    return f"{name} could not be saved in {run_dir}{room}. {resume}"
 
 
 def _found_no_room(error: Exception) -> bool:
     """Whether a disk or a quota is full, or a file would be too large for the file system."""
-    if not isinstance(error, OSError | RuntimeError | SafetensorError):
-        return False
-    return any(
+    return isinstance(error, OSError | RuntimeError | SafetensorError) and any(
         getattr(each, "errno", None) in _NO_ROOM or any(text in str(each) for text in _NO_ROOM_TEXTS)
         for each in (error, error.__cause__, error.__context__)
     )

@@ -5,7 +5,6 @@ contribute at a ratio of 1: their total absolute advantage, the sum of w |A|. Th
 to the next. The totals of the next update are known before its forward pass, so its curves can be forecast.
 """
 
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -54,7 +53,3 @@ class CarriedCurves:
         vector = torch.cat([state[sign].to(self._device, dtype) for sign in ("positive", "negative")])
         self._normalized = Contributions.from_vector(vector, self._grid)
         return True
-
-    def share(self, broadcast: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Take those of the first rank."""
-        self._normalized = Contributions.from_vector(broadcast(self._normalized.as_vector()), self._grid)

@@ -135,10 +135,6 @@ class ClipBoundController:
         """Restore it; return whether it was of the same candidate bounds, else nothing changes."""
         return self._carried.load_state_dict(state)
 
-    def share_state(self, broadcast: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Take the state of the first rank. All ranks make this call together."""
-        self._carried.share(broadcast)
-
     def _add(self, tokens: PolicyTokens) -> None:
         """Add the tokens of a micro-batch to the tokens of the next search."""
         settings = self._settings

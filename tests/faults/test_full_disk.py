@@ -21,9 +21,9 @@ pytestmark = pytest.mark.processes
 SAVING = {**REPLAY, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 NAMESPACE = ["unshare", "--map-root-user", "--mount"]
 EXPLAINED = (
-    r"checkpoint-4 could not be saved in {folder}, where [\d,]+ MB of [\d,]+ MB are free: .*No space left on device.*"
-    r"\. If the disk is full, make room, for one checkpoint more than `save_total_limit`\. checkpoint-2, saved "
-    r"before, is whole\. Resume with `resume_from_checkpoint=True`"
+    r"No space left on device\ncheckpoint-4 could not be saved in {folder}, where [\d,]+ MB of [\d,]+ MB are free\. "
+    r"If the disk is full, make room, for one checkpoint more than `save_total_limit`\. checkpoint-2, saved before, "
+    r"is whole\. Resume with `resume_from_checkpoint=True`"
 )
 
 
@@ -46,7 +46,7 @@ def test_without_a_checkpoint_before_the_error_says_so(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     monkeypatch.setattr("torch.save", full)
-    with pytest.raises(OSError, match=r"checkpoint-2 could not .*No checkpoint is there to resume from"):
+    with pytest.raises(OSError, match=r"\ncheckpoint-2 could not .*No checkpoint is there to resume from"):
         toy_trainer(tmp_path, **SAVING).train()
 
 
