@@ -12,14 +12,12 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
-from safetensors.torch import load_file
 from transformers import Qwen2Config
 
 from bapo_trl.checkpoints.files import find_defect
 from bapo_trl.checkpoints.stop_signals import EXIT_CODE, StopSignals
 from tests.helpers.alike import assert_same_weights
 from tests.helpers.commands import ROOT, accelerate_launcher, run_command, succeeded
-from tests.helpers.fault_counts import cases
 from tests.helpers.forked import run_python
 from tests.helpers.toy import InUpdate, digits_reward, terminate, toy_run, toy_trainer
 
@@ -94,13 +92,9 @@ def test_the_update_is_finished_and_saved_once_and_every_rank_leaves_with_the_co
         "same command with --resume_from_checkpoint true. Exit code 75." in outcome["told"]
     )
 
-
-@pytest.mark.parametrize("name", STOPPED)
-def test_nothing_is_evaluated_published_or_saved_besides(outcomes, name):
-    besides = {"README.md", "report.png", "run_settings.json"}
-    left = [file for file in outcomes[name]["left"] if not file.startswith(("checkpoint-", "eval_"))]
-    assert set(left) <= besides
-    assert "eval_results.json" not in outcomes[name]["left"]
+    # Nothing is evaluated or published besides
+    others = {file for file in outcome["left"] if not file.startswith(("checkpoint-", "eval_completions"))}
+    assert others <= {"README.md", "report.png", "run_settings.json"}
 
 
 @pytest.mark.parametrize("name", STOPPED)
@@ -179,12 +173,6 @@ def test_under_a_launcher_one_rank_is_enough_and_so_is_the_launcher(tmp_path):
     assert "Stopped by SIGTERM after update 3, saved in out/checkpoint-3" in to_launcher.stdout
     assert "SIGKILL" not in to_launcher.stderr
     assert find_defect(out / "checkpoint-3") is None
-    if cases(10) < 10:
-        return
-    for folder, resume in (("out", "true"), ("straight", "false")):
-        succeeded(launch(tmp_path, "script", folder, resume_from_checkpoint=resume))
-    resumed, straight = (load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "straight"))
-    assert all((resumed[name] == straight[name]).all() for name in straight)
 
 
 def test_the_launcher_tells_of_a_rank_that_fails_and_of_one_that_is_killed(tmp_path):
@@ -351,8 +339,10 @@ def slurm(tmp_path):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("found", [[], ["checkpoint-50"], ["_unfinished-0123abcd"]], ids=str)
-@pytest.mark.parametrize("code", [0, 1, EXIT_CODE])
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [(0, []), (1, ["checkpoint-50"]), (EXIT_CODE, ["checkpoint-50"]), (EXIT_CODE, ["_unfinished-0123abcd-1"])],
+)
 def test_the_slurm_script_requeues_a_run_that_a_signal_stopped_and_no_other(tmp_path, slurm, code, found):
     output_dir = tmp_path / "out [1] of 2"  # a pattern, to a shell that is not careful
     for name in found:
@@ -375,13 +365,12 @@ def test_the_slurm_script_requeues_a_run_that_a_signal_stopped_and_no_other(tmp_
     assert sorted(path.name for path in output_dir.iterdir()) == found  # the mark of the shared disk is gone
 
 
-@pytest.mark.parametrize("is_trusted", [True, False])
-def test_the_code_of_a_model_is_run_by_every_part_of_the_job_if_that_is_trusted(tmp_path, slurm, is_trusted):
-    environment = slurm | {"TRUST_REMOTE_CODE": str(is_trusted).lower()}
+def test_the_code_of_a_model_is_run_by_every_part_of_the_job_if_that_is_trusted(tmp_path, slurm):
+    environment = slurm | {"TRUST_REMOTE_CODE": "true"}  # above, it is not
     succeeded(run_command(["bash", SLURM, "recipe.yaml", "model", str(tmp_path / "out")], **environment))
     for name in ("dry", *(f"launched-{rank}" for rank in range(4))):
-        assert (" --trust_remote_code true " in (tmp_path / name).read_text()) == is_trusted
-    assert (" --trust-remote-code\n" in (tmp_path / "served").read_text()) == is_trusted
+        assert " --trust_remote_code true " in (tmp_path / name).read_text()
+    assert (tmp_path / "served").read_text().endswith(" --trust-remote-code\n")
 
 
 @pytest.mark.parametrize(
@@ -410,11 +399,9 @@ def test_a_job_that_cannot_work_ends_before_it_starts_a_server(tmp_path, slurm, 
             "--nodes=3 --gpus-per-node=4 --time=1:00:00 JOB RECIPE MODEL OUT\n2\n4\n2\nfalse\n",
         ),
         (["--tensor_parallel_size", "8"], "has 28 attention heads (4 of keys and values), and a node 8 GPUs: choose"),
-        (["--trainer_nodes", "0"], "--trainer_nodes is 0: give 1 at least"),
         (["--model", "nowhere"], "--model is 'nowhere': no configuration of it could be read"),
-        (["--output_dir", "recipe.yaml/x"], "which cannot be made"),
     ],
-    ids=["defaults", "code of the model", "sizes", "heads", "no node", "no model", "no folder"],
+    ids=["defaults", "code of the model", "sizes", "heads", "no model"],
 )
 def test_a_job_is_submitted_with_sizes_that_go_together_or_not_at_all(tmp_path, slurm, flags, submitted):
     Qwen2Config(num_attention_heads=28, num_key_value_heads=4).save_pretrained(tmp_path / "model")
@@ -434,7 +421,6 @@ def test_a_job_is_submitted_with_sizes_that_go_together_or_not_at_all(tmp_path, 
 
 
 def test_the_slurm_script_without_its_arguments_says_how_a_job_is_submitted():
-    for arguments in (["recipe.yaml", "model"], ["recipe.yaml", "model", "out"]):
-        usage = run_command(["bash", SLURM, *arguments])
-        assert usage.returncode != 0
-        assert "scripts/submit_slurm.py --recipe RECIPE --model MODEL --output_dir OUTPUT_DIR" in usage.stderr
+    usage = run_command(["bash", SLURM, "recipe.yaml", "model"])
+    assert usage.returncode != 0
+    assert "scripts/submit_slurm.py --recipe RECIPE --model MODEL --output_dir OUTPUT_DIR" in usage.stderr

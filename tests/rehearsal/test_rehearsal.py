@@ -36,12 +36,10 @@ def test_an_update_on_a_rehearsed_accelerator(tmp_path):
         assert 0 < row["bytes"] <= 12 * row["tokens"], row  # between two micro-batches
         assert row["wide"] == [], row  # nothing with a dimension of the vocabulary
     assert len(found["held"]) == 3 * len(SHAPES)
-    assert ["barrier"] in found["collectives"].pop("a barrier")  # one that our code does not make
     for scope, (long, short) in found["collectives"].items():
         assert long == short, scope  # ranks with samples of other lengths
         assert len(long) > 10
         assert {device for call in long for *_, device in call[1:]} == {NAME}, scope  # NCCL takes none of the CPU
-    what_it_is_there_to_find_it_finds(**found["mutants"])
 
 
 def the_host_reads_one_vector_and_one_number_more_and_copies_nothing(case, GRPO, BAPO):
@@ -65,12 +63,6 @@ def a_replay_draw_reads_a_generation_once(reads, rows):
     assert rows["queue empty"] == 0 < min(rows["first pass"], rows["later pass"])
     assert counts["later pass"] == 1  # the numbers of its log
     assert counts["first pass"] == counts["queue empty"] <= 12
-
-
-def what_it_is_there_to_find_it_finds(reads, held, error):
-    assert "micro-batch" in ours(reads["reads"])
-    assert held["bytes"] > 12 * held["tokens"]
-    assert f"at least two devices, cpu and {NAME}:0" in error
 
 
 def ours(notes):
