@@ -206,7 +206,7 @@ class BAPOTrainer(WholeCheckpoints):
     def _get_train_sampler(self, dataset=None, *args, **kwargs):  # type: ignore[override]
         check_number_of_prompts(self.train_dataset if dataset is None else dataset, self.args)
         sampler: Any = super()._get_train_sampler(dataset, *args, **kwargs)
-        fixes.continue_shuffles(self, sampler)
+        fixes.EpochShuffleCallback(self, sampler)
         return sampler
 
     def _init_training_state(

@@ -7,7 +7,7 @@ from accelerate import PartialState
 
 from ..clip_bounds.controller import ClipBoundController
 from .rank_errors import on_main_process
-from .rank_files import SENSELESS, RankFiles
+from .rank_files import RankFiles
 
 
 FILES = RankFiles("carried curves", "2", "remove the file to continue without")
@@ -31,10 +31,7 @@ def load_curves(bounds: ClipBoundController, folder: str | Path) -> None:
         return
     path = Path(folder, CURVES_FILE)
     state = on_main_process(lambda: FILES.read(path) if path.exists() else None)
-    try:
-        is_restored = state is not None and bounds.load_state_dict(state)
-    except SENSELESS as error:
-        raise FILES.damaged(path, error) from error
+    is_restored = state is not None and bounds.load_state_dict(state)
     if not is_restored and PartialState().is_main_process:
         warnings.warn(
             f"The checkpoint {folder} holds no carried curves on these candidate bounds (`search_scope` "

@@ -27,8 +27,10 @@ class EpochShuffleCallback(TrainerCallback):
     epoch, and would begin with that of the first. Needed up to TRL 1.16 at least.
     """
 
-    def __init__(self, sampler: RepeatSampler | None):
+    def __init__(self, trainer: Trainer, sampler: RepeatSampler | None):
         self.sampler = sampler
+        trainer.pop_callback(EpochShuffleCallback)  # of an earlier run
+        trainer.add_callback(self)
 
     def on_train_begin(self, args, state, control, **kwargs):
         if self.sampler is not None and self.sampler.shuffle:
@@ -43,12 +45,6 @@ def reset_grpo_state(trainer: Any) -> None:
     trainer._entropy_window_stats = None
     for left in (*trainer._metrics.values(), trainer._pending_metrics, trainer._pending_extra_logs):
         left.clear()
-
-
-def continue_shuffles(trainer: Trainer, sampler: RepeatSampler | None) -> None:
-    """Have a trainer whose run begins go on with the shuffles of `sampler` where its checkpoint left off."""
-    trainer.pop_callback(EpochShuffleCallback)  # of an earlier run
-    trainer.add_callback(EpochShuffleCallback(sampler))
 
 
 def restore_callbacks(trainer: Trainer) -> None:

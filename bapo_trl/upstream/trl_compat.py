@@ -115,9 +115,6 @@ CALLED_METHODS: Mapping[str, tuple[int, Sequence[str]]] = {
 }  # fmt: skip
 """Methods of `GRPOTrainer` that the package calls: with how many values, `self` included, and which keywords."""
 
-CLASS_ATTRIBUTES = ("_name", "_paper", "_tag_names")
-"""Class attributes that the trainer sets for TRL's model card."""
-
 ATTRIBUTES = {
     "__init__": (
         "_is_vlm", "eos_token_ids", "generation_config", "generation_kwargs", "rollout_func", "tools",
@@ -147,7 +144,6 @@ def missing_names(trainer_class: type = GRPOTrainer) -> list[str]:
     missing = _missing_overrides(trainer_class, OVERRIDDEN_METHODS)
     for name, (number, keywords) in CALLED_METHODS.items():
         missing += _missing_call(trainer_class, name, number, keywords)
-    missing += [name for name in CLASS_ATTRIBUTES if not hasattr(trainer_class, name)]
     for name, attributes in ATTRIBUTES.items():
         method = getattr(trainer_class, name, None)
         if method is None:

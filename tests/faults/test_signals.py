@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 from transformers import Qwen2Config
@@ -37,10 +36,7 @@ CASES = {
     "at the end of a generation": {"method": "training_step", "call": 4, "signal": "SIGTERM"},
     "within a generation": {"method": "training_step", "call": 1, "signal": "SIGINT"},
     "of two ranks to the second": {
-        "method": "_calculate_rewards", "call": 2, "signal": "SIGTERM", "ranks": 2, "rank": 1,
-    },
-    "of two ranks to the first": {
-        "method": "training_step", "call": 3, "signal": "SIGUSR1", "ranks": 2, "rank": 0, "settings": SAVES,
+        "method": "_calculate_rewards", "call": 2, "signal": "SIGUSR1", "ranks": 2, "rank": 1,
     },
     "at an epoch's end": {
         "method": "training_step", "call": 8, "signal": "SIGTERM",
@@ -50,7 +46,6 @@ CASES = {
     "in the last update": {"method": "training_step", "call": 8, "signal": "SIGTERM"},
     "in the last save": {"method": "_save_checkpoint", "call": 2, "signal": "SIGTERM", "settings": SAVES},
     "twice": {"method": "training_step", "call": 1, "signal": "SIGINT", "times": 2},
-    "before the training": {"method": "train", "call": 1, "signal": "SIGTERM"},
     "after the last epoch": {"method": "_finalize_training", "call": 1, "signal": "SIGTERM"},
     "after the training": {"method": "save_state", "call": 1, "signal": "SIGTERM"},
 }  # fmt: skip
@@ -68,7 +63,6 @@ STOPPED = {  # update, whether a generation ends with it
     "at the end of a generation": (2, True),
     "within a generation": (1, False),
     "of two ranks to the second": (3, False),
-    "of two ranks to the first": (2, True),
     "at an epoch's end": (4, True),
     "with a best checkpoint": (3, False),
     "in the last update": (4, True),
@@ -114,7 +108,7 @@ def test_a_second_interrupt_ends_the_run_at_once(outcomes):
     assert (rank["ended"], rank["saves"], rank["handlers_are_back"]) == ("KeyboardInterrupt", 0, True)
 
 
-@pytest.mark.parametrize("moment", ["before the training", "after the last epoch", "after the training"])
+@pytest.mark.parametrize("moment", ["after the last epoch", "after the training"])
 def test_outside_the_training_a_signal_does_what_it_did(outcomes, moment):
     assert [rank["ended"] for rank in outcomes[moment]["stopped"]] == [-15]
 
@@ -178,7 +172,7 @@ def test_under_a_launcher_one_rank_is_enough_and_so_is_the_launcher(tmp_path):
 def test_the_launcher_tells_of_a_rank_that_fails_and_of_one_that_is_killed(tmp_path):
     (tmp_path / "fails.py").write_text("raise SystemExit(3)")
     (tmp_path / "dies.py").write_text("import os; os.kill(os.getpid(), 9)")
-    for script, processes, code in (("fails.py", 1, 3), ("fails.py", 2, 3), ("dies.py", 1, -9), ("dies.py", 2, 137)):
+    for script, processes, code in (("fails.py", 1, 3), ("fails.py", 2, 3), ("dies.py", 2, 137)):
         result = run_command([*launcher_of(processes), str(tmp_path / script)])
         assert result.returncode == code, result.stderr
 
@@ -189,8 +183,7 @@ def launcher_of(processes: int) -> list[str]:
     return [sys.executable, "-m", "bapo_trl.script.launcher", *flags]
 
 
-@pytest.mark.parametrize("flags", [[], ["--quiet"]], ids=str)
-def test_a_single_rank_gets_the_signals_of_its_launcher(tmp_path, flags):
+def test_a_single_rank_gets_the_signals_of_its_launcher(tmp_path):
     script = tmp_path / "waits.py"
     script.write_text(
         "import signal, sys\n"
@@ -198,7 +191,7 @@ def test_a_single_rank_gets_the_signals_of_its_launcher(tmp_path, flags):
         "print('ready', flush=True)\n"
         "signal.pause()\n"
     )
-    with subprocess.Popen([*launcher_of(1), *flags, str(script)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([*launcher_of(1), str(script)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == EXIT_CODE
@@ -243,22 +236,6 @@ def test_a_child_that_a_reward_forks_ends_by_sigterm_alone_and_the_run_stops_by_
     assert set(ended) == {-signal.SIGTERM}
     assert (stop.signal, trainer.state.global_step) == (signal.SIGTERM, 2)
     assert capfd.readouterr().err.count("the run stops and saves") == 1
-
-
-def test_a_pool_that_ignores_sigterm_finishes_the_update_as_the_pages_say(tmp_path):
-    stop = StopSignals()
-    ignoring = {"initializer": signal.signal, "initargs": (signal.SIGTERM, signal.SIG_IGN)}
-
-    def pooled(completions, **kwargs):
-        with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), **ignoring) as pool:
-            pool.submit(len, "").result()  # the worker is up
-            for process in multiprocessing.active_children():  # as a signal to the process group
-                process.terminate()
-            signal.raise_signal(signal.SIGTERM)
-            return pool.submit(digits_reward, completions).result(60)
-
-    trainer = toy_run(tmp_path, reward_funcs=pooled, trainer_args={"callbacks": [stop]})
-    assert (stop.signal, trainer.state.global_step) == (signal.SIGTERM, 1)
 
 
 def test_the_checkpoint_of_a_stop_is_one_to_go_on_from_although_others_hold_the_model_alone(tmp_path):

@@ -12,7 +12,6 @@ import resource
 import shutil
 import struct
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from safetensors.torch import save_file
 
 from bapo_trl.checkpoints.curves import FILES as CURVES
 from bapo_trl.checkpoints.files import MANIFEST, find_defect
-from bapo_trl.checkpoints.rank_files import SENSELESS, RankFiles
 from bapo_trl.clip_bounds.carried_curves import CarriedCurves
 from bapo_trl.clip_bounds.grid import BoundGrid
 from bapo_trl.errors import InputError
@@ -66,11 +64,7 @@ def load(name: str, folder: Path) -> Any:
         path = CURVES.path(folder, 0, 1)
         if not path.exists():
             return None
-        state = CURVES.read(path)
-        try:
-            is_loaded = curves.load_state_dict(state)
-        except SENSELESS as error:
-            raise CURVES.damaged(path, error) from error
+        is_loaded = curves.load_state_dict(CURVES.read(path))
         return {key: str(value) for key, value in curves.state_dict().items()} if is_loaded else None
     defect = find_defect(folder)
     if defect is not None:
@@ -106,7 +100,7 @@ def overwritten(content: bytes, dice: random.Random, **_) -> bytes:
 
 def foreign(content: bytes, dice: random.Random, folder: Path, name: str, **_) -> bytes:
     marks = Marks(folder.parent / "code_ran")
-    kind = dice.randrange(7)
+    kind = dice.randrange(6)
     if kind == 0:
         return dice.randbytes(dice.choice([0, 1, 8, 100, 5000]))
     if kind == 1:
@@ -116,13 +110,8 @@ def foreign(content: bytes, dice: random.Random, folder: Path, name: str, **_) -
         torch.save({"positive": torch.ones(3), "state": marks}, buffer)
         return buffer.getvalue()
     if kind == 3:
-        buffer = io.BytesIO()
-        with zipfile.ZipFile(buffer, "w") as archive:
-            archive.writestr("state", content)
-        return buffer.getvalue()
-    if kind == 4:
         return (folder.parent / "whole" / dice.choice([other for other in STATE_FILES if other != name])).read_bytes()
-    if kind == 5:
+    if kind == 4:
         path = folder.parent / "other.safetensors"
         metadata = dice.choice([None, {"format": "pt"}, {"format": "bapo_trl replay queue 1"}])
         save_file({"weight": torch.randn(dice.choice([0, 3, 100])), "state": torch.ones(5)}, path, metadata)
@@ -150,45 +139,7 @@ def oversized(content: bytes, dice: random.Random, name: str, **_) -> bytes:
     return struct.pack("<Q", len(header)) + header + content[:8]
 
 
-def forged(content: bytes, dice: random.Random, folder: Path, name: str, **_) -> bytes:
-    """What makes no sense, with the right checksum."""
-    values = [None, -1, 0, 10**12, 10**400, 0.5, "x", [], {}, [[]], {"x": 1}, True]
-    if name not in RANK_FILES:
-        state = json.loads(content)
-        return json.dumps(_with_another(state, dice, dice.choice(values))).encode()
-    files: RankFiles = RANK_FILES[name]
-    state = files.read(folder.parent / "whole" / name)
-    tensors = {key: state.pop(key) for key in list(state) if isinstance(state[key], torch.Tensor)}
-    if tensors and dice.random() < 0.4:
-        key = dice.choice(sorted(tensors))
-        tensors[key] = dice.choice(
-            [
-                tensors[key][:0],
-                torch.ones(2, 3),
-                torch.tensor(1.0),
-                torch.full((4,), 2**62),
-                tensors[key][:-1].double(),
-            ]
-        )
-        if dice.random() < 0.3:
-            del tensors[key]
-    else:
-        key = dice.choice(sorted(state))
-        state[key] = _with_another(state[key], dice, dice.choice(values))
-    return files.write(folder.parent / "forged", 0, 1, {**tensors, **state}).read_bytes()
-
-
-def _with_another(state: Any, dice: random.Random, value: Any) -> Any:
-    """Return JSON with another value in one place."""
-    if dice.random() < 0.1 or not isinstance(state, (dict, list)) or not state:
-        return value
-    copied = dict(state) if isinstance(state, dict) else list(state)
-    key = dice.choice(list(copied) if isinstance(copied, dict) else range(len(copied)))
-    copied[key] = _with_another(copied[key], dice, value)
-    return copied
-
-
-DAMAGES = (cut_off, flipped, flipped, overwritten, foreign, oversized, forged)
+DAMAGES = (cut_off, flipped, flipped, overwritten, foreign, oversized)
 
 
 def main(folder: str, count: str, seed: str) -> None:

@@ -174,39 +174,9 @@ def main(output: str) -> None:
         key = json.dumps(theirs, default=str)
         of_grpo[key] = of_grpo.get(key) or rehearse(False, theirs, device)
         found[name] = {"GRPO": of_grpo[key], "BAPO": rehearse(True, case, device)}
-    found["draws"] = draws(device)
     found["held"] = held(device)
     found["collectives"] = collectives(device)
     Path(output).write_text(json.dumps(found))
-
-
-def draws(device: torch.device) -> dict[str, Any]:
-    """Return the reads of replay draws, and the rows that came from the queue: of both passes of a generation."""
-    trainer, stage = make(True, replay_fraction=0.5, num_iterations=2), Rehearsal(device)
-    buffer = place(trainer, stage)
-    fresh = {name: _joined([batch[name] for batch in buffer], stage) for name in buffer[0]}
-    finish, rows = trainer._replay._finish, {}
-
-    def counting(drawn, version):
-        rows[stage.watch.phase] = drawn.from_queue
-        return finish(drawn, version)
-
-    trainer._replay._finish = counting
-    with stage.running() as watch:
-        watch.answer = 1
-        for version, phase in ((0, "queue empty"), (4, "first pass")):
-            watch.phase, trainer.state.global_step = phase, version
-            versions = torch.full((len(fresh["completion_ids"]),), version)
-            trainer._draw_first_pass(dict(fresh), {"policy_version": versions}, 0)
-        watch.phase = "later pass"
-        trainer._take_batch(trainer._replay.draw_later_pass(version))
-    return {"reads": watch.reads + watch.copies_down, "rows": rows}
-
-
-def _joined(values: list[Any], stage: Rehearsal) -> Any:
-    if not isinstance(values[0], torch.Tensor) or values[0].dim() == 0:
-        return values[0]
-    return stage.place(values[0], (sum(map(len, values)), *values[0].shape[1:]))
 
 
 SHAPES = {  # hidden size, vocabulary, tokens; two layers of each: what we hold does not depend on their number
