@@ -129,8 +129,15 @@ def test_a_comparison_with_the_sampler_leaves_an_on_policy_run_with_ratios_of_on
     trainer = toy_run(tmp_path, model, trainer_class=Sampler, **args)
     for log in training_logs(trainer):
         assert log["ratio/max"] == log["ratio/min"] == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*no clip bound has any effect")
+@pytest.mark.parametrize("steps_per_generation", [4, 2])  # the second is on-policy: TRL leaves old log-probs out
+def test_the_sampler_is_compared_at_every_generation(tmp_path, steps_per_generation):
+    args = {"num_iterations": 1, "steps_per_generation": steps_per_generation}
+    trainer = toy_run(tmp_path, trainer_class=Sampler, **args)
     generations = [log for log in training_logs(trainer) if "reward" in log]
-    assert len(generations) == 4
+    assert len(generations) == 8 // steps_per_generation
     for log in generations:
         assert set(MISMATCH_METRICS) <= set(log)
         assert log["sampling/raw_importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-4)
