@@ -39,8 +39,9 @@ from .rollouts.rounds import check_no_pool, make_rounds, token_cap
 from .upstream import fixes, trl_compat
 from .upstream.forward_passes import forked_random_state, has_random_forward, without_gradient_checkpointing
 from .upstream.trl_compat import get_config_model_id, shuffle_sequence_dict, split_tensor_dict
+from .vllm_server.client import client_for
 from .vllm_server.merged_adapters import send_merged_copies
-from .vllm_server.mismatch import client_for, compare_with_sampler, make_difference_check
+from .vllm_server.mismatch import DifferenceCheck, compare_with_sampler
 from .vllm_server.retries import make_retries
 from .vllm_server.stale_server import make_server_check
 
@@ -164,7 +165,9 @@ class BAPOTrainer(WholeCheckpoints):
             self._server.begin_run()
         self._forget_sent_weights()
         self._rounds = make_rounds(self) if self.args.uses_partial_rollouts else None
-        self._check_difference = make_difference_check(self)
+        self._check_difference = DifferenceCheck(
+            self.args.vllm_logp_tolerance, self.args.biased_settings, self.accelerator.is_main_process
+        )
         self._server_check = make_server_check(self)
         if self.args.uses_replay and self._is_vlm:
             without = self.args.without_replay
@@ -203,7 +206,7 @@ class BAPOTrainer(WholeCheckpoints):
     def _get_train_sampler(self, dataset=None, *args, **kwargs):  # type: ignore[override]
         check_number_of_prompts(self.train_dataset if dataset is None else dataset, self.args)
         sampler: Any = super()._get_train_sampler(dataset, *args, **kwargs)
-        fixes.continue_shuffles(self, sampler)
+        fixes.EpochShuffleCallback(self, sampler)
         return sampler
 
     def _init_training_state(
@@ -484,7 +487,9 @@ class BAPOTrainer(WholeCheckpoints):
                 check_no_pool(checkpoint)
             if self._replay is not None and not self.args.replay_discard_saved:
                 self._replay.load(checkpoint)
-        load_curves(self._bounds, checkpoint, self.accelerator)
+        load_curves(self._bounds, checkpoint)
 
-    def _rewrite_model_card(self, model_name, dataset_name):
-        rewrite_card(self, model_name, dataset_name)
+    def create_model_card(self, model_name=None, dataset_name=None, *args, **kwargs):  # type: ignore[override]
+        super().create_model_card(model_name, dataset_name, *args, **kwargs)
+        if self.is_world_process_zero():
+            rewrite_card(self, model_name, dataset_name)

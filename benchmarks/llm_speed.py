@@ -30,7 +30,6 @@ from benchmarks.common import ROOT, save_result, spread
 TARGET_SECONDS = 25
 MEASURES = {
     "bfloat16": "bfloat16 base under autocast",
-    "memory": "freed memory is kept",
     "head": "contiguous rows to the frozen head",
     "completions": "only completions are scored",
 }
@@ -65,8 +64,6 @@ def measure(measures: set[str], completion_tokens: int, seed: int) -> dict[str, 
     from peft import LoraConfig
 
     torch.set_num_threads(1)
-    if "memory" in measures:
-        cpu_speed.keep_freed_memory()
     if "completions" in measures:
         cpu_speed.score_completions_only()
     has_bfloat16 = "bfloat16" in measures and cpu_speed.has_bfloat16()

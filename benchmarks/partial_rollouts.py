@@ -29,12 +29,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.upstream.cpu_speed import keep_freed_memory
-from benchmarks.common import (
-    result_path,
-    save_result,
-    spread,
-)
+from benchmarks.common import keep_freed_memory, result_path, save_result, spread
 from benchmarks.lognormal_model import lognormal_model, lognormal_tokenizer
 
 

@@ -31,13 +31,7 @@ from functools import partial
 import torch
 
 from bapo_trl.clip_bounds import MEASURES, BoundGrid, contributions, search_bounds
-from bapo_trl.upstream.cpu_speed import keep_freed_memory
-from benchmarks.common import (
-    num_cores,
-    save_result,
-    spread,
-    synchronize,
-)
+from benchmarks.common import keep_freed_memory, num_cores, save_result, spread, synchronize
 
 
 ROWS, LENGTH_TOKENS = 512, 2048

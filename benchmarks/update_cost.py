@@ -42,12 +42,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import character_tokenizer
-from bapo_trl.upstream.cpu_speed import keep_freed_memory
-from benchmarks.common import (
-    save_result,
-    spread,
-    synchronize,
-)
+from benchmarks.common import keep_freed_memory, save_result, spread, synchronize
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ CHANGED = "is damaged .what it holds is not what was written"
         (lambda kind, content, other: other, CHANGED),
         (
             lambda kind, content, other: content.replace((old := FORMATS[kind].encode()), old[:-1] + b"9", 1),
-            "has the format 'bapo_trl .* 9', not '{format}': it was not written by this version",
+            "is damaged .its format is 'bapo_trl .* 9', not '{format}'",
         ),
         (lambda kind, content, other: None, "is missing, while other ranks' are there"),
     ],

@@ -83,13 +83,6 @@ def test_a_range_that_nobody_tested_is_named(rows, right, wrong, complaints):
     assert all(any(complaint in line for line in found) for complaint in complaints), found
 
 
-def test_a_corner_that_failed_counts_for_nothing(rows):
-    failed = [{**row, "failed": 1} if row["corner"] == "oldest" else row for row in rows]
-    found = results.complaints(SETUP_CFG, failed, corners.refused())
-    oldest = min(Version(row["versions"]["numpy"]) for row in failed if not row["failed"])
-    assert f"{results.requirements()['numpy']}: the oldest version tested is {oldest}" in found
-
-
 # --- what `make test-compat` is made of ------------------------------------------------------------------------------
 
 

@@ -3,12 +3,11 @@
 import warnings
 from pathlib import Path
 
-from accelerate import Accelerator
-from accelerate.utils import broadcast
+from accelerate import PartialState
 
 from ..clip_bounds.controller import ClipBoundController
-from .rank_errors import raising_on_all_ranks
-from .rank_files import SENSELESS, RankFiles
+from .rank_errors import on_main_process
+from .rank_files import RankFiles
 
 
 FILES = RankFiles("carried curves", "2", "remove the file to continue without")
@@ -22,7 +21,7 @@ def save_curves(bounds: ClipBoundController, folder: str | Path) -> None:
         FILES.write(folder, 0, 1, bounds.state_dict())
 
 
-def load_curves(bounds: ClipBoundController, folder: str | Path, accelerator: Accelerator) -> None:
+def load_curves(bounds: ClipBoundController, folder: str | Path) -> None:
     """
     Restore the curves, on all ranks as the first one finds them. All ranks make this call together.
 
@@ -30,19 +29,11 @@ def load_curves(bounds: ClipBoundController, folder: str | Path, accelerator: Ac
     """
     if not bounds.carries_over:
         return
-    path = FILES.path(folder, 0, 1)
-
-    def load() -> bool:
-        state = FILES.read(path)
-        try:
-            return bounds.load_state_dict(state)
-        except SENSELESS as error:
-            raise FILES.damaged(path, error) from error
-
-    with raising_on_all_ranks():
-        if accelerator.is_main_process and not (path.exists() and load()):
-            warnings.warn(
-                f"The checkpoint {folder} holds no carried curves on these candidate bounds (`search_scope` "
-                "'carried_over'): a sign of advantages that the first update lacks counts as in fresh samples."
-            )
-    bounds.share_state(broadcast)
+    path = Path(folder, CURVES_FILE)
+    state = on_main_process(lambda: FILES.read(path) if path.exists() else None)
+    is_restored = state is not None and bounds.load_state_dict(state)
+    if not is_restored and PartialState().is_main_process:
+        warnings.warn(
+            f"The checkpoint {folder} holds no carried curves on these candidate bounds (`search_scope` "
+            "'carried_over'): a sign of advantages that the first update lacks counts as in fresh samples."
+        )

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from transformers import TrainerState
+from safetensors import SafetensorError, safe_open
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 
 MANIFEST = "checkpoint_files.json"
@@ -22,44 +22,43 @@ def find_defect(folder: str | Path, is_dispensable: Callable[[str], bool] = lamb
     """
     Return what keeps a checkpoint from being whole, `None` if it is.
 
-    With a manifest, every file must be there with its size. A checkpoint without one, of another trainer or an older
-    version, counts as whole if its `trainer_state.json` can be read, which transformers writes last, and no file is
-    cut off, as by a copy that did not end. The state must be
-    of the update in the folder's name. `is_dispensable` tells of a file of the manifest, by its path in the folder,
-    whether it may be missing or of another size.
+    With a manifest, every file must be there with its size. A checkpoint without one, of another trainer, counts as
+    whole if its `trainer_state.json` can be read, which transformers writes last, and no file is cut off, as by a copy
+    that did not end. `is_dispensable` tells of a file of the manifest, by its path in the folder, whether it may be
+    missing or of another size.
     """
     folder = Path(folder)
     if not os.path.isdir(folder):  # those of `Path` raise what keeps them from looking
         return "there is no such folder"
     has_manifest = os.path.isfile(folder / MANIFEST)
-    contents = []
+    contents = {}
     for name in (MANIFEST, TRAINER_STATE_NAME) if has_manifest else (TRAINER_STATE_NAME,):
         try:
-            contents.append(json.loads((folder / name).read_text(encoding="utf-8")))
+            contents[name] = json.loads((folder / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
         except (ValueError, RecursionError):
             return f"{name} is not complete"
-        except OSError as error:  # no permission, a disk that fails
-            return f"{name} cannot be read ({error.strerror})"
-        if not isinstance(contents[-1], dict) or (name == TRAINER_STATE_NAME and not _is_state(contents[-1], folder)):
+        if not isinstance(contents[name], dict):
             return f"{name} is not what was written"
+    if _NAME.fullmatch(folder.name) and contents[TRAINER_STATE_NAME].get("global_step") != step_of(folder.name):
+        return f"{TRAINER_STATE_NAME} is not what was written"
     if not has_manifest:
         return _cut_off(folder)
-    sizes = contents[0]
+    sizes = contents[MANIFEST]
     if TRAINER_STATE_NAME not in sizes:
         return f"{MANIFEST} does not list {TRAINER_STATE_NAME}"
     defects = []
-    for path, size in sizes.items():
-        if os.path.isabs(path) or ".." in Path(path).parts:
-            return f"{MANIFEST} lists {path}, which is not in the folder"
-        if is_dispensable(path):
+    for name, size in sizes.items():
+        path = folder / name
+        if is_dispensable(name):
             continue
-        found = _size(folder / path)
-        if found is None:
-            defects.append(f"{path} is missing")
-        elif found != size:
-            defects.append(f"{path} has {found} bytes, not {size}")
+        if not os.path.isfile(path):
+            defects.append(f"{name} is missing")
+        elif (found := path.stat().st_size) != size:
+            defects.append(f"{name} has {found} bytes, not {size}")
     return "; ".join(defects) or None
 
 
@@ -81,23 +80,15 @@ def _cut_off(folder: Path) -> str | None:
 
 def _is_whole(path: Path) -> bool:
     """Whether a file of JSON, safetensors or torch has its end; True for any other."""
-    if path.suffix == ".json":
-        try:
+    try:
+        if path.suffix == ".json":
             json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError):
-            return False
-    with path.open("rb") as file:
-        begin, size = file.read(8), os.fstat(file.fileno()).st_size
-        if path.suffix == ".safetensors":
-            length = int.from_bytes(begin, "little")
-            try:
-                header = json.loads(file.read(length)) if len(begin) == 8 and length <= size else None
-                ends = [each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"]
-            except (AttributeError, LookupError, TypeError, ValueError):
-                return False
-            return size == 8 + length + max(ends, default=0)
-    is_of_torch = path.suffix in (".pt", ".pth", ".bin")
-    return not is_of_torch or (size > 0 and (not begin.startswith(b"PK") or zipfile.is_zipfile(path)))
+        elif path.suffix == ".safetensors":
+            with safe_open(path, framework="pt"):
+                pass
+    except (ValueError, RecursionError, SafetensorError):
+        return False
+    return path.suffix not in (".pt", ".pth", ".bin") or zipfile.is_zipfile(path)
 
 
 def left_out_states(folder: str) -> list[str]:
@@ -107,33 +98,10 @@ def left_out_states(folder: str) -> list[str]:
     return [name for name, files in states.items() if not any(any(Path(folder).glob(each)) for each in files)]
 
 
-def _is_state(content: dict, folder: Path) -> bool:
-    """Whether it is a state, of the update in the folder's name, and of no more passes than updates."""
-    try:
-        state = TrainerState(**content)
-        is_of_folder = _NAME.fullmatch(folder.name) is None or state.global_step == step_of(folder.name)
-        return is_of_folder and type(state.global_step) is int and 0 <= (state.epoch or 0) <= state.global_step
-    except (AttributeError, LookupError, TypeError, ValueError):
-        return False
-
-
-def _size(file: Path) -> int | None:
-    try:
-        return file.stat().st_size if file.is_file() else None
-    except (OSError, ValueError):  # no name of a file
-        return None
-
-
-def _fresh_size(file: Path) -> int:
-    """Return the size of a file that is there, opened: over NFS, what another node wrote is not seen by its name."""
-    with file.open("rb") as opened:
-        return os.fstat(opened.fileno()).st_size
-
-
-def checkpoint_names(run_dir: str) -> list[str]:
-    """Return the names of the checkpoints in the folder of a run."""
-    names = [os.path.basename(path) for path in sort_checkpoints(run_dir)]
-    return [name for name in names if _NAME.fullmatch(name)]
+def checkpoint_names(run_dir: str | Path) -> list[str]:
+    """Return the names of the checkpoints in the folder of a run, in the order of their updates."""
+    names = [path.name for path in Path(run_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")]
+    return sorted(filter(_NAME.fullmatch, names), key=step_of)
 
 
 def step_of(name: str) -> int:
@@ -141,10 +109,13 @@ def step_of(name: str) -> int:
     return int(name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-"))
 
 
-def write_manifest(folder: str) -> None:
+def write_manifest(folder: str | Path) -> None:
     """Write the sizes of all files of a checkpoint into its folder."""
-    files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-    sizes = {path.relative_to(folder).as_posix(): _fresh_size(path) for path in files}
+    sizes = {}
+    for path in sorted(Path(folder).rglob("*")):
+        if path.is_file():
+            with path.open("rb") as file:  # over NFS, what another node wrote is not seen by its name
+                sizes[path.relative_to(folder).as_posix()] = os.fstat(file.fileno()).st_size
     Path(folder, MANIFEST).write_text(json.dumps(sizes, indent=2) + "\n", encoding="utf-8")
 
 
@@ -157,13 +128,11 @@ def flush_tree(folder: str) -> None:
 
 def flush(path: str | Path) -> None:
     """Wait until a file, or the list of a folder's files, is on the disk."""
-    if os.name == "nt":
-        return  # which cannot flush what is not open for writing; a rename there still outlives the process
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems have no such thing for folders.
+        # Some network file systems have no such thing for folders
         if not (os.path.isdir(path) and error.errno in (errno.EINVAL, errno.ENOTSUP)):
             raise
     finally:

@@ -67,7 +67,7 @@ class LogWindow(TrainerCallback):
         trainer.add_callback(self)
 
     def save(self, checkpoint: str | Path) -> None:
-        """Write that of this rank into a checkpoint folder."""
+        """Write those of this rank into a checkpoint folder."""
         trainer, accelerator = self._trainer, self._trainer.accelerator
         state = {
             "metrics": {
@@ -82,7 +82,7 @@ class LogWindow(TrainerCallback):
         FILES.write(checkpoint, accelerator.process_index, accelerator.num_processes, state)
 
     def load(self, checkpoint: str | Path) -> None:
-        """Read that of this rank; with another number of ranks, of one that stands for it."""
+        """Read those of this rank; with another number of ranks, of one that stands for it."""
         files = FILES.find(checkpoint)
         if files:
             self._saved = FILES.read(files[self._trainer.accelerator.process_index % len(files)])

@@ -58,16 +58,15 @@ def on_main_process(call: Callable[[], T]) -> T:
     return result
 
 
-def _describe(error: Exception | None) -> tuple[str, int] | None:
-    """Return what the other ranks are told: the text with its notes, and which of the kinds."""
+def _describe(error: Exception | None) -> tuple[str, type[Exception]] | None:
+    """Return what the other ranks raise: the text with its notes, and the kind."""
     if error is None:
         return None
-    kinds = [place for place, kind in enumerate(_KINDS) if isinstance(error, kind)]
     text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-    return text, kinds[0] if kinds else len(_KINDS) - 1
+    return text, next((kind for kind in _KINDS if isinstance(error, kind)), _KINDS[-1])
 
 
-def _raise(rank: int, description: tuple[str, int] | None) -> None:
+def _raise(rank: int, description: tuple[str, type[Exception]] | None) -> None:
     if description is not None:
         text, kind = description
-        raise _KINDS[kind](f"On rank {rank}: {text}")
+        raise kind(f"On rank {rank}: {text}")

@@ -7,7 +7,7 @@ its name, detects what has changed since it was written.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,10 +64,7 @@ class RankFiles:
         """Return the files of all ranks, in their order; none if the folder has none."""
         sizes = {size for path in Path(folder).iterdir() if (size := self.num_ranks_of(path.name)) is not None}
         if len(sizes) > 1:
-            raise InputError(
-                f"{folder} holds {self.name}s of runs with {sorted(sizes)} processes: remove the foreign ones, or "
-                f"{self.remedy}."
-            )
+            raise InputError(f"{folder} holds {self.name}s of runs with {sorted(sizes)} processes: {self.remedy}.")
         return [self.path(folder, rank, size) for size in sizes for rank in range(size)]
 
     def read(self, path: Path) -> dict[str, Any]:
@@ -79,22 +76,15 @@ class RankFiles:
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
-                # Copies: the tensors are windows on the file. Of a foreign file, however large, nothing is read.
-                names = file.keys() if metadata.get("format") == self.format else ()
-                tensors = {name: file.get_tensor(name).clone() for name in names}
-        except (SafetensorError, OSError, *SENSELESS) as error:
-            raise self.damaged(path, error) from error
-        if metadata.get("format") != self.format:
-            raise InputError(
-                f"The {self.name} {path} has the format {metadata.get('format')!r}, not {self.format!r}: it was not "
-                f"written by this version of bapo_trl. {self.remedy[0].upper()}{self.remedy[1:]}."
-            )
-        try:
+                if metadata.get("format") != self.format:  # however large, nothing is read of it
+                    raise ValueError(f"its format is {metadata.get('format')!r}, not {self.format!r}")
+                # Copies: the tensors are windows on the file
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - no mapping
             text = bytes(tensors.pop(STATE).numpy()).decode()
             if checksum(path.name, text, tensors) != metadata["checksum"]:
-                raise InputError("what it holds is not what was written under this name")
+                raise ValueError("what it holds is not what was written under this name")
             return {**tensors, **json.loads(text)}
-        except SENSELESS as error:
+        except (SafetensorError, OSError, *SENSELESS) as error:
             raise self.damaged(path, error) from error
 
     def load(
@@ -113,23 +103,16 @@ class RankFiles:
         paths = self.find(folder)
         if not paths:
             return False
-        latest = paths[rank % len(paths)]
-
-        def states() -> Iterator[dict[str, Any]]:
-            nonlocal latest
-            for latest in paths:
-                yield self.read(latest)
-
+        is_own = len(paths) == num_ranks
         try:
-            is_own = len(paths) == num_ranks
-            load_state_dict(self.read(latest) if is_own else deal_out(states(), rank, num_ranks))
+            load_state_dict(self.read(paths[rank]) if is_own else deal_out(map(self.read, paths), rank, num_ranks))
         except InputError:
             raise
         except SENSELESS as error:
-            raise self.damaged(latest, error) from error
+            raise self.damaged(paths[rank] if is_own else folder, error) from error
         return True
 
-    def damaged(self, path: Path, error: Exception) -> InputError:
+    def damaged(self, path: str | Path, error: Exception) -> InputError:
         """Return the error for a file whose contents do not make sense."""
         return InputError(f"The {self.name} {path} is damaged ({error}): {self.remedy}.")
 

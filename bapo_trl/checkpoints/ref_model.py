@@ -2,13 +2,12 @@
 
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import broadcast
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .rank_errors import on_main_process
@@ -25,11 +24,10 @@ FILES = RankFiles("ref model", "1", "resume from another checkpoint")
 def save_ref_model(trainer: Any, checkpoint: str | Path) -> None:
     """Write the parameters of the reference model, gathered one by one. All ranks make this call together."""
     saved = {}
-    with _unsharded(trainer.ref_model, is_changed=False):
-        for name, parameter in trainer.ref_model.named_parameters():
-            with _whole(parameter, is_changed=False) as values:
-                if trainer.args.should_save:
-                    saved[name] = values.to("cpu", copy=True).contiguous()
+    for name, parameter in trainer.ref_model.named_parameters():
+        with _whole(parameter, is_changed=False) as values:
+            if trainer.args.should_save:
+                saved[name] = values.to("cpu", copy=True).contiguous()
     if trainer.args.should_save:
         FILES.write(Path(checkpoint, FOLDER), 0, 1, saved)
 
@@ -42,39 +40,30 @@ def load_ref_model(trainer: Any, checkpoint: str | Path) -> None:
     Warns if it is not there although `sync_ref_model` changes it. A file that is damaged, or of another model, is an
     `InputError`.
     """
+    path = FILES.path(Path(checkpoint, FOLDER), 0, 1)
+    parameters: dict[str, Any] = dict(trainer.ref_model.named_parameters())
     saved: dict[str, torch.Tensor] = {}
-    with _unsharded(trainer.ref_model, is_changed=True):
-        parameters: dict[str, Any] = dict(trainer.ref_model.named_parameters())
 
-        def read() -> bool:
-            path = FILES.path(Path(checkpoint, FOLDER), 0, 1)
-            if not path.parent.is_dir():
-                return False
-            saved.update(FILES.read(path))
-            shapes = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in parameters.items()}
-            if {name: tuple(values.shape) for name, values in saved.items()} != shapes:
-                raise FILES.damaged(path, ValueError("its parameters are not those of the model"))
-            return True
+    def read() -> bool:
+        if not path.parent.is_dir():
+            return False
+        saved.update(FILES.read(path))
+        shapes = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in parameters.items()}
+        if {name: tuple(values.shape) for name, values in saved.items()} != shapes:
+            raise FILES.damaged(path, ValueError("its parameters are not those of the model"))
+        return True
 
-        if not on_main_process(read):
-            if trainer.args.sync_ref_model and trainer.is_world_process_zero():
-                warnings.warn(
-                    f"The checkpoint {checkpoint} holds no reference model, which `sync_ref_model` had changed: the "
-                    "run continues with that of its start, so that the KL penalty (`beta`) differs."
-                )
-            return
+    if on_main_process(read):
         for name, parameter in parameters.items():
             with _whole(parameter, is_changed=True) as values:
                 if saved:
                     values.copy_(saved[name])
                 broadcast(values)
-
-
-def _unsharded(model: torch.nn.Module, is_changed: bool) -> AbstractContextManager:
-    """Give all parameters of FSDP1 their names and shapes, for as long as the context lasts."""
-    if not isinstance(model, FullyShardedDataParallel):
-        return nullcontext()
-    return FullyShardedDataParallel.summon_full_params(model, writeback=is_changed)
+    elif trainer.args.sync_ref_model and trainer.is_world_process_zero():
+        warnings.warn(
+            f"The checkpoint {checkpoint} holds no reference model, which `sync_ref_model` had changed: the run "
+            "continues with that of its start, so that the KL penalty (`beta`) differs."
+        )
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import distributed
@@ -15,8 +15,8 @@ from ..upstream.fixes import end_training
 EXIT_CODE = 75
 """Exit code of a run that saved and can go on: `EX_TEMPFAIL` of sysexits.h, "the user is invited to retry"."""
 
-# SIGUSR1 is what SLURM can send ahead of the time limit without ending the launcher: see docs/reliability.md
-_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
+# The last is what SLURM can send ahead of the time limit without ending the launcher: see docs/reliability.md
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopSignals(TrainerCallback):
@@ -37,7 +37,7 @@ class StopSignals(TrainerCallback):
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self._received: list[int] = []
-        self._earlier: dict[int, object] = {}
+        self._earlier: dict[int, Any] = {}
         self._process, self._speaks = os.getpid(), False
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -72,14 +72,12 @@ class StopSignals(TrainerCallback):
     def restore(self) -> None:
         """Put the earlier handlers back; needed where `train()` may raise."""
         while self._earlier:
-            self._put_back(*self._earlier.popitem())
-
-    def _put_back(self, number: int, handler: object) -> None:
-        signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
+            number, handler = self._earlier.popitem()
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _stop_if_signalled(self, args, control) -> None:
         received = torch.tensor(max(self._received, default=0), device=args.device)
-        if distributed.is_available() and distributed.is_initialized():
+        if distributed.is_initialized():
             distributed.all_reduce(received, distributed.ReduceOp.MAX)
         if received.item():
             self.signal = signal.Signals(int(received.item()))

@@ -149,10 +149,6 @@ class ClipBoundController:
         self._carried = Contributions.from_vector(vector, self._grid)
         return True
 
-    def share_state(self, broadcast: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Take the state of the first rank. All ranks make this call together."""
-        self._carried = Contributions.from_vector(broadcast(self._carried.as_vector()), self._grid)
-
     def _add(self, tokens: PolicyTokens) -> None:
         """Add the tokens of a micro-batch to the tokens of the next search."""
         inputs = tokens.advantages, tokens.weights

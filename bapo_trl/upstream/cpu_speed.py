@@ -1,16 +1,13 @@
 """
-What makes training of a real language model bearable on CPUs.
+What makes training of a real language model bearable on CPUs: [`speed_up_cpu`] applies it all.
 
-Each function is one measure. None of them does anything on a GPU: [`speed_up_cpu`], which applies them all, looks at
-the trainer's device. Each leaves the results as they were, up to rounding (2e-5 in log-probabilities), but for
-bfloat16, which rounds as on a GPU. `benchmarks/llm_speed.py` measures each.
+Each measure leaves the results as they were, up to rounding (2e-5 in log-probabilities), but for bfloat16, which
+rounds as on a GPU. `benchmarks/llm_speed.py` measures each.
 """
 
-import ctypes
 import functools
 import os
-import sys
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -20,10 +17,6 @@ from trl.trainer import utils as trl_utils
 
 if TYPE_CHECKING:  # the settings, which ask for the processor, need no trainer
     from trl import GRPOTrainer
-
-
-M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
-FEW_CORES = 2
 
 
 def speed_up_cpu(trainer: "GRPOTrainer") -> str | None:
@@ -36,7 +29,6 @@ def speed_up_cpu(trainer: "GRPOTrainer") -> str | None:
     measures = [
         f"threads: {limit_threads()}",
         f"numbers: {dtype} ({base} weights, a processor {processor} bfloat16)",
-        *(["freed memory is kept"] if keep_freed_memory() else []),
         *(["rows of the frozen head are contiguous"] if make_head_input_contiguous(trainer.model) else []),
         *(["only completions are scored"] if score_completions_only() else []),
     ]
@@ -55,11 +47,7 @@ def base_dtype(args: GRPOConfig, trains_adapter: bool) -> str:
 
 def has_bfloat16() -> bool:
     """Return whether the processor multiplies bfloat16 matrices itself (AMX or AVX512-BF16)."""
-    is_amx, is_avx512 = (
-        getattr(torch.cpu, name, lambda: False)  # private names of torch
-        for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    )
-    return is_amx() or is_avx512()
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
 def limit_threads() -> int:
@@ -67,28 +55,11 @@ def limit_threads() -> int:
     Let torch compute with one thread where the process has two cores or fewer, and return the number of threads.
 
     On cores that other processes use too, torch's threads wait for one another: two were 6 times slower than one on a
-    busy machine with two cores. A set `OMP_NUM_THREADS` counts instead, and so does the number that a launcher of
-    several processes sets.
+    busy machine with two cores. `OMP_NUM_THREADS`, which launchers set too, counts instead.
     """
-    if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() <= FEW_CORES:
+    if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() <= 2:
         torch.set_num_threads(1)
     return torch.get_num_threads()
-
-
-def keep_freed_memory() -> bool:
-    """
-    Have glibc serve all threads from one heap and never give freed memory back, and return whether it does.
-
-    Tensors of logits are allocated and freed all the time. glibc gives each of them back to the system, and takes the
-    time of a page fault for each of their pages when it asks for them again. Variables `MALLOC_*` of the user's own
-    are left alone.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is None or any(name.startswith("MALLOC_") for name in os.environ):
-        return False
-    settings = ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1))
-    answers = [mallopt(option, value) == 1 for option, value in settings]
-    return all(answers)
 
 
 def make_head_input_contiguous(model: torch.nn.Module) -> bool:
@@ -97,20 +68,13 @@ def make_head_input_contiguous(model: torch.nn.Module) -> bool:
 
     To write the first token, transformers gives the head the last position of each row, a slice that is not
     contiguous. torch then multiplies row by row, and copies the matrix of the vocabulary for each row if it needs no
-    gradient. A head that is trained later is left alone then. Needed up to torch 2.13 at least.
+    gradient. Needed up to torch 2.13 at least.
     """
     head = cast(PreTrainedModel, model).get_output_embeddings()
     if head is None or head.weight.requires_grad:
         return False
-    head.register_forward_pre_hook(_contiguous)
+    head.register_forward_pre_hook(lambda head, inputs: (inputs[0].contiguous(), *inputs[1:]))
     return True
-
-
-def _contiguous(head, inputs):
-    hidden_states, *rest = inputs
-    if hidden_states.device.type == "cpu" and not head.weight.requires_grad:
-        return hidden_states.contiguous(), *rest
-    return None
 
 
 def score_completions_only() -> bool:
@@ -120,16 +84,14 @@ def score_completions_only() -> bool:
     Without Triton it scores all positions, so that a compiler sees one shape. Most of them are prompt here, and
     masked afterwards. Needed up to TRL 1.16 at least; versions before 1.16 have no such head.
     """
-    name = "_use_triton"  # which decides, in this module, over that alone
-    scores_only_labels = getattr(trl_utils, name, None)
+    scores_only_labels: Any = getattr(trl_utils, "_use_triton", None)  # which decides, there, over that alone
     if scores_only_labels is None:
         return False
-    if not hasattr(scores_only_labels, "also_on_cpu"):
+    if not hasattr(scores_only_labels, "__wrapped__"):  # by an earlier run
 
         @functools.wraps(scores_only_labels)
-        def on_cpu_too(device: torch.device) -> bool:
+        def also_on_cpu(device: torch.device) -> bool:
             return device.type == "cpu" or scores_only_labels(device)
 
-        on_cpu_too.also_on_cpu = True  # type: ignore[attr-defined]
-        setattr(trl_utils, name, on_cpu_too)
+        trl_utils._use_triton = also_on_cpu
     return True

@@ -23,12 +23,14 @@ class EpochShuffleCallback(TrainerCallback):
     """
     Continues the shuffles of the prompts where the checkpoint left off.
 
-    TRL's sampler draws a permutation from its own generator at the start of each epoch. A resumed run makes a new
-    sampler, which would begin again with the permutation of the first epoch. Needed up to TRL 1.16 at least.
+    A resumed run makes a new sampler of TRL's, which draws a permutation from its own generator at the start of each
+    epoch, and would begin with that of the first. Needed up to TRL 1.16 at least.
     """
 
-    def __init__(self, sampler: RepeatSampler | None):
+    def __init__(self, trainer: Trainer, sampler: RepeatSampler | None):
         self.sampler = sampler
+        trainer.pop_callback(EpochShuffleCallback)  # of an earlier run
+        trainer.add_callback(self)
 
     def on_train_begin(self, args, state, control, **kwargs):
         if self.sampler is not None and self.sampler.shuffle:
@@ -45,12 +47,6 @@ def reset_grpo_state(trainer: Any) -> None:
         left.clear()
 
 
-def continue_shuffles(trainer: Trainer, sampler: RepeatSampler | None) -> None:
-    """Have a trainer whose run begins go on with the shuffles of `sampler` where its checkpoint left off."""
-    trainer.pop_callback(EpochShuffleCallback)  # of an earlier run
-    trainer.add_callback(EpochShuffleCallback(sampler))
-
-
 def restore_callbacks(trainer: Trainer) -> None:
     """
     Give callbacks their state of a checkpoint, such as the evaluations for which `EarlyStoppingCallback` has waited.
@@ -60,17 +56,12 @@ def restore_callbacks(trainer: Trainer) -> None:
     `KeyError`. Needed up to transformers 5.17 at least.
     """
     known: Any = trainer.state.stateful_callbacks
-    callbacks: dict[str, list[Any]] = {}
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, ExportableState):
-            callbacks.setdefault(type(callback).__name__, []).append(callback)
-    for name, of_name in callbacks.items():
-        saved = known.get(name, [])
-        saved = saved if isinstance(saved, list) else [saved]
-        for callback, state in zip(of_name, saved[-len(of_name) :], strict=False):
-            for attribute, value in state.get("attributes", {}).items():
-                setattr(callback, attribute, value)
-        known[name] = of_name[0].state() if len(of_name) == 1 else [callback.state() for callback in of_name]
+            saved = known.setdefault(type(callback).__name__, callback.state())
+            if isinstance(saved, dict):  # of several callbacks of one class, it is a list
+                for attribute, value in saved.get("attributes", {}).items():
+                    setattr(callback, attribute, value)
 
 
 def place_to_resume(
@@ -97,9 +88,8 @@ def load_trained_adapter(trainer: Any, checkpoint: str) -> None:
     """
     Load the adapter that is trained where the reference is another one, as in a run on a saved adapter with `beta`.
 
-    transformers finds that one in a folder of the checkpoint, and takes all adapters to be in such folders, where peft
-    saves the one that is trained beside them: the run would go on from its start. Needed up to transformers 5.17 at
-    least.
+    transformers finds the reference in a folder of the checkpoint, and looks for all adapters in such folders, beside
+    which peft saves the one that is trained. Needed up to transformers 5.17 at least.
     """
     if is_peft_model(trainer.model) and "ref" in trainer.model.peft_config and not trainer.is_fsdp_enabled:
         trainer.model.load_adapter(checkpoint, "default", is_trainable=True)
@@ -123,9 +113,8 @@ def place_in_stream(checkpoint: str | Path) -> tuple[int, int]:
     Return where in a dataset without a length a checkpoint was saved: the passes before, and the updates (at least 1)
     in this one.
 
-    transformers takes `max_steps` updates for one pass, and so would resume in the first pass, behind its end. But it
-    counts the passes that it makes: `epoch` of the state is their number, plus the updates in this one over
-    `max_steps`. Needed up to transformers 5.17 at least.
+    transformers takes `max_steps` updates for one pass, and so would resume in the first. But `epoch` of the state is
+    the passes that it made, plus the updates in this one over `max_steps`. Needed up to transformers 5.17 at least.
     """
     state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
     passes = math.ceil(state.epoch) - 1
@@ -135,11 +124,9 @@ def place_in_stream(checkpoint: str | Path) -> tuple[int, int]:
 @functools.cache
 def load_onto_numbered_cpus() -> None:
     """
-    Let `torch.load` put tensors on "cpu:0".
+    Let `torch.load` put tensors on "cpu:0", for which transformers asks where several processes on CPUs resume.
 
-    In several processes on CPUs, accelerate's device has a number, and transformers hands it to `torch.load` for the
-    optimizer's state. torch 2.13 knows "cpu" only, so that no such run could be resumed. Needed up to torch 2.13 and
-    transformers 5.17 at least.
+    Needed up to torch 2.13 and transformers 5.17 at least.
     """
 
     def restore(storage, location: str):
@@ -154,7 +141,7 @@ def keeping_mode(model: torch.nn.Module) -> Iterator[None]:
     Leave the model in the mode that it is in, training or evaluation.
 
     With `use_transformers_continuous_batching`, TRL sets it to training after each generation, those of an evaluation
-    too: from its first batch on, an evaluation would be taken for training. Needed up to TRL 1.16 at least.
+    too, which would then be taken for training. Needed up to TRL 1.16 at least.
     """
     is_training = model.training
     try:
@@ -169,10 +156,9 @@ def keeping_frozen(model: torch.nn.Module) -> Iterator[None]:
     """
     Leave each parameter of the model trained or frozen, as it is.
 
-    TRL scores the reference with the adapter off, or with another one, and a checkpoint may hold several. Whenever
-    peft switches to an adapter, it trains all of its parameters: those that a user had frozen get gradients, which no
-    optimizer applies and no rank shares, and which count in the norm by which the others are clipped. Needed up to TRL
-    1.16 and peft 0.21 at least.
+    Whenever peft switches to an adapter, as TRL does to score the reference, it trains all of its parameters: those
+    that a user had frozen get gradients, which no optimizer applies and no rank shares, and which count in the norm by
+    which the others are clipped. Needed up to TRL 1.16 and peft 0.21 at least.
     """
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
@@ -187,11 +173,10 @@ def end_training(trainer: Any) -> None:
     """
     Finish the trackers and leave the process group; the trainer cannot train afterwards.
 
-    The distributed wrapper of the model is let go first. Otherwise it is the last to hold the gloo process group,
-    and destroys it while it holds Python's interpreter lock, which a thread of the group may be waiting for: the
-    process then hangs on exit (seen in a third of two-process runs on CPUs, torch 2.13). vLLM's engine in this process
-    destroys its own groups and then all: at exit, after the trainer's end, it fails ("Invalid process group
-    specified", vLLM 0.31).
+    The distributed wrapper of the model is let go first: the last to hold the gloo process group, it would destroy it
+    under Python's interpreter lock, for which a thread of the group may wait, so that the process hangs on exit (a
+    third of two-process runs on CPUs, torch 2.13). vLLM's engine in this process destroys all groups, its own first:
+    at exit, after the trainer's end, it fails ("Invalid process group specified", vLLM 0.31).
     """
     trainer.model_wrapped = trainer.model
     trainer.accelerator.free_memory()

@@ -11,11 +11,10 @@ from transformers import PreTrainedModel
 @contextmanager
 def without_gradient_checkpointing(model: torch.nn.Module) -> Iterator[None]:
     """
-    Switch gradient checkpointing off, and on again where it was on.
+    Switch gradient checkpointing off, and on again where it was on, by the switch of each layer.
 
-    Only the switch of each layer is touched. `gradient_checkpointing_enable` of transformers, which TRL calls to
-    switch it on again after each of its own forward passes, registers a further hook on the input embeddings every
-    time; inside of this context TRL finds nothing to switch.
+    TRL does so by `gradient_checkpointing_enable`, which registers a further hook on the input embeddings every time;
+    inside of this context it finds nothing to switch.
     """
     layers: list[Any] = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     for layer in layers:
@@ -50,10 +49,9 @@ def has_random_forward(model: PreTrainedModel, neftune_noise_alpha: float | None
     """
     Tell whether two forward passes of the model in training mode may differ.
 
-    Looks for dropout modules, for rates of dropout or jitter in the config (those of its sub-configs included) and
-    among the attributes of modules, which functional calls read, and for noise on the embeddings. Not measured: a
-    fresh LoRA adapter hides its dropout until the first update. A rate in the config that the model does not use
-    counts too.
+    Looks for dropout modules, for rates of dropout or jitter in the config and among the attributes of modules, which
+    functional calls read, and for noise on the embeddings. Not measured: a fresh LoRA adapter hides its dropout until
+    the first update. A rate in the config that the model does not use counts too.
     """
     modules = list(model.modules())
     return (
@@ -67,7 +65,7 @@ def has_random_forward(model: PreTrainedModel, neftune_noise_alpha: float | None
 def _has_rate(settings: Mapping, are_rates: bool = False) -> bool:
     for name, value in settings.items():
         is_rate = are_rates or "drop" in str(name) or "jitter" in str(name)
-        if isinstance(value, Mapping):  # LoHa and LoKr have a rate for each adapter
+        if isinstance(value, Mapping):  # a sub-config; the rates of LoHa and LoKr, one for each adapter
             if _has_rate(value, is_rate):
                 return True
         elif is_rate and isinstance(value, int | float) and value > 0:

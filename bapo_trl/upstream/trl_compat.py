@@ -1,13 +1,11 @@
 """The TRL versions known to work, and the private TRL names and signatures the trainer relies on, checked at import.
 
-`BAPOTrainer` hooks into `GRPOTrainer` instead of copying it. What the hooks touch is listed here, so that a TRL
-release that renames one of them fails at import with the name, not in the middle of a training run. A parameter that
-a release adds is no failure: the hooks pass on what they do not know.
+A TRL release that renames one of them fails at import with the name, not in the middle of a training run. A parameter
+that a release adds is no failure: the hooks pass on what they do not know.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
-from inspect import isfunction
+from collections.abc import Callable, Mapping, Sequence
 
 import trl
 from trl import GRPOTrainer
@@ -72,7 +70,6 @@ CLIENT_METHODS: Mapping[str, Sequence[str]] = {
 OVERRIDDEN_METHODS: Mapping[str, Sequence[str]] = {
     "_calculate_rewards": ("inputs", "prompts", "completions"),
     "_compute_loss": ("model", "inputs"),
-    "_finalize_training": ("trial",),
     "_generate": ("prompts",),
     "_generate_and_score_completions": ("inputs",),
     "_generate_single_turn": ("prompt_ids",),
@@ -85,7 +82,6 @@ OVERRIDDEN_METHODS: Mapping[str, Sequence[str]] = {
     ),
     "_load_from_checkpoint": ("resume_from_checkpoint",),
     "_load_optimizer_and_scheduler": ("checkpoint",),
-    "_maybe_log_save_evaluate": (),
     "_prepare_inputs": ("generation_batch",),
     "_push_from_checkpoint": ("checkpoint_folder",),
     "_save_checkpoint": ("model", "trial"),
@@ -119,9 +115,6 @@ CALLED_METHODS: Mapping[str, tuple[int, Sequence[str]]] = {
 }  # fmt: skip
 """Methods of `GRPOTrainer` that the package calls: with how many values, `self` included, and which keywords."""
 
-CLASS_ATTRIBUTES = ("_name", "_paper", "_tag_names")
-"""Class attributes that the trainer sets for TRL's model card."""
-
 ATTRIBUTES = {
     "__init__": (
         "_is_vlm", "eos_token_ids", "generation_config", "generation_kwargs", "rollout_func", "tools",
@@ -148,35 +141,33 @@ ATTRIBUTES = {
 
 def missing_names(trainer_class: type = GRPOTrainer) -> list[str]:
     """Return the relied-on names and signatures that `trainer_class` lacks; empty if all is well."""
-    missing = []
-    for name, read in OVERRIDDEN_METHODS.items():
-        missing += _missing_override(trainer_class, name, read)
+    missing = _missing_overrides(trainer_class, OVERRIDDEN_METHODS)
     for name, (number, keywords) in CALLED_METHODS.items():
         missing += _missing_call(trainer_class, name, number, keywords)
-    missing += [name for name in CLASS_ATTRIBUTES if not hasattr(trainer_class, name)]
-    for method_name, attributes in ATTRIBUTES.items():
-        method = getattr(trainer_class, method_name, None)
+    for name, attributes in ATTRIBUTES.items():
+        method = getattr(trainer_class, name, None)
         if method is None:
-            missing.append(method_name)
-            continue
-        used = _names_used(inspect.unwrap(method).__code__)
-        missing += [f"{method_name}: self.{attribute}" for attribute in attributes if attribute not in used]
+            missing.append(name)
+        else:
+            used = _names_used(method)
+            missing += [f"{name}: self.{attribute}" for attribute in attributes if attribute not in used]
     if HAS_OPENAI_CLIENT:
-        used = _names_used(inspect.unwrap(VLLMClient.generate).__code__)
-        missing += [f"VLLMClient.{name}" for name in CLIENT_ATTRIBUTES if name not in used]
-    used = set().union(*(_names_used(each.__code__) for each in vars(VLLMGeneration).values() if isfunction(each)))
+        missing += [f"VLLMClient.{name}" for name in CLIENT_ATTRIBUTES if name not in _names_used(VLLMClient.generate)]
+    used = set().union(*(_names_used(each) for each in vars(VLLMGeneration).values() if inspect.isfunction(each)))
     missing += [f"VLLMGeneration: {name}" for name in TRANSFER_NAMES if name not in used]
     return sorted(set(missing))
 
 
-def _missing_override(owner: type, name: str, read: Sequence[str]) -> list[str]:
-    """Return what a method lacks that is overridden: itself, or `read` as the first of its parameters."""
-    method = getattr(owner, name, None)
-    if not callable(method):
-        return [name]
-    names = ["self", *read]
-    has_them = list(inspect.signature(method).parameters)[: len(names)] == names
-    return [] if has_them else [f"{name}({', '.join(names)}, ...)"]
+def _missing_overrides(owner: type, methods: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the methods, with their parameters, that are not there or do not begin with these parameters."""
+    missing = []
+    for name, read in methods.items():
+        method, names = getattr(owner, name, None), ["self", *read]
+        if not callable(method):
+            missing.append(name)
+        elif list(inspect.signature(method).parameters)[: len(names)] != names:
+            missing.append(f"{name}({', '.join(names)}, ...)")
+    return missing
 
 
 def _missing_call(owner: type, name: str, number: int, keywords: Sequence[str]) -> list[str]:
@@ -191,6 +182,15 @@ def _missing_call(owner: type, name: str, number: int, keywords: Sequence[str]) 
     return []
 
 
+def _names_used(function: Callable) -> set[str]:
+    """Return the names that the code of a function uses, those within its own functions included."""
+    codes, names = [inspect.unwrap(function).__code__], set()
+    for code in codes:
+        names |= set(code.co_names)
+        codes += filter(inspect.iscode, code.co_consts)
+    return names
+
+
 def check_trl(trainer_class: type = GRPOTrainer, version: str = trl.__version__) -> None:
     """Check that `trainer_class` has everything [`BAPOTrainer`] relies on (`ImportError`)."""
     missing = missing_names(trainer_class)
@@ -200,14 +200,6 @@ def check_trl(trainer_class: type = GRPOTrainer, version: str = trl.__version__)
 
 def check_client(client_class: type = VLLMClient, version: str = trl.__version__) -> None:
     """Check that `client_class` has what the package overrides of it (`ImportError`)."""
-    missing = [each for name, read in CLIENT_METHODS.items() for each in _missing_override(client_class, name, read)]
+    missing = _missing_overrides(client_class, CLIENT_METHODS)
     if missing:
         raise _missing(", ".join(f"VLLMClient.{each}" for each in missing), version)
-
-
-def _names_used(code) -> set[str]:
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if inspect.iscode(constant):
-            names |= _names_used(constant)
-    return names

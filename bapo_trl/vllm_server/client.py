@@ -8,17 +8,20 @@ shape that TRL hands on to the other ranks. The trainer then has all ranks agree
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar
 
 import requests
 import torch
 from requests.adapters import HTTPAdapter
+from trl.generation import vllm_generation
 from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.util.retry import Retry
 from urllib3.util.wait import wait_for_read
 
+from ..errors import MissingPackageError
 from ..upstream.trl_compat import HAS_OPENAI_CLIENT, VLLMClient, check_client
 
 
@@ -27,23 +30,14 @@ if HAS_OPENAI_CLIENT:  # nothing else uses this one
 
 T = TypeVar("T")
 
-CONNECT_TIMEOUT_S = 10.0
-"""Seconds within which the server must take a connection, and answer when asked whether it is up."""
+CONNECT_TIMEOUT_S = 10.0  # within which the server must take a connection, and answer whether it is up
+ENGINE_TIMEOUT_S = 30.0  # within which the engine behind the server must answer before it is joined
+PROBE_INTERVAL_S = 10.0  # between two looks at whether the server is still up, while an answer is awaited
+NUM_PROBES = 3  # looks in a row that find nobody, after which the answer is given up
+NUM_BUSY_PROBES = 30  # where the last one is taken and not answered, as while vLLM writes out a long answer
 
-ENGINE_TIMEOUT_S = 30.0
-"""Seconds within which the engine behind the server must answer before it is joined."""
-
-PROBE_INTERVAL_S = 10.0
-"""Seconds between two looks at whether the server is still up, while an answer is awaited."""
-
-NUM_PROBES = 3
-"""Looks in a row that must find no answer, at last nobody, before the answer that is awaited is given up."""
-
-NUM_BUSY_PROBES = 30
-"""The same where the last one is taken and not answered: vLLM answers nobody while it writes out a long answer."""
-
-NUM_CONNECTIONS = 64
-"""Largest number of connections that are kept, as in TRL."""
+# May be gone when the server is there again, unlike a request that it refuses
+_PASSING = (OSError, torch.distributed.DistError)
 
 
 class ServerFailure(NamedTuple):
@@ -54,19 +48,14 @@ class ServerFailure(NamedTuple):
     is_passing: bool
 
 
-def passes(error: Exception) -> bool:
-    """Return whether an error may be gone when the server is there again, unlike a request that it refuses."""
-    return isinstance(error, (OSError, torch.distributed.DistError))
-
-
 def describe(during: str, error: Exception) -> ServerFailure:
     """Return an error, in words."""
-    return ServerFailure(during, f"{type(error).__name__}: {error}", passes(error))
+    return ServerFailure(during, f"{type(error).__name__}: {error}", isinstance(error, _PASSING))
 
 
 def retry_until(deadline: float, call: Callable[[], T]) -> T:
     """
-    Call, at least once, until that raises no error that passes, see [`passes`]; return what it returned.
+    Call, at least once, until that raises no error that may be gone later; return what it returned.
 
     No call begins after the deadline, of `time.monotonic()`. The pauses grow from 0 to 15 s.
     """
@@ -74,9 +63,9 @@ def retry_until(deadline: float, call: Callable[[], T]) -> T:
     while True:
         try:
             return call()
-        except Exception as error:
+        except _PASSING:
             left = deadline - time.monotonic()
-            if not passes(error) or left <= 0:
+            if left <= 0:
                 raise
         pauses = pauses.increment()
         time.sleep(min(pauses.get_backoff_time(), left))
@@ -86,15 +75,15 @@ class LimitedAdapter(HTTPAdapter):
     """
     Sends requests over HTTP that end: with an answer, or with an error of `requests` once a limit is reached.
 
-    A request that never reached the server, or that a proxy or a busy server turned away (502 to 504), is sent again
-    up to three times, with growing pauses. One that broke off is not: the server may have done it.
+    A request that never reached the server, or that was turned away (502 to 504), is sent again up to three times,
+    with growing pauses. One that broke off is not: the server may have done it.
     """
 
     def __init__(self, timeout_s: float, is_up: Callable[[], bool | None]):
         self._timeout_s, self._is_up = timeout_s, is_up
         retries = Retry(3, read=False, status_forcelist=(502, 503, 504), allowed_methods=None, backoff_factor=0.2,
                         raise_on_status=False, respect_retry_after_header=False)  # fmt: skip
-        super().__init__(max_retries=retries, pool_maxsize=NUM_CONNECTIONS)
+        super().__init__(max_retries=retries, pool_maxsize=64)  # as in TRL
 
     def init_poolmanager(self, *args, **kwargs):
         super().init_poolmanager(*args, **kwargs)
@@ -169,11 +158,9 @@ class ServerClient(VLLMClient):
 
     def generate(self, prompts, features=None, n=1, *args, **kwargs):
         """Generate as TRL does, see there; after a failure that is held, one token each."""
-        output = self._try("a generation", super().generate, prompts, features, n, *args, **kwargs)
-        if output is not None:
-            return output
         rows = len(prompts) * n
-        return {
+        output = self._try("a generation", super().generate, prompts, features, n, *args, **kwargs)
+        return output or {
             "prompt_ids": list(prompts),
             "completion_ids": [[0] for _ in range(rows)],
             "logprobs": [[[0.0]] for _ in range(rows)],
@@ -203,17 +190,14 @@ class ServerClient(VLLMClient):
     def get_server_info(self, *args, **kwargs) -> dict:
         """Ask for the configuration as TRL does; after a failure that is held, give what TRL reads of it."""
         info = self._try("a question for its settings", super().get_server_info, *args, **kwargs)
-        return {"model_config": {"logprobs_mode": "processed_logprobs"}} if info is None else info
+        return info or {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
     # The server
 
     def check_server(self, total_timeout: float = 0.0, *args, **kwargs):
-        """
-        Wait `total_timeout` seconds until the server is up (`ConnectionError` if it is not by then).
-
-        The pauses grow, and are not TRL's `retry_interval`.
-        """
-        self._limit_requests()
+        """Wait `total_timeout` seconds until the server is up (`ConnectionError` if it is not by then)."""
+        for scheme in ("http://", "https://"):  # first of all that TRL's constructor asks for
+            self.session.mount(scheme, LimitedAdapter(self.request_timeout_s, self._is_up))
         try:
             retry_until(time.monotonic() + total_timeout, self.check_health)
         except requests.RequestException as error:
@@ -247,11 +231,6 @@ class ServerClient(VLLMClient):
             return False
         return True
 
-    def _limit_requests(self) -> None:
-        if not isinstance(self.session.get_adapter(self.base_url), LimitedAdapter):  # TRL's constructor made it
-            for scheme in ("http://", "https://"):
-                self.session.mount(scheme, LimitedAdapter(self.request_timeout_s, self._is_up))
-
     # Over NCCL
 
     def _join_group(self, *args, **kwargs) -> None:
@@ -268,3 +247,27 @@ class ServerClient(VLLMClient):
             if url.endswith("/update_weights") and hasattr(self.communicator, "destroy"):
                 self.communicator.destroy()
             raise
+
+
+@contextmanager
+def client_for(device: torch.device, request_timeout_s: float) -> Iterator[None]:
+    """Have TRL talk to a vLLM server with limits, and as suits the device: on a CPU, the weights go over gloo."""
+    client_class: Any = ServerClient if HAS_OPENAI_CLIENT else VLLMClient
+    if device.type == "cpu":
+        try:
+            from bapo_trl_gloo.client import GlooVLLMClient as client_class
+        except ModuleNotFoundError as error:
+            raise MissingPackageError(
+                f"`use_vllm` is set, but {error.name} is not installed: on a CPU, `pip install ./plugins/vllm_gloo` "
+                "in a checkout of bapo-trl."
+            ) from error
+    elif find_spec("vllm") is None:  # TRL would say so when it has loaded the model
+        raise MissingPackageError("`use_vllm` is set, but vllm is not installed: pip install 'bapo-trl[vllm]'.")
+
+    original = vllm_generation.VLLMClient
+    limited: Any = type(client_class.__name__, (client_class,), {"request_timeout_s": request_timeout_s})
+    vllm_generation.VLLMClient = limited  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        vllm_generation.VLLMClient = original  # type: ignore[misc]

@@ -25,11 +25,7 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def send_merged_copies(trainer: Any) -> None:
-    """
-    Have a trainer's `vllm_generation` send merged copies of the layers that have an adapter.
-
-    Needed up to TRL 1.16 at least.
-    """
+    """Have `vllm_generation` send merged copies of the layers with an adapter. Needed up to TRL 1.16 at least."""
     if not is_peft_model(trainer.model) or not _merges_floats(trainer.model):
         return
     check_tied_weights(trainer.model)

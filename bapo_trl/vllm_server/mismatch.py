@@ -1,25 +1,19 @@
-"""Samples of vLLM: the client that suits the device, and how far its log-probabilities are from the trainer's.
+"""How far the log-probabilities of a sampler are from the trainer's.
 
-The log-probabilities differ a little by arithmetic. They differ a lot when the server samples from other weights than
-the trainer's, which nothing else would tell: training goes on, on wrong ratios.
+They differ a little by arithmetic. They differ a lot when vLLM samples from other weights than the trainer's, which
+nothing else would tell: training goes on, on wrong ratios.
 """
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
-from typing import Any
 
 import torch
-from trl.generation import vllm_generation
 
 from ..batch.sampler import SamplerLogps
 from ..clip_bounds.grid import sum_dtype
 from ..clip_bounds.reduce import Tally
-from ..errors import MissingPackageError
-from ..upstream.trl_compat import HAS_OPENAI_CLIENT
 
 
 MISMATCH_METRICS = (
@@ -27,38 +21,6 @@ MISMATCH_METRICS = (
     "sampling/raw_importance_sampling_ratio/max", "sampling/truncated_share", "sampling/masked_share",
 )  # fmt: skip
 """Metrics of each generation with the log-probabilities of a sampler, defined in docs/metrics.md."""
-
-
-@contextmanager
-def client_for(device: torch.device, request_timeout_s: float) -> Iterator[None]:
-    """Have TRL talk to a vLLM server with limits, and as suits the device: on a CPU, the weights go over gloo."""
-    client_class: Any
-    if device.type != "cpu" and find_spec("vllm") is None:  # TRL would say so when it has loaded the model
-        raise MissingPackageError("`use_vllm` is set, but vllm is not installed: pip install 'bapo-trl[vllm]'.")
-    if device.type == "cpu":
-        try:
-            from bapo_trl_gloo.client import GlooVLLMClient
-        except ModuleNotFoundError as error:
-            raise MissingPackageError(
-                f"`use_vllm` is set, but {error.name} is not installed: on a CPU, `pip install ./plugins/vllm_gloo` "
-                "in a checkout of bapo-trl."
-            ) from error
-        client_class = GlooVLLMClient
-    elif HAS_OPENAI_CLIENT:
-        from .client import ServerClient  # needs requests, which only a server does
-
-        client_class = ServerClient
-    else:
-        yield
-        return
-
-    original = vllm_generation.VLLMClient
-    limited: Any = type(client_class.__name__, (client_class,), {"request_timeout_s": request_timeout_s})
-    vllm_generation.VLLMClient = limited
-    try:
-        yield
-    finally:
-        vllm_generation.VLLMClient = original
 
 
 def compare_with_sampler(
@@ -82,9 +44,8 @@ def compare_with_sampler(
         log_raw, log_whole = (each.sum(dim=1, keepdim=True) for each in (log_raw, log_whole))
         counts = latest.any(dim=1, keepdim=True)
     raw, whole = log_raw.exp(), log_whole.exp()
-    used = (
-        whole if logps.correction is None else logps.correction.to(raw)
-    )  # TRL's is of the whole sequence, or of tokens
+    # TRL's is of the whole sequence, or of tokens
+    used = whole if logps.correction is None else logps.correction.to(raw)
     is_masked = (used == 0) & counts
     is_truncated = ~torch.isclose(used, whole, rtol=1e-5, atol=0) & counts & ~is_masked
     tally = Tally(
@@ -105,14 +66,9 @@ def compare_with_sampler(
     total = tally.over_ranks(gather, raw.device, raw.dtype).numbers()
     if not total["ratios"]:
         return dict.fromkeys(MISMATCH_METRICS, math.nan), math.nan if total["policy_tokens"] else 0.0
-    prefix = "sampling/raw_importance_sampling_ratio"
-    return {
-        f"{prefix}/mean": total["ratio"] / total["ratios"],
-        f"{prefix}/min": -total["negative_smallest"],
-        f"{prefix}/max": total["largest"],
-        "sampling/truncated_share": total["truncated"] / total["ratios"],
-        "sampling/masked_share": total["masked"] / total["ratios"],
-    }, total["difference"] / total["tokens"]
+    mean, truncated, masked = (total[name] / total["ratios"] for name in ("ratio", "truncated", "masked"))
+    values = mean, -total["negative_smallest"], total["largest"], truncated, masked
+    return dict(zip(MISMATCH_METRICS, values, strict=True)), total["difference"] / total["tokens"]
 
 
 @dataclass
@@ -146,9 +102,3 @@ class DifferenceCheck:
                 stacklevel=2,
             )
             self.warns = False
-
-
-def make_difference_check(trainer: Any) -> DifferenceCheck:
-    """Return the check of a trainer's samples."""
-    args, warns = trainer.args, trainer.accelerator.is_main_process
-    return DifferenceCheck(args.vllm_logp_tolerance, args.biased_settings, warns)

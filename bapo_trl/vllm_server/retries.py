@@ -1,16 +1,21 @@
 """Brings runs through failures of their vLLM server, or to an end on all ranks: see [`ServerRetries`]."""
 
+import time
+import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from ..checkpoints.rank_errors import on_main_process
 from ..upstream.trl_compat import uses_vllm_server
+from .client import ServerFailure, describe, retry_until
 
 
-if TYPE_CHECKING:
-    from .link import Verdict
+NUM_REPEATS = 3
+"""How often a generation is repeated, at most, after failures and restarts of the server."""
+
+RESTARTED = "it was started anew"
 
 
 class ServerRetries:
@@ -22,9 +27,9 @@ class ServerRetries:
     it the weights and repeat the generation. A server that was started anew is noticed by its name: it has its first
     weights, and no group to get others. What it sampled before it had the weights is sampled again.
 
-    In the main process, `client` is that of the server. `forget_sent_weights` has the trainer send the weights before
-    the next request. `end_run` gets the reason, saves a checkpoint of the state before the generation, and raises, on
-    all ranks.
+    `client` is that of the server in the main process, and `None` on other ranks. `forget_sent_weights` has the
+    trainer send the weights before the next request. `end_run` gets the reason, saves a checkpoint of the state before
+    the generation, and raises, on all ranks.
     """
 
     def __init__(
@@ -36,18 +41,18 @@ class ServerRetries:
         forget_sent_weights: Callable[[], None],
         end_run: Callable[[str], NoReturn],
     ):
-        self._link = None if client is None else _tie(client, device, timeout_s)
+        self._client: Any = client
+        self._device, self._timeout_s = device, timeout_s
         self._forget_sent_weights, self._end_run = forget_sent_weights, end_run
         self._has_met = False
+        # Of the main process
+        self._instance: str | None = None  # vLLM's name for a server from its start to its end, if it has one
+        self._num_repeats = 0  # of this generation
 
     def begin_run(self) -> None:
         """Meet the server before the first run; before a later one, see that it is there."""
-        if not self._has_met:
-            self._agree(lambda: self._link.meet())
-        else:
-            if self._link is not None:
-                self._link.begin()
-            self._agree(lambda: self._link.settle())
+        self._num_repeats = 0
+        self._agree(self._settle if self._has_met else self._meet)
         self._has_met = True
 
     def generate(self, attempt: Callable[[], Any], is_first_request: bool) -> Any:
@@ -57,39 +62,104 @@ class ServerRetries:
         An attempt sends the weights, if they were not yet, and requests samples. The first request does send them:
         over NCCL, a transfer to nobody would not end.
         """
-        if self._link is not None:
-            self._link.begin()
+        self._num_repeats = 0
         if is_first_request:
             self._joins_server()
         while True:
-            if self._link is not None:
-                self._link.hold_failures()
+            if self._client is not None:
+                self._client.hold_failures()
             output = attempt()
             if not self._joins_server():
                 return output
 
     def has_same_server(self) -> bool:
-        """Return whether the server is the one that got the weights."""
-        return on_main_process(lambda: self._link.is_same())
+        """Return whether the server answers, and is the one that got the weights."""
+
+        def is_same() -> bool:
+            try:
+                return self._ask_instance() == self._instance
+            except Exception:
+                return False
+
+        return on_main_process(is_same)
 
     def _joins_server(self) -> bool:
-        has_joined = self._agree(lambda: self._link.settle())
+        has_joined = self._agree(self._settle)
         if has_joined:
             self._forget_sent_weights()
         return has_joined
 
-    def _agree(self, find: "Callable[[], Verdict]") -> bool:
-        """Follow what the main process, which alone has the link, finds."""
-        agreed = on_main_process(find)
-        if agreed.end is not None:
-            self._end_run(agreed.end)
-        return agreed.has_joined
+    def _agree(self, find: Callable[[], tuple[bool, str | None]]) -> bool:
+        """Follow on all ranks what the main process finds: whether it joined the server, why the run must end."""
+        has_joined, end = on_main_process(find)
+        if end is not None:
+            self._end_run(end)
+        return has_joined
 
+    # In the main process
 
-def _tie(client: Any, device: torch.device, timeout_s: float) -> Any:
-    from .link import ServerLink  # needs requests, which only a server does
+    def _meet(self) -> tuple[bool, str | None]:
+        """Say what became of the client's making, and remember the server."""
+        failure = self._client.take_failure()
+        if failure is None:
+            try:
+                self._instance = self._ask_instance()
+            except Exception as error:
+                failure = describe("the start", error)
+        if failure is not None:
+            return False, self._tell(failure)
+        if self._instance is None:
+            warnings.warn(
+                "The vLLM server has several API processes, which look like different servers: its restart between "
+                "two requests would not be noticed. Start it with `--api-server-count 1` to have it joined again."
+            )
+        return False, None
 
-    return ServerLink(client, device, timeout_s)
+    def _settle(self) -> tuple[bool, str | None]:
+        """
+        Say whether the server did all it was asked for since failures are held, by the client it was joined with.
+
+        If not, wait for it and join it again, unless that does not help: after [`NUM_REPEATS`], or if the server
+        refuses what it is asked for.
+        """
+        failure = self._client.take_failure()
+        if failure is None:
+            try:
+                instance = self._ask_instance()
+                if instance == self._instance or instance is None:
+                    return False, None
+                failure = ServerFailure("between two requests", RESTARTED, is_passing=True)
+            except Exception as error:
+                failure = describe("between two requests", error)
+        if not failure.is_passing or self._num_repeats == NUM_REPEATS:
+            return False, self._tell(failure, self._num_repeats)
+        self._num_repeats += 1
+        before, began = self._instance, time.monotonic()
+        if failure.error != RESTARTED:
+            warnings.warn(f"{self._tell(failure)} Waiting for it, {self._timeout_s:g} seconds at most.")
+        try:
+            retry_until(began + self._timeout_s, self._join)
+        except Exception as error:
+            waited = f" Waited {time.monotonic() - began:.0f} s for it (`vllm_server_timeout` {self._timeout_s:g}): "
+            return False, f"{self._tell(failure)}{waited}{describe('', error).error}."
+        what = "was started anew" if self._instance != before else "is there again"
+        warnings.warn(f"The vLLM server {what}: it is joined again, and gets the current weights.")
+        return True, None
+
+    def _join(self) -> None:
+        self._client.check_health()
+        instance = self._ask_instance()
+        self._client.join_again(self._device, is_same=instance == self._instance)
+        self._instance = instance
+
+    def _ask_instance(self) -> str | None:
+        info = self._client.get_server_info()
+        # Each API process of a server has a name of its own
+        return info["instance_id"] if info["parallel_config"].get("_api_process_count", 1) == 1 else None
+
+    def _tell(self, failure: ServerFailure, repeats: int = 0) -> str:
+        times = f", after {repeats} repetitions" if repeats else ""
+        return f"The vLLM server at {self._client.base_url} failed in {failure.during}{times}: {failure.error}."
 
 
 def make_retries(

@@ -21,15 +21,9 @@ from ..upstream.forward_passes import in_eval_mode
 from ..upstream.trl_compat import VLLMClient, uses_vllm_server
 
 
-NUM_SAMPLES = 8
-MAX_TOKENS = 512
-"""Largest length of the sequence, which is made of the ends of some samples."""
-
-NUM_REPEATS = 3
-"""How often in a row a server must repeat itself exactly, while the trainer moves, to be taken for a stale one."""
-
-ROUNDING = 1e-6
-"""Nats by which float32 rounds a log-probability; lower precision is seen in the difference of server and trainer."""
+NUM_SAMPLES, MAX_TOKENS = 8, 512  # of the sequence, which is made of the ends of some samples
+NUM_REPEATS = 3  # exact, in a row, while the trainer moves, after which a server is taken for a stale one
+ROUNDING = 1e-6  # nats of float32; that of lower precision shows in the difference of server and trainer
 
 SERVER_METRICS = ("sampling/server_followed",)
 """Metric of a generation over a server, defined in docs/metrics.md."""
@@ -66,9 +60,8 @@ def stands_still(before: Reading, now: Reading) -> bool:
     """
     Return whether the server repeats itself to the last bit, while the trainer moved.
 
-    In bfloat16, steps far below the rounding still change what the server says, of nearly all tokens. So little is
-    asked of the trainer: a median change of 1/100 of the median rounding. By chance, a step that changes next to no
-    weight of bfloat16 can do the one and not the other, but not often in a row.
+    In bfloat16, steps far below the rounding still change what the server says, of nearly all tokens: a median change
+    of 1/100 of the median rounding is enough. A step that changes next to no weight can repeat it, but not in a row.
     """
     change = (now.trainer - before.trainer).abs().median()
     has_moved = change >= max(before.rounding.median().item() / 100, 10 * ROUNDING)
@@ -123,11 +116,13 @@ class StaleServerCheck:
 
     def _compare_with_server(self, trainer: torch.Tensor) -> float:
         try:
-            return self._compare(Reading(trainer, self._ask_server()))
+            now = Reading(trainer, self._ask_server())
         except OSError:  # as above
             return math.nan
+        return self.compare(now)
 
-    def _compare(self, now: Reading) -> float:
+    def compare(self, now: Reading) -> float:
+        """Return the part of the trainer's change that the server made; NaN where it cannot be told."""
         self._followed, self._moved = self._followed or now, self._moved or now
         if stands_still(self._moved, now):
             self._moved, self._repeats = now, self._repeats + 1

@@ -4,7 +4,7 @@ import asyncio
 import json
 import math
 import re
-from collections import UserDict, deque
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -60,14 +60,9 @@ def stopped(trainer, error: type, message: str) -> None:
     [
         ([*SUMS, ""], "1 of the 41 prompts of the train dataset cannot be used: that of row 40 is empty"),
         ([None, *SUMS], "1 of the 41 prompts .* row 0 is None"),
-        ([USER] * 10 + [[]], "1 of the 11 prompts .* row 10 is empty"),
         (list(range(10)), "10 of the 10 prompts .* row 0 is of type int.*Give text, or a list of messages"),
-        ([0.5] * 10, "is of type float"),
-        ([b"\xff\xfe"] * 10, "is of type bytes"),
-        ([{"text": "1+2="}] * 10, "is of type dict"),
         ([["1+2=", "1+3="]] * 10, "is a list, but not of messages"),
         ([USER] * 8 + [[*USER, BARE]], "1 of the 9 prompts .* row 8 has a message of role 'assistant' without text"),
-        ([[{"role": "user"}]] * 10, "has a message of role 'user' without text or a list as its `content`"),
     ],
 )
 def test_what_is_no_prompt_is_refused_by_its_row(prompts, message):
@@ -138,18 +133,13 @@ def test_what_a_chat_template_adds_counts(tmp_path):
     chats = [[{"role": "user", "content": "1" * length}] for length in (*range(1, 12), 52)]
     parts = {"processing_class": tokenizer}
 
-    def refuses(error, message):
-        parts["train_dataset"] = Dataset.from_dict({"prompt": chats})
-        trainer = toy_trainer(tmp_path, opt_model(), trainer_args=parts)
-        with pytest.raises(error, match=message):
-            check_prompts_fit(trainer)
-
-    refuses(InputError, r"1 of the 12 prompts .* row 11, has 58 tokens")
+    message = r"1 of the 12 prompts .* row 11, has 58 tokens"
+    parts["train_dataset"] = Dataset.from_dict({"prompt": chats})
+    refused(tmp_path, opt_model(), message, trainer_args=parts)
     tokenizer.chat_template = "s" * 40 + CHAT_TEMPLATE  # more than is reckoned with for a message
     chats[-1] = [{"role": "user", "content": "1" * 12}]
-    refuses(InputError, r"1 of the 12 prompts .* row 11, has 58 tokens")
-    tokenizer.chat_template = None
-    refuses(ValueError, "chat_template is not set")
+    parts["train_dataset"] = Dataset.from_dict({"prompt": chats})
+    refused(tmp_path, opt_model(), message, trainer_args=parts)
 
 
 def test_of_many_prompts_the_longest_is_looked_at(tmp_path):
@@ -178,11 +168,6 @@ def rows(*prompts) -> bytes:
             rows(*SUMS[:9]).replace(b"1+2", b"\xe9+2"),
             "cannot be loaded: .* has a byte in line 2 that is not UTF-8: .* 0xe9$",
         ),
-        (
-            "utf16.jsonl",
-            rows(*SUMS).decode().encode("utf-16"),
-            "cannot be loaded: .* has a byte in line 1 that is not UTF-8: .* 0xff$",
-        ),
         ("text.jsonl", b"no json", "cannot be loaded: .* has a JSON parse error in line 1"),
         ("empty.jsonl", b"", "cannot be loaded: it holds no row"),
         ("other.parquet", b"no parquet file", "cannot be loaded: Parquet "),
@@ -198,10 +183,8 @@ def test_files_that_hold_no_rows_are_named_with_the_reason(folder, name, content
 BAD_LINES = {
     "early.jsonl": (b'{"prompt": "1"}\n\n{"prompt": "2"}\n\n{"prompt": \n{"prompt": "3"}\n', 5),
     "late.jsonl": (b"\n".join([*[b'{"prompt": "1"}'] * 2000, b"", b'{"prompt": bad}']), 2002),
-    "first.jsonl": (b'\n\n{"prompt": "1"\n{"prompt": "2"}\n', 3),
     "no_object.jsonl": (b'{"prompt": "1"}\n\n["2"]\n', 3),
     "array.json": (b'[\n {"prompt": "1"},\n\n {"prompt": }\n]\n', 4),
-    "one_line.json": (b'[{"prompt": "1"}, {"prompt": }]', 1),
 }
 
 
@@ -217,9 +200,7 @@ def test_a_line_that_is_no_json_is_named_by_its_number_in_the_file(tmp_path, nam
 
 
 @pytest.mark.trainings
-@pytest.mark.parametrize(
-    "columns", [{"images": None}, {"image": None}, {"images": []}, {"image": None, "images": None}]
-)
+@pytest.mark.parametrize("columns", [{"images": None}, {"image": None}])
 def test_columns_of_images_without_any_train_a_model_of_text(tmp_path, columns):
     tokenizer = character_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -306,35 +287,22 @@ SAMPLE_3 = r"for sample 3 of 24, prompt '\d+\+\d+=', completion "
 FIX = ".*return a finite number.*or None where the function does not apply"
 UNUSABLE = [
     (one(math.inf), f"returned inf {SAMPLE_3}{FIX}"),
-    (one(-np.inf), f"returned -inf {SAMPLE_3}"),
     (one(1e30), rf"returned 1e\+30 {SAMPLE_3}.*the standard deviation of .* overflows.*smaller"),
     (giving(lambda rewards: torch.tensor([math.inf, *rewards[1:]])), r"returned inf for sample 0 of 24"),
     # What TRL would read numbers of: 24 keys, in any order, and 24 bytes
     (giving(lambda rewards: dict.fromkeys(range(24), 0.5)), "returned {0: 0.5, .*, a dict, for 24 samples.*in a list"),
-    (giving(lambda rewards: UserDict(dict.fromkeys(range(24), 0.5))), "returned .*, a UserDict, for 24 samples"),
-    (giving(lambda rewards: dict.fromkeys(range(24), 0.5).keys()), "returned .*, a dict_keys, for 24 samples"),
     (giving(lambda rewards: set(range(24))), "returned {0, 1, .*, a set, for 24 samples"),
-    (giving(lambda rewards: frozenset(range(24))), "returned .*, a frozenset, for 24 samples"),
     (giving(lambda rewards: b"01" * 12), "returned .*, a bytes, for 24 samples"),
-    (giving(lambda rewards: bytearray(24)), "returned .*, a bytearray, for 24 samples"),
 ]
 # What TRL makes no rewards of
 NO_REWARDS = [
     (one("0.5"), f"returned '0.5', a str, {SAMPLE_3}{FIX}"),
     (one([0.5]), rf"returned \[0.5\], a list, {SAMPLE_3}"),
     (giving(lambda rewards: None), "returned None, a NoneType, for 24 samples.*in a list"),
-    (giving(lambda rewards: "x" * 24), "returned 'x+', a str, for 24 samples"),
     (giving(lambda rewards: rewards[1:]), f"returned 23 rewards for 24 samples{FIX}"),
-    (giving(lambda rewards: rewards[:1]), "returned 1 rewards for 24 samples"),
-    (giving(lambda rewards: (rewards, {})), "returned 2 rewards for 24 samples"),
-    (giving(lambda rewards: np.float64(0.5)), "returned .*, a float64, for 24 samples"),
     (giving(lambda rewards: np.array(0.5)), r"returned array\(0.5\), a ndarray, for 24 samples.*in a list"),
     (giving(lambda rewards: torch.tensor(0.5)), "returned .*, a Tensor, for 24 samples"),
-    (giving(lambda rewards: torch.tensor(0.5, requires_grad=True)), "returned .*, a Tensor, for 24 samples"),
     (giving(lambda rewards: [[reward] for reward in rewards]), r"returned \[.*\], a list, for sample 0 of 24"),
-    (giving(lambda rewards: np.array(rewards)[:, None]), "returned .*, a ndarray, for sample 0 of 24"),
-    (giving(lambda rewards: [str(reward) for reward in rewards]), "returned .*, a str, for sample 0 of 24"),
-    (giving(lambda rewards: iter("x" * 24)), "returned 'x', a str, for sample 0 of 24"),
     (giving(lambda rewards: [{"reward": reward} for reward in rewards]), "returned .*, a dict, for sample 0 of 24"),
 ]
 # What TRL takes for the same rewards
@@ -347,13 +315,9 @@ SAME_REWARDS = [
 
 
 @pytest.mark.trainings
-@pytest.mark.parametrize(
-    ("reward", "message"),
-    [*UNUSABLE, *NO_REWARDS],
-)
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_reward_that_is_none_names_function_and_sample(tmp_path, reward, message, is_async):
-    functions = [digits_reward, as_async(reward) if is_async else reward]
+@pytest.mark.parametrize(("reward", "message"), [*UNUSABLE, *NO_REWARDS, (as_async(one(math.inf)), "returned inf")])
+def test_a_reward_that_is_none_names_function_and_sample(tmp_path, reward, message):
+    functions = [digits_reward, reward]
     trainer = toy_trainer(tmp_path, reward_funcs=functions)
     stopped(trainer, InputError, f"The reward function `my_reward` {message}")
     assert trainer.reward_funcs == functions
@@ -391,7 +355,6 @@ def test_a_reward_model_that_gives_infinity_is_named(tmp_path):
     [
         ("reward", (0, 1), "InputError: The reward function `only_rank_1` returned inf for sample 0 of 24, "),
         ("reward raises", (1,), "KeyError: 'mine'"),
-        ("rollout raises", (1,), "KeyError: 'mine'"),
         ("gradient", (0, 1), r"RuntimeError: .*in the gradient \(its norm is nan\) at update 2, before its"),
         ("row", (0, 1), "The column `when` has a datetime"),
         ("pool", (0, 1), r"rollout_pool_00001_of_00002\.safetensors is damaged"),
@@ -435,17 +398,12 @@ def test_completions_of_the_end_token_alone_are_trained_on(tmp_path):
 
 
 @pytest.mark.trainings
-@pytest.mark.parametrize(
-    ("name", "changed", "error", "message"),
-    [
-        ("prompt_ids", lambda ids: ids[1:], InputError, "23 `prompt_ids`.* for 24 prompts"),
-        ("completion_ids", lambda ids: ids[1:], InputError, "23 `completion_ids`.* for 24 prompts"),
-    ],
-)
-def test_what_a_rollout_lacks_is_no_fault_of_the_reward(tmp_path, name, changed, error, message):
+@pytest.mark.parametrize("name", ["prompt_ids", "completion_ids"])
+def test_what_a_rollout_lacks_is_no_fault_of_the_reward(tmp_path, name):
     def rollout(prompts, trainer):
         ids = trainer.processing_class(prompts)["input_ids"]
         returned = {"prompt_ids": ids, "completion_ids": [[5]] * len(ids), "logprobs": None}
-        return returned | {name: changed(returned[name])}
+        return returned | {name: returned[name][1:]}
 
-    stopped(toy_trainer(tmp_path, trainer_args={"rollout_func": rollout}), error, message)
+    trainer = toy_trainer(tmp_path, trainer_args={"rollout_func": rollout})
+    stopped(trainer, InputError, f"23 `{name}`.* for 24 prompts")

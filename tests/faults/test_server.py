@@ -5,18 +5,17 @@ import re
 import warnings
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import trl
 from packaging.version import Version
 from peft import LoraConfig
-from safetensors.torch import load_file
 
 from bapo_trl import BAPOTrainer
 from bapo_trl.vllm_server import client as server_client
-from tests.helpers.alike import assert_same_tensors, assert_same_weights
+from tests.helpers.alike import assert_same_weights
 from tests.helpers.failing_server import PARTIAL, RUN, ModelServer, client_of
+from tests.helpers.save_kills import state_of
 from tests.helpers.toy import toy_dataset, toy_model, toy_trainer, training_logs
 
 
@@ -83,11 +82,9 @@ NUM_WEIGHTS = 15
 FAULTS = [
     ("/v1/completions", 3, "die"),
     ("/v1/completions", 3, "hang"),
-    ("/v1/completions", 3, 500),
     ("/v1/completions", 4, "die"),  # the check of the weights
     ("/start_weight_update", 2, "die"),
     ("tensor", NUM_WEIGHTS + 5, "die"),
-    ("tensor", NUM_WEIGHTS + 5, "break"),  # the connection alone
     ("/update_weights", 3, "hang"),
     ("/update_weights", 2, 500),
     ("/finish_weight_update", 2, "die"),
@@ -108,8 +105,8 @@ def test_a_run_survives_a_server_that_comes_back(tmp_path, undisturbed, fault):
             assert log["sampling/sampling_logp_difference/max"] < 1e-5
 
 
-@pytest.mark.parametrize("settings", [REPLAY, PARTIAL, {**REPLAY, **PARTIAL}], ids=["replay", "partial", "both"])
-def test_with_stale_samples_too(tmp_path, undisturbed, settings):
+def test_with_stale_samples_too(tmp_path, undisturbed):
+    settings = {**REPLAY, **PARTIAL}
     trainer = train(tmp_path, {("/v1/completions", 6): "die"}, **settings)
     assert trainer.server.num_starts == 2
     assert_same_run(trainer, undisturbed(**settings))
@@ -143,13 +140,10 @@ HANGS = ("/update_weights", 3, "hang")
     ("fault", "during", "settings"),
     [
         (DIES, "a generation", {}),
-        (LOSES_WEIGHTS, "a transfer of the weights", {}),
         (HANGS, "a transfer of the weights", {}),
         (DIES, "a generation", REPLAY),
         (DIES_IN_A_ROUND, "a generation", PARTIAL),
         (LOSES_WEIGHTS, "a transfer of the weights", {**REPLAY, **PARTIAL}),
-        (DIES, "a generation", {**REPLAY, "num_prompts": 8}),  # at the start of an epoch
-        (DIES, "a generation", {**REPLAY, "save_only_model": True}),
         (DIES, "a generation", {"save_only_model": True, "save_strategy": "steps", "save_steps": 2}),
     ],
 )
@@ -168,48 +162,9 @@ def test_a_server_that_stays_away_ends_the_run_which_resumes(tmp_path, undisturb
     assert message.endswith(f"The last checkpoint is {checkpoint}.")
     settings = {key: value for key, value in settings.items() if not key.startswith("save_")}
     expected = undisturbed(**settings)
-    assert_same_files(checkpoint, f"{expected.args.output_dir}/checkpoint-{update}")
+    assert state_of(checkpoint) == state_of(Path(expected.args.output_dir, f"checkpoint-{update}"))
     resumed = train(tmp_path, resume=True, **settings)
     assert_same_run(resumed, expected)
-
-
-def assert_same_files(left, right):
-    """Weights, queue, pool, optimizer and random states of two checkpoints are the same."""
-    files = {path.name for path in Path(right).iterdir()}
-    assert {path.name for path in Path(left).iterdir()} == files
-    for name in files:
-        mine, other = Path(left, name), Path(right, name)
-        if name.endswith(".safetensors"):
-            assert_same_tensors(load_file(mine), load_file(other))
-        elif name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
-            ours, theirs = (torch.load(path, weights_only=False) for path in (mine, other))
-            assert is_same(ours, theirs), name
-        elif name == "trainer_state.json":
-            ours, theirs = (json.loads(path.read_text()) for path in (mine, other))
-            for key in ("global_step", "epoch"):
-                assert ours[key] == theirs[key]
-
-
-def is_same(left, right) -> bool:
-    """Whether what `torch.load` gives of two files is the same."""
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(is_same(left[key], right[key]) for key in left)
-    if isinstance(left, list | tuple):
-        return len(left) == len(right) and all(map(is_same, left, right))
-    if isinstance(left, torch.Tensor | np.ndarray):
-        return left.shape == right.shape and bool((left == right).all())
-    return left == right
-
-
-def test_a_server_that_stays_away_is_no_fault_of_the_prompts(tmp_path):
-    """Unfinished completions lie behind their prompts, and together they come near the window."""
-    model = toy_model(max_position_embeddings=14)
-    for number in range(4, 10):
-        with pytest.raises(RuntimeError, match="after update") as ended:
-            train(
-                tmp_path / str(number), {("/v1/completions", number): "die"}, comes_back=False, model=model, **PARTIAL
-            )
-        assert not hasattr(ended.value, "__notes__")
 
 
 def test_a_checkpoint_that_is_there_is_not_saved_again(tmp_path, monkeypatch):
@@ -241,10 +196,10 @@ def test_a_server_that_fails_each_time_ends_the_run(tmp_path):
     assert server.counts["/v1/completions"] == 6
 
 
-@pytest.mark.parametrize("what", ["nobody", "deaf", 502])
+@pytest.mark.parametrize("what", ["nobody", "deaf"])
 def test_a_server_that_is_not_there_at_the_start(tmp_path, monkeypatch, what):
     monkeypatch.setattr(server_client, "CONNECT_TIMEOUT_S", 0.1)
-    server = ModelServer({("/health", number): "hang" if what == "deaf" else what for number in range(1, 99)})
+    server = ModelServer({("/health", number): "hang" for number in range(1, 99)})
     if what == "nobody":
         server.stop()
     with pytest.raises(RuntimeError, match=r"failed in the start: ConnectionError: not up within 0.2 seconds"):
@@ -260,7 +215,7 @@ def test_a_server_that_comes_up_meanwhile_is_waited_for(tmp_path):
     server.stop()
 
 
-@pytest.mark.parametrize("path", ["/init_weight_transfer_engine", "/server_info", "/v1/models"])
+@pytest.mark.parametrize("path", ["/init_weight_transfer_engine", "/v1/models"])
 def test_a_server_that_dies_while_the_trainer_is_made(tmp_path, path):
     with pytest.raises(RuntimeError, match=r"vLLM server at http://127.0.0.1:\d+ failed in .*No checkpoint was saved"):
         train(tmp_path, {(path, 1): "die"}, comes_back=False)

@@ -9,17 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
-from safetensors.torch import load_file
 from transformers import Qwen2Config
 
 from bapo_trl.checkpoints.files import find_defect
 from bapo_trl.checkpoints.stop_signals import EXIT_CODE, StopSignals
 from tests.helpers.alike import assert_same_weights
 from tests.helpers.commands import ROOT, accelerate_launcher, run_command, succeeded
-from tests.helpers.fault_counts import cases
 from tests.helpers.forked import run_python
 from tests.helpers.toy import InUpdate, digits_reward, terminate, toy_run, toy_trainer
 
@@ -39,10 +36,7 @@ CASES = {
     "at the end of a generation": {"method": "training_step", "call": 4, "signal": "SIGTERM"},
     "within a generation": {"method": "training_step", "call": 1, "signal": "SIGINT"},
     "of two ranks to the second": {
-        "method": "_calculate_rewards", "call": 2, "signal": "SIGTERM", "ranks": 2, "rank": 1,
-    },
-    "of two ranks to the first": {
-        "method": "training_step", "call": 3, "signal": "SIGUSR1", "ranks": 2, "rank": 0, "settings": SAVES,
+        "method": "_calculate_rewards", "call": 2, "signal": "SIGUSR1", "ranks": 2, "rank": 1,
     },
     "at an epoch's end": {
         "method": "training_step", "call": 8, "signal": "SIGTERM",
@@ -52,7 +46,6 @@ CASES = {
     "in the last update": {"method": "training_step", "call": 8, "signal": "SIGTERM"},
     "in the last save": {"method": "_save_checkpoint", "call": 2, "signal": "SIGTERM", "settings": SAVES},
     "twice": {"method": "training_step", "call": 1, "signal": "SIGINT", "times": 2},
-    "before the training": {"method": "train", "call": 1, "signal": "SIGTERM"},
     "after the last epoch": {"method": "_finalize_training", "call": 1, "signal": "SIGTERM"},
     "after the training": {"method": "save_state", "call": 1, "signal": "SIGTERM"},
 }  # fmt: skip
@@ -70,7 +63,6 @@ STOPPED = {  # update, whether a generation ends with it
     "at the end of a generation": (2, True),
     "within a generation": (1, False),
     "of two ranks to the second": (3, False),
-    "of two ranks to the first": (2, True),
     "at an epoch's end": (4, True),
     "with a best checkpoint": (3, False),
     "in the last update": (4, True),
@@ -94,13 +86,9 @@ def test_the_update_is_finished_and_saved_once_and_every_rank_leaves_with_the_co
         "same command with --resume_from_checkpoint true. Exit code 75." in outcome["told"]
     )
 
-
-@pytest.mark.parametrize("name", STOPPED)
-def test_nothing_is_evaluated_published_or_saved_besides(outcomes, name):
-    besides = {"README.md", "report.png", "run_settings.json"}
-    left = [file for file in outcomes[name]["left"] if not file.startswith(("checkpoint-", "eval_"))]
-    assert set(left) <= besides
-    assert "eval_results.json" not in outcomes[name]["left"]
+    # Nothing is evaluated or published besides
+    others = {file for file in outcome["left"] if not file.startswith(("checkpoint-", "eval_completions"))}
+    assert others <= {"README.md", "report.png", "run_settings.json"}
 
 
 @pytest.mark.parametrize("name", STOPPED)
@@ -120,7 +108,7 @@ def test_a_second_interrupt_ends_the_run_at_once(outcomes):
     assert (rank["ended"], rank["saves"], rank["handlers_are_back"]) == ("KeyboardInterrupt", 0, True)
 
 
-@pytest.mark.parametrize("moment", ["before the training", "after the last epoch", "after the training"])
+@pytest.mark.parametrize("moment", ["after the last epoch", "after the training"])
 def test_outside_the_training_a_signal_does_what_it_did(outcomes, moment):
     assert [rank["ended"] for rank in outcomes[moment]["stopped"]] == [-15]
 
@@ -179,18 +167,12 @@ def test_under_a_launcher_one_rank_is_enough_and_so_is_the_launcher(tmp_path):
     assert "Stopped by SIGTERM after update 3, saved in out/checkpoint-3" in to_launcher.stdout
     assert "SIGKILL" not in to_launcher.stderr
     assert find_defect(out / "checkpoint-3") is None
-    if cases(10) < 10:
-        return
-    for folder, resume in (("out", "true"), ("straight", "false")):
-        succeeded(launch(tmp_path, "script", folder, resume_from_checkpoint=resume))
-    resumed, straight = (load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "straight"))
-    assert all((resumed[name] == straight[name]).all() for name in straight)
 
 
 def test_the_launcher_tells_of_a_rank_that_fails_and_of_one_that_is_killed(tmp_path):
     (tmp_path / "fails.py").write_text("raise SystemExit(3)")
     (tmp_path / "dies.py").write_text("import os; os.kill(os.getpid(), 9)")
-    for script, processes, code in (("fails.py", 1, 3), ("fails.py", 2, 3), ("dies.py", 1, -9), ("dies.py", 2, 137)):
+    for script, processes, code in (("fails.py", 1, 3), ("fails.py", 2, 3), ("dies.py", 2, 137)):
         result = run_command([*launcher_of(processes), str(tmp_path / script)])
         assert result.returncode == code, result.stderr
 
@@ -201,8 +183,7 @@ def launcher_of(processes: int) -> list[str]:
     return [sys.executable, "-m", "bapo_trl.script.launcher", *flags]
 
 
-@pytest.mark.parametrize("flags", [[], ["--quiet"]], ids=str)
-def test_a_single_rank_gets_the_signals_of_its_launcher(tmp_path, flags):
+def test_a_single_rank_gets_the_signals_of_its_launcher(tmp_path):
     script = tmp_path / "waits.py"
     script.write_text(
         "import signal, sys\n"
@@ -210,7 +191,7 @@ def test_a_single_rank_gets_the_signals_of_its_launcher(tmp_path, flags):
         "print('ready', flush=True)\n"
         "signal.pause()\n"
     )
-    with subprocess.Popen([*launcher_of(1), *flags, str(script)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([*launcher_of(1), str(script)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == EXIT_CODE
@@ -255,22 +236,6 @@ def test_a_child_that_a_reward_forks_ends_by_sigterm_alone_and_the_run_stops_by_
     assert set(ended) == {-signal.SIGTERM}
     assert (stop.signal, trainer.state.global_step) == (signal.SIGTERM, 2)
     assert capfd.readouterr().err.count("the run stops and saves") == 1
-
-
-def test_a_pool_that_ignores_sigterm_finishes_the_update_as_the_pages_say(tmp_path):
-    stop = StopSignals()
-    ignoring = {"initializer": signal.signal, "initargs": (signal.SIGTERM, signal.SIG_IGN)}
-
-    def pooled(completions, **kwargs):
-        with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), **ignoring) as pool:
-            pool.submit(len, "").result()  # the worker is up
-            for process in multiprocessing.active_children():  # as a signal to the process group
-                process.terminate()
-            signal.raise_signal(signal.SIGTERM)
-            return pool.submit(digits_reward, completions).result(60)
-
-    trainer = toy_run(tmp_path, reward_funcs=pooled, trainer_args={"callbacks": [stop]})
-    assert (stop.signal, trainer.state.global_step) == (signal.SIGTERM, 1)
 
 
 def test_the_checkpoint_of_a_stop_is_one_to_go_on_from_although_others_hold_the_model_alone(tmp_path):
@@ -351,8 +316,10 @@ def slurm(tmp_path):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("found", [[], ["checkpoint-50"], ["_unfinished-0123abcd"]], ids=str)
-@pytest.mark.parametrize("code", [0, 1, EXIT_CODE])
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [(0, []), (1, ["checkpoint-50"]), (EXIT_CODE, ["checkpoint-50"]), (EXIT_CODE, ["_unfinished-0123abcd-1"])],
+)
 def test_the_slurm_script_requeues_a_run_that_a_signal_stopped_and_no_other(tmp_path, slurm, code, found):
     output_dir = tmp_path / "out [1] of 2"  # a pattern, to a shell that is not careful
     for name in found:
@@ -375,13 +342,12 @@ def test_the_slurm_script_requeues_a_run_that_a_signal_stopped_and_no_other(tmp_
     assert sorted(path.name for path in output_dir.iterdir()) == found  # the mark of the shared disk is gone
 
 
-@pytest.mark.parametrize("is_trusted", [True, False])
-def test_the_code_of_a_model_is_run_by_every_part_of_the_job_if_that_is_trusted(tmp_path, slurm, is_trusted):
-    environment = slurm | {"TRUST_REMOTE_CODE": str(is_trusted).lower()}
+def test_the_code_of_a_model_is_run_by_every_part_of_the_job_if_that_is_trusted(tmp_path, slurm):
+    environment = slurm | {"TRUST_REMOTE_CODE": "true"}  # above, it is not
     succeeded(run_command(["bash", SLURM, "recipe.yaml", "model", str(tmp_path / "out")], **environment))
     for name in ("dry", *(f"launched-{rank}" for rank in range(4))):
-        assert (" --trust_remote_code true " in (tmp_path / name).read_text()) == is_trusted
-    assert (" --trust-remote-code\n" in (tmp_path / "served").read_text()) == is_trusted
+        assert " --trust_remote_code true " in (tmp_path / name).read_text()
+    assert (tmp_path / "served").read_text().endswith(" --trust-remote-code\n")
 
 
 @pytest.mark.parametrize(
@@ -410,11 +376,9 @@ def test_a_job_that_cannot_work_ends_before_it_starts_a_server(tmp_path, slurm, 
             "--nodes=3 --gpus-per-node=4 --time=1:00:00 JOB RECIPE MODEL OUT\n2\n4\n2\nfalse\n",
         ),
         (["--tensor_parallel_size", "8"], "has 28 attention heads (4 of keys and values), and a node 8 GPUs: choose"),
-        (["--trainer_nodes", "0"], "--trainer_nodes is 0: give 1 at least"),
         (["--model", "nowhere"], "--model is 'nowhere': no configuration of it could be read"),
-        (["--output_dir", "recipe.yaml/x"], "which cannot be made"),
     ],
-    ids=["defaults", "code of the model", "sizes", "heads", "no node", "no model", "no folder"],
+    ids=["defaults", "code of the model", "sizes", "heads", "no model"],
 )
 def test_a_job_is_submitted_with_sizes_that_go_together_or_not_at_all(tmp_path, slurm, flags, submitted):
     Qwen2Config(num_attention_heads=28, num_key_value_heads=4).save_pretrained(tmp_path / "model")
@@ -434,7 +398,6 @@ def test_a_job_is_submitted_with_sizes_that_go_together_or_not_at_all(tmp_path, 
 
 
 def test_the_slurm_script_without_its_arguments_says_how_a_job_is_submitted():
-    for arguments in (["recipe.yaml", "model"], ["recipe.yaml", "model", "out"]):
-        usage = run_command(["bash", SLURM, *arguments])
-        assert usage.returncode != 0
-        assert "scripts/submit_slurm.py --recipe RECIPE --model MODEL --output_dir OUTPUT_DIR" in usage.stderr
+    usage = run_command(["bash", SLURM, "recipe.yaml", "model"])
+    assert usage.returncode != 0
+    assert "scripts/submit_slurm.py --recipe RECIPE --model MODEL --output_dir OUTPUT_DIR" in usage.stderr

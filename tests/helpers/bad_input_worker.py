@@ -3,14 +3,11 @@
 Writes what each rank raised, and at which update, to FOLDER/RANK.txt.
 """
 
-import errno
 import math
-import os
 import sys
 import traceback
 from datetime import datetime
 from pathlib import Path
-from unittest.mock import MagicMock, patch
 
 from accelerate import PartialState
 
@@ -34,12 +31,6 @@ def main(folder: str, fault: str) -> None:
             raise KeyError("mine")
         return [math.inf, *rewards[1:]] if rank == 1 else rewards
 
-    def rollout(prompts, trainer):
-        if rank == 1:
-            raise KeyError("mine")
-        ids = trainer.processing_class(prompts)["input_ids"]
-        return {"prompt_ids": ids, "completion_ids": [[5]] * len(ids), "logprobs": None}
-
     class BreaksGradient(BAPOTrainer):
         """Of the second update, on rank 1."""
 
@@ -54,14 +45,6 @@ def main(folder: str, fault: str) -> None:
         settings["reward_funcs"] = only_rank_1
     elif fault == "gradient":
         settings["trainer_class"] = BreaksGradient
-    elif fault == "rollout raises":
-        parts["rollout_func"] = rollout
-    elif fault == "push":  # of rank 0, which alone copies the weights to push them
-        settings |= {"push_to_hub": True, "save_strategy": "steps", "save_steps": 1}
-        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        hub = MagicMock(**{"create_repo.return_value.repo_id": "me/model"})
-        patch("transformers.trainer.hf_api", lambda: hub).start()
-        patch("shutil.copy", MagicMock(side_effect=full)).start()
     elif fault == "row":  # with a value that no checkpoint could keep
         settings |= STALE
         parts["train_dataset"] = toy_dataset().with_transform(
@@ -85,7 +68,7 @@ def main(folder: str, fault: str) -> None:
         (Path(folder) / f"{rank}.txt").write_text(
             f"{said}{type(trainer.model_wrapped).__name__} {trainer.state.global_step}"
         )
-        if fault in ("reward raises", "rollout raises"):  # of rank 1 alone
+        if fault == "reward raises":  # of rank 1 alone
             raise
     end_training(trainer)
 

@@ -29,8 +29,8 @@ def mount(folder: Path, size: int, *options: str) -> None:
 def trained(run: Run, folder: Path, resume: bool) -> dict:
     try:
         return run.train(folder, resume)
-    except OSError as error:
-        return {"error": str(error), "cause": str(error.__cause__)}
+    except Exception as error:  # whichever library writes
+        return {"error": "\n".join([str(error), *getattr(error, "__notes__", ())])}
 
 
 def outcome(run: Run, folder: Path) -> dict:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 from accelerate import PartialState
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from bapo_trl.checkpoints.ref_model import load_ref_model, save_ref_model
@@ -15,10 +15,6 @@ from tests.helpers.toy import toy_model
 
 def sharded(model, sharding: str):
     """Return the model as TRL's `prepare_fsdp` would, in parts on each of the two ranks."""
-    if sharding.startswith("fsdp1"):
-        return FullyShardedDataParallel(
-            model, device_id=torch.device("cpu"), use_orig_params="original parameters" in sharding
-        )
     if sharding == "fsdp2":
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -40,13 +36,8 @@ def main(folder: str, sharding: str) -> None:
     # Each rank begins with weights of its own
     other = sharded(toy_model(1 + state.process_index, **settings).to(torch.bfloat16), sharding)
     load_ref_model(trainer_with(other, state.is_main_process), folder)
-    if sharding.startswith("fsdp1"):
-        with FullyShardedDataParallel.summon_full_params(other):
-            found = {name: values.clone() for name, values in other.named_parameters()}
-    else:
-        found = {
-            name: values.full_tensor() if sharding == "fsdp2" else values for name, values in other.named_parameters()
-        }
+    is_sharded = sharding == "fsdp2"
+    found = {name: values.full_tensor() if is_sharded else values for name, values in other.named_parameters()}
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     state.destroy_process_group()

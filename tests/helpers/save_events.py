@@ -11,7 +11,8 @@ import safetensors.torch
 import torch
 from transformers import TrainerCallback
 
-from bapo_trl.checkpoints.whole import UNFINISHED
+from bapo_trl.checkpoints import whole
+from bapo_trl.checkpoints.unfinished import UNFINISHED
 
 
 class SaveEvents:
@@ -34,7 +35,7 @@ class SaveEvents:
         self._is_watched, self._is_saving = update is None, False
 
     def watch(self, trainer) -> None:
-        save, wait = trainer._save_checkpoint, trainer.accelerator.wait_for_everyone
+        save, wait = trainer._save_checkpoint, whole.raise_on_all_ranks
 
         def watched_save(*args, **kwargs):
             step = trainer.state.global_step
@@ -45,12 +46,12 @@ class SaveEvents:
             self._happens("end")
             self._is_saving = False
 
-        def watched_wait():
+        def watched_wait(error):
             if self._is_saving:
                 self._happens("wait")
-            wait()
+            wait(error)
 
-        trainer._save_checkpoint, trainer.accelerator.wait_for_everyone = watched_save, watched_wait
+        trainer._save_checkpoint, whole.raise_on_all_ranks = watched_save, watched_wait
         trainer._continue_completions = self._numbered(trainer._continue_completions, "round")
         trainer.training_step = self._numbered(trainer.training_step, "micro-batch")
         sys.addaudithook(self._audit)
@@ -105,4 +106,4 @@ class Start(TrainerCallback):
 def names(folder) -> set[str]:
     """Return what is in a folder; of the folders of unfinished saves, without the id of the run."""
     found = {path.name for path in Path(folder).iterdir()} - {"README.md"}
-    return {re.sub(rf"^{UNFINISHED}-[0-9a-f]{{8}}$", UNFINISHED, name) for name in found}
+    return {re.sub(rf"^{UNFINISHED}-[0-9a-f]{{8}}-\d+$", UNFINISHED, name) for name in found}

@@ -12,9 +12,8 @@ import copy
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,10 +27,9 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import utils as trl_utils
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.clip_bounds.controller import ClipBoundController
 from bapo_trl.clip_bounds.settings import SCOPES
 from tests.helpers.toy import ending_model, toy_dataset, toy_model, toy_trainer
-from tests.rehearsal.accelerator import Rehearsal, Watch, register
+from tests.rehearsal.accelerator import Rehearsal, register
 
 
 SECOND_GENERATION = {"max_steps": 6}  # of four updates each
@@ -39,7 +37,6 @@ CASES: dict[str, dict[str, Any]] = {
     "batch": {"search_scope": "batch"},
     "micro_batch": {"search_scope": "micro_batch"},
     "carried_over": {"search_scope": "carried_over"},
-    "carried_over, the second update on a generation": {"search_scope": "carried_over", "updates": 2},
     "a weight": {"negative_weight_min": 0.3},
     "VESPO with half the weight": {
         "loss_type": "vespo", "negative_weight_min": 0.5, "positive_contribution_target": 1.0
@@ -50,7 +47,6 @@ CASES: dict[str, dict[str, Any]] = {
         "model": ending_model, **SECOND_GENERATION,
     },
     "LoRA": {"lora": True},
-    "no gradient checkpointing": {"gradient_checkpointing": False},
     "bfloat16": {"autocast": True},
     "a reference": {"beta": 0.1},
     "the off-policy mask": {"off_policy_mask_threshold": 0.5},
@@ -142,7 +138,6 @@ def rehearse(is_ours: bool, settings: dict[str, Any], device: torch.device) -> d
     """Return the reads and copies of an update."""
     settings = dict(settings)
     autocast, evaluates = settings.pop("autocast", False), settings.pop("evaluates", False)
-    updates = settings.pop("updates", 1)
     trainer, stage = make(is_ours, **settings), Rehearsal(device)
     rows = _rows(trainer) if is_ours else {}
     buffer = place(trainer, stage)
@@ -150,8 +145,7 @@ def rehearse(is_ours: bool, settings: dict[str, Any], device: torch.device) -> d
         trainer.model.eval()
         with stage.running(), torch.no_grad():
             trainer._compute_loss(trainer.model, buffer[0])
-    for _ in range(0 if evaluates else updates):
-        stage.watch = Watch()
+    else:
         update(trainer, stage, autocast)
     watch = stage.watch
     return {"reads": watch.reads + watch.copies_down, "copies": watch.copies_up, "rows": rows}
@@ -180,70 +174,9 @@ def main(output: str) -> None:
         key = json.dumps(theirs, default=str)
         of_grpo[key] = of_grpo.get(key) or rehearse(False, theirs, device)
         found[name] = {"GRPO": of_grpo[key], "BAPO": rehearse(True, case, device)}
-    found["mutants"] = mutants(device)
-    found["draws"] = draws(device)
     found["held"] = held(device)
     found["collectives"] = collectives(device)
     Path(output).write_text(json.dumps(found))
-
-
-def mutants(device: torch.device) -> dict[str, Any]:
-    """Return what shows of searches that read a number, keep 16 bytes a token, or take a tensor of the CPU."""
-    add = ClipBoundController._add
-
-    def reading(self, tokens):
-        tokens.advantages.sum().item()
-        add(self, tokens)
-
-    def keeping(self, tokens):
-        add(self, tokens)
-        self.kept = tokens.ratio.double().repeat(2, 1)
-
-    def elsewhere(self, tokens):
-        add(self, replace(tokens, weights=torch.ones(tokens.weights.shape)))
-
-    try:
-        ClipBoundController._add = reading
-        reads = rehearse(True, CASES["batch"], device)
-        ClipBoundController._add = keeping
-        (row,) = held(device, ["micro_batch"], ["0.5B"])
-        ClipBoundController._add = elsewhere
-        try:
-            rehearse(True, CASES["batch"], device)
-        except RuntimeError as error:
-            return {"reads": reads, "held": row, "error": str(error)}
-        return {"reads": reads, "held": row, "error": ""}
-    finally:
-        ClipBoundController._add = add
-
-
-def draws(device: torch.device) -> dict[str, Any]:
-    """Return the reads of replay draws, and the rows that came from the queue: of both passes of a generation."""
-    trainer, stage = make(True, replay_fraction=0.5, num_iterations=2), Rehearsal(device)
-    buffer = place(trainer, stage)
-    fresh = {name: _joined([batch[name] for batch in buffer], stage) for name in buffer[0]}
-    finish, rows = trainer._replay._finish, {}
-
-    def counting(drawn, version):
-        rows[stage.watch.phase] = drawn.from_queue
-        return finish(drawn, version)
-
-    trainer._replay._finish = counting
-    with stage.running() as watch:
-        watch.answer = 1
-        for version, phase in ((0, "queue empty"), (4, "first pass")):
-            watch.phase, trainer.state.global_step = phase, version
-            versions = torch.full((len(fresh["completion_ids"]),), version)
-            trainer._draw_first_pass(dict(fresh), {"policy_version": versions}, 0)
-        watch.phase = "later pass"
-        trainer._take_batch(trainer._replay.draw_later_pass(version))
-    return {"reads": watch.reads + watch.copies_down, "rows": rows}
-
-
-def _joined(values: list[Any], stage: Rehearsal) -> Any:
-    if not isinstance(values[0], torch.Tensor) or values[0].dim() == 0:
-        return values[0]
-    return stage.place(values[0], (sum(map(len, values)), *values[0].shape[1:]))
 
 
 SHAPES = {  # hidden size, vocabulary, tokens; two layers of each: what we hold does not depend on their number
@@ -251,13 +184,12 @@ SHAPES = {  # hidden size, vocabulary, tokens; two layers of each: what we hold 
 }  # fmt: skip
 
 
-def held(device: torch.device, scopes: Sequence[str] = SCOPES, names: Iterable[str] = SHAPES) -> list[dict[str, Any]]:
+def held(device: torch.device) -> list[dict[str, Any]]:
     """Return the bytes that BAPOTrainer holds between two micro-batches beyond GRPOTrainer, and shapes of our own."""
-    trained = {scope: make(True, search_scope=scope) for scope in scopes}
+    trained = {scope: make(True, search_scope=scope) for scope in SCOPES}
     trained["GRPO"] = make(False)
     rows = []
-    for shape in names:
-        hidden, vocabulary, length = SHAPES[shape]
+    for shape, (hidden, vocabulary, length) in SHAPES.items():
         alive = {
             name: _alive(copy.copy(trainer), device, hidden, vocabulary, length) for name, trainer in trained.items()
         }
@@ -293,14 +225,6 @@ def collectives(device: torch.device) -> dict[str, list]:
     for scope in SCOPES:
         trainer = make(True, search_scope=scope)
         found[scope] = [_calls(trainer, device, lengths) for lengths in ((200, 2048), (31, 700))]
-    add = ClipBoundController._add
-
-    def waiting(self, tokens):
-        torch.distributed.barrier()
-        add(self, tokens)
-
-    with patch.object(ClipBoundController, "_add", waiting):
-        found["a barrier"] = _calls(make(True), device, (31, 700))
     return found
 
 

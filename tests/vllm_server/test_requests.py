@@ -1,7 +1,6 @@
 """Requests to a vLLM server: limits, repetitions and failures that are held, over HTTP, and the settings for them."""
 
 import threading
-import time
 from contextlib import ExitStack
 
 import pytest
@@ -109,12 +108,6 @@ def test_pauses_grow_and_end(monkeypatch):
     assert pauses[:9] == [0, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 15]
     assert pauses[-1] < 15  # as long as there is time
     assert now[0] == pytest.approx(60, abs=0.2)
-
-
-def test_an_error_of_ours_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(server_client.time, "sleep", lambda seconds: pytest.fail("it is waited for"))
-    with pytest.raises(KeyError):
-        retry_until(time.monotonic() + 60, lambda: {}["no such key"])
 
 
 def test_after_a_failure_the_rest_of_the_weights_is_still_gathered():

@@ -26,16 +26,20 @@ def trains_over_a_server(test):
     return pytest.mark.trainings(needs_vllm_server(test))
 
 
-class InFloat32(FakeVLLM):
-    """Rounds otherwise than the trainer, as another implementation does."""
+class Hearing(FakeVLLM):
+    """Takes the weights of some transfers, and none after them."""
 
-    hears_until = math.inf  # number of transfers that arrive
+    hears_until = math.inf
 
     def sync_weights(self):
         if self.num_syncs < self.hears_until:
             super().sync_weights()
         else:
             self.num_syncs += 1
+
+
+class InFloat32(Hearing):
+    """Rounds otherwise than the trainer, as another implementation does."""
 
     def _post(self, url, json):
         answer = super()._post(url, json)
@@ -45,15 +49,10 @@ class InFloat32(FakeVLLM):
         return answer
 
 
-class InBFloat16(FakeVLLM):
-    hears_until = math.inf
-
+class InBFloat16(Hearing):
     def sync_weights(self):
-        if self.num_syncs < self.hears_until:
-            self.served.bfloat16()
-            super().sync_weights()
-        else:
-            self.num_syncs += 1
+        self.served.bfloat16()
+        super().sync_weights()
 
 
 def deaf(server, after=1):
@@ -70,10 +69,9 @@ def train(monkeypatch, tmp_path, server, **settings):
 
 
 @trains_over_a_server
-@pytest.mark.parametrize("heard", [1, 3])
 @pytest.mark.parametrize(
-    ("server", "learning_rate", "transfers"),
-    [(InFloat32, 1e-6, 3), (InFloat32, 5e-5, 3), (InBFloat16, 5e-5, 3), (InBFloat16, 1e-5, 12)],
+    ("server", "heard", "learning_rate", "transfers"),
+    [(InFloat32, 1, 1e-6, 3), (InFloat32, 3, 5e-5, 3), (InBFloat16, 1, 5e-5, 3), (InBFloat16, 3, 1e-5, 12)],
 )
 def test_a_server_that_no_longer_takes_weights_is_noticed(
     monkeypatch, tmp_path, server, heard, learning_rate, transfers
@@ -102,16 +100,15 @@ def test_a_server_that_takes_them_follows(monkeypatch, tmp_path, learning_rate):
 
 
 @trains_over_a_server
-@pytest.mark.parametrize("learning_rate", [0.0, 1e-9, 1e-8, 1e-7, 1e-6, 1e-4])
+@pytest.mark.parametrize("learning_rate", [0.0, 1e-8, 1e-6])
 def test_a_server_in_bfloat16_is_not_taken_for_a_stale_one(monkeypatch, tmp_path, learning_rate):
     train(monkeypatch, tmp_path, InBFloat16, learning_rate=learning_rate, max_steps=30)
 
 
 @trains_over_a_server
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_the_check_changes_nothing_that_is_trained(monkeypatch, tmp_path, gradient_checkpointing):
+def test_the_check_changes_nothing_that_is_trained(monkeypatch, tmp_path):
     def run(tolerance):
-        settings = {"gradient_checkpointing": gradient_checkpointing, "vllm_logp_tolerance": tolerance}
+        settings = {"gradient_checkpointing": True, "vllm_logp_tolerance": tolerance}
         model = toy_model(attention_dropout=0.2)
         trainer = train(monkeypatch, tmp_path, FakeVLLM, max_steps=4, model=model, **settings)
         modes = [module.training for module in trainer.model.modules()]
@@ -143,7 +140,7 @@ def test_a_biased_setting_does_not_hide_a_stale_server(monkeypatch, tmp_path):
 
 
 @trains_over_a_server
-def test_a_second_train_begins_anew(monkeypatch, tmp_path):
+def test_a_second_train_sends_the_weights_again(monkeypatch, tmp_path):
     trainer = train(monkeypatch, tmp_path, InFloat32, learning_rate=1e-3, max_steps=2)
     trainer.train()
     assert trainer.vllm_generation.num_syncs == 4
@@ -168,7 +165,7 @@ def test_small_changes_tell_nothing():
     assert share_followed(before, reading([-1.081, -2.081], [-1.01, -1.99])) == 0
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_rounding_of_any_kind_moves_the_share_by_a_quarter_at_most(seed):
     """Also rounding of a few tokens only, always against the trainer's change."""
     random = torch.Generator().manual_seed(seed)
@@ -195,16 +192,10 @@ def test_repeating_counts_in_a_row_only():
     def shares(*servers):
         check = StaleServerCheck(None, None)
         readings = [reading([-1 - i / 500, -2 - i / 500], [-1.1, server]) for i, server in enumerate(servers)]
-        return [check._compare(now) for now in readings]
+        return [check.compare(now) for now in readings]
 
     assert shares(-2.1, -2.1, -2.1, -2.1) == pytest.approx([math.nan] * 3 + [0.0], nan_ok=True)
     assert all(map(math.isnan, shares(-2.1, -2.1, -2.1, -2.2, -2.2, -2.2, -2.1, -2.1)))
-
-
-def test_rounding_of_float32_alone_is_no_change():
-    before = reading([-1.0, -2.0], [-1.0, -2.0])
-    assert math.isnan(share_followed(before, reading([-1.000005, -2.000005], [-1.0, -2.0])))
-    assert not stands_still(before, reading([-1.000005, -2.000005], [-1.0, -2.0]))
 
 
 def test_the_sequence_is_made_of_the_ends_of_samples():

@@ -7,19 +7,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 
-from trl.generation.vllm_client import VLLMClient
 from vllm.utils.network_utils import get_ip
 
-from bapo_trl.errors import MissingPackageError
 from bapo_trl.vllm_server.client import ServerClient
 
 from .weight_group import broadcast, join_weight_group, open_weight_store
 
-
-if not hasattr(VLLMClient, "get_server_info"):
-    raise MissingPackageError(
-        'Weights go to a vLLM server on a CPU with trl 1.16 or newer: pip install "trl~=1.16.0".'
-    )
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "0.0.0.0")  # noqa: S104 - TRL's name for this host
 
