@@ -12,7 +12,7 @@ from bapo_trl.checkpoints.files import MANIFEST
 from bapo_trl.clip_bounds.update_log import UPDATE_METRICS
 from bapo_trl.log_window import LARGEST, OF_TOKENS, SMALLEST
 from bapo_trl.replay.mixer import REPLAY_METRICS
-from bapo_trl.report.panels import PANELS
+from bapo_trl.report.figure import PANELS
 from bapo_trl.rollouts.rounds import PARTIAL_METRICS
 from bapo_trl.vllm_server.mismatch import MISMATCH_METRICS
 from tests.helpers.alike import TIMES, assert_same_logs

@@ -2,12 +2,11 @@
 
 import json
 import re
-from dataclasses import asdict
 
 import pytest
 
 from bapo_trl import BAPOConfig
-from bapo_trl.report.facts import Facts, facts_in, facts_of
+from bapo_trl.report.facts import facts_of
 from bapo_trl.report.health import examine
 from bapo_trl.report.logs import Logs
 from tests.report.made_logs import made_logs
@@ -41,24 +40,27 @@ METHODS = [
 ]  # fmt: skip
 
 
-def facts(folder, settings) -> Facts:
+def facts(folder, settings) -> dict:
     """Return the facts of a run as they are read from its file."""
     args = BAPOConfig(
         output_dir=str(folder), per_device_train_batch_size=2, num_generations=2, use_cpu=True, bf16=False,
         **{**STALE, **settings},
     )  # fmt: skip
-    return facts_in(json.loads(json.dumps({"facts": {**asdict(facts_of(args)), "of_a_later_version": 1}})))
+    return json.loads(json.dumps(facts_of(args)))
+
+
+def named(remedy: str) -> set[str]:
+    return set(re.findall(r"`(\w+)`", remedy))
 
 
 @pytest.mark.parametrize(("settings", "name", "advised"), METHODS)
 def test_a_run_is_titled_by_its_method_and_advised_what_it_leaves_open(tmp_path, settings, name, advised):
     of_run = facts(tmp_path, settings)
-    assert of_run.method == name
+    assert of_run["method"] == name
     findings = examine(Logs(made_logs(entropy=[1.0, 0.1], **{"bapo/target_met": 0.0})), of_run)
     of_target = [finding for finding in findings if finding.name == "Target share missed"]
-    assert [set(re.findall(r"`(\w+)`", finding.remedy)) for finding in of_target] == (
-        [] if advised is None else [{"positive_contribution_target", *advised}]
-    )
+    expected = [] if advised is None else [{"positive_contribution_target", *advised}]
+    assert [named(finding.remedy) for finding in of_target] == expected
     (of_entropy,) = (finding for finding in findings if finding.name == "Entropy halved")
     assert ("ratio_upper_max" in of_entropy.remedy) == ("ratio_upper_max" in (advised or ()))
 
@@ -80,7 +82,7 @@ def test_bounds_at_their_limits_are_found_where_they_are_searched(tmp_path, sett
     logs = Logs(made_logs(**{"bapo/clip_low": low, "bapo/clip_high": high}))
     findings = examine(logs, facts(tmp_path, settings))
     found = [finding.remedy for finding in findings if finding.name == "Bounds at their limits"]
-    assert [set(re.findall(r"`(\w+)`", remedy)) for remedy in found] == (
+    assert [named(remedy) for remedy in found] == (
         [] if advised is None else [{"positive_contribution_target", *advised}]
     )
 
@@ -125,6 +127,6 @@ def test_on_policy_samples_cannot_be_fresher(tmp_path):
 
 
 def test_a_run_without_facts_is_advised_nothing_that_needs_one():
-    words = " ".join(finding.remedy for finding in examine(Logs(made_logs(**ALL_BAD))))
-    ours = {word for word in re.findall(r"`(\w+)`", words) if not hasattr(BAPOConfig.__mro__[1], word)}
+    words = " ".join(finding.remedy for finding in examine(Logs(made_logs(**ALL_BAD)), {}))
+    ours = {word for word in named(words) if not hasattr(BAPOConfig.__mro__[1], word)}
     assert ours == set()
