@@ -69,8 +69,7 @@ def rewrite_card(trainer: Any, model_name: str | None, dataset_name: str | None)
     described = count if data is None else f"{_link(data, 'datasets/')} ({count})"
     parts = [
         f"# {model_name or path.parent.name}",
-        f"{start} {_link(model, '') or 'a model without a name'}, with {_method(args)}, on "
-        f"{described}. Made with "
+        f"{start} {_link(model, '') or 'a model without a name'}, with {_method(args)}, on {described}. Made with "
         f"[TRL](https://github.com/huggingface/trl) {version('trl')} and `bapo_trl`.",
         "## How to use it",
         _example(trainer),

@@ -59,13 +59,10 @@ class Study:
     measure: dict[str, Any]  # `every` so many updates, `avg_at` so many completions of each prompt, on a `dataset`
     accelerate: str | None = None  # with which `bapo-trl launch` starts the runs; by default one process each
 
-    def settings(self) -> list[dict[str, Any]]:
-        """Return each combination of what the study varies; one that is empty if nothing."""
-        return [dict(zip(self.sweep, values, strict=True)) for values in itertools.product(*self.sweep.values())]
-
     def runs(self) -> list[Run]:
         """Return all runs, seed by seed, so that a study that is cut short has all arms."""
-        return [self._run(seed, sweep, arm) for seed in self.seeds for sweep in self.settings() for arm in self.arms]
+        settings = [dict(zip(self.sweep, values, strict=True)) for values in itertools.product(*self.sweep.values())]
+        return [self._run(seed, sweep, arm) for seed in self.seeds for sweep in settings for arm in self.arms]
 
     def launch(self) -> Any:
         """Return what the configuration of accelerate launches for a run; `None` without one."""
@@ -104,8 +101,8 @@ class Study:
         Read the flags of each arm in each setting as `train` would, before any run begins; refuse as it would, also
         where they name no data, rewards or model.
 
-        They are read as in as many processes as a run has, on this machine, or as on one with GPUs. For flags that are
-        not known, that is `SystemExit`, with 2 and one line on stderr.
+        They are read as in as many processes as a run has, on this machine, or as on one with GPUs. For unknown flags,
+        that is `SystemExit`, with 2 and one line on stderr.
         """
         from ..script.command_line import parse_arguments  # takes TRL
         from ..script.commands import Command
@@ -114,7 +111,7 @@ class Study:
 
         environment = dict(os.environ)
         try:
-            for run in self.runs()[: len(self.arms) * len(self.settings())]:
+            for run in (run for run in self.runs() if run.seed == self.seeds[0]):
                 command = Command(f"bapo-trl compare, arm {run.arm!r}", "")
                 try:
                     with as_in_processes(self.processes(), on_gpus):

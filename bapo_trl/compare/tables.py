@@ -195,20 +195,18 @@ def _mean_finals(comparison: Comparison) -> dict[str, float]:
 
 def _sentence(each: Difference, comparisons: int) -> str:
     count = len(each.values)
-    if count > 1 and not any(each.values):
-        return f"{each.arm} and {each.baseline} end alike on all {count} seeds."
-    if math.isnan(each.mean.half_width) and math.isnan(each.p_value):
-        return f"{each.arm} and {each.baseline}: {count} seed{' tells' if count == 1 else 's tell'} no spread."
     if each.mean.excludes_zero:
         above, below = (each.arm, each.baseline) if each.mean.value > 0 else (each.baseline, each.arm)
         on = sum((value > 0) == (each.mean.value > 0) and value != 0 for value in each.values)
         return f"{above} above {below} on {on} of {count} seeds."
+    apart = f"{each.arm} and {each.baseline} cannot be told apart"
     if count < FEWEST_SEEDS:
-        return f"{each.arm} and {each.baseline} cannot be told apart by {count} seeds: run at least {FEWEST_SEEDS}."
+        return f"{apart} by {count} seed{'s' * (count > 1)}: run at least {FEWEST_SEEDS}."
     needed = _seeds_for(each.mean.value, each, comparisons)
-    lacking = 0 if needed is None else max(1, needed - count)
-    more = f": about {lacking} more seed{'s' if lacking > 1 else ''} would" if lacking else ""
-    return f"{each.arm} and {each.baseline} cannot be told apart{more}."
+    if needed is None:
+        return f"{apart}."
+    lacking = max(1, needed - count)
+    return f"{apart}: about {lacking} more seed{'s' * (lacking > 1)} would."
 
 
 def at_ends_of_grid(comparisons: Sequence[Comparison]) -> list[str]:

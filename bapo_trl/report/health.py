@@ -56,14 +56,6 @@ class Check:
     needs: str = ""  # fact without which the check is not made
     measure: Callable[[Logs, Mapping], Points] | None = None  # what it goes by; by default the values of the metric
 
-    def points(self, logs: Logs, facts: Mapping[str, Any]) -> Points:
-        """Return what the check goes by."""
-        return self.measure(logs, facts) if self.measure else logs.points(self.metric)
-
-    def remedy(self, facts: Mapping[str, Any]) -> str:
-        """Return what to try that the run does not do already."""
-        return " ".join(sentence for sentence, needs in self.remedies.items() if not needs or facts.get(needs))
-
 
 def examine(logs: Logs, facts: Mapping[str, Any]) -> list[Finding]:
     """
@@ -73,13 +65,14 @@ def examine(logs: Logs, facts: Mapping[str, Any]) -> list[Finding]:
     facts of the run (see `facts`) are made where it has written them.
     """
     checks = [check for check in CHECKS if not check.needs or facts.get(check.needs)]
-    points = {check.name: check.points(logs, facts) for check in checks}
+    points = {each.name: each.measure(logs, facts) if each.measure else logs.points(each.metric) for each in checks}
     made = [check for check in checks if len(points[check.name].steps) >= FEWEST_LOGS]
     findings = []
     for check in made:
         found = check.find(points[check.name])
         if found is not None:
-            findings.append(Finding(check.name, *found, check.remedy(facts)))
+            remedies = [sentence for sentence, needs in check.remedies.items() if not needs or facts.get(needs)]
+            findings.append(Finding(check.name, *found, " ".join(remedies)))
     unchecked = []
     for count, reason in ((0, "not logged"), (1, "logged once, which may be noise")):
         names = [f"{each.name} (`{each.metric}`)" for each in checks if len(points[each.name].steps) == count]

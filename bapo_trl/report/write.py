@@ -53,9 +53,9 @@ def write_report(runs: Sequence[Run], path: str | Path) -> str:
         for finding in examine(run.logs, run.facts):
             titles.setdefault(str(finding), []).append(run.title())
     findings: dict[str, list[str]] = {}  # by the titles of the runs that share them
-    for finding, some in titles.items():
-        findings.setdefault(", ".join(some), []).append(f"  {finding}")
+    for line, some in titles.items():
+        findings.setdefault(", ".join(some), []).append(f"  {line}")
     lines = [f"Report: {path}"]
-    for title, some in findings.items():
-        lines += [f"{title}:", *some]
+    for title, said in findings.items():
+        lines += [f"{title}:", *said] if len(runs) > 1 else said
     return "\n".join(lines)

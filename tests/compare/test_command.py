@@ -82,13 +82,11 @@ def test_a_study_is_made_once_and_its_runs_share_their_prompts(folder, capsys):
     assert "broken, seed 0, failed: exit code 1: " in text  # and the others went on
     assert "no reward today" in text
     rows = {row.arm: row for row in read_rows(Path("study")).values()}
-    for arm in ("GRPO", "BAPO"):
-        row = rows[arm]
+    for row in (rows["GRPO"], rows["BAPO"]):
         assert [step for step, _ in row.curve] == [0, 2, 4]
         assert row.curve[-1][1] == pytest.approx(row.final, abs=1e-4)
         assert 0 <= row.final <= row.pass_at_k <= 1
         assert row.generated_tokens > 0
-        assert row.error is None
     # Measured with the weights of the start, which all arms share
     assert rows["GRPO"].curve[0] == rows["BAPO"].curve[0]
     assert rows["broken"].final is None
@@ -114,25 +112,6 @@ def test_a_study_is_made_once_and_its_runs_share_their_prompts(folder, capsys):
     (again,) = (row for row in read_rows(Path("study")).values() if row.arm == "BAPO")
     assert again.curve[0] == [0, 1.0] != rows["BAPO"].curve[0]  # what is there is taken
     assert again.curve[1:] == rows["BAPO"].curve[1:]  # and the training is the same
-
-
-@pytest.mark.processes
-def test_a_study_that_is_killed_goes_on_where_it_was(folder):
-    write_study(seeds=[0])
-    command = [sys.executable, "-m", "bapo_trl", "compare", "study.yaml", "--output_dir", "study"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    for line in process.stdout:
-        if line.startswith("[1/2] GRPO"):
-            os.killpg(process.pid, signal.SIGKILL)  # while the second run begins
-            break
-    process.communicate()
-    (kept,) = Path("study/runs").iterdir()
-    before = kept.stat().st_mtime_ns
-    done = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "1 of 2 runs to make" in done
-    assert kept.stat().st_mtime_ns == before
-    assert len(list(Path("study/runs").iterdir())) == 2
-    assert not list(Path("study").glob(".run-*"))  # what the killed run left is gone too
 
 
 STOPPING_REWARD = """
@@ -371,19 +350,13 @@ def test_a_study_for_a_gpu_is_listed_where_there_is_none(folder, capsys, monkeyp
     refusal(capsys, "`positive_contribution_target`", "--dry_run")  # what is wrong there too comes first
 
 
-@pytest.mark.parametrize(
-    ("without", "given", "message"),
-    [
-        ("dataset_name", {}, "`dataset_name` is not set"),  # beside the study's own evaluation data
-        ("model_name_or_path", {}, "`model_name_or_path` is not set"),
-        ("reward_funcs", {"reward_funcs": "no_such.reward"}, "`reward_funcs` has 'no_such.reward', which cannot be"),
-    ],
-)
-def test_a_study_whose_runs_lack_an_input_makes_none(folder, capsys, without, given, message):
-    base = {name: value for name, value in BASE.items() if name != without}
-    write_study(base=base, arms={"GRPO": {**given, "method": "grpo"}})
+def test_a_study_whose_runs_lack_an_input_makes_none(folder, capsys):
+    base = {name: value for name, value in BASE.items() if name != "dataset_name"}
+    write_study(base=base, arms={"GRPO": {"method": "grpo"}})  # beside the study's own evaluation data
     for arguments in (["--dry_run"], []):
-        refusal(capsys, f"arm 'GRPO': {message}", *arguments)
+        refusal(capsys, "arm 'GRPO': `dataset_name` is not set", *arguments)
+    write_study(arms={"GRPO": {"reward_funcs": "no_such.reward", "method": "grpo"}})
+    refusal(capsys, "arm 'GRPO': `reward_funcs` has 'no_such.reward', which cannot be", "--dry_run")
 
 
 def test_a_run_that_leaves_nothing_is_a_row_with_its_error(folder, capsys, monkeypatch):
@@ -393,7 +366,7 @@ def test_a_run_that_leaves_nothing_is_a_row_with_its_error(folder, capsys, monke
     rows = read_rows(Path("study")).values()
     assert [row.arm for row in rows if "left no results (FileNotFoundError" in row.error] == ["BAPO", "GRPO"]
     assert "failed: it left no results" in capsys.readouterr().out
-    write_study(seeds=[0], base={**STUDY["base"], "learning_rate": 0.5})  # mended
+    write_study(seeds=[0], base={**BASE, "learning_rate": 0.5})  # other settings, mended or not, are other runs
     compare("--dry_run")
     assert "2 runs, 2 to make" in capsys.readouterr().out
 
@@ -415,17 +388,11 @@ def test_a_study_that_is_told_to_stop_ends_its_runs(folder):
     assert not list(Path("study/runs").glob("*.json"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--only", "DAPO"], "'DAPO' is no arm of study.yaml: it has GRPO, BAPO"),
-        (["--against", "DAPO"], "'DAPO' is no arm"),
-        (["--jobs", "0"], "`--jobs` is 0"),
-    ],
-)
-def test_bad_arguments_end_in_one_line(folder, capsys, arguments, message):
+def test_bad_arguments_end_in_one_line(folder, capsys):
     write_study()
-    refusal(capsys, message, *arguments)
+    refusal(capsys, "'DAPO' is no arm of study.yaml: it has GRPO, BAPO", "--only", "DAPO")
+    refusal(capsys, "'DAPO' is no arm of study.yaml", "--against", "DAPO")
+    refusal(capsys, "`--jobs` is 0", "--jobs", "0")
 
 
 def test_a_damaged_result_is_refused_by_name(folder, capsys):

@@ -101,32 +101,20 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
         read_study("quickstart")  # a recipe is no study
 
 
-@pytest.mark.parametrize(
-    ("arm", "message"),
-    [
-        ({"method": "vespo", "loss_type": "sapo"}, "arm 'x' .*`method` is 'vespo', which sets `loss_type` to 'vespo'"),
-        ({"learning_rate_": 1}, None),
-        ({"positive_contribution_target": 2.0}, "arm 'x' .*`positive_contribution_target`"),
-    ],
-)
-def test_flags_are_read_as_train_reads_them_before_any_run(tmp_path, capsys, arm, message):
-    study = read(tmp_path, arms={"x": arm}, over={"num_iterations": [1]})
-    if message is None:
-        with pytest.raises(SystemExit):
-            study.check()
-        assert "arm 'x': error: unknown flag: --learning_rate_" in capsys.readouterr().err
-    else:
-        with pytest.raises(InputError, match=message):
-            study.check()
+def test_flags_are_read_as_train_reads_them_before_any_run(tmp_path, capsys):
+    study = read(tmp_path, arms={"x": {"positive_contribution_target": 2.0}}, over={"num_iterations": [1]})
+    with pytest.raises(InputError, match=r"arm 'x' \(num_iterations 1\): .*`positive_contribution_target`"):
+        study.check()
+    with pytest.raises(SystemExit):
+        read(tmp_path, arms={"x": {"learning_rate_": 1}}).check()
+    assert "arm 'x': error: unknown flag: --learning_rate_" in capsys.readouterr().err
 
 
-def test_a_name_of_any_length_is_a_file_and_the_order_of_what_varies_tells_no_runs_apart(tmp_path):
+def test_a_name_of_any_length_is_a_file(tmp_path):
     arms = {"long " * 100: {"method": "grpo"}, "long " * 101: {"method": "bapo"}}
-    keys = [run.key for run in read(tmp_path, arms=arms).runs()]
+    keys = {run.key for run in read(tmp_path, arms=arms).runs()}
+    assert len(keys) == 8
     assert max(map(len, keys)) < 120
-    assert len(set(keys)) == len(keys)
-    turned = dict(reversed(STUDY["over"].items()))
-    assert [run.key for run in read(tmp_path, over=turned).runs()] == [run.key for run in read(tmp_path).runs()]
 
 
 def test_a_configuration_of_accelerate_is_part_of_a_run_and_counts_its_processes(tmp_path):
@@ -159,4 +147,4 @@ def test_the_studies_of_the_benchmarks_can_be_read(path, monkeypatch):
     monkeypatch.setattr(datasets, "_check_exists", lambda name, parameter: None)  # made by `benchmarks.make_task`
     study = read_study(str(path))
     study.check()
-    assert len(study.runs()) == len(study.arms) * len(study.settings()) * len(study.seeds)
+    assert len({run.key for run in study.runs()}) == len(study.runs())

@@ -62,7 +62,7 @@ def test_a_run_has_the_panels_it_has_data_for(report, tmp_path, capsys):
     assert "band" not in figure.get_supxlabel()
     assert figure.get_suptitle() == "VESPO: mine"
     printed = capsys.readouterr().out
-    assert printed.startswith(f"Report: {tmp_path}/out/report.png\nVESPO: mine:\n  [healthy]")
+    assert printed.startswith(f"Report: {tmp_path}/out/report.png\n  [healthy]")
     assert "9 of 9 checks made on 20 logs, and none found anything." in printed
 
 
