@@ -37,9 +37,10 @@ _SETTINGS = (
     "learning_rate", "beta", "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps",
     "steps_per_generation", "num_iterations", "temperature", "max_completion_length", "seed",
 )  # fmt: skip
-_OF_BOUNDS = ("ratio_lower_start", "ratio_lower_max", "ratio_upper_start", "ratio_upper_max")
+_OF_BOUNDS = (
+    "importance_sampling_level", "ratio_lower_start", "ratio_lower_max", "ratio_upper_start", "ratio_upper_max",
+)  # fmt: skip
 _OF_SEARCH = ("positive_contribution_target", "contribution_measure", "search_order", "search_scope")
-_QUESTION = "What is 3 + 4?"
 
 
 def rewrite_card(trainer: Any, model_name: str | None, dataset_name: str | None) -> None:
@@ -54,28 +55,30 @@ def rewrite_card(trainer: Any, model_name: str | None, dataset_name: str | None)
         model_name (`str`, *optional*): Title; by default the name of `output_dir`.
         dataset_name (`str`, *optional*): Data; by default `trainer.dataset_title`, or what the dataset is called.
     """
-    path = Path(trainer.args.output_dir, "README.md")
+    args, path = trainer.args, Path(trainer.args.output_dir, "README.md")
     card = ModelCard.load(path)
     links = [line for line in card.text.splitlines() if line.startswith("[<img")]  # of experiment trackers
     vars(card.data).pop("licence", None)  # a placeholder of TRL's
     model, data = get_config_model_id(trainer.model.config), dataset_name or _data_of(trainer)
-    is_adapter = is_peft_model(trainer.model)
-    if is_adapter:
+    start = "A LoRA adapter of" if is_peft_model(trainer.model) else "Trained from"
+    if is_peft_model(trainer.model):
         card.data.library_name = "peft"
-    start = f"{'A LoRA adapter of' if is_adapter else 'Trained from'} {_link(model, '') or 'a model without a name'}"
     if data is not None and _is_on_hub(data):
         card.data.datasets = [data]
+    count = f"{len(trainer.train_dataset)} prompts" if isinstance(trainer.train_dataset, Dataset) else "prompts"
+    described = count if data is None else f"{_link(data, 'datasets/')} ({count})"
     parts = [
-        f"# {model_name or Path(trainer.args.output_dir).name}",
-        f"{start}, with {_method(trainer.args)}, on {_described(data, trainer.train_dataset)}. Made with "
+        f"# {model_name or path.parent.name}",
+        f"{start} {_link(model, '') or 'a model without a name'}, with {_method(args)}, on {described}. Made with "
         f"[TRL](https://github.com/huggingface/trl) {version('trl')} and `bapo_trl`.",
         "## How to use it",
-        _example(trainer, is_adapter),
+        _example(trainer),
         "## Training",
         *links,
         _settings(trainer),
-        *_citation(trainer),
     ]
+    if args.has_clip_bounds and not args.bound_grid.is_fixed:
+        parts += ["## Citation", f"```bibtex\n{PAPER['citation'].strip()}\n```"]
     ModelCard(f"---\n{card.data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n").save(path)
 
 
@@ -84,11 +87,6 @@ def _data_of(trainer: Any) -> str | None:
     info = getattr(trainer.train_dataset, "info", None)
     named = getattr(info, "dataset_name", None)
     return trainer.dataset_title or (None if named == getattr(info, "builder_name", None) else named)
-
-
-def _described(data: str | None, dataset: Any) -> str:
-    count = f"{len(dataset)} prompts" if isinstance(dataset, Dataset) else "a stream of prompts"
-    return count if data is None else f"{_link(data, 'datasets/')} ({count})"
 
 
 def _is_on_hub(name: str) -> bool:
@@ -117,36 +115,27 @@ def _settings(trainer: Any) -> str:
     args = trainer.args
     names = ["loss_type", *(name for name in vars(args) if name.startswith(f"{args.loss_type}_"))]
     names += ["epsilon_high"] if args.has_ratio_cap else []
-    if args.has_clip_bounds:
-        names += ["importance_sampling_level", *_OF_BOUNDS, *(["delta"] if args.delta is not None else [])]
+    names += _OF_BOUNDS if args.has_clip_bounds else ()
+    names += ["delta"] if args.has_clip_bounds and args.delta is not None else []
     names += ["negative_weight_min"] if args.negative_weight_min < 1 else []
     names += _OF_SEARCH if args.is_adaptive else ()
-    rows = [("updates", trainer.state.global_step), *((f"`{name}`", getattr(args, name)) for name in names)]
-    rows += [(f"`{name}`", getattr(args, name)) for name in _SETTINGS]
-    return "\n".join(["| setting | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+    rows = [f"| `{name}` | {getattr(args, name)} |" for name in (*names, *_SETTINGS)]
+    return "\n".join(["| setting | value |", "|---|---|", f"| updates | {trainer.state.global_step} |", *rows])
 
 
-def _example(trainer: Any, is_adapter: bool) -> str:
+def _example(trainer: Any) -> str:
     """Return a block of Python that loads the model from where it is, and samples a completion."""
     where = repr(trainer.hub_model_id or trainer.args.output_dir)
-    arguments = [f"model={where}", f"tokenizer={where}"]
-    if is_adapter:  # its base may be stored in another type
-        dtype = str(trainer.model.config.dtype or "float32").removeprefix("torch.")
-        arguments.append(f'dtype="{dtype}"')
+    # The base of an adapter may be stored in another type
+    dtype = f', dtype="{trainer.model.config.dtype or "float32"}"'.replace("torch.", "")
+    question = "What is 3 + 4?"
     is_chat = getattr(trainer.processing_class, "chat_template", None) is not None
-    prompt = f'[{{"role": "user", "content": "{_QUESTION}"}}]' if is_chat else f'"{_QUESTION}"'
+    prompt = [{"role": "user", "content": question}] if is_chat else question
     limit = trainer.args.max_completion_length or 256
-    code = (
-        "```python\nfrom transformers import pipeline\n\n"
-        f'generate = pipeline("text-generation", {", ".join(arguments)})\n'
-        f"(output,) = generate({prompt}, max_new_tokens={limit}, return_full_text=False)\n"
+    needs = "The adapter needs `pip install peft`, and its base.\n\n" if is_peft_model(trainer.model) else ""
+    return (
+        f"{needs}```python\nfrom transformers import pipeline\n\n"
+        f'generate = pipeline("text-generation", model={where}, tokenizer={where}{dtype if needs else ""})\n'
+        f"(output,) = generate({prompt!r}, max_new_tokens={limit}, return_full_text=False)\n"
         'print(output["generated_text"])\n```'
     )
-    return f"The adapter needs `pip install peft`, and its base.\n\n{code}" if is_adapter else code
-
-
-def _citation(trainer: Any) -> list[str]:
-    args = trainer.args
-    if not args.has_clip_bounds or args.bound_grid.is_fixed:
-        return []
-    return ["## Citation", f"```bibtex\n{trainer._paper['citation'].strip()}\n```"]

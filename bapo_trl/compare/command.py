@@ -3,7 +3,6 @@
 import argparse
 import importlib.util
 import statistics
-import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 from ..errors import InputError, MissingPackageError, OneLineParser
 from .execution import environments, find_finished, make_runs
 from .results import Row
-from .study import Run, Study, read_study
+from .study import Run, read_study
 
 
 _DESCRIPTION = """
@@ -39,65 +38,57 @@ def main(arguments: Sequence[str]) -> int | None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (1)")
     parser.add_argument("--only", nargs="+", metavar="ARM", help="arms to run (all)")
     parser.add_argument("--against", metavar="ARM", help="arm that the others are compared with (the first)")
-    parser.add_argument("--dry_run", nargs="?", const="true", default="false", choices=("true", "false"),
-                        help="list the runs and what keeps them from being made here, and do nothing")  # fmt: skip
+    parser.add_argument(
+        "--dry_run", action="store_true", help="list the runs and what keeps them from being made here, and do nothing"
+    )
     options = parser.parse_args(arguments)
     if options.jobs < 1:
         raise InputError(f"`--jobs` is {options.jobs}: set it to at least 1.")
     if importlib.util.find_spec("scipy") is None:
         raise MissingPackageError("`compare` needs scipy: pip install 'bapo-trl[compare]'.")
     study = read_study(options.study)
-    for arm in [*(options.only or ()), *([options.against] if options.against else [])]:
+    baseline = options.against or next(iter(study.arms))
+    for arm in [*(options.only or ()), baseline]:
         if arm not in study.arms:
             raise InputError(f"'{arm}' is no arm of {options.study}: it has {', '.join(study.arms)}.")
     runs = study.runs()
     chosen = [run for run in runs if run.arm in (options.only or study.arms)]
     finished = find_finished(runs, options.output_dir)
     missing = [run for run in chosen if run.key not in finished]
-    if options.dry_run == "true":
+    if options.dry_run:
         print(_plan(chosen, finished, options.jobs), flush=True)
-        return _report_problem(study, options.jobs) if missing else None
+        if missing:
+            study.check(on_gpus=True)  # the study may be for another machine: its flags come first
     if missing:
         study.check()
         environments(study, options.jobs)
+    if options.dry_run:
+        return None
+    if missing:
         options.output_dir.mkdir(parents=True, exist_ok=True)
         print(f"{len(missing)} of {len(runs)} runs to make, {options.jobs} at a time", flush=True)
         make_runs(study, missing, options.output_dir, options.jobs, lambda line: print(line, flush=True))
         finished = find_finished(runs, options.output_dir)
     rows = [finished[run.key] for run in runs if run.key in finished]
-    _show(rows, list(study.arms), options, len(runs))
+    _show(rows, list(study.arms), baseline, options.output_dir, len(runs))
     return 1 if any(finished[run.key].error is not None for run in chosen) else None
 
 
-def _report_problem(study: Study, jobs: int) -> int | None:
-    """Print what keeps the runs from being made on this machine, if anything, and return the exit status."""
-    try:
-        study.check()
-        environments(study, jobs)
-    except InputError as problem:
-        study.check(on_gpus=True)  # the study may be for another machine: its flags come first
-        print(f"bapo-trl compare: error: {problem}", file=sys.stderr)
-        return 1
-    return None
-
-
-def _show(rows: list[Row], arms: list[str], options: argparse.Namespace, number: int) -> None:
+def _show(rows: list[Row], arms: list[str], baseline: str, folder: Path, number: int) -> None:
     """Print the tables, and write them and the figure beside the results."""
     from .tables import as_markdown, compare  # takes scipy
 
-    if not rows:
-        raise InputError(f"{options.output_dir} has no result yet: run the study first.")
-    comparisons = compare(rows, arms, options.against or arms[0])
+    comparisons = compare(rows, arms, baseline)
     text = as_markdown(comparisons)
     if len(rows) < number:
         text = f"{len(rows)} of {number} runs are there.\n\n{text}"
     print(f"\n{text}")
-    (options.output_dir / "comparison.md").write_text(f"{text}\n", encoding="utf-8")
+    (folder / "comparison.md").write_text(f"{text}\n", encoding="utf-8")
     if importlib.util.find_spec("matplotlib") is not None:
         from .figure import save_figure
 
-        save_figure(comparisons, options.output_dir / "comparison.png")
-        print(f"\nFigure: {options.output_dir / 'comparison.png'}")
+        save_figure(comparisons, folder / "comparison.png")
+        print(f"\nFigure: {folder / 'comparison.png'}")
 
 
 def _plan(runs: Sequence[Run], finished: dict[str, Row], jobs: int) -> str:

@@ -5,16 +5,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO
 
 from ..checkpoints.files import checkpoint_names, find_defect, step_of
 from ..checkpoints.run_lock import RunLock
@@ -25,26 +24,13 @@ from .study import Run, Study, as_arguments
 
 
 def find_finished(runs: Sequence[Run], folder: Path) -> dict[str, Row]:
-    """
-    Return the rows that a folder has of some runs, by the key of the run.
-
-    Refuse results of other settings (`InputError`), but for runs that failed.
-    """
+    """Return the rows that a folder has of some runs, by the key of the run: none of other settings."""
     rows = read_rows(folder)
-    finished = {run.key: rows[run.key] for run in runs if run.key in rows}
-    ended = {key: row for key, row in rows.items() if row.error is None}
-    by_name = {(row.arm, str(sorted(row.sweep.items())), row.seed): (key, row) for key, row in ended.items()}
-    for run in runs:
-        key, row = by_name.get((run.arm, str(sorted(run.sweep.items())), run.seed), (None, None))
-        if run.key not in finished and row is not None:
-            was, now = row.settings, run.settings
-            changed = sorted(name for name in {*was, *now} if was.get(name) != now.get(name))
-            described = ", ".join(f"{name} {was.get(name)!r}, now {now.get(name)!r}" for name in changed)
-            raise InputError(
-                f"{folder / FOLDER / key}.json is a result of other settings ({described}): give another "
-                "`--output_dir`, or remove it."
-            )
-    return finished
+    return {run.key: rows[run.key] for run in runs if run.key in rows}
+
+
+_running: set[subprocess.Popen] = set()
+_is_ending = threading.Event()  # the study: no run is started or resumed from then on
 
 
 def make_runs(study: Study, runs: Sequence[Run], folder: Path, jobs: int, say: Callable[[str], None]) -> None:
@@ -75,11 +61,11 @@ def make_runs(study: Study, runs: Sequence[Run], folder: Path, jobs: int, say: C
         futures = {pool.submit(make, run): run for run in runs}
         try:
             for done, future in enumerate(as_completed(futures), start=1):
-                run, row = futures[future], future.result()
+                row = future.result()
                 left = (time.monotonic() - started) / done * (len(runs) - done)
                 found = f"failed: {row.error}" if row.final is None else f"{row.final:.3f}"
                 say(
-                    f"[{done}/{len(runs)}] {run.label}: {found}, {timedelta(seconds=round(row.seconds))}; "
+                    f"[{done}/{len(runs)}] {futures[future].label}: {found}, {timedelta(seconds=round(row.seconds))}; "
                     f"left about {timedelta(seconds=round(left))}"
                 )
         except BaseException:
@@ -90,16 +76,9 @@ def make_runs(study: Study, runs: Sequence[Run], folder: Path, jobs: int, say: C
             raise
 
 
-_running: set[subprocess.Popen] = set()
-_is_ending = threading.Event()  # the study: no run is started or resumed from then on
-
-
 @contextmanager
 def _ending_on_sigterm() -> Iterator[None]:
     """Have SIGTERM, which a job at its time limit gets, end the runs too."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
@@ -116,36 +95,48 @@ def command_of(run: Run, accelerate: str | None, output_dir: str) -> list[str]:
 
 def environments(study: Study, jobs: int) -> list[dict[str, str]]:
     """
-    Return the environments of the runs that are made at one time; refuse more than GPUs and servers (`InputError`).
+    Return the environments of the runs that are made at one time, each with GPUs of its own and its share of cores.
 
     A run of a single process would spread its model over all GPUs: beside others it gets one, shared if there are
-    fewer. One of several processes gets as many of its own.
+    fewer. More launched processes than GPUs are refused, and several runs on a vLLM server (`InputError`).
     """
-    server = study.shared_server() if jobs > 1 else None
-    if server is not None:
-        raise InputError(
-            f"`--jobs` is {jobs}, and runs share the vLLM server {server} (`use_vllm`), which has the weights of one "
-            "run at a time: set `--jobs` to 1."
-        )
     processes = study.processes()
-    devices = _visible_devices() if jobs > 1 and (processes == 1 or study.uses_gpus()) else []
-    if devices and study.gpu_ids():
+    threads = {}
+    if jobs * processes > 1:
+        # Not those of the whole machine: a job of SLURM has some of them
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads["OMP_NUM_THREADS"] = str(max(1, cores // (jobs * processes)))
+    environment = {**threads, **os.environ}
+    if jobs == 1:
+        return [environment]
+    settings = [run.settings for run in study.runs()]
+    if any(_is_true(each.get("use_vllm")) and each.get("vllm_mode") == "server" for each in settings):
         raise InputError(
-            f"`gpu_ids` of {study.accelerate} is {study.gpu_ids()}, and the {jobs} runs of `--jobs` would share these "
+            f"`--jobs` is {jobs}, and runs sample from a vLLM server (`use_vllm`), which has the weights of one run "
+            "at a time: set `--jobs` to 1."
+        )
+    devices = [] if all(_is_true(each.get("use_cpu")) for each in settings) else _visible_devices()
+    if not devices:
+        return [environment] * jobs
+    launch = study.launch()
+    if launch is not None and launch.gpu_ids not in (None, "all"):
+        raise InputError(
+            f"`gpu_ids` of {study.accelerate} is {launch.gpu_ids}, and the {jobs} runs of `--jobs` would share these "
             "GPUs: set it to 'all' there, and name the GPUs of the study in CUDA_VISIBLE_DEVICES."
         )
-    if processes == 1:
-        chosen = [devices[job % len(devices)] if devices else None for job in range(jobs)]
-    elif devices and len(devices) < jobs * processes:
+    if processes > 1 and len(devices) < jobs * processes:
         raise InputError(
             f"`--jobs` is {jobs}, and each run takes {processes} GPUs (`accelerate` {study.accelerate}): that is "
             f"{jobs * processes} GPUs, and {len(devices)} are visible. Set `--jobs` to "
             f"{max(1, len(devices) // processes)}."
         )
-    else:
-        chosen = [",".join(devices[job * processes : (job + 1) * processes]) or None for job in range(jobs)]
-    named = [{} if device is None else {"CUDA_VISIBLE_DEVICES": device} for device in chosen]
-    return [{**_threads(jobs * processes), **os.environ, **device} for device in named]
+    places = [range(job * processes, (job + 1) * processes) for job in range(jobs)]
+    named = [",".join(devices[place % len(devices)] for place in each) for each in places]
+    return [{**environment, "CUDA_VISIBLE_DEVICES": names} for names in named]
+
+
+def _is_true(value: object) -> bool:
+    return str(value).lower() == "true"
 
 
 def _visible_devices() -> list[str]:
@@ -157,66 +148,40 @@ def _visible_devices() -> list[str]:
     return [str(index) for index in range(torch.cuda.device_count())]
 
 
-def _threads(processes: int) -> dict[str, str]:
-    """Return the variable that gives each of so many processes its share of the cores; none for one alone."""
-    if processes == 1:
-        return {}
-    # Not those of the whole machine: a job of SLURM has some of them
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"OMP_NUM_THREADS": str(max(1, cores // processes))}
-
-
 def _make(run: Run, accelerate: str | None, folder: Path, environment: dict[str, str]) -> Row:
     log = folder / "logs" / f"{run.key}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
     start = folder / "starts" / f"seed-{run.seed}.jsonl"  # of the model that all arms start from: sampled once
-    work = _work_folder(folder, run.key)
-    is_kept = False
-    try:
-        sampled = work / "eval_completions_before.jsonl"
-        if start.exists() and not sampled.exists():
-            shutil.copyfile(start, sampled)  # `train` takes no completions of another model, prompts or sampling
-        code, seconds = _train(command_of(run, accelerate, str(work)), work, log, environment)
-        if code != 0:
-            is_kept = _is_ending.is_set() and _is_resumable(work)
-            lines = log.read_text(errors="replace").strip().splitlines()
-            reason = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "")
-            error = f"exit code {code}: {reason.strip()} ({log})"
-            return Row(run.arm, run.sweep, run.seed, run.settings, seconds=seconds, error=error)
+    work = folder / f".run-{run.key}"
+    for parent in (log.parent, start.parent, work):
+        parent.mkdir(parents=True, exist_ok=True)
+    lock = RunLock(str(work))
+    reason = lock.acquire()
+    lock.release()
+    if reason is not None:
+        raise InputError(f"{reason} It outlived a study that was killed.")
+    if not _newest_update(work):  # nothing to resume from
+        shutil.rmtree(work)
+        work.mkdir()
+        if start.exists():
+            shutil.copyfile(start, work / "eval_completions_before.jsonl")  # `train` takes none of another model
+    code, seconds = _train(command_of(run, accelerate, str(work)), work, log, environment)
+    row = Row(run.arm, run.sweep, run.seed, run.settings, seconds=seconds)
+    if code != 0:
+        lines = log.read_text(errors="replace").strip().splitlines()
+        last = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "")
+        row = replace(row, error=f"exit code {code}: {last.strip()} ({log})")
+    else:
         try:
             row = row_of(run, work, seconds)
             for name in ("trainer_state.json", "run_settings.json"):
                 shutil.copyfile(work / name, log.with_suffix(f".{name}"))
-            if sampled.exists():  # not where the model is sharded
-                start.parent.mkdir(exist_ok=True)
-                sampled.replace(start)
-        except (OSError, KeyError, ValueError, ArithmeticError) as reason:
-            error = f"it left no results ({type(reason).__name__}: {reason}, {log})"
-            return Row(run.arm, run.sweep, run.seed, run.settings, seconds=seconds, error=error)
-        return row
-    finally:
-        if not is_kept:
-            shutil.rmtree(work, ignore_errors=True)
-
-
-def _work_folder(folder: Path, key: str) -> Path:
-    """Return the `output_dir` for a run: one that it was stopped in and can be resumed from; remove all others."""
-    found = None
-    for left in sorted(folder.glob(f".run-{key}-*")):
-        lock = RunLock(str(left))
-        if lock.acquire() is not None:  # its process outlived the study
-            continue
-        lock.release()
-        if found is None and _is_resumable(left):
-            found = left
-        else:
-            shutil.rmtree(left, ignore_errors=True)
-    return found or Path(tempfile.mkdtemp(dir=folder, prefix=f".run-{key}-"))
-
-
-def _is_resumable(work: Path) -> bool:
-    """Return whether a training that did not end left a checkpoint; at its end, `train` saves its state beside."""
-    return _newest_update(work) > 0 and not (work / "trainer_state.json").exists()
+            if (work / "eval_completions_before.jsonl").exists():  # not where the model is sharded
+                (work / "eval_completions_before.jsonl").replace(start)
+        except (OSError, KeyError, ValueError) as error:
+            row = replace(row, error=f"it left no results ({type(error).__name__}: {error}, {log})")
+    if row.error is None or not (_is_ending.is_set() and _newest_update(work)):
+        shutil.rmtree(work, ignore_errors=True)
+    return row
 
 
 def _newest_update(work: Path) -> int:
@@ -237,17 +202,14 @@ def _train(command: list[str], work: Path, log: Path, environment: dict[str, str
         while code == EXIT_CODE and done < _newest_update(work) and not _is_ending.is_set():
             done, started = _newest_update(work), time.monotonic()
             resume = ["--resume_from_checkpoint", "true"] if done else []
-            code = _run([*command, *resume], output, environment)
+            process = subprocess.Popen(
+                [*command, *resume], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
+            )
+            _running.add(process)
+            if _is_ending.is_set():  # it began while the others were told to end
+                process.terminate()
+            code = process.wait()
+            _running.discard(process)
             seconds += time.monotonic() - started
             clock.write_text(str(seconds))
     return code, round(seconds, 1)
-
-
-def _run(command: list[str], output: IO[str], environment: dict[str, str]) -> int:
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
-    _running.add(process)
-    if _is_ending.is_set():  # it began while the others were told to end
-        process.terminate()
-    code = process.wait()
-    _running.discard(process)
-    return code

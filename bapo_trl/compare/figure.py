@@ -7,9 +7,7 @@ The line of an arm is its mean, with a band that is its interval, or with the li
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
-from ..report.figure import color_of
 from .statistics import mean_over_seeds
 from .study import name_setting
 from .tables import FEWEST_SEEDS, Comparison, within
@@ -17,24 +15,16 @@ from .tables import FEWEST_SEEDS, Comparison, within
 
 def save_figure(comparisons: Sequence[Comparison], path: Path) -> None:
     """Draw the accuracies of all arms, in at least one setting, into a PNG file; takes matplotlib (extra `plots`)."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    with rc_context({"text.parse_math": False}):  # a `$` in the name of an arm is a `$`
-        _draw(comparisons, Figure).savefig(path, dpi=110)
-
-
-def _draw(comparisons: Sequence[Comparison], make_figure: Any) -> Any:
     from matplotlib.collections import LineCollection
+    from matplotlib.figure import Figure
 
     count = len(comparisons)
     columns = min(count, 3)
     lines = -(-count // columns)
-    figure = make_figure(figsize=(4.6 * columns, 3.4 * lines + 0.6), layout="constrained")
+    figure = Figure(figsize=(4.6 * columns, 3.4 * lines + 0.6), layout="constrained")
     axes = figure.subplots(lines, columns, squeeze=False, sharey=True).flatten()
-    colors = {
-        arm: color_of(place) for place, arm in enumerate(dict.fromkeys(chain(*(each.arms for each in comparisons))))
-    }
+    arms = dict.fromkeys(arm for each in comparisons for arm in each.arms)
+    colors = {arm: f"C{place}" for place, arm in enumerate(arms)}
     shown = {}
     for panel, comparison in zip(axes, comparisons, strict=False):
         for arm, rows in comparison.arms.items():
@@ -49,16 +39,9 @@ def _draw(comparisons: Sequence[Comparison], make_figure: Any) -> Any:
             if len(curves) < FEWEST_SEEDS:  # their interval would tell nothing
                 panel.add_collection(LineCollection(curves, colors=colors[arm], linewidths=0.8, alpha=0.5))
                 panel.autoscale_view()
-                continue
-            with_band = [(step, mean) for step, mean in zip(steps, means, strict=True) if mean.half_width >= 0]
-            panel.fill_between(
-                [step for step, _ in with_band],
-                [mean.value - mean.half_width for _, mean in with_band],
-                [mean.value + mean.half_width for _, mean in with_band],
-                color=colors[arm],
-                alpha=0.15,
-                linewidth=0,
-            )
+            else:
+                low, high = ([mean.value + sign * mean.half_width for mean in means] for sign in (-1, 1))
+                panel.fill_between(steps, low, high, color=colors[arm], alpha=0.15, linewidth=0)
         panel.set(title=name_setting(comparison.sweep), xlabel="updates")
         panel.grid(alpha=0.25)
     for panel in axes[count:]:
@@ -66,7 +49,5 @@ def _draw(comparisons: Sequence[Comparison], make_figure: Any) -> Any:
     for panel in axes[::columns]:
         panel.set_ylabel("accuracy (band: 95 % interval; thin: seeds)")
     axes[0].set_ylim(max(0.0, axes[0].get_ylim()[0]), min(1.0, axes[0].get_ylim()[1]))
-    figure.legend(
-        list(shown.values()), list(shown), loc="outside lower center", ncols=min(4, len(shown)), frameon=False
-    )
-    return figure
+    figure.legend(shown.values(), shown, loc="outside lower center", ncols=min(4, len(shown)), frameon=False)
+    figure.savefig(path, dpi=110)

@@ -5,13 +5,12 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from ..report.facts import Facts, facts_in
 from ..report.health import examine
 from ..report.logs import Logs
 from .study import Run
@@ -31,8 +30,8 @@ class Row:
     final: float | None = None  # accuracy at the end, avg@k in [0, 1]; `None` for a run that failed
     pass_at_k: float | None = None  # problems with a right completion among the k
     curve: list[tuple[int, float]] = field(default_factory=list)  # updates and accuracies, from the start on
-    mean_accuracy: float | None = None  # mean accuracy over the updates, between the first and the last measurement
-    max_drawdown: float | None = None  # how far the accuracy fell below the best so far, at most
+    mean_accuracy: float | None = None  # mean over the updates; where it was measured in between
+    max_drawdown: float | None = None  # how far the accuracy fell below the best so far, at most; likewise
     gradient_peak: float | None = None  # largest gradient norm over the median one
     entropy_ratio: float | None = None  # mean entropy of the last tenth of the updates over that of the first
     share: float | None = None  # mean share of positive tokens in the policy loss
@@ -56,6 +55,7 @@ def row_of(run: Run, folder: Path, seconds: float) -> Row:
     """Return the row of a run that has ended, from what `train` left in its folder; raises where that is not whole."""
     logs = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     results = json.loads((folder / "eval_results.json").read_text())
+    facts = json.loads((folder / "run_settings.json").read_text()).get("facts", {})
     avg, best = (f"{kind}@{run.flags['num_generations_eval']}" for kind in ("avg", "pass"))
     updates = [log for log in logs if "bapo/positive_share_initial" in log or "grad_norm" in log]
     last = max(log["step"] for log in updates)
@@ -63,11 +63,17 @@ def row_of(run: Run, folder: Path, seconds: float) -> Row:
     measured = {log["step"]: log[f"eval_{avg}"] for log in logs if f"eval_{avg}" in log}
     curve += [(step, accuracy) for step, accuracy in sorted(measured.items()) if step < last]
     curve.append((last, results[f"eval_{avg}"]))
-    norms = [log["grad_norm"] for log in updates if log.get("grad_norm")]
-    norms = [norm for norm in norms if math.isfinite(norm)]
-    facts = facts_in(json.loads((folder / "run_settings.json").read_text()))
+    has_course = any(0 < step < last for step, _ in curve)
+    norms = [norm for norm in _values(updates, "grad_norm") if norm > 0]
+    entropies = _values(updates, "entropy")
+    tenth = max(1, len(entropies) // 10)
+    first_entropy = statistics.fmean(entropies[:tenth]) if entropies else 0.0
+    limits = facts.get("limits", {})
+    searched = [log for log in updates if limits and all(log.get(name) is not None for name in limits)]
+    at_limits = [all(abs(log[name] - end) < 1e-3 for name, end in limits.items()) for log in searched]
+    lengths = _values(updates, "completions/mean_length")
+    rows = facts.get("rows_per_generation")
     errors = {"start": f"before_{avg}_stderr", "final": f"eval_{avg}_stderr", "pass_at_k": f"eval_{best}_stderr"}
-    health = examine(Logs(logs), facts)
     return Row(
         run.arm,
         run.sweep,
@@ -76,23 +82,30 @@ def row_of(run: Run, folder: Path, seconds: float) -> Row:
         final=results[f"eval_{avg}"],
         pass_at_k=results.get(f"eval_{best}"),
         curve=[(step, round(accuracy, 4)) for step, accuracy in curve],
-        mean_accuracy=_mean_accuracy(curve),
-        max_drawdown=_max_drawdown([accuracy for _, accuracy in curve]),
+        mean_accuracy=_mean_accuracy(curve) if has_course else None,
+        max_drawdown=_max_drawdown([accuracy for _, accuracy in curve]) if has_course else None,
         gradient_peak=round(max(norms) / statistics.median(norms), 2) if norms else None,
-        entropy_ratio=_ratio_of_ends([log["entropy"] for log in updates if log.get("entropy") is not None]),
-        share=_mean(log.get("bapo/positive_share") for log in updates),
-        at_limits=_at_limits(updates, facts),
-        generated_tokens=_generated_tokens(updates, facts),
+        entropy_ratio=round(statistics.fmean(entropies[-tenth:]) / first_entropy, 4) if first_entropy else None,
+        share=_mean(_values(updates, "bapo/positive_share")),
+        at_limits=_mean(at_limits),
+        generated_tokens=round(sum(lengths) * rows) if lengths and rows else None,
         seconds=round(seconds, 1),
-        method=facts.method,
+        method=facts.get("method"),
         errors={name: results[key] for name, key in errors.items() if key in results},
-        warnings={found.name: found.sentence for found in health if found.severity == "warning"},
+        warnings={found.name: found.sentence for found in examine(Logs(logs), facts) if found.severity == "warning"},
     )
 
 
-def _mean_accuracy(curve: list[tuple[int, float]]) -> float | None:
-    if len(curve) < 2:
-        return None
+def _values(updates: list[dict], name: str) -> list[float]:
+    """Return the values of a metric where it is defined."""
+    return [log[name] for log in updates if log.get(name) is not None and math.isfinite(log[name])]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return round(statistics.fmean(values), 4) if values else None
+
+
+def _mean_accuracy(curve: list[tuple[int, float]]) -> float:
     width = curve[-1][0] - curve[0][0]
     return round(sum((b - a) * (f + g) / 2 for (a, f), (b, g) in itertools.pairwise(curve)) / width, 4)
 
@@ -102,37 +115,10 @@ def _max_drawdown(accuracies: list[float]) -> float:
     return round(max(high - now for high, now in zip(best, accuracies, strict=True)), 4)
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    defined = [value for value in values if value is not None and math.isfinite(value)]
-    return round(statistics.mean(defined), 4) if defined else None
-
-
-def _ratio_of_ends(values: list[float]) -> float | None:
-    if not values:
-        return None
-    count = max(1, len(values) // 10)
-    first = statistics.mean(values[:count])
-    return round(statistics.mean(values[-count:]) / first, 4) if first else None
-
-
-def _at_limits(updates: list[dict], facts: Facts) -> float | None:
-    searched = [log for log in updates if facts.limits and all(log.get(name) is not None for name in facts.limits)]
-    if not searched:
-        return None
-    ends = [all(abs(log[name] - end) < 1e-3 for name, end in facts.limits.items()) for log in searched]
-    return round(statistics.mean(ends), 4)
-
-
-def _generated_tokens(updates: list[dict], facts: Facts) -> int | None:
-    lengths = [log["completions/mean_length"] for log in updates if "completions/mean_length" in log]
-    rows = facts.rows_per_generation
-    return round(sum(lengths) * rows) if lengths and rows else None
-
-
 def write_row(row: Row, path: Path) -> None:
     """Write a row, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished = path.with_suffix(".part")
     unfinished.write_text(json.dumps(asdict(row), default=str) + "\n", encoding="utf-8")
     os.replace(unfinished, path)
 
@@ -142,12 +128,11 @@ def read_rows(source: Path) -> dict[str, Row]:
     if source.is_file():
         kept = json.loads(source.read_text(encoding="utf-8"))["rows"]
         return {str(number): Row(**row) for number, row in enumerate(kept, start=1)}
-    files = sorted((source / FOLDER).glob("*.json"))
-    return {file.stem: _read(file) for file in files}
-
-
-def _read(path: Path) -> Row:
-    try:
-        return Row(**json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise InputError(f"{path} is no result of a run ({error}): remove it, and its run is made again.") from error
+    rows = {}
+    for path in sorted((source / FOLDER).glob("*.json")):
+        try:
+            rows[path.stem] = Row(**json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            message = f"{path} is no result of a run ({error}): remove it, and its run is made again."
+            raise InputError(message) from error
+    return rows

@@ -45,19 +45,16 @@ def mean_over_seeds(values: Sequence[float], comparisons: int = 1, noise: float 
     `comparisons` intervals are to hold all at once, with a probability of 95 %: each is widened to 1 - 0.05 / that.
     The spread of the seeds counts as at least `noise`, the standard deviation that measuring a value causes.
     """
-    count = len(values)
-    center = math.fsum(values) / count
-    spread = _spread(values, noise)
-    if count < 2 or spread == 0:
-        return Mean(center, math.nan, count)
-    factor = stats.t.ppf(1 - LEVEL / comparisons / 2, count - 1)
-    return Mean(center, float(factor * spread / math.sqrt(count)), count)
+    count, spread = len(values), _spread(values, noise)
+    factor = stats.t.ppf(1 - LEVEL / comparisons / 2, count - 1) if spread else math.nan
+    return Mean(math.fsum(values) / count, float(factor * spread / math.sqrt(count)), count)
 
 
 def _spread(values: Sequence[float], noise: float) -> float:
-    """Return the standard deviation of values, at least `noise`; 0 if they all agree and nothing is known of noise."""
-    agree = len(values) < 2 or np.ptp(values) < 1e-9
-    return max(noise, 0.0 if agree else float(np.std(values, ddof=1)))
+    """Return the standard deviation of values, at least `noise`; 0 where it is not known: of one, or all alike."""
+    if len(values) < 2:
+        return 0.0
+    return max(noise, 0.0 if np.ptp(values) < 1e-9 else float(np.std(values, ddof=1)))
 
 
 def differences(
@@ -72,17 +69,15 @@ def differences(
     Intervals are widened for `comparisons`, by default the number of pairs; p-values always for that number. `noise`
     has the standard error of an accuracy of each arm: a difference of two counts as at least as noisy as both.
     """
-    common = {pair: sorted(finals[pair[0]].keys() & finals[pair[1]].keys()) for pair in pairs}
-    values = {
-        (arm, baseline): tuple(finals[arm][seed] - finals[baseline][seed] for seed in seeds)
-        for (arm, baseline), seeds in common.items()
-        if seeds
-    }
-    comparisons = comparisons or len(values)
+    values = {}
+    for arm, baseline in pairs:
+        seeds = sorted(finals[arm].keys() & finals[baseline].keys())
+        if seeds:
+            values[arm, baseline] = tuple(finals[arm][seed] - finals[baseline][seed] for seed in seeds)
     of_pair = {pair: math.hypot(*((noise or {}).get(arm, 0.0) for arm in pair)) for pair in values}
     holm = _adjusted([_p_value(each, of_pair[pair]) for pair, each in values.items()])
     return [
-        Difference(*pair, mean_over_seeds(each, comparisons, of_pair[pair]), each, p, of_pair[pair])
+        Difference(*pair, mean_over_seeds(each, comparisons or len(values), of_pair[pair]), each, p, of_pair[pair])
         for (pair, each), p in zip(values.items(), holm, strict=True)
     ]
 
@@ -90,7 +85,7 @@ def differences(
 def _p_value(values: Sequence[float], noise: float) -> float:
     """Return the p-value of a t-test of a mean of 0, two-sided."""
     spread = _spread(values, noise)
-    if len(values) < 2 or spread == 0:
+    if spread == 0:
         return math.nan
     t = abs(math.fsum(values) / len(values)) / (spread / math.sqrt(len(values)))
     return float(2 * stats.t.sf(t, len(values) - 1))
@@ -113,21 +108,12 @@ def seeds_for(difference: float, values: Sequence[float], comparisons: int = 1, 
     0, where the spread is not known (fewer than two seeds, or seeds that all agree), and beyond 10,000 seeds.
     """
     spread = _spread(values, noise)
-    if len(values) < 2 or difference == 0 or spread == 0:
+    if difference == 0 or spread == 0:
         return None
-    few, many = 2, 2
-    while _power(abs(difference) / spread, many, LEVEL / comparisons) < POWER:
-        few, many = many, many * 2
-        if few > MOST_SEEDS:
-            return None
-    while many - few > 1:
-        middle = (few + many) // 2
-        is_enough = _power(abs(difference) / spread, middle, LEVEL / comparisons) >= POWER
-        few, many = (few, middle) if is_enough else (middle, many)
-    return many
-
-
-def _power(effect: float, count: int, level: float) -> float:
-    """Return the power of a two-sided paired t-test to show an effect by its sign: noncentral t distribution."""
-    critical, shift = stats.t.ppf(1 - level / 2, count - 1), effect * math.sqrt(count)
-    return float(stats.nct.sf(critical, count - 1, shift))  # scipy's lower tail is NaN for many large shifts
+    counts = np.arange(2, MOST_SEEDS + 1)
+    # Power of a two-sided paired t-test to show an effect by its sign: noncentral t distribution. By the upper tail,
+    # as scipy's lower one is NaN for many large shifts
+    critical = stats.t.ppf(1 - LEVEL / comparisons / 2, counts - 1)
+    power = stats.nct.sf(critical, counts - 1, abs(difference) / spread * np.sqrt(counts))
+    enough = counts[power >= POWER]
+    return int(enough[0]) if len(enough) else None

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from .results import Row
 from .statistics import Difference, Mean, differences, mean_over_seeds, seeds_for
@@ -16,33 +16,34 @@ SMALL = 0.03
 FEWEST_SEEDS = 3
 """Fewer say nothing about how many would be needed: the spread of two is a guess."""
 
-COURSE = "gradient peak"  # with it, the second table begins
 
-FIGURES: dict[str, tuple[str, Callable[[Row], float | None]]] = {
-    "final accuracy": (".3f", lambda row: row.final),
-    "mean accuracy": (".3f", lambda row: row.mean_accuracy if _has_course(row) else None),
-    "pass@k": (".3f", lambda row: row.pass_at_k),
-    "max drawdown": (".3f", lambda row: row.max_drawdown if _has_course(row) else None),
-    "start accuracy": (".3f", lambda row: row.start),
-    "gradient peak": (".1f", lambda row: row.gradient_peak),
-    "entropy at end / start": (".2f", lambda row: row.entropy_ratio),
-    "positive share": (".2f", lambda row: row.share),
-    "searched bounds at limits": (".0%", lambda row: row.at_limits),
-    "generated tokens": (",.0f", lambda row: row.generated_tokens),
-    "seconds": (",.0f", lambda row: row.seconds),
+class Figure(NamedTuple):
+    """A column of the tables."""
+
+    form: str
+    read: Callable[[Row], float | None]
+    width: float = math.inf  # of what can be measured
+    error: str = ""  # name in `Row.errors`
+
+
+ACCURACIES = {
+    "final accuracy": Figure(".3f", lambda row: row.final, 1.0, "final"),
+    "mean accuracy": Figure(".3f", lambda row: row.mean_accuracy, 1.0),
+    "pass@k": Figure(".3f", lambda row: row.pass_at_k, 1.0, "pass_at_k"),
+    "max drawdown": Figure(".3f", lambda row: row.max_drawdown, 1.0),
+    "start accuracy": Figure(".3f", lambda row: row.start, 1.0, "start"),
 }
-"""Columns by title: format, and what they read of a run."""
+"""Columns of the first table, by title."""
 
-_ERRORS = {"final accuracy": "final", "pass@k": "pass_at_k", "start accuracy": "start"}  # names in `Row.errors`
-_SHARES = {
-    "final accuracy", "mean accuracy", "pass@k", "max drawdown", "start accuracy", "positive share",
-    "searched bounds at limits",
-}  # fmt: skip
-
-
-def _has_course(row: Row) -> bool:
-    """Return whether a run was measured before its end, other than at its start. Rows without a curve were."""
-    return not row.curve or any(0 < step < row.curve[-1][0] for step, _ in row.curve)
+COURSE = {
+    "gradient peak": Figure(".1f", lambda row: row.gradient_peak),
+    "entropy at end / start": Figure(".2f", lambda row: row.entropy_ratio),
+    "positive share": Figure(".2f", lambda row: row.share, 1.0),
+    "searched bounds at limits": Figure(".0%", lambda row: row.at_limits, 1.0),
+    "generated tokens": Figure(",.0f", lambda row: row.generated_tokens),
+    "seconds": Figure(",.0f", lambda row: row.seconds),
+}
+"""Columns of the second table."""
 
 
 @dataclass(frozen=True)
@@ -58,24 +59,20 @@ class Comparison:
         """Final accuracy of each arm by seed, of the runs that did not fail."""
         return {arm: {row.seed: row.final for row in rows if row.final is not None} for arm, rows in self.arms.items()}
 
-    def noise(self, title: str = "final accuracy") -> dict[str, float]:
+    def noise(self, name: str = "final") -> dict[str, float]:
         """Return the standard error of a figure of one run over the evaluation's prompts, by arm; 0 if not known."""
-        name = _ERRORS.get(title, "")
         found = {arm: [row.errors[name] for row in rows if name in row.errors] for arm, rows in self.arms.items()}
         return {arm: math.sqrt(sum(e**2 for e in each) / len(each)) if each else 0.0 for arm, each in found.items()}
 
-    def means(self, title: str) -> dict[str, Mean | None]:
-        """Return the mean over the seeds of a figure, by arm; `None` for an arm without it."""
-        _, read = FIGURES[title]
-        values = {
-            arm: [value for row in rows if row.error is None and (value := read(row)) is not None]
-            for arm, rows in self.arms.items()
-        }
-        noise, width = self.noise(title), 1.0 if title in _SHARES else math.inf
-        return {
-            arm: within(mean_over_seeds(each, noise=noise[arm]), width) if each else None
-            for arm, each in values.items()
-        }
+    def means(self, figure: Figure) -> dict[str, Mean]:
+        """Return the mean over the seeds of a figure, by arm, of the arms that have it."""
+        noise, means = self.noise(figure.error), {}
+        for arm, rows in self.arms.items():
+            values = [figure.read(row) for row in rows if row.error is None]
+            defined = [value for value in values if value is not None]
+            if defined:
+                means[arm] = within(mean_over_seeds(defined, noise=noise[arm]), figure.width)
+        return means
 
     def differences(self, pairs: Sequence[tuple[str, str]] | None = None, comparisons: int | None = None):
         """Return how far arms end above others: each above the one that all are compared with, unless told which."""
@@ -92,14 +89,11 @@ def within(mean: Mean, width: float) -> Mean:
 
 def compare(rows: Iterable[Row], arms: Sequence[str], baseline: str) -> list[Comparison]:
     """Return a comparison for each setting that has a run, in the order of the rows, with the arms that have one."""
-    settings: dict[str, tuple[dict, dict[str, list[Row]]]] = {}
-    for row in sorted(rows, key=lambda row: arms.index(row.arm)):
-        _, by_arm = settings.setdefault(name_setting(row.sweep), (row.sweep, {}))
-        by_arm.setdefault(row.arm, []).append(row)
-    return [
-        Comparison(sweep, {arm: sorted(some, key=lambda row: row.seed) for arm, some in by_arm.items()}, baseline)
-        for sweep, by_arm in settings.values()
-    ]
+    settings: dict[str, Comparison] = {}
+    for row in sorted(rows, key=lambda row: (arms.index(row.arm), row.seed)):
+        comparison = settings.setdefault(name_setting(row.sweep), Comparison(row.sweep, {}, baseline))
+        comparison.arms.setdefault(row.arm, []).append(row)
+    return list(settings.values())
 
 
 def with_interval(mean: Mean | None, form: str, sign: str = "") -> str:
@@ -112,7 +106,7 @@ def with_interval(mean: Mean | None, form: str, sign: str = "") -> str:
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table in Markdown, its columns padded to be read as text too."""
-    lines = [[cell.replace("|", "\\|") for cell in line] for line in (header, *rows)]
+    lines = [list(line) for line in (header, *rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     padded = [f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines]
     return "\n".join([padded[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *padded[1:]])
@@ -122,39 +116,45 @@ def as_markdown(comparisons: Sequence[Comparison]) -> str:
     """Return the tables and the verdict of each setting."""
     parts = []
     for comparison in comparisons:
-        if comparison.sweep:
-            parts.append(f"## {name_setting(comparison.sweep)}")
-        lines = (f"- {line}" for line in verdict(comparison))
-        parts += [*_tables(comparison), *_failures(comparison), *_health(comparison), "\n".join(lines)]
-    ends = at_ends_of_grid(comparisons)
-    return "\n\n".join([*parts, *(["\n".join(f"- {line}" for line in ends)] if ends else [])])
-
-
-def _tables(comparison: Comparison) -> list[str]:
-    means = {title: comparison.means(title) for title in FIGURES}
-    shown = [title for title, by_arm in means.items() if any(by_arm.values())]
-    first = [title for title in shown if list(FIGURES).index(title) < list(FIGURES).index(COURSE)]
-    counts = {arm: str(len(finals)) for arm, finals in comparison.finals.items()}
-    parts = []
-    for titles in (first, [title for title in shown if title not in first]):
-        cells = [
-            [arm, count, *(with_interval(means[title][arm], FIGURES[title][0]) for title in titles)]
-            for arm, count in counts.items()
+        title = f"## {name_setting(comparison.sweep)}" if comparison.sweep else ""
+        tables = [_table(comparison, figures) for figures in (ACCURACIES, COURSE)]
+        failures = [
+            f"- {row.arm}, seed {row.seed}, failed: {row.error}"
+            for rows in comparison.arms.values()
+            for row in rows
+            if row.error is not None
         ]
-        parts += [markdown(["arm", "seeds", *titles], cells)] if titles else []
+        verdicts = [f"- {line}" for line in verdict(comparison)]
+        lists = ["\n".join(lines) for lines in (failures, _health(comparison), verdicts)]
+        parts += [title, *tables, _paired(comparison), *lists]
+    parts.append("\n".join(f"- {line}" for line in at_ends_of_grid(comparisons)))
+    return "\n\n".join(filter(None, parts))
+
+
+def _table(comparison: Comparison, figures: dict[str, Figure]) -> str:
+    means = {title: comparison.means(figure) for title, figure in figures.items()}
+    shown = [title for title, by_arm in means.items() if by_arm]
+    cells = [
+        [arm, str(len(finals)), *(with_interval(means[title].get(arm), figures[title].form) for title in shown)]
+        for arm, finals in comparison.finals.items()
+    ]
+    return markdown(["arm", "seeds", *shown], cells) if shown else ""
+
+
+def _paired(comparison: Comparison) -> str:
     found = comparison.differences()
-    paired = [
+    cells = [
         [
             each.arm,
             with_interval(each.mean, ".3f", "+"),
             "-" if math.isnan(each.p_value) else f"{each.p_value:.3f}",
             f"{sum(value > 0 for value in each.values)} of {len(each.values)}",
-            _or_dash(_seeds_for(SMALL, each, len(found))),
+            str(_seeds_for(SMALL, each, len(found)) or "-"),
         ]
         for each in found
     ]
     header = ["arm", f"above {comparison.baseline}", "p (Holm)", "seeds above", f"seeds that show {SMALL}"]
-    return [*parts, *([markdown(header, paired)] if paired else [])]
+    return markdown(header, cells) if cells else ""
 
 
 def _seeds_for(size: float, difference: Difference, comparisons: int) -> int | None:
@@ -163,28 +163,14 @@ def _seeds_for(size: float, difference: Difference, comparisons: int) -> int | N
     return seeds_for(size, difference.values, comparisons, difference.noise)
 
 
-def _or_dash(count: int | None) -> str:
-    return "-" if count is None else str(count)
-
-
-def _failures(comparison: Comparison) -> list[str]:
-    failed = [row for rows in comparison.arms.values() for row in rows if row.error is not None]
-    lines = [f"- {row.arm}, seed {row.seed}, failed: {row.error}" for row in failed]
-    return ["\n".join(lines)] if lines else []
-
-
 def _health(comparison: Comparison) -> list[str]:
     """Return the warnings of the report's health check: a line for each arm and warning, with its seeds."""
-    seeds: dict[tuple[str, str], list[int]] = {}
+    seeds: dict[str, list[str]] = {}
     for arm, rows in comparison.arms.items():
         for row in rows:
             for name in row.warnings:
-                seeds.setdefault((arm, name), []).append(row.seed)
-    lines = [
-        f"- {arm}, health warning: {name} (seed{'s' * (len(some) > 1)} {', '.join(map(str, some))})"
-        for (arm, name), some in seeds.items()
-    ]
-    return ["\n".join(lines)] if lines else []
+                seeds.setdefault(f"- {arm}, health warning: {name}", []).append(str(row.seed))
+    return [f"{line} (seed{'s' * (len(some) > 1)} {', '.join(some)})" for line, some in seeds.items()]
 
 
 def verdict(comparison: Comparison) -> list[str]:
@@ -195,7 +181,7 @@ def verdict(comparison: Comparison) -> list[str]:
     by an interval that holds for all pairs.
     """
     lines = [_sentence(each, len(comparison.arms) - 1) for each in comparison.differences()]
-    means = {arm: sum(by_seed.values()) / len(by_seed) for arm, by_seed in comparison.finals.items() if by_seed}
+    means = _mean_finals(comparison)
     highest = sorted(means, key=means.__getitem__, reverse=True)[:2]
     if len(highest) == 2 and comparison.baseline not in highest:
         pairs = len(comparison.arms) * (len(comparison.arms) - 1) // 2
@@ -203,22 +189,24 @@ def verdict(comparison: Comparison) -> list[str]:
     return lines
 
 
+def _mean_finals(comparison: Comparison) -> dict[str, float]:
+    return {arm: sum(by_seed.values()) / len(by_seed) for arm, by_seed in comparison.finals.items() if by_seed}
+
+
 def _sentence(each: Difference, comparisons: int) -> str:
     count = len(each.values)
-    if count > 1 and not any(each.values):
-        return f"{each.arm} and {each.baseline} end alike on all {count} seeds."
-    if math.isnan(each.mean.half_width) and math.isnan(each.p_value):
-        return f"{each.arm} and {each.baseline}: {count} seed{' tells' if count == 1 else 's tell'} no spread."
     if each.mean.excludes_zero:
         above, below = (each.arm, each.baseline) if each.mean.value > 0 else (each.baseline, each.arm)
         on = sum((value > 0) == (each.mean.value > 0) and value != 0 for value in each.values)
         return f"{above} above {below} on {on} of {count} seeds."
+    apart = f"{each.arm} and {each.baseline} cannot be told apart"
     if count < FEWEST_SEEDS:
-        return f"{each.arm} and {each.baseline} cannot be told apart by {count} seeds: run at least {FEWEST_SEEDS}."
+        return f"{apart} by {count} seed{'s' * (count > 1)}: run at least {FEWEST_SEEDS}."
     needed = _seeds_for(each.mean.value, each, comparisons)
-    lacking = 0 if needed is None else max(1, needed - count)
-    more = f": about {lacking} more seed{'s' if lacking > 1 else ''} would" if lacking else ""
-    return f"{each.arm} and {each.baseline} cannot be told apart{more}."
+    if needed is None:
+        return f"{apart}."
+    lacking = max(1, needed - count)
+    return f"{apart}: about {lacking} more seed{'s' * (lacking > 1)} would."
 
 
 def at_ends_of_grid(comparisons: Sequence[Comparison]) -> list[str]:
@@ -226,10 +214,9 @@ def at_ends_of_grid(comparisons: Sequence[Comparison]) -> list[str]:
     groups: dict[tuple[str, str], dict[float, float]] = {}
     for comparison in comparisons:
         rest = {name: value for name, value in comparison.sweep.items() if name != "learning_rate"}
-        for arm, by_seed in comparison.finals.items():
-            if "learning_rate" in comparison.sweep and by_seed:
-                rates = groups.setdefault((arm, name_setting(rest)), {})
-                rates[float(comparison.sweep["learning_rate"])] = sum(by_seed.values()) / len(by_seed)
+        if "learning_rate" in comparison.sweep:
+            for arm, mean in _mean_finals(comparison).items():
+                groups.setdefault((arm, name_setting(rest)), {})[float(comparison.sweep["learning_rate"])] = mean
     lines = []
     for (arm, setting), rates in groups.items():
         best = max(rates, key=rates.__getitem__)

@@ -6,7 +6,6 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +60,10 @@ class ReportCallback(TrainerCallback):
         self.settings = dict(settings or {})
         self._has_warned = False
         # Of this training: the updates logged when the report was written, and when, by `time.monotonic()`
-        self._written: tuple[int, float] | None = None
+        self._written: tuple[int, float] = (0, -math.inf)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self._written = None
+        self._written = (0, -math.inf)
         if state.is_world_process_zero:
             self._try(self._write_settings, args, model)
 
@@ -81,16 +80,18 @@ class ReportCallback(TrainerCallback):
             self._save_report(args, state, is_last=True)
 
     def _save_report(self, args, state, is_last: bool) -> None:
-        number, now = len(Logs(state.log_history)) if state.is_world_process_zero else 0, time.monotonic()
-        logged_before, before = self._written or (0, -math.inf)
-        if number > logged_before and (is_last or now >= before + _PAUSE_S):
-            self._written = number, now
+        if not state.is_world_process_zero:
+            return
+        logged, now = len(Logs(state.log_history)), time.monotonic()
+        logged_before, before = self._written
+        if logged > logged_before and (is_last or now >= before + _PAUSE_S):
+            self._written = logged, now
             self._try(save_report, state.log_history, Path(args.output_dir) / "report.png")
 
     def _write_settings(self, args, model) -> None:
         config = getattr(model, "config", None)
-        name, dtype = (getattr(config, each, None) for each in ("_name_or_path", "dtype"))
-        settings = {"model": name, **self.settings, **args.to_dict()}
+        settings = {"model": getattr(config, "_name_or_path", None), **self.settings, **args.to_dict()}
+        dtype = getattr(config, "dtype", None)
         if dtype is not None:  # of the weights as they were loaded, whether it was asked for or not
             settings["dtype"] = str(dtype).removeprefix("torch.")
         setting = {name: value for name, value in settings.items() if name not in OF_THE_SEED}
@@ -98,7 +99,7 @@ class ReportCallback(TrainerCallback):
         saved = {name: settings[name] for name in SAVED if name in settings}
         saved["fingerprint"] = digest.hexdigest()
         if isinstance(args, BAPOConfig):
-            saved["facts"] = asdict(facts_of(args))
+            saved["facts"] = facts_of(args)
         folder = Path(args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(saved, indent=2, sort_keys=True, default=str)

@@ -15,17 +15,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         description="Draw what runs logged, laid over one another with seeds as bands, and say what is not healthy.",
     )
     parser.add_argument(
-        "runs",
-        metavar="RUN",
-        nargs="+",
-        help="an output_dir, a checkpoint folder or a trainer_state.json",
+        "runs", metavar="RUN", nargs="+", help="an output_dir, a checkpoint folder or a trainer_state.json"
     )
     parser.add_argument(
-        "--output",
-        "--output_dir",
-        metavar="FOLDER",
-        default="report",
-        help="where report.png goes (default: report)",
+        "--output", "--output_dir", metavar="FOLDER", default="report", help="where report.png goes (default: report)"
     )
     arguments = parser.parse_args(argv)
     runs = read_runs(arguments.runs)

@@ -1,4 +1,4 @@
-"""The health of a run in words: its logs in, findings out. Pure.
+"""The health of a run in words: its logs in, findings out. docs/report.md says what each line means.
 
 Thresholds of `ratio/mean`, `ratio/ess` and `ratio/chi2` are those that verl's documentation of rollout correction
 warns at (`docs/algo/rollout_corr.md`). The others are rules of thumb: the value where most of a batch does not do what
@@ -6,13 +6,12 @@ it is there for. A log is a mean over `logging_steps` updates, so a single updat
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
-from .facts import Facts
 from .logs import Logs, Points
 
 
@@ -29,35 +28,7 @@ LATEST_PART = 0.25  # of the logs, that lines on the present state of a run go b
 OFTEN = 0.1  # from this part of the logs on, a line on single logs is a warning; below, a note
 FEWEST_LOGS = 2  # for a verdict, and for a warning: a single one may be noise
 
-
-class Remedy(NamedTuple):
-    """Something to try: a sentence, and the fact that it needs."""
-
-    sentence: str
-    needs: str = ""
-
-
-@dataclass(frozen=True)
-class Check:
-    """A line that the report may have: its rule in words, what it means, and what to try."""
-
-    name: str
-    metric: str
-    rule: str
-    meaning: str
-    remedies: tuple[Remedy, ...]
-    # Of at least `FEWEST_LOGS` values; returns severity and sentence, if anything is found
-    find: Callable[[Points], tuple[str, str] | None]
-    needs: str = ""  # fact without which it is not made
-    measure: Callable[[Logs, Facts], Points] | None = None  # by default, the finite values of the metric
-
-    def points(self, logs: Logs, facts: Facts) -> Points:
-        """Return what the check goes by."""
-        return self.measure(logs, facts) if self.measure else logs.finite(self.metric)
-
-    def remedy(self, facts: Facts) -> str:
-        """Return what to try, in sentences."""
-        return " ".join(remedy.sentence for remedy in self.remedies if facts.has(remedy.needs))
+Found = tuple[str, str] | None  # severity and sentence
 
 
 @dataclass(frozen=True)
@@ -67,271 +38,238 @@ class Finding:
     name: str
     severity: str
     sentence: str
-    meaning: str = ""
     remedy: str = ""
 
+    def __str__(self) -> str:
+        advice = f" Try: {self.remedy}" if self.remedy else ""
+        return f"[{self.severity}] {self.name}: {self.sentence}{advice}"
 
-def examine(logs: Logs, facts: Facts | None = None) -> list[Finding]:
+
+@dataclass(frozen=True)
+class Check:
+    """A line that the report may have."""
+
+    name: str
+    metric: str
+    find: Callable[[Points], Found]  # of at least `FEWEST_LOGS` values
+    remedies: Mapping[str, str]  # what to try, and the fact of the run that it needs; none for ""
+    needs: str = ""  # fact without which the check is not made
+    measure: Callable[[Logs, Mapping], Points] | None = None  # what it goes by; by default the values of the metric
+
+
+def examine(logs: Logs, facts: Mapping[str, Any]) -> list[Finding]:
     """
     Return the health of a run: a finding for each check that finds something, or a single one that says so.
 
     Checks whose metric was not logged, or in a single log, are named in it, or in a note at the end. Checks that need
-    facts of the run are made where it has written them.
+    facts of the run (see `facts`) are made where it has written them.
     """
-    facts = facts or Facts()
-    checks = [check for check in CHECKS if facts.has(check.needs)]
-    points = {check: check.points(logs, facts) for check in checks}
-    made = [check for check in checks if len(points[check].steps) >= FEWEST_LOGS]
-    unchecked = _unchecked({check: len(points[check].steps) for check in checks if check not in made})
-    if not made:
-        return [Finding("Not checked", "note", unchecked)]
-    found = [(check, check.find(points[check])) for check in made]
-    findings = (
-        _no_reward(logs)
-        + _masked_rows(logs)
-        + [Finding(check.name, *result, check.meaning, check.remedy(facts)) for check, result in found if result]
-    )
-    if not findings:
-        sentence = f"{len(made)} of {len(checks)} checks made on {len(logs)} logs, and none found anything."
-        return [Finding("Healthy", "healthy", f"{sentence} {unchecked}".strip())]
-    return findings + ([Finding("Not checked", "note", unchecked)] if unchecked else [])
-
-
-def _unchecked(counts: dict[Check, int]) -> str:
-    """Return a sentence for each reason why checks are not made, by the number of logs that they have."""
-    sentences = []
+    checks = [check for check in CHECKS if not check.needs or facts.get(check.needs)]
+    points = {each.name: each.measure(logs, facts) if each.measure else logs.points(each.metric) for each in checks}
+    made = [check for check in checks if len(points[check.name].steps) >= FEWEST_LOGS]
+    findings = []
+    for check in made:
+        found = check.find(points[check.name])
+        if found is not None:
+            remedies = [sentence for sentence, needs in check.remedies.items() if not needs or facts.get(needs)]
+            findings.append(Finding(check.name, *found, " ".join(remedies)))
+    unchecked = []
     for count, reason in ((0, "not logged"), (1, "logged once, which may be noise")):
-        names = ", ".join(f"{check.name} (`{check.metric}`)" for check, found in counts.items() if found == count)
-        sentences += [f"Not checked, because {reason}: {names}."] if names else []
-    return " ".join(sentences)
+        names = [f"{each.name} (`{each.metric}`)" for each in checks if len(points[each.name].steps) == count]
+        unchecked += [f"Not checked, because {reason}: {', '.join(names)}."] if names else []
+    if made and not findings:
+        sentence = f"{len(made)} of {len(checks)} checks made on {len(logs)} logs, and none found anything."
+        return [Finding("Healthy", "healthy", " ".join([sentence, *unchecked]))]
+    return findings + ([Finding("Not checked", "note", " ".join(unchecked))] if unchecked else [])
 
 
-def _no_reward(logs: Logs) -> list[Finding]:
-    generations = len(logs.logged("completions/mean_length").steps)
-    if generations < FEWEST_LOGS or len(logs.finite("reward").steps):
-        return []
-    return [
-        Finding(
-            "No reward",
-            "warning",
-            f"undefined in all {generations} logs.",
-            "No reward function applied to any sample: each returned None, or NaN. Nothing is trained.",
-            "A reward function that returns a number where it applies.",
-        )
-    ]
+def _in_single_logs(verb: str, worst: str, excess: Callable[[np.ndarray], np.ndarray]) -> Callable[[Points], Found]:
+    """Return a function that finds logs whose excess over a threshold is above 0."""
+
+    def find(points: Points) -> Found:
+        over = excess(points.values)
+        count, total = int((over > 0).sum()), len(over)
+        if not count:
+            return None
+        farthest = over.argmax()
+        severity = "warning" if count >= max(FEWEST_LOGS, OFTEN * total) else "note"
+        at = f"{points.values[farthest]:.3g} at update {points.steps[farthest]}"
+        return severity, f"{verb} in {count} of {total} logs; {worst} {at}."
+
+    return find
 
 
-def _masked_rows(logs: Logs) -> list[Finding]:
-    shares = logs.finite("bapo/masked_share")
-    found = _beyond(shares, shares.values - MASKED_MAX, f"`bapo/masked_share` above {MASKED_MAX:g}", "highest")
-    if found is None or len(shares.steps) < FEWEST_LOGS:
-        return []
-    return [
-        Finding(
-            "Masked rows",
-            *found,
-            "Rows whose tokens are all masked train nothing. An update of such rows alone has no entropy, ratio or "
-            "staleness.",
-            "A larger `max_completion_length`, if `mask_truncated_completions` is set and completions are cut off. "
-            "With a replay queue or partial rollouts, look at `replay/masked` and `partial/masked`.",
-        )
-    ]
+def _in_the_latest(largest: float, what: str) -> Callable[[Points], Found]:
+    """Return a function that finds a mean of the latest logs above a threshold."""
+
+    def find(points: Points) -> Found:
+        latest = _last(points.values, LATEST_PART)
+        since = f"in the latest {len(latest)} of {len(points.values)} logs"
+        mean = _mean(latest)
+        return ("warning", f"{mean:.0%} of the completions {what}, {since}.") if mean > largest else None
+
+    return find
 
 
-def describe(finding: Finding) -> str:
-    """Return a finding as one line of text."""
-    advice = f" Try: {finding.remedy}" if finding.remedy else ""
-    return f"[{finding.severity}] {finding.name}: {finding.sentence}{advice}"
-
-
-def _beyond(points: Points, excess: np.ndarray, verb: str, worst: str) -> tuple[str, str] | None:
-    """Find logs whose excess over the threshold is above 0."""
-    count, total = int((excess > 0).sum()), len(excess)
-    if not count:
-        return None
-    farthest = excess.argmax()
-    severity = "warning" if count >= max(FEWEST_LOGS, OFTEN * total) else "note"
-    at = f"{points.values[farthest]:.3g} at update {points.steps[farthest]}"
-    return severity, f"{verb} in {count} of {total} logs; {worst} {at}."
-
-
-def _ratio_mean(points: Points) -> tuple[str, str] | None:
-    is_ratio = points.values > 0
-    values = np.where(is_ratio, points.values, 1.0)
-    excess = np.where(is_ratio, np.maximum(RATIO_MEAN_MIN / values, values / RATIO_MEAN_MAX) - 1, math.inf)
-    return _beyond(points, excess, f"outside [{RATIO_MEAN_MIN:g}, {RATIO_MEAN_MAX:g}]", "farthest")
+def _last(values: np.ndarray, part: float) -> np.ndarray:
+    return values[-max(FEWEST_LOGS, math.ceil(part * len(values))) :]
 
 
 def _mean(values: np.ndarray) -> float:
     return math.fsum(values) / len(values)
 
 
-def _target_missed(points: Points) -> tuple[str, str] | None:
+def _target_missed(points: Points) -> Found:
     missed = 1 - _mean(points.values)
     return ("warning", f"missed in {missed:.0%} of the updates.") if missed > TARGET_MISSED_MAX else None
 
 
-def _entropy(points: Points) -> tuple[str, str] | None:
+def _entropy(points: Points) -> Found:
     steps, values = points
     # Of two logs in a row, so that no single one counts: the lower one before a fall, the higher one after it
-    lasting_before = np.concatenate([values[:1], np.minimum(values[1:-1], values[:-2])])
-    lasting_after = np.maximum(values[:-1], values[1:])
-    deepest = []  # fall between logs that are so many logs apart
-    for apart in range(1, 1 + min(ENTROPY_UPDATES, len(lasting_after) - 1)):
-        early, late = lasting_before[:-apart], lasting_after[apart:]
-        is_near = steps[apart:-1] - steps[: -apart - 1] <= ENTROPY_UPDATES
-        falls = np.flatnonzero((late <= ENTROPY_FACTOR * early) & (early > 0) & is_near)
-        if len(falls):
-            first = falls[(late[falls] / early[falls]).argmin()]
-            deepest.append((late[first] / early[first], first, first + apart))
-    if not deepest:
+    before = np.minimum(values, np.concatenate([values[:1], values[:-1]]))
+    after = np.maximum(values[:-1], values[1:])
+    falls = []
+    for last in range(1, len(after)):
+        start = np.searchsorted(steps, steps[last] - ENTROPY_UPDATES)
+        if start < last:
+            first = start + before[start:last].argmax()
+            if before[first] > 0:
+                falls.append((after[last] / before[first], first, last))
+    part, first, last = min(falls, default=(math.inf, 0, 0))
+    if part > ENTROPY_FACTOR:
         return None
-    _, first, last = min(deepest)
-    return (
-        "warning",
-        f"fell from {values[first]:.3g} at update {steps[first]} to {values[last]:.3g} at update {steps[last]}.",
-    )
+    high, low = (f"{values[place]:.3g} at update {steps[place]}" for place in (first, last))
+    return "warning", f"fell from {high} to {low}."
 
 
-def _latest(points: Points, largest: float, what: str) -> tuple[str, str] | None:
-    total = len(points.values)
-    latest = points.values[-max(FEWEST_LOGS, math.ceil(LATEST_PART * total)) :]
-    mean = _mean(latest)
-    since = f"in the latest {len(latest)} of {total} logs"
-    return ("warning", f"{mean:.0%} of the completions {what}, {since}.") if mean > largest else None
-
-
-def _at_limits(logs: Logs, facts: Facts) -> Points:
-    """Return of each log whether all bounds that are searched are where the search ends; NaN if none was moved."""
-    steps, moves = logs.finite("bapo/search_steps")
-    are_at_limits = np.where(moves > 0, 1.0, math.nan)
-    for metric, limit in facts.limits.items():
-        bound = logs.finite(metric)
+def _at_limits(logs: Logs, facts: Mapping[str, Any]) -> Points:
+    """Return of each log with a search whether all bounds that are searched are where the search ends."""
+    steps, moves = logs.points("bapo/search_steps")
+    steps = steps[moves > 0]
+    are_at_limits = np.ones(len(steps))
+    for metric, limit in facts["limits"].items():
+        bound = logs.points(metric)
         are_at_limits *= np.isin(steps, bound.steps[bound.values >= limit - 1e-4])
     return Points(steps, are_at_limits)
 
 
-def _over_relaxed(points: Points) -> tuple[str, str] | None:
-    searched = points.values[np.isfinite(points.values)]
-    late = searched[-max(FEWEST_LOGS, math.ceil(LATE_PART * len(searched))) :]
-    if len(late) < FEWEST_LOGS or _mean(late) <= AT_LIMIT_MAX:
+def _over_relaxed(points: Points) -> Found:
+    late = _last(points.values, LATE_PART)
+    if _mean(late) <= AT_LIMIT_MAX:
         return None
     return "warning", f"at their limits in {int(late.sum())} of the latest {len(late)} logs with a search."
 
 
-_IN_A_LOG = f"in a log; a warning if {OFTEN:.0%} of the logs are, at least {FEWEST_LOGS}, else a note"
-_IN_THE_LATEST = f"over the latest {LATEST_PART:.0%} of the logs, at least {FEWEST_LOGS}"
+def _has_reward(logs: Logs, facts: Mapping[str, Any]) -> Points:
+    """Return of each log with a generation whether its reward is defined."""
+    steps, _ = logs.points("completions/mean_length")
+    return Points(steps, np.isin(steps, logs.points("reward").steps))
+
 
 CHECKS = (
     Check(
+        "No reward",
+        "reward",
+        lambda points: None if any(points.values) else ("warning", f"undefined in all {len(points.steps)} logs."),
+        {"A reward function that returns a number where it applies.": ""},
+        measure=_has_reward,
+    ),
+    Check(
+        "Masked rows",
+        "bapo/masked_share",
+        _in_single_logs(f"above {MASKED_MAX:g}", "highest", lambda values: values - MASKED_MAX),
+        {
+            "A larger `max_completion_length`, if `mask_truncated_completions` is set and completions are cut "
+            "off.": "",
+            "With a replay queue or partial rollouts, look at `replay/masked` and `partial/masked`.": "",
+        },
+    ),
+    Check(
         "Mean ratio",
         "ratio/mean",
-        f"`ratio/mean` below {RATIO_MEAN_MIN:g} or above {RATIO_MEAN_MAX:g} {_IN_A_LOG}",
-        "The samples come from another policy than the one that trains. It is near 1 for samples of a policy that is "
-        "near, also for stale ones.",
-        (
-            Remedy("Compare vLLM's log-probabilities with the trainer's (`sampling/` metrics).", "uses_vllm"),
-            Remedy("Fresher samples: a smaller `steps_per_generation` or `num_iterations`.", "has_stale_samples"),
-            Remedy("A smaller `replay_max_staleness`.", "has_queue"),
-            Remedy("A lower `learning_rate`."),
+        _in_single_logs(
+            f"outside [{RATIO_MEAN_MIN:g}, {RATIO_MEAN_MAX:g}]",
+            "farthest",
+            lambda values: np.maximum(RATIO_MEAN_MIN / values, values / RATIO_MEAN_MAX) - 1,
         ),
-        _ratio_mean,
+        {
+            "Compare vLLM's log-probabilities with the trainer's (`sampling/` metrics).": "uses_vllm",
+            "Fresher samples: a smaller `steps_per_generation` or `num_iterations`.": "has_stale_samples",
+            "A smaller `replay_max_staleness`.": "has_queue",
+            "A lower `learning_rate`.": "",
+        },
     ),
     Check(
         "Effective sample size",
         "ratio/ess",
-        f"`ratio/ess` below {ESS_MIN:g} {_IN_A_LOG}",
-        "A few tokens with large ratios carry the update; it is as noisy as one of a much smaller batch.",
-        (Remedy("Fresher samples.", "can_be_fresher"), Remedy("A lower `learning_rate`.")),
-        lambda points: _beyond(points, ESS_MIN - points.values, f"below {ESS_MIN:g}", "lowest"),
+        _in_single_logs(f"below {ESS_MIN:g}", "lowest", lambda values: ESS_MIN - values),
+        {"Fresher samples.": "can_be_fresher", "A lower `learning_rate`.": ""},
     ),
     Check(
         "Chi-square divergence",
         "ratio/chi2",
-        f"`ratio/chi2` above {CHI2_MAX:g} {_IN_A_LOG}",
-        "The ratios have heavy tails: the policy has moved far from the one that sampled, for some tokens.",
-        (
-            Remedy("Fresher samples.", "can_be_fresher"),
-            Remedy("A lower `learning_rate`."),
-            Remedy("A single spike that the gradient norm does not show can be left alone."),
-        ),
-        lambda points: _beyond(points, points.values - CHI2_MAX, f"above {CHI2_MAX:g}", "highest"),
+        _in_single_logs(f"above {CHI2_MAX:g}", "highest", lambda values: values - CHI2_MAX),
+        {
+            "Fresher samples.": "can_be_fresher",
+            "A lower `learning_rate`.": "",
+            "A single spike that the gradient norm does not show can be left alone.": "",
+        },
     ),
     Check(
         "Target share missed",
         "bapo/target_met",
-        f"`bapo/target_met` is 0 in over {TARGET_MISSED_MAX:.0%} of the updates, where a bound or a weight is "
-        "searched",
-        "The search goes to its end, and positive tokens still contribute less than `positive_contribution_target`.",
-        (
-            Remedy("A lower `positive_contribution_target`, or larger batches."),
-            Remedy("A higher `ratio_upper_max`.", "searches_upper"),
-            Remedy("A higher `ratio_lower_max`, the only bound that is searched.", "searches_lower_alone"),
-            Remedy(
-                "`negative_weight_min` below 1, which reaches the target wherever there are positive tokens.",
-                "can_weigh",
-            ),
-            Remedy("A smaller `negative_weight_min`.", "can_weigh_less"),
-        ),
         _target_missed,
-        "has_target",
+        {
+            "A lower `positive_contribution_target`, or larger batches.": "",
+            "A higher `ratio_upper_max`.": "searches_upper",
+            "A higher `ratio_lower_max`, the only bound that is searched.": "searches_lower_alone",
+            "`negative_weight_min` below 1, which reaches the target wherever there are positive tokens.": "can_weigh",
+            "A smaller `negative_weight_min`.": "searches_weight",
+        },
+        needs="target",
     ),
     Check(
         "Bounds at their limits",
         "bapo/search_steps",
-        f"`bapo/clip_low` and `bapo/clip_high`, as far as they are searched, at the ends of the search in over "
-        f"{AT_LIMIT_MAX:.0%} of the latest third of the logs with a search (with the settings of the run)",
-        "The bounds no longer choose: they let through all that they may. Late in a training this is what the VESPO "
-        "paper calls over-relaxed.",
-        (
-            Remedy("A lower `positive_contribution_target`, which helps where it is missed as well."),
-            Remedy("A smaller `ratio_upper_max`.", "searches_upper"),
-            Remedy("A smaller `ratio_lower_max`.", "searches_lower"),
-        ),
         _over_relaxed,
-        "limits",
-        _at_limits,
+        {
+            "A lower `positive_contribution_target`, which helps where it is missed as well.": "",
+            "A smaller `ratio_upper_max`.": "searches_upper",
+            "A smaller `ratio_lower_max`.": "searches_lower",
+        },
+        needs="limits",
+        measure=_at_limits,
     ),
     Check(
         "Entropy halved",
         "entropy",
-        f"`entropy` falls to half of itself or less within {ENTROPY_UPDATES} updates, and stays there for two logs "
-        f"(`logging_steps` up to {ENTROPY_UPDATES})",
-        "The policy settles fast, and soon samples groups that are all alike. Harmless where the reward rises with it "
-        "and the task has one right answer.",
-        (
-            Remedy("A higher `ratio_upper_max`, to let rare positive tokens through.", "searches_upper"),
-            Remedy("A higher `positive_contribution_target`.", "can_raise_target"),
-            Remedy("`temperature` 1.", "is_tempered"),
-            Remedy("A lower `learning_rate`."),
-        ),
         _entropy,
+        {
+            "A higher `ratio_upper_max`, to let rare positive tokens through.": "searches_upper",
+            "A higher `positive_contribution_target`.": "can_raise_target",
+            "`temperature` 1.": "is_tempered",
+            "A lower `learning_rate`.": "",
+        },
     ),
     Check(
         "Groups without signal",
         "frac_reward_zero_std",
-        f"`frac_reward_zero_std` above {NO_SIGNAL_MAX:g} {_IN_THE_LATEST}",
-        "Most completions have advantage 0 and train nothing: all of their group are right, or all wrong.",
-        (
-            Remedy("Prompts that are neither too easy nor too hard, a larger `num_generations`, or a finer reward."),
-            Remedy("`replay_zero_advantage`, which puts queued samples in their place.", "can_refill"),
-        ),
-        lambda points: _latest(points, NO_SIGNAL_MAX, "are in groups whose rewards are all equal"),
+        _in_the_latest(NO_SIGNAL_MAX, "are in groups whose rewards are all equal"),
+        {
+            "Prompts that are neither too easy nor too hard, a larger `num_generations`, or a finer reward.": "",
+            "`replay_zero_advantage`, which puts queued samples in their place.": "can_refill",
+        },
     ),
     Check(
         "Completions cut off",
         "completions/clipped_ratio",
-        f"`completions/clipped_ratio` above {CUT_OFF_MAX:g} {_IN_THE_LATEST}",
-        "Most completions end before their answer, so the reward says more about their length than about their "
-        "content.",
-        (
-            Remedy(
-                "A larger `max_completion_length`, a shorter form asked for in the prompt, or a check that the "
-                "end-of-sequence token is the model's own."
-            ),
-            Remedy("`mask_truncated_completions`.", "can_mask_truncated"),
-        ),
-        lambda points: _latest(points, CUT_OFF_MAX, "ended for their length"),
+        _in_the_latest(CUT_OFF_MAX, "ended for their length"),
+        {
+            "A larger `max_completion_length`, a shorter form asked for in the prompt, or a check that the "
+            "end-of-sequence token is the model's own.": "",
+            "`mask_truncated_completions`.": "can_mask_truncated",
+        },
     ),
 )
 """All lines that the report may have, in its order."""

@@ -61,15 +61,21 @@ def test_a_row_has_what_the_tables_read(tmp_path):
     assert row.start == 0.1
 
 
-def test_fixed_bounds_are_at_no_limits(tmp_path):
-    fixed = {**FACTS, "limits": {}}
-    assert row_of(RUN, left_by_train(tmp_path, facts=fixed), 1.0).at_limits is None
+def test_fixed_bounds_are_at_no_limits_and_a_run_of_trl_has_no_facts(tmp_path):
+    assert row_of(RUN, left_by_train(tmp_path, facts={**FACTS, "limits": {}}), 1.0).at_limits is None
+    row = row_of(RUN, left_by_train(tmp_path, facts={}), 1.0)
+    assert (row.at_limits, row.method, row.generated_tokens) == (None, None, None)
 
 
 def test_a_run_that_was_not_measured_before_begins_at_its_first_measurement(tmp_path):
     results = {name: value for name, value in RESULTS.items() if name != "before_avg@2"}
     row = row_of(RUN, left_by_train(tmp_path, results=results), 1.0)
     assert (row.curve, row.mean_accuracy, row.start) == ([(2, 0.6), (4, 0.5)], 0.55, None)
+
+
+def test_a_run_that_was_measured_before_and_after_alone_has_no_course(tmp_path):
+    row = row_of(RUN, left_by_train(tmp_path, [log for log in LOGS if "eval_reward" not in log]), 1.0)
+    assert (row.curve, row.mean_accuracy, row.max_drawdown) == ([(0, 0.1), (4, 0.5)], None, None)
 
 
 def test_health_warnings_are_those_of_the_report(tmp_path):

@@ -17,14 +17,7 @@ def runs(arm, finals, sweep=None, **figures):
 
 def test_a_table_has_means_intervals_and_paired_differences():
     rows = [
-        *runs(
-            "GRPO",
-            [0.5, 0.6, 0.7],
-            curve=[(0, 0.1), (4, 0.2), (8, 0.5)],
-            mean_accuracy=0.3,
-            max_drawdown=0.25,
-            pass_at_k=0.75,
-        ),
+        *runs("GRPO", [0.5, 0.6, 0.7], mean_accuracy=0.3, max_drawdown=0.25, pass_at_k=0.75),
         *runs("BAPO", [0.6, 0.7, 0.85], mean_accuracy=0.4, gradient_peak=3.0),
     ]
     text = as_markdown(compare(rows, ["GRPO", "BAPO"], "GRPO"))
@@ -35,25 +28,11 @@ def test_a_table_has_means_intervals_and_paired_differences():
     assert "| BAPO | 3     | 3.0           |" in text
 
 
-def test_runs_that_were_measured_before_and_after_alone_have_no_course():
-    rows = runs("A", [0.5, 0.6], curve=[(0, 0.1), (8, 0.5)], mean_accuracy=0.3, max_drawdown=0.0)
-    text = as_markdown(compare(rows, ["A"], "A"))
-    assert "final accuracy" in text
-    assert "mean accuracy" not in text
-    assert "max drawdown" not in text
-
-
 def test_a_failed_run_is_a_line_and_does_not_count():
     rows = [*runs("A", [0.5, 0.6]), *runs("B", [0.4, 0.7]), Row("B", {}, 7, error="exit code 1: nan (x.log)")]
     text = as_markdown(compare(rows, ["A", "B"], "A"))
     assert "- B, seed 7, failed: exit code 1: nan (x.log)" in text
     assert "| B   | 2     |" in text
-
-
-def test_a_name_with_a_bar_stays_in_its_cell():
-    text = as_markdown(compare([*runs("a|b", [0.5, 0.6]), *runs("c", [0.4, 0.7])], ["a|b", "c"], "a|b"))
-    assert "| a\\|b | 2     |" in text
-    assert "above a\\|b" in text
 
 
 def test_each_setting_has_a_table_of_its_own():
@@ -64,9 +43,9 @@ def test_each_setting_has_a_table_of_its_own():
         ({"steps": 64}, ["A", "B"]),
     ]
     assert "## steps 16" in as_markdown(comparisons)
-    assert verdict(comparisons[1]) == ["B and A: 1 seed tells no spread."]
-    alike = compare([*runs("A", [0.5, 0.6]), *runs("B", [0.5, 0.6])], ["A", "B"], "A")
-    assert verdict(alike[0]) == ["B and A end alike on all 2 seeds."]
+    assert verdict(comparisons[1]) == ["B and A cannot be told apart by 1 seed: run at least 3."]
+    alike = compare([*runs("A", [0.5, 0.6, 0.7]), *runs("B", [0.5, 0.6, 0.7])], ["A", "B"], "A")
+    assert verdict(alike[0]) == ["B and A cannot be told apart."]
 
 
 def test_a_verdict_says_how_many_more_seeds_would_tell():
@@ -107,24 +86,16 @@ def test_no_interval_is_wider_than_what_can_be_measured():
 def test_the_spread_is_at_least_the_noise_of_the_evaluation():
     """Three seeds that agree by luck: 100 prompts tell an accuracy of 0.5 up to 0.05."""
     error = {"errors": {"final": 0.05, "pass_at_k": 0.04, "start": 0.03}, "curve": [(0, 0.1), (4, 0.5)]}
-    rows = [
-        *runs("A", [0.5, 0.5, 0.5], pass_at_k=0.6, **error),
-        *runs("B", [0.53, 0.53, 0.53], pass_at_k=0.6, **error),
-        *runs("C", [0.2, 0.5, 0.8], pass_at_k=0.6, **error),
-    ]
-    (comparison,) = compare(rows, ["A", "B", "C"], "A")
+    rows = [row for arm, final in (("A", 0.5), ("B", 0.53)) for row in runs(arm, [final] * 3, pass_at_k=0.6, **error)]
+    (comparison,) = compare(rows, ["A", "B"], "A")
     # t(2) is 4.3027: * 0.05 / sqrt(3) = 0.124, * 0.04 / sqrt(3) = 0.099, * 0.03 / sqrt(3) = 0.075
     assert "| A   | 3     | 0.500 ± 0.124  | 0.600 ± 0.099 | 0.100 ± 0.075  |" in as_markdown([comparison])
-    # Seeds that spread more than that: 4.3027 * 0.3 / sqrt(3) = 0.745, wider than an accuracy can be
-    assert comparison.means("final accuracy")["C"].value == 0.5
-    # A difference is as noisy as both: 0.0707, at 1 - 0.05 / 4 t(2) is 6.2053: * 0.0707 / sqrt(3) = 0.253
-    of_b, _ = comparison.differences()
-    assert math.isclose(of_b.mean.half_width, 0.2533, abs_tol=1e-4)
-    # t = 0.03 / (0.0707 / sqrt(3)) = 0.7348: p(2) = 0.539, times 2
-    assert math.isclose(of_b.p_value, 1.0)
+    # A difference is as noisy as both: 0.0707: 4.3027 * 0.0707 / sqrt(3) = 0.1757
+    (of_b,) = comparison.differences()
+    assert math.isclose(of_b.mean.half_width, 0.1757, abs_tol=1e-4)
+    # t = 0.03 / (0.0707 / sqrt(3)) = 0.7348: p(2) = 0.539
+    assert math.isclose(of_b.p_value, 0.539, abs_tol=1e-3)
     assert verdict(comparison)[0].startswith("B and A cannot be told apart: about ")
-    alone = compare(rows[:6], ["A", "B"], "A")[0].differences()[0]
-    assert math.isclose(alone.p_value, 0.539, abs_tol=1e-3)
 
 
 def test_start_accuracy_and_health_warnings_are_in_the_result():

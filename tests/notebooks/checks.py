@@ -25,8 +25,7 @@ def with_parameters(notebook, parameters: dict):
         return notebook
     (position,) = [i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", [])]
     given = {node.targets[0].id for node in ast.parse(notebook.cells[position].source).body}
-    unknown = set(parameters) - given
-    assert not unknown, f"no such parameters: {unknown}"
+    assert set(parameters) <= given
     lines = [f"{name} = {value!r}" for name, value in parameters.items()]
     notebook.cells.insert(position + 1, nbformat.v4.new_code_cell("\n".join(lines)))
     return notebook

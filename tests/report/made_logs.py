@@ -10,7 +10,7 @@ HEALTHY = {
     "grad_norm": 0.4, "bapo/positive_share": 0.5, "bapo/positive_share_initial": 0.4, "bapo/target_met": 1.0,
     "bapo/clip_low": 0.6, "bapo/clip_high": 1.4, "bapo/negative_weight": 1.0, "clip_ratio/high_mean": 0.02,
     "clip_ratio/low_mean": 0.01, "ratio/mean": 1.0, "ratio/min": 0.4, "ratio/max": 2.5, "ratio/ess": 0.9,
-    "ratio/chi2": 0.1, "staleness/mean": 3.5, "staleness/max": 7.0, "bapo/search_steps": 5.0,
+    "ratio/chi2": 0.1, "staleness/mean": 3.5, "staleness/max": 7.0, "bapo/search_steps": 5.0, "bapo/masked_share": 0.0,
 }  # fmt: skip
 
 
