@@ -18,8 +18,6 @@ class BAPOScriptArguments(ScriptArguments):
     Arguments of this script. `--dataset_name` is a file (json, jsonl, parquet), a folder, a Hub id, `embedded`,
     `chat_sums` (sums asked of a chat model) or `reasoning_gym:TASK`. `--model_name_or_path` is a folder, a Hub id,
     `embedded` or `smollm2` (SmolLM2-135M-Instruct from a package).
-
-    The fields are described by their help texts, which `--help` shows.
     """
 
     method: str | None = field(
@@ -103,7 +101,6 @@ class BAPOScriptArguments(ScriptArguments):
             "With `do_train` false and no data, nothing else is done."
         },
     )
-
     dry_run: bool = field(
         default=False,
         metadata={
@@ -117,8 +114,5 @@ class BAPOScriptArguments(ScriptArguments):
         for name in ("reward_funcs", "prompt_column", "answer_column"):
             if isinstance(getattr(self, name), str):  # in a recipe, one name needs no brackets
                 setattr(self, name, [getattr(self, name)])
-        for name in ("eval_dataset", "extract_answer"):
-            if getattr(self, name) == "":
-                raise InputError(f"`{name}` is empty: give a name, or leave it out.")
         if self.max_eval_samples is not None and self.max_eval_samples < 1:
             raise InputError(f"`max_eval_samples` is {self.max_eval_samples}: set it to at least 1, or leave it out.")

@@ -43,7 +43,6 @@ class BeforeAfter:
     ):
         self.trainer, self.dataset, self.output_dir, self.extract_answer = trainer, dataset, output_dir, extract_answer
         self._before: Evaluation | None = None
-        self._after: Evaluation | None = None
 
     def before(self, parts: Parts) -> None:
         """
@@ -58,25 +57,23 @@ class BeforeAfter:
             return
         self._before = self._evaluate("eval_completions_before.jsonl", [*parts, *map(_weight_files, parts)])
 
-    def after(self) -> None:
-        """Evaluate the model as it is now, log its rewards, and save all that was found."""
-        self._after = self._evaluate("eval_completions.jsonl")
-        self.trainer.log(self._rewards())
-        before = {} if self._before is None else self._before.as_results("before")
+    def after(self, model: str, title: str) -> str:
+        """Evaluate the model as it is now, log its rewards, save what was found, and return it for the terminal."""
+        after = self._evaluate("eval_completions.jsonl")
+        rewards = {f"eval_{name}": value for name, value in after.metrics.items()}
+        self.trainer.log(rewards)
+        results, accuracies = after.as_results("eval"), {"": after.accuracies}
+        if self._before is not None:
+            results = {**self._before.as_results("before"), **results}
+            accuracies = {"before": self._before.accuracies, "after": after.accuracies}
         with raising_on_all_ranks():
-            self.trainer.save_metrics("eval", {**before, **self._after.as_results("eval")})
-
-    def report(self, model: str, title: str) -> str:
-        """Return what was found, and where it is, for the terminal."""
-        if self._before is None:
-            accuracies = {"": self._after.accuracies}
-        else:
-            accuracies = {"before": self._before.accuracies, "after": self._after.accuracies}
+            self.trainer.save_metrics("eval", results)
+        count = after.metrics.get("prompts_without_reward", 0)
         lines = [
-            f"Evaluation of {model} on {title}, {self._after.num_prompts} prompts: "
-            f"{log_line(self.trainer.state.global_step, self._rewards())}",
+            f"Evaluation of {model} on {title}, {after.num_prompts} prompts: "
+            f"{log_line(self.trainer.state.global_step, rewards)}",
             accuracy_table(accuracies),
-            self._left_out(),
+            f"Left out, without a reward: {count} of {count + after.num_prompts} prompts" if count else "",
             f"Completions: {self.output_dir / 'eval_completions.jsonl'}",
             f"Metrics: {self.output_dir / 'eval_results.json'}",
         ]
@@ -85,15 +82,8 @@ class BeforeAfter:
     def _evaluate(self, name: str, origin: Any = None) -> Evaluation:
         return evaluate(self.trainer, self.dataset, self.output_dir / name, self.extract_answer, origin)
 
-    def _left_out(self) -> str:
-        count = self._after.metrics.get("prompts_without_reward", 0)
-        return f"Left out, without a reward: {count} of {count + self._after.num_prompts} prompts" if count else ""
-
-    def _rewards(self) -> dict[str, float]:
-        return {f"eval_{name}": value for name, value in self._after.metrics.items()}
-
 
 def _weight_files(part: tuple[str, str | None]) -> list[tuple[str, int, int]]:
     """Return the weights in the folder of a model, with their sizes and times; none of one on the Hub."""
-    files = sorted(path for kind in ("safetensors", "bin") for path in Path(part[0]).glob(f"*.{kind}"))
+    files = sorted(Path(part[0]).glob("*.safetensors"))
     return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]

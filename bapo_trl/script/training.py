@@ -36,10 +36,8 @@ def run(settings: Settings) -> None:
 
     if not training_args.do_train and training_args.distributed_state.is_main_process:
         title = script_args.eval_dataset or ("a mixture" if dataset_args.datasets else script_args.dataset_name)
-        print(
-            f"Evaluates the model {model_args.model_name_or_path} on {title}, into {training_args.output_dir}",
-            flush=True,
-        )
+        into = training_args.output_dir
+        print(f"Evaluates the model {model_args.model_name_or_path} on {title}, into {into}", flush=True)
     trainer = make_trainer(prepared)
     inputs, output_dir, say = prepared.inputs, Path(training_args.output_dir), trainer.accelerator.print
     data, model = inputs.data, inputs.model
@@ -60,11 +58,10 @@ def run(settings: Settings) -> None:
             _train(trainer, inputs, training_args, evaluation)
         if evaluation is not None:
             evaluated = training_args.output_dir if training_args.do_train else model
-            evaluation.after()
+            say(evaluation.after(evaluated, data.test_title or data.title))
             if training_args.do_train:
                 with raising_on_all_ranks():
                     trainer.save_state()  # with what was found
-            say(evaluation.report(evaluated, data.test_title or data.title))
 
     if training_args.push_to_hub:
         with _saving(trainer):
@@ -83,17 +80,16 @@ def _train(
     trainer: EvaluatedTrainer, inputs: Inputs, training_args: BAPOConfig, evaluation: BeforeAfter | None
 ) -> None:
     """Train and save, with what the terminal says before and after."""
-    output_dir = Path(training_args.output_dir)
-    say = trainer.accelerator.print
+    output_dir, say = Path(training_args.output_dir), trainer.accelerator.print
     resume = trainer.checkpoint_to_resume(resume_argument(training_args.resume_from_checkpoint))
-    is_over = resume is not None and not check_resume(resume, training_args)
     steps = training_args.logging_steps  # below 1, a part of all updates
     every = f"{steps:g} updates" if steps >= 1 else "the updates since the line before"
     say(f"Each line below: means over {every}, or over as many as it says; age in policy versions.")
     if resume is not None:
+        is_over = not check_resume(resume, training_args)
         say(f"Goes on from {resume}.")
-    if is_over:
-        say(f"Note: nothing is left to train, {resume} is of the last update. Its model is saved again.")
+        if is_over:
+            say(f"Note: nothing is left to train, {resume} is of the last update. Its model is saved again.")
 
     if evaluation is not None:
         evaluation.before(inputs.parts)
