@@ -3,6 +3,7 @@
 
     bapo-trl launch --accelerate zero3 --num_processes 6 train --config math_7b
 
+`NAME` is a configuration of the package or the path of one; in place of a script, `train` or `evaluate`.
 By itself, `accelerate launch` takes paths alone, and makes a 1 of every failure.
 """
 
@@ -30,9 +31,6 @@ CONFIGS = {path.stem: path for path in sorted((PACKAGE / "accelerate_configs").g
 def main(arguments: Sequence[str], plans: bool = False) -> None:
     """
     Launch the ranks of this node, by the arguments of `accelerate launch`; if it `plans`, print what they would do.
-
-    With `--accelerate NAME`, a configuration of the package or the path of one. Instead of a script, `train` or
-    `evaluate` of this package.
 
     Raises:
         InputError: If there is no such script or configuration.

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
-from types import MappingProxyType
 from typing import Any
 
 from ..advice import ADVICE
@@ -15,31 +14,29 @@ def _fixed_bounds(low: float, high: float) -> dict[str, float]:
     return {"ratio_lower_start": low, "ratio_lower_max": low, "ratio_upper_start": high, "ratio_upper_max": high}
 
 
-METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "grpo": _fixed_bounds(0.8, 1.2),
-        "clip_higher": _fixed_bounds(0.8, 1.28),  # DAPO's
-        "bapo": {},
-        "bapo_released": {
-            "positive_contribution_target": 0.33333333,
-            "ratio_lower_start": 0.8,
-            "ratio_lower_max": 0.95,
-            "ratio_lower_step": 0.05,
-            "ratio_upper_start": 1.2,
-            "ratio_upper_max": 2.0,
-            "ratio_upper_step": 0.1,
-            "contribution_measure": "surrogate",
-            "search_order": "lower_first",
-            "search_scope": "micro_batch",
-            "delta": 3.0,
-        },
-        "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
-        "gspo": {**_fixed_bounds(1 - 3e-4, 1 + 4e-4), "importance_sampling_level": "sequence", "loss_type": "grpo"},
-        "sapo": {"loss_type": "sapo"},
-        "vespo": {"loss_type": "vespo"},
-        "recommended": ADVICE,
-    }
-)
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "grpo": _fixed_bounds(0.8, 1.2),
+    "clip_higher": _fixed_bounds(0.8, 1.28),  # DAPO's
+    "bapo": {},
+    "bapo_released": {
+        "positive_contribution_target": 0.33333333,
+        "ratio_lower_start": 0.8,
+        "ratio_lower_max": 0.95,
+        "ratio_lower_step": 0.05,
+        "ratio_upper_start": 1.2,
+        "ratio_upper_max": 2.0,
+        "ratio_upper_step": 0.1,
+        "contribution_measure": "surrogate",
+        "search_order": "lower_first",
+        "search_scope": "micro_batch",
+        "delta": 3.0,
+    },
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
+    "gspo": {**_fixed_bounds(1 - 3e-4, 1 + 4e-4), "importance_sampling_level": "sequence", "loss_type": "grpo"},
+    "sapo": {"loss_type": "sapo"},
+    "vespo": {"loss_type": "vespo"},
+    "recommended": ADVICE,
+}
 """Settings by method. Those of TRL's other losses are the ones that TRL's documentation gives for their papers."""
 
 MADE_OF = (
