@@ -29,13 +29,6 @@ def settings_table(args: BAPOConfig, method: str | None = None) -> str:
         order = f"{args.search_order}, " if args.has_clip_bounds else ""
         rows["target share of positives"] = f"{args.positive_contribution_target:g} ({args.contribution_measure})"
         rows["search"] = f"{order}{args.search_scope}"
-    if args.uses_replay:
-        shares = [f"{args.replay_fraction:g} of each batch"] if args.replay_fraction else []
-        shares += ["in place of samples without advantage"] if args.replay_zero_advantage else []
-        rows["replay queue"] = f"{' and '.join(shares)}, {args.replay_capacity} samples a rank at most"
-    if args.uses_partial_rollouts:
-        held, chunk = args.groups_held, args.partial_rollout_chunk_length
-        rows["partial rollouts"] = f"{held} groups a rank held over, looked at every {chunk} tokens"
     width = max(map(len, rows))
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
 

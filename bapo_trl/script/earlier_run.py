@@ -78,15 +78,14 @@ def resume_argument(value: str | None) -> str | bool | None:
     return {"true": True, "false": None}.get(value.lower(), value) if value is not None else None
 
 
-def check_resume(folder: str, training_args: BAPOConfig) -> bool:
-    """Return whether a checkpoint leaves updates to make; refuse one beyond the last (`InputError`)."""
+def check_resume(folder: str, training_args: BAPOConfig) -> None:
+    """Refuse a checkpoint beyond the last update (`InputError`)."""
     done = TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME)).global_step
     if 0 < training_args.max_steps < done:
         raise InputError(
             f"`resume_from_checkpoint` is {folder}, at update {done}, and `max_steps` is {training_args.max_steps}: "
             f"raise `max_steps`, or evaluate it with --do_train false --model_name_or_path {folder}."
         )
-    return done != training_args.max_steps
 
 
 def check_checkpoint(training_args: BAPOConfig) -> None:

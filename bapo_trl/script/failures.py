@@ -8,17 +8,15 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from ..errors import InputError
 
 
 FLAG = "--traceback"
 
-Result = TypeVar("Result")
 
-
-def run_command(function: Callable[[Sequence[str]], Result], arguments: Sequence[str], program: str) -> Result:
+def run_command(function: Callable[[Sequence[str]], Any], arguments: Sequence[str], program: str) -> Any:
     """
     Run a command as a process does: report what it raises on stderr, and end the process with 1.
 

@@ -167,7 +167,7 @@ def test_a_run_killed_before_its_model_is_saved_is_finished_with_the_weights_of_
     assert not list(Path("out").glob("*model*.safetensors"))
     capsys.readouterr()
     run(**settings, resume_from_checkpoint="true")
-    assert "Note: nothing is left to train, out/checkpoint-3 is of the last update." in capsys.readouterr().out
+    assert "\nGoes on from out/checkpoint-3.\n" in capsys.readouterr().out
     (saved,) = Path("out").glob("*model.safetensors")
     assert saved.read_bytes() == Path("out/checkpoint-3", saved.name).read_bytes()
     assert saved.read_bytes() != Path("out/checkpoint-2", saved.name).read_bytes()
