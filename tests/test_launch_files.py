@@ -15,7 +15,7 @@ from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.commands import SCRIPT, TRAIN
 from bapo_trl.script.launcher import _become_rank, read_arguments
 from bapo_trl.script.launcher import main as launch
-from tests.helpers.commands import ROOT, tracked_files
+from tests.helpers.commands import ROOT
 
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -96,13 +96,6 @@ def test_a_configuration_of_ones_own_is_launched_by_its_path(tmp_path):
 def test_ranks_on_cpus_see_no_gpu_of_their_machine(name):
     arguments, _, _ = _validate_launch_command(read_arguments(["--accelerate", name, "train"]))
     assert set(prepare_multi_gpu_env(arguments)["CUDA_VISIBLE_DEVICES"].split(",")) == {"-1"}  # no device's number
-
-
-def test_every_other_yaml_is_a_mapping():
-    others = tracked_files("*.yaml", "*.yml")
-    assert len(others) > len(RECIPES)
-    for path in others:
-        assert isinstance(yaml.safe_load(path.read_text()), dict), path
 
 
 @pytest.mark.parametrize(
