@@ -1,14 +1,9 @@
 """Which method to take, as the studies found (docs/stability.md)."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any
-
 from .bapo_config import BAPOConfig
 
 
-PAGE = "docs/stability.md"
-ADVICE: Mapping[str, Any] = MappingProxyType({"loss_type": "vespo"})
+ADVICE = {"loss_type": "vespo"}
 """Fields of `BAPOConfig` to set, on top of the defaults."""
 
 
@@ -21,4 +16,4 @@ def advice_line(args: BAPOConfig) -> str:
     updates = args.micro_batches_per_generation / args.gradient_accumulation_steps
     if updates <= 4 or args.loss_type != BAPOConfig.loss_type or args.loss_was_chosen:
         return ""
-    return f"Advice: {', '.join(f'{name} {value}' for name, value in ADVICE.items())} ({PAGE})."
+    return f"Advice: {', '.join(f'{name} {value}' for name, value in ADVICE.items())} (docs/stability.md)."

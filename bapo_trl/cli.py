@@ -1,16 +1,18 @@
 """The command `bapo-trl`. A sub-command is imported when it is called."""
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pkgutil import resolve_name
+from typing import Any
 
 from . import __version__
 from .errors import InputError
-from .script.commands import EVALUATE, LAUNCHED, TRAIN, Command
-from .script.failures import refuse, run_command
-from .script.recipes import is_dry, look_ahead, set_environment
+from .script.commands import EVALUATE, TRAIN, Command
+from .script.failures import run_command
+from .script.recipes import is_dry, look_ahead
 
 
 COMMANDS = {
@@ -44,22 +46,18 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     for name, (_, purpose) in COMMANDS.items():
         commands.add_parser(name, help=purpose, add_help=False)
     command = parser.parse_args(arguments[:1]).command
-    function, _ = COMMANDS[command]
 
     def run(rest: Sequence[str]) -> int | None:
         # What stands behind the script is the script's, `--traceback` too
-        return resolve_name(function)(arguments[1:] if command == "launch" else rest)
+        return resolve_name(COMMANDS[command][0])(arguments[1:] if command == "launch" else rest)
 
     return run_command(run, arguments[1:], f"{parser.prog} {command}")
 
 
 def train(arguments: Sequence[str], command: Command = TRAIN) -> None:
     """Do what flags and a recipe ask for, see [`~script.training.run`]; in a dry run, say what that would be."""
-    try:
-        flags, recipe = look_ahead(arguments)
-    except InputError as error:
-        refuse(command.name, str(error))
-    set_environment(recipe.get("env", {}))  # before libraries are imported, some of which read theirs then
+    flags, recipe = look_ahead(arguments)
+    _set_environment(recipe)  # before libraries are imported, some of which read theirs then
     if is_dry(flags, recipe):
         from .script.planning import print_plan
 
@@ -79,9 +77,15 @@ def evaluate(arguments: Sequence[str]) -> None:
 
 def launch(arguments: Sequence[str]) -> None:
     """Train or evaluate in several processes, with the variables of the recipe."""
-    place = next((place for place, argument in enumerate(arguments) if argument in LAUNCHED), len(arguments))
+    plans = False
     with suppress(InputError):  # reported by the command
-        set_environment(look_ahead(arguments[place:])[1].get("env", {}))
+        flags, recipe = look_ahead(arguments)
+        _set_environment(recipe)
+        plans = is_dry(flags, recipe)
     from .script.launcher import main
 
-    main(arguments)
+    main(arguments, plans)
+
+
+def _set_environment(recipe: Mapping[str, Any]) -> None:
+    os.environ.update({name: str(value) for name, value in recipe.get("env", {}).items()})

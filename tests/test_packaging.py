@@ -66,18 +66,6 @@ def environment(built, tmp_path_factory) -> Path:
     return folder / "bin"
 
 
-def test_the_root_of_the_repository_holds_what_is_known_and_no_more():
-    listed = run_command(["git", "ls-files"], cwd=ROOT)
-    if listed.returncode != 0:
-        pytest.skip("no checkout of git")
-    assert {line.partition("/")[0] for line in listed.stdout.splitlines()} == {
-        ".ci", ".github", ".gitignore", ".pre-commit-config.yaml", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md",
-        "LICENSE", "MANIFEST.in", "Makefile", "README.md", "accelerate_configs", "bapo_trl", "benchmarks", "compat",
-        "constraints-e2e.txt", "constraints.txt", "deepspeed_configs", "docs", "mkdocs.yml", "notebooks", "plugins",
-        "pyproject.toml", "recipes", "scripts", "setup.cfg", "tests", "train_bapo.py",
-    }  # fmt: skip
-
-
 def test_sdist_and_wheel_hold_every_file_of_the_package(built):
     files = [path for path in (ROOT / "bapo_trl").rglob("*") if path.is_file() and path.suffix != ".pyc"]
     package = {path.relative_to(ROOT).as_posix() for path in files}

@@ -18,15 +18,13 @@ class BAPOScriptArguments(ScriptArguments):
     Arguments of this script. `--dataset_name` is a file (json, jsonl, parquet), a folder, a Hub id, `embedded`,
     `chat_sums` (sums asked of a chat model) or `reasoning_gym:TASK`. `--model_name_or_path` is a folder, a Hub id,
     `embedded` or `smollm2` (SmolLM2-135M-Instruct from a package).
-
-    The fields are described by their help texts, which `--help` shows.
     """
 
     method: str | None = field(
         default=None,
         metadata={
             "help": "Settings of a method by one name: grpo, clip_higher, bapo, bapo_released, cispo, gspo, sapo, "
-            "vespo, or recommended, which is vespo (docs/stability.md)."
+            "vespo, or recommended (docs/stability.md)."
         },
     )
     reward_funcs: list[str] | None = field(
@@ -44,9 +42,8 @@ class BAPOScriptArguments(ScriptArguments):
     prompt_column: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Column with the prompts, text or chat messages; of several, the first that a dataset has. By "
-            "default `prompt`, as it is. With this, `prompt_template` or `system_prompt`, a prompt that is text "
-            "becomes the message of a user where the model has a chat template."
+            "help": "Column with the prompts; of several, the first that a dataset has. By default `prompt` as it is. "
+            "With this, `prompt_template` or `system_prompt`, text becomes a user's message for a chat model."
         },
     )
     answer_column: list[str] | None = field(
@@ -58,10 +55,7 @@ class BAPOScriptArguments(ScriptArguments):
     )
     prompt_template: str | None = field(
         default=None,
-        metadata={
-            "help": "Text around each prompt: {prompt} stands for the prompt, {NAME} for the column NAME; other "
-            "braces stay."
-        },
+        metadata={"help": "Text around each prompt: {prompt} stands for the prompt, {NAME} for the column NAME."},
     )
     system_prompt: str | None = field(default=None, metadata={"help": "Text of the system message of each prompt."})
     eval_dataset: str | None = field(
@@ -73,10 +67,7 @@ class BAPOScriptArguments(ScriptArguments):
     )
     eval_fraction: float | None = field(
         default=None,
-        metadata={
-            "help": "Share of the training prompts to hold out and evaluate on, before and after the training, in "
-            "(0, 1). The same prompts for any seed."
-        },
+        metadata={"help": "Share of the training prompts to hold out and evaluate on, the same for any seed."},
     )
     extract_answer: str | None = field(
         default=None,
@@ -91,9 +82,8 @@ class BAPOScriptArguments(ScriptArguments):
     overwrite_output_dir: bool = field(
         default=False,
         metadata={
-            "help": "Whether a training from the start may delete the checkpoints and the model of an earlier run in "
-            "`output_dir`, with its settings, report and evaluation, and `merge_adapter` the folder `merged`. Else "
-            "it is refused."
+            "help": "Whether a run may delete checkpoints, model and report of an earlier one in `output_dir`, and "
+            "`merge_adapter` the folder `merged`. Else it is refused."
         },
     )
     merge_adapter: bool = field(
@@ -103,13 +93,11 @@ class BAPOScriptArguments(ScriptArguments):
             "With `do_train` false and no data, nothing else is done."
         },
     )
-
     dry_run: bool = field(
         default=False,
         metadata={
-            "help": "Whether to print what the run would do, and do nothing of it: samples and updates, age of the "
-            "samples, the first prompt, and what each reward function gives. No weights are loaded, and nothing is "
-            "written."
+            "help": "Whether to print what the run would do, and do nothing of it: samples, updates, their age, the "
+            "first prompt, and what each reward function gives. No weights are loaded, nothing is written."
         },
     )
 
@@ -117,8 +105,5 @@ class BAPOScriptArguments(ScriptArguments):
         for name in ("reward_funcs", "prompt_column", "answer_column"):
             if isinstance(getattr(self, name), str):  # in a recipe, one name needs no brackets
                 setattr(self, name, [getattr(self, name)])
-        for name in ("eval_dataset", "extract_answer"):
-            if getattr(self, name) == "":
-                raise InputError(f"`{name}` is empty: give a name, or leave it out.")
         if self.max_eval_samples is not None and self.max_eval_samples < 1:
             raise InputError(f"`max_eval_samples` is {self.max_eval_samples}: set it to at least 1, or leave it out.")

@@ -1,10 +1,7 @@
 """Evaluation of a run: of the model it starts from and of the one it ends with, on the same prompts."""
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
@@ -13,10 +10,7 @@ from ..evaluation.accuracy import accuracy_table
 from ..evaluation.measure import Evaluation, evaluate
 from ..evaluation.sampling import EvaluatedTrainer
 from .console import log_line
-
-
-Parts = Sequence[tuple[str, str | None]]
-"""Name and revision of a model, and of its base if it is an adapter."""
+from .preparation import Inputs
 
 
 class NotAtTheEnd(TrainerCallback):
@@ -31,69 +25,49 @@ class NotAtTheEnd(TrainerCallback):
     on_epoch_end = on_step_end
 
 
-class BeforeAfter:
-    """Evaluates before and after the training, or once if there is none."""
-
-    def __init__(
-        self,
-        trainer: EvaluatedTrainer,
-        dataset: Dataset | IterableDataset,
-        output_dir: Path,
-        extract_answer: Callable[[str], str | None] | None = None,
-    ):
-        self.trainer, self.dataset, self.output_dir, self.extract_answer = trainer, dataset, output_dir, extract_answer
-        self._before: Evaluation | None = None
-        self._after: Evaluation | None = None
-
-    def before(self, parts: Parts) -> None:
-        """
-        Evaluate what a training starts from; of a run that goes on, that is done. Engines that shard the model cannot
-        before they train: they say so.
-        """
-        self.trainer.add_callback(NotAtTheEnd())
-        if self.trainer.is_deepspeed_enabled or self.trainer.is_fsdp_enabled:
-            self.trainer.accelerator.print(
-                "Before training: not evaluated under DeepSpeed or FSDP. `--do_train false` evaluates the model alone."
-            )
-            return
-        self._before = self._evaluate("eval_completions_before.jsonl", [*parts, *map(_weight_files, parts)])
-
-    def after(self) -> None:
-        """Evaluate the model as it is now, log its rewards, and save all that was found."""
-        self._after = self._evaluate("eval_completions.jsonl")
-        self.trainer.log(self._rewards())
-        before = {} if self._before is None else self._before.as_results("before")
-        with raising_on_all_ranks():
-            self.trainer.save_metrics("eval", {**before, **self._after.as_results("eval")})
-
-    def report(self, model: str, title: str) -> str:
-        """Return what was found, and where it is, for the terminal."""
-        if self._before is None:
-            accuracies = {"": self._after.accuracies}
-        else:
-            accuracies = {"before": self._before.accuracies, "after": self._after.accuracies}
-        lines = [
-            f"Evaluation of {model} on {title}, {self._after.num_prompts} prompts: "
-            f"{log_line(self.trainer.state.global_step, self._rewards())}",
-            accuracy_table(accuracies),
-            self._left_out(),
-            f"Completions: {self.output_dir / 'eval_completions.jsonl'}",
-            f"Metrics: {self.output_dir / 'eval_results.json'}",
-        ]
-        return "\n".join(line for line in lines if line)
-
-    def _evaluate(self, name: str, origin: Any = None) -> Evaluation:
-        return evaluate(self.trainer, self.dataset, self.output_dir / name, self.extract_answer, origin)
-
-    def _left_out(self) -> str:
-        count = self._after.metrics.get("prompts_without_reward", 0)
-        return f"Left out, without a reward: {count} of {count + self._after.num_prompts} prompts" if count else ""
-
-    def _rewards(self) -> dict[str, float]:
-        return {f"eval_{name}": value for name, value in self._after.metrics.items()}
+def evaluate_before(trainer: EvaluatedTrainer, inputs: Inputs) -> Evaluation | None:
+    """
+    Evaluate what a training starts from; of a run that goes on, that is done. Engines that shard the model cannot
+    before they train: they say so.
+    """
+    trainer.add_callback(NotAtTheEnd())
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        trainer.accelerator.print(
+            "Before training: not evaluated under DeepSpeed or FSDP. `--do_train false` evaluates the model alone."
+        )
+        return None
+    path = Path(trainer.args.output_dir, "eval_completions_before.jsonl")
+    origin = [*inputs.parts, *(_weight_files(name) for name, _ in inputs.parts)]
+    return evaluate(trainer, inputs.data.test, path, inputs.extract_answer, origin)
 
 
-def _weight_files(part: tuple[str, str | None]) -> list[tuple[str, int, int]]:
+def evaluate_after(trainer: EvaluatedTrainer, inputs: Inputs, before: Evaluation | None) -> str:
+    """Evaluate the model as it is now, log its rewards, save what was found, and return it for the terminal."""
+    data, output_dir = inputs.data, Path(trainer.args.output_dir)
+    path = output_dir / "eval_completions.jsonl"
+    after = evaluate(trainer, data.test, path, inputs.extract_answer)
+    rewards = {f"eval_{name}": value for name, value in after.metrics.items()}
+    trainer.log(rewards)
+    results, accuracies = after.as_results("eval"), {"": after.accuracies}
+    if before is not None:
+        results = {**before.as_results("before"), **results}
+        accuracies = {"before": before.accuracies, "after": after.accuracies}
+    with raising_on_all_ranks():
+        trainer.save_metrics("eval", results)
+    model = output_dir if trainer.args.do_train else inputs.model
+    count = after.metrics.get("prompts_without_reward", 0)
+    lines = [
+        f"Evaluation of {model} on {data.test_title or data.title}, {after.num_prompts} prompts: "
+        f"{log_line(trainer.state.global_step, rewards)}",
+        accuracy_table(accuracies),
+        f"Left out, without a reward: {count} of {count + after.num_prompts} prompts" if count else "",
+        f"Completions: {path}",
+        f"Metrics: {output_dir / 'eval_results.json'}",
+    ]
+    return "\n".join(line for line in lines if line)
+
+
+def _weight_files(folder: str) -> list[tuple[str, int, int]]:
     """Return the weights in the folder of a model, with their sizes and times; none of one on the Hub."""
-    files = sorted(path for kind in ("safetensors", "bin") for path in Path(part[0]).glob(f"*.{kind}"))
+    files = sorted(Path(folder).glob("*.safetensors"))
     return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]

@@ -1,9 +1,7 @@
 """What an earlier run left in the output folder: kept, unless the flags let it go."""
 
-import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from transformers import TrainerState
@@ -19,30 +17,24 @@ from .models import merged_folder
 from .recipes import DEMO_FOLDER
 
 
-_MODEL = re.compile(
-    r"(model|pytorch_model|adapter_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?|adapter_config\.json"
-)
+_MODEL = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|adapter_config\.json")
 # Without the weights, these are no sign of a run that anybody trained
 _BESIDE = (
     TRAINER_STATE_NAME, SETTINGS_FILE, "report.png", "all_results.json", "eval_results.json",
     "config.json", "generation_config.json", "chat_template.jinja",
+    "completions/completions_*.parquet",  # TRL's, with `log_completions`
+    "eval_completions*.jsonl",
 )  # fmt: skip
 
 
 def check_start(settings: Settings, base: str | None) -> None:
     """
-    Refuse, before anything is loaded, a run that cannot use its checkpoint, would lose an earlier one's work, or has
+    Refuse, before anything is loaded, a run that would ignore its checkpoint, would lose an earlier one's work, or has
     no adapter to merge (`InputError`). `base` is that of a saved adapter, if the model is one.
     """
     script_args, training_args, model_args, _ = settings
-    model = model_args.model_name_or_path
-    resume, run_dir = training_args.resume_from_checkpoint, Path(training_args.output_dir).absolute()
-    above = next(path for path in (run_dir, *run_dir.parents) if path.exists())
-    if not (above.is_dir() and os.access(above, os.W_OK)):
-        raise InputError(
-            f"`output_dir` is {training_args.output_dir}, but {above} is no folder that can be written to: give "
-            "another --output_dir."
-        )
+    model, run_dir = model_args.model_name_or_path, Path(training_args.output_dir)
+    resume = training_args.resume_from_checkpoint
     if not training_args.do_train and resume_argument(resume) is not None:
         raise InputError(
             f"`resume_from_checkpoint` is '{resume}', but `do_train` is false and evaluation is of "
@@ -53,12 +45,26 @@ def check_start(settings: Settings, base: str | None) -> None:
             "`merge_adapter` is set, but there is no adapter: set `use_peft` to train one, or `model_name_or_path` to "
             "the folder of a saved one."
         )
-    if script_args.merge_adapter:
-        check_merged(merged_folder(training_args), script_args.overwrite_output_dir, [model, base])
+    merged = merged_folder(training_args)
+    replaced = [merged] if script_args.merge_adapter and merged.exists() else []
+    # The demo's own folder is nobody's work
+    is_demo = script_args.dataset_name == EMBEDDED and training_args.output_dir == DEMO_FOLDER
     if training_args.do_train and not goes_on(training_args):
-        # The demo's own folder is nobody's work
-        is_demo = script_args.dataset_name == EMBEDDED and training_args.output_dir == DEMO_FOLDER
-        check_output_dir(training_args.output_dir, script_args.overwrite_output_dir or is_demo, model)
+        replaced += _find_trained(run_dir)
+    names = ", ".join(path.name for path in replaced)
+    folders = [path.resolve() if path.is_dir() else path.resolve().parent for path in replaced]
+    for start in (model, base):
+        if start is not None and Path(start).resolve() in folders:
+            raise InputError(
+                f"`output_dir` is {run_dir}, which holds the model that the run starts from ({start}), and would lose "
+                "it: give another --output_dir."
+            )
+    if replaced and not (script_args.overwrite_output_dir or is_demo):
+        raise InputError(
+            f"`output_dir` is {run_dir}, which holds {names} of an earlier run: go on from its checkpoints with "
+            "--resume_from_checkpoint true, give another --output_dir, or delete them with --overwrite_output_dir "
+            "true."
+        )
 
 
 def goes_on(training_args: BAPOConfig) -> bool:
@@ -72,24 +78,24 @@ def resume_argument(value: str | None) -> str | bool | None:
     return {"true": True, "false": None}.get(value.lower(), value) if value is not None else None
 
 
-def check_resume(folder: str, training_args: BAPOConfig) -> bool:
-    """Return whether a checkpoint leaves updates to make; refuse one beyond the last (`InputError`)."""
+def check_resume(folder: str, training_args: BAPOConfig) -> None:
+    """Refuse a checkpoint beyond the last update (`InputError`)."""
     done = TrainerState.load_from_json(str(Path(folder) / TRAINER_STATE_NAME)).global_step
     if 0 < training_args.max_steps < done:
         raise InputError(
             f"`resume_from_checkpoint` is {folder}, at update {done}, and `max_steps` is {training_args.max_steps}: "
             f"raise `max_steps`, or evaluate it with --do_train false --model_name_or_path {folder}."
         )
-    return done != training_args.max_steps
 
 
 def check_checkpoint(training_args: BAPOConfig) -> None:
-    """Refuse to resume where no checkpoint is complete, or the newest leaves nothing to train (`InputError`)."""
+    """Refuse to resume where no checkpoint is complete, or the newest is beyond the last update (`InputError`)."""
     resume, run_dir = resume_argument(training_args.resume_from_checkpoint), training_args.output_dir
     if resume is None:
         return
-    newest_first = sorted(checkpoint_names(run_dir), key=step_of, reverse=True) if resume is True else []
-    folders = [str(Path(run_dir, name)) for name in newest_first] if resume is True else [str(resume)]
+    folders = [str(resume)]
+    if resume is True:
+        folders = [f"{run_dir}/{name}" for name in sorted(checkpoint_names(run_dir), key=step_of, reverse=True)]
     defects = {folder: find_defect(folder) for folder in folders}
     complete = next((folder for folder, defect in defects.items() if defect is None), None)
     if complete is None:
@@ -101,62 +107,15 @@ def check_checkpoint(training_args: BAPOConfig) -> None:
     check_resume(complete, training_args)
 
 
-def check_merged(folder: Path, overwrites: bool, starts: Iterable[str | None] = ()) -> None:
-    """
-    Refuse to merge into what is there already (`InputError`).
-
-    An earlier folder may go, but no link and no file, and nothing that the run starts from: a model, or its base.
-    """
-    for start in starts:
-        if start is not None and folder.exists() and Path(start).resolve().is_relative_to(folder.resolve()):
-            raise InputError(
-                f"`merge_adapter` is to save the folder {folder}, which holds the model that the run starts from "
-                f"({start}), and would replace it: give another --output_dir."
-            )
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise InputError(f"`merge_adapter` is to save the folder {folder}, which is a link or a file: remove it.")
-    if folder.exists() and not overwrites:
-        raise InputError(
-            f"`merge_adapter` is to save the folder {folder}, which is there already: rename or remove it, or replace "
-            "it with --overwrite_output_dir true."
-        )
-
-
-def check_output_dir(output_dir: str | Path, overwrites: bool, model: str | None = None) -> None:
-    """
-    Refuse an output folder with checkpoints or a model, which a run from the start would delete (`InputError`).
-
-    They may go if `overwrites` is set, but for the model that the run starts from.
-    """
-    run_dir = Path(output_dir)
-    found = _find_trained(run_dir)
-    if not found:
-        return
-    names = ", ".join(path.name for path in found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-    start = None if model is None else Path(model).resolve()
-    going = [path.resolve() for path in found]
-    if start is not None and (start == run_dir.resolve() or any(start.is_relative_to(path) for path in going)):
-        raise InputError(
-            f"`output_dir` is {run_dir}, which holds the model that the run starts from ({model}), and would lose it: "
-            "give another --output_dir."
-        )
-    if not overwrites:
-        raise InputError(
-            f"`output_dir` is {run_dir}, which holds {names} of an earlier run: go on from its checkpoints with "
-            "--resume_from_checkpoint true, give another --output_dir, or delete them with --overwrite_output_dir "
-            "true."
-        )
-
-
-def remove_earlier_run(output_dir: str | Path) -> None:
+def remove_earlier_run(run_dir: Path) -> None:
     """Delete the checkpoints and the model of an earlier run, with its state, settings, report and evaluation."""
-    run_dir = Path(output_dir)
     found = _find_trained(run_dir)
-    for path in [*found, *(run_dir / name for name in _BESIDE), *_completions(run_dir)] if found else ():
+    beside = [path for pattern in _BESIDE for path in run_dir.glob(pattern)] if found else []
+    for path in [*found, *beside]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
-            path.unlink(missing_ok=True)
+            path.unlink()
 
 
 def _find_trained(run_dir: Path) -> list[Path]:
@@ -165,8 +124,3 @@ def _find_trained(run_dir: Path) -> list[Path]:
         return []
     checkpoints = [run_dir / name for name in checkpoint_names(str(run_dir))]
     return [*checkpoints, *sorted(path for path in run_dir.iterdir() if _MODEL.fullmatch(path.name))]
-
-
-def _completions(run_dir: Path) -> Iterator[Path]:
-    yield from run_dir.glob("completions/completions_*.parquet")  # TRL's, with `log_completions`
-    yield from run_dir.glob("eval_completions*.jsonl")

@@ -8,24 +8,24 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from ..errors import InputError
 
 
 FLAG = "--traceback"
 
-Result = TypeVar("Result")
 
-
-def run_command(function: Callable[[Sequence[str]], Result], arguments: Sequence[str], program: str) -> Result:
+def run_command(function: Callable[[Sequence[str]], Any], arguments: Sequence[str], program: str) -> Any:
     """
     Run a command as a process does: report what it raises on stderr, and end the process with 1.
 
     [`~errors.InputError`] takes one line; `--traceback` among the arguments shows where it comes from. Of several
     processes of a launcher, one reports what all of them have to say. A terminal that is gone stops nothing.
     """
-    _outlive_terminal()
+    for name in ("stdout", "stderr"):
+        if not isinstance(getattr(sys, name), _OutlivesTerminal):
+            setattr(sys, name, _OutlivesTerminal(getattr(sys, name)))
     try:
         return function([argument for argument in arguments if argument != FLAG])
     except Exception as error:
@@ -47,30 +47,19 @@ def _say_once(text: str, message: str) -> None:
     """Write to stderr, unless another process of the launcher on this node did: it left a file beside its errors."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is not None:
-        name = hashlib.sha256(message.encode(errors="replace")).hexdigest()[:16]
+        said = Path(file).parents[1] / f"said-{hashlib.sha256(message.encode(errors='replace')).hexdigest()[:16]}"
         try:
-            (Path(file).parents[1] / f"said-{name}").touch(exist_ok=False)
+            said.touch(exist_ok=False)
         except FileExistsError:
             return
-        except OSError:
-            pass
     print(text, end="", file=sys.stderr)
 
 
-def _outlive_terminal() -> None:
-    """Let what is printed go nowhere once the terminal is gone."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:  # closed before the process began
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 -- for as long as the process lives
-        elif stream is getattr(sys, f"__{name}__"):
-            stream.reconfigure(errors="backslashreplace")
-            setattr(sys, name, _Lenient(stream))
+class _OutlivesTerminal:
+    """A stream whose text goes nowhere once the terminal is gone."""
 
-
-class _Lenient:
     def __init__(self, stream: Any):
-        self._stream = stream
+        self._stream = stream or open(os.devnull, "w")  # noqa: SIM115 -- for as long as the process lives
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

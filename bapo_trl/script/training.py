@@ -6,12 +6,13 @@ from pathlib import Path
 from ..bapo_config import BAPOConfig
 from ..checkpoints.rank_errors import on_main_process, raising_on_all_ranks
 from ..checkpoints.stop_signals import EXIT_CODE, StopSignals, exit_stopped
+from ..evaluation.measure import Evaluation
 from ..evaluation.sampling import EvaluatedTrainer
 from ..report.facts import method_name
 from ..report.write import report_line
 from ..upstream.cpu_speed import speed_up_cpu
 from ..upstream.fixes import end_training
-from .before_after import BeforeAfter
+from .before_after import evaluate_after, evaluate_before
 from .command_line import Settings
 from .console import settings_table
 from .earlier_run import check_resume, goes_on, remove_earlier_run, resume_argument
@@ -36,35 +37,31 @@ def run(settings: Settings) -> None:
 
     if not training_args.do_train and training_args.distributed_state.is_main_process:
         title = script_args.eval_dataset or ("a mixture" if dataset_args.datasets else script_args.dataset_name)
-        print(
-            f"Evaluates the model {model_args.model_name_or_path} on {title}, into {training_args.output_dir}",
-            flush=True,
-        )
+        into = training_args.output_dir
+        print(f"Evaluates the model {model_args.model_name_or_path} on {title}, into {into}", flush=True)
     trainer = make_trainer(prepared)
     inputs, output_dir, say = prepared.inputs, Path(training_args.output_dir), trainer.accelerator.print
-    data, model = inputs.data, inputs.model
-    evaluation = BeforeAfter(trainer, data.test, output_dir, inputs.extract_answer) if training_args.do_eval else None
+    data = inputs.data
     speed = speed_up_cpu(trainer)
     if speed is not None:
         say(speed)
     if training_args.do_train:
         say(f"{method_name(training_args)} on {data.title}")
         say(settings_table(training_args, script_args.method))
-    lines = on_main_process(lambda: prompt_lines(data, trainer.processing_class, model, script_args))  # reads all rows
-    say("\n".join(lines))
+    # Reads all rows
+    say("\n".join(on_main_process(lambda: prompt_lines(data, trainer.processing_class, inputs.model, script_args))))
 
+    before = None
     with trainer.holding_output_dir():
         if training_args.do_train:
             if not goes_on(training_args):
                 on_main_process(lambda: remove_earlier_run(output_dir))
-            _train(trainer, inputs, training_args, evaluation)
-        if evaluation is not None:
-            evaluated = training_args.output_dir if training_args.do_train else model
-            evaluation.after()
+            before = _train(trainer, inputs, training_args)
+        if training_args.do_eval:
+            say(evaluate_after(trainer, inputs, before))
             if training_args.do_train:
                 with raising_on_all_ranks():
                     trainer.save_state()  # with what was found
-            say(evaluation.report(evaluated, data.test_title or data.title))
 
     if training_args.push_to_hub:
         with _saving(trainer):
@@ -79,24 +76,17 @@ def run(settings: Settings) -> None:
         say(report_line(trainer.state.log_history, output_dir / "report.png"))
 
 
-def _train(
-    trainer: EvaluatedTrainer, inputs: Inputs, training_args: BAPOConfig, evaluation: BeforeAfter | None
-) -> None:
-    """Train and save, with what the terminal says before and after."""
-    output_dir = Path(training_args.output_dir)
-    say = trainer.accelerator.print
+def _train(trainer: EvaluatedTrainer, inputs: Inputs, training_args: BAPOConfig) -> Evaluation | None:
+    """Train and save, with what the terminal says of it; return the evaluation of the start, if asked for."""
+    output_dir, say = Path(training_args.output_dir), trainer.accelerator.print
     resume = trainer.checkpoint_to_resume(resume_argument(training_args.resume_from_checkpoint))
-    is_over = resume is not None and not check_resume(resume, training_args)
     steps = training_args.logging_steps  # below 1, a part of all updates
     every = f"{steps:g} updates" if steps >= 1 else "the updates since the line before"
     say(f"Each line below: means over {every}, or over as many as it says; age in policy versions.")
     if resume is not None:
+        check_resume(resume, training_args)
         say(f"Goes on from {resume}.")
-    if is_over:
-        say(f"Note: nothing is left to train, {resume} is of the last update. Its model is saved again.")
-
-    if evaluation is not None:
-        evaluation.before(inputs.parts)
+    before = evaluate_before(trainer, inputs) if training_args.do_eval else None
     stop = StopSignals()
     trainer.add_callback(stop)
     try:
@@ -118,6 +108,7 @@ def _train(
     say(f"Model: {training_args.output_dir}")
     if checkpoint.is_dir():
         say(f"Checkpoint: {checkpoint}")
+    return before
 
 
 def _saving(trainer: EvaluatedTrainer) -> AbstractContextManager:

@@ -55,24 +55,12 @@ def test_a_training_does_not_delete_the_model_it_starts_from(folder, start):
 @pytest.mark.trainings
 def test_what_is_overwritten_is_that_of_the_earlier_run_and_no_more(folder):
     run(**SAVING, max_steps=6, eval_dataset="test.jsonl", logging_steps=1, log_completions="true")
-    run_dir(
-        **{
-            "adapter_model.safetensors": b"",
-            "chat_template.jinja": b"of another model",
-            "novel.txt": b"mine",
-            "checkpoint-mine/novel.txt": b"mine",
-        }
-    )
+    files = ("adapter_model.safetensors", "chat_template.jinja", "novel.txt", "checkpoint-mine/novel.txt")
+    run_dir(**dict.fromkeys(files, b"of somebody"))
     run(**SAVING, overwrite_output_dir="true", max_steps=4, seed=7)
     left = {path.name for path in Path("out").iterdir()}
     assert {"checkpoint-4", "checkpoint-2", "checkpoint-mine", "novel.txt", "model.safetensors"} <= left
-    assert not left & {
-        "checkpoint-6",
-        "adapter_model.safetensors",
-        "chat_template.jinja",
-        "eval_results.json",
-        "eval_completions.jsonl",
-    }
+    assert not left & {"checkpoint-6", *files[:2], "eval_results.json", "eval_completions.jsonl"}
     assert not list(Path("out").glob("completions/*.parquet"))
     assert json.loads(Path("out/trainer_state.json").read_text())["global_step"] == 4
     run(**SAVING, max_steps=6, resume_from_checkpoint="true", overwrite_output_dir="true")  # nothing is deleted

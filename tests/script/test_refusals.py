@@ -13,7 +13,6 @@ from tests.helpers.script_runs import fill_folder, flags
 FILES = {
     "seed.yaml": "seed: one\n",
     "key.yaml": "learning_rat: 1.0e-6\n",
-    "list.yaml": "? [a, b]\n: 1\n",
     "no_data.yaml": "max_steps: 1\n",
     "twice.yaml": "max_steps: 1\nseed: 2\nmax_steps: 3\n",
     "files/a.jsonl": '{"prompt": "1+1="}\n',
@@ -24,7 +23,6 @@ FILES = {
     "three.jsonl": '{"prompt": "1+1="}\n{"prompt": "1+2="}\n{"prompt": "1+3="}\n',
     "chats.jsonl": '{"prompt": [{"role": "user", "content": "1+1="}]}\n' * 4,
     "adapter/adapter_config.json": '{"base_',
-    "env.yaml": "env: {'A=B': 1}\n",
     "method.yaml": "method: [bapo]\n",
     "parts.yaml": "datasets: [{path: json, data_files: none.jsonl}]\n",
     "stream.yaml": "datasets: [{path: json, data_files: train.jsonl}]\nstreaming: true\ntest_split_size: 0.5\n",
@@ -32,12 +30,10 @@ FILES = {
 REFUSED = [
     # Recipes
     ({"config": "seed.yaml"}, "argument --seed: invalid int value: 'one'"),
-    ({"config": "env.yaml"}, "illegal environment variable name"),
     ({"config": "method.yaml"}, r"`method` is \['bapo'\]: set it to one of grpo, "),
     ({"config": "parts.yaml", "dataset_name": None}, r"`datasets` \('json'\) could not be loaded: .*none\.jsonl"),
     ({"config": "stream.yaml", "dataset_name": None}, "`test_split_size` 0.5 cannot be split off a stream"),
     ({"config": "key.yaml"}, r"unknown key in key.yaml: learning_rat \(the nearest is learning_rate\)$"),
-    ({"config": "list.yaml"}, r"is not valid YAML \("),
     ({"config": "twice.yaml"}, r"\(the key `max_steps` is there twice, again in line 3\)"),
     ({"config": "no_data.yaml", "dataset_name": None}, "`dataset_name` is not set.*embedded"),
     # Of TRL and transformers
@@ -49,8 +45,6 @@ REFUSED = [
         r"generation_batch_size \(6\) must be divisible by num_generations \(4\)",
     ),
     ({"push_to_hub": "true"}, r"`push_to_hub` is set, but the Hub cannot be pushed to \("),
-    # Settings of a training
-    ({"learning_rate": -1}, "`learning_rate` is -1.0: set it to at least 0, e.g. 1e-6."),
     ({"reward_funcs": "accuracy"}, "`reward_funcs` has 'accuracy'.*accuracy_reward"),
     ({"reward_funcs": None}, "`reward_funcs` is not set"),
     # Nothing of the demo's stands in
@@ -67,8 +61,7 @@ REFUSED = [
         "`resume_from_checkpoint` is 'true', but `do_train` is false.*`model_name_or_path`",
     ),
     ({"report_to": "wandbb"}, "`report_to` is 'wandbb': wandbb is not supported"),
-    ({"dataset_streaming": "true", "max_steps": -1}, "`max_steps` is not set, and a stream does not tell its length"),
-    ({"bf16_full_eval": "true", "do_eval": "true"}, "`bf16_full_eval` is set: .* --do_train false"),
+    ({"bf16_full_eval": "true", "do_eval": "true"}, "`bf16_full_eval` or .* --do_train false"),
     # Data
     ({"dataset_name": "./missing.jsonl"}, "`dataset_name` is './missing.jsonl'.*no such file or folder"),
     (
@@ -84,7 +77,6 @@ REFUSED = [
     ({"dataset_name": "chats.jsonl"}, "prompts are chat messages, but the tokenizer .* has no chat template"),
     ({"dataset_train_split": "trein"}, "`dataset_train_split` is 'trein'.*'train'"),
     ({"do_eval": "true"}, "`dataset_test_split` is 'test'.*train"),
-    ({"eval_dataset": ""}, "`eval_dataset` is empty: give a name, or leave it out."),
     ({"eval_dataset": "tset.jsonl"}, "`eval_dataset` is 'tset.jsonl', but there is no such file"),
     ({"eval_dataset": "two"}, "`dataset_test_split` is 'test', but the dataset has only the splits"),
     ({"eval_dataset": "two", "dataset_test_split": "b"}, r"eval dataset \(two\) has no `prompt` column"),
