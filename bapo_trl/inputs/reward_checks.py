@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError
-from ..reward_sums import overflowing_groups
+from ..batch.reward_sums import overflowing_groups
 from ..upstream.trl_compat import is_async_callable
 from .prompt_checks import start_of
 
