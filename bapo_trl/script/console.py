@@ -9,8 +9,7 @@ from typing import Any
 from transformers import ProgressCallback, TrainerCallback
 
 from ..bapo_config import BAPOConfig
-from ..plan.counts import count
-from ..plan.dry_run import aligned_rows
+from ..plan.dry_run import aligned_rows, count
 from ..report.logs import is_of_updates
 from ..staleness import oldest_age
 

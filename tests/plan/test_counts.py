@@ -6,7 +6,7 @@ import pytest
 from accelerate.utils import set_seed
 
 from bapo_trl import BAPOConfig
-from bapo_trl.plan.counts import count
+from bapo_trl.plan.dry_run import count
 from bapo_trl.staleness import mean_age
 from tests.helpers.toy import CPU, toy_dataset, toy_trainer, training_logs
 
