@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import InputError
 from ..batch.reward_sums import overflowing_groups
+from ..errors import InputError
 from ..upstream.trl_compat import is_async_callable
 from .prompt_checks import start_of
 

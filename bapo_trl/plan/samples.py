@@ -22,10 +22,9 @@ from ..inputs.reward_checks import rewards_defect
 LOOKED_AT = 1000
 """Prompts that are tokenized, evenly over those that there are, and the longest text; of a stream, the first ones."""
 
-_QUANTILES = (0.05, 0.5, 0.95, 1.0)
-
-
 TEXT_FOR_CHAT = "plain text, though the model has a chat template: `--prompt_column prompt` makes messages of it"
+
+_QUANTILES = (0.05, 0.5, 0.95, 1.0)
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,8 @@ class Reward:
 
     name: str
     completion: str
-    value: float | None  # `None` if it gave none
-    error: str | None  # what it raised, or what is wrong with what it returned
+    value: float | None = None  # `None` if it gave none
+    error: str | None = None  # what it raised, or what is wrong with what it returned
 
 
 def look_at_prompts(dataset: Any, processing_class: Any, room: int | None, template_kwargs: Any = None) -> Prompts:
@@ -58,7 +57,7 @@ def look_at_prompts(dataset: Any, processing_class: Any, room: int | None, templ
     if isinstance(dataset, Dataset):
         num_prompts = len(dataset)
         stored = stored_prompts(dataset) if num_prompts > LOOKED_AT else ()
-        sizes = [len(str(prompt).encode(errors="replace")) for prompt in stored]
+        sizes = [len(str(prompt)) for prompt in stored]
         longest = [max(range(num_prompts), key=sizes.__getitem__)] if sizes else []
         rows = sorted({*range(0, num_prompts, math.ceil(num_prompts / LOOKED_AT)), *longest})
         prompts = dataset.select(rows)["prompt"][:]
@@ -148,12 +147,10 @@ def _try(function: Callable, samples: Mapping[str, Any], others: Mapping[str, An
             with ThreadPoolExecutor(1) as thread:  # in a notebook, this one runs a loop already
                 returned = thread.submit(asyncio.run, returned).result()
     except Exception as error:  # whatever a user's function raises is what is asked for
-        return Reward(name, text, None, f"raised {type(error).__name__}: {error}")
+        return Reward(name, text, error=f"raised {type(error).__name__}: {error}")
     returned = list(returned) if hasattr(returned, "__next__") else returned
     defect = rewards_defect(returned, 2)
-    if defect is not None:
-        return Reward(name, text, None, f"returned {defect}")
-    value = None if returned[0] is None else float(returned[0])
+    value = None if defect or returned[0] is None else float(returned[0])
     if value is not None and math.isinf(value):
-        return Reward(name, text, None, f"returned {value:g}: return a finite number, or None where it does not apply")
-    return Reward(name, text, value, None)
+        defect = f"{value:g}: return a finite number, or None where it does not apply"
+    return Reward(name, text, value, None if defect is None else f"returned {defect}")

@@ -1,37 +1,33 @@
-"""`--dry_run true` of `train` and `evaluate`: what the run would do. No weight is loaded, nothing is written."""
+"""`--dry_run true` of `train` and `evaluate`: what the run would do. No weight is loaded, no result is written."""
 
+import os
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import datasets
-from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as LOADERS  # "json", "csv", ...
+import torch
 from huggingface_hub import whoami
-from transformers import TrainingArguments
+from huggingface_hub.errors import HfHubHTTPError
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers import training_args as of_transformers
+from transformers.integrations import get_reporting_integration_callbacks
 
-from ..bapo_config import BAPOConfig
 from ..errors import InputError
 from ..inputs.checks import has_rotary_positions, token_limits
 from ..inputs.setting_warnings import setting_warnings
-from ..plan.dry_run import DryRun, arithmetic_of, dry_run, processes_of_launcher
+from ..plan.dry_run import arithmetic_of, dry_run, processes_of_launcher
 from ..plan.samples import check_window
 from ..report.facts import method_name
-from ..tasks import SMOLLM2, check_smollm2, has_smollm2
-from .command_line import Settings, parse_arguments
+from .command_line import parse_arguments
 from .commands import TRAIN, Command
-from .datasets import Data
 from .earlier_run import check_checkpoint
-from .models import base_dtype, base_revision, fetch_model, merged_dtype, merged_folder
-from .preparation import Inputs, Prepared, explaining_pushes, prepare
+from .models import adapter_base, load_processing_class, merged_dtype, merged_folder
+from .preparation import Prepared, prepare
 
 
-_SEE_END = "Prompts and rewards are not known: the end says why."
 _DRY_RUN = "a dry run. No weights are loaded, nothing is written."
 
 
@@ -47,23 +43,23 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, processes: in
     """
     problems: list[InputError] = []
     processes = processes or processes_of_launcher()
-    with as_in_processes(processes), throwaway_cache():
-        settings = _parse(arguments, command, processes, problems)
+    with as_in_processes(processes):
+        try:
+            settings = parse_arguments(arguments, command)
+        except InputError as refusal:  # where there is no GPU, the settings are read as on one
+            with as_in_processes(processes, on_gpus=True):
+                settings = parse_arguments(arguments, command)
+            problems.append(refusal)
         with _noting(problems):
             check_checkpoint(settings.training)
-        with _noting(problems), explaining_pushes(settings.training):
-            if settings.training.push_to_hub:
-                whoami(settings.training.hub_token)
-        prepared = prepare(settings, partial(_noting, problems), _fetch)
+        prepared = prepare(settings, partial(_noting, problems))
         if prepared.merges_alone:
             with _noting(problems):
-                if prepared.base is not None:
-                    _print_merge(prepared)
+                _print_merge(prepared)
         else:
             _print_run(prepared, processes, problems)
     if len(problems) > 1:
-        texts = [" ".join([str(problem), *getattr(problem, "__notes__", ())]) for problem in problems]
-        numbered = " ".join(f"({number}) {text}" for number, text in enumerate(texts, start=1))
+        numbered = " ".join(f"({number}) {problem}" for number, problem in enumerate(problems, start=1))
         raise InputError(f"{len(problems)} problems. {numbered}")
     for problem in problems:
         raise problem
@@ -71,32 +67,21 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, processes: in
 
 def _print_run(prepared: Prepared, processes: int, problems: list[InputError]) -> None:
     """Print what a training or an evaluation would do, and add what it would stop at to the problems."""
-    script_args, training_args, model_args, _ = prepared.settings
-    inputs, data, found = prepared.inputs, prepared.data, None
+    script_args, training_args, *_ = prepared.settings
+    inputs = prepared.inputs
+    data = prepared.data if inputs is None else inputs.data
+    prompts = None if data is None else data.prompts
+    found = arithmetic_of(training_args, prompts, processes)
     with _noting(problems):
         if inputs is not None:
-            revision = model_args.model_revision
-            if inputs.base is not None:
-                revision = base_revision(inputs.model, revision)
-            chosen = {"revision": revision, "attn_implementation": model_args.attn_implementation}
-            training_args.model_init_kwargs = {**chosen, **(training_args.model_init_kwargs or {})}  # type: ignore[dict-item]
-            found = dry_run(
-                training_args,
-                inputs.model if inputs.base is None else inputs.base,
-                inputs.reward_funcs,
-                _prompts(inputs.data),
-                inputs.processing_class,
-                processes,
-                trains_adapter=inputs.base is not None or model_args.use_peft,
-            )
+            name, revision = inputs.parts[-1]  # an adapter has the configuration of its base
+            given: Any = training_args.model_init_kwargs or {}
+            training_args.model_init_kwargs = {"revision": revision, **given}
+            found = dry_run(training_args, name, inputs.reward_funcs, prompts, inputs.processing_class, processes)
             problems += map(InputError, found.problems)
-            _check_eval_window(found, inputs, training_args)
+            _check_as_the_trainer(prepared, problems)
     if not training_args.distributed_state.is_main_process:
         return
-    if found is None:
-        found = arithmetic_of(training_args, None if data is None else _prompts(data), processes)
-        is_built = model_args.model_name_or_path != SMOLLM2 or has_smollm2()
-        found = replace(found, missing=_SEE_END) if is_built else found
     title = script_args.dataset_name if data is None else data.title
     if not training_args.do_train:
         title = script_args.eval_dataset if data is None else data.test_title or title
@@ -107,37 +92,75 @@ def _print_run(prepared: Prepared, processes: int, problems: list[InputError]) -
     sys.stdout.flush()
 
 
+def _check_as_the_trainer(prepared: Prepared, problems: list[InputError]) -> None:
+    """Add to the problems what TRL and transformers refuse when a trainer is made, and when it begins."""
+    _, args, model_args, _ = prepared.settings
+    inputs: Any = prepared.inputs
+    name, revision = inputs.parts[-1]
+    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+    functions, weights = inputs.reward_funcs, args.reward_weights
+    with _noting(problems):
+        if weights is not None and len(weights) != len(functions):
+            raise InputError(
+                f"`reward_weights` is {weights}, for {len(functions)} reward functions: give a number for each."
+            )
+    with _noting(problems):
+        if args.sync_ref_model and (args.beta == 0 or model_args.use_peft or len(inputs.parts) > 1):
+            raise InputError(
+                "`sync_ref_model` is true, but there is no reference model to update: set `beta` above 0 and train no "
+                "adapter, or leave `sync_ref_model` out."
+            )
+    with _noting(problems):
+        if inputs.data.train is not None and args.do_eval and not has_rotary_positions(config.get_text_config()):
+            limits = token_limits(config.get_text_config(), args.max_completion_length)
+            check_window([("eval", inputs.data.test)], inputs.processing_class, limits, args.chat_template_kwargs)
+    for tracker in args.report_to:
+        with _noting(problems, f"`report_to` is '{tracker}': "):
+            get_reporting_integration_callbacks([tracker])[0]()
+    with _noting(problems, f"`attn_implementation` is '{model_args.attn_implementation}': "), torch.device("meta"):
+        if model_args.attn_implementation is not None:
+            AutoModelForCausalLM.from_config(config, attn_implementation=model_args.attn_implementation)
+    if not args.do_train:
+        return
+    with _noting(problems, f"`optim` is '{args.optim}': "):
+        Trainer.get_optimizer_cls_and_kwargs(args, torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+    with _noting(problems, "`push_to_hub` is set, but the Hub cannot be pushed to: "):
+        if args.push_to_hub:
+            whoami(args.hub_token)
+    with _noting(problems):
+        folder = Path(args.output_dir).absolute()
+        above = next(path for path in (folder, *folder.parents) if path.exists())
+        if not (above.is_dir() and os.access(above, os.W_OK)):
+            raise InputError(f"`output_dir` is {args.output_dir}, but {above} is no folder that can be written to.")
+
+
+def _print_merge(prepared: Prepared) -> None:
+    _, training_args, model_args, _ = prepared.settings
+    adapter, revision = str(model_args.model_name_or_path), model_args.model_revision
+    base, _ = adapter_base(adapter, revision)
+    if base is None or not training_args.distributed_state.is_main_process:
+        return
+    load_processing_class(adapter, revision, training_args.trust_remote_code)
+    dtype, reason = merged_dtype(adapter, model_args.dtype)
+    print(f"Merges the adapter {adapter} into its base {base}, in {merged_folder(training_args)}: {_DRY_RUN}")
+    print(f"Weights are saved in {dtype}, {reason}.", flush=True)
+
+
 @contextmanager
-def _noting(problems: list[InputError]) -> Iterator[None]:
-    """Add what the block is refused with to the problems, and go on after it."""
+def _noting(problems: list[InputError], setting: str = "") -> Iterator[None]:
+    """
+    Add what the block is refused with to the problems, and go on after it.
+
+    With `setting`, its first words, what a library raises is added too.
+    """
     try:
-        with suppress(_NotBuiltError):
-            yield
+        yield
     except InputError as problem:
         problems.append(problem)
-
-
-class _NotBuiltError(Exception):
-    """A model is fetched from elsewhere by the run, and not by its plan."""
-
-
-def _parse(arguments: Sequence[str], command: Command, processes: int, problems: list[InputError]) -> Settings:
-    """Return the settings; those that need a GPU, where there is none, as with one, and the refusal as a problem."""
-    try:
-        return parse_arguments(arguments, command)
-    except InputError as refusal:
-        with as_in_processes(processes, on_gpus=True):
-            settings = parse_arguments(arguments, command)
-        problems.append(refusal)
-        return settings
-
-
-def _check_eval_window(found: DryRun, inputs: Inputs, training_args: BAPOConfig) -> None:
-    """Refuse evaluation prompts that the model fails at, beside those that are trained on (`InputError`)."""
-    if found.model_config is None or inputs.data.train is None or has_rotary_positions(found.model_config):
-        return
-    limits = token_limits(found.model_config, training_args.max_completion_length)
-    check_window([("eval", inputs.data.test)], inputs.processing_class, limits, training_args.chat_template_kwargs)
+    except (HfHubHTTPError, ImportError, OSError, RuntimeError, ValueError) as error:
+        if not setting:
+            raise
+        problems.append(InputError(f"{setting}{str(error).splitlines()[0]}"))
 
 
 @contextmanager
@@ -147,64 +170,12 @@ def as_in_processes(processes: int, on_gpus: bool = False) -> Iterator[None]:
 
     With `on_gpus`, as on a machine with GPUs that compute in bfloat16.
     """
-    pretended: list[tuple[Any, str, Any]] = [(TrainingArguments, "world_size", property(lambda self: processes))]
+    world_size, has_bf16 = TrainingArguments.world_size, of_transformers.is_torch_bf16_gpu_available
+    TrainingArguments.world_size = property(lambda self: processes)  # type: ignore[assignment,method-assign]
     if on_gpus:
-        pretended.append((of_transformers, "is_torch_bf16_gpu_available", lambda: True))
-    originals = [getattr(owner, name) for owner, name, _ in pretended]
-    for owner, name, value in pretended:
-        setattr(owner, name, value)
+        of_transformers.is_torch_bf16_gpu_available = lambda: True
     try:
         yield
     finally:
-        for (owner, name, _), original in zip(pretended, originals, strict=True):
-            setattr(owner, name, original)
-
-
-@contextmanager
-def throwaway_cache() -> Iterator[Path]:
-    """
-    Have datasets prepare files and map rows in a folder that goes, without progress bars, and yield that folder.
-
-    What is prepared already of the Hub's data is read from where it is.
-    """
-    kept: Path = datasets.config.HF_DATASETS_CACHE
-    caches, shows_bars = datasets.is_caching_enabled(), not datasets.utils.are_progress_bars_disabled()
-    with tempfile.TemporaryDirectory() as folder:
-        cache = Path(folder) / "datasets"
-        cache.mkdir()
-        for path in kept.iterdir() if kept.is_dir() else ():
-            if path.is_dir() and path.name not in LOADERS:
-                (cache / path.name).symlink_to(path.resolve())
-        datasets.config.HF_DATASETS_CACHE = cache
-        datasets.disable_caching()  # of what is mapped: beside the user's data
-        datasets.disable_progress_bars()
-        try:
-            yield Path(folder)
-        finally:
-            datasets.config.HF_DATASETS_CACHE = kept
-            if caches:
-                datasets.enable_caching()
-            if shows_bars:
-                datasets.enable_progress_bars()
-
-
-def _print_merge(prepared: Prepared) -> None:
-    _, training_args, model_args, _ = prepared.settings
-    adapter, base = str(model_args.model_name_or_path), str(prepared.base)
-    dtype, reason = merged_dtype(adapter, model_args.dtype)
-    of_base = base_dtype(adapter, base, model_args.model_revision, training_args.trust_remote_code)
-    if training_args.distributed_state.is_main_process:
-        print(f"Merges the adapter {adapter} into its base {base}, in {merged_folder(training_args)}: {_DRY_RUN}")
-        print(f"Weights are saved in {of_base if dtype == 'auto' else dtype}, {reason}.", flush=True)
-
-
-def _prompts(data: Data) -> Any:
-    return data.test if data.train is None else data.train
-
-
-def _fetch(name: str, training_args: BAPOConfig) -> str:
-    """Do as [`~models.fetch_model`], but fetch nothing from elsewhere."""
-    if name == SMOLLM2 and not has_smollm2():
-        check_smollm2()
-        raise _NotBuiltError
-    return fetch_model(name, training_args)
+        TrainingArguments.world_size = world_size  # type: ignore[method-assign]
+        of_transformers.is_torch_bf16_gpu_available = has_bf16

@@ -2,10 +2,9 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
 from pathlib import Path
 from time import strftime
 from typing import Any
@@ -31,15 +30,7 @@ from .command_line import Settings
 from .console import UpdateLines, UpdateLinesAboveBar
 from .datasets import Data, has_data, load_data
 from .earlier_run import check_start, goes_on
-from .models import (
-    adapter_base,
-    base_revision,
-    check_packages,
-    fetch_model,
-    load_adapter,
-    load_processing_class,
-    settle_lora_targets,
-)
+from .models import adapter_base, check_packages, fetch_model, load_adapter, load_processing_class
 from .prompts import check_chat_template, format_data
 from .rewards import resolve_names
 
@@ -51,8 +42,7 @@ class Inputs:
     data: Data
     reward_funcs: list[Any]
     model: str  # folder or id
-    base: str | None  # if that is a saved adapter
-    parts: list[tuple[str, str | None]]  # name and revision of the model, and of its base
+    parts: list[tuple[str, str | None]]  # name and revision of the model, and of its base if it is a saved adapter
     processing_class: Any  # tokenizer or processor
     extract_answer: Callable[[str], str | None] | None  # finds the answer in a completion
 
@@ -69,73 +59,58 @@ class Prepared:
     """What a run is made of, but for the trainer; `None` for what it does not need, or was refused."""
 
     settings: Settings
-    base: str | None  # of a saved adapter that the model is
-    merges_alone: bool  # whether it merges that adapter, and does nothing else
+    merges_alone: bool  # whether it merges a saved adapter, and does nothing else
     data: Data | None = None
     inputs: Inputs | None = None
 
 
-def prepare(
-    settings: Settings,
-    stage: Callable[[], AbstractContextManager] = nullcontext,
-    fetch: Callable[[str, BAPOConfig], str] = fetch_model,
-) -> Prepared:
+def prepare(settings: Settings, stage: Callable[[], AbstractContextManager] = nullcontext) -> Prepared:
     """
     Check, load and resolve what a run is made of, in the order in which it is needed.
 
     Each stage is made in a context of `stage`, which may keep what it refuses (`InputError`) and let the next one
-    begin. `fetch` returns the folder or id of a model by its name.
+    begin.
     """
     script_args, training_args, model_args, dataset_args = settings
-    base = data = inputs = None
+    data = inputs = None
     with stage():
-        base = adapter_base(model_args.model_name_or_path, model_args.model_revision)
+        base, _ = adapter_base(model_args.model_name_or_path, model_args.model_revision)
         check_start(settings, base)
     if script_args.merge_adapter and not training_args.do_train and not has_data(script_args, dataset_args):
-        return Prepared(settings, base, merges_alone=True)
+        return Prepared(settings, merges_alone=True)
     with stage():
         task, reward_funcs, extract_answer = resolve_names(*settings)
         data = load_data(script_args, training_args, dataset_args, task)
-        inputs = gather_inputs(settings, base, data, reward_funcs, extract_answer, fetch)
-    return Prepared(settings, base, False, data, inputs)
+        inputs = gather_inputs(settings, data, reward_funcs, extract_answer)
+    return Prepared(settings, False, data, inputs)
 
 
 def gather_inputs(
     settings: Settings,
-    base: str | None,
     data: Data,
     reward_funcs: list[Any],
     extract_answer: Callable[[str], str | None] | None,
-    fetch: Callable[[str, BAPOConfig], str],
 ) -> Inputs:
     """Load the tokenizer, bring the prompts into their form, and refuse what cannot be trained or evaluated on."""
     script_args, training_args, model_args, _ = settings
-    if base is not None and model_args.use_peft:
-        raise InputError(
-            f"`use_peft` asks for a new adapter, but `model_name_or_path` is one, {model_args.model_name_or_path}: "
-            "leave `use_peft` out to train it on, or merge it first (--do_train false --merge_adapter true)."
-        )
     if script_args.dataset_name == EMBEDDED and training_args.use_cpu:
         torch.set_num_threads(1)  # so small a model gains nothing from more, and loses a lot on a busy machine
-    check_packages(training_args, model_args)
-    settle_lora_targets(model_args)
-    model = fetch(str(model_args.model_name_or_path), training_args)
-    parts = [(model, model_args.model_revision)]
-    if base is not None:
-        parts.append((base, base_revision(model, model_args.model_revision)))
-    load_tokenizer = cache(
-        partial(load_processing_class, model, base, model_args.model_revision, training_args.trust_remote_code)
-    )
-    data = format_data(data, script_args, load_tokenizer)
-    prompts = data.test if data.train is None else data.train
-    on_main_process(lambda: check_prompts(prompts, data.test if training_args.do_eval else None))  # reads all
+    check_packages(script_args, training_args, model_args)
+    target = model_args.lora_target_modules
+    if isinstance(target, str) and target.isidentifier():  # else a pattern for the whole path of a module
+        model_args.lora_target_modules = [target]
+    model, revision = fetch_model(str(model_args.model_name_or_path), training_args), model_args.model_revision
+    base, base_revision = adapter_base(model, revision)
+    processing_class = load_processing_class(model, revision, training_args.trust_remote_code)
+    check_tokenizer(getattr(processing_class, "tokenizer", processing_class))
+    data = format_data(data, script_args, processing_class)
+    on_main_process(lambda: check_prompts(data.prompts, data.test if training_args.do_eval else None))  # reads all
     if training_args.do_train:
         check_number_of_prompts(data.train, training_args)
-    processing_class = load_tokenizer()
-    check_tokenizer(getattr(processing_class, "tokenizer", processing_class))
     for dataset in (data.train, data.test):
         check_chat_template(dataset, processing_class, training_args.chat_template_kwargs)
-    return Inputs(data, reward_funcs, model, base, parts, processing_class, extract_answer)
+    parts = [(model, revision), *([] if base is None else [(base, base_revision)])]
+    return Inputs(data, reward_funcs, model, parts, processing_class, extract_answer)
 
 
 def make_trainer(prepared: Prepared) -> EvaluatedTrainer:
@@ -144,22 +119,21 @@ def make_trainer(prepared: Prepared) -> EvaluatedTrainer:
     data = inputs.data
     if "trackio" in training_args.report_to and training_args.run_name is None:
         training_args.run_name = _run_name(training_args)
-    loaded, quantization = _settle_model(inputs.model, inputs.base, training_args, model_args)
+    loaded, quantization = _settle_model(inputs, training_args, model_args)
     peft_config = get_peft_config(model_args)
     if peft_config is not None:
         peft_config.revision = model_args.model_revision  # of its base, for who loads it
     eval_dataset = data.test if training_args.do_eval else None
-    with explaining_pushes(training_args):
-        trainer = EvaluatedTrainer(
-            loaded,
-            inputs.reward_funcs,
-            training_args,
-            train_dataset=data.test if data.train is None else data.train,
-            eval_dataset=eval_dataset,
-            processing_class=inputs.processing_class,
-            quantization_config=quantization,
-            peft_config=peft_config,
-        )
+    trainer = EvaluatedTrainer(
+        loaded,
+        inputs.reward_funcs,
+        training_args,
+        train_dataset=data.prompts,
+        eval_dataset=eval_dataset,
+        processing_class=inputs.processing_class,
+        quantization_config=quantization,
+        peft_config=peft_config,
+    )
     trainer.dataset_title = data.title
     check_prompts_fit(trainer, eval_dataset)
     if not training_args.disable_tqdm:
@@ -176,10 +150,7 @@ def _run_name(training_args: BAPOConfig) -> str:
     Trackio ends a run with its training. What is logged afterwards goes on with it by its name alone.
     """
     folder = Path(training_args.output_dir).resolve()
-    earlier: Mapping[str, Any] = {}
-    if goes_on(training_args):
-        with suppress(InputError):  # damaged settings
-            earlier = read_settings(folder)
+    earlier = read_settings(folder) if goes_on(training_args) else {}
     return earlier.get("run_name") or f"{folder.name}-{strftime('%Y%m%d-%H%M%S')}"
 
 
@@ -191,14 +162,15 @@ def check_prompts_fit(trainer: BAPOTrainer, eval_dataset: Any = None) -> None:
     """
     config = trainer.model.config.get_text_config()
     limits = token_limits(config, trainer.max_completion_length)
-    check_tokenizer(trainer._tokenizer, limits.vocabulary)
-    if trainer._is_vlm:
+    tokenizer = trainer.processing_class
+    check_tokenizer(getattr(tokenizer, "tokenizer", tokenizer), limits.vocabulary)
+    if hasattr(tokenizer, "tokenizer"):  # a processor: images take tokens too
         return
     datasets = named_datasets(trainer.train_dataset, eval_dataset)
 
     def check() -> None:
         try:
-            check_window(datasets, trainer.processing_class, limits, trainer.args.chat_template_kwargs)
+            check_window(datasets, tokenizer, limits, trainer.args.chat_template_kwargs)
         except InputError as refusal:
             if not has_rotary_positions(config):
                 raise
@@ -207,37 +179,21 @@ def check_prompts_fit(trainer: BAPOTrainer, eval_dataset: Any = None) -> None:
     on_main_process(check)  # reads all prompts
 
 
-@contextmanager
-def explaining_pushes(training_args: BAPOConfig) -> Iterator[None]:
-    """Say in a sentence that the Hub cannot be pushed to: transformers asks it for the repository at the start."""
-    try:
-        yield
-    except Exception as error:
-        is_of_hub = type(error).__module__.partition(".")[0] in ("huggingface_hub", "httpx")
-        if not (training_args.push_to_hub and is_of_hub):
-            raise
-        raise InputError(
-            f"`push_to_hub` is set, but the Hub cannot be pushed to ({str(error).partition(chr(10))[0]}): look at the "
-            "network and at the token (`hf auth login`), or leave it out."
-        ) from error
-
-
-def _settle_model(model: str, base: str | None, training_args: BAPOConfig, model_args: ModelConfig) -> tuple[Any, Any]:
+def _settle_model(inputs: Inputs, training_args: BAPOConfig, model_args: ModelConfig) -> tuple[Any, Any]:
     """Return what the trainer is to be given: a model's name and its quantization, or a saved adapter, loaded."""
-    given: Any = training_args.model_init_kwargs or {}
-    init_kwargs = {
+    init_kwargs: dict[str, Any] = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype or base_dtype(training_args, model_args.use_peft),
         "trust_remote_code": training_args.trust_remote_code,
-        **given,
+        **(training_args.model_init_kwargs or {}),  # type: ignore[dict-item]
     }
     quantization = get_quantization_config(model_args)
-    if base is None:
+    if len(inputs.parts) == 1:
         training_args.model_init_kwargs = init_kwargs
-        return model, quantization
+        return inputs.model, quantization
     if quantization is not None:
         init_kwargs["quantization_config"] = quantization
     if training_args.world_size > 1 or is_deepspeed_zero3_enabled():
         init_kwargs["device_map"] = None
-    return load_adapter(model, base, training_args.do_train, **init_kwargs), None
+    return load_adapter(inputs.model, is_trainable=training_args.do_train, **init_kwargs), None

@@ -1,4 +1,4 @@
-"""Resolve the functions that `train_bapo.py` is told by name: rewards, and what finds an answer in a completion."""
+"""What flags name: the task, the reward functions, and what finds an answer in a completion."""
 
 import functools
 import importlib
@@ -10,15 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trl import DatasetMixtureConfig, ModelConfig, rewards
-from trl.import_utils import is_math_verify_available
 
 from ..bapo_config import BAPOConfig
 from ..errors import InputError
 from ..evaluation.answers import EXTRACTORS, boxed_answer, canonical, gold_answers, gold_texts, plain_number
 from ..evaluation.prose import has_several_quantities, pieces_of_mathematics
 from ..tasks import MadeTask
-from .arguments import BAPOScriptArguments
-from .datasets import check_data_named, make_task
+from .arguments import EMBEDDED, BAPOScriptArguments
+from .datasets import make_task
 
 
 def _of_chats(reward: Callable) -> Callable:
@@ -165,8 +164,8 @@ REWARDS: dict[str, Callable] = {
 }
 """TRL's reward functions by the names that TRL's own scripts give them, but for the one that depends on a length."""
 
-_OVERLONG = "get_soft_overlong_punishment"
-_NEED_MATH = ("accuracy_reward", "reasoning_accuracy_reward")
+NEED_MATH = frozenset(("accuracy_reward", "reasoning_accuracy_reward"))
+"""Those that need the package math-verify."""
 
 
 def resolve_names(
@@ -178,41 +177,34 @@ def resolve_names(
     """
     Return the task, the reward functions and what finds an answer; refuse a run that names no data, rewards or model.
     """
-    check_data_named(script_args, training_args, dataset_args)
+    evaluates_alone = script_args.eval_dataset is not None and not training_args.do_train
+    if not (script_args.dataset_name or dataset_args.datasets or evaluates_alone):
+        raise InputError(
+            "`dataset_name` is not set: give a json, jsonl or parquet file, a dataset folder, an id on the Hub, or "
+            f"'{EMBEDDED}' for the built-in task (or list `datasets` in the config file)."
+        )
     task = make_task(script_args.dataset_name, script_args.task_args)
     if not script_args.reward_funcs and task is None:
         raise InputError("`reward_funcs` is not set: name a reward of TRL's or an import path, see --help.")
     if model_args.model_name_or_path is None:
         raise InputError("`model_name_or_path` is not set: give a folder, an id on the Hub, 'embedded' or 'smollm2'.")
-    extract_answer = resolve_extractor(script_args.extract_answer)
+    name = script_args.extract_answer
+    extract_answer = None if name is None else _resolve("extract_answer", name, EXTRACTORS)
     if not script_args.reward_funcs:
         return task, [task.reward_func], extract_answer
     return task, resolve_reward_funcs(script_args.reward_funcs, training_args.max_completion_length), extract_answer
 
 
-def resolve_reward_funcs(names: Sequence[str], max_completion_length: int | None = 256) -> list[Callable]:
+def resolve_reward_funcs(names: Sequence[str], max_completion_length: int = 256) -> list[Callable]:
     """
     Return reward functions by names in [`REWARDS`] or import paths; modules in the working directory count.
 
     `get_soft_overlong_punishment` falls from 0 to -1 over the last fifth of the tokens that a completion may have, as
     in DAPO (https://huggingface.co/papers/2503.14476).
     """
-    for name in names:
-        if name in _NEED_MATH and not is_math_verify_available():
-            raise InputError(
-                f"`reward_funcs` has '{name}', which needs the package math-verify: install it with "
-                "`pip install 'bapo-trl[math]'`, or name another reward."
-            )
-    length = max_completion_length or 0
-    if _OVERLONG in names and not length:
-        raise InputError(f"`reward_funcs` has '{_OVERLONG}', and `max_completion_length` is not set: set it.")
-    known = {**REWARDS, _OVERLONG: rewards.get_soft_overlong_punishment(length, length // 5)}
+    punishment = rewards.get_soft_overlong_punishment(max_completion_length, max_completion_length // 5)
+    known = {**REWARDS, "get_soft_overlong_punishment": punishment}
     return [_resolve("reward_funcs", name, known) for name in names]
-
-
-def resolve_extractor(name: str | None) -> Callable[[str], str | None] | None:
-    """Return what finds the answer in a completion, of [`~evaluation.answers.EXTRACTORS`] or by an import path."""
-    return None if name is None else _resolve("extract_answer", name, EXTRACTORS)
 
 
 def _resolve(flag: str, name: str, known: dict[str, Callable]) -> Callable:
@@ -227,12 +219,9 @@ def _resolve(flag: str, name: str, known: dict[str, Callable]) -> Callable:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:  # the latter two: for what is no name
+        return getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
         raise InputError(
             f"`{flag}` has '{name}', which cannot be imported ({error}): check the path and run from the folder "
             "that holds it, or install its package."
         ) from error
-    if not callable(function):
-        raise InputError(f"`{flag}` has '{name}', which is not a function.")
-    return function

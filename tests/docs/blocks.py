@@ -39,7 +39,7 @@ def blocks_of(path: Path) -> list[Block]:
     page = path.read_text()
     return [
         Block(
-            str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name,
+            str(path.relative_to(ROOT)),
             page[: match.start("language")].count("\n") + 1,
             match["language"],
             match["text"],

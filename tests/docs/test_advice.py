@@ -37,47 +37,27 @@ from tests.helpers.toy import digits_reward, toy_dataset, toy_model, toy_trainer
 
 HOLE = "{}"  # what a message fills in
 OF_OTHERS = {
-    *("api-server-count", "logprobs-mode", "max-logprobs", "max-model-len", "max-num-seqs"),  # vLLM
+    *("api-server-count", "logprobs-mode", "max-logprobs", "max-model-len", "max-num-seqs", "dtype"),  # vLLM
     *("weight-transfer-config", "tensor-parallel-size", "enforce-eager", "gpu-memory-utilization"),
-    *("kv-cache-memory-bytes", "dtype"),
-    *("disable-pip-version-check", "no-deps", "only-binary", "quiet", "dest", "index-url"),  # pip
-    "nv",  # apptainer
-    *(
-        "signal",
-        "gpus_per_node",
-        "tensor_parallel_size",
-        "parts",
-        "chat_model",
-        "minutes",
-    ),  # sbatch, and scripts beside the package
+    "kv-cache-memory-bytes",
+    *("disable-pip-version-check", "no-deps", "only-binary", "quiet", "dest", "index-url", "nv"),  # pip, apptainer
+    *("signal", "gpus_per_node", "tensor_parallel_size", "parts", "chat_model", "minutes"),  # sbatch, benchmarks
 }
 
 
-class _Texts(ast.NodeVisitor):
-    """Collects the texts of a file that are no docstrings."""
-
-    def __init__(self):
-        self.found = []
-
-    def visit_Expr(self, node):
-        if not isinstance(node.value, ast.Constant):
-            self.generic_visit(node)
-
-    def visit_JoinedStr(self, node):
-        self.found.append("".join(part.value if isinstance(part, ast.Constant) else HOLE for part in node.values))
-
-    def visit_Constant(self, node):
-        if isinstance(node.value, str):
-            self.found.append(node.value)
-
-
 def messages() -> list[str]:
-    """Return the texts of the package, with `{}` for what they fill in."""
+    """Return the texts of the package that are no docstrings, with `{}` for what they fill in."""
     texts = []
     for path in sorted((ROOT / "bapo_trl").rglob("*.py")):
-        collector = _Texts()
-        collector.visit(ast.parse(path.read_text()))
-        texts += collector.found
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        filled = [node for node in nodes if isinstance(node, ast.JoinedStr)]
+        parts = [part for node in filled for part in node.values]
+        skipped = {*map(id, parts), *(id(node.value) for node in nodes if isinstance(node, ast.Expr))}
+        for node in filled:
+            texts.append("".join(part.value if isinstance(part, ast.Constant) else HOLE for part in node.values))
+        for node in nodes:
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
+                texts.append(node.value)
     return texts
 
 

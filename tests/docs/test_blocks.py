@@ -21,7 +21,7 @@ from bapo_trl.report import command
 from bapo_trl.script import recipes, serving
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.launcher import read_arguments
-from tests.docs.blocks import PAGES, all_blocks, blocks_of, commands_of
+from tests.docs.blocks import PAGES, all_blocks, commands_of
 from tests.helpers.commands import ROOT, accelerate_launcher, run_command, succeeded
 from tests.helpers.forked import run_python
 from tests.helpers.script_runs import CHAT_TEMPLATE, CPU, fill_folder, train_bapo
@@ -40,7 +40,6 @@ MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 SHORT = {**{k: v for k, v in CPU.items() if k not in ("model_name_or_path", "output_dir")}, "logging_steps": "1"}
 SHORT |= {"per_device_train_batch_size": "4", "per_device_eval_batch_size": "16", "num_generations": "4"}
 NOT_RUN = {"math_7b", "recipes/smollm2_sums.yaml"}  # vLLM; packages with a model and with tasks
-REWARD = "def is_short(completions, **kwargs):\n    return [-float(len(text)) for text in completions]\n"
 SENTENCES = ["Find 1.", "Find 22.", "Find 3.", "Find 40."] * 16
 
 
@@ -52,16 +51,15 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(ROOT / name)
     Path(MODEL).parent.mkdir()
     Path("model").rename(MODEL)
-    Path("my_rewards.py").write_text(
-        "def is_short(completions, **kwargs):\n    return [-len(text) / 9 for text in completions]\n"
-    )
+    reward = "def is_short(completions, **kwargs):\n    return [-len(text) / 9 for text in completions]\n"
+    Path("my_rewards.py").write_text(reward)
     problems = [{"prompt": [{"role": "user", "content": text}], "solution": text[5:-1]} for text in SENTENCES]
     Dataset.from_dict({"prompt": SENTENCES}).to_json("prompts.jsonl")
     Dataset.from_dict({"question": SENTENCES, "answer": [p["solution"] for p in problems]}).to_json("math.jsonl")
-    for name, rows in (("trl-lib/DeepMath-103K", problems), ("math-ai/aime24", problems)):
+    posed = [{"problem": row["prompt"][0]["content"], **row} for row in problems[:2]]
+    for name, rows in (("trl-lib/DeepMath-103K", problems), ("math-ai/aime24", posed)):
         Path(name).mkdir(parents=True)
-        columns = rows if name.startswith("trl") else [{"problem": p["prompt"][0]["content"], **p} for p in rows[:2]]
-        Dataset.from_list(columns).to_json(f"{name}/train.jsonl")
+        Dataset.from_list(rows).to_json(f"{name}/train.jsonl")
     return tmp_path
 
 
@@ -237,13 +235,6 @@ def test_every_block_is_run_or_parsed_or_says_why_not():
     fences = sum(len(re.findall(r"^ *```", page.read_text(), flags=re.MULTILINE)) for page in PAGES)
     assert fences == 2 * len(BLOCKS), "a fence that is not closed, or indented"
     assert all(TO_CHECK.values())
-
-
-def test_the_reader_of_blocks_sees_marks_lines_and_languages(tmp_path):
-    page = "Text\n\n```bash\nmake a\n```\n\n<!-- not run: no GPU -->\n```python\nx\n```\n<!-- other -->\n```\ny\n```\n"
-    (tmp_path / "page.md").write_text(page)
-    found = [(b.line, b.language, b.text, b.reason) for b in blocks_of(tmp_path / "page.md")]
-    assert found == [(3, "bash", "make a\n", None), (8, "python", "x\n", "no GPU"), (12, "", "y\n", None)]
 
 
 def test_the_tree_of_the_design_page_is_that_of_the_repository():

@@ -33,3 +33,15 @@ def test_every_page_is_in_the_navigation_once():
     linked = re.findall(r": (\w+\.md)", text)
     assert sorted(linked) == sorted(page.name for page in PAGES if page.parent == ROOT / "docs")
     assert yaml.safe_load("nav:" + text)
+
+
+def test_the_table_of_staleness_is_that_of_the_settings(tmp_path):
+    page = (ROOT / "docs" / "algorithm.md").read_text()
+    rows = [[int(n) for n in re.findall(r"\d+", line)] for line in page.splitlines() if re.match(r"\| \d", line)]
+    assert len(rows) == 4
+    for accumulation, steps, passes, updates, staleness in rows:
+        args = BAPOConfig(
+            str(tmp_path), use_cpu=True, bf16=False, gradient_accumulation_steps=accumulation,
+            steps_per_generation=steps, num_iterations=passes,
+        )  # fmt: skip
+        assert (args.updates_per_generation, args.largest_staleness) == (updates, staleness)

@@ -1,4 +1,4 @@
-"""Datasets and rewards by name."""
+"""Datasets by name."""
 
 import json
 
@@ -7,11 +7,10 @@ import pytest
 from datasets import Dataset, DatasetDict, enable_caching
 from trl import DatasetMixtureConfig
 
-from bapo_trl.errors import InputError
+from bapo_trl.script.arguments import BAPOScriptArguments
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.datasets import hold_out, load_data, load_mixture, load_splits
-from bapo_trl.script.prompts import PromptFormat, format_prompts
-from bapo_trl.script.rewards import REWARDS, resolve_reward_funcs
+from bapo_trl.script.prompts import format_prompts
 
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
@@ -29,15 +28,11 @@ def test_files_are_the_train_split(tmp_path, suffix):
     assert splits["train"].to_list() == ROWS
 
 
-def test_a_name_with_brackets_is_that_file_and_no_other(tmp_path, monkeypatch):
-    folder = tmp_path / "[v2] math?"
-    folder.mkdir()
-    (folder / "data[1].jsonl").write_text("\n".join(map(json.dumps, ROWS)))
-    (folder / "data1.jsonl").write_text('{"prompt": "another"}\n')
-    monkeypatch.chdir(folder)
-    for name in ("data[1].jsonl", str(folder / "data[1].jsonl")):
-        for streaming in (False, True):
-            assert list(load_splits(name, streaming=streaming)["train"]) == ROWS
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_name_with_brackets_is_that_file_and_no_other(tmp_path, streaming):
+    (tmp_path / "data[1].jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    (tmp_path / "data1.jsonl").write_text('{"prompt": "another"}\n')
+    assert list(load_splits(str(tmp_path / "data[1].jsonl"), streaming=streaming)["train"]) == ROWS
 
 
 def test_saved_datasets_and_folders_of_files(tmp_path):
@@ -56,9 +51,9 @@ def test_nothing_is_written_beside_data_of_save_to_disk(tmp_path):
     saved = tmp_path / "saved"
     Dataset.from_dict({"question": [f"{i}+1=" for i in range(20)]}).save_to_disk(saved)
     before = {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()}
+    flags = BAPOScriptArguments(prompt_column=["question"])
     try:
-        held_out = hold_out(load_splits(str(saved))["train"], 0.25)
-        parts = [format_prompts(part, PromptFormat(["question"])) for part in held_out]
+        parts = [format_prompts(part, flags) for part in hold_out(load_splits(str(saved))["train"], 0.25)]
     finally:
         enable_caching()
     assert [len(part) for part in parts] == [15, 5]
@@ -66,33 +61,32 @@ def test_nothing_is_written_beside_data_of_save_to_disk(tmp_path):
     assert {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()} == before
 
 
-def test_the_test_split_of_a_mixture_is_always_the_same(tmp_path):
-    Dataset.from_dict({"prompt": [f"{i}+1=" for i in range(20)]}).to_json(tmp_path / "data.jsonl")
+def test_held_out_prompts_are_always_the_same(tmp_path):
+    rows = Dataset.from_dict({"prompt": [f"{i}+1=" for i in range(20)]})
+    rows.to_json(tmp_path / "data.jsonl")
+    parts = [{"path": "json", "data_files": str(tmp_path / "data.jsonl")}]
     found = []
     for seed in (1, 2):  # as in processes that begin with random states of their own
         np.random.seed(seed)
-        parts = [{"path": "json", "data_files": str(tmp_path / "data.jsonl")}]
-        found.append(load_mixture(DatasetMixtureConfig(datasets=parts, test_split_size=0.25)))
-    assert found[0]["test"].to_list() == found[1]["test"].to_list()
-    assert (len(found[0]["train"]), len(found[0]["test"])) == (15, 5)
+        mixture = load_mixture(DatasetMixtureConfig(datasets=parts, test_split_size=0.25))
+        found.append([part["prompt"][:] for part in (mixture["train"], mixture["test"], *hold_out(rows, 0.25))])
+    assert found[0] == found[1]
+    assert [len(part) for part in found[0]] == [15, 5, 15, 5]
 
 
-def test_missing_and_foreign_files_are_refused(tmp_path):
+def test_what_cannot_be_loaded_is_named_with_the_reason(tmp_path, monkeypatch):
     (tmp_path / "data.csv").write_text("prompt\n")
     with pytest.raises(ValueError, match=r"data\.csv.*\.jsonl"):
         load_splits(str(tmp_path / "data.csv"))
-    with pytest.raises(ValueError, match="no such file or folder"):  # as a path that is not relative
-        load_splits(str(tmp_path / "missing"))
+    nowhere = "which is neither a file nor a folder here, nor given by the Hub: "
+    with pytest.raises(ValueError, match=rf"`eval_dataset` is '{tmp_path}/missing', {nowhere}"):
+        load_splits(str(tmp_path / "missing"), parameter="eval_dataset")
 
-
-def test_what_the_hub_does_not_give_is_told_with_its_answer(monkeypatch):
     def unreachable(*args, **kwargs):
-        raise ConnectionError("Couldn't reach it")
+        raise ConnectionError("Couldn't reach it,\nnot at all")
 
     monkeypatch.setattr("bapo_trl.script.datasets.load_dataset", unreachable)
-    with pytest.raises(
-        ValueError, match=r"'data/promts', which is neither a file nor a folder here.*Couldn't reach it"
-    ):
+    with pytest.raises(ValueError, match=rf"'data/promts', {nowhere}Couldn't reach it, not at all$"):
         load_splits("data/promts")
 
 
@@ -111,47 +105,3 @@ def test_a_configuration_is_that_of_the_only_data(monkeypatch, dataset_name, con
     data = load_data(script_args, training_args, dataset_args)
     assert data.test.to_list() == ROWS
     assert asked == [("org/data", config)]
-
-
-@pytest.mark.parametrize(
-    ("parameter", "fix"),
-    [
-        ("dataset_name", "name one with --dataset_config"),
-        ("eval_dataset", "evaluate on it alone, with --dataset_name org/data --dataset_config NAME"),
-    ],
-)
-def test_a_configuration_that_is_missing_is_asked_for_in_the_spelling_that_works(monkeypatch, parameter, fix):
-    def load(*args, **kwargs):
-        raise ValueError(
-            "Config name is missing.\nPlease pick one among the available configs: ['main', 'socratic']\nExample of "
-            "usage:\n\t`load_dataset('org/data', 'main')`"
-        )
-
-    monkeypatch.setattr("bapo_trl.script.datasets.load_dataset", load)
-    with pytest.raises(InputError) as refusal:
-        load_splits("org/data", parameter=parameter)
-    known = "which has the configurations ['main', 'socratic']"
-    assert str(refusal.value) == f"`{parameter}` is 'org/data', {known}: {fix}."
-
-
-def test_a_revision_in_the_name_is_refused_as_an_id(monkeypatch):
-    """The Hub's client checks ids before it asks the Hub for anything."""
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
-    message = r"`dataset_name` is 'hf://datasets/org/data@main', which is neither a file.*Repo id must use"
-    with pytest.raises(ValueError, match=message):
-        load_splits("hf://datasets/org/data@main")
-
-
-def test_rewards_by_name_and_import_path(tmp_path, monkeypatch):
-    (tmp_path / "own_rewards.py").write_text("def one(completions, **kwargs):\n    return [1.0]\nnumber = 3\n")
-    monkeypatch.chdir(tmp_path)
-    think, own = resolve_reward_funcs(["think_format_reward", "own_rewards.one"])
-    assert think is REWARDS["think_format_reward"]
-    assert own(["text"]) == [1.0]
-    for name, message in (
-        ("no_such_module.reward", "'no_such_module.reward', which cannot be imported"),
-        ("own_rewards.two", "'own_rewards.two', which cannot be imported"),
-        ("own_rewards.number", "'own_rewards.number', which is not a function"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            resolve_reward_funcs([name])

@@ -119,12 +119,20 @@ def test_an_answer_is_right_as_it_stands_and_as_trl_reads_it(solution, right, wr
     assert rewards(ACCURACY, boxed(wrong), solution) == 0
 
 
+def test_rewards_by_import_path(tmp_path, monkeypatch):
+    (tmp_path / "own_rewards.py").write_text("def one(completions, **kwargs):\n    return [1.0]\n")
+    monkeypatch.chdir(tmp_path)
+    think, own = resolve_reward_funcs(["think_format_reward", "own_rewards.one"])
+    assert think is FORMAT
+    assert own(["text"]) == [1.0]
+    for name in ("no_such_module.reward", "own_rewards.two"):
+        with pytest.raises(ValueError, match=f"`reward_funcs` has '{name}', which cannot be imported"):
+            resolve_reward_funcs([name])
+
+
 def test_the_punishment_for_length_begins_in_the_last_fifth():
     (overlong,) = resolve_reward_funcs(["get_soft_overlong_punishment"], 100)
     assert overlong(completion_ids=[[7] * length for length in (3, 80, 90, 100)]) == [0, 0, -0.5, -1]
-    with pytest.raises(ValueError, match="`max_completion_length` is not set: set it"):
-        resolve_reward_funcs(["get_soft_overlong_punishment"], None)
-    assert len(resolve_reward_funcs(["think_format_reward"], None)) == 1
 
 
 @pytest.mark.parametrize("solution", [None, math.nan, "", [], [None], {"a": 5}])
