@@ -157,24 +157,21 @@ def test_a_keyword_that_trl_adds_to_its_client_reaches_it(monkeypatch, name, arg
     assert client.take_failure() is None
 
 
-def test_a_missing_method_is_named():
+def test_a_missing_method_and_a_missing_attribute_are_named():
     class Renamed(GRPOTrainer):
-        _compute_loss = None
         get_off_policy_mask = None
 
-    with pytest.raises(
-        ImportError, match=r"trl 9\.9\.9 does not have: _compute_loss, get_off_policy_mask\. .*1\.14\.2, .*~=1\.16"
-    ):
-        trl_compat.check_trl(Renamed, "9.9.9")
-
-
-def test_a_missing_attribute_is_named():
-    class Renamed(GRPOTrainer):
         def _compute_loss(self, model, inputs):
             return self.epsilon_low
 
-    assert "_compute_loss: self.epsilon_high" in trl_compat.missing_names(Renamed)
-    assert "_compute_loss: self.epsilon_low" not in trl_compat.missing_names(Renamed)
+    missing = trl_compat.missing_names(Renamed)
+    assert "get_off_policy_mask" in missing
+    assert "_compute_loss: self.epsilon_high" in missing
+    assert "_compute_loss: self.epsilon_low" not in missing
+    with pytest.raises(
+        ImportError, match=r"trl 9\.9\.9 does not have: .*, get_off_policy_mask\. .*1\.14\.2, .*~=1\.16"
+    ):
+        trl_compat.check_trl(Renamed, "9.9.9")
 
 
 def test_a_missing_name_of_the_client_is_named(monkeypatch):

@@ -221,8 +221,11 @@ def test_a_child_that_a_reward_forks_ends_by_sigterm_alone_and_the_run_stops_by_
     stop, ended = StopSignals(), []
 
     def forking(completions, **kwargs):
-        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+        fork = multiprocessing.get_context("fork")
+        is_up = fork.Event()  # what comes before, Python forgets after a fork
+        child = fork.Process(target=lambda: (is_up.set(), time.sleep(60)), daemon=True)
         child.start()
+        is_up.wait()
         for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
             os.kill(child.pid, number)
         child.join(20)

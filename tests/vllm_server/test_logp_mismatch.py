@@ -300,12 +300,6 @@ def test_vllm_that_is_not_there_is_named():
         pass
 
 
-def test_neutral_settings_are_not(recwarn, tmp_path):
-    trainer = toy_trainer(tmp_path, temperature=0.7)
-    assert trainer.args.biased_settings == []
-    assert not any("not from the policy" in str(warning.message) for warning in recwarn)
-
-
 def test_tensors_load_onto_a_cpu_with_a_number(tmp_path):
     torch.save(torch.arange(3), tmp_path / "tensor.pt")
     load_onto_numbered_cpus()
