@@ -481,18 +481,6 @@ def test_model_id_without_args(tmp_path, monkeypatch):
     assert trainer.model.config.hidden_size == 16
 
 
-def test_lora_trains_the_adapter_only(tmp_path):
-    before = toy_model().state_dict()
-    lora = {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"])}
-    trainer = toy_run(tmp_path, trainer_args=lora)
-    for name, weight in trainer.model.get_base_model().state_dict().items():
-        if "lora" not in name:
-            assert torch.equal(weight.cpu(), before[name.replace(".base_layer", "")]), name
-    assert any("lora_B" in name and weight.any() for name, weight in trainer.model.named_parameters())
-    trainer.save_model(str(tmp_path / "adapter"))
-    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
-
-
 def test_evaluation_logs_mean_and_best_of_k_and_leaves_bounds_and_search_alone(tmp_path):
     rewards = []
 

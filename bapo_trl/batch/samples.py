@@ -128,11 +128,11 @@ class Rows:
 
 def concat_rows(parts: Sequence[tuple[Rows, Sequence[int] | np.ndarray]]) -> Rows:
     """Copy rows of several collections, at least one, into one: those at the indices beside each, in their order."""
-    parts = [(rows, np.asarray(indices, dtype=np.int64)) for rows, indices in parts]
-    every_key = set().union(*(rows.values for rows, _ in parts))
-    taken = [rows.take(indices, every_key) for rows, indices in parts]
-    sides = parts[0][0].lengths
-    lengths = {side: np.concatenate([rows.lengths[side][indices] for rows, indices in parts]) for side in sides}
+    pairs = [(rows, np.asarray(indices, dtype=np.int64)) for rows, indices in parts]
+    every_key = set().union(*(rows.values for rows, _ in pairs))
+    taken = [rows.take(indices, every_key) for rows, indices in pairs]
+    sides = pairs[0][0].lengths
+    lengths = {side: np.concatenate([rows.lengths[side][indices] for rows, indices in pairs]) for side in sides}
     differing = set().union(*taken) - set(taken[0]).intersection(*taken)
     if differing:
         raise InputError(f"The rows differ in {sorted(differing)}: {_OTHER_SETTINGS}")
@@ -212,7 +212,7 @@ def mask_zero_advantages(batch: dict[str, torch.Tensor], is_zero: torch.Tensor) 
 
 def tensors_of_rows(chunks: Sequence[Rows]) -> dict[str, torch.Tensor]:
     """Return rows, in chunks, as tensors by name: for a file."""
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for number, rows in enumerate(chunks):
         lengths = {side: torch.from_numpy(each) for side, each in rows.lengths.items()}
         tensors |= {f"{number}.{key}": tensor for key, tensor in {**rows.values, **lengths}.items()}

@@ -7,7 +7,7 @@ import torch
 
 from bapo_trl.batch.reward_sums import tied_rows
 from tests.helpers.toy import toy_run, training_logs
-from tests.replay.test_mixer import REPLAY, Spy
+from tests.replay.test_mixer import REPLAY, Spy, queue_of
 
 
 NAN = torch.nan
@@ -143,7 +143,7 @@ def test_rows_of_tied_groups_are_offered_and_are_the_fraction_that_is_logged(tmp
         assert (advantages == 0).tolist() == is_tied
         assert fraction == pytest.approx(sum(is_tied) / len(is_tied))
     assert {flag for _, is_tied, _ in generations for flag in is_tied} == {True, False}
-    queued = [version for rows in trainer._replay.queue.rows for version in rows.policy_versions]
+    queued = [version for rows in queue_of(trainer).rows for version in rows.policy_versions]
     assert queued.count(0) == generations[0][1].count(False)
 
 

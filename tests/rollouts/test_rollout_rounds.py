@@ -220,20 +220,6 @@ def test_no_token_is_older_at_its_last_update_than_the_limit(tmp_path):
     assert ages[5] <= 5 < ages[None]
 
 
-def test_no_call_goes_beyond_what_a_completion_has_left(tmp_path):
-    """Learned positions end with the longest prompt, of 10 tokens, and 12 more: an uninterrupted generation fits."""
-    model = opt_model(max_position_embeddings=22, tie_word_embeddings=False)
-    with torch.no_grad():  # EOS at any length
-        norm, head = model.model.decoder.final_layer_norm, model.lm_head.weight
-        norm.weight[0], norm.bias[0] = 0.0, 1.0
-        head[:, 0] = head[model.config.eos_token_id] = 0.0
-        head[model.config.eos_token_id, 0] = 3.5
-    trainer = train(tmp_path, model=model, max_completion_length=12, partial_rollout_chunk_length=5)
-    lengths = {len(token_ids) for _, token_ids, *_ in trained_rows(trainer)}
-    assert max(lengths) == 12
-    assert len(lengths) > 5
-
-
 class Windowed(FakeVLLM):
     """Refuses what vLLM's server refuses: requests for more tokens than the window has room for."""
 
@@ -548,21 +534,6 @@ def test_a_first_batch_after_a_resume_is_short_by_what_is_missing_in_flight(tmp_
     told = [str(warning.message) for warning in warned if "more than the 6" in str(warning.message)]
     assert len(told) == (held > 6)
     assert all("holds 11 groups in flight" in text and "`partial_rollout_oversampling`" in text for text in told)
-
-
-def test_more_groups_that_may_not_wait_than_a_generation_trains_go_one_after_the_other(tmp_path):
-    """11 groups are in flight, but a generation of a third of the size trains 4; 1 update, so that the limit is 1."""
-    dataset = Dataset.from_dict({"prompt": [f"{i}+" for i in range(90)]})
-    settings = {**SAVES, "trainer_args": {"train_dataset": dataset}}
-    first = train(tmp_path, **settings, max_steps=3)
-    resumed = trainer_of(tmp_path, **settings, max_steps=9, steps_per_generation=2, partial_rollout_max_staleness=1)
-    parked = parked_prompts(first)
-    with pytest.warns(UserWarning, match=r"holds 11 groups in flight for each rank, more than the 3 that"):
-        resumed.train(resume_from_checkpoint=True)
-    assert full_rows(resumed) == [8] * 6
-    trained = [character_tokenizer().decode(prompt_ids) for prompt_ids, *_ in trained_rows(resumed)][::2]
-    assert sorted(trained[:11]) == sorted(parked)  # the oldest go first
-    assert sorted([*trained, *parked_prompts(resumed)]) == sorted([*parked, *resumed.prompts])
 
 
 # Several ranks
