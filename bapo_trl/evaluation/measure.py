@@ -133,9 +133,9 @@ def _key(trainer: EvaluatedTrainer, rows: Any, origin: Any) -> str:
     settings = {name: getattr(trainer.args, name, None) for name in _SAMPLING_SETTINGS}
     loaded = [str(trainer.model.dtype), str(getattr(trainer.model.config, "quantization_config", None))]
     made_of = [origin, loaded, settings, trainer.num_generations_eval, trainer.reward_func_names]
-    digest = xxh3_128(json.dumps(made_of, sort_keys=True, default=str))
+    digest = xxh3_128(json.dumps(made_of, sort_keys=True, default=str).encode())
     for row in rows:
-        digest.update(json.dumps(trainer.prompt_of(row), sort_keys=True, default=str))
+        digest.update(json.dumps(trainer.prompt_of(row), sort_keys=True, default=str).encode())
     return digest.hexdigest()[:16]
 
 

@@ -290,7 +290,7 @@ UNUSABLE = [
     (one("0.5"), f"returned .*, a list, for 24 samples, of which torch makes no numbers {FIX}"),
     (giving(lambda rewards: None), "returned None, a NoneType, for 24 samples.*in a list"),
     (giving(lambda rewards: rewards[:1]), f"returned 1 rewards for 24 samples{FIX}"),
-    (giving(lambda rewards: np.array(0.5)), r"returned array\(0.5\), a ndarray, for 24 samples.*in a list"),
+    (giving(lambda rewards: np.array(0.5)), r"returned array\(0.5\), a ndarray, for 24 samples"),
     (giving(lambda rewards: torch.tensor(0.5, requires_grad=True)), "returned .*, a Tensor, for 24 samples"),
     (giving(lambda rewards: [[reward] for reward in rewards]), r"returned 24 rewards .* of shape \(24, 1\)"),
     (giving(lambda rewards: iter("x" * 24)), "returned .'x', .*, a list, for 24 samples"),

@@ -1,5 +1,6 @@
 """Columns become prompts and answers."""
 
+
 import pytest
 from datasets import Dataset, IterableDataset
 
