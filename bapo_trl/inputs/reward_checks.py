@@ -12,7 +12,6 @@ from torch import nn
 
 from ..batch.reward_sums import overflowing_groups
 from ..errors import InputError
-from ..reward_sums import overflowing_groups
 from ..upstream.trl_compat import is_async_callable
 from .prompt_checks import start_of
 
