@@ -114,6 +114,9 @@ def _check_as_the_trainer(prepared: Prepared, problems: list[InputError]) -> Non
         if inputs.data.train is not None and args.do_eval and not has_rotary_positions(config.get_text_config()):
             limits = token_limits(config.get_text_config(), args.max_completion_length)
             check_window([("eval", inputs.data.test)], inputs.processing_class, limits, args.chat_template_kwargs)
+    with _noting(problems):
+        if args.save_strategy == "best" and args.metric_for_best_model is None:
+            raise InputError("`save_strategy` is 'best', but `metric_for_best_model` is not set: set it, e.g. reward.")
     for tracker in args.report_to:
         with _noting(problems, f"`report_to` is '{tracker}': "):
             get_reporting_integration_callbacks([tracker])[0]()

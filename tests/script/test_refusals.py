@@ -24,7 +24,6 @@ FILES = {
     "chats.jsonl": '{"prompt": [{"role": "user", "content": "1+1="}]}\n' * 4,
     "method.yaml": "method: [bapo]\n",
     "parts.yaml": "datasets: [{path: json, data_files: none.jsonl}]\n",
-    "taken.jsonl": '{"prompt": "1+1=", "prompts": 2}\n' * 4,
 }
 REFUSED = [
     # Recipes
@@ -70,7 +69,6 @@ REFUSED = [
         {"dataset_name": "three.jsonl"},
         "dataset has 3 prompts, but one generation takes 4 .*12 / `num_generations` 3.*`steps_per_generation` .2.",
     ),
-    ({"dataset_name": "taken.jsonl"}, "has the column `prompts`, a name under which .*: rename it."),
     ({"dataset_name": "chats.jsonl"}, "prompts are chat messages, and the chat template .* does not take them"),
     ({"dataset_train_split": "trein"}, "`dataset_train_split` is 'trein'.*'train'"),
     ({"do_eval": "true"}, "`dataset_test_split` is 'test'.*train"),
