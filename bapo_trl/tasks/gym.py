@@ -94,13 +94,15 @@ def _question(row: dict[str, Any]) -> str:
 def _parse(task_args: str | dict[str, Any] | None) -> dict[str, Any]:
     if isinstance(task_args, str):
         try:
-            task_args = json.loads(task_args)
+            given: dict[str, Any] = json.loads(task_args)
         except json.JSONDecodeError as error:
             raise InputError(
                 f"`task_args` is '{task_args}', which is not JSON ({error}): write it like "
                 """'{"min_terms": 2, "max_terms": 2}'."""
             ) from error
-    return {"size": TRAIN_SIZE, "seed": 0, **(task_args or {})}
+    else:
+        given = task_args or {}
+    return {"size": TRAIN_SIZE, "seed": 0, **given}
 
 
 def _make(name: str, args: dict[str, Any]) -> Any:
