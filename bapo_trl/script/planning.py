@@ -30,10 +30,11 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, processes: in
     What cannot be known without the data or the model is left out.
 
     Raises:
-        InputError: At the end, for all that the run would stop at. At once, for settings that cannot be read.
+        InputError: At the end, for all that the run would stop at, or OSError where it is one. At once, for settings
+            that cannot be read.
         SystemExit: For flags that cannot be read, as in [`~command_line.parse_arguments`].
     """
-    problems: list[InputError] = []
+    problems: list[Exception] = []
     processes = processes or processes_of_launcher()
     with as_in_processes(processes):
         try:
@@ -57,7 +58,7 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, processes: in
         raise problem
 
 
-def _print_run(prepared: Prepared, processes: int, problems: list[InputError]) -> None:
+def _print_run(prepared: Prepared, processes: int, problems: list[Exception]) -> None:
     """Print what a training or an evaluation would do, and add what it would stop at to the problems."""
     script_args, training_args, *_ = prepared.settings
     inputs = prepared.inputs
@@ -96,11 +97,11 @@ def _print_merge(prepared: Prepared) -> None:
 
 
 @contextmanager
-def _noting(problems: list[InputError]) -> Iterator[None]:
-    """Add what the block is refused with to the problems, and go on after it."""
+def _noting(problems: list[Exception]) -> Iterator[None]:
+    """Add what the block is refused with, or cannot find, to the problems, and go on after it."""
     try:
         yield
-    except InputError as problem:
+    except (InputError, OSError) as problem:
         problems.append(problem)
 
 
