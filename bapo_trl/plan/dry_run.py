@@ -40,13 +40,7 @@ def count(args: BAPOConfig, processes: int, num_prompts: int | None) -> Counts:
     updates = samples / micro_batch * args.num_iterations / args.gradient_accumulation_steps
     prompts = samples / args.num_generations
     generations = None if num_prompts is None else int(num_prompts // prompts)
-    refusal = None
-    if samples % micro_batch:
-        refusal = f"generation_batch_size {samples} is no multiple of {micro_batch}, a micro-batch on each process"
-    elif samples % args.num_generations:
-        refusal = f"{samples} samples are no multiple of num_generations {args.num_generations}"
-    elif generations == 0:
-        refusal = f"a generation takes {prompts:g} prompts, there are {num_prompts}"
+    too_few = f"a generation takes {prompts:g} prompts, there are {num_prompts}"
     return Counts(
         processes=processes,
         prompts=prompts,
@@ -55,7 +49,7 @@ def count(args: BAPOConfig, processes: int, num_prompts: int | None) -> Counts:
         updates_per_generation=updates,
         generations_per_epoch=generations,
         updates_per_epoch=None if generations is None else generations * updates,
-        refusal=refusal,
+        refusal=too_few if generations == 0 else None,
     )
 
 

@@ -38,10 +38,11 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, processes: in
     What cannot be known without the data or the model is left out.
 
     Raises:
-        InputError: At the end, for all that the run would stop at. At once, for settings that cannot be read.
+        InputError: At the end, for all that the run would stop at, or OSError where it is one. At once, for settings
+            that cannot be read.
         SystemExit: For flags that cannot be read, as in [`~command_line.parse_arguments`].
     """
-    problems: list[InputError] = []
+    problems: list[Exception] = []
     processes = processes or processes_of_launcher()
     with as_in_processes(processes):
         try:
@@ -65,7 +66,7 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, processes: in
         raise problem
 
 
-def _print_run(prepared: Prepared, processes: int, problems: list[InputError]) -> None:
+def _print_run(prepared: Prepared, processes: int, problems: list[Exception]) -> None:
     """Print what a training or an evaluation would do, and add what it would stop at to the problems."""
     script_args, training_args, *_ = prepared.settings
     inputs = prepared.inputs
@@ -92,7 +93,7 @@ def _print_run(prepared: Prepared, processes: int, problems: list[InputError]) -
     sys.stdout.flush()
 
 
-def _check_as_the_trainer(prepared: Prepared, problems: list[InputError]) -> None:
+def _check_as_the_trainer(prepared: Prepared, problems: list[Exception]) -> None:
     """Add to the problems what TRL and transformers refuse when a trainer is made, and when it begins."""
     _, args, model_args, _ = prepared.settings
     inputs: Any = prepared.inputs
@@ -103,6 +104,12 @@ def _check_as_the_trainer(prepared: Prepared, problems: list[InputError]) -> Non
         if weights is not None and len(weights) != len(functions):
             raise InputError(
                 f"`reward_weights` is {weights}, for {len(functions)} reward functions: give a number for each."
+            )
+    with _noting(problems):
+        if model_args.use_peft and len(inputs.parts) > 1:
+            raise InputError(
+                f"`use_peft` asks for a new adapter, but `model_name_or_path` is one, {model_args.model_name_or_path}: "
+                "leave `use_peft` out to train it on, or merge it first (--do_train false --merge_adapter true)."
             )
     with _noting(problems):
         if args.sync_ref_model and (args.beta == 0 or model_args.use_peft or len(inputs.parts) > 1):
@@ -150,20 +157,23 @@ def _print_merge(prepared: Prepared) -> None:
 
 
 @contextmanager
-def _noting(problems: list[InputError], setting: str = "") -> Iterator[None]:
+def _noting(problems: list[Exception], setting: str = "") -> Iterator[None]:
     """
-    Add what the block is refused with to the problems, and go on after it.
+    Add what the block is refused with, or cannot find, to the problems, and go on after it.
 
-    With `setting`, its first words, what a library raises is added too.
+    With `setting`, its first words, what else a library raises is added too.
     """
     try:
         yield
     except InputError as problem:
         problems.append(problem)
     except (HfHubHTTPError, ImportError, OSError, RuntimeError, ValueError) as error:
-        if not setting:
+        if setting:
+            problems.append(InputError(f"{setting}{str(error).splitlines()[0]}"))
+        elif isinstance(error, OSError):
+            problems.append(error)
+        else:
             raise
-        problems.append(InputError(f"{setting}{str(error).splitlines()[0]}"))
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from bapo_trl import BAPOConfig, cli, dry_run
 from bapo_trl.errors import InputError
-from bapo_trl.tasks import character_tokenizer, smollm2
+from bapo_trl.script import models
+from bapo_trl.tasks import character_tokenizer
 from tests.helpers.commands import ROOT
 from tests.helpers.script_runs import CHAT_TEMPLATE, SHORT, fill_folder, flags, run, train_bapo
 from tests.helpers.toy import opt_model, toy_model
@@ -134,7 +135,6 @@ LEARNED = {"model_name_or_path": "learned"}  # positions up to 64
         ({"reward_funcs": "broken_rewards.gives_one"}, r"`gives_one` returned 1 rewards for \d+ samples"),
         ({"steps_per_generation": "10"}, "prompts, (but one generation takes|there are)"),
         ({"dataset_name": "none.jsonl"}, "`dataset_name` is 'none.jsonl', which is neither a file nor"),
-        ({"dataset_name": None, "eval_dataset": "test.jsonl"}, "`dataset_name` is not set"),
         (
             {"model_name_or_path": "none"},
             "`model_name_or_path` is 'none', and the tokenizer of 'none' cannot be loaded",
@@ -232,7 +232,6 @@ def test_samples_of_a_generation_may_be_given_for_all_processes(capsys):
     assert re.search(r"\n  samples a generation +48 +48 +48 +48\n", out)
     assert re.search(r"\n  samples an update +12 +6 +48 +192\n", out)
     assert re.search(r"\n  updates a generation +4 +8 +1 +0.25\n", out)
-    assert "Refused on 32: generation_batch_size 48 is no multiple of 192, a micro-batch on each process." in out
     assert "\nStaleness, on 2 processes\n" in out
 
 
@@ -341,11 +340,17 @@ def test_every_recipe(recipe, capsys, tmp_path, monkeypatch):
     assert "  6 processes *  1 process  8 processes" in out or "Evaluation alone" in out
 
 
-def test_a_model_that_could_not_be_read_is_refused(monkeypatch):
-    monkeypatch.setenv("BAPO_TRL_CACHE", "cache")
-    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None if name == "gguf" else name)
-    with pytest.raises(ImportError, match=r"package `gguf`, and that is not installed: pip install 'bapo-trl\[llm\]'"):
+@pytest.mark.parametrize("error", [InputError("no package"), OSError("no package index")])
+def test_without_its_model_a_dry_run_has_its_arithmetic(error, capsys, monkeypatch):
+    def build():
+        raise error
+
+    monkeypatch.setitem(models.PACKAGED_MODELS, "smollm2", build)
+    with pytest.raises(type(error), match=str(error)):
         train_bapo.main(["--config", "smollm2_sums", "--dry_run", "true"])
+    out = capsys.readouterr().out
+    assert re.search(r"\n  updates an epoch +\d+", out)
+    assert out.endswith("\nPrompts and rewards are not known: the end says why.\n")
 
 
 def test_the_processes_of_a_launcher_are_counted(monkeypatch):

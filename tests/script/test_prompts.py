@@ -1,6 +1,5 @@
 """Columns become prompts and answers."""
 
-
 import pytest
 from datasets import Dataset, IterableDataset
 
