@@ -37,21 +37,8 @@ class BatchUpdates:
     """
     The updates of a run, each of several micro-batches of TRL's buffer. All ranks make the same calls.
 
-    Args:
-        settings ([`~bapo_config.BAPOConfig`]):
-            Settings of the run.
-        accelerator ([`~accelerate.Accelerator`]):
-            For sums over ranks.
-        policy_loss ([`PolicyLoss`]):
-            Reads the tokens of a micro-batch.
-        update (`Callable`):
-            Returns the number of the update, for messages.
-
-    Attributes:
-        bounds ([`ClipBoundController`]):
-            The controller.
-        scale ([`LossScale`]):
-            Factors of the loss in the current update.
+    `bounds` is the controller, and `scale` has the factors of the loss in the current update. `update` returns the
+    number of that update, for messages.
     """
 
     def __init__(self, settings: Any, accelerator: Accelerator, policy_loss: PolicyLoss, update: Callable[[], int]):

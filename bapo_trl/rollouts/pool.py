@@ -108,11 +108,9 @@ class RolloutPool:
         self._next_place = 0
 
     def __len__(self) -> int:
-        """Return the number of groups in the pool."""
         return len(self._groups)
 
     def __iter__(self) -> Iterator[Group]:
-        """Iterate over the groups, in the order of admission."""
         return iter(self._groups)
 
     def admit(self, inputs: dict[str, Any], prompt_ids: Sequence[int]) -> int:
