@@ -108,7 +108,7 @@ def _check_as_the_trainer(prepared: Prepared, problems: list[Exception]) -> None
     with _noting(problems):
         if model_args.use_peft and len(inputs.parts) > 1:
             raise InputError(
-                f"`use_peft` asks for a new adapter, but `model_name_or_path` is one, {model_args.model_name_or_path}: "
+                f"`use_peft` asks for a new adapter, but {model_args.model_name_or_path} is one: "
                 "leave `use_peft` out to train it on, or merge it first (--do_train false --merge_adapter true)."
             )
     with _noting(problems):
