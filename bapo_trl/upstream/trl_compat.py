@@ -70,7 +70,6 @@ CLIENT_METHODS: Mapping[str, Sequence[str]] = {
 OVERRIDDEN_METHODS: Mapping[str, Sequence[str]] = {
     "_calculate_rewards": ("inputs", "prompts", "completions"),
     "_compute_loss": ("model", "inputs"),
-    "_generate": ("prompts",),
     "_generate_and_score_completions": ("inputs",),
     "_generate_single_turn": ("prompt_ids",),
     "_get_grad_norm": (),
