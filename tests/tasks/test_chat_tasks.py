@@ -75,24 +75,10 @@ def test_a_task_of_a_package_that_is_not_there_names_what_to_install(monkeypatch
         make_task("reasoning_gym:gcd")
 
 
-@pytest.mark.parametrize(
-    ("task_args", "message"),
-    [
-        ('{"min_terms": 2', r"`task_args` is '\{\"min_terms\": 2', which is not JSON.*write it like"),
-        ("[2]", r"`task_args` is \[2\], not arguments by name: write it like"),
-        ({"size": 0}, "`task_args` has size 0: give a whole number from 1 on"),
-        ({"seed": "x"}, "`task_args` has seed 'x': give a whole number from 0 on"),
-    ],
-)
-def test_broken_task_arguments_are_refused(task_args, message):
-    with pytest.raises(ValueError, match=message):
-        make_task("reasoning_gym:gcd", task_args)
-
-
-def test_arguments_of_a_dataset_that_takes_none_are_refused():
-    with pytest.raises(
-        ValueError, match=r"`task_args` is '\{\}', but `dataset_name` is 'chat_sums', which takes none"
-    ):
+def test_task_arguments_that_are_no_json_or_of_a_dataset_that_takes_none_are_refused():
+    with pytest.raises(ValueError, match=r"`task_args` is '\{\"min_terms\": 2', which is not JSON.*write it like"):
+        make_task("reasoning_gym:gcd", '{"min_terms": 2')
+    with pytest.raises(ValueError, match=r"`task_args` is '\{\}', but .* 'chat_sums', which takes none"):
         make_task("chat_sums", "{}")
     assert make_task("data.jsonl") is make_task(None) is None
 
@@ -101,8 +87,6 @@ class Halving:
     """A task whose answer is half of the number asked for, as reasoning-gym would have it."""
 
     def __init__(self, size, seed, step=1):
-        if step < 1:
-            raise AssertionError("step must be positive")
         self.entries = [self.entry(2 * (seed + i) // step * step) for i in range(size)]
 
     def entry(self, number):
@@ -115,9 +99,23 @@ class Halving:
         return 1.0 if answer == entry["answer"] else 0.25 * bool(answer)
 
 
-def test_problems_held_out_are_none_of_those_to_train_on(monkeypatch):
+@pytest.fixture
+def made(monkeypatch):
+    """A function that has reasoning-gym make tasks of a class, and returns the arguments of each that is made."""
+
+    def make_of(task_class):
+        calls = []
+        monkeypatch.setattr(gym, "_make", lambda name, args: calls.append(args) or task_class(**args))
+        return calls
+
+    gym._rebuild.cache_clear()
+    yield make_of
+    gym._rebuild.cache_clear()
+
+
+def test_problems_held_out_are_none_of_those_to_train_on(made):
     """Like reasoning-gym, the stand-in makes problem i of a seed from seed + i."""
-    monkeypatch.setattr(gym, "_make", lambda name, args: Halving(**args))
+    made(Halving)
     task = gym.load_gym_task("reasoning_gym:halving", '{"size": 5, "seed": 7}')
     train, test = ([row["prompt"][0]["content"] for row in rows] for rows in (task.train_dataset, task.test_dataset))
     assert train == [f"Half of {number}?" for number in (14, 16, 18, 20, 22)]
@@ -129,39 +127,32 @@ def test_problems_held_out_are_none_of_those_to_train_on(monkeypatch):
     assert [row["prompt"][0]["content"] for row in task.train_dataset] == ["Half of 8?"] + ["Half of 16?"] * 4
 
 
-def test_the_reward_is_what_the_task_gives_for_the_answer_read(monkeypatch):
-    made = []
-    monkeypatch.setattr(gym, "_make", lambda name, args: made.append((name, args)) or Halving(**args))
-    gym._rebuild.cache_clear()
+def test_the_reward_is_what_the_task_gives_for_the_answer_read(made):
+    calls = made(Halving)
     entries = gym.load_gym_task("halving", {"size": 3}).train_dataset["entry"][:]
-    made.clear()
+    calls.clear()
     gym._rebuild.cache_clear()
     completions = [message("Half of 0 is 0."), "<answer>1</answer>, not 2", "9"]
     assert gym.gym_reward(completions, entry=entries, trainer_state=None) == [1.0, 1.0, 0.25]
-    assert made == [("halving", {"size": 3, "seed": 0})]  # once for all rows
-    gym._rebuild.cache_clear()
+    assert calls == [{"size": 3, "seed": 0}]  # once for all rows
 
 
-def test_an_answer_that_a_task_cannot_read_counts_nothing(monkeypatch):
+def test_an_answer_that_a_task_cannot_read_counts_nothing(made):
     class ReadsNumbers(Halving):
         def score_answer(self, answer, entry):
             return float(int(answer) == int(entry["answer"]))
 
-    monkeypatch.setattr(gym, "_make", lambda name, args: ReadsNumbers(**args))
-    gym._rebuild.cache_clear()
+    made(ReadsNumbers)
     entries = gym.load_gym_task("numbers", {"size": 3}).train_dataset["entry"][:]
     with pytest.warns(UserWarning, match="'numbers' could not read an answer, which counts as 0: ValueError"):
         assert gym.gym_reward(["0", "<answer>one</answer>", message("2")], entry=entries) == [1.0, 0.0, 1.0]
-    gym._rebuild.cache_clear()
 
 
-def test_a_task_that_does_not_survive_json_is_refused(monkeypatch):
+def test_a_task_that_does_not_survive_json_is_refused(made):
     class NeedsTuples(Halving):
         def score_answer(self, answer, entry):
             return float(isinstance(entry["metadata"]["tuple"], tuple))
 
-    monkeypatch.setattr(gym, "_make", lambda name, args: NeedsTuples(**args))
-    gym._rebuild.cache_clear()
+    made(NeedsTuples)
     with pytest.raises(ValueError, match="'reasoning_gym:tuples', whose entries do not survive JSON"):
         gym.load_gym_task("tuples")
-    gym._rebuild.cache_clear()

