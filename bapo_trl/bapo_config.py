@@ -3,6 +3,7 @@
 import inspect
 import math
 import textwrap
+from collections.abc import Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -17,12 +18,8 @@ from .config_rules import check_rules
 from .errors import InputError
 from .inputs.setting_checks import check_device, check_fields, check_numbers
 from .losses import LOSSES
-from .replay.queue import smallest_max_staleness
 from .rollouts.sampling_settings import biased_settings
 from .upstream.cpu_speed import has_bfloat16
-
-
-_STRATEGIES_WITH_CHECKPOINTS = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
 
 
 class _Metadata(dict):
@@ -30,6 +27,13 @@ class _Metadata(dict):
 
     def copy(self) -> dict:
         return {key: value for key, value in self.items() if key != "range"}
+
+
+def _setting(default: Any, allowed: str | Sequence[str], text: str) -> Any:
+    """Declare a field with what it may be, an interval such as "(0, 1]" or choices, and its help text."""
+    if isinstance(allowed, str):
+        return field(default=default, metadata=_Metadata(help=text, range=allowed))
+    return field(default=default, metadata={"help": text, "choices": list(allowed)})
 
 
 @dataclass
@@ -63,92 +67,70 @@ class BAPOConfig(GRPOConfig):
     )
 
     # Parameters of the bound search
-    positive_contribution_target: float = field(
-        default=0.5,
-        metadata=_Metadata(
-            range="(0, 1]",
-            help="Share of the policy loss that positive-advantage tokens are to contribute, in (0, 1]. An odds "
-            "target `tau` (positive over negative) is the share `tau / (1 + tau)`.",
-        ),
+    positive_contribution_target: float = _setting(
+        0.5,
+        "(0, 1]",
+        "Share of the policy loss that positive-advantage tokens are to contribute, in (0, 1]. An odds target "
+        "`tau` (positive over negative) is the share `tau / (1 + tau)`.",
     )
-    ratio_lower_start: float = field(
-        default=0.6,
-        metadata=_Metadata(range="(0, 1]", help="Lower clip bound at which each search starts, in ratio space."),
+    ratio_lower_start: float = _setting(0.6, "(0, 1]", "Lower clip bound at which each search starts, in ratio space.")
+    ratio_lower_max: float = _setting(
+        0.9,
+        "(0, 1]",
+        "Highest lower clip bound. Equal to `ratio_lower_start`, the lower bound is fixed.",
     )
-    ratio_lower_max: float = field(
-        default=0.9,
-        metadata=_Metadata(
-            range="(0, 1]", help="Highest lower clip bound. Equal to `ratio_lower_start`, the lower bound is fixed."
-        ),
+    ratio_lower_step: float = _setting(0.02, "(0, inf)", "Step of the lower clip bound.")
+    ratio_upper_start: float = _setting(
+        1.2,
+        "[1, inf)",
+        "Upper clip bound at which each search starts, in ratio space.",
     )
-    ratio_lower_step: float = field(
-        default=0.02, metadata=_Metadata(range="(0, inf)", help="Step of the lower clip bound.")
+    ratio_upper_max: float = _setting(
+        3.0,
+        "[1, inf)",
+        "Highest upper clip bound. Equal to `ratio_upper_start`, the upper bound is fixed.",
     )
-    ratio_upper_start: float = field(
-        default=1.2,
-        metadata=_Metadata(range="[1, inf)", help="Upper clip bound at which each search starts, in ratio space."),
+    ratio_upper_step: float = _setting(0.05, "(0, inf)", "Step of the upper clip bound.")
+    contribution_measure: str = _setting(
+        "gradient",
+        MEASURES,
+        "What a token contributes, `gradient`, its part in the gradient if the clip lets it through, or "
+        "`surrogate`, the value of its clipped term.",
     )
-    ratio_upper_max: float = field(
-        default=3.0,
-        metadata=_Metadata(
-            range="[1, inf)", help="Highest upper clip bound. Equal to `ratio_upper_start`, the upper bound is fixed."
-        ),
+    contribution_weighting: str = _setting(
+        "uniform",
+        WEIGHTINGS,
+        "Weight of a token in the share, `uniform`, or `behavior_prob`, its probability under the policy that "
+        "sampled it, as Eq. 8 prints it.",
     )
-    ratio_upper_step: float = field(
-        default=0.05, metadata=_Metadata(range="(0, inf)", help="Step of the upper clip bound.")
+    search_order: str = _setting(
+        "upper_first",
+        SEARCH_ORDERS,
+        "Which bound moves first, `upper_first` or `lower_first`.",
     )
-    contribution_measure: str = field(
-        default="gradient",
-        metadata={
-            "help": "What a token contributes, `gradient`, its part in the gradient if the clip lets it "
-            "through, or `surrogate`, the value of its clipped term.",
-            "choices": list(MEASURES),
-        },
+    search_scope: str = _setting(
+        "carried_over",
+        SCOPES,
+        "Tokens of one search, on all ranks: `batch`, as published, all micro-batches of the optimizer step, free "
+        "with one, with an extra forward pass if there are several; `carried_over`, a forecast of these from the "
+        "update before; or `micro_batch`, the current micro-batch.",
     )
-    contribution_weighting: str = field(
-        default="uniform",
-        metadata={
-            "help": "Weight of a token in the share, `uniform`, or `behavior_prob`, its probability under the "
-            "policy that sampled it, as Eq. 8 prints it.",
-            "choices": list(WEIGHTINGS),
-        },
-    )
-    search_order: str = field(
-        default="upper_first",
-        metadata={
-            "help": "Which bound moves first, `upper_first` or `lower_first`.",
-            "choices": list(SEARCH_ORDERS),
-        },
-    )
-    search_scope: str = field(
-        default="carried_over",
-        metadata={
-            "help": "Tokens of one search, on all ranks: `batch`, as published, all micro-batches of the optimizer "
-            "step, free with one, with an extra forward pass if there are several; `carried_over`, a forecast of "
-            "these from the update before; or `micro_batch`, the current micro-batch.",
-            "choices": list(SCOPES),
-        },
-    )
-    negative_weight_min: float = field(
-        default=1.0,
-        metadata=_Metadata(
-            range="(0, 1]",
-            help="Smallest weight of negative-advantage tokens in the policy loss, in (0, 1]. Where the bounds "
-            "miss `positive_contribution_target`, these tokens are weighed down to reach it. With 1 there is no "
-            "weight, as in the paper. With fixed bounds, or none, and a target of 1, it is the weight in every "
-            "update and needs no extra forward pass.",
-        ),
+    negative_weight_min: float = _setting(
+        1.0,
+        "(0, 1]",
+        "Smallest weight of negative-advantage tokens in the policy loss, in (0, 1]. Where the bounds miss "
+        "`positive_contribution_target`, these tokens are weighed down to reach it. With 1 there is no weight, as "
+        "in the paper. With fixed bounds, or none, and a target of 1, it is the weight in every update and needs "
+        "no extra forward pass.",
     )
 
     # Parameters of the replay queue
-    replay_fraction: float = field(
-        default=0.0,
-        metadata=_Metadata(
-            range="[0, 1]",
-            help="Share of each batch taken from the queue of past samples, in [0, 1]. With 0, and without "
-            "`replay_zero_advantage`, there is no queue. With a queue, each later pass over a generation "
-            "(`num_iterations`) draws its whole batch from it.",
-        ),
+    replay_fraction: float = _setting(
+        0.0,
+        "[0, 1]",
+        "Share of each batch taken from the queue of past samples, in [0, 1]. With 0, and without "
+        "`replay_zero_advantage`, there is no queue. With a queue, each later pass over a generation "
+        "(`num_iterations`) draws its whole batch from it.",
     )
     replay_zero_advantage: bool = field(
         default=False,
@@ -157,35 +139,28 @@ class BAPOConfig(GRPOConfig):
             "their place to queued samples."
         },
     )
-    replay_capacity: int = field(
-        default=4096,
-        metadata=_Metadata(
-            range="[1, inf)",
-            help="Largest number of samples in the queue of each rank. Beyond it, the first to enter leave.",
-        ),
+    replay_capacity: int = _setting(
+        4096,
+        "[1, inf)",
+        "Largest number of samples in the queue of each rank. Beyond it, the first to enter leave.",
     )
-    replay_max_staleness: int | None = field(
-        default=None,
-        metadata=_Metadata(
-            range="[0, inf)",
-            help="Largest staleness of a queued sample when it is trained, in policy versions. `None` for no "
-            "limit. With partial rollouts it goes by the oldest token of a sample; that of fresh ones is bound by "
-            "`partial_rollout_max_staleness` alone.",
-        ),
+    replay_max_staleness: int | None = _setting(
+        None,
+        "[0, inf)",
+        "Largest staleness of a queued sample when it is trained, in policy versions. `None` for no limit. With "
+        "partial rollouts it goes by the oldest token of a sample; that of fresh ones is bound by "
+        "`partial_rollout_max_staleness` alone.",
     )
-    replay_min_staleness: int = field(
-        default=0,
-        metadata=_Metadata(
-            range="[0, inf)",
-            help="Smallest staleness of a sample when it is drawn from the queue, in policy versions. With "
-            "`replay_fraction` 1.0, all samples are at least this stale once the queue is filled.",
-        ),
+    replay_min_staleness: int = _setting(
+        0,
+        "[0, inf)",
+        "Smallest staleness of a sample when it is drawn from the queue, in policy versions. With "
+        "`replay_fraction` 1.0, all samples are at least this stale once the queue is filled.",
     )
-    replay_max_reuse: int | None = field(
-        default=None,
-        metadata=_Metadata(
-            range="[1, inf)", help="Number of times a sample may be trained, the first included. `None` for no limit."
-        ),
+    replay_max_reuse: int | None = _setting(
+        None,
+        "[1, inf)",
+        "Number of times a sample may be trained, the first included. `None` for no limit.",
     )
     replay_discard_saved: bool = field(
         default=False,
@@ -193,47 +168,40 @@ class BAPOConfig(GRPOConfig):
     )
 
     # Parameters of the partial rollouts
-    partial_rollout_oversampling: float = field(
-        default=1.0,
-        metadata=_Metadata(
-            range="[1, 2)",
-            help="Groups of completions in flight over groups of a generation, in [1, 2). Above 1, a generation "
-            "ends as soon as it has enough complete groups. The others are parked, and a later policy continues "
-            "them. With 1, every generation waits for its longest completion.",
-        ),
+    partial_rollout_oversampling: float = _setting(
+        1.0,
+        "[1, 2)",
+        "Groups of completions in flight over groups of a generation, in [1, 2). Above 1, a generation ends as "
+        "soon as it has enough complete groups. The others are parked, and a later policy continues them. With 1, "
+        "every generation waits for its longest completion.",
     )
-    partial_rollout_chunk_length: int = field(
-        default=256,
-        metadata=_Metadata(range="[1, inf)", help="Tokens decoded between two looks at which completions have ended."),
+    partial_rollout_chunk_length: int = _setting(
+        256,
+        "[1, inf)",
+        "Tokens decoded between two looks at which completions have ended.",
     )
-    partial_rollout_max_staleness: int | None = field(
-        default=None,
-        metadata=_Metadata(
-            range="[0, inf)",
-            help="Largest number of policy versions between a completion's first token and the last update on it. "
-            "A group that would exceed it is decoded to its end. `None` for no limit.",
-        ),
+    partial_rollout_max_staleness: int | None = _setting(
+        None,
+        "[0, inf)",
+        "Largest number of policy versions between a completion's first token and the last update on it. A group "
+        "that would exceed it is decoded to its end. `None` for no limit.",
     )
 
     # Parameters of the sampler
-    vllm_logp_tolerance: float | None = field(
-        default=0.1,
-        metadata=_Metadata(
-            range="(0, inf]",
-            help="Largest mean absolute difference between the log-probabilities of vLLM and of the trainer on the "
-            "samples of a generation, in nats a token. Beyond it the training stops: vLLM does not sample from the "
-            "trainer's weights. (With settings that bias the samples, such as `top_p`, it warns, once.) `None` for no "
-            "check, nor of whether a server takes the weights it is sent.",
-        ),
+    vllm_logp_tolerance: float | None = _setting(
+        0.1,
+        "(0, inf]",
+        "Largest mean absolute difference between the log-probabilities of vLLM and of the trainer on the samples "
+        "of a generation, in nats a token. Beyond it the training stops: vLLM does not sample from the trainer's "
+        "weights. (With settings that bias the samples, such as `top_p`, it warns, once.) `None` for no check, nor "
+        "of whether a server takes the weights it is sent.",
     )
-    vllm_request_timeout: float = field(
-        default=1500.0,
-        metadata=_Metadata(
-            range="(0, inf]",
-            help="Seconds that the vLLM server may take to answer one request: the samples of a generation, or a "
-            "transfer of the weights. After that, and after any other failure that may pass, the trainer waits for "
-            "the server for `vllm_server_timeout`, joins it again, and repeats the generation, three times at most.",
-        ),
+    vllm_request_timeout: float = _setting(
+        1500.0,
+        "(0, inf]",
+        "Seconds that the vLLM server may take to answer one request: the samples of a generation, or a transfer "
+        "of the weights. After that, and after any other failure that may pass, the trainer waits for the server "
+        "for `vllm_server_timeout`, joins it again, and repeats the generation, three times at most.",
     )
 
     if TYPE_CHECKING:  # what the parents' `__post_init__` leaves of fields that they declare more widely
@@ -325,11 +293,6 @@ class BAPOConfig(GRPOConfig):
         return " and ".join(words for words, is_on in settings.items() if is_on)
 
     @property
-    def smallest_max_staleness(self) -> int:
-        """Smallest `replay_max_staleness` with which the first pass over a generation can draw from the queue."""
-        return smallest_max_staleness(self.updates_per_pass, self.num_iterations, self.replay_min_staleness)
-
-    @property
     def updates_per_pass(self) -> int:
         """Number of optimizer updates in one pass over a batch of `steps_per_generation` micro-batches, at least 1."""
         return max(1, self.steps_per_generation // self.gradient_accumulation_steps)
@@ -356,11 +319,6 @@ class BAPOConfig(GRPOConfig):
     def uses_partial_rollouts(self) -> bool:
         """Whether unfinished completions are parked and continued by a later policy."""
         return self.partial_rollout_oversampling > 1
-
-    @property
-    def pushes_checkpoints(self) -> bool:
-        """Whether whole checkpoints are uploaded to the Hub."""
-        return self.push_to_hub and self.hub_strategy in _STRATEGIES_WITH_CHECKPOINTS
 
     @property
     def rows_per_generation(self) -> int:

@@ -1,31 +1,25 @@
-"""What settings of a [`BAPOConfig`] refuse of one another. The values of each field are checked before."""
+"""Refuse settings of a [`BAPOConfig`] that contradict one another. The value of each field is checked before."""
 
 import math
-from numbers import Integral
 from typing import Any
 
 from .clip_bounds.grid import BoundGrid
 from .clip_bounds.settings import BOUND_PARTS
 from .errors import InputError
 from .losses import CLIPPED_LOSS_TYPES, LOSSES
-from .replay.queue import smallest_capacity
+from .replay.queue import smallest_capacity, smallest_max_staleness
 from .rollouts.sampling_settings import broken_across_calls
 
 
-# Of TRL and transformers, those that settings of BAPO are computed from: the smallest value of each
-_SIZES = {
-    "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "steps_per_generation": 1,
-    "generation_batch_size": 1, "num_generations": 2, "num_iterations": 1,
-}  # fmt: skip
 _MODES_OF_VESPO = ("token_truncate", "token_mask")
 
 
 def check_rules(config: Any) -> None:
     """Refuse settings that contradict one another, in the config of a run (`InputError`)."""
-    for name, smallest in _SIZES.items():
-        value = getattr(config, name)
-        if not (isinstance(value, Integral) and int(value) >= smallest):
-            raise InputError(f"`{name}` is {value!r}: set it to a whole number, at least {smallest}.")
+    # TRL's, by which the rules below divide
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations"):
+        if not getattr(config, name) >= 1:
+            raise InputError(f"`{name}` is {getattr(config, name)!r}: set it to a whole number, at least 1.")
     _check_search(config)
     _check_partial_rollouts(config)
     _check_replay(config)
@@ -47,9 +41,9 @@ def _check_search(config: Any) -> None:
     default_target = type(config).positive_contribution_target
     moves_share = config.is_adaptive or config.has_constant_weight
     if not moves_share and config.positive_contribution_target != default_target:
-        reason = (
-            "both clip bounds are fixed" if config.has_clip_bounds else f"`loss_type` {config.loss_type!r} has none"
-        )
+        reason = f"`loss_type` {config.loss_type!r} has no clip bounds"
+        if config.has_clip_bounds:
+            reason = "both clip bounds are fixed"
         raise InputError(
             f"`positive_contribution_target` is {config.positive_contribution_target}, but nothing moves the share: "
             f"{reason}, and `negative_weight_min` is 1. Set `negative_weight_min` below 1, e.g. 0.05, or leave the "
@@ -115,15 +109,14 @@ def _check_partial_rollouts(config: Any) -> None:
             "group lives on one rank, so make that a multiple of it."
         )
     if config.groups_held == 0:
+        groups, fix = config.groups_per_generation, "raise `steps_per_generation` or `per_device_train_batch_size`"
+        if groups > 1:
+            fix = (
+                f"raise it above {1 + 0.5 / groups:.4g}, e.g. to {1 + 1 / groups:.4g}, or raise `steps_per_generation`"
+            )
         raise InputError(
             f"`partial_rollout_oversampling` is {config.partial_rollout_oversampling}, which holds over none of the "
-            f"{config.groups_per_generation} groups of a generation on each rank: raise it above "
-            f"{1 + 0.5 / config.groups_per_generation:.4g}, e.g. to {1 + 1 / config.groups_per_generation:.4g}, or "
-            "raise `steps_per_generation`."
-            if config.groups_per_generation > 1
-            else f"`partial_rollout_oversampling` is {config.partial_rollout_oversampling}, but each rank has one "
-            "group a generation, and cannot hold one over: raise `steps_per_generation` or "
-            "`per_device_train_batch_size`."
+            f"{groups} groups of a generation on each rank: {fix}."
         )
     needed = config.updates_per_generation + config.largest_staleness
     if config.partial_rollout_max_staleness is not None and config.partial_rollout_max_staleness < needed:
@@ -189,31 +182,20 @@ def _check_replay(config: Any) -> None:
             f"generation on each rank and {updates * config.num_iterations} updates on them: set `replay_capacity` "
             f"to at least {needed}, or lower `replay_min_staleness`."
         )
-    # Rows are drawn at the start of a pass, and grow older until its last update. Without a share of the first
-    # pass to fill, it is enough that a later one draws.
-    passes = max(1, -(-config.replay_min_staleness // updates), config.num_iterations - 1)
-    oldest = config.smallest_max_staleness if config.replay_fraction > 0 else passes * updates + updates - 1
+    oldest = smallest_max_staleness(updates, config.num_iterations, config.replay_min_staleness)
     if config.uses_partial_rollouts:  # rows are up to a generation old when they enter
         oldest += config.updates_per_generation
     if config.replay_max_staleness is not None and config.replay_max_staleness < oldest:
         raise InputError(
             f"`replay_max_staleness` is {config.replay_max_staleness}, but with {updates} updates in a pass, "
             f"`num_iterations` {config.num_iterations} and `replay_min_staleness` {config.replay_min_staleness} a "
-            f"queued sample is {oldest} versions old before "
-            f"{'the first pass over a generation' if config.replay_fraction > 0 else 'a pass'} has trained it: set "
+            f"queued sample is {oldest} versions old before the first pass over a generation has trained it: set "
             f"it to at least {oldest}."
         )
-    if config.replay_max_reuse is not None and config.replay_max_reuse < config.num_iterations:
+    if config.replay_max_reuse is not None and config.replay_max_reuse <= config.num_iterations:
         raise InputError(
-            f"`replay_max_reuse` is {config.replay_max_reuse}, but `num_iterations` ({config.num_iterations}) passes "
-            f"train each sample that many times on average: set it to at least {config.num_iterations}."
-        )
-    # From an empty queue, the passes over a generation use up all that it brings.
-    draws_its_own = config.num_iterations > 1 and config.replay_min_staleness <= updates * (config.num_iterations - 1)
-    if config.replay_max_reuse == config.num_iterations and (config.replay_fraction > 0 or not draws_its_own):
-        raise InputError(
-            f"`replay_max_reuse` is {config.replay_max_reuse}: the {config.num_iterations} passes over a generation "
-            "(`num_iterations`) use its samples up, and the first pass over the next one finds none in the "
+            f"`replay_max_reuse` is {config.replay_max_reuse}: the passes over a generation (`num_iterations` "
+            f"{config.num_iterations}) use its samples up, and the first pass over the next one finds none in the "
             f"queue. Set `replay_max_reuse` to at least {config.num_iterations + 1}."
         )
 

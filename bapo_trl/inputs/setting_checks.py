@@ -1,4 +1,4 @@
-"""What settings are refused whatever they are for: values that are not of their field, numbers that are none."""
+"""Refuse settings whatever they are for: values that are not of their field, numbers that are none."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -19,9 +19,7 @@ _NAMES_OF_TYPES = {bool: "true or false", int: "a whole number", float: "a numbe
 def check_fields(config: Any, fields: Iterable[Field], types: Mapping[str, tuple[Any, ...]]) -> None:
     """
     Refuse a value that is none of the `choices` in its field's metadata, of another type than the field, or outside
-    its `range`: an interval such as "(0, 1]".
-
-    A whole number becomes a float where the field has one.
+    its `range`: an interval such as "(0, 1]". A whole number becomes a float where the field has one.
     """
     for f in fields:
         name, value, choices = f.name, getattr(config, f.name), f.metadata.get("choices")
@@ -32,11 +30,11 @@ def check_fields(config: Any, fields: Iterable[Field], types: Mapping[str, tuple
         if value is None and NoneType in types[name]:
             continue
         kind = next(each for each in types[name] if each is not NoneType)
-        if kind is float and type(value) is int:  # torch takes no large ones
-            value = float(value) if abs(value) < 1e300 else math.inf
+        if kind is float and type(value) is int:
+            value = float(value)
             setattr(config, name, value)
         interval = f.metadata.get("range", "")
-        if not (isinstance(value, kind) and (kind is bool or not isinstance(value, bool)) and _is_in(value, interval)):
+        if type(value) is not kind or not _is_in(value, interval):
             wanted = _in_words(_NAMES_OF_TYPES[kind], interval)
             raise InputError(f"`{name}` is {value!r}: set it to {wanted}{', or None' * (NoneType in types[name])}.")
 
@@ -45,9 +43,8 @@ def _is_in(value: Any, interval: str) -> bool:
     if not interval:
         return True
     low, high = map(float, interval[1:-1].split(","))
-    return (low <= value if interval[0] == "[" else low < value) and (
-        value <= high if interval[-1] == "]" else value < high
-    )
+    is_above = low <= value if interval[0] == "[" else low < value
+    return is_above and (value <= high if interval[-1] == "]" else value < high)
 
 
 def _in_words(kind: str, interval: str) -> str:

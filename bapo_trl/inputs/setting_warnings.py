@@ -2,6 +2,11 @@
 
 from typing import Any
 
+from transformers.trainer_utils import HubStrategy
+
+
+_WITH_CHECKPOINTS = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
+
 
 def setting_warnings(config: Any) -> list[str]:
     """Return what a user should know of a [`BAPOConfig`] before a run, in whole sentences."""
@@ -26,20 +31,8 @@ def setting_warnings(config: Any) -> list[str]:
             f"({config.gradient_accumulation_steps}), or raise `num_iterations` ({config.num_iterations}): their "
             "product over `gradient_accumulation_steps` is the number of updates per generation."
         )
-    if config.replay_zero_advantage:
-        too_small = {
-            "replay_max_reuse": config.num_iterations + 1,
-            "replay_max_staleness": config.smallest_max_staleness,
-        }
-        for name, smallest in too_small.items():
-            if getattr(config, name) is not None and getattr(config, name) < smallest:
-                messages.append(
-                    f"With `{name}` {getattr(config, name)}, samples are drawn from the queue at later passes only: "
-                    "none stays until the first pass over the next generation, to take the place of one without "
-                    f"advantage (`replay_zero_advantage`). Set it to at least {smallest} for that."
-                )
     saves_samples = (config.uses_replay or config.uses_partial_rollouts) and not config.save_only_model
-    if saves_samples and config.pushes_checkpoints:
+    if saves_samples and config.push_to_hub and config.hub_strategy in _WITH_CHECKPOINTS:
         messages.append(
             f"`hub_strategy` is '{config.hub_strategy.value}', which uploads whole checkpoints: the replay queue "
             "and the unfinished rollouts, with the prompts and completions in them, go to the Hub as well. To "
