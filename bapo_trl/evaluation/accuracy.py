@@ -1,4 +1,4 @@
-"""Pure: avg@k, pass@k and maj@k of completions that are right or wrong, with standard errors over the prompts."""
+"""avg@k, pass@k and maj@k of completions that are right or wrong, with standard errors over the prompts."""
 
 import math
 from collections import Counter
@@ -22,6 +22,9 @@ class Estimate:
     mean: float
     error: float
 
+    def __str__(self) -> str:
+        return f"{self.mean:.3f}" + ("" if math.isnan(self.error) else f" ± {self.error:.3f}")
+
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """
@@ -33,10 +36,6 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     References:
         Chen et al. 2021, Evaluating Large Language Models Trained on Code (https://arxiv.org/abs/2107.03374), Eq. 1.
     """
-    if not 1 <= k <= num_samples:
-        raise ValueError(f"`k` must be in [1, num_samples], got {k} of {num_samples} samples.")
-    if not 0 <= num_correct <= num_samples:
-        raise ValueError(f"`num_correct` must be in [0, num_samples], got {num_correct} of {num_samples} samples.")
     return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
@@ -101,7 +100,7 @@ def _accuracies(results: list[PromptResult]) -> dict[str, Estimate]:
     summary = {f"avg@{n}": mean_over_prompts([sum(result.correct) / n for result in results])}
     if n == 1:
         return summary
-    for k in sorted({*(2**power for power in range(1, n.bit_length()) if 2**power <= n), n}):
+    for k in sorted({*(2**power for power in range(1, n.bit_length())), n}):
         summary[f"pass@{k}"] = mean_over_prompts([pass_at_k(n, sum(result.correct), k) for result in results])
     if results[0].answers is not None:
         summary[f"maj@{n}"] = mean_over_prompts([majority_vote(result.answers, result.correct) for result in results])
@@ -109,21 +108,11 @@ def _accuracies(results: list[PromptResult]) -> dict[str, Estimate]:
 
 
 def accuracy_table(evaluations: Mapping[str, Mapping[str, Estimate]]) -> str:
-    """
-    Return a table of accuracies with their standard errors, one line for each, by the title of their column.
-
-    An empty title is no column head.
-    """
+    """Return a table of accuracies with their standard errors, one line for each, by the title of their column."""
     names = list(dict.fromkeys(name for accuracies in evaluations.values() for name in accuracies))
-    columns = [
-        [title, *(_with_error(accuracies[name]) if name in accuracies else "" for name in names)]
-        for title, accuracies in evaluations.items()
-    ]
-    lines = zip(["", *names], *columns, strict=True)
-    widths = [max(map(len, column)) for column in (names or [""], *columns)]
-    rows = ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) for line in lines]
-    return "\n".join(f"  {row}".rstrip() for row in rows if row.strip())
-
-
-def _with_error(estimate: Estimate) -> str:
-    return f"{estimate.mean:.3f}" + ("" if math.isnan(estimate.error) else f" ± {estimate.error:.3f}")
+    columns = [["", *names]]
+    for title, accuracies in evaluations.items():
+        columns.append([title, *(str(accuracies.get(name, "")) for name in names)])
+    padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in columns]
+    rows = ["  ".join(["", *cells]).rstrip() for cells in zip(*padded, strict=True)]
+    return "\n".join(row for row in rows if row)

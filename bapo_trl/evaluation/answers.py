@@ -1,8 +1,9 @@
-"""Pure: the answer in a completion, the answers that a column holds, and whether two are the same number."""
+"""The answer in a completion, the answers that a column holds, and whether two are the same number."""
 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from decimal import MAX_EMAX, MAX_PREC, MIN_EMIN, Context, Decimal, InvalidOperation
 from numbers import Number
 from typing import Any
@@ -11,9 +12,7 @@ from typing import Any
 Text = str | Sequence[Mapping[str, Any]]
 """A completion as TRL hands it to rewards: text, or the messages of a conversation."""
 
-MINUS = "\N{MINUS SIGN}"
-"""The minus of typeset text, which counts as a hyphen does."""
-
+MINUS = "\N{MINUS SIGN}"  # of typeset text, which counts as a hyphen does
 _THOUSANDS = r"\d{1,3}(?:,\d{3})+"
 _EXPONENT = rf"[eE][-+{MINUS}]?\d+(?!\w|\.\d)"
 NUMBER = re.compile(
@@ -62,15 +61,10 @@ def last_number(text: str) -> str | None:
     return without_separators(numbers[-1].replace(MINUS, "-")) if numbers else None
 
 
-def whole_text(text: str) -> str | None:
-    """Return the text without the spaces around it, or `None` if nothing is left."""
-    return text.strip() or None
-
-
 EXTRACTORS: dict[str, Callable[[str], str | None]] = {
     "boxed": boxed_answer,
     "last_number": last_number,
-    "text": whole_text,
+    "text": lambda text: text.strip() or None,
 }
 """Ways to find the answer in a completion, by name."""
 
@@ -135,7 +129,10 @@ def gold_texts(value: Any) -> list[str]:
 
     ```
     """
-    parts = value if isinstance(value, (list, tuple)) else _listed(value)
+    if isinstance(value, str) and value.lstrip().startswith('["'):  # strings: [1, 2] is an interval
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    parts = value if isinstance(value, (list, tuple)) else [value]
     return [text for part in parts if (text := _as_text(part))]
 
 
@@ -146,24 +143,14 @@ def gold_answers(value: Any) -> list[str]:
     Of each of its [`gold_texts`], the text after `####` (as in GSM8K) and the last `\boxed{...}` of a worked solution
     are understood. Any other text is itself the answer.
     """
-    return [answer for text in gold_texts(value) if (answer := _answer_in(text))]
-
-
-def _listed(value: Any) -> list[Any]:
-    if isinstance(value, str) and value.lstrip().startswith('["'):  # strings: [1, 2] is an interval
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            pass
-    return [value]
+    answers = []
+    for text in gold_texts(value):
+        answer = text.rpartition("####")[2]
+        answers.append(without_separators(boxed_answer(answer) or answer.strip().removesuffix(".")))
+    return [answer for answer in answers if answer]
 
 
 def _as_text(value: Any) -> str | None:
     if isinstance(value, Number) and not isinstance(value, bool):
         return plain_number(str(value))
     return str(value).strip() if isinstance(value, (str, bool)) else None
-
-
-def _answer_in(text: str) -> str:
-    answer = text.rpartition("####")[2]
-    return without_separators(boxed_answer(answer) or answer.strip().removesuffix("."))

@@ -1,10 +1,9 @@
-"""Evaluation of a model on prompts: several completions of each, and how many of them are right."""
+"""Sample several completions of each prompt, and count how many of them are right."""
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,8 @@ from .sampling import Completion, EvaluatedTrainer
 
 SOURCE_COLUMN = "data_source"
 _SAMPLING_SETTINGS = (
-    "seed", "bf16", "fp16", "use_vllm", "cast_lm_head_to_fp32",
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length", "generation_kwargs",
-    "chat_template_kwargs",
+    "seed", "bf16", "fp16", "use_vllm", "cast_lm_head_to_fp32", "temperature", "top_p", "top_k", "min_p",
+    "repetition_penalty", "max_completion_length", "generation_kwargs", "chat_template_kwargs",
 )  # fmt: skip
 
 
@@ -72,35 +70,24 @@ def evaluate(
     """
     rows = list(dataset) if isinstance(dataset, IterableDataset) else dataset
     num_completions = trainer.num_generations_eval
-    names = trainer.reward_func_names
-    key: str | None = None  # this and the records: of the main process
-    records: list[dict[str, Any]] = []
-
-    def read() -> bool:
-        nonlocal key, records
-        if origin is not None:
-            key = _key(trainer, rows, origin)
-            records = _read(path, key)
-        return bool(records)
-
-    if not on_main_process(read) and len(rows):
-        sampled = trainer.sample_completions(rows, num_completions)
+    key = on_main_process(lambda: None if origin is None else _key(trainer, rows, origin))
+    if not on_main_process(lambda: key is not None and _has(path, key)):
+        sampled = trainer.sample_completions(rows, num_completions) if len(rows) else []
 
         def write() -> None:
-            nonlocal records
             records = [
-                _as_record(sampled[prompt * num_completions + number], prompt, number, row, names)
+                _as_record(sampled[prompt * num_completions + number], prompt, number, row, trainer.reward_func_names)
                 for prompt, row in enumerate(rows)
                 for number in range(num_completions)
             ]
             _write(path, records, key)
 
         on_main_process(write)
-    return on_main_process(lambda: count(records, num_completions, trainer.reward_weights, extract_answer))
+    return on_main_process(lambda: count(_read(path), num_completions, trainer.reward_weights, extract_answer))
 
 
 def count(
-    records: Iterable[Mapping[str, Any]],
+    records: Sequence[Mapping[str, Any]],
     num_completions: int,
     reward_weights: torch.Tensor,
     extract_answer: Callable[[str], str | None] | None = None,
@@ -111,7 +98,6 @@ def count(
     A prompt none of whose completions has a first reward is left out of the accuracies, and counted in
     `prompts_without_reward`. `reward_weights` has shape `(F,)`.
     """
-    records = list(records)
     if not records:
         return Evaluation({}, {}, 0)
     rewards = torch.tensor(
@@ -127,14 +113,15 @@ def count(
     metrics["completions/clipped_ratio"] = sum(record["cut_off"] for record in records) / len(records)
 
     groups = [records[start : start + num_completions] for start in range(0, len(records), num_completions)]
-    scored = [group for group in groups if any(_first_reward(record) is not None for record in group)]
+    first = next(iter(records[0]["rewards"]))
+    scored = [group for group in groups if any(record["rewards"][first] is not None for record in group)]
     if len(scored) < len(groups):
         metrics["prompts_without_reward"] = len(groups) - len(scored)
     accuracies = summarize(
         PromptResult(
             tuple(record["correct"] for record in group),
             None if extract_answer is None else tuple(_answer(record, extract_answer) for record in group),
-            _source(group[0]),
+            str(group[0][SOURCE_COLUMN]) if SOURCE_COLUMN in group[0] else None,
         )
         for group in scored
     )
@@ -145,19 +132,20 @@ def _key(trainer: EvaluatedTrainer, rows: Any, origin: Any) -> str:
     """Return what tells an evaluation from another one, by the names of its parts."""
     settings = {name: getattr(trainer.args, name, None) for name in _SAMPLING_SETTINGS}
     loaded = [str(trainer.model.dtype), str(getattr(trainer.model.config, "quantization_config", None))]
-    digest = xxh3_128()
     made_of = [origin, loaded, settings, trainer.num_generations_eval, trainer.reward_func_names]
-    for part in chain(made_of, map(trainer.prompt_of, rows)):
-        digest.update(json.dumps(part, sort_keys=True, default=str).encode())
+    digest = xxh3_128(json.dumps(made_of, sort_keys=True, default=str).encode())
+    for row in rows:
+        digest.update(json.dumps(trainer.prompt_of(row), sort_keys=True, default=str).encode())
     return digest.hexdigest()[:16]
 
 
-def _read(path: Path, key: str) -> list[dict[str, Any]]:
-    """Return the completions in a file, if they are of the evaluation with this key; else none."""
-    if not path.is_file():
-        return []
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return records if all(record.get("evaluation") == key for record in records) else []
+def _has(path: Path, key: str) -> bool:
+    return path.is_file() and all(record.get("evaluation") == key for record in _read(path))
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
 
 
 def _write(path: Path, records: Iterable[dict[str, Any]], key: str | None) -> None:
@@ -187,15 +175,6 @@ def _as_record(
     }
 
 
-def _first_reward(record: Mapping[str, Any]) -> float | None:
-    return next(iter(record["rewards"].values()))
-
-
 def _answer(record: Mapping[str, Any], extract_answer: Callable[[str], str | None]) -> str | None:
     answer = extract_answer(record["completion"])
     return None if answer is None else canonical(answer) or None  # what is empty has no vote
-
-
-def _source(record: Mapping[str, Any]) -> str | None:
-    source = record.get(SOURCE_COLUMN)
-    return source if source is None or isinstance(source, str) else json.dumps(source, sort_keys=True, default=str)

@@ -1,4 +1,4 @@
-"""Pure: the mathematics in a text that has words in it too, such as `5 dollars.` or `Adding gives x = 5`."""
+"""The mathematics in a text that has words in it too, such as `5 dollars.` or `Adding gives x = 5`."""
 
 import re
 

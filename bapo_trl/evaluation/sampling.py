@@ -1,8 +1,7 @@
 """Completions of given rows, sampled with whatever the trainer samples with, and scored by its reward functions."""
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +16,6 @@ from .answers import completion_text
 
 
 class Completion(NamedTuple):
-    """A completion as it was sampled and scored."""
-
     text: str  # without special tokens
     num_tokens: int  # with the end token
     is_cut_off: bool  # for its length
@@ -28,12 +25,11 @@ class Completion(NamedTuple):
 class EvaluatedTrainer(BAPOTrainer):
     """[`BAPOTrainer`] that also samples and scores completions of given rows."""
 
-    _is_apart = False  # from the trainer's own evaluation, in what it logs
-    _row_of: Callable[[int], Mapping[str, Any]] | None = None  # while completions are sampled
+    _row_of: Callable[[int], Mapping[str, Any]] | None = None  # set while completions are sampled: nothing is logged
     _sampled: dict[int, Completion] = {}  # of the main process, by their places
 
     def prompt_of(self, row: Mapping[str, Any]) -> Any:
-        """Return the prompt of a row, for a model of images with those of `images` or `image` in it, as TRL does."""
+        """Return the prompt of a row, with its images for a model that takes images, as TRL does."""
         images = row.get("images") or ([row["image"]] if row.get("image") is not None else [])
         if not (self._is_vlm and images and isinstance(row["prompt"], list)):
             return row["prompt"]
@@ -44,41 +40,31 @@ class EvaluatedTrainer(BAPOTrainer):
         Sample and score completions of each row, `per_device_eval_batch_size` of them at a time on each process.
 
         A row has a `prompt` and what the reward functions read, and is asked for when its batch is sampled. The main
-        process gets all completions, by row; the others get none. The samples are drawn from the trainer's seed. All
-        processes make this call together. The random states are afterwards what they were before.
+        process gets all completions, by row; the others get none. The samples are drawn from the trainer's seed, and
+        the random states stay as they were. All processes make this call together.
         """
         places: Any = range(len(rows) * num_completions)  # accelerate reads a batch ahead: not of rows with images
         loader: DataLoader = DataLoader(places, batch_size=self.args.eval_batch_size, collate_fn=list)
         # The processes of one colocated engine sample each token together
         sharing = self.args.vllm_tensor_parallel_size if self.use_vllm and self.vllm_mode == "colocate" else 1
         own_seed = zlib.crc32(f"{self.args.seed} {self.accelerator.process_index // sharing}".encode())
+        num_generations, numpy_state = self.num_generations_eval, np.random.get_state()
         self._row_of, self._sampled = lambda place: rows[place // num_completions], {}
+        self.num_generations_eval = 1  # the rows of a batch are no groups
         try:
-            with self._apart():
+            with forked_random_state(self.accelerator.device, self.model):
                 torch.manual_seed(own_seed)
                 np.random.seed(own_seed)  # from which a colocated vLLM draws its requests' seeds
                 self.evaluation_loop(self.accelerator.prepare_data_loader(loader), "Evaluation", True)
             return [completion for _, completion in sorted(self._sampled.items())]
         finally:
             self._row_of, self._sampled = None, {}
-
-    @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """Keep the random state and the logs of the trainer as they are."""
-        num_generations, numpy_state = self.num_generations_eval, np.random.get_state()
-        self._is_apart = True
-        self.num_generations_eval = 1  # the rows of a batch are no groups
-        try:
-            with forked_random_state(self.accelerator.device, self.model):
-                yield
-        finally:
-            self._is_apart = False
             self.num_generations_eval = num_generations
             np.random.set_state(numpy_state)
             self._metrics["eval"].clear()
 
     def _log_groups(self, rewards_per_func):
-        if self._is_apart:
+        if self._row_of is not None:
             return
         super()._log_groups(rewards_per_func)
         count = self.num_generations_eval
@@ -88,11 +74,11 @@ class EvaluatedTrainer(BAPOTrainer):
             self._log_values({f"avg@{count}": average, f"pass@{count}": best}, "eval")  # TRL logs their mean
 
     def _log_completion_extra(self, *args, **kwargs):
-        if not self._is_apart:  # TRL would add it to the next generation's
+        if self._row_of is None:  # TRL would add it to the next generation's
             super()._log_completion_extra(*args, **kwargs)
 
     def _log_metric(self, *args, **kwargs):
-        if not self._is_apart:
+        if self._row_of is None:
             super()._log_metric(*args, **kwargs)
 
     def prediction_step(self, model, inputs, *args, **kwargs):

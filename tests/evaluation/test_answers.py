@@ -15,7 +15,6 @@ from bapo_trl.evaluation.answers import (
     last_number,
     plain_number,
     same_number,
-    whole_text,
 )
 from bapo_trl.tasks.gym import read_answer
 from bapo_trl.tasks.sums import last_number_reward
@@ -60,8 +59,8 @@ def test_answers_in_completions(text, boxed, number):
 
 
 def test_the_whole_text_is_an_answer_unless_it_is_empty():
-    assert whole_text(" 95\n") == "95"
-    assert whole_text(" \n") is None
+    assert EXTRACTORS["text"](" 95\n") == "95"
+    assert EXTRACTORS["text"](" \n") is None
 
 
 def test_one_spelling_for_numbers_and_none_for_what_only_looks_like_one():

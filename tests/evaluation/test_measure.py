@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import shutil
 import signal
 import sys
 from contextlib import nullcontext
@@ -22,6 +21,7 @@ from trl.trainer import grpo_trainer
 from bapo_trl import bapo_trainer, cli
 from bapo_trl.checkpoints.run_lock import RunLock
 from bapo_trl.errors import InputError
+from bapo_trl.evaluation import sampling
 from bapo_trl.evaluation.measure import evaluate
 from bapo_trl.evaluation.sampling import EvaluatedTrainer
 from bapo_trl.script import preparation, training
@@ -132,17 +132,21 @@ def test_completions_of_another_evaluation_are_not_counted(tmp_path, monkeypatch
         evaluate(trainer, rows, path, origin=origin)
         return sum(sampled)
 
-    assert count() == 4
-    assert count() == 0
-    assert count(rows[:1]) == 2
-    assert count() == 4
-    assert count(origin="another") == 4
-    assert count(origin=None) == 4
+    assert (count(), count(), count(rows[:1])) == (4, 0, 2)
+    assert (count(origin="another"), count(origin=None), count(origin=None)) == (4, 4, 4)
     for name, value in {"seed": 1, "top_k": 5}.items():
         setattr(trainer.args, name, value)
         assert (count(), count()) == (4, 0)
     trainer.reward_func_names = ["another"]
     assert (count(), count()) == (4, 0)
+
+
+def test_completions_may_have_line_breaks_of_any_kind(tmp_path, monkeypatch):
+    trainer = toy_trainer(tmp_path, trainer_class=EvaluatedTrainer, num_generations_eval=1)
+    monkeypatch.setattr(sampling, "completion_text", lambda completion: "1\u2028\r\n2\x85")
+    evaluate(trainer, [{"prompt": "1+1="}], tmp_path / "completions.jsonl")
+    (line,) = (tmp_path / "completions.jsonl").read_text(encoding="utf-8").strip().split("\n")
+    assert json.loads(line)["completion"] == "1\u2028\r\n2\x85"
 
 
 def test_prompts_that_no_reward_can_judge_are_counted_apart(folder, capsys):
@@ -155,33 +159,31 @@ def test_prompts_that_no_reward_can_judge_are_counted_apart(folder, capsys):
     assert "\nLeft out, without a reward: 1 of 2 prompts\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("column", ["answer", "solution"])
-def test_rows_without_an_answer_are_counted(folder, capsys, column):
+def test_rows_without_an_answer_are_counted(folder, capsys):
     answers = [5.0, None, 0.00001, math.nan, 7.0, 8.0]
     path = folder / "rows.jsonl"  # JSON's NaN becomes a float, and null none
     path.write_text(
-        "".join(json.dumps({"prompt": f"{row}+1=", column: answer}) + "\n" for row, answer in enumerate(answers))
+        "".join(json.dumps({"prompt": f"{row}+1=", "answer": answer}) + "\n" for row, answer in enumerate(answers))
     )
-    settings = {"dataset_name": path, "answer_column": column, "reward_funcs": "accuracy_reward|my_rewards.solutions"}
     (folder / "my_rewards.py").write_text(
         "seen = {}\ndef solutions(prompts, solution, **kwargs):\n"
         "    seen.update(zip(prompts, solution))\n    return [0.0] * len(prompts)\n"
     )
-    run(**settings, eval_dataset=path)
+    rewards = "accuracy_reward|my_rewards.solutions"
+    run(dataset_name=path, eval_dataset=path, answer_column="answer", reward_funcs=rewards)
     assert "Note: 2 of 6 prompts have no `solution`" in (out := capsys.readouterr().out)
     assert "\nLeft out, without a reward: 2 of 6 prompts\n" in out
     assert [line["rewards"]["accuracy_reward"] for line in completions()[::4]] == [0, None, 0, None, 0, 0]
-    if column == "answer":
-        assert sys.modules["my_rewards"].seen["2+1="] == "0.00001"
+    assert sys.modules["my_rewards"].seen["2+1="] == "0.00001"
 
 
 def test_no_answer_and_no_source_ends_an_evaluation(folder):
-    rows = [{"prompt": f"{a}+1=", "data_source": {"from": [f"set {a % 2}"]}} for a in range(4)]
+    rows = [{"prompt": f"{a}+1=", "data_source": a % 2} for a in range(4)]
     Dataset.from_list(rows).to_json("some.jsonl")
     (folder / "my_extractors.py").write_text("huge = lambda text: '1e9999999'\nempty = lambda text: ' $.'\n")
     run(do_train="false", eval_dataset="some.jsonl", extract_answer="my_extractors.huge")
     found = results()
-    assert {'eval_avg@4/{"from": ["set 0"]}', 'eval_maj@4/{"from": ["set 1"]}'} < set(found)
+    assert {"eval_avg@4/0", "eval_maj@4/1"} < set(found)
     assert found["eval_maj@4"] == found["eval_avg@4"] > 0  # all give the same answer
     run(do_train="false", eval_dataset="some.jsonl", extract_answer="my_extractors.empty")
     assert results()["eval_maj@4"] == 0  # without a vote
@@ -220,8 +222,7 @@ def test_chats_of_other_columns_are_scored_as_messages(tmp_path, monkeypatch):
     assert {message["role"] for messages in seen for message in messages} == {"assistant"}
 
 
-@pytest.mark.parametrize("streaming", ["true", "false"])
-@pytest.mark.parametrize(("count", "expected"), [(2, 2), (100, 6)])
+@pytest.mark.parametrize(("streaming", "count", "expected"), [("true", 2, 2), ("false", 100, 6)])
 def test_a_quick_look_is_at_the_first_prompts(folder, streaming, count, expected):
     run(
         do_train="false", dataset_name="test.jsonl", dataset_streaming=streaming, max_steps=-1,
@@ -333,32 +334,18 @@ def test_rows_are_read_when_their_batch_is_sampled(tmp_path, monkeypatch):
 
 def test_images_are_put_into_the_messages_as_trl_does(folder, monkeypatch):
     chat, trainer = [{"role": "user", "content": "What is it?"}], SimpleNamespace(_is_vlm=True)
-    for images, kinds in (
-        ({"images": ["a", "b"]}, ["image", "image", "text"]), ({"image": "c"}, ["image", "text"]),
-        ({"images": []}, None), ({"image": None}, None),
-    ):  # fmt: skip
+    for images, kinds in (({"images": ["a", "b"]}, ["image", "image", "text"]), ({"image": "c"}, ["image", "text"])):
         prompt = EvaluatedTrainer.prompt_of(trainer, {"prompt": chat, **images})
-        assert prompt == chat if kinds is None else [part["type"] for part in prompt[0]["content"]] == kinds
+        assert [part["type"] for part in prompt[0]["content"]] == kinds
+    assert EvaluatedTrainer.prompt_of(trainer, {"prompt": chat, "image": None}) == chat
     trainer._is_vlm = False  # a model of text does not look at the column
     assert EvaluatedTrainer.prompt_of(trainer, {"prompt": chat, "image": "c"}) == chat
-
-    def generate(self, prompts):
-        raise LookupError(prompts)
-
-    monkeypatch.setattr(EvaluatedTrainer, "_generate", generate)
-    monkeypatch.setattr(EvaluatedTrainer, "prompt_of", lambda self, row: "shown")
-    with pytest.raises(LookupError, match="shown"):
-        run(do_train="false", eval_dataset="test.jsonl")
 
 
 def test_an_evaluation_on_prompts_of_another_form_than_those_of_the_training_says_so(folder, capsys):
     formed = {"prompt_column": "prompt", "prompt_template": "Q: {prompt}"}
     run(dataset_name="train.jsonl", save_strategy="steps", save_steps=1, **formed)
-    for copy in ("out/merged", "out/of-others"):  # the latter is none of the run's folders
-        shutil.copytree("out/checkpoint-1", copy)
-    run(do_train="false", eval_dataset="test.jsonl", output_dir="new", model_name_or_path="out/of-others")
-    assert "another form" not in capsys.readouterr().out
-    for saved in ("out", "out/checkpoint-1", "out/merged"):
+    for saved in ("out", "out/checkpoint-1"):
         alone = {"do_train": "false", "eval_dataset": "test.jsonl", "output_dir": "new", "model_name_or_path": saved}
         capsys.readouterr()
         run(**alone)
