@@ -20,12 +20,16 @@ from typing import Any
 from bapo_trl.compare.results import Row, read_rows
 from bapo_trl.compare.statistics import differences, mean_over_seeds
 from bapo_trl.compare.tables import as_markdown, compare, markdown, with_interval
-from benchmarks.chat_rules import AGAINST, OTHERS, STUDIES, Task, arms_to_judge, is_whole
 from benchmarks.common import RESULTS, ROOT, describe_run
 
 
 DOCS = ("results", "stability", "replay", "distributed")
 PAGES = (*(ROOT / "docs" / f"{name}.md" for name in DOCS), ROOT / "README.md")
+Finals = Mapping[str, Mapping[int, float]]  # of each arm, by seed
+AGAINST = "VESPO"
+# The chat study: its seeds, the arms that are compared, and the one that was the run of another at 4 updates
+CHAT_STUDIES = {"chat_chain_sum": "chain sums", "chat_leg_counting": "legs"}
+CHAT_SEEDS, OTHERS, NOT_AT_4 = 8, 6, "half the weight, cap"
 TASK, UPDATES = "task", "updates per generation"
 WIDE = 0.02  # half-widths below this are left out of the README
 NAMES = {"VESPO": "VESPO (advised)", "VESPO, constant weight 0.5": "VESPO, half the weight"}
@@ -58,7 +62,7 @@ def rows(name: str, **sweep: Any) -> tuple[Row, ...]:
     return tuple(row for row in found if all(row.sweep.get(key) == value for key, value in sweep.items()))
 
 
-def finals(runs: Iterable[Row]) -> Task:
+def finals(runs: Iterable[Row]) -> Finals:
     """Return the final accuracy of each arm by seed."""
     by_arm: dict[str, dict[int, float]] = {}
     for row in runs:
@@ -67,7 +71,7 @@ def finals(runs: Iterable[Row]) -> Task:
     return by_arm
 
 
-def final_table(by_setting: Mapping[str, Task], baseline: str, comparisons: int = 1) -> str:
+def final_table(by_setting: Mapping[str, Finals], baseline: str, comparisons: int = 1) -> str:
     """
     Return a table of final accuracies, and of how far each arm ends above one of them on the same seeds, by intervals
     that hold for so many `comparisons` at once.
@@ -103,24 +107,17 @@ def readme_table() -> str:
     return markdown([UPDATES, *settings], lines)
 
 
-def chat_tasks(updates: int) -> dict[str, Task]:
-    """Return the tasks of the chat study that were run at so many updates a generation, by name: see `chat_rules`."""
+def chat_settings() -> dict[str, Finals]:
+    """Return the settings of the chat study of which each arm, VESPO among them, has all its seeds, by name."""
     found = {}
-    for study, name in STUDIES.items():
-        if (RESULTS / f"{study}.json").exists():
-            task = arms_to_judge(finals(rows(study, steps_per_generation=updates)), updates)
-            found |= {name: task} if task else {}
+    for updates in (4, 16):
+        for study, name in CHAT_STUDIES.items():
+            by_arm = finals(rows(study, steps_per_generation=updates))
+            if updates == 4:
+                by_arm.pop(NOT_AT_4, None)
+            if AGAINST in by_arm and all(len(seeds) == CHAT_SEEDS for seeds in by_arm.values()):
+                found[f"{name} at {updates}"] = by_arm
     return found
-
-
-def chat_settings() -> dict[str, Task]:
-    """Return those that are whole, by name and updates a generation."""
-    return {
-        f"{name} at {updates}": task
-        for updates in (4, 16)
-        for name, task in chat_tasks(updates).items()
-        if is_whole(task)
-    }
 
 
 def above_bapo(arm: str, updates: str) -> str:

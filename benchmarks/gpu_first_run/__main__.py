@@ -63,7 +63,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART",
                         help=f"of {', '.join(PARTS)}; all by default")  # fmt: skip
     parser.add_argument("--minutes", type=float, default=MINUTES, help="limit on the whole; default: %(default)s")
-    parser.add_argument("--jobs", type=int, default=1, help="cases of `sharded`, `learns` and `chat` side by side")
     parser.add_argument("--chat_model", type=Path, metavar="FOLDER", help="SmolLM2-135M-Instruct, for the part `chat`")
     parser.add_argument("--deepspeed", type=Path, metavar="FOLDER", help="where DeepSpeed is, for the part `sharded`")
     return parser
@@ -96,7 +95,7 @@ def main() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no process is left on the device
     try:
-        run_plan(plan, setup, args.output, deadline, args.jobs)
+        run_plan(plan, setup, args.output, deadline)
     finally:
         content = with_statuses(json.loads(args.output.read_text()), setup)
         write(content, args.output)

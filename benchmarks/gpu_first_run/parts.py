@@ -21,7 +21,6 @@ class Part:
 
     cases: Callable[[Setup], dict[str, Case]]
     own_process: bool = False  # of each case; else cases share one
-    overlaps: bool = False  # whether its cases may run beside each other
 
 
 def search(setup: Setup) -> dict[str, Case]:
@@ -83,8 +82,8 @@ PARTS = {
     "reads": Part(reads),
     "runs": Part(runs),
     "rollouts": Part(rollouts),
-    "sharded": Part(sharded, own_process=True, overlaps=True),
+    "sharded": Part(sharded, own_process=True),
     "colocate": Part(colocate, own_process=True),
-    "learns": Part(learns, own_process=True, overlaps=True),
-    "chat": Part(chat, own_process=True, overlaps=True),
+    "learns": Part(learns, own_process=True),
+    "chat": Part(chat, own_process=True),
 }

@@ -4,11 +4,10 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest.mock import patch
 
@@ -40,65 +39,50 @@ def make_plan(parts: Sequence[str], setup: Setup) -> list[Planned]:
     return sorted(cases, key=lambda case: case.stage)
 
 
-def run_plan(plan: Sequence[Planned], setup: Setup, path: Path, deadline: float, jobs: int) -> None:
+def run_plan(plan: Sequence[Planned], setup: Setup, path: Path, deadline: float) -> None:
     """Run the cases that the file lacks, until all are there or the next would end after the deadline."""
-    while batches := _next_batches(plan, path, deadline, jobs):
-        exit_codes = _run(batches, setup, path, deadline)
-        for batch, exit_code in zip(batches, exit_codes, strict=True):
-            why = "cut at the time limit" if exit_code is None else f"the process ended, exit code {exit_code}"
-            rows = [_cases(path, case.part).get(case.name) for case in batch]
-            has_begun = any(row is not None for row in rows)
-            for case, row in zip(batch, rows, strict=True):
-                if row == {"error": UNFINISHED} or (not has_begun and exit_code not in (0, None)):
-                    write_row(path, case.part, case.name, {"error": why})
+    while batch := next_batch(plan, path, deadline):
+        exit_code = _run(batch, setup, path, deadline)
+        why = "cut at the time limit" if exit_code is None else f"the process ended, exit code {exit_code}"
+        rows = [_cases(path, case.part).get(case.name) for case in batch]
+        has_begun = any(row is not None for row in rows)
+        for case, row in zip(batch, rows, strict=True):
+            if row == {"error": UNFINISHED} or (not has_begun and exit_code not in (0, None)):
+                write_row(path, case.part, case.name, {"error": why})
 
 
 def _cases(path: Path, part: str) -> dict[str, dict]:
     return json.loads(path.read_text())["parts"][part]["cases"]
 
 
-def _next_batches(plan: Sequence[Planned], path: Path, deadline: float, jobs: int) -> list[list[Planned]]:
-    """Return the cases that come next and fit into the time left: a list for each of the processes, side by side."""
+def next_batch(plan: Sequence[Planned], path: Path, deadline: float) -> list[Planned]:
+    """Return the cases that come next in one process and fit into the time left."""
     left = [
         case
         for case in plan
         if case.name not in _cases(path, case.part)
         and time.monotonic() + time_of_alike(_cases(path, case.part)) < deadline
     ]
-    if not left:
-        return []
-    if not PARTS[left[0].part].own_process:
-        return [list(takewhile(lambda case: not PARTS[case.part].own_process, left))]
-    beside = list(takewhile(lambda case: PARTS[case.part].overlaps, left))[:jobs]
-    return [[case] for case in beside or left[:1]]
+    if left and PARTS[left[0].part].own_process:
+        return left[:1]
+    return list(takewhile(lambda case: not PARTS[case.part].own_process, left))
 
 
-def _run(batches: Sequence[Sequence[Planned]], setup: Setup, path: Path, deadline: float) -> list[int | None]:
-    """Run a process for each batch, and return the exit codes; `None` of one that was cut at the deadline."""
-    children = []
-    with ExitStack() as stack:
-        for batch in batches:
-            # A forked child has everything imported; but CUDA, should an import have woken it, goes to no forked child
-            is_spawned = setup.on_gpu or PARTS[batch[0].part].own_process
-            names = [(case.part, case.name) for case in batch]
-            child = multiprocessing.get_context("spawn" if is_spawned else "fork").Process(
-                target=run_cases, args=(names, setup, path, deadline)
-            )
-            with patch.dict(os.environ, batch[0].environment):
-                child.start()
-            children.append(stack.enter_context(_killed_at_the_end(child)))
-        for child in children:
-            child.join(max(0.0, deadline - time.monotonic()))
-        return [child.exitcode for child in children]
-
-
-@contextmanager
-def _killed_at_the_end(child: BaseProcess) -> Iterator[BaseProcess]:
-    """End a process that still runs, with all that it has started: launchers put theirs into groups of their own."""
+def _run(batch: Sequence[Planned], setup: Setup, path: Path, deadline: float) -> int | None:
+    """Run a process for a batch, and return its exit code; `None` if it was cut at the deadline."""
+    # A forked child has everything imported; but CUDA, should an import have woken it, goes to no forked child
+    is_spawned = setup.on_gpu or PARTS[batch[0].part].own_process
+    names = [(case.part, case.name) for case in batch]
+    child = multiprocessing.get_context("spawn" if is_spawned else "fork").Process(
+        target=run_cases, args=(names, setup, path, deadline)
+    )
+    with patch.dict(os.environ, batch[0].environment):
+        child.start()
     try:
-        yield child
+        child.join(max(0.0, deadline - time.monotonic()))
+        return child.exitcode
     finally:
-        if child.is_alive():
+        if child.is_alive():  # with all that it has started: launchers put theirs into groups of their own
             for process in [*psutil.Process(child.pid).children(recursive=True), child]:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()

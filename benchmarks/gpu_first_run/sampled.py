@@ -1,13 +1,10 @@
 """Training over vLLM in colocate mode, beside training over transformers' sampler: `colocate`, `learns` and `chat`."""
 
-import fcntl
 import importlib.util
-import os
 import tempfile
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -161,21 +158,18 @@ def train(
     """Train the model of a folder, and return the curves and the speed of its generations."""
     dtype = "bfloat16" if uses_lora and setup.on_gpu else "float32"
     with tempfile.TemporaryDirectory() as folder:
-        turn = take_turn()
         began = time.perf_counter()
         trainer = make_trainer(
             "batch", model, folder, {**settings, "model_init_kwargs": {"dtype": dtype}},
             peft_config=lora() if uses_lora else None, callbacks=[Progress(name)], **options,
         )  # fmt: skip
         start_s = time.perf_counter() - began
-        os.close(turn)
         if merge is not None:
             choose_merge(trainer, merge)
         generated = GenerationClock(trainer)
         began = time.perf_counter()
         trainer.train()
         seconds = time.perf_counter() - began
-        take_turn()  # up to the end of the process, which frees memory
     logs = [log for log in trainer.state.log_history if "reward" in log]
     kept = ("reward", "completions/mean_length", "sampling/", "staleness/max", "replay/fraction")
     return {
@@ -204,14 +198,3 @@ class GenerationClock:
             self.seconds += time.perf_counter() - began
             self.tokens += sum(map(len, output[0]))
         return output
-
-
-def take_turn() -> int:
-    """
-    Wait until no other process starts vLLM or frees memory, and return the descriptor to close after it.
-
-    vLLM measures the device's memory as it starts, and ends where another process frees some meanwhile.
-    """
-    descriptor = os.open(Path(__file__), os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    return descriptor

@@ -148,6 +148,11 @@ def use_parts(monkeypatch, **cases) -> None:
         monkeypatch.setattr(module, "PARTS", made)
 
 
+def shown_alone(part: str, rows: dict[str, dict]) -> str:
+    machine, done = {"device": "none", "driver": None}, {"status": "done", "cases": rows}
+    return render({"machine": machine, "date": "-", "asked": {"seed": 0}, "parts": {part: done}})
+
+
 def an_empty_file(folder: Path, *names: str) -> Path:
     file = folder / "run.json"
     file.write_text(json.dumps({"parts": {name: {"cases": {}} for name in names}}))
@@ -161,7 +166,7 @@ def rows_of(file: Path, part: str) -> dict[str, dict]:
 def carry_out(file: Path, seconds: float) -> None:
     """Run all cases of the parts within a time limit."""
     names = list(json.loads(file.read_text())["parts"])
-    plan.run_plan(plan.make_plan(names, TINY), TINY, file, time.monotonic() + seconds, 1)
+    plan.run_plan(plan.make_plan(names, TINY), TINY, file, time.monotonic() + seconds)
 
 
 def test_a_case_that_raises_or_ends_its_process_is_a_row_and_the_others_go_on(tmp_path, monkeypatch):
@@ -207,21 +212,14 @@ def test_a_case_is_started_only_if_its_like_took_less_than_what_is_left(tmp_path
     results_file.write_row(file, "cost", "one", {"took_s": 61.0})
     carry_out(file, 60)  # 60 s are left, the like of "cost: two" took 61
     planned = plan.make_plan(["cost", "memory"], TINY)
-    assert plan._next_batches(planned, file, time.monotonic() + 60, 1) == []  # nor a process for it
+    assert plan.next_batch(planned, file, time.monotonic() + 60) == []  # nor a process for it
+    run_cases([("cost", "two")], TINY, file, time.monotonic() + 60)  # nor within a process
     assert list(rows_of(file, "cost")) == ["one"]
     assert list(rows_of(file, "memory")) == ["one"]
 
     results_file.write_row(file, "cost", "one", {"took_s": 20.0})
     carry_out(file, 60)
     assert list(rows_of(file, "cost")) == ["one", "two"]
-
-
-def test_within_a_process_too_no_case_begins_for_which_no_time_is_left(tmp_path, monkeypatch):
-    use_parts(monkeypatch, cost={"one": dict, "two": dict})
-    file = an_empty_file(tmp_path, "cost")
-    results_file.write_row(file, "cost", "one", {"took_s": 61.0})
-    run_cases([("cost", "two")], TINY, file, time.monotonic() + 60)
-    assert list(rows_of(file, "cost")) == ["one"]
 
 
 def test_a_case_at_the_limit_is_cut_with_all_that_it_has_started(tmp_path, monkeypatch):
@@ -241,43 +239,17 @@ def test_a_case_at_the_limit_is_cut_with_all_that_it_has_started(tmp_path, monke
     assert has_ended
 
 
-def test_a_call_that_is_interrupted_leaves_a_complete_file(tmp_path, monkeypatch, capsys):
-    def interrupted():
-        os.kill(os.getppid(), signal.SIGINT)
-        threading.Event().wait(600)
+def test_cases_share_a_process_but_for_parts_with_processes_of_their_own(tmp_path):
+    planned = plan.make_plan(["sharded", "search"], ON_GPU)
+    file = an_empty_file(tmp_path, "sharded", "search")
 
-    use_parts(monkeypatch, runs={"one": lambda: {"found": 1}}, cost={"one": interrupted}, search={"one": dict})
-    file = tmp_path / "run.json"
-    asked = ["gpu_first_run", "--device", "cpu", "--sizes", "tiny", "--parts", "runs", "cost", "search"]
-    monkeypatch.setattr(sys, "argv", [*asked, "--output", str(file)])
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            __main__.main()
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    content = json.loads(file.read_text())
-    assert content["parts"]["runs"]["cases"]["one"]["found"] == 1
-    status = {name: part["status"] for name, part in content["parts"].items()}
-    assert status == {"runs": "done", "cost": "done", "search": "not reached: one"}
-    assert content["parts"]["cost"]["cases"]["one"] == {"error": "did not end"}
+    def starts() -> list[tuple[str, str]]:
+        return [(case.part, case.name) for case in plan.next_batch(planned, file, time.monotonic() + 60)]
 
-
-def test_processes_start_side_by_side_where_a_part_allows_it(tmp_path, monkeypatch):
-    planned = plan.make_plan(["sharded", "search", "colocate", "learns"], ON_GPU)
-    file = an_empty_file(tmp_path, "sharded", "search", "colocate", "learns")
-
-    def starts(jobs: int) -> list[list[tuple[str, str]]]:
-        batches = plan._next_batches(planned, file, time.monotonic() + 60, jobs)
-        return [[(case.part, case.name) for case in batch] for batch in batches]
-
-    assert starts(3) == [[("search", "gradient"), ("search", "surrogate")]]  # in one process, and alone
+    assert starts() == [("search", "gradient"), ("search", "surrogate")]
     for name in ("gradient", "surrogate"):
         results_file.write_row(file, "search", name, {"took_s": 1.0})
-    assert starts(1) == [[("sharded", "one process")]]
-    assert starts(2) == [[("sharded", "one process")], [("sharded", "FSDP2")]]
+    assert starts() == [("sharded", "one process")]
 
 
 def test_the_tables_are_printed_from_a_file(tmp_path, monkeypatch, capsys):
@@ -293,14 +265,10 @@ def test_the_tables_are_printed_from_a_file(tmp_path, monkeypatch, capsys):
     file.write_text(json.dumps(content))
     monkeypatch.setattr(sys, "argv", ["gpu_first_run", "--table", str(file)])
     __main__.main()
-    assert capsys.readouterr().out == render(content) + "\n"
-    assert "3.000 (3.000 to 3.000)" in render(content)
-    assert "Part `rollouts`: not reached: one." in render(content)
-    assert "- vLLM: skipped: vllm is not installed" in render(content)
-    monkeypatch.setattr(sys, "argv", ["gpu_first_run"])
-    with pytest.raises(SystemExit):
-        __main__.main()
-    assert "give --output, or --table" in capsys.readouterr().err
+    shown = capsys.readouterr().out
+    assert "3.000 (3.000 to 3.000)" in shown
+    assert "Part `rollouts`: not reached: one." in shown
+    assert "- vLLM: skipped: vllm is not installed" in shown
 
 
 def test_memory_is_that_of_the_last_update_at_each_micro_batch(monkeypatch):
@@ -320,10 +288,7 @@ def test_memory_is_that_of_the_last_update_at_each_micro_batch(monkeypatch):
     assert [row[kind]["peak_bytes"] for kind in ("grpo", *trainers.SCOPES)] == [count * n for n in (1, 2, 3, 4)]
     assert row["grpo"]["bytes_between_micro_batches"] == [4 * (count - 1) + n for n in (1, 2, 3, 4)]
     assert row["completion_tokens"] == 2 * 16 * 4
-    assert "Bytes held a completion token" in render(
-        {"machine": {"device": "none", "driver": None}, "date": "-", "asked": {"seed": 0},
-         "parts": {"memory": {"status": "done", "cases": {"tiny": row}}}}
-    )  # fmt: skip
+    assert "Bytes held a completion token" in shown_alone("memory", {"tiny": row})
 
 
 def test_calls_that_wait_are_counted_in_one_update_with_the_line_of_ours_or_trls(monkeypatch):
@@ -407,10 +372,7 @@ def test_the_goal_of_an_update_is_held_against_the_time_on_the_device():
     seconds = {"grpo": [1.0, 1.0], "micro_batch": [3.0, 3.0], "carried_over": [1.0, 1.0]}  # of the clock: noise
     profiles = {"grpo": profile(1.0), "micro_batch": profile(1.019), "carried_over": profile(1.021)}
     rows = {"0.5B": {"seconds": seconds, "profiles": profiles}}
-    shown = render(
-        {"machine": {"device": "none", "driver": None}, "date": "-", "asked": {"seed": 0},
-         "parts": {"cost": {"status": "done", "cases": rows}}}
-    )  # fmt: skip
+    shown = shown_alone("cost", rows)
     lines = {line.split(" | ")[1]: line for line in shown.splitlines() if line.startswith("| 0.5B")}
     assert "| 1.0190 | yes |" in lines["`micro_batch`"]
     assert "| 1.0210 | **no** |" in lines["`carried_over`"]
@@ -421,7 +383,6 @@ def scripted_vllm(monkeypatch):
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
     monkeypatch.setattr(vllm_generation, "LLM", ScriptedLLM, raising=False)
     monkeypatch.setattr(vllm_generation, "SamplingParams", SamplingParams, raising=False)
-    monkeypatch.setattr(sampled, "take_turn", lambda: os.open(os.devnull, os.O_RDONLY))  # its process ends with it
     before = dict(os.environ)
     yield
     os.environ.clear()  # TRL leaves RANK and its like in it, and a second trainer would look for other processes
@@ -449,13 +410,6 @@ def test_learns_trains_the_embedded_model_by_each_sampler(case, scripted_vllm):
     assert row["updates"] == 8
     assert len(row["generations"]) == 2
     assert ("sampling/sampling_logp_difference/mean" in row["generations"][0]) == (case == "vLLM")
-
-
-def shown_alone(part: str, rows: dict[str, dict]) -> str:
-    return render(
-        {"machine": {"device": "none", "driver": None}, "date": "-", "asked": {"seed": 0},
-         "parts": {part: {"status": "done", "cases": rows}}}
-    )  # fmt: skip
 
 
 def test_the_curves_of_both_samplers_agree_within_a_tenth_at_the_end():
@@ -498,18 +452,6 @@ def test_the_merge_is_trls_own_where_it_is_to_the_nearest(merge, is_trls, script
     sampled.choose_merge(trainer, merge)
     own = vllm_generation.VLLMGeneration.sync_weights
     assert (getattr(trainer.vllm_generation.sync_weights, "__func__", None) is own) == is_trls
-
-
-def test_a_process_that_starts_vllm_waits_until_no_other_does(tmp_path):
-    turn = sampled.take_turn()
-    waits = subprocess.Popen(
-        [sys.executable, "-c", "import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX); print('turn')",
-         sampled.__file__], stdout=subprocess.PIPE,
-    )  # fmt: skip
-    with pytest.raises(subprocess.TimeoutExpired):
-        waits.wait(1)
-    os.close(turn)
-    assert waits.communicate(timeout=60)[0] == b"turn\n"
 
 
 def test_a_training_of_one_process_resumes_exactly_and_tells_the_pause_of_a_save(monkeypatch):

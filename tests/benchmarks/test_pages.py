@@ -3,10 +3,11 @@
 import json
 
 import pytest
+from PIL import Image
 from scipy import stats
 
 from bapo_trl.compare.results import Row, write_row
-from benchmarks import pages
+from benchmarks import chat_figure, pages
 from benchmarks.common import RESULTS, describe_run, write_result
 
 
@@ -82,6 +83,13 @@ def test_a_table_of_finals_pairs_the_seeds_holds_for_all_comparisons_and_leaves_
 def test_a_table_that_is_not_known_is_refused():
     with pytest.raises(ValueError, match="no table is called 'nothing'"):
         pages.filled("<!-- table nothing -->\n<!-- end -->")
+
+
+def test_the_chat_study_shows_settings_whose_seeds_are_all_there(tmp_path):
+    assert list(pages.chat_settings()) == ["chain sums at 4", "chain sums at 16", "legs at 16"]
+    chat_figure.draw(pages.chat_settings(), tmp_path / "figure.png")
+    with Image.open(tmp_path / "figure.png") as figure:
+        assert figure.width > figure.height
 
 
 def test_a_result_file_has_a_row_a_line(tmp_path):
