@@ -26,7 +26,7 @@ from .clip_bounds import ClipBounds
 from .inputs import checks
 from .inputs.padding_check import warn_if_padding_counts
 from .inputs.prompt_checks import check_end_of_stream, check_number_of_prompts
-from .inputs.reward_checks import distinct_names
+from .inputs.reward_checks import check_rewards, checking_rewards, distinct_names
 from .inputs.setting_warnings import setting_warnings
 from .log_window import leave_out_empty, reduce_window
 from .model_card import PAPER, rewrite_card
@@ -310,7 +310,7 @@ class BAPOTrainer(WholeCheckpoints):
         generate = super()._generate_single_turn
 
         def sample():
-            with fixes.keeping_mode(self.model), checks.explaining_broken_logits(self.state.global_step):
+            with fixes.keeping_mode(self.model):
                 return generate(prompt_ids, *args, **kwargs)
 
         if self._server is None:
@@ -321,16 +321,10 @@ class BAPOTrainer(WholeCheckpoints):
         with token_cap(self, cap):
             return self._generate_single_turn(prompts, None, {}, num_generations=1)
 
-    def _generate(self, prompts, *args, **kwargs):
-        generated = super()._generate(prompts, *args, **kwargs)
-        if self.rollout_func is not None:
-            checks.check_rollouts(prompts, *generated[:2])
-        return generated
-
     def _calculate_rewards(self, inputs, prompts, completions, *args, **kwargs):
-        with checks.checking_rewards(self, prompts, completions):
+        with checking_rewards(self, len(prompts)):
             rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, *args, **kwargs)
-        checks.check_rewards(self, rewards_per_func, prompts, completions)
+        check_rewards(self, rewards_per_func, prompts, completions)
         if not self.model.training:
             counted = rewards_per_func[: self._eval_rows_left]
             self._eval_rows_left -= len(counted)

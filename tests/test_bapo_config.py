@@ -33,16 +33,11 @@ def config(**args) -> BAPOConfig:
         ({"delta": math.nan}, "delta.*nan.*ratio_upper_max"),
         # The search
         ({"positive_contribution_target": 0.0}, r"positive_contribution_target.*0.0.*\(0, 1\]"),
-        ({"positive_contribution_target": 1.2}, r"positive_contribution_target.*1.2.*\(0, 1\]"),
         ({"ratio_lower_start": 0.95}, "ratio_lower_start.*0.95.*ratio_lower_max"),
         ({"ratio_lower_step": 0}, r"ratio_lower_step.*0.*set it to a finite number above 0"),
-        ({"ratio_lower_start": 0}, r"ratio_lower_start.*0.*\(0, 1\]"),
-        ({"ratio_lower_max": 1.5}, r"ratio_lower_max.*1.5.*\(0, 1\]"),
-        ({"ratio_upper_start": 0.9}, r"ratio_upper_start.*0.9.*set it to a finite number, at least 1"),
         ({"ratio_upper_max": math.inf}, r"ratio_upper_max.*inf.*set it to a finite number, at least 1"),
         ({"ratio_upper_step": 1e-300}, "`ratio_upper_step` is 1e-300, which makes more than 2000 candidates"),
         ({"ratio_upper_max": 1e308}, r"`ratio_upper_step` is 0.05, which makes more than 2000 .*1e\+308"),
-        ({"contribution_measure": "odds"}, "contribution_measure.*odds.*'gradient'"),
         ({"search_order": {"a": 1}}, "`search_order` is {'a': 1}: choose one of 'upper_first'"),
         ({"loss_type": "ppo"}, "`loss_type` is 'ppo': choose one of 'grpo', .*'vespo'"),
         ({"delta": 2.0}, "delta.*2.0.*ratio_upper_max.*3.0"),
@@ -56,8 +51,6 @@ def config(**args) -> BAPOConfig:
             "search_scope.*'batch'.*gradient_accumulation_steps.*divisor of 3",
         ),
         # Weight of negative tokens, losses without bounds
-        ({"negative_weight_min": 0.0}, r"`negative_weight_min` is 0.0: set it to a number in \(0, 1\]"),
-        ({"negative_weight_min": 1.5}, "`negative_weight_min` is 1.5"),
         ({"loss_type": "vespo", "positive_contribution_target": 0.7}, "is 0.7, but nothing moves the share"),
         ({**FIXED, "positive_contribution_target": 0.7}, "nothing moves the share: both clip bounds are fixed"),
         ({"loss_type": "cispo", "ratio_upper_max": 2.0}, "`ratio_upper_max` is 2.0, but `loss_type` 'cispo' has no"),
@@ -134,9 +127,7 @@ def test_warns_that_whole_checkpoints_on_the_hub_hold_samples():
         return any("prompts and completions" in message for message in setting_warnings(config(**settings)))
 
     assert warns()
-    assert warns(hub_strategy="all_checkpoints")
     assert not warns(hub_strategy="every_save")
-    assert not warns(hub_strategy="end")
     assert not warns(push_to_hub=False)
     assert not warns(replay_fraction=0)
     assert warns(replay_fraction=0, partial_rollout_oversampling=1.5, steps_per_generation=2)
@@ -147,11 +138,8 @@ def test_warns_that_whole_checkpoints_on_the_hub_hold_samples():
     "args",
     [
         {"logging_steps": 0},
-        {"logging_steps": None},
-        {"save_strategy": "often"},
         {"hub_strategy": "never"},
         {"fp16": True, "bf16": True},
-        {"model_init_kwargs": "{"},
     ],
 )
 def test_what_transformers_refuses_keeps_its_own_words(args):

@@ -1,11 +1,10 @@
 """Checks of the datasets that a trainer is given, and of their prompts. What is no dataset at all is left to TRL."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset, IterableDataset
-from torch import nn
 
 from ..errors import InputError
 
@@ -13,8 +12,6 @@ from ..errors import InputError
 _ROWS_PER_READ = 10_000
 GIVEN_TO_REWARDS = frozenset(("prompts", "completions", "trainer_state", "log_extra", "log_metric"))
 """Names under which TRL gives reward functions values of its own, besides the columns of the dataset."""
-
-_PROMPT_FIX = "Give text, or a list of messages with `role` and `content`"
 
 
 @dataclass(frozen=True)
@@ -57,16 +54,6 @@ def check_number_of_prompts(train_dataset, args: Any) -> None:
         )
 
 
-def check_columns(columns: Iterable[str], reward_funcs: Sequence[Any]) -> None:
-    """Refuse columns of a dataset that reward functions could not be given (`InputError`); models take none."""
-    taken = sorted(GIVEN_TO_REWARDS.intersection(columns))
-    if taken and any(not isinstance(each, (str, nn.Module)) for each in reward_funcs):
-        raise InputError(
-            f"The dataset has the column `{taken[0]}`, a name under which the trainer gives reward functions values "
-            "of its own: rename it."
-        )
-
-
 def check_end_of_stream(train_dataset, args: Any) -> None:
     """Refuse a stream that ended before an update was made (`InputError`): it does not tell its length before."""
     if isinstance(train_dataset, IterableDataset):
@@ -77,26 +64,17 @@ def check_end_of_stream(train_dataset, args: Any) -> None:
         )
 
 
-def prompt_defect(prompt: Any) -> str | None:
-    """Return what keeps a value from being a prompt, in words that follow "it"; `None` if nothing does."""
-    if isinstance(prompt, str):
-        if not prompt:
-            return "is empty"
-        try:
-            prompt.encode()
-        except UnicodeEncodeError:
-            return "has a character that UTF-8 cannot encode"
-        return None
-    if not isinstance(prompt, list):
-        return "is None" if prompt is None else f"is of type {type(prompt).__name__}"
-    if not prompt:
-        return "is empty"
-    are_messages = all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in prompt)
-    if not are_messages:
-        return "is a list, but not of messages with a `role` and a `content`"
-    kinds = str | list | dict  # the last in messages of tools
-    bare = [each for each in prompt if not (isinstance(each.get("content"), kinds) or each.get("tool_calls"))]
-    return f"has a message of role '{bare[0]['role']}' without text or a list as its `content`" if bare else None
+def is_prompt(value: Any) -> bool:
+    """Return whether a value is text or chat messages, and not empty."""
+    if isinstance(value, list):
+        return bool(value) and all(map(_is_message, value))
+    return isinstance(value, str) and value != ""
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    return isinstance(value.get("content"), str | list | dict) or bool(value.get("tool_calls"))  # a dict of a tool
 
 
 def check_prompts(train_dataset, eval_dataset) -> None:
@@ -106,14 +84,13 @@ def check_prompts(train_dataset, eval_dataset) -> None:
     A stream, and what a transform makes, is not known yet: these pass.
     """
     for name, dataset in named_datasets(train_dataset, eval_dataset):
-        defects = ((row, prompt_defect(prompt)) for row, prompt in enumerate(stored_prompts(dataset)))
-        found = [(row, defect) for row, defect in defects if defect is not None]
+        found = [(row, prompt) for row, prompt in enumerate(stored_prompts(dataset)) if not is_prompt(prompt)]
         if found:
-            row, defect = found[0]
-            count = f"{len(found)} of the {len(dataset)} prompts"
+            row, prompt = found[0]
             raise InputError(
-                f"{count} of the {name} dataset cannot be used: that of row {row} {defect}. {_PROMPT_FIX}, or leave "
-                "such rows out with `dataset.filter`."
+                f"{len(found)} of the {len(dataset)} prompts of the {name} dataset cannot be used: that of row {row} "
+                f"is {start_of(prompt)}. Give text, or a list of messages with `role` and `content`, or leave such "
+                "rows out with `dataset.filter`."
             )
 
 
@@ -124,22 +101,13 @@ def named_datasets(train_dataset, eval_dataset) -> list[tuple[str, Any]]:
 
 
 def stored_prompts(dataset) -> Iterator[Any]:
-    """
-    Yield the prompts of a dataset; none of a stream, of a dataset whose transform may make others, or with images.
-
-    Refuses a text that is not UTF-8 (`InputError`).
-    """
+    """Yield the prompts of a dataset; none of a stream, of one whose transform may make others, or with images."""
     is_stored = isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
     feature = dataset.features.get("prompt") if is_stored else None
     if feature is not None and not _has_media(feature):  # each image would be decoded
         prompts: Any = dataset.select_columns("prompt").with_format(None)
-        try:
-            for batch in prompts.iter(_ROWS_PER_READ):
-                yield from batch["prompt"]
-        except UnicodeDecodeError as error:
-            raise InputError(
-                f"A prompt of the dataset is not UTF-8 ({error}): convert the file it is from."
-            ) from error
+        for batch in prompts.iter(_ROWS_PER_READ):
+            yield from batch["prompt"]
 
 
 def _has_media(feature: Any) -> bool:

@@ -125,29 +125,32 @@ def try_rewards(functions: Sequence[Any], row: Mapping[str, Any], processing_cla
     prompt = row["prompt"]
     completion: Any = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
-    inputs = {
-        **{name: [value] * 2 for name, value in row.items() if name not in ("prompt", "completion", "completion_ids")},
+    samples = {
         "prompts": [prompt] * 2,
         "completions": [completion] * 2,
         "completion_ids": [tokenizer(text, add_special_tokens=False)["input_ids"]] * 2,
+    }
+    others = {
+        **{name: [value] * 2 for name, value in row.items() if name not in ("prompt", "completion", "completion_ids")},
         "trainer_state": TrainerState(),
         "log_extra": lambda *logged: None,
         "log_metric": lambda *logged: None,
     }
-    return [_try(function, inputs, text) for function in functions if not isinstance(function, (str, nn.Module))]
+    tried = [function for function in functions if not isinstance(function, (str, nn.Module))]
+    return [_try(function, samples, others, text) for function in tried]
 
 
-def _try(function: Callable, inputs: Mapping[str, Any], text: str) -> Reward:
+def _try(function: Callable, samples: Mapping[str, Any], others: Mapping[str, Any], text: str) -> Reward:
     name = getattr(function, "__name__", type(function).__name__)
     try:
-        returned = function(**inputs)
+        returned = function(**samples, **others)  # as TRL does: a column `prompts` is one too many
         if inspect.iscoroutine(returned):
             with ThreadPoolExecutor(1) as thread:  # in a notebook, this one runs a loop already
                 returned = thread.submit(asyncio.run, returned).result()
     except Exception as error:  # whatever a user's function raises is what is asked for
         return Reward(name, text, None, f"raised {type(error).__name__}: {error}")
     returned = list(returned) if hasattr(returned, "__next__") else returned
-    defect = rewards_defect(returned, inputs["prompts"], inputs["completions"])
+    defect = rewards_defect(returned, 2)
     if defect is not None:
         return Reward(name, text, None, f"returned {defect}")
     value = None if returned[0] is None else float(returned[0])

@@ -21,7 +21,7 @@ from ..checkpoints.rank_errors import on_main_process
 from ..errors import InputError
 from ..evaluation.sampling import EvaluatedTrainer
 from ..inputs.checks import check_tokenizer, has_rotary_positions, token_limits
-from ..inputs.prompt_checks import check_columns, check_number_of_prompts, check_prompts, named_datasets
+from ..inputs.prompt_checks import check_number_of_prompts, check_prompts, named_datasets
 from ..plan.samples import check_window
 from ..report.callback import ReportCallback
 from ..report.runs import read_settings
@@ -134,7 +134,6 @@ def gather_inputs(
     processing_class = load_tokenizer()
     check_tokenizer(getattr(processing_class, "tokenizer", processing_class))
     for dataset in (data.train, data.test):
-        check_columns(next(iter(dataset or ()), ()), reward_funcs)
         check_chat_template(dataset, processing_class, training_args.chat_template_kwargs)
     return Inputs(data, reward_funcs, model, base, parts, processing_class, extract_answer)
 

@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 
 from ..errors import InputError
 from ..evaluation.answers import gold_texts
-from ..inputs.prompt_checks import GIVEN_TO_REWARDS, prompt_defect, start_of
+from ..inputs.prompt_checks import GIVEN_TO_REWARDS, is_prompt, start_of
 from ..plan.samples import TEXT_FOR_CHAT
 from ..report.runs import read_settings
 from .arguments import BAPOScriptArguments
@@ -224,7 +224,7 @@ def _fill(template: str, prompt: str, row: Mapping[str, Any]) -> str:
 def _form_prompt(prompt: Any, row: Mapping[str, Any], form: PromptFormat) -> Any:
     if prompt is None or prompt == "":
         return None  # `check_prompts` refuses it
-    if isinstance(prompt, list) and prompt_defect(prompt) is not None:
+    if isinstance(prompt, list) and not is_prompt(prompt):
         return prompt  # so too
     if not isinstance(prompt, list):
         text = str(prompt) if form.template is None else _fill(form.template, str(prompt), row)

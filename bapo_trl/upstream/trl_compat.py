@@ -73,7 +73,6 @@ OVERRIDDEN_METHODS: Mapping[str, Sequence[str]] = {
     "_calculate_rewards": ("inputs", "prompts", "completions"),
     "_compute_loss": ("model", "inputs"),
     "_finalize_training": ("trial",),
-    "_generate": ("prompts",),
     "_generate_and_score_completions": ("inputs",),
     "_generate_single_turn": ("prompt_ids",),
     "_get_grad_norm": (),

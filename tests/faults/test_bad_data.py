@@ -4,7 +4,6 @@ import asyncio
 import json
 import math
 import re
-from collections import UserDict, deque
 from pathlib import Path
 
 import numpy as np
@@ -58,16 +57,12 @@ def stopped(trainer, error: type, message: str) -> None:
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ([*SUMS, ""], "1 of the 41 prompts of the train dataset cannot be used: that of row 40 is empty"),
+        ([*SUMS, ""], "1 of the 41 prompts of the train dataset cannot be used: that of row 40 is ''"),
         ([None, *SUMS], "1 of the 41 prompts .* row 0 is None"),
-        ([USER] * 10 + [[]], "1 of the 11 prompts .* row 10 is empty"),
-        (list(range(10)), "10 of the 10 prompts .* row 0 is of type int.*Give text, or a list of messages"),
-        ([0.5] * 10, "is of type float"),
-        ([b"\xff\xfe"] * 10, "is of type bytes"),
-        ([{"text": "1+2="}] * 10, "is of type dict"),
-        ([["1+2=", "1+3="]] * 10, "is a list, but not of messages"),
-        ([USER] * 8 + [[*USER, BARE]], "1 of the 9 prompts .* row 8 has a message of role 'assistant' without text"),
-        ([[{"role": "user"}]] * 10, "has a message of role 'user' without text or a list as its `content`"),
+        ([USER] * 10 + [[]], r"1 of the 11 prompts .* row 10 is \[\]"),
+        (list(range(10)), "10 of the 10 prompts .* row 0 is 0.*Give text, or a list of messages"),
+        ([["1+2=", "1+3="]] * 10, r"row 0 is \['1\+2=', '1\+3='\]"),
+        ([USER] * 8 + [[*USER, BARE]], "1 of the 9 prompts .* row 8 is .{3}role': 'user'"),
     ],
 )
 def test_what_is_no_prompt_is_refused_by_its_row(prompts, message):
@@ -136,20 +131,8 @@ def test_what_a_chat_template_adds_counts(tmp_path):
     tokenizer = character_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE  # <u> before a message and <a> at the end
     chats = [[{"role": "user", "content": "1" * length}] for length in (*range(1, 12), 52)]
-    parts = {"processing_class": tokenizer}
-
-    def refuses(error, message):
-        parts["train_dataset"] = Dataset.from_dict({"prompt": chats})
-        trainer = toy_trainer(tmp_path, opt_model(), trainer_args=parts)
-        with pytest.raises(error, match=message):
-            check_prompts_fit(trainer)
-
-    refuses(InputError, r"1 of the 12 prompts .* row 11, has 58 tokens")
-    tokenizer.chat_template = "s" * 40 + CHAT_TEMPLATE  # more than is reckoned with for a message
-    chats[-1] = [{"role": "user", "content": "1" * 12}]
-    refuses(InputError, r"1 of the 12 prompts .* row 11, has 58 tokens")
-    tokenizer.chat_template = None
-    refuses(ValueError, "chat_template is not set")
+    parts = {"processing_class": tokenizer, "train_dataset": Dataset.from_dict({"prompt": chats})}
+    refused(tmp_path, opt_model(), r"1 of the 12 prompts .* row 11, has 58 tokens", trainer_args=parts)
 
 
 def test_of_many_prompts_the_longest_is_looked_at(tmp_path):
@@ -238,9 +221,8 @@ def test_columns_of_images_without_any_train_a_model_of_text(tmp_path, columns):
 @pytest.mark.parametrize(
     ("prompts", "settings", "message"),
     [
-        ([*SUMS, None], {"prompt_template": "x{prompt}"}, "row 40 is None"),
-        ([*SUMS, ""], {"prompt_column": "prompt"}, "row 40 is None"),
-        ([*SUMS, 3, ["a"]], {}, "2 of the 42 prompts .* row 40 is of type int"),
+        ([*SUMS, ""], {"prompt_template": "x{prompt}"}, "row 40 is None"),
+        ([*SUMS, 3, ["a"]], {}, "2 of the 42 prompts .* row 40 is 3"),
     ],
 )
 def test_prompts_of_a_file(folder, prompts, settings, message):
@@ -302,58 +284,41 @@ def as_async(function):
     return my_reward
 
 
-SAMPLE_3 = r"for sample 3 of 24, prompt '\d+\+\d+=', completion "
 FIX = ".*return a finite number.*or None where the function does not apply"
 UNUSABLE = [
-    (one(math.inf), f"returned inf {SAMPLE_3}{FIX}"),
-    (one(-np.inf), f"returned -inf {SAMPLE_3}"),
-    (one(1e30), rf"returned 1e\+30 {SAMPLE_3}.*the standard deviation of .* overflows.*smaller"),
+    (one(math.inf), rf"returned inf for sample 3 of 24, prompt '\d+\+\d+=', completion {FIX}"),
+    (one(-np.inf), r"returned -inf for sample 3 of 24"),
+    (one(1e30), r"returned 1e\+30 for sample 3 .*the standard deviation of .* overflows.*smaller"),
     (giving(lambda rewards: torch.tensor([math.inf, *rewards[1:]])), r"returned inf for sample 0 of 24"),
     # What TRL would read numbers of: 24 keys, in any order, and 24 bytes
     (giving(lambda rewards: dict.fromkeys(range(24), 0.5)), "returned {0: 0.5, .*, a dict, for 24 samples.*in a list"),
-    (giving(lambda rewards: UserDict(dict.fromkeys(range(24), 0.5))), "returned .*, a UserDict, for 24 samples"),
     (giving(lambda rewards: dict.fromkeys(range(24), 0.5).keys()), "returned .*, a dict_keys, for 24 samples"),
     (giving(lambda rewards: set(range(24))), "returned {0, 1, .*, a set, for 24 samples"),
-    (giving(lambda rewards: frozenset(range(24))), "returned .*, a frozenset, for 24 samples"),
     (giving(lambda rewards: b"01" * 12), "returned .*, a bytes, for 24 samples"),
-    (giving(lambda rewards: bytearray(24)), "returned .*, a bytearray, for 24 samples"),
-]
-# What TRL makes no rewards of
-NO_REWARDS = [
-    (one("0.5"), f"returned '0.5', a str, {SAMPLE_3}{FIX}"),
-    (one([0.5]), rf"returned \[0.5\], a list, {SAMPLE_3}"),
+    # What TRL makes no rewards of
+    (one("0.5"), f"returned .*, a list, for 24 samples, of which torch makes no numbers {FIX}"),
     (giving(lambda rewards: None), "returned None, a NoneType, for 24 samples.*in a list"),
-    (giving(lambda rewards: "x" * 24), "returned 'x+', a str, for 24 samples"),
-    (giving(lambda rewards: rewards[1:]), f"returned 23 rewards for 24 samples{FIX}"),
-    (giving(lambda rewards: rewards[:1]), "returned 1 rewards for 24 samples"),
-    (giving(lambda rewards: (rewards, {})), "returned 2 rewards for 24 samples"),
-    (giving(lambda rewards: np.float64(0.5)), "returned .*, a float64, for 24 samples"),
-    (giving(lambda rewards: np.array(0.5)), r"returned array\(0.5\), a ndarray, for 24 samples.*in a list"),
-    (giving(lambda rewards: torch.tensor(0.5)), "returned .*, a Tensor, for 24 samples"),
+    (giving(lambda rewards: rewards[:1]), f"returned 1 rewards for 24 samples{FIX}"),
+    (giving(lambda rewards: np.array(0.5)), r"returned array\(0.5\), a ndarray, for 24 samples"),
     (giving(lambda rewards: torch.tensor(0.5, requires_grad=True)), "returned .*, a Tensor, for 24 samples"),
-    (giving(lambda rewards: [[reward] for reward in rewards]), r"returned \[.*\], a list, for sample 0 of 24"),
-    (giving(lambda rewards: np.array(rewards)[:, None]), "returned .*, a ndarray, for sample 0 of 24"),
-    (giving(lambda rewards: [str(reward) for reward in rewards]), "returned .*, a str, for sample 0 of 24"),
-    (giving(lambda rewards: iter("x" * 24)), "returned 'x', a str, for sample 0 of 24"),
-    (giving(lambda rewards: [{"reward": reward} for reward in rewards]), "returned .*, a dict, for sample 0 of 24"),
+    (giving(lambda rewards: [[reward] for reward in rewards]), r"returned 24 rewards .* of shape \(24, 1\)"),
+    (giving(lambda rewards: iter("x" * 24)), "returned .'x', .*, a list, for 24 samples"),
 ]
 # What TRL takes for the same rewards
 SAME_REWARDS = [
-    tuple, deque, iter, np.array, torch.tensor, lambda rewards: (reward for reward in rewards),
-    lambda rewards: dict(enumerate(rewards)).values(), lambda rewards: torch.tensor(rewards, requires_grad=True),
-    lambda rewards: [torch.tensor(reward, requires_grad=True) for reward in rewards],
-    lambda rewards: np.array(rewards, dtype=object), lambda rewards: list(np.array(rewards)),
+    tuple, iter, np.array, torch.tensor, lambda rewards: np.array(rewards, dtype=object),
+    lambda rewards: torch.tensor(rewards, requires_grad=True), lambda rewards: torch.tensor(rewards)[:, None],
+    lambda rewards: [torch.tensor([reward]) for reward in rewards], lambda rewards: map(np.float32, rewards),
 ]  # fmt: skip
 
 
 @pytest.mark.trainings
 @pytest.mark.parametrize(
     ("reward", "message"),
-    [*UNUSABLE, *NO_REWARDS],
+    [*UNUSABLE, (as_async(one(math.inf)), UNUSABLE[0][1]), (as_async(giving(set)), "returned .*, a set, for 24")],
 )
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_reward_that_is_none_names_function_and_sample(tmp_path, reward, message, is_async):
-    functions = [digits_reward, as_async(reward) if is_async else reward]
+def test_a_reward_that_is_none_names_function_and_value(tmp_path, reward, message):
+    functions = [digits_reward, reward]
     trainer = toy_trainer(tmp_path, reward_funcs=functions)
     stopped(trainer, InputError, f"The reward function `my_reward` {message}")
     assert trainer.reward_funcs == functions
@@ -378,8 +343,6 @@ def test_rewards_in_any_form_that_trl_reads_are_the_same_rewards(tmp_path):
 def test_a_reward_model_that_gives_infinity_is_named(tmp_path):
     judge = reward_model("judge")
     parts = {"reward_processing_classes": character_tokenizer()}
-    trainer = toy_trainer(tmp_path, reward_funcs=judge, trainer_args=parts)
-    assert trainer.train().global_step == 4
     judge.score.weight.data[0] = 1e38
     trainer = toy_trainer(tmp_path, reward_funcs=judge, trainer_args=parts)
     stopped(trainer, InputError, "The reward function `judge` returned -?(inf|.*e.*) for sample 0 of 24")
@@ -432,20 +395,3 @@ def test_completions_of_the_end_token_alone_are_trained_on(tmp_path):
     logs = training_logs(trainer)
     assert logs[0]["completions/max_length"] == 1
     assert all(math.isfinite(log["loss"]) and math.isfinite(log["grad_norm"]) for log in logs)
-
-
-@pytest.mark.trainings
-@pytest.mark.parametrize(
-    ("name", "changed", "error", "message"),
-    [
-        ("prompt_ids", lambda ids: ids[1:], InputError, "23 `prompt_ids`.* for 24 prompts"),
-        ("completion_ids", lambda ids: ids[1:], InputError, "23 `completion_ids`.* for 24 prompts"),
-    ],
-)
-def test_what_a_rollout_lacks_is_no_fault_of_the_reward(tmp_path, name, changed, error, message):
-    def rollout(prompts, trainer):
-        ids = trainer.processing_class(prompts)["input_ids"]
-        returned = {"prompt_ids": ids, "completion_ids": [[5]] * len(ids), "logprobs": None}
-        return returned | {name: changed(returned[name])}
-
-    stopped(toy_trainer(tmp_path, trainer_args={"rollout_func": rollout}), error, message)

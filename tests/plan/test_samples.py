@@ -63,13 +63,24 @@ def too_few(completions, **kwargs):
     return [1.0]
 
 
+def of_text(completions, **kwargs):
+    return ["1.0"] * len(completions)
+
+
 def test_each_reward_function_is_called_as_the_trainer_calls_it():
-    found = try_rewards([of_columns, of_a_service, broken, too_few], ROW, character_tokenizer())
-    assert [each.name for each in found] == ["of_columns", "of_a_service", "broken", "too_few"]
-    assert [each.value for each in found] == [1.0, None, None, None]
+    functions = [of_columns, of_a_service, broken, too_few, of_text]
+    found = try_rewards(functions, ROW, character_tokenizer())
+    assert [each.name for each in found] == ["of_columns", "of_a_service", "broken", "too_few", "of_text"]
+    assert [each.value for each in found] == [1.0, None, None, None, None]
     assert [each.error for each in found[:2]] == [None, None]
     assert found[2].error.startswith("raised TypeError: string indices must be integers")
     assert found[3].error.startswith("returned 1 rewards for 2")
+    assert found[4].error.startswith("returned ['1.0', '1.0'], a list, for 2 samples, of which torch makes no numbers")
+
+
+def test_a_column_that_reward_functions_cannot_be_given_is_told_as_python_tells_it():
+    (found,) = try_rewards([of_text], {**ROW, "completions": "2"}, character_tokenizer())
+    assert "got multiple values for keyword argument 'completions'" in found.error
 
 
 @pytest.mark.parametrize("solution", [None, "2"])

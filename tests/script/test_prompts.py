@@ -1,11 +1,11 @@
 """Columns become prompts and answers."""
 
+import re
+
 import pytest
-import torch
 from datasets import Dataset, IterableDataset
 
-from bapo_trl.errors import InputError
-from bapo_trl.inputs.prompt_checks import check_columns, check_prompts
+from bapo_trl.inputs.prompt_checks import check_prompts
 from bapo_trl.script.prompts import (
     PromptFormat,
     check_chat_template,
@@ -40,14 +40,6 @@ def test_columns_that_rewards_could_not_be_given_go_if_they_are_read_here():
     columns = {"prompt_columns": ["prompts"], "answer_columns": ["completions"]}
     assert formatted(row, **columns) == {"prompt": "1+1?", "solution": "2", "level": 1}
     assert formatted(row, prompt_columns=["prompts"])["completions"] == "2"
-
-
-def test_columns_that_reward_functions_could_not_be_given_are_refused():
-    for column in ("prompts", "completions", "trainer_state", "log_extra", "log_metric"):
-        with pytest.raises(InputError, match=rf"has the column `{column}`, a name under which .*: rename it"):
-            check_columns(["prompt", column], [torch.nn.Linear(1, 1), len])
-        check_columns(["prompt", column], [torch.nn.Linear(1, 1), "org/model"])  # models are given none
-    check_columns(["prompt", "completion", "solution"], [len])
 
 
 def test_a_solution_that_is_there_stays():
@@ -90,18 +82,11 @@ def test_text_becomes_a_chat_only_where_prompts_are_formed():
     assert not PromptFormat(template="{prompt}").with_chats_if(has_chat_template=False).makes_chats
 
 
-@pytest.mark.parametrize(
-    ("prompt", "defect"),
-    [
-        ([{"from": "human", "value": "1+1?"}], "is a list, but not of messages with a `role`"),
-        (["1+1?"], "is a list, but not of messages with a `role`"),
-        ([], "is empty"),
-    ],
-)
-def test_what_is_no_prompt_stays_to_be_refused_by_its_row(prompt, defect):
+@pytest.mark.parametrize("prompt", [[{"from": "human", "value": "1+1?"}], ["1+1?"], []])
+def test_what_is_no_prompt_stays_to_be_refused_by_its_row(prompt):
     rows = Dataset.from_list([{"prompt": prompt, "unit": "cm"}])
     for form in (PromptFormat(template="{prompt} In {unit}."), PromptFormat(system_prompt="Add.")):
-        with pytest.raises(ValueError, match=f"that of row 0 {defect}"):
+        with pytest.raises(ValueError, match=re.escape(f"that of row 0 is {prompt!r}.")):
             check_prompts(format_prompts(rows, form), None)
 
 

@@ -28,7 +28,6 @@ FILES = {
     "method.yaml": "method: [bapo]\n",
     "parts.yaml": "datasets: [{path: json, data_files: none.jsonl}]\n",
     "stream.yaml": "datasets: [{path: json, data_files: train.jsonl}]\nstreaming: true\ntest_split_size: 0.5\n",
-    "taken.jsonl": '{"prompt": "1+1=", "prompts": 2}\n' * 4,
 }
 REFUSED = [
     # Recipes
@@ -77,12 +76,11 @@ REFUSED = [
         "which cannot be loaded: 'files/b.jsonl' has a JSON parse error in line 1",
     ),
     ({"dataset_name": "mixed"}, "`dataset_name` is 'mixed', which cannot be loaded: "),
-    ({"dataset_name": "lists.jsonl"}, "is a list, but not of messages with a `role` and a `content`"),
+    ({"dataset_name": "lists.jsonl"}, r"that of row 0 is \['1\+1=', '2'\]. Give text, or a list of messages"),
     (
         {"dataset_name": "three.jsonl", "model_name_or_path": "./no_model"},
         "dataset has 3 prompts, but one generation takes 4 .*12 / `num_generations` 3.*`steps_per_generation` .2.",
     ),
-    ({"dataset_name": "taken.jsonl"}, "has the column `prompts`, a name under which .*: rename it."),
     ({"dataset_name": "chats.jsonl"}, "prompts are chat messages, but the tokenizer .* has no chat template"),
     ({"dataset_train_split": "trein"}, "`dataset_train_split` is 'trein'.*'train'"),
     ({"do_eval": "true"}, "`dataset_test_split` is 'test'.*train"),
