@@ -238,14 +238,15 @@ def test_an_evaluation_of_nothing_in_particular_says_first_what_it_is_of(monkeyp
     assert capsys.readouterr().out == "Evaluates the model embedded on embedded, into outputs/quickstart\n"
 
 
-def test_settings_of_the_training_in_a_recipe_do_not_count_in_an_evaluation(folder):
+def test_settings_and_data_of_the_training_in_a_recipe_do_not_count_in_an_evaluation(folder):
     recipe = {
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_generations": 16,  # for 8 GPUs
         "learning_rate": -1.0, "replay_fraction": 0.5, "replay_capacity": 1, "partial_rollout_oversampling": 9.0,
         "method": "grpo", "ratio_upper_max": 3.0, "delta": 2.0, "loss_type": "cispo", "epsilon": 0.3,
         "resume_from_checkpoint": "true", "push_to_hub": True,
         "merge_adapter": True, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3,
-        "eval_dataset": "test.jsonl", "reward_funcs": "my_rewards.has_digit", "save_strategy": "steps",
+        "dataset_name": "org/not-here", "eval_dataset": "test.jsonl", "reward_funcs": "my_rewards.has_digit",
+        "save_strategy": "steps",
         **{name: yaml.safe_load(value) for name, value in CPU.items() if name != "save_strategy"},
     }  # fmt: skip
     Path("trained.yaml").write_text(yaml.safe_dump(recipe))
@@ -257,13 +258,6 @@ def test_settings_of_the_training_in_a_recipe_do_not_count_in_an_evaluation(fold
     assert "eval_pass@2" in results()
     assert not list((folder / "out" / "merged").iterdir())
     assert not {"model.safetensors", "eval_completions_before.jsonl"} & {path.name for path in Path("out").iterdir()}
-
-
-def test_settings_and_data_of_the_training_do_not_count_where_there_is_none(folder):
-    Dataset.from_list([{"prompt": "1+1="}, {"prompt": "1+2="}]).to_json("few.jsonl")
-    of_training = {"dataset_name": "org/not-here", "eval_strategy": "steps", "eval_steps": 1}
-    run(do_train="false", eval_dataset="few.jsonl", per_device_eval_batch_size=8, **of_training)
-    assert len(completions()) == 8
 
 
 @pytest.mark.processes
