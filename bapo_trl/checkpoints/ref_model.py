@@ -2,12 +2,13 @@
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import broadcast
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .rank_errors import on_main_process
@@ -24,10 +25,11 @@ FILES = RankFiles("ref model", "1", "resume from another checkpoint")
 def save_ref_model(trainer: Any, checkpoint: str | Path) -> None:
     """Write the parameters of the reference model, gathered one by one. All ranks make this call together."""
     saved = {}
-    for name, parameter in trainer.ref_model.named_parameters():
-        with _whole(parameter, is_changed=False) as values:
-            if trainer.args.should_save:
-                saved[name] = values.to("cpu", copy=True).contiguous()
+    with _unsharded(trainer.ref_model, is_changed=False):
+        for name, parameter in trainer.ref_model.named_parameters():
+            with _whole(parameter, is_changed=False) as values:
+                if trainer.args.should_save:
+                    saved[name] = values.to("cpu", copy=True).contiguous()
     if trainer.args.should_save:
         FILES.write(Path(checkpoint, FOLDER), 0, 1, saved)
 
@@ -40,6 +42,17 @@ def load_ref_model(trainer: Any, checkpoint: str | Path) -> None:
     Warns if it is not there although `sync_ref_model` changes it. A file that is damaged, or of another model, is an
     `InputError`.
     """
+    with _unsharded(trainer.ref_model, is_changed=True):
+        is_there = _load(trainer, checkpoint)
+    if not is_there and trainer.args.sync_ref_model and trainer.is_world_process_zero():
+        warnings.warn(
+            f"The checkpoint {checkpoint} holds no reference model, which `sync_ref_model` had changed: the run "
+            "continues with that of its start, so that the KL penalty (`beta`) differs."
+        )
+
+
+def _load(trainer: Any, checkpoint: str | Path) -> bool:
+    """Return whether there is a reference model, which the ranks have then."""
     path = FILES.path(Path(checkpoint, FOLDER), 0, 1)
     parameters: dict[str, Any] = dict(trainer.ref_model.named_parameters())
     saved: dict[str, torch.Tensor] = {}
@@ -53,17 +66,21 @@ def load_ref_model(trainer: Any, checkpoint: str | Path) -> None:
             raise FILES.damaged(path, ValueError("its parameters are not those of the model"))
         return True
 
-    if on_main_process(read):
-        for name, parameter in parameters.items():
-            with _whole(parameter, is_changed=True) as values:
-                if saved:
-                    values.copy_(saved[name])
-                broadcast(values)
-    elif trainer.args.sync_ref_model and trainer.is_world_process_zero():
-        warnings.warn(
-            f"The checkpoint {checkpoint} holds no reference model, which `sync_ref_model` had changed: the run "
-            "continues with that of its start, so that the KL penalty (`beta`) differs."
-        )
+    if not on_main_process(read):
+        return False
+    for name, parameter in parameters.items():
+        with _whole(parameter, is_changed=True) as values:
+            if saved:
+                values.copy_(saved[name])
+            broadcast(values)
+    return True
+
+
+def _unsharded(model: torch.nn.Module, is_changed: bool) -> AbstractContextManager:
+    """Give all parameters of FSDP1 their names and shapes, for as long as the context lasts."""
+    if not isinstance(model, FullyShardedDataParallel):
+        return nullcontext()
+    return FullyShardedDataParallel.summon_full_params(model, writeback=is_changed)
 
 
 @contextmanager
