@@ -13,7 +13,7 @@ from bapo_trl.errors import InputError
 from bapo_trl.script.arguments import EMBEDDED
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.commands import SCRIPT, TRAIN
-from bapo_trl.script.launcher import _become_rank, read_arguments
+from bapo_trl.script.launcher import launch_of, read_arguments
 from bapo_trl.script.launcher import main as launch
 from tests.helpers.commands import ROOT
 
@@ -94,8 +94,8 @@ def test_a_configuration_of_ones_own_is_launched_by_its_path(tmp_path):
 
 @pytest.mark.parametrize("name", ["cpu_ddp", "cpu_zero3"])
 def test_ranks_on_cpus_see_no_gpu_of_their_machine(name):
-    arguments, _, _ = _validate_launch_command(read_arguments(["--accelerate", name, "train"]))
-    assert set(prepare_multi_gpu_env(arguments)["CUDA_VISIBLE_DEVICES"].split(",")) == {"-1"}  # no device's number
+    seen = prepare_multi_gpu_env(launch_of(name))["CUDA_VISIBLE_DEVICES"]
+    assert set(seen.split(",")) == {"-1"}  # no device's number
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,7 @@ def test_one_process_sees_one_gpu(monkeypatch, seen, flags, used):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if seen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
-    arguments = read_arguments(["--accelerate", "single_gpu", *flags, "train"])
-    _become_rank(_validate_launch_command(arguments)[0])
+    launch(["--accelerate", "single_gpu", *flags, "train"])
     assert environments[0]["CUDA_VISIBLE_DEVICES"] == used
 
 

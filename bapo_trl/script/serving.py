@@ -4,8 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata
-from importlib.util import find_spec
+from importlib import metadata, util
 
 from ..errors import MissingPackageError
 
@@ -33,7 +32,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--port", type=int, default=8000, help="the trainer's `vllm_server_port` (default: 8000)")
     parser.add_argument("--device", choices=list(DEVICE_FLAGS), help="default: cuda if there is a GPU")
     own, further = parser.parse_known_args(arguments)
-    if find_spec("vllm") is None:
+    if util.find_spec("vllm") is None:
         raise MissingPackageError(
             "vLLM is not installed: pip install 'bapo-trl[vllm]'; on a CPU, `pip install ./plugins/vllm_gloo` in a "
             "checkout of bapo-trl."
@@ -42,7 +41,7 @@ def main(arguments: Sequence[str]) -> None:
         import torch
 
         own.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if own.device == "cpu" and find_spec("bapo_trl_gloo") is None:
+    if own.device == "cpu" and util.find_spec("bapo_trl_gloo") is None:
         raise MissingPackageError(
             "`device` is 'cpu', but bapo-trl-gloo, with which vLLM takes weights on a CPU, is not installed: "
             "`pip install ./plugins/vllm_gloo` in a checkout of bapo-trl."
