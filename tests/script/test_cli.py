@@ -176,7 +176,7 @@ def test_on_a_cpu_the_plugin_that_takes_weights_is_needed(vllm):
     ],
 )
 def test_what_cannot_be_served_ends_in_one_line(code, flags, message, capsys, monkeypatch):
-    monkeypatch.setattr("bapo_trl.script.serving.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     ends(cli.main, ["serve", *flags], code)
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"bapo-trl serve: error: {message}")
