@@ -38,11 +38,9 @@ from .rollouts.injected import InjectedRollouts
 from .rollouts.rounds import check_no_pool, make_rounds, token_cap
 from .upstream import fixes, trl_compat
 from .upstream.forward_passes import forked_random_state, has_random_forward, without_gradient_checkpointing
-from .upstream.trl_compat import get_config_model_id, shuffle_sequence_dict, split_tensor_dict
-from .vllm_server.client import client_for
+from .upstream.trl_compat import get_config_model_id, shuffle_sequence_dict, split_tensor_dict, uses_vllm_server
 from .vllm_server.merged_adapters import send_merged_copies
-from .vllm_server.mismatch import DifferenceCheck, compare_with_sampler
-from .vllm_server.retries import make_retries
+from .vllm_server.mismatch import DifferenceCheck, client_for, compare_with_sampler
 from .vllm_server.stale_server import make_server_check
 
 
@@ -122,7 +120,11 @@ class BAPOTrainer(WholeCheckpoints):
         self._injected: InjectedRollouts | None = None  # while TRL takes them for what it generates and scores
         if self.use_vllm:
             send_merged_copies(self)
-        self._server = make_retries(self, self._forget_sent_weights, self._end_without_server)
+        self._server = None
+        if uses_vllm_server(self):
+            from .vllm_server.retries import make_retries  # needs requests, which only a server does
+
+            self._server = make_retries(self, self._forget_sent_weights, self._end_without_server)
         self._reset_run_state()
         if trains and self.accelerator.is_main_process:
             for message in setting_warnings(args):

@@ -49,7 +49,8 @@ def log_line(step: int, logs: Mapping[str, float]) -> str | None:
 
     if any(name.startswith("eval_") for name in logs):
         shown = [name for name in logs if name == "eval_reward" or "reward_best_of" in name]
-        parts = [f"{name.replace('_', ' ')} {logs[name]:.3f}" for name in shown] or ["eval: no reward"]
+        names = [name.replace("eval_reward_best", "best").replace("_", " ") for name in shown]
+        parts = [f"{name} {logs[key]:.3f}" for name, key in zip(names, shown, strict=True)] or ["eval: no reward"]
         return f"update {step:>4}  " + "  ".join(parts)
     if not is_of_updates(logs):
         return None

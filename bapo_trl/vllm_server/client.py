@@ -8,20 +8,17 @@ shape that TRL hands on to the other ranks. The trainer then has all ranks agree
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from importlib.util import find_spec
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 import requests
 import torch
 from requests.adapters import HTTPAdapter
-from trl.generation import vllm_generation
 from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.util.retry import Retry
 from urllib3.util.wait import wait_for_read
 
-from ..errors import MissingPackageError
 from ..upstream.trl_compat import HAS_OPENAI_CLIENT, VLLMClient, check_client
 
 
@@ -247,27 +244,3 @@ class ServerClient(VLLMClient):
             if url.endswith("/update_weights") and hasattr(self.communicator, "destroy"):
                 self.communicator.destroy()
             raise
-
-
-@contextmanager
-def client_for(device: torch.device, request_timeout_s: float) -> Iterator[None]:
-    """Have TRL talk to a vLLM server with limits, and as suits the device: on a CPU, the weights go over gloo."""
-    client_class: Any = ServerClient if HAS_OPENAI_CLIENT else VLLMClient
-    if device.type == "cpu":
-        try:
-            from bapo_trl_gloo.client import GlooVLLMClient as client_class
-        except ModuleNotFoundError as error:
-            raise MissingPackageError(
-                f"`use_vllm` is set, but {error.name} is not installed: on a CPU, `pip install ./plugins/vllm_gloo` "
-                "in a checkout of bapo-trl."
-            ) from error
-    elif find_spec("vllm") is None:  # TRL would say so when it has loaded the model
-        raise MissingPackageError("`use_vllm` is set, but vllm is not installed: pip install 'bapo-trl[vllm]'.")
-
-    original = vllm_generation.VLLMClient
-    limited: Any = type(client_class.__name__, (client_class,), {"request_timeout_s": request_timeout_s})
-    vllm_generation.VLLMClient = limited  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        vllm_generation.VLLMClient = original  # type: ignore[misc]

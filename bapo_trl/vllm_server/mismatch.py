@@ -1,19 +1,25 @@
-"""How far the log-probabilities of a sampler are from the trainer's.
+"""Samples of vLLM: the client that suits the device, and how far its log-probabilities are from the trainer's.
 
-They differ a little by arithmetic. They differ a lot when vLLM samples from other weights than the trainer's, which
-nothing else would tell: training goes on, on wrong ratios.
+The log-probabilities differ a little by arithmetic. They differ a lot when vLLM samples from other weights than the
+trainer's, which nothing else would tell: training goes on, on wrong ratios.
 """
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
 
 import torch
+from trl.generation import vllm_generation
 
 from ..batch.sampler import SamplerLogps
 from ..clip_bounds.grid import sum_dtype
 from ..clip_bounds.reduce import Tally
+from ..errors import MissingPackageError
+from ..upstream.trl_compat import HAS_OPENAI_CLIENT
 
 
 MISMATCH_METRICS = (
@@ -21,6 +27,34 @@ MISMATCH_METRICS = (
     "sampling/raw_importance_sampling_ratio/max", "sampling/truncated_share", "sampling/masked_share",
 )  # fmt: skip
 """Metrics of each generation with the log-probabilities of a sampler, defined in docs/metrics.md."""
+
+
+@contextmanager
+def client_for(device: torch.device, request_timeout_s: float) -> Iterator[None]:
+    """Have TRL talk to a vLLM server with limits, and as suits the device: on a CPU, the weights go over gloo."""
+    client_class: Any
+    if device.type == "cpu":
+        try:
+            from bapo_trl_gloo.client import GlooVLLMClient as client_class
+        except ModuleNotFoundError as error:
+            raise MissingPackageError(
+                f"`use_vllm` is set, but {error.name} is not installed: on a CPU, `pip install ./plugins/vllm_gloo` "
+                "in a checkout of bapo-trl."
+            ) from error
+    elif find_spec("vllm") is None:  # TRL would say so when it has loaded the model
+        raise MissingPackageError("`use_vllm` is set, but vllm is not installed: pip install 'bapo-trl[vllm]'.")
+    elif HAS_OPENAI_CLIENT:
+        from .client import ServerClient as client_class  # needs requests, which only a server does
+    else:
+        client_class = vllm_generation.VLLMClient
+
+    original = vllm_generation.VLLMClient
+    limited: Any = type(client_class.__name__, (client_class,), {"request_timeout_s": request_timeout_s})
+    vllm_generation.VLLMClient = limited  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        vllm_generation.VLLMClient = original  # type: ignore[misc]
 
 
 def compare_with_sampler(

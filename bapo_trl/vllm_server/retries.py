@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 import torch
 
 from ..checkpoints.rank_errors import on_main_process
-from ..upstream.trl_compat import uses_vllm_server
 from .client import ServerFailure, describe, retry_until
 
 
@@ -164,10 +163,8 @@ class ServerRetries:
 
 def make_retries(
     trainer: Any, forget_sent_weights: Callable[[], None], end_run: Callable[[str], NoReturn]
-) -> ServerRetries | None:
-    """Return the retries of a trainer, see [`ServerRetries`]; `None` if it does not sample from vLLM's server."""
-    if not uses_vllm_server(trainer):
-        return None
+) -> ServerRetries:
+    """Return the retries of a trainer that samples from vLLM's server."""
     return ServerRetries(
         trainer.vllm_generation.vllm_client if trainer.accelerator.is_main_process else None,
         trainer.accelerator.device,

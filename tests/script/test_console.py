@@ -148,7 +148,7 @@ SHARES = {"bapo/positive_share": 0.7, "bapo/positive_share_initial": 0.3}
         # A loss without bounds
         ({**SHARES, "bapo/negative_weight": 0.25}, "positive share 0.70  weight of negatives 0.25"),
         ({"loss": 0.0, "reward": 0.25, "bapo/masked_share": 1.0}, "reward 0.250  rows masked 100%"),
-        ({"eval_reward": 0.5, "eval_reward_best_of_4": 0.75}, "eval reward 0.500  eval reward best of 4 0.750"),
+        ({"eval_reward": 0.5, "eval_reward_best_of_4": 0.75}, "eval reward 0.500  best of 4 0.750"),
         ({"eval_loss": 0.1, "eval_runtime": 3.0}, "eval: no reward"),
     ],
 )  # fmt: skip

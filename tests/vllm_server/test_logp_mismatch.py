@@ -10,8 +10,7 @@ from trl import GRPOConfig, GRPOTrainer
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.batch.sampler import read_sampler_logps
 from bapo_trl.upstream.fixes import load_onto_numbered_cpus
-from bapo_trl.vllm_server.client import client_for
-from bapo_trl.vllm_server.mismatch import MISMATCH_METRICS, DifferenceCheck, compare_with_sampler
+from bapo_trl.vllm_server.mismatch import MISMATCH_METRICS, DifferenceCheck, client_for, compare_with_sampler
 from tests.helpers.alike import assert_same_weights
 from tests.helpers.fake_vllm import FakeVLLM, vllm_trainer
 from tests.helpers.toy import CPU, digits_reward, toy_dataset, toy_model, toy_run, toy_trainer, training_logs
