@@ -50,11 +50,11 @@ def client_for(device: torch.device, request_timeout_s: float) -> Iterator[None]
 
     original = vllm_generation.VLLMClient
     limited: Any = type(client_class.__name__, (client_class,), {"request_timeout_s": request_timeout_s})
-    vllm_generation.VLLMClient = limited  # type: ignore[misc]
+    vllm_generation.VLLMClient = limited
     try:
         yield
     finally:
-        vllm_generation.VLLMClient = original  # type: ignore[misc]
+        vllm_generation.VLLMClient = original
 
 
 def compare_with_sampler(
