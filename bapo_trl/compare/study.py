@@ -120,7 +120,7 @@ class Study:
                 except ValueError as error:
                     where = f" ({name_setting(run.sweep)})" if run.sweep else ""
                     raise InputError(f"arm '{run.arm}'{where}: {error}") from error
-        finally:  # a recipe's variables are those of its own runs
+        finally:  # transformers' settings set variables of accelerate, which are not the runs'
             os.environ.clear()
             os.environ.update(environment)
 

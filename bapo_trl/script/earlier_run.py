@@ -8,7 +8,7 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..bapo_config import BAPOConfig
-from ..checkpoints.files import checkpoint_names, find_defect, step_of
+from ..checkpoints.files import checkpoint_names, find_defect
 from ..errors import InputError
 from ..report.runs import SETTINGS_FILE
 from .arguments import EMBEDDED
@@ -95,7 +95,7 @@ def check_checkpoint(training_args: BAPOConfig) -> None:
         return
     folders = [str(resume)]
     if resume is True:
-        folders = [f"{run_dir}/{name}" for name in sorted(checkpoint_names(run_dir), key=step_of, reverse=True)]
+        folders = [f"{run_dir}/{name}" for name in reversed(checkpoint_names(run_dir))]
     defects = {folder: find_defect(folder) for folder in folders}
     complete = next((folder for folder, defect in defects.items() if defect is None), None)
     if complete is None:

@@ -35,52 +35,59 @@ def fetch_model(name: str, training_args: BAPOConfig) -> str:
     return str(PACKAGED_MODELS[name]())
 
 
-def adapter_base(model: str | None, revision: str | None = None) -> tuple[str | None, str | None]:
-    """Return the base of a saved adapter and the revision of it that it was trained on, `None` for what is not so."""
-    if model is None or model in PACKAGED_MODELS:
-        return None, None
+Parts = list[tuple[str, str | None]]
+"""Name and revision of a model; if it is a saved adapter, then of its base, the revision that it was trained on."""
+
+
+def parts_of(model: str, revision: str | None = None) -> Parts:
+    """Look up what a model is made of: for one on the Hub, this asks the network."""
+    alone: Parts = [(model, revision)]
+    if model in PACKAGED_MODELS:
+        return alone
     try:
         if find_adapter_config_file(model, revision=revision) is None:
-            return None, None
+            return alone
     except (OSError, ValueError):  # no such model: reported when it is loaded
-        return None, None
+        return alone
     _require("model_name_or_path", "peft", "'bapo-trl[peft]'")
     from peft import PeftConfig
 
     config = PeftConfig.from_pretrained(model, revision=revision)
-    return config.base_model_name_or_path, config.revision
+    base = config.base_model_name_or_path
+    return alone if base is None else [*alone, (base, config.revision)]
 
 
-def load_adapter(adapter: str, revision: str | None = None, is_trainable: bool = False, **kwargs: Any) -> Any:
+def load_adapter(parts: Parts, is_trainable: bool = False, **kwargs: Any) -> Any:
     """Load a saved adapter on its base, which is loaded with `kwargs` as in `from_pretrained`."""
     from peft import PeftModel
 
-    base, base_revision = adapter_base(adapter, revision)
+    (adapter, revision), (base, base_revision) = parts
     # By TRL: `AutoPeftModelForCausalLM` has no class for models with images
     model = create_model_from_path(base, revision=base_revision, **kwargs)
     return PeftModel.from_pretrained(model, adapter, is_trainable=is_trainable, revision=revision)
 
 
-def load_processing_class(model: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+def load_processing_class(parts: Parts, trust_remote_code: bool = False) -> Any:
     """
     Load the tokenizer, or the processor, as [`~trl.GRPOTrainer`] does; refuse a model without one (`InputError`).
 
     That of an adapter is its own, if it was saved with it, else that of its base.
     """
-    base, base_revision = adapter_base(model, revision)
+    (model, revision), (base, base_revision) = parts[0], parts[-1]
+    is_adapter = len(parts) > 1
     settings: Any = {"padding_side": "left", "truncation_side": "left", "trust_remote_code": trust_remote_code}
     source, settings["revision"] = model, revision
     try:
-        if base is not None and has_file(model, TOKENIZER_CONFIG_FILE, revision=revision):
+        if is_adapter and has_file(model, TOKENIZER_CONFIG_FILE, revision=revision):
             settings["config"] = AutoConfig.from_pretrained(
                 base, revision=base_revision, trust_remote_code=trust_remote_code
             )
-        elif base is not None:
+        elif is_adapter:
             source, settings["revision"] = base, base_revision
         return AutoProcessor.from_pretrained(source, **settings)
     except (OSError, ValueError) as error:
         raise InputError(
-            f"`model_name_or_path` is '{model}', and the tokenizer of '{base or model}' cannot be loaded: give a "
+            f"`model_name_or_path` is '{model}', and the tokenizer of '{base}' cannot be loaded: give a "
             "folder with a model and its tokenizer, or an id on the Hub; an adapter names its base in its "
             "adapter_config.json. What failed: "
             f"{str(error).strip().partition(chr(10))[0]}"
@@ -114,11 +121,11 @@ def merge(training_args: BAPOConfig, model_args: ModelConfig) -> None:
     adapter, revision = str(model_args.model_name_or_path), model_args.model_revision
     if training_args.do_train:
         adapter, revision = training_args.output_dir, None
-    code = training_args.trust_remote_code
-    processing_class = load_processing_class(adapter, revision, code)
+    parts, code = parts_of(adapter, revision), training_args.trust_remote_code
+    processing_class = load_processing_class(parts, code)
     dtype, reason = merged_dtype(adapter, model_args.dtype)
     unset_hf_deepspeed_config()  # under ZeRO-3, the loading would be sharded over processes that do not take part
-    loaded = load_adapter(adapter, revision, dtype=dtype, device_map=None, trust_remote_code=code)
+    loaded = load_adapter(parts, dtype=dtype, device_map=None, trust_remote_code=code)
     model: PreTrainedModel = loaded.merge_and_unload()
     folder = merged_folder(training_args)
     part = folder.with_name(folder.name + ".part")

@@ -24,7 +24,7 @@ from ..report.facts import method_name
 from .command_line import parse_arguments
 from .commands import TRAIN, Command
 from .earlier_run import check_checkpoint
-from .models import adapter_base, load_processing_class, merged_dtype, merged_folder
+from .models import load_processing_class, merged_dtype, merged_folder, parts_of
 from .preparation import Prepared, prepare
 
 
@@ -146,13 +146,13 @@ def _check_as_the_trainer(prepared: Prepared, problems: list[Exception]) -> None
 
 def _print_merge(prepared: Prepared) -> None:
     _, training_args, model_args, _ = prepared.settings
-    adapter, revision = str(model_args.model_name_or_path), model_args.model_revision
-    base, _ = adapter_base(adapter, revision)
-    if base is None or not training_args.distributed_state.is_main_process:
+    adapter = str(model_args.model_name_or_path)
+    parts = parts_of(adapter, model_args.model_revision)
+    if len(parts) == 1 or not training_args.distributed_state.is_main_process:
         return
-    load_processing_class(adapter, revision, training_args.trust_remote_code)
+    load_processing_class(parts, training_args.trust_remote_code)
     dtype, reason = merged_dtype(adapter, model_args.dtype)
-    print(f"Merges the adapter {adapter} into its base {base}, in {merged_folder(training_args)}: {_DRY_RUN}")
+    print(f"Merges the adapter {adapter} into its base {parts[1][0]}, in {merged_folder(training_args)}: {_DRY_RUN}")
     print(f"Weights are saved in {dtype}, {reason}.", flush=True)
 
 

@@ -30,7 +30,7 @@ from .command_line import Settings
 from .console import UpdateLines, UpdateLinesAboveBar
 from .datasets import Data, has_data, load_data
 from .earlier_run import check_start, goes_on
-from .models import adapter_base, check_packages, fetch_model, load_adapter, load_processing_class
+from .models import Parts, check_packages, fetch_model, load_adapter, load_processing_class, parts_of
 from .prompts import check_chat_template, format_data
 from .rewards import resolve_names
 
@@ -42,7 +42,7 @@ class Inputs:
     data: Data
     reward_funcs: list[Any]
     model: str  # folder or id
-    parts: list[tuple[str, str | None]]  # name and revision of the model, and of its base if it is a saved adapter
+    parts: Parts  # of the model, under that name
     processing_class: Any  # tokenizer or processor
     extract_answer: Callable[[str], str | None] | None  # finds the answer in a completion
 
@@ -73,25 +73,32 @@ def prepare(settings: Settings, stage: Callable[[], AbstractContextManager] = nu
     """
     script_args, training_args, model_args, dataset_args = settings
     data = inputs = None
+    parts: Parts = []
     with stage():
-        base, _ = adapter_base(model_args.model_name_or_path, model_args.model_revision)
-        check_start(settings, base)
+        if model_args.model_name_or_path is not None:
+            parts = parts_of(model_args.model_name_or_path, model_args.model_revision)
+        check_start(settings, parts[1][0] if len(parts) > 1 else None)
     if script_args.merge_adapter and not training_args.do_train and not has_data(script_args, dataset_args):
         return Prepared(settings, merges_alone=True)
     with stage():
         task, reward_funcs, extract_answer = resolve_names(*settings)
         data = load_data(script_args, training_args, dataset_args, task)
-        inputs = gather_inputs(settings, data, reward_funcs, extract_answer)
+        inputs = gather_inputs(settings, parts[1:], data, reward_funcs, extract_answer)
     return Prepared(settings, False, data, inputs)
 
 
 def gather_inputs(
     settings: Settings,
+    base: Parts,
     data: Data,
     reward_funcs: list[Any],
     extract_answer: Callable[[str], str | None] | None,
 ) -> Inputs:
-    """Load the tokenizer, bring the prompts into their form, and refuse what cannot be trained or evaluated on."""
+    """
+    Load the tokenizer, bring the prompts into their form, and refuse what cannot be trained or evaluated on.
+
+    `base` is that of a saved adapter, empty for any other model.
+    """
     script_args, training_args, model_args, _ = settings
     if script_args.dataset_name == EMBEDDED and training_args.use_cpu:
         torch.set_num_threads(1)  # so small a model gains nothing from more, and loses a lot on a busy machine
@@ -99,9 +106,9 @@ def gather_inputs(
     target = model_args.lora_target_modules
     if isinstance(target, str) and target.isidentifier():  # else a pattern for the whole path of a module
         model_args.lora_target_modules = [target]
-    model, revision = fetch_model(str(model_args.model_name_or_path), training_args), model_args.model_revision
-    base, base_revision = adapter_base(model, revision)
-    processing_class = load_processing_class(model, revision, training_args.trust_remote_code)
+    model = fetch_model(str(model_args.model_name_or_path), training_args)
+    parts = [(model, model_args.model_revision), *base]
+    processing_class = load_processing_class(parts, training_args.trust_remote_code)
     check_tokenizer(getattr(processing_class, "tokenizer", processing_class))
     data = format_data(data, script_args, processing_class)
     on_main_process(lambda: check_prompts(data.prompts, data.test if training_args.do_eval else None))  # reads all
@@ -109,7 +116,6 @@ def gather_inputs(
         check_number_of_prompts(data.train, training_args)
     for dataset in (data.train, data.test):
         check_chat_template(dataset, processing_class, training_args.chat_template_kwargs)
-    parts = [(model, revision), *([] if base is None else [(base, base_revision)])]
     return Inputs(data, reward_funcs, model, parts, processing_class, extract_answer)
 
 
@@ -196,4 +202,4 @@ def _settle_model(inputs: Inputs, training_args: BAPOConfig, model_args: ModelCo
         init_kwargs["quantization_config"] = quantization
     if training_args.world_size > 1 or is_deepspeed_zero3_enabled():
         init_kwargs["device_map"] = None
-    return load_adapter(inputs.model, is_trainable=training_args.do_train, **init_kwargs), None
+    return load_adapter(inputs.parts, is_trainable=training_args.do_train, **init_kwargs), None

@@ -16,7 +16,7 @@ from bapo_trl import BAPOTrainer
 from bapo_trl.errors import InputError
 from bapo_trl.script import models, preparation
 from bapo_trl.script.command_line import parse_arguments
-from bapo_trl.script.models import load_processing_class
+from bapo_trl.script.models import load_processing_class, parts_of
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.script_runs import completions, fill_folder, flags, results, run, train_bapo
 
@@ -209,7 +209,7 @@ def test_an_adapter_with_a_processor_is_read_and_merged_with_it(adapter, monkeyp
     monkeypatch.setitem(PROCESSOR_MAPPING._extra_content, Reader, Reader)  # where one is looked for by its name
     Reader(character_tokenizer()).save_pretrained("adapter")
     Path("adapter/processor_config.json").rename(Path("adapter", file))  # the second is that of older ones
-    processor = load_processing_class("adapter")
+    processor = load_processing_class(parts_of("adapter"))
     assert isinstance(processor, Reader)
     assert (processor.tokenizer.padding_side, processor.tokenizer.truncation_side) == ("left", "left")
     run(do_train="false", model_name_or_path="adapter", merge_adapter="true")
