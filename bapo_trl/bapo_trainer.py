@@ -25,7 +25,6 @@ from .checkpoints.rank_errors import raising_on_all_ranks
 from .checkpoints.ref_model import load_ref_model, save_ref_model
 from .checkpoints.whole import WholeCheckpoints
 from .clip_bounds import ClipBounds
-from .errors import InputError
 from .inputs import checks
 from .inputs.padding_check import warn_if_padding_counts
 from .inputs.prompt_checks import check_end_of_stream, check_number_of_prompts
@@ -142,9 +141,6 @@ class BAPOTrainer(WholeCheckpoints):
         result = super().train(*args, **kwargs)
         if self.args.load_best_model_at_end:  # vLLM has the weights of the last update
             self._forget_sent_weights()
-        left = None if self._rounds is None else self._rounds.describe_left()
-        if left is not None and self.accelerator.is_main_process:
-            warnings.warn(left)
         if self._step == self.state.global_step == 0:
             check_end_of_stream(self.train_dataset, self.args)
         return result
@@ -158,7 +154,6 @@ class BAPOTrainer(WholeCheckpoints):
         fixes.reset_grpo_state(self)
         self._log_window = LogWindow(self)
         self._settings = own_settings(self.args)
-        self._has_random_forward = has_random_forward(self.model, self.args.neftune_noise_alpha)
         self._probes_padding = self.args.uses_replay or self.args.uses_partial_rollouts
         self._generation = Generation()
         if self._server is not None:  # before the rounds, which ask it for its window
@@ -169,9 +164,6 @@ class BAPOTrainer(WholeCheckpoints):
             self.args.vllm_logp_tolerance, self.args.biased_settings, self.accelerator.is_main_process
         )
         self._server_check = make_server_check(self)
-        if self.args.uses_replay and self._is_vlm:
-            without = self.args.without_replay
-            raise InputError(f"A replay queue keeps text only, but the model is multimodal: set {without}.")
         pad_token_id, accelerator = self._tokenizer.pad_token_id, self.accelerator
         self._replay = ReplayMixer(self.args, pad_token_id, accelerator) if self.args.uses_replay else None
         policy_loss = PolicyLoss(
@@ -179,6 +171,7 @@ class BAPOTrainer(WholeCheckpoints):
             score_ahead=self._score_ahead,
             off_policy_mask=self.get_off_policy_mask,
             entropy_mask=self.get_high_entropy_mask,
+            is_random=has_random_forward(self.model, self.args.neftune_noise_alpha),
         )
         self._updates = BatchUpdates(self.args, self.accelerator, policy_loss, lambda: self.state.global_step + 1)
         self._bounds = self._updates.bounds
@@ -390,9 +383,8 @@ class BAPOTrainer(WholeCheckpoints):
         is_training = self.model.training
         if is_training and not self._bounds.is_open:
             are_fresh = self._generation.sampled_by == self.state.global_step
-            count, is_random = self.current_gradient_accumulation_steps, self._has_random_forward
-            updates, buffer, step = self._updates, self._buffered_inputs, self._step
-            self._clip_with(updates.begin(buffer, step, count, are_fresh=are_fresh, is_random=is_random))
+            count, buffer = self.current_gradient_accumulation_steps, self._buffered_inputs
+            self._clip_with(self._updates.begin(buffer, self._step, count, are_fresh))
         scale = self._updates.scale if is_training else LossScale()
         # A copy: the advantages are scaled in it, and the buffer's own are read again at the next pass
         self._loss_inputs = without_masked_values(inputs)

@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
+from .clip_bounds import BOUND_PARTS
 from .clip_bounds.grid import BoundGrid
-from .clip_bounds.settings import BOUND_PARTS
 from .errors import InputError
 from .losses import CLIPPED_LOSS_TYPES, LOSSES
 from .replay.queue import smallest_capacity, smallest_max_staleness

@@ -11,9 +11,8 @@ from transformers import TrainerCallback
 from trl import GRPOConfig
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.clip_bounds import contributions, search_bounds
+from bapo_trl.clip_bounds import SCOPES, contributions, search_bounds
 from bapo_trl.clip_bounds import update_log as diagnostics
-from bapo_trl.clip_bounds.settings import SCOPES
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.toy import (
     CPU,

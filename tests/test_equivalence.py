@@ -7,7 +7,7 @@ import torch
 from datasets import IterableDataset
 from trl import GRPOConfig, GRPOTrainer
 
-from bapo_trl.clip_bounds.settings import SCOPES
+from bapo_trl.clip_bounds import SCOPES
 from bapo_trl.clip_bounds.update_log import UPDATE_METRICS
 from tests.helpers.alike import assert_same_logs, assert_same_tensors, assert_same_weights
 from tests.helpers.commands import succeeded

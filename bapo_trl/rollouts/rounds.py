@@ -115,23 +115,6 @@ class RolloutRounds:
                 f"{'without' if reports_logps else 'with'} vLLM, whose log-probabilities belong to them: set it back."
             )
         self._before = [(None, self.pool.state_dict())]
-        if len(self.pool) > self.num_held and self.pool.rank == 0:
-            warnings.warn(
-                f"The checkpoint {folder} holds {len(self.pool)} groups in flight for each rank, more than the "
-                f"{self.num_held} that `partial_rollout_oversampling` holds over, and they stay as many. Set it, the "
-                "sizes of a generation and the number of processes to what they were."
-            )
-
-    def describe_left(self) -> str | None:
-        """Return sentences on the groups that a run leaves in flight, on all ranks; `None` without any."""
-        tokens = sum(len(each.tokens) for group in self.pool for each in group.completions)
-        groups, tokens = (sum(column) for column in zip(*self.gather([len(self.pool), tokens]), strict=True))
-        if not groups:
-            return None
-        return (
-            f"The run ends with {groups} group{'s' * (groups > 1)} in flight ({tokens} tokens), which have trained "
-            "nothing. A run that is resumed from a checkpoint goes on from the groups of that."
-        )
 
     def _decode_round(
         self, wanted: int, policy_version: int, oldest_version: int | None, sample: Sampler, dummy: list[int]

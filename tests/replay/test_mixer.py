@@ -387,18 +387,6 @@ def test_bad_settings_are_refused(args, message):
         BAPOConfig("unused", **{**CPU, **OFF_POLICY, **REPLAY, **args})
 
 
-def test_a_multimodal_model_is_refused_with_the_settings_that_are_on(tmp_path):
-    class Multimodal(BAPOTrainer):
-        def train(self):
-            self._is_vlm = True  # as TRL sets it for a model with a processor
-            return super().train()
-
-    trainer = toy_trainer(tmp_path, trainer_class=Multimodal, **REPLAY, replay_zero_advantage=True)
-    named = "`replay_fraction` to 0 and `replay_zero_advantage` to False"
-    with pytest.raises(ValueError, match=rf"keeps text only.*set {named}\."):
-        trainer.train()
-
-
 def test_two_ranks_with_unequal_queues_stay_in_step(tmp_path):
     succeeded(run_python(["-m", "tests.helpers.replay_worker", tmp_path], ranks=2))
     ranks = read_ranks(tmp_path)

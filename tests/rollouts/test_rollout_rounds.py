@@ -387,13 +387,6 @@ def test_a_rollout_func_is_refused(tmp_path):
         train(tmp_path, trainer_args={"rollout_func": lambda prompts, trainer: {}})
 
 
-@pytest.mark.parametrize(("oversampling", "left"), [(1.9, "11 groups"), (1.06, "1 group")])
-def test_what_is_left_in_flight_is_reported(tmp_path, oversampling, left):
-    expected = rf"The run ends with {left} in flight \(\d+ tokens\), which have trained nothing\."
-    with pytest.warns(UserWarning, match=expected):
-        train(tmp_path, max_steps=3, partial_rollout_oversampling=oversampling)
-
-
 def test_completions_in_flight_are_those_of_all_groups_that_wait(tmp_path):
     """With chunks as long as completions, all of them have ended: 11 groups of 2 wait all the same."""
     trainer = train(tmp_path, max_steps=6, partial_rollout_chunk_length=PARTIAL["max_completion_length"])
@@ -526,14 +519,9 @@ def test_a_first_batch_after_a_resume_is_short_by_what_is_missing_in_flight(tmp_
     first = train(tmp_path, **SAVES, max_steps=3, partial_rollout_oversampling=before)
     assert held == 0 or len(pool_of(first)) == held
     resumed = trainer_of(tmp_path, **SAVES, max_steps=9, partial_rollout_oversampling=1.5)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        resumed.train(resume_from_checkpoint=True)
+    resumed.train(resume_from_checkpoint=True)
     assert full_rows(resumed) == [2 * min(12, 12 + held - 6), 24]
     assert len(pool_of(resumed)) == max(held, 6)
-    told = [str(warning.message) for warning in warned if "more than the 6" in str(warning.message)]
-    assert len(told) == (held > 6)
-    assert all("holds 11 groups in flight" in text and "`partial_rollout_oversampling`" in text for text in told)
 
 
 # Several ranks
