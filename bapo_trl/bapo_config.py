@@ -330,7 +330,7 @@ class BAPOConfig(GRPOConfig):
         return self.rows_per_generation // self.num_generations
 
     @property
-    def groups_held(self) -> int:
+    def groups_carried_over(self) -> int:
         """Number of groups that stay in flight on each rank when a generation ends."""
         held = round((self.partial_rollout_oversampling - 1) * self.groups_per_generation)
         return min(held, self.groups_per_generation - 1)

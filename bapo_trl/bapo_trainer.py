@@ -14,7 +14,7 @@ from .advice import advice_line
 from .bapo_config import BAPOConfig, check_unchanged, own_settings
 from .batch.filler_rows import LossScale, mark_fillers
 from .batch.policy_loss import PolicyLoss, forward_arguments, mask_values, without_masked_values
-from .batch.reward_sums import best_of_k, tied_rows
+from .batch.reward_sums import best_of_k, zero_advantage_rows
 from .batch.sampler import behavior_logps, drop_sampler_logps, has_sampler_logps, read_sampler_logps
 from .batch.samples import attach_version, mask_zero_advantages, pad_completions
 from .batch.staleness import staleness_line
@@ -330,7 +330,7 @@ class BAPOTrainer(WholeCheckpoints):
         elif self.args.replay_zero_advantage:
             weights = self.reward_weights.to(rewards_per_func.device)
             sums_first = self.args.sums_rewards_first
-            self._is_tied = tied_rows(rewards_per_func, weights, self.num_generations, sums_first)
+            self._has_zero_advantage = zero_advantage_rows(rewards_per_func, weights, self.num_generations, sums_first)
         return rewards_per_func
 
     def _log_groups(self, rewards_per_func: torch.Tensor) -> None:
@@ -363,10 +363,10 @@ class BAPOTrainer(WholeCheckpoints):
 
     def _draw_first_pass(self, batch, versions, num_padding):
         if self.args.replay_zero_advantage:
-            of_ranks = self._is_tied.view(self.accelerator.num_processes, -1)
+            of_ranks = self._has_zero_advantage.view(self.accelerator.num_processes, -1)
             mask_zero_advantages(batch, of_ranks[self.accelerator.process_index])
             if self.args.sums_rewards_first and self.scale_rewards != "batch":  # TRL's misses some by rounding
-                self._metrics["train"]["frac_reward_zero_std"][-1] = self._is_tied.float().mean().item()
+                self._metrics["train"]["frac_reward_zero_std"][-1] = self._has_zero_advantage.float().mean().item()
         is_within = self._step % self.args.micro_batches_per_generation != 0
         drawn = self._replay.draw_first_pass(batch, versions, self.state.global_step, num_padding, is_within)
         return self._take_batch(drawn)

@@ -7,17 +7,17 @@ import torch
 
 
 @dataclass(frozen=True)
-class Tally:
+class DistributedSums:
     """
     Named numbers that add up, and others of which the largest counts. Each has one element.
 
-    Tallies of the same names are added up with `+`, those of all ranks with [`Tally.over_ranks`]. On a device, nothing
-    waits for the host until [`Tally.numbers`].
+    Sums of the same names are added up with `+`, those of all ranks with [`DistributedSums.over_ranks`]. On a device, nothing
+    waits for the host until [`DistributedSums.numbers`].
 
     Example:
 
     ```python
-    >>> first, second = Tally({"tokens": 3}, {"longest": 2}), Tally({"tokens": 4}, {"longest": 1})
+    >>> first, second = DistributedSums({"tokens": 3}, {"longest": 2}), DistributedSums({"tokens": 4}, {"longest": 1})
     >>> (first + second).numbers()
     {'tokens': 7, 'longest': 2}
 
@@ -27,8 +27,8 @@ class Tally:
     sums: Mapping[str, torch.Tensor | float]
     maxima: Mapping[str, torch.Tensor | float] = field(default_factory=dict)
 
-    def __add__(self, other: "Tally") -> "Tally":
-        return Tally(
+    def __add__(self, other: "DistributedSums") -> "DistributedSums":
+        return DistributedSums(
             {name: value + other.sums[name] for name, value in self.sums.items()},
             {
                 name: torch.maximum(torch.as_tensor(value), torch.as_tensor(other.maxima[name]))
@@ -38,7 +38,7 @@ class Tally:
 
     def over_ranks(
         self, gather: Callable[[torch.Tensor], torch.Tensor], device: torch.device | str, dtype: torch.dtype
-    ) -> "Tally":
+    ) -> "DistributedSums":
         """
         Combine the tallies of all ranks, with one `gather`, which concatenates along the first dimension.
 
@@ -48,7 +48,7 @@ class Tally:
         packed = torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in values])
         ranks = gather(packed.unsqueeze(0))  # (ranks, values)
         count = len(self.sums)
-        return Tally(
+        return DistributedSums(
             dict(zip(self.sums, ranks[:, :count].sum(dim=0), strict=True)),
             dict(zip(self.maxima, ranks[:, count:].amax(dim=0), strict=True)) if self.maxima else {},
         )

@@ -43,7 +43,7 @@ class RolloutRounds:
     pool: RolloutPool
     _: KW_ONLY
     num_groups: int  # of a generation on each rank
-    num_held: int  # groups that stay in flight when a generation ends
+    num_carried_over: int  # groups that stay in flight when a generation ends
     chunk_length: int  # largest number of tokens of a call
     gather: Callable[[list[float]], list[list[float]]]  # numbers of this rank in; those of each rank out
 
@@ -80,7 +80,7 @@ class RolloutRounds:
                 self.pool.admit(inputs, prompt_ids)
         # Fewer while there are not yet enough in flight: at first, and after a resume with other settings
         smallest = int(min(size for (size,) in self.gather([len(self.pool)])))
-        wanted = min(self.num_groups, smallest - self.num_held)
+        wanted = min(self.num_groups, smallest - self.num_carried_over)
 
         waited, rounds = len(self.pool.overdue(oldest_version)), 0
         dummy = prompts[0][1][:1]  # as short as can be: it fits whatever the cap
@@ -203,7 +203,7 @@ def make_rounds(trainer: Any) -> RolloutRounds:
     return RolloutRounds(
         pool,
         num_groups=args.groups_per_generation,
-        num_held=args.groups_held,
+        num_carried_over=args.groups_carried_over,
         chunk_length=args.partial_rollout_chunk_length,
         gather=lambda numbers: accelerator.gather(torch.tensor([numbers], device=accelerator.device)).tolist(),
     )

@@ -306,7 +306,7 @@ def test_goes_with_other_settings(tmp_path, settings):
         ({"partial_rollout_oversampling": 2.0}, r"`partial_rollout_oversampling` is 2.0: set it to a number in .1, 2"),
         (
             {"partial_rollout_oversampling": 1.04},
-            r"is 1.04, which holds over none of the 12 groups.*above 1.042, e.g. to 1.083,",
+            r"is 1.04, which carries over none of the 12 groups.*above 1.042, e.g. to 1.083,",
         ),
         ({"max_completion_length": None}, r"`max_completion_length` is None, but partial rollouts"),
         ({"partial_rollout_max_staleness": 4}, r"`partial_rollout_max_staleness` is 4, .*at least 5"),
