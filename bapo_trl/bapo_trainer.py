@@ -164,8 +164,9 @@ class BAPOTrainer(WholeCheckpoints):
             self.args.vllm_logp_tolerance, self.args.biased_settings, self.accelerator.is_main_process
         )
         self._server_check = make_server_check(self)
-        pad_token_id, accelerator = self._tokenizer.pad_token_id, self.accelerator
-        self._replay = ReplayMixer(self.args, pad_token_id, accelerator) if self.args.uses_replay else None
+        self._replay = None
+        if self.args.uses_replay:
+            self._replay = ReplayMixer(self.args, self._tokenizer.pad_token_id, self.accelerator)
         policy_loss = PolicyLoss(
             self.args,
             score_ahead=self._score_ahead,
@@ -186,7 +187,6 @@ class BAPOTrainer(WholeCheckpoints):
         raise RuntimeError(f"{reason} This was after update {self.state.global_step}. {kept}")
 
     def _log_values(self, values: Mapping[str, float], mode: str = "train") -> None:
-        """Add values by name to what TRL averages and logs next."""
         for name, value in values.items():
             self._metrics[mode][name].append(value)
 
@@ -422,7 +422,7 @@ class BAPOTrainer(WholeCheckpoints):
             self.epsilon_high = bounds.high - 1
 
     def _get_grad_norm(self, *args, **kwargs):
-        grad_norm: Any = super()._get_grad_norm(*args, **kwargs)
+        grad_norm = super()._get_grad_norm(*args, **kwargs)
         if hasattr(grad_norm, "full_tensor"):  # FSDP2's, of which each rank has its part
             grad_norm = grad_norm.full_tensor()
         checks.check_gradient(self, grad_norm)

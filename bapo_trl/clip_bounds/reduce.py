@@ -11,8 +11,8 @@ class DistributedSums:
     """
     Named numbers that add up, and others of which the largest counts. Each has one element.
 
-    Sums of the same names are added up with `+`, those of all ranks with [`DistributedSums.over_ranks`]. On a device, nothing
-    waits for the host until [`DistributedSums.numbers`].
+    Those of micro-batches are added up with `+`, those of ranks with `over_ranks`. Nothing waits for the host until
+    `numbers`.
 
     Example:
 
@@ -28,19 +28,17 @@ class DistributedSums:
     maxima: Mapping[str, torch.Tensor | float] = field(default_factory=dict)
 
     def __add__(self, other: "DistributedSums") -> "DistributedSums":
+        as_tensor = torch.as_tensor
         return DistributedSums(
             {name: value + other.sums[name] for name, value in self.sums.items()},
-            {
-                name: torch.maximum(torch.as_tensor(value), torch.as_tensor(other.maxima[name]))
-                for name, value in self.maxima.items()
-            },
+            {name: as_tensor(value).maximum(as_tensor(other.maxima[name])) for name, value in self.maxima.items()},
         )
 
     def over_ranks(
         self, gather: Callable[[torch.Tensor], torch.Tensor], device: torch.device | str, dtype: torch.dtype
     ) -> "DistributedSums":
         """
-        Combine the tallies of all ranks, with one `gather`, which concatenates along the first dimension.
+        Combine those of all ranks, with one `gather`, which concatenates along the first dimension.
 
         `device` and `dtype` are those of the transfer: the type must hold the largest sum.
         """

@@ -1,8 +1,7 @@
 """What is logged at every optimizer update: names, definitions, and the one reduction that all of them share.
 
-A rank sums up each micro-batch in a `DistributedSums`. Sums add up over micro-batches and ranks, so one gather of a few
-numbers at the end of an update serves every metric, and one transfer to the host reads them. Legend: `B` rows, `T`
-completion tokens.
+Micro-batches and ranks add up, so one gather of a few numbers at the end of an update serves every metric, and one
+transfer to the host reads them. Legend: `B` rows, `T` completion tokens.
 """
 
 import math
@@ -91,7 +90,6 @@ def measure_tokens(
 
 
 def _count_nonfinite(tensors: Mapping[str, torch.Tensor], mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Count the NaNs and infinities of each tensor where the mask is true; all of the mask's shape."""
     products = torch.stack(list(tensors.values())) * 0  # NaN for them, and 0 for any other number
     counts = (products.isnan() & mask).sum(dim=(1, 2))
     return dict(zip(tensors, counts.unbind(), strict=True))

@@ -68,7 +68,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Continuation:
-    """A completion that the sampler is to go on with: after `prompt_ids`, up to `num_left` tokens more."""
+    """A completion to continue, by up to `num_left` tokens."""
 
     group: Group
     completion: PartialCompletion
@@ -114,7 +114,7 @@ class RolloutPool:
         return iter(self._groups)
 
     def admit(self, inputs: dict[str, Any], prompt_ids: Sequence[int]) -> int:
-        """Take in a prompt, whose completions have no token yet; return the number of its group."""
+        """Take in a prompt; return the number of its group."""
         if self.window is not None and len(prompt_ids) >= self.window:
             raise InputError(
                 f"A prompt has {len(prompt_ids)} tokens, but the sampler takes {self.window} with the completion: "
@@ -206,7 +206,7 @@ class RolloutPool:
         return leaving
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the groups and of all else that a later run needs."""
+        """Return a copy of all that a later run needs."""
         return _pack(self._groups, self.counts, self._next_id, self._next_place)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -286,7 +286,6 @@ def _pack(groups: Sequence[Group], counts: Mapping[str, int], next_id: int, next
 
 
 def _unpack_groups(state: Mapping[str, Any]) -> list[Group]:
-    """Return the groups of a state of a pool."""
     values = {name: iter(state[name].tolist()) for name in ("prompt_ids", *_OF_TOKENS)}
 
     def take(name: str, count: int) -> list[Any]:

@@ -223,16 +223,16 @@ def check_no_pool(folder: str | Path) -> None:
 def token_cap(trainer: Any, num_tokens: int) -> Iterator[None]:
     """Let the trainer's sampler decode at most `num_tokens` a call; afterwards, what it did before."""
     if trainer.use_vllm:
-        settings = [(vars(trainer.vllm_generation), "max_completion_length")]
-    else:  # transformers reads one, and TRL copies the other into the model's own generation config
-        settings = [(vars(trainer.generation_config), "max_new_tokens"), (trainer.generation_kwargs, "max_new_tokens")]
-    before = [values[name] for values, name in settings]
-    for values, name in settings:
+        name, settings = "max_completion_length", [vars(trainer.vllm_generation)]
+    else:  # transformers reads the first, and TRL copies the second into the model's own generation config
+        name, settings = "max_new_tokens", [vars(trainer.generation_config), trainer.generation_kwargs]
+    before = [values[name] for values in settings]
+    for values in settings:
         values[name] = num_tokens
     try:
         yield
     finally:
-        for (values, name), value in zip(settings, before, strict=True):
+        for values, value in zip(settings, before, strict=True):
             values[name] = value
 
 
