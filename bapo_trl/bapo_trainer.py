@@ -422,7 +422,7 @@ class BAPOTrainer(WholeCheckpoints):
             self.epsilon_high = bounds.high - 1
 
     def _get_grad_norm(self, *args, **kwargs):
-        grad_norm = super()._get_grad_norm(*args, **kwargs)
+        grad_norm: Any = super()._get_grad_norm(*args, **kwargs)
         if hasattr(grad_norm, "full_tensor"):  # FSDP2's, of which each rank has its part
             grad_norm = grad_norm.full_tensor()
         checks.check_gradient(self, grad_norm)
