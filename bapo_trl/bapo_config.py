@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, get_args
 from transformers.trainer_utils import HubStrategy
 from trl import GRPOConfig
 
-from .clip_bounds import MEASURES, SEARCH_ORDERS
-from .clip_bounds.grid import SINGLE_POINT, BoundGrid
-from .clip_bounds.settings import BOUND_PARTS, SCOPES
+from .clip_bounds import BOUND_PARTS, MEASURES, SCOPES, SEARCH_ORDERS, BoundGrid
+from .clip_bounds.grid import SINGLE_POINT
 from .clip_bounds.tokens import WEIGHTINGS
 from .config_rules import check_rules
 from .errors import InputError
@@ -331,7 +330,7 @@ class BAPOConfig(GRPOConfig):
         return self.rows_per_generation // self.num_generations
 
     @property
-    def groups_held(self) -> int:
+    def groups_carried_over(self) -> int:
         """Number of groups that stay in flight on each rank when a generation ends."""
         held = round((self.partial_rollout_oversampling - 1) * self.groups_per_generation)
         return min(held, self.groups_per_generation - 1)

@@ -14,7 +14,7 @@ from .advice import advice_line
 from .bapo_config import BAPOConfig, check_unchanged, own_settings
 from .batch.filler_rows import LossScale, mark_fillers
 from .batch.policy_loss import PolicyLoss, forward_arguments, mask_values, without_masked_values
-from .batch.reward_sums import best_of_k, tied_rows
+from .batch.reward_sums import best_of_k, zero_advantage_rows
 from .batch.sampler import behavior_logps, drop_sampler_logps, has_sampler_logps, read_sampler_logps
 from .batch.samples import attach_version, mask_zero_advantages, pad_completions
 from .batch.staleness import staleness_line
@@ -25,7 +25,6 @@ from .checkpoints.rank_errors import raising_on_all_ranks
 from .checkpoints.ref_model import load_ref_model, save_ref_model
 from .checkpoints.whole import WholeCheckpoints
 from .clip_bounds import ClipBounds
-from .errors import InputError
 from .inputs import checks
 from .inputs.padding_check import warn_if_padding_counts
 from .inputs.prompt_checks import check_end_of_stream, check_number_of_prompts
@@ -144,9 +143,6 @@ class BAPOTrainer(WholeCheckpoints):
         result = super().train(*args, **kwargs)
         if self.args.load_best_model_at_end:  # vLLM has the weights of the last update
             self._forget_sent_weights()
-        left = None if self._rounds is None else self._rounds.describe_left()
-        if left is not None and self.accelerator.is_main_process:
-            warnings.warn(left)
         if self._step == self.state.global_step == 0:
             check_end_of_stream(self.train_dataset, self.args)
         return result
@@ -160,7 +156,6 @@ class BAPOTrainer(WholeCheckpoints):
         fixes.reset_grpo_state(self)
         self._log_window = LogWindow(self)
         self._settings = own_settings(self.args)
-        self._has_random_forward = has_random_forward(self.model, self.args.neftune_noise_alpha)
         self._probes_padding = self.args.uses_replay or self.args.uses_partial_rollouts
         self._generation = Generation()
         if self._server is not None:  # before the rounds, which ask it for its window
@@ -171,16 +166,15 @@ class BAPOTrainer(WholeCheckpoints):
             self.args.vllm_logp_tolerance, self.args.biased_settings, self.accelerator.is_main_process
         )
         self._server_check = make_server_check(self)
-        if self.args.uses_replay and self._is_vlm:
-            without = self.args.without_replay
-            raise InputError(f"A replay queue keeps text only, but the model is multimodal: set {without}.")
-        pad_token_id, accelerator = self._tokenizer.pad_token_id, self.accelerator
-        self._replay = ReplayMixer(self.args, pad_token_id, accelerator) if self.args.uses_replay else None
+        self._replay = None
+        if self.args.uses_replay:
+            self._replay = ReplayMixer(self.args, self._tokenizer.pad_token_id, self.accelerator)
         policy_loss = PolicyLoss(
             self.args,
             score_ahead=self._score_ahead,
             off_policy_mask=self.get_off_policy_mask,
             entropy_mask=self.get_high_entropy_mask,
+            is_random=has_random_forward(self.model, self.args.neftune_noise_alpha),
         )
         self._updates = BatchUpdates(self.args, self.accelerator, policy_loss, lambda: self.state.global_step + 1)
         self._bounds = self._updates.bounds
@@ -195,7 +189,6 @@ class BAPOTrainer(WholeCheckpoints):
         raise RuntimeError(f"{reason} This was after update {self.state.global_step}. {kept}")
 
     def _log_values(self, values: Mapping[str, float], mode: str = "train") -> None:
-        """Add values by name to what TRL averages and logs next."""
         for name, value in values.items():
             self._metrics[mode][name].append(value)
 
@@ -339,7 +332,7 @@ class BAPOTrainer(WholeCheckpoints):
         elif self.args.replay_zero_advantage:
             weights = self.reward_weights.to(rewards_per_func.device)
             sums_first = self.args.sums_rewards_first
-            self._is_tied = tied_rows(rewards_per_func, weights, self.num_generations, sums_first)
+            self._has_zero_advantage = zero_advantage_rows(rewards_per_func, weights, self.num_generations, sums_first)
         return rewards_per_func
 
     def _log_groups(self, rewards_per_func: torch.Tensor) -> None:
@@ -372,10 +365,10 @@ class BAPOTrainer(WholeCheckpoints):
 
     def _draw_first_pass(self, batch, versions, num_padding):
         if self.args.replay_zero_advantage:
-            of_ranks = self._is_tied.view(self.accelerator.num_processes, -1)
+            of_ranks = self._has_zero_advantage.view(self.accelerator.num_processes, -1)
             mask_zero_advantages(batch, of_ranks[self.accelerator.process_index])
             if self.args.sums_rewards_first and self.scale_rewards != "batch":  # TRL's misses some by rounding
-                self._metrics["train"]["frac_reward_zero_std"][-1] = self._is_tied.float().mean().item()
+                self._metrics["train"]["frac_reward_zero_std"][-1] = self._has_zero_advantage.float().mean().item()
         is_within = self._step % self.args.micro_batches_per_generation != 0
         drawn = self._replay.draw_first_pass(batch, versions, self.state.global_step, num_padding, is_within)
         return self._take_batch(drawn)
@@ -392,9 +385,8 @@ class BAPOTrainer(WholeCheckpoints):
         is_training = self.model.training
         if is_training and not self._bounds.is_open:
             are_fresh = self._generation.sampled_by == self.state.global_step
-            count, is_random = self.current_gradient_accumulation_steps, self._has_random_forward
-            updates, buffer, step = self._updates, self._buffered_inputs, self._step
-            self._clip_with(updates.begin(buffer, step, count, are_fresh=are_fresh, is_random=is_random))
+            count, buffer = self.current_gradient_accumulation_steps, self._buffered_inputs
+            self._clip_with(self._updates.begin(buffer, self._step, count, are_fresh))
         scale = self._updates.scale if is_training else LossScale()
         # A copy: the advantages are scaled in it, and the buffer's own are read again at the next pass
         self._loss_inputs = without_masked_values(inputs)

@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
+from .clip_bounds import BOUND_PARTS
 from .clip_bounds.grid import BoundGrid
-from .clip_bounds.settings import BOUND_PARTS
 from .errors import InputError
 from .losses import CLIPPED_LOSS_TYPES, LOSSES
 from .replay.queue import smallest_capacity, smallest_max_staleness
@@ -108,14 +108,14 @@ def _check_partial_rollouts(config: Any) -> None:
             "of a generation (`per_device_train_batch_size` x `steps_per_generation`): with partial rollouts a "
             "group lives on one rank, so make that a multiple of it."
         )
-    if config.groups_held == 0:
+    if config.groups_carried_over == 0:
         groups, fix = config.groups_per_generation, "raise `steps_per_generation` or `per_device_train_batch_size`"
         if groups > 1:
             fix = (
                 f"raise it above {1 + 0.5 / groups:.4g}, e.g. to {1 + 1 / groups:.4g}, or raise `steps_per_generation`"
             )
         raise InputError(
-            f"`partial_rollout_oversampling` is {config.partial_rollout_oversampling}, which holds over none of the "
+            f"`partial_rollout_oversampling` is {config.partial_rollout_oversampling}, which carries over none of the "
             f"{groups} groups of a generation on each rank: {fix}."
         )
     needed = config.updates_per_generation + config.largest_staleness

@@ -10,12 +10,15 @@ import trl
 from datasets import Dataset, IterableDataset
 from PIL import Image
 from tokenizers import processors
+from trl import GRPOConfig, GRPOTrainer
 
+from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.inputs.prompt_checks import check_prompts
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.commands import succeeded
-from tests.helpers.forked import run_python
-from tests.helpers.ranks import read_ranks
+from tests.helpers.forked import run_function
+from tests.helpers.ranks import finish, read_ranks
+from tests.helpers.rollouts import multi_turn
 from tests.helpers.script_runs import CHAT_TEMPLATE
 from tests.helpers.toy import brevity, digits_reward, toy_dataset, toy_model, toy_run, toy_trainer
 
@@ -209,8 +212,31 @@ def test_what_grpo_trains_this_trains(tmp_path, name):
     assert trainer.state.global_step == 1
 
 
+def train_both_on_a_rank(folder: str) -> None:
+    """Write the updates of GRPOTrainer and of BAPOTrainer, and how often each sampled."""
+    num_turns = 0
+    before = GRPOTrainer._generate_single_turn
+
+    def silent_at_times(self, *args):
+        nonlocal num_turns
+        num_turns += 1
+        said, logps = before(self, *args)
+        return [[], *said[1:]], logps
+
+    GRPOTrainer._generate_single_turn = silent_at_times
+    results = {}
+    for trainer_class, config_class in ((GRPOTrainer, GRPOConfig), (BAPOTrainer, BAPOConfig)):
+        trainer = toy_trainer(
+            f"{folder}/out", None, trainer_class, config_class, {"rollout_func": multi_turn}, **SMALL
+        )
+        num_turns = 0
+        trainer.train()
+        results[trainer_class.__name__] = {"updates": trainer.state.global_step, "turns": num_turns}
+    finish(trainer, folder, **results)
+
+
 def test_turns_of_different_number_on_each_rank(tmp_path):
-    succeeded(run_python(["-m", "tests.helpers.rollouts", tmp_path], ranks=2, timeout_s=180))
+    succeeded(run_function(train_both_on_a_rank, tmp_path, ranks=2, timeout_s=180))
     for rank, turns in zip(read_ranks(tmp_path), (2, 4), strict=True):
         assert rank["GRPOTrainer"] == rank["BAPOTrainer"] == {"updates": 1, "turns": turns}
 

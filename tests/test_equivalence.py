@@ -7,12 +7,13 @@ import torch
 from datasets import IterableDataset
 from trl import GRPOConfig, GRPOTrainer
 
-from bapo_trl.clip_bounds.settings import SCOPES
+from bapo_trl.clip_bounds import SCOPES
 from bapo_trl.clip_bounds.update_log import UPDATE_METRICS
 from tests.helpers.alike import assert_same_logs, assert_same_tensors, assert_same_weights
 from tests.helpers.commands import succeeded
-from tests.helpers.forked import run_python
-from tests.helpers.ranks import read_ranks
+from tests.helpers.forked import run_function
+from tests.helpers.ranks import finish, read_ranks
+from tests.helpers.scripted import Scripted
 from tests.helpers.toy import digits_reward, toy_dataset, toy_model, toy_run, toy_trainer, training_logs
 
 
@@ -53,6 +54,25 @@ SAME = ("bapo/clip_low", "bapo/clip_high", "bapo/search_steps", "bapo/target_met
 WEIGHED = {"negative_weight_min": 0.05, "positive_contribution_target": 0.7}
 
 
+def train_on_a_rank(out: str, micro_batches: str, rows: str, settings: str) -> None:
+    trainer = toy_run(
+        out,
+        trainer_class=Scripted,
+        **json.loads(settings),
+        optim="sgd",  # Adam would turn the rounding of a tiny gradient into a full step
+        learning_rate=2.0,
+        max_grad_norm=0.0,
+        gradient_accumulation_steps=int(micro_batches),
+        steps_per_generation=int(micro_batches),
+        per_device_train_batch_size=int(rows),
+        num_generations=4,
+        num_iterations=3,
+        max_steps=3,
+        trainer_args={"train_dataset": toy_dataset(8)},
+    )
+    finish(trainer, out, micro_batches=trainer.num_micro_batches)
+
+
 @pytest.mark.sharding
 @pytest.mark.parametrize(
     "settings",
@@ -69,8 +89,7 @@ def test_sharding_does_not_change_the_bounds(tmp_path, settings):
     runs = {}
     for processes, micro_batches, rows in ((1, 8, 2), (1, 1, 16), (2, 4, 2)):
         out = tmp_path / f"{processes}x{micro_batches}"
-        worker = ["-m", "tests.helpers.sharding_worker", out, micro_batches, rows, json.dumps(settings)]
-        succeeded(run_python(worker, processes))
+        succeeded(run_function(train_on_a_rank, out, micro_batches, rows, json.dumps(settings), ranks=processes))
         runs[processes, micro_batches] = read_ranks(out, processes, micro_batches=3 * micro_batches)[0]
 
     reference = runs[1, 8]

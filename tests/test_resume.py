@@ -1,18 +1,23 @@
 """What changes in a run and is neither weights nor optimizer: a resumed run has it as an uninterrupted one does."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import PartialState
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import EarlyStoppingCallback
 
 from bapo_trl.checkpoints.files import MANIFEST
-from bapo_trl.checkpoints.ref_model import FILES, FOLDER
+from bapo_trl.checkpoints.ref_model import FILES, FOLDER, load_ref_model, save_ref_model
 from tests.helpers.alike import TIMES, assert_same_tensors, assert_same_weights
 from tests.helpers.commands import succeeded
-from tests.helpers.forked import run_python
+from tests.helpers.forked import run_function
 from tests.helpers.toy import toy_dataset, toy_model, toy_run, training_logs
 
 
@@ -129,7 +134,36 @@ def test_a_callback_that_a_checkpoint_does_not_know_may_be_added(tmp_path):
     assert (tmp_path / "checkpoint-2").is_dir()
 
 
+def sharded(model, sharding: str):
+    """Return the model as TRL's `prepare_fsdp` would, in parts on each of the two ranks."""
+    if sharding == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return model
+
+
+def save_and_load_on_a_rank(folder: str, sharding: str) -> None:
+    state = PartialState(cpu=True)
+    assert state.num_processes == 2
+
+    def trainer_with(model):
+        args = SimpleNamespace(should_save=state.is_main_process, sync_ref_model=True)
+        return SimpleNamespace(ref_model=model, args=args, is_world_process_zero=lambda: state.is_main_process)
+
+    settings = {"tie_word_embeddings": True, "torch_dtype": torch.bfloat16, "hidden_size": 18}
+    whole = toy_model(0, **settings).to(torch.bfloat16)
+    expected = {name: values.clone() for name, values in whole.named_parameters()}
+    save_ref_model(trainer_with(sharded(whole, sharding)), folder)
+    # Each rank begins with weights of its own
+    other = sharded(toy_model(1 + state.process_index, **settings).to(torch.bfloat16), sharding)
+    load_ref_model(trainer_with(other), folder)
+    is_sharded = sharding == "fsdp2"
+    found = {name: values.full_tensor() if is_sharded else values for name, values in other.named_parameters()}
+    assert_same_tensors(found, expected)
+    state.destroy_process_group()
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("sharding", ["none", "fsdp2"])
 def test_a_reference_model_over_two_ranks_is_saved_whole_and_loaded_on_both(tmp_path, sharding):
-    succeeded(run_python(["-m", "tests.helpers.ref_model_worker", tmp_path, sharding], ranks=2, timeout_s=120))
+    succeeded(run_function(save_and_load_on_a_rank, tmp_path, sharding, ranks=2, timeout_s=120))

@@ -27,6 +27,7 @@ def load_rank(kind: str, folder: Path, rank: int, num_ranks: int) -> None:
     module.FILES.load(folder, rank, num_ranks, part.load_state_dict, module.deal_out)
 
 
+ANOTHER = {"replay_queue": (b'"F32"', b'"I32"'), "rollout_pool": (b'"next_id": 5', b'"next_id": 7')}
 CHANGED = "is damaged .what it holds is not what was written"
 
 
@@ -35,7 +36,7 @@ CHANGED = "is damaged .what it holds is not what was written"
 @pytest.mark.parametrize(
     ("damaged", "message"),
     [
-        (lambda kind, content, other: content.replace(b'"F32"', b'"I32"', 1), CHANGED),
+        (lambda kind, content, other: content.replace(*ANOTHER[kind], 1), CHANGED),
         (lambda kind, content, other: other, CHANGED),
         (
             lambda kind, content, other: content.replace((old := FORMATS[kind].encode()), old[:-1] + b"9", 1),
@@ -43,7 +44,7 @@ CHANGED = "is damaged .what it holds is not what was written"
         ),
         (lambda kind, content, other: None, "is missing, while other ranks' are there"),
     ],
-    ids=["type", "of another rank", "format", "removed"],
+    ids=["another type or value", "of another rank", "format", "removed"],
 )
 def test_damaged_foreign_and_missing_files_are_refused_by_name(tmp_path, kind, damaged, message, num_ranks):
     for rank in range(2):

@@ -65,6 +65,7 @@ class PolicyLoss:
     `settings` are a [`~bapo_config.BAPOConfig`]. `off_policy_mask` and `entropy_mask` are TRL's `get_off_policy_mask`
     and `get_high_entropy_mask`. `score_ahead` takes micro-batches, and whether entropies are needed; it returns
     log-probabilities and entropies, `(B, T)`, of each under the current policy, as the losses will compute them.
+    `is_random` tells whether two forward passes may differ.
     """
 
     def __init__(
@@ -74,8 +75,9 @@ class PolicyLoss:
         score_ahead: Callable[[Sequence[Mapping[str, Any]], bool], list[tuple[torch.Tensor, torch.Tensor | None]]],
         off_policy_mask: Callable[..., torch.Tensor],
         entropy_mask: Callable[..., torch.Tensor],
+        is_random: bool,
     ):
-        self._settings, self._loss = settings, LOSSES[settings.loss_type]
+        self._settings, self._loss, self._is_random = settings, LOSSES[settings.loss_type], is_random
         self._score_ahead, self._off_policy_mask, self._entropy_mask = score_ahead, off_policy_mask, entropy_mask
 
     @torch.no_grad()
@@ -107,19 +109,16 @@ class PolicyLoss:
         return replace(tokens, gradient_size=size)
 
     @torch.no_grad()
-    def tokens_ahead(
-        self, micro_batches: Sequence[Mapping[str, Any]], are_fresh: bool, is_random: bool
-    ) -> list[PolicyTokens]:
+    def tokens_ahead(self, micro_batches: Sequence[Mapping[str, Any]], are_fresh: bool) -> list[PolicyTokens]:
         """
         Return the tokens of the micro-batches of the coming update as their losses will see them.
 
-        Where the current policy sampled all of them (`are_fresh`), their ratios are 1, unless two forward passes may
-        differ (`is_random`).
+        Where the current policy sampled all of them (`are_fresh`), the ratios are 1, unless a forward pass is random.
         """
         micro_batches = [without_masked_values(inputs) for inputs in micro_batches]
         if not micro_batches:
             return []
-        if not is_random and self._knows_ratios(micro_batches[0], are_fresh):
+        if self._knows_ratios(micro_batches[0], are_fresh):
             return [self.tokens(inputs, _any_logps(inputs), None) for inputs in micro_batches]
         scores = self._score_ahead(micro_batches, self._settings.top_entropy_quantile < 1)
         return [
@@ -155,8 +154,8 @@ class PolicyLoss:
         # The mask compares them with the sampler's
         masks = settings.off_policy_mask_threshold is not None and "sampling_per_token_logps" in batch
         reads_logps = masks or settings.contribution_weighting == "behavior_prob"
-        has_logps = "old_per_token_logps" in batch
-        return are_fresh and settings.top_entropy_quantile == 1 and (has_logps or not reads_logps)
+        has_logps = "old_per_token_logps" in batch or not reads_logps
+        return are_fresh and not self._is_random and settings.top_entropy_quantile == 1 and has_logps
 
 
 def _any_logps(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:

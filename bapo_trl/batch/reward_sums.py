@@ -33,7 +33,7 @@ def overflowing_groups(
     return overflows.any(dim=1).repeat_interleave(size)
 
 
-def tied_rows(
+def zero_advantage_rows(
     rewards_per_func: torch.Tensor, weights: torch.Tensor, num_generations: int, summed_first: bool = True
 ) -> torch.Tensor:
     """

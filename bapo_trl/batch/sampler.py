@@ -17,8 +17,7 @@ class SamplerLogps:
     trainer: torch.Tensor
     sampler: torch.Tensor  # NaN where the sampler gave none
     mask: torch.Tensor  # boolean: the tokens that the policy wrote
-    # Boolean: those of each sample's latest segment. The tokens before were sampled, and scored, under other weights
-    latest: torch.Tensor
+    latest: torch.Tensor  # boolean: those of each sample's latest segment, sampled and scored under the same weights
     correction: torch.Tensor | None  # TRL's importance-sampling ratio, of sequences `(B, 1)` or of tokens
 
 
@@ -29,9 +28,10 @@ def has_sampler_logps(batch: Mapping[str, torch.Tensor]) -> bool:
 
 def read_sampler_logps(batch: Mapping[str, torch.Tensor], trainer_logps: torch.Tensor) -> SamplerLogps:
     """Return those of TRL's batch, which has some; `trainer_logps` are the trainer's, `(B, T)`."""
-    mask = policy_mask(batch).bool()
-    versions = batch.get("token_versions")
-    latest = mask if versions is None else mask & (versions == versions.amax(dim=1, keepdim=True))
+    mask = latest = policy_mask(batch).bool()
+    if "token_versions" in batch:
+        versions = batch["token_versions"]
+        latest = mask & (versions == versions.amax(dim=1, keepdim=True))
     correction = batch.get("importance_sampling_ratio")
     return SamplerLogps(trainer_logps, batch["sampling_per_token_logps"], mask, latest, correction)
 

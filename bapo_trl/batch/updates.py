@@ -51,21 +51,12 @@ class BatchUpdates:
         )
         self.scale = LossScale()
 
-    def begin(
-        self,
-        buffer: Sequence[Mapping[str, Any]] | None,
-        step: int,
-        count: int,
-        *,
-        are_fresh: bool,
-        is_random: bool,
-    ) -> ClipBounds:
+    def begin(self, buffer: Sequence[Mapping[str, Any]] | None, step: int, count: int, are_fresh: bool) -> ClipBounds:
         """
         Begin the update of `count` micro-batches from the one at `step` of the run; return its bounds.
 
         `buffer` holds the micro-batches of the current pass, the same object for all its updates; `None` for a loss of
-        a batch of the caller's own. `are_fresh` tells whether the current policy sampled them all, and `is_random`
-        whether two forward passes may differ.
+        a batch of the caller's own. `are_fresh` tells whether the current policy sampled them all.
         """
         settings = self._settings
         if buffer is None:
@@ -82,7 +73,7 @@ class BatchUpdates:
             if is_new_buffer or not self.bounds.carries_over:
                 # The loss of a single micro-batch knows its tokens before it needs the bounds
                 ahead = [buffer[position] for position in window] if count > 1 else []
-                read_ahead = partial(self._policy_loss.tokens_ahead, ahead, are_fresh, is_random)
+                read_ahead = partial(self._policy_loss.tokens_ahead, ahead, are_fresh)
         bounds = self.bounds.begin(totals, read_ahead)
         left = settings.micro_batches_per_generation - step % settings.micro_batches_per_generation
         self.scale = scale_without_fillers(

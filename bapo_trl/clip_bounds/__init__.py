@@ -10,12 +10,14 @@ References:
 """
 
 from .curves import MEASURES, Contributions, contributions, size_contributions
-from .grid import BoundGrid, sum_dtype
-from .search import SEARCH_ORDERS, ClipBounds, search_bounds, share_under
+from .grid import BOUND_PARTS, BoundGrid, sum_dtype
+from .search import SCOPES, SEARCH_ORDERS, ClipBounds, search_bounds, share_under
 
 
 __all__ = [
+    "BOUND_PARTS",
     "MEASURES",
+    "SCOPES",
     "SEARCH_ORDERS",
     "BoundGrid",
     "ClipBounds",

@@ -1,7 +1,7 @@
 """The candidate values of both clip bounds, in ratio space (`0.8`, `1.2`), never `1 - epsilon`."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 import torch
@@ -129,6 +129,8 @@ class BoundGrid:
         """Whether there is a single pair of bounds, so that nothing is left to search."""
         return self.num_lower == self.num_upper == 1
 
+
+BOUND_PARTS = tuple(part.name for part in fields(BoundGrid))
 
 SINGLE_POINT = BoundGrid(lower_start=1.0, lower_max=1.0, upper_start=1.0, upper_max=1.0)
 """The grid of a loss without clip bounds: nothing to search, and nobody clips at it."""

@@ -7,17 +7,17 @@ import torch
 
 
 @dataclass(frozen=True)
-class Tally:
+class DistributedSums:
     """
     Named numbers that add up, and others of which the largest counts. Each has one element.
 
-    Tallies of the same names are added up with `+`, those of all ranks with [`Tally.over_ranks`]. On a device, nothing
-    waits for the host until [`Tally.numbers`].
+    Those of micro-batches are added up with `+`, those of ranks with `over_ranks`. Nothing waits for the host until
+    `numbers`.
 
     Example:
 
     ```python
-    >>> first, second = Tally({"tokens": 3}, {"longest": 2}), Tally({"tokens": 4}, {"longest": 1})
+    >>> first, second = DistributedSums({"tokens": 3}, {"longest": 2}), DistributedSums({"tokens": 4}, {"longest": 1})
     >>> (first + second).numbers()
     {'tokens': 7, 'longest': 2}
 
@@ -27,20 +27,18 @@ class Tally:
     sums: Mapping[str, torch.Tensor | float]
     maxima: Mapping[str, torch.Tensor | float] = field(default_factory=dict)
 
-    def __add__(self, other: "Tally") -> "Tally":
-        return Tally(
+    def __add__(self, other: "DistributedSums") -> "DistributedSums":
+        as_tensor = torch.as_tensor
+        return DistributedSums(
             {name: value + other.sums[name] for name, value in self.sums.items()},
-            {
-                name: torch.maximum(torch.as_tensor(value), torch.as_tensor(other.maxima[name]))
-                for name, value in self.maxima.items()
-            },
+            {name: as_tensor(value).maximum(as_tensor(other.maxima[name])) for name, value in self.maxima.items()},
         )
 
     def over_ranks(
         self, gather: Callable[[torch.Tensor], torch.Tensor], device: torch.device | str, dtype: torch.dtype
-    ) -> "Tally":
+    ) -> "DistributedSums":
         """
-        Combine the tallies of all ranks, with one `gather`, which concatenates along the first dimension.
+        Combine those of all ranks, with one `gather`, which concatenates along the first dimension.
 
         `device` and `dtype` are those of the transfer: the type must hold the largest sum.
         """
@@ -48,7 +46,7 @@ class Tally:
         packed = torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in values])
         ranks = gather(packed.unsqueeze(0))  # (ranks, values)
         count = len(self.sums)
-        return Tally(
+        return DistributedSums(
             dict(zip(self.sums, ranks[:, :count].sum(dim=0), strict=True)),
             dict(zip(self.maxima, ranks[:, count:].amax(dim=0), strict=True)) if self.maxima else {},
         )

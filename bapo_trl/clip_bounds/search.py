@@ -13,6 +13,7 @@ from .grid import BoundGrid
 
 
 SEARCH_ORDERS = ("upper_first", "lower_first")
+SCOPES = ("batch", "micro_batch", "carried_over")
 
 # A share that misses the target by less, relative to the target, meets it. The last bits of a sum depend on the device
 # and on how the tokens are split over micro-batches and ranks. A tie must not: with ratios of 1 and as many right as

@@ -1,8 +1,7 @@
 """What is logged at every optimizer update: names, definitions, and the one reduction that all of them share.
 
-A rank sums up each micro-batch in a `Tally`. Tallies add up over micro-batches and ranks, so one gather of a few
-numbers at the end of an update serves every metric, and one transfer to the host reads them. Legend: `B` rows, `T`
-completion tokens.
+Micro-batches and ranks add up, so one gather of a few numbers at the end of an update serves every metric, and one
+transfer to the host reads them. Legend: `B` rows, `T` completion tokens.
 """
 
 import math
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from .grid import sum_dtype
-from .reduce import Tally
+from .reduce import DistributedSums
 from .search import ClipBounds
 from .tokens import PolicyTokens
 
@@ -35,7 +34,7 @@ GUARDED_TENSORS = ("per_token_logps", "old_per_token_logps", "ref_per_token_logp
 
 def measure_tokens(
     tokens: PolicyTokens, staleness: torch.Tensor | None, bounds: ClipBounds, delta: float | None = None
-) -> Tally:
+) -> DistributedSums:
     """
     Sum up one micro-batch.
 
@@ -66,7 +65,7 @@ def measure_tokens(
         weighed = weighed * tokens.gradient_size
     passing_logps = torch.where(passes, tokens.log_probs["per_token_logps"], zero).to(dtype)
     passing_advantages = torch.where(passes, weighed, zero).to(dtype)
-    return Tally(
+    return DistributedSums(
         {
             "rows": torch.full((), len(is_trained), device=device),
             "masked_rows": (~is_trained).sum(),
@@ -91,7 +90,6 @@ def measure_tokens(
 
 
 def _count_nonfinite(tensors: Mapping[str, torch.Tensor], mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Count the NaNs and infinities of each tensor where the mask is true; all of the mask's shape."""
     products = torch.stack(list(tensors.values())) * 0  # NaN for them, and 0 for any other number
     counts = (products.isnan() & mask).sum(dim=(1, 2))
     return dict(zip(tensors, counts.unbind(), strict=True))
@@ -159,7 +157,7 @@ class UpdateLog:
         self.searches: list[ClipBounds] = []
         # Whether each micro-batch of the latest closed update has a token of the loss on any rank
         self.have_tokens: list[bool] = []
-        self._tally: Tally | None = None
+        self._tally: DistributedSums | None = None
         self._counts: list[torch.Tensor | float] = []  # of each micro-batch: its tokens, or its rows with some
 
     @property
@@ -167,7 +165,7 @@ class UpdateLog:
         """Whether a micro-batch of the current update has been added."""
         return self._tally is not None
 
-    def add(self, tally: Tally) -> None:
+    def add(self, tally: DistributedSums) -> None:
         """Add a micro-batch, as summed up by [`measure_tokens`]."""
         self._tally = tally if self._tally is None else self._tally + tally
         self._counts.append(tally.sums["versions"])
@@ -183,11 +181,11 @@ class UpdateLog:
         device = self.searches[0].low.device
         counts = {f"tokens of micro-batch {i}": count for i, count in enumerate(self._counts)}
         counts = counts if len(counts) > 1 else {}  # the update's own count says it
-        tally = Tally({**self._tally.sums, **counts}, self._tally.maxima)
+        tally = DistributedSums({**self._tally.sums, **counts}, self._tally.maxima)
         total = tally.over_ranks(gather, device, sum_dtype(device))
         self.searches, self._tally, self._counts = [], None, []
 
-        numbers = Tally({**bounds, **total.sums}, total.maxima).numbers()
+        numbers = DistributedSums({**bounds, **total.sums}, total.maxima).numbers()
         broken = [f"`{name}` ({numbers[name]:.0f} values)" for name in GUARDED_TENSORS if numbers[name]]
         if broken:
             raise RuntimeError(

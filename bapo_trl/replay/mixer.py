@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from ..batch.filler_rows import mark_fillers
 from ..batch.policy_loss import policy_mask
 from ..batch.samples import Rows, batch_to_rows, rows_to_batch, set_num_items
-from ..clip_bounds.reduce import Tally
+from ..clip_bounds.reduce import DistributedSums
 from .queue import FILES, ReplayBatch, ReplayQueue, deal_out
 
 
@@ -87,7 +87,7 @@ class ReplayMixer:
     def _finish(self, drawn: ReplayBatch, policy_version: int) -> tuple[dict[str, torch.Tensor], bool]:
         device = self._accelerator.device
         batch = rows_to_batch(drawn.rows, self._pad_token_id, device, self._settings.pad_to_multiple_of)
-        tally = Tally(
+        tally = DistributedSums(
             {
                 "tokens": policy_mask(batch).sum(),
                 "stale": int((drawn.rows.policy_versions != policy_version).sum()),

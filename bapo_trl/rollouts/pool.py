@@ -19,17 +19,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from ..checkpoints.rank_files import RankFiles
 from ..errors import InputError
 
 
 FILES = RankFiles(
-    "rollout pool", "3", "restart from the weights, with `model_name_or_path` set to the checkpoint's folder"
+    "rollout pool", "4", "restart from the weights, with `model_name_or_path` set to the checkpoint's folder"
 )
-# What a state keeps of all completions in one tensor; NaN is a token whose log-probability the sampler did not report
-_OF_TOKENS = {"tokens": torch.int32, "logps": torch.float32, "sampler_logps": torch.float32}
 _NO_COUNTS = {"emitted": 0, "emitted_tokens": 0, "ended": 0, "ended_tokens": 0}
 
 
@@ -68,7 +64,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Continuation:
-    """A completion that the sampler is to go on with: after `prompt_ids`, up to `num_left` tokens more."""
+    """A completion to continue, by up to `num_left` tokens."""
 
     group: Group
     completion: PartialCompletion
@@ -114,7 +110,7 @@ class RolloutPool:
         return iter(self._groups)
 
     def admit(self, inputs: dict[str, Any], prompt_ids: Sequence[int]) -> int:
-        """Take in a prompt, whose completions have no token yet; return the number of its group."""
+        """Take in a prompt; return the number of its group."""
         if self.window is not None and len(prompt_ids) >= self.window:
             raise InputError(
                 f"A prompt has {len(prompt_ids)} tokens, but the sampler takes {self.window} with the completion: "
@@ -206,12 +202,18 @@ class RolloutPool:
         return leaving
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the groups and of all else that a later run needs."""
-        return _pack(self._groups, self.counts, self._next_id, self._next_place)
+        """Return a copy of all that a later run needs."""
+        groups = [_state_of(group) for group in self._groups]
+        return {
+            "groups": groups,
+            "counts": dict(self.counts),
+            "next_id": self._next_id,
+            "next_place": self._next_place,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what [`RolloutPool.state_dict`] returned, in a run of any number of ranks."""
-        groups = _unpack_groups(state)
+        groups = [_group_of(each) for each in state["groups"]]
         for group in groups:
             if len(group.completions) != self.num_generations:
                 raise InputError(
@@ -246,59 +248,28 @@ def deal_out(states: Iterable[dict[str, Any]], rank: int, num_ranks: int) -> dic
     go to the same.
     """
     states = list(states)
-    groups = sorted((group for state in states for group in _unpack_groups(state)), key=lambda group: group.id)
+    groups = sorted((group for state in states for group in state["groups"]), key=lambda group: group["id"])
     counts = Counter(_NO_COUNTS)
     for state in states[rank::num_ranks]:
         counts.update(state["counts"])
-    next_id, next_place = (max(state[name] for state in states) for name in ("next_id", "next_place"))
-    return _pack(groups[rank::num_ranks], counts, next_id, next_place)
+    last = {name: max(state[name] for state in states) for name in ("next_id", "next_place")}
+    return {"groups": groups[rank::num_ranks], "counts": dict(counts), **last}
 
 
-def _pack(groups: Sequence[Group], counts: Mapping[str, int], next_id: int, next_place: int) -> dict[str, Any]:
-    """Return groups and counts as a state: token ids and log-probabilities as tensors, all else as JSON holds it."""
-    completions = [completion for group in groups for completion in group.completions]
-    prompt_ids = [token for group in groups for token in group.prompt_ids]
-    tensors = {"prompt_ids": torch.tensor(prompt_ids, dtype=torch.int32)}
-    for name, dtype in _OF_TOKENS.items():
-        values = [math.nan if value is None else value for each in completions for value in getattr(each, name)]
-        tensors[name] = torch.tensor(values, dtype=dtype)
-    return {
-        **tensors,
-        "groups": [
-            {
-                **vars(group),
-                "prompt_ids": len(group.prompt_ids),
-                "completions": [
-                    {
-                        "segments": [segment[:] for segment in each.segments],
-                        "has_ended": each.has_ended,
-                        **{name: len(getattr(each, name)) for name in _OF_TOKENS},
-                    }
-                    for each in group.completions
-                ],
-            }
-            for group in groups
-        ],
-        "counts": dict(counts),
-        "next_id": next_id,
-        "next_place": next_place,
-    }
+def _state_of(group: Group) -> dict[str, Any]:
+    """Return a copy of a group, as JSON holds it."""
+    completions = [
+        {
+            "tokens": each.tokens[:],
+            "segments": [segment[:] for segment in each.segments],
+            "logps": each.logps[:],
+            "sampler_logps": each.sampler_logps[:],
+            "has_ended": each.has_ended,
+        }
+        for each in group.completions
+    ]
+    return {**vars(group), "completions": completions}
 
 
-def _unpack_groups(state: Mapping[str, Any]) -> list[Group]:
-    """Return the groups of a state of a pool."""
-    values = {name: iter(state[name].tolist()) for name in ("prompt_ids", *_OF_TOKENS)}
-
-    def take(name: str, count: int) -> list[Any]:
-        return [next(values[name]) for _ in range(count)]
-
-    groups = []
-    for saved in state["groups"]:
-        completions = []
-        for each in saved["completions"]:
-            completion = PartialCompletion(**{**each, **{name: take(name, each[name]) for name in _OF_TOKENS}})
-            completion.sampler_logps = [None if value != value else value for value in completion.sampler_logps]
-            completions.append(completion)
-        prompt_ids = take("prompt_ids", saved["prompt_ids"])
-        groups.append(Group(**{**saved, "prompt_ids": prompt_ids, "completions": completions}))
-    return groups
+def _group_of(state: Mapping[str, Any]) -> Group:
+    return Group(**{**state, "completions": [PartialCompletion(**each) for each in state["completions"]]})

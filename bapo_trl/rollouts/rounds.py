@@ -43,7 +43,7 @@ class RolloutRounds:
     pool: RolloutPool
     _: KW_ONLY
     num_groups: int  # of a generation on each rank
-    num_held: int  # groups that stay in flight when a generation ends
+    num_carried_over: int  # groups that stay in flight when a generation ends
     chunk_length: int  # largest number of tokens of a call
     gather: Callable[[list[float]], list[list[float]]]  # numbers of this rank in; those of each rank out
 
@@ -80,7 +80,7 @@ class RolloutRounds:
                 self.pool.admit(inputs, prompt_ids)
         # Fewer while there are not yet enough in flight: at first, and after a resume with other settings
         smallest = int(min(size for (size,) in self.gather([len(self.pool)])))
-        wanted = min(self.num_groups, smallest - self.num_held)
+        wanted = min(self.num_groups, smallest - self.num_carried_over)
 
         waited, rounds = len(self.pool.overdue(oldest_version)), 0
         dummy = prompts[0][1][:1]  # as short as can be: it fits whatever the cap
@@ -115,23 +115,6 @@ class RolloutRounds:
                 f"{'without' if reports_logps else 'with'} vLLM, whose log-probabilities belong to them: set it back."
             )
         self._before = [(None, self.pool.state_dict())]
-        if len(self.pool) > self.num_held and self.pool.rank == 0:
-            warnings.warn(
-                f"The checkpoint {folder} holds {len(self.pool)} groups in flight for each rank, more than the "
-                f"{self.num_held} that `partial_rollout_oversampling` holds over, and they stay as many. Set it, the "
-                "sizes of a generation and the number of processes to what they were."
-            )
-
-    def describe_left(self) -> str | None:
-        """Return sentences on the groups that a run leaves in flight, on all ranks; `None` without any."""
-        tokens = sum(len(each.tokens) for group in self.pool for each in group.completions)
-        groups, tokens = (sum(column) for column in zip(*self.gather([len(self.pool), tokens]), strict=True))
-        if not groups:
-            return None
-        return (
-            f"The run ends with {groups} group{'s' * (groups > 1)} in flight ({tokens} tokens), which have trained "
-            "nothing. A run that is resumed from a checkpoint goes on from the groups of that."
-        )
 
     def _decode_round(
         self, wanted: int, policy_version: int, oldest_version: int | None, sample: Sampler, dummy: list[int]
@@ -220,7 +203,7 @@ def make_rounds(trainer: Any) -> RolloutRounds:
     return RolloutRounds(
         pool,
         num_groups=args.groups_per_generation,
-        num_held=args.groups_held,
+        num_carried_over=args.groups_carried_over,
         chunk_length=args.partial_rollout_chunk_length,
         gather=lambda numbers: accelerator.gather(torch.tensor([numbers], device=accelerator.device)).tolist(),
     )
@@ -240,16 +223,16 @@ def check_no_pool(folder: str | Path) -> None:
 def token_cap(trainer: Any, num_tokens: int) -> Iterator[None]:
     """Let the trainer's sampler decode at most `num_tokens` a call; afterwards, what it did before."""
     if trainer.use_vllm:
-        settings = [(vars(trainer.vllm_generation), "max_completion_length")]
-    else:  # transformers reads one, and TRL copies the other into the model's own generation config
-        settings = [(vars(trainer.generation_config), "max_new_tokens"), (trainer.generation_kwargs, "max_new_tokens")]
-    before = [values[name] for values, name in settings]
-    for values, name in settings:
+        name, settings = "max_completion_length", [vars(trainer.vllm_generation)]
+    else:  # transformers reads the first, and TRL copies the second into the model's own generation config
+        name, settings = "max_new_tokens", [vars(trainer.generation_config), trainer.generation_kwargs]
+    before = [values[name] for values in settings]
+    for values in settings:
         values[name] = num_tokens
     try:
         yield
     finally:
-        for (values, name), value in zip(settings, before, strict=True):
+        for values, value in zip(settings, before, strict=True):
             values[name] = value
 
 

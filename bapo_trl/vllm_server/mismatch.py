@@ -17,7 +17,7 @@ from trl.generation import vllm_generation
 
 from ..batch.sampler import SamplerLogps
 from ..clip_bounds.grid import sum_dtype
-from ..clip_bounds.reduce import Tally
+from ..clip_bounds.reduce import DistributedSums
 from ..errors import MissingPackageError
 from ..upstream.trl_compat import HAS_OPENAI_CLIENT
 
@@ -82,7 +82,7 @@ def compare_with_sampler(
     used = whole if logps.correction is None else logps.correction.to(raw)
     is_masked = (used == 0) & counts
     is_truncated = ~torch.isclose(used, whole, rtol=1e-5, atol=0) & counts & ~is_masked
-    tally = Tally(
+    tally = DistributedSums(
         {
             "policy_tokens": logps.mask.sum(),
             "tokens": latest.sum(),

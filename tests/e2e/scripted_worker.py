@@ -7,7 +7,7 @@ from peft import LoraConfig
 
 from tests.helpers.ranks import finish
 from tests.helpers.save_events import SaveEvents
-from tests.helpers.sharding_worker import Scripted
+from tests.helpers.scripted import Scripted
 from tests.helpers.toy import toy_dataset, toy_model, toy_trainer
 
 

@@ -7,8 +7,8 @@ import torch
 from transformers import TrainerCallback
 
 from bapo_trl import BAPOTrainer
+from bapo_trl.clip_bounds import SCOPES
 from bapo_trl.clip_bounds.grid import BoundGrid
-from bapo_trl.clip_bounds.settings import SCOPES
 from tests.helpers.alike import assert_same_tensors, weights_of
 from tests.helpers.toy import InUpdate, digits_reward, toy_model, toy_trainer, training_logs
 

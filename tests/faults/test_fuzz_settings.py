@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 
 from bapo_trl import BAPOConfig
 from bapo_trl.bapo_config import own_fields
-from bapo_trl.clip_bounds import MEASURES, SEARCH_ORDERS
-from bapo_trl.clip_bounds.settings import SCOPES
+from bapo_trl.clip_bounds import MEASURES, SCOPES, SEARCH_ORDERS
 from bapo_trl.clip_bounds.tokens import WEIGHTINGS
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.fault_counts import cases

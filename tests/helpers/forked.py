@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from multiprocessing import connection, context, forkserver, get_context
@@ -61,6 +62,11 @@ def run_python(
         raise AssertionError(f"{arguments} did not end in {timeout_s} s:\n{stdout}\n{stderr}")
     statuses = [process.exitcode for process in processes]
     return subprocess.CompletedProcess(arguments, statuses[0] if ranks == 1 else int(any(statuses)), stdout, stderr)
+
+
+def run_function(function: Callable[..., None], *arguments, **settings) -> subprocess.CompletedProcess:
+    """Run a function of a module with these arguments, as strings, as [`run_python`] runs a program."""
+    return run_python(["-m", "tests.helpers.call", function.__module__, function.__qualname__, *arguments], **settings)
 
 
 def _environments(ranks: int) -> list[dict[str, str]]:

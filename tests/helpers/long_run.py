@@ -3,12 +3,15 @@
 import json
 import sys
 import time
+from itertools import combinations
 from pathlib import Path
+from statistics import median
 
 import psutil
 from transformers import TrainerCallback
 
 from bapo_trl.upstream.fixes import end_training
+from tests.helpers.fault_counts import CPU_LIMIT
 from tests.helpers.toy import ending_model, toy_trainer
 from tests.rollouts.test_rollout_rounds import PARTIAL
 
@@ -53,6 +56,30 @@ class Measurements(TrainerCallback):
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         self.seconds = time.process_time()
+
+
+def assert_nothing_grows(path: Path, updates: int, warm_up: int, num_bins: int = 20) -> None:
+    """See that no measurement grows after the first updates; memory by less than 5 % of its median."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["update"] for line in lines] == list(range(1, updates + 1))
+    for name in lines[0].keys() - {"update"}:
+        values = [line[name] for line in lines[warm_up:]]
+        if name == "CPU seconds" or name.startswith("memory"):
+            limit = CPU_LIMIT if name == "CPU seconds" else 0.05
+            assert growth(values, num_bins) < limit * median(values), name
+        else:
+            assert abs(growth(values, num_bins)) < 0.05 * max(1, median(values)), name
+
+
+def growth(values: list[float], num_bins: int) -> float:
+    """
+    Return by how much values grow from their first to their last: the median slope between any two of the medians of
+    `num_bins` stretches (Theil-Sen), times the length. A few outliers do not move it.
+    """
+    size = len(values) // num_bins
+    medians = [median(values[start : start + size]) for start in range(0, num_bins * size, size)]
+    slopes = [(b - a) / (j - i) for (i, a), (j, b) in combinations(enumerate(medians), 2)]
+    return median(slopes) * num_bins
 
 
 def main(folder: str, updates: str) -> None:

@@ -1,13 +1,6 @@
-"""One combination of settings: two updates, held against autograd, and the model compared before and after.
+"""One combination of settings: two updates, held against autograd, and the model compared before and after."""
 
-As a script, runs combinations on all ranks of one launch: `python -m tests.helpers.sweep FOLDER`, with the
-combinations in FOLDER/cases.json; writes what went wrong in each to FOLDER/RANK.json.
-"""
-
-import json
 import math
-import sys
-import traceback
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +17,6 @@ from bapo_trl.batch.policy_loss import policy_mask
 from bapo_trl.tasks import character_tokenizer
 from bapo_trl.upstream.forward_passes import in_eval_mode
 from tests.helpers.model_state import model_state
-from tests.helpers.ranks import finish
 from tests.helpers.toy import digits_reward, opt_model, toy_dataset, toy_model, toy_trainer, training_logs
 
 
@@ -225,19 +217,3 @@ def check(trainer: AgainstAutograd, callback: StateOfEachUpdate, case: dict) -> 
     before, *after = callback.seen
     assert len(after) == 2
     assert all(state == before for state in after)
-
-
-def main(folder: str) -> None:
-    errors = []
-    for case in json.loads((Path(folder) / "cases.json").read_text()):
-        trainer, callback = trained(Path(folder), case)
-        try:
-            check(trainer, callback, case)
-            errors.append("")
-        except AssertionError:
-            errors.append(traceback.format_exc())
-    finish(trainer, folder, errors=errors)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

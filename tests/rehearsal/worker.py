@@ -27,7 +27,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import utils as trl_utils
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.clip_bounds.settings import SCOPES
+from bapo_trl.clip_bounds import SCOPES
 from tests.helpers.toy import ending_model, toy_dataset, toy_model, toy_trainer
 from tests.rehearsal.accelerator import Rehearsal, register
 

@@ -4,18 +4,20 @@ from collections import Counter
 
 import pytest
 import torch
+from accelerate import PartialState
 from transformers import TrainerCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.replay.mixer import REPLAY_METRICS, ReplayMixer
 from tests.helpers.alike import assert_same_logs
 from tests.helpers.commands import succeeded
-from tests.helpers.forked import run_python
-from tests.helpers.ranks import read_ranks
+from tests.helpers.forked import run_function
+from tests.helpers.ranks import finish, read_ranks
 from tests.helpers.scores import assert_scored_by_its_policy, score
 from tests.helpers.toy import (
     CPU,
     OFF_POLICY,
+    digits_reward,
     toy_dataset,
     toy_model,
     toy_run,
@@ -118,18 +120,6 @@ def test_controlled_staleness(tmp_path):
     assert ages[0] == 0  # until the queue is filled, fresh rows train
 
 
-def test_rows_without_advantage_are_replaced(tmp_path):
-    def coarse_reward(completions, **kwargs):
-        return [float(text[:1].isdigit()) for text in completions]
-
-    trainer = spied(tmp_path, reward_funcs=coarse_reward, replay_fraction=0.0, replay_zero_advantage=True)
-    zero_generated = sum(int((advantages == 0).sum()) for _, advantages in trainer.generated)
-    zero_trained = sum(advantage == 0 for _, _, advantage in trainer.trained)
-    filled = sum(log.get("replay/zero_advantage_filled", 0) for log in training_logs(trainer))
-    assert filled > 0
-    assert zero_trained == zero_generated - filled
-
-
 # About a third of the answers end before
 TRUNCATED = {"mask_truncated_completions": True, "max_completion_length": 60}
 
@@ -181,34 +171,15 @@ def test_a_generation_that_a_resume_makes_again_leaves_the_queue_as_it_was_saved
     assert after[-1] != loaded
 
 
-class ToolsOnly(Masks):
-    """Half of the completions are results of tools from the first token to the last."""
-
-    def _generate(self, prompts):
-        prompt_ids, completion_ids, tool_mask, *others = super()._generate(prompts)
-        tool_mask = [[i % 2] * len(ids) for i, ids in enumerate(completion_ids)]
-        return prompt_ids, completion_ids, tool_mask, *others
-
-
-def untrained_rows_stay_out(trainer) -> list[dict]:
-    """See that rows without a trained token are counted and do not enter the queue; return the logs of the draws."""
+def test_rows_without_a_trained_token_give_their_place_and_stay_out_of_the_queue(tmp_path):
+    args = {**REPLAY, **TRUNCATED, "replay_fraction": 0.0, "replay_zero_advantage": True}
+    trainer = toy_run(tmp_path, trainer_class=Masks, **args)
     assert all(all(queued) for queued in trainer.queued)
     drawn = [log for log in training_logs(trainer) if "replay/size" in log]
     assert [log["replay/untrained"] for log in drawn] == [fresh.count(False) for fresh in trainer.fresh]
     assert sum(log["replay/untrained"] for log in drawn) > 20
     assert sum(log["replay/size"] for log in drawn) > 20
     assert all(log["replay/masked"] == 0 for log in drawn)
-    return drawn
-
-
-def test_rows_without_a_trained_token_do_not_enter_the_queue_and_are_counted(tmp_path):
-    untrained_rows_stay_out(toy_run(tmp_path, trainer_class=ToolsOnly, **REPLAY))
-
-
-def test_rows_without_a_trained_token_give_their_place(tmp_path):
-    args = {**REPLAY, **TRUNCATED, "replay_fraction": 0.0, "replay_zero_advantage": True}
-    trainer = toy_run(tmp_path, trainer_class=Masks, **args)
-    drawn = untrained_rows_stay_out(trainer)
     useful = [sum(mask) for mask in trainer.fresh]  # all have an advantage
     assert useful[0] < 24
     assert drawn[0]["replay/fraction"] == 0
@@ -319,14 +290,6 @@ def test_resume_without_a_saved_queue_warns_and_with_the_flag_starts_empty(tmp_p
     assert resumed(replay_discard_saved=True) == 0
 
 
-def test_without_a_knob_there_is_no_queue_and_a_reference_may_be_synced(tmp_path):
-    settings = {"sync_ref_model": True, "ref_model_sync_steps": 2, "beta": 0.1, "replay_capacity": 30}
-    trainer = toy_run(tmp_path, saved_model(tmp_path), **settings, save_strategy="steps", save_steps=4)
-    assert trainer.state.global_step == 4
-    assert not list((tmp_path / "checkpoint-4").glob("replay_queue_*"))
-    assert not any("replay/size" in log for log in training_logs(trainer))
-
-
 def test_on_policy_settings_with_a_queue_have_behaviour_log_probs_and_no_warning(tmp_path, recwarn):
     trainer = spied(tmp_path, gradient_accumulation_steps=4, num_iterations=1)
     assert not any("always 1" in str(warning.message) for warning in recwarn)
@@ -387,20 +350,38 @@ def test_bad_settings_are_refused(args, message):
         BAPOConfig("unused", **{**CPU, **OFF_POLICY, **REPLAY, **args})
 
 
-def test_a_multimodal_model_is_refused_with_the_settings_that_are_on(tmp_path):
-    class Multimodal(BAPOTrainer):
-        def train(self):
-            self._is_vlm = True  # as TRL sets it for a model with a processor
-            return super().train()
+def only_rank_0(completions, **kwargs):
+    """Give all completions of rank 1 the same reward, whose mean over 6 of them is another number in float32."""
+    return [0.911] * len(completions) if PartialState().process_index else digits_reward(completions)
 
-    trainer = toy_trainer(tmp_path, trainer_class=Multimodal, **REPLAY, replay_zero_advantage=True)
-    named = "`replay_fraction` to 0 and `replay_zero_advantage` to False"
-    with pytest.raises(ValueError, match=rf"keeps text only.*set {named}\."):
-        trainer.train()
+
+class Unequal(BAPOTrainer):
+    """Rank 1 finds no advantage in its rows; both keep the bounds and the sizes of their queues."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.bounds, self.sizes = [], []
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        if self.accelerator.sync_gradients:
+            self.bounds.append([self.clip_bounds.low.item(), self.clip_bounds.high.item()])
+            self.sizes.append(len(queue_of(self)))
+        return loss
+
+
+def train_on_a_rank(folder: str) -> None:
+    args = {**REPLAY, "replay_zero_advantage": True, "num_iterations": 2, "num_generations": 6}
+    trainer = toy_run(f"{folder}/run", trainer_class=Unequal, reward_funcs=only_rank_0, **args)
+    finish(
+        trainer, folder, bounds=trainer.bounds, sizes=trainer.sizes,
+        ties=[log["frac_reward_zero_std"] for log in trainer.state.log_history if "frac_reward_zero_std" in log],
+        weights=sum(weight.double().sum().item() for weight in trainer.model.parameters()),
+    )  # fmt: skip
 
 
 def test_two_ranks_with_unequal_queues_stay_in_step(tmp_path):
-    succeeded(run_python(["-m", "tests.helpers.replay_worker", tmp_path], ranks=2))
+    succeeded(run_function(train_on_a_rank, tmp_path, ranks=2))
     ranks = read_ranks(tmp_path)
     assert 0 < ranks[0]["sizes"][0] <= 24
     assert set(ranks[1]["sizes"]) == {0}  # all its rows are tied

@@ -75,8 +75,6 @@ def test_rows_have_no_padding_and_share_no_memory_with_the_batch():
     assert row_of(rows, 2)["advantages"] == 2.0
     assert row_of(rows, 2)["old_per_token_logps"].all()
     assert rows.values["old_per_token_logps"].untyped_storage().nbytes() == (3 + 1 + 5) * 4
-    values = sum(tensor.nbytes for tensor in rows.values.values())
-    assert rows.row_bytes().sum() == values + 3 * 32  # lengths and ends of prompt and completion
 
 
 def test_rows_of_different_batches_are_padded_to_the_longest():

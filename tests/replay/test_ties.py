@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from bapo_trl.batch.reward_sums import tied_rows
+from bapo_trl.batch.reward_sums import zero_advantage_rows
 from tests.helpers.toy import toy_run, training_logs
 from tests.replay.test_mixer import REPLAY, Spy, queue_of
 
@@ -24,7 +24,7 @@ def tied(rewards, weights=(1.0,), num_generations=3, **settings) -> list[bool]:
     rewards = torch.tensor(rewards)
     if rewards.dim() == 1:
         rewards = rewards.unsqueeze(1)
-    return tied_rows(rewards, torch.tensor(weights), num_generations, **settings).tolist()
+    return zero_advantage_rows(rewards, torch.tensor(weights), num_generations, **settings).tolist()
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_normalized_one_by_one_a_tie_is_one_of_each_function():
 @pytest.mark.parametrize("num_generations", [2, 3, 7, 8, 16])
 def test_no_tie_of_three_decimals_is_missed(num_generations):
     rewards = (torch.arange(-2000, 2001) / 1000).repeat_interleave(num_generations).unsqueeze(1)
-    assert tied_rows(rewards, torch.ones(1), num_generations).all()
+    assert zero_advantage_rows(rewards, torch.ones(1), num_generations).all()
 
 
 # Through `train()`

@@ -36,12 +36,12 @@ class PoolMachine(RuleBasedStateMachine):
 
     @initialize(
         num_groups=st.integers(1, 4),
-        num_held=st.integers(0, 4),
+        num_carried_over=st.integers(0, 4),
         num_generations=st.integers(1, 3),
         max_wait=st.none() | st.integers(0, 3),
     )
-    def start(self, num_groups, num_held, num_generations, max_wait):
-        self.num_groups, self.num_held = num_groups, min(num_held, num_groups - 1)
+    def start(self, num_groups, num_carried_over, num_generations, max_wait):
+        self.num_groups, self.num_carried_over = num_groups, min(num_carried_over, num_groups - 1)
         self.max_wait = max_wait
         self.pool = RolloutPool(num_generations, CAP, [EOS], rank=1, num_ranks=3)
         self.lengths: dict[int, list[int]] = {}  # of every admitted group
@@ -57,7 +57,7 @@ class PoolMachine(RuleBasedStateMachine):
             # Up to 3 beyond the cap: those never see their EOS
             sizes = st.lists(st.integers(1, CAP + 3), min_size=self.pool.num_generations)
             self.lengths[number] = data.draw(sizes.map(lambda s: s[: self.pool.num_generations]))
-        count = min(self.num_groups, len(self.pool) - self.num_held)
+        count = min(self.num_groups, len(self.pool) - self.num_carried_over)
         oldest = None if self.max_wait is None else self.version - self.max_wait
         overdue = [group.id for group in self.pool.overdue(oldest)]
         while not self.pool.has_enough(count, oldest):
@@ -71,7 +71,7 @@ class PoolMachine(RuleBasedStateMachine):
         for group in groups:
             self.check(group)
         self.emitted += [group.id for group in groups]
-        assert len(self.pool) == self.num_held
+        assert len(self.pool) == self.num_carried_over
         self.version += data.draw(st.integers(1, 2))
 
     def check(self, group):

@@ -142,7 +142,7 @@ def test_all_ranks_send_equally_many_prompts():
             sent[index].append(prompts)
             return [[5] * (cap - 1) + [1] for _ in prompts], None
 
-        rounds = RolloutRounds(pool, num_groups=num_groups, num_held=0, chunk_length=3, gather=gather)
+        rounds = RolloutRounds(pool, num_groups=num_groups, num_carried_over=0, chunk_length=3, gather=gather)
         prompts = [({"prompt": str(i)}, [7, 8 + i]) for i in range(num_groups)]
         score_all = lambda prompts, completions: [[-1.0] * len(row) for row in completions]  # noqa: E731
         batch, _ = rounds.generate(prompts, 0, None, sample, score_all)

@@ -2,18 +2,14 @@
 
 import json
 import sys
-from statistics import median
 from unittest.mock import patch
 
 from benchmarks.tiny_model import MODEL_SETTINGS
 from benchmarks.warm_start import warm_start_path
 from tests.e2e.launching import vllm_server
 from tests.helpers.commands import free_port, run_command, succeeded
-from tests.helpers.fault_counts import CPU_LIMIT, cases
-from tests.helpers.slopes import growth
-
-
-EVEN = ("open files", "threads", "hooks", "rows in the queue", "groups in the pool", "open files of the server")
+from tests.helpers.fault_counts import cases
+from tests.helpers.long_run import assert_nothing_grows
 
 
 def test_a_long_run_over_a_server_does_not_grow(tmp_path, monkeypatch):
@@ -32,12 +28,4 @@ def test_a_long_run_over_a_server_does_not_grow(tmp_path, monkeypatch):
         }
         command = [sys.executable, "-m", "tests.e2e.faults.long_run_worker", str(tmp_path), json.dumps(settings)]
         succeeded(run_command(command, timeout_s=1800))
-    lines = [json.loads(line) for line in (tmp_path / "measurements.jsonl").read_text().splitlines()]
-    assert len(lines) == updates
-    warm = lines[updates // 3 :]
-    for name in EVEN:
-        values = [line[name] for line in warm]
-        assert abs(growth(values, num_bins=10)) < 0.05 * max(1, median(values)), name
-    for name, limit in {"memory": 0.05, "memory of the server": 0.05, "CPU seconds": CPU_LIMIT}.items():
-        values = [line[name] for line in warm]
-        assert growth(values, num_bins=10) < limit * median(values), name
+    assert_nothing_grows(tmp_path / "measurements.jsonl", updates, updates // 3, num_bins=10)
