@@ -13,7 +13,7 @@ from ..errors import InputError
 from ..report.runs import SETTINGS_FILE
 from .arguments import EMBEDDED
 from .command_line import Settings
-from .models import merged_folder
+from .models import adapter_base, merged_folder
 from .recipes import DEMO_FOLDER
 
 
@@ -27,13 +27,14 @@ _BESIDE = (
 )  # fmt: skip
 
 
-def check_start(settings: Settings, base: str | None) -> None:
+def check_start(settings: Settings) -> None:
     """
     Refuse, before anything is loaded, a run that would ignore its checkpoint, would lose an earlier one's work, or has
-    no adapter to merge (`InputError`). `base` is that of a saved adapter, if the model is one.
+    no adapter to merge (`InputError`).
     """
     script_args, training_args, model_args, _ = settings
     model, run_dir = model_args.model_name_or_path, Path(training_args.output_dir)
+    base, _ = adapter_base(model, model_args.model_revision)
     resume = training_args.resume_from_checkpoint
     if not training_args.do_train and resume_argument(resume) is not None:
         raise InputError(

@@ -18,6 +18,7 @@ from ..report.runs import read_settings
 from ..tasks import SMOLLM2, smollm2_path, sums_model_path
 from ..upstream.trl_compat import create_model_from_path
 from .arguments import EMBEDDED, BAPOScriptArguments
+from .command_line import Settings
 from .rewards import NEED_MATH
 
 
@@ -85,6 +86,13 @@ def load_processing_class(model: str, revision: str | None = None, trust_remote_
             "adapter_config.json. What failed: "
             f"{str(error).strip().partition(chr(10))[0]}"
         ) from error
+
+
+def merges_alone(settings: Settings) -> bool:
+    """Return whether a run merges a saved adapter and does nothing else."""
+    script_args, training_args, _, dataset_args = settings
+    has_data = script_args.dataset_name or script_args.eval_dataset or dataset_args.datasets
+    return script_args.merge_adapter and not training_args.do_train and not has_data
 
 
 def merged_folder(training_args: BAPOConfig) -> Path:

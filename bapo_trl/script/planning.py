@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,11 @@ from ..inputs.setting_warnings import setting_warnings
 from ..plan.dry_run import arithmetic_of, dry_run, processes_of_launcher
 from ..plan.samples import check_window
 from ..report.facts import method_name
-from .command_line import parse_arguments
+from .command_line import Settings, parse_arguments
 from .commands import TRAIN, Command
-from .earlier_run import check_checkpoint
-from .models import adapter_base, load_processing_class, merged_dtype, merged_folder
-from .preparation import Prepared, prepare
+from .earlier_run import check_checkpoint, check_start
+from .models import adapter_base, load_processing_class, merged_dtype, merged_folder, merges_alone
+from .preparation import Inputs, gather_inputs, load_data_and_rewards
 
 
 _DRY_RUN = "a dry run. No weights are loaded, nothing is written."
@@ -53,12 +52,13 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, processes: in
             problems.append(refusal)
         with _noting(problems):
             check_checkpoint(settings.training)
-        prepared = prepare(settings, partial(_noting, problems))
-        if prepared.merges_alone:
+        with _noting(problems):
+            check_start(settings)
+        if merges_alone(settings):
             with _noting(problems):
-                _print_merge(prepared)
+                _print_merge(settings)
         else:
-            _print_run(prepared, processes, problems)
+            _print_run(settings, processes, problems)
     if len(problems) > 1:
         numbered = " ".join(f"({number}) {problem}" for number, problem in enumerate(problems, start=1))
         raise InputError(f"{len(problems)} problems. {numbered}")
@@ -66,11 +66,14 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, processes: in
         raise problem
 
 
-def _print_run(prepared: Prepared, processes: int, problems: list[Exception]) -> None:
+def _print_run(settings: Settings, processes: int, problems: list[Exception]) -> None:
     """Print what a training or an evaluation would do, and add what it would stop at to the problems."""
-    script_args, training_args, *_ = prepared.settings
-    inputs = prepared.inputs
-    data = prepared.data if inputs is None else inputs.data
+    script_args, training_args, *_ = settings
+    data = inputs = None
+    with _noting(problems):
+        data, reward_funcs, extract_answer = load_data_and_rewards(settings)
+        inputs = gather_inputs(settings, data, reward_funcs, extract_answer)
+        data = inputs.data
     prompts = None if data is None else data.prompts
     found = arithmetic_of(training_args, prompts, processes)
     with _noting(problems):
@@ -80,7 +83,7 @@ def _print_run(prepared: Prepared, processes: int, problems: list[Exception]) ->
             training_args.model_init_kwargs = {"revision": revision, **given}
             found = dry_run(training_args, name, inputs.reward_funcs, prompts, inputs.processing_class, processes)
             problems += map(InputError, found.problems)
-            _check_as_the_trainer(prepared, problems)
+            _check_as_the_trainer(settings, inputs, problems)
     if not training_args.distributed_state.is_main_process:
         return
     title = script_args.dataset_name if data is None else data.title
@@ -93,10 +96,9 @@ def _print_run(prepared: Prepared, processes: int, problems: list[Exception]) ->
     sys.stdout.flush()
 
 
-def _check_as_the_trainer(prepared: Prepared, problems: list[Exception]) -> None:
+def _check_as_the_trainer(settings: Settings, inputs: Inputs, problems: list[Exception]) -> None:
     """Add to the problems what TRL and transformers refuse when a trainer is made, and when it begins."""
-    _, args, model_args, _ = prepared.settings
-    inputs: Any = prepared.inputs
+    _, args, model_args, _ = settings
     name, revision = inputs.parts[-1]
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
     functions, weights = inputs.reward_funcs, args.reward_weights
@@ -144,8 +146,8 @@ def _check_as_the_trainer(prepared: Prepared, problems: list[Exception]) -> None
             raise InputError(f"`output_dir` is {args.output_dir}, but {above} is no folder that can be written to.")
 
 
-def _print_merge(prepared: Prepared) -> None:
-    _, training_args, model_args, _ = prepared.settings
+def _print_merge(settings: Settings) -> None:
+    _, training_args, model_args, _ = settings
     adapter, revision = str(model_args.model_name_or_path), model_args.model_revision
     base, _ = adapter_base(adapter, revision)
     if base is None or not training_args.distributed_state.is_main_process:

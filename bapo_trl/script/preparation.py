@@ -3,7 +3,6 @@
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from time import strftime
@@ -28,8 +27,8 @@ from ..upstream.cpu_speed import base_dtype
 from .arguments import EMBEDDED
 from .command_line import Settings
 from .console import UpdateLines, UpdateLinesAboveBar
-from .datasets import Data, has_data, load_data
-from .earlier_run import check_start, goes_on
+from .datasets import Data, load_data
+from .earlier_run import goes_on
 from .models import adapter_base, check_packages, fetch_model, load_adapter, load_processing_class
 from .prompts import check_chat_template, format_data
 from .rewards import resolve_names
@@ -54,35 +53,11 @@ class ReportUntilTheEnd(ReportCallback):
         pass
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """What a run is made of, but for the trainer; `None` for what it does not need, or was refused."""
-
-    settings: Settings
-    merges_alone: bool  # whether it merges a saved adapter, and does nothing else
-    data: Data | None = None
-    inputs: Inputs | None = None
-
-
-def prepare(settings: Settings, stage: Callable[[], AbstractContextManager] = nullcontext) -> Prepared:
-    """
-    Check, load and resolve what a run is made of, in the order in which it is needed.
-
-    Each stage is made in a context of `stage`, which may keep what it refuses (`InputError`) and let the next one
-    begin.
-    """
-    script_args, training_args, model_args, dataset_args = settings
-    data = inputs = None
-    with stage():
-        base, _ = adapter_base(model_args.model_name_or_path, model_args.model_revision)
-        check_start(settings, base)
-    if script_args.merge_adapter and not training_args.do_train and not has_data(script_args, dataset_args):
-        return Prepared(settings, merges_alone=True)
-    with stage():
-        task, reward_funcs, extract_answer = resolve_names(*settings)
-        data = load_data(script_args, training_args, dataset_args, task)
-        inputs = gather_inputs(settings, data, reward_funcs, extract_answer)
-    return Prepared(settings, False, data, inputs)
+def load_data_and_rewards(settings: Settings) -> tuple[Data, list[Any], Callable[[str], str | None] | None]:
+    """Return the data, the reward functions and what finds an answer, as [`gather_inputs`] takes them."""
+    script_args, training_args, _, dataset_args = settings
+    task, reward_funcs, extract_answer = resolve_names(*settings)
+    return load_data(script_args, training_args, dataset_args, task), reward_funcs, extract_answer
 
 
 def gather_inputs(
@@ -113,9 +88,9 @@ def gather_inputs(
     return Inputs(data, reward_funcs, model, parts, processing_class, extract_answer)
 
 
-def make_trainer(prepared: Prepared) -> EvaluatedTrainer:
-    """Load the model and make its trainer; settle `model_init_kwargs` and `run_name` in the settings."""
-    inputs, (script_args, training_args, model_args, dataset_args) = prepared.inputs, prepared.settings
+def make_trainer(settings: Settings, inputs: Inputs) -> EvaluatedTrainer:
+    """Load the model and make its trainer; set `model_init_kwargs` and `run_name` in the settings."""
+    script_args, training_args, model_args, dataset_args = settings
     data = inputs.data
     if "trackio" in training_args.report_to and training_args.run_name is None:
         training_args.run_name = _run_name(training_args)
