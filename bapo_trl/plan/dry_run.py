@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoProcessor, PreTrainedModel
 from ..advice import advice_line
 from ..bapo_config import BAPOConfig
 from ..batch.staleness import mean_age, oldest_age
-from ..inputs.checks import check_tokenizer, has_rotary_positions, token_limits
-from .samples import TEXT_FOR_CHAT, Prompts, Reward, check_window, look_at_prompts, try_rewards
+from ..inputs.checks import token_limits
+from .samples import TEXT_FOR_CHAT, Prompts, Reward, check_fit, look_at_prompts, try_rewards
 
 
 _SCALES = (1, 8, 32)  # processes whose arithmetic is shown beside that of the run
@@ -126,15 +126,12 @@ def dry_run(
     else:
         name, settings, config = model.config._name_or_path, {}, model.config
     processing_class = processing_class or AutoProcessor.from_pretrained(name, **settings)
-    config = config.get_text_config()
-    limits = token_limits(config, args.max_completion_length)
-    check_tokenizer(getattr(processing_class, "tokenizer", processing_class), limits.vocabulary)
-    if not has_rotary_positions(config):
-        check_window([("train", train_dataset)], processing_class, limits, args.chat_template_kwargs)
+    check_fit(config, processing_class, args, [("train", train_dataset)])
+    room = token_limits(config.get_text_config(), args.max_completion_length).longest_prompt
     functions = reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs]
     return replace(
         arithmetic_of(args, train_dataset, processes),
-        prompts=look_at_prompts(train_dataset, processing_class, limits.longest_prompt, args.chat_template_kwargs),
+        prompts=look_at_prompts(train_dataset, processing_class, room, args.chat_template_kwargs),
         rewards=try_rewards(functions, next(iter(train_dataset)), processing_class),
     )
 

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ from datasets import Dataset
 from torch import nn
 from transformers import TrainerState
 
+from ..bapo_config import BAPOConfig
 from ..errors import InputError
 from ..evaluation.answers import gold_answers
+from ..inputs.checks import check_tokenizer, has_rotary_positions, token_limits
 from ..inputs.prompt_checks import TokenLimits, stored_prompts
 from ..inputs.reward_checks import rewards_defect
 
@@ -79,16 +82,30 @@ def look_at_prompts(dataset: Any, processing_class: Any, room: int | None, templ
     )
 
 
-def check_window(
-    datasets: Iterable[tuple[str, Any]], processing_class: Any, limits: TokenLimits, template_kwargs: Any = None
-) -> None:
+def check_fit(config: Any, processing_class: Any, args: BAPOConfig, datasets: Iterable[tuple[str, Any]]) -> None:
     """
-    Refuse completions, or prompts of these datasets with them, that do not fit into the model's window (`InputError`).
+    Refuse a tokenizer with more tokens than the model, and prompts that are too long for it (`InputError`).
 
-    Streams pass: their prompts are known as they come.
+    `datasets` has pairs of name and dataset. Streams pass: their prompts are known as they come.
+
+    Rotary positions go on beyond the window that the model was trained for, worse and worse: there, this only warns.
     """
-    if limits.longest_prompt is None:
+    config = config.get_text_config()
+    limits = token_limits(config, args.max_completion_length)
+    check_tokenizer(getattr(processing_class, "tokenizer", processing_class), limits.vocabulary)
+    if limits.longest_prompt is None or hasattr(processing_class, "tokenizer"):  # a processor: images take tokens too
         return
+    try:
+        _check_window(datasets, processing_class, limits, args.chat_template_kwargs)
+    except InputError as refusal:
+        if not has_rotary_positions(config):
+            raise
+        warnings.warn(str(refusal), stacklevel=2)
+
+
+def _check_window(
+    datasets: Iterable[tuple[str, Any]], processing_class: Any, limits: TokenLimits, template_kwargs: Any
+) -> None:
     if limits.longest_prompt <= 0:
         raise InputError(
             f"`max_completion_length` is {limits.completion}, but the model's window (`max_position_embeddings`) "

@@ -15,10 +15,9 @@ from transformers import training_args as of_transformers
 from transformers.integrations import get_reporting_integration_callbacks
 
 from ..errors import InputError
-from ..inputs.checks import has_rotary_positions, token_limits
 from ..inputs.setting_warnings import setting_warnings
 from ..plan.dry_run import arithmetic_of, dry_run, processes_of_launcher
-from ..plan.samples import check_window
+from ..plan.samples import check_fit
 from ..report.facts import method_name
 from .command_line import Settings, parse_arguments
 from .commands import TRAIN, Command
@@ -120,9 +119,8 @@ def _check_as_the_trainer(settings: Settings, inputs: Inputs, problems: list[Exc
                 "adapter, or leave `sync_ref_model` out."
             )
     with _noting(problems):
-        if inputs.data.train is not None and args.do_eval and not has_rotary_positions(config.get_text_config()):
-            limits = token_limits(config.get_text_config(), args.max_completion_length)
-            check_window([("eval", inputs.data.test)], inputs.processing_class, limits, args.chat_template_kwargs)
+        if inputs.data.train is not None and args.do_eval:
+            check_fit(config, inputs.processing_class, args, [("eval", inputs.data.test)])
     with _noting(problems):
         if args.save_strategy == "best" and args.metric_for_best_model is None:
             raise InputError("`save_strategy` is 'best', but `metric_for_best_model` is not set: set it, e.g. reward.")

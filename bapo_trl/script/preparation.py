@@ -1,7 +1,6 @@
 """From the settings to a trainer: data, rewards, model. What cannot work is refused before the weights load."""
 
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +15,10 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 from ..bapo_config import BAPOConfig
 from ..bapo_trainer import BAPOTrainer
 from ..checkpoints.rank_errors import on_main_process
-from ..errors import InputError
 from ..evaluation.sampling import EvaluatedTrainer
-from ..inputs.checks import check_tokenizer, has_rotary_positions, token_limits
+from ..inputs.checks import check_tokenizer
 from ..inputs.prompt_checks import check_number_of_prompts, check_prompts, named_datasets
-from ..plan.samples import check_window
+from ..plan.samples import check_fit
 from ..report.callback import ReportCallback
 from ..report.runs import read_settings
 from ..upstream.cpu_speed import base_dtype
@@ -130,28 +128,10 @@ def _run_name(training_args: BAPOConfig) -> str:
 
 
 def check_prompts_fit(trainer: BAPOTrainer, eval_dataset: Any = None) -> None:
-    """
-    Refuse a tokenizer with more tokens than the model, and prompts that are too long for it (`InputError`).
-
-    Rotary positions go on beyond the window that the model was trained for, worse and worse: there, this only warns.
-    """
-    config = trainer.model.config.get_text_config()
-    limits = token_limits(config, trainer.max_completion_length)
-    tokenizer = trainer.processing_class
-    check_tokenizer(getattr(tokenizer, "tokenizer", tokenizer), limits.vocabulary)
-    if hasattr(tokenizer, "tokenizer"):  # a processor: images take tokens too
-        return
+    """Refuse a tokenizer or prompts that do not fit the model, as [`~plan.samples.check_fit`] does (`InputError`)."""
+    config, processing_class, args = trainer.model.config, trainer.processing_class, trainer.args
     datasets = named_datasets(trainer.train_dataset, eval_dataset)
-
-    def check() -> None:
-        try:
-            check_window(datasets, tokenizer, limits, trainer.args.chat_template_kwargs)
-        except InputError as refusal:
-            if not has_rotary_positions(config):
-                raise
-            warnings.warn(str(refusal), stacklevel=2)
-
-    on_main_process(check)  # reads all prompts
+    on_main_process(lambda: check_fit(config, processing_class, args, datasets))  # reads all prompts
 
 
 def _settle_model(inputs: Inputs, training_args: BAPOConfig, model_args: ModelConfig) -> tuple[Any, Any]:
