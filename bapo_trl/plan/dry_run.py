@@ -75,7 +75,7 @@ class DryRun:
 
     def tables(self) -> str:
         """Return all but the problems."""
-        parts = [_counts(self), _ages(self)] if self.counts else [_evaluation(self)]
+        parts = [_counts(self), _staleness(self)] if self.counts else [_evaluation(self)]
         if self.prompts is None:
             parts.append("Prompts and rewards are not known: the end says why.")
         else:
@@ -177,7 +177,7 @@ def _counts(run: DryRun) -> str:
     return "\n".join(["Arithmetic (* as launched)", aligned_rows(rows), *refused])
 
 
-def _ages(run: DryRun) -> str:
+def _staleness(run: DryRun) -> str:
     args, here = run.args, run.counts[0]
     mean = f"{mean_age(args):g} policy versions"
     if args.uses_replay or args.uses_partial_rollouts:
@@ -206,7 +206,7 @@ def _evaluation(run: DryRun) -> str:
 def _prompts(args: BAPOConfig, prompts: Prompts) -> str:
     names = {0.5: "median", 1.0: "longest"}
     shares = ", ".join(f"{length} ({names.get(q, f'{q:.0%}')})" for q, length in prompts.lengths.items())
-    of = "" if prompts.num_prompts == prompts.looked_at else f" ({prompts.looked_at} of them looked at)"
+    of = "" if prompts.num_prompts == prompts.num_sampled else f" ({prompts.num_sampled} of them looked at)"
     count = "a stream" if prompts.num_prompts is None else f"{prompts.num_prompts} prompts"
     lines = [f"Prompts: {count}{of}", f"  tokens: {shares}"]
     if prompts.room is not None:

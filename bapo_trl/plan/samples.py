@@ -22,7 +22,7 @@ from ..inputs.prompt_checks import TokenLimits, stored_prompts
 from ..inputs.reward_checks import rewards_defect
 
 
-LOOKED_AT = 1000
+SAMPLED_PROMPTS = 1000
 """Prompts that are tokenized, evenly over those that there are, and the longest text; of a stream, the first ones."""
 
 TEXT_FOR_CHAT = "plain text, though the model has a chat template: `--prompt_column prompt` makes messages of it"
@@ -37,7 +37,7 @@ class Prompts:
     first: str  # after the chat template
     lacks_messages: bool  # text, though the model has a chat template
     num_prompts: int | None  # `None` for a stream
-    looked_at: int
+    num_sampled: int
     lengths: dict[float, int]  # tokens of a prompt, by quantile
     longest_row: int
     too_long: int  # of those looked at
@@ -59,13 +59,13 @@ def look_at_prompts(dataset: Any, processing_class: Any, room: int | None, templ
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if isinstance(dataset, Dataset):
         num_prompts = len(dataset)
-        stored = stored_prompts(dataset) if num_prompts > LOOKED_AT else ()
+        stored = stored_prompts(dataset) if num_prompts > SAMPLED_PROMPTS else ()
         sizes = [len(str(prompt)) for prompt in stored]
         longest = [max(range(num_prompts), key=sizes.__getitem__)] if sizes else []
-        rows = sorted({*range(0, num_prompts, math.ceil(num_prompts / LOOKED_AT)), *longest})
+        rows = sorted({*range(0, num_prompts, math.ceil(num_prompts / SAMPLED_PROMPTS)), *longest})
         prompts = dataset.select(rows)["prompt"][:]
     else:
-        prompts, num_prompts = [row["prompt"] for row in islice(dataset, LOOKED_AT)], None
+        prompts, num_prompts = [row["prompt"] for row in islice(dataset, SAMPLED_PROMPTS)], None
         rows = list(range(len(prompts)))
     token_ids = [_tokens(prompt, tokenizer, template_kwargs or {}) for prompt in prompts]
     by_length = sorted(zip(map(len, token_ids), rows, strict=True))
@@ -74,7 +74,7 @@ def look_at_prompts(dataset: Any, processing_class: Any, room: int | None, templ
         first=tokenizer.decode(token_ids[0]),
         lacks_messages=isinstance(prompts[0], str) and getattr(tokenizer, "chat_template", None) is not None,
         num_prompts=num_prompts,
-        looked_at=len(lengths),
+        num_sampled=len(lengths),
         lengths={share: lengths[math.ceil(share * len(lengths)) - 1] for share in _QUANTILES},
         longest_row=by_length[-1][1],
         too_long=0 if room is None else sum(length > room for length in lengths),
@@ -116,9 +116,9 @@ def _check_window(
             continue
         found = look_at_prompts(dataset, processing_class, limits.longest_prompt, template_kwargs)
         if found.too_long:
-            of_them = "" if found.looked_at == found.num_prompts else "that were looked at "
+            of_them = "" if found.num_sampled == found.num_prompts else "that were looked at "
             raise InputError(
-                f"{found.too_long} of the {found.looked_at} prompts of the {name} dataset {of_them}are too long: "
+                f"{found.too_long} of the {found.num_sampled} prompts of the {name} dataset {of_them}are too long: "
                 f"the longest, row {found.longest_row}, has {found.lengths[1.0]} tokens, {limits.why_too_long}"
             )
 

@@ -19,7 +19,7 @@ from .recipes import DEMO_FOLDER
 
 _MODEL = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|adapter_config\.json")
 # Without the weights, these are no sign of a run that anybody trained
-_BESIDE = (
+_RUN_FILES = (
     TRAINER_STATE_NAME, SETTINGS_FILE, "report.png", "all_results.json", "eval_results.json",
     "config.json", "generation_config.json", "chat_template.jinja",
     "completions/completions_*.parquet",  # TRL's, with `log_completions`
@@ -50,7 +50,7 @@ def check_start(settings: Settings) -> None:
     replaced = [merged] if script_args.merge_adapter and merged.exists() else []
     # The demo's own folder is nobody's work
     is_demo = script_args.dataset_name == EMBEDDED and training_args.output_dir == DEMO_FOLDER
-    if training_args.do_train and not goes_on(training_args):
+    if training_args.do_train and not continues(training_args):
         replaced += _find_trained(run_dir)
     names = ", ".join(path.name for path in replaced)
     folders = [path.resolve() if path.is_dir() else path.resolve().parent for path in replaced]
@@ -68,7 +68,7 @@ def check_start(settings: Settings) -> None:
         )
 
 
-def goes_on(training_args: BAPOConfig) -> bool:
+def continues(training_args: BAPOConfig) -> bool:
     """Whether the run goes on from a checkpoint of its own output folder."""
     resume, run_dir = resume_argument(training_args.resume_from_checkpoint), Path(training_args.output_dir).resolve()
     return resume is True or (isinstance(resume, str) and Path(resume).resolve().parent == run_dir)
@@ -111,7 +111,7 @@ def check_checkpoint(training_args: BAPOConfig) -> None:
 def remove_earlier_run(run_dir: Path) -> None:
     """Delete the checkpoints and the model of an earlier run, with its state, settings, report and evaluation."""
     found = _find_trained(run_dir)
-    beside = [path for pattern in _BESIDE for path in run_dir.glob(pattern)] if found else []
+    beside = [path for pattern in _RUN_FILES for path in run_dir.glob(pattern)] if found else []
     for path in [*found, *beside]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

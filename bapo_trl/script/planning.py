@@ -49,12 +49,12 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, processes: in
             with as_in_processes(processes, on_gpus=True):
                 settings = parse_arguments(arguments, command)
             problems.append(refusal)
-        with _noting(problems):
+        with _collecting(problems):
             check_checkpoint(settings.training)
-        with _noting(problems):
+        with _collecting(problems):
             check_start(settings)
         if merges_alone(settings):
-            with _noting(problems):
+            with _collecting(problems):
                 _print_merge(settings)
         else:
             _print_run(settings, processes, problems)
@@ -69,13 +69,13 @@ def _print_run(settings: Settings, processes: int, problems: list[Exception]) ->
     """Print what a training or an evaluation would do, and add what it would stop at to the problems."""
     script_args, training_args, *_ = settings
     data = inputs = None
-    with _noting(problems):
+    with _collecting(problems):
         data, reward_funcs, extract_answer = load_data_and_rewards(settings)
         inputs = gather_inputs(settings, data, reward_funcs, extract_answer)
         data = inputs.data
     prompts = None if data is None else data.prompts
     found = arithmetic_of(training_args, prompts, processes)
-    with _noting(problems):
+    with _collecting(problems):
         if inputs is not None:
             name, revision = inputs.parts[-1]  # an adapter has the configuration of its base
             given: Any = training_args.model_init_kwargs or {}
@@ -101,43 +101,43 @@ def _check_as_the_trainer(settings: Settings, inputs: Inputs, problems: list[Exc
     name, revision = inputs.parts[-1]
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
     functions, weights = inputs.reward_funcs, args.reward_weights
-    with _noting(problems):
+    with _collecting(problems):
         if weights is not None and len(weights) != len(functions):
             raise InputError(
                 f"`reward_weights` is {weights}, for {len(functions)} reward functions: give a number for each."
             )
-    with _noting(problems):
+    with _collecting(problems):
         if model_args.use_peft and len(inputs.parts) > 1:
             raise InputError(
                 f"`use_peft` asks for a new adapter, but {model_args.model_name_or_path} is one: "
                 "leave `use_peft` out to train it on, or merge it first (--do_train false --merge_adapter true)."
             )
-    with _noting(problems):
+    with _collecting(problems):
         if args.sync_ref_model and (args.beta == 0 or model_args.use_peft or len(inputs.parts) > 1):
             raise InputError(
                 "`sync_ref_model` is true, but there is no reference model to update: set `beta` above 0 and train no "
                 "adapter, or leave `sync_ref_model` out."
             )
-    with _noting(problems):
+    with _collecting(problems):
         if inputs.data.train is not None and args.do_eval:
             check_fit(config, inputs.processing_class, args, [("eval", inputs.data.test)])
-    with _noting(problems):
+    with _collecting(problems):
         if args.save_strategy == "best" and args.metric_for_best_model is None:
             raise InputError("`save_strategy` is 'best', but `metric_for_best_model` is not set: set it, e.g. reward.")
     for tracker in args.report_to:
-        with _noting(problems, f"`report_to` is '{tracker}': "):
+        with _collecting(problems, f"`report_to` is '{tracker}': "):
             get_reporting_integration_callbacks([tracker])[0]()
-    with _noting(problems, f"`attn_implementation` is '{model_args.attn_implementation}': "), torch.device("meta"):
+    with _collecting(problems, f"`attn_implementation` is '{model_args.attn_implementation}': "), torch.device("meta"):
         if model_args.attn_implementation is not None:
             AutoModelForCausalLM.from_config(config, attn_implementation=model_args.attn_implementation)
     if not args.do_train:
         return
-    with _noting(problems, f"`optim` is '{args.optim}': "):
+    with _collecting(problems, f"`optim` is '{args.optim}': "):
         Trainer.get_optimizer_cls_and_kwargs(args, torch.nn.Linear(1, 1))  # type: ignore[arg-type]
-    with _noting(problems, "`push_to_hub` is set, but the Hub cannot be pushed to: "):
+    with _collecting(problems, "`push_to_hub` is set, but the Hub cannot be pushed to: "):
         if args.push_to_hub:
             whoami(args.hub_token)
-    with _noting(problems):
+    with _collecting(problems):
         folder = Path(args.output_dir).absolute()
         above = next(path for path in (folder, *folder.parents) if path.exists())
         if not (above.is_dir() and os.access(above, os.W_OK)):
@@ -157,7 +157,7 @@ def _print_merge(settings: Settings) -> None:
 
 
 @contextmanager
-def _noting(problems: list[Exception], setting: str = "") -> Iterator[None]:
+def _collecting(problems: list[Exception], setting: str = "") -> Iterator[None]:
     """
     Add what the block is refused with, or cannot find, to the problems, and go on after it.
 

@@ -26,7 +26,7 @@ from .arguments import EMBEDDED
 from .command_line import Settings
 from .console import UpdateLines, UpdateLinesAboveBar
 from .datasets import Data, load_data
-from .earlier_run import goes_on
+from .earlier_run import continues
 from .models import adapter_base, check_packages, fetch_model, load_adapter, load_processing_class
 from .prompts import check_chat_template, format_data
 from .rewards import resolve_names
@@ -92,7 +92,7 @@ def make_trainer(settings: Settings, inputs: Inputs) -> EvaluatedTrainer:
     data = inputs.data
     if "trackio" in training_args.report_to and training_args.run_name is None:
         training_args.run_name = _run_name(training_args)
-    loaded, quantization = _settle_model(inputs, training_args, model_args)
+    loaded, quantization = _model_argument(inputs, training_args, model_args)
     peft_config = get_peft_config(model_args)
     if peft_config is not None:
         peft_config.revision = model_args.model_revision  # of its base, for who loads it
@@ -123,7 +123,7 @@ def _run_name(training_args: BAPOConfig) -> str:
     Trackio ends a run with its training. What is logged afterwards goes on with it by its name alone.
     """
     folder = Path(training_args.output_dir).resolve()
-    earlier = read_settings(folder) if goes_on(training_args) else {}
+    earlier = read_settings(folder) if continues(training_args) else {}
     return earlier.get("run_name") or f"{folder.name}-{strftime('%Y%m%d-%H%M%S')}"
 
 
@@ -134,7 +134,7 @@ def check_prompts_fit(trainer: BAPOTrainer, eval_dataset: Any = None) -> None:
     on_main_process(lambda: check_fit(config, processing_class, args, datasets))  # reads all prompts
 
 
-def _settle_model(inputs: Inputs, training_args: BAPOConfig, model_args: ModelConfig) -> tuple[Any, Any]:
+def _model_argument(inputs: Inputs, training_args: BAPOConfig, model_args: ModelConfig) -> tuple[Any, Any]:
     """Return what the trainer is to be given: a model's name and its quantization, or a saved adapter, loaded."""
     init_kwargs: dict[str, Any] = {
         "revision": model_args.model_revision,

@@ -15,7 +15,7 @@ from ..upstream.fixes import end_training
 from .before_after import evaluate_after, evaluate_before
 from .command_line import Settings
 from .console import settings_table
-from .earlier_run import check_resume, check_start, goes_on, remove_earlier_run, resume_argument
+from .earlier_run import check_resume, check_start, continues, remove_earlier_run, resume_argument
 from .models import merge, merges_alone
 from .preparation import Inputs, gather_inputs, load_data_and_rewards, make_trainer
 from .prompts import prompt_lines
@@ -54,7 +54,7 @@ def run(settings: Settings) -> None:
     before = None
     with trainer.holding_output_dir():
         if training_args.do_train:
-            if not goes_on(training_args):
+            if not continues(training_args):
                 on_main_process(lambda: remove_earlier_run(output_dir))
             before = _train(trainer, inputs, training_args)
         if training_args.do_eval:

@@ -242,7 +242,7 @@ def test_under_zero3_an_adapters_base_is_given_no_device_map_on_one_process_eith
     inputs = SimpleNamespace(model="adapter", parts=[("adapter", None), ("base", None)])
     for is_enabled in (False, True):
         monkeypatch.setattr(preparation, "is_deepspeed_zero3_enabled", lambda answer=is_enabled: answer)
-        preparation._settle_model(inputs, training_args, model_args)
+        preparation._model_argument(inputs, training_args, model_args)
     assert ["device_map" in each for each in given] == [False, True]
 
 
