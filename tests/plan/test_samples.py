@@ -78,11 +78,6 @@ def test_each_reward_function_is_called_as_the_trainer_calls_it():
     assert found[4].error.startswith("returned ['1.0', '1.0'], a list, for 2 samples, of which torch makes no numbers")
 
 
-def test_a_column_that_reward_functions_cannot_be_given_is_told_as_python_tells_it():
-    (found,) = try_rewards([of_text], {**ROW, "completions": "2"}, character_tokenizer())
-    assert "got multiple values for keyword argument 'completions'" in found.error
-
-
 @pytest.mark.parametrize("solution", [None, "2"])
 def test_a_made_completion_has_the_form_of_the_prompts(solution):
     def content(completions, **kwargs):

@@ -204,11 +204,9 @@ class Reader(ProcessorMixin):
         super().__init__(tokenizer, chat_template=chat_template)
 
 
-@pytest.mark.parametrize("file", ["processor_config.json", "preprocessor_config.json"])
-def test_an_adapter_with_a_processor_is_read_and_merged_with_it(adapter, monkeypatch, file):
+def test_an_adapter_with_a_processor_is_read_and_merged_with_it(adapter, monkeypatch):
     monkeypatch.setitem(PROCESSOR_MAPPING._extra_content, Reader, Reader)  # where one is looked for by its name
     Reader(character_tokenizer()).save_pretrained("adapter")
-    Path("adapter/processor_config.json").rename(Path("adapter", file))  # the second is that of older ones
     processor = load_processing_class("adapter")
     assert isinstance(processor, Reader)
     assert (processor.tokenizer.padding_side, processor.tokenizer.truncation_side) == ("left", "left")
