@@ -7,13 +7,7 @@ from datasets import Dataset
 
 from bapo_trl.plan.samples import SAMPLED_PROMPTS, look_at_prompts, try_rewards
 from bapo_trl.tasks import character_tokenizer
-from tests.helpers.script_runs import CHAT_TEMPLATE
-
-
-def chat_tokenizer():
-    tokenizer = character_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+from tests.helpers.script_runs import chat_tokenizer
 
 
 def test_lengths_of_prompts_are_quantiles_of_tokens():
