@@ -9,10 +9,10 @@ import pytest
 
 from bapo_trl import BAPOTrainer, dry_run
 from bapo_trl.bapo_config import BAPOConfig, own_fields
+from tests.docs.blocks import PAGES
+from tests.helpers.commands import ROOT
 
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
 

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoProcessor, PreTrainedModel
 from ..advice import advice_line
 from ..bapo_config import BAPOConfig
 from ..batch.staleness import mean_age, oldest_age
-from ..inputs.checks import check_tokenizer, has_rotary_positions, token_limits
-from .samples import TEXT_FOR_CHAT, Prompts, Reward, check_window, look_at_prompts, try_rewards
+from ..inputs.checks import token_limits
+from .samples import TEXT_FOR_CHAT, Prompts, Reward, check_fit, look_at_prompts, try_rewards
 
 
 _SCALES = (1, 8, 32)  # processes whose arithmetic is shown beside that of the run
@@ -75,7 +75,7 @@ class DryRun:
 
     def tables(self) -> str:
         """Return all but the problems."""
-        parts = [_counts(self), _ages(self)] if self.counts else [_evaluation(self)]
+        parts = [_counts(self), _staleness(self)] if self.counts else [_evaluation(self)]
         if self.prompts is None:
             parts.append("Prompts and rewards are not known: the end says why.")
         else:
@@ -126,15 +126,12 @@ def dry_run(
     else:
         name, settings, config = model.config._name_or_path, {}, model.config
     processing_class = processing_class or AutoProcessor.from_pretrained(name, **settings)
-    config = config.get_text_config()
-    limits = token_limits(config, args.max_completion_length)
-    check_tokenizer(getattr(processing_class, "tokenizer", processing_class), limits.vocabulary)
-    if not has_rotary_positions(config):
-        check_window([("train", train_dataset)], processing_class, limits, args.chat_template_kwargs)
+    check_fit(config, processing_class, args, [("train", train_dataset)])
+    room = token_limits(config.get_text_config(), args.max_completion_length).longest_prompt
     functions = reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs]
     return replace(
         arithmetic_of(args, train_dataset, processes),
-        prompts=look_at_prompts(train_dataset, processing_class, limits.longest_prompt, args.chat_template_kwargs),
+        prompts=look_at_prompts(train_dataset, processing_class, room, args.chat_template_kwargs),
         rewards=try_rewards(functions, next(iter(train_dataset)), processing_class),
     )
 
@@ -180,7 +177,7 @@ def _counts(run: DryRun) -> str:
     return "\n".join(["Arithmetic (* as launched)", aligned_rows(rows), *refused])
 
 
-def _ages(run: DryRun) -> str:
+def _staleness(run: DryRun) -> str:
     args, here = run.args, run.counts[0]
     mean = f"{mean_age(args):g} policy versions"
     if args.uses_replay or args.uses_partial_rollouts:
@@ -209,7 +206,7 @@ def _evaluation(run: DryRun) -> str:
 def _prompts(args: BAPOConfig, prompts: Prompts) -> str:
     names = {0.5: "median", 1.0: "longest"}
     shares = ", ".join(f"{length} ({names.get(q, f'{q:.0%}')})" for q, length in prompts.lengths.items())
-    of = "" if prompts.num_prompts == prompts.looked_at else f" ({prompts.looked_at} of them looked at)"
+    of = "" if prompts.num_prompts == prompts.num_sampled else f" ({prompts.num_sampled} of them looked at)"
     count = "a stream" if prompts.num_prompts is None else f"{prompts.num_prompts} prompts"
     lines = [f"Prompts: {count}{of}", f"  tokens: {shares}"]
     if prompts.room is not None:

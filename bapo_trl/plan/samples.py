@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,13 +14,15 @@ from datasets import Dataset
 from torch import nn
 from transformers import TrainerState
 
+from ..bapo_config import BAPOConfig
 from ..errors import InputError
 from ..evaluation.answers import gold_answers
+from ..inputs.checks import check_tokenizer, has_rotary_positions, token_limits
 from ..inputs.prompt_checks import TokenLimits, stored_prompts
 from ..inputs.reward_checks import rewards_defect
 
 
-LOOKED_AT = 1000
+SAMPLED_PROMPTS = 1000
 """Prompts that are tokenized, evenly over those that there are, and the longest text; of a stream, the first ones."""
 
 TEXT_FOR_CHAT = "plain text, though the model has a chat template: `--prompt_column prompt` makes messages of it"
@@ -34,7 +37,7 @@ class Prompts:
     first: str  # after the chat template
     lacks_messages: bool  # text, though the model has a chat template
     num_prompts: int | None  # `None` for a stream
-    looked_at: int
+    num_sampled: int
     lengths: dict[float, int]  # tokens of a prompt, by quantile
     longest_row: int
     too_long: int  # of those looked at
@@ -56,13 +59,13 @@ def look_at_prompts(dataset: Any, processing_class: Any, room: int | None, templ
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if isinstance(dataset, Dataset):
         num_prompts = len(dataset)
-        stored = stored_prompts(dataset) if num_prompts > LOOKED_AT else ()
+        stored = stored_prompts(dataset) if num_prompts > SAMPLED_PROMPTS else ()
         sizes = [len(str(prompt)) for prompt in stored]
         longest = [max(range(num_prompts), key=sizes.__getitem__)] if sizes else []
-        rows = sorted({*range(0, num_prompts, math.ceil(num_prompts / LOOKED_AT)), *longest})
+        rows = sorted({*range(0, num_prompts, math.ceil(num_prompts / SAMPLED_PROMPTS)), *longest})
         prompts = dataset.select(rows)["prompt"][:]
     else:
-        prompts, num_prompts = [row["prompt"] for row in islice(dataset, LOOKED_AT)], None
+        prompts, num_prompts = [row["prompt"] for row in islice(dataset, SAMPLED_PROMPTS)], None
         rows = list(range(len(prompts)))
     token_ids = [_tokens(prompt, tokenizer, template_kwargs or {}) for prompt in prompts]
     by_length = sorted(zip(map(len, token_ids), rows, strict=True))
@@ -71,7 +74,7 @@ def look_at_prompts(dataset: Any, processing_class: Any, room: int | None, templ
         first=tokenizer.decode(token_ids[0]),
         lacks_messages=isinstance(prompts[0], str) and getattr(tokenizer, "chat_template", None) is not None,
         num_prompts=num_prompts,
-        looked_at=len(lengths),
+        num_sampled=len(lengths),
         lengths={share: lengths[math.ceil(share * len(lengths)) - 1] for share in _QUANTILES},
         longest_row=by_length[-1][1],
         too_long=0 if room is None else sum(length > room for length in lengths),
@@ -79,16 +82,30 @@ def look_at_prompts(dataset: Any, processing_class: Any, room: int | None, templ
     )
 
 
-def check_window(
-    datasets: Iterable[tuple[str, Any]], processing_class: Any, limits: TokenLimits, template_kwargs: Any = None
-) -> None:
+def check_fit(config: Any, processing_class: Any, args: BAPOConfig, datasets: Iterable[tuple[str, Any]]) -> None:
     """
-    Refuse completions, or prompts of these datasets with them, that do not fit into the model's window (`InputError`).
+    Refuse a tokenizer with more tokens than the model, and prompts that are too long for it (`InputError`).
 
-    Streams pass: their prompts are known as they come.
+    `datasets` has pairs of name and dataset. Streams pass: their prompts are known as they come.
+
+    Rotary positions go on beyond the window that the model was trained for, worse and worse: there, this only warns.
     """
-    if limits.longest_prompt is None:
+    config = config.get_text_config()
+    limits = token_limits(config, args.max_completion_length)
+    check_tokenizer(getattr(processing_class, "tokenizer", processing_class), limits.vocabulary)
+    if limits.longest_prompt is None or hasattr(processing_class, "tokenizer"):  # a processor: images take tokens too
         return
+    try:
+        _check_window(datasets, processing_class, limits, args.chat_template_kwargs)
+    except InputError as refusal:
+        if not has_rotary_positions(config):
+            raise
+        warnings.warn(str(refusal), stacklevel=2)
+
+
+def _check_window(
+    datasets: Iterable[tuple[str, Any]], processing_class: Any, limits: TokenLimits, template_kwargs: Any
+) -> None:
     if limits.longest_prompt <= 0:
         raise InputError(
             f"`max_completion_length` is {limits.completion}, but the model's window (`max_position_embeddings`) "
@@ -99,9 +116,9 @@ def check_window(
             continue
         found = look_at_prompts(dataset, processing_class, limits.longest_prompt, template_kwargs)
         if found.too_long:
-            of_them = "" if found.looked_at == found.num_prompts else "that were looked at "
+            of_them = "" if found.num_sampled == found.num_prompts else "that were looked at "
             raise InputError(
-                f"{found.too_long} of the {found.looked_at} prompts of the {name} dataset {of_them}are too long: "
+                f"{found.too_long} of the {found.num_sampled} prompts of the {name} dataset {of_them}are too long: "
                 f"the longest, row {found.longest_row}, has {found.lengths[1.0]} tokens, {limits.why_too_long}"
             )
 

@@ -13,7 +13,7 @@ from .console import log_line
 from .preparation import Inputs
 
 
-class NotAtTheEnd(TrainerCallback):
+class NoEvaluationAtTheEnd(TrainerCallback):
     """Leaves out the evaluation at the last update, where nothing waits for it: another comes after the training."""
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -30,7 +30,7 @@ def evaluate_before(trainer: EvaluatedTrainer, inputs: Inputs) -> Evaluation | N
     Evaluate what a training starts from; of a run that goes on, that is done. Engines that shard the model cannot
     before they train: they say so.
     """
-    trainer.add_callback(NotAtTheEnd())
+    trainer.add_callback(NoEvaluationAtTheEnd())
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         trainer.accelerator.print(
             "Before training: not evaluated under DeepSpeed or FSDP. `--do_train false` evaluates the model alone."
@@ -54,7 +54,7 @@ def evaluate_after(trainer: EvaluatedTrainer, inputs: Inputs, before: Evaluation
         accuracies = {"before": before.accuracies, "after": after.accuracies}
     with raising_on_all_ranks():
         trainer.save_metrics("eval", results)
-    model = output_dir if trainer.args.do_train else inputs.model
+    model = output_dir if trainer.args.do_train else inputs.parts[0][0]
     count = after.metrics.get("prompts_without_reward", 0)
     lines = [
         f"Evaluation of {model} on {data.test_title or data.title}, {after.num_prompts} prompts: "

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import ProgressCallback, TrainerCallback
 
 from ..bapo_config import BAPOConfig
+from ..plan.dry_run import aligned_rows
 from ..report.logs import is_of_updates
 
 
@@ -29,8 +30,7 @@ def settings_table(args: BAPOConfig, method: str | None = None) -> str:
         order = f"{args.search_order}, " if args.has_clip_bounds else ""
         rows["target share of positives"] = f"{args.positive_contribution_target:g} ({args.contribution_measure})"
         rows["search"] = f"{order}{args.search_scope}"
-    width = max(map(len, rows))
-    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
+    return aligned_rows(rows.items())
 
 
 def _range(start: float, maximum: float) -> str:

@@ -45,11 +45,6 @@ class Data:
         return self.test if self.train is None else self.train
 
 
-def has_data(script_args: BAPOScriptArguments, dataset_args: DatasetMixtureConfig) -> bool:
-    """Tell whether any data is asked for."""
-    return bool(script_args.dataset_name or script_args.eval_dataset or dataset_args.datasets)
-
-
 def load_data(
     script_args: BAPOScriptArguments,
     training_args: BAPOConfig,

@@ -13,13 +13,13 @@ from ..errors import InputError
 from ..report.runs import SETTINGS_FILE
 from .arguments import EMBEDDED
 from .command_line import Settings
-from .models import merged_folder
+from .models import Parts, merged_folder
 from .recipes import DEMO_FOLDER
 
 
 _MODEL = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|adapter_config\.json")
 # Without the weights, these are no sign of a run that anybody trained
-_BESIDE = (
+_RUN_FILES = (
     TRAINER_STATE_NAME, SETTINGS_FILE, "report.png", "all_results.json", "eval_results.json",
     "config.json", "generation_config.json", "chat_template.jinja",
     "completions/completions_*.parquet",  # TRL's, with `log_completions`
@@ -27,20 +27,20 @@ _BESIDE = (
 )  # fmt: skip
 
 
-def check_start(settings: Settings, base: str | None) -> None:
+def check_start(settings: Settings, parts: Parts) -> None:
     """
     Refuse, before anything is loaded, a run that would ignore its checkpoint, would lose an earlier one's work, or has
-    no adapter to merge (`InputError`). `base` is that of a saved adapter, if the model is one.
+    no adapter to merge (`InputError`).
     """
     script_args, training_args, model_args, _ = settings
-    model, run_dir = model_args.model_name_or_path, Path(training_args.output_dir)
+    run_dir = Path(training_args.output_dir)
     resume = training_args.resume_from_checkpoint
     if not training_args.do_train and resume_argument(resume) is not None:
         raise InputError(
             f"`resume_from_checkpoint` is '{resume}', but `do_train` is false and evaluation is of "
             "`model_name_or_path`: set that to the checkpoint's folder."
         )
-    if script_args.merge_adapter and base is None and not (training_args.do_train and model_args.use_peft):
+    if script_args.merge_adapter and len(parts) < 2 and not (training_args.do_train and model_args.use_peft):
         raise InputError(
             "`merge_adapter` is set, but there is no adapter: set `use_peft` to train one, or `model_name_or_path` to "
             "the folder of a saved one."
@@ -49,12 +49,12 @@ def check_start(settings: Settings, base: str | None) -> None:
     replaced = [merged] if script_args.merge_adapter and merged.exists() else []
     # The demo's own folder is nobody's work
     is_demo = script_args.dataset_name == EMBEDDED and training_args.output_dir == DEMO_FOLDER
-    if training_args.do_train and not goes_on(training_args):
+    if training_args.do_train and not continues(training_args):
         replaced += _find_trained(run_dir)
     names = ", ".join(path.name for path in replaced)
     folders = [path.resolve() if path.is_dir() else path.resolve().parent for path in replaced]
-    for start in (model, base):
-        if start is not None and Path(start).resolve() in folders:
+    for start, _ in parts:
+        if Path(start).resolve() in folders:
             raise InputError(
                 f"`output_dir` is {run_dir}, which holds the model that the run starts from ({start}), and would lose "
                 "it: give another --output_dir."
@@ -67,7 +67,7 @@ def check_start(settings: Settings, base: str | None) -> None:
         )
 
 
-def goes_on(training_args: BAPOConfig) -> bool:
+def continues(training_args: BAPOConfig) -> bool:
     """Whether the run goes on from a checkpoint of its own output folder."""
     resume, run_dir = resume_argument(training_args.resume_from_checkpoint), Path(training_args.output_dir).resolve()
     return resume is True or (isinstance(resume, str) and Path(resume).resolve().parent == run_dir)
@@ -110,7 +110,7 @@ def check_checkpoint(training_args: BAPOConfig) -> None:
 def remove_earlier_run(run_dir: Path) -> None:
     """Delete the checkpoints and the model of an earlier run, with its state, settings, report and evaluation."""
     found = _find_trained(run_dir)
-    beside = [path for pattern in _BESIDE for path in run_dir.glob(pattern)] if found else []
+    beside = [path for pattern in _RUN_FILES for path in run_dir.glob(pattern)] if found else []
     for path in [*found, *beside]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

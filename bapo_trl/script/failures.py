@@ -33,17 +33,17 @@ def run_command(function: Callable[[Sequence[str]], Any], arguments: Sequence[st
         if isinstance(error, InputError) and FLAG not in arguments:
             line = " ".join(" ".join([str(error), *getattr(error, "__notes__", ())]).split())
             text = f"{program}: error: {line}\n"
-        _say_once(text, re.sub(r"^On rank \d+: ", "", str(error)))  # which others say of it
+        _report_once(text, re.sub(r"^On rank \d+: ", "", str(error)))  # which others say of it
         raise SystemExit(1) from None
 
 
 def refuse(program: str, message: str) -> NoReturn:
     """End the process with code 2 and one line on stderr, once of several processes, for flags that cannot be read."""
-    _say_once(f"{program}: error: {message}\n", message)
+    _report_once(f"{program}: error: {message}\n", message)
     raise SystemExit(2)
 
 
-def _say_once(text: str, message: str) -> None:
+def _report_once(text: str, message: str) -> None:
     """Write to stderr, unless another process of the launcher on this node did: it left a file beside its errors."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is not None:

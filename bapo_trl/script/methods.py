@@ -39,7 +39,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 }
 """Settings by method. Those of TRL's other losses are the ones that TRL's documentation gives for their papers."""
 
-MADE_OF = (
+METHOD_SETTINGS = (
     *(f"ratio_{side}_{part}" for side in ("lower", "upper") for part in ("start", "max", "step")),
     "positive_contribution_target", "contribution_measure", "search_order", "negative_weight_min",
     "delta", "importance_sampling_level", "epsilon_high",
@@ -47,9 +47,9 @@ MADE_OF = (
 """Settings that make a method, besides the loss."""
 
 # Besides those of replay and partial rollouts. A training that was in order on its processes may not be so on these
-_OF_TRAINING = {
+_TRAINING_SETTINGS = {
     "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size",
-    "num_iterations", "learning_rate", "method", "loss_type", "epsilon", *MADE_OF, "eval_strategy",
+    "num_iterations", "learning_rate", "method", "loss_type", "epsilon", *METHOD_SETTINGS, "eval_strategy",
     "save_strategy", "load_best_model_at_end", "resume_from_checkpoint", "merge_adapter", "push_to_hub",
 }  # fmt: skip
 
@@ -64,12 +64,12 @@ def apply_method(flags: Mapping[str, str], recipe: Mapping[str, Any]) -> dict[st
     name = flags.get("method", recipe.get("method"))
     if name is None:
         return dict(recipe)
-    if str(name) not in METHODS:
+    if name not in METHODS:
         raise InputError(f"`method` is {name!r}: set it to one of {', '.join(METHODS)}.")
     method = METHODS[name]
     beside = flags if "method" in flags else {**recipe, **flags}
     defaults = {field.name: field.default for field in fields(BAPOConfig)}
-    settings = {field: defaults[field] for field in MADE_OF} | dict(method)
+    settings = {field: defaults[field] for field in METHOD_SETTINGS} | dict(method)
     if {**recipe, **flags}.get("loss_type", "dapo") not in CLIPPED_LOSS_TYPES:
         settings.setdefault("loss_type", defaults["loss_type"])  # a method without a loss of its own has clip bounds
     for field in beside:
@@ -87,7 +87,7 @@ def without_training(recipe: Mapping[str, Any], has_group: bool) -> dict[str, An
     kept = {
         name: value
         for name, value in recipe.items()
-        if name not in _OF_TRAINING and not name.startswith(("replay_", "partial_rollout_"))
+        if name not in _TRAINING_SETTINGS and not name.startswith(("replay_", "partial_rollout_"))
     }
     group = kept.pop("num_generations", None)
     return kept if group is None or has_group else {"num_generations_eval": group, **kept}

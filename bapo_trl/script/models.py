@@ -18,6 +18,7 @@ from ..report.runs import read_settings
 from ..tasks import SMOLLM2, smollm2_path, sums_model_path
 from ..upstream.trl_compat import create_model_from_path
 from .arguments import EMBEDDED, BAPOScriptArguments
+from .command_line import Settings
 from .rewards import NEED_MATH
 
 
@@ -39,8 +40,10 @@ Parts = list[tuple[str, str | None]]
 """Name and revision of a model; if it is a saved adapter, then of its base, the revision that it was trained on."""
 
 
-def parts_of(model: str, revision: str | None = None) -> Parts:
-    """Look up what a model is made of: for one on the Hub, this asks the network."""
+def parts_of(model: str | None, revision: str | None = None) -> Parts:
+    """Look up what a model is made of, nothing for `None`. For one on the Hub, this asks the network."""
+    if model is None:
+        return []
     alone: Parts = [(model, revision)]
     if model in PACKAGED_MODELS:
         return alone
@@ -92,6 +95,13 @@ def load_processing_class(parts: Parts, trust_remote_code: bool = False) -> Any:
             "adapter_config.json. What failed: "
             f"{str(error).strip().partition(chr(10))[0]}"
         ) from error
+
+
+def merges_alone(settings: Settings) -> bool:
+    """Return whether a run merges a saved adapter and does nothing else."""
+    script_args, training_args, _, dataset_args = settings
+    has_data = script_args.dataset_name or script_args.eval_dataset or dataset_args.datasets
+    return script_args.merge_adapter and not training_args.do_train and not has_data
 
 
 def merged_folder(training_args: BAPOConfig) -> Path:

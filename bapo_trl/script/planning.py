@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,15 @@ from transformers import training_args as of_transformers
 from transformers.integrations import get_reporting_integration_callbacks
 
 from ..errors import InputError
-from ..inputs.checks import has_rotary_positions, token_limits
 from ..inputs.setting_warnings import setting_warnings
 from ..plan.dry_run import arithmetic_of, dry_run, processes_of_launcher
-from ..plan.samples import check_window
+from ..plan.samples import check_fit
 from ..report.facts import method_name
-from .command_line import parse_arguments
+from .command_line import Settings, parse_arguments
 from .commands import TRAIN, Command
-from .earlier_run import check_checkpoint
-from .models import load_processing_class, merged_dtype, merged_folder, parts_of
-from .preparation import Prepared, prepare
+from .earlier_run import check_checkpoint, check_start
+from .models import Parts, load_processing_class, merged_dtype, merged_folder, merges_alone, parts_of
+from .preparation import Inputs, gather_inputs, load_data_and_rewards
 
 
 _DRY_RUN = "a dry run. No weights are loaded, nothing is written."
@@ -51,14 +49,17 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, processes: in
             with as_in_processes(processes, on_gpus=True):
                 settings = parse_arguments(arguments, command)
             problems.append(refusal)
-        with _noting(problems):
+        with _collecting(problems):
             check_checkpoint(settings.training)
-        prepared = prepare(settings, partial(_noting, problems))
-        if prepared.merges_alone:
-            with _noting(problems):
-                _print_merge(prepared)
+        parts: Parts = []
+        with _collecting(problems):
+            parts = parts_of(settings.model.model_name_or_path, settings.model.model_revision)
+            check_start(settings, parts)
+        if merges_alone(settings):
+            with _collecting(problems):
+                _print_merge(settings, parts)
         else:
-            _print_run(prepared, processes, problems)
+            _print_run(settings, parts, processes, problems)
     if len(problems) > 1:
         numbered = " ".join(f"({number}) {problem}" for number, problem in enumerate(problems, start=1))
         raise InputError(f"{len(problems)} problems. {numbered}")
@@ -66,21 +67,24 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, processes: in
         raise problem
 
 
-def _print_run(prepared: Prepared, processes: int, problems: list[Exception]) -> None:
+def _print_run(settings: Settings, parts: Parts, processes: int, problems: list[Exception]) -> None:
     """Print what a training or an evaluation would do, and add what it would stop at to the problems."""
-    script_args, training_args, *_ = prepared.settings
-    inputs = prepared.inputs
-    data = prepared.data if inputs is None else inputs.data
+    script_args, training_args, *_ = settings
+    data = inputs = None
+    with _collecting(problems):
+        data, reward_funcs, extract_answer = load_data_and_rewards(settings)
+        inputs = gather_inputs(settings, parts, data, reward_funcs, extract_answer)
+        data = inputs.data
     prompts = None if data is None else data.prompts
     found = arithmetic_of(training_args, prompts, processes)
-    with _noting(problems):
+    with _collecting(problems):
         if inputs is not None:
             name, revision = inputs.parts[-1]  # an adapter has the configuration of its base
             given: Any = training_args.model_init_kwargs or {}
             training_args.model_init_kwargs = {"revision": revision, **given}
             found = dry_run(training_args, name, inputs.reward_funcs, prompts, inputs.processing_class, processes)
             problems += map(InputError, found.problems)
-            _check_as_the_trainer(prepared, problems)
+            _check_as_the_trainer(settings, inputs, problems)
     if not training_args.distributed_state.is_main_process:
         return
     title = script_args.dataset_name if data is None else data.title
@@ -93,71 +97,68 @@ def _print_run(prepared: Prepared, processes: int, problems: list[Exception]) ->
     sys.stdout.flush()
 
 
-def _check_as_the_trainer(prepared: Prepared, problems: list[Exception]) -> None:
+def _check_as_the_trainer(settings: Settings, inputs: Inputs, problems: list[Exception]) -> None:
     """Add to the problems what TRL and transformers refuse when a trainer is made, and when it begins."""
-    _, args, model_args, _ = prepared.settings
-    inputs: Any = prepared.inputs
+    _, args, model_args, _ = settings
     name, revision = inputs.parts[-1]
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
     functions, weights = inputs.reward_funcs, args.reward_weights
-    with _noting(problems):
+    with _collecting(problems):
         if weights is not None and len(weights) != len(functions):
             raise InputError(
                 f"`reward_weights` is {weights}, for {len(functions)} reward functions: give a number for each."
             )
-    with _noting(problems):
+    with _collecting(problems):
         if model_args.use_peft and len(inputs.parts) > 1:
             raise InputError(
                 f"`use_peft` asks for a new adapter, but {model_args.model_name_or_path} is one: "
                 "leave `use_peft` out to train it on, or merge it first (--do_train false --merge_adapter true)."
             )
-    with _noting(problems):
+    with _collecting(problems):
         if args.sync_ref_model and (args.beta == 0 or model_args.use_peft or len(inputs.parts) > 1):
             raise InputError(
                 "`sync_ref_model` is true, but there is no reference model to update: set `beta` above 0 and train no "
                 "adapter, or leave `sync_ref_model` out."
             )
-    with _noting(problems):
-        if inputs.data.train is not None and args.do_eval and not has_rotary_positions(config.get_text_config()):
-            limits = token_limits(config.get_text_config(), args.max_completion_length)
-            check_window([("eval", inputs.data.test)], inputs.processing_class, limits, args.chat_template_kwargs)
-    with _noting(problems):
+    with _collecting(problems):
+        if inputs.data.train is not None and args.do_eval:
+            check_fit(config, inputs.processing_class, args, [("eval", inputs.data.test)])
+    with _collecting(problems):
         if args.save_strategy == "best" and args.metric_for_best_model is None:
             raise InputError("`save_strategy` is 'best', but `metric_for_best_model` is not set: set it, e.g. reward.")
     for tracker in args.report_to:
-        with _noting(problems, f"`report_to` is '{tracker}': "):
+        with _collecting(problems, f"`report_to` is '{tracker}': "):
             get_reporting_integration_callbacks([tracker])[0]()
-    with _noting(problems, f"`attn_implementation` is '{model_args.attn_implementation}': "), torch.device("meta"):
+    with _collecting(problems, f"`attn_implementation` is '{model_args.attn_implementation}': "), torch.device("meta"):
         if model_args.attn_implementation is not None:
             AutoModelForCausalLM.from_config(config, attn_implementation=model_args.attn_implementation)
     if not args.do_train:
         return
-    with _noting(problems, f"`optim` is '{args.optim}': "):
+    with _collecting(problems, f"`optim` is '{args.optim}': "):
         Trainer.get_optimizer_cls_and_kwargs(args, torch.nn.Linear(1, 1))  # type: ignore[arg-type]
-    with _noting(problems, "`push_to_hub` is set, but the Hub cannot be pushed to: "):
+    with _collecting(problems, "`push_to_hub` is set, but the Hub cannot be pushed to: "):
         if args.push_to_hub:
             whoami(args.hub_token)
-    with _noting(problems):
+    with _collecting(problems):
         folder = Path(args.output_dir).absolute()
         above = next(path for path in (folder, *folder.parents) if path.exists())
         if not (above.is_dir() and os.access(above, os.W_OK)):
             raise InputError(f"`output_dir` is {args.output_dir}, but {above} is no folder that can be written to.")
 
 
-def _print_merge(prepared: Prepared) -> None:
-    _, training_args, model_args, _ = prepared.settings
-    adapter = str(model_args.model_name_or_path)
-    parts = parts_of(adapter, model_args.model_revision)
+def _print_merge(settings: Settings, parts: Parts) -> None:
+    _, training_args, model_args, _ = settings
     if len(parts) == 1 or not training_args.distributed_state.is_main_process:
         return
+    (adapter, _), (base, _) = parts
     load_processing_class(parts, training_args.trust_remote_code)
     dtype, reason = merged_dtype(adapter, model_args.dtype)
-    print(f"Merges the adapter {adapter} into its base {parts[1][0]}, in {merged_folder(training_args)}: {_DRY_RUN}")
+    print(f"Merges the adapter {adapter} into its base {base}, in {merged_folder(training_args)}: {_DRY_RUN}")
     print(f"Weights are saved in {dtype}, {reason}.", flush=True)
 
 
 @contextmanager
-def _noting(problems: list[Exception], setting: str = "") -> Iterator[None]:
+def _collecting(problems: list[Exception], setting: str = "") -> Iterator[None]:
     """
     Add what the block is refused with, or cannot find, to the problems, and go on after it.
 

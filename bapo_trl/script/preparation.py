@@ -1,9 +1,7 @@
 """From the settings to a trainer: data, rewards, model. What cannot work is refused before the weights load."""
 
 import sys
-import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from time import strftime
@@ -17,20 +15,19 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 from ..bapo_config import BAPOConfig
 from ..bapo_trainer import BAPOTrainer
 from ..checkpoints.rank_errors import on_main_process
-from ..errors import InputError
 from ..evaluation.sampling import EvaluatedTrainer
-from ..inputs.checks import check_tokenizer, has_rotary_positions, token_limits
+from ..inputs.checks import check_tokenizer
 from ..inputs.prompt_checks import check_number_of_prompts, check_prompts, named_datasets
-from ..plan.samples import check_window
+from ..plan.samples import check_fit
 from ..report.callback import ReportCallback
 from ..report.runs import read_settings
 from ..upstream.cpu_speed import base_dtype
 from .arguments import EMBEDDED
 from .command_line import Settings
 from .console import UpdateLines, UpdateLinesAboveBar
-from .datasets import Data, has_data, load_data
-from .earlier_run import check_start, goes_on
-from .models import Parts, check_packages, fetch_model, load_adapter, load_processing_class, parts_of
+from .datasets import Data, load_data
+from .earlier_run import continues
+from .models import Parts, check_packages, fetch_model, load_adapter, load_processing_class
 from .prompts import check_chat_template, format_data
 from .rewards import resolve_names
 
@@ -41,8 +38,7 @@ class Inputs:
 
     data: Data
     reward_funcs: list[Any]
-    model: str  # folder or id
-    parts: Parts  # of the model, under that name
+    parts: Parts  # of the model, which is a folder or an id on the Hub
     processing_class: Any  # tokenizer or processor
     extract_answer: Callable[[str], str | None] | None  # finds the answer in a completion
 
@@ -54,51 +50,21 @@ class ReportUntilTheEnd(ReportCallback):
         pass
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """What a run is made of, but for the trainer; `None` for what it does not need, or was refused."""
-
-    settings: Settings
-    merges_alone: bool  # whether it merges a saved adapter, and does nothing else
-    data: Data | None = None
-    inputs: Inputs | None = None
-
-
-def prepare(settings: Settings, stage: Callable[[], AbstractContextManager] = nullcontext) -> Prepared:
-    """
-    Check, load and resolve what a run is made of, in the order in which it is needed.
-
-    Each stage is made in a context of `stage`, which may keep what it refuses (`InputError`) and let the next one
-    begin.
-    """
-    script_args, training_args, model_args, dataset_args = settings
-    data = inputs = None
-    parts: Parts = []
-    with stage():
-        if model_args.model_name_or_path is not None:
-            parts = parts_of(model_args.model_name_or_path, model_args.model_revision)
-        check_start(settings, parts[1][0] if len(parts) > 1 else None)
-    if script_args.merge_adapter and not training_args.do_train and not has_data(script_args, dataset_args):
-        return Prepared(settings, merges_alone=True)
-    with stage():
-        task, reward_funcs, extract_answer = resolve_names(*settings)
-        data = load_data(script_args, training_args, dataset_args, task)
-        inputs = gather_inputs(settings, parts[1:], data, reward_funcs, extract_answer)
-    return Prepared(settings, False, data, inputs)
+def load_data_and_rewards(settings: Settings) -> tuple[Data, list[Any], Callable[[str], str | None] | None]:
+    """Return the data, the reward functions and what finds an answer, as [`gather_inputs`] takes them."""
+    script_args, training_args, _, dataset_args = settings
+    task, reward_funcs, extract_answer = resolve_names(*settings)
+    return load_data(script_args, training_args, dataset_args, task), reward_funcs, extract_answer
 
 
 def gather_inputs(
     settings: Settings,
-    base: Parts,
+    parts: Parts,
     data: Data,
     reward_funcs: list[Any],
     extract_answer: Callable[[str], str | None] | None,
 ) -> Inputs:
-    """
-    Load the tokenizer, bring the prompts into their form, and refuse what cannot be trained or evaluated on.
-
-    `base` is that of a saved adapter, empty for any other model.
-    """
+    """Load the tokenizer, bring the prompts into their form, and refuse what cannot be trained or evaluated on."""
     script_args, training_args, model_args, _ = settings
     if script_args.dataset_name == EMBEDDED and training_args.use_cpu:
         torch.set_num_threads(1)  # so small a model gains nothing from more, and loses a lot on a busy machine
@@ -106,8 +72,7 @@ def gather_inputs(
     target = model_args.lora_target_modules
     if isinstance(target, str) and target.isidentifier():  # else a pattern for the whole path of a module
         model_args.lora_target_modules = [target]
-    model = fetch_model(str(model_args.model_name_or_path), training_args)
-    parts = [(model, model_args.model_revision), *base]
+    parts = [(fetch_model(name, training_args), revision) for name, revision in parts]
     processing_class = load_processing_class(parts, training_args.trust_remote_code)
     check_tokenizer(getattr(processing_class, "tokenizer", processing_class))
     data = format_data(data, script_args, processing_class)
@@ -116,16 +81,16 @@ def gather_inputs(
         check_number_of_prompts(data.train, training_args)
     for dataset in (data.train, data.test):
         check_chat_template(dataset, processing_class, training_args.chat_template_kwargs)
-    return Inputs(data, reward_funcs, model, parts, processing_class, extract_answer)
+    return Inputs(data, reward_funcs, parts, processing_class, extract_answer)
 
 
-def make_trainer(prepared: Prepared) -> EvaluatedTrainer:
-    """Load the model and make its trainer; settle `model_init_kwargs` and `run_name` in the settings."""
-    inputs, (script_args, training_args, model_args, dataset_args) = prepared.inputs, prepared.settings
+def make_trainer(settings: Settings, inputs: Inputs) -> EvaluatedTrainer:
+    """Load the model and make its trainer; set `model_init_kwargs` and `run_name` in the settings."""
+    script_args, training_args, model_args, dataset_args = settings
     data = inputs.data
     if "trackio" in training_args.report_to and training_args.run_name is None:
         training_args.run_name = _run_name(training_args)
-    loaded, quantization = _settle_model(inputs, training_args, model_args)
+    loaded, quantization = _model_argument(inputs, training_args, model_args)
     peft_config = get_peft_config(model_args)
     if peft_config is not None:
         peft_config.revision = model_args.model_revision  # of its base, for who loads it
@@ -156,36 +121,18 @@ def _run_name(training_args: BAPOConfig) -> str:
     Trackio ends a run with its training. What is logged afterwards goes on with it by its name alone.
     """
     folder = Path(training_args.output_dir).resolve()
-    earlier = read_settings(folder) if goes_on(training_args) else {}
+    earlier = read_settings(folder) if continues(training_args) else {}
     return earlier.get("run_name") or f"{folder.name}-{strftime('%Y%m%d-%H%M%S')}"
 
 
 def check_prompts_fit(trainer: BAPOTrainer, eval_dataset: Any = None) -> None:
-    """
-    Refuse a tokenizer with more tokens than the model, and prompts that are too long for it (`InputError`).
-
-    Rotary positions go on beyond the window that the model was trained for, worse and worse: there, this only warns.
-    """
-    config = trainer.model.config.get_text_config()
-    limits = token_limits(config, trainer.max_completion_length)
-    tokenizer = trainer.processing_class
-    check_tokenizer(getattr(tokenizer, "tokenizer", tokenizer), limits.vocabulary)
-    if hasattr(tokenizer, "tokenizer"):  # a processor: images take tokens too
-        return
+    """Refuse a tokenizer or prompts that do not fit the model, as [`~plan.samples.check_fit`] does (`InputError`)."""
+    config, processing_class, args = trainer.model.config, trainer.processing_class, trainer.args
     datasets = named_datasets(trainer.train_dataset, eval_dataset)
-
-    def check() -> None:
-        try:
-            check_window(datasets, tokenizer, limits, trainer.args.chat_template_kwargs)
-        except InputError as refusal:
-            if not has_rotary_positions(config):
-                raise
-            warnings.warn(str(refusal), stacklevel=2)
-
-    on_main_process(check)  # reads all prompts
+    on_main_process(lambda: check_fit(config, processing_class, args, datasets))  # reads all prompts
 
 
-def _settle_model(inputs: Inputs, training_args: BAPOConfig, model_args: ModelConfig) -> tuple[Any, Any]:
+def _model_argument(inputs: Inputs, training_args: BAPOConfig, model_args: ModelConfig) -> tuple[Any, Any]:
     """Return what the trainer is to be given: a model's name and its quantization, or a saved adapter, loaded."""
     init_kwargs: dict[str, Any] = {
         "revision": model_args.model_revision,
@@ -197,7 +144,7 @@ def _settle_model(inputs: Inputs, training_args: BAPOConfig, model_args: ModelCo
     quantization = get_quantization_config(model_args)
     if len(inputs.parts) == 1:
         training_args.model_init_kwargs = init_kwargs
-        return inputs.model, quantization
+        return inputs.parts[0][0], quantization
     if quantization is not None:
         init_kwargs["quantization_config"] = quantization
     if training_args.world_size > 1 or is_deepspeed_zero3_enabled():

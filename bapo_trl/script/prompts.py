@@ -99,10 +99,11 @@ def prompt_lines(data: Data, processing_class: Any, model: str, flags: BAPOScrip
             lines.append(
                 f"Note: {missing} of {len(data.train)} prompts have no `solution`: a reward that reads it gives none."
             )
-        unread = unread_answer(data.train[0], flags.answer_column)
-        if unread is not None:
+        row, columns = data.train[0], flags.answer_column
+        column = _find(row, columns, "answer_column", "dataset") if columns else None
+        if column is not None and _as_answer(_get(row, column)) != row["solution"]:
             lines.append(
-                f"Note: rewards read the data's own column `solution`, not `{unread}`: rename it if that is wrong."
+                f"Note: rewards read the data's own column `solution`, not `{column}`: rename it if that is wrong."
             )
     return lines
 
@@ -113,12 +114,6 @@ def prompts_line(dataset: Rows | None, processing_class: Any) -> str:
         return "Prompts: chat messages"
     expects_chat = getattr(processing_class, "chat_template", None) is not None
     return f"Prompts: {TEXT_FOR_CHAT if expects_chat else 'plain text'}"
-
-
-def unread_answer(row: Mapping[str, Any], columns: Sequence[str] | None) -> str | None:
-    """Return the column of answers that was asked for, where `solution`, which rewards read, has something else."""
-    column = _find(row, columns, "answer_column", "dataset") if columns else None
-    return None if column is None or _as_answer(_get(row, column)) == row["solution"] else column
 
 
 def check_chat_template(dataset: Rows | None, processing_class: Any, template_kwargs: Any = None) -> None:

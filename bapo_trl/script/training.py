@@ -15,9 +15,9 @@ from ..upstream.fixes import end_training
 from .before_after import evaluate_after, evaluate_before
 from .command_line import Settings
 from .console import settings_table
-from .earlier_run import check_resume, goes_on, remove_earlier_run, resume_argument
-from .models import merge
-from .preparation import Inputs, make_trainer, prepare
+from .earlier_run import check_resume, check_start, continues, remove_earlier_run, resume_argument
+from .models import merge, merges_alone, parts_of
+from .preparation import Inputs, gather_inputs, load_data_and_rewards, make_trainer
 from .prompts import prompt_lines
 
 
@@ -31,17 +31,18 @@ def run(settings: Settings) -> None:
         ValueError: For settings that cannot work, with the fix.
     """
     script_args, training_args, model_args, dataset_args = settings
-    prepared = prepare(settings)
-    if prepared.merges_alone:
+    parts = parts_of(model_args.model_name_or_path, model_args.model_revision)
+    check_start(settings, parts)
+    if merges_alone(settings):
         return on_main_process(lambda: merge(training_args, model_args))
 
+    inputs = gather_inputs(settings, parts, *load_data_and_rewards(settings))
     if not training_args.do_train and training_args.distributed_state.is_main_process:
         title = script_args.eval_dataset or ("a mixture" if dataset_args.datasets else script_args.dataset_name)
         into = training_args.output_dir
         print(f"Evaluates the model {model_args.model_name_or_path} on {title}, into {into}", flush=True)
-    trainer = make_trainer(prepared)
-    inputs, output_dir, say = prepared.inputs, Path(training_args.output_dir), trainer.accelerator.print
-    data = inputs.data
+    trainer = make_trainer(settings, inputs)
+    data, output_dir, say = inputs.data, Path(training_args.output_dir), trainer.accelerator.print
     speed = speed_up_cpu(trainer)
     if speed is not None:
         say(speed)
@@ -49,12 +50,16 @@ def run(settings: Settings) -> None:
         say(f"{method_name(training_args)} on {data.title}")
         say(settings_table(training_args, script_args.method))
     # Reads all rows
-    say("\n".join(on_main_process(lambda: prompt_lines(data, trainer.processing_class, inputs.model, script_args))))
+    say(
+        "\n".join(
+            on_main_process(lambda: prompt_lines(data, trainer.processing_class, inputs.parts[0][0], script_args))
+        )
+    )
 
     before = None
     with trainer.holding_output_dir():
         if training_args.do_train:
-            if not goes_on(training_args):
+            if not continues(training_args):
                 on_main_process(lambda: remove_earlier_run(output_dir))
             before = _train(trainer, inputs, training_args)
         if training_args.do_eval:

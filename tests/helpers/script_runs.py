@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset
 
@@ -42,13 +43,17 @@ def has_digit(completions, prompts, log_extra, log_metric, **kwargs):
 """
 
 
+def chat_tokenizer(template: str | None = CHAT_TEMPLATE) -> Any:
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
 def fill_folder(folder: Path, monkeypatch, chat_template: str | None = None) -> Path:
     """Make `folder` the working directory, with a model, a reward and problems to train and evaluate on."""
     monkeypatch.chdir(folder)
     toy_model().save_pretrained("model")
-    tokenizer = character_tokenizer()
-    tokenizer.chat_template = chat_template
-    tokenizer.save_pretrained("model")
+    chat_tokenizer(chat_template).save_pretrained("model")
     Path("my_rewards.py").write_text(REWARD)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "my_rewards", raising=False)

@@ -5,22 +5,16 @@ import asyncio
 import pytest
 from datasets import Dataset
 
-from bapo_trl.plan.samples import LOOKED_AT, look_at_prompts, try_rewards
+from bapo_trl.plan.samples import SAMPLED_PROMPTS, look_at_prompts, try_rewards
 from bapo_trl.tasks import character_tokenizer
-from tests.helpers.script_runs import CHAT_TEMPLATE
-
-
-def chat_tokenizer():
-    tokenizer = character_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+from tests.helpers.script_runs import chat_tokenizer
 
 
 def test_lengths_of_prompts_are_quantiles_of_tokens():
     dataset = Dataset.from_dict({"prompt": ["1" * length for length in range(1, 101)]})
     prompts = look_at_prompts(dataset, character_tokenizer(), room=90)
     assert prompts.lengths == {0.05: 5, 0.5: 50, 0.95: 95, 1.0: 100}
-    assert (prompts.too_long, prompts.num_prompts, prompts.looked_at, prompts.first) == (10, 100, 100, "1")
+    assert (prompts.too_long, prompts.num_prompts, prompts.num_sampled, prompts.first) == (10, 100, 100, "1")
     assert not prompts.lacks_messages
     assert look_at_prompts(dataset, character_tokenizer(), room=None).too_long == 0
 
@@ -32,12 +26,12 @@ def test_messages_go_through_the_chat_template():
 
 
 def test_of_many_prompts_some_are_looked_at_and_of_a_stream_the_first():
-    many = Dataset.from_dict({"prompt": ["1"] * (2 * LOOKED_AT) + ["1234"] * (2 * LOOKED_AT)})
+    many = Dataset.from_dict({"prompt": ["1"] * (2 * SAMPLED_PROMPTS) + ["1234"] * (2 * SAMPLED_PROMPTS)})
     prompts = look_at_prompts(many, character_tokenizer(), room=None)
-    assert (prompts.num_prompts, prompts.looked_at) == (4 * LOOKED_AT, LOOKED_AT)
+    assert (prompts.num_prompts, prompts.num_sampled) == (4 * SAMPLED_PROMPTS, SAMPLED_PROMPTS)
     assert (prompts.lengths[0.5], prompts.lengths[0.95]) == (1, 4)
     stream = look_at_prompts(many.to_iterable_dataset(), character_tokenizer(), room=None)
-    assert (stream.num_prompts, stream.looked_at, stream.lengths[1.0]) == (None, LOOKED_AT, 1)
+    assert (stream.num_prompts, stream.num_sampled, stream.lengths[1.0]) == (None, SAMPLED_PROMPTS, 1)
 
 
 ROW = {"prompt": "1+1=", "solution": "2", "level": 3}
@@ -76,11 +70,6 @@ def test_each_reward_function_is_called_as_the_trainer_calls_it():
     assert found[2].error.startswith("raised TypeError: string indices must be integers")
     assert found[3].error.startswith("returned 1 rewards for 2")
     assert found[4].error.startswith("returned ['1.0', '1.0'], a list, for 2 samples, of which torch makes no numbers")
-
-
-def test_a_column_that_reward_functions_cannot_be_given_is_told_as_python_tells_it():
-    (found,) = try_rewards([of_text], {**ROW, "completions": "2"}, character_tokenizer())
-    assert "got multiple values for keyword argument 'completions'" in found.error
 
 
 @pytest.mark.parametrize("solution", [None, "2"])

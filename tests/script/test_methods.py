@@ -6,7 +6,7 @@ import yaml
 from bapo_trl.errors import InputError
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.console import settings_table
-from bapo_trl.script.methods import MADE_OF, METHODS
+from bapo_trl.script.methods import METHOD_SETTINGS, METHODS
 from tests.helpers.commands import ROOT
 
 
@@ -29,7 +29,7 @@ def test_fixed_bounds_are_those_that_were_published(name, low, high):
 
 def test_the_released_method_is_that_of_its_recipe():
     recipe = yaml.safe_load((ROOT / "recipes" / "released_recipe.yaml").read_text())
-    wanted = {name: value for name, value in recipe.items() if name in (*MADE_OF, "search_scope", "loss_type")}
+    wanted = {name: value for name, value in recipe.items() if name in (*METHOD_SETTINGS, "search_scope", "loss_type")}
     assert METHODS["bapo_released"].keys() <= wanted.keys()
     assert settings("--method", "bapo_released", **wanted) == wanted
 

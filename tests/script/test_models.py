@@ -16,7 +16,7 @@ from bapo_trl import BAPOTrainer
 from bapo_trl.errors import InputError
 from bapo_trl.script import models, preparation
 from bapo_trl.script.command_line import parse_arguments
-from bapo_trl.script.models import load_processing_class, parts_of
+from bapo_trl.script.models import load_processing_class
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.script_runs import completions, fill_folder, flags, results, run, train_bapo
 
@@ -204,11 +204,9 @@ class Reader(ProcessorMixin):
         super().__init__(tokenizer, chat_template=chat_template)
 
 
-@pytest.mark.parametrize("file", ["processor_config.json", "preprocessor_config.json"])
-def test_an_adapter_with_a_processor_is_read_and_merged_with_it(adapter, monkeypatch, file):
+def test_an_adapter_with_a_processor_is_read_and_merged_with_it(adapter, monkeypatch):
     monkeypatch.setitem(PROCESSOR_MAPPING._extra_content, Reader, Reader)  # where one is looked for by its name
     Reader(character_tokenizer()).save_pretrained("adapter")
-    Path("adapter/processor_config.json").rename(Path("adapter", file))  # the second is that of older ones
     processor = load_processing_class(parts_of("adapter"))
     assert isinstance(processor, Reader)
     assert (processor.tokenizer.padding_side, processor.tokenizer.truncation_side) == ("left", "left")
@@ -242,7 +240,7 @@ def test_under_zero3_an_adapters_base_is_given_no_device_map_on_one_process_eith
     inputs = SimpleNamespace(model="adapter", parts=[("adapter", None), ("base", None)])
     for is_enabled in (False, True):
         monkeypatch.setattr(preparation, "is_deepspeed_zero3_enabled", lambda answer=is_enabled: answer)
-        preparation._settle_model(inputs, training_args, model_args)
+        preparation._model_argument(inputs, training_args, model_args)
     assert ["device_map" in each for each in given] == [False, True]
 
 

@@ -8,6 +8,7 @@ from bapo_trl.script.arguments import BAPOScriptArguments
 from bapo_trl.script.datasets import Data
 from bapo_trl.script.prompts import check_chat_template, format_data, format_prompts, prompt_lines, prompts_line
 from bapo_trl.tasks import character_tokenizer
+from tests.helpers.script_runs import chat_tokenizer
 
 
 AIME = {"question": r"Find $\{x\}$.", "answer": "073"}
@@ -22,12 +23,6 @@ SKYWORK = {
 
 def formatted(row, makes_chats=False, **flags):
     return format_prompts(Dataset.from_list([row]), BAPOScriptArguments(**flags), makes_chats)[0]
-
-
-def chat_tokenizer(template="{{ messages }}"):
-    tokenizer = character_tokenizer()
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 def test_the_first_column_that_is_there_is_taken_all_stay_and_the_answer_is_a_solution_too():

@@ -7,7 +7,6 @@ from datasets import Dataset, DatasetDict
 
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.recipes import recipe_names
-from bapo_trl.script.rewards import resolve_reward_funcs
 from tests.helpers.commands import ROOT
 from tests.helpers.script_runs import CHAT_TEMPLATE, CPU, completions, fill_folder, results, train_bapo
 
@@ -64,12 +63,6 @@ def test_aime(recipe, rows):
     assert lines[0]["prompt"] == [{"role": "user", "content": message}]
 
 
-def test_aime_trained_on():
-    Dataset.from_list(AIME24).to_json("aime.jsonl")
-    run_recipe("aime24", do_train="true", dataset_name="aime.jsonl", eval_dataset="aime.jsonl", **TRAINING)
-    assert {"before_avg@16", "eval_avg@16"} < set(results())
-
-
 def test_gsm8k(tmp_path):
     DatasetDict(train=Dataset.from_list(GSM8K), test=Dataset.from_list(GSM8K)).save_to_disk("gsm8k")
     run_recipe("gsm8k", dataset_name="gsm8k", merge_adapter="true", **TRAINING)
@@ -83,16 +76,3 @@ def test_the_papers_own_data():
     found = results()
     assert {"eval_avg@2/train-math-deepscaler", "eval_avg@2/train-math-numinamath_olympiads"} < set(found)
     assert "eval_prompts_without_reward" not in found
-
-
-def test_the_answers_of_these_columns_are_right():
-    (reward,) = resolve_reward_funcs(["accuracy_reward"])
-    columns = ["073", AIME24[1]["solution"], GSM8K[3]["answer"], SKYWORK[1]["reward_model"]["ground_truth"], 73]
-    columns += [r"2\sqrt{3}", '["7", "8"]']
-    right = ["73", "1", "3", r"\frac{1}{2}", "073", r"2\sqrt{3}", "8"]
-    wrong = ["74", "2", "4", "2", "7", "2", "9"]
-    for answers, rewards in ((right, [1.0] * 7), (wrong, [0.0] * 7)):
-        texts = [rf"So it is \boxed{{{answer}}}." for answer in answers]
-        assert reward(texts, solution=columns) == rewards
-        chats = [[{"role": "assistant", "content": text}] for text in texts]
-        assert reward(completions=chats, solution=columns) == rewards

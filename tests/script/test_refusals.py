@@ -14,7 +14,6 @@ FILES = {
     "seed.yaml": "seed: one\n",
     "key.yaml": "learning_rat: 1.0e-6\n",
     "no_data.yaml": "max_steps: 1\n",
-    "twice.yaml": "max_steps: 1\nseed: 2\nmax_steps: 3\n",
     "files/a.jsonl": '{"prompt": "1+1="}\n',
     "files/b.jsonl": '{"prompt": \n',
     "mixed/a.jsonl": '{"prompt": "1+1="}\n',
@@ -22,19 +21,15 @@ FILES = {
     "lists.jsonl": '{"prompt": ["1+1=", "2"]}\n',
     "three.jsonl": '{"prompt": "1+1="}\n{"prompt": "1+2="}\n{"prompt": "1+3="}\n',
     "chats.jsonl": '{"prompt": [{"role": "user", "content": "1+1="}]}\n' * 4,
-    "method.yaml": "method: [bapo]\n",
     "parts.yaml": "datasets: [{path: json, data_files: none.jsonl}]\n",
 }
 REFUSED = [
     # Recipes
     ({"config": "seed.yaml"}, "argument --seed: invalid int value: 'one'"),
-    ({"config": "method.yaml"}, r"`method` is \['bapo'\]: set it to one of grpo, "),
     ({"config": "parts.yaml", "dataset_name": None}, r"`datasets` \('json'\) could not be loaded: .*none\.jsonl"),
     ({"config": "key.yaml"}, r"unknown key in key.yaml: learning_rat \(the nearest is learning_rate\)$"),
-    ({"config": "twice.yaml"}, r"\(the key `max_steps` is there twice, again in line 3\)"),
     ({"config": "no_data.yaml", "dataset_name": None}, "`dataset_name` is not set.*embedded"),
     # Of TRL and transformers
-    ({"load_in_4bit": "true", "load_in_8bit": "true"}, "use 8 bit and 4 bit precision at the same time"),
     ({"logging_steps": 0}, "IntervalStrategy.STEPS requires non-zero --logging_steps"),
     ({"optim": "sgdd"}, r"argument --optim: invalid choice: 'sgdd' \(choose from "),
     (
@@ -46,10 +41,7 @@ REFUSED = [
     # Nothing of the demo's stands in
     ({"dataset_name": None}, "`dataset_name` is not set: give a json, jsonl or parquet file"),
     ({"dataset_name": None, "reward_funcs": None}, "`dataset_name` is not set"),
-    ({"dataset_name": None, "model_name_or_path": None}, "`dataset_name` is not set"),
     ({"dataset_name": None, "do_train": "false"}, "`dataset_name` is not set"),
-    ({"dataset_name": None, "eval_fraction": 0.5}, "`dataset_name` is not set"),
-    ({"dataset_name": None, "dry_run": "true"}, "`dataset_name` is not set"),
     ({"dataset_name": None, "eval_dataset": "test.jsonl"}, "`dataset_name` is not set"),
     ({"dataset_name": "embedded", "model_name_or_path": None}, "`model_name_or_path` is not set"),
     (
@@ -78,10 +70,7 @@ REFUSED = [
     ({"eval_dataset": "test.jsonl", "eval_fraction": 0.5}, "`eval_dataset` and `eval_fraction` are both set"),
     ({"eval_dataset": "test.jsonl", "max_eval_samples": 0}, "`max_eval_samples` is 0: set it to at least 1"),
     ({"eval_fraction": 1.5}, "`eval_fraction` is 1.5, and no such share can be held out: "),
-    (
-        {"eval_fraction": 0.5, "dataset_streaming": "true"},
-        "`eval_fraction` is 0.5, and no such share can be held out: ",
-    ),
+    ({"eval_fraction": 0.5, "dataset_streaming": "true"}, "`eval_fraction` is 0.5, and no such share can be held out"),
     ({"extract_answer": "box"}, "`extract_answer` has 'box', which is not known: choose one of boxed, last_number"),
     ({"answer_column": "answer"}, r"train dataset \(train.jsonl\) has no `answer` column, only .*`--answer_column`"),
     ({"system_prompt": "Add."}, "`system_prompt` is set, but the tokenizer .* has no chat template"),
@@ -89,7 +78,6 @@ REFUSED = [
     ({"model_name_or_path": None}, "`model_name_or_path` is not set"),
     ({"model_name_or_path": "./none"}, "`model_name_or_path` is './none', and the tokenizer .* cannot be loaded"),
     ({"merge_adapter": "true"}, "`merge_adapter` is set, but there is no adapter: set `use_peft`"),
-    ({"do_train": "false", "eval_dataset": "test.jsonl", "merge_adapter": "true"}, "there is no adapter"),
 ]
 
 

@@ -49,6 +49,11 @@ def trls(text, solution):
 @pytest.mark.parametrize(
     ("solution", "right", "wrong"),
     [
+        # As in AIME, GSM8K, and columns of numbers
+        ("073", "73", "74"),
+        (r"\boxed{1}", "1", "2"),
+        ("They are <<3=3>>3.\n#### 3", "3", "4"),
+        (73, "073", "7"),
         ("5.", "5", "4"),
         ("5 dollars.", "5", "6"),
         ("**5**", "5", "55"),
@@ -110,6 +115,8 @@ def trls(text, solution):
         (["5", None], "5", "None"),
         # As in Skywork-OR1: the text of the list itself is no answer, in which TRL would find a 2
         ('["(1, 2)"]', "(1, 2)", "2"),
+        ('["\\\\frac{1}{2}"]', r"\frac{1}{2}", "2"),
+        ('["7", "8"]', "8", "9"),
         (r'["3 + 2\\sqrt{2}", "7"]', r"3 + 2\sqrt{2}", "2"),
     ],
 )
@@ -117,6 +124,7 @@ def test_an_answer_is_right_as_it_stands_and_as_trl_reads_it(solution, right, wr
     assert rewards(ACCURACY, boxed(right), solution) == 1
     assert rewards(REASONING, f"</think>{boxed(right)}", solution) == 1
     assert rewards(ACCURACY, boxed(wrong), solution) == 0
+    assert rewards(ACCURACY, [{"role": "assistant", "content": boxed(right)}], solution) == 1
 
 
 def test_rewards_by_import_path(tmp_path, monkeypatch):

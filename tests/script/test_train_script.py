@@ -142,24 +142,16 @@ def test_a_recipe_that_is_no_mapping_is_refused(tmp_path, recipe, message):
         parse_arguments(["--config", str(path)])
 
 
-def test_recipes_in_either_spelling_and_by_name(tmp_path, monkeypatch):
+def test_recipes_by_name_and_by_path_of_which_a_file_of_the_users_comes_first(tmp_path, monkeypatch):
+    assert (ROOT / "recipes").resolve() == RECIPES
     monkeypatch.chdir(tmp_path)
     named = ("recipes/quickstart.yaml", "quickstart.yaml", "quickstart", str(RECIPES / "quickstart.yaml"))
     for flags in (*([f"--config={name}"] for name in named), ["--config", "quickstart"]):
         assert parse_arguments([*flags, "--max_steps=480"])[1].learning_rate == 5e-4
-
-
-def test_a_file_of_the_users_comes_before_a_recipe_of_its_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "quickstart.yaml").write_text("learning_rate: 1.0e-3\nuse_cpu: true\nbf16: false\n")
     assert parse_arguments(["--config", "recipes/quickstart.yaml"])[1].learning_rate == 1e-3
     assert parse_arguments(["--config", "quickstart"])[1].learning_rate == 5e-4
-
-
-def test_the_files_of_a_checkout_are_those_of_the_package():
-    assert (ROOT / "recipes").resolve() == RECIPES
-    assert recipe_names() == sorted(path.stem for path in (ROOT / "recipes").iterdir())
 
 
 @pytest.fixture
