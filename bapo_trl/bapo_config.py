@@ -54,14 +54,13 @@ class BAPOConfig(GRPOConfig):
     loss_was_chosen = False  # no field: set by the command line, for `--loss_type` and `--method`
 
     epsilon: float | None = field(
-        default=None,
-        metadata={"help": "Not used: BAPO searches the clip bounds. See `ratio_lower_start` and `ratio_lower_max`."},
+        default=None, metadata={"help": "Not used: BAPO searches the clip bounds. See `ratio_lower_start`."}
     )
     epsilon_high: float | None = field(
         default=None,
         metadata={
-            "help": "Cap on the ratio for `loss_type: cispo`, as in TRL, e.g. 5.0. Else not used: BAPO searches the "
-            "clip bounds. See `ratio_upper_start` and `ratio_upper_max`."
+            "help": "Cap on the ratio for `loss_type: cispo`, as in TRL, e.g. 5.0. Else not used: see "
+            "`ratio_upper_start`."
         },
     )
 
@@ -74,20 +73,14 @@ class BAPOConfig(GRPOConfig):
     )
     ratio_lower_start: float = _setting(0.6, "(0, 1]", "Lower clip bound at which each search starts, in ratio space.")
     ratio_lower_max: float = _setting(
-        0.9,
-        "(0, 1]",
-        "Highest lower clip bound. Equal to `ratio_lower_start`, the lower bound is fixed.",
+        0.9, "(0, 1]", "Highest lower clip bound. Equal to `ratio_lower_start`, the lower bound is fixed."
     )
     ratio_lower_step: float = _setting(0.02, "(0, inf)", "Step of the lower clip bound.")
     ratio_upper_start: float = _setting(
-        1.2,
-        "[1, inf)",
-        "Upper clip bound at which each search starts, in ratio space.",
+        1.2, "[1, inf)", "Upper clip bound at which each search starts, in ratio space."
     )
     ratio_upper_max: float = _setting(
-        3.0,
-        "[1, inf)",
-        "Highest upper clip bound. Equal to `ratio_upper_start`, the upper bound is fixed.",
+        3.0, "[1, inf)", "Highest upper clip bound. Equal to `ratio_upper_start`, the upper bound is fixed."
     )
     ratio_upper_step: float = _setting(0.05, "(0, inf)", "Step of the upper clip bound.")
     contribution_measure: str = _setting(
@@ -103,9 +96,7 @@ class BAPOConfig(GRPOConfig):
         "sampled it, as Eq. 8 prints it.",
     )
     search_order: str = _setting(
-        "upper_first",
-        SEARCH_ORDERS,
-        "Which bound moves first, `upper_first` or `lower_first`.",
+        "upper_first", SEARCH_ORDERS, "Which bound moves first, `upper_first` or `lower_first`."
     )
     search_scope: str = _setting(
         "carried_over",
@@ -139,9 +130,7 @@ class BAPOConfig(GRPOConfig):
         },
     )
     replay_capacity: int = _setting(
-        4096,
-        "[1, inf)",
-        "Largest number of samples in the queue of each rank. Beyond it, the first to enter leave.",
+        4096, "[1, inf)", "Largest number of samples in the queue of each rank. Beyond it, the first to enter leave."
     )
     replay_max_staleness: int | None = _setting(
         None,
@@ -157,9 +146,7 @@ class BAPOConfig(GRPOConfig):
         "`replay_fraction` 1.0, all samples are at least this stale once the queue is filled.",
     )
     replay_max_reuse: int | None = _setting(
-        None,
-        "[1, inf)",
-        "Number of times a sample may be trained, the first included. `None` for no limit.",
+        None, "[1, inf)", "Number of times a sample may be trained, the first included. `None` for no limit."
     )
     replay_discard_saved: bool = field(
         default=False,
@@ -175,9 +162,7 @@ class BAPOConfig(GRPOConfig):
         "every generation waits for its longest completion.",
     )
     partial_rollout_chunk_length: int = _setting(
-        256,
-        "[1, inf)",
-        "Tokens decoded between two looks at which completions have ended.",
+        256, "[1, inf)", "Tokens decoded between two looks at which completions have ended."
     )
     partial_rollout_max_staleness: int | None = _setting(
         None,
@@ -283,15 +268,6 @@ class BAPOConfig(GRPOConfig):
         return self.replay_fraction > 0 or self.replay_zero_advantage
 
     @property
-    def without_replay(self) -> str:
-        """What to set for a run without a replay queue, as words of a message that name only what is on."""
-        settings = {
-            "`replay_fraction` to 0": self.replay_fraction > 0,
-            "`replay_zero_advantage` to False": self.replay_zero_advantage,
-        }
-        return " and ".join(words for words, is_on in settings.items() if is_on)
-
-    @property
     def updates_per_pass(self) -> int:
         """Number of optimizer updates in one pass over a batch of `steps_per_generation` micro-batches, at least 1."""
         return max(1, self.steps_per_generation // self.gradient_accumulation_steps)
@@ -346,6 +322,11 @@ class BAPOConfig(GRPOConfig):
         generation, window = self.micro_batches_per_generation, self.gradient_accumulation_steps
         # A generation starts at most `window - gcd` micro-batches into an update, and ends that much further on.
         return math.ceil((generation + window - math.gcd(generation, window)) / window) - 1
+
+    @property
+    def staleness_if_parked(self) -> int:
+        """Staleness of a completion that is parked for one generation at its last update, in policy versions."""
+        return self.updates_per_generation + self.largest_staleness
 
     @property
     def biased_settings(self) -> list[str]:

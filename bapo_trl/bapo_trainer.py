@@ -57,19 +57,11 @@ class BAPOTrainer(WholeCheckpoints):
     checkpoints that are complete or not there.
 
     Args:
-        model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Model to train, as in [`~trl.GRPOTrainer`].
-        reward_funcs (`RewardFunc` or `list[RewardFunc]`, *optional*):
-            Reward functions, as in [`~trl.GRPOTrainer`].
+        model, reward_funcs, train_dataset, eval_dataset, *rest, **kwargs:
+            As in [`~trl.GRPOTrainer`]. The prompts to train on must be enough for one generation.
         args ([`BAPOConfig`], *optional*):
             Configuration of the trainer. A [`~trl.GRPOConfig`] is taken with the default search. If `None`, a default
             configuration is used.
-        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`], *optional*):
-            Prompts to train on, as in [`~trl.GRPOTrainer`]; enough for one generation.
-        eval_dataset (*optional*):
-            Prompts to evaluate on, as in [`~trl.GRPOTrainer`].
-        *rest, **kwargs:
-            All other arguments of [`~trl.GRPOTrainer`], unchanged: `processing_class`, `peft_config`, ...
 
     Attributes:
         clip_bounds ([`ClipBounds`]):
@@ -80,9 +72,9 @@ class BAPOTrainer(WholeCheckpoints):
             What the model card calls the data; set it if the dataset does not tell its name.
 
     Raises:
-        ValueError: If the settings contradict one another, or a dataset has fewer prompts than one generation takes.
-            During training, if no parameter would be trained, a stream ends before one generation, or a reward is
-            infinite or none. What TRL, transformers or a reward function raises comes through as it is.
+        ValueError: If settings contradict one another, or a dataset has fewer prompts than one generation takes. In
+            training, if no parameter would be trained, a stream ends before one generation, or a reward is infinite
+            or none. Errors of TRL, transformers and reward functions come through as they are.
         RuntimeError: During training, if a log-probability, an advantage or the gradient is NaN or infinite.
     """
 
@@ -136,7 +128,7 @@ class BAPOTrainer(WholeCheckpoints):
     # The run
 
     def train(self, *args, **kwargs):
-        # A second call starts over at version 0: samples and measurements of the first one would be taken for new.
+        # A second call starts over at version 0: samples of the first one would be taken for new
         self._reset_run_state()
         # Printed as transformers prints its logs: a library's logger would hide it where nothing is set up
         self.accelerator.print(f"{staleness_line(self.args)} {advice_line(self.args)}".rstrip())
@@ -166,9 +158,8 @@ class BAPOTrainer(WholeCheckpoints):
             self.args.vllm_logp_tolerance, self.args.biased_settings, self.accelerator.is_main_process
         )
         self._server_check = make_server_check(self)
-        self._replay = None
-        if self.args.uses_replay:
-            self._replay = ReplayMixer(self.args, self._tokenizer.pad_token_id, self.accelerator)
+        pad_token_id = self._tokenizer.pad_token_id
+        self._replay = ReplayMixer(self.args, pad_token_id, self.accelerator) if self.args.uses_replay else None
         policy_loss = PolicyLoss(
             self.args,
             score_ahead=self._score_ahead,
@@ -231,9 +222,9 @@ class BAPOTrainer(WholeCheckpoints):
         return super()._prepare_inputs(generation_batch, *args, **kwargs)
 
     def _generate_and_score_completions(self, inputs, *args, **kwargs):
-        inputs = fixes.without_missing_images(inputs)
+        inputs, version = fixes.without_missing_images(inputs), self.state.global_step
         if self.model.training:
-            self._generation = Generation(self.state.global_step, self._step)
+            self._generation = Generation(version, self._step)
             if self._rounds is not None:
                 self._injected = self._finish_groups(inputs)
         rollouts = self._injected
@@ -250,13 +241,13 @@ class BAPOTrainer(WholeCheckpoints):
             warn_if_padding_counts(self._score_all, self.model, self._tokenizer, self.accelerator)
         num_padding = 0
         if rollouts is None:
-            versions = attach_version(batch, self.state.global_step)
+            versions = attach_version(batch, version)
+            self._generation.sampled_by = version
         else:
             num_padding = self.args.rows_per_generation - len(rollouts)
             self._log_values({"partial/masked": num_padding * self.accelerator.num_processes})
             batch, versions = rollouts.attach_to(batch, self.args.rows_per_generation)
         self._compare_with_sampler(batch)
-        self._generation.sampled_by = self.state.global_step if rollouts is None else None
         # A server that was started anew meanwhile has old weights for a good reason; the next generation sees to it
         if self._server_check is not None and self._server.has_same_server():
             self._log_values(self._server_check(self.model, batch))
@@ -266,20 +257,20 @@ class BAPOTrainer(WholeCheckpoints):
 
     def _finish_groups(self, inputs) -> InjectedRollouts:
         """Let the prompts of a generation in, and return the groups that are complete then."""
-        args, version, prompts = self.args, self.state.global_step, inputs[:: self.num_generations]
+        version, prompts = self.state.global_step, inputs[:: self.num_generations]
         prompt_ids, *_ = self._tokenize_prompts([row["prompt"] for row in prompts])
-        limit, if_parked = args.partial_rollout_max_staleness, args.updates_per_generation + args.largest_staleness
+        limit = self.args.partial_rollout_max_staleness
         with without_gradient_checkpointing(self.model):
             rollouts, metrics = self._rounds.generate(
                 list(zip(prompts, prompt_ids, strict=True)),
                 version,
-                None if limit is None else version + if_parked - limit,
+                None if limit is None else version + self.args.staleness_if_parked - limit,
                 self._continue_completions,
                 self._score_completions,
                 self._bounds.is_open,
             )
         self._log_values(metrics)
-        rollouts.is_scored_by_trl = args.scores_samples
+        rollouts.is_scored_by_trl = self.args.scores_samples
         return rollouts
 
     def _compare_with_sampler(self, batch) -> None:

@@ -30,8 +30,10 @@ def _check_search(config: Any) -> None:
     if config.loss_type not in LOSSES:
         raise InputError(f"`loss_type` is {config.loss_type!r}: choose one of {', '.join(map(repr, LOSSES))}.")
     for name in ("epsilon", "epsilon_high"):
-        _check_epsilon(config, name)
-    _check_unclipped_loss(config)
+        if getattr(config, name) is not None:
+            _check_epsilon(config, name)
+    if not config.has_clip_bounds:
+        _check_unclipped_loss(config)
     BoundGrid(**{part: getattr(config, f"ratio_{part}") for part in BOUND_PARTS})  # checks the bounds
     if config.has_clip_bounds and config.delta is not None and not config.delta >= config.ratio_upper_max:
         raise InputError(
@@ -53,17 +55,14 @@ def _check_search(config: Any) -> None:
     if config.search_scope != "micro_batch" and config.is_adaptive and generation % window != 0:
         raise InputError(
             f"`search_scope` is {config.search_scope!r}, but an optimizer step of {window} micro-batches "
-            f"(`gradient_accumulation_steps`) would span two generations of {generation} micro-batches "
-            "(`steps_per_generation` x `num_iterations`), and the second is not sampled yet when the search runs. "
-            f"Set `gradient_accumulation_steps` to a divisor of {generation}, make `steps_per_generation` a "
-            f"multiple of {window}, or set `search_scope` to 'micro_batch'."
+            f"(`gradient_accumulation_steps`) would span two generations of {generation} (`steps_per_generation` "
+            "x `num_iterations`), and the second is not sampled yet. Set `gradient_accumulation_steps` to a divisor "
+            f"of {generation}, `steps_per_generation` to a multiple of {window}, or `search_scope` to 'micro_batch'."
         )
 
 
 def _check_epsilon(config: Any, name: str) -> None:
     value = getattr(config, name)
-    if value is None:
-        return
     if config.has_ratio_cap:
         if not (value > 0 and math.isfinite(value)):
             raise InputError(
@@ -82,15 +81,12 @@ def _check_epsilon(config: Any, name: str) -> None:
 
 
 def _check_unclipped_loss(config: Any) -> None:
-    if config.has_clip_bounds:
-        return
     of_bounds = (*(f"ratio_{part}" for part in BOUND_PARTS), "contribution_measure", "contribution_weighting")
     for name in (*of_bounds, "search_order", "delta"):
         if getattr(config, name) != getattr(type(config), name):
             raise InputError(
                 f"`{name}` is {getattr(config, name)!r}, but `loss_type` {config.loss_type!r} has no clip bounds: "
-                "leave it out, or choose a loss type with bounds "
-                f"({', '.join(map(repr, CLIPPED_LOSS_TYPES))})."
+                f"leave it out, or choose a loss type with bounds ({', '.join(map(repr, CLIPPED_LOSS_TYPES))})."
             )
 
 
@@ -111,14 +107,13 @@ def _check_partial_rollouts(config: Any) -> None:
     if config.groups_carried_over == 0:
         groups, fix = config.groups_per_generation, "raise `steps_per_generation` or `per_device_train_batch_size`"
         if groups > 1:
-            fix = (
-                f"raise it above {1 + 0.5 / groups:.4g}, e.g. to {1 + 1 / groups:.4g}, or raise `steps_per_generation`"
-            )
+            fix = f"raise it above {1 + 0.5 / groups:.4g}, e.g. to {1 + 1 / groups:.4g}, or raise "
+            fix += "`steps_per_generation`"
         raise InputError(
             f"`partial_rollout_oversampling` is {config.partial_rollout_oversampling}, which carries over none of the "
             f"{groups} groups of a generation on each rank: {fix}."
         )
-    needed = config.updates_per_generation + config.largest_staleness
+    needed = config.staleness_if_parked
     if config.partial_rollout_max_staleness is not None and config.partial_rollout_max_staleness < needed:
         raise InputError(
             f"`partial_rollout_max_staleness` is {config.partial_rollout_max_staleness}, but a completion parked "
@@ -130,8 +125,7 @@ def _check_partial_rollouts(config: Any) -> None:
     if broken:
         raise InputError(
             f"{'; '.join(broken)} (in `generation_kwargs` or by a field): that does not go with partial rollouts, "
-            "where a completion is sampled in several calls. Remove it, or set `partial_rollout_oversampling` to "
-            "1.0."
+            "where a completion is sampled in several calls. Remove it, or set `partial_rollout_oversampling` to 1.0."
         )
 
 
@@ -141,14 +135,14 @@ def _check_replay(config: Any) -> None:
     if config.sync_ref_model:
         raise InputError(
             "`sync_ref_model` is True, but queued samples keep the log-probabilities of the reference model that "
-            "scored them: the KL term would hold the policy to references that no longer exist. Set "
-            f"`sync_ref_model` to False, or, for no replay queue, {config.without_replay}."
+            "scored them, which no longer exists. Set `sync_ref_model` to False, or, for no replay queue, "
+            "`replay_fraction` to 0 and `replay_zero_advantage` to False."
         )
     if config.enable_jit_checkpoint:
         raise InputError(
             "`enable_jit_checkpoint` is True, which saves before an optimizer step, when the queue has given and got "
             "the samples of that step: leave it out. `bapo-trl train` saves after the update on SIGTERM, and so does "
-            f"`StopSignals` in Python. Or, for no replay queue, {config.without_replay}."
+            "`StopSignals` in Python."
         )
     if config.steps_per_generation % config.gradient_accumulation_steps != 0:
         raise InputError(
@@ -168,13 +162,8 @@ def _check_replay(config: Any) -> None:
             f"rank: set it to at least {1 / rows:.3g}, or to 0."
         )
     updates = config.updates_per_pass
-    needed = smallest_capacity(
-        rows,
-        rows if config.replay_zero_advantage else round(config.replay_fraction * rows),
-        updates,
-        config.num_iterations,
-        config.replay_min_staleness,
-    )
+    num_queued = rows if config.replay_zero_advantage else round(config.replay_fraction * rows)
+    needed = smallest_capacity(rows, num_queued, updates, config.num_iterations, config.replay_min_staleness)
     if config.replay_capacity < needed:
         raise InputError(
             f"`replay_min_staleness` is {config.replay_min_staleness}, but a queue with a `replay_capacity` of "

@@ -1,4 +1,8 @@
-"""The losses: what the bound search, the replay buffer and the log need to know of each `loss_type` of TRL."""
+"""
+The losses: what the bound search, the replay buffer and the log need to know of each `loss_type` of TRL.
+
+Legend: `B` samples, `T` completion tokens.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,30 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loss:
-    """
-    One loss. Legend: `B` samples, `T` completion tokens.
+    """What is to be known of one loss."""
 
-    Args:
-        mean_over (`str`):
-            What TRL averages the loss over: `"samples"` or `"tokens"` of a micro-batch, or the tokens of a
-            `"generation"`.
-        weighs_by_length (`bool`):
-            Whether a token has the weight 1 / (number of tokens of its sample), rather than 1.
-        gradient_size (`Callable`, *optional*):
-            Size of each token's gradient with respect to its log-probability, at weight and advantage 1: `(B, T)` or
-            `(B, 1)`, of the tokens, the settings (a [`BAPOConfig`]) and vLLM's importance-sampling correction (`None`
-            without one). `None` for a loss with clip bounds: the ratio, where the clip lets it through.
-        has_ratio_cap (`bool`):
-            Whether `epsilon_high` caps the ratio.
-        is_of_sequences (`bool`):
-            Whether the loss makes sequence ratios, and applies vLLM's correction, by itself.
-    """
-
-    mean_over: str
-    weighs_by_length: bool = False
+    mean_over: str  # what TRL averages: "samples" or "tokens" of a micro-batch, or the tokens of a "generation"
+    weighs_by_length: bool = False  # a token has the weight 1 / (number of tokens of its sample), rather than 1
+    # Size of each token's gradient with respect to its log-probability at weight and advantage 1, `(B, T)` or
+    # `(B, 1)`, of the tokens, a `BAPOConfig` and vLLM's importance-sampling correction, if there is one. `None` for a
+    # loss with clip bounds: the ratio, where the clip lets it through
     gradient_size: Callable[["PolicyTokens", Any, torch.Tensor | None], torch.Tensor] | None = None
-    has_ratio_cap: bool = False
-    is_of_sequences: bool = False
+    has_ratio_cap: bool = False  # by `epsilon_high`
+    is_of_sequences: bool = False  # makes sequence ratios, and applies vLLM's correction, by itself
 
     @property
     def has_clip_bounds(self) -> bool:

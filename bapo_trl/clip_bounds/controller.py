@@ -25,21 +25,9 @@ class ClipBoundController:
     Curves are carried over as a forecast that needs no forward pass: what the tokens of one sign contribute at each
     bound, over their total absolute advantage, changes little from one update to the next.
 
-    Args:
-        settings ([`~bapo_config.BAPOConfig`]):
-            Settings of the bound search, with `loss_type` and `delta`.
-        device (`torch.device`):
-            Device of the tokens.
-        reduce (`Callable`):
-            Sums a tensor over ranks.
-        gather (`Callable`):
-            Concatenates the tensors of all ranks along the first dimension.
-        update (`Callable`):
-            Returns the number of the update, for messages.
-
-    Attributes:
-        current ([`ClipBounds`]):
-            Outcome of the latest search; before the first one, the start bounds.
+    `settings` are a [`~bapo_config.BAPOConfig`], `device` is that of the tokens. `reduce` sums a tensor over ranks,
+    `gather` concatenates those of all ranks along the first dimension, and `update` returns the number of the update,
+    for messages. `current` is the outcome of the latest search; before the first one, the start bounds.
     """
 
     def __init__(
@@ -87,17 +75,11 @@ class ClipBoundController:
         """
         Begin an update; choose its bounds, if they are due before the log-probabilities of all its tokens are known.
 
-        Args:
-            total_absolute_advantages ([`Contributions`], *optional*):
-                The sum of w |A| of each sign over the update's tokens on all ranks. The curves of the update are
-                learned with it, and, without `read_ahead`, forecast by it.
-            read_ahead (`Callable`, *optional*):
-                Returns the tokens of the update's micro-batches on this rank, as their losses will see them: the
-                bounds are searched on these. If it returns none, `observe` gets the tokens of the only micro-batch
-                before the bounds are needed.
-
-        Without both, each micro-batch's bounds (`search_scope` `"micro_batch"`), or those of an update's only one, are
-        searched in `observe`.
+        The total absolute advantages are the sum of w |A| of each sign over the update's tokens on all ranks. The
+        curves of the update are learned with them, and, without `read_ahead`, forecast by them. `read_ahead` returns
+        the tokens of the update's micro-batches on this rank, as their losses will see them: the bounds are searched
+        on these. If it returns none, or without both, they are searched in `observe`: those of an update's only
+        micro-batch, or of each (`search_scope` `"micro_batch"`).
         """
         self._totals = total_absolute_advantages
         self._forecasts = total_absolute_advantages is not None and read_ahead is None
@@ -140,8 +122,7 @@ class ClipBoundController:
         """
         Restore the carried curves; return whether they are on this grid, else nothing changes.
 
-        The first update after that is on new samples, and learns its curves before it. So a resumed run reads of these
-        only the curve of a sign that is missing in that update.
+        The first update after that learns its curves from new samples: of these it reads only that of a missing sign.
         """
         if state["grid"] != asdict(self._grid):
             return False

@@ -76,14 +76,10 @@ def policy_tokens(
 
     The ratio is `exp(logp - old_logp)` for each token, or, with the `importance_sampling_level` `"sequence"`, the
     exponential of its mean over the tokens of a row. The weight is the mask, divided by the row's number of tokens if
-    the loss `weighs_by_length`, times the factors, and with the `weighting` `"behavior_prob"` times `exp(old_logp)`,
-    as Eq. 8 prints it. Factors common to all tokens of the update (number of rows, of tokens, of micro-batches) are
-    left out: the share of the positive tokens does not see them.
-
-    The first two are `(B, T)`, of the policy that is trained and of the one that sampled each token; the advantages
-    `(B,)` or `(B, T)`; the mask, `(B, T)`, is 1 for tokens that the loss counts. `factors` are further ones of the
-    token loss (entropy mask, off-policy mask, vLLM importance-sampling correction), `(B, T)` or `(B, 1)`. What is
-    returned is detached from the graph.
+    the loss `weighs_by_length`, times the factors of the token loss (entropy mask, off-policy mask, vLLM's
+    correction), `(B, T)` or `(B, 1)`, and with the `weighting` `"behavior_prob"` times `exp(old_logp)`, as Eq. 8
+    prints it. Factors common to all tokens of the update are left out: the share of the positive tokens does not see
+    them. The other shapes are those of [`PolicyTokens`], and what is returned is detached from the graph.
     """
     log_ratio = per_token_logps.detach() - old_per_token_logps
     row_tokens = mask.sum(dim=1, keepdim=True).clamp(min=1.0)

@@ -146,11 +146,7 @@ def unlogged_metrics(settings: Any) -> set[str]:
 
 
 class UpdateLog:
-    """
-    Collects what is logged of one optimizer update, from its first micro-batch to its last.
-
-    Holds tensors only until `close`, which reduces them over ranks, reads them once, and starts afresh.
-    """
+    """Collects what is logged of one optimizer update, until `close` reads it and starts afresh."""
 
     def __init__(self, unlogged: Collection[str] = ()):
         self._unlogged = frozenset(unlogged)
@@ -166,7 +162,6 @@ class UpdateLog:
         return self._tally is not None
 
     def add(self, tally: DistributedSums) -> None:
-        """Add a micro-batch, as summed up by [`measure_tokens`]."""
         self._tally = tally if self._tally is None else self._tally + tally
         self._counts.append(tally.sums["versions"])
 
