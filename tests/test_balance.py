@@ -16,7 +16,7 @@ from bapo_trl.clip_bounds.controller import ClipBoundController
 from bapo_trl.clip_bounds.tokens import policy_tokens
 from tests.helpers.alike import assert_same_logs, assert_same_weights
 from tests.helpers.toy import CPU, toy_model, toy_run, toy_trainer, training_logs
-from tests.test_bapo_trainer import Recorder, VLLMCorrected, expected_bounds, trained
+from tests.test_bapo_trainer import Recorder, expected_bounds, share_of, trained
 
 
 UNCLIPPED = {"cispo": {"epsilon_high": 1.1}, "sapo": {}, "vespo": {}}
@@ -67,17 +67,6 @@ def assert_negatives_are_scaled(trainer, record, weight: float) -> None:
     negative = record["inputs"]["advantages"] < 0
     torch.testing.assert_close(record["gradient"][negative], plain[negative] * weight, rtol=1e-5, atol=1e-9)
     assert torch.equal(record["gradient"][~negative], plain[~negative])
-
-
-def share_of(records, loss_type: str | None) -> float:
-    """The share of the positive tokens in the size of the gradient; NaN if it is 0."""
-    sizes = torch.zeros(2, dtype=torch.float64)
-    for record in records:
-        # The search takes the update of bnpo as one batch
-        factor = record["inputs"]["completion_mask"].sum() if loss_type == "bnpo" else 1
-        gradient, advantages = record["gradient"].double().abs() * factor, record["inputs"]["advantages"]
-        sizes += torch.stack([gradient[advantages > 0].sum(), gradient[advantages < 0].sum()])
-    return (sizes[0] / sizes.sum()).item()
 
 
 @pytest.mark.parametrize(
@@ -196,6 +185,25 @@ def test_the_first_update_of_a_generation_is_that_of_the_batch_scope(carried_run
     assert batch.look_ahead_calls > 0
     assert bounds_of(carried_run)[0] == pytest.approx(bounds_of(batch)[0])
     assert bounds_of(carried_run)[2] != pytest.approx(bounds_of(batch)[2])
+
+
+class VLLMCorrected(Recorder):
+    """Weighs the tokens as vLLM's correction does, of samples with log-probabilities of their own."""
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        logps = output["old_per_token_logps"]
+        output["sampling_per_token_logps"] = logps + 0.3 * torch.randn_like(logps)
+        output["importance_sampling_ratio"] = 0.25 + torch.rand_like(logps)
+        self.use_vllm = False
+        return output
+
+    def _compute_loss(self, model, inputs):
+        self.use_vllm = True  # the loss and the search read it; generation must not
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self.use_vllm = False
 
 
 @pytest.mark.trainings
