@@ -1,4 +1,4 @@
-"""The table of losses: what it says of each `loss_type`, against TRL's own loss and worked-out values."""
+"""The losses and the tokens that they weigh: what the table says, against TRL's own loss and worked-out values."""
 
 import ast
 import inspect
@@ -52,3 +52,14 @@ def test_vespo_has_the_weights_of_trl():
     size = LOSSES["vespo"].gradient_size(tokens, settings, None)
     expected = GRPOTrainer.get_gamma_weights(torch.tensor([[1.0], [-1.0]]), logps, mask, None, 1.5, 3.0, 3.0, 2.0)
     assert torch.equal(size, expected)
+
+
+def test_rows_without_tokens_have_weight_zero_and_ratios_of_sequences_a_mask_of_rows():
+    logps, old = torch.log(torch.tensor([[0.5, 0.4, 0.9], [0.2, 0.8, 0.3]])), torch.full((2, 3), -1.0)
+    advantages, mask = torch.tensor([1.0, -1.0]), torch.tensor([[0, 0, 0], [1, 1, 0]])
+    by_token = policy_tokens(logps, old, advantages, mask, weighs_by_length=True)
+    assert torch.equal(by_token.weights, torch.tensor([[0.0, 0.0, 0.0], [0.5, 0.5, 0.0]]))
+    assert torch.equal(by_token.ratio_mask, mask.bool())
+    rows = policy_tokens(logps, old, advantages, mask, importance_sampling_level="sequence")
+    assert torch.equal(rows.ratio_mask, torch.tensor([[False], [True]]))
+    assert rows.ratio[0] == 1  # padding has none
