@@ -121,27 +121,24 @@ def test_knows_when_every_sample_is_on_policy(args, always_on_policy):
     assert config(**args).is_always_on_policy == always_on_policy
 
 
-def test_warns_that_whole_checkpoints_on_the_hub_hold_samples():
-    def warns(**args):
-        settings = {"push_to_hub": True, "replay_fraction": 0.5, "hub_strategy": "checkpoint", **args}
-        return any("prompts and completions" in message for message in setting_warnings(config(**settings)))
-
-    assert warns()
-    assert not warns(hub_strategy="every_save")
-    assert not warns(push_to_hub=False)
-    assert not warns(replay_fraction=0)
-    assert warns(replay_fraction=0, partial_rollout_oversampling=1.5, steps_per_generation=2)
-    assert not warns(save_only_model=True)
-
-
 @pytest.mark.parametrize(
-    "args",
+    ("args", "warns"),
     [
-        {"logging_steps": 0},
-        {"hub_strategy": "never"},
-        {"fp16": True, "bf16": True},
+        ({}, True),
+        ({"replay_fraction": 0, "partial_rollout_oversampling": 1.5, "steps_per_generation": 2}, True),
+        ({"hub_strategy": "every_save"}, False),
+        ({"push_to_hub": False}, False),
+        ({"replay_fraction": 0}, False),
+        ({"save_only_model": True}, False),
     ],
 )
+def test_warns_that_whole_checkpoints_on_the_hub_hold_samples(args, warns):
+    settings = {"push_to_hub": True, "replay_fraction": 0.5, "hub_strategy": "checkpoint", **args}
+    messages = setting_warnings(config(**settings))
+    assert any("prompts and completions" in message for message in messages) == warns
+
+
+@pytest.mark.parametrize("args", [{"logging_steps": 0}, {"hub_strategy": "never"}, {"fp16": True, "bf16": True}])
 def test_what_transformers_refuses_keeps_its_own_words(args):
     errors = []
     for config_class in (GRPOConfig, BAPOConfig):
@@ -149,14 +146,6 @@ def test_what_transformers_refuses_keeps_its_own_words(args):
             config_class("unused", **{**CPU, **args})
         errors.append((type(caught.value), str(caught.value)))
     assert errors[0] == errors[1]
-
-
-def test_evaluation_batches_are_checked_over_all_processes(monkeypatch):
-    two = {"eval_strategy": "epoch", "per_device_eval_batch_size": 2, "num_generations_eval": 4}
-    with pytest.raises(ValueError, match=r"eval batch size \(2 \* 1\) .* generations .* \(4\)"):
-        config(**two)
-    monkeypatch.setattr(BAPOConfig, "world_size", 2)
-    config(**two)
 
 
 def test_a_grpo_config_is_taken_over():

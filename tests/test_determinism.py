@@ -18,24 +18,19 @@ from tests.helpers.kernels import Kernels
 from tests.helpers.toy import toy_run, training_logs
 
 
-def documented_as_refused() -> set[str]:
-    """Return the names, as in `torch.ops.aten`, of what raises under `use_deterministic_algorithms(True)`."""
-    return documented(torch.use_deterministic_algorithms.__doc__.split("operations will throw a\n")[1])
-
-
-def documented_as_slower() -> set[str]:
-    """Return the names of what is not deterministic on CUDA, unless `use_deterministic_algorithms(True)` is called."""
-    of_both = torch.use_deterministic_algorithms.__doc__.split("operations will act\n")[1]
-    return documented(of_both.split("operations will throw a\n")[0], "differentiate", "requires grad")
-
-
 def documented(listed: str, *without: str) -> set[str]:
+    """Return the names, as in `torch.ops.aten`, of the operations that a part of torch's documentation lists."""
     items = re.split(r"(?=\* :\w+:`torch\.)", listed)
     items = [item for item in items if "CUDA" in item or "MPS" not in item]  # MPS is Apple's
     items = [item for item in items if not any(words in item for words in without)]
     names = [name for item in items for name in re.findall(r"^\* :\w+:`torch\.([\w.]+)`", item)]
     words = (re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name.split(".")[-1]) for name in names)
     return {word.lower().rstrip("_") for word in words}
+
+
+BOTH, _, THROWS = torch.use_deterministic_algorithms.__doc__.partition("operations will throw a\n")
+REFUSED = documented(THROWS)
+SLOWER = documented(BOTH.partition("operations will act\n")[2], "differentiate", "requires grad")
 
 
 class Trace(TorchDispatchMode):
@@ -81,10 +76,9 @@ def determinism_ends_with_the_test():
 
 
 def test_the_documented_list_is_read():
-    names = documented_as_refused()
-    assert ("cumsum" in names) == (Version(torch.__version__) < Version("2.14"))  # deterministic since
-    assert {"put", "nll_loss", "histc", "bincount", "median", "scatter_reduce", "avg_pool3d"} <= names
-    assert not names & {"index_add", "scatter_add", "gather", "index_put"}  # these have a deterministic version
+    assert ("cumsum" in REFUSED) == (Version(torch.__version__) < Version("2.14"))  # deterministic since
+    assert {"put", "nll_loss", "histc", "bincount", "median", "scatter_reduce", "avg_pool3d"} <= REFUSED
+    assert not REFUSED & {"index_add", "scatter_add", "gather", "index_put"}  # these have a deterministic version
 
 
 @pytest.mark.parametrize(
@@ -92,13 +86,8 @@ def test_the_documented_list_is_read():
     [
         {"search_scope": "batch", "contribution_measure": "surrogate"},
         {"search_scope": "micro_batch", "importance_sampling_level": "sequence"},
-        {"search_scope": "carried_over", "negative_weight_min": 0.05},
-        {
-            "loss_type": "grpo",
-            "off_policy_mask_threshold": 0.1,
-            "delta": 3.5,
-            "contribution_weighting": "behavior_prob",
-        },
+        {"search_scope": "carried_over", "negative_weight_min": 0.05, "contribution_weighting": "behavior_prob"},
+        {"loss_type": "grpo", "off_policy_mask_threshold": 0.1, "delta": 3.5},
     ],
     ids=lambda args: "-".join(map(str, args.values())),
 )
@@ -109,17 +98,17 @@ def test_the_search_uses_no_operation_that_raises_on_cuda(tmp_path, determinism_
     )  # fmt: skip
     assert torch.are_deterministic_algorithms_enabled()
     assert {"index_add", "argmax", "nansum"} <= trainer.trace.operations  # curves, search and log have been seen
-    assert not trainer.trace.operations & documented_as_refused()
+    assert not trainer.trace.operations & REFUSED
     assert any(log["bapo/search_steps"] > 0 for log in training_logs(trainer))
 
 
 @pytest.mark.parametrize("measure", MEASURES)
 def test_on_an_accelerator_the_search_is_deterministic_without_being_asked(measure):
-    assert {"index_add", "scatter_add", "index_put"} <= documented_as_slower()
+    assert {"index_add", "scatter_add", "index_put"} <= SLOWER
     ratio, weights = torch.ones(2, 8, 64, device="meta")
     with Kernels() as kernels:
         curves = contributions(ratio, ratio[:, 0], weights, BoundGrid(), measure, delta=4.0)
         search_bounds(curves, BoundGrid(), 0.5, negative_weight_min=0.1)
     found = {name.strip("_") for name in kernels.names}
     assert {"embedding_bag_forward_only", "argmax"} <= found
-    assert not found & (documented_as_refused() | documented_as_slower())
+    assert not found & (REFUSED | SLOWER)
