@@ -210,11 +210,8 @@ def _prompts(args: BAPOConfig, prompts: Prompts) -> str:
     count = "a stream" if prompts.num_prompts is None else f"{prompts.num_prompts} prompts"
     lines = [f"Prompts: {count}{of}", f"  tokens: {shares}"]
     if prompts.room is not None:
-        completion = args.max_completion_length
-        room = str(prompts.room)
-        if prompts.room <= 0:
-            room = f"none, it does not fit into the window of {prompts.room + completion}"
-        lines.append(f"  room before a completion of {completion}: {room}; too long: {prompts.too_long}")
+        room = f"room before a completion of {args.max_completion_length}: {max(prompts.room, 0)}"
+        lines.append(f"  {room}; too long: {prompts.too_long}")
     if prompts.lacks_messages:
         lines.append(f"  {TEXT_FOR_CHAT}")
     shown = prompts.first[:_PROMPT_CHARACTERS]

@@ -86,9 +86,8 @@ def check_fit(config: Any, processing_class: Any, args: BAPOConfig, datasets: It
     """
     Refuse a tokenizer with more tokens than the model, and prompts that are too long for it (`InputError`).
 
-    `datasets` has pairs of name and dataset. Streams pass: their prompts are known as they come.
-
-    Rotary positions go on beyond the window that the model was trained for, worse and worse: there, this only warns.
+    `datasets` has pairs of name and dataset; streams pass. Rotary positions go on beyond the window that the model was
+    trained for, worse and worse: there, this only warns.
     """
     config = config.get_text_config()
     limits = token_limits(config, args.max_completion_length)

@@ -46,7 +46,7 @@ def parse_arguments(arguments: Sequence[str], command: Command = TRAIN) -> Setti
     named = {**recipe, **flags}
     trains = is_true(named.get("do_train", True))
 
-    parser = _make_parser(command)
+    parser = _Parser(command)
     has_data = any(named.get(name) for name in ("dataset_name", "eval_dataset", "datasets"))
     if is_true(named.get("merge_adapter", False)) and not trains and not has_data:
         parser.set_defaults(bf16=False)  # TRL's default asks for a GPU, which merging does not use
@@ -74,29 +74,29 @@ def parse_arguments(arguments: Sequence[str], command: Command = TRAIN) -> Setti
     return Settings(script_args, training_args, model_args, dataset_args)
 
 
-def _make_parser(command: Command) -> "_Parser":
-    """Return a parser whose help text has the flags of this package alone."""
-    parser = _Parser(
-        (BAPOScriptArguments, BAPOConfig, ModelConfig, DatasetMixtureConfig),  # type: ignore[arg-type]
-        prog=command.name,
-        description=command.description,
-        epilog="All fields of TRL's GRPOConfig, ModelConfig and DatasetMixtureConfig are flags as well.",
-        usage=f"{command.name} [--config RECIPE] [--NAME VALUE ...]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", metavar="RECIPE", help="Name of a recipe, or a YAML file of settings.")
-    # TRL's dropout of 0.05 on adapters would put noise on every importance ratio
-    parser.set_defaults(do_train=True, dtype=None, lora_dropout=0.0)
-    shown = {"help", "config", *(field.name for field in (*fields(BAPOScriptArguments), *own_fields()))}
-    for action in parser._actions:
-        if action.dest not in shown:
-            action.help = argparse.SUPPRESS
-    return parser
-
-
 class _Parser(TrlParser):
-    """TRL's parser, which looks at all names before any value, and refuses in one line with the nearest name."""
+    """
+    TRL's parser, which looks at all names before any value, and refuses in one line with the nearest name. Its help
+    text has the flags of this package alone.
+    """
+
+    def __init__(self, command: Command):
+        super().__init__(
+            (BAPOScriptArguments, BAPOConfig, ModelConfig, DatasetMixtureConfig),  # type: ignore[arg-type]
+            prog=command.name,
+            description=command.description,
+            epilog="All fields of TRL's GRPOConfig, ModelConfig and DatasetMixtureConfig are flags as well.",
+            usage=f"{command.name} [--config RECIPE] [--NAME VALUE ...]",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self.add_argument("--config", metavar="RECIPE", help="Name of a recipe, or a YAML file of settings.")
+        # TRL's dropout of 0.05 on adapters would put noise on every importance ratio
+        self.set_defaults(do_train=True, dtype=None, lora_dropout=0.0)
+        shown = {"help", "config", *(field.name for field in (*fields(BAPOScriptArguments), *own_fields()))}
+        for action in self._actions:
+            if action.dest not in shown:
+                action.help = argparse.SUPPRESS
 
     def parse_known_args(self, args=None, namespace=None):
         namespace, remaining = super().parse_known_args(args, namespace)
@@ -111,10 +111,9 @@ class _Parser(TrlParser):
         """Return names that are not known, each with the nearest that is."""
         known = [action.dest for action in self._actions]
         described = []
-        for name in names:
-            near = difflib.get_close_matches(name.removeprefix("--").replace("-", "_"), known, n=1)
-            hint = f"the nearest is {prefix}{near[0]}" if near else "none is near"
-            described.append(f"{prefix}{name.removeprefix('--')} ({hint})")
+        for name in (name.removeprefix("--") for name in names):
+            near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
+            described.append(f"{prefix}{name} ({f'the nearest is {prefix}{near[0]}' if near else 'none is near'})")
         return ", ".join(described)
 
     def error(self, message: str) -> NoReturn:

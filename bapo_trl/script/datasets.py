@@ -1,6 +1,5 @@
 """The data that the flags ask for: to train on, to evaluate on, in the columns that both read."""
 
-import glob
 import json
 import os
 from collections import deque
@@ -20,10 +19,10 @@ from datasets import (
 from datasets.exceptions import DatasetsError
 from trl import DatasetMixtureConfig, get_dataset
 
-from ..bapo_config import BAPOConfig
 from ..errors import InputError
 from ..tasks import CHAT_SUMS, GYM_PREFIX, MadeTask, load_chat_sums, load_gym_task, load_task
-from .arguments import EMBEDDED, BAPOScriptArguments
+from .arguments import EMBEDDED
+from .command_line import Settings
 
 
 _FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -45,50 +44,40 @@ class Data:
         return self.test if self.train is None else self.train
 
 
-def load_data(
-    script_args: BAPOScriptArguments,
-    training_args: BAPOConfig,
-    dataset_args: DatasetMixtureConfig,
-    task: MadeTask | None = None,
-) -> Data:
+def load_data(settings: Settings, task: MadeTask | None = None) -> Data:
     """Load what the run trains on and what it evaluates on: of a task of the package, a mixture, or a dataset."""
+    script_args, training_args, _, dataset_args = settings
     eval_dataset, fraction, trains = script_args.eval_dataset, script_args.eval_fraction, training_args.do_train
     if eval_dataset is not None and fraction is not None:
         raise InputError("`eval_dataset` and `eval_fraction` are both set: leave one of them out.")
     title, train, test, test_title = str(eval_dataset), None, None, eval_dataset
+    train_split, test_split = script_args.dataset_train_split, script_args.dataset_test_split
     if trains or eval_dataset is None:
-        title, splits = _load_named(script_args, dataset_args, task)
+        splits: Any
+        if task is not None:
+            title, splits = task.name, {test_split: task.test_dataset, train_split: task.train_dataset}
+        elif dataset_args.datasets:
+            title, splits = "a dataset mixture", load_mixture(dataset_args)
+        else:
+            title = str(script_args.dataset_name)
+            splits = load_splits(title, script_args.dataset_config, script_args.dataset_streaming)
         if trains or fraction is not None:
-            train = pick_split(splits, script_args.dataset_train_split, "dataset_train_split")
+            train = pick_split(splits, train_split, "dataset_train_split")
         if fraction is not None:
             train, test = hold_out(train, fraction)
             test_title = f"{fraction:g} of {title}"
         elif trains and training_args.do_eval and eval_dataset is None:  # the only split is trained on
-            test = pick_split(splits, script_args.dataset_test_split, "dataset_test_split")
+            test = pick_split(splits, test_split, "dataset_test_split")
         elif not trains:
-            test = _pick_eval_split(splits, script_args.dataset_test_split)
+            test = _pick_eval_split(splits, test_split)
     if eval_dataset is not None:
         is_only = script_args.dataset_name in (None, eval_dataset)
         config = script_args.dataset_config if is_only else None  # else that of `dataset_name`
-        splits = load_splits(eval_dataset, config, parameter="eval_dataset")
-        test = _pick_eval_split(splits, script_args.dataset_test_split)
+        test = _pick_eval_split(load_splits(eval_dataset, config, parameter="eval_dataset"), test_split)
     if test is not None and script_args.max_eval_samples is not None:
         count = script_args.max_eval_samples
         test = test.take(count if isinstance(test, IterableDataset) else min(count, len(test)))
     return Data(title, train if trains else None, test, test_title)
-
-
-def _load_named(
-    script_args: BAPOScriptArguments, dataset_args: DatasetMixtureConfig, task: MadeTask | None
-) -> tuple[str, Any]:
-    """Return the title and the splits of the data that `dataset_name` or `datasets` names."""
-    if task is not None:
-        test, train = script_args.dataset_test_split, script_args.dataset_train_split
-        return task.name, {test: task.test_dataset, train: task.train_dataset}
-    if dataset_args.datasets:
-        return "a dataset mixture", load_mixture(dataset_args)
-    name = str(script_args.dataset_name)
-    return name, load_splits(name, script_args.dataset_config, script_args.dataset_streaming)
 
 
 def load_mixture(settings: DatasetMixtureConfig) -> DatasetDict:
@@ -108,10 +97,8 @@ def load_splits(
     name: str, config: str | None = None, streaming: bool = False, parameter: str = "dataset_name"
 ) -> DatasetDict | IterableDatasetDict:
     """
-    Load a dataset, its splits by name, of which the rows of a file are `"train"`.
-
-    Its name is a `.json`, `.jsonl` or `.parquet` file, a folder written by `save_to_disk`, or, with an optional
-    `config`, a folder of data files or an id on the Hub. Error messages call it `parameter`.
+    Load a `.json`, `.jsonl` or `.parquet` file (as `"train"`), a folder of `save_to_disk`, or, with an optional
+    `config`, a folder of data files or an id on the Hub. Error messages call its name `parameter`.
     """
     path = Path(name)
     if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
@@ -128,8 +115,7 @@ def load_splits(
         if path.suffix != ".parquet":
             with open(name, encoding="utf-8") as file:  # else other bytes come up where a row is read
                 deque(file, maxlen=0)
-        whole = glob.escape(os.path.abspath(name))  # else a `[1]` in a name stands for another file
-        splits = load_dataset(_FILE_BUILDERS[path.suffix], data_files={"train": whole}, streaming=streaming)
+        splits = load_dataset(_FILE_BUILDERS[path.suffix], data_files={"train": name}, streaming=streaming)
         next(iter(splits["train"]))  # a stream is not read before
         return splits
     except (*_LOADING, StopIteration) as error:
@@ -150,9 +136,9 @@ def _reason(error: BaseException, files: list[str]) -> str:
 
 def json_defect(name: str) -> str | None:
     """
-    Return what is wrong with a file of JSON, an object a line or an array of them, and in which line, counted from 1.
+    Return what is wrong with a file of JSON, an object a line or an array of them, and in which line; else `None`.
 
-    `None` if nothing is. The libraries count rows of a block, without the empty lines.
+    Lines are counted from 1. The libraries count rows of a block, without the empty lines.
     """
     number = None  # of the line, where each has an object of its own
     try:

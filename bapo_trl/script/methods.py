@@ -58,8 +58,7 @@ def apply_method(flags: Mapping[str, str], recipe: Mapping[str, Any]) -> dict[st
     """
     Return a recipe with the settings of the method that it or a flag names, and without those of another method.
 
-    What stands beside the method, in flags or in the recipe that names it, stays; it is refused (`InputError`) where
-    the method sets it to something else, as is a method that is not known.
+    What stands beside the method, in flags or in the recipe that names it, stays, or contradicts it (`InputError`).
     """
     name = flags.get("method", recipe.get("method"))
     if name is None:
@@ -72,12 +71,12 @@ def apply_method(flags: Mapping[str, str], recipe: Mapping[str, Any]) -> dict[st
     settings = {field: defaults[field] for field in METHOD_SETTINGS} | dict(method)
     if {**recipe, **flags}.get("loss_type", "dapo") not in CLIPPED_LOSS_TYPES:
         settings.setdefault("loss_type", defaults["loss_type"])  # a method without a loss of its own has clip bounds
-    for field in beside:
+    for field, value in beside.items():
         is_of_method = field in method or (field == "loss_type" and field in settings)
-        if is_of_method and str(beside[field]) != str(settings[field]):
+        if is_of_method and str(value) != str(settings[field]):
             raise InputError(
-                f"`method` is '{name}', which sets `{field}` to {settings[field]!r}, and `{field}` is "
-                f"{beside[field]!r}: leave one of them out."
+                f"`method` is '{name}', which sets `{field}` to {settings[field]!r}, and `{field}` is {value!r}: "
+                "leave one of them out."
             )
     return {**recipe, **{field: value for field, value in settings.items() if field not in beside}}
 

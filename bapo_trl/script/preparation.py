@@ -24,7 +24,7 @@ from ..report.runs import read_settings
 from ..upstream.cpu_speed import base_dtype
 from .arguments import EMBEDDED
 from .command_line import Settings
-from .console import UpdateLines, UpdateLinesAboveBar
+from .console import ProgressBar, UpdateLines
 from .datasets import Data, load_data
 from .earlier_run import continues
 from .models import Parts, check_packages, fetch_model, load_adapter, load_processing_class
@@ -52,9 +52,8 @@ class ReportUntilTheEnd(ReportCallback):
 
 def load_data_and_rewards(settings: Settings) -> tuple[Data, list[Any], Callable[[str], str | None] | None]:
     """Return the data, the reward functions and what finds an answer, as [`gather_inputs`] takes them."""
-    script_args, training_args, _, dataset_args = settings
-    task, reward_funcs, extract_answer = resolve_names(*settings)
-    return load_data(script_args, training_args, dataset_args, task), reward_funcs, extract_answer
+    task, reward_funcs, extract_answer = resolve_names(settings)
+    return load_data(settings, task), reward_funcs, extract_answer
 
 
 def gather_inputs(
@@ -90,13 +89,13 @@ def make_trainer(settings: Settings, inputs: Inputs) -> EvaluatedTrainer:
     data = inputs.data
     if "trackio" in training_args.report_to and training_args.run_name is None:
         training_args.run_name = _run_name(training_args)
-    loaded, quantization = _model_argument(inputs, training_args, model_args)
+    model, quantization = _model_argument(inputs, training_args, model_args)
     peft_config = get_peft_config(model_args)
     if peft_config is not None:
         peft_config.revision = model_args.model_revision  # of its base, for who loads it
     eval_dataset = data.test if training_args.do_eval else None
     trainer = EvaluatedTrainer(
-        loaded,
+        model,
         inputs.reward_funcs,
         training_args,
         train_dataset=data.prompts,
@@ -109,7 +108,9 @@ def make_trainer(settings: Settings, inputs: Inputs) -> EvaluatedTrainer:
     check_prompts_fit(trainer, eval_dataset)
     if not training_args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(UpdateLinesAboveBar if sys.stderr.isatty() else UpdateLines)
+        if sys.stderr.isatty():
+            trainer.add_callback(ProgressBar)
+        trainer.add_callback(UpdateLines)
     trainer.add_callback(ReportUntilTheEnd({**vars(script_args), **vars(model_args), **vars(dataset_args)}))
     return trainer
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from datasets import Dataset, IterableDataset
 from jinja2 import TemplateError
@@ -18,7 +18,7 @@ from .arguments import BAPOScriptArguments
 from .datasets import Data
 
 
-Rows: TypeAlias = Dataset | IterableDataset
+Rows = Dataset | IterableDataset
 
 
 def format_data(data: Data, flags: BAPOScriptArguments, processing_class: Any) -> Data:
@@ -26,8 +26,8 @@ def format_data(data: Data, flags: BAPOScriptArguments, processing_class: Any) -
     makes_chats = _forms_prompts(flags) and getattr(processing_class, "chat_template", None) is not None
     if flags.system_prompt is not None and not makes_chats:
         raise InputError(
-            "`system_prompt` is set, but the tokenizer of `model_name_or_path` has no chat template, so there "
-            "are no system messages: put the text into `prompt_template`, or take a model with a chat template."
+            "`system_prompt` is set, but the tokenizer of `model_name_or_path` has no chat template: put the text "
+            "into `prompt_template`, or take a model with one."
         )
     train, test = data.train, data.test
     if train is not None:
@@ -48,9 +48,8 @@ def format_prompts(
     """
     Return the dataset with the column `prompt`, and with `solution` where answers are asked for.
 
-    With `makes_chats`, a prompt that is text becomes the message of a user. All columns stay, for the reward functions
-    to read, but for those read here under names that these are given by the trainer. An answer is added as `solution`
-    unless there is such a column.
+    With `makes_chats`, a prompt that is text becomes the message of a user. All columns stay for the reward functions,
+    but for those read here whose names the trainer gives values of its own. A `solution` of the dataset's own stays.
     """
     first = next(iter(dataset), None)
     if first is None:
@@ -81,9 +80,10 @@ def is_chat(dataset: Rows | None) -> bool:
     return isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
 
 
-def prompt_lines(data: Data, processing_class: Any, model: str, flags: BAPOScriptArguments) -> list[str]:
+def prompt_lines(data: Data, processing_class: Any, model: str, flags: BAPOScriptArguments) -> str:
     """Return what the terminal says of the prompts, and of answers and forms that may not be what was meant."""
-    lines = [prompts_line(data.prompts, processing_class)]
+    kind = "plain text" if getattr(processing_class, "chat_template", None) is None else TEXT_FOR_CHAT
+    lines = [f"Prompts: {'chat messages' if is_chat(data.prompts) else kind}"]
     if data.train is None:
         trained = read_settings(Path(model))
         other = [
@@ -105,15 +105,7 @@ def prompt_lines(data: Data, processing_class: Any, model: str, flags: BAPOScrip
             lines.append(
                 f"Note: rewards read the data's own column `solution`, not `{column}`: rename it if that is wrong."
             )
-    return lines
-
-
-def prompts_line(dataset: Rows | None, processing_class: Any) -> str:
-    """Return what the terminal says of the prompts: whether the model gets messages, and whether it expects some."""
-    if is_chat(dataset):
-        return "Prompts: chat messages"
-    expects_chat = getattr(processing_class, "chat_template", None) is not None
-    return f"Prompts: {TEXT_FOR_CHAT if expects_chat else 'plain text'}"
+    return "\n".join(lines)
 
 
 def check_chat_template(dataset: Rows | None, processing_class: Any, template_kwargs: Any = None) -> None:

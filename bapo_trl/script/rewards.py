@@ -9,14 +9,14 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trl import DatasetMixtureConfig, ModelConfig, rewards
+from trl import rewards
 
-from ..bapo_config import BAPOConfig
 from ..errors import InputError
 from ..evaluation.answers import EXTRACTORS, boxed_answer, canonical, gold_answers, gold_texts, plain_number
 from ..evaluation.prose import has_several_quantities, pieces_of_mathematics
 from ..tasks import MadeTask
-from .arguments import EMBEDDED, BAPOScriptArguments
+from .arguments import EMBEDDED
+from .command_line import Settings
 from .datasets import make_task
 
 
@@ -168,15 +168,11 @@ NEED_MATH = frozenset(("accuracy_reward", "reasoning_accuracy_reward"))
 """Those that need the package math-verify."""
 
 
-def resolve_names(
-    script_args: BAPOScriptArguments,
-    training_args: BAPOConfig,
-    model_args: ModelConfig,
-    dataset_args: DatasetMixtureConfig,
-) -> tuple[MadeTask | None, list[Any], Callable[[str], str | None] | None]:
+def resolve_names(settings: Settings) -> tuple[MadeTask | None, list[Any], Callable[[str], str | None] | None]:
     """
     Return the task, the reward functions and what finds an answer; refuse a run that names no data, rewards or model.
     """
+    script_args, training_args, model_args, dataset_args = settings
     evaluates_alone = script_args.eval_dataset is not None and not training_args.do_train
     if not (script_args.dataset_name or dataset_args.datasets or evaluates_alone):
         raise InputError(

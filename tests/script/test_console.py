@@ -5,13 +5,14 @@ import io
 
 import pytest
 import yaml
-from transformers import TrainerState
+from transformers import TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler
 
 from bapo_trl import BAPOConfig
 from bapo_trl.advice import ADVICE, advice_line
 from bapo_trl.batch.staleness import staleness_line
 from bapo_trl.script.command_line import parse_arguments
-from bapo_trl.script.console import UpdateLines, UpdateLinesAboveBar, log_line, settings_table
+from bapo_trl.script.console import ProgressBar, UpdateLines, log_line, settings_table
 from tests.helpers.commands import ROOT
 from tests.helpers.script_runs import train_bapo
 from tests.helpers.toy import CPU, OFF_POLICY, toy_trainer
@@ -164,16 +165,16 @@ def test_a_log_that_is_of_no_update_has_no_line():
 def test_the_bar_and_the_lines_of_updates_stand_apart(terminal):
     """In a terminal the bar is cleared before each line; in a file there is none, and each line comes at once."""
     output = Terminal() if terminal else io.StringIO()
-    callback = UpdateLinesAboveBar() if terminal else UpdateLines()
-    state = TrainerState(max_steps=3, is_world_process_zero=True)
+    callback = CallbackHandler([*([ProgressBar()] if terminal else []), UpdateLines()], *[None] * 4)
+    state, control = TrainerState(max_steps=3, is_world_process_zero=True), TrainerControl()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        callback.on_log(None, state, None, {"eval_reward": 1.0})  # before the training
-        callback.on_train_begin(None, state, None)
+        callback.on_log(None, state, control, {"eval_reward": 1.0})  # before the training
+        callback.on_train_begin(None, state, control)
         for step in (1, 2, 3):
             state.global_step = step
-            callback.on_step_end(None, state, None)
-            callback.on_log(None, state, None, {"bapo/positive_share": 0.5, "entropy": float(step)})
-        callback.on_train_end(None, state, None)
+            callback.on_step_end(None, state, control)
+            callback.on_log(None, state, control, {"bapo/positive_share": 0.5, "entropy": float(step)})
+        callback.on_train_end(None, state, control)
     text = output.getvalue()
     written = [line.rpartition("\r")[2] for line in text.splitlines() if "update " in line]
     starts = [f"update    {step}  positive share 0.50  entropy {step}.00" for step in (1, 2, 3)]

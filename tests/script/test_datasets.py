@@ -28,13 +28,6 @@ def test_files_are_the_train_split(tmp_path, suffix):
     assert splits["train"].to_list() == ROWS
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_name_with_brackets_is_that_file_and_no_other(tmp_path, streaming):
-    (tmp_path / "data[1].jsonl").write_text("\n".join(map(json.dumps, ROWS)))
-    (tmp_path / "data1.jsonl").write_text('{"prompt": "another"}\n')
-    assert list(load_splits(str(tmp_path / "data[1].jsonl"), streaming=streaming)["train"]) == ROWS
-
-
 def test_saved_datasets_and_folders_of_files(tmp_path):
     data = Dataset.from_list(ROWS)
     data.save_to_disk(tmp_path / "one")
@@ -99,7 +92,5 @@ def test_a_configuration_is_that_of_the_only_data(monkeypatch, dataset_name, con
     monkeypatch.setattr("bapo_trl.script.datasets.load_dataset", load)
     flags = ["--eval_dataset=org/data", "--dataset_config=main", "--do_train=false", "--output_dir=out"]
     flags += ["--use_cpu=true", "--bf16=false", *([] if dataset_name is None else [f"--dataset_name={dataset_name}"])]
-    script_args, training_args, _, dataset_args = parse_arguments(flags)
-    data = load_data(script_args, training_args, dataset_args)
-    assert data.test.to_list() == ROWS
+    assert load_data(parse_arguments(flags)).test.to_list() == ROWS
     assert asked == [("org/data", config)]
