@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from time import monotonic
 
-from tqdm.auto import tqdm
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import ProgressCallback, TrainerCallback
 
 from ..bapo_config import BAPOConfig

@@ -17,11 +17,11 @@ from ..errors import InputError
 from ..report.runs import read_settings
 from ..tasks import SMOLLM2, smollm2_path, sums_model_path
 from ..upstream.trl_compat import create_model_from_path
-from .arguments import EMBEDDED, BAPOScriptArguments
+from .arguments import EMBEDDED
 from .command_line import Settings
-from .rewards import NEED_MATH
 
 
+_NEED_MATH = {"accuracy_reward", "reasoning_accuracy_reward"}  # of the reward functions
 PACKAGED_MODELS = {EMBEDDED: sums_model_path, SMOLLM2: smollm2_path}
 """What gives the folder of a model that no hub is needed for, by its name."""
 
@@ -137,15 +137,16 @@ def merge(training_args: BAPOConfig, model_args: ModelConfig) -> None:
     print(f"Merged model: {folder} ({str(model.dtype).removeprefix('torch.')}, {reason})")
 
 
-def check_packages(script_args: BAPOScriptArguments, training_args: BAPOConfig, model_args: ModelConfig) -> None:
+def check_packages(settings: Settings) -> None:
     """Refuse settings whose package is not installed (`InputError`), before the model is loaded."""
+    script_args, training_args, model_args, _ = settings
     needed = {
         "use_vllm": (training_args.use_vllm, "vllm", "'bapo-trl[vllm]'"),
         "use_peft": (model_args.use_peft, "peft", "'bapo-trl[peft]'"),
         "load_in_4bit": (model_args.load_in_4bit, "bitsandbytes", "bitsandbytes"),
         "load_in_8bit": (model_args.load_in_8bit, "bitsandbytes", "bitsandbytes"),
         "use_liger_kernel": (training_args.use_liger_kernel, "liger_kernel", "liger-kernel"),
-        "reward_funcs": (NEED_MATH & {*(script_args.reward_funcs or ())}, "math_verify", "'bapo-trl[math]'"),
+        "reward_funcs": (_NEED_MATH & {*(script_args.reward_funcs or ())}, "math_verify", "'bapo-trl[math]'"),
     }
     for flag, (is_set, module, requirement) in needed.items():
         if is_set:

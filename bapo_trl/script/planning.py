@@ -16,8 +16,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 
 from ..errors import InputError
 from ..inputs.setting_warnings import setting_warnings
-from ..plan.dry_run import arithmetic_of, dry_run, processes_of_launcher
-from ..plan.samples import check_fit
+from ..plan.dry_run import arithmetic_of, check_fit, dry_run, processes_of_launcher
 from ..report.facts import method_name
 from .command_line import Settings, parse_arguments
 from .commands import TRAIN, Command
@@ -148,12 +147,10 @@ def _collecting(problems: list[Exception], setting: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except InputError as problem:
-        problems.append(problem)
     except (HfHubHTTPError, ImportError, OSError, RuntimeError, ValueError) as error:
         if setting:
             problems.append(InputError(f"{setting}{str(error).splitlines()[0]}"))
-        elif isinstance(error, OSError):
+        elif isinstance(error, InputError | OSError):
             problems.append(error)
         else:
             raise

@@ -18,10 +18,10 @@ from ..upstream.cpu_speed import speed_up_cpu
 from ..upstream.fixes import end_training
 from .command_line import Settings
 from .console import log_line, settings_table
+from .datasets import prompt_lines
 from .earlier_run import check_resume, check_start, continues, remove_earlier_run, resume_argument
 from .models import merge, merges_alone, parts_of
 from .preparation import Inputs, gather_inputs, load_data_and_rewards, make_trainer
-from .prompts import prompt_lines
 
 
 def run(settings: Settings) -> None:

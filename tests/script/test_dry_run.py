@@ -54,6 +54,7 @@ def test_the_tables_of_a_run(capsys, tmp_path):
     assert "\n                        1 process *  8 processes  32 processes\n" in out
     assert "\n  prompts a generation            4           32           128\n" in out
     assert "\n  samples a generation           12           96           384\n" in out
+    assert "\n  samples an update               6           48           192\n" in out
     assert "\n  updates an epoch                8            0             0\n" in out
     assert "\n  Refused on 8: a generation takes 32 prompts, there are 16.\n" in out
     assert "\n  oldest age of a sample   1 policy versions\n" in out
