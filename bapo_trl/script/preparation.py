@@ -137,6 +137,7 @@ def _model_argument(inputs: Inputs, training_args: BAPOConfig, model_args: Model
     if len(inputs.parts) == 1:
         training_args.model_init_kwargs = init_kwargs
         return inputs.parts[0][0], quantization
+    del init_kwargs["revision"]  # of the adapter: that of its base stands beside it
     if quantization is not None:
         init_kwargs["quantization_config"] = quantization
     if training_args.world_size > 1 or is_deepspeed_zero3_enabled():
