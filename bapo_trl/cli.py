@@ -3,16 +3,15 @@
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pkgutil import resolve_name
-from typing import Any
 
 from . import __version__
 from .errors import InputError
 from .script.commands import EVALUATE, TRAIN, Command
 from .script.failures import run_command
-from .script.recipes import is_dry, look_ahead
+from .script.recipes import is_true, look_ahead
 
 
 COMMANDS = {
@@ -56,9 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
 
 def train(arguments: Sequence[str], command: Command = TRAIN) -> None:
     """Do what flags and a recipe ask for, see [`~script.training.run`]; in a dry run, say what that would be."""
-    flags, recipe = look_ahead(arguments)
-    _set_environment(recipe)  # before libraries are imported, some of which read theirs then
-    if is_dry(flags, recipe):
+    if _prepare(arguments):
         from .script.planning import print_plan
 
         return print_plan(arguments, command)
@@ -79,13 +76,14 @@ def launch(arguments: Sequence[str]) -> None:
     """Train or evaluate in several processes, with the variables of the recipe."""
     plans = False
     with suppress(InputError):  # reported by the command
-        flags, recipe = look_ahead(arguments)
-        _set_environment(recipe)
-        plans = is_dry(flags, recipe)
+        plans = _prepare(arguments)
     from .script.launcher import main
 
     main(arguments, plans)
 
 
-def _set_environment(recipe: Mapping[str, Any]) -> None:
+def _prepare(arguments: Sequence[str]) -> bool:
+    """Set the variables of the recipe, before libraries are imported that read theirs then; tell if the run is dry."""
+    flags, recipe = look_ahead(arguments)
     os.environ.update({name: str(value) for name, value in recipe.get("env", {}).items()})
+    return is_true(flags.get("dry_run", recipe.get("dry_run", False)))

@@ -107,7 +107,7 @@ class Study:
         from ..script.command_line import parse_arguments  # takes TRL
         from ..script.commands import Command
         from ..script.planning import as_in_processes
-        from ..script.preparation import resolve_names
+        from ..script.rewards import resolve_names
 
         environment = dict(os.environ)
         try:
@@ -116,7 +116,7 @@ class Study:
                 try:
                     with as_in_processes(self.processes(), on_gpus):
                         settings = parse_arguments([*as_arguments(run.flags), "--output_dir", "study"], command)
-                        resolve_names(*settings)
+                        resolve_names(settings)
                 except ValueError as error:
                     where = f" ({name_setting(run.sweep)})" if run.sweep else ""
                     raise InputError(f"arm '{run.arm}'{where}: {error}") from error

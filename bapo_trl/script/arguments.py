@@ -31,8 +31,8 @@ class BAPOScriptArguments(ScriptArguments):
         default=None,
         metadata={
             "help": "Reward functions: accuracy_reward, reasoning_accuracy_reward, think_format_reward, "
-            "get_soft_overlong_punishment (from 0 to -1 over the last fifth of `max_completion_length`), or import "
-            "paths such as my_package.rewards.my_reward."
+            "get_soft_overlong_punishment (0 to -1 over the last fifth of `max_completion_length`), or import paths "
+            "such as my_package.rewards.my_reward."
         },
     )
     task_args: dict[str, Any] | str | None = field(

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from datetime import timedelta
 from time import monotonic
-from typing import Any
 
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import ProgressCallback, TrainerCallback
 
 from ..bapo_config import BAPOConfig
@@ -77,14 +77,12 @@ class UpdateLines(TrainerCallback):
     _is_training = False
 
     def on_train_begin(self, args, state, control, **kwargs):
-        super().on_train_begin(args, state, control, **kwargs)
         self._is_training = True
         self._first = self._last = (state.global_step, monotonic())
         # Update up to which the lines have told of all; a checkpoint within a line holds what was measured for it
         self._covered = max((log["step"] for log in state.log_history if is_of_updates(log)), default=0)
 
     def on_train_end(self, args, state, control, **kwargs):
-        super().on_train_end(args, state, control, **kwargs)
         self._is_training = False
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -92,7 +90,8 @@ class UpdateLines(TrainerCallback):
         if line is not None and is_of_updates(logs):
             line += self._pace(state) + self._coverage(state)
         if line is not None and state.is_world_process_zero:
-            self.write(line)
+            with tqdm.external_write_mode():  # no piece of a bar is left before the line
+                print(line, flush=True)
 
     def _pace(self, state) -> str:
         """Return seconds an update, its share of the generation too, and what is left at the mean speed so far."""
@@ -108,15 +107,9 @@ class UpdateLines(TrainerCallback):
         count, self._covered = state.global_step - self._covered, state.global_step
         return "" if count in (0, state.logging_steps) else f"  (over {count} update{'s' * (count != 1)})"
 
-    def write(self, line: str) -> None:
-        """Show a line at once."""
-        print(line, flush=True)
 
+class ProgressBar(ProgressCallback):
+    """The bar without the metrics. For a terminal: in a file, it would leave a piece of itself at each line."""
 
-class UpdateLinesAboveBar(UpdateLines, ProgressCallback):
-    """The same above a progress bar: for a terminal. In a file, it would leave a piece of the bar at each line."""
-
-    def write(self, line: str) -> None:
-        """Show a line without a piece of the bar."""
-        bar: Any = self.training_bar  # from the begin of the training
-        bar.write(line)
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        pass

@@ -1,12 +1,13 @@
-"""The data that the flags ask for: to train on, to evaluate on, in the columns that both read."""
+"""The data that the flags ask for, and its rows as prompts and answers, whatever their columns."""
 
-import glob
 import json
 import os
+import re
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from datasets import (
     Dataset,
@@ -18,13 +19,20 @@ from datasets import (
     load_from_disk,
 )
 from datasets.exceptions import DatasetsError
+from jinja2 import TemplateError
 from trl import DatasetMixtureConfig, get_dataset
 
-from ..bapo_config import BAPOConfig
 from ..errors import InputError
+from ..evaluation.answers import gold_texts
+from ..inputs.prompt_checks import GIVEN_TO_REWARDS, is_prompt
+from ..plan.dry_run import TEXT_FOR_CHAT
+from ..report.runs import read_settings
 from ..tasks import CHAT_SUMS, GYM_PREFIX, MadeTask, load_chat_sums, load_gym_task, load_task
 from .arguments import EMBEDDED, BAPOScriptArguments
+from .command_line import Settings
 
+
+Rows: TypeAlias = Dataset | IterableDataset
 
 _FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 _LOADING = (OSError, DatasetsError, ValueError)  # pyarrow's errors are of the last
@@ -35,60 +43,50 @@ class Data:
     """What a run trains and evaluates on."""
 
     title: str  # on the terminal
-    train: Dataset | IterableDataset | None  # if the run trains
-    test: Dataset | IterableDataset | None  # if it evaluates
+    train: Rows | None  # if the run trains
+    test: Rows | None  # if it evaluates
     test_title: str | None = None  # if not `title`
 
     @property
-    def prompts(self) -> Dataset | IterableDataset | None:
+    def prompts(self) -> Rows | None:
         """Those that are trained on; if none are, those that are evaluated on."""
         return self.test if self.train is None else self.train
 
 
-def load_data(
-    script_args: BAPOScriptArguments,
-    training_args: BAPOConfig,
-    dataset_args: DatasetMixtureConfig,
-    task: MadeTask | None = None,
-) -> Data:
+def load_data(settings: Settings, task: MadeTask | None = None) -> Data:
     """Load what the run trains on and what it evaluates on: of a task of the package, a mixture, or a dataset."""
+    script_args, training_args, _, dataset_args = settings
     eval_dataset, fraction, trains = script_args.eval_dataset, script_args.eval_fraction, training_args.do_train
     if eval_dataset is not None and fraction is not None:
         raise InputError("`eval_dataset` and `eval_fraction` are both set: leave one of them out.")
     title, train, test, test_title = str(eval_dataset), None, None, eval_dataset
+    train_split, test_split = script_args.dataset_train_split, script_args.dataset_test_split
     if trains or eval_dataset is None:
-        title, splits = _load_named(script_args, dataset_args, task)
+        splits: Any
+        if task is not None:
+            title, splits = task.name, {test_split: task.test_dataset, train_split: task.train_dataset}
+        elif dataset_args.datasets:
+            title, splits = "a dataset mixture", load_mixture(dataset_args)
+        else:
+            title = str(script_args.dataset_name)
+            splits = load_splits(title, script_args.dataset_config, script_args.dataset_streaming)
         if trains or fraction is not None:
-            train = pick_split(splits, script_args.dataset_train_split, "dataset_train_split")
+            train = pick_split(splits, train_split, "dataset_train_split")
         if fraction is not None:
             train, test = hold_out(train, fraction)
             test_title = f"{fraction:g} of {title}"
         elif trains and training_args.do_eval and eval_dataset is None:  # the only split is trained on
-            test = pick_split(splits, script_args.dataset_test_split, "dataset_test_split")
+            test = pick_split(splits, test_split, "dataset_test_split")
         elif not trains:
-            test = _pick_eval_split(splits, script_args.dataset_test_split)
+            test = _pick_eval_split(splits, test_split)
     if eval_dataset is not None:
         is_only = script_args.dataset_name in (None, eval_dataset)
         config = script_args.dataset_config if is_only else None  # else that of `dataset_name`
-        splits = load_splits(eval_dataset, config, parameter="eval_dataset")
-        test = _pick_eval_split(splits, script_args.dataset_test_split)
+        test = _pick_eval_split(load_splits(eval_dataset, config, parameter="eval_dataset"), test_split)
     if test is not None and script_args.max_eval_samples is not None:
         count = script_args.max_eval_samples
         test = test.take(count if isinstance(test, IterableDataset) else min(count, len(test)))
     return Data(title, train if trains else None, test, test_title)
-
-
-def _load_named(
-    script_args: BAPOScriptArguments, dataset_args: DatasetMixtureConfig, task: MadeTask | None
-) -> tuple[str, Any]:
-    """Return the title and the splits of the data that `dataset_name` or `datasets` names."""
-    if task is not None:
-        test, train = script_args.dataset_test_split, script_args.dataset_train_split
-        return task.name, {test: task.test_dataset, train: task.train_dataset}
-    if dataset_args.datasets:
-        return "a dataset mixture", load_mixture(dataset_args)
-    name = str(script_args.dataset_name)
-    return name, load_splits(name, script_args.dataset_config, script_args.dataset_streaming)
 
 
 def load_mixture(settings: DatasetMixtureConfig) -> DatasetDict:
@@ -108,10 +106,8 @@ def load_splits(
     name: str, config: str | None = None, streaming: bool = False, parameter: str = "dataset_name"
 ) -> DatasetDict | IterableDatasetDict:
     """
-    Load a dataset, its splits by name, of which the rows of a file are `"train"`.
-
-    Its name is a `.json`, `.jsonl` or `.parquet` file, a folder written by `save_to_disk`, or, with an optional
-    `config`, a folder of data files or an id on the Hub. Error messages call it `parameter`.
+    Load a `.json`, `.jsonl` or `.parquet` file (as `"train"`), a folder of `save_to_disk`, or, with an optional
+    `config`, a folder of data files or an id on the Hub. Error messages call its name `parameter`.
     """
     path = Path(name)
     if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
@@ -128,8 +124,7 @@ def load_splits(
         if path.suffix != ".parquet":
             with open(name, encoding="utf-8") as file:  # else other bytes come up where a row is read
                 deque(file, maxlen=0)
-        whole = glob.escape(os.path.abspath(name))  # else a `[1]` in a name stands for another file
-        splits = load_dataset(_FILE_BUILDERS[path.suffix], data_files={"train": whole}, streaming=streaming)
+        splits = load_dataset(_FILE_BUILDERS[path.suffix], data_files={"train": name}, streaming=streaming)
         next(iter(splits["train"]))  # a stream is not read before
         return splits
     except (*_LOADING, StopIteration) as error:
@@ -150,9 +145,9 @@ def _reason(error: BaseException, files: list[str]) -> str:
 
 def json_defect(name: str) -> str | None:
     """
-    Return what is wrong with a file of JSON, an object a line or an array of them, and in which line, counted from 1.
+    Return what is wrong with a file of JSON, an object a line or an array of them, and in which line; else `None`.
 
-    `None` if nothing is. The libraries count rows of a block, without the empty lines.
+    Lines are counted from 1. The libraries count rows of a block, without the empty lines.
     """
     number = None  # of the line, where each has an object of its own
     try:
@@ -211,3 +206,157 @@ def pick_split(splits: Any, split: str, parameter: str) -> Any:
 def _pick_eval_split(splits: Any, split: str) -> Any:
     """Return the only split, or else the one that `dataset_test_split` names."""
     return pick_split(splits, next(iter(splits)) if len(splits) == 1 else split, "dataset_test_split")
+
+
+def format_data(data: Data, flags: BAPOScriptArguments, processing_class: Any) -> Data:
+    """Give all prompts the columns that trainer and rewards read."""
+    makes_chats = _forms_prompts(flags) and getattr(processing_class, "chat_template", None) is not None
+    if flags.system_prompt is not None and not makes_chats:
+        raise InputError(
+            "`system_prompt` is set, but the tokenizer of `model_name_or_path` has no chat template: put the text "
+            "into `prompt_template`, or take a model with one."
+        )
+    train = format_prompts(data.train, flags, makes_chats, f"train dataset ({data.title})")
+    test = format_prompts(data.test, flags, makes_chats, f"eval dataset ({data.test_title or data.title})")
+    return replace(data, train=train, test=test)
+
+
+def _forms_prompts(flags: BAPOScriptArguments) -> bool:
+    """Return whether prompts may be others than those of the column `prompt`."""
+    return any(flag is not None for flag in (flags.prompt_column, flags.prompt_template, flags.system_prompt))
+
+
+def format_prompts(
+    dataset: Rows | None, flags: BAPOScriptArguments, makes_chats: bool = False, name: str = "dataset"
+) -> Any:
+    """
+    Return the dataset with the column `prompt`, and with `solution` where answers are asked for.
+
+    With `makes_chats`, a prompt that is text becomes the message of a user. All columns stay for the reward functions,
+    but for those read here whose names the trainer gives values of its own. A `solution` of the dataset's own stays.
+    """
+    first: dict[str, Any] | None = next(iter(dataset or ()), None)
+    if dataset is None or first is None:
+        return dataset
+    prompt = _find(first, flags.prompt_column or ["prompt"], "prompt_column", name)
+    answer = _find(first, flags.answer_column, "answer_column", name) if flags.answer_column else None
+    template = flags.prompt_template
+    if template is not None and not any(f"{{{column}}}" in template for column in ("prompt", *first)):
+        raise InputError(
+            f"`prompt_template` is {template!r}, which has no place for the prompt: write {{prompt}} there, or the "
+            f"name of a column in braces ({', '.join(first)})."
+        )
+    adds_solution = answer is not None and "solution" not in first
+    if not (_forms_prompts(flags) or adds_solution):
+        return dataset
+
+    def formatted(row: Mapping[str, Any]) -> dict[str, Any]:
+        columns = {"prompt": _form_prompt(_get(row, prompt), row, flags, makes_chats)}
+        return {**columns, "solution": _as_answer(_get(row, answer))} if adds_solution else columns
+
+    return dataset.map(formatted, remove_columns=sorted(GIVEN_TO_REWARDS & {prompt, answer}))
+
+
+def is_chat(dataset: Rows | None) -> bool:
+    """Tell whether the first prompt is a list of messages; not so of an empty dataset or of none."""
+    first: dict[str, Any] = next(iter(dataset or ()), {})
+    prompt = first.get("prompt")
+    return isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
+
+
+def prompt_lines(data: Data, processing_class: Any, model: str, flags: BAPOScriptArguments) -> str:
+    """Return what the terminal says of the prompts, and of answers and forms that may not be what was meant."""
+    kind = "plain text" if getattr(processing_class, "chat_template", None) is None else TEXT_FOR_CHAT
+    lines = [f"Prompts: {'chat messages' if is_chat(data.prompts) else kind}"]
+    if data.train is None:
+        trained = read_settings(Path(model))
+        other = [
+            f"`{name}` {trained[name]!r}, now {getattr(flags, name)!r}"
+            for name in ("prompt_template", "system_prompt")
+            if name in trained and trained[name] != getattr(flags, name)
+        ]
+        if other:
+            lines.append(f"Note: {model} was trained on prompts of another form: {'; '.join(other)}.")
+    elif isinstance(data.train, Dataset) and "solution" in data.train.column_names:
+        missing = sum(not gold_texts(answer) for answer in data.train["solution"])
+        if missing:
+            lines.append(
+                f"Note: {missing} of {len(data.train)} prompts have no `solution`: a reward that reads it gives none."
+            )
+        row, columns = data.train[0], flags.answer_column
+        column = _find(row, columns, "answer_column", "dataset") if columns else None
+        if column is not None and _as_answer(_get(row, column)) != row["solution"]:
+            lines.append(
+                f"Note: rewards read the data's own column `solution`, not `{column}`: rename it if that is wrong."
+            )
+    return "\n".join(lines)
+
+
+def check_chat_template(dataset: Rows | None, processing_class: Any, template_kwargs: Any = None) -> None:
+    """Refuse prompts that are chat messages where the tokenizer has no chat template for them (`InputError`)."""
+    # A processor's messages are rewritten by the trainer
+    if not is_chat(dataset) or hasattr(processing_class, "tokenizer"):
+        return
+    try:
+        processing_class.apply_chat_template(next(iter(dataset))["prompt"], tokenize=False, **(template_kwargs or {}))
+    except (TemplateError, ValueError) as error:
+        raise InputError(
+            f"The prompts are chat messages, and the chat template of `model_name_or_path` does not take them "
+            f"({error}): take an instruct model, or give prompts that are text (`prompt_column`). If it knows no "
+            "system role, write the text of `system_prompt` into `prompt_template`."
+        ) from error
+
+
+def _find(row: Mapping[str, Any], columns: Sequence[str], flag: str, name: str) -> str:
+    """Return the first of the columns that a row has, a dot leads to a field of one."""
+    fields = [f"{name}.{field}" for name, value in row.items() if isinstance(value, dict) for field in value]
+    for column in columns:
+        if column in (*row, *fields):
+            return column
+    named = " or ".join(f"`{column}`" for column in columns)
+    raise InputError(f"The {name} has no {named} column, only {[*row, *fields]}: set `--{flag}` to one of them.")
+
+
+def _get(row: Mapping[str, Any], column: str) -> Any:
+    if column in row:
+        return row[column]
+    name, _, field = column.partition(".")
+    return row[name][field]
+
+
+def _form_prompt(prompt: Any, row: Mapping[str, Any], flags: BAPOScriptArguments, makes_chats: bool) -> Any:
+    if prompt in (None, "", []):
+        return None  # `check_prompts` refuses it
+    if isinstance(prompt, list) and not is_prompt(prompt):
+        return prompt  # so too
+    if isinstance(prompt, list):
+        messages = [dict(message) for message in prompt]
+        messages[-1]["content"] = _fill(flags.prompt_template, messages[-1]["content"], row)
+    else:
+        text = _fill(flags.prompt_template, str(prompt), row)
+        if not makes_chats:
+            return text
+        messages = [{"role": "user", "content": text}]
+    if flags.system_prompt is None:
+        return messages
+    others = [message for message in messages if message["role"] != "system"]
+    return [{"role": "system", "content": flags.system_prompt}, *others]
+
+
+def _fill(template: str | None, prompt: Any, row: Mapping[str, Any]) -> Any:
+    """Return the template with the prompt and the row's columns at their places; other braces stay."""
+    if template is None:
+        return prompt
+    values = {**row, "prompt": prompt}
+
+    def value(place: re.Match) -> str:
+        if values[place[1]] is None or not isinstance(prompt, str):
+            raise InputError(f"`prompt_template` takes the text of `{place[1]}`, which the prompt {prompt!r} lacks.")
+        return str(values[place[1]])
+
+    return re.sub(rf"\{{({'|'.join(map(re.escape, values))})\}}", value, template)
+
+
+def _as_answer(value: Any) -> Any:
+    """Return an answer as text if it is a number, and as it is if not: a column of the dataset has one type."""
+    return next(iter(gold_texts(value)), None) if isinstance(value, int | float) else value

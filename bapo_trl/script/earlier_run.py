@@ -33,25 +33,21 @@ def check_start(settings: Settings, parts: Parts) -> None:
     no adapter to merge (`InputError`).
     """
     script_args, training_args, model_args, _ = settings
-    run_dir = Path(training_args.output_dir)
-    resume = training_args.resume_from_checkpoint
-    if not training_args.do_train and resume_argument(resume) is not None:
+    trains, resume, run_dir = training_args.do_train, training_args.resume_from_checkpoint, training_args.output_dir
+    if not trains and resume_argument(resume) is not None:
         raise InputError(
             f"`resume_from_checkpoint` is '{resume}', but `do_train` is false and evaluation is of "
             "`model_name_or_path`: set that to the checkpoint's folder."
         )
-    if script_args.merge_adapter and len(parts) < 2 and not (training_args.do_train and model_args.use_peft):
+    if script_args.merge_adapter and len(parts) < 2 and not (trains and model_args.use_peft):
         raise InputError(
             "`merge_adapter` is set, but there is no adapter: set `use_peft` to train one, or `model_name_or_path` to "
             "the folder of a saved one."
         )
     merged = merged_folder(training_args)
     replaced = [merged] if script_args.merge_adapter and merged.exists() else []
-    # The demo's own folder is nobody's work
-    is_demo = script_args.dataset_name == EMBEDDED and training_args.output_dir == DEMO_FOLDER
-    if training_args.do_train and not continues(training_args):
-        replaced += _find_trained(run_dir)
-    names = ", ".join(path.name for path in replaced)
+    if trains and not continues(training_args):
+        replaced += _find_trained(Path(run_dir))
     folders = [path.resolve() if path.is_dir() else path.resolve().parent for path in replaced]
     for start, _ in parts:
         if Path(start).resolve() in folders:
@@ -59,11 +55,12 @@ def check_start(settings: Settings, parts: Parts) -> None:
                 f"`output_dir` is {run_dir}, which holds the model that the run starts from ({start}), and would lose "
                 "it: give another --output_dir."
             )
+    is_demo = script_args.dataset_name == EMBEDDED and run_dir == DEMO_FOLDER  # whose folder is nobody's work
     if replaced and not (script_args.overwrite_output_dir or is_demo):
         raise InputError(
-            f"`output_dir` is {run_dir}, which holds {names} of an earlier run: go on from its checkpoints with "
-            "--resume_from_checkpoint true, give another --output_dir, or delete them with --overwrite_output_dir "
-            "true."
+            f"`output_dir` is {run_dir}, which holds {', '.join(path.name for path in replaced)} of an earlier run: "
+            "go on from its checkpoints with --resume_from_checkpoint true, give another --output_dir, or delete "
+            "them with --overwrite_output_dir true."
         )
 
 

@@ -33,7 +33,7 @@ def run_command(function: Callable[[Sequence[str]], Any], arguments: Sequence[st
         if isinstance(error, InputError) and FLAG not in arguments:
             line = " ".join(" ".join([str(error), *getattr(error, "__notes__", ())]).split())
             text = f"{program}: error: {line}\n"
-        _report_once(text, re.sub(r"^On rank \d+: ", "", str(error)))  # which others say of it
+        _report_once(text, re.sub(r"^On rank \d+: ", "", str(error)))  # others' words for it
         raise SystemExit(1) from None
 
 

@@ -3,7 +3,6 @@
 
     bapo-trl launch --accelerate zero3 --num_processes 6 train --config math_7b
 
-`NAME` is a configuration of the package or the path of one; in place of a script, `train` or `evaluate`.
 By itself, `accelerate launch` takes paths alone, and makes a 1 of every failure.
 """
 
@@ -34,9 +33,8 @@ def main(arguments: Sequence[str], plans: bool = False) -> None:
 
     Raises:
         InputError: If there is no such script or configuration.
-        SystemExit: With the code of the rank that ended first, if it is not 0; 128 plus the number of the signal that
-            ended it. A launcher of several ranks that is sent SIGTERM itself ends with 1, as accelerate does. A single
-            rank takes the place of its launcher, and gets its signals.
+        SystemExit: With the code of the rank that ended first, or 128 plus the number of the signal that ended it. A
+            single rank takes the place of its launcher, and gets its signals.
     """
     args = read_arguments(arguments)
     is_ours = args.training_script == "bapo_trl"

@@ -17,11 +17,11 @@ from ..errors import InputError
 from ..report.runs import read_settings
 from ..tasks import SMOLLM2, smollm2_path, sums_model_path
 from ..upstream.trl_compat import create_model_from_path
-from .arguments import EMBEDDED, BAPOScriptArguments
+from .arguments import EMBEDDED
 from .command_line import Settings
-from .rewards import NEED_MATH
 
 
+_NEED_MATH = {"accuracy_reward", "reasoning_accuracy_reward"}  # of the reward functions
 PACKAGED_MODELS = {EMBEDDED: sums_model_path, SMOLLM2: smollm2_path}
 """What gives the folder of a model that no hub is needed for, by its name."""
 
@@ -78,22 +78,19 @@ def load_processing_class(parts: Parts, trust_remote_code: bool = False) -> Any:
     """
     (model, revision), (base, base_revision) = parts[0], parts[-1]
     is_adapter = len(parts) > 1
-    settings: Any = {"padding_side": "left", "truncation_side": "left", "trust_remote_code": trust_remote_code}
-    source, settings["revision"] = model, revision
+    settings: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     try:
-        if is_adapter and has_file(model, TOKENIZER_CONFIG_FILE, revision=revision):
-            settings["config"] = AutoConfig.from_pretrained(
-                base, revision=base_revision, trust_remote_code=trust_remote_code
-            )
-        elif is_adapter:
-            source, settings["revision"] = base, base_revision
+        has_own = not is_adapter or has_file(model, TOKENIZER_CONFIG_FILE, revision=revision)
+        source, own_revision = parts[0] if has_own else parts[-1]
+        if is_adapter and has_own:
+            settings["config"] = AutoConfig.from_pretrained(base, revision=base_revision, **settings)
+        settings |= {"revision": own_revision, "padding_side": "left", "truncation_side": "left"}
         return AutoProcessor.from_pretrained(source, **settings)
     except (OSError, ValueError) as error:
         raise InputError(
-            f"`model_name_or_path` is '{model}', and the tokenizer of '{base}' cannot be loaded: give a "
-            "folder with a model and its tokenizer, or an id on the Hub; an adapter names its base in its "
-            "adapter_config.json. What failed: "
-            f"{str(error).strip().partition(chr(10))[0]}"
+            f"`model_name_or_path` is '{model}', and the tokenizer of '{base}' cannot be loaded: give a folder with a "
+            "model and its tokenizer, or an id on the Hub; an adapter names its base in its adapter_config.json. What "
+            f"failed: {str(error).strip().partition(chr(10))[0]}"
         ) from error
 
 
@@ -109,18 +106,6 @@ def merged_folder(training_args: BAPOConfig) -> Path:
     return Path(training_args.output_dir) / "merged"
 
 
-def merged_dtype(adapter: str, asked: str | None) -> tuple[str, str]:
-    """
-    Return the type in which an adapter is merged, and why that one: the one asked for, else that of its training.
-
-    If its run has not saved that, it is "auto", for the type in which the base is stored.
-    """
-    if asked not in (None, "auto"):
-        return str(asked), "as `dtype` says"
-    trained = read_settings(Path(adapter)).get("dtype")
-    return (str(trained), "as it was trained") if trained else ("auto", "as its base")
-
-
 def merge(training_args: BAPOConfig, model_args: ModelConfig) -> None:
     """
     Save the adapter that was trained, or else the saved one, merged into its base; say where and in which type.
@@ -133,7 +118,11 @@ def merge(training_args: BAPOConfig, model_args: ModelConfig) -> None:
         adapter, revision = training_args.output_dir, None
     parts, code = parts_of(adapter, revision), training_args.trust_remote_code
     processing_class = load_processing_class(parts, code)
-    dtype, reason = merged_dtype(adapter, model_args.dtype)
+    dtype, reason = model_args.dtype, "as `dtype` says"
+    if dtype in (None, "auto"):
+        dtype, reason = read_settings(Path(adapter)).get("dtype"), "as it was trained"
+    if not dtype:  # its run has not saved it
+        dtype, reason = "auto", "as its base"
     unset_hf_deepspeed_config()  # under ZeRO-3, the loading would be sharded over processes that do not take part
     loaded = load_adapter(parts, dtype=dtype, device_map=None, trust_remote_code=code)
     model: PreTrainedModel = loaded.merge_and_unload()
@@ -148,15 +137,16 @@ def merge(training_args: BAPOConfig, model_args: ModelConfig) -> None:
     print(f"Merged model: {folder} ({str(model.dtype).removeprefix('torch.')}, {reason})")
 
 
-def check_packages(script_args: BAPOScriptArguments, training_args: BAPOConfig, model_args: ModelConfig) -> None:
+def check_packages(settings: Settings) -> None:
     """Refuse settings whose package is not installed (`InputError`), before the model is loaded."""
+    script_args, training_args, model_args, _ = settings
     needed = {
         "use_vllm": (training_args.use_vllm, "vllm", "'bapo-trl[vllm]'"),
         "use_peft": (model_args.use_peft, "peft", "'bapo-trl[peft]'"),
         "load_in_4bit": (model_args.load_in_4bit, "bitsandbytes", "bitsandbytes"),
         "load_in_8bit": (model_args.load_in_8bit, "bitsandbytes", "bitsandbytes"),
         "use_liger_kernel": (training_args.use_liger_kernel, "liger_kernel", "liger-kernel"),
-        "reward_funcs": (NEED_MATH & {*(script_args.reward_funcs or ())}, "math_verify", "'bapo-trl[math]'"),
+        "reward_funcs": (_NEED_MATH & {*(script_args.reward_funcs or ())}, "math_verify", "'bapo-trl[math]'"),
     }
     for flag, (is_set, module, requirement) in needed.items():
         if is_set:

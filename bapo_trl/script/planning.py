@@ -16,13 +16,12 @@ from transformers.integrations import get_reporting_integration_callbacks
 
 from ..errors import InputError
 from ..inputs.setting_warnings import setting_warnings
-from ..plan.dry_run import arithmetic_of, dry_run, processes_of_launcher
-from ..plan.samples import check_fit
+from ..plan.dry_run import arithmetic_of, check_fit, dry_run, processes_of_launcher
 from ..report.facts import method_name
 from .command_line import Settings, parse_arguments
 from .commands import TRAIN, Command
 from .earlier_run import check_checkpoint, check_start
-from .models import Parts, load_processing_class, merged_dtype, merged_folder, merges_alone, parts_of
+from .models import Parts, load_processing_class, merged_folder, merges_alone, parts_of
 from .preparation import Inputs, gather_inputs, load_data_and_rewards
 
 
@@ -55,46 +54,45 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, processes: in
         with _collecting(problems):
             parts = parts_of(settings.model.model_name_or_path, settings.model.model_revision)
             check_start(settings, parts)
-        if merges_alone(settings):
-            with _collecting(problems):
-                _print_merge(settings, parts)
-        else:
+        if not merges_alone(settings):
             _print_run(settings, parts, processes, problems)
-    if len(problems) > 1:
+        elif len(parts) > 1:
+            with _collecting(problems):
+                load_processing_class(parts, settings.training.trust_remote_code)
+                into = merged_folder(settings.training)
+                print(f"Merges the adapter {parts[0][0]} into its base {parts[1][0]}, in {into}: {_DRY_RUN}")
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
         numbered = " ".join(f"({number}) {problem}" for number, problem in enumerate(problems, start=1))
         raise InputError(f"{len(problems)} problems. {numbered}")
-    for problem in problems:
-        raise problem
 
 
 def _print_run(settings: Settings, parts: Parts, processes: int, problems: list[Exception]) -> None:
     """Print what a training or an evaluation would do, and add what it would stop at to the problems."""
     script_args, training_args, *_ = settings
-    data = inputs = None
+    title, prompts, inputs = script_args.dataset_name or script_args.eval_dataset or "no data", None, None
     with _collecting(problems):
-        data, reward_funcs, extract_answer = load_data_and_rewards(settings)
-        inputs = gather_inputs(settings, parts, data, reward_funcs, extract_answer)
-        data = inputs.data
-    prompts = None if data is None else data.prompts
-    found = arithmetic_of(training_args, prompts, processes)
+        found = load_data_and_rewards(settings)
+        data, prompts = found[0], found[0].prompts
+        title = data.title if training_args.do_train else data.test_title or data.title
+        inputs = gather_inputs(settings, parts, *found)
+        prompts = inputs.data.prompts
+    plan = arithmetic_of(training_args, prompts, processes)
     with _collecting(problems):
         if inputs is not None:
             name, revision = inputs.parts[-1]  # an adapter has the configuration of its base
             given: Any = training_args.model_init_kwargs or {}
             training_args.model_init_kwargs = {"revision": revision, **given}
-            found = dry_run(training_args, name, inputs.reward_funcs, prompts, inputs.processing_class, processes)
-            problems += map(InputError, found.problems)
+            plan = dry_run(training_args, name, inputs.reward_funcs, prompts, inputs.processing_class, processes)
+            problems += map(InputError, plan.problems)
             _check_as_the_trainer(settings, inputs, problems)
-    if not training_args.distributed_state.is_main_process:
-        return
-    title = script_args.dataset_name if data is None else data.title
-    if not training_args.do_train:
-        title = script_args.eval_dataset if data is None else data.test_title or title
-    method = method_name(training_args) if training_args.do_train else "Evaluation"
-    print(f"{method} on {title or 'no data'}: {_DRY_RUN}\n\n{found.tables()}")
-    for message in setting_warnings(training_args) if training_args.do_train else ():
-        print(f"\nWarning: {message}")
-    sys.stdout.flush()
+    if training_args.distributed_state.is_main_process:
+        method = method_name(training_args) if training_args.do_train else "Evaluation"
+        print(f"{method} on {title}: {_DRY_RUN}\n\n{plan.tables()}")
+        for message in setting_warnings(training_args) if training_args.do_train else ():
+            print(f"\nWarning: {message}")
+        sys.stdout.flush()
 
 
 def _check_as_the_trainer(settings: Settings, inputs: Inputs, problems: list[Exception]) -> None:
@@ -102,30 +100,23 @@ def _check_as_the_trainer(settings: Settings, inputs: Inputs, problems: list[Exc
     _, args, model_args, _ = settings
     name, revision = inputs.parts[-1]
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
-    functions, weights = inputs.reward_funcs, args.reward_weights
-    with _collecting(problems):
-        if weights is not None and len(weights) != len(functions):
-            raise InputError(
-                f"`reward_weights` is {weights}, for {len(functions)} reward functions: give a number for each."
-            )
-    with _collecting(problems):
-        if model_args.use_peft and len(inputs.parts) > 1:
-            raise InputError(
-                f"`use_peft` asks for a new adapter, but {model_args.model_name_or_path} is one: "
-                "leave `use_peft` out to train it on, or merge it first (--do_train false --merge_adapter true)."
-            )
-    with _collecting(problems):
-        if args.sync_ref_model and (args.beta == 0 or model_args.use_peft or len(inputs.parts) > 1):
-            raise InputError(
-                "`sync_ref_model` is true, but there is no reference model to update: set `beta` above 0 and train no "
-                "adapter, or leave `sync_ref_model` out."
-            )
+    is_adapter, weights, functions = len(inputs.parts) > 1, args.reward_weights, inputs.reward_funcs
+    refused = {
+        f"`reward_weights` is {weights}, for {len(functions)} reward functions: give a number for each.":
+            weights is not None and len(weights) != len(functions),
+        f"`use_peft` asks for a new adapter, but {model_args.model_name_or_path} is one: leave `use_peft` out to "
+        "train it on, or merge it first (--do_train false --merge_adapter true).":
+            model_args.use_peft and is_adapter,
+        "`sync_ref_model` is true, but there is no reference model: set `beta` above 0 and train no adapter, or leave "
+        "`sync_ref_model` out.":
+            args.sync_ref_model and (args.beta == 0 or model_args.use_peft or is_adapter),
+        "`save_strategy` is 'best', but `metric_for_best_model` is not set: set it, e.g. reward.":
+            args.save_strategy == "best" and args.metric_for_best_model is None,
+    }  # fmt: skip
+    problems += [InputError(message) for message, is_refused in refused.items() if is_refused]
     with _collecting(problems):
         if inputs.data.train is not None and args.do_eval:
             check_fit(config, inputs.processing_class, args, [("eval", inputs.data.test)])
-    with _collecting(problems):
-        if args.save_strategy == "best" and args.metric_for_best_model is None:
-            raise InputError("`save_strategy` is 'best', but `metric_for_best_model` is not set: set it, e.g. reward.")
     for tracker in args.report_to:
         with _collecting(problems, f"`report_to` is '{tracker}': "):
             get_reporting_integration_callbacks([tracker])[0]()
@@ -139,22 +130,12 @@ def _check_as_the_trainer(settings: Settings, inputs: Inputs, problems: list[Exc
     with _collecting(problems, "`push_to_hub` is set, but the Hub cannot be pushed to: "):
         if args.push_to_hub:
             whoami(args.hub_token)
-    with _collecting(problems):
-        folder = Path(args.output_dir).absolute()
-        above = next(path for path in (folder, *folder.parents) if path.exists())
-        if not (above.is_dir() and os.access(above, os.W_OK)):
-            raise InputError(f"`output_dir` is {args.output_dir}, but {above} is no folder that can be written to.")
-
-
-def _print_merge(settings: Settings, parts: Parts) -> None:
-    _, training_args, model_args, _ = settings
-    if len(parts) == 1 or not training_args.distributed_state.is_main_process:
-        return
-    (adapter, _), (base, _) = parts
-    load_processing_class(parts, training_args.trust_remote_code)
-    dtype, reason = merged_dtype(adapter, model_args.dtype)
-    print(f"Merges the adapter {adapter} into its base {base}, in {merged_folder(training_args)}: {_DRY_RUN}")
-    print(f"Weights are saved in {dtype}, {reason}.", flush=True)
+    folder = Path(args.output_dir).absolute()
+    above = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        problems.append(
+            InputError(f"`output_dir` is {args.output_dir}, but {above} is no folder that can be written to.")
+        )
 
 
 @contextmanager
@@ -166,12 +147,10 @@ def _collecting(problems: list[Exception], setting: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except InputError as problem:
-        problems.append(problem)
     except (HfHubHTTPError, ImportError, OSError, RuntimeError, ValueError) as error:
         if setting:
             problems.append(InputError(f"{setting}{str(error).splitlines()[0]}"))
-        elif isinstance(error, OSError):
+        elif isinstance(error, InputError | OSError):
             problems.append(error)
         else:
             raise

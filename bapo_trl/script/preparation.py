@@ -18,17 +18,16 @@ from ..checkpoints.rank_errors import on_main_process
 from ..evaluation.sampling import EvaluatedTrainer
 from ..inputs.checks import check_tokenizer
 from ..inputs.prompt_checks import check_number_of_prompts, check_prompts, named_datasets
-from ..plan.samples import check_fit
+from ..plan.dry_run import check_fit
 from ..report.callback import ReportCallback
 from ..report.runs import read_settings
 from ..upstream.cpu_speed import base_dtype
 from .arguments import EMBEDDED
 from .command_line import Settings
-from .console import UpdateLines, UpdateLinesAboveBar
-from .datasets import Data, load_data
+from .console import ProgressBar, UpdateLines
+from .datasets import Data, check_chat_template, format_data, load_data
 from .earlier_run import continues
 from .models import Parts, check_packages, fetch_model, load_adapter, load_processing_class
-from .prompts import check_chat_template, format_data
 from .rewards import resolve_names
 
 
@@ -52,9 +51,8 @@ class ReportUntilTheEnd(ReportCallback):
 
 def load_data_and_rewards(settings: Settings) -> tuple[Data, list[Any], Callable[[str], str | None] | None]:
     """Return the data, the reward functions and what finds an answer, as [`gather_inputs`] takes them."""
-    script_args, training_args, _, dataset_args = settings
-    task, reward_funcs, extract_answer = resolve_names(*settings)
-    return load_data(script_args, training_args, dataset_args, task), reward_funcs, extract_answer
+    task, reward_funcs, extract_answer = resolve_names(settings)
+    return load_data(settings, task), reward_funcs, extract_answer
 
 
 def gather_inputs(
@@ -68,7 +66,7 @@ def gather_inputs(
     script_args, training_args, model_args, _ = settings
     if script_args.dataset_name == EMBEDDED and training_args.use_cpu:
         torch.set_num_threads(1)  # so small a model gains nothing from more, and loses a lot on a busy machine
-    check_packages(script_args, training_args, model_args)
+    check_packages(settings)
     target = model_args.lora_target_modules
     if isinstance(target, str) and target.isidentifier():  # else a pattern for the whole path of a module
         model_args.lora_target_modules = [target]
@@ -89,14 +87,17 @@ def make_trainer(settings: Settings, inputs: Inputs) -> EvaluatedTrainer:
     script_args, training_args, model_args, dataset_args = settings
     data = inputs.data
     if "trackio" in training_args.report_to and training_args.run_name is None:
-        training_args.run_name = _run_name(training_args)
-    loaded, quantization = _model_argument(inputs, training_args, model_args)
+        # Trackio ends a run with its training. What is logged afterwards goes on with it by its name alone
+        folder = Path(training_args.output_dir).resolve()
+        earlier = read_settings(folder) if continues(training_args) else {}
+        training_args.run_name = earlier.get("run_name") or f"{folder.name}-{strftime('%Y%m%d-%H%M%S')}"
+    model, quantization = _model_argument(inputs, training_args, model_args)
     peft_config = get_peft_config(model_args)
     if peft_config is not None:
         peft_config.revision = model_args.model_revision  # of its base, for who loads it
     eval_dataset = data.test if training_args.do_eval else None
     trainer = EvaluatedTrainer(
-        loaded,
+        model,
         inputs.reward_funcs,
         training_args,
         train_dataset=data.prompts,
@@ -109,24 +110,15 @@ def make_trainer(settings: Settings, inputs: Inputs) -> EvaluatedTrainer:
     check_prompts_fit(trainer, eval_dataset)
     if not training_args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(UpdateLinesAboveBar if sys.stderr.isatty() else UpdateLines)
+        if sys.stderr.isatty():
+            trainer.add_callback(ProgressBar)
+        trainer.add_callback(UpdateLines)
     trainer.add_callback(ReportUntilTheEnd({**vars(script_args), **vars(model_args), **vars(dataset_args)}))
     return trainer
 
 
-def _run_name(training_args: BAPOConfig) -> str:
-    """
-    Return a name for a run that has none: that of the run it goes on with, else of its folder and the time.
-
-    Trackio ends a run with its training. What is logged afterwards goes on with it by its name alone.
-    """
-    folder = Path(training_args.output_dir).resolve()
-    earlier = read_settings(folder) if continues(training_args) else {}
-    return earlier.get("run_name") or f"{folder.name}-{strftime('%Y%m%d-%H%M%S')}"
-
-
 def check_prompts_fit(trainer: BAPOTrainer, eval_dataset: Any = None) -> None:
-    """Refuse a tokenizer or prompts that do not fit the model, as [`~plan.samples.check_fit`] does (`InputError`)."""
+    """Refuse a tokenizer or prompts that do not fit the model, as [`~plan.dry_run.check_fit`] does (`InputError`)."""
     config, processing_class, args = trainer.model.config, trainer.processing_class, trainer.args
     datasets = named_datasets(trainer.train_dataset, eval_dataset)
     on_main_process(lambda: check_fit(config, processing_class, args, datasets))  # reads all prompts
@@ -145,6 +137,7 @@ def _model_argument(inputs: Inputs, training_args: BAPOConfig, model_args: Model
     if len(inputs.parts) == 1:
         training_args.model_init_kwargs = init_kwargs
         return inputs.parts[0][0], quantization
+    del init_kwargs["revision"]  # of the adapter: that of its base stands beside it
     if quantization is not None:
         init_kwargs["quantization_config"] = quantization
     if training_args.world_size > 1 or is_deepspeed_zero3_enabled():

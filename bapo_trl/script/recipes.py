@@ -1,7 +1,7 @@
 """Recipes, YAML files of settings: those of the package by name, and what keeps a file from being one."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +74,6 @@ def look_ahead(arguments: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]
 def is_true(value: Any) -> bool:
     """Return whether a flag or a recipe says yes; a flag without a value does."""
     return str(value).lower() in ("", "true", "t", "yes", "y", "1")
-
-
-def is_dry(flags: Mapping[str, str], recipe: Mapping[str, Any]) -> bool:
-    """Return whether flags, or else their recipe, ask for a dry run."""
-    return is_true(flags.get("dry_run", recipe.get("dry_run", False)))
 
 
 def main(arguments: Sequence[str]) -> None:

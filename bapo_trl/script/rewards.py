@@ -9,14 +9,14 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trl import DatasetMixtureConfig, ModelConfig, rewards
+from trl import rewards
 
-from ..bapo_config import BAPOConfig
 from ..errors import InputError
 from ..evaluation.answers import EXTRACTORS, boxed_answer, canonical, gold_answers, gold_texts, plain_number
 from ..evaluation.prose import has_several_quantities, pieces_of_mathematics
 from ..tasks import MadeTask
-from .arguments import EMBEDDED, BAPOScriptArguments
+from .arguments import EMBEDDED
+from .command_line import Settings
 from .datasets import make_task
 
 
@@ -110,9 +110,9 @@ def _timeout(seconds: int) -> int | None:
 def _as_answer(completion: Any) -> Any:
     """Return a completion as messages, with numbers in a form that TRL reads."""
     messages = _as_messages(completion)
-    texts = [message for message in messages if isinstance(message["content"], str)]  # others have images
-    for message in texts:
-        message["content"] = _as_trl_reads(message["content"])
+    for message in messages:
+        if isinstance(message["content"], str):  # others have images
+            message["content"] = _as_trl_reads(message["content"])
     return messages
 
 
@@ -132,14 +132,11 @@ def _best_of(
     reward: Callable, messages: Any, readings: dict[str, bool], kwargs: dict[str, Any]
 ) -> tuple[float | None, dict[str, Any]]:
     """Return the highest reward, and what TRL notes about the reading that gave it, by column."""
-    best, noted = None, {}
+    best: float | None = None
+    noted: dict[str, list[Any]] = {}
     for reading, is_whole in readings.items():
-        extra: dict[str, Any] = {}
-
-        def note(column: str, values: list[Any], extra: dict[str, Any] = extra) -> None:
-            extra[column] = values[0]
-
-        (given,) = reward([messages], solution=[reading], log_extra=note, **kwargs)
+        extra: dict[str, list[Any]] = {}
+        (given,) = reward([messages], solution=[reading], log_extra=extra.__setitem__, **kwargs)
         if given and not is_whole:  # equal to a part of it, unless the texts are the same
             answer = boxed_answer(messages[0]["content"])
             given = float(answer is not None and canonical(answer) == canonical(boxed_answer(reading) or ""))
@@ -147,7 +144,7 @@ def _best_of(
             best, noted = given, extra
         if best == 1:
             break
-    return best, noted
+    return best, {column: values[0] for column, values in noted.items()}
 
 
 def _as_messages(completion: Any) -> Any:
@@ -164,19 +161,12 @@ REWARDS: dict[str, Callable] = {
 }
 """TRL's reward functions by the names that TRL's own scripts give them, but for the one that depends on a length."""
 
-NEED_MATH = frozenset(("accuracy_reward", "reasoning_accuracy_reward"))
-"""Those that need the package math-verify."""
 
-
-def resolve_names(
-    script_args: BAPOScriptArguments,
-    training_args: BAPOConfig,
-    model_args: ModelConfig,
-    dataset_args: DatasetMixtureConfig,
-) -> tuple[MadeTask | None, list[Any], Callable[[str], str | None] | None]:
+def resolve_names(settings: Settings) -> tuple[MadeTask | None, list[Any], Callable[[str], str | None] | None]:
     """
     Return the task, the reward functions and what finds an answer; refuse a run that names no data, rewards or model.
     """
+    script_args, training_args, model_args, dataset_args = settings
     evaluates_alone = script_args.eval_dataset is not None and not training_args.do_train
     if not (script_args.dataset_name or dataset_args.datasets or evaluates_alone):
         raise InputError(

@@ -3,22 +3,25 @@
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+from transformers import TrainerCallback
+from transformers.trainer_utils import SaveStrategy
+
 from ..bapo_config import BAPOConfig
 from ..checkpoints.rank_errors import on_main_process, raising_on_all_ranks
 from ..checkpoints.stop_signals import EXIT_CODE, StopSignals, exit_stopped
-from ..evaluation.measure import Evaluation
+from ..evaluation.accuracy import accuracy_table
+from ..evaluation.measure import Evaluation, evaluate
 from ..evaluation.sampling import EvaluatedTrainer
 from ..report.facts import method_name
 from ..report.write import report_line
 from ..upstream.cpu_speed import speed_up_cpu
 from ..upstream.fixes import end_training
-from .before_after import evaluate_after, evaluate_before
 from .command_line import Settings
-from .console import settings_table
+from .console import log_line, settings_table
+from .datasets import prompt_lines
 from .earlier_run import check_resume, check_start, continues, remove_earlier_run, resume_argument
 from .models import merge, merges_alone, parts_of
 from .preparation import Inputs, gather_inputs, load_data_and_rewards, make_trainer
-from .prompts import prompt_lines
 
 
 def run(settings: Settings) -> None:
@@ -30,7 +33,7 @@ def run(settings: Settings) -> None:
             saved.
         ValueError: For settings that cannot work, with the fix.
     """
-    script_args, training_args, model_args, dataset_args = settings
+    script_args, training_args, model_args, _ = settings
     parts = parts_of(model_args.model_name_or_path, model_args.model_revision)
     check_start(settings, parts)
     if merges_alone(settings):
@@ -38,7 +41,7 @@ def run(settings: Settings) -> None:
 
     inputs = gather_inputs(settings, parts, *load_data_and_rewards(settings))
     if not training_args.do_train and training_args.distributed_state.is_main_process:
-        title = script_args.eval_dataset or ("a mixture" if dataset_args.datasets else script_args.dataset_name)
+        title = inputs.data.test_title or inputs.data.title
         into = training_args.output_dir
         print(f"Evaluates the model {model_args.model_name_or_path} on {title}, into {into}", flush=True)
     trainer = make_trainer(settings, inputs)
@@ -49,12 +52,8 @@ def run(settings: Settings) -> None:
     if training_args.do_train:
         say(f"{method_name(training_args)} on {data.title}")
         say(settings_table(training_args, script_args.method))
-    # Reads all rows
-    say(
-        "\n".join(
-            on_main_process(lambda: prompt_lines(data, trainer.processing_class, inputs.parts[0][0], script_args))
-        )
-    )
+    model = inputs.parts[0][0]
+    say(on_main_process(lambda: prompt_lines(data, trainer.processing_class, model, script_args)))  # reads all rows
 
     before = None
     with trainer.holding_output_dir():
@@ -63,7 +62,7 @@ def run(settings: Settings) -> None:
                 on_main_process(lambda: remove_earlier_run(output_dir))
             before = _train(trainer, inputs, training_args)
         if training_args.do_eval:
-            say(evaluate_after(trainer, inputs, before))
+            say(_evaluate_after(trainer, inputs, before))
             if training_args.do_train:
                 with raising_on_all_ranks():
                     trainer.save_state()  # with what was found
@@ -91,7 +90,7 @@ def _train(trainer: EvaluatedTrainer, inputs: Inputs, training_args: BAPOConfig)
     if resume is not None:
         check_resume(resume, training_args)
         say(f"Goes on from {resume}.")
-    before = evaluate_before(trainer, inputs) if training_args.do_eval else None
+    before = _evaluate_before(trainer, inputs) if training_args.do_eval else None
     stop = StopSignals()
     trainer.add_callback(stop)
     try:
@@ -120,3 +119,58 @@ def _saving(trainer: EvaluatedTrainer) -> AbstractContextManager:
     """Raise on all ranks what one fails with; not under DeepSpeed and FSDP, whose ranks save together."""
     is_sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
     return nullcontext() if is_sharded else raising_on_all_ranks()
+
+
+class _NoEvaluationAtTheEnd(TrainerCallback):
+    """Leaves out the evaluation at the last update, where nothing waits for it: another comes after the training."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        is_awaited = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST
+        if state.global_step >= state.max_steps and not is_awaited:
+            control.should_evaluate = False
+        return control
+
+    on_epoch_end = on_step_end
+
+
+def _evaluate_before(trainer: EvaluatedTrainer, inputs: Inputs) -> Evaluation | None:
+    """
+    Evaluate what a training starts from; of a run that goes on, that is done. Engines that shard the model cannot
+    before they train: they say so.
+    """
+    trainer.add_callback(_NoEvaluationAtTheEnd())
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        trainer.accelerator.print(
+            "Before training: not evaluated under DeepSpeed or FSDP. `--do_train false` evaluates the model alone."
+        )
+        return None
+    path = Path(trainer.args.output_dir, "eval_completions_before.jsonl")
+    weights = [file for name, _ in inputs.parts for file in sorted(Path(name).glob("*.safetensors"))]
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
+    return evaluate(trainer, inputs.data.test, path, inputs.extract_answer, [*inputs.parts, *stats])
+
+
+def _evaluate_after(trainer: EvaluatedTrainer, inputs: Inputs, before: Evaluation | None) -> str:
+    """Evaluate the model as it is now, log its rewards, save what was found, and return it for the terminal."""
+    data, output_dir = inputs.data, Path(trainer.args.output_dir)
+    path = output_dir / "eval_completions.jsonl"
+    after = evaluate(trainer, data.test, path, inputs.extract_answer)
+    rewards = {f"eval_{name}": value for name, value in after.metrics.items()}
+    trainer.log(rewards)
+    results, accuracies = after.as_results("eval"), {"": after.accuracies}
+    if before is not None:
+        results = {**before.as_results("before"), **results}
+        accuracies = {"before": before.accuracies, "after": after.accuracies}
+    with raising_on_all_ranks():
+        trainer.save_metrics("eval", results)
+    model = output_dir if trainer.args.do_train else inputs.parts[0][0]
+    count = after.metrics.get("prompts_without_reward", 0)
+    lines = [
+        f"Evaluation of {model} on {data.test_title or data.title}, {after.num_prompts} prompts: "
+        f"{log_line(trainer.state.global_step, rewards)}",
+        accuracy_table(accuracies),
+        f"Left out, without a reward: {count} of {count + after.num_prompts} prompts" if count else "",
+        f"Completions: {path}",
+        f"Metrics: {output_dir / 'eval_results.json'}",
+    ]
+    return "\n".join(line for line in lines if line)

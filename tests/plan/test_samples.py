@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from datasets import Dataset
 
-from bapo_trl.plan.samples import SAMPLED_PROMPTS, look_at_prompts, try_rewards
+from bapo_trl.plan.dry_run import SAMPLED_PROMPTS, look_at_prompts, try_rewards
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.script_runs import chat_tokenizer
 
@@ -49,27 +49,12 @@ async def of_a_service(completions, **kwargs):
     return [None] * len(completions)
 
 
-def broken(completions, **kwargs):
-    return [len(completion["content"]) for completion in completions]
-
-
-def too_few(completions, **kwargs):
-    return [1.0]
-
-
-def of_text(completions, **kwargs):
-    return ["1.0"] * len(completions)
-
-
 def test_each_reward_function_is_called_as_the_trainer_calls_it():
-    functions = [of_columns, of_a_service, broken, too_few, of_text]
-    found = try_rewards(functions, ROW, character_tokenizer())
-    assert [each.name for each in found] == ["of_columns", "of_a_service", "broken", "too_few", "of_text"]
-    assert [each.value for each in found] == [1.0, None, None, None, None]
-    assert [each.error for each in found[:2]] == [None, None]
-    assert found[2].error.startswith("raised TypeError: string indices must be integers")
-    assert found[3].error.startswith("returned 1 rewards for 2")
-    assert found[4].error.startswith("returned ['1.0', '1.0'], a list, for 2 samples, of which torch makes no numbers")
+    found = try_rewards([of_columns, of_a_service], ROW, character_tokenizer())
+    assert [(each.name, each.value, each.error) for each in found] == [
+        ("of_columns", 1.0, None),
+        ("of_a_service", None, None),
+    ]
 
 
 @pytest.mark.parametrize("solution", [None, "2"])

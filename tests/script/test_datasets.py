@@ -9,8 +9,7 @@ from trl import DatasetMixtureConfig
 
 from bapo_trl.script.arguments import BAPOScriptArguments
 from bapo_trl.script.command_line import parse_arguments
-from bapo_trl.script.datasets import hold_out, load_data, load_mixture, load_splits
-from bapo_trl.script.prompts import format_prompts
+from bapo_trl.script.datasets import format_prompts, hold_out, load_data, load_mixture, load_splits
 
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
@@ -26,13 +25,6 @@ def test_files_are_the_train_split(tmp_path, suffix):
     splits = load_splits(str(path))
     assert list(splits) == ["train"]
     assert splits["train"].to_list() == ROWS
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_name_with_brackets_is_that_file_and_no_other(tmp_path, streaming):
-    (tmp_path / "data[1].jsonl").write_text("\n".join(map(json.dumps, ROWS)))
-    (tmp_path / "data1.jsonl").write_text('{"prompt": "another"}\n')
-    assert list(load_splits(str(tmp_path / "data[1].jsonl"), streaming=streaming)["train"]) == ROWS
 
 
 def test_saved_datasets_and_folders_of_files(tmp_path):
@@ -74,10 +66,7 @@ def test_held_out_prompts_are_always_the_same(tmp_path):
     assert [len(part) for part in found[0]] == [15, 5, 15, 5]
 
 
-def test_what_cannot_be_loaded_is_named_with_the_reason(tmp_path, monkeypatch):
-    (tmp_path / "data.csv").write_text("prompt\n")
-    with pytest.raises(ValueError, match=r"data\.csv.*\.jsonl"):
-        load_splits(str(tmp_path / "data.csv"))
+def test_what_cannot_be_loaded_is_named_with_the_reason(monkeypatch):
     nowhere = "which is neither a file nor a folder here, nor given by the Hub: "
 
     def unreachable(*args, **kwargs):
@@ -99,7 +88,5 @@ def test_a_configuration_is_that_of_the_only_data(monkeypatch, dataset_name, con
     monkeypatch.setattr("bapo_trl.script.datasets.load_dataset", load)
     flags = ["--eval_dataset=org/data", "--dataset_config=main", "--do_train=false", "--output_dir=out"]
     flags += ["--use_cpu=true", "--bf16=false", *([] if dataset_name is None else [f"--dataset_name={dataset_name}"])]
-    script_args, training_args, _, dataset_args = parse_arguments(flags)
-    data = load_data(script_args, training_args, dataset_args)
-    assert data.test.to_list() == ROWS
+    assert load_data(parse_arguments(flags)).test.to_list() == ROWS
     assert asked == [("org/data", config)]

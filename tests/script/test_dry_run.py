@@ -54,6 +54,7 @@ def test_the_tables_of_a_run(capsys, tmp_path):
     assert "\n                        1 process *  8 processes  32 processes\n" in out
     assert "\n  prompts a generation            4           32           128\n" in out
     assert "\n  samples a generation           12           96           384\n" in out
+    assert "\n  samples an update               6           48           192\n" in out
     assert "\n  updates an epoch                8            0             0\n" in out
     assert "\n  Refused on 8: a generation takes 32 prompts, there are 16.\n" in out
     assert "\n  oldest age of a sample   1 policy versions\n" in out
@@ -73,10 +74,10 @@ def test_a_run_on_held_out_prompts_counts_those_and_a_punishment_goes_by_the_len
     assert "soft_overlong_punishment_reward: -0.333333\n" in out  # of 16 tokens, one is in the last 3
 
 
-def test_a_completion_beyond_the_window_is_said_to_be_so(capsys):
-    run(dataset_name="train.jsonl", dry_run="true", max_completion_length=200000)
-    out = capsys.readouterr().out
-    assert "completion of 200000: none, it does not fit into the window of 32768; too long: 16\n" in out
+def test_a_completion_beyond_the_window_leaves_no_room(capsys):
+    with pytest.warns(UserWarning, match="`max_completion_length` is 200000, but the model's window .* is 32768"):
+        run(dataset_name="train.jsonl", dry_run="true", max_completion_length=200000)
+    assert "completion of 200000: 0; too long: 16\n" in capsys.readouterr().out
 
 
 def test_a_recipe_can_ask_for_it(capsys, tmp_path):
@@ -135,10 +136,7 @@ LEARNED = {"model_name_or_path": "learned"}  # positions up to 64
         ({"reward_funcs": "broken_rewards.gives_one"}, r"`gives_one` returned 1 rewards for \d+ samples"),
         ({"steps_per_generation": "10"}, "prompts, (but one generation takes|there are)"),
         ({"dataset_name": "none.jsonl"}, "`dataset_name` is 'none.jsonl', which is neither a file nor"),
-        (
-            {"model_name_or_path": "none"},
-            "`model_name_or_path` is 'none', and the tokenizer of 'none' cannot be loaded",
-        ),
+        ({"model_name_or_path": "none"}, "is 'none', and the tokenizer of 'none' cannot be loaded"),
         ({"model_name_or_path": "small"}, r"The tokenizer has tokens up to \d+, but the model has 9"),
         ({"model_name_or_path": None}, "`model_name_or_path` is not set"),
         ({"use_liger_kernel": "true"}, "`use_liger_kernel` needs the package liger_kernel"),
@@ -192,7 +190,7 @@ def test_several_problems_are_all_named(capsys):
     )
 
 
-def test_a_reward_that_fails_ends_what_python_prints():
+def test_a_reward_that_fails_ends_what_python_prints(monkeypatch):
     def raises(completions, **kwargs):
         raise KeyError("missing_column")
 
@@ -203,20 +201,19 @@ def test_a_reward_that_fails_ends_what_python_prints():
     sentence = f"The reward function `raises` raised KeyError: 'missing_column' ({given})."
     assert found.problems == [sentence]
     assert str(found).endswith(f"\n\nThe run would stop: {sentence}")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert "4 processes *" in str(dry_run(args, "model", [], dataset))  # of a launcher
     # 8 samples are one prompt with 8 completions; on 8 processes, 8 prompts
     on_eight = dry_run(args, "model", [], dataset, processes=8)
     assert on_eight.problems == ["On 8 processes, a generation takes 8 prompts, there are 2."]
 
 
-def test_a_dry_run_of_a_merge_needs_its_base_and_says_the_type(capsys, monkeypatch):
+def test_a_dry_run_of_a_merge_needs_its_base_and_no_gpu(capsys, monkeypatch):
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
     merge = ["train", *flags(**{**MERGES, **NO_GPU}), "--dry_run"]
     leave("adapter/adapter_config.json", json.dumps({"base_model_name_or_path": "model"}))
     cli.main(merge)
-    assert capsys.readouterr().out.endswith("\nWeights are saved in auto, as its base.\n")
-    leave("adapter/run_settings.json", json.dumps({"dtype": "bfloat16"}))
-    cli.main(merge)
-    assert capsys.readouterr().out.endswith("\nWeights are saved in bfloat16, as it was trained.\n")
+    assert capsys.readouterr().out.startswith("Merges the adapter adapter into its base model")
     leave("adapter/adapter_config.json", json.dumps({"base_model_name_or_path": "gone"}))
     with pytest.raises(SystemExit):
         cli.main(merge)
@@ -304,17 +301,14 @@ def test_what_the_run_would_begin_with_is_not_refused(left, arguments, said, cap
     assert capsys.readouterr().out.startswith(f"{said} No weights are loaded, nothing is written.\n")
 
 
-STAND_INS = {  # of the data sets of the Hub
-    "aime24": {"eval_dataset": "aime.jsonl"},
-    "aime25": {"eval_dataset": "aime.jsonl"},
-    "gsm8k": {"dataset_name": "gsm8k"},
-    "lora_small": {"dataset_name": "train.jsonl"},
-    "math_7b": {"dataset_name": "skywork"},
-    "released_recipe": {"dataset_name": "train.jsonl"},
-    "stale_samples": {},
-    "paper": {},
-    "quickstart": {},
-    "smollm2_sums": {"model_name_or_path": "model"},
+STAND_INS = {  # of the data sets and models of the Hub
+    "aime24": ["--eval_dataset=aime.jsonl", "--model_name_or_path=model"],
+    "aime25": ["--eval_dataset=aime.jsonl", "--model_name_or_path=model"],
+    "gsm8k": ["--dataset_name=gsm8k", "--model_name_or_path=model"],
+    "lora_small": ["--dataset_name=train.jsonl", "--model_name_or_path=model"],
+    "math_7b": ["--dataset_name=skywork", "--model_name_or_path=model"],
+    "released_recipe": ["--dataset_name=train.jsonl", "--model_name_or_path=model"],
+    "smollm2_sums": ["--model_name_or_path=model"],
 }
 
 
@@ -327,17 +321,13 @@ def test_every_recipe(recipe, capsys, tmp_path, monkeypatch):
     DatasetDict(math=Dataset.from_list(SKYWORK * 100)).save_to_disk("skywork")
     sums = [{"prompt": f"{a}+{b}=", "solution": str(a + b)} for a in range(30) for b in range(30)]
     Dataset.from_list(sums).to_json("train.jsonl")
-    settings = dict(STAND_INS[recipe])
-    if "aime" in recipe or settings.get("dataset_name"):
-        settings["model_name_or_path"] = "model"
-    given = [f"--{name}={value}" for name, value in settings.items()]
+    command = ["train", "--config", recipe, *STAND_INS.get(recipe, ()), "--dry_run", "true"]
     capsys.readouterr()
     with nothing_written(tmp_path):
-        cli.main(["launch", "--accelerate", "zero3", "--num_processes", "6", "train", "--config", recipe, *given,
-                  "--dry_run", "true"])  # fmt: skip
+        cli.main(["launch", "--accelerate", "zero3", "--num_processes", "6", *command])
     out = capsys.readouterr().out
-    assert "Evaluation alone" in out if recipe.startswith("aime") else "\n  updates a generation" in out
-    assert "  6 processes *  1 process  8 processes" in out or "Evaluation alone" in out
+    shown = ["Evaluation alone"] if "aime" in recipe else ["\n  updates a generation", "  6 processes *  1 process  8"]
+    assert all(each in out for each in shown)
 
 
 @pytest.mark.parametrize("error", [InputError("no package"), OSError("no package index")])
@@ -351,11 +341,3 @@ def test_without_its_model_a_dry_run_has_its_arithmetic(error, capsys, monkeypat
     out = capsys.readouterr().out
     assert re.search(r"\n  updates an epoch +\d+", out)
     assert out.endswith("\nPrompts and rewards are not known: the end says why.\n")
-
-
-def test_the_processes_of_a_launcher_are_counted(monkeypatch):
-    args = BAPOConfig("out", use_cpu=True, bf16=False)
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    found = dry_run(args, "model", [], Dataset.from_dict({"prompt": ["1"]}))
-    assert found.counts[0].processes == 4
-    assert "4 processes *" in str(found)

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from bapo_trl.errors import InputError
-from bapo_trl.script.command_line import parse_arguments
-from bapo_trl.script.recipes import DEMO_FOLDER
 from tests.helpers.script_runs import run
 
 
@@ -65,15 +63,3 @@ def test_what_is_overwritten_is_that_of_the_earlier_run_and_no_more(folder):
     assert json.loads(Path("out/trainer_state.json").read_text())["global_step"] == 4
     run(**SAVING, max_steps=6, resume_from_checkpoint="true", overwrite_output_dir="true")  # nothing is deleted
     assert Path("out/checkpoint-2").is_dir()
-
-
-@pytest.mark.processes
-def test_the_demo_may_be_run_again(folder):
-    demo = parse_arguments([])
-    assert (demo[0].dataset_name, demo[1].output_dir) == ("embedded", DEMO_FOLDER)
-    short = {"dataset_name": "embedded", "model_name_or_path": "embedded", "reward_funcs": "my_rewards.has_digit"}
-    for _ in range(2):
-        run(**short, output_dir=DEMO_FOLDER)
-    Path("outputs").rename("out")
-    with pytest.raises(InputError, match=r"which holds model\.safetensors of an earlier run"):
-        run(**short, output_dir="out/quickstart")

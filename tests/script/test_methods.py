@@ -3,10 +3,8 @@
 import pytest
 import yaml
 
-from bapo_trl.errors import InputError
-from bapo_trl.script.command_line import parse_arguments
+from bapo_trl.script.command_line import METHOD_SETTINGS, METHODS, parse_arguments
 from bapo_trl.script.console import settings_table
-from bapo_trl.script.methods import METHOD_SETTINGS, METHODS
 from tests.helpers.commands import ROOT
 
 
@@ -57,33 +55,11 @@ def test_a_method_goes_before_a_recipe_and_beside_flags(flags, wanted):
 
 def test_a_recipe_may_name_a_method_with_more(tmp_path):
     recipe = tmp_path / "own.yaml"
-    recipe.write_text(
-        "dataset_name: embedded\nmethod: vespo\nnegative_weight_min: 0.5\npositive_contribution_target: 1.0\n"
-    )
+    recipe.write_text("method: vespo\nnegative_weight_min: 0.5\npositive_contribution_target: 1.0\n")
     wanted = {"loss_type": "vespo", "negative_weight_min": 0.5, "positive_contribution_target": 1.0}
     assert settings("--config", str(recipe), **wanted) == wanted
     reset = {"loss_type": "dapo", "negative_weight_min": 1.0, "positive_contribution_target": 0.5}
     assert settings("--config", str(recipe), "--method", "bapo", **reset) == reset
-    recipe.write_text("dataset_name: embedded\nmethod: vespo\nloss_type: sapo\n")
-    with pytest.raises(InputError, match="`method` is 'vespo', which sets `loss_type` to 'vespo'"):
-        settings("--config", str(recipe))
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--method", "dapo"], "`method` is 'dapo': set it to one of grpo, clip_higher"),
-        (["--method", "grpo", "--ratio_upper_max", "1.3"], "which sets `ratio_upper_max` to 1.2, and .* is '1.3'"),
-        (["--method", "bapo", "--loss_type", "vespo"], "which sets `loss_type` to 'dapo', and `loss_type` is 'vespo'"),
-        (
-            ["--config", "stale_samples", "--method", "recommended", "--loss_type", "dapo"],
-            "sets `loss_type` to 'vespo'",
-        ),
-    ],
-)
-def test_flags_that_contradict_a_method_are_refused(flags, message):
-    with pytest.raises(InputError, match=message):
-        settings(*flags)
 
 
 def test_the_table_of_settings_shows_the_method():

@@ -45,9 +45,9 @@ def assert_alike(path, other):
     torch.testing.assert_close(logits(path), logits(other), rtol=1e-4, atol=1e-4)
 
 
-def logits(path):
+def logits(path, **kwargs):
     with torch.no_grad():
-        return AutoModelForCausalLM.from_pretrained(path)(torch.arange(2, 40)[None]).logits
+        return AutoModelForCausalLM.from_pretrained(path, **kwargs)(torch.arange(2, 40)[None]).logits
 
 
 def test_an_adapter_is_evaluated_and_merged_and_the_merged_model_evaluated(adapter, capsys):
@@ -63,11 +63,6 @@ def test_an_adapter_is_evaluated_and_merged_and_the_merged_model_evaluated(adapt
     run(**alone, model_name_or_path="out/merged", output_dir="merged")
     assert [line["completion"] for line in completions("merged/eval_completions.jsonl")] == of_adapter
     assert not Path("out/model.safetensors").exists()
-    capsys.readouterr()
-    merge = ["--do_train=false", "--model_name_or_path=adapter", "--merge_adapter=true", "--output_dir=new"]
-    train_bapo.main([*merge, "--use_cpu=true", "--bf16=false"])  # merging alone needs no data
-    assert capsys.readouterr().out == "Merged model: new/merged (float32, as it was trained)\n"
-    assert_alike("new/merged", "adapter")
 
 
 MERGE = {"do_train": "false", "model_name_or_path": "adapter", "merge_adapter": "true", "output_dir": "new"}
@@ -89,8 +84,7 @@ def test_a_merged_model_is_of_the_type_that_was_trained_and_needs_no_gpu(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     AutoModelForCausalLM.from_pretrained("model").to(torch.bfloat16).save_pretrained("model")
     Path("adapter/run_settings.json").write_text(json.dumps(run_settings))
-    settings = {name: value for name, value in {**MERGE, "dtype": dtype}.items() if value is not None}
-    Path("merge.yaml").write_text(yaml.safe_dump(settings))
+    Path("merge.yaml").write_text(yaml.safe_dump(MERGE if dtype is None else {**MERGE, "dtype": dtype}))
     train_bapo.main(["--config", "merge.yaml"])
     assert capsys.readouterr().out == f"Merged model: new/merged ({said})\n"
     assert AutoModelForCausalLM.from_pretrained("new/merged").dtype == merged
@@ -99,28 +93,13 @@ def test_a_merged_model_is_of_the_type_that_was_trained_and_needs_no_gpu(
 
 def test_an_adapter_that_is_trained_is_merged_in_the_type_of_its_training(folder, capsys):
     AutoModelForCausalLM.from_pretrained("model").to(torch.bfloat16).save_pretrained("model")
-    run(dataset_name="train.jsonl", merge_adapter="true", **LORA)
+    run(**{**LORA, "lora_target_modules": "q_proj"}, dataset_name="train.jsonl", merge_adapter="true")
+    assert json.loads(Path("out/adapter_config.json").read_text())["target_modules"] == ["q_proj"]  # no pattern
     assert "\nMerged model: out/merged (float32, as it was trained)\n" in capsys.readouterr().out
     assert json.loads(Path("out/run_settings.json").read_text())["dtype"] == "float32"
     assert AutoModelForCausalLM.from_pretrained("out/merged").dtype == torch.float32
-    of_adapter = AutoModelForCausalLM.from_pretrained("out", dtype=torch.float32)  # beside its base
-    with torch.no_grad():
-        expected = of_adapter(torch.arange(2, 40)[None]).logits
+    expected = logits("out", dtype=torch.float32)  # beside its base
     torch.testing.assert_close(logits("out/merged"), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_merging_replaces_a_folder_only_if_told_to(adapter):
-    Path("out/merged").mkdir(parents=True)
-    Path("out/merged/notes.txt").write_text("mine")
-    flag = ["--do_train", "false", "--model_name_or_path", "adapter", "--merge_adapter", "true", "--output_dir", "out"]
-    flag += ["--use_cpu", "true", "--bf16", "false"]
-    with pytest.raises(InputError, match="which holds merged of an earlier run"):
-        train_bapo.main(flag)
-    assert Path("out/merged/notes.txt").read_text() == "mine"
-    train_bapo.main([*flag, "--overwrite_output_dir", "true"])
-    assert {"model.safetensors", "notes.txt"} & {path.name for path in Path("out/merged").iterdir()} == {
-        "model.safetensors"
-    }
 
 
 def test_a_run_killed_before_its_model_is_saved_is_finished_with_the_weights_of_its_last_update(
@@ -155,30 +134,21 @@ def test_a_run_killed_before_its_model_is_saved_is_finished_with_the_weights_of_
         run(**{**settings, "max_steps": "2", "merge_adapter": None}, resume_from_checkpoint="true")
 
 
-def test_a_single_target_is_a_name(folder):
-    run(dataset_name="train.jsonl", use_peft="true", lora_target_modules="q_proj")
-    assert json.loads(Path("out/adapter_config.json").read_text())["target_modules"] == ["q_proj"]
-
-
 def test_an_adapter_goes_onto_the_revision_of_its_base_that_it_was_trained_on(folder, monkeypatch):
     run(dataset_name="train.jsonl", model_revision="step3000", output_dir="adapter", **LORA)
-    loaded, load = [], models.create_model_from_path
+    loaded = []
 
-    def noting(*args, revision, **kwargs):
-        loaded.append(revision)
-        return load(*args, revision=revision, **kwargs)
+    def noting(load):
+        def noted(*args, revision=None, **kwargs):
+            loaded.append(revision)
+            return load(*args, revision=revision, **kwargs)
 
-    def noting_adapter(*args, revision=None, **kwargs):
-        adapters.append(revision)
-        return load_onto(*args, revision=revision, **kwargs)
+        return noted
 
-    adapters, load_onto = [], PeftModel.from_pretrained
-    monkeypatch.setattr(models, "create_model_from_path", noting)
-    monkeypatch.setattr(PeftModel, "from_pretrained", noting_adapter)
-    alone = {"do_train": "false", "model_name_or_path": "adapter", "model_revision": "v2", "merge_adapter": "true"}
-    run(**alone, eval_dataset="test.jsonl")
-    assert loaded == ["step3000", "step3000"]  # to evaluate it, and to merge it
-    assert adapters == ["v2", "v2"]
+    monkeypatch.setattr(models, "create_model_from_path", noting(models.create_model_from_path))
+    monkeypatch.setattr(PeftModel, "from_pretrained", noting(PeftModel.from_pretrained))
+    run(**{**MERGE, "model_revision": "v2"}, eval_dataset="test.jsonl")
+    assert loaded == ["step3000", "v2"] * 2  # to evaluate it, and to merge it
 
 
 def test_an_adapter_is_trained_on(adapter):
@@ -214,9 +184,15 @@ def test_an_adapter_with_a_processor_is_read_and_merged_with_it(adapter, monkeyp
     assert Path("out/merged/processor_config.json").exists()
 
 
-def test_merging_never_replaces_what_the_run_starts_from(adapter):
+def test_merging_replaces_a_folder_only_if_told_to_and_never_what_the_run_starts_from(adapter):
     merge = {"do_train": "false", "merge_adapter": "true", "eval_dataset": "test.jsonl"}
-    run(**merge, model_name_or_path="adapter")
+    Path("out/merged").mkdir(parents=True)
+    Path("out/merged/notes.txt").write_text("mine")
+    with pytest.raises(InputError, match="which holds merged of an earlier run"):
+        run(**merge, model_name_or_path="adapter")
+    assert Path("out/merged/notes.txt").read_text() == "mine"
+    run(**merge, model_name_or_path="adapter", overwrite_output_dir="true")
+    assert not Path("out/merged/notes.txt").exists()
     before = Path("out/merged/model.safetensors").read_bytes()
     on_merged = {"dataset_name": "train.jsonl", "model_name_or_path": "out/merged", **LORA}
     again = {"merge_adapter": "true", "overwrite_output_dir": "true"}

@@ -5,8 +5,7 @@ from datasets import Dataset, IterableDataset
 
 from bapo_trl.inputs.prompt_checks import check_prompts
 from bapo_trl.script.arguments import BAPOScriptArguments
-from bapo_trl.script.datasets import Data
-from bapo_trl.script.prompts import check_chat_template, format_data, format_prompts, prompt_lines, prompts_line
+from bapo_trl.script.datasets import Data, check_chat_template, format_data, format_prompts, prompt_lines
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.script_runs import chat_tokenizer
 
@@ -123,7 +122,8 @@ def test_lines_tell_of_answers_that_rewards_do_not_read_and_of_missing_ones():
     ):  # fmt: skip
         flags = BAPOScriptArguments(answer_column=columns)
         data = Data("sums", format_prompts(Dataset.from_list([row]), flags), None)
-        assert prompt_lines(data, character_tokenizer(), "model", flags) == ["Prompts: plain text", *notes]
+        lines = prompt_lines(data, character_tokenizer(), "model", flags).splitlines()
+        assert lines == ["Prompts: plain text", *notes]
 
 
 def test_streams():
@@ -135,10 +135,12 @@ def test_streams():
 
 
 def test_a_line_says_what_the_model_gets_and_whether_it_expects_messages():
-    text = Dataset.from_list([{"prompt": "1+1?"}])
-    assert prompts_line(text, character_tokenizer()) == "Prompts: plain text"
-    assert prompts_line(Dataset.from_list([SKYWORK]), chat_tokenizer()) == "Prompts: chat messages"
-    assert "has a chat template: `--prompt_column prompt` makes" in prompts_line(text, chat_tokenizer())
+    def line(row):
+        data = Data("sums", Dataset.from_list([row]), None)
+        return prompt_lines(data, chat_tokenizer(), "model", BAPOScriptArguments())
+
+    assert line(SKYWORK) == "Prompts: chat messages"
+    assert "plain text, though the model has a chat template: `--prompt_column prompt` makes" in line({"prompt": "1"})
 
 
 def test_chats_need_a_chat_template_that_takes_them():

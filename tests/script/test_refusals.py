@@ -21,8 +21,44 @@ FILES = {
     "lists.jsonl": '{"prompt": ["1+1=", "2"]}\n',
     "three.jsonl": '{"prompt": "1+1="}\n{"prompt": "1+2="}\n{"prompt": "1+3="}\n',
     "chats.jsonl": '{"prompt": [{"role": "user", "content": "1+1="}]}\n' * 4,
+    "empty.yaml": "",
+    "list.yaml": "- max_steps: 3\n- seed: 1\n",
+    "env.yaml": "env: [A]\n",
+    "broken.yaml": "max_steps: 3\nseed: [1\n",
+    "twice.yaml": "max_steps: 3\nseed: 1\nmax_steps: 4\n",
+    "sapo.yaml": "method: vespo\nloss_type: sapo\n",
     "parts.yaml": "datasets: [{path: json, data_files: none.jsonl}]\n",
 }
+AT_ONCE = [
+    # Flags: abbreviated; misspelt, beside a setting (bf16 on a CPU) that would be refused too
+    (
+        {"positive_contribution": 1},
+        r"unknown flag: --positive_contribution \(the nearest is --positive_contribution_",
+    ),
+    ({"max-stepz": 3, "bf16": "true"}, r"--max-stepz \(the nearest is --max_steps\)$"),
+    ({"confg": "x", "sed": 1}, r"--confg \(the nearest is --config\), --sed \(the nearest is --seed\)$"),
+    ({"lr": 3, "quiet": "true"}, r"--lr \(none is near\), --quiet \(none is near\)$"),
+    ({"output_dir": "out|recipes/math_7b.yaml"}, "'recipes/math_7b.yaml' belongs to no flag"),
+    # Methods
+    ({"method": "dapo"}, "`method` is 'dapo': set it to one of grpo, clip_higher"),
+    (
+        {"method": "grpo", "ratio_upper_max": 1.3},
+        "sets `ratio_upper_max` to 1.2, and `ratio_upper_max` is '1.3'",
+    ),
+    ({"method": "bapo", "loss_type": "vespo"}, "which sets `loss_type` to 'dapo', and `loss_type` is 'vespo'"),
+    ({"config": "stale_samples", "method": "recommended", "loss_type": "dapo"}, "sets `loss_type` to 'vespo'"),
+    ({"config": "sapo.yaml"}, "`method` is 'vespo', which sets `loss_type` to 'vespo', and `loss_type` is 'sapo'"),
+    # Recipes
+    *(
+        ({"config": name}, f"`config` is '{name}': there is no such file; the recipes of the package are aime24, ")
+        for name in ("missing.yaml", "model", "elsewhere/math_7b.yaml", "")
+    ),
+    ({"config": "empty.yaml"}, "is no mapping of settings, .*: write one a line, such as `learning_rate: 1.0e-6`"),
+    ({"config": "list.yaml"}, "^bapo-trl train: error: list.yaml is no mapping of settings"),
+    ({"config": "env.yaml"}, "or its `env` none of variables"),
+    ({"config": "broken.yaml"}, "broken.yaml is not valid YAML .*line 2, column 7"),
+    ({"config": "twice.yaml"}, "the key `max_steps` is there twice, again in line 3"),
+]
 REFUSED = [
     # Recipes
     ({"config": "seed.yaml"}, "argument --seed: invalid int value: 'one'"),
@@ -40,20 +76,18 @@ REFUSED = [
     ({"reward_funcs": None}, "`reward_funcs` is not set"),
     # Nothing of the demo's stands in
     ({"dataset_name": None}, "`dataset_name` is not set: give a json, jsonl or parquet file"),
-    ({"dataset_name": None, "reward_funcs": None}, "`dataset_name` is not set"),
-    ({"dataset_name": None, "do_train": "false"}, "`dataset_name` is not set"),
     ({"dataset_name": None, "eval_dataset": "test.jsonl"}, "`dataset_name` is not set"),
     ({"dataset_name": "embedded", "model_name_or_path": None}, "`model_name_or_path` is not set"),
-    (
-        {"do_train": "false", "resume_from_checkpoint": "true"},
-        "`resume_from_checkpoint` is 'true', but `do_train` is false.*`model_name_or_path`",
-    ),
     ({"bf16_full_eval": "true", "do_eval": "true"}, "`bf16_full_eval` or .* --do_train false"),
     # Data
     ({"dataset_name": "./missing.jsonl"}, "`dataset_name` is './missing.jsonl', which is neither a file nor"),
     (
         {"dataset_name": "files"},
         "which cannot be loaded: 'files/b.jsonl' has a JSON parse error in line 1",
+    ),
+    (
+        {"dataset_name": "seed.yaml"},
+        r"`dataset_name` is the file 'seed.yaml': expected one of .json, .jsonl",
     ),
     ({"dataset_name": "mixed"}, "`dataset_name` is 'mixed', which cannot be loaded: "),
     ({"dataset_name": "lists.jsonl"}, r"that of row 0 is \['1\+1=', '2'\]. Give text, or a list of messages"),
@@ -74,10 +108,6 @@ REFUSED = [
     ({"extract_answer": "box"}, "`extract_answer` has 'box', which is not known: choose one of boxed, last_number"),
     ({"answer_column": "answer"}, r"train dataset \(train.jsonl\) has no `answer` column, only .*`--answer_column`"),
     ({"system_prompt": "Add."}, "`system_prompt` is set, but the tokenizer .* has no chat template"),
-    # Models and adapters
-    ({"model_name_or_path": None}, "`model_name_or_path` is not set"),
-    ({"model_name_or_path": "./none"}, "`model_name_or_path` is './none', and the tokenizer .* cannot be loaded"),
-    ({"merge_adapter": "true"}, "`merge_adapter` is set, but there is no adapter: set `use_peft`"),
 ]
 
 
@@ -93,8 +123,9 @@ def folder(tmp_path_factory):
         yield folder
 
 
-@pytest.mark.fuzz
-@pytest.mark.parametrize(("settings", "message"), REFUSED)
+@pytest.mark.parametrize(
+    ("settings", "message"), [*AT_ONCE, *(pytest.param(*case, marks=pytest.mark.fuzz) for case in REFUSED)]
+)
 def test_what_a_user_gets_wrong_ends_in_one_line(folder, settings, message, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", *flags(**{"dataset_name": "train.jsonl", **settings})])

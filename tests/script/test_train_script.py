@@ -13,12 +13,11 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 from bapo_trl import BAPOTrainer
-from bapo_trl.errors import InputError
 from bapo_trl.report.write import report_line
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.commands import EVALUATE, TRAIN
-from bapo_trl.script.recipes import RECIPES, recipe_names
-from tests.helpers.commands import ROOT, accelerate_launcher, ends, run_command, succeeded
+from bapo_trl.script.recipes import RECIPES
+from tests.helpers.commands import ROOT, accelerate_launcher, run_command, succeeded
 from tests.helpers.forked import run_python
 from tests.helpers.script_runs import run, train_bapo
 
@@ -98,50 +97,6 @@ def test_the_quickstart_stands_in_without_any_argument_alone(command):
     assert model_args.model_name_or_path is None
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        # Abbreviated; misspelt, beside a setting (bf16 on a CPU) that would be refused too
-        (["--positive_contribution", "1"], "--positive_contribution (the nearest is --positive_contribution_target)"),
-        (["--max-stepz=3", "--bf16", "true"], "--max-stepz (the nearest is --max_steps)"),
-        (["--confg", "x", "--sed", "-1"], "--confg (the nearest is --config), --sed (the nearest is --seed)"),
-        (["--lr=3", "--verbose"], "--lr (none is near), --verbose (none is near)"),
-        (["recipes/math_7b.yaml"], "'recipes/math_7b.yaml' belongs to no flag"),
-    ],
-)
-def test_unknown_flags_end_in_one_line(flags, message, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    ends(train_bapo.main, flags)
-    assert capsys.readouterr().err.partition("error: ")[2].removeprefix("unknown flag: ") == message + "\n"
-
-
-@pytest.mark.parametrize("name", ["missing.yaml", "recipes", "elsewhere/math_7b.yaml", ""])
-def test_a_recipe_that_is_nowhere_is_refused_with_those_there_are(name):
-    there_are = (
-        f"`config` is '{name}': there is no such file; the recipes of the package are {', '.join(recipe_names())}."
-    )
-    with pytest.raises(InputError, match=f"^{re.escape(there_are)}$"):
-        parse_arguments([f"--config={name}"])
-
-
-@pytest.mark.parametrize(
-    ("recipe", "message"),
-    [
-        (b"", "is no mapping of settings, .*: write one a line, such as `learning_rate: 1.0e-6`"),
-        (b"- max_steps: 3\n- seed: 1\n", "is no mapping of settings"),
-        (b"env: [A]\n", "or its `env` none of variables"),
-        (b"max_steps: 3\nseed: [1\n", "is not valid YAML .*line 2, column 7"),
-        (b"max_steps: 3\nseed: 1\nmax_steps: 4\n", "the key `max_steps` is there twice, again in line 3"),
-        (b"\xff\xfe\x00", "is not valid YAML"),
-    ],
-)
-def test_a_recipe_that_is_no_mapping_is_refused(tmp_path, recipe, message):
-    path = tmp_path / "recipe.yaml"
-    path.write_bytes(recipe)
-    with pytest.raises(InputError, match=f"(?s)^{path} .*{message}"):
-        parse_arguments(["--config", str(path)])
-
-
 def test_recipes_by_name_and_by_path_of_which_a_file_of_the_users_comes_first(tmp_path, monkeypatch):
     assert (ROOT / "recipes").resolve() == RECIPES
     monkeypatch.chdir(tmp_path)
@@ -152,23 +107,6 @@ def test_recipes_by_name_and_by_path_of_which_a_file_of_the_users_comes_first(tm
     (tmp_path / "recipes" / "quickstart.yaml").write_text("learning_rate: 1.0e-3\nuse_cpu: true\nbf16: false\n")
     assert parse_arguments(["--config", "recipes/quickstart.yaml"])[1].learning_rate == 1e-3
     assert parse_arguments(["--config", "quickstart"])[1].learning_rate == 5e-4
-
-
-@pytest.fixture
-def pushed(monkeypatch):
-    """What is passed to each push of a run, of `save_model` and at its end, without a Hub."""
-    pushes = []
-
-    def push_to_hub(trainer, **kwargs):
-        trainer.create_model_card()
-        card = ModelCard.load(f"{trainer.args.output_dir}/README.md")
-        assert "datasets" not in card.data.to_dict()  # a file of the user's is none of the Hub
-        pushes.append(kwargs)
-
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("transformers.Trainer.init_hf_repo", lambda self, *args: setattr(self, "hub_model_id", "me/x"))
-    monkeypatch.setattr(BAPOTrainer, "push_to_hub", push_to_hub)
-    return pushes
 
 
 def run_main(**settings):
@@ -185,11 +123,22 @@ def test_the_evaluation_that_the_best_model_is_chosen_by_is_made_at_the_last_upd
 
 
 @pytest.mark.trainings
-def test_a_report_that_fails_stands_in_the_way_of_nothing(tmp_path, capsys, monkeypatch, pushed):
+def test_a_report_that_fails_stands_in_the_way_of_no_push(tmp_path, capsys, monkeypatch):
+    pushes = []
+
+    def push_to_hub(trainer, **kwargs):
+        trainer.create_model_card()
+        card = ModelCard.load(f"{trainer.args.output_dir}/README.md")
+        assert "datasets" not in card.data.to_dict()  # a file of the user's is none of the Hub
+        pushes.append(kwargs)
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("transformers.Trainer.init_hf_repo", lambda self, *args: setattr(self, "hub_model_id", "me/x"))
+    monkeypatch.setattr(BAPOTrainer, "push_to_hub", push_to_hub)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # installed, but broken
     run_main(output_dir=tmp_path, push_to_hub="true", do_eval="true", per_device_eval_batch_size=64)
     assert {"model.safetensors", "eval_results.json"} <= {path.name for path in tmp_path.iterdir()}
-    assert len(pushed) == 2
+    assert len(pushes) == 2
     assert re.search(r"\nReport: not drawn, ModuleNotFoundError: .*matplotlib\.figure", capsys.readouterr().out)
 
 
@@ -218,36 +167,25 @@ def test_a_dataset_mixture_from_a_recipe(folder, capsys):
     assert [log["step"] for log in logs(folder / "out") if "bapo/clip_low" in log] == [1, 2]
 
 
-@pytest.fixture
-def trackio(monkeypatch):
-    """A stand-in for Trackio, with the name of each `init`."""
+@pytest.mark.trainings
+def test_a_run_has_one_name_in_trackio_that_of_its_training_its_evaluation_and_its_resumption(folder, monkeypatch):
+    names, nothing = [], SimpleNamespace(get=lambda: None)
     module: Any = ModuleType("trackio")
-    module.__spec__ = ModuleSpec("trackio", None)
-    module.names, module.config = [], {}
-    module.init = lambda *, name, **kwargs: module.names.append(name)
+    module.__spec__, module.config = ModuleSpec("trackio", None), {}
+    module.init = lambda *, name, **kwargs: names.append(name)
     module.log = module.finish = lambda *args: None
-    nothing = SimpleNamespace(get=lambda: None)
     module.context_vars = SimpleNamespace(current_space_id=nothing, current_project=nothing, current_run=nothing)
     monkeypatch.setitem(sys.modules, "trackio", module)
     monkeypatch.setattr("trl.extras.profiling.is_trackio_available", lambda: False)  # read when it was imported
-    return module
-
-
-@pytest.mark.trainings
-def test_a_run_has_one_name_in_trackio_that_of_its_training_its_evaluation_and_its_resumption(
-    folder, monkeypatch, trackio
-):
     times = iter(("20260101-120000", "20260101-130000"))
     monkeypatch.setattr("bapo_trl.script.preparation.strftime", lambda form: next(times))
     settings = {"dataset_name": "train.jsonl", "eval_dataset": "test.jsonl", "report_to": "trackio"}
     saving = {"save_strategy": "steps", "save_steps": 2}
     run(**settings, **saving)
     run(**settings, **saving, max_steps=4, resume_from_checkpoint="true")
-    assert len(trackio.names) > 2  # what is logged after a training opens its run anew
-    assert set(trackio.names) == {"out-20260101-120000"}
-    trackio.names.clear()
+    assert len(names) > 2  # what is logged after a training opens its run anew
+    assert set(names) == {"out-20260101-120000"}
+    names.clear()
     run(**settings, overwrite_output_dir="true")
-    assert set(trackio.names) == {"out-20260101-130000"}
-    trackio.names.clear()
     run(**settings, output_dir="other", run_name="mine")
-    assert set(trackio.names) == {"mine"}
+    assert set(names) == {"out-20260101-130000", "mine"}
