@@ -2,6 +2,7 @@
 
 import configparser
 import re
+import runpy
 from pathlib import Path
 from unittest.mock import patch
 
@@ -19,8 +20,7 @@ from bapo_trl.script import recipes, serving
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.launcher import read_arguments
 from tests.docs.blocks import PAGES, all_blocks, commands_of
-from tests.helpers.commands import ROOT, run_command, succeeded
-from tests.helpers.forked import run_python
+from tests.helpers.commands import ROOT, run_command
 from tests.helpers.script_runs import CHAT_TEMPLATE, CPU, fill_folder, train_bapo
 from tests.helpers.toy import toy_trainer
 from tests.report.made_logs import made_logs, save_run
@@ -106,14 +106,11 @@ def train(arguments):
 
 
 def submit(arguments):
-    Path("sbatch").write_text('#!/bin/sh\nexec echo "$@"\n')
-    Path("sbatch").chmod(0o755)
-    Qwen2Config(num_attention_heads=28, num_key_value_heads=4).save_pretrained(
-        arguments[arguments.index("--model") + 1]
-    )
-    script = ROOT / "scripts" / "submit_slurm.py"
-    printed = succeeded(run_python([script, *arguments], cwd=Path.cwd(), PATH=f"{Path.cwd()}:/usr/bin:/bin"))
-    assert "--nodes=5 --gpus-per-node=8" in printed
+    model = arguments[arguments.index("--model") + 1]
+    Qwen2Config(num_attention_heads=28, num_key_value_heads=4).save_pretrained(model)
+    with patch("os.chdir"), patch("os.execvpe") as become:
+        runpy.run_path(str(ROOT / "scripts" / "submit_slurm.py"))["main"](arguments)
+    assert become.call_args.args[1][:3] == ["sbatch", "--nodes=5", "--gpus-per-node=8"]
 
 
 def save_adapter(path):
