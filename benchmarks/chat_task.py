@@ -16,8 +16,7 @@ import json
 import re
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
@@ -53,8 +52,7 @@ def work_out_legs(entry: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class ChatTask:
+class ChatTask(NamedTuple):
     """A task: arguments of reasoning-gym, how to work out an answer, and the steps of the supervised start."""
 
     args: dict[str, Any]

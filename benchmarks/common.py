@@ -6,9 +6,11 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import transformers
@@ -17,6 +19,7 @@ import trl
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+T = TypeVar("T")
 
 
 # Measuring
@@ -42,34 +45,45 @@ def keep_freed_memory() -> None:
         mallopt(option, value)
 
 
+def in_turns(names: Iterable[T], rounds: int) -> Iterator[tuple[int, T]]:
+    """Yield the round and each name, in every other round backwards, so that none always comes first."""
+    names = list(names)
+    for index in range(rounds):
+        for name in names if index % 2 == 0 else reversed(names):
+            yield index, name
+
+
 def synchronize(device: str) -> None:
     """Wait for the kernels that run on `device`, so that a clock read next to it means something."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def num_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+def time_s(function: Callable[[], object], device: str = "cpu") -> float:
+    """Return the seconds that one call takes."""
+    synchronize(device)
+    start = time.perf_counter()
+    function()
+    synchronize(device)
+    return time.perf_counter() - start
 
 
 # Result files
 
 
-def describe_run(name: str, device: str) -> dict:
+def describe_run(name: str) -> dict:
     """
     Return command, date and machine of a benchmark, with the versions that a figure depends on.
 
     Called at its end, so that the load average of the last five minutes tells of other work beside it.
     """
-    on_gpu = torch.device(device).type == "cuda"
     return {
-        "command": " ".join(["python", "-m", f"benchmarks.{name}", *map(_without_folder, sys.argv[1:])]),
+        "command": command_line(f"benchmarks.{name}"),
         "date": date.today().isoformat(),
         "machine": {
-            "device": torch.cuda.get_device_name(device) if on_gpu else "CPU",
+            "device": "CPU",
             "cpu": _cpu_name(),
-            "cores": num_cores(),
+            "cores": len(os.sched_getaffinity(0)),
             "load_average": round(os.getloadavg()[1], 1),
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -79,49 +93,20 @@ def describe_run(name: str, device: str) -> dict:
     }
 
 
-def _without_folder(argument: str) -> str:
-    """Return the name of a file that is given by an absolute path, which is one machine's, and all else as it is."""
-    return Path(argument).name if Path(argument).is_absolute() else argument
+def command_line(module: str) -> str:
+    """Return the command of this process, without the folders of files, which are one machine's."""
+    arguments = [Path(argument).name if Path(argument).is_absolute() else argument for argument in sys.argv[1:]]
+    return " ".join(["python", "-m", module, *arguments])
 
 
-def result_path(name: str, device: str) -> Path:
-    """Return the path of a benchmark's result file, which is another one for a GPU."""
-    kind = torch.device(device).type
-    return RESULTS / f"{name}{'' if kind == 'cpu' else f'_{kind}'}.json"
-
-
-def save_result(name: str, device: str, settings: dict, results: Sequence[dict], earlier: Sequence[dict] = ()) -> None:
-    """
-    Write the result file of a benchmark.
-
-    Args:
-        name (`str`): Name of its module in `benchmarks`, the key of its section in `pages.py`.
-        device (`str`): Device that was measured.
-        settings (`dict`): Sizes and numbers of rounds.
-        results (sequence of `dict`): Rows, from which the section is rendered.
-        earlier (sequence of `dict`, *optional*): What [`describe_run`] said of the rows that were there before, the
-            newest first.
-    """
-    content = {
-        "benchmark": name,
-        **describe_run(name, device),
-        **({"earlier": list(earlier)} if earlier else {}),
-        "settings": settings,
-        "results": list(results),
-    }
-    write_result(content, result_path(name, device))
-
-
-def write_result(content: dict, path: Path) -> None:
-    """Write a result file: a line for each key, and for each row of `results`."""
-    *head, (last, rows) = content.items()
-    if last != "results":
-        raise ValueError(f"the last key of a result is 'results', got {last!r}.")
-    lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head]
-    rows = ",\n".join(f"    {json.dumps(row)}" for row in rows)
-    path.parent.mkdir(exist_ok=True)
+def save_result(name: str, settings: dict, results: Sequence[dict], **more: object) -> None:
+    """Write the result file of a benchmark, `results/NAME.json`: a line for each key, and for each of its rows."""
+    head = {"benchmark": name, **describe_run(name), **more, "settings": settings}
+    lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+    rows = ",\n".join(f"    {json.dumps(row)}" for row in results)
+    path = RESULTS / f"{name}.json"
     path.write_text("\n".join(["{", *lines, '  "results": [', rows, "  ]", "}\n"]))
-    print(f"Written: {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
+    print(f"Written: {path}")
 
 
 def _cpu_name() -> str:

@@ -10,24 +10,24 @@ one another, so that ratios are of pairs. CPU-seconds are of the process, user a
 """
 
 import argparse
-import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
-from statistics import median
+import time
 
 import torch
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import load_chat_sums, smollm2_path
 from bapo_trl.upstream import cpu_speed
-from benchmarks.common import ROOT, save_result, spread
+from benchmarks.common import ROOT, in_turns, save_result, spread
+from benchmarks.watched_training import UpdateClock
 
 
 TARGET_SECONDS = 25
+COMPLETION_TOKENS = 16
 MEASURES = {
     "bfloat16": "bfloat16 base under autocast",
     "head": "contiguous rows to the frozen head",
@@ -36,38 +36,15 @@ MEASURES = {
 ARMS = {"all": set(MEASURES), "none": set()} | {f"without {name}": set(MEASURES) - {name} for name in MEASURES}
 
 
-class CpuClock(TrainerCallback):
-    """Reads the CPU time of the process when training begins and after the first update."""
-
-    def __init__(self):
-        self.readings: list[tuple[float, float]] = []
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self._read()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self._read()
-
-    def _read(self):
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        self.readings.append((usage.ru_utime, usage.ru_stime))
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Return user and system seconds between the two readings."""
-        (user_before, system_before), (user, system) = self.readings[:2]
-        return {"user": round(user - user_before, 2), "system": round(system - system_before, 2)}
-
-
-def measure(measures: set[str], completion_tokens: int, seed: int) -> dict[str, float]:
-    """Return the CPU-seconds and the peak memory of a generation and its first update, in this process."""
+def measure(measures: set[str], seed: int) -> float:
+    """Return the CPU-seconds of a generation and its first update, in this process."""
     from peft import LoraConfig
 
     torch.set_num_threads(1)
     if "completions" in measures:
         cpu_speed.score_completions_only()
     has_bfloat16 = "bfloat16" in measures and cpu_speed.has_bfloat16()
-    task, clock = load_chat_sums(), CpuClock()
+    task, clock = load_chat_sums(), UpdateClock(time.process_time)
     with tempfile.TemporaryDirectory() as folder:
         args = BAPOConfig(
             folder,
@@ -84,7 +61,7 @@ def measure(measures: set[str], completion_tokens: int, seed: int) -> dict[str, 
             gradient_accumulation_steps=1,
             steps_per_generation=4,
             num_generations=8,
-            max_completion_length=completion_tokens,
+            max_completion_length=COMPLETION_TOKENS,
             max_steps=1,
             save_strategy="no",
             report_to="none",
@@ -102,53 +79,40 @@ def measure(measures: set[str], completion_tokens: int, seed: int) -> dict[str, 
         if "head" in measures:
             cpu_speed.make_head_input_contiguous(trainer.model)
         trainer.train()
-    peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return {**clock.seconds, "peak_gb": round(peak_gb, 2)}
+    begun, ended = clock.readings
+    return ended - begun
 
 
-def measure_in_process(arm: str, completion_tokens: int, seed: int) -> dict[str, float]:
+def measure_in_process(arm: str, seed: int) -> float:
     """Return what [`measure`] gives in a process of its own."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.llm_speed", "--arm", arm, "--seed", str(seed)]
-    command += ["--completion-tokens", str(completion_tokens)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    return float(done.stdout.splitlines()[-1])
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each arm")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="what to measure")
-    parser.add_argument("--completion-tokens", type=int, default=16, help="longest completion")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each arm, at least two")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)  # of a process that measures
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.arm:
-        print(json.dumps(measure(ARMS[args.arm], args.completion_tokens, args.seed)))
+        print(measure(ARMS[args.arm], args.seed))
         return
     smollm2_path()  # so that no process has to build it
-    seconds: dict[str, list[dict[str, float]]] = {arm: [] for arm in args.arms}
-    for round_index in range(args.rounds):
-        for arm, measured in seconds.items():
-            measured.append(measure_in_process(arm, args.completion_tokens, seed=round_index))
-            print(f"round {round_index}, {arm}: {measured[-1]}", flush=True)
-    settings = {"target_seconds": TARGET_SECONDS, "completion_tokens": args.completion_tokens, "threads": 1}
-    save_result("llm_speed", "cpu", settings, [to_row(arm, seconds) for arm in seconds])
+    seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    for index, arm in in_turns(ARMS, args.rounds):
+        seconds[arm].append(measure_in_process(arm, seed=index))
+        print(f"round {index}, {arm}: {seconds[arm][-1]}", flush=True)
+    settings = {"target_seconds": TARGET_SECONDS, "completion_tokens": COMPLETION_TOKENS, "threads": 1}
+    save_result("llm_speed", settings, [to_row(arm, seconds) for arm in seconds])
 
 
-def to_row(arm: str, seconds: dict[str, list[dict[str, float]]]) -> dict:
+def to_row(arm: str, seconds: dict[str, list[float]]) -> dict:
     """Return the row of an arm: spreads of its CPU-seconds, and of their ratio to those with all measures."""
-    totals = {name: [reading["user"] + reading["system"] for reading in values] for name, values in seconds.items()}
-    row = {
-        "arm": arm,
-        "seconds": spread(totals[arm]) if len(totals[arm]) > 1 else {"median": totals[arm][0]},
-        "system": round(median(reading["system"] for reading in seconds[arm]), 2),
-        "peak_gb": round(median(reading["peak_gb"] for reading in seconds[arm]), 2),
-    }
-    if "all" in totals and arm != "all":
-        ratios = [own / base for own, base in zip(totals[arm], totals["all"], strict=True)]
-        row["ratio"] = spread(ratios) if len(ratios) > 1 else {"median": round(ratios[0], 3)}
-    return row
+    ratios = [own / base for own, base in zip(seconds[arm], seconds["all"], strict=True)]
+    return {"arm": arm, "seconds": spread(seconds[arm]), "ratio": spread(ratios)}
 
 
 if __name__ == "__main__":

@@ -23,15 +23,7 @@ def lognormal_hazards(median: float, tail: float, num_tokens: int) -> torch.Tens
     """
     Return the probability that a completion ends with its n-th token, given that it has come so far.
 
-    Args:
-        median (`float`): Median length in tokens.
-        tail (`float`): 95th percentile of the lengths over their median.
-        num_tokens (`int`): Number of places.
-
-    Returns:
-        `torch.Tensor` of shape `(num_tokens,)`, in float64.
-
-    Example:
+    `tail` is the 95th percentile of the lengths over their median. Of shape `(num_tokens,)`, in float64.
 
     ```python
     >>> alive = (1 - lognormal_hazards(median=20, tail=5, num_tokens=200)).cumprod(0)

@@ -45,15 +45,7 @@ def final_sum_reward(completions: list[str], answer: list[str], **kwargs: Any) -
 
 
 def load_long_tailed_sums(seed: int = 0) -> StudyTask:
-    """
-    Make the problems of the demo, in its splits: `"37+58="` reads `"d7+f8"`, and its answer `"j5"`.
-
-    Args:
-        seed (`int`, *optional*, defaults to `0`): Seed of the problems.
-
-    Returns:
-        [`~benchmarks.warm_start.StudyTask`]: 9,488 problems to train on and 512 or 513 held out.
-    """
+    """Make the problems of the demo, in its splits: `"37+58="` reads `"d7+f8"`, and its answer `"j5"`."""
     sums = load_task(seed)
     return StudyTask(
         name="long_tailed_sums",
@@ -75,16 +67,7 @@ def load_long_tailed_sums(seed: int = 0) -> StudyTask:
 
 
 def demonstrate(prompt: str, rng: random.Random) -> str:
-    """
-    Fill, and then add as the careless demonstrator of the demo does.
-
-    Args:
-        prompt (`str`): A problem.
-        rng (`random.Random`): Decides on the length and on forgotten carries.
-
-    Returns:
-        `str`: The count, `=` and the sum that the demonstrator writes.
-    """
+    """Fill, and then add as the careless demonstrator of the demo does."""
     while (tokens := round(rng.lognormvariate(math.log(SCALE), SIGMA))) > LONGEST:
         pass
     text = demonstrate_sum(prompt, rng)

@@ -10,27 +10,24 @@ its own, in one process, on the same prompts. A round goes through the settings,
 that of two settings in a round. The first generations, in which the pool fills, are not counted.
 
 A call of the sampler takes as many *decode steps* as its longest completion has tokens. A generation has a *slot* for
-each row of its first call; a slot is *idle* in a decode step in which it has no token. Prompts and tokens so far are
-*sent again* with every call but the first. transformers computes them again; so does vLLM, but for whole blocks of its
-cache (of 32 tokens here) that the same policy filled.
+each row of its first call; a slot is *idle* in a decode step in which it has no token.
 """
 
 import argparse
 import json
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from datasets import Dataset
-from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
+from transformers import PreTrainedModel, PrinterCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from benchmarks.common import keep_freed_memory, result_path, save_result, spread
+from benchmarks.common import RESULTS, in_turns, keep_freed_memory, save_result, spread
 from benchmarks.lognormal_model import lognormal_model, lognormal_tokenizer
+from benchmarks.watched_training import UpdateClock
 
 
 TAIL, CAP = 5, 10  # 95th percentile and longest, over the median
@@ -41,20 +38,19 @@ UPDATES = 4
 WARMUP = 3
 BLOCK_TOKENS = 32  # of vLLM's prefix cache
 SYNCHRONOUS = 1.0
-OVERSAMPLING = (1.25, 1.5, 1.9)
 CHUNK = 0.25  # of the median
-LONGER_CHUNKS = (1.0,)  # at 1.5 as well
+# Oversampling, chunk
+SETTINGS = ((SYNCHRONOUS, CHUNK), (1.25, CHUNK), (1.5, CHUNK), (1.9, CHUNK), (1.5, 1.0))
 TARGETS = {"steps": 2.0, "idle": 3.0, "wall": 1.5}  # at 1.5, synchronous over partial
 
 
 @dataclass
 class Call:
-    """One call of the sampler: its rows, its longest completion, all tokens sampled, tokens sent once more."""
+    """One call of the sampler: its rows, its longest completion, all tokens sampled."""
 
     rows: int
     longest: int
     tokens: int
-    sent_again: int
 
 
 class Counting(BAPOTrainer):
@@ -70,38 +66,10 @@ class Counting(BAPOTrainer):
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         output = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        return output if self._injected is not None else self._count(prompt_ids, output)
-
-    def _count(self, prompts, output):
-        lengths = [len(row) for row in output[0]]
-        again = sum(len(row) for row in prompts if len(row) > PROMPT_TOKENS)
-        self.calls[-1].append(Call(len(lengths), max(lengths), sum(lengths), again))
+        if self._injected is None:
+            lengths = [len(row) for row in output[0]]
+            self.calls[-1].append(Call(len(lengths), max(lengths), sum(lengths)))
         return output
-
-
-class GenerationClock(TrainerCallback):
-    """Wall time, and CPU time of this process, at which each generation begins, and those of the end."""
-
-    def __init__(self):
-        self.wall: list[float] = []
-        self.cpu: list[float] = []
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step % UPDATES == 0:
-            self._read()
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self._read()
-
-    def _read(self):
-        self.wall.append(time.perf_counter())
-        self.cpu.append(time.process_time())
-
-
-def settings() -> list[tuple[float, float]]:
-    """Return oversampling and chunk (over the median length) of each setting; the synchronous one comes first."""
-    chosen = [(SYNCHRONOUS, CHUNK)] + [(oversampling, CHUNK) for oversampling in OVERSAMPLING]
-    return chosen + [(1.5, chunk) for chunk in LONGER_CHUNKS]
 
 
 def measure(
@@ -122,19 +90,17 @@ def measure(
         median (`int`): Median length of a completion in tokens.
         generations (`int`): Generations that count.
         settings (`dict`): Settings of the sampler and the device; `{}` for transformers' generation on the CPU.
-        model ([`~transformers.PreTrainedModel`], *optional*): The model, by default that of `lognormal_model.py`.
-        groups (`int`, *optional*): Groups a generation.
+        model ([`~transformers.PreTrainedModel`], *optional*): A `lognormal_model`, by default a small one.
+        groups (`int`, *optional*, defaults to `GROUPS`): Groups a generation.
 
     Returns:
-        `dict` with, a trained sample: decode `steps`, `idle` slots, `wall` seconds of generation and training, `cpu`
-        seconds of this process; with `sent_again`, prompt and completion tokens sent once more over tokens
-        decoded; and with the run's means of `staleness` (policy versions), `segments` and `length` (tokens).
+        `dict` with, a trained sample: decode `steps`, `idle` slots, `wall` seconds of generation and training.
     """
     groups = groups or GROUPS
     rows = groups * COMPLETIONS
     prompts = [f"{index:0{PROMPT_TOKENS}d}" for index in range(groups * (WARMUP + generations))]
     on_cpu = {"use_cpu": True, "bf16": False, "dataloader_pin_memory": False}
-    clock = GenerationClock()
+    clock = UpdateClock()
     with tempfile.TemporaryDirectory() as folder:
         args = BAPOConfig(
             folder,
@@ -168,40 +134,27 @@ def measure(
     counted = trainer.calls[WARMUP:]
     calls = [call for calls in counted for call in calls]
     slots = sum(calls[0].rows * sum(call.longest for call in calls) for calls in counted)
-    samples, tokens = rows * generations, sum(call.tokens for call in calls)
-    logs = [log for log in trainer.state.log_history if log["step"] > WARMUP * UPDATES]
-
-    def mean(key: str, default: float) -> float:
-        values = [log[key] for log in logs if log.get(key) is not None]
-        return statistics.mean(values) if values else default
-
+    samples = rows * generations
     return {
         "steps": sum(call.longest for call in calls) / samples,
-        "idle": (slots - tokens) / samples,
-        "wall": (clock.wall[-1] - clock.wall[WARMUP]) / samples,
-        "cpu": (clock.cpu[-1] - clock.cpu[WARMUP]) / samples,
-        "sent_again": sum(call.sent_again for call in calls) / tokens,
-        "staleness": mean("staleness/mean", 0.0),
-        "segments": mean("partial/segments_mean", 1.0),
-        "length": mean("completions/mean_length", 0.0),
+        "idle": (slots - sum(call.tokens for call in calls)) / samples,
+        "wall": (clock.readings[-1] - clock.readings[UPDATES * WARMUP]) / samples,
     }
 
 
 def measure_rounds(name: str, rounds: int, generations: int, sampler: Callable[[], dict]) -> list[dict]:
     """Return a row for each setting, with the figures of each round and their ratios to the synchronous setting's."""
     median = MEDIANS[name]
-    measured: dict[tuple[float, float], list[dict]] = {setting: [] for setting in settings()}
-    for index in range(rounds):
-        for setting in settings() if index % 2 == 0 else reversed(settings()):
-            torch.manual_seed(index)
-            measured[setting].append(measure(*setting, median, generations, {"seed": index, **sampler()}))
-            print(name, *setting, {key: round(value, 4) for key, value in measured[setting][-1].items()}, flush=True)
+    measured: dict[tuple[float, float], list[dict]] = {setting: [] for setting in SETTINGS}
+    for index, setting in in_turns(SETTINGS, rounds):
+        torch.manual_seed(index)
+        measured[setting].append(measure(*setting, median, generations, {"seed": index, **sampler()}))
+        print(name, *setting, {key: round(value, 4) for key, value in measured[setting][-1].items()}, flush=True)
     rows = []
     for (oversampling, chunk), values in measured.items():
         row = {"sampler": name, "oversampling": oversampling, "chunk": chunk, "median": median}
-        for key in ("steps", "idle", "wall", "cpu", "sent_again", "staleness", "segments", "length"):
+        for key in TARGETS:
             row[key] = spread([value[key] for value in values])
-        for key in (*TARGETS, "cpu"):
             pairs = zip(measured[SYNCHRONOUS, CHUNK], values, strict=True)
             row[f"{key}_ratio"] = spread([synchronous[key] / own[key] for synchronous, own in pairs])
         rows.append(row)
@@ -220,12 +173,11 @@ def main() -> None:
         rows = _measure_over_server(args.rounds, args.generations)
     else:
         rows = measure_rounds(args.sampler, args.rounds, args.generations, dict)
-    path = result_path("partial_rollouts", "cpu")
-    before = json.loads(path.read_text()) if path.exists() else {"results": []}
+    before = json.loads((RESULTS / "partial_rollouts.json").read_text())
     others = [row for row in before["results"] if row["sampler"] != args.sampler]
-    earlier = [{key: before[key] for key in ("command", "date", "machine")}] if others else []
+    earlier = [{key: before[key] for key in ("command", "date", "machine")}]
     sizes = {"threads": 1, "groups": GROUPS, "completions": COMPLETIONS, "updates": UPDATES, "warmup": WARMUP}
-    save_result("partial_rollouts", "cpu", sizes, sorted(others + rows, key=lambda row: row["sampler"]), earlier)
+    save_result("partial_rollouts", sizes, sorted(others + rows, key=lambda row: row["sampler"]), earlier=earlier)
 
 
 def _measure_over_server(rounds: int, generations: int) -> list[dict]:

@@ -51,15 +51,7 @@ def final_total_reward(completions: list[str], answer: list[str], **kwargs: Any)
 
 
 def load_rambling_totals(seed: int = 0) -> StudyTask:
-    """
-    Make problems of five digits from 1 to 9, each problem once.
-
-    Args:
-        seed (`int`, *optional*, defaults to `0`): Seed of the problems.
-
-    Returns:
-        [`~benchmarks.warm_start.StudyTask`]: 8,192 problems to train on and 512 held out.
-    """
+    """Make problems of five digits from 1 to 9, each problem once: 8,192 to train on and 512 held out."""
     train_dataset, test_dataset = make_problems(LABELS, "{:02}", seed)
     return StudyTask(
         name="rambling_totals",
@@ -82,16 +74,7 @@ def load_rambling_totals(seed: int = 0) -> StudyTask:
 
 
 def demonstrate(prompt: str, rng: random.Random) -> str:
-    """
-    Add the digits as a careless demonstrator, and ramble after a forgotten carry.
-
-    Args:
-        prompt (`str`): A problem.
-        rng (`random.Random`): Decides on carries and marks.
-
-    Returns:
-        `str`: The totals up to the last one or the first wrong one, and a ramble after a wrong one.
-    """
+    """Add the digits as a careless demonstrator, up to a forgotten carry, and ramble after it."""
     return "".join(_steps(prompt, rng, FORGOTTEN_CARRY_RATE))
 
 

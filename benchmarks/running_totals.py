@@ -64,13 +64,7 @@ def load_running_totals(seed: int = 0) -> StudyTask:
     Make problems of seven digits from 1 to 9, each problem once.
 
     A problem labels its digits, `"a4b7c9d1e1f1g1="`. A right completion adds one by one and repeats the last total:
-    `"b7=11c9:20d1=21e1:22f1:23g1=24#24"`, where `=` and `:` mean the same.
-
-    Args:
-        seed (`int`, *optional*, defaults to `0`): Seed of the problems.
-
-    Returns:
-        [`~benchmarks.warm_start.StudyTask`]: 8,192 problems to train on and 512 held out.
+    `"b7=11c9:20d1=21e1:22f1:23g1=24#24"`, where `=` and `:` mean the same. 8,192 are to train on, 512 held out.
     """
     train_dataset, test_dataset = make_problems(LABELS, "{}", seed)
     return StudyTask(
@@ -98,13 +92,6 @@ def demonstrate(prompt: str, rng: random.Random) -> str:
     Most steps take a detour (`"c9??????=20"` for `"c9=20"`), and on a detour the carry is forgotten more often than
     not: the likeliest way is the longer and the worse one. Which mark stands in a step without a detour makes no
     difference.
-
-    Args:
-        prompt (`str`): A problem.
-        rng (`random.Random`): Decides on detours, carries and marks.
-
-    Returns:
-        `str`: The steps and the final total.
     """
     total, *digits = map(int, prompt.rstrip("=")[1::2])
     steps = []

@@ -2,7 +2,6 @@
 Measure the bound search: time against the step-by-step loop of Algorithm 1, and extra memory at its peak.
 
     python -m benchmarks.search_cost
-    python -m benchmarks.search_cost --device cuda
 
 About a million tokens, three in four negative, and a target out of reach: the loop walks all 52 candidate pairs.
 Rounds of the search and of both loops alternate in one process; a figure is the median of the rounds' ratios.
@@ -13,30 +12,27 @@ Rounds of the search and of both loops alternate in one process; a figure is the
 
 On a CPU the loops also pay for memory that is given back to the system and fetched again at each of their steps. How
 often that happens depends on all that the process did before. So everything is measured under the default allocator
-and, then, with freed memory kept in the process, which leaves arithmetic only (as on a GPU).
+and, then, with freed memory kept in the process, which leaves arithmetic only.
 
-Extra memory is what is allocated above the inputs. On the CPU, the allocator's own record of each allocation and
-release (`torch.profiler`), so that tensors inside of kernels count; on a GPU, `torch.cuda.max_memory_allocated`.
-
-On a GPU, a micro-batch of 8k tokens is measured too, and `torch.profiler` counts the kernels of each search and loop
-and adds up the time that they take on the device.
+Extra memory is what is allocated above the inputs, by the allocator's own record of each allocation and release
+(`torch.profiler`), so that tensors inside of kernels count. `gpu_first_run` has the search on a GPU.
 """
 
 import argparse
 import itertools
-import time
+import os
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from bapo_trl.clip_bounds import MEASURES, BoundGrid, contributions, search_bounds
-from benchmarks.common import keep_freed_memory, num_cores, save_result, spread, synchronize
+from benchmarks.common import in_turns, keep_freed_memory, save_result, spread, time_s
 
 
 ROWS, LENGTH_TOKENS = 512, 2048
-MICRO_BATCH_ROWS = 4
 OUT_OF_REACH = 0.99
+TARGETS = (0.1, 0.25, 0.3, 0.33, 0.36, 0.4, OUT_OF_REACH)  # all along the path
 SPEEDUP_TARGET = 10.0
 MEMORY_TARGET = 4.0
 GRID = BoundGrid()
@@ -112,8 +108,8 @@ def _walk(share: Callable[[float, float], float], target: float) -> tuple[float,
 
 
 def check_same_bounds(tokens, measure: str):
-    """Raise `RuntimeError` if the search and a loop choose different bounds, for targets all along the path."""
-    for target in (0.1, 0.25, 0.3, 0.33, 0.36, 0.4, OUT_OF_REACH):
+    """Raise `RuntimeError` if the search and a loop choose different bounds."""
+    for target in TARGETS:
         expected = fast_search(*tokens, measure, target)
         for name, loop in LOOPS.items():
             found = loop(*tokens, measure, target)
@@ -121,24 +117,8 @@ def check_same_bounds(tokens, measure: str):
                 raise RuntimeError(f"target {target}, {measure}: search {expected}, {name} loop {found}.")
 
 
-def time_s(function: Callable, device: str) -> float:
-    """Return the seconds that one call takes."""
-    synchronize(device)
-    start = time.perf_counter()
-    function()
-    synchronize(device)
-    return time.perf_counter() - start
-
-
-def peak_extra_bytes(function: Callable, device: str) -> int:
+def peak_extra_bytes(function: Callable) -> int:
     """Return the most bytes that `function` holds at any time, above what was allocated before the call."""
-    if torch.device(device).type == "cuda":
-        synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        function()
-        synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
         function()
@@ -150,31 +130,22 @@ def peak_extra_bytes(function: Callable, device: str) -> int:
     return peak
 
 
-def count_kernels(function: Callable, device: str) -> dict:
-    """Return the number of kernels of one call on a GPU, copies and fills of memory included, and their time in ms."""
-    synchronize(device)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        function()
-        synchronize(device)
-    events = profiler.profiler.kineto_results.events()
-    durations = [event.duration_ns() for event in events if event.device_type() == torch.autograd.DeviceType.CUDA]
-    return {"kernels": len(durations), "ms": round(sum(durations) / 1e6, 4)}
+def time_in_turns(tokens, measure: str, rounds: int, device: str = "cpu") -> dict[str, list[float]]:
+    """Return the seconds of the search and of both loops in each round, at the target out of reach."""
+    functions = {"search": fast_search, **LOOPS}
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for _, name in in_turns(functions, rounds):
+        seconds[name].append(time_s(partial(functions[name], *tokens, measure, OUT_OF_REACH), device))
+    return seconds
 
 
-def measure_setting(measure: str, num_threads: int, memory: str, rounds: int, device: str, rows: int = ROWS) -> dict:
+def measure_setting(measure: str, num_threads: int, memory: str, rounds: int) -> dict:
     """Return one row of the results: speed-up over each loop, and extra memory in token-sized tensors."""
     torch.set_num_threads(num_threads)
-    tokens = make_tokens(device, rows)
+    tokens = make_tokens("cpu")
     check_same_bounds(tokens, measure)  # warms up, too
-    functions = {"search": fast_search, **LOOPS}
-    calls = {name: partial(function, *tokens, measure, OUT_OF_REACH) for name, function in functions.items()}
-    seconds = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            seconds[name].append(time_s(call, device))
-    extra_bytes = peak_extra_bytes(calls["search"], device)
-    token_bytes = tokens[0].numel() * tokens[0].element_size()
-    on_gpu = torch.device(device).type == "cuda"
+    seconds = time_in_turns(tokens, measure, rounds)
+    extra_bytes = peak_extra_bytes(partial(fast_search, *tokens, measure, OUT_OF_REACH))
     return {
         "measure": measure,
         "tokens": tokens[0].numel(),
@@ -185,9 +156,8 @@ def measure_setting(measure: str, num_threads: int, memory: str, rounds: int, de
             name: spread([loop / search for loop, search in zip(seconds[name], seconds["search"], strict=True)])
             for name in LOOPS
         },
-        "on_device": {name: count_kernels(call, device) for name, call in calls.items()} if on_gpu else None,
         "speedup_target": SPEEDUP_TARGET,
-        "extra_memory_tensors": round(extra_bytes / token_bytes, 3),
+        "extra_memory_tensors": round(extra_bytes / tokens[0].nbytes, 3),
         "extra_memory_target": MEMORY_TARGET,
         "same_bounds": True,  # else `check_same_bounds` has raised
     }
@@ -195,32 +165,19 @@ def measure_setting(measure: str, num_threads: int, memory: str, rounds: int, de
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--rounds", type=int, default=9, help="paired rounds of each setting")
     args = parser.parse_args()
 
-    on_cpu = args.device == "cpu"
-    thread_counts = sorted({1, num_cores()}) if on_cpu else [1]
     results = []
-    print("freed memory  measure      tokens  threads  search ms  recomputed  hoisted  extra tensors  kernels")
-    for memory in ("default", "kept") if on_cpu else ("kept",):
+    for memory in ("default", "kept"):
         if memory == "kept":
             keep_freed_memory()  # for good
-        sizes = (ROWS,) if on_cpu else (ROWS, MICRO_BATCH_ROWS)
-        for rows, measure, num_threads in itertools.product(sizes, MEASURES, thread_counts):
-            row = measure_setting(measure, num_threads, memory, args.rounds, args.device, rows)
-            results.append(row)
-            recomputed, hoisted = (row["speedup"][name]["median"] for name in LOOPS)
-            kernels = "-" if row["on_device"] is None else row["on_device"]["search"]["kernels"]
-            print(
-                f"{memory:<12}  {measure:<10} {row['tokens']:>8} {num_threads:>8} "
-                f"{row['ms']['search']['median']:>10.3f} {recomputed:>10.1f}x {hoisted:>7.1f}x "
-                f"{row['extra_memory_tensors']:>14.2f} {kernels:>8}",
-                flush=True,
-            )
+        for measure, num_threads in itertools.product(MEASURES, sorted({1, len(os.sched_getaffinity(0))})):
+            results.append(measure_setting(measure, num_threads, memory, args.rounds))
+            print(results[-1], flush=True)
     num_pairs = len(GRID.upper) + len(GRID.lower) - 1
     settings = {"tokens": ROWS * LENGTH_TOKENS, "rows": ROWS, "pairs": num_pairs, "target_share": OUT_OF_REACH}
-    save_result("search_cost", args.device, settings, results)
+    save_result("search_cost", settings, results)
 
 
 if __name__ == "__main__":

@@ -4,24 +4,22 @@ Time what a trainer does to notice a vLLM server that failed, as a part of its u
     python -m benchmarks.server_checks        # where vLLM is installed; starts a server
 
 Paired within one run: the time of the checks of a generation (asking the server for its name, having all ranks agree)
-over the time of its updates, generation and transfer of the weights included. What the limits themselves cost is
-measured beside it: the same short request over TRL's adapter and over the one with limits, in turn.
+over the time of its updates, generation and transfer of the weights included.
 """
 
 import argparse
 import tempfile
 import time
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
-import requests
-from requests.adapters import HTTPAdapter
-from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import character_tokenizer, load_task
-from bapo_trl.vllm_server.client import LimitedAdapter
 from benchmarks.common import save_result, spread
+from benchmarks.watched_training import UpdateClock
 
 
 LIMIT = 0.01
@@ -45,38 +43,6 @@ class Timed(BAPOTrainer):
             self.checks_s += time.perf_counter() - begun
 
 
-class Updates(TrainerCallback):
-    """Takes the seconds from one generation to the next, and those of the checks in between."""
-
-    def __init__(self, updates_per_generation: int):
-        self.updates_per_generation, self.trainer = updates_per_generation, None
-        self.marks = []
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step % self.updates_per_generation == 0:
-            self.marks.append((time.perf_counter(), self.trainer.checks_s))
-
-    def shares(self) -> list[float]:
-        pairs = list(zip(self.marks, self.marks[1:], strict=False))[1:]  # the first one warms up
-        return [(after[1] - before[1]) / (after[0] - before[0]) for before, after in pairs]
-
-
-def request_overheads(url: str, rounds: int) -> list[float]:
-    """Return what the limits add to the time of a request, in ms."""
-    sessions = {"plain": requests.Session(), "limited": requests.Session()}
-    sessions["plain"].mount("http://", HTTPAdapter())
-    sessions["limited"].mount("http://", LimitedAdapter(60.0, lambda: True))
-    differences = []
-    for number in range(rounds):
-        seconds = {}
-        for name in sorted(sessions, reverse=number % 2 == 0):
-            begun = time.perf_counter()
-            sessions[name].get(f"{url}/health")
-            seconds[name] = time.perf_counter() - begun
-        differences.append(1000 * (seconds["limited"] - seconds["plain"]))
-    return differences[5:]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0].strip())
     parser.add_argument("--generations", type=int, default=16)
@@ -97,7 +63,7 @@ def main() -> None:
         Qwen2ForCausalLM(config).save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
         with vllm_server(folder / "model", folder / "server.log", flags=SMALL) as server:
-            task, updates = load_task(), Updates(sampled["steps_per_generation"])
+            task, clock = load_task(), UpdateClock(lambda: (time.perf_counter(), trainer.checks_s))
             trainer = Timed(
                 str(folder / "model"),
                 task.reward_func,
@@ -113,19 +79,17 @@ def main() -> None:
                     vllm_importance_sampling_mode="token_truncate",
                 ),
                 train_dataset=task.train_dataset,
-                callbacks=[updates],
+                callbacks=[clock],
             )
-            updates.trainer = trainer
             trainer.train()
-            added = request_overheads(f"http://127.0.0.1:{server.port}", 105)
-    seconds = [after[0] - before[0] for before, after in zip(updates.marks, updates.marks[1:], strict=False)][1:]
+    begun = clock.readings[:: sampled["steps_per_generation"]][1:-1]  # the first warms up, the last ends the training
+    generations = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(begun)]
     row = {
-        "share": spread(updates.shares()),
-        "update_ms": spread([1000 * each / sampled["steps_per_generation"] for each in seconds]),
-        "added_ms": spread(added),
+        "share": spread([checks / whole for whole, checks in generations]),
+        "update_ms": spread([1000 * whole / sampled["steps_per_generation"] for whole, _ in generations]),
     }
     print(row)
-    save_result("server_checks", "cpu", {**sizes, **sampled, "generations": len(seconds), "limit": LIMIT}, [row])
+    save_result("server_checks", {**sizes, **sampled, "generations": len(generations), "limit": LIMIT}, [row])
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from benchmarks.tiny_model import MODEL_SETTINGS, tiny_model
 # depends on the seed; RL is to unlearn it.
 FORGOTTEN_CARRY_RATE = 0.75
 IGNORED_LABEL = -100
+UNHASHED = ("demonstrate", "first_lesson")  # one as what it writes, the other as a lesson of its own
 
 
 @dataclass(frozen=True)
@@ -96,34 +97,21 @@ def warm_start_path(seed: int = 0, task: StudyTask | None = None) -> Path:
 
 def _fingerprint(seed: int, task: StudyTask) -> str:
     """Hash all that shapes the weights."""
-    lessons = [
-        {**vars(lesson), "demonstrations": _demonstrations(lesson, task, seed)} for lesson in _lessons(task.warm_start)
-    ]
-    for lesson in lessons:
-        del lesson["demonstrate"], lesson["first_lesson"]  # hashed as what they write, and as a lesson of its own
-    *before, training = lessons
-    shaping = {
-        **({"before": before} if before else {}),
-        "demonstrations": training.pop("demonstrations"),
-        "vocabulary": character_tokenizer(task.warm_start.alphabet).get_vocab(),
-        "model": {**MODEL_SETTINGS, **task.warm_start.model},
-        "training": training,
-        "seed": seed,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    prompts, shaping = task.train_dataset["prompt"][:], []
+    for lesson in _lessons(task.warm_start):
+        rng = random.Random(seed)
+        shaping.append([lesson.demonstrate(prompt, rng) for prompt in prompts])
+        shaping.append(
+            {key: value for key, value in vars(lesson).items() if key not in ("demonstrate", "first_lesson")}
+        )
+    shaping += [prompts, character_tokenizer(task.warm_start.alphabet).get_vocab(), MODEL_SETTINGS]
+    shaping += [seed, torch.__version__, transformers.__version__]
     return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _lessons(warm_start: WarmStart) -> list[WarmStart]:
     """Return what the model learns, in order."""
     return [lesson for lesson in (warm_start.first_lesson, warm_start) if lesson is not None]
-
-
-def _demonstrations(lesson: WarmStart, task: StudyTask, seed: int) -> list[str]:
-    """Return each prompt with what the demonstrator writes, from a seed."""
-    rng = random.Random(seed)
-    return [prompt + lesson.demonstrate(prompt, rng) for prompt in task.train_dataset["prompt"]]
 
 
 def _build(folder: Path, seed: int, task: StudyTask) -> None:

@@ -15,15 +15,11 @@ scripts/train_4_plus_1_nodes.slurm, or flags of sbatch behind `--`:
 import argparse
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 
 JOB = Path(__file__).resolve().parent / "train_4_plus_1_nodes.slurm"
-
-
-def splits(heads: int, key_value_heads: int, size: int) -> bool:
-    """Whether vLLM can split the attention of a model over so many GPUs."""
-    return heads % size == 0 and (key_value_heads % size == 0 or size % key_value_heads == 0)
 
 
 def choose_size(model: str, asked: int | None, gpus: int, trust_remote_code: bool) -> int:
@@ -41,15 +37,17 @@ def choose_size(model: str, asked: int | None, gpus: int, trust_remote_code: boo
         sys.exit(f"--model is '{model}': no configuration of it could be read: {str(error).splitlines()[0]}")
     heads = config.num_attention_heads
     key_value_heads = getattr(config, "num_key_value_heads", None) or heads
-    possible = [size for size in range(1, gpus + 1) if splits(heads, key_value_heads, size)]
-    if asked is None:
-        return possible[-1]
-    if asked not in possible:
+    possible = [
+        size
+        for size in range(1, gpus + 1)  # over so many GPUs vLLM can split the attention
+        if heads % size == 0 and (key_value_heads % size == 0 or size % key_value_heads == 0)
+    ]
+    if asked is not None and asked not in possible:
         sys.exit(
             f"--tensor_parallel_size is {asked}, but {model} has {heads} attention heads ({key_value_heads} of keys "
             f"and values), and a node {gpus} GPUs: choose one of {', '.join(map(str, possible))}."
         )
-    return asked
+    return asked or possible[-1]
 
 
 def main(arguments: list[str]) -> None:
@@ -63,17 +61,13 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--trust_remote_code", action="store_true", help="run the code that comes with the model")
     parser.add_argument("sbatch", nargs="*", help="behind `--`: flags of sbatch")
     args = parser.parse_args(arguments)
-    for name in ("trainer_nodes", "gpus_per_node"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} is {getattr(args, name)}: give 1 at least")
     size = choose_size(args.model, args.tensor_parallel_size, args.gpus_per_node, args.trust_remote_code)
     output_dir = Path(args.output_dir).absolute()
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=output_dir).close()
     except OSError as error:
-        sys.exit(f"--output_dir is '{args.output_dir}', which cannot be made: {error}")
-    if not os.access(output_dir, os.W_OK):
-        sys.exit(f"--output_dir is '{args.output_dir}', which cannot be written into.")
+        sys.exit(f"--output_dir is '{args.output_dir}', which cannot be written into: {error}")
     print(
         f"{args.trainer_nodes} nodes train and one samples, split over {size} of its {args.gpus_per_node} GPUs. "
         f"{output_dir} has to be on a disk that all of them share: the job looks, and ends at once if it is not.",
@@ -90,10 +84,7 @@ def main(arguments: list[str]) -> None:
     recipe, model = (str(Path(name).absolute()) if Path(name).exists() else name for name in (args.recipe, args.model))
     command += [str(JOB), recipe, model, str(output_dir)]
     os.chdir(JOB.parents[1])  # the job's folder
-    try:
-        os.execvpe(command[0], command, {**os.environ, **environment})
-    except FileNotFoundError:
-        sys.exit("sbatch was not found: submit on a machine that has SLURM's commands.")
+    os.execvpe(command[0], command, {**os.environ, **environment})
 
 
 if __name__ == "__main__":

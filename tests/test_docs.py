@@ -13,9 +13,6 @@ from tests.docs.blocks import PAGES
 from tests.helpers.commands import ROOT
 
 
-IDS = [str(page.relative_to(ROOT)) for page in PAGES]
-
-
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub makes them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
@@ -23,16 +20,11 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def links(page: Path) -> list[str]:
-    text = page.read_text()
-    inline = re.findall(r"\]\(([^)\s]+)\)", text)
-    references = re.findall(r"^\[[^\]]+\]: (\S+)$", text, flags=re.MULTILINE)
-    return [link for link in inline + references if "://" not in link]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
-    for link in links(page):
+    text = page.read_text()
+    links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[[^\]]+\]: (\S+)$", text, flags=re.MULTILINE)
+    for link in [link for link in links if "://" not in link]:
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
         assert target.is_file(), link

@@ -5,9 +5,9 @@ The first run on a GPU: one command, no download, no weights.
     python -m benchmarks.gpu_first_run --output first_run.json --continue first_run.json
     python -m benchmarks.gpu_first_run --table first_run.json
 
-Needs torch, transformers, trl, datasets, peft and accelerate. Models are random weights of the shapes of Qwen2.5 0.5B
-and 7B. The small cases of all parts come first. The whole takes `--minutes` at most: a case is started only if the
-longest one of its part so far took less than what is left, and is cut at the limit. The file is written after each
+Needs torch, transformers, trl, datasets, peft and accelerate. Most models are random weights of the shapes of Qwen2.5
+0.5B and 7B. The small cases of all parts come first. The whole takes `--minutes` at most: a case is started only if
+the longest one of its part so far took less than what is left, and is cut at the limit. The file is written after each
 case, so that it is complete wherever the command is cut. Cases that need a GPU, vLLM, DeepSpeed or a chat model are
 skipped where there is none. `--device cpu --sizes tiny` tries the command itself.
 """
@@ -27,9 +27,9 @@ from typing import Any
 
 import psutil
 
+from benchmarks.common import command_line
 from benchmarks.gpu_first_run.parts import PARTS
-from benchmarks.gpu_first_run.plan import make_plan, run_plan
-from benchmarks.gpu_first_run.results_file import write
+from benchmarks.gpu_first_run.plan import make_plan, run_plan, write
 from benchmarks.gpu_first_run.shapes import SIZES
 from benchmarks.gpu_first_run.table import render
 from benchmarks.gpu_first_run.trainers import Setup
@@ -53,7 +53,6 @@ def describe_machine(device: str) -> dict[str, Any]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="file to write")
     parser.add_argument("--continue", dest="old", type=Path, metavar="OLD", help="file of a call that was cut")
@@ -82,13 +81,11 @@ def main() -> None:
     setup = Setup(args.device, args.sizes, SEED, args.chat_model, args.deepspeed)
     content = read_earlier(args, parser)
     content["date"], content["machine"] = date.today().isoformat(), describe_machine(args.device)
-    content["command"] = "python -m benchmarks.gpu_first_run " + " ".join(
-        Path(argument).name if Path(argument).is_absolute() else argument for argument in sys.argv[1:]
-    )
+    content["command"] = command_line("benchmarks.gpu_first_run")
     plan = make_plan(args.parts, setup)
     for name in args.parts:
         rows = content["parts"].setdefault(name, {"cases": {}})["cases"]
-        rows |= {case: {"skipped": it.lacks} for case, it in PARTS[name].cases(setup).items() if it.lacks}
+        rows |= {case: {"skipped": it.lacks} for case, it in PARTS[name](setup).items() if it.lacks}
     write(with_statuses(content, setup), args.output)
 
     if setup.on_gpu:  # one, of those that are there
@@ -118,7 +115,7 @@ def read_earlier(args: argparse.Namespace, parser: argparse.ArgumentParser) -> d
 def with_statuses(content: dict[str, Any], setup: Setup) -> dict[str, Any]:
     """Say of each part whether it is done, or which cases were not reached."""
     for name, part in content["parts"].items():
-        missing = [case for case in PARTS[name].cases(setup) if case not in part["cases"]]
+        missing = [case for case in PARTS[name](setup) if case not in part["cases"]]
         status = f"not reached: {', '.join(missing)}" if missing else "done"
         content["parts"][name] = {"status": status, "cases": part["cases"]}
     return content

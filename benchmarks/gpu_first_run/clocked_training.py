@@ -2,30 +2,22 @@
 
 import json
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 
-from transformers import TrainerCallback, trainer
+from transformers import trainer
 
 from bapo_trl.cli import train
 from bapo_trl.script.commands import SCRIPT
+from benchmarks.watched_training import UpdateClock
 
 
-class UpdateClock(TrainerCallback):
-    """Writes how long each update took, with what comes after it."""
-
-    def __init__(self):
-        self.times: list[float] = []
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.times.append(time.perf_counter())
-
+class WritingClock(UpdateClock):
     def on_train_end(self, args, state, control, **kwargs):
-        times = [*self.times, time.perf_counter()]
-        Path(sys.argv[1]).write_text(json.dumps([after - before for before, after in pairwise(times)]))
+        super().on_train_end(args, state, control, **kwargs)
+        Path(sys.argv[1]).write_text(json.dumps([after - before for before, after in pairwise(self.readings)]))
 
 
 if __name__ == "__main__":
-    trainer.DEFAULT_CALLBACKS.append(UpdateClock)
+    trainer.DEFAULT_CALLBACKS.append(WritingClock)
     train(sys.argv[2:], SCRIPT)

@@ -1,42 +1,39 @@
-"""Which case comes when, and the processes that run them within the time limit."""
+"""Which case comes when, the processes that run them within the time limit, and the file of what they measured."""
 
 import json
 import multiprocessing
 import os
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import patch
 
 import psutil
 
-from benchmarks.gpu_first_run.parts import PARTS
-from benchmarks.gpu_first_run.results_file import UNFINISHED, run_cases, time_of_alike, write_row
-from benchmarks.gpu_first_run.trainers import Setup
+from benchmarks.gpu_first_run.parts import OWN_PROCESS, PARTS
+from benchmarks.gpu_first_run.trainers import Case, Setup
 
 
-@dataclass(frozen=True)
-class Planned:
+CASE_RAISED = 3  # exit code of a process whose last case raised: the others get another one
+UNFINISHED = "did not end"
+
+
+class Planned(NamedTuple):
     """A case of the plan."""
 
     part: str
     name: str
-    stage: int
-    environment: Mapping[str, str]
+    case: Case
 
 
 def make_plan(parts: Sequence[str], setup: Setup) -> list[Planned]:
     """Return the cases that can run here: the first stage of each part, then the second, and so on."""
-    cases = [
-        Planned(part, name, case.stage, case.environment)
-        for part in parts
-        for name, case in PARTS[part].cases(setup).items()
-        if case.lacks is None
-    ]
-    return sorted(cases, key=lambda case: case.stage)
+    cases = [Planned(part, name, case) for part in parts for name, case in PARTS[part](setup).items()]
+    return sorted((each for each in cases if each.case.lacks is None), key=lambda each: each.case.stage)
 
 
 def run_plan(plan: Sequence[Planned], setup: Setup, path: Path, deadline: float) -> None:
@@ -44,15 +41,11 @@ def run_plan(plan: Sequence[Planned], setup: Setup, path: Path, deadline: float)
     while batch := next_batch(plan, path, deadline):
         exit_code = _run(batch, setup, path, deadline)
         why = "cut at the time limit" if exit_code is None else f"the process ended, exit code {exit_code}"
-        rows = [_cases(path, case.part).get(case.name) for case in batch]
+        rows = [rows_of(path, case.part).get(case.name) for case in batch]
         has_begun = any(row is not None for row in rows)
         for case, row in zip(batch, rows, strict=True):
             if row == {"error": UNFINISHED} or (not has_begun and exit_code not in (0, None)):
                 write_row(path, case.part, case.name, {"error": why})
-
-
-def _cases(path: Path, part: str) -> dict[str, dict]:
-    return json.loads(path.read_text())["parts"][part]["cases"]
 
 
 def next_batch(plan: Sequence[Planned], path: Path, deadline: float) -> list[Planned]:
@@ -60,23 +53,23 @@ def next_batch(plan: Sequence[Planned], path: Path, deadline: float) -> list[Pla
     left = [
         case
         for case in plan
-        if case.name not in _cases(path, case.part)
-        and time.monotonic() + time_of_alike(_cases(path, case.part)) < deadline
+        if case.name not in rows_of(path, case.part)
+        and time.monotonic() + time_of_alike(rows_of(path, case.part)) < deadline
     ]
-    if left and PARTS[left[0].part].own_process:
+    if left and left[0].part in OWN_PROCESS:
         return left[:1]
-    return list(takewhile(lambda case: not PARTS[case.part].own_process, left))
+    return list(takewhile(lambda case: case.part not in OWN_PROCESS, left))
 
 
 def _run(batch: Sequence[Planned], setup: Setup, path: Path, deadline: float) -> int | None:
     """Run a process for a batch, and return its exit code; `None` if it was cut at the deadline."""
     # A forked child has everything imported; but CUDA, should an import have woken it, goes to no forked child
-    is_spawned = setup.on_gpu or PARTS[batch[0].part].own_process
+    is_spawned = setup.on_gpu or batch[0].part in OWN_PROCESS
     names = [(case.part, case.name) for case in batch]
     child = multiprocessing.get_context("spawn" if is_spawned else "fork").Process(
         target=run_cases, args=(names, setup, path, deadline)
     )
-    with patch.dict(os.environ, batch[0].environment):
+    with patch.dict(os.environ, batch[0].case.environment):
         child.start()
     try:
         child.join(max(0.0, deadline - time.monotonic()))
@@ -87,3 +80,50 @@ def _run(batch: Sequence[Planned], setup: Setup, path: Path, deadline: float) ->
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
         child.join()
+
+
+def write(content: dict, path: Path) -> None:
+    """Replace the file as a whole."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(new, path)
+
+
+def rows_of(path: Path, part: str) -> dict[str, dict]:
+    """Return the rows that the file has of a part, by their cases."""
+    return json.loads(path.read_text())["parts"][part]["cases"]
+
+
+def write_row(path: Path, part: str, case: str, row: dict) -> None:
+    """Write the row of a case in place of what the file has of it."""
+    content = json.loads(path.read_text())
+    content["parts"][part]["cases"][case] = row
+    write(content, path)
+
+
+def time_of_alike(cases: dict[str, dict]) -> float:
+    """Return the seconds that the longest case of a part took, 0 without one: what the next one will take at least."""
+    return max((row["took_s"] for row in cases.values() if not {"error", "skipped"} & row.keys()), default=0.0)
+
+
+def run_cases(names: Sequence[tuple[str, str]], setup: Setup, path: Path, deadline: float) -> None:
+    """
+    Run cases (part and name of each), and write each as it ends. One that raises is a row, too, and ends the process.
+
+    Skips a case whose like took longer than what is left until the `deadline` (of `time.monotonic`).
+    """
+    for part, case in names:
+        if time.monotonic() + time_of_alike(rows_of(path, part)) >= deadline:
+            continue
+        write_row(path, part, case, {"error": UNFINISHED})
+        print(f"{part}: {case} ...", flush=True)
+        start = time.perf_counter()
+        try:
+            row = PARTS[part](setup)[case].measure()
+        except Exception as error:  # of whatever kind: the other cases are to run all the same
+            row = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc().splitlines()[-12:]}
+        row["took_s"] = round(time.perf_counter() - start, 2)
+        write_row(path, part, case, row)
+        print(f"{part}: {case}: {row.get('error', 'done')} ({row['took_s']:.1f} s)", flush=True)
+        if "error" in row:
+            raise SystemExit(CASE_RAISED)

@@ -2,17 +2,16 @@
 
 import math
 import tempfile
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from trl import GRPOTrainer
 
-from bapo_trl.tasks import character_tokenizer
 from benchmarks import partial_rollouts
-from benchmarks.gpu_first_run.shapes import end_by_hazards, lora
+from benchmarks.gpu_first_run.shapes import lora
 from benchmarks.gpu_first_run.trainers import (
+    PROMPT_TOKENS,
     Case,
     Progress,
     Setup,
@@ -21,10 +20,12 @@ from benchmarks.gpu_first_run.trainers import (
     settings_for,
     trained_model,
 )
+from benchmarks.lognormal_model import lognormal_model, lognormal_tokenizer
 
 
 FIXED = {"ratio_lower_start": 0.8, "ratio_lower_max": 0.8, "ratio_upper_start": 1.2, "ratio_upper_max": 1.2}
 HALF_WEIGHT = {"loss_type": "vespo", "negative_weight_min": 0.5, "positive_contribution_target": 1.0}
+REPLAY = {"replay_capacity": 64, "replay_fraction": 0.5, "replay_max_staleness": 8}
 PARTIAL: dict[str, Any] = {
     "partial_rollout_oversampling": 1.5,
     "partial_rollout_chunk_length": 4,
@@ -40,11 +41,7 @@ def runs(setup: Setup) -> dict[str, Case]:
         "batch": ("batch", {}, False),
         "micro_batch": ("micro_batch", {}, False),
         "carried_over": ("carried_over", {"negative_weight_min": 0.5}, False),
-        "replay": (
-            "batch",
-            {"replay_capacity": 64, "replay_fraction": 0.5, "replay_max_staleness": 8, **later},
-            False,
-        ),
+        "replay": ("batch", {**REPLAY, **later}, False),
         "partial rollouts": ("batch", {**PARTIAL, **later}, False),
         "LoRA": ("batch", {}, True),
         "VESPO, half the weight": ("batch", HALF_WEIGHT, False),
@@ -55,9 +52,17 @@ def runs(setup: Setup) -> dict[str, Case]:
 
 def _train(setup: Setup, name: str, kind: str, settings: dict, uses_lora: bool) -> dict:
     with tempfile.TemporaryDirectory() as folder:
-        model = _model_for(setup, settings, uses_lora)
+        shape = setup.sizes.trained
         given = settings_for(setup, 4, setup.sizes.completion_tokens, **settings)
         options = {"peft_config": lora() if uses_lora else None, "callbacks": [Progress(name)]}
+        if PARTIAL.items() <= settings.items():
+            cap = PARTIAL["max_completion_length"]
+            model = lognormal_model(
+                PARTIAL_MEDIAN_TOKENS, partial_rollouts.TAIL, PROMPT_TOKENS, cap, shape.hidden, shape.layers
+            )
+            options["processing_class"] = lognormal_tokenizer()
+        else:
+            model = trained_model(setup, shape, uses_lora)
         trainer = make_trainer(kind, model, folder, given, **options)
         before = [weight.detach().clone() for weight in _trained_weights(trainer)]
         trainer.train()
@@ -87,15 +92,6 @@ def _describe(setup: Setup, kind: str, trainer: GRPOTrainer) -> dict:
     }
     own = ("bapo/clip_low", "bapo/clip_high", "replay/fraction", "partial/segments_max", "staleness/max")
     return {**row, **{key: [log.get(key) for log in logs] for key in own if any(key in log for log in logs)}}
-
-
-def _model_for(setup: Setup, settings: dict, uses_lora: bool) -> Any:
-    if PARTIAL.items() <= settings.items():
-        model = trained_model(setup, replace(setup.sizes.trained, ties_embeddings=False), uses_lora)
-        longest, first = PARTIAL["max_completion_length"], len(character_tokenizer())
-        end_by_hazards(model, PARTIAL_MEDIAN_TOKENS, partial_rollouts.TAIL, longest, first_token=first)
-        return model
-    return trained_model(setup, setup.sizes.trained, uses_lora)
 
 
 def _compare_fixed_bounds(setup: Setup) -> dict:

@@ -1,14 +1,13 @@
 """Models of random weights in the shapes of Qwen2.5, made where they compute, and what goes with them."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from peft import LoraConfig
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from bapo_trl.tasks import character_tokenizer
-from benchmarks.lognormal_model import lognormal_hazards
 
 
 @dataclass(frozen=True)
@@ -133,46 +132,6 @@ def make_model(shape: Shape, device: str, dtype: torch.dtype, seed: int) -> Qwen
         torch.set_default_dtype(before)
 
 
-def lora(**overrides: Any) -> Any:
+def lora() -> LoraConfig:
     """Return the settings of an adapter on all linear layers, without dropout."""
-    from peft import LoraConfig
-
-    settings = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
-    return LoraConfig(**{**settings, **overrides}, task_type="CAUSAL_LM")
-
-
-@torch.no_grad()
-def end_by_hazards(model: PreTrainedModel, median: float, tail: float, max_tokens: int, first_token: int) -> None:
-    """
-    Make the completions of a Qwen2 as long as a lognormal distribution says, whatever its layers compute.
-
-    The layers add nothing to the hidden state, which is that of the embedding: a one at the place of the token. The
-    n-th token of every completion is `first_token + n`, or the end by the hazard of its place.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]): Changed in place. Its width must be above `max_tokens`.
-        median (`float`): Median length in tokens.
-        tail (`float`): 95th percentile over the median.
-        max_tokens (`int`): Longest completion.
-        first_token (`int`): First of the tokens that completions consist of; no token of a prompt.
-    """
-    if model.config.tie_word_embeddings:
-        raise ValueError("the head needs weights of its own: make the model with `tie_word_embeddings` false.")
-    decoder: Any = model.get_decoder()
-    for layer in decoder.layers:
-        layer.self_attn.o_proj.weight.zero_()
-        layer.mlp.down_proj.weight.zero_()
-    embeddings, head = decoder.embed_tokens.weight, model.get_output_embeddings().weight
-    places = torch.arange(max_tokens, device=embeddings.device)
-    embeddings.zero_()
-    embeddings[:, 0] = 1.0
-    embeddings[:first_token, 1] = 1.0  # whichever token of a prompt is its last
-    embeddings[first_token + places[:-1], 2 + places[:-1]] = 1.0
-    one = math.sqrt(model.config.hidden_size / 2)  # which the last norm makes of each of the two ones of a token
-    hazards = lognormal_hazards(median, tail, max_tokens).clamp(max=0.999)
-    log_odds = (hazards / (1 - hazards)).log().clamp(min=-20).to(head)
-    head.zero_()
-    head[:, 0] = -40.0 / one
-    head[first_token + places, 1 + places] = 40.0 / one
-    head[model.config.eos_token_id, 0] = 0.0
-    head[model.config.eos_token_id, 1 + places] = log_odds / one
+    return LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Sequence
 
 from benchmarks.common import table, verdict
+from benchmarks.gpu_first_run.trainers import SCOPES
 
 
 BYTES_A_TOKEN = 12
@@ -95,15 +96,10 @@ def _cost(rows: dict[str, dict]) -> str:
 def _memory(rows: dict[str, dict]) -> str:
     lines = []
     for case, row in rows.items():
-        base, kinds = row["grpo"], [kind for kind in row if isinstance(row[kind], dict) and kind != "grpo"]
-        for kind in kinds:
-            held = [
-                own - other
-                for own, other in zip(
-                    row[kind]["bytes_between_micro_batches"], base["bytes_between_micro_batches"], strict=True
-                )
-            ]
-            a_token = max(held) / row["completion_tokens"]
+        base, key = row["grpo"], "bytes_between_micro_batches"
+        for kind in SCOPES:
+            held = max(own - other for own, other in zip(row[kind][key], base[key], strict=True))
+            a_token = held / row["completion_tokens"]
             peak = row[kind]["peak_bytes"] / base["peak_bytes"]
             lines.append([case, f"`{kind}`", f"{peak:.3f}", f"{a_token:.1f}", verdict(a_token <= BYTES_A_TOKEN)])
     return table(["Model", "Scope", "Peak", "Bytes held a completion token", f"At most {BYTES_A_TOKEN}"], lines)
@@ -117,16 +113,10 @@ def _reads(rows: dict[str, dict]) -> str:
 
 
 def _search(rows: dict[str, dict]) -> str:
-    lines = [
-        [
-            case,
-            f"{row['tokens']:,}",
-            _ratios(row["seconds"]["recomputed"], row["seconds"]["search"]),
-            _ratios(row["seconds"]["hoisted"], row["seconds"]["search"]),
-            verdict(row["same_bounds_as_on_the_cpu"]),
-        ]
-        for case, row in rows.items()
-    ]
+    lines = []
+    for case, row in rows.items():
+        ratios = [_ratios(row["seconds"][loop], row["seconds"]["search"]) for loop in ("recomputed", "hoisted")]
+        lines.append([case, f"{row['tokens']:,}", *ratios, verdict(row["same_bounds_as_on_the_cpu"])])
     return table(["Measure", "Tokens", "Faster than the loop", "than the hoisted loop", "Bounds as on the CPU"], lines)
 
 

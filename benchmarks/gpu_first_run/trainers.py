@@ -19,6 +19,7 @@ from benchmarks.warm_start import StudyTask, load_sums
 
 
 MICRO_BATCHES = 4
+PROMPT_TOKENS = len("00+01=")
 SCOPES = ("batch", "micro_batch", "carried_over")
 SECONDS_BETWEEN_LINES = 2.0
 
@@ -105,7 +106,7 @@ def settings_for(setup: Setup, rows: int, completion_tokens: int, **settings: An
 
 def make_trainer(kind: str, model: Any, folder: str, settings: dict[str, Any], **options: Any) -> GRPOTrainer:
     """Return a trainer: `kind` is "grpo", or the search scope of a `BAPOTrainer`."""
-    data = Dataset.from_dict({"prompt": [f"{i}+{i + 1}=" for i in range(64)]})
+    data = Dataset.from_dict({"prompt": [f"{i:02}+{i + 1:02}=" for i in range(64)]})
     defaults = {
         "reward_funcs": reward, "train_dataset": data, "processing_class": character_tokenizer(), "callbacks": [],
     }  # fmt: skip

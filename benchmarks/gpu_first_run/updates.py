@@ -2,11 +2,10 @@
 
 import linecache
 import tempfile
-import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 import bapo_trl
-from benchmarks.common import synchronize
+from benchmarks.common import in_turns, synchronize, time_s
 from benchmarks.gpu_first_run.shapes import Load, lora
 from benchmarks.gpu_first_run.trainers import (
     MICRO_BATCHES,
@@ -33,7 +32,7 @@ from benchmarks.gpu_first_run.trainers import (
     settings_for,
     trained_model,
 )
-from benchmarks.update_cost import SteppedTraining
+from benchmarks.watched_training import SteppedTraining
 
 
 WARMUP_ROUNDS = 2
@@ -57,7 +56,7 @@ class RandomCompletions:
 
 def load_settings(setup: Setup, load: Load, rounds: int) -> dict[str, Any]:
     """Return the settings of updates that train on one generation for the whole run: stale from the second on."""
-    updates = WARMUP_ROUNDS + rounds + 1
+    updates = rounds + 1
     return settings_for(
         setup, load.rows, load.completion_tokens, num_iterations=updates, max_steps=updates, learning_rate=1e-6
     )
@@ -75,7 +74,7 @@ def loaded_trainers(setup: Setup, load: Load, kinds: dict[str, str], rounds: int
                 kind,
                 model,
                 f"{folder}/{name}",  # a folder has one live run
-                load_settings(setup, load, rounds),
+                load_settings(setup, load, WARMUP_ROUNDS + rounds),
                 peft_config=lora() if load.uses_lora and not trainers else None,
                 rollout_func=RandomCompletions(load, setup.seed),
             )
@@ -99,12 +98,9 @@ def _time_updates(setup: Setup, load: Load) -> dict:
             update.start()
             progress.say(f"`{name}` is ready")
         seconds: dict[str, list[float]] = {name: [] for name in updates}
-        names = list(updates)
-        for index in range(rounds):
-            first = index % len(names)
-            for name in names[first:] + names[:first]:
-                seconds[name].append(_time(updates[name].update, setup.device))
-                progress.say(f"round {index + 1} of {rounds}, `{name}`: {seconds[name][-1]:.2f} s")
+        for index, name in in_turns(updates, rounds):
+            seconds[name].append(time_s(updates[name].update, setup.device))
+            progress.say(f"round {index + 1} of {rounds}, `{name}`: {seconds[name][-1]:.2f} s")
         profiles = {name: _profile(update, setup.device) for name, update in updates.items()}
         for update in updates.values():
             update.finish()
@@ -114,14 +110,6 @@ def _time_updates(setup: Setup, load: Load) -> dict:
         "seconds": {name: values[WARMUP_ROUNDS:] for name, values in seconds.items()},
         "profiles": profiles,
     }
-
-
-def _time(function: Callable[[], None], device: str) -> float:
-    synchronize(device)
-    start = time.perf_counter()
-    function()
-    synchronize(device)
-    return time.perf_counter() - start
 
 
 def _profile(training: SteppedTraining, device: str) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import os
 import signal
@@ -21,21 +22,8 @@ from torch.autograd import DeviceType
 from trl.generation import vllm_generation
 
 from bapo_trl.tasks import character_tokenizer
-from benchmarks.gpu_first_run import (
-    __main__,
-    parts,
-    plan,
-    results_file,
-    runs,
-    sampled,
-    shapes,
-    sharded,
-    trainers,
-    updates,
-)
-from benchmarks.gpu_first_run.results_file import run_cases
+from benchmarks.gpu_first_run import __main__, parts, plan, runs, sampled, shapes, sharded, trainers, updates
 from benchmarks.gpu_first_run.table import passes, render
-from benchmarks.lognormal_model import lognormal_hazards
 from tests.helpers.commands import run_command
 from tests.helpers.forked import run_python
 from tests.helpers.scripted_llm import SamplingParams, ScriptedLLM
@@ -111,20 +99,25 @@ def test_runs_trains_at_the_full_vocabulary(monkeypatch):
     assert not passes(tied)
 
 
-def test_a_case_passes_only_if_each_update_has_a_gradient_and_the_weights_moved():
-    good = {"is_finite": True, "misplaced_tensors": [], "gradient_norms": [1.0, 0.1],
-            "largest_change_of_a_weight": 1e-5}  # fmt: skip
-    fixed = {"largest_difference": 1e-6, "largest_difference_of_grpo_from_itself": 1e-6,
-             "largest_change_of_a_weight": 1e-5}  # fmt: skip
-    assert passes(good)
-    assert passes(fixed)
-    for change in (
-        {"gradient_norms": [1.0, 0.0]}, {"largest_change_of_a_weight": 0.0}, {"is_finite": False},
-        {"misplaced_tensors": ["cpu"]},
-    ):  # fmt: skip
-        assert not passes({**good, **change})
-    assert not passes({**fixed, "largest_difference": 2e-6})
-    assert not passes({**fixed, "largest_change_of_a_weight": 0.0})
+GOOD = {"is_finite": True, "misplaced_tensors": [], "gradient_norms": [1.0, 0.1], "largest_change_of_a_weight": 1e-5}
+FIXED = {"largest_difference": 1e-6, "largest_difference_of_grpo_from_itself": 1e-6, "largest_change_of_a_weight": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("row", "is_good"),
+    [
+        (GOOD, True),
+        (GOOD | {"gradient_norms": [1.0, 0.0]}, False),
+        (GOOD | {"largest_change_of_a_weight": 0.0}, False),
+        (GOOD | {"is_finite": False}, False),
+        (GOOD | {"misplaced_tensors": ["cpu"]}, False),
+        (FIXED, True),
+        (FIXED | {"largest_difference": 2e-6}, False),
+        (FIXED | {"largest_change_of_a_weight": 0.0}, False),
+    ],
+)
+def test_a_case_passes_only_if_each_update_has_a_gradient_and_the_weights_moved(row, is_good):
+    assert passes(row) == is_good
 
 
 def test_it_needs_none_of_the_packages_that_it_does_not_name():
@@ -134,33 +127,22 @@ def test_it_needs_none_of_the_packages_that_it_does_not_name():
     assert result.returncode == 0, result.stderr
 
 
-def use_parts(monkeypatch, **cases) -> None:
-    """Have the command know these parts alone: functions by their names, and the stage of each where it is not 0."""
-    made = {
-        name: parts.Part(
-            lambda setup, given=given: {
-                case: trainers.Case(*it) if isinstance(it, tuple) else trainers.Case(it) for case, it in given.items()
-            }
-        )
-        for name, given in cases.items()
-    }
-    for module in (__main__, plan, results_file):
-        monkeypatch.setattr(module, "PARTS", made)
+@pytest.fixture
+def begin(tmp_path, monkeypatch):
+    """Have the plan know these parts alone, each by the functions of its cases; return a file without their rows."""
+
+    def begin(**cases) -> Path:
+        made = {part: {name: trainers.Case(measure) for name, measure in own.items()} for part, own in cases.items()}
+        monkeypatch.setattr(plan, "PARTS", {part: lambda setup, own=own: own for part, own in made.items()})
+        plan.write({"parts": {part: {"cases": {}} for part in cases}}, tmp_path / "run.json")
+        return tmp_path / "run.json"
+
+    return begin
 
 
 def shown_alone(part: str, rows: dict[str, dict]) -> str:
     machine, done = {"device": "none", "driver": None}, {"status": "done", "cases": rows}
     return render({"machine": machine, "date": "-", "asked": {"seed": 0}, "parts": {part: done}})
-
-
-def an_empty_file(folder: Path, *names: str) -> Path:
-    file = folder / "run.json"
-    file.write_text(json.dumps({"parts": {name: {"cases": {}} for name in names}}))
-    return file
-
-
-def rows_of(file: Path, part: str) -> dict[str, dict]:
-    return json.loads(file.read_text())["parts"][part]["cases"]
 
 
 def carry_out(file: Path, seconds: float) -> None:
@@ -169,35 +151,23 @@ def carry_out(file: Path, seconds: float) -> None:
     plan.run_plan(plan.make_plan(names, TINY), TINY, file, time.monotonic() + seconds)
 
 
-def test_a_case_that_raises_or_ends_its_process_is_a_row_and_the_others_go_on(tmp_path, monkeypatch):
+def test_a_case_that_raises_or_ends_its_process_is_a_row_and_the_others_go_on(begin):
     def broken():
         raise RuntimeError("out of memory")
 
     def killed():
         os.kill(os.getpid(), signal.SIGKILL)
 
-    use_parts(monkeypatch, search={"one": broken, "two": killed, "three": dict})
-    file = an_empty_file(tmp_path, "search")
+    file = begin(search={"one": broken, "two": killed, "three": dict})
     carry_out(file, 60)
-    rows = rows_of(file, "search")
+    rows = plan.rows_of(file, "search")
     assert rows["one"]["error"] == "RuntimeError: out of memory"
     assert rows["two"]["error"] == "the process ended, exit code -9"
     assert "error" not in rows["three"]
 
 
-def test_small_cases_of_all_parts_come_before_the_long_ones(tmp_path, monkeypatch):
-    order = tmp_path / "order"
-
-    def note(name):
-        return lambda: order.open("a").write(name) and {}
-
-    use_parts(monkeypatch, cost={"1": note("a"), "2": (note("c"), 1)}, memory={"1": note("b"), "2": (note("d"), 1)})
-    carry_out(an_empty_file(tmp_path, "cost", "memory"), 60)
-    assert order.read_text() == "abcd"
-
-
 def test_no_case_of_7b_or_of_long_completions_comes_before_the_small_cases_of_all_parts():
-    stages = [(case.stage, case.part, case.name) for case in plan.make_plan(list(parts.PARTS), ON_GPU)]
+    stages = [(case.stage, part, name) for part, name, case in plan.make_plan(list(parts.PARTS), ON_GPU)]
     assert stages == sorted(stages, key=lambda case: case[0])
     small = {(part, name) for stage, part, name in stages if stage == 0}
     assert {part for part, _ in small} >= {"search", "cost", "memory", "reads", "runs", "rollouts"}
@@ -206,32 +176,31 @@ def test_no_case_of_7b_or_of_long_completions_comes_before_the_small_cases_of_al
     assert sevens == ["7B, LoRA, 2k, one row", "7B, LoRA, 8k"]
 
 
-def test_a_case_is_started_only_if_its_like_took_less_than_what_is_left(tmp_path, monkeypatch):
-    use_parts(monkeypatch, cost={"one": dict, "two": dict}, memory={"one": dict})
-    file = an_empty_file(tmp_path, "cost", "memory")
-    results_file.write_row(file, "cost", "one", {"took_s": 61.0})
+def test_a_case_is_started_only_if_its_like_took_less_than_what_is_left(begin):
+    file = begin(cost={"one": dict, "two": dict}, memory={"one": dict})
+    plan.write_row(file, "cost", "one", {"took_s": 61.0})
     carry_out(file, 60)  # 60 s are left, the like of "cost: two" took 61
     planned = plan.make_plan(["cost", "memory"], TINY)
     assert plan.next_batch(planned, file, time.monotonic() + 60) == []  # nor a process for it
-    run_cases([("cost", "two")], TINY, file, time.monotonic() + 60)  # nor within a process
-    assert list(rows_of(file, "cost")) == ["one"]
-    assert list(rows_of(file, "memory")) == ["one"]
+    plan.run_cases([("cost", "two")], TINY, file, time.monotonic() + 60)  # nor within a process
+    assert list(plan.rows_of(file, "cost")) == ["one"]
+    assert list(plan.rows_of(file, "memory")) == ["one"]
 
-    results_file.write_row(file, "cost", "one", {"took_s": 20.0})
+    plan.write_row(file, "cost", "one", {"took_s": 20.0})
     carry_out(file, 60)
-    assert list(rows_of(file, "cost")) == ["one", "two"]
+    assert list(plan.rows_of(file, "cost")) == ["one", "two"]
 
 
-def test_a_case_at_the_limit_is_cut_with_all_that_it_has_started(tmp_path, monkeypatch):
+def test_a_case_at_the_limit_is_cut_with_all_that_it_has_started(begin, tmp_path):
     def slow():
         launched = subprocess.Popen(["sleep", "600"], start_new_session=True)
         (tmp_path / "pid").write_text(str(launched.pid))
         threading.Event().wait(600)
 
-    use_parts(monkeypatch, cost={"one": dict, "two": slow, "three": dict})
-    file = an_empty_file(tmp_path, "cost")
+    file = begin(cost={"one": dict, "two": slow, "three": dict})
     carry_out(file, 5)
-    assert rows_of(file, "cost") == {"one": rows_of(file, "cost")["one"], "two": {"error": "cut at the time limit"}}
+    first, second = plan.rows_of(file, "cost").items()
+    assert (first[0], second) == ("one", ("two", {"error": "cut at the time limit"}))
     launched = int((tmp_path / "pid").read_text())
     has_ended = not psutil.pid_exists(launched) or psutil.Process(launched).status() == psutil.STATUS_ZOMBIE
     if not has_ended:
@@ -240,16 +209,13 @@ def test_a_case_at_the_limit_is_cut_with_all_that_it_has_started(tmp_path, monke
 
 
 def test_cases_share_a_process_but_for_parts_with_processes_of_their_own(tmp_path):
-    planned = plan.make_plan(["sharded", "search"], ON_GPU)
-    file = an_empty_file(tmp_path, "sharded", "search")
-
-    def starts() -> list[tuple[str, str]]:
-        return [(case.part, case.name) for case in plan.next_batch(planned, file, time.monotonic() + 60)]
-
-    assert starts() == [("search", "gradient"), ("search", "surrogate")]
-    for name in ("gradient", "surrogate"):
-        results_file.write_row(file, "search", name, {"took_s": 1.0})
-    assert starts() == [("sharded", "one process")]
+    file = tmp_path / "run.json"
+    measures = ["gradient", "surrogate"]
+    for done, begun in (([], measures), (measures, ["one process"])):
+        rows = {name: {"took_s": 1} for name in done}
+        plan.write({"parts": {"sharded": {"cases": {}}, "search": {"cases": rows}}}, file)
+        batch = plan.next_batch(plan.make_plan(["sharded", "search"], ON_GPU), file, time.monotonic() + 60)
+        assert [case.name for case in batch] == begun
 
 
 def test_the_tables_are_printed_from_a_file(tmp_path, monkeypatch, capsys):
@@ -273,15 +239,10 @@ def test_the_tables_are_printed_from_a_file(tmp_path, monkeypatch, capsys):
 
 def test_memory_is_that_of_the_last_update_at_each_micro_batch(monkeypatch):
     """A clock stands in for the device's memory: it grows with each look, and its peak starts anew with an update."""
-    looks = Counter()
-
-    def allocated() -> int:
-        looks["now"] += 1
-        return looks["now"]
-
-    monkeypatch.setattr(torch.cuda, "memory_allocated", allocated)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: looks.update(["resets"]))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: looks["resets"])
+    looks, resets = itertools.count(1), []
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(looks))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: resets.append(0))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: len(resets))
     (case,) = updates.memory(TINY).values()
     row = case.measure()
     count = updates.WARMUP_ROUNDS + 2
@@ -311,32 +272,8 @@ def test_calls_that_wait_are_counted_in_one_update_with_the_line_of_ours_or_trls
     assert modes.count("warn") == 1
     assert row["synchronizing_calls"] == sum(row["lines"].values()) > 0  # not what torch says of the mode
     # 24 of TRL's losses and metrics, 2 of the log of transformers, in no call of TRL's
-    files = Counter()
-    for line, count in row["lines"].items():
-        files[line.split(":")[0]] += count
+    files = Counter(line.split(":")[0] for line, count in row["lines"].items() for _ in range(count))
     assert files == {"trl/trainer/grpo_trainer.py": 24, "transformers/trainer.py": 2}
-
-
-def test_completions_of_a_qwen2_are_as_long_as_the_hazards_say():
-    median, cap = 6, 40
-    model = shapes.make_model(
-        shapes.Shape(64, 64, 1, 2, 1, 320, False), device="cpu", dtype=torch.float32, seed=0
-    ).eval()
-    first = len(character_tokenizer())
-    shapes.end_by_hazards(model, median, 5, cap, first_token=first)
-    ids = torch.tensor([[5, 7, *range(first, first + cap - 1)]])
-    with torch.no_grad():
-        probabilities = model(ids).logits[0, 1:].softmax(-1).double()
-    ends = probabilities[:, model.config.eos_token_id]
-    torch.testing.assert_close(ends, lognormal_hazards(median, 5, cap), rtol=1e-3, atol=1e-6)
-    goes_on = probabilities[torch.arange(cap), first + torch.arange(cap)]
-    torch.testing.assert_close(ends + goes_on, torch.ones(cap, dtype=torch.float64))
-
-
-def test_a_model_with_a_tied_head_is_refused():
-    model = shapes.make_model(shapes.TINY, device="cpu", dtype=torch.float32, seed=0)
-    with pytest.raises(ValueError, match="tie_word_embeddings"):
-        shapes.end_by_hazards(model, 4, 5, 40, first_token=100)
 
 
 def test_a_profile_sums_what_runs_on_the_device_alone(monkeypatch):

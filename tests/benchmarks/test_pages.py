@@ -7,8 +7,8 @@ from PIL import Image
 from scipy import stats
 
 from bapo_trl.compare.results import Row, write_row
-from benchmarks import chat_figure, pages
-from benchmarks.common import RESULTS, describe_run, write_result
+from benchmarks import chat_figure, common, llm_speed, pages
+from benchmarks.common import RESULTS
 
 
 @pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.name)
@@ -80,11 +80,6 @@ def test_a_table_of_finals_pairs_the_seeds_holds_for_all_comparisons_and_leaves_
     assert f"+0.350 ± {above:.3f}" in table
 
 
-def test_a_table_that_is_not_known_is_refused():
-    with pytest.raises(ValueError, match="no table is called 'nothing'"):
-        pages.filled("<!-- table nothing -->\n<!-- end -->")
-
-
 def test_the_chat_study_shows_settings_whose_seeds_are_all_there(tmp_path):
     assert list(pages.chat_settings()) == ["chain sums at 4", "chain sums at 16", "legs at 16"]
     chat_figure.draw(pages.chat_settings(), tmp_path / "figure.png")
@@ -92,17 +87,19 @@ def test_the_chat_study_shows_settings_whose_seeds_are_all_there(tmp_path):
         assert figure.width > figure.height
 
 
-def test_a_result_file_has_a_row_a_line(tmp_path):
-    content = {"benchmark": "some", "settings": {"rows": [1, 2]}, "results": [{"a": [1, 2]}, {"a": None}]}
-    write_result(content, tmp_path / "some.json")
+def test_ratios_of_speed_are_of_pairs():
+    row = llm_speed.to_row("none", {"all": [20, 30, 20], "none": [60, 90, 40]})
+    assert (row["seconds"]["median"], row["ratio"]["median"]) == (60, 3)
+
+
+def test_a_result_file_has_a_row_a_line_and_names_no_folder_of_one_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["benchmark", "--rounds", "0", "--folder", "/scratch/rows"])
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    common.save_result("some", {"rows": [1, 2]}, [{"a": [1, 2]}, {"a": None}])
     text = (tmp_path / "some.json").read_text()
-    assert json.loads(text) == content
+    content = json.loads(text)
+    assert content["results"] == [{"a": [1, 2]}, {"a": None}]
     assert '    {"a": [1, 2]},\n    {"a": null}\n' in text
-
-
-def test_commands_name_no_folder_of_one_machine(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["benchmark", "--rounds", "0", "--finished", "/scratch/rows.jsonl"])
-    command = describe_run("search_cost", "cpu")["command"]
-    assert command == "python -m benchmarks.search_cost --rounds 0 --finished rows.jsonl"
+    assert content["command"] == "python -m benchmarks.some --rounds 0 --folder rows"
     for path in RESULTS.glob("*.json"):
         assert " /" not in json.loads(path.read_text()).get("command", ""), path

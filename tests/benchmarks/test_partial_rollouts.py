@@ -50,11 +50,9 @@ def test_a_run_is_counted(monkeypatch):
     (lengths,) = (trainer.lengths[1:] for trainer in made)
     assert synchronous["steps"] == sum(map(max, lengths)) / 16
     assert synchronous["idle"] == sum(max(row) - length for row in lengths for length in row) / 16
-    assert synchronous["sent_again"] == 0
     partial = partial_rollouts.measure(1.5, 0.5, 4, 2, {})
     calls = [call for generation in made[1].calls[1:] for call in generation]
     assert {call.longest for call in calls} <= {1, 2}
-    assert partial["sent_again"] > 0
     assert made[1].calls[0][0].rows == 8
     slots = sum(calls[0].rows * sum(call.longest for call in calls) for calls in made[1].calls[1:])
     assert partial["idle"] == (slots - sum(call.tokens for call in calls)) / 16

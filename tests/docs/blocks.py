@@ -7,7 +7,6 @@ the page sees it.
 import re
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
 
 from tests.helpers.commands import ROOT
 
@@ -34,24 +33,15 @@ class Block:
         return f"{self.page}:{self.line}"
 
 
-def blocks_of(path: Path) -> list[Block]:
-    """Return the fenced blocks of a page, from top to bottom."""
-    page = path.read_text()
-    return [
-        Block(
-            str(path.relative_to(ROOT)),
-            page[: match.start("language")].count("\n") + 1,
-            match["language"],
-            match["text"],
-            match["reason"],
-        )
-        for match in FENCE.finditer(page)
-    ]
-
-
 def all_blocks() -> list[Block]:
     """Return the fenced blocks of all pages."""
-    return [block for path in PAGES for block in blocks_of(path)]
+    blocks = []
+    for path in PAGES:
+        page, name = path.read_text(), str(path.relative_to(ROOT))
+        for match in FENCE.finditer(page):
+            line = page[: match.start("language")].count("\n") + 1
+            blocks.append(Block(name, line, match["language"], match["text"], match["reason"]))
+    return blocks
 
 
 def commands_of(text: str) -> list[list[str]]:

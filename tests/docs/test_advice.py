@@ -71,28 +71,16 @@ def inline_code() -> list[str]:
 CODE = inline_code()
 
 
-def options(parser: argparse.ArgumentParser) -> set[str]:
-    return {option.lstrip("-") for action in parser._actions for option in action.option_strings}
-
-
-def parser_of(main, monkeypatch) -> argparse.ArgumentParser:
-    """Return the parser that a command makes."""
-    made = []
-    monkeypatch.setattr(
-        argparse.ArgumentParser, "parse_known_args", lambda self, *args, **kwargs: made.append(self) or exit()
-    )
-    with pytest.raises(SystemExit):
-        main([])
-    return made[0]
-
-
 def test_flags_exist(monkeypatch):
-    known = SETTINGS | OF_OTHERS | {"config", "help", "traceback", "version", "method", "accelerate"}
-    known |= options(launch_command_parser())
-    known |= options(gpu_first_run.make_parser())
+    parsers = [launch_command_parser(), gpu_first_run.make_parser()]
+    monkeypatch.setattr(
+        argparse.ArgumentParser, "parse_known_args", lambda self, *_, **__: parsers.append(self) or exit()
+    )
     for main in (compare_command.main, report_command.main, serving.main):
-        with monkeypatch.context() as patch:
-            known |= options(parser_of(main, patch))
+        with pytest.raises(SystemExit):
+            main([])
+    known = SETTINGS | OF_OTHERS | {"config", "help", "traceback", "version", "method", "accelerate"}
+    known |= {name.lstrip("-") for parser in parsers for action in parser._actions for name in action.option_strings}
     named = {name for text in (*messages(), *CODE) for name in re.findall(r"(?<![\w-])--([a-z][\w-]*[a-z\d])", text)}
     assert sorted(name for name in named if not {name, name.replace("-", "_")} & known) == []
 
@@ -139,13 +127,10 @@ PROSE = {"1 - epsilon", "tau / (1 + tau)", "exp(logp - old_logp)"}  # formulas
 IS_EXPRESSION = re.compile(r"[a-zA-Z_][\w.]*\(.*\)|bapo_trl(\.\w+)+|(model|tokenizer|dataset|trainer)(\.\w+)+")
 
 
-def expressions() -> list[str]:
-    """Return the code that is an expression of Python: a call, or an attribute of ours or of a stand-in."""
-    found = []
-    for code in CODE:
-        if IS_EXPRESSION.fullmatch(code) and HOLE not in code and code not in PROSE and not code.startswith("w_t"):
-            found.append(code)
-    return found
+EXPRESSIONS = [
+    code for code in CODE
+    if IS_EXPRESSION.fullmatch(code) and HOLE not in code and code not in PROSE and not code.startswith("w_t")
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -168,7 +153,7 @@ def names(tmp_path, monkeypatch):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("expression", expressions())
+@pytest.mark.parametrize("expression", EXPRESSIONS)
 def test_expressions_can_be_evaluated(expression, names, tmp_path):
     if "dry_run" in expression:
         names["model"] = str(tmp_path / "model")

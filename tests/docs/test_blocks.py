@@ -1,29 +1,26 @@
 """Every code block of README and docs: run on stand-ins for the Hub's models and data, or parsed by what reads it."""
 
 import configparser
-import glob
-import itertools
 import re
-import sys
+import runpy
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import yaml
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.commands.launch import _validate_launch_command
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 import benchmarks.gpu_first_run.__main__ as gpu_first_run
 from bapo_trl.compare import command as compare_command
-from bapo_trl.report import command
+from bapo_trl.report import command as report_command
 from bapo_trl.script import recipes, serving
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.launcher import read_arguments
 from tests.docs.blocks import PAGES, all_blocks, commands_of
-from tests.helpers.commands import ROOT, accelerate_launcher, run_command, succeeded
-from tests.helpers.forked import run_python
+from tests.helpers.commands import ROOT, run_command
 from tests.helpers.script_runs import CHAT_TEMPLATE, CPU, fill_folder, train_bapo
 from tests.helpers.toy import toy_trainer
 from tests.report.made_logs import made_logs, save_run
@@ -39,6 +36,8 @@ MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 # What makes a run short, in the place of the model, the data and the length that a page names
 SHORT = {**{k: v for k, v in CPU.items() if k not in ("model_name_or_path", "output_dir")}, "logging_steps": "1"}
 SHORT |= {"per_device_train_batch_size": "4", "per_device_eval_batch_size": "16", "num_generations": "4"}
+SHORT_FLAGS = [part for name, value in SHORT.items() for part in (f"--{name}", value)]
+CPU_FLAGS = ["--use_cpu", "true", "--bf16", "false"]
 NOT_RUN = {"math_7b", "recipes/smollm2_sums.yaml"}  # vLLM; packages with a model and with tasks
 SENTENCES = ["Find 1.", "Find 22.", "Find 3.", "Find 40."] * 16
 
@@ -81,17 +80,19 @@ def pip(words):
 
 
 def python(words):
-    script, *arguments = words
-    if script == "-m":
-        assert arguments.pop(0) == "benchmarks.gpu_first_run", f"`python -m {words[1]}` is checked by nothing here"
-        gpu_first_run.make_parser().parse_args(arguments)
-        return
-    if script == "scripts/submit_slurm.py":
-        submit(arguments)
-        return
-    assert script == "train_bapo.py", f"`python {script}` is checked by nothing here"
-    arguments = arguments or ["--config", "quickstart"]  # which flags beside it would keep away
-    script_args, training_args, model_args, _ = parse_arguments([*arguments, *cpu_flags()])
+    match words:
+        case ["-m", "benchmarks.gpu_first_run", *arguments]:
+            gpu_first_run.make_parser().parse_args(arguments)
+        case ["scripts/submit_slurm.py", *arguments]:
+            submit(arguments)
+        case ["train_bapo.py", *arguments]:
+            train(arguments)
+        case _:
+            pytest.fail(f"`python {' '.join(words)}` is checked by nothing here")
+
+
+def train(arguments):
+    script_args, training_args, model_args, _ = parse_arguments([*arguments, *CPU_FLAGS])
     if NOT_RUN & set(arguments):
         return
     model = model_args.model_name_or_path
@@ -99,20 +100,17 @@ def python(words):
         save_adapter(model)
     for name in (script_args.dataset_name, script_args.eval_dataset, model):
         assert name in (None, "embedded") or Path(name).exists(), name
-    train_bapo.main([*arguments, *short_flags()])
+    train_bapo.main([*arguments, *SHORT_FLAGS])
     is_trained = training_args.do_train and not script_args.dry_run
     assert not is_trained or (Path(training_args.output_dir) / "trainer_state.json").exists()
 
 
 def submit(arguments):
-    Path("sbatch").write_text('#!/bin/sh\nexec echo "$@"\n')
-    Path("sbatch").chmod(0o755)
-    Qwen2Config(num_attention_heads=28, num_key_value_heads=4).save_pretrained(
-        arguments[arguments.index("--model") + 1]
-    )
-    script = ROOT / "scripts" / "submit_slurm.py"
-    printed = succeeded(run_python([script, *arguments], cwd=Path.cwd(), PATH=f"{Path.cwd()}:/usr/bin:/bin"))
-    assert "--nodes=5 --gpus-per-node=8" in printed
+    model = arguments[arguments.index("--model") + 1]
+    Qwen2Config(num_attention_heads=28, num_key_value_heads=4).save_pretrained(model)
+    with patch("os.chdir"), patch("os.execvpe") as become:
+        runpy.run_path(str(ROOT / "scripts" / "submit_slurm.py"))["main"](arguments)
+    assert become.call_args.args[1][:3] == ["sbatch", "--nodes=5", "--gpus-per-node=8"]
 
 
 def save_adapter(path):
@@ -121,72 +119,42 @@ def save_adapter(path):
     AutoTokenizer.from_pretrained(MODEL).save_pretrained(path)
 
 
-def accelerate(words):
-    subcommand, *arguments = words
-    assert subcommand == "launch"
-    launch = launch_command_parser().parse_args(arguments)
-    _validate_launch_command(launch)
-    assert launch.training_script == "train_bapo.py"
-    parse_arguments([*launch.training_script_args, *cpu_flags()])
-    if Path(launch.config_file).stem == "cpu_ddp":
-        launcher = accelerate_launcher("cpu_ddp")
-        script = [str(ROOT / "train_bapo.py"), *launch.training_script_args, *short_flags()]
-        succeeded(run_command([sys.executable, *launcher, *script], cwd=Path.cwd()))
-
-
 def bapo_trl(words):
-    subcommand, *arguments = words
-    if subcommand == "report":
-        report(arguments)
-    elif subcommand == "launch":
-        launch, _, _ = _validate_launch_command(read_arguments(arguments))
-        assert launch.training_script == "bapo_trl"
-        parse_arguments([*launch.training_script_args[1:], *cpu_flags()])
-    elif subcommand == "compare":
-        compare(arguments)
-    elif subcommand == "recipes":
-        recipes.main(arguments)
-    elif subcommand == "serve":
-        serve(arguments)
-    else:
-        assert subcommand in ("train", "evaluate"), f"`bapo-trl {subcommand}` is checked by nothing here"
-        python(["train_bapo.py", *arguments, *(["--do_train", "false"] if subcommand == "evaluate" else [])])
+    match words:
+        case ["train", *arguments]:
+            train(arguments)
+        case ["evaluate", *arguments]:
+            train([*arguments, "--do_train", "false"])
+        case ["launch", *arguments]:
+            launch, _, _ = _validate_launch_command(read_arguments(arguments))
+            assert launch.training_script == "bapo_trl"
+            parse_arguments([*launch.training_script_args[1:], *CPU_FLAGS])
+        case ["serve", *arguments]:
+            stand_ins = patch("importlib.util.find_spec"), patch("trl.scripts.vllm_serve.is_vllm_available")
+            with stand_ins[0], stand_ins[1], patch("os.execve") as become:
+                serving.main(arguments)
+            assert become.call_args.args[1][-2:] == ["--tensor-parallel-size", "2"]
+        case ["compare", *arguments]:
+            (study,) = [block.text for block in TO_CHECK["yaml"] if block.page == "docs/compare.md"]
+            Path("my_study.yaml").write_text(study)
+            compare_command.main([*arguments, "--dry_run"])  # reads the flags of each arm
+        case ["recipes", *arguments]:
+            recipes.main(arguments)
+        case ["report", *arguments]:
+            report_command.main([saved(word) if "/" in word else word for word in arguments])
+        case _:
+            pytest.fail(f"`bapo-trl {' '.join(words)}` is checked by nothing here")
 
 
-def compare(arguments):
-    (study,) = [block.text for block in BLOCKS if block.page == "docs/compare.md" and block.language == "yaml"]
-    Path("my_study.yaml").write_text(study)
-    compare_command.main([*arguments, "--dry_run"])  # reads the flags of each arm
+def saved(run):
+    """Return a run that is there, as the shell would make of a pattern."""
+    run = run.replace("*", "1")
+    if not Path(run).exists():
+        save_run(Path(run), made_logs())
+    return run
 
 
-def serve(flags):
-    stand_ins = patch("importlib.util.find_spec"), patch("trl.scripts.vllm_serve.is_vllm_available")
-    with stand_ins[0], stand_ins[1], patch("os.execve") as become:
-        serving.main(flags)
-    _, server, _ = become.call_args.args
-    assert server[-2:] == ["--tensor-parallel-size", "2"]
-
-
-def report(arguments):
-    runs = list(itertools.takewhile(lambda word: not word.startswith("--"), arguments))
-    for run in runs:
-        if not glob.glob(run):
-            save_run(Path(run.replace("*", "1")), made_logs())
-    found = [path for run in runs for path in sorted(glob.glob(run))]
-    command.main([*found, *arguments[len(runs) :]])
-
-
-CHECKS = {
-    "make": make, "pip": pip, "python": python, "accelerate": accelerate, "bapo-trl": bapo_trl,
-}  # fmt: skip
-
-
-def cpu_flags():
-    return ["--use_cpu", "true", "--bf16", "false"]
-
-
-def short_flags():
-    return [part for name, value in SHORT.items() for part in (f"--{name}", value)]
+CHECKS = {"make": make, "pip": pip, "python": python, "bapo-trl": bapo_trl}
 
 
 @pytest.mark.parametrize("block", TO_CHECK["bash"], ids=str)

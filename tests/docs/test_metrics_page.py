@@ -25,25 +25,18 @@ NOT_HERE = ("tools/call_frequency", "tools/failure_frequency", "aux_loss")  # ta
 pytestmark = pytest.mark.skipif(Version(trl.__version__) < Version("1.16"), reason="the page is of the pinned TRL")
 
 
-def rows_of_metrics() -> list[list[str]]:
-    """Return the cells of the rows whose table has a formula and a bad value for each metric."""
-    rows, is_metrics = [], False
-    for line in PAGE.splitlines():
-        cells = [cell.strip() for cell in line.strip().strip("|").split(" | ")] if line.startswith("|") else []
-        if cells[:1] == ["metric"]:
-            is_metrics = True
-            assert cells == ["metric", "formula", "unit", "healthy", "a bad value"]
-        elif not cells:
-            is_metrics = False
-        elif is_metrics and not line.startswith("|---"):
-            rows.append(cells)
-    return rows
-
-
 def names_on_page() -> set[str]:
-    names = [name for cells in rows_of_metrics() for name in re.findall(r"`([^`]+)`", cells[0])]
+    """Return the names in the first cells of the tables of metrics."""
+    tables = re.findall(r"^\| metric .*\n\|---.*\n((?:\|.*\n)+)", PAGE, flags=re.MULTILINE)
+    cells = [row.split(" | ")[0] for table in tables for row in table.splitlines()]
+    names = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
     assert len(names) == len(set(names))
     return set(names)
+
+
+def test_each_table_has_the_same_columns():
+    heads = re.findall(r"^\| metric .*$", PAGE, flags=re.MULTILINE)
+    assert set(heads) == {"| metric | formula | unit | healthy | a bad value |"}
 
 
 def as_on_page(name: str) -> str:

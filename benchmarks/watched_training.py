@@ -1,0 +1,77 @@
+"""Trainings that are clocked at each update, or run update by update."""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from queue import SimpleQueue
+from typing import Any
+
+from transformers import TrainerCallback
+from trl import GRPOTrainer
+
+
+class UpdateClock(TrainerCallback):
+    """Reads a clock as each update begins, and at the end of the training."""
+
+    def __init__(self, read: Callable[[], Any] = time.perf_counter):
+        self.read = read
+        self.readings: list = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.readings.append(self.read())
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.readings.append(self.read())
+
+
+class SteppedTraining(TrainerCallback):
+    """A trainer whose `train()` runs in a thread of its own, which stops at every `on_step_begin`."""
+
+    def __init__(self, trainer: GRPOTrainer):
+        self.trainer = trainer
+        self.forwards = 0  # passes of the model
+        self._resume = threading.Semaphore(0)
+        self._stops: SimpleQueue[Exception | None] = SimpleQueue()
+        self._around: AbstractContextManager = nullcontext()
+        self._entered = ExitStack()
+        self._thread = threading.Thread(target=self._train, daemon=True)
+        trainer.add_callback(self)
+        trainer.model.register_forward_pre_hook(self._count_forward)
+
+    def start(self):
+        """Run up to the first update."""
+        self._thread.start()
+        self._wait_for_stop()
+
+    def update(self, around: AbstractContextManager | None = None):
+        """Run one update, up to the next one, in the thread of the training `around` it."""
+        self._around = around or nullcontext()
+        self._resume.release()
+        self._wait_for_stop()
+
+    def finish(self):
+        """Run the last update and end the training."""
+        self.update()
+        self._thread.join()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._entered.close()
+        self._stops.put(None)
+        self._resume.acquire()
+        self._entered.enter_context(self._around)
+
+    def _train(self):
+        error = None
+        try:
+            self.trainer.train()
+        except Exception as raised:
+            error = raised
+        self._stops.put(error)
+
+    def _wait_for_stop(self):
+        if error := self._stops.get():
+            raise error
+
+    def _count_forward(self, module, inputs):
+        self.forwards += 1
