@@ -8,9 +8,9 @@ from typing import Any
 from datasets import Dataset
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel
 
-from ..advice import advice_line
 from ..bapo_config import BAPOConfig
 from ..batch.staleness import mean_age, oldest_age
+from ..inputs.advice import advice_line
 from ..inputs.checks import token_limits
 from .samples import TEXT_FOR_CHAT, Prompts, Reward, check_fit, look_at_prompts, try_rewards
 

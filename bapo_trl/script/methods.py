@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from ..advice import ADVICE
 from ..bapo_config import BAPOConfig
 from ..errors import InputError
+from ..inputs.advice import ADVICE
 from ..losses import CLIPPED_LOSS_TYPES
 
 

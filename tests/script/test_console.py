@@ -8,8 +8,8 @@ import yaml
 from transformers import TrainerState
 
 from bapo_trl import BAPOConfig
-from bapo_trl.advice import ADVICE, advice_line
 from bapo_trl.batch.staleness import staleness_line
+from bapo_trl.inputs.advice import ADVICE, advice_line
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.console import UpdateLines, UpdateLinesAboveBar, log_line, settings_table
 from tests.helpers.commands import ROOT
