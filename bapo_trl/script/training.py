@@ -8,8 +8,8 @@ from ..checkpoints.rank_errors import on_main_process, raising_on_all_ranks
 from ..checkpoints.stop_signals import EXIT_CODE, StopSignals, exit_stopped
 from ..evaluation.measure import Evaluation
 from ..evaluation.sampling import EvaluatedTrainer
+from ..report.command import report_line
 from ..report.facts import method_name
-from ..report.write import report_line
 from ..upstream.cpu_speed import speed_up_cpu
 from ..upstream.fixes import end_training
 from .before_after import evaluate_after, evaluate_before
