@@ -35,8 +35,8 @@ def exact_match_reward(completions: list[str], answer: list[str], **kwargs: Any)
     Example:
 
     ```python
-    >>> exact_match_reward(["95", "095", "9"], answer=["95", "95", "95"])
-    [1.0, 0.0, 0.0]
+    >>> exact_match_reward(["95", "095", "9", "95 ", ""], answer=["95"] * 5)
+    [1.0, 0.0, 0.0, 0.0, 0.0]
 
     ```
     """
