@@ -10,7 +10,6 @@ import torch
 from transformers import PreTrainedModel
 from transformers.trainer_utils import has_length
 
-from .advice import advice_line
 from .bapo_config import BAPOConfig, check_unchanged, own_settings
 from .batch.filler_rows import LossScale, mark_fillers
 from .batch.policy_loss import PolicyLoss, forward_arguments, mask_values, without_masked_values
@@ -26,17 +25,18 @@ from .checkpoints.ref_model import load_ref_model, save_ref_model
 from .checkpoints.whole import WholeCheckpoints
 from .clip_bounds import ClipBounds
 from .inputs import checks
+from .inputs.advice import advice_line
 from .inputs.padding_check import warn_if_padding_counts
 from .inputs.prompt_checks import check_end_of_stream, check_number_of_prompts
 from .inputs.reward_checks import check_rewards, checking_rewards, distinct_names
 from .inputs.setting_warnings import setting_warnings
-from .model_card import PAPER, rewrite_card
 from .replay.mixer import ReplayMixer
 from .replay.queue import FILES as QUEUE_FILES
 from .rollouts.injected import InjectedRollouts
 from .rollouts.rounds import check_no_pool, make_rounds, token_cap
 from .upstream import fixes, trl_compat
 from .upstream.forward_passes import forked_random_state, has_random_forward, without_gradient_checkpointing
+from .upstream.model_card import PAPER, rewrite_card
 from .upstream.trl_compat import get_config_model_id, shuffle_sequence_dict, split_tensor_dict, uses_vllm_server
 from .vllm_server.merged_adapters import send_merged_copies
 from .vllm_server.mismatch import DifferenceCheck, client_for, compare_with_sampler

@@ -20,13 +20,13 @@ def card_of(folder="out") -> ModelCard:
     return ModelCard.load(Path(folder, "README.md"))
 
 
-def run_example(card: ModelCard) -> dict:
-    """Run the example of a card as a user would, and return its names."""
+def run_example(card: ModelCard):
+    """Run the example of a card as a user would, and return its model."""
     (code,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
     names: dict = {}
     exec(code, names)
     assert isinstance(names["output"]["generated_text"], str)
-    return names
+    return names["generate"].model
 
 
 def rows_of(card: ModelCard) -> dict[str, str]:
@@ -37,8 +37,8 @@ def rows_of(card: ModelCard) -> dict[str, str]:
 @pytest.mark.parametrize("chat_template", [None, CHAT_TEMPLATE])
 @pytest.mark.parametrize("peft_config", [None, LORA], ids=["model", "adapter"])
 def test_the_example_of_the_card_samples_from_what_was_trained(tmp_path, monkeypatch, chat_template, peft_config):
-    """Also from an adapter whose base is stored in another type than it was trained in."""
     fill_folder(tmp_path, monkeypatch, chat_template)
+    # An adapter's base may be stored in another type than it was trained in
     AutoModelForCausalLM.from_pretrained("model").to(torch.bfloat16).save_pretrained("model")
     parts = {"peft_config": peft_config} if peft_config else {}
     trainer = toy_trainer("out", "model", trainer_args=parts, max_steps=1)
@@ -53,7 +53,7 @@ def test_the_example_of_the_card_samples_from_what_was_trained(tmp_path, monkeyp
     assert ("pip install peft" in card.text) == bool(peft_config)
     for placeholder in ("None", "licence"):
         assert placeholder not in card.content
-    loaded = run_example(card)["generate"].model
+    loaded = run_example(card)
     tokens = torch.arange(2, 40)[None]
     with torch.no_grad():
         assert loaded.dtype == torch.float32

@@ -8,8 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from ..errors import InputError, MissingPackageError, OneLineParser
-from .execution import environments, find_finished, make_runs
-from .results import Row
+from .execution import environments, make_runs
+from .results import Row, read_rows
 from .study import Run, read_study
 
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int | None:
             raise InputError(f"'{arm}' is no arm of {options.study}: it has {', '.join(study.arms)}.")
     runs = study.runs()
     chosen = [run for run in runs if run.arm in (options.only or study.arms)]
-    finished = find_finished(runs, options.output_dir)
+    finished = read_rows(options.output_dir)
     missing = [run for run in chosen if run.key not in finished]
     if options.dry_run:
         print(_plan(chosen, finished, options.jobs), flush=True)
@@ -67,8 +67,8 @@ def main(arguments: Sequence[str]) -> int | None:
     if missing:
         options.output_dir.mkdir(parents=True, exist_ok=True)
         print(f"{len(missing)} of {len(runs)} runs to make, {options.jobs} at a time", flush=True)
-        make_runs(study, missing, options.output_dir, options.jobs, lambda line: print(line, flush=True))
-        finished = find_finished(runs, options.output_dir)
+        make_runs(study, missing, options.output_dir, options.jobs)
+        finished = read_rows(options.output_dir)
     rows = [finished[run.key] for run in runs if run.key in finished]
     _show(rows, list(study.arms), baseline, options.output_dir, len(runs))
     return 1 if any(finished[run.key].error is not None for run in chosen) else None

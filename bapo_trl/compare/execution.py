@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,27 +19,20 @@ from ..checkpoints.files import checkpoint_names, find_defect, step_of
 from ..checkpoints.run_lock import RunLock
 from ..checkpoints.stop_signals import EXIT_CODE
 from ..errors import InputError
-from .results import FOLDER, Row, read_rows, row_of, write_row
+from .results import FOLDER, Row, row_of, write_row
 from .study import Run, Study, as_arguments
-
-
-def find_finished(runs: Sequence[Run], folder: Path) -> dict[str, Row]:
-    """Return the rows that a folder has of some runs, by the key of the run: none of other settings."""
-    rows = read_rows(folder)
-    return {run.key: rows[run.key] for run in runs if run.key in rows}
 
 
 _running: set[subprocess.Popen] = set()
 _is_ending = threading.Event()  # the study: no run is started or resumed from then on
 
 
-def make_runs(study: Study, runs: Sequence[Run], folder: Path, jobs: int, say: Callable[[str], None]) -> None:
+def make_runs(study: Study, runs: Sequence[Run], folder: Path, jobs: int) -> None:
     """
     Make runs that have no row yet, `jobs` at a time; write a row for each when it ends, with its error if it fails.
 
     A run that a signal stopped is resumed from its checkpoint: at once, or by the next call if the signal stops the
-    study too. Logs and settings of a run stay in `logs`, its model is deleted. `say` gets a line for each run that
-    ends.
+    study too. Logs and settings of a run stay in `logs`, its model is deleted. The terminal gets a line for each.
     """
     started = time.monotonic()
     free: SimpleQueue[dict[str, str]] = SimpleQueue()
@@ -64,9 +57,10 @@ def make_runs(study: Study, runs: Sequence[Run], folder: Path, jobs: int, say: C
                 row = future.result()
                 left = (time.monotonic() - started) / done * (len(runs) - done)
                 found = f"failed: {row.error}" if row.final is None else f"{row.final:.3f}"
-                say(
+                print(
                     f"[{done}/{len(runs)}] {futures[future].label}: {found}, {timedelta(seconds=round(row.seconds))}; "
-                    f"left about {timedelta(seconds=round(left))}"
+                    f"left about {timedelta(seconds=round(left))}",
+                    flush=True,
                 )
         except BaseException:
             _is_ending.set()

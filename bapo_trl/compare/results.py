@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..report.health import examine
-from ..report.logs import Logs
+from ..report.runs import Logs
 from .study import Run
 
 

@@ -18,7 +18,6 @@ class Mean:
 
     value: float
     half_width: float
-    count: int
 
     @property
     def excludes_zero(self) -> bool:
@@ -47,7 +46,7 @@ def mean_over_seeds(values: Sequence[float], comparisons: int = 1, noise: float 
     """
     count, spread = len(values), _spread(values, noise)
     factor = stats.t.ppf(1 - LEVEL / comparisons / 2, count - 1) if spread else math.nan
-    return Mean(math.fsum(values) / count, float(factor * spread / math.sqrt(count)), count)
+    return Mean(math.fsum(values) / count, float(factor * spread / math.sqrt(count)))
 
 
 def _spread(values: Sequence[float], noise: float) -> float:

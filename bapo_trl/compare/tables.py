@@ -127,7 +127,6 @@ def as_markdown(comparisons: Sequence[Comparison]) -> str:
         verdicts = [f"- {line}" for line in verdict(comparison)]
         lists = ["\n".join(lines) for lines in (failures, _health(comparison), verdicts)]
         parts += [title, *tables, _paired(comparison), *lists]
-    parts.append("\n".join(f"- {line}" for line in at_ends_of_grid(comparisons)))
     return "\n\n".join(filter(None, parts))
 
 
@@ -181,16 +180,12 @@ def verdict(comparison: Comparison) -> list[str]:
     by an interval that holds for all pairs.
     """
     lines = [_sentence(each, len(comparison.arms) - 1) for each in comparison.differences()]
-    means = _mean_finals(comparison)
+    means = {arm: sum(finals.values()) / len(finals) for arm, finals in comparison.finals.items() if finals}
     highest = sorted(means, key=means.__getitem__, reverse=True)[:2]
     if len(highest) == 2 and comparison.baseline not in highest:
         pairs = len(comparison.arms) * (len(comparison.arms) - 1) // 2
         lines += [_sentence(each, pairs) for each in comparison.differences([(highest[0], highest[1])], pairs)]
     return lines
-
-
-def _mean_finals(comparison: Comparison) -> dict[str, float]:
-    return {arm: sum(by_seed.values()) / len(by_seed) for arm, by_seed in comparison.finals.items() if by_seed}
 
 
 def _sentence(each: Difference, comparisons: int) -> str:
@@ -207,20 +202,3 @@ def _sentence(each: Difference, comparisons: int) -> str:
         return f"{apart}."
     lacking = max(1, needed - count)
     return f"{apart}: about {lacking} more seed{'s' * (lacking > 1)} would."
-
-
-def at_ends_of_grid(comparisons: Sequence[Comparison]) -> list[str]:
-    """Return a line for each arm whose best learning rate is the smallest or the largest that the study tries."""
-    groups: dict[tuple[str, str], dict[float, float]] = {}
-    for comparison in comparisons:
-        rest = {name: value for name, value in comparison.sweep.items() if name != "learning_rate"}
-        if "learning_rate" in comparison.sweep:
-            for arm, mean in _mean_finals(comparison).items():
-                groups.setdefault((arm, name_setting(rest)), {})[float(comparison.sweep["learning_rate"])] = mean
-    lines = []
-    for (arm, setting), rates in groups.items():
-        best = max(rates, key=rates.__getitem__)
-        if len(rates) > 1 and best in (min(rates), max(rates)):
-            where = f" ({setting})" if setting else ""
-            lines.append(f"{arm}{where} is best at learning_rate {best:g}, an end of the grid: try rates beyond it.")
-    return lines

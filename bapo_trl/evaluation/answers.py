@@ -130,7 +130,7 @@ def gold_texts(value: Any) -> list[str]:
     ```
     """
     if isinstance(value, str) and value.lstrip().startswith('["'):  # strings: [1, 2] is an interval
-        with suppress(ValueError, RecursionError):
+        with suppress(ValueError):
             value = json.loads(value)
     parts = value if isinstance(value, (list, tuple)) else [value]
     return [text for part in parts if (text := _as_text(part))]

@@ -15,11 +15,11 @@ from datasets import Dataset
 from torch import nn
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel, TrainerState
 
-from ..advice import advice_line
 from ..bapo_config import BAPOConfig
 from ..batch.staleness import mean_age, oldest_age
 from ..errors import InputError
 from ..evaluation.answers import gold_answers
+from ..inputs.advice import advice_line
 from ..inputs.checks import check_tokenizer, has_rotary_positions, token_limits
 from ..inputs.prompt_checks import TokenLimits, stored_prompts
 from ..inputs.reward_checks import rewards_defect

@@ -1,6 +1,6 @@
 """The training report: what runs logged, drawn and put in words. Importing it takes neither torch nor matplotlib."""
 
-from .write import save_report
+from .command import save_report
 
 
 __all__ = ["save_report"]

@@ -13,10 +13,9 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import HubStrategy
 
 from ..bapo_config import BAPOConfig
+from .command import save_report
 from .facts import facts_of
-from .logs import Logs
-from .runs import SETTINGS_FILE
-from .write import save_report
+from .runs import SETTINGS_FILE, Logs
 
 
 SAVED = (

@@ -1,11 +1,13 @@
-"""`bapo-trl report`: the report of runs on the disk."""
+"""`bapo-trl report`, and the report of a run at its end: `report.png`, and what the terminal is told of it."""
 
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..errors import InputError, OneLineParser
-from .runs import read_runs
-from .write import write_report
+from ..errors import InputError, MissingPackageError, OneLineParser
+from .figure import drawn_panels, save_png
+from .health import examine
+from .runs import Logs, Run, group_runs, read_runs, read_settings
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -28,3 +30,53 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise InputError(
             f"--output {arguments.output} cannot be written: {error.strerror}. Give another folder."
         ) from error
+
+
+def save_report(log_history: Sequence[Mapping], path: str | Path) -> str:
+    """
+    Write the report of a run that is in memory, from its `trainer.state.log_history`, see [`write_report`].
+
+    The image is to lie in the `output_dir` of the run, where its settings are.
+    """
+    logs = Logs(log_history)
+    if not len(logs):
+        raise InputError(
+            "no update was logged (`logging_steps` and `logging_strategy` say which are): there is nothing to draw"
+        )
+    folder = Path(path).resolve().parent
+    return write_report([Run(folder.name, logs, read_settings(folder))], path)
+
+
+def report_line(log_history: Sequence[Mapping], path: str | Path) -> str:
+    """Do as [`save_report`] does, and return what stands in the way instead of raising it."""
+    try:
+        return save_report(log_history, path)
+    except Exception as error:  # of matplotlib or the disk: a run that is saved does not fail for its figure
+        kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
+        return f"Report: not drawn, {kind}{error}"
+
+
+def write_report(runs: Sequence[Run], path: str | Path) -> str:
+    """
+    Write the report of runs into a PNG; return lines for the terminal: where it is and what it found.
+
+    Runs are laid over one another; seeds of one setting are a band. What several runs share is said once.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingPackageError("matplotlib is not installed (pip install 'bapo-trl[plots]')")
+    groups = group_runs(runs)
+    if not drawn_panels(groups):
+        raise InputError("the logs hold no number to draw, such as `reward`: give another run")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    save_png(groups, Path(path))
+    titles: dict[str, list[str]] = {}  # of the runs that share a finding, by the finding
+    for run in (run for group in groups for run in group.runs):
+        for finding in examine(run.logs, run.facts):
+            titles.setdefault(str(finding), []).append(run.title())
+    findings: dict[str, list[str]] = {}  # by the titles of the runs that share them
+    for line, some in titles.items():
+        findings.setdefault(", ".join(some), []).append(f"  {line}")
+    lines = [f"Report: {path}"]
+    for title, said in findings.items():
+        lines += [f"{title}:", *said] if len(runs) > 1 else said
+    return "\n".join(lines)

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .health import CUT_OFF_MAX, NO_SIGNAL_MAX, RATIO_MEAN_MAX, RATIO_MEAN_MIN
-from .logs import curve_of
-from .runs import Group
+from .runs import Group, Points
 
 
 class Line(NamedTuple):
@@ -139,3 +140,21 @@ def _draw(axes: Any, panel: Panel, groups: Sequence[Group]) -> None:
     axes.set_title(panel.title, fontsize="medium", loc="left")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.grid(alpha=0.25)
+
+
+class Curve(NamedTuple):
+    """The mean of some runs at each update that one of them logged, and its range."""
+
+    steps: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def curve_of(columns: Sequence[Points]) -> Curve:
+    """Return mean and range of the runs that have a value at an update, by the points of each run."""
+    steps = np.unique(np.concatenate([column.steps for column in columns]))
+    table = np.full((len(columns), len(steps)), np.nan)
+    for row, column in zip(table, columns, strict=True):
+        row[np.searchsorted(steps, column.steps)] = column.values
+    return Curve(steps, np.nanmean(table, 0), np.nanmin(table, 0), np.nanmax(table, 0))

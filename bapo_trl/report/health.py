@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .logs import Logs, Points
+from .runs import Logs, Points
 
 
 RATIO_MEAN_MIN, RATIO_MEAN_MAX = 0.5, 2.0  # of the importance ratio

@@ -5,19 +5,62 @@ The logs are those of `trainer_state.json`. The settings are in `run_settings.js
 """
 
 import json
+import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..errors import InputError
-from .logs import Logs
 
 
 STATE_FILE = "trainer_state.json"
 SETTINGS_FILE = "run_settings.json"
+
+
+class Points(NamedTuple):
+    """Updates, and the values of a metric at them: arrays of one length, in the order of the updates."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+
+class Logs:
+    """
+    Logs of updates, without evaluations, and without the summary at the end unless it is the only log.
+
+    Their steps ascend. Where a log's step does not, the run was resumed from there, and it replaces those from its
+    step on.
+    """
+
+    def __init__(self, log_history: Iterable[Mapping]):
+        self._logs: list[Mapping] = []
+        for log in log_history:
+            is_summary = "train_runtime" in log  # into which TRL puts what it has not logged yet
+            if not is_of_updates(log) or (is_summary and self._logs):
+                continue
+            while self._logs and self._logs[-1]["step"] >= log["step"]:
+                self._logs.pop()
+            self._logs.append(log)
+        self.steps = [log["step"] for log in self._logs]
+
+    def __len__(self) -> int:
+        return len(self._logs)
+
+    def points(self, metric: str) -> Points:
+        """Return the values of a metric where it was logged as a finite number."""
+        logged = [(log["step"], log[metric]) for log in self._logs if log.get(metric) is not None]
+        logged = [(step, value) for step, value in logged if math.isfinite(value)]
+        return Points(np.array([step for step, _ in logged], int), np.array([value for _, value in logged], float))
+
+
+def is_of_updates(log: Mapping) -> bool:
+    """Return whether a log is of updates, not of an evaluation or the end of a run."""
+    return "loss" in log or any(name.startswith("bapo/") for name in log)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, NoReturn
 from transformers import IntervalStrategy
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
-from ..advice import ADVICE
 from ..bapo_config import BAPOConfig, own_fields
 from ..errors import InputError
+from ..inputs.advice import ADVICE
 from ..losses import CLIPPED_LOSS_TYPES
 from .arguments import BAPOScriptArguments
 from .commands import EVALUATE, TRAIN, Command

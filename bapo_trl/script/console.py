@@ -9,7 +9,7 @@ from transformers import ProgressCallback, TrainerCallback
 
 from ..bapo_config import BAPOConfig
 from ..plan.dry_run import aligned_rows
-from ..report.logs import is_of_updates
+from ..report.runs import is_of_updates
 
 
 def settings_table(args: BAPOConfig, method: str | None = None) -> str:

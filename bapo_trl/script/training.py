@@ -12,8 +12,8 @@ from ..checkpoints.stop_signals import EXIT_CODE, StopSignals, exit_stopped
 from ..evaluation.accuracy import accuracy_table
 from ..evaluation.measure import Evaluation, evaluate
 from ..evaluation.sampling import EvaluatedTrainer
+from ..report.command import report_line
 from ..report.facts import method_name
-from ..report.write import report_line
 from ..upstream.cpu_speed import speed_up_cpu
 from ..upstream.fixes import end_training
 from .command_line import Settings

@@ -4,9 +4,8 @@ one of which a package carries. Problems are made locally from a seed.
 """
 
 from .gym import GYM_PREFIX, gym_reward, load_gym_task
-from .made import MadeTask
 from .smollm2 import SMOLLM2, check_smollm2, has_smollm2, smollm2_path
-from .sums import CHAT_SUMS, exact_match_reward, load_chat_sums, load_task, sums_model_path
+from .sums import CHAT_SUMS, MadeTask, exact_match_reward, load_chat_sums, load_task, sums_model_path
 from .tokenizer import character_tokenizer
 
 

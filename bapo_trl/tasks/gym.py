@@ -16,7 +16,7 @@ from datasets import Dataset
 
 from ..errors import InputError, MissingPackageError
 from ..evaluation.answers import NUMBER, Text, completion_text, last_number
-from .made import MadeTask
+from .sums import MadeTask
 
 
 GYM_PREFIX = "reasoning_gym:"

@@ -1,14 +1,14 @@
 """Sums of two numbers below 100: the task of the demo, checked exactly, and the same asked of a chat model."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 
 from ..evaluation.answers import Text, completion_text, last_number, same_number
-from .made import MadeTask
 
 
 CHAT_SUMS = "chat_sums"
@@ -18,6 +18,16 @@ LARGEST_NUMBER = 99
 NUM_TEST_PROBLEMS = 512
 
 
+@dataclass(frozen=True)
+class MadeTask:
+    """Problems to train on, problems held out, and the reward that checks a completion."""
+
+    name: str  # for the terminal
+    train_dataset: Dataset  # with `prompt`, `answer`, and what the reward needs besides
+    test_dataset: Dataset  # with the same columns; none of its prompts is in `train_dataset`
+    reward_func: Callable[..., list[float]]  # as TRL calls it, a module's own; 1.0 for a right completion
+
+
 def exact_match_reward(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
     """
     Reward a completion, a text without special tokens, that is the answer to its prompt and nothing else.
@@ -25,8 +35,8 @@ def exact_match_reward(completions: list[str], answer: list[str], **kwargs: Any)
     Example:
 
     ```python
-    >>> exact_match_reward(["95", "095", "9"], answer=["95", "95", "95"])
-    [1.0, 0.0, 0.0]
+    >>> exact_match_reward(["95", "095", "9", "95 ", ""], answer=["95"] * 5)
+    [1.0, 0.0, 0.0, 0.0, 0.0]
 
     ```
     """

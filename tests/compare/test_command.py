@@ -94,11 +94,6 @@ def test_a_study_is_made_once_and_its_runs_share_their_prompts(folder, capsys):
     assert Path("study/comparison.png").stat().st_size > 1000
     assert not list(Path("study").glob(".run-*"))  # no weights are kept
 
-    files = {path: path.stat().st_mtime_ns for path in Path("study/runs").iterdir()}
-    compare()
-    assert "to make" not in capsys.readouterr().out
-    assert {path: path.stat().st_mtime_ns for path in Path("study/runs").iterdir()} == files
-
     # What the arms start from is sampled once for a seed
     (of_bapo,) = Path("study/runs").glob("BAPO*.json")
     of_bapo.unlink()
@@ -147,7 +142,6 @@ class ForkedRun:
 @pytest.mark.processes
 @pytest.mark.parametrize("stops_study", [False, True])
 def test_a_run_that_a_signal_stopped_is_resumed(folder, monkeypatch, stops_study):
-    """As on a machine that is taken away: it ends as if it had not been stopped, at the end of a generation."""
     monkeypatch.setattr(execution, "subprocess", SimpleNamespace(Popen=ForkedRun, DEVNULL=None))
     Path("my_rewards.py").write_text(STOPPING_REWARD)
     base = {**BASE, "gradient_accumulation_steps": 2}  # a generation for each update
@@ -181,7 +175,6 @@ def test_a_run_that_a_signal_stopped_is_resumed(folder, monkeypatch, stops_study
 
 
 def test_a_run_that_stops_again_and_again_without_an_update_is_a_row_with_its_error(folder, monkeypatch):
-    """Else the study would never end."""
     write_study(arms={"BAPO": STUDY["arms"]["BAPO"]}, seeds=[0])
     state = {"global_step": 2, "epoch": 1.0}
     program = (
@@ -198,17 +191,13 @@ def test_a_run_that_stops_again_and_again_without_an_update_is_a_row_with_its_er
     assert not list(Path("study").glob(".run-*"))
 
 
-def test_a_run_is_a_process_of_train_or_of_its_launch(folder):
+def test_a_run_may_be_launched(folder):
     write_study(accelerate="cpu_ddp")
     study = read_study("study.yaml")
     run = study.runs()[0]
-    alone = command_of(run, None, "out")
-    assert alone[:4] == [sys.executable, "-m", "bapo_trl", "train"]
-    assert alone[4:] == [*as_arguments(run.flags), "--output_dir", "out"]
-    launched = command_of(run, study.accelerate, "out")
-    arguments = read_arguments(launched[4:])  # as the launcher reads them
+    arguments = read_arguments(command_of(run, study.accelerate, "out")[4:])  # as the launcher reads them
     assert arguments.config_file.endswith("cpu_ddp.yaml")
-    assert arguments.training_script_args == ["train", *alone[4:]]
+    assert arguments.training_script_args == ["train", *as_arguments(run.flags), "--output_dir", "out"]
 
 
 ON_GPUS = {**BASE, "use_cpu": "false"}
@@ -226,7 +215,6 @@ def launch_file(**settings) -> str:
 def test_the_processes_of_all_runs_share_the_cores_that_the_study_may_use(
     folder, monkeypatch, jobs, accelerate, threads
 ):
-    """As in a job of 8 cores on a node of 128. One process alone keeps what torch and `limit_threads` choose."""
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)), raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 128)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -278,7 +266,7 @@ def test_each_run_has_the_environment_that_one_before_it_left(folder, monkeypatc
     monkeypatch.setattr(execution.subprocess, "Popen", Process)
     write_study(base=ON_GPUS)
     study = read_study("study.yaml")
-    make_runs(study, study.runs(), Path("study"), 2, lambda line: None)
+    make_runs(study, study.runs(), Path("study"), 2)
     assert [sorted(seen[:2]), sorted(seen[2:])] == [["4", "5"], ["4", "5"]]
 
 
@@ -373,7 +361,6 @@ def test_a_run_that_leaves_nothing_is_a_row_with_its_error(folder, capsys, monke
 
 @pytest.mark.processes
 def test_a_study_that_is_told_to_stop_ends_its_runs(folder):
-    """As a job at its time limit is: no run goes on without it."""
     write_study(seeds=[0])
     waits = "import os, signal; open('pid', 'w').write(str(os.getpid())); os.kill(os.getppid(), 15); signal.pause()"
     program = (

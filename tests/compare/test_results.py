@@ -2,7 +2,9 @@
 
 import json
 
-from bapo_trl.compare.results import Row, read_rows, row_of, write_row
+import pytest
+
+from bapo_trl.compare.results import Row, row_of
 from bapo_trl.compare.study import Run
 
 
@@ -61,21 +63,20 @@ def test_a_row_has_what_the_tables_read(tmp_path):
     assert row.start == 0.1
 
 
-def test_fixed_bounds_are_at_no_limits_and_a_run_of_trl_has_no_facts(tmp_path):
-    assert row_of(RUN, left_by_train(tmp_path, facts={**FACTS, "limits": {}}), 1.0).at_limits is None
-    row = row_of(RUN, left_by_train(tmp_path, facts={}), 1.0)
-    assert (row.at_limits, row.method, row.generated_tokens) == (None, None, None)
-
-
-def test_a_run_that_was_not_measured_before_begins_at_its_first_measurement(tmp_path):
-    results = {name: value for name, value in RESULTS.items() if name != "before_avg@2"}
-    row = row_of(RUN, left_by_train(tmp_path, results=results), 1.0)
-    assert (row.curve, row.mean_accuracy, row.start) == ([(2, 0.6), (4, 0.5)], 0.55, None)
-
-
-def test_a_run_that_was_measured_before_and_after_alone_has_no_course(tmp_path):
-    row = row_of(RUN, left_by_train(tmp_path, [log for log in LOGS if "eval_reward" not in log]), 1.0)
-    assert (row.curve, row.mean_accuracy, row.max_drawdown) == ([(0, 0.1), (4, 0.5)], None, None)
+@pytest.mark.parametrize(
+    ("left", "values"),
+    [
+        ({"facts": {**FACTS, "limits": {}}}, {"at_limits": None}),
+        ({"facts": {}}, {"at_limits": None, "method": None, "generated_tokens": None}),  # a run of TRL
+        ({"results": {name: value for name, value in RESULTS.items() if name != "before_avg@2"}},
+         {"curve": [(2, 0.6), (4, 0.5)], "mean_accuracy": 0.55, "start": None}),
+        ({"logs": [log for log in LOGS if "eval_reward" not in log]},  # measured before and after alone
+         {"curve": [(0, 0.1), (4, 0.5)], "mean_accuracy": None, "max_drawdown": None}),
+    ],
+)  # fmt: skip
+def test_what_a_run_did_not_leave_is_not_in_its_row(tmp_path, left, values):
+    row = row_of(RUN, left_by_train(tmp_path, **left), 1.0)
+    assert {name: getattr(row, name) for name in values} == values
 
 
 def test_health_warnings_are_those_of_the_report(tmp_path):
@@ -83,11 +84,3 @@ def test_health_warnings_are_those_of_the_report(tmp_path):
     row = row_of(RUN, left_by_train(tmp_path, cut_off), 1.0)
     assert list(row.warnings) == ["Completions cut off"]
     assert row.warnings["Completions cut off"].startswith("75% of the completions ended for their length")
-
-
-def test_rows_come_back_as_they_were_written(tmp_path):
-    row = row_of(RUN, left_by_train(tmp_path), 1.0)
-    write_row(row, tmp_path / "runs" / "a.json")
-    (read,) = read_rows(tmp_path).values()
-    assert (read.final, read.sweep, [tuple(point) for point in read.curve]) == (row.final, row.sweep, row.curve)
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a.json"]

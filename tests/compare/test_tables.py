@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from bapo_trl.compare.results import Row
 from bapo_trl.compare.statistics import differences
-from bapo_trl.compare.tables import as_markdown, at_ends_of_grid, compare, verdict
+from bapo_trl.compare.tables import as_markdown, compare, verdict
 
 
 def runs(arm, finals, sweep=None, **figures):
@@ -137,12 +137,3 @@ def test_no_verdict_claims_an_order_whose_interval_holds_zero(finals, baseline):
         (each,) = differences(comparison.finals, [(above, below)], number)
         assert each.mean.value - each.mean.half_width > 0
         assert f"{sum(value > 0 for value in each.values)} of {len(each.values)} seeds" in line
-
-
-def test_a_learning_rate_at_an_end_of_the_grid_is_named():
-    rows = []
-    for rate, a, b in ((1e-4, 0.1, 0.1), (2e-4, 0.2, 0.5), (4e-4, 0.3, 0.4)):
-        rows += [*runs("A", [a], {"learning_rate": rate}), *runs("B", [b], {"learning_rate": rate})]
-    assert at_ends_of_grid(compare(rows, ["A", "B"], "A")) == [
-        "A is best at learning_rate 0.0004, an end of the grid: try rates beyond it."
-    ]

@@ -17,18 +17,9 @@ from tests.helpers.toy import CPU
 
 
 SHORT = {
-    "max_steps": 4,
-    "per_device_train_batch_size": 8,
-    "steps_per_generation": 2,
-    "num_generations": 4,
-    "max_completion_length": 8,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "do_eval": "false",
-}
-
-
-REWARD = "tests.helpers.toy.brevity"
+    "max_steps": 4, "per_device_train_batch_size": 8, "steps_per_generation": 2, "num_generations": 4,
+    "max_completion_length": 8, "logging_steps": 1, "save_strategy": "no", "do_eval": "false",
+}  # fmt: skip
 
 
 def train_bapo(output_dir: Path, **settings) -> str:
@@ -53,11 +44,11 @@ def folder() -> str:
 def run(tmp_path_factory, folder) -> tuple[Path, str]:
     """Four updates with LoRA; the model by its folder, as another one would be given."""
     output_dir = tmp_path_factory.mktemp("run")
-    return output_dir, train_bapo(output_dir, model_name_or_path=folder, reward_funcs=REWARD)
+    return output_dir, train_bapo(output_dir, model_name_or_path=folder, reward_funcs="tests.helpers.toy.brevity")
 
 
 def load(folder, dtype="float32"):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval(), AutoTokenizer.from_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), AutoTokenizer.from_pretrained(folder)
 
 
 def test_the_model_of_the_package_answers_and_stops(folder):

@@ -10,8 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from trl import GRPOConfig
 
 from bapo_trl import ReportCallback
-from bapo_trl.report.runs import group_runs, read_runs
-from bapo_trl.report.write import save_report
+from bapo_trl.report.command import save_report
 from tests.helpers.hub import push_to_stand_in
 from tests.helpers.toy import toy_trainer
 
@@ -125,16 +124,6 @@ def test_the_logs_of_trls_trainer_have_no_facts(tmp_path):
     args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
     ReportCallback().on_train_begin(args, TrainerState(is_world_process_zero=True), TrainerControl())
     assert "facts" not in json.loads((tmp_path / "run_settings.json").read_text())
-
-
-def test_seeds_of_a_training_are_one_band_and_another_setting_is_not(tmp_path):
-    runs = {"a": {"seed": 1}, "b": {"seed": 2}, "c": {"seed": 3, "learning_rate": 1e-3}}
-    for name, args in runs.items():
-        trainer = toy_trainer(tmp_path / name, max_steps=2, **SAVES, **args)
-        trainer.add_callback(ReportCallback())
-        trainer.train()
-    groups = group_runs(read_runs([tmp_path / name for name in runs]))
-    assert [group.title for group in groups] == ["BAPO: (2 seeds)", "BAPO: c"]
 
 
 def test_a_report_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path, monkeypatch):

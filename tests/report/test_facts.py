@@ -8,7 +8,7 @@ import pytest
 from bapo_trl import BAPOConfig
 from bapo_trl.report.facts import facts_of
 from bapo_trl.report.health import examine
-from bapo_trl.report.logs import Logs
+from bapo_trl.report.runs import Logs
 from tests.report.made_logs import made_logs
 
 

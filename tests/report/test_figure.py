@@ -153,13 +153,6 @@ def test_a_mistake_ends_in_one_line(tmp_path, capsys):
     assert f"--output {out} cannot be written: File exists. Give" in refusal(capsys, run, "--output", out)
 
 
-def test_without_matplotlib_the_command_says_what_to_install(tmp_path, monkeypatch, capsys):
-    run = save_run(tmp_path / "run", made_logs())
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    error = refusal(capsys, run, "--output", tmp_path / "out")
-    assert "matplotlib is not installed (pip install 'bapo-trl[plots]')" in error
-
-
 def test_the_command_loads_neither_torch_nor_a_window(tmp_path):
     run = save_run(tmp_path / "run", made_logs(2))
     code = (

@@ -8,7 +8,7 @@ import pytest
 from bapo_trl import BAPOConfig
 from bapo_trl.report import health
 from bapo_trl.report.health import CHECKS, Finding
-from bapo_trl.report.logs import Logs
+from bapo_trl.report.runs import Logs
 from tests.helpers.commands import ROOT
 from tests.report.made_logs import HEALTHY, made_logs
 
@@ -137,7 +137,6 @@ def test_one_log_has_no_verdict_bad_or_good():
 
 @pytest.mark.parametrize("size", [2, 5, 10])
 def test_one_bad_log_of_a_few_is_a_note_and_two_are_a_warning(size):
-    """10 % of these are no full log."""
     for bad, severity in ((1, "note"), (2, "warning")):
         assert [found[0] for found in lines(size=size, **{"ratio/chi2": [5.0] * bad + [0.1]})] == [severity]
 
@@ -166,7 +165,6 @@ def test_a_reward_is_looked_for_at_generations():
 
 
 def test_updates_that_train_nothing_are_told_as_such():
-    """Their log has no entropy, so that the entropy did not fall."""
     of_tokens = [name for name in HEALTHY if name.startswith(("bapo/", "ratio/", "staleness/", "clip", "entropy"))]
     masked = [without(log, *of_tokens) | {"bapo/masked_share": 1.0} for log in made_logs(2, first=19)]
     assert [found.name for found in examine(made_logs(18) + masked)] == ["Masked rows"]
@@ -189,6 +187,5 @@ def test_checks_that_could_not_be_made_are_named():
 
 
 def test_settings_that_a_line_names_exist():
-    """What to try is worth nothing if there is no such setting."""
     words = {word for check in CHECKS for word in re.findall(r"`(\w+)`", " ".join(check.remedies))}
     assert {word for word in words if not hasattr(BAPOConfig, word)} == set()

@@ -5,8 +5,7 @@ import os
 import pytest
 
 from bapo_trl.errors import InputError
-from bapo_trl.report.logs import Logs
-from bapo_trl.report.runs import group_runs, read_runs
+from bapo_trl.report.runs import Logs, group_runs, read_runs
 from tests.report.made_logs import HEALTHY, made_logs, save_run
 
 
@@ -36,7 +35,6 @@ def test_evaluations_and_the_summary_are_no_updates():
 
 
 def test_the_summary_of_a_run_shorter_than_its_logging_is_its_only_log():
-    """TRL merges into the summary what it has not logged yet."""
     summary = {**made_logs(1)[0], "step": 8, "train_runtime": 1.0}
     assert Logs([summary]).steps == [8]
     assert Logs([{"step": 8, "train_runtime": 1.0}]).steps == []

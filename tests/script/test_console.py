@@ -9,8 +9,8 @@ from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 from bapo_trl import BAPOConfig
-from bapo_trl.advice import ADVICE, advice_line
 from bapo_trl.batch.staleness import staleness_line
+from bapo_trl.inputs.advice import ADVICE, advice_line
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.console import ProgressBar, UpdateLines, log_line, settings_table
 from tests.helpers.commands import ROOT

@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 from bapo_trl import BAPOTrainer
-from bapo_trl.report.write import report_line
+from bapo_trl.report.command import report_line
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.commands import EVALUATE, TRAIN
 from bapo_trl.script.recipes import RECIPES

@@ -32,17 +32,10 @@ def test_the_sums_of_the_embedded_task_are_asked_in_words():
 @pytest.mark.parametrize(
     ("text", "reward"),
     [
-        ("59 + 19 = 78.", 1),
-        ("The answer is 78.0", 1),
-        ("78 is 59 + 19", 0),
-        ("It is -78", 0),
-        ("It is 7.8e1", 1),
-        ("It is 1e99999999999999999999", 0),
-        ("78,000", 0),
-        ("78th", 1),
-        ("seventy-eight", 0),
+        ("59 + 19 = 78.", 1), ("The answer is 78.0", 1), ("78 is 59 + 19", 0), ("It is -78", 0), ("It is 7.8e1", 1),
+        ("It is 1e99999999999999999999", 0), ("78,000", 0), ("78th", 1), ("seventy-eight", 0),
     ],
-)
+)  # fmt: skip
 def test_the_last_number_counts(text, reward):
     after_a_tool = [*message("I shall ask: 78"), {"role": "tool", "content": "78"}, *message(text)]
     assert last_number_reward([text, message(text), after_a_tool], answer=["78"] * 3) == [reward] * 3

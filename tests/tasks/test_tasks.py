@@ -30,15 +30,7 @@ def test_tokenizer_gives_one_token_a_character_and_the_text_back(tokenizer, text
     assert tokenizer.decode(ids) == text
 
 
-def test_batch_decode_skips_special_tokens_and_inserts_no_spaces(tokenizer):
-    batch = tokenizer(["37+58=", "1+2=", ""], padding=True, return_tensors="pt")
-    assert batch["attention_mask"].tolist() == [[1] * 6, [0, 0, 1, 1, 1, 1], [0] * 6]
-    ends = torch.full((3, 1), tokenizer.eos_token_id)
-    ids = torch.cat([batch["input_ids"], ends], dim=1)
-    assert tokenizer.batch_decode(ids, skip_special_tokens=True) == ["37+58=", "1+2=", ""]
-
-
-def test_tokenizer_special_tokens_and_characters_beyond_ascii(tokenizer):
+def test_tokenizers_of_bytes_and_of_an_alphabet(tokenizer):
     ids = tokenizer("é+1=")["input_ids"]
     assert len(ids) == 5  # é is two bytes in UTF-8
     assert tokenizer.decode(ids) == "é+1="
@@ -46,14 +38,17 @@ def test_tokenizer_special_tokens_and_characters_beyond_ascii(tokenizer):
     assert len(tokenizer) == 256 + 2
     assert len({tokenizer.pad_token_id, tokenizer.eos_token_id}) == 2
     assert tokenizer("5" + tokenizer.eos_token)["input_ids"] == [*tokenizer("5")["input_ids"], tokenizer.eos_token_id]
+    digits = tasks.character_tokenizer("01=")
+    assert len(digits) == 3 + 2
+    assert digits.decode(digits("120=0")["input_ids"]) == "10=0"
 
 
-def test_tokenizer_of_an_alphabet_knows_its_characters_alone():
-    tokenizer = tasks.character_tokenizer("01=")
-    assert len(tokenizer) == 3 + 2
-    ids = tokenizer("10=0")["input_ids"]
-    assert tokenizer.decode(ids) == "10=0"
-    assert tokenizer("120")["input_ids"] == tokenizer("10")["input_ids"]
+def test_batch_decode_skips_special_tokens_and_inserts_no_spaces(tokenizer):
+    batch = tokenizer(["37+58=", "1+2=", ""], padding=True, return_tensors="pt")
+    assert batch["attention_mask"].tolist() == [[1] * 6, [0, 0, 1, 1, 1, 1], [0] * 6]
+    ends = torch.full((3, 1), tokenizer.eos_token_id)
+    ids = torch.cat([batch["input_ids"], ends], dim=1)
+    assert tokenizer.batch_decode(ids, skip_special_tokens=True) == ["37+58=", "1+2=", ""]
 
 
 def test_every_sum_is_there_once_and_its_answer_is_right(task):
@@ -68,27 +63,16 @@ def test_every_sum_is_there_once_and_its_answer_is_right(task):
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_no_test_problem_is_in_train_even_with_its_numbers_swapped(seed):
-    task = tasks.load_task(seed)
+    task, again = tasks.load_task(seed), tasks.load_task(seed)
+    assert again.train_dataset.to_dict() == task.train_dataset.to_dict()
+    assert again.test_dataset.to_dict() == task.test_dataset.to_dict()
+    assert set(tasks.load_task(seed + 1).test_dataset["prompt"]) != set(task.test_dataset["prompt"])
     assert len(task.test_dataset) in (512, 513)
     train = set(task.train_dataset["prompt"])
     for prompt in task.test_dataset["prompt"]:
         a, b = prompt.rstrip("=").split("+")
         assert f"{a}+{b}=" not in train
         assert f"{b}+{a}=" not in train
-
-
-def test_problems_depend_on_the_seed_alone(task):
-    again, other = tasks.load_task(seed=0), tasks.load_task(seed=1)
-    assert again.train_dataset.to_dict() == task.train_dataset.to_dict()
-    assert again.test_dataset.to_dict() == task.test_dataset.to_dict()
-    assert set(other.test_dataset["prompt"]) != set(task.test_dataset["prompt"])
-
-
-def test_reward_is_one_for_the_exact_answer_and_zero_for_all_else(task):
-    completions = ["95", "095", "9", "95 ", "", "59"]
-    rewards = task.reward_func(completions=completions, answer=["95"] * 6, prompts=["37+58="] * 6, trainer_state=None)
-    assert rewards == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-    assert task.reward_func(completions=[], answer=[]) == []
 
 
 def test_the_model_of_the_package_forgets_carries_and_is_small(tokenizer, task):

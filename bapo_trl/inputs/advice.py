@@ -1,6 +1,6 @@
 """Which method to take, as the studies found (docs/stability.md)."""
 
-from .bapo_config import BAPOConfig
+from ..bapo_config import BAPOConfig
 
 
 ADVICE = {"loss_type": "vespo"}

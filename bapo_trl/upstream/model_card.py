@@ -10,8 +10,8 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset
 from huggingface_hub import ModelCard
 
-from .bapo_config import BAPOConfig
-from .upstream.trl_compat import get_config_model_id
+from ..bapo_config import BAPOConfig
+from .trl_compat import get_config_model_id
 
 
 PAPER = {
