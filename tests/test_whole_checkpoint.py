@@ -1,4 +1,4 @@
-"""Checkpoints through `train()`: whole or not there, named as transformers names them, resumed from without a hand."""
+"""Checkpoints through `train()`: complete or not there, under transformers' names, resumed from without a hand."""
 
 import errno
 import json
@@ -127,16 +127,16 @@ def test_all_files_are_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, 
     assert str(tmp_path) in flushed  # after the last rename
 
 
-def test_true_takes_the_newest_whole_checkpoint_and_names_what_it_skips(run, recwarn):
+def test_true_takes_the_newest_complete_checkpoint_and_names_what_it_skips(run, recwarn):
     (run / "checkpoint-6" / "rng_state.pth").unlink()
     cut_in_half(run / "checkpoint-4" / "optimizer.pt")
     (run / "checkpoint-12").mkdir()  # as a trainer without manifests leaves it when it is killed
     assert resume(run, True, max_steps=3) == 2
     skipped = [str(warning.message) for warning in recwarn if "skipped" in str(warning.message)]
     assert [message.replace(f"{run}/", "") for message in skipped] == [
-        "checkpoint-12 is not whole and was skipped: trainer_state.json is missing.",
-        "checkpoint-6 is not whole and was skipped: rng_state.pth is missing.",
-        f"checkpoint-4 is not whole and was skipped: {skipped[2].split('skipped: ')[1]}",
+        "checkpoint-12 is not complete and was skipped: trainer_state.json is missing.",
+        "checkpoint-6 is not complete and was skipped: rng_state.pth is missing.",
+        f"checkpoint-4 is not complete and was skipped: {skipped[2].split('skipped: ')[1]}",
     ]
     assert "optimizer.pt has" in skipped[2]
 
@@ -186,25 +186,25 @@ def test_a_file_that_cannot_be_read_is_a_defect(run, monkeypatch):
     assert find_defect(run / "checkpoint-6") == f"{MANIFEST} cannot be read (Permission denied)"
 
 
-def test_true_without_a_whole_checkpoint_says_what_there_is(run, tmp_path):
+def test_true_without_a_complete_checkpoint_says_what_there_is(run, tmp_path):
     with pytest.raises(ValueError, match=r"No valid checkpoint found in .*: start without `resume_from_checkpoint`"):
         resume(tmp_path / "new", True)
     for checkpoint in run.glob("checkpoint-*"):
         (checkpoint / "model.safetensors").unlink()
     with pytest.raises(
-        ValueError, match=r"No valid checkpoint.*\n.*checkpoint-6 is not whole.*model.safetensors is m"
+        ValueError, match=r"No valid checkpoint.*\n.*checkpoint-6 is not complete.*model.safetensors is m"
     ):
         resume(run, True)
 
 
-def test_a_folder_that_is_not_whole_is_refused_with_what_is_missing(run):
+def test_a_folder_that_is_not_complete_is_refused_with_what_is_missing(run):
     checkpoint = run / "checkpoint-6"
-    with pytest.raises(ValueError, match="checkpoint-5 is not whole: there is no such folder"):
+    with pytest.raises(ValueError, match="checkpoint-5 is not complete: there is no such folder"):
         resume(run, str(run / "checkpoint-5"))
     (checkpoint / "scheduler.pt").unlink()
     cut_in_half(checkpoint / "model.safetensors")
     with pytest.raises(
-        ValueError, match=r"model.safetensors has \d+ bytes, not \d+; scheduler.pt is missing.*newest that is whole"
+        ValueError, match=r"model.safetensors has \d+ bytes, not \d+; scheduler.pt is missing.*newest that is complete"
     ):
         resume(run, str(checkpoint))
 
@@ -221,10 +221,12 @@ def test_a_file_that_is_cut_off_is_found_without_a_manifest(tmp_path):
         (checkpoint / name).write_bytes(content)
     assert find_defect(checkpoint) is None
     cut_in_half(checkpoint / "model.safetensors")
-    with pytest.raises(InputError, match=r"checkpoint-6 is not whole: model\.safetensors is not complete") as refusal:
+    with pytest.raises(
+        InputError, match=r"checkpoint-6 is not complete: model\.safetensors is not complete"
+    ) as refusal:
         resume(tmp_path, str(checkpoint))
     assert MANIFEST not in str(refusal.value)  # which it has none of
-    with pytest.warns(UserWarning, match="checkpoint-6 is not whole and was skipped: model.safetensors is not com"):
+    with pytest.warns(UserWarning, match="checkpoint-6 is not complete and was skipped: model.safetensors is not com"):
         assert resume(tmp_path, True) == 4
 
 
@@ -249,7 +251,7 @@ def test_parts_of_a_model_that_an_index_names_are_looked_for_without_a_manifest(
 )
 def test_a_checkpoint_that_somebody_changed_is_refused_by_what_is_wrong(run, name, content, defect):
     (run / "checkpoint-6" / name).write_text(json.dumps(content))
-    with pytest.raises(InputError, match=rf"checkpoint-6 is not whole: {defect}\. .*remove {MANIFEST} there"):
+    with pytest.raises(InputError, match=rf"checkpoint-6 is not complete: {defect}\. .*remove {MANIFEST} there"):
         resume(run, str(run / "checkpoint-6"))
 
 
@@ -406,7 +408,7 @@ def hub(monkeypatch):
     return push_to_stand_in(monkeypatch, lambda folder, name: (folder, name, names(folder)))
 
 
-def test_a_push_takes_the_checkpoint_under_its_name_and_whole(tmp_path, hub):
+def test_a_push_takes_the_checkpoint_under_its_name_and_complete(tmp_path, hub):
     trainer = toy_trainer(tmp_path, push_to_hub=True, hub_strategy="all_checkpoints", **SAVING)
     trainer._finish_current_push = lambda: None
     trainer.train()

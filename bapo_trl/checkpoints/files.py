@@ -20,12 +20,11 @@ _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-[0-9]+")
 
 def find_defect(folder: str | Path, is_dispensable: Callable[[str], bool] = lambda file: False) -> str | None:
     """
-    Return what keeps a checkpoint from being whole, `None` if it is.
+    Return what keeps a checkpoint from being complete, `None` if it is.
 
-    With a manifest, every file must be there with its size. A checkpoint without one, of another trainer, counts as
-    whole if its `trainer_state.json` can be read, which transformers writes last, and no file is cut off, as by a copy
-    that did not end. `is_dispensable` tells of a file of the manifest, by its path in the folder, whether it may be
-    missing or of another size.
+    With a manifest, every file must be there with its size. Without one, as of another trainer, `trainer_state.json`
+    must be there, which transformers writes last, and no file be cut off. `is_dispensable` tells of a file of the
+    manifest, by its path in the folder, whether it may be missing or of another size.
     """
     folder = Path(folder)
     if not os.path.isdir(folder):  # those of `Path` raise what keeps them from looking
@@ -68,7 +67,7 @@ def _cut_off(folder: Path) -> str | None:
     for path in sorted(each for each in folder.rglob("*") if each.is_file()):
         name = path.relative_to(folder).as_posix()
         try:
-            if not _is_whole(path):
+            if not _is_complete(path):
                 defects.append(f"{name} is not complete")
             elif name.endswith(".index.json"):
                 shards = set(json.loads(path.read_text(encoding="utf-8")).get("weight_map", {}).values())
@@ -78,7 +77,7 @@ def _cut_off(folder: Path) -> str | None:
     return "; ".join(defects) or None
 
 
-def _is_whole(path: Path) -> bool:
+def _is_complete(path: Path) -> bool:
     """Whether a file of JSON, safetensors or torch has its end; True for any other."""
     try:
         if path.suffix == ".json":

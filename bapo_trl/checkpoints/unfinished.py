@@ -25,7 +25,7 @@ def remove_left_behind(run_dir: str) -> None:
 
 
 def give_name(unfinished: str, folder: str) -> None:
-    """Move a checkpoint, which is on the disk as a whole, out of the folder `unfinished`, to its name."""
+    """Move a checkpoint, which is complete on the disk, out of the folder `unfinished`, to its name."""
     if os.path.isdir(folder):  # of an earlier run
         _move_away(folder, unfinished)
     os.rename(os.path.join(unfinished, os.path.basename(folder)), folder)
@@ -38,7 +38,7 @@ def rotate(unfinished: str, newest: str, limit: int | None, best: str | None) ->
 
     The choice is that of transformers' `rotate_checkpoints`. That deletes them file by file under their own names:
     killed within, it leaves parts of one. These are the last to be modified, so that its next rotation would keep
-    them in place of a whole one. What cannot be deleted is warned of: the checkpoint is saved, and the run goes on.
+    them in place of a complete one. What cannot be deleted is warned of: the checkpoint is saved, and the run goes on.
     """
     if limit is not None and limit > 0:
         in_order = sort_checkpoints(os.path.dirname(unfinished), use_mtime=True)

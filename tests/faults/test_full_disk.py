@@ -1,4 +1,4 @@
-"""A disk that is full while a checkpoint is saved: the error says so, the one before is whole, the run goes on."""
+"""A disk that is full while a checkpoint is saved: the error says so, the one before is complete, the run goes on."""
 
 import errno
 import json
@@ -23,7 +23,7 @@ NAMESPACE = ["unshare", "--map-root-user", "--mount"]
 EXPLAINED = (
     r"No space left on device\ncheckpoint-4 could not be saved in {folder}, where [\d,]+ MB of [\d,]+ MB are free\. "
     r"If the disk is full, make room, for one checkpoint more than `save_total_limit`\. checkpoint-2, saved before, "
-    r"is whole\. Resume with `resume_from_checkpoint=True`"
+    r"is complete\. Resume with `resume_from_checkpoint=True`"
 )
 
 
@@ -62,7 +62,7 @@ def test_on_a_disk_that_is_full_all_ranks_stop_and_go_on_once_there_is_room(tmp_
         for rank in outcome["stopped"]:
             assert "checkpoint-4 could not be saved in" in rank["error"]
             assert ", where 0 MB of " in rank["error"]
-            assert "checkpoint-2, saved before, is whole" in rank["error"]
+            assert "checkpoint-2, saved before, is complete" in rank["error"]
         assert outcome["left"] == [UNFINISHED, "checkpoint-2"]
         assert outcome["defect"] is None
         assert outcome["resumed"] == [{"start": 2, "error": None}] * outcome["ranks"]
