@@ -22,11 +22,21 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from ..errors import InputError
-from .files import MANIFEST, checkpoint_names, find_defect, flush_tree, left_out_states, write_manifest
+from .files import (
+    MANIFEST,
+    UNFINISHED,
+    checkpoint_names,
+    find_defect,
+    flush_tree,
+    give_name,
+    left_out_states,
+    remove_left_behind,
+    rotate,
+    write_manifest,
+)
 from .rank_errors import on_main_process, raise_on_all_ranks, raising_on_all_ranks
 from .run_lock import RunLock
 from .stop_signals import is_stopped
-from .unfinished import UNFINISHED, give_name, remove_left_behind, rotate
 
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from bapo_trl.checkpoints.files import find_defect
-from bapo_trl.checkpoints.unfinished import UNFINISHED
+from bapo_trl.checkpoints.files import UNFINISHED, find_defect
 from tests.helpers.commands import run_command, succeeded
 from tests.helpers.toy import toy_trainer
 from tests.replay.test_mixer import REPLAY

@@ -12,7 +12,7 @@ import torch
 from transformers import TrainerCallback
 
 from bapo_trl.checkpoints import atomic
-from bapo_trl.checkpoints.unfinished import UNFINISHED
+from bapo_trl.checkpoints.files import UNFINISHED
 
 
 class SaveEvents:
