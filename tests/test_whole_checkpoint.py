@@ -503,21 +503,26 @@ def test_a_save_that_fails_raises_its_error_and_only_a_full_disk_is_called_one(
     assert (" MB are free" in note) == speaks_of_the_disk
 
 
-def test_the_save_that_fails_leaves_the_checkpoints_before_it(tmp_path, monkeypatch):
+def test_a_flush_that_finds_no_room_leaves_the_checkpoints_before_it(tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def full(descriptor):
+        if "checkpoint-4" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
     trainer = toy_trainer(tmp_path, **{**SAVING, "save_total_limit": 1})
-    save_state = trainer._save_rng_state
-
-    def failing(folder):
-        if trainer.state.global_step == 4:
-            raise OSError("No space left on device")
-        save_state(folder)
-
-    trainer._save_rng_state = failing
-    with pytest.raises(OSError, match="No space left"):
+    explained = (
+        rf"No space left on device\ncheckpoint-4 could not be saved in {tmp_path}, where [\d,]+ MB of [\d,]+ MB are "
+        r"free\. If the disk is full, make room, for one checkpoint more than `save_total_limit`\. checkpoint-2, "
+        r"saved before, is complete\. Resume with `resume_from_checkpoint=True`"
+    )
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match=explained):
         trainer.train()
+    monkeypatch.undo()
     assert find_defect(tmp_path / "checkpoint-2") is None
     assert names(tmp_path) == {"checkpoint-2", UNFINISHED}
-    del trainer._save_rng_state
     with pytest.warns(UserWarning, match=r"left by a save that did not end.*checkpoint-4"):
         trainer.train(resume_from_checkpoint=True)
     assert names(tmp_path) == {"checkpoint-6"}

@@ -242,17 +242,20 @@ def test_a_completion_ends_at_the_window_of_the_sampler(monkeypatch, tmp_path):
     assert len(at_window) > 3
 
 
-def test_evaluation_in_between_samples_beyond_the_chunk_and_does_not_touch_the_pool(tmp_path):
+def test_evaluation_in_between_samples_beyond_the_chunk_and_touches_neither_pool_nor_queue(tmp_path):
     class Untouched(Recording):
         def evaluation_loop(self, *args, **kwargs):
-            before = pool_of(self).state_dict()
+            parts = (pool_of(self), self._replay.queue)
+            before = [part.state_dict() for part in parts]
             with torch.random.fork_rng():
                 output = super().evaluation_loop(*args, **kwargs)
-            assert_same_states(pool_of(self).state_dict(), before)
+            for part, state in zip(parts, before, strict=True):
+                assert_same_states(part.state_dict(), state)
             return output
 
     def run(**evaluation):
         data, sizes = {"eval_dataset": prompts_of_many_lengths(4)}, {"max_steps": 6, "per_device_eval_batch_size": 4}
+        sizes |= {"replay_fraction": 0.25}
         return train(tmp_path, Untouched, ending_model(eos_logit=1.2), data, **sizes, **evaluation)
 
     evaluating = run(eval_strategy="steps", eval_steps=3)
