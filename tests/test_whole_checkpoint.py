@@ -35,30 +35,29 @@ SAVING = {**REPLAY, "max_steps": 6, "save_strategy": "steps", "save_steps": 2}
 SAVE_KILLS = os.environ.get("BAPO_TRL_SAVE_KILLS", "few")
 
 
-def kills_gone_wrong(folder, kind, which, count, ranks):
+@pytest.mark.parametrize(
+    ("kind", "which", "count", "ranks"),
+    [
+        ("replay", "one", 1, {1}),
+        *(
+            pytest.param(*case, marks=pytest.mark.kills)
+            for case in (
+                ("replay", SAVE_KILLS, 9, {1, 2}),
+                ("partial", SAVE_KILLS, 7, {1, 2}),
+                ("reference", SAVE_KILLS, 3, {1}),  # a reference model that follows the policy
+                ("anywhere", SAVE_KILLS, 4, {2}),  # at random moments of a whole run
+            )
+        ),
+    ],
+)
+def test_a_run_that_is_killed_goes_on_without_a_hand(tmp_path, kind, which, count, ranks):
+    """Within a save, in a round of a generation, between two updates."""
     timeout_s = 3600 if which == "all" else 400
-    printed = succeeded(run_python(["-m", "tests.helpers.save_kills", folder, kind, which], timeout_s=timeout_s))
+    printed = succeeded(run_python(["-m", "tests.helpers.save_kills", tmp_path, kind, which], timeout_s=timeout_s))
     kills = [json.loads(line) for line in printed.splitlines()]
     assert len(kills) == count if which != "all" else len(kills) >= 20
     assert {kill["ranks"] for kill in kills} == ranks
-    return [kill for kill in kills if kill["wrong"]]
-
-
-def test_a_run_that_is_killed_once_goes_on_without_a_hand(tmp_path):
-    assert kills_gone_wrong(tmp_path, "replay", "one", 1, {1}) == []
-
-
-@pytest.mark.kills
-@pytest.mark.parametrize(
-    ("kind", "few", "ranks"),
-    [("replay", 9, {1, 2}), ("partial", 7, {1, 2}), ("reference", 3, {1}), ("anywhere", 4, {2})],
-)
-def test_a_run_that_is_killed_goes_on_without_a_hand(tmp_path, kind, few, ranks):
-    """
-    Within a save, in a round of a generation, between two updates: with replay alone, with partial rollouts, and with
-    a reference model that follows the policy. Then at random moments of a whole run.
-    """
-    assert kills_gone_wrong(tmp_path, kind, SAVE_KILLS, few, ranks) == []
+    assert not [kill for kill in kills if kill["wrong"]]
 
 
 def saved(folder, trainer_class=BAPOTrainer, resume_from=None, **args):
@@ -396,23 +395,6 @@ def test_the_rotation_keeps_what_that_of_transformers_keeps(tmp_path, limit, bes
     assert names(tmp_path / "whole") == names(tmp_path / "plain")
 
 
-@pytest.fixture
-def hub(monkeypatch):
-    return push_to_stand_in(monkeypatch, lambda folder, name: (folder, name, names(folder)))
-
-
-def test_a_push_takes_the_checkpoint_under_its_name_and_complete(tmp_path, hub):
-    trainer = toy_trainer(tmp_path, push_to_hub=True, hub_strategy="all_checkpoints", **SAVING)
-    trainer._finish_current_push = lambda: None
-    trainer.train()
-    pushed = [(path, name, files) for path, name, files in hub.uploads if name is not None]
-    assert [(path, name) for path, name, _ in pushed] == [
-        (str(tmp_path / f"checkpoint-{update}"), f"checkpoint-{update}") for update in (2, 4, 6)
-    ]
-    assert all(files == names(tmp_path / name) for _, name, files in pushed)
-    assert len(hub.uploads) == 6
-
-
 @pytest.mark.parametrize(("save_only_model", "saves"), [(False, [2, 4]), (True, [2, 2, 4])])
 def test_a_run_that_must_end_where_it_has_saved_saves_again_only_what_the_save_left_out(
     tmp_path, save_only_model, saves
@@ -434,15 +416,22 @@ def test_a_run_that_must_end_where_it_has_saved_saves_again_only_what_the_save_l
     assert saved_at == saves
 
 
-@pytest.mark.parametrize(("update", "pushed"), [(3, [2]), (6, [2, 4])], ids=["early", "in the last update"])
-def test_a_run_that_a_signal_stops_pushes_nothing_more(tmp_path, hub, update, pushed):
-    callbacks = {"callbacks": [StopSignals(), InUpdate(update, terminate)]}
+@pytest.mark.parametrize(("stopped_in", "pushed"), [(None, [2, 4, 6]), (3, [2]), (6, [2, 4])])
+def test_a_push_takes_complete_checkpoints_under_their_names_and_nothing_of_a_run_that_stops(
+    tmp_path, monkeypatch, stopped_in, pushed
+):
+    hub = push_to_stand_in(monkeypatch, lambda folder, name: (folder, name, names(folder)))
+    callbacks = [] if stopped_in is None else [StopSignals(), InUpdate(stopped_in, terminate)]
     settings = {"push_to_hub": True, "hub_strategy": "all_checkpoints", **SAVING}
-    trainer = toy_trainer(tmp_path, trainer_args=callbacks, **settings)
+    trainer = toy_trainer(tmp_path, trainer_args={"callbacks": callbacks}, **settings)
     trainer._finish_current_push = lambda: None
     trainer.train()
-    assert (tmp_path / f"checkpoint-{update}").is_dir()
-    assert [name for _, name, _ in hub.uploads if name is not None] == [f"checkpoint-{each}" for each in pushed]
+    if stopped_in is not None:
+        assert (tmp_path / f"checkpoint-{stopped_in}").is_dir()
+    checkpoints = [(path, name, files) for path, name, files in hub.uploads if name is not None]
+    assert checkpoints == [
+        (str(tmp_path / name), name, names(tmp_path / name)) for name in (f"checkpoint-{update}" for update in pushed)
+    ]
     assert len(hub.uploads) == 2 * len(pushed)
 
 

@@ -465,7 +465,6 @@ def test_settings_that_no_longer_fit_the_checkpoint_are_named(tmp_path):
             {"partial_rollout_oversampling": 1.0},
             r"`partial_rollout_oversampling` is 1.0, .* holds 11 unfinished groups",
         ),
-        ({"max_completion_length": 5}, r"`max_completion_length` is 5, but a parked completion has \d+ tokens"),
         ({"num_generations": 3}, r"`num_generations` is 3, but the parked groups have 2 completions"),
     ):
         resumed = trainer_of(tmp_path, **SAVES, **settings)
