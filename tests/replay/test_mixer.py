@@ -9,7 +9,6 @@ from transformers import TrainerCallback
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.replay.mixer import REPLAY_METRICS, ReplayMixer
-from tests.helpers.alike import assert_same_logs
 from tests.helpers.commands import succeeded
 from tests.helpers.forked import run_function
 from tests.helpers.ranks import finish, read_ranks
@@ -216,16 +215,6 @@ def test_a_replayed_row_keeps_the_log_probabilities_of_its_policy_and_of_the_ref
     check("ref_per_token_logps", lambda version: weights[0])
     ages = [2 * generation - batch["policy_version"] for generation, batch in enumerate(trainer.batches)]
     assert (torch.cat(ages) > 0).sum() == 5 * 12  # half of all generations but the first
-
-
-def test_a_resumed_run_draws_the_same_rows(tmp_path):
-    settings = {**REPLAY, "num_iterations": 2, "save_strategy": "steps", "save_steps": 8, "max_steps": 16}
-    straight = toy_run(tmp_path / "straight", trainer_class=Spy, **settings)
-    checkpoint = str(tmp_path / "straight" / "checkpoint-8")
-    resumed = toy_run(tmp_path / "resumed", trainer_class=Spy, **settings, resume=checkpoint)
-    assert len(resumed.trained) == 8 * 12
-    assert resumed.trained == straight.trained[-len(resumed.trained) :]
-    assert_same_logs(straight, resumed, last=8)
 
 
 @pytest.mark.trainings

@@ -272,12 +272,8 @@ def test_evaluation_in_between_samples_beyond_the_chunk_and_touches_neither_pool
 @pytest.mark.parametrize(
     "settings",
     [
-        {"loss_type": "grpo", "num_iterations": 2, "replay_fraction": 0.5, "top_entropy_quantile": 0.5},
         {"loss_type": "bnpo", "beta": 0.1, "replay_zero_advantage": True, "scale_rewards": "batch"},
-        {"loss_type": "luspo", "importance_sampling_level": "sequence", "gradient_accumulation_steps": 1},
-        {"loss_type": "dapo", "mask_truncated_completions": True, "search_scope": "batch"},
         {"gradient_accumulation_steps": 6},  # TRL alone would see an on-policy run
-        {"loss_type": "vespo", "negative_weight_min": 0.05, "search_scope": "micro_batch"},
         {"beta": 0.1, "uses_lora": True, "gradient_accumulation_steps": 6},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
