@@ -18,11 +18,11 @@ from .batch.sampler import behavior_logps, drop_sampler_logps, has_sampler_logps
 from .batch.samples import attach_version, mask_zero_advantages, pad_completions
 from .batch.staleness import staleness_line
 from .batch.updates import BatchUpdates, Generation
+from .checkpoints.atomic import AtomicCheckpoints
 from .checkpoints.curves import CURVES_FILE, load_curves, save_curves
 from .checkpoints.log_window import LogWindow, leave_out_empty, reduce_window
 from .checkpoints.rank_errors import raising_on_all_ranks
 from .checkpoints.ref_model import load_ref_model, save_ref_model
-from .checkpoints.whole import WholeCheckpoints
 from .clip_bounds import ClipBounds
 from .inputs import checks
 from .inputs.advice import advice_line
@@ -46,7 +46,7 @@ from .vllm_server.stale_server import make_server_check
 trl_compat.check_trl()
 
 
-class BAPOTrainer(WholeCheckpoints):
+class BAPOTrainer(AtomicCheckpoints):
     """
     Trainer for Balanced Policy Optimization with Adaptive Clipping (BAPO).
 

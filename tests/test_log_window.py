@@ -125,10 +125,6 @@ def test_a_micro_batch_without_a_token_counts_in_no_mean(tmp_path):
     assert {log["bapo/masked_share"] for log in ours} == {0.5}
 
 
-def rewards_of(values):
-    return lambda completions, **kwargs: [values] * len(completions)
-
-
 @pytest.mark.parametrize("reward", [None, 1.0], ids=["undefined", "the same for all"])
 def test_an_undefined_value_is_an_absent_key(tmp_path, reward):
     """In an evaluation too: a tracker would warn of each `None`."""
@@ -139,7 +135,8 @@ def test_an_undefined_value_is_an_absent_key(tmp_path, reward):
             logged.append(logs)
 
     toy_run(
-        tmp_path, reward_funcs=rewards_of(reward), max_steps=2, eval_strategy="steps", eval_steps=1,
+        tmp_path, reward_funcs=lambda completions, **kwargs: [reward] * len(completions),
+        max_steps=2, eval_strategy="steps", eval_steps=1,
         per_device_eval_batch_size=6, trainer_args={"eval_dataset": toy_dataset(4), "callbacks": [Keep()]},
     )  # fmt: skip
     assert not [name for log in logged for name, value in log.items() if value is None or math.isnan(value)]

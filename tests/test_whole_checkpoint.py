@@ -1,4 +1,4 @@
-"""Checkpoints through `train()`: whole or not there, named as transformers names them, resumed from without a hand."""
+"""Checkpoints through `train()`: complete or not there, under transformers' names, resumed from without a hand."""
 
 import errno
 import json
@@ -18,10 +18,9 @@ from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOConfig, GRPOTrainer
 
 from bapo_trl import BAPOConfig, BAPOTrainer
-from bapo_trl.checkpoints.files import MANIFEST, find_defect, write_manifest
+from bapo_trl.checkpoints.files import MANIFEST, UNFINISHED, find_defect, rotate, write_manifest
 from bapo_trl.checkpoints.run_lock import LOCK
 from bapo_trl.checkpoints.stop_signals import StopSignals
-from bapo_trl.checkpoints.unfinished import UNFINISHED, rotate
 from bapo_trl.errors import InputError
 from tests.helpers.commands import run_command, succeeded
 from tests.helpers.forked import run_python
@@ -36,30 +35,29 @@ SAVING = {**REPLAY, "max_steps": 6, "save_strategy": "steps", "save_steps": 2}
 SAVE_KILLS = os.environ.get("BAPO_TRL_SAVE_KILLS", "few")
 
 
-def kills_gone_wrong(folder, kind, which, count, ranks):
+@pytest.mark.parametrize(
+    ("kind", "which", "count", "ranks"),
+    [
+        ("replay", "one", 1, {1}),
+        *(
+            pytest.param(*case, marks=pytest.mark.kills)
+            for case in (
+                ("replay", SAVE_KILLS, 9, {1, 2}),
+                ("partial", SAVE_KILLS, 7, {1, 2}),
+                ("reference", SAVE_KILLS, 3, {1}),  # a reference model that follows the policy
+                ("anywhere", SAVE_KILLS, 4, {2}),  # at random moments of a whole run
+            )
+        ),
+    ],
+)
+def test_a_run_that_is_killed_goes_on_without_a_hand(tmp_path, kind, which, count, ranks):
+    """Within a save, in a round of a generation, between two updates."""
     timeout_s = 3600 if which == "all" else 400
-    printed = succeeded(run_python(["-m", "tests.helpers.save_kills", folder, kind, which], timeout_s=timeout_s))
+    printed = succeeded(run_python(["-m", "tests.helpers.save_kills", tmp_path, kind, which], timeout_s=timeout_s))
     kills = [json.loads(line) for line in printed.splitlines()]
     assert len(kills) == count if which != "all" else len(kills) >= 20
     assert {kill["ranks"] for kill in kills} == ranks
-    return [kill for kill in kills if kill["wrong"]]
-
-
-def test_a_run_that_is_killed_once_goes_on_without_a_hand(tmp_path):
-    assert kills_gone_wrong(tmp_path, "replay", "one", 1, {1}) == []
-
-
-@pytest.mark.kills
-@pytest.mark.parametrize(
-    ("kind", "few", "ranks"),
-    [("replay", 9, {1, 2}), ("partial", 7, {1, 2}), ("reference", 3, {1}), ("anywhere", 4, {2})],
-)
-def test_a_run_that_is_killed_goes_on_without_a_hand(tmp_path, kind, few, ranks):
-    """
-    Within a save, in a round of a generation, between two updates: with replay alone, with partial rollouts, and with
-    a reference model that follows the policy. Then at random moments of a whole run.
-    """
-    assert kills_gone_wrong(tmp_path, kind, SAVE_KILLS, few, ranks) == []
+    assert not [kill for kill in kills if kill["wrong"]]
 
 
 def saved(folder, trainer_class=BAPOTrainer, resume_from=None, **args):
@@ -127,16 +125,16 @@ def test_all_files_are_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, 
     assert str(tmp_path) in flushed  # after the last rename
 
 
-def test_true_takes_the_newest_whole_checkpoint_and_names_what_it_skips(run, recwarn):
+def test_true_takes_the_newest_complete_checkpoint_and_names_what_it_skips(run, recwarn):
     (run / "checkpoint-6" / "rng_state.pth").unlink()
     cut_in_half(run / "checkpoint-4" / "optimizer.pt")
     (run / "checkpoint-12").mkdir()  # as a trainer without manifests leaves it when it is killed
     assert resume(run, True, max_steps=3) == 2
     skipped = [str(warning.message) for warning in recwarn if "skipped" in str(warning.message)]
     assert [message.replace(f"{run}/", "") for message in skipped] == [
-        "checkpoint-12 is not whole and was skipped: trainer_state.json is missing.",
-        "checkpoint-6 is not whole and was skipped: rng_state.pth is missing.",
-        f"checkpoint-4 is not whole and was skipped: {skipped[2].split('skipped: ')[1]}",
+        "checkpoint-12 is not complete and was skipped: trainer_state.json is missing.",
+        "checkpoint-6 is not complete and was skipped: rng_state.pth is missing.",
+        f"checkpoint-4 is not complete and was skipped: {skipped[2].split('skipped: ')[1]}",
     ]
     assert "optimizer.pt has" in skipped[2]
 
@@ -183,28 +181,28 @@ def test_a_file_that_cannot_be_read_is_a_defect(run, monkeypatch):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
     monkeypatch.setattr(Path, "read_text", denied)
-    assert find_defect(run / "checkpoint-6") == f"{MANIFEST} cannot be read (Permission denied)"
+    assert find_defect(run / "checkpoint-6").startswith("it cannot be read ([Errno 13] Permission denied: ")
 
 
-def test_true_without_a_whole_checkpoint_says_what_there_is(run, tmp_path):
+def test_true_without_a_complete_checkpoint_says_what_there_is(run, tmp_path):
     with pytest.raises(ValueError, match=r"No valid checkpoint found in .*: start without `resume_from_checkpoint`"):
         resume(tmp_path / "new", True)
     for checkpoint in run.glob("checkpoint-*"):
         (checkpoint / "model.safetensors").unlink()
     with pytest.raises(
-        ValueError, match=r"No valid checkpoint.*\n.*checkpoint-6 is not whole.*model.safetensors is m"
+        ValueError, match=r"No valid checkpoint.*\n.*checkpoint-6 is not complete.*model.safetensors is m"
     ):
         resume(run, True)
 
 
-def test_a_folder_that_is_not_whole_is_refused_with_what_is_missing(run):
+def test_a_folder_that_is_not_complete_is_refused_with_what_is_missing(run):
     checkpoint = run / "checkpoint-6"
-    with pytest.raises(ValueError, match="checkpoint-5 is not whole: there is no such folder"):
+    with pytest.raises(ValueError, match="checkpoint-5 is not complete: there is no such folder"):
         resume(run, str(run / "checkpoint-5"))
     (checkpoint / "scheduler.pt").unlink()
     cut_in_half(checkpoint / "model.safetensors")
     with pytest.raises(
-        ValueError, match=r"model.safetensors has \d+ bytes, not \d+; scheduler.pt is missing.*newest that is whole"
+        ValueError, match=r"model.safetensors has \d+ bytes, not \d+; scheduler.pt is missing.*newest that is complete"
     ):
         resume(run, str(checkpoint))
 
@@ -221,10 +219,12 @@ def test_a_file_that_is_cut_off_is_found_without_a_manifest(tmp_path):
         (checkpoint / name).write_bytes(content)
     assert find_defect(checkpoint) is None
     cut_in_half(checkpoint / "model.safetensors")
-    with pytest.raises(InputError, match=r"checkpoint-6 is not whole: model\.safetensors is not complete") as refusal:
+    with pytest.raises(
+        InputError, match=r"checkpoint-6 is not complete: model\.safetensors is not complete"
+    ) as refusal:
         resume(tmp_path, str(checkpoint))
     assert MANIFEST not in str(refusal.value)  # which it has none of
-    with pytest.warns(UserWarning, match="checkpoint-6 is not whole and was skipped: model.safetensors is not com"):
+    with pytest.warns(UserWarning, match="checkpoint-6 is not complete and was skipped: model.safetensors is not com"):
         assert resume(tmp_path, True) == 4
 
 
@@ -240,16 +240,10 @@ def test_parts_of_a_model_that_an_index_names_are_looked_for_without_a_manifest(
     assert find_defect(checkpoint) == f"{parts[0]} is not complete; {parts[1]} is missing"
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "defect"),
-    [
-        ("trainer_state.json", {"global_step": 10**9}, "trainer_state.json is not what was written"),
-        (MANIFEST, {}, f"{MANIFEST} does not list trainer_state.json"),
-    ],
-)
-def test_a_checkpoint_that_somebody_changed_is_refused_by_what_is_wrong(run, name, content, defect):
-    (run / "checkpoint-6" / name).write_text(json.dumps(content))
-    with pytest.raises(InputError, match=rf"checkpoint-6 is not whole: {defect}\. .*remove {MANIFEST} there"):
+def test_a_checkpoint_that_somebody_changed_is_refused_by_what_is_wrong(run):
+    (run / "checkpoint-6" / MANIFEST).write_text("{}")
+    defect = f"{MANIFEST} does not list trainer_state.json"
+    with pytest.raises(InputError, match=rf"checkpoint-6 is not complete: {defect}\. .*remove {MANIFEST} there"):
         resume(run, str(run / "checkpoint-6"))
 
 
@@ -401,23 +395,6 @@ def test_the_rotation_keeps_what_that_of_transformers_keeps(tmp_path, limit, bes
     assert names(tmp_path / "whole") == names(tmp_path / "plain")
 
 
-@pytest.fixture
-def hub(monkeypatch):
-    return push_to_stand_in(monkeypatch, lambda folder, name: (folder, name, names(folder)))
-
-
-def test_a_push_takes_the_checkpoint_under_its_name_and_whole(tmp_path, hub):
-    trainer = toy_trainer(tmp_path, push_to_hub=True, hub_strategy="all_checkpoints", **SAVING)
-    trainer._finish_current_push = lambda: None
-    trainer.train()
-    pushed = [(path, name, files) for path, name, files in hub.uploads if name is not None]
-    assert [(path, name) for path, name, _ in pushed] == [
-        (str(tmp_path / f"checkpoint-{update}"), f"checkpoint-{update}") for update in (2, 4, 6)
-    ]
-    assert all(files == names(tmp_path / name) for _, name, files in pushed)
-    assert len(hub.uploads) == 6
-
-
 @pytest.mark.parametrize(("save_only_model", "saves"), [(False, [2, 4]), (True, [2, 2, 4])])
 def test_a_run_that_must_end_where_it_has_saved_saves_again_only_what_the_save_left_out(
     tmp_path, save_only_model, saves
@@ -439,15 +416,22 @@ def test_a_run_that_must_end_where_it_has_saved_saves_again_only_what_the_save_l
     assert saved_at == saves
 
 
-@pytest.mark.parametrize(("update", "pushed"), [(3, [2]), (6, [2, 4])], ids=["early", "in the last update"])
-def test_a_run_that_a_signal_stops_pushes_nothing_more(tmp_path, hub, update, pushed):
-    callbacks = {"callbacks": [StopSignals(), InUpdate(update, terminate)]}
+@pytest.mark.parametrize(("stopped_in", "pushed"), [(None, [2, 4, 6]), (3, [2]), (6, [2, 4])])
+def test_a_push_takes_complete_checkpoints_under_their_names_and_nothing_of_a_run_that_stops(
+    tmp_path, monkeypatch, stopped_in, pushed
+):
+    hub = push_to_stand_in(monkeypatch, lambda folder, name: (folder, name, names(folder)))
+    callbacks = [] if stopped_in is None else [StopSignals(), InUpdate(stopped_in, terminate)]
     settings = {"push_to_hub": True, "hub_strategy": "all_checkpoints", **SAVING}
-    trainer = toy_trainer(tmp_path, trainer_args=callbacks, **settings)
+    trainer = toy_trainer(tmp_path, trainer_args={"callbacks": callbacks}, **settings)
     trainer._finish_current_push = lambda: None
     trainer.train()
-    assert (tmp_path / f"checkpoint-{update}").is_dir()
-    assert [name for _, name, _ in hub.uploads if name is not None] == [f"checkpoint-{each}" for each in pushed]
+    if stopped_in is not None:
+        assert (tmp_path / f"checkpoint-{stopped_in}").is_dir()
+    checkpoints = [(path, name, files) for path, name, files in hub.uploads if name is not None]
+    assert checkpoints == [
+        (str(tmp_path / name), name, names(tmp_path / name)) for name in (f"checkpoint-{update}" for update in pushed)
+    ]
     assert len(hub.uploads) == 2 * len(pushed)
 
 
@@ -508,21 +492,26 @@ def test_a_save_that_fails_raises_its_error_and_only_a_full_disk_is_called_one(
     assert (" MB are free" in note) == speaks_of_the_disk
 
 
-def test_the_save_that_fails_leaves_the_checkpoints_before_it(tmp_path, monkeypatch):
+def test_a_flush_that_finds_no_room_leaves_the_checkpoints_before_it(tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def full(descriptor):
+        if "checkpoint-4" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
     trainer = toy_trainer(tmp_path, **{**SAVING, "save_total_limit": 1})
-    save_state = trainer._save_rng_state
-
-    def failing(folder):
-        if trainer.state.global_step == 4:
-            raise OSError("No space left on device")
-        save_state(folder)
-
-    trainer._save_rng_state = failing
-    with pytest.raises(OSError, match="No space left"):
+    explained = (
+        rf"No space left on device\ncheckpoint-4 could not be saved in {tmp_path}, where [\d,]+ MB of [\d,]+ MB are "
+        r"free\. If the disk is full, make room, for one checkpoint more than `save_total_limit`\. checkpoint-2, "
+        r"saved before, is complete\. Resume with `resume_from_checkpoint=True`"
+    )
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match=explained):
         trainer.train()
+    monkeypatch.undo()
     assert find_defect(tmp_path / "checkpoint-2") is None
     assert names(tmp_path) == {"checkpoint-2", UNFINISHED}
-    del trainer._save_rng_state
     with pytest.warns(UserWarning, match=r"left by a save that did not end.*checkpoint-4"):
         trainer.train(resume_from_checkpoint=True)
     assert names(tmp_path) == {"checkpoint-6"}

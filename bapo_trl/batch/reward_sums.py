@@ -39,11 +39,10 @@ def zero_advantage_rows(
     """
     Tell the rows whose group is tied: no reward in it differs from another, so that there is nothing to prefer.
 
-    A group is tied if its largest and its smallest reward, the weighted sum over the functions, differ by no more than
-    1e-8 (what TRL's `frac_reward_zero_std` takes for 0) and the rounding of such a sum, 4 float32 epsilons for each
-    addend after the first, relative to the sum of the addends' magnitudes. Rows without any reward do not count; a
-    group with fewer than two others is tied. Ties are read off the rewards, as the float32 mean of equal numbers is
-    often another number, and what TRL's subtraction leaves looks like an advantage.
+    Its largest and its smallest weighted sum differ by no more than 1e-8 (what TRL's `frac_reward_zero_std` takes for
+    0) and the rounding of such a sum, 4 float32 epsilons for each addend after the first, relative to the addends'
+    magnitudes. Rows without any reward do not count; a group with fewer than two others is tied. In float32, the mean
+    of equal numbers is often another number, and what TRL's subtraction leaves looks like an advantage.
 
     `rewards_per_func` is `(B, F)`, the groups one after the other, and `weights` `(F,)`. Not `summed_first`, those of
     each function must tie. Boolean, `(B,)`, the same for all rows of a group.

@@ -1,1 +1,1 @@
-"""Checkpoints that are whole or not there, and signals that stop a run. Knows transformers alone, not TRL."""
+"""Checkpoints that are complete or not there, and signals that stop a run. Knows transformers alone, not TRL."""

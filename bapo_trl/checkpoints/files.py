@@ -1,9 +1,16 @@
-"""What the folder of a checkpoint holds, what is missing, what it was saved without; and its way to the disk."""
+"""
+The folders of a run: checkpoints, what each holds and lacks, and how they come to the disk and go.
 
+A checkpoint is written in a folder `_unfinished-ID`, and one that has to go is deleted in one.
+"""
+
+import contextlib
 import errno
 import json
 import os
 import re
+import shutil
+import warnings
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,74 +18,69 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 
 MANIFEST = "checkpoint_files.json"
+UNFINISHED = "_unfinished"  # begin of the folder's name
 _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-[0-9]+")
 
 
 def find_defect(folder: str | Path, is_dispensable: Callable[[str], bool] = lambda file: False) -> str | None:
     """
-    Return what keeps a checkpoint from being whole, `None` if it is.
+    Return what keeps a checkpoint from being complete, `None` if it is.
 
-    With a manifest, every file must be there with its size. A checkpoint without one, of another trainer, counts as
-    whole if its `trainer_state.json` can be read, which transformers writes last, and no file is cut off, as by a copy
-    that did not end. `is_dispensable` tells of a file of the manifest, by its path in the folder, whether it may be
-    missing or of another size.
+    With a manifest, every file must be there with its size. Without one, as of another trainer, `trainer_state.json`
+    must be there, which transformers writes last, and no file be cut off. `is_dispensable` tells of a file of the
+    manifest, by its path in the folder, whether it may be missing or of another size.
     """
     folder = Path(folder)
     if not os.path.isdir(folder):  # those of `Path` raise what keeps them from looking
         return "there is no such folder"
-    has_manifest = os.path.isfile(folder / MANIFEST)
-    contents = {}
-    for name in (MANIFEST, TRAINER_STATE_NAME) if has_manifest else (TRAINER_STATE_NAME,):
-        try:
-            contents[name] = json.loads((folder / name).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return f"{name} is missing"
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
-        except (ValueError, RecursionError):
-            return f"{name} is not complete"
-        if not isinstance(contents[name], dict):
-            return f"{name} is not what was written"
-    if _NAME.fullmatch(folder.name) and contents[TRAINER_STATE_NAME].get("global_step") != step_of(folder.name):
-        return f"{TRAINER_STATE_NAME} is not what was written"
-    if not has_manifest:
-        return _cut_off(folder)
-    sizes = contents[MANIFEST]
-    if TRAINER_STATE_NAME not in sizes:
-        return f"{MANIFEST} does not list {TRAINER_STATE_NAME}"
-    defects = []
-    for name, size in sizes.items():
-        path = folder / name
-        if is_dispensable(name):
-            continue
-        if not os.path.isfile(path):
-            defects.append(f"{name} is missing")
-        elif (found := path.stat().st_size) != size:
-            defects.append(f"{name} has {found} bytes, not {size}")
+    try:
+        if not os.path.isfile(folder / TRAINER_STATE_NAME):
+            return f"{TRAINER_STATE_NAME} is missing"
+        if not os.path.isfile(folder / MANIFEST):
+            defects = _cut_off_files(folder)
+        elif cut_off := [name for name in (MANIFEST, TRAINER_STATE_NAME) if not _is_complete(folder / name)]:
+            defects = [f"{name} is not complete" for name in cut_off]
+        else:
+            defects = _changed_files(folder, is_dispensable)
+    except OSError as error:
+        return f"it cannot be read ({error})"
     return "; ".join(defects) or None
 
 
-def _cut_off(folder: Path) -> str | None:
-    """Return which files of a checkpoint are cut off or missing, by what they say of themselves; `None` for none."""
+def _changed_files(folder: Path, is_dispensable: Callable[[str], bool]) -> list[str]:
+    """Return what is not as the manifest says."""
+    sizes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    if not isinstance(sizes, dict) or TRAINER_STATE_NAME not in sizes:
+        return [f"{MANIFEST} does not list {TRAINER_STATE_NAME}"]
+    defects = []
+    for name, size in sizes.items():
+        if is_dispensable(name):
+            continue
+        if not os.path.isfile(folder / name):
+            defects.append(f"{name} is missing")
+        elif (found := os.path.getsize(folder / name)) != size:
+            defects.append(f"{name} has {found} bytes, not {size}")
+    return defects
+
+
+def _cut_off_files(folder: Path) -> list[str]:
+    """Return what is cut off or missing by what the files say of themselves."""
     defects = []
     for path in sorted(each for each in folder.rglob("*") if each.is_file()):
         name = path.relative_to(folder).as_posix()
-        try:
-            if not _is_whole(path):
-                defects.append(f"{name} is not complete")
-            elif name.endswith(".index.json"):
-                shards = set(json.loads(path.read_text(encoding="utf-8")).get("weight_map", {}).values())
-                defects += [f"{shard} is missing" for shard in sorted(shards) if not (path.parent / shard).is_file()]
-        except OSError as error:
-            defects.append(f"{name} cannot be read ({error.strerror})")
-    return "; ".join(defects) or None
+        if not _is_complete(path):
+            defects.append(f"{name} is not complete")
+        elif name.endswith(".index.json"):
+            shards = set(json.loads(path.read_text(encoding="utf-8")).get("weight_map", {}).values())
+            defects += [f"{shard} is missing" for shard in sorted(shards) if not (path.parent / shard).is_file()]
+    return defects
 
 
-def _is_whole(path: Path) -> bool:
+def _is_complete(path: Path) -> bool:
     """Whether a file of JSON, safetensors or torch has its end; True for any other."""
     try:
         if path.suffix == ".json":
@@ -137,3 +139,54 @@ def flush(path: str | Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def remove_left_behind(run_dir: str) -> None:
+    """Delete what saves that did not end have left in the folder of a run, with a warning."""
+    for folder in sorted(Path(run_dir).glob(f"{UNFINISHED}-*")):
+        if re.fullmatch(rf"{UNFINISHED}-[0-9a-f]{{8}}-\d+", folder.name):
+            names = sorted(path.name for path in folder.glob("*"))
+            if remove(folder):
+                warnings.warn(f"Removed {folder}, left by a save that did not end, with {len(names)} in it: {names}.")
+
+
+def give_name(unfinished: str, folder: str) -> None:
+    """Move a checkpoint, which is complete on the disk, out of the folder `unfinished`, to its name."""
+    if os.path.isdir(folder):  # of an earlier run
+        _move_away(folder, unfinished)
+    os.rename(os.path.join(unfinished, os.path.basename(folder)), folder)
+    flush(os.path.dirname(folder))
+
+
+def rotate(unfinished: str, newest: str, limit: int | None, best: str | None) -> None:
+    """
+    Delete the folder `unfinished`, and the checkpoints beyond the limit: the oldest, but for the newest and best.
+
+    The choice is that of transformers' `rotate_checkpoints`, which deletes file by file under the checkpoint's own
+    name: killed within, it leaves parts of one. What cannot be deleted is warned of, and the run goes on.
+    """
+    if limit is not None and limit > 0:
+        in_order = sort_checkpoints(os.path.dirname(unfinished), use_mtime=True)
+        checkpoints = [os.path.normpath(path) for path in in_order]
+        kept = {os.path.normpath(path) for path in (newest, best) if path is not None}
+        surplus = max(0, len(checkpoints) - limit)
+        for folder in [path for path in checkpoints if path not in kept][:surplus]:
+            try:
+                os.makedirs(unfinished, exist_ok=True)
+                _move_away(folder, unfinished)
+            except OSError as error:
+                warnings.warn(f"{folder} is beyond `save_total_limit`, but cannot be deleted: {error}")
+    remove(unfinished)
+
+
+def remove(folder: str | Path) -> bool:
+    """Delete what can be deleted of a folder, warn of the rest, and return whether nothing is left."""
+    with contextlib.suppress(OSError):
+        shutil.rmtree(folder, ignore_errors=True)
+    if os.path.lexists(folder):  # NFS keeps a file, as `.nfs...`, until no process has it open
+        warnings.warn(f"{folder} cannot be deleted. No run reads it: delete it when no process uses what is in it.")
+    return not os.path.lexists(folder)
+
+
+def _move_away(folder: str, unfinished: str) -> None:
+    os.rename(folder, os.path.join(unfinished, f"old-{os.path.basename(folder)}"))

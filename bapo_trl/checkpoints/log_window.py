@@ -28,7 +28,6 @@ OF_TOKENS = (
 """Metrics that TRL measures over the tokens of each micro-batch, as 0 where there is none."""
 
 FILES = RankFiles("log window", "1", "resume from another checkpoint")
-_OF_THE_CLOCK = ("step_time",)  # differs from run to run
 
 
 def leave_out_empty(values: MutableMapping[str, list[float]], have_tokens: Sequence[bool]) -> None:
@@ -54,10 +53,10 @@ def reduce_window(values: MutableMapping[str, list[float]]) -> None:
 
 class LogWindow(TrainerCallback):
     """
-    Saves what a trainer measured since its last log line, and gives it back as a run begins that is resumed.
+    Saves what a trainer measured since its last log line, and gives it back as a resumed run begins.
 
-    transformers and TRL up to 1.16 at least keep it in memory alone: the first log line of a resumed run would cover
-    the updates since the checkpoint, and `train_loss`, at the end, those of the last resume.
+    transformers and TRL up to 1.16 at least keep it in memory alone: the first log line and `train_loss` would cover
+    the updates since the resume.
     """
 
     def __init__(self, trainer: Any):
@@ -73,7 +72,7 @@ class LogWindow(TrainerCallback):
             "metrics": {
                 name: [float(value) for value in values]
                 for name, values in trainer._metrics["train"].items()
-                if name not in _OF_THE_CLOCK
+                if name != "step_time"  # differs from run to run
             },
             "loss": trainer._tr_loss.item(),
             "loss_of_run": trainer._total_loss_scalar,

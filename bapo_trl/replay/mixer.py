@@ -52,9 +52,8 @@ class ReplayMixer:
         """
         Take in a generation; return the batch to train on, and whether all its rows on all ranks are fresh.
 
-        `versions` are those of TRL's batch, on the CPU. `num_padding` of its rows only keep the shape. `is_within`
-        tells whether this is the second half of a generation: a run resumed from within it generates it again. The
-        queue of the checkpoint has taken in the first half, and is left as it is.
+        `versions` are those of TRL's batch, on the CPU. `num_padding` of its rows only keep the shape. `is_within`: a
+        run that was resumed within this generation makes it again, which the queue of the checkpoint has taken in.
         """
         self.latest = batch_to_rows(batch, self._pad_token_id, versions)
         queue = ReplayQueue(len(self.latest)) if self._was_loaded and is_within else self.queue

@@ -36,9 +36,8 @@ def smallest_capacity(
     Compute the smallest capacity with which each draw can find as many rows of `min_staleness` as it takes.
 
     With `U` updates a pass and `I` passes, rows from `d` generations ago are `d U I + p U` versions old at pass `p`
-    (from 0): those with `d` at least `(min_staleness - p U) / (U I)` have rested. The queue must hold the younger ones
-    too: `d` generations at a later pass, one less at the first, which draws before its own generation enters. Of the
-    later passes, the second needs most.
+    (from 0). The queue must hold those that are too young as well: `d` generations at a later pass, of which the
+    second needs most, and one less at the first, which draws before its own generation enters.
 
     `rows` are those of a generation, and what a later pass draws; the first one draws `drawn_first`.
     """
@@ -53,8 +52,7 @@ def smallest_max_staleness(updates_per_pass: int, num_iterations: int = 1, min_s
     """
     Compute the smallest limit on the staleness under which the first pass over a generation can draw rows.
 
-    They are from `d` generations ago, the smallest number by which they have rested, at least 1: `d U I` versions old,
-    see [`smallest_capacity`], and `U - 1` more at the last update of the pass.
+    They are `d U I` versions old, see [`smallest_capacity`], and `U - 1` more at the last update of the pass.
     """
     versions = updates_per_pass * num_iterations  # of a generation
     return max(1, math.ceil(min_staleness / versions)) * versions + updates_per_pass - 1
@@ -134,8 +132,7 @@ class ReplayQueue:
         Draw rows, for updates from `policy_version` to `last_version`. With its last use, a row leaves.
 
         Rows younger than `min_staleness` are drawn where there are too few others, if at all (`fill_with_young`).
-        Returns up to `count` rows, fewer where not enough may be drawn, as what [`~rows.concat_rows`] copies them
-        from; and how often each has been drawn, this time included.
+        Returns up to `count` rows, as what `concat_rows` takes, and how often each has been drawn, now included.
         """
         self.expire(last_version)
         entries = self._entries
@@ -163,15 +160,12 @@ class ReplayQueue:
         num_padding: int = 0,
     ) -> ReplayBatch:
         """
-        Take in the rows of a generation and give back as many to train on, fresh and queued ones.
+        Take in the rows of a generation and give back as many to train on, up to `fraction` of them from the queue.
 
-        Fresh rows that queued ones displace stay in the queue. While the queue cannot fill its share, fresh rows do.
-        Rows without a trained token are the first to be displaced and never enter the queue.
-
-        `fraction` is the share of the batch taken from the queue, in [0, 1]. With `replaces_zero_advantage`, fresh
-        rows without advantage or without a trained token give their place to queued rows beyond it, and those without
-        advantage do not enter the queue either. The updates on the batch are from `policy_version` to `last_version`.
-        The last `num_padding` rows, without a trained token, keep the shape of the batch: nobody sampled them.
+        Fresh rows that queued ones displace stay in the queue. Rows without a trained token are the first to be
+        displaced and never enter it. With `replaces_zero_advantage`, these and rows without advantage give their place
+        to queued rows beyond the fraction, and neither enter. The updates on the batch are from `policy_version` to
+        `last_version`. The last `num_padding` rows keep the shape of the batch: nobody sampled them.
         """
         is_trained = fresh.has_trained_token()
         is_useful = is_trained & (fresh.has_advantage() | (not replaces_zero_advantage))

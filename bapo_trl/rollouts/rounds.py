@@ -95,9 +95,8 @@ class RolloutRounds:
         """
         Write the pool into a checkpoint folder.
 
-        Unless the latest generation has been trained to its end (`is_boundary`), or if one is under way, a resumed run
-        generates it again, and with it those that an update of this version had begun with: the pool is written as it
-        was before their prompts entered.
+        Unless the latest generation has been trained to its end (`is_boundary`), a resumed run makes it again, and
+        with it those that an update of this version had begun with: the pool is that before their prompts entered.
         """
         state = next(state for version, state in reversed(self._before) if version != policy_version)
         if is_boundary and not self._is_generating:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
@@ -81,27 +82,12 @@ def places(folder: Path, accelerator: Accelerator) -> dict[str, Callable[[], obj
         trainer = toy_trainer(folder / "evaluated", trainer_class=EvaluatedTrainer, per_device_eval_batch_size=6)
         return measure.evaluate(trainer, toy_dataset(4), path)
 
-    def evaluated_on_a_full_disk():
-        write, measure._write = measure._write, full
-        try:
-            evaluated(folder / "completions.jsonl")
-        finally:
-            measure._write = write
+    def on_a_full_disk(owner, name: str, call: Callable[[], object], on_other_ranks=full):
+        with patch.object(owner, name, full if is_main else on_other_ranks):
+            return call()
 
-    def script(name: str, **settings):
-        function = getattr(training, name)
-        setattr(training, name, full)
-        try:
-            cli.train(flags(**settings))
-        finally:
-            setattr(training, name, function)
-
-    def saved_model():
-        save, EvaluatedTrainer.save_model = EvaluatedTrainer.save_model, full if is_main else lambda *args: None
-        try:
-            cli.train(flags(dataset_name="train.jsonl", output_dir=folder / "full", max_steps=1))
-        finally:
-            EvaluatedTrainer.save_model = save
+    def trained(name: str, **settings):
+        return cli.train(flags(dataset_name="train.jsonl", output_dir=folder / name, **settings))
 
     def saved_callback():
         saves = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
@@ -114,10 +100,14 @@ def places(folder: Path, accelerator: Accelerator) -> dict[str, Callable[[], obj
         "fixed sequence": lambda: stale({}),
         "fixed tokens": lambda: stale({"model_config": {"max_model_len": 40}}),
         "completions that are a folder": lambda: evaluated(folder),
-        "completions on a full disk": evaluated_on_a_full_disk,
+        "completions on a full disk": lambda: on_a_full_disk(
+            measure, "_write", lambda: evaluated(folder / "completions.jsonl")
+        ),
         "prompts": lambda: cli.train(flags(dataset_name="empty.jsonl")),
-        "earlier run": lambda: script("remove_earlier_run", dataset_name="train.jsonl", output_dir=folder / "earlier"),
-        "model on a full disk": saved_model,
+        "earlier run": lambda: on_a_full_disk(training, "remove_earlier_run", lambda: trained("earlier")),
+        "model on a full disk": lambda: on_a_full_disk(
+            EvaluatedTrainer, "save_model", lambda: trained("full", max_steps=1), lambda *args: None
+        ),
         "callback in a save": saved_callback,
     }
 

@@ -11,8 +11,8 @@ import safetensors.torch
 import torch
 from transformers import TrainerCallback
 
-from bapo_trl.checkpoints import whole
-from bapo_trl.checkpoints.unfinished import UNFINISHED
+from bapo_trl.checkpoints import atomic
+from bapo_trl.checkpoints.files import UNFINISHED
 
 
 class SaveEvents:
@@ -35,7 +35,7 @@ class SaveEvents:
         self._is_watched, self._is_saving = update is None, False
 
     def watch(self, trainer) -> None:
-        save, wait = trainer._save_checkpoint, whole.raise_on_all_ranks
+        save, wait = trainer._save_checkpoint, atomic.raise_on_all_ranks
 
         def watched_save(*args, **kwargs):
             step = trainer.state.global_step
@@ -51,7 +51,7 @@ class SaveEvents:
                 self._happens("wait")
             wait(error)
 
-        trainer._save_checkpoint, whole.raise_on_all_ranks = watched_save, watched_wait
+        trainer._save_checkpoint, atomic.raise_on_all_ranks = watched_save, watched_wait
         trainer._continue_completions = self._numbered(trainer._continue_completions, "round")
         trainer.training_step = self._numbered(trainer.training_step, "micro-batch")
         sys.addaudithook(self._audit)

@@ -227,9 +227,9 @@ def wrong_after(kill: Kill, run: Run, folder: Path, straight: dict) -> list[str]
     try:
         for name, files in checkpoints(out).items():
             if files != straight["checkpoints"][name]:
-                wrong.append(f"{name} is not whole: {sorted(straight['checkpoints'][name] ^ files)}")
+                wrong.append(f"{name} is not complete: {sorted(straight['checkpoints'][name] ^ files)}")
     except (RuntimeError, ValueError) as error:
-        wrong.append(f"a checkpoint is not whole: {error!r}")
+        wrong.append(f"a checkpoint is not complete: {error!r}")
     newest = max((int(name.split("-")[1]) for name in os.listdir(out) if name.startswith("checkpoint-")), default=0)
     resumed = in_processes(kill.ranks, folder, lambda of_rank: run.train(out, resume=newest > 0))
     last = f"checkpoint-{run.max_steps}"

@@ -86,9 +86,8 @@ def outcome(case: dict, folder: Path) -> dict:
     stopped = start(case, settings)
     told = (folder / "rank-0.log").read_text()
     left = sorted(path.name for path in out.iterdir()) if out.exists() else []
-    checkpoints = [name for name in left if name.startswith("checkpoint-")]
     result = {"stopped": stopped, "told": told, "left": left}
-    if case.get("resumes", True) and checkpoints:
+    if any(name.startswith("checkpoint-") for name in left):
         result["resumed"] = start({}, {**settings, "resume_from_checkpoint": "true"})
         with suppress(FileNotFoundError):
             result["updates"] = json.loads((out / "trainer_state.json").read_text())["global_step"]

@@ -1,4 +1,4 @@
-"""The replay queue against a plain list, its limits, and its checkpoint."""
+"""The replay queue against a plain list, and its limits."""
 
 import copy
 
@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from bapo_trl.batch.samples import Rows, concat_rows
-from bapo_trl.replay.queue import FILES, ReplayQueue, deal_out, smallest_max_staleness
-from tests.helpers.alike import assert_same_states
+from bapo_trl.replay.queue import ReplayQueue, smallest_max_staleness
 
 
 def make_rows(version, count, first=0, advantages=None):
@@ -164,73 +163,6 @@ def test_a_later_pass_that_finds_too_few_rows_keeps_the_shape_with_masked_ones()
     batch = queue.draw_later_pass(fresh, 1, 1)
     assert (len(batch.rows), batch.from_queue, batch.masked, batch.uses) == (3, 1, 2, 2)
     assert batch.rows.has_trained_token().tolist() == [True, False, False]
-
-
-# Checkpoint
-
-
-def queues_with(counts):
-    queues = []
-    for rank, count in enumerate(counts):
-        queue = ReplayQueue(1000)
-        queue.add(make_rows(5, count, first=100 * rank))
-        queue.draw(count // 2, 6, 6)
-        queues.append(queue)
-    return queues
-
-
-def save_queue(queue, folder, rank, num_ranks):
-    FILES.write(folder, rank, num_ranks, queue.state_dict())
-
-
-def load_queue(queue, folder, rank, num_ranks):
-    return FILES.load(folder, rank, num_ranks, queue.load_state_dict, deal_out)
-
-
-@pytest.mark.parametrize("counts", [[7], [5, 0, 3]])
-def test_a_restored_queue_is_the_same_and_draws_the_same(tmp_path, counts):
-    for rank, queue in enumerate(queues_with(counts)):
-        save_queue(queue, tmp_path, rank, len(counts))
-    for rank, queue in enumerate(queues_with(counts)):
-        restored = ReplayQueue(1000)
-        assert load_queue(restored, tmp_path, rank, len(counts))
-        assert_same_states(restored.state_dict(), queue.state_dict())
-        assert drawn(restored, 3, 7, 7) == drawn(queue, 3, 7, 7)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_another_number_of_ranks_deals_the_rows_out_and_loses_none(tmp_path, ranks):
-    for rank, queue in enumerate(queues_with([5, 0, 4])):
-        save_queue(queue, tmp_path, rank, 3)
-    dealt = []
-    for rank in range(ranks):
-        queue = ReplayQueue(1000)
-        load_queue(queue, tmp_path, rank, ranks)
-        dealt.append(contents(queue))
-    in_order = [0, 1, 2, 3, 4, 200, 201, 202, 203]
-    assert dealt == [in_order[rank::ranks] for rank in range(ranks)]
-
-
-def test_dealt_out_rows_are_in_the_order_of_entry_so_that_the_first_leave(tmp_path):
-    for rank in range(2):
-        queue = ReplayQueue(100)
-        for version in range(3):
-            queue.add(make_rows(version, 2, first=100 * rank + 10 * version))
-        save_queue(queue, tmp_path, rank, 2)
-    queue = ReplayQueue(4)
-    load_queue(queue, tmp_path, 0, 1)
-    assert contents(queue) == [20, 21, 120, 121]
-    assert queue.evictions["overflowed"] == 8
-
-
-def test_a_lower_limit_of_reuse_holds_after_a_resume(tmp_path):
-    queue = ReplayQueue(10, max_reuse=3)
-    queue.add(make_rows(0, 3))
-    queue.draw(2, 1, 1)
-    save_queue(queue, tmp_path, 0, 1)
-    restored = ReplayQueue(10, max_reuse=1)
-    load_queue(restored, tmp_path, 0, 1)
-    assert contents(restored) == [2]
 
 
 def rows_of_first_passes(updates, passes, num_generations=9, **limits):

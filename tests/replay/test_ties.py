@@ -63,7 +63,7 @@ def test_normalized_one_by_one_a_tie_is_one_of_each_function():
 
 
 @pytest.mark.parametrize("num_generations", [2, 3, 7, 8, 16])
-def test_no_tie_of_three_decimals_is_missed(num_generations):
+def test_no_tie_of_THREE_DECIMALS_is_missed(num_generations):
     rewards = (torch.arange(-2000, 2001) / 1000).repeat_interleave(num_generations).unsqueeze(1)
     assert zero_advantage_rows(rewards, torch.ones(1), num_generations).all()
 
@@ -71,28 +71,16 @@ def test_no_tie_of_three_decimals_is_missed(num_generations):
 # Through `train()`
 
 
-def starts_with_digit(text) -> bool:
-    return text[:1].isdigit()
-
-
-def format_reward(completions, **kwargs):
-    return [0.1 * (not starts_with_digit(text)) for text in completions]
-
-
-def three_decimals(completions, **kwargs):
-    return [0.357 if starts_with_digit(text) else 0.911 for text in completions]
-
-
-def correctness(completions, **kwargs):
-    return [float(not starts_with_digit(text)) for text in completions]
+def by_start(if_digit, otherwise):
+    """A reward by whether a completion starts with a digit."""
+    return lambda completions, **kwargs: [if_digit if text[:1].isdigit() else otherwise for text in completions]
 
 
 def length_penalty(completions, **kwargs):
     return [0.9 - 0.007 * (len(text) // 4) for text in completions]
 
 
-def sometimes_none(completions, **kwargs):
-    return [None if starts_with_digit(text) else 0.713 for text in completions]
+THREE_DECIMALS = by_start(0.357, 0.911)
 
 
 class Ties(Spy):
@@ -130,10 +118,10 @@ def run_with_ties(tmp_path, reward_funcs, **args):
 @pytest.mark.parametrize(
     ("reward_funcs", "args"),
     [
-        (three_decimals, {}),
-        (three_decimals, {"scale_rewards": "none"}),
-        ([correctness, length_penalty], {"reward_weights": [0.7, 0.3]}),
-        ([sometimes_none, format_reward], {}),
+        (THREE_DECIMALS, {}),
+        (THREE_DECIMALS, {"scale_rewards": "none"}),
+        ([by_start(0.0, 1.0), length_penalty], {"reward_weights": [0.7, 0.3]}),
+        ([by_start(None, 0.713), by_start(0.0, 0.1)], {}),
     ],
     ids=["decimals", "unscaled", "weighted", "none"],
 )
@@ -151,7 +139,7 @@ def test_rows_of_tied_groups_are_offered_and_are_the_fraction_that_is_logged(tmp
     "args", [{"scale_rewards": "batch"}, {"multi_objective_aggregation": "normalize_then_sum"}], ids=str
 )
 def test_scaled_over_the_batch_tied_groups_are_offered_and_trls_fraction_is_left_alone(tmp_path, args):
-    _, generations = run_with_ties(tmp_path, three_decimals, **ZERO, **args)
+    _, generations = run_with_ties(tmp_path, THREE_DECIMALS, **ZERO, **args)
     for advantages, is_tied, fraction in generations:
         assert (advantages == 0).tolist() == is_tied
         assert fraction in (0.0, float(all(is_tied)))  # TRL's is about the rewards of the whole batch, at once
@@ -160,7 +148,7 @@ def test_scaled_over_the_batch_tied_groups_are_offered_and_trls_fraction_is_left
 
 def test_without_the_flag_advantages_and_fraction_are_trls(tmp_path):
     """Rounding keeps some tied groups away from 0 there: the tests above can fail."""
-    _, generations = run_with_ties(tmp_path, three_decimals, **{**GROUPS_OF_8, "replay_fraction": 0.5})
+    _, generations = run_with_ties(tmp_path, THREE_DECIMALS, **{**GROUPS_OF_8, "replay_fraction": 0.5})
     advantages = torch.cat([advantages for advantages, _, _ in generations])
     is_tied = torch.tensor([flag for _, is_tied, _ in generations for flag in is_tied])
     assert ((advantages != 0) & is_tied).any()

@@ -71,7 +71,7 @@ def test_resume_trains_on_from_the_latest_whole_checkpoint(tmp_path):
     (tmp_path / "stopped" / "checkpoint-4").mkdir()
     result = train(tmp_path / "stopped", max_steps=4, resume_from_checkpoint="true")
     out = succeeded(result)
-    assert result.stderr.count("checkpoint-4 is not whole and was skipped: trainer_state.json is missing") == 1
+    assert result.stderr.count("checkpoint-4 is not complete and was skipped: trainer_state.json is missing") == 1
     succeeded(train(tmp_path / "straight", max_steps=4))
     assert [log["step"] for log in logs(tmp_path / "stopped") if "bapo/clip_low" in log] == [1, 2, 3, 4]
     for resumed, straight in zip(logs(tmp_path / "stopped"), logs(tmp_path / "straight"), strict=True):

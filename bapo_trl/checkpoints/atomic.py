@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there, whenever the processes are killed and whatever they are saving.
+"""Checkpoints that are complete or not there, whenever the processes are killed and whatever they are saving.
 
 Invariant: a folder `checkpoint-N` holds all files of its manifest. It is written in `_unfinished-ID`, with an id of
 the save, flushed to the disk and renamed; one that has to go is renamed back to there and then deleted. The folder is
@@ -22,11 +22,21 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from ..errors import InputError
-from .files import MANIFEST, checkpoint_names, find_defect, flush_tree, left_out_states, write_manifest
+from .files import (
+    MANIFEST,
+    UNFINISHED,
+    checkpoint_names,
+    find_defect,
+    flush_tree,
+    give_name,
+    left_out_states,
+    remove_left_behind,
+    rotate,
+    write_manifest,
+)
 from .rank_errors import on_main_process, raise_on_all_ranks, raising_on_all_ranks
 from .run_lock import RunLock
 from .stop_signals import is_stopped
-from .unfinished import UNFINISHED, give_name, remove_left_behind, rotate
 
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -34,9 +44,9 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_ROOM_TEXTS = (*map(os.strerror, _NO_ROOM), "iostream error", "file write failed")
 
 
-class WholeCheckpoints(GRPOTrainer):
+class AtomicCheckpoints(GRPOTrainer):
     """
-    A trainer whose checkpoints are whole or not there. All that it overrides is of [`~transformers.Trainer`].
+    A trainer whose checkpoints are complete or not there. All that it overrides is of [`~transformers.Trainer`].
 
     A save lets the parents write into `_unfinished-ID`, where their rotation finds one checkpoint and leaves it; then
     it renames, rotates and pushes.
@@ -111,8 +121,8 @@ class WholeCheckpoints(GRPOTrainer):
         """
         Return the folder to resume from, the same on all ranks; `None` for a run from the start.
 
-        `True` asks for the newest checkpoint in `output_dir` that is whole on every rank, with a warning for each
-        newer one. A folder that is not whole, or none that is, is an `InputError`.
+        `True` asks for the newest checkpoint in `output_dir` that is complete on every rank, with a warning for each
+        newer one. A folder that is not complete, or none that is, is an `InputError`.
         """
         if not resume_from_checkpoint:
             return None
@@ -123,8 +133,8 @@ class WholeCheckpoints(GRPOTrainer):
                 has_manifest = os.path.isfile(os.path.join(resume_from_checkpoint, MANIFEST))
                 changed = f" If the files were changed on purpose, remove {MANIFEST} there." if has_manifest else ""
                 raise InputError(
-                    f"The checkpoint {resume_from_checkpoint} is not whole: {defect}. Resume from another one "
-                    f"(`True`, in the script `true`, takes the newest that is whole).{changed}"
+                    f"The checkpoint {resume_from_checkpoint} is not complete: {defect}. Resume from another one "
+                    f"(`True`, in the script `true`, takes the newest that is complete).{changed}"
                 )
             return resume_from_checkpoint
         skipped = []
@@ -133,7 +143,7 @@ class WholeCheckpoints(GRPOTrainer):
             defect = self._defect_on_any_rank(folder)
             if defect is None:
                 return folder
-            skipped.append(f"{folder} is not whole and was skipped: {defect}.")
+            skipped.append(f"{folder} is not complete and was skipped: {defect}.")
             if self.is_world_process_zero():
                 warnings.warn(skipped[-1])
         found = f"No valid checkpoint found in output directory ({run_dir}): start without `resume_from_checkpoint`."
@@ -207,7 +217,7 @@ def _failing_together(run_dir: str, name: str, fails_alone: bool = False) -> Ite
     """
     Wait for all ranks at the end of a part of a save, and raise on all of them what one failed with.
 
-    A note on the error says which checkpoint is whole, and how to resume. If it `fails_alone`, a rank raises at once.
+    A note on the error says how to resume. If it `fails_alone`, a rank raises at once.
     """
     error: Exception | None = None
     try:
@@ -221,9 +231,9 @@ def _failing_together(run_dir: str, name: str, fails_alone: bool = False) -> Ite
 
 
 def _explain(error: Exception, run_dir: str, name: str) -> str:
-    """Return what an error of a save means: which checkpoint is whole, how to resume, how much room there is."""
+    """Return what an error of a save means: which checkpoint is complete, how to resume, how much room there is."""
     before = [each for each in reversed(checkpoint_names(run_dir)) if each != name]
-    whole = next((each for each in before if find_defect(os.path.join(run_dir, each)) is None), None)
+    complete = next((each for each in before if find_defect(os.path.join(run_dir, each)) is None), None)
     room = ""
     if _found_no_room(error):
         usage = shutil.disk_usage(run_dir)
@@ -231,11 +241,10 @@ def _explain(error: Exception, run_dir: str, name: str) -> str:
             f", where {usage.free / 1e6:,.0f} MB of {usage.total / 1e6:,.0f} MB are free. If the disk is full, make "
             "room, for one checkpoint more than `save_total_limit`"
         )
-    resume = (
-        "No checkpoint is there to resume from: the run has to begin anew."
-        if whole is None
-        else f"{whole}, saved before, is whole. Resume with `resume_from_checkpoint=True` (in the script, `true`)."
-    )
+    resume = "No checkpoint is there to resume from: the run has to begin anew."
+    if complete is not None:
+        continued = "Resume with `resume_from_checkpoint=True` (in the script, `true`)."
+        resume = f"{complete}, saved before, is complete. {continued}"
     return f"{name} could not be saved in {run_dir}{room}. {resume}"
 
 
