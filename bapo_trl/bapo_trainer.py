@@ -26,7 +26,6 @@ from .checkpoints.ref_model import load_ref_model, save_ref_model
 from .clip_bounds import ClipBounds
 from .inputs import checks
 from .inputs.advice import advice_line
-from .inputs.padding_check import warn_if_padding_counts
 from .inputs.prompt_checks import check_end_of_stream, check_number_of_prompts
 from .inputs.reward_checks import check_rewards, checking_rewards, distinct_names
 from .inputs.setting_warnings import setting_warnings
@@ -113,9 +112,9 @@ class BAPOTrainer(AtomicCheckpoints):
             send_merged_copies(self)
         self._server = None
         if uses_vllm_server(self):
-            from .vllm_server.retries import make_retries  # needs requests, which only a server does
+            from .vllm_server.retries import ServerRetries  # needs requests, which only a server does
 
-            self._server = make_retries(self, self._forget_sent_weights, self._end_without_server)
+            self._server = ServerRetries(self, self._forget_sent_weights, self._end_without_server)
         self._reset_run_state()
         if trains and self.accelerator.is_main_process:
             for message in setting_warnings(args):
@@ -238,7 +237,7 @@ class BAPOTrainer(AtomicCheckpoints):
             return batch
         if self._probes_padding:
             self._probes_padding = False  # once a run
-            warn_if_padding_counts(self._score_all, self.model, self._tokenizer, self.accelerator)
+            checks.warn_if_padding_counts(self._score_all, self.model, self._tokenizer, self.accelerator)
         num_padding = 0
         if rollouts is None:
             versions = attach_version(batch, version)
@@ -301,7 +300,7 @@ class BAPOTrainer(AtomicCheckpoints):
         generate = super()._generate_single_turn
 
         def sample():
-            with fixes.keeping_mode(self.model):
+            with fixes.keeping_modes(self.model):
                 return generate(prompt_ids, *args, **kwargs)
 
         if self._server is None:

@@ -30,38 +30,22 @@ def _trl_as_it_was(monkeypatch):
     monkeypatch.setattr(trl_utils, "_use_triton", inspect.unwrap(trl_utils._use_triton))
 
 
-# --- the head --------------------------------------------------------------------------------------------------------
-
-
-def last_logits(model, ids):
-    """Return the logits of the last position, and whether the head was given a contiguous slice."""
-    seen = []
-    forward = torch.nn.functional.linear
+def test_a_frozen_head_gets_contiguous_rows_and_gives_the_same_logits(model, monkeypatch):
+    forward, is_contiguous = torch.nn.functional.linear, []
 
     def watched(hidden_states, weight, bias=None):
         if weight is model.get_output_embeddings().weight:
-            seen.append(hidden_states.is_contiguous())
+            is_contiguous.append(hidden_states.is_contiguous())
         return forward(hidden_states, weight, bias)
 
-    torch.nn.functional.linear = watched
-    try:
-        with torch.no_grad():
-            return model(ids, logits_to_keep=1).logits, seen
-    finally:
-        torch.nn.functional.linear = forward
-
-
-def test_a_frozen_head_gets_contiguous_rows_and_gives_the_same_logits(model):
+    monkeypatch.setattr(torch.nn.functional, "linear", watched)
     ids = torch.randint(4, 10, (B, T))
     model.requires_grad_(False)
-    before, was_contiguous = last_logits(model, ids)
+    before = model(ids, logits_to_keep=1).logits
     assert cpu_speed.make_head_input_contiguous(model)
-    after, is_contiguous = last_logits(model, ids)
-    assert (was_contiguous, is_contiguous) == ([False], [True])
+    after = model(ids, logits_to_keep=1).logits
+    assert is_contiguous == [False, True]
     torch.testing.assert_close(after, before, rtol=0, atol=2e-5)
-
-
-# --- the scores ------------------------------------------------------------------------------------------------------
 
 
 @needs_fused_head
@@ -100,9 +84,6 @@ def test_scoring_completions_only_leaves_log_probabilities_and_gradients_as_they
     assert not trl_utils._use_triton(torch.device("meta"))  # which others decide as before
 
 
-# --- threads, numbers ------------------------------------------------------------------------------------------------
-
-
 def test_one_thread_on_few_cores_unless_the_user_says_how_many(monkeypatch):
     set_to = []
     monkeypatch.setattr(torch, "set_num_threads", set_to.append)
@@ -130,28 +111,25 @@ def test_bfloat16_is_for_the_processor_to_say(monkeypatch, tmp_path, amx, avx512
         assert BAPOConfig(tmp_path, use_cpu=True, bf16=asked).bf16 == asked
 
 
-# --- all of them -----------------------------------------------------------------------------------------------------
+def trainer_on(device, **parts):
+    return SimpleNamespace(accelerator=SimpleNamespace(device=torch.device(device)), **parts)
 
 
 @needs_fused_head
 @pytest.mark.usefixtures("_trl_as_it_was")
 def test_what_was_chosen_is_said_in_one_line(model, monkeypatch):
     monkeypatch.setattr(cpu_speed, "has_bfloat16", lambda: False)
-    accelerator = SimpleNamespace(device=torch.device("cpu"))
-    trainer = SimpleNamespace(accelerator=accelerator, model=model, args=SimpleNamespace(bf16=False))
+    trainer = trainer_on("cpu", model=model, args=SimpleNamespace(bf16=False))
     line = "On CPUs: threads: 1, numbers: float32 (float32 weights, a processor without bfloat16)"
     monkeypatch.setattr(cpu_speed, "limit_threads", lambda: 1)
     assert cpu_speed.speed_up_cpu(trainer) == f"{line}, only completions are scored."
     model.requires_grad_(False)
-    assert cpu_speed.speed_up_cpu(trainer) == (
-        f"{line}, rows of the frozen head are contiguous, only completions are scored."
-    )
+    both = "rows of the frozen head are contiguous, only completions are scored"
+    assert cpu_speed.speed_up_cpu(trainer) == f"{line}, {both}."
 
 
 def test_a_run_on_a_gpu_is_left_alone(monkeypatch):
     for name in ("limit_threads", "make_head_input_contiguous", "score_completions_only"):
         monkeypatch.setattr(cpu_speed, name, lambda *args: pytest.fail("called"))
-    trainer = SimpleNamespace(accelerator=SimpleNamespace(device=torch.device("cuda", 0)))
-    assert cpu_speed.speed_up_cpu(trainer) is None
-    on_a_gpu = SimpleNamespace(use_cpu=False, bf16=True)
-    assert cpu_speed.base_dtype(on_a_gpu, trains_adapter=True) == "float32"
+    assert cpu_speed.speed_up_cpu(trainer_on("cuda")) is None
+    assert cpu_speed.base_dtype(SimpleNamespace(use_cpu=False, bf16=True), trains_adapter=True) == "float32"

@@ -28,12 +28,12 @@ def load(folder):
     return AutoModelForCausalLM.from_pretrained(folder / "model")
 
 
-def frozen_model(folder):
-    return load(folder).requires_grad_(False)
-
-
 def saved_adapter(folder, is_trainable=True):
     return PeftModel.from_pretrained(load(folder), folder / "adapter", is_trainable=is_trainable)
+
+
+def frozen_model(folder):
+    return load(folder).requires_grad_(False)
 
 
 def frozen_adapter(folder):
@@ -148,9 +148,7 @@ def test_scoring_the_reference_lets_the_frozen_half_of_an_adapter_be(saved, tmp_
     norms, of_trainer = [], trainer._get_grad_norm
 
     def noting(model, grad_norm=None):
-        assert {"lora_B.default" in name for name, weight in model.named_parameters() if weight.grad is not None} == {
-            True
-        }
+        assert all("lora_B.default" in name for name, weight in model.named_parameters() if weight.grad is not None)
         norms.append(torch.cat([w.grad.flatten() for w in model.parameters() if w.requires_grad]).norm().item())
         return of_trainer(model, grad_norm=grad_norm)
 

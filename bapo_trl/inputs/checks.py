@@ -1,18 +1,25 @@
-"""
-What the trainer stops at, as TRL, transformers and torch would go on without a word.
-
-Nothing of this communicates: an error of one rank ends that rank, and the launcher the others, as under TRL.
-"""
+"""What the trainer stops at or warns of, as TRL, transformers and torch would go on without a word."""
 
 import math
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from accelerate import Accelerator
 from accelerate.utils import DistributedType, is_peft_model
 from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
+from ..batch.samples import pad_completions
 from ..errors import InputError
+from ..upstream.forward_passes import in_eval_mode
 from .prompt_checks import TokenLimits
+
+
+# Tokens that a language model finds likely: half precision rounds the logits of others by more than any padding does
+PROBE = "1+2=3, 2+3=5, 3+4=7, 4+5=9"
 
 
 def check_optimizer(model: nn.Module, optimizer: Any) -> None:
@@ -44,9 +51,8 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> None:
     if not any(id(parameter) in trained for group in groups for parameter in group["params"]):
         raise InputError(
             f"Nothing would be trained: the optimizer has 0 of the {len(trained)} parameters of the model that have "
-            "`requires_grad`. Make it from the parameters of the very model that is given to the trainer (for an "
-            "adapter, wrap that with `peft.get_peft_model` first, and give no `peft_config`), or leave `optimizers` "
-            "out."
+            "`requires_grad`. Make it from the parameters of the model that the trainer gets (with an adapter: after "
+            "`peft.get_peft_model`, without `peft_config`), or leave `optimizers` out."
         )
 
 
@@ -64,8 +70,8 @@ def check_gradient(trainer: Any, grad_norm: Any) -> None:
     raise RuntimeError(
         f"NaN or infinity in the gradient (its norm is {float(grad_norm)}) at update "
         f"{trainer.state.global_step + 1}, {'in' if is_late else 'before'} its optimizer step: nothing of this "
-        "update was saved. Look for a learning rate or a `beta` that is too high, or a loss that overflows, and "
-        "resume from a checkpoint, or, for another rate, start from its folder as the model."
+        "update was saved. Look for a `learning_rate` or a `beta` that is too high, and resume from a checkpoint, or, "
+        "for another rate, start from its folder as the model."
     )
 
 
@@ -109,4 +115,31 @@ def check_tokenizer(tokenizer: Any, vocabulary: int | None = None) -> None:
         raise InputError(
             f"The tokenizer has tokens up to {last}, but the model has {vocabulary} (`vocab_size`): take the "
             "tokenizer that belongs to the model, or make room with `model.resize_token_embeddings(len(tokenizer))`."
+        )
+
+
+def warn_if_padding_counts(
+    score: Callable[[Mapping[str, torch.Tensor]], torch.Tensor],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    accelerator: Accelerator,
+) -> None:
+    """Warn, in the main process. `score` returns log-probabilities of a batch; all ranks make this call together."""
+    tokens = tokenizer(PROBE)["input_ids"][:17]  # a window may be small
+    row = pad_completions([tokens[:1]], [tokens[1:]], tokenizer.pad_token_id, accelerator.device)
+    padding = torch.full_like(row["completion_ids"][:, :8], tokenizer.pad_token_id)
+    padded = row | {
+        "prompt_ids": torch.cat([padding, row["prompt_ids"]], dim=1),
+        "prompt_mask": torch.cat([torch.zeros_like(padding), row["prompt_mask"]], dim=1),
+    }
+    with in_eval_mode(model):  # without dropout
+        alone, beside = score(row), score(padded)
+    is_float32 = model.dtype == torch.float32 and accelerator.mixed_precision == "no"
+    rounding = 0.01 if is_float32 else 0.1  # nats a token; half precision rounds logits to about a tenth
+    if (alone - beside).abs().mean() > rounding and accelerator.is_main_process:
+        warnings.warn(
+            f"The model ({model.config.model_type}) does not take positions from the attention mask: the "
+            "log-probabilities of a sample change with the padding before it. Samples of a replay queue and of "
+            "partial rollouts are trained with other padding than they were scored with, so that their "
+            "importance ratios are wrong. Take a model with relative positions, or prompts of equal length."
         )

@@ -26,16 +26,14 @@ def setting_warnings(config: Any) -> list[str]:
     if config.is_always_on_policy and config.has_clip_bounds and config.negative_weight_min == 1:
         messages.append(
             "All samples will be trained on by the policy that sampled them: the importance ratio is always 1 and "
-            "no clip bound has any effect. To train off-policy, make `steps_per_generation` "
-            f"({config.steps_per_generation}) a multiple of `gradient_accumulation_steps` "
-            f"({config.gradient_accumulation_steps}), or raise `num_iterations` ({config.num_iterations}): their "
-            "product over `gradient_accumulation_steps` is the number of updates per generation."
+            f"no clip bound has any effect. To train off-policy, raise `num_iterations` ({config.num_iterations}), or "
+            f"make `steps_per_generation` ({config.steps_per_generation}) a multiple of `gradient_accumulation_steps` "
+            f"({config.gradient_accumulation_steps})."
         )
     saves_samples = (config.uses_replay or config.uses_partial_rollouts) and not config.save_only_model
     if saves_samples and config.push_to_hub and config.hub_strategy in _WITH_CHECKPOINTS:
         messages.append(
-            f"`hub_strategy` is '{config.hub_strategy.value}', which uploads whole checkpoints: the replay queue "
-            "and the unfinished rollouts, with the prompts and completions in them, go to the Hub as well. To "
-            "keep them, set `hub_strategy` to 'every_save'."
+            f"`hub_strategy` is '{config.hub_strategy.value}', which uploads whole checkpoints, with the prompts and "
+            "completions of the replay queue and of unfinished rollouts. To keep them, set it to 'every_save'."
         )
     return messages

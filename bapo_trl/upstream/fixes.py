@@ -136,19 +136,19 @@ def load_onto_numbered_cpus() -> None:
 
 
 @contextmanager
-def keeping_mode(model: torch.nn.Module) -> Iterator[None]:
+def keeping_modes(model: torch.nn.Module) -> Iterator[None]:
     """
-    Leave the model in the mode that it is in, training or evaluation.
+    Put each module back in the mode in which it was, training or evaluation.
 
-    With `use_transformers_continuous_batching`, TRL sets it to training after each generation, those of an evaluation
-    too, which would then be taken for training. Needed up to TRL 1.16 at least.
+    With `use_transformers_continuous_batching`, TRL sets the model to training after each generation, those of an
+    evaluation too, which would then be taken for training. Needed up to TRL 1.16 at least.
     """
-    is_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     try:
         yield
     finally:
-        if model.training != is_training:
-            model.train(is_training)
+        for module, mode in modes:
+            module.training = mode
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from .fixes import keeping_modes
+
 
 @contextmanager
 def without_gradient_checkpointing(model: torch.nn.Module) -> Iterator[None]:
@@ -36,13 +38,9 @@ def forked_random_state(device: torch.device, model: torch.nn.Module) -> Abstrac
 @contextmanager
 def in_eval_mode(model: torch.nn.Module) -> Iterator[None]:
     """Put all modules in evaluation mode, and each back in the mode in which it was."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with keeping_modes(model):
+        model.eval()
         yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def has_random_forward(model: PreTrainedModel, neftune_noise_alpha: float | None = None) -> bool:

@@ -5,7 +5,8 @@ that a release adds is no failure: the hooks pass on what they do not know.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import trl
 from trl import GRPOTrainer
@@ -47,9 +48,6 @@ def uses_vllm_server(trainer: GRPOTrainer) -> bool:
     return trainer.use_vllm and trainer.vllm_mode == "server" and HAS_OPENAI_CLIENT
 
 
-CLIENT_ATTRIBUTES = ("_post", "base_url", "model")
-"""Attributes of that client that the package relies on; its `generate` must use them too."""
-
 TRANSFER_NAMES = ("merge_adapter", "named_parameters", "sync_weights", "unmerge_adapter")
 """Methods by which `VLLMGeneration` sends a model with an adapter, its own and those of the model."""
 
@@ -64,8 +62,8 @@ CLIENT_METHODS: Mapping[str, Sequence[str]] = {
     "reset_prefix_cache": (),
     "update_named_params": ("metadata", "named_params"),
 }
-"""Methods of that client that the package overrides, with the first of their parameters, as in
-[`OVERRIDDEN_METHODS`]."""
+"""Methods of vLLM's client that the package overrides or calls, as in [`OVERRIDDEN_METHODS`]; its `generate` must use
+`base_url` and `model` too."""
 
 OVERRIDDEN_METHODS: Mapping[str, Sequence[str]] = {
     "_calculate_rewards": ("inputs", "prompts", "completions"),
@@ -144,15 +142,13 @@ def missing_names(trainer_class: type = GRPOTrainer) -> list[str]:
     for name, (number, keywords) in CALLED_METHODS.items():
         missing += _missing_call(trainer_class, name, number, keywords)
     for name, attributes in ATTRIBUTES.items():
-        method = getattr(trainer_class, name, None)
-        if method is None:
-            missing.append(name)
-        else:
-            used = _names_used(method)
-            missing += [f"{name}: self.{attribute}" for attribute in attributes if attribute not in used]
+        used = _names_used(getattr(trainer_class, name, None))
+        missing += [f"{name}: self.{attribute}" for attribute in attributes if attribute not in used]
     if HAS_OPENAI_CLIENT:
-        missing += [f"VLLMClient.{name}" for name in CLIENT_ATTRIBUTES if name not in _names_used(VLLMClient.generate)]
-    used = set().union(*(_names_used(each) for each in vars(VLLMGeneration).values() if inspect.isfunction(each)))
+        missing += [f"VLLMClient.{each}" for each in _missing_overrides(VLLMClient, CLIENT_METHODS)]
+        used = _names_used(getattr(VLLMClient, "generate", None))
+        missing += [f"VLLMClient.{name}" for name in ("base_url", "model") if name not in used]
+    used = set().union(*map(_names_used, vars(VLLMGeneration).values()))
     missing += [f"VLLMGeneration: {name}" for name in TRANSFER_NAMES if name not in used]
     return sorted(set(missing))
 
@@ -181,8 +177,10 @@ def _missing_call(owner: type, name: str, number: int, keywords: Sequence[str]) 
     return []
 
 
-def _names_used(function: Callable) -> set[str]:
+def _names_used(function: Any) -> set[str]:
     """Return the names that the code of a function uses, those within its own functions included."""
+    if not inspect.isfunction(function):
+        return set()
     codes, names = [inspect.unwrap(function).__code__], set()
     for code in codes:
         names |= set(code.co_names)
@@ -195,10 +193,3 @@ def check_trl(trainer_class: type = GRPOTrainer, version: str = trl.__version__)
     missing = missing_names(trainer_class)
     if missing:
         raise _missing(", ".join(missing), version)
-
-
-def check_client(client_class: type = VLLMClient, version: str = trl.__version__) -> None:
-    """Check that `client_class` has what the package overrides of it (`ImportError`)."""
-    missing = _missing_overrides(client_class, CLIENT_METHODS)
-    if missing:
-        raise _missing(", ".join(f"VLLMClient.{each}" for each in missing), version)

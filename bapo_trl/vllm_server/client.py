@@ -19,26 +19,22 @@ from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.util.retry import Retry
 from urllib3.util.wait import wait_for_read
 
-from ..upstream.trl_compat import HAS_OPENAI_CLIENT, VLLMClient, check_client
+from ..upstream.trl_compat import VLLMClient
 
-
-if HAS_OPENAI_CLIENT:  # nothing else uses this one
-    check_client()
 
 T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 10.0  # within which the server must take a connection, and answer whether it is up
 ENGINE_TIMEOUT_S = 30.0  # within which the engine behind the server must answer before it is joined
 PROBE_INTERVAL_S = 10.0  # between two looks at whether the server is still up, while an answer is awaited
-NUM_PROBES = 3  # looks in a row that find nobody, after which the answer is given up
-NUM_BUSY_PROBES = 30  # where the last one is taken and not answered, as while vLLM writes out a long answer
+NUM_PROBES = 15  # looks in a row without an answer, after which it is given up; vLLM writing a long one gives none
 
 # May be gone when the server is there again, unlike a request that it refuses
 _PASSING = (OSError, torch.distributed.DistError)
 
 
 class ServerFailure(NamedTuple):
-    """What went wrong with the server: `during` what, how, and whether it may be tried again."""
+    """What went wrong with the server, and whether it may be tried again."""
 
     during: str
     error: str
@@ -46,7 +42,6 @@ class ServerFailure(NamedTuple):
 
 
 def describe(during: str, error: Exception) -> ServerFailure:
-    """Return an error, in words."""
     return ServerFailure(during, f"{type(error).__name__}: {error}", isinstance(error, _PASSING))
 
 
@@ -76,7 +71,7 @@ class LimitedAdapter(HTTPAdapter):
     with growing pauses. One that broke off is not: the server may have done it.
     """
 
-    def __init__(self, timeout_s: float, is_up: Callable[[], bool | None]):
+    def __init__(self, timeout_s: float, is_up: Callable[[], bool]):
         self._timeout_s, self._is_up = timeout_s, is_up
         retries = Retry(3, read=False, status_forcelist=(502, 503, 504), allowed_methods=None, backoff_factor=0.2,
                         raise_on_status=False, respect_retry_after_header=False)  # fmt: skip
@@ -107,9 +102,8 @@ class LimitedAdapter(HTTPAdapter):
                 while not wait_for_read(self.sock, max(0, min(PROBE_INTERVAL_S, deadline - time.monotonic()))):
                     if time.monotonic() >= deadline:
                         raise TimeoutError
-                    found = is_up()
-                    missed = 0 if found else missed + 1
-                    if missed >= (NUM_BUSY_PROBES if found is None else NUM_PROBES):
+                    missed = 0 if is_up() else missed + 1
+                    if missed == NUM_PROBES:
                         raise ConnectionAbortedError("the server did not answer /health while an answer was awaited")
                 return super().getresponse()
 
@@ -218,12 +212,9 @@ class ServerClient(VLLMClient):
         """Ask whether the server is up; raise if not."""
         requests.get(f"{self.base_url}/health", timeout=CONNECT_TIMEOUT_S).raise_for_status()
 
-    def _is_up(self) -> bool | None:
-        """Return whether the server answers; `None` if it takes the question and does not answer."""
+    def _is_up(self) -> bool:
         try:
             self.check_health()
-        except requests.ReadTimeout:
-            return None
         except requests.RequestException:
             return False
         return True

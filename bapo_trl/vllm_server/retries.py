@@ -5,15 +5,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import torch
-
 from ..checkpoints.rank_errors import on_main_process
 from .client import ServerFailure, describe, retry_until
 
 
-NUM_REPEATS = 3
-"""How often a generation is repeated, at most, after failures and restarts of the server."""
-
+NUM_REPEATS = 3  # of a generation, after failures and restarts of the server
 RESTARTED = "it was started anew"
 
 
@@ -26,22 +22,14 @@ class ServerRetries:
     it the weights and repeat the generation. A server that was started anew is noticed by its name: it has its first
     weights, and no group to get others. What it sampled before it had the weights is sampled again.
 
-    `client` is that of the server in the main process, and `None` on other ranks. `forget_sent_weights` has the
-    trainer send the weights before the next request. `end_run` gets the reason, saves a checkpoint of the state before
-    the generation, and raises, on all ranks.
+    `forget_sent_weights` has the trainer send the weights before the next request. `end_run` gets the reason, saves a
+    checkpoint of the state before the generation, and raises, on all ranks.
     """
 
-    def __init__(
-        self,
-        client: Any | None,
-        device: torch.device,
-        timeout_s: float,
-        *,
-        forget_sent_weights: Callable[[], None],
-        end_run: Callable[[str], NoReturn],
-    ):
-        self._client: Any = client
-        self._device, self._timeout_s = device, timeout_s
+    def __init__(self, trainer: Any, forget_sent_weights: Callable[[], None], end_run: Callable[[str], NoReturn]):
+        accelerator = trainer.accelerator
+        self._client: Any = trainer.vllm_generation.vllm_client if accelerator.is_main_process else None
+        self._device, self._timeout_s = accelerator.device, trainer.args.vllm_server_timeout
         self._forget_sent_weights, self._end_run = forget_sent_weights, end_run
         self._has_met = False
         # Of the main process
@@ -51,8 +39,7 @@ class ServerRetries:
     def begin_run(self) -> None:
         """Meet the server before the first run; before a later one, see that it is there."""
         self._num_repeats = 0
-        self._agree(self._settle if self._has_met else self._meet)
-        self._has_met = True
+        self._joins_server()
 
     def generate(self, attempt: Callable[[], Any], is_first_request: bool) -> Any:
         """
@@ -83,16 +70,13 @@ class ServerRetries:
         return on_main_process(is_same)
 
     def _joins_server(self) -> bool:
-        has_joined = self._agree(self._settle)
-        if has_joined:
-            self._forget_sent_weights()
-        return has_joined
-
-    def _agree(self, find: Callable[[], tuple[bool, str | None]]) -> bool:
         """Follow on all ranks what the main process finds: whether it joined the server, why the run must end."""
-        has_joined, end = on_main_process(find)
+        has_joined, end = on_main_process(self._settle if self._has_met else self._meet)
+        self._has_met = True
         if end is not None:
             self._end_run(end)
+        if has_joined:
+            self._forget_sent_weights()
         return has_joined
 
     # In the main process
@@ -159,16 +143,3 @@ class ServerRetries:
     def _tell(self, failure: ServerFailure, repeats: int = 0) -> str:
         times = f", after {repeats} repetitions" if repeats else ""
         return f"The vLLM server at {self._client.base_url} failed in {failure.during}{times}: {failure.error}."
-
-
-def make_retries(
-    trainer: Any, forget_sent_weights: Callable[[], None], end_run: Callable[[str], NoReturn]
-) -> ServerRetries:
-    """Return the retries of a trainer that samples from vLLM's server."""
-    return ServerRetries(
-        trainer.vllm_generation.vllm_client if trainer.accelerator.is_main_process else None,
-        trainer.accelerator.device,
-        trainer.args.vllm_server_timeout,
-        forget_sent_weights=forget_sent_weights,
-        end_run=end_run,
-    )

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from bapo_trl import BAPOConfig
 from bapo_trl.tasks import load_task
+from tests.e2e.launching import LEARNS
 from tests.helpers.ranks import finish
 from tests.helpers.scores import score
 from tests.helpers.toy import CPU
@@ -57,15 +58,8 @@ def main(folder: str, settings: str) -> None:
     if uses_vllm:
         take_the_real_engine(dtype)
     task = load_task()
-    args = BAPOConfig(
-        folder,
-        **{
-            **CPU, "per_device_train_batch_size": 64, "gradient_accumulation_steps": 1, "steps_per_generation": 4,
-            "num_generations": 8, "max_completion_length": 4, "learning_rate": 5e-4, "logging_steps": 1,
-            "lr_scheduler_type": "constant", "model_init_kwargs": {"dtype": dtype}, **(COLOCATE if uses_vllm else {}),
-            **given,
-        },
-    )  # fmt: skip
+    sampler = COLOCATE if uses_vllm else {}
+    args = BAPOConfig(folder, **{**CPU, **LEARNS, "model_init_kwargs": {"dtype": dtype}, **sampler, **given})
     trainer = Recording(
         model, task.reward_func, args, train_dataset=task.train_dataset,
         peft_config=LoraConfig(r=8, lora_alpha=32, target_modules="all-linear") if uses_lora else None,

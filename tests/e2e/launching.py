@@ -24,6 +24,12 @@ ENGINES = {
 }  # fmt: skip
 
 
+# Settings by which the embedded task is learned in some 50 updates
+LEARNS = {
+    "per_device_train_batch_size": 64, "gradient_accumulation_steps": 1, "steps_per_generation": 4,
+    "num_generations": 8, "max_completion_length": 4, "learning_rate": 5e-4, "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+}  # fmt: skip
 START_S = 300  # the longest that a server may take to start
 SMALL = ("--max-model-len", "64", "--kv-cache-memory-bytes", str(64 * 2**20))
 

@@ -15,25 +15,18 @@ def main(out: str, micro_batches: str, uses_lora: str, checkpoint: str = "", *ki
     # A pass is one update on a whole generation, drawn from the queue: the same rows however they are sharded.
     folder = Path(out)
     lora = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    # SGD: Adam would turn the rounding of a tiny gradient into a full step
+    settings = {"learning_rate": 2.0, "search_scope": "carried_over"}
+    if uses_lora == "lora":
+        settings = {"learning_rate": 0.2, "search_scope": "batch"}
     trainer = toy_trainer(
-        folder,
-        model=toy_model(),
-        trainer_class=Scripted,
-        optim="sgd",  # Adam would turn the rounding of a tiny gradient into a full step
-        learning_rate=0.2 if uses_lora == "lora" else 2.0,
-        max_grad_norm=0.0,
-        gradient_accumulation_steps=int(micro_batches),
-        steps_per_generation=int(micro_batches),
-        per_device_train_batch_size=2,
-        num_generations=4,
-        num_iterations=2,
-        replay_fraction=1.0,
-        search_scope="batch" if uses_lora == "lora" else "carried_over",
-        max_steps=6,
-        save_strategy="steps",
-        save_steps=4,
+        folder, model=toy_model(), trainer_class=Scripted, optim="sgd", max_grad_norm=0.0,
+        gradient_accumulation_steps=int(micro_batches), steps_per_generation=int(micro_batches),
+        per_device_train_batch_size=2, num_generations=4, num_iterations=2, replay_fraction=1.0, max_steps=6,
+        save_strategy="steps", save_steps=4,
         trainer_args={"train_dataset": toy_dataset(8), "peft_config": lora if uses_lora == "lora" else None},
-    )
+        **settings,
+    )  # fmt: skip
     if kill:
         rank, event, tears = kill
         if trainer.accelerator.process_index == int(rank):

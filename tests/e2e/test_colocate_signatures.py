@@ -11,7 +11,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from tests.helpers import scripted_llm
 
 
-CALLS = ["generate", "sleep", "wake_up", "reset_prefix_cache", "collective_rpc"]
+CALLS = ["generate", "sleep", "wake_up", "reset_prefix_cache"]
 
 
 def keywords(function) -> dict[str, inspect.Parameter]:

@@ -8,6 +8,7 @@ from peft import LoraConfig
 
 from bapo_trl import BAPOConfig, BAPOTrainer
 from bapo_trl.tasks import load_task
+from tests.e2e.launching import LEARNS
 from tests.helpers.ranks import finish
 from tests.helpers.toy import CPU, OVER_SERVER, digits_reward
 
@@ -28,23 +29,7 @@ def main(out: str, settings: str) -> None:
     trainer_class = Deaf if settings.pop("is_deaf", False) else BAPOTrainer
     model = settings.pop("model")
     reward = digits_reward if settings.pop("rewards_digits", False) else task.reward_func
-    args = BAPOConfig(
-        str(folder),
-        **{
-            **CPU,
-            **OVER_SERVER,
-            "vllm_server_host": "127.0.0.1",
-            "per_device_train_batch_size": 64,
-            "gradient_accumulation_steps": 1,
-            "steps_per_generation": 4,
-            "num_generations": 8,
-            "max_completion_length": 4,
-            "learning_rate": 5e-4,
-            "lr_scheduler_type": "constant",
-            "logging_steps": 1,
-            **settings,
-        },
-    )
+    args = BAPOConfig(str(folder), **{**CPU, **OVER_SERVER, "vllm_server_host": "127.0.0.1", **LEARNS, **settings})
     trainer = trainer_class(model, reward, args, train_dataset=task.train_dataset, peft_config=lora)
     try:
         trainer.train()

@@ -30,7 +30,7 @@ from tests.helpers.toy import (
     toy_model,
     toy_trainer,
     training_logs,
-)
+)  # fmt: skip
 
 
 SUMS = toy_dataset()["prompt"]
@@ -113,36 +113,22 @@ def test_prompts_that_do_not_fit_into_the_window_are_counted(tmp_path):
     fits = {"train_dataset": Dataset.from_dict({"prompt": ["1" * 57] * 8})}
     assert toy_trainer(tmp_path, opt_model(), trainer_args=fits, max_steps=1).train().global_step == 1
     dataset = Dataset.from_dict({"prompt": [*SUMS, "1" * 58, "1" * 61, "1" * 57]})
-    refused(tmp_path, opt_model(), TOO_LONG, trainer_args={"train_dataset": dataset})
-    message = "2 of the 43 prompts of the eval dataset"
-    refused(tmp_path, opt_model(), message, trainer_args={"eval_dataset": dataset})
-    message = r"`max_completion_length` is 64, but the model's window .* is 64"
-    refused(tmp_path, opt_model(), message, max_completion_length=64)
-
-
-def test_rotary_positions_beyond_the_window_are_warned_of(tmp_path):
-    dataset = Dataset.from_dict({"prompt": [*SUMS, "1" * 58, "1" * 61, "1" * 57]})
-    trainer = toy_trainer(tmp_path, toy_model(max_position_embeddings=64), trainer_args={"train_dataset": dataset})
-    with pytest.warns(UserWarning, match=TOO_LONG):
-        check_prompts_fit(trainer)
-
-
-def test_what_a_chat_template_adds_counts(tmp_path):
+    many = Dataset.from_dict({"prompt": [*["1"] * 1234, "1" * 58, *["1"] * 1265]})
     tokenizer = character_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE  # <u> before a message and <a> at the end
     chats = [[{"role": "user", "content": "1" * length}] for length in (*range(1, 12), 52)]
-    parts = {"processing_class": tokenizer, "train_dataset": Dataset.from_dict({"prompt": chats})}
-    refused(tmp_path, opt_model(), r"1 of the 12 prompts .* row 11, has 58 tokens", trainer_args=parts)
-
-
-def test_of_many_prompts_the_longest_is_looked_at(tmp_path):
-    texts = ["1"] * 2500
-    texts[1234] = "1" * 58
-    dataset = Dataset.from_dict({"prompt": texts})
-    message = (
-        r"1 of the 835 prompts of the train dataset that were looked at are too long: the longest, row 1234, has 58"
-    )
-    refused(tmp_path, opt_model(), message, trainer_args={"train_dataset": dataset})
+    chat = {"processing_class": tokenizer, "train_dataset": Dataset.from_dict({"prompt": chats})}
+    for parts, settings, message in (
+        ({"train_dataset": dataset}, {}, TOO_LONG),
+        ({"eval_dataset": dataset}, {}, "2 of the 43 prompts of the eval dataset"),
+        ({"train_dataset": many}, {}, "1 of the 835 prompts .* that were looked at .*the longest, row 1234, has 58"),
+        (chat, {}, r"1 of the 12 prompts .* row 11, has 58 tokens"),
+        ({}, {"max_completion_length": 64}, r"`max_completion_length` is 64, but the model's window .* is 64"),
+    ):
+        refused(tmp_path, opt_model(), message, trainer_args=parts, **settings)
+    trainer = toy_trainer(tmp_path, toy_model(max_position_embeddings=64), trainer_args={"train_dataset": dataset})
+    with pytest.warns(UserWarning, match=TOO_LONG):  # rotary positions go on
+        check_prompts_fit(trainer)
 
 
 # Files
@@ -159,16 +145,16 @@ def rows(*prompts) -> bytes:
         (
             "latin1.jsonl",
             rows(*SUMS[:9]).replace(b"1+2", b"\xe9+2"),
-            "cannot be loaded: .* has a byte in line 2 that is not UTF-8: .* 0xe9$",
+            ".* has a byte in line 2 that is not UTF-8: .* 0xe9$",
         ),
-        ("text.jsonl", b"no json", "cannot be loaded: .* has a JSON parse error in line 1"),
-        ("empty.jsonl", b"", "cannot be loaded: it holds no row"),
-        ("other.parquet", b"no parquet file", "cannot be loaded: Parquet "),
+        ("text.jsonl", b"no json", ".* has a JSON parse error in line 1"),
+        ("empty.jsonl", b"", "it holds no row"),
+        ("other.parquet", b"no parquet file", "Parquet "),
     ],
 )
 def test_files_that_hold_no_rows_are_named_with_the_reason(folder, name, content, message, streaming):
     Path(name).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"`dataset_name` is '{name}', which {message}"):
+    with pytest.raises(ValueError, match=rf"`dataset_name` is '{name}', which cannot be loaded: {message}"):
         run(dataset_name=name, dataset_streaming=streaming)
 
 
@@ -225,23 +211,18 @@ def test_prompts_of_a_file(folder, prompts, settings, message):
 # Tokenizers
 
 
-def test_a_tokenizer_without_end_token_is_named():
+@pytest.mark.trainings
+def test_tokenizers_that_do_not_suit(tmp_path):
     tokenizer = character_tokenizer()
     tokenizer.eos_token = None
-    message = r"tokenizer has no `eos_token`.*set `tokenizer\.eos_token`"
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=r"tokenizer has no `eos_token`.*set `tokenizer\.eos_token`"):
         check_tokenizer(tokenizer)
-
-
-@pytest.mark.trainings
-def test_a_vocabulary_that_the_tokenizer_goes_beyond(tmp_path):
     message = r"tokenizer has tokens up to 257, but the model has 257 .*resize_token_embeddings"
     refused(tmp_path, toy_model(vocab_size=257), message)
     # Tokens that were added, as for images in models of text alone, do no harm where no prompt has them
     tokenizer = character_tokenizer()
     tokenizer.add_tokens(["<image>"])
-    parts = {"processing_class": tokenizer}
-    trainer = toy_trainer(tmp_path, trainer_args=parts, max_steps=1)
+    trainer = toy_trainer(tmp_path, trainer_args={"processing_class": tokenizer}, max_steps=1)
     check_prompts_fit(trainer)
     assert trainer.train().global_step == 1
 
@@ -249,22 +230,16 @@ def test_a_vocabulary_that_the_tokenizer_goes_beyond(tmp_path):
 # Rewards
 
 
-def one(value):
-    """A reward function that gives sample 3 a value of its own."""
-
-    def my_reward(completions, **kwargs):
-        rewards = digits_reward(completions)
-        rewards[3] = value
-        return rewards
-
-    return my_reward
-
-
 def giving(make):
     def my_reward(completions, **kwargs):
         return make(digits_reward(completions))
 
     return my_reward
+
+
+def one(value):
+    """A reward function that gives sample 3 a value of its own."""
+    return giving(lambda rewards: [*rewards[:3], value, *rewards[4:]])
 
 
 def as_async(function):
@@ -278,12 +253,10 @@ def as_async(function):
 FIX = ".*return a finite number.*or None where the function does not apply"
 UNUSABLE = [
     (one(math.inf), rf"returned inf for sample 3 of 24, prompt '\d+\+\d+=', completion {FIX}"),
-    (one(-np.inf), r"returned -inf for sample 3 of 24"),
     (one(1e30), r"returned 1e\+30 for sample 3 .*the standard deviation of .* overflows.*smaller"),
     (giving(lambda rewards: torch.tensor([math.inf, *rewards[1:]])), r"returned inf for sample 0 of 24"),
     # What TRL would read numbers of: 24 keys, in any order, and 24 bytes
     (giving(lambda rewards: dict.fromkeys(range(24), 0.5)), "returned {0: 0.5, .*, a dict, for 24 samples.*in a list"),
-    (giving(lambda rewards: dict.fromkeys(range(24), 0.5).keys()), "returned .*, a dict_keys, for 24 samples"),
     (giving(lambda rewards: set(range(24))), "returned {0, 1, .*, a set, for 24 samples"),
     (giving(lambda rewards: b"01" * 12), "returned .*, a bytes, for 24 samples"),
     # What TRL makes no rewards of
@@ -291,7 +264,6 @@ UNUSABLE = [
     (giving(lambda rewards: None), "returned None, a NoneType, for 24 samples.*in a list"),
     (giving(lambda rewards: rewards[:1]), f"returned 1 rewards for 24 samples{FIX}"),
     (giving(lambda rewards: np.array(0.5)), r"returned array\(0.5\), a ndarray, for 24 samples"),
-    (giving(lambda rewards: torch.tensor(0.5, requires_grad=True)), "returned .*, a Tensor, for 24 samples"),
     (giving(lambda rewards: [[reward] for reward in rewards]), r"returned 24 rewards .* of shape \(24, 1\)"),
     (giving(lambda rewards: iter("x" * 24)), "returned .'x', .*, a list, for 24 samples"),
 ]

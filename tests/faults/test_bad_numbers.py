@@ -24,6 +24,11 @@ LOSSES_AND_SCOPES = [
 ]
 
 
+def settings_of(loss_type: str) -> dict:
+    cap = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
+    return {"loss_type": loss_type, "gradient_checkpointing": False, **cap}
+
+
 class WeightsBefore(TrainerCallback):
     """Keeps the weights as each update began."""
 
@@ -56,13 +61,12 @@ class BreaksGradient(BAPOTrainer):
         return loss
 
 
-@pytest.mark.parametrize(("max_grad_norm", "value"), [(1.0, math.nan), (0.0, math.inf)])
+@pytest.mark.parametrize(("max_grad_norm", "bad"), [(1.0, math.nan), (0.0, math.inf)])
 @pytest.mark.parametrize("scope", SCOPES)
-def test_a_gradient_that_is_not_finite_stops_before_the_optimizer_step(tmp_path, max_grad_norm, value, scope):
+def test_a_gradient_that_is_not_finite_stops_before_the_optimizer_step(tmp_path, max_grad_norm, bad, scope):
     class Broken(BreaksGradient):
-        pass
+        value = bad
 
-    Broken.value = value
     trainer = toy_trainer(tmp_path, trainer_class=Broken, max_grad_norm=max_grad_norm, search_scope=scope)
     stops(trainer, r"in the gradient \(its norm is (nan|inf)\) at update 2, before its optimizer step", updates=1)
 
@@ -142,9 +146,8 @@ def finite_run(trainer, args) -> list[dict]:
 )
 def test_ratios_of_e_20_leave_loss_gradient_and_bounds_finite(tmp_path, loss_type, level, scope, weight):
     args = {"search_scope": scope, "negative_weight_min": weight, "max_steps": 2}
-    cap = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
-    settings = {"loss_type": loss_type, "importance_sampling_level": level, "gradient_checkpointing": False}
-    logs = finite_run(toy_trainer(tmp_path, trainer_class=FarBehavior, **settings, **args, **cap), args)
+    settings = {**settings_of(loss_type), "importance_sampling_level": level, **args}
+    logs = finite_run(toy_trainer(tmp_path, trainer_class=FarBehavior, **settings), args)
     assert logs[0]["ratio/max"] == pytest.approx(math.exp(20), rel=1e-3)
     assert logs[0]["ratio/min"] == pytest.approx(math.exp(-20), rel=1e-3)
 
@@ -154,9 +157,7 @@ def test_ratios_beyond_float32_stop_before_the_optimizer_step(tmp_path, loss_typ
     class Beyond(FarBehavior):
         distance = 100.0
 
-    args = {"loss_type": loss_type, "gradient_checkpointing": False, "search_scope": scope}
-    args |= {"epsilon_high": 5.0} if loss_type == "cispo" else {}
-    trainer = toy_trainer(tmp_path, trainer_class=Beyond, **args)
+    trainer = toy_trainer(tmp_path, trainer_class=Beyond, search_scope=scope, **settings_of(loss_type))
     stops(trainer, r"`importance_ratio` \(\d+ values\) at update 1, before its optimizer step", updates=0)
 
 
@@ -166,11 +167,8 @@ def test_ratios_beyond_float32_stop_before_the_optimizer_step(tmp_path, loss_typ
 @pytest.mark.parametrize(("loss_type", "scope"), LOSSES_AND_SCOPES)
 def test_updates_without_any_advantage_train_nothing(tmp_path, loss_type, scope):
     args = {"search_scope": scope, "negative_weight_min": 0.05, "max_steps": 2}
-    cap = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
-    trainer = toy_trainer(
-        tmp_path, reward_funcs=lambda completions, **_: [1.0] * len(completions), loss_type=loss_type,
-        gradient_checkpointing=False, **args, **cap,
-    )  # fmt: skip
+    same = lambda completions, **_: [1.0] * len(completions)  # noqa: E731
+    trainer = toy_trainer(tmp_path, reward_funcs=same, **settings_of(loss_type), **args)
     before = weights_of(trainer.model)
     logs = finite_run(trainer, args)
     assert all(log["grad_norm"] == 0 for log in logs)

@@ -84,7 +84,7 @@ class FakeVLLM:
         completion, logps = [], []
         while len(completion) < self.max_completion_length:
             logits = self.served(torch.tensor([[*prompt, *completion]])).logits[0, -1]
-            processed = self._process(logits, completion)
+            processed = self._process(logits)
             token = torch.multinomial(processed.softmax(-1), 1, generator=self.random).item()
             completion.append(token)
             logps.append(self._report(logits, processed)[token].item())
@@ -95,14 +95,10 @@ class FakeVLLM:
     def _report(self, logits, processed):
         return processed.log_softmax(-1)
 
-    def _process(self, logits, completion):
+    def _process(self, logits):
         logits = logits.clone()
-        for token in set(completion):
-            logits[token] -= self.settings.get("presence_penalty", 0.0)
         for token, bias in self.settings.get("logit_bias", {}).items():
             logits[int(token)] += bias
-        if len(completion) < self.settings.get("min_tokens", 0):
-            logits[self.tokenizer.eos_token_id] = -torch.inf
         if self.only_digits:
             others = [i for i in range(len(self.tokenizer)) if not self.tokenizer.decode([i]).isdigit()]
             logits[others] = -torch.inf

@@ -9,7 +9,6 @@ against those of the real one.
 import math
 import os
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -56,28 +55,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
 
 
-def made_engine(max_model_len: int | None, dtype: torch.dtype, load_weights: Callable) -> SimpleNamespace:
-    """Return what TRL reaches through `llm.llm_engine`."""
-    runner = SimpleNamespace(model=SimpleNamespace(load_weights=load_weights))
-    return SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=max_model_len, dtype=dtype),
-        engine_core=SimpleNamespace(shutdown=lambda: None),
-        model_executor=SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner)),
-    )
-
-
 class ScriptedLLM:
-    """
-    Attributes:
-        made (`list[ScriptedLLM]`):
-            Of the class: all that were made, for the test to find.
-        requests (`list[tuple[list[RequestOutput], dict[str, Tensor]]]`):
-            What each call of `generate` returned, and the weights by which it did.
-        events (`list[str]`):
-            The calls that came, in their order; those that load weights, one for each tensor, as one.
-    """
-
-    made: "list[ScriptedLLM]" = []
+    made: "list[ScriptedLLM]" = []  # all that were made, for the test to find
 
     def __init__(
         self, model, *, tensor_parallel_size=1, gpu_memory_utilization=0.9, max_model_len=None, max_num_seqs=None,
@@ -88,9 +67,15 @@ class ScriptedLLM:
         self.enable_sleep_mode = enable_sleep_mode
         self.seed = seed
         self.model = AutoModelForCausalLM.from_pretrained(model).eval()
-        self.llm_engine = made_engine(max_model_len, self.model.dtype, self._load_weights)
+        runner = SimpleNamespace(model=SimpleNamespace(load_weights=self._load_weights))
+        self.llm_engine = SimpleNamespace(
+            model_config=SimpleNamespace(max_model_len=max_model_len, dtype=self.model.dtype),
+            engine_core=SimpleNamespace(shutdown=lambda: None),
+            model_executor=SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner)),
+        )
+        # What each call of `generate` returned, and the weights by which it did
         self.requests: list[tuple[list[RequestOutput], dict[str, torch.Tensor]]] = []
-        self.events: list[str] = []
+        self.events: list[str] = []  # the calls in their order; those that load weights, one for each tensor, as one
         self.asleep: set[str] = set()
         self.made.append(self)
 
@@ -121,9 +106,6 @@ class ScriptedLLM:
     def reset_prefix_cache(self) -> bool:
         self._note("reset")
         return True
-
-    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
-        raise AssertionError(f"TRL 1.16 makes no such call: {method}")
 
     def generate(self, prompts, sampling_params=None, *, use_tqdm=True) -> list[RequestOutput]:
         assert not self.asleep, f"{self.asleep} asleep"

@@ -16,12 +16,12 @@ from tests.rollouts.test_rollout_rounds import Recording, trained_rows
 pytestmark = pytest.mark.trainings
 
 
-COMMON = {"max_completion_length": 40, "vllm_importance_sampling_mode": "token_truncate"}
 REPLAY_AND_PARTIAL_ROLLOUTS = {
-    "replay_capacity": 48, "replay_fraction": 0.5, "replay_max_staleness": 9, "partial_rollout_oversampling": 1.5,
+    "max_completion_length": 40, "vllm_importance_sampling_mode": "token_truncate", "replay_capacity": 48,
+    "replay_fraction": 0.5, "replay_max_staleness": 9, "partial_rollout_oversampling": 1.5,
     "partial_rollout_chunk_length": 2,
 }  # fmt: skip
-ASLEEP_BETWEEN = {**COMMON, **REPLAY_AND_PARTIAL_ROLLOUTS, "vllm_enable_sleep_mode": True}
+ASLEEP_BETWEEN = {**REPLAY_AND_PARTIAL_ROLLOUTS, "vllm_enable_sleep_mode": True}
 
 
 def test_tokens_and_log_probs_are_at_their_rows_by_the_weights_of_their_version(tmp_path, monkeypatch):
@@ -41,11 +41,8 @@ def test_tokens_and_log_probs_are_at_their_rows_by_the_weights_of_their_version(
     assert [versions[0] for versions in asked_at] == sorted(versions[0] for versions in asked_at)
     rows, model = list(trained_rows(trainer, "old_per_token_logps", "sampling_per_token_logps")), ending_model().eval()
     assert len(rows) > 40
-    assert_scored_by_its_policy(
-        rows,
-        lambda version, *ids: score(model, *ids, trainer.weights[version]),
-        least_share=0.0,
-    )
+    score_by = lambda version, *ids: score(model, *ids, trainer.weights[version])  # noqa: E731
+    assert_scored_by_its_policy(rows, score_by, least_share=0.0)
     assert max(log.get("ratio/max", 0) for log in training_logs(trainer)) > 1.05  # the weights did change
 
 
@@ -64,7 +61,7 @@ def test_weights_that_are_not_taken_end_the_run(tmp_path, monkeypatch):
     # Asleep, it would have none to keep
     trainer, _ = colocate_trainer(
         monkeypatch, tmp_path / "run", StaleLLM, learning_rate=0.2, max_steps=16,
-        model=ending_model(), **COMMON, **REPLAY_AND_PARTIAL_ROLLOUTS,
+        model=ending_model(), **REPLAY_AND_PARTIAL_ROLLOUTS,
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="Either the server's weights are not the trainer's"):
         trainer.train()

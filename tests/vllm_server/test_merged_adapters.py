@@ -60,7 +60,7 @@ KINDS = {
 }
 
 
-def trainer_with(monkeypatch, folder, model, config, **settings):
+def trainer_with(monkeypatch, folder, model, config):
     """Return a trainer with an adapter that is trained a little, as it were, and its engine."""
     trainer, llm = colocate_trainer(monkeypatch, folder / "run", model=model, trainer_args={"peft_config": config})
     torch.manual_seed(1)

@@ -21,24 +21,15 @@ from tests.rollouts.test_rollout_rounds import (
 pytestmark = pytest.mark.trainings
 
 
-def server_trainer(monkeypatch, tmp_path, trainer_class=Recording, server=FakeVLLM, **settings):
+def server_trainer(monkeypatch, tmp_path, server=FakeVLLM, **settings):
+    settings = {
+        **PARTIAL, "max_completion_length": 16, "max_steps": 12, "learning_rate": 2e-3,
+        "vllm_importance_sampling_mode": "token_truncate", **settings,
+    }  # fmt: skip
     return vllm_trainer(
-        monkeypatch,
-        tmp_path,
-        server=server,
-        model=ending_model(),
-        trainer_class=trainer_class,
-        reward_funcs=share_of_digits,
-        trainer_args={"train_dataset": prompts_of_many_lengths()},
-        **{
-            **PARTIAL,
-            "max_completion_length": 16,
-            "max_steps": 12,
-            "learning_rate": 2e-3,
-            "vllm_importance_sampling_mode": "token_truncate",
-            **settings,
-        },
-    )
+        monkeypatch, tmp_path, server=server, model=ending_model(), trainer_class=Recording,
+        reward_funcs=share_of_digits, trainer_args={"train_dataset": prompts_of_many_lengths()}, **settings,
+    )  # fmt: skip
 
 
 class BiasedOnce(FakeVLLM):
@@ -51,7 +42,7 @@ class BiasedOnce(FakeVLLM):
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate"])
 def test_trl_corrects_by_the_stitched_ratio_and_the_comparison_is_of_the_latest_segments(monkeypatch, tmp_path, mode):
     settings = {"vllm_importance_sampling_mode": mode, "vllm_logp_tolerance": None}
-    trainer = server_trainer(monkeypatch, tmp_path, server=BiasedOnce, **settings)
+    trainer = server_trainer(monkeypatch, tmp_path, BiasedOnce, **settings)
     trainer.train()
     num_biased = 0
     for batch in trainer.batches:

@@ -1,7 +1,6 @@
 """Requests to a vLLM server: limits, repetitions and failures that are held, over HTTP, and the settings for them."""
 
 import threading
-from contextlib import ExitStack
 
 import pytest
 import requests
@@ -39,20 +38,8 @@ def test_a_request_ends_at_its_limit(deaf):
 
 def test_a_request_ends_when_nobody_is_there_any_more(deaf, monkeypatch):
     monkeypatch.setattr(server_client, "PROBE_INTERVAL_S", 0.01)
-    looks = iter([False, False, True, False, False, False])
+    looks = iter([False, True, *[False] * server_client.NUM_PROBES])
     with pytest.raises(requests.ConnectionError, match="did not answer /health while an answer was awaited"):
-        session(deaf, 60, lambda: next(looks)).get(f"{deaf.url}/v1/models")
-    assert not list(looks)
-
-
-def test_a_server_that_is_busy_is_given_more_time_than_one_that_is_gone(deaf, monkeypatch):
-    monkeypatch.setattr(server_client, "PROBE_INTERVAL_S", 0.01)
-    looks = iter([None] * server_client.NUM_BUSY_PROBES)
-    with pytest.raises(requests.ConnectionError, match="did not answer /health while an answer was awaited"):
-        session(deaf, 60, lambda: next(looks)).get(f"{deaf.url}/v1/models")
-    assert not list(looks)
-    looks = iter([None, None, None, False])
-    with pytest.raises(requests.ConnectionError):
         session(deaf, 60, lambda: next(looks)).get(f"{deaf.url}/v1/models")
     assert not list(looks)
 
@@ -60,24 +47,26 @@ def test_a_server_that_is_busy_is_given_more_time_than_one_that_is_gone(deaf, mo
     deaf.faults = {("/health", 1): "hang"}
     client = object.__new__(server_client.ServerClient)
     client.base_url = deaf.url
-    assert client._is_up() is None
+    assert not client._is_up()
     monkeypatch.setattr(server_client, "CONNECT_TIMEOUT_S", 10)
-    assert client._is_up() is True
+    assert client._is_up()
     deaf.stop()
-    assert client._is_up() is False
+    assert not client._is_up()
 
 
 def test_a_late_answer_is_taken_within_the_limit(deaf, monkeypatch):
     monkeypatch.setattr(server_client, "PROBE_INTERVAL_S", 0.01)
     deaf.faults = {}
-    begun = threading.Event()
-    answer = deaf.answer
-    deaf.answer = lambda *args: (begun.wait(), answer(*args))[1]
-    with ExitStack() as stack:
-        stack.callback(begun.set)
-        looks = []
-        is_up = lambda: (looks.append(1), len(looks) == 3 and begun.set(), True)[2]  # noqa: E731
-        assert session(deaf, 60, is_up).get(f"{deaf.url}/v1/models").json() == {"data": [{"id": "toy"}]}
+    third_look, answer, looks = threading.Event(), deaf.answer, []
+    deaf.answer = lambda *args: third_look.wait() and answer(*args)
+
+    def is_up():
+        looks.append(1)
+        if len(looks) == 3:
+            third_look.set()
+        return True
+
+    assert session(deaf, 60, is_up).get(f"{deaf.url}/v1/models").json() == {"data": [{"id": "toy"}]}
     assert len(looks) == 3
 
 
@@ -168,12 +157,6 @@ def test_over_nccl_a_failed_transfer_ends_the_trainers_part():
 
 
 # Settings
-
-
-@pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan")])
-def test_a_limit_is_above_zero(timeout):
-    with pytest.raises(ValueError, match=r"`vllm_request_timeout` is .*: set it to a number above 0"):
-        config(vllm_request_timeout=timeout)
 
 
 def test_the_other_ranks_must_wait_as_long(monkeypatch):

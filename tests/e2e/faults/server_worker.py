@@ -142,31 +142,20 @@ def main(out: str, settings: str) -> None:
     folder, settings = Path(out), json.loads(settings)
     folder.mkdir(parents=True, exist_ok=True)
     server_client.CONNECT_TIMEOUT_S, server_client.ENGINE_TIMEOUT_S = 1.0, 3.0
-    server_client.PROBE_INTERVAL_S, server_client.NUM_BUSY_PROBES = 0.3, 3
+    server_client.PROBE_INTERVAL_S, server_client.NUM_PROBES = 0.3, 3
     model, resume = settings.pop("model"), settings.pop("resume", None)
     faults = Faults(settings.pop("faults"), settings.pop("server"), Path(model), settings["vllm_server_port"], folder)
-    args = BAPOConfig(
-        str(folder / "run"),
-        **{
-            **CPU,
-            **OFF_POLICY,
-            "num_iterations": 1,
-            "learning_rate": 5e-3,
-            **OVER_SERVER,
-            "vllm_server_host": "127.0.0.1",
-            "generation_kwargs": {"seed": 11},
-            **settings,
-        },
-    )
+    settings = {
+        **CPU, **OFF_POLICY, "num_iterations": 1, "learning_rate": 5e-3, **OVER_SERVER,
+        "vllm_server_host": "127.0.0.1", "generation_kwargs": {"seed": 11}, **settings,
+    }  # fmt: skip
+    args = BAPOConfig(str(folder / "run"), **settings)
     if args.process_index == 0:
         faults.install()
     trainer = Harmed(
-        AutoModelForCausalLM.from_pretrained(model),
-        digits_reward,
-        args,
-        train_dataset=toy_dataset(),
+        AutoModelForCausalLM.from_pretrained(model), digits_reward, args, train_dataset=toy_dataset(),
         processing_class=AutoTokenizer.from_pretrained(model),
-    )
+    )  # fmt: skip
     if trainer.accelerator.is_main_process:
         trainer.faults = faults
     error = None

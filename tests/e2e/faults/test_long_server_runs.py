@@ -19,13 +19,8 @@ def test_a_long_run_over_a_server_does_not_grow(tmp_path, monkeypatch):
     with patch.dict(MODEL_SETTINGS, {"hidden_size": 128}):  # vLLM's attention on CPUs needs heads of 32 or more
         model = warm_start_path()
     with vllm_server(model, tmp_path / "server.log") as server:
-        settings = {
-            "model": str(model),
-            "server": server.process,
-            "vllm_server_port": server.port,
-            "vllm_group_port": free_port(),
-            "max_steps": updates,
-        }
+        ports = {"vllm_server_port": server.port, "vllm_group_port": free_port()}
+        settings = {"model": str(model), "server": server.process, "max_steps": updates, **ports}
         command = [sys.executable, "-m", "tests.e2e.faults.long_run_worker", str(tmp_path), json.dumps(settings)]
         succeeded(run_command(command, timeout_s=1800))
     assert_nothing_grows(tmp_path / "measurements.jsonl", updates, updates // 3, num_bins=10)
