@@ -146,11 +146,17 @@ def contributions(
         advantages = advantages.unsqueeze(1)
 
     device, dtype = weights.device, sum_dtype(weights.device)
-    slot = _slots(ratio, advantages, grid).expand(weights.shape).reshape(-1)
+
+    def sum_rows(table: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        # The slots of all tokens are made where they are read: held beside the multiplication below, they would raise
+        # the most memory that a search takes.
+        slots = _slots(ratio, advantages, grid).expand(weights.shape).reshape(-1)
+        return _sum_rows(table, slots, factors)
+
     terms = weights.to(dtype, copy=True).mul_(advantages).abs_()  # w |A|
     clipped = None
     if measure == "surrogate":
-        clipped = _sum_rows(_clipped_table(grid, device), slot, terms)
+        clipped = sum_rows(_clipped_table(grid, device), terms)
         terms.mul_(ratio if delta is None else ratio.clamp(max=delta))
     else:
         terms.mul_(ratio)
@@ -158,7 +164,7 @@ def contributions(
             terms.masked_fill_(ratio > delta, 0.0)
     # Now w r |A|. Weight 0 x infinity is NaN; and an infinity, which the table may multiply by 0, has to be finite.
     terms.nan_to_num_(nan=0.0, posinf=torch.finfo(dtype).max ** 0.5)
-    sums = _sum_rows(_passed_table(grid, device), slot, terms)
+    sums = sum_rows(_passed_table(grid, device), terms)
     if clipped is not None:
         sums += clipped
     return Contributions(sums[grid.num_lower + 1 :], sums[: grid.num_lower].flip(0))
