@@ -33,7 +33,7 @@ def run(settings: Settings) -> None:
             saved.
         ValueError: For settings that cannot work, with the fix.
     """
-    script_args, training_args, model_args, _ = settings
+    script_args, training_args, model_args, dataset_args = settings
     parts = parts_of(model_args.model_name_or_path, model_args.model_revision)
     check_start(settings, parts)
     if merges_alone(settings):
@@ -41,7 +41,7 @@ def run(settings: Settings) -> None:
 
     inputs = gather_inputs(settings, parts, *load_data_and_rewards(settings))
     if not training_args.do_train and training_args.distributed_state.is_main_process:
-        title = inputs.data.test_title or inputs.data.title
+        title = script_args.eval_dataset or ("a mixture" if dataset_args.datasets else script_args.dataset_name)
         into = training_args.output_dir
         print(f"Evaluates the model {model_args.model_name_or_path} on {title}, into {into}", flush=True)
     trainer = make_trainer(settings, inputs)
