@@ -201,6 +201,6 @@ def _check_vllm(config: Any) -> None:
     takes_tokens = config.vllm_importance_sampling_mode in _MODES_OF_VESPO
     if corrects and LOSSES[config.loss_type].is_of_sequences and not takes_tokens:
         raise InputError(
-            f"`vllm_importance_sampling_mode` is '{config.vllm_importance_sampling_mode}', but `loss_type` 'vespo' "
-            "takes vLLM's correction by tokens: set it to 'token_truncate' (or 'token_mask')."
+            f"`vllm_importance_sampling_mode` is '{config.vllm_importance_sampling_mode}', but `loss_type` "
+            f"'{config.loss_type}' takes vLLM's correction by tokens: set it to 'token_truncate' (or 'token_mask')."
         )
