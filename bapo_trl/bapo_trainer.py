@@ -24,6 +24,7 @@ from .checkpoints.log_window import LogWindow, leave_out_empty, reduce_window
 from .checkpoints.rank_errors import raising_on_all_ranks
 from .checkpoints.ref_model import load_ref_model, save_ref_model
 from .clip_bounds import ClipBounds
+from .errors import InputError
 from .inputs import checks
 from .inputs.advice import advice_line
 from .inputs.prompt_checks import check_end_of_stream, check_number_of_prompts
@@ -157,6 +158,11 @@ class BAPOTrainer(AtomicCheckpoints):
             self.args.vllm_logp_tolerance, self.args.biased_settings, self.accelerator.is_main_process
         )
         self._server_check = make_server_check(self)
+        if self.args.uses_replay and self._is_vlm:
+            raise InputError(
+                "A replay queue keeps text only, but the model is multimodal: set `replay_fraction` to 0 and "
+                "`replay_zero_advantage` to False."
+            )
         pad_token_id = self._tokenizer.pad_token_id
         self._replay = ReplayMixer(self.args, pad_token_id, self.accelerator) if self.args.uses_replay else None
         policy_loss = PolicyLoss(

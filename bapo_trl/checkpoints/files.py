@@ -38,14 +38,15 @@ def find_defect(folder: str | Path, is_dispensable: Callable[[str], bool] = lamb
     if not os.path.isdir(folder):  # those of `Path` raise what keeps them from looking
         return "there is no such folder"
     try:
-        if not os.path.isfile(folder / TRAINER_STATE_NAME):
-            return f"{TRAINER_STATE_NAME} is missing"
+        os.stat(folder / TRAINER_STATE_NAME)  # raises what keeps from looking, unlike the functions that answer no
         if not os.path.isfile(folder / MANIFEST):
             defects = _cut_off_files(folder)
         elif cut_off := [name for name in (MANIFEST, TRAINER_STATE_NAME) if not _is_complete(folder / name)]:
             defects = [f"{name} is not complete" for name in cut_off]
         else:
             defects = _changed_files(folder, is_dispensable)
+    except FileNotFoundError as error:
+        return f"{os.path.basename(error.filename)} is missing"
     except OSError as error:
         return f"it cannot be read ({error})"
     return "; ".join(defects) or None

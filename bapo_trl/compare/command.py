@@ -95,7 +95,8 @@ def _plan(runs: Sequence[Run], finished: dict[str, Row], jobs: int) -> str:
     lines = [f"{'done' if run.key in finished else 'to do':<5}  {run.label}" for run in runs]
     left = sum(run.key not in finished for run in runs)
     lines.append(f"{len(runs)} runs, {left} to make, {jobs} at a time")
-    seconds = [row.seconds for row in finished.values() if row.error is None]
+    rows = [finished[run.key] for run in runs if run.key in finished]
+    seconds = [row.seconds for row in rows if row.error is None]
     if left and seconds:
         lines[-1] += f": about {timedelta(seconds=round(left * statistics.mean(seconds) / jobs))} at the pace so far"
     return "\n".join(lines)

@@ -126,6 +126,8 @@ def warn_if_padding_counts(
 ) -> None:
     """Warn, in the main process. `score` returns log-probabilities of a batch; all ranks make this call together."""
     tokens = tokenizer(PROBE)["input_ids"][:17]  # a window may be small
+    if len(tokens) < 9:  # a vocabulary without digits
+        tokens = [token % len(tokenizer) for token in range(17)]
     row = pad_completions([tokens[:1]], [tokens[1:]], tokenizer.pad_token_id, accelerator.device)
     padding = torch.full_like(row["completion_ids"][:, :8], tokenizer.pad_token_id)
     padded = row | {

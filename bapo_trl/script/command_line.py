@@ -72,7 +72,7 @@ def apply_method(flags: Mapping[str, str], recipe: Mapping[str, Any]) -> dict[st
     name = flags.get("method", recipe.get("method"))
     if name is None:
         return dict(recipe)
-    if name not in METHODS:
+    if str(name) not in METHODS:  # YAML may give a list
         raise InputError(f"`method` is {name!r}: set it to one of {', '.join(METHODS)}.")
     method = METHODS[name]
     beside = flags if "method" in flags else {**recipe, **flags}

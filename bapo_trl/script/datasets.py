@@ -1,5 +1,6 @@
 """The data that the flags ask for, and its rows as prompts and answers, whatever their columns."""
 
+import glob
 import json
 import os
 import re
@@ -124,7 +125,8 @@ def load_splits(
         if path.suffix != ".parquet":
             with open(name, encoding="utf-8") as file:  # else other bytes come up where a row is read
                 deque(file, maxlen=0)
-        splits = load_dataset(_FILE_BUILDERS[path.suffix], data_files={"train": name}, streaming=streaming)
+        whole = glob.escape(os.path.abspath(name))  # else a `[1]` in a name stands for another file
+        splits = load_dataset(_FILE_BUILDERS[path.suffix], data_files={"train": whole}, streaming=streaming)
         next(iter(splits["train"]))  # a stream is not read before
         return splits
     except (*_LOADING, StopIteration) as error:

@@ -76,8 +76,9 @@ def _print_run(settings: Settings, parts: Parts, processes: int, problems: list[
         found = load_data_and_rewards(settings)
         data, prompts = found[0], found[0].prompts
         title = data.title if training_args.do_train else data.test_title or data.title
-        inputs = gather_inputs(settings, parts, *found)
-        prompts = inputs.data.prompts
+        if parts:  # else they were refused
+            inputs = gather_inputs(settings, parts, *found)
+            prompts = inputs.data.prompts
     plan = arithmetic_of(training_args, prompts, processes)
     with _collecting(problems):
         if inputs is not None:

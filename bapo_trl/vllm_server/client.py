@@ -27,7 +27,7 @@ T = TypeVar("T")
 CONNECT_TIMEOUT_S = 10.0  # within which the server must take a connection, and answer whether it is up
 ENGINE_TIMEOUT_S = 30.0  # within which the engine behind the server must answer before it is joined
 PROBE_INTERVAL_S = 10.0  # between two looks at whether the server is still up, while an answer is awaited
-NUM_PROBES = 15  # looks in a row without an answer, after which it is given up; vLLM writing a long one gives none
+NUM_PROBES = 30  # looks in a row without an answer, after which it is given up; vLLM writing a long one gives none
 
 # May be gone when the server is there again, unlike a request that it refuses
 _PASSING = (OSError, torch.distributed.DistError)

@@ -325,6 +325,17 @@ def train_on_a_rank(folder: str) -> None:
     )  # fmt: skip
 
 
+def test_a_multimodal_model_is_refused(tmp_path):
+    class Multimodal(BAPOTrainer):
+        def train(self):
+            self._is_vlm = True  # as TRL sets it for a model with a processor
+            return super().train()
+
+    trainer = toy_trainer(tmp_path, trainer_class=Multimodal, **REPLAY)
+    with pytest.raises(ValueError, match=r"keeps text only.*set `replay_fraction` to 0"):
+        trainer.train()
+
+
 def test_two_ranks_with_unequal_queues_stay_in_step(tmp_path):
     succeeded(run_function(train_on_a_rank, tmp_path, ranks=2))
     ranks = read_ranks(tmp_path)

@@ -27,6 +27,13 @@ def test_files_are_the_train_split(tmp_path, suffix):
     assert splits["train"].to_list() == ROWS
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_name_with_brackets_is_that_file_and_no_other(tmp_path, streaming):
+    (tmp_path / "data[1].jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    (tmp_path / "data1.jsonl").write_text('{"prompt": "another"}\n')
+    assert list(load_splits(str(tmp_path / "data[1].jsonl"), streaming=streaming)["train"]) == ROWS
+
+
 def test_saved_datasets_and_folders_of_files(tmp_path):
     data = Dataset.from_list(ROWS)
     data.save_to_disk(tmp_path / "one")

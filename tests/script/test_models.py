@@ -17,6 +17,7 @@ from bapo_trl.errors import InputError
 from bapo_trl.script import models, preparation
 from bapo_trl.script.command_line import parse_arguments
 from bapo_trl.script.models import load_processing_class, parts_of
+from bapo_trl.script.planning import print_plan
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.script_runs import completions, fill_folder, flags, results, run, train_bapo
 
@@ -241,3 +242,5 @@ def test_a_package_that_is_not_there_is_named_with_its_command(adapter, monkeypa
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == module else True)
     with pytest.raises(InputError, match=message):
         run(dataset_name="train.jsonl", **settings)
+    with pytest.raises(InputError, match=message):
+        print_plan(flags(dataset_name="train.jsonl", **settings))

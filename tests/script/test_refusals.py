@@ -26,6 +26,7 @@ FILES = {
     "env.yaml": "env: [A]\n",
     "broken.yaml": "max_steps: 3\nseed: [1\n",
     "twice.yaml": "max_steps: 3\nseed: 1\nmax_steps: 4\n",
+    "methods.yaml": "method: [grpo, bapo]\n",
     "sapo.yaml": "method: vespo\nloss_type: sapo\n",
     "parts.yaml": "datasets: [{path: json, data_files: none.jsonl}]\n",
 }
@@ -41,6 +42,7 @@ AT_ONCE = [
     ({"output_dir": "out|recipes/math_7b.yaml"}, "'recipes/math_7b.yaml' belongs to no flag"),
     # Methods
     ({"method": "dapo"}, "`method` is 'dapo': set it to one of grpo, clip_higher"),
+    ({"config": "methods.yaml"}, r"`method` is \['grpo', 'bapo'\]: set it to one of grpo, clip_higher"),
     (
         {"method": "grpo", "ratio_upper_max": 1.3},
         "sets `ratio_upper_max` to 1.2, and `ratio_upper_max` is '1.3'",
