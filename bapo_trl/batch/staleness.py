@@ -1,17 +1,16 @@
-"""How stale the samples of a run get, by its settings. Ages are in policy versions."""
+"""How stale the samples of a run get, by its settings, a `BAPOConfig`. Ages are in policy versions."""
 
 import math
+from typing import Any
 
-from ..bapo_config import BAPOConfig
 
-
-def oldest_age(args: BAPOConfig) -> str:
+def oldest_age(args: Any) -> str:
     """Return the oldest age at which a sample is trained, with what keeps it so long, in words for a table."""
     age, held_by = _oldest(args)
     return ("no limit" if age is None else f"{age} policy versions") + held_by
 
 
-def staleness_line(args: BAPOConfig) -> str:
+def staleness_line(args: Any) -> str:
     """Return what a run says at its start of how stale its samples get."""
     age, held_by = _oldest(args)
     window = args.gradient_accumulation_steps
@@ -23,7 +22,7 @@ def staleness_line(args: BAPOConfig) -> str:
     )
 
 
-def mean_age(args: BAPOConfig) -> float:
+def mean_age(args: Any) -> float:
     """
     Return the mean age of fresh samples when they are trained on, in policy versions.
 
@@ -36,7 +35,7 @@ def mean_age(args: BAPOConfig) -> float:
     return sum(ages) / cycle
 
 
-def _oldest(args: BAPOConfig) -> tuple[int | None, str]:
+def _oldest(args: Any) -> tuple[int | None, str]:
     """Return the oldest age, `None` for no limit, and what holds a sample beyond its generation, in brackets."""
     limits = {}
     if args.uses_replay:

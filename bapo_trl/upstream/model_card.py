@@ -10,7 +10,6 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset
 from huggingface_hub import ModelCard
 
-from ..bapo_config import BAPOConfig
 from .trl_compat import get_config_model_id
 
 
@@ -100,7 +99,7 @@ def _link(name: str, kind: str) -> str:
     return f"`{Path(name).name}`" if Path(name).exists() else name
 
 
-def _method(args: BAPOConfig) -> str:
+def _method(args: Any) -> str:
     if not args.has_clip_bounds:
         method = f"the loss {args.loss_type.upper()}"
     elif args.bound_grid.is_fixed:
