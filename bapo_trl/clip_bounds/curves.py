@@ -146,25 +146,21 @@ def contributions(
         advantages = advantages.unsqueeze(1)
 
     device, dtype = weights.device, sum_dtype(weights.device)
-
-    def sum_rows(table: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        # The slots of all tokens are made where they are read: held beside the multiplication below, they would raise
-        # the most memory that a search takes.
-        slots = _slots(ratio, advantages, grid).expand(weights.shape).reshape(-1)
-        return _sum_rows(table, slots, factors)
-
     terms = weights.to(dtype, copy=True).mul_(advantages).abs_()  # w |A|
-    clipped = None
     if measure == "surrogate":
-        clipped = sum_rows(_clipped_table(grid, device), terms)
+        slots = _slots(ratio, advantages, weights.shape, grid)
+        clipped = _sum_rows(_clipped_table(grid, device), slots, terms)
         terms.mul_(ratio if delta is None else ratio.clamp(max=delta))
     else:
+        clipped = None
         terms.mul_(ratio)
         if delta is not None:
             terms.masked_fill_(ratio > delta, 0.0)
+        # Made after the multiplication, for which a CPU takes the room of two token-sized tensors
+        slots = _slots(ratio, advantages, weights.shape, grid)
     # Now w r |A|. Weight 0 x infinity is NaN; and an infinity, which the table may multiply by 0, has to be finite.
     terms.nan_to_num_(nan=0.0, posinf=torch.finfo(dtype).max ** 0.5)
-    sums = sum_rows(_passed_table(grid, device), terms)
+    sums = _sum_rows(_passed_table(grid, device), slots, terms)
     if clipped is not None:
         sums += clipped
     return Contributions(sums[grid.num_lower + 1 :], sums[: grid.num_lower].flip(0))
@@ -218,11 +214,11 @@ def _clipped_table(grid: BoundGrid, device: torch.device) -> torch.Tensor:
     return table
 
 
-def _slots(ratio: torch.Tensor, advantages: torch.Tensor, grid: BoundGrid) -> torch.Tensor:
-    """Return the slot of each token, int32, in the shape that `ratio` and `advantages` broadcast to."""
+def _slots(ratio: torch.Tensor, advantages: torch.Tensor, shape: torch.Size, grid: BoundGrid) -> torch.Tensor:
+    """Return the slot of each token, int32, `(B * T,)`; `shape` is `(B, T)`, which the other two broadcast to."""
     signed = ratio.clamp(min=torch.finfo(ratio.dtype).tiny).copysign(advantages)  # 0 has no sign in a comparison
     bounds = _signed_bounds(grid, ratio.device, ratio.dtype)  # rounded as in the loss, which compares in that type
-    return torch.bucketize(signed, bounds.to(signed.dtype), out_int32=True)
+    return torch.bucketize(signed, bounds.to(signed.dtype), out_int32=True).expand(shape).reshape(-1)
 
 
 def _on_cpu(tensor: torch.Tensor) -> bool:
