@@ -324,8 +324,8 @@ class BAPOConfig(GRPOConfig):
         return math.ceil((generation + window - math.gcd(generation, window)) / window) - 1
 
     @property
-    def staleness_if_parked(self) -> int:
-        """Staleness of a completion that is parked for one generation at its last update, in policy versions."""
+    def staleness_if_paused(self) -> int:
+        """Staleness of a completion that is paused for one generation at its last update, in policy versions."""
         return self.updates_per_generation + self.largest_staleness
 
     @property

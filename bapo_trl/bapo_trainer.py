@@ -269,7 +269,7 @@ class BAPOTrainer(AtomicCheckpoints):
             rollouts, metrics = self._rounds.generate(
                 list(zip(prompts, prompt_ids, strict=True)),
                 version,
-                None if limit is None else version + self.args.staleness_if_parked - limit,
+                None if limit is None else version + self.args.staleness_if_paused - limit,
                 self._continue_completions,
                 self._score_completions,
                 self._bounds.is_open,

@@ -113,7 +113,7 @@ def _check_partial_rollouts(config: Any) -> None:
             f"`partial_rollout_oversampling` is {config.partial_rollout_oversampling}, which carries over none of the "
             f"{groups} groups of a generation on each rank: {fix}."
         )
-    needed = config.staleness_if_parked
+    needed = config.staleness_if_paused
     if config.partial_rollout_max_staleness is not None and config.partial_rollout_max_staleness < needed:
         raise InputError(
             f"`partial_rollout_max_staleness` is {config.partial_rollout_max_staleness}, but a completion parked "

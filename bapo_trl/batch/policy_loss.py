@@ -154,8 +154,8 @@ class PolicyLoss:
         # The mask compares them with the sampler's
         masks = settings.off_policy_mask_threshold is not None and "sampling_per_token_logps" in batch
         reads_logps = masks or settings.contribution_weighting == "behavior_prob"
-        has_logps = "old_per_token_logps" in batch or not reads_logps
-        return are_fresh and not self._is_random and settings.top_entropy_quantile == 1 and has_logps
+        lacks_logps = reads_logps and "old_per_token_logps" not in batch
+        return are_fresh and not self._is_random and settings.top_entropy_quantile == 1 and not lacks_logps
 
 
 def _any_logps(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -27,7 +27,7 @@ class RunLock:
                 f"`output_dir` is {self._folder}, where another run is training or evaluates: give each run an "
                 "`output_dir` of its own, or wait for the end of that one."
             )
-        except (NotImplementedError, OSError) as error:
+        except (NotImplementedError, OSError) as error:  # Lustre mounted without locks (ENOSYS), and NFS (ENOLCK)
             warnings.warn(
                 f"{self._lock.lock_file} cannot be locked ({error}): see that no other run writes into this folder."
             )
