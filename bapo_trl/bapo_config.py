@@ -172,6 +172,13 @@ class BAPOConfig(GRPOConfig):
     )
 
     # Parameters of the sampler
+    overlap_generation: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether a vLLM server samples the next rollout batch while the trainer trains on this one. "
+            "Samples are one generation step's updates staler. Needs `vllm_mode: server`."
+        },
+    )
     vllm_logp_tolerance: float | None = _setting(
         0.1,
         "(0, inf]",
@@ -275,7 +282,7 @@ class BAPOConfig(GRPOConfig):
     @property
     def is_always_on_policy(self) -> bool:
         """Whether each sample is trained on by the very policy that sampled it, so that every ratio is 1."""
-        trains_past_samples = self.uses_replay or self.uses_partial_rollouts
+        trains_past_samples = self.uses_replay or self.uses_partial_rollouts or self.overlap_generation
         return not trains_past_samples and self.gradient_accumulation_steps % self.micro_batches_per_generation == 0
 
     @property
@@ -320,8 +327,10 @@ class BAPOConfig(GRPOConfig):
     def largest_staleness(self) -> int:
         """Largest staleness of a fresh sample at its last update, in policy versions."""
         generation, window = self.micro_batches_per_generation, self.gradient_accumulation_steps
+        # With overlapped generation, samples are trained on in the generation step after the one that requests them
+        span = 2 * generation if self.overlap_generation else generation
         # A generation starts at most `window - gcd` micro-batches into an update, and ends that much further on.
-        return math.ceil((generation + window - math.gcd(generation, window)) / window) - 1
+        return math.ceil((span + window - math.gcd(generation, window)) / window) - 1
 
     @property
     def staleness_if_paused(self) -> int:

@@ -23,16 +23,19 @@ from .checkpoints.curves import CURVES_FILE, load_curves, save_curves
 from .checkpoints.log_window import LogWindow, leave_out_empty, reduce_window
 from .checkpoints.rank_errors import raising_on_all_ranks
 from .checkpoints.ref_model import load_ref_model, save_ref_model
+from .checkpoints.stop_signals import is_stopped
 from .clip_bounds import ClipBounds
-from .errors import InputError
 from .inputs import checks
 from .inputs.advice import advice_line
 from .inputs.prompt_checks import check_end_of_stream, check_number_of_prompts
 from .inputs.reward_checks import check_rewards, checking_rewards, distinct_names
 from .inputs.setting_warnings import setting_warnings
-from .replay.mixer import ReplayMixer
+from .replay.mixer import make_mixer
 from .replay.queue import FILES as QUEUE_FILES
 from .rollouts.injected import InjectedRollouts
+from .rollouts.overlap import FILES as REQUEST_FILES
+from .rollouts.overlap import SIGNAL_WAIT_S, make_overlap
+from .rollouts.read_ahead import ReadAhead
 from .rollouts.rounds import check_no_pool, make_rounds, token_cap
 from .upstream import fixes, trl_compat
 from .upstream.forward_passes import forked_random_state, has_random_forward, without_gradient_checkpointing
@@ -154,17 +157,13 @@ class BAPOTrainer(AtomicCheckpoints):
             self._server.begin_run()
         self._forget_sent_weights()
         self._rounds = make_rounds(self) if self.args.uses_partial_rollouts else None
+        self._overlap = make_overlap(self) if self.args.overlap_generation else None
+        self._read_ahead: ReadAhead | None = None
         self._check_difference = DifferenceCheck(
             self.args.vllm_logp_tolerance, self.args.biased_settings, self.accelerator.is_main_process
         )
         self._server_check = make_server_check(self)
-        if self.args.uses_replay and self._is_vlm:
-            raise InputError(
-                "A replay queue keeps text only, but the model is multimodal: set `replay_fraction` to 0 and "
-                "`replay_zero_advantage` to False."
-            )
-        pad_token_id = self._tokenizer.pad_token_id
-        self._replay = ReplayMixer(self.args, pad_token_id, self.accelerator) if self.args.uses_replay else None
+        self._replay = make_mixer(self) if self.args.uses_replay else None
         policy_loss = PolicyLoss(
             self.args,
             score_ahead=self._score_ahead,
@@ -211,7 +210,21 @@ class BAPOTrainer(AtomicCheckpoints):
         # TRL's sampler repeats the prompts of a generation for each of its micro-batches, and goes on among them.
         # TRL's count would start at 0: generations would lie across these blocks, and a next resume lose prompts.
         self._step = skipped
+        self._first_epoch, self._read_ahead = epochs, None
         return epochs, skipped
+
+    def get_batch_samples(self, epoch_iterator, num_batches, *args, **kwargs):
+        if self._overlap is not None:
+            if self._read_ahead is None:
+                loader, size = self.callback_handler.train_dataloader, self.args.micro_batches_per_generation
+                epochs = self._first_epoch, self.state.num_train_epochs
+                self._read_ahead = ReadAhead(loader, size, self._step, *epochs)
+            updates_left = self.state.max_steps - self.state.global_step - 1
+            num_left = updates_left * self.args.gradient_accumulation_steps
+            epoch_iterator = iter(self._read_ahead.take(epoch_iterator, self._step, num_batches, num_left))
+            if self._read_ahead.has_skipped:
+                self._overlap.drop()
+        return super().get_batch_samples(epoch_iterator, num_batches, *args, **kwargs)
 
     # A generation
 
@@ -232,6 +245,15 @@ class BAPOTrainer(AtomicCheckpoints):
             self._generation = Generation(version, self._step)
             if self._rounds is not None:
                 self._injected = self._finish_groups(inputs)
+            elif self._overlap is not None:
+                size = self.args.micro_batches_per_generation
+                place = self._step % size
+                next_inputs = self._read_ahead.at(self._step - place + size)
+                self._injected = self._overlap.take(inputs, next_inputs, version, is_next=place == 0)
+            if self._injected is not None:
+                self._injected.is_scored_by_trl = self.args.scores_samples
+        elif self._overlap is not None:
+            self._overlap.collect()  # before the evaluation sends the weights
         rollouts = self._injected
         with fixes.keeping_frozen(self.model), without_gradient_checkpointing(self.model):
             try:
@@ -250,12 +272,15 @@ class BAPOTrainer(AtomicCheckpoints):
             self._generation.sampled_by = version
         else:
             num_padding = self.args.rows_per_generation - len(rollouts)
-            self._log_values({"partial/masked": num_padding * self.accelerator.num_processes})
+            if self._rounds is not None:
+                self._log_values({"partial/masked": num_padding * self.accelerator.num_processes})
             batch, versions = rollouts.attach_to(batch, self.args.rows_per_generation)
-        self._compare_with_sampler(batch)
-        # A server that was started anew meanwhile has old weights for a good reason; the next generation sees to it
-        if self._server_check is not None and self._server.has_same_server():
-            self._log_values(self._server_check(self.model, batch))
+        was_requested = self._overlap is not None and rollouts.versions[0][0] < version
+        self._compare_with_sampler(batch, was_requested)
+        if self._overlap is None:
+            self._ask_server(batch)
+        if self._server_check is not None:
+            self._log_values(self._server_check(self.model))
         if self._replay is not None:
             return self._draw_first_pass(batch, versions, num_padding)
         return mark_fillers(batch, num_padding) if num_padding else batch
@@ -275,10 +300,25 @@ class BAPOTrainer(AtomicCheckpoints):
                 self._bounds.is_open,
             )
         self._log_values(metrics)
-        rollouts.is_scored_by_trl = self.args.scores_samples
         return rollouts
 
-    def _compare_with_sampler(self, batch) -> None:
+    def _refresh_server(self, rollouts: InjectedRollouts) -> None:
+        """Send the server the weights, if it does not have them, and ask it whether it took them."""
+        if self._last_loaded_step != self.state.global_step:
+            self._server.generate(self._send_weights, is_first_request=True)
+        samples = rollouts.prompt_ids, rollouts.token_ids
+        self._ask_server(pad_completions(*samples, self._tokenizer.pad_token_id, self.accelerator.device))
+
+    def _send_weights(self) -> None:
+        self.vllm_generation.sync_weights()
+        self._last_loaded_step = self.state.global_step
+
+    def _ask_server(self, batch) -> None:
+        # One that was started again meanwhile has old weights for a good reason; the next generation sees to it
+        if self._server_check is not None and self._server.has_same_server():
+            self._server_check.ask_server(batch)
+
+    def _compare_with_sampler(self, batch, was_requested: bool) -> None:
         """Add behaviour log-probabilities where they will be needed; compare those of a sampler with the trainer's."""
         # TRL reads those of a `rollout_func` to correct for vLLM alone. Else they may be placeholders of any length
         are_of_sampler = self.rollout_func is None or (self.use_vllm and self.vllm_importance_sampling_correction)
@@ -287,13 +327,18 @@ class BAPOTrainer(AtomicCheckpoints):
         compares = are_of_sampler and has_sampler_logps(batch)
         if not (self.args.uses_replay or compares):
             return
-        logps = behavior_logps(batch, self._score_all, keeps=self.args.uses_replay)
+        if self._overlap is None:
+            logps = behavior_logps(batch, self._score_all, keeps=self.args.uses_replay)
+        else:  # which has the sampler's as its own. Where the policy has moved on since, a part is enough
+            batch = split_tensor_dict(batch, self.args.steps_per_generation)[0] if was_requested else batch
+            logps = self._score_all(batch)
         if compares:
             is_per_sequence = self.args.vllm_importance_sampling_mode.startswith("sequence")
             of_both = read_sampler_logps(batch, logps)
             metrics, difference = compare_with_sampler(of_both, is_per_sequence, self.accelerator.gather)
             self._log_values(metrics)
-            self._check_difference(difference)
+            if not was_requested:
+                self._check_difference(difference)
 
     def _tokenize_prompts(self, prompts, *args, **kwargs):
         if self._injected is not None:  # a template that shows the date gives others by now
@@ -434,7 +479,9 @@ class BAPOTrainer(AtomicCheckpoints):
     # Checkpoints
 
     def _is_dispensable(self, file):
-        return file == CURVES_FILE or (self.args.replay_discard_saved and QUEUE_FILES.num_ranks_of(file) is not None)
+        is_of_queue = QUEUE_FILES.num_ranks_of(file) is not None
+        is_requested = REQUEST_FILES.num_ranks_of(file) is not None
+        return file == CURVES_FILE or is_requested or (self.args.replay_discard_saved and is_of_queue)
 
     def _save_optimizer_and_scheduler(self, output_dir, *args, **kwargs):
         super()._save_optimizer_and_scheduler(output_dir, *args, **kwargs)
@@ -445,6 +492,9 @@ class BAPOTrainer(AtomicCheckpoints):
             update = self.state.global_step
             is_boundary = self._generation.is_trained(update, self._step, self.args)
             self._rounds.save(output_dir, is_boundary, update)
+        if self._overlap is not None:
+            rank, num_ranks = self.accelerator.process_index, self.accelerator.num_processes
+            self._overlap.save(output_dir, rank, num_ranks, lambda: SIGNAL_WAIT_S if is_stopped(self) else None)
         if self._replay is not None:
             self._replay.save(output_dir)
         if self.args.should_save:
@@ -469,8 +519,12 @@ class BAPOTrainer(AtomicCheckpoints):
                 self._rounds.load(checkpoint, reports_logps=self.use_vllm)
             else:
                 check_no_pool(checkpoint)
+            if self._overlap is not None:
+                self._overlap.load(checkpoint, self.accelerator.process_index, self.accelerator.num_processes)
             if self._replay is not None and not self.args.replay_discard_saved:
                 self._replay.load(checkpoint)
+        if self._overlap is not None:
+            self._overlap.keep_if_all_have_them()
         load_curves(self._bounds, checkpoint)
 
     def create_model_card(self, model_name=None, dataset_name=None, *args, **kwargs):  # type: ignore[override]

@@ -22,6 +22,7 @@ def check_rules(config: Any) -> None:
             raise InputError(f"`{name}` is {getattr(config, name)!r}: set it to a whole number, at least 1.")
     _check_search(config)
     _check_partial_rollouts(config)
+    _check_overlap(config)
     _check_replay(config)
     _check_vllm(config)
 
@@ -129,6 +130,34 @@ def _check_partial_rollouts(config: Any) -> None:
         )
 
 
+def _check_overlap(config: Any) -> None:
+    if not config.overlap_generation:
+        return
+    if not (config.use_vllm and config.vllm_mode == "server"):
+        raise InputError(
+            f"`overlap_generation` is True, but `use_vllm` is {config.use_vllm} and `vllm_mode` is "
+            f"'{config.vllm_mode}': only a vLLM server generates while the trainer trains. Set `use_vllm` to True and "
+            "`vllm_mode` to 'server', or `overlap_generation` to False."
+        )
+    if config.uses_partial_rollouts:
+        raise InputError(
+            f"`overlap_generation` is True, but `partial_rollout_oversampling` is "
+            f"{config.partial_rollout_oversampling}: partial rollouts do not overlap yet. Set one of them back."
+        )
+    if config.off_policy_mask_threshold is not None:
+        raise InputError(
+            f"`off_policy_mask_threshold` is {config.off_policy_mask_threshold}, but with `overlap_generation` the "
+            "trainer does not score samples under the policy that sampled them: leave it out, or set "
+            "`overlap_generation` to False."
+        )
+    if config.biased_settings:
+        raise InputError(
+            f"{', '.join(config.biased_settings)}: that samples from another distribution than the policy's, but with "
+            "`overlap_generation` the ratio is over the sampler's log-probabilities. Leave it out, or set "
+            "`overlap_generation` to False."
+        )
+
+
 def _check_replay(config: Any) -> None:
     if not config.uses_replay:
         return
@@ -172,7 +201,7 @@ def _check_replay(config: Any) -> None:
             f"to at least {needed}, or lower `replay_min_staleness`."
         )
     oldest = smallest_max_staleness(updates, config.num_iterations, config.replay_min_staleness)
-    if config.uses_partial_rollouts:  # rows are up to a generation old when they enter
+    if config.uses_partial_rollouts or config.overlap_generation:  # rows are up to a generation old when they enter
         oldest += config.updates_per_generation
     if config.replay_max_staleness is not None and config.replay_max_staleness < oldest:
         raise InputError(

@@ -31,7 +31,8 @@ def mean_age(args: Any) -> float:
     """
     generation, window = args.micro_batches_per_generation, args.gradient_accumulation_steps
     cycle = math.lcm(generation, window)
-    ages = [place // window - place // generation * generation // window for place in range(cycle)]
+    lead = generation if args.overlap_generation else 0  # from the request to the first training
+    ages = [(place + lead) // window - place // generation * generation // window for place in range(cycle)]
     return sum(ages) / cycle
 
 

@@ -11,6 +11,7 @@ from ..batch.filler_rows import mark_fillers
 from ..batch.policy_loss import policy_mask
 from ..batch.samples import Rows, batch_to_rows, rows_to_batch, set_num_items
 from ..clip_bounds.reduce import DistributedSums
+from ..errors import InputError
 from .queue import FILES, ReplayBatch, ReplayQueue, deal_out
 
 
@@ -108,3 +109,13 @@ class ReplayMixer:
         total["reuse_mean"] = total["uses"] / max(1, total["rows"] - total["masked"])
         self.metrics = {name: total[name.removeprefix("replay/")] for name in REPLAY_METRICS}
         return mark_fillers(batch, drawn.masked) if total["masked"] else batch, total["stale"] == 0
+
+
+def make_mixer(trainer: Any) -> ReplayMixer:
+    """Return the mixer of a run, with an empty queue."""
+    if trainer._is_vlm:
+        raise InputError(
+            "A replay queue keeps text only, but the model is multimodal: set `replay_fraction` to 0 and "
+            "`replay_zero_advantage` to False."
+        )
+    return ReplayMixer(trainer.args, trainer._tokenizer.pad_token_id, trainer.accelerator)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..batch.samples import attach_rollouts, pad_logps
+from ..errors import InputError
 from .pool import Group
 
 
@@ -57,3 +58,19 @@ class InjectedRollouts:
     def attach_to(self, batch: dict[str, Any], num_rows: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Return TRL's batch of these with what TRL does not know of them, and the versions; see `attach_rollouts`."""
         return attach_rollouts(batch, self.behavior_logps, self.versions, num_rows)
+
+
+def check_token_ids_suffice(trainer: Any, feature: str, fix: str) -> None:
+    """Raise an error where completions are more than token ids, which alone can be injected."""
+    reasons = {
+        "`tools`": bool(trainer.tools),
+        "`environment_factory`": trainer.environment_factories is not None,
+        "`rollout_func`": trainer.rollout_func is not None,
+        "a model that takes images": trainer._is_vlm,
+    }
+    for name, is_there in reasons.items():
+        if is_there:
+            raise InputError(
+                f"The trainer has {name}, which does not go with {feature}: completions are kept as token ids alone. "
+                f"Set {fix}."
+            )

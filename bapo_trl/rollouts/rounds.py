@@ -18,7 +18,7 @@ import torch
 from ..checkpoints.rank_errors import on_main_process, raising_on_all_ranks
 from ..errors import InputError
 from ..upstream.trl_compat import HAS_OPENAI_CLIENT
-from .injected import InjectedRollouts
+from .injected import InjectedRollouts, check_token_ids_suffice
 from .pool import FILES, Group, RolloutPool, deal_out
 
 
@@ -178,18 +178,7 @@ def make_rounds(trainer: Any) -> RolloutRounds:
 
     Refuses trainers whose completions cannot be parked on token ids alone.
     """
-    reasons = {
-        "`tools`": bool(trainer.tools),
-        "`environment_factory`": trainer.environment_factories is not None,
-        "`rollout_func`": trainer.rollout_func is not None,
-        "a model that takes images": trainer._is_vlm,
-    }
-    for name, is_there in reasons.items():
-        if is_there:
-            raise InputError(
-                f"The trainer has {name}, which does not go with partial rollouts: an unfinished completion is kept "
-                "as token ids, and goes on from these alone. Set `partial_rollout_oversampling` to 1.0."
-            )
+    check_token_ids_suffice(trainer, "partial rollouts", "`partial_rollout_oversampling` to 1.0")
     args, accelerator = trainer.args, trainer.accelerator
     pool = RolloutPool(
         trainer.num_generations,

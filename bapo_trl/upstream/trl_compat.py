@@ -87,6 +87,7 @@ OVERRIDDEN_METHODS: Mapping[str, Sequence[str]] = {
     "create_model_card": ("model_name", "dataset_name"),
     "create_optimizer": ("model",),
     "evaluation_loop": ("dataloader",),
+    "get_batch_samples": ("epoch_iterator", "num_batches"),
     "log": ("logs",),
     "train": ("resume_from_checkpoint",),
 }  # fmt: skip

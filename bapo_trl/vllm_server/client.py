@@ -6,10 +6,13 @@ that TRL calls raises. The first failure is kept, what follows asks the server f
 shape that TRL hands on to the other ranks. The trainer then has all ranks agree.
 """
 
+import functools
 import math
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import requests
@@ -110,6 +113,24 @@ class LimitedAdapter(HTTPAdapter):
         return type(pool.__name__, (pool,), {"ConnectionCls": WatchedConnection})
 
 
+WAIT_S = 0.5
+"""Seconds between two looks at how long the answer to a request may take."""
+
+
+def _call_in_thread(call: Callable[[], T]) -> "Future[T]":
+    """Call in a thread that does not keep the process alive."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="vLLM request", daemon=True).start()
+    return future
+
+
 class ServerClient(VLLMClient):
     """TRL's [`~trl.generation.vllm_client.VLLMClient`] with limits. It holds failures from its making on."""
 
@@ -117,6 +138,8 @@ class ServerClient(VLLMClient):
     communicator: Any
     _failure: ServerFailure | None = None
     _holds_failures = False
+    _is_requesting = False
+    _request: Future | None = None  # a generation whose answer is awaited
 
     def __init__(self, *args, **kwargs):
         self.hold_failures()
@@ -148,15 +171,55 @@ class ServerClient(VLLMClient):
     # What TRL calls in the main process between two collectives
 
     def generate(self, prompts, features=None, n=1, *args, **kwargs):
-        """Generate as TRL does, see there; after a failure that is held, one token each."""
-        rows = len(prompts) * n
-        output = self._try("a generation", super().generate, prompts, features, n, *args, **kwargs)
+        """Generate as TRL does, see there; one token each after a failure that is held, and for a mere request."""
+        rows, output = len(prompts) * n, None
+        generate = functools.partial(super().generate, prompts, features, n, *args, **kwargs)
+        if self._is_requesting:
+            self._request = _call_in_thread(generate)
+        else:
+            request, self._request = self._request, None
+            output = self._try("a generation", generate if request is None else request.result)
         return output or {
             "prompt_ids": list(prompts),
             "completion_ids": [[0] for _ in range(rows)],
             "logprobs": [[[0.0]] for _ in range(rows)],
             "logprob_token_ids": [[[0]] for _ in range(rows)],
         }
+
+    @contextmanager
+    def requesting(self) -> Iterator[None]:
+        """Let the generation within be a request, in a thread: the next generation waits for its answer."""
+        self._is_requesting = True
+        try:
+            yield
+        finally:
+            self._is_requesting = False
+
+    def has_answer(self, limit_s: Callable[[], float | None]) -> bool:
+        """
+        Wait for the answer to a request, at most as long as the limit says, which may change; return whether it came.
+
+        A request that failed is a held failure.
+        """
+        if self._request is None:
+            return False
+        begun = time.monotonic()
+        while not wait([self._request], WAIT_S).done:
+            limit = limit_s()
+            if limit is not None and time.monotonic() - begun >= limit:
+                return False
+        error = self._request.exception()
+        if error is None:
+            return True
+        self._request = None
+        if not isinstance(error, Exception):
+            raise error
+        self._failure = describe("a generation", error)
+        return False
+
+    def drop_request(self) -> None:
+        """Do without the answer to a request."""
+        self._request = None
 
     def image_features(self, images, *args, **kwargs):
         """Have images processed as TRL does, see there; after a failure that is held, none."""

@@ -9,6 +9,7 @@ weights. Steps too small to tell add up until they are not.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -77,27 +78,34 @@ def choose_sequence(batch: dict[str, torch.Tensor], length: int) -> list[int]:
 class StaleServerCheck:
     """Stops a training whose server does not take the weights."""
 
-    def __init__(self, accelerator: Accelerator, client: VLLMClient | None):
-        self._accelerator, self._client = accelerator, client
+    def __init__(self, accelerator: Accelerator, client: VLLMClient | None, score: Callable[..., Any]):
+        self._accelerator, self._client, self._score = accelerator, client, score
         self._sequence: list[int] | None = None  # the same on all ranks
+        self._answer: torch.Tensor | None = None  # of the server, until it is compared; the same on all ranks
         # Of the main process: the last reading by which the server had followed; the last one by which the server had
         # moved at all, or had repeated itself although the trainer moved, and how often in a row it did that
         self._followed: Reading | None = None
         self._moved: Reading | None = None
         self._repeats = 0
 
-    def __call__(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, float]:
-        """
-        Compare the moves of server and trainer after a generation. The first one gives the sequence.
-
-        The metrics are empty while the moves are too small to tell, or if the server does not answer.
-        """
+    def ask_server(self, batch: dict[str, torch.Tensor]) -> None:
+        """Ask the server, after a generation; the first one gives the sequence. It must have nothing else to do."""
         if self._sequence is None:
             self._sequence = on_main_process(lambda: self._choose_sequence(batch))
-            if self._sequence is None:
-                return {}
+        if self._sequence is not None:
+            self._answer = on_main_process(self._ask_server)
+
+    def __call__(self, model: torch.nn.Module) -> dict[str, float]:
+        """
+        Compare the moves of server and trainer since the first answer, if there is an answer to compare.
+
+        The metrics are empty while the moves are too small to tell, or if the server did not answer.
+        """
+        server, self._answer = self._answer, None
+        if server is None:
+            return {}
         trainer = self._ask_trainer(model)  # on all ranks: each may hold a part of the weights
-        share = on_main_process(lambda: self._compare_with_server(trainer))
+        share = on_main_process(lambda: self.compare(Reading(trainer, server)))
         if share < 0.5:
             raise RuntimeError(
                 "The vLLM server does not take the trainer's weights: since they last arrived, the server's "
@@ -110,16 +118,9 @@ class StaleServerCheck:
     def _choose_sequence(self, batch: dict[str, torch.Tensor]) -> list[int] | None:
         try:
             longest = self._client.get_server_info()["model_config"]["max_model_len"]
-        except OSError:  # the server is gone, with which the next generation will deal
+        except OSError:  # as below
             return None
         return choose_sequence(batch, min(MAX_TOKENS, longest - 1))  # the server must generate one token more
-
-    def _compare_with_server(self, trainer: torch.Tensor) -> float:
-        try:
-            now = Reading(trainer, self._ask_server())
-        except OSError:  # as above
-            return math.nan
-        return self.compare(now)
 
     def compare(self, now: Reading) -> float:
         """Return the part of the trainer's change that the server made; NaN where it cannot be told."""
@@ -140,16 +141,22 @@ class StaleServerCheck:
         """Return the log-probabilities of all tokens but the first, at temperature 1."""
         ids = torch.tensor([self._sequence], device=self._accelerator.device)
         with in_eval_mode(model), self._accelerator.autocast():
+            # Two forward passes in a row that call the head's module let DeepSpeed fetch its weight ahead, at which
+            # TRL's fused head fails. One by TRL, between them, keeps DeepSpeed from it
+            self._score([self._sequence[:1]], [self._sequence[1:]])
             logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
         return -cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="none").cpu().double()
 
-    def _ask_server(self) -> torch.Tensor:
-        """Return the log-probabilities of all tokens but the first, at temperature 1."""
+    def _ask_server(self) -> torch.Tensor | None:
+        """Return the log-probabilities of all tokens but the first, at temperature 1; `None` without an answer."""
         # Alone in its request, the sequence is computed in the same way each time. At temperature 0, the one token
         # that must be generated takes nothing from the server's random state.
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         body = {"model": self._client.model, "prompt": self._sequence, **sampling}
-        (choice,) = self._client._post(f"{self._client.base_url}/v1/completions", json=body)["choices"]
+        try:
+            (choice,) = self._client._post(f"{self._client.base_url}/v1/completions", json=body)["choices"]
+        except OSError:  # the server is gone, with which the next generation will deal
+            return None
         places = zip(self._sequence[1:], choice["prompt_logprobs"][1:], strict=True)
         return torch.tensor([place[str(token)]["logprob"] for token, place in places], dtype=torch.float64)
 
@@ -159,4 +166,4 @@ def make_server_check(trainer: Any) -> StaleServerCheck | None:
     if not uses_vllm_server(trainer) or trainer._is_vlm or trainer.args.vllm_logp_tolerance is None:
         return None
     client = trainer.vllm_generation.vllm_client if trainer.accelerator.is_main_process else None
-    return StaleServerCheck(trainer.accelerator, client)
+    return StaleServerCheck(trainer.accelerator, client, trainer._score_completions)

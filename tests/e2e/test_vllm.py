@@ -111,6 +111,20 @@ def test_zero3_trainers_learn_over_the_server(tmp_path, server):
         assert_server_has(server.port, AutoModelForCausalLM.from_pretrained(server.trained), tokenizer)
 
 
+def test_zero3_trainers_learn_while_the_server_generates(tmp_path, server):
+    """Each rollout batch but the first is sampled by the weights of the generation step before."""
+    logs = run(tmp_path, server, server.num_processes, max_steps=30, overlap_generation=True)
+    assert [log["staleness/max"] for log in logs[:12]] == [0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 7]
+    first, *later = [log for log in logs if "reward" in log]
+    assert first["sampling/raw_importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-6)
+    assert max(log["sampling/raw_importance_sampling_ratio/max"] for log in later) > 1.1
+    assert {log["sampling/importance_sampling_ratio/mean"] for log in later} == {1}
+    rewards = [first["reward"], *(log["reward"] for log in later)]
+    assert statistics.mean(rewards[-2:]) > statistics.mean(rewards[:2]) + 0.03
+    tokenizer = AutoTokenizer.from_pretrained(server.trained)
+    assert_server_has(server.port, AutoModelForCausalLM.from_pretrained(tmp_path / "final"), tokenizer)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_lora_adapters_reach_the_server_merged(tmp_path, server, engine):
     settings = {"max_steps": 8, "uses_lora": True, "learning_rate": 1e-3, "rewards_digits": True}

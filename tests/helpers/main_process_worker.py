@@ -76,7 +76,9 @@ def places(folder: Path, accelerator: Accelerator) -> dict[str, Callable[[], obj
         return sampler_window(SimpleNamespace(**trainer))
 
     def stale(info: dict):
-        return StaleServerCheck(accelerator, Server(info) if is_main else None)(toy_model(), batch)
+        check = StaleServerCheck(accelerator, Server(info) if is_main else None, lambda *_: None)
+        check.ask_server(batch)
+        return check(toy_model())
 
     def evaluated(path: Path):
         trainer = toy_trainer(folder / "evaluated", trainer_class=EvaluatedTrainer, per_device_eval_batch_size=6)

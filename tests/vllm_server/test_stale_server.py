@@ -185,7 +185,7 @@ def test_a_server_that_repeats_itself_stands_still():
 
 def test_repeating_counts_in_a_row_only():
     def shares(*servers):
-        check = StaleServerCheck(None, None)
+        check = StaleServerCheck(None, None, None)
         readings = [reading([-1 - i / 500, -2 - i / 500], [-1.1, server]) for i, server in enumerate(servers)]
         return [check.compare(now) for now in readings]
 

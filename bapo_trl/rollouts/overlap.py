@@ -1,0 +1,203 @@
+"""Overlapped generation: a vLLM server samples the next rollout batch while the trainer trains on this one."""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import gather_object
+
+from ..checkpoints.rank_errors import on_main_process
+from ..checkpoints.rank_files import RankFiles
+from ..errors import InputError
+from ..upstream.trl_compat import HAS_OPENAI_CLIENT
+from .injected import InjectedRollouts, check_token_ids_suffice
+
+
+FILES = RankFiles(
+    "requested completions",
+    "1",
+    "remove its files: the resumed run then has the server generate the completions again",
+)
+
+SIGNAL_WAIT_S = 20.0
+"""Seconds for which a save after a signal waits for the requested completions."""
+
+Rows = list[dict[str, Any]]  # of the dataset
+Prompts = list[list[int]]
+Completions = tuple[list[list[int]], list[list[float | None]]]  # token ids, and the sampler's log-probabilities
+
+
+@dataclass
+class Requested:
+    """One rank's part of a rollout batch: the prompts, and the completions once they are there."""
+
+    prompt_ids: Prompts
+    version: int  # policy version that samples the completions
+    token_ids: list[list[int]] | None = None
+    logps: list[list[float | None]] | None = None  # of each token, under that policy
+
+
+class OverlappedGeneration:
+    """
+    Completions that are requested one generation step before they are trained on.
+
+    All ranks make the same calls in the same order. `client` is the main process's, `None` on other ranks; one thread
+    waits for its answer. `tokenize` turns rows of the dataset into prompts. `ask` has TRL generate for the prompts of
+    all ranks, once. `sample` sends the weights first, and repeats what fails. `refresh` sends the weights, and gets
+    the rollouts of a generation step to ask the server whether it took them. `is_same_server` tells whether the server
+    is the one that got the weights: after a restart, it answers by others.
+
+    Invariant: completions that were requested are trained on once, or generated again.
+    """
+
+    def __init__(
+        self,
+        client: Any | None,
+        *,
+        tokenize: Callable[[Rows], Prompts],
+        ask: Callable[[Prompts], Completions],
+        sample: Callable[[Prompts], Completions],
+        refresh: Callable[[InjectedRollouts], None],
+        is_same_server: Callable[[], bool],
+    ):
+        self._client, self._tokenize, self._ask, self._sample = client, tokenize, ask, sample
+        self._refresh, self._is_same_server = refresh, is_same_server
+        self._requested: Requested | None = None
+        self._is_restored = False  # whether the request is that of a checkpoint
+        self.drop()  # that of an earlier run
+
+    def take(self, inputs: Rows, next_inputs: Rows | None, version: int, is_next: bool) -> InjectedRollouts:
+        """
+        Return completions of these prompts, and request those of the next generation step, `None` after the last one.
+
+        What is returned was requested one generation step ago. Without a request, or if it failed, the current policy
+        samples now. So it does in a run that is resumed within a generation step, where `is_next` is `False`: what was
+        requested is of the next one.
+        """
+        rollouts = self._take(inputs, version, is_next)
+        self._refresh(rollouts)
+        if next_inputs is not None and self._requested is None:
+            self._request(self._tokenize(next_inputs), version)
+        return rollouts
+
+    def _request(self, prompt_ids: Prompts, version: int) -> None:
+        if self._client is None:
+            self._ask(prompt_ids)
+        else:
+            with self._client.requesting():
+                self._ask(prompt_ids)
+        self._requested = Requested(prompt_ids, version)
+
+    def collect(self, limit_s: Callable[[], float | None] = lambda: None) -> bool:
+        """
+        Wait for the requested completions; return `False` if they failed or did not come in time.
+
+        The limit may change while the main process waits.
+        """
+        requested = self._requested
+        if requested is None or requested.token_ids is not None:
+            return True
+        if not on_main_process(lambda: self._client.has_answer(limit_s)):
+            return False
+        if not self._is_same_server():
+            self.drop()
+            return False
+        requested.token_ids, requested.logps = self._ask(requested.prompt_ids)
+        return True
+
+    def drop(self) -> None:
+        """Do without the requested completions."""
+        self._requested = None
+        if self._client is not None:
+            self._client.drop_request()
+
+    def _take(self, inputs: Rows, version: int, is_next: bool) -> InjectedRollouts:
+        requested = None
+        if is_next:
+            has_come = self.collect()
+            requested, self._requested = self._requested if has_come else None, None
+        if requested is not None and self._is_restored:
+            if any(gather_object([requested.prompt_ids != self._tokenize(inputs)])):  # on any rank: all sample then
+                warnings.warn(
+                    "The checkpoint's requested completions are of other prompts than this generation step: they are "
+                    "generated again. The data, the template or the number of samples of a generation step changed."
+                )
+                requested = None
+            self._is_restored = False
+        if requested is None:
+            prompt_ids = self._tokenize(inputs)
+            requested = Requested(prompt_ids, version, *self._sample(prompt_ids))
+        token_ids, logps = requested.token_ids or [], requested.logps or []
+        return InjectedRollouts(
+            copy.deepcopy(inputs),
+            requested.prompt_ids,
+            token_ids,
+            behavior_logps=[[float("nan") if value is None else value for value in row] for row in logps],
+            versions=[[requested.version] * len(row) for row in token_ids],
+            sampler_logps=logps,
+        )
+
+    # Checkpoints
+
+    def save(self, folder: str | Path, rank: int, num_ranks: int, limit_s: Callable[[], float | None]) -> None:
+        """Write the requested completions of a rank into a checkpoint folder, once they have come."""
+        if self._requested is None:
+            return
+        if self.collect(limit_s):
+            FILES.write(folder, rank, num_ranks, asdict(self._requested))
+        elif rank == 0:
+            seconds = limit_s()
+            limit = "" if seconds is None else f" within {seconds:g} seconds"
+            warnings.warn(
+                f"The vLLM server has not answered{limit}: the checkpoint holds no requested completions. A resumed "
+                "run has the server generate them again, by the weights of then."
+            )
+
+    def load(self, folder: str | Path, rank: int, num_ranks: int) -> None:
+        """Restore the requested completions of a rank from a checkpoint folder, if the folder holds any."""
+
+        def load_state_dict(state: dict[str, Any]) -> None:
+            self._requested, self._is_restored = Requested(**state), True
+
+        FILES.load(folder, rank, num_ranks, load_state_dict, deal_out)
+
+    def keep_if_all_have_them(self) -> None:
+        """Do without the restored completions, unless all ranks found theirs. All ranks make this call together."""
+        if not all(gather_object([self._requested is not None])):
+            self._requested = None
+
+
+def deal_out(states: Iterable[dict[str, Any]], rank: int, num_ranks: int) -> dict[str, Any]:
+    """Return what one rank takes over from another number of ranks: an equal part of all samples, in their order."""
+    states = list(states)
+    names = ("prompt_ids", "token_ids", "logps")
+    rows = {name: [row for state in states for row in state[name]] for name in names}
+    count = len(rows["prompt_ids"]) // num_ranks
+    part = slice(rank * count, (rank + 1) * count)
+    return {"version": states[0]["version"]} | {name: values[part] for name, values in rows.items()}
+
+
+def make_overlap(trainer: Any) -> OverlappedGeneration:
+    """Return the overlapped generation of a run. All ranks make this call together, and their server is there."""
+    check_token_ids_suffice(trainer, "overlapped generation", "`overlap_generation` to False")
+    if not HAS_OPENAI_CLIENT:
+        raise InputError("`overlap_generation` needs trl 1.16 or newer: pip install 'trl>=1.16'.")
+    vllm = trainer.vllm_generation
+
+    def ask(prompt_ids: Prompts) -> Completions:
+        _, token_ids, logps, _ = vllm.generate(
+            prompts=prompt_ids, images=None, num_generations=trainer.num_generations
+        )
+        return token_ids, [[values[0] for values in row] for row in logps]
+
+    return OverlappedGeneration(
+        vllm.vllm_client if trainer.accelerator.is_main_process else None,
+        tokenize=lambda rows: trainer._tokenize_prompts([row["prompt"] for row in rows])[0],
+        ask=ask,
+        sample=lambda prompt_ids: trainer._generate_single_turn(prompt_ids, None, {}, trainer.num_generations),
+        refresh=trainer._refresh_server,
+        is_same_server=trainer._server.has_same_server,
+    )

@@ -1,0 +1,376 @@
+"""Overlapped generation over a server that samples by prompt and weights alone: runs are equal to the bit."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from accelerate.utils import gather_object
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from bapo_trl import BAPOTrainer
+from bapo_trl.batch.staleness import mean_age
+from bapo_trl.checkpoints.stop_signals import StopSignals
+from bapo_trl.rollouts.injected import InjectedRollouts
+from bapo_trl.vllm_server import client
+from tests.helpers.alike import assert_same_weights
+from tests.helpers.commands import succeeded
+from tests.helpers.failing_server import RUN, ModelServer, client_of
+from tests.helpers.fake_vllm import needs_vllm_server
+from tests.helpers.forked import run_python
+from tests.helpers.toy import InUpdate, digits_reward, terminate, toy_dataset, toy_trainer, training_logs
+from tests.test_bapo_config import config
+
+
+pytestmark = [needs_vllm_server, pytest.mark.trainings]
+
+OVERLAP = {**RUN, "overlap_generation": True, "vllm_logp_tolerance": None, "vllm_request_timeout": 60}
+
+
+class OneGenerationLate(BAPOTrainer):
+    """The slow, obvious oracle: it waits for each rollout batch, sampled by the weights of the generation before."""
+
+    served = None
+
+    def _generate_and_score_completions(self, inputs):
+        if self.model.training:
+            self._injected = self.late(inputs)
+            self._injected.is_scored_by_trl = self.args.scores_samples
+        return super()._generate_and_score_completions(inputs)
+
+    def late(self, inputs):
+        model = self.accelerator.unwrap_model(self.model)
+        now = (copy.deepcopy(self.server.first), self.state.global_step)
+        now[0].load_state_dict(model.state_dict())
+        (served, version), self.served = self.served or now, now
+        self.server.served = copy.deepcopy(served)  # in which an evaluation puts the current weights
+        prompts = self._tokenize_prompts([row["prompt"] for row in inputs])[0]
+        groups = gather_object(prompts)[:: self.num_generations]  # a completion depends on its place in the request
+        body = {"prompt": groups, "n": self.num_generations, "max_tokens": self.max_completion_length}
+        first = self.accelerator.process_index * len(prompts)
+        choices = self.server.complete(body)["choices"][first : first + len(prompts)]
+        tokens = [choice["token_ids"] for choice in choices]
+        logps = [choice["logprobs"]["token_logprobs"] for choice in choices]
+        return InjectedRollouts(
+            copy.deepcopy(inputs), prompts, tokens,
+            behavior_logps=logps, versions=[[version] * len(row) for row in tokens], sampler_logps=logps,
+        )  # fmt: skip
+
+    def _compare_with_sampler(self, *args):
+        pass
+
+
+def run(
+    output_dir,
+    trainer_class=BAPOTrainer,
+    server=None,
+    resume=None,
+    model=None,
+    dataset=None,
+    eval_dataset=None,
+    **settings,
+):
+    server = server or ModelServer()
+    with client_of(server):
+        data = {"train_dataset": toy_dataset() if dataset is None else dataset, "eval_dataset": eval_dataset}
+        trainer = toy_trainer(
+            output_dir, model, trainer_class, vllm_server_base_url=server.url, trainer_args=data,
+            **{**OVERLAP, **settings},
+        )  # fmt: skip
+        trainer.server = server
+        try:
+            trainer.train(resume_from_checkpoint=resume)
+        finally:
+            server.stop()
+    return trainer
+
+
+def log_of(trainer):
+    of_time = ("time", "runtime", "per_second", "sampling/")
+    return [
+        {name: value for name, value in log.items() if not any(part in name for part in of_time)}
+        for log in training_logs(trainer)
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"num_iterations": 2},
+        {"replay_fraction": 0.5},
+        {"search_scope": "batch"},
+        {"max_steps": 14},  # three epochs
+        {"steps_per_generation": 1, "gradient_accumulation_steps": 2, "search_scope": "micro_batch"},
+        {"dataset": toy_dataset(40).to_iterable_dataset()},
+    ],
+    ids=str,
+)
+def test_a_run_is_that_of_completions_that_come_one_generation_late(tmp_path, settings):
+    trainer = run(tmp_path / "overlap", **settings)
+    oracle = run(tmp_path / "oracle", OneGenerationLate, overlap_generation=False, **settings)
+    assert_same_weights(trainer, oracle)
+    assert log_of(trainer) == log_of(oracle)
+    if "replay_fraction" not in settings:
+        assert max(log["staleness/max"] for log in log_of(trainer)) == trainer.args.largest_staleness
+        cycle = log_of(trainer)[trainer.args.updates_per_generation :]  # from the first step that was requested ahead
+        ages = [log["staleness/mean"] for log in cycle[: len(cycle) // 2 * 2]]
+        assert sum(ages) / len(ages) == mean_age(trainer.args)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_iterations": 2, "replay_fraction": 0.5}, {"max_steps": 14}], ids=str)
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, settings):
+    """From the checkpoint before each generation step, over a server that was started anew."""
+    size = {"save_strategy": "steps", "save_steps": 2 * settings.get("num_iterations", 1), **settings}
+    whole = run(tmp_path / "whole", **size)
+    folders = sorted(tmp_path.glob("whole/checkpoint-*"))
+    assert len(folders) >= 2
+    for folder in folders[:-1]:
+        resumed = run(tmp_path / f"resumed-{folder.name}", resume=str(folder), **size)
+        assert_same_weights(resumed, whole)
+        assert log_of(resumed)[-1] == log_of(whole)[-1]
+
+
+def test_a_resume_within_a_generation_step_keeps_what_was_requested_for_the_next(tmp_path):
+    size = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6}
+    run(tmp_path / "whole", **size)
+    resumed = run(tmp_path / "resumed", resume=str(tmp_path / "whole" / "checkpoint-3"), **size)
+    at_5 = next(log for log in resumed.state.log_history if log.get("step") == 5)
+    assert at_5["staleness/max"] == 2 + 0  # requested at update 2, with the weights of then
+
+
+def test_requested_completions_of_other_prompts_are_generated_again(tmp_path):
+    size = {"save_strategy": "steps", "save_steps": 2}
+    run(tmp_path / "whole", **size)
+    prompts = Dataset.from_dict({"prompt": [f"{i}*{i}=" for i in range(40)]})
+    with pytest.warns(UserWarning, match="are of other prompts"):
+        resumed = run(tmp_path / "other", resume=str(tmp_path / "whole" / "checkpoint-4"), dataset=prompts, **size)
+    assert resumed.state.global_step == 8
+
+
+@pytest.mark.parametrize("settings", [{}, {"replay_fraction": 0.5}], ids=str)
+def test_a_request_that_fails_is_repeated_by_the_weights_of_then(tmp_path, settings):
+    """The second request dies: its samples come from the weights at the next boundary, with no staleness at first."""
+    server = ModelServer({("/v1/completions", 3): "die"})
+
+    def on_wait(look):
+        if look == 2:
+            server.stop()
+            server.start()
+
+    with client_of(server, on_wait), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = toy_trainer(
+            tmp_path, vllm_server_base_url=server.url, **{**OVERLAP, "vllm_server_timeout": 30, **settings}
+        )
+        trainer.train()
+    server.stop()
+    assert any("failed in a generation" in str(each.message) for each in caught)
+    if not settings:
+        assert [log["staleness/max"] for log in training_logs(trainer)] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert trainer.state.global_step == 8
+
+
+def test_after_a_signal_a_save_waits_a_while_and_the_resumed_run_generates_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("bapo_trl.bapo_trainer.SIGNAL_WAIT_S", 0.05)
+    server = ModelServer({("/v1/completions", 3): "hang"})  # the request for generation step 2
+    size = {"save_strategy": "steps", "save_steps": 8, "vllm_request_timeout": 60}
+    data = {"train_dataset": toy_dataset(), "callbacks": [StopSignals(), InUpdate(4, terminate)]}
+    with client_of(server):
+        trainer = toy_trainer(
+            tmp_path / "run", vllm_server_base_url=server.url, trainer_args=data, **{**OVERLAP, **size}
+        )
+        with pytest.warns(UserWarning, match="has not answered within 0.05 seconds"):
+            trainer.train()
+    server.stop()
+    checkpoint = tmp_path / "run" / "checkpoint-4"
+    assert trainer.state.global_step == 4
+    assert list(checkpoint.glob("optimizer*"))
+    assert not list(checkpoint.glob("requested_completions*"))
+    resumed = run(tmp_path / "resumed", resume=str(checkpoint), **size)
+    assert [log["staleness/max"] for log in training_logs(resumed)][-4:] == [0, 1, 2, 3]
+
+
+def test_a_signal_ends_the_wait_of_a_save_that_has_begun(tmp_path, monkeypatch):
+    monkeypatch.setattr("bapo_trl.bapo_trainer.SIGNAL_WAIT_S", 0.05)
+    server = ModelServer({("/v1/completions", 3): "hang"})
+    signals = StopSignals()
+    wait, waited = client.wait, []
+
+    def wait_and_stop(requests, timeout):
+        waited.append(timeout)
+        if len(waited) == 2:  # the save of update 4 waits
+            terminate()
+        return wait(requests, 0 if len(waited) > 1 else timeout)
+
+    with client_of(server):
+        monkeypatch.setattr(client, "wait", wait_and_stop)
+        trainer = toy_trainer(
+            tmp_path, vllm_server_base_url=server.url,
+            trainer_args={"train_dataset": toy_dataset(), "callbacks": [signals]},
+            **{**OVERLAP, "save_strategy": "steps", "save_steps": 4},
+        )  # fmt: skip
+        with pytest.warns(UserWarning, match="has not answered"):
+            trainer.train()
+    server.stop()
+    assert trainer.state.global_step == 5  # transformers ends after the update that follows the save
+
+
+@pytest.mark.parametrize(
+    ("settings", "event", "update"),
+    [
+        (
+            {"eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 3, "num_generations_eval": 3},
+            "on_evaluate", 4,
+        ),
+        (
+            {"steps_per_generation": 1, "gradient_accumulation_steps": 2, "search_scope": "micro_batch"},
+            "on_substep_end", 3,
+        ),
+    ],
+    ids=["after an evaluation", "within an update"],
+)  # fmt: skip
+def test_what_a_restarted_server_answers_is_not_trained_on(tmp_path, settings, event, update):
+    """It has its first weights, while the trainer has sent its own at this very update."""
+    server, asked = ModelServer(), []
+
+    def restart(self, args, state, control, **kwargs):
+        if state.global_step == update:
+            server.stop()
+            server.start()
+
+    complete = server.complete
+
+    def noted(body):
+        if "prompt_logprobs" not in body:
+            first, served = (next(iter(model.parameters())) for model in (server.first, server.served))
+            asked.append((body["prompt"], server.num_starts > 1 and torch.equal(first, served)))
+        return complete(body)
+
+    server.complete = noted
+    callback = type("Restart", (TrainerCallback,), {event: restart})()
+    data = {"train_dataset": toy_dataset(), "eval_dataset": toy_dataset(1), "callbacks": [callback]}
+    with client_of(server):
+        trainer = toy_trainer(
+            tmp_path, vllm_server_base_url=server.url, trainer_args=data,
+            **{**OVERLAP, "vllm_server_timeout": 30, **settings},
+        )  # fmt: skip
+        with pytest.warns(UserWarning, match="vLLM server"):
+            trainer.train()
+    server.stop()
+    by_first_weights = [number for number, (_, is_first) in enumerate(asked) if is_first]
+    assert by_first_weights
+    for number in by_first_weights:
+        assert (asked[number][0], False) in asked[number:]
+
+
+def test_an_epoch_that_is_ended_early_keeps_completions_with_their_rows(tmp_path):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_epoch_stop = state.global_step == 4
+
+    rewarded = []
+
+    def reward(prompts, completions, number, **kwargs):
+        rewarded.append(list(zip(prompts, number, strict=True)))
+        return digits_reward(completions)
+
+    data = Dataset.from_dict({"prompt": [f"{i}+{i + 1}=" for i in range(40)], "number": list(range(40))})
+    asked = []
+    for overlaps in (True, False):
+        server = ModelServer()
+        complete = server.complete
+
+        def noted(body, complete=complete):
+            if "prompt_logprobs" not in body:
+                asked.append(body["prompt"])
+            return complete(body)
+
+        server.complete = noted
+        with client_of(server):
+            trainer = toy_trainer(
+                tmp_path, vllm_server_base_url=server.url, reward_funcs=reward,
+                trainer_args={"train_dataset": data, "callbacks": [Stop()]},
+                **{**OVERLAP, "overlap_generation": overlaps, "max_steps": 10},
+            )  # fmt: skip
+            trainer.train()
+        server.stop()
+    overlapped, plain = rewarded[: len(rewarded) // 2], rewarded[len(rewarded) // 2 :]
+    assert overlapped == plain
+    ids = [trainer.processing_class(prompt)["input_ids"] for prompt, _ in overlapped[-1]]
+    assert ids[:: trainer.num_generations] in asked[: len(asked) // 2 + 1]
+
+
+def test_requested_completions_that_were_removed_are_generated_again(tmp_path):
+    size = {"save_strategy": "steps", "save_steps": 2}
+    run(tmp_path / "whole", **size)
+    checkpoint = tmp_path / "whole" / "checkpoint-4"
+    for file in checkpoint.glob("requested_completions*"):
+        file.unlink()
+    resumed = run(tmp_path / "resumed", resume=str(checkpoint), **size)
+    assert [log["staleness/max"] for log in log_of(resumed)][-4:] == [0, 1, 2, 3]
+
+
+def test_an_evaluation_waits_for_the_request(tmp_path):
+    """It sends weights: the request under way keeps those that it was made with."""
+    evaluating = {
+        "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3, "num_generations_eval": 3
+    }  # fmt: skip
+    trainer = run(tmp_path / "overlap", eval_dataset=toy_dataset(1), **evaluating)
+    oracle = run(
+        tmp_path / "oracle", OneGenerationLate, eval_dataset=toy_dataset(1), overlap_generation=False, **evaluating
+    )
+    assert_same_weights(trainer, oracle)
+    assert [log["eval_reward"] for log in trainer.state.log_history if "eval_reward" in log] == [
+        log["eval_reward"] for log in oracle.state.log_history if "eval_reward" in log
+    ]
+
+
+@pytest.mark.processes
+def test_two_ranks_with_completions_of_unequal_lengths(tmp_path):
+    succeeded(run_python(["-m", "tests.helpers.overlap_worker", tmp_path], ranks=2))
+
+
+def test_twenty_deaths_of_the_server_lose_no_sample(tmp_path):
+    """Each request dies from the second on. Every prompt is trained on once, in the order of the data."""
+    server, trained = ModelServer(), []
+
+    def on_wait(look):
+        if look == 2:
+            server.stop()
+            server.start()
+            server.faults = {("/v1/completions", server.counts["/v1/completions"] + 2): "die"}
+
+    def reward(prompts, completions, **kwargs):
+        trained.extend(prompts[::3])
+        return digits_reward(completions)
+
+    server.faults = {("/v1/completions", 2): "die"}
+    with client_of(server, on_wait):
+        trainer = toy_trainer(
+            tmp_path, vllm_server_base_url=server.url, reward_funcs=reward,
+            **{**OVERLAP, "vllm_server_timeout": 30, "max_steps": 42, "shuffle_dataset": False},
+        )  # fmt: skip
+        trainer.train()
+    server.stop()
+    assert server.num_starts == 21
+    assert trained == (list(toy_dataset()["prompt"]) * 5)[: len(trained)]
+    assert len(trained) == 21 * 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_vllm": False}, "`use_vllm` is False"),
+        ({"vllm_mode": "colocate"}, "`vllm_mode` is 'colocate'"),
+        ({"partial_rollout_oversampling": 1.5}, "`partial_rollout_oversampling` is 1.5"),
+        ({"off_policy_mask_threshold": 0.5}, "`off_policy_mask_threshold` is 0.5"),
+        ({"top_p": 0.9}, "`top_p` 0.9"),
+        ({"generation_kwargs": {"temperature": 0.7}}, "`temperature` 0.7"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_with_it_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        config(**{**OVERLAP, "overlap_generation": True, **settings})
