@@ -9,6 +9,7 @@ writes `outputs/tasks/running_totals/` with `model/`, `train.jsonl` and `test.js
 import argparse
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 
 from benchmarks.common import ROOT
 from benchmarks.long_tailed_sums import load_long_tailed_sums
@@ -17,8 +18,15 @@ from benchmarks.running_totals import load_running_totals
 from benchmarks.warm_start import StudyTask, load_sums, warm_start_path
 
 
+def load_wide_sums() -> StudyTask:
+    """Make the sums with a model whose heads are as wide as vLLM's attention on CPUs asks for."""
+    task = load_sums()
+    return replace(task, name="wide_sums", warm_start=replace(task.warm_start, model={"hidden_size": 128}))
+
+
 TASKS: dict[str, Callable[[], StudyTask]] = {
     "sums": load_sums,
+    "wide_sums": load_wide_sums,
     "running_totals": load_running_totals,
     "rambling_totals": load_rambling_totals,
     "long_tailed_sums": load_long_tailed_sums,

@@ -149,6 +149,31 @@ def lora_transfer_table() -> str:
     return markdown(header, lines)
 
 
+def overlap_time_table() -> str:
+    """Return what overlapped generation saves, by how long a generation takes beside its training."""
+    lines = []
+    for row in json.loads((RESULTS / "overlap.json").read_text())["results"]:
+        seconds = [row[name]["median"] for name in ("generation", "training")]
+        ratios = [
+            f"{row[name]['median']:.2f} ({row[name]['lower_quartile']:.2f} to {row[name]['upper_quartile']:.2f})"
+            for name in ("speedup", "over_longer")
+        ]
+        lines.append([*(f"{second:.2f} s" for second in seconds), *ratios])
+    return markdown(["generation", "training", "faster by", "time of a step over the longer of the two"], lines)
+
+
+def overlap_accuracy_table() -> str:
+    """Return final accuracies without and with overlapped generation, and the difference."""
+    lines = []
+    for updates in (4, 16):
+        by_arm = finals(rows("overlap_accuracy", steps_per_generation=updates))
+        means = [mean_over_seeds(list(by_arm[arm].values())) for arm in ("BAPO", "BAPO, overlapped")]
+        (above,) = differences(by_arm, [("BAPO, overlapped", "BAPO")])
+        cells = [with_interval(mean, ".3f") for mean in means]
+        lines.append([str(updates), *cells, with_interval(above.mean, ".3f", "+")])
+    return markdown([UPDATES, "without", "with overlap", "difference"], lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "readme": readme_table,
     "stability": lambda: final_table(
@@ -168,6 +193,8 @@ TABLES: dict[str, Callable[[], str]] = {
         {f"rate {rate:g}": finals(rows("tied_groups", learning_rate=rate)) for rate in (2.5e-4, 5e-4)}, "refilled"
     ),
     "lora_transfer": lora_transfer_table,
+    "overlap_time": overlap_time_table,
+    "overlap_accuracy": overlap_accuracy_table,
     "scopes": lambda: final_table({f"at {name}": finals(rows(f"scopes_{name}")) for name in SCOPES}, "batch"),
 }
 
