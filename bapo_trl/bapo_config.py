@@ -1,18 +1,17 @@
-"""Configuration of `BAPOTrainer`: TRL's `GRPOConfig` and the knobs of the bound search."""
+"""Configuration of `BAPOTrainer`: TRL's `GRPOConfig` with the settings of this package."""
 
 import inspect
 import math
 import textwrap
-from collections.abc import Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, get_args
 
 from transformers.trainer_utils import HubStrategy
 from trl import GRPOConfig
 
-from .clip_bounds import BOUND_PARTS, MEASURES, SCOPES, SEARCH_ORDERS, BoundGrid
+from .clip_bounds import BoundGrid
+from .clip_bounds.config import BoundSearchConfig, setting
 from .clip_bounds.grid import SINGLE_POINT
-from .clip_bounds.tokens import WEIGHTINGS
 from .config_rules import check_rules
 from .errors import InputError
 from .inputs.setting_checks import check_device, check_fields, check_numbers
@@ -21,22 +20,8 @@ from .rollouts.sampling_settings import biased_settings
 from .upstream.cpu_speed import has_bfloat16
 
 
-class _Metadata(dict):
-    """Metadata of a field that has a `range`: not for argparse, to which the parsers of transformers give a copy."""
-
-    def copy(self) -> dict:
-        return {key: value for key, value in self.items() if key != "range"}
-
-
-def _setting(default: Any, allowed: str | Sequence[str], text: str) -> Any:
-    """Declare a field with what it may be, an interval such as "(0, 1]" or choices, and its help text."""
-    if isinstance(allowed, str):
-        return field(default=default, metadata=_Metadata(help=text, range=allowed))
-    return field(default=default, metadata={"help": text, "choices": list(allowed)})
-
-
 @dataclass
-class BAPOConfig(GRPOConfig):
+class BAPOConfig(BoundSearchConfig, GRPOConfig):
     """
     Configuration class for [`BAPOTrainer`].
 
@@ -64,58 +49,8 @@ class BAPOConfig(GRPOConfig):
         },
     )
 
-    # Parameters of the bound search
-    positive_contribution_target: float = _setting(
-        0.5,
-        "(0, 1]",
-        "Share of the policy loss that positive-advantage tokens are to contribute, in (0, 1]. An odds target "
-        "`tau` (positive over negative) is the share `tau / (1 + tau)`.",
-    )
-    ratio_lower_start: float = _setting(0.6, "(0, 1]", "Lower clip bound at which each search starts, in ratio space.")
-    ratio_lower_max: float = _setting(
-        0.9, "(0, 1]", "Highest lower clip bound. Equal to `ratio_lower_start`, the lower bound is fixed."
-    )
-    ratio_lower_step: float = _setting(0.02, "(0, inf)", "Step of the lower clip bound.")
-    ratio_upper_start: float = _setting(
-        1.2, "[1, inf)", "Upper clip bound at which each search starts, in ratio space."
-    )
-    ratio_upper_max: float = _setting(
-        3.0, "[1, inf)", "Highest upper clip bound. Equal to `ratio_upper_start`, the upper bound is fixed."
-    )
-    ratio_upper_step: float = _setting(0.05, "(0, inf)", "Step of the upper clip bound.")
-    contribution_measure: str = _setting(
-        "gradient",
-        MEASURES,
-        "What a token contributes, `gradient`, its part in the gradient if the clip lets it through, or "
-        "`surrogate`, the value of its clipped term.",
-    )
-    contribution_weighting: str = _setting(
-        "uniform",
-        WEIGHTINGS,
-        "Weight of a token in the share, `uniform`, or `behavior_prob`, its probability under the policy that "
-        "sampled it, as Eq. 8 prints it.",
-    )
-    search_order: str = _setting(
-        "upper_first", SEARCH_ORDERS, "Which bound moves first, `upper_first` or `lower_first`."
-    )
-    search_scope: str = _setting(
-        "carried_over",
-        SCOPES,
-        "Tokens of one search, on all ranks: `batch`, as published, all micro-batches of the optimizer step, free "
-        "with one, with an extra forward pass if there are several; `carried_over`, a forecast of these from the "
-        "update before; or `micro_batch`, the current micro-batch.",
-    )
-    negative_weight_min: float = _setting(
-        1.0,
-        "(0, 1]",
-        "Smallest weight of negative-advantage tokens in the policy loss, in (0, 1]. Where the bounds miss "
-        "`positive_contribution_target`, these tokens are weighed down to reach it. With 1 there is no weight, as "
-        "in the paper. With fixed bounds, or none, and a target of 1, it is the weight in every update and needs "
-        "no extra forward pass.",
-    )
-
     # Parameters of the replay queue
-    replay_fraction: float = _setting(
+    replay_fraction: float = setting(
         0.0,
         "[0, 1]",
         "Share of each batch taken from the queue of past samples, in [0, 1]. With 0, and without "
@@ -129,23 +64,23 @@ class BAPOConfig(GRPOConfig):
             "their place to queued samples."
         },
     )
-    replay_capacity: int = _setting(
+    replay_capacity: int = setting(
         4096, "[1, inf)", "Largest number of samples in the queue of each rank. Beyond it, the first to enter leave."
     )
-    replay_max_staleness: int | None = _setting(
+    replay_max_staleness: int | None = setting(
         None,
         "[0, inf)",
         "Largest staleness of a queued sample when it is trained, in policy versions. `None` for no limit. With "
         "partial rollouts it goes by the oldest token of a sample; that of fresh ones is bound by "
         "`partial_rollout_max_staleness` alone.",
     )
-    replay_min_staleness: int = _setting(
+    replay_min_staleness: int = setting(
         0,
         "[0, inf)",
         "Smallest staleness of a sample when it is drawn from the queue, in policy versions. With "
         "`replay_fraction` 1.0, all samples are at least this stale once the queue is filled.",
     )
-    replay_max_reuse: int | None = _setting(
+    replay_max_reuse: int | None = setting(
         None, "[1, inf)", "Number of times a sample may be trained, the first included. `None` for no limit."
     )
     replay_discard_saved: bool = field(
@@ -154,17 +89,17 @@ class BAPOConfig(GRPOConfig):
     )
 
     # Parameters of the partial rollouts
-    partial_rollout_oversampling: float = _setting(
+    partial_rollout_oversampling: float = setting(
         1.0,
         "[1, 2)",
         "Groups of completions in flight over groups of a generation, in [1, 2). Above 1, a generation ends as "
         "soon as it has enough complete groups. The others are parked, and a later policy continues them. With 1, "
         "every generation waits for its longest completion.",
     )
-    partial_rollout_chunk_length: int = _setting(
+    partial_rollout_chunk_length: int = setting(
         256, "[1, inf)", "Tokens decoded between two looks at which completions have ended."
     )
-    partial_rollout_max_staleness: int | None = _setting(
+    partial_rollout_max_staleness: int | None = setting(
         None,
         "[0, inf)",
         "Largest number of policy versions between a completion's first token and the last update on it. A group "
@@ -179,7 +114,7 @@ class BAPOConfig(GRPOConfig):
             "Samples are one generation step's updates staler. Needs `vllm_mode: server`."
         },
     )
-    vllm_logp_tolerance: float | None = _setting(
+    vllm_logp_tolerance: float | None = setting(
         0.1,
         "(0, inf]",
         "Largest mean absolute difference between the log-probabilities of vLLM and of the trainer on the samples "
@@ -187,7 +122,7 @@ class BAPOConfig(GRPOConfig):
         "weights. (With settings that bias the samples, such as `top_p`, it warns, once.) `None` for no check, nor "
         "of whether a server takes the weights it is sent.",
     )
-    vllm_request_timeout: float = _setting(
+    vllm_request_timeout: float = setting(
         1500.0,
         "(0, inf]",
         "Seconds that the vLLM server may take to answer one request: the samples of a generation, or a transfer "
@@ -233,9 +168,7 @@ class BAPOConfig(GRPOConfig):
     @property
     def bound_grid(self) -> BoundGrid:
         """Candidate clip bounds of the search; under a loss without clip bounds, a single point that nothing reads."""
-        if not self.has_clip_bounds:
-            return SINGLE_POINT
-        return BoundGrid(**{part: getattr(self, f"ratio_{part}") for part in BOUND_PARTS})
+        return super().bound_grid if self.has_clip_bounds else SINGLE_POINT
 
     @property
     def has_clip_bounds(self) -> bool:
@@ -246,18 +179,6 @@ class BAPOConfig(GRPOConfig):
     def has_ratio_cap(self) -> bool:
         """Whether the loss type caps ratios at `epsilon_high`."""
         return self.loss_type in LOSSES and LOSSES[self.loss_type].has_ratio_cap
-
-    @property
-    def is_adaptive(self) -> bool:
-        """Whether anything of the loss is chosen for each update: a bound, or the weight of negative tokens."""
-        has_weight = self.negative_weight_min < 1 and not self.has_constant_weight
-        return not self.bound_grid.is_fixed or has_weight
-
-    @property
-    def has_constant_weight(self) -> bool:
-        """Whether negative tokens have their smallest weight in every update: a share of 1 is out of reach."""
-        never_met = self.positive_contribution_target == 1 and self.bound_grid.is_fixed
-        return never_met and self.negative_weight_min < 1
 
     @property
     def has_fixed_samples(self) -> bool:

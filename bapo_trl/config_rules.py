@@ -35,22 +35,11 @@ def _check_search(config: Any) -> None:
             _check_epsilon(config, name)
     if not config.has_clip_bounds:
         _check_unclipped_loss(config)
-    BoundGrid(**{part: getattr(config, f"ratio_{part}") for part in BOUND_PARTS})  # checks the bounds
+    check_bounds(config)
     if config.has_clip_bounds and config.delta is not None and not config.delta >= config.ratio_upper_max:
         raise InputError(
             f"`delta` is {config.delta}, below `ratio_upper_max`, which is {config.ratio_upper_max}: it would cap "
             "positive tokens before the upper bound does. Raise `delta` to at least that, or unset it."
-        )
-    default_target = type(config).positive_contribution_target
-    moves_share = config.is_adaptive or config.has_constant_weight
-    if not moves_share and config.positive_contribution_target != default_target:
-        reason = f"`loss_type` {config.loss_type!r} has no clip bounds"
-        if config.has_clip_bounds:
-            reason = "both clip bounds are fixed"
-        raise InputError(
-            f"`positive_contribution_target` is {config.positive_contribution_target}, but nothing moves the share: "
-            f"{reason}, and `negative_weight_min` is 1. Set `negative_weight_min` below 1, e.g. 0.05, or leave the "
-            f"target at {default_target}."
         )
     window, generation = config.gradient_accumulation_steps, config.micro_batches_per_generation
     if config.search_scope != "micro_batch" and config.is_adaptive and generation % window != 0:
@@ -59,6 +48,22 @@ def _check_search(config: Any) -> None:
             f"(`gradient_accumulation_steps`) would span two generations of {generation} (`steps_per_generation` "
             "x `num_iterations`), and the second is not sampled yet. Set `gradient_accumulation_steps` to a divisor "
             f"of {generation}, `steps_per_generation` to a multiple of {window}, or `search_scope` to 'micro_batch'."
+        )
+
+
+def check_bounds(config: Any) -> None:
+    """Refuse clip bounds that are none, and a target that nothing moves the share to (`InputError`)."""
+    BoundGrid(**{part: getattr(config, f"ratio_{part}") for part in BOUND_PARTS})  # checks the bounds
+    default_target = type(config).positive_contribution_target
+    moves_share = config.is_adaptive or config.has_constant_weight
+    if not moves_share and config.positive_contribution_target != default_target:
+        reason = "both clip bounds are fixed"
+        if not config.has_clip_bounds:
+            reason = f"`loss_type` {config.loss_type!r} has no clip bounds"
+        raise InputError(
+            f"`positive_contribution_target` is {config.positive_contribution_target}, but nothing moves the share: "
+            f"{reason}, and `negative_weight_min` is 1. Set `negative_weight_min` below 1, e.g. 0.05, or leave the "
+            f"target at {default_target}."
         )
 
 

@@ -159,7 +159,9 @@ def overlap_time_table() -> str:
             for name in ("speedup", "over_longer")
         ]
         lines.append([*(f"{second:.2f} s" for second in seconds), *ratios])
-    return markdown(["generation", "training", "speed-up", "time of a generation step over the longer of the two"], lines)
+    return markdown(
+        ["generation", "training", "speed-up", "time of a generation step over the longer of the two"], lines
+    )
 
 
 def overlap_accuracy_table() -> str:
