@@ -72,6 +72,11 @@ PANELS = (
         (Line("staleness/mean", "mean"), Line("staleness/max", "largest", over_seeds="high")),
         limits=(0.0, None),
     ),
+    Panel(  # of the asynchronous trainer
+        "Staleness of the samples (transfers of the weights)",
+        (Line("sample/staleness_mean", "mean"), Line("sample/staleness_max", "largest", over_seeds="high")),
+        limits=(0.0, None),
+    ),
 )
 """All panels, in their order."""
 

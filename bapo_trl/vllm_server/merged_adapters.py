@@ -21,16 +21,16 @@ from .stochastic_rounding import noise_seed, round_stochastically
 
 
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def send_merged_copies(trainer: Any) -> None:
     """Have `vllm_generation` send merged copies of the layers with an adapter. Needed up to TRL 1.16 at least."""
-    if not is_peft_model(trainer.model) or not _merges_floats(trainer.model):
+    if not merges_floats(trainer.model):
         return
     check_tied_weights(trainer.model)
     generation = trainer.vllm_generation
-    types = Types(engine_dtype(generation), _AUTOCAST.get(trainer.accelerator.mixed_precision))
+    types = Types(engine_dtype(generation), AUTOCAST.get(trainer.accelerator.mixed_precision))
     sync_weights = generation.sync_weights
 
     def sync_merged_copies():
@@ -151,8 +151,10 @@ def _has_adapter(module: Any) -> bool:
     return isinstance(module, BaseTunerLayer)
 
 
-def _merges_floats(model: Any) -> bool:
+def merges_floats(model: Any) -> bool:
     """Return whether there are adapters to merge, none into quantized weights, which peft merges in its own way."""
+    if not is_peft_model(model):
+        return False
     layers = [module for module in model.modules() if _has_adapter(module)]
     types = [{parameter.dtype for parameter in layer.get_base_layer().parameters()} for layer in layers]
     return bool(layers) and all(each and each <= set(_FLOATS.values()) for each in types)

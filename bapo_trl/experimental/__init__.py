@@ -1,0 +1,7 @@
+"""Trainers on TRL's experimental ones. They may change with TRL, in any release of this package."""
+
+from .async_bapo_config import AsyncBAPOConfig
+from .async_bapo_trainer import AsyncBAPOTrainer
+
+
+__all__ = ["AsyncBAPOConfig", "AsyncBAPOTrainer"]

@@ -1,0 +1,175 @@
+"""`AsyncBAPOTrainer`: TRL's `AsyncGRPOTrainer` with clip bounds that are searched for each optimizer update."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from ..checkpoints.curves import load_curves, save_curves
+from ..clip_bounds import ClipBounds, Contributions, size_contributions
+from ..clip_bounds.controller import ClipBoundController
+from ..clip_bounds.grid import SINGLE_POINT
+from ..clip_bounds.tokens import PolicyTokens, policy_tokens
+from ..errors import InputError
+from ..upstream.model_card import PAPER
+from ..vllm_server.merged_adapters import AUTOCAST, Types, check_tied_weights, merges_floats, merging_copies
+from .async_bapo_config import AsyncBAPOConfig
+from .async_grpo_compat import AsyncGRPOTrainer, check_async_trl
+
+
+check_async_trl()
+
+_UNKNOWN = {"staleness/mean", "staleness/max", "bapo/masked_share"}  # to this trainer: TRL logs `sample/staleness_*`
+
+
+class LossTerms(NamedTuple):
+    """The loss terms of a rank's micro-batch: `M` sampled tokens, on `N` packed positions."""
+
+    positions: torch.Tensor  # `(M,)`, of the log-probabilities; a shared position serves several samples
+    old_logps: torch.Tensor  # `(1, M)`, the sampler's
+    advantages: torch.Tensor  # `(1, M)`
+    weight: torch.Tensor  # of each in TRL's loss, up to a factor common to the update
+
+
+def loss_terms(inputs: Mapping[str, torch.Tensor]) -> LossTerms:
+    """Select the loss terms of a micro-batch of TRL's."""
+    selected = inputs["token_index"] >= 0
+    old_logps, advantages = (inputs[name][selected].unsqueeze(0) for name in ("old_log_probs", "advantages"))
+    weight = 1 / inputs["global_n_tokens"][0].clamp(min=1)
+    return LossTerms(inputs["token_index"][selected], old_logps, advantages, weight)
+
+
+class AsyncBAPOTrainer(AsyncGRPOTrainer):
+    """
+    Experimental trainer for BAPO on TRL's asynchronous engine, where rollouts go on while the policy is trained.
+
+    A `trl.experimental.async_grpo.AsyncGRPOTrainer`, whose arguments it takes, with clip bounds that are searched for
+    each update: see [`BAPOTrainer`] for the method. Generation, rewards, staleness and packing are TRL's, and so is
+    what a resumed run knows of rollouts: those in progress are lost. The curves that forecast the next update are
+    restored.
+
+    Args:
+        args ([`AsyncBAPOConfig`], *optional*):
+            Configuration of the trainer. If `None`, a default configuration is used.
+
+    Attributes:
+        clip_bounds ([`ClipBounds`]):
+            Outcome of the latest search; before the first one, the start bounds.
+
+    Raises:
+        ValueError: If `args` are of another class.
+        RuntimeError: During training, if a log-probability or an advantage is NaN or infinite.
+    """
+
+    args: AsyncBAPOConfig
+    epsilon_low: Any  # a tensor here
+    epsilon_high: Any
+
+    _tag_names = ["trl", "async-bapo"]
+    _name = "AsyncBAPO"
+    _paper = PAPER
+
+    def __init__(self, model, reward_funcs=None, args=None, *rest, **kwargs):
+        if args is None:
+            args = AsyncBAPOConfig(f"{model.split('/')[-1]}-AsyncBAPO")
+        if not isinstance(args, AsyncBAPOConfig):
+            raise InputError(f"`args` is an {type(args).__name__}: make it an AsyncBAPOConfig, which takes the same.")
+        super().__init__(model, reward_funcs, args, *rest, **kwargs)
+        self._sends_merged_copies = merges_floats(self.model) and not self._lora_sync
+        if self._sends_merged_copies:
+            check_tied_weights(self.model)
+        self._start_search()
+
+    @property
+    def clip_bounds(self) -> ClipBounds:
+        return self._bounds.current
+
+    def train(self, *args, **kwargs):
+        self._start_search()
+        return super().train(*args, **kwargs)
+
+    def _start_search(self) -> None:
+        self._sum_ranks = partial(self.accelerator.reduce, reduction="sum")
+        self._bounds = ClipBoundController(
+            self.args,
+            self.accelerator.device,
+            reduce=self._sum_ranks,
+            gather=self.accelerator.gather,
+            update=lambda: self.state.global_step + 1,
+        )
+        self._clip_with(self._bounds.current)
+
+    def _clip_with(self, bounds: ClipBounds) -> None:
+        # TRL clips with, and logs the clip ratios of, these two. As tensors, they keep the host out of the search.
+        self.epsilon_low = 1 - bounds.low
+        self.epsilon_high = bounds.high - 1
+
+    def get_batch_samples(self, *args, **kwargs):
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        if batches:
+            totals = self._total_absolute_advantages(batches) if self._bounds.carries_over else None
+            self._clip_with(self._bounds.begin(totals))
+        return batches, num_items
+
+    def _total_absolute_advantages(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> Contributions:
+        """Sum up w |A| of each sign over an update's tokens on all ranks: nothing of it needs a forward pass."""
+        total = None
+        for inputs in batches:
+            terms = loss_terms(inputs)
+            tokens = self._tokens(terms, terms.old_logps)
+            of_batch = size_contributions(torch.ones_like(tokens.ratio), tokens.advantages, tokens.weights)
+            total = of_batch if total is None else total + of_batch
+        return Contributions.from_vector(self._sum_ranks(total.as_vector()), SINGLE_POINT)
+
+    def _tokens(self, terms: LossTerms, logps: torch.Tensor) -> PolicyTokens:
+        """Return the tokens of a micro-batch with these log-probabilities, `(1, M)`, and the weights of the loss."""
+        tokens = policy_tokens(
+            logps,
+            terms.old_logps,
+            terms.advantages,
+            torch.ones_like(terms.old_logps),
+            weighting=self.args.contribution_weighting,
+            factors=[terms.weight],
+        )
+        return replace(tokens, log_probs={"per_token_logps": logps, "old_per_token_logps": terms.old_logps})
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        # Before the forward pass: the host waits where it selects
+        terms, is_last = loss_terms(inputs), self.accelerator.sync_gradients
+
+        def forward(**arguments):
+            outputs = model(**arguments)
+            logps = outputs.log_probs.detach().flatten()[terms.positions].unsqueeze(0)
+            # TRL reads the bounds after this
+            self._clip_with(self._bounds.observe(self._tokens(terms, logps), None, is_last))
+            return outputs
+
+        loss = super().compute_loss(forward, inputs, *args, **kwargs)
+        if is_last:
+            for name, value in self._bounds.close().items():
+                if name not in _UNKNOWN:
+                    self._metrics["train"][name].append(value)
+        return loss
+
+    def _sync_weight_merged(self, *args, **kwargs):
+        copies: Any = nullcontext()
+        if self._sends_merged_copies:
+            model = self.accelerator.unwrap_model(self.model)
+            copies = merging_copies(
+                model, self.state.global_step, Types(forward=AUTOCAST.get(self.accelerator.mixed_precision))
+            )
+        with copies:
+            return super()._sync_weight_merged(*args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir, *args, **kwargs):
+        super()._save_optimizer_and_scheduler(output_dir, *args, **kwargs)
+        if self.args.should_save:
+            save_curves(self._bounds, output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint, *args, **kwargs):
+        super()._load_optimizer_and_scheduler(checkpoint, *args, **kwargs)
+        if checkpoint is not None:
+            load_curves(self._bounds, checkpoint)
