@@ -39,7 +39,7 @@ HOLE = "{}"  # what a message fills in
 OF_OTHERS = {
     *("api-server-count", "logprobs-mode", "max-logprobs", "max-model-len", "max-num-seqs", "dtype"),  # vLLM
     *("weight-transfer-config", "tensor-parallel-size", "enforce-eager", "gpu-memory-utilization"),
-    "kv-cache-memory-bytes",
+    *("kv-cache-memory-bytes", "enable-lora"),
     *("disable-pip-version-check", "no-deps", "only-binary", "quiet", "dest", "index-url", "nv"),  # pip, apptainer
     *("signal", "gpus_per_node", "tensor_parallel_size", "parts", "chat_model", "minutes"),  # sbatch, benchmarks
 }
