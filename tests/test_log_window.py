@@ -72,7 +72,9 @@ def test_all_metrics_of_ours_that_are_maxima_or_minima_are_reduced_as_such():
     ours = {*UPDATE_METRICS, *REPLAY_METRICS, *PARTIAL_METRICS, *MISMATCH_METRICS}
     assert {name for name in ours if name.endswith(("/max", "_max"))} == set(LARGEST)
     assert {name for name in ours if name.endswith(("/min", "_min"))} == set(SMALLEST)
-    drawn = {line.metric: line.over_seeds for panel in PANELS for line in panel.lines}
+    lines = [line for panel in PANELS for line in panel.lines]
+    # `sample/` is of TRL's asynchronous trainer, which reduces its own
+    drawn = {line.metric: line.over_seeds for line in lines if not line.metric.startswith("sample/")}
     assert {name for name, part in drawn.items() if part == "high"} == drawn.keys() & set(LARGEST)
     assert {name for name, part in drawn.items() if part == "low"} == drawn.keys() & set(SMALLEST)
 
