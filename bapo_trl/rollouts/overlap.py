@@ -110,23 +110,23 @@ class OverlappedGeneration:
 
     def drop(self) -> None:
         """Do without the requested completions."""
-        self._requested = None
+        self._requested, self._is_restored = None, False
         if self._client is not None:
             self._client.drop_request()
 
     def _take(self, inputs: Rows, version: int, is_next: bool) -> InjectedRollouts:
-        requested = None
+        requested, is_restored = None, False
         if is_next:
-            has_come = self.collect()
-            requested, self._requested = self._requested if has_come else None, None
-        if requested is not None and self._is_restored:
-            if any(gather_object([requested.prompt_ids != self._tokenize(inputs)])):  # on any rank: all sample then
-                warnings.warn(
-                    "The checkpoint's requested completions are of other prompts than this generation step: they are "
-                    "generated again. The data, the template or the number of samples of a generation step changed."
-                )
-                requested = None
-            self._is_restored = False
+            has_come, is_restored = self.collect(), self._is_restored
+            requested = self._requested if has_come else None
+            self._requested, self._is_restored = None, False
+        # On any rank: all sample then
+        if requested and is_restored and any(gather_object([requested.prompt_ids != self._tokenize(inputs)])):
+            warnings.warn(
+                "The checkpoint's requested completions are of other prompts than this generation step: they are "
+                "generated again. The data, the template or the number of samples of a generation step changed."
+            )
+            requested = None
         if requested is None:
             prompt_ids = self._tokenize(inputs)
             requested = Requested(prompt_ids, version, *self._sample(prompt_ids))
@@ -153,7 +153,7 @@ class OverlappedGeneration:
             limit = "" if seconds is None else f" within {seconds:g} seconds"
             warnings.warn(
                 f"The vLLM server has not answered{limit}: the checkpoint holds no requested completions. A resumed "
-                "run has the server generate them again, by the weights of then."
+                "run has the server generate them again, with its current weights."
             )
 
     def load(self, folder: str | Path, rank: int, num_ranks: int) -> None:
@@ -167,7 +167,7 @@ class OverlappedGeneration:
     def keep_if_all_have_them(self) -> None:
         """Do without the restored completions, unless all ranks found theirs. All ranks make this call together."""
         if not all(gather_object([self._requested is not None])):
-            self._requested = None
+            self.drop()
 
 
 def deal_out(states: Iterable[dict[str, Any]], rank: int, num_ranks: int) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def test_a_run_is_that_of_completions_that_come_one_generation_late(tmp_path, se
 
 @pytest.mark.parametrize("settings", [{}, {"num_iterations": 2, "replay_fraction": 0.5}, {"max_steps": 14}], ids=str)
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, settings):
-    """From the checkpoint before each generation step, over a server that was started anew."""
+    """From the checkpoint before each generation step, over a restarted server."""
     size = {"save_strategy": "steps", "save_steps": 2 * settings.get("num_iterations", 1), **settings}
     whole = run(tmp_path / "whole", **size)
     folders = sorted(tmp_path.glob("whole/checkpoint-*"))
@@ -137,7 +137,7 @@ def test_a_resume_within_a_generation_step_keeps_what_was_requested_for_the_next
     run(tmp_path / "whole", **size)
     resumed = run(tmp_path / "resumed", resume=str(tmp_path / "whole" / "checkpoint-3"), **size)
     at_5 = next(log for log in resumed.state.log_history if log.get("step") == 5)
-    assert at_5["staleness/max"] == 2 + 0  # requested at update 2, with the weights of then
+    assert at_5["staleness/max"] == 2 + 0  # requested at update 2, with the weights of that update
 
 
 def test_requested_completions_of_other_prompts_are_generated_again(tmp_path):
@@ -309,6 +309,21 @@ def test_requested_completions_that_were_removed_are_generated_again(tmp_path):
     for file in checkpoint.glob("requested_completions*"):
         file.unlink()
     resumed = run(tmp_path / "resumed", resume=str(checkpoint), **size)
+    assert [log["staleness/max"] for log in log_of(resumed)][-4:] == [0, 1, 2, 3]
+
+
+def test_all_ranks_do_without_what_one_of_them_has_lost(tmp_path, monkeypatch):
+    size = {"save_strategy": "steps", "save_steps": 2}
+    run(tmp_path / "first", **size)
+    gathered = []
+
+    def gather(found):
+        gathered.append(found)
+        return [*found, False] if len(gathered) == 1 else found  # another rank has none
+
+    monkeypatch.setattr("bapo_trl.rollouts.overlap.gather_object", gather)
+    resumed = run(tmp_path / "resumed", resume=str(tmp_path / "first" / "checkpoint-4"), **size)
+    assert gathered == [[True]]  # the other rank makes no call after it
     assert [log["staleness/max"] for log in log_of(resumed)][-4:] == [0, 1, 2, 3]
 
 
