@@ -30,9 +30,7 @@ def check_rules(config: Any) -> None:
 def _check_search(config: Any) -> None:
     if config.loss_type not in LOSSES:
         raise InputError(f"`loss_type` is {config.loss_type!r}: choose one of {', '.join(map(repr, LOSSES))}.")
-    for name in ("epsilon", "epsilon_high"):
-        if getattr(config, name) is not None:
-            _check_epsilon(config, name)
+    check_epsilons(config)
     if not config.has_clip_bounds:
         _check_unclipped_loss(config)
     check_bounds(config)
@@ -52,7 +50,7 @@ def _check_search(config: Any) -> None:
 
 
 def check_bounds(config: Any) -> None:
-    """Refuse clip bounds that are none, and a target that nothing moves the share to (`InputError`)."""
+    """Raise an error for clip bounds that are none, or a target that nothing moves the share to (`InputError`)."""
     BoundGrid(**{part: getattr(config, f"ratio_{part}") for part in BOUND_PARTS})  # checks the bounds
     default_target = type(config).positive_contribution_target
     moves_share = config.is_adaptive or config.has_constant_weight
@@ -65,6 +63,13 @@ def check_bounds(config: Any) -> None:
             f"{reason}, and `negative_weight_min` is 1. Set `negative_weight_min` below 1, e.g. 0.05, or leave the "
             f"target at {default_target}."
         )
+
+
+def check_epsilons(config: Any) -> None:
+    """Raise an error for TRL's clip bounds, where the loss does not read them (`InputError`)."""
+    for name in ("epsilon", "epsilon_high"):
+        if getattr(config, name) is not None:
+            _check_epsilon(config, name)
 
 
 def _check_epsilon(config: Any, name: str) -> None:

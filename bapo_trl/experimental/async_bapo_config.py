@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, fields
 from typing import get_args
 
 from ..clip_bounds.config import BoundSearchConfig
-from ..config_rules import check_bounds
+from ..config_rules import check_bounds, check_epsilons
 from ..errors import InputError
 from ..inputs.setting_checks import check_fields
 from .async_grpo_compat import AsyncGRPOConfig
@@ -29,7 +29,8 @@ class AsyncBAPOConfig(BoundSearchConfig, AsyncGRPOConfig):
     """
 
     has_clip_bounds = True  # no field: TRL's loss clips ratios
-    delta = None  # no field: and has no cap on those of negative tokens
+    has_ratio_cap = False
+    delta = None  # nor a cap on those of negative tokens
 
     epsilon: float | None = field(
         default=None, metadata={"help": "Not used: BAPO searches the clip bounds. See `ratio_lower_start`."}
@@ -42,13 +43,7 @@ class AsyncBAPOConfig(BoundSearchConfig, AsyncGRPOConfig):
         super().__post_init__()
         own = fields(BoundSearchConfig)
         check_fields(self, own, {f.name: get_args(f.type) or (f.type,) for f in own})
-        for name in ("epsilon", "epsilon_high"):
-            if getattr(self, name) is not None:
-                raise InputError(
-                    f"`{name}` is {getattr(self, name)}, but BAPO searches the clip bounds: remove it. To fix both "
-                    "bounds, set `ratio_lower_start` = `ratio_lower_max` (1 - epsilon) and `ratio_upper_start` = "
-                    "`ratio_upper_max` (1 + epsilon_high)."
-                )
+        check_epsilons(self)
         if self.search_scope == "batch":
             raise InputError(
                 "`search_scope` is 'batch', for which an update's tokens are scored before its losses: the "
