@@ -308,7 +308,7 @@ def _describe(f: Field) -> str:
     return f"{f.name} ({types}, *optional*, defaults to `{default}`):\n{text}"
 
 
-# A help text is the one home of what a field means: `--help`, the docstring and docs/knobs.md show it.
+# A help text is the one home of what a field means: `--help`, the docstring and docs/settings.md show it.
 if BAPOConfig.__doc__:  # `python -OO` has none
     # Without the indentation of the class, which the compiler takes off by itself from Python 3.13 on
     BAPOConfig.__doc__ = inspect.cleandoc(BAPOConfig.__doc__).replace(

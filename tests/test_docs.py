@@ -32,9 +32,9 @@ def test_links_lead_somewhere(page):
 
 
 def test_the_table_of_knobs_and_the_docstring_of_the_config_are_made_of_the_help_texts():
-    script = runpy.run_path(str(ROOT / "docs" / "tools" / "render_knobs.py"))
-    page, table = script["PAGE"].read_text(), script["knob_table"]()
-    assert page == script["with_table"](page, table), "run `python docs/tools/render_knobs.py`"
+    script = runpy.run_path(str(ROOT / "docs" / "tools" / "render_settings.py"))
+    page, table = script["PAGE"].read_text(), script["settings_table"]()
+    assert page == script["with_table"](page, table), "run `python docs/tools/render_settings.py`"
     docstring = " ".join(BAPOConfig.__doc__.split())
     for knob in own_fields():
         assert f"| `{knob.name}` |" in table

@@ -15,7 +15,7 @@ from ..upstream.fixes import end_training
 EXIT_CODE = 75
 """Exit code of a run that saved and can go on: `EX_TEMPFAIL` of sysexits.h, "the user is invited to retry"."""
 
-# The last is what SLURM can send ahead of the time limit without ending the launcher: see docs/reliability.md
+# The last is what SLURM can send ahead of the time limit without ending the launcher: see docs/resume.md
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -31,7 +31,7 @@ class StopSignals(TrainerCallback):
     A forked child, of a reward or a data loader, ends by SIGTERM as it would. The others, which a terminal and SLURM
     send to all processes, do nothing to it: the update that is to be finished may need it.
 
-    docs/reliability.md has the lines of a script around `train()`.
+    docs/resume.md has the lines of a script around `train()`.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Which method to take, as the studies found (docs/stability.md)."""
+"""Which method to take, as the studies found (docs/which_loss.md)."""
 
 from typing import Any
 
@@ -16,4 +16,4 @@ def advice_line(args: Any) -> str:
     updates = args.micro_batches_per_generation / args.gradient_accumulation_steps
     if updates <= 4 or args.loss_type != type(args).loss_type or args.loss_was_chosen:
         return ""
-    return f"Advice: {', '.join(f'{name} {value}' for name, value in ADVICE.items())} (docs/stability.md)."
+    return f"Advice: {', '.join(f'{name} {value}' for name, value in ADVICE.items())} (docs/which_loss.md)."

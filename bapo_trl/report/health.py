@@ -1,4 +1,4 @@
-"""The health of a run in words: its logs in, findings out. docs/report.md says what each line means.
+"""The health of a run in words: its logs in, findings out. docs/monitor.md says what each line means.
 
 Thresholds of `ratio/mean`, `ratio/ess` and `ratio/chi2` are those that verl's documentation of rollout correction
 warns at (`docs/algo/rollout_corr.md`). The others are rules of thumb: the value where most of a batch does not do what

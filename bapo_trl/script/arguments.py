@@ -24,7 +24,7 @@ class BAPOScriptArguments(ScriptArguments):
         default=None,
         metadata={
             "help": "Settings of a method by one name: grpo, clip_higher, bapo, bapo_released, cispo, gspo, sapo, "
-            "vespo, or recommended (docs/stability.md)."
+            "vespo, or recommended (docs/which_loss.md)."
         },
     )
     reward_funcs: list[str] | None = field(

@@ -67,7 +67,7 @@ def test_each_line_at_its_threshold(metric, within, beyond, severity, name, sent
 def test_every_check_has_a_golden_line_and_a_row_in_the_docs():
     of_limits = ("bapo/search_steps", "Bounds at their limits")
     assert {(check.metric, check.name) for check in CHECKS} == {*((line[0], line[4]) for line in GOLDEN), of_limits}
-    page = (ROOT / "docs" / "report.md").read_text()
+    page = (ROOT / "docs" / "monitor.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("| ")][1:]
     for check, row in zip(CHECKS, rows, strict=True):
         assert row.startswith(f"| {check.name} | ")

@@ -57,7 +57,7 @@ def test_the_table_of_settings_says_what_they_mean(args, expected):
 
 
 REPLAYS = {"replay_fraction": 0.25}
-ADVISED = "Advice: loss_type vespo (docs/stability.md)."
+ADVISED = "Advice: loss_type vespo (docs/which_loss.md)."
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_who_names_a_loss_or_a_method_gets_no_advice(tmp_path, capsys):
 
 def test_the_page_and_the_recipe_are_of_the_advice():
     settings = ", ".join(f'{name}="{value}"' for name, value in ADVICE.items())
-    assert f"`{settings}`" in (ROOT / "docs" / "stability.md").read_text()
+    assert f"`{settings}`" in (ROOT / "docs" / "which_loss.md").read_text()
     recipe = yaml.safe_load((ROOT / "recipes" / "stale_samples.yaml").read_text())
     assert {name: recipe[name] for name in ADVICE} == ADVICE
 

@@ -163,7 +163,7 @@ def test_without_an_answer_to_compare_with_there_is_no_reward(solution, answer):
     ],
 )
 def test_where_an_answer_may_stand(text, reward):
-    """As docs/evaluation.md says."""
+    """As docs/evaluate.md says."""
     assert rewards(ACCURACY, text, "78") == trls(text, "78") == reward
 
 
