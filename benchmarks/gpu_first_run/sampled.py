@@ -105,7 +105,7 @@ def _learn(setup: Setup, name: str, settings: dict) -> dict:
 
 def chat(setup: Setup) -> dict[str, Case]:
     both = {**REPLAY, **PARTIAL, "partial_rollout_chunk_length": 8}
-    # Settings, how the adapter is merged for vLLM, variables of the process; the open question of docs/study_gpu.md first
+    # Settings, rounding of the merged adapter, environment variables; the open question of docs/study_gpu.md first
     cases: dict[str, tuple[dict, str | None, dict]] = {
         "vLLM, merge nearest, replay, partial rollouts": (both, "nearest", {}),
         "vLLM, merge stochastic, replay, partial rollouts": (both, "stochastic", {}),
