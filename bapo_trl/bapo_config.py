@@ -1,4 +1,4 @@
-"""Configuration of `BAPOTrainer`: TRL's `GRPOConfig` with the settings of this package."""
+"""Configuration of `BAPOTrainer`: TRL's `GRPOConfig` plus the settings of this package."""
 
 import inspect
 import math
@@ -23,111 +23,124 @@ from .upstream.cpu_speed import has_bfloat16
 @dataclass
 class BAPOConfig(BoundSearchConfig, GRPOConfig):
     """
-    Configuration class for [`BAPOTrainer`].
+    Configuration of [`BAPOTrainer`].
 
-    Takes all parameters of [`~trl.GRPOConfig`] and those below. `epsilon` and `epsilon_high` have no effect under
-    BAPO and must be left alone: the search chooses the clip bounds. (`loss_type: cispo` alone has its cap from them.)
+    Takes all parameters of [`~trl.GRPOConfig`] and the parameters below. Leave `epsilon` and `epsilon_high` unset:
+    BAPO chooses the clip bounds. (Exception: with `loss_type="cispo"`, `epsilon_high` is the cap on the ratio, as in
+    TRL.)
 
     Parameters:
         {parameters}
 
     Raises:
-        ValueError: If a value is out of its range or does not go with another; the message names the parameter, the
-            value and the fix.
+        ValueError: If a value is out of range or conflicts with another one. The message names the parameter, its
+            value and a fix.
     """
 
     loss_was_chosen = False  # no field: set by the command line, for `--loss_type` and `--method`
 
     epsilon: float | None = field(
-        default=None, metadata={"help": "Not used: BAPO searches the clip bounds. See `ratio_lower_start`."}
+        default=None,
+        metadata={
+            "help": "Not used: BAPO chooses the clip bounds. To fix the lower bound, set `ratio_lower_start` and "
+            "`ratio_lower_max` to the same value."
+        },
     )
     epsilon_high: float | None = field(
         default=None,
         metadata={
-            "help": "Cap on the ratio for `loss_type: cispo`, as in TRL, e.g. 5.0. Else not used: see "
-            "`ratio_upper_start`."
+            "help": "With `loss_type: cispo`, the cap on the ratio, as in TRL, e.g. 5.0. Otherwise not used: BAPO "
+            "chooses the clip bounds. To fix the upper bound, set `ratio_upper_start` and `ratio_upper_max` to the "
+            "same value."
         },
     )
 
-    # Parameters of the replay queue
+    # Parameters of the replay buffer
     replay_fraction: float = setting(
         0.0,
         "[0, 1]",
-        "Share of each batch taken from the queue of past samples, in [0, 1]. With 0, and without "
-        "`replay_zero_advantage`, there is no queue. With a queue, each later pass over a generation "
-        "(`num_iterations`) draws its whole batch from it.",
+        "Fraction of each batch that is drawn from the replay buffer, in [0, 1]. The buffer is on if this is above 0 "
+        "or `replay_zero_advantage` is set. With the buffer on, each later pass over a generation (`num_iterations`) "
+        "draws its whole batch from the buffer.",
     )
     replay_zero_advantage: bool = field(
         default=False,
         metadata={
-            "help": "Whether fresh samples with advantage 0 (all completions of a group right, or all wrong) give "
-            "their place to queued samples."
+            "help": "Whether to replace fresh samples whose advantage is 0 (all completions of the group right, or "
+            "all wrong) with samples from the replay buffer."
         },
     )
     replay_capacity: int = setting(
-        4096, "[1, inf)", "Largest number of samples in the queue of each rank. Beyond it, the first to enter leave."
+        4096,
+        "[1, inf)",
+        "Maximum number of samples in the replay buffer of each rank. When the buffer is full, its oldest entries "
+        "are dropped (FIFO).",
     )
     replay_max_staleness: int | None = setting(
         None,
         "[0, inf)",
-        "Largest staleness of a queued sample when it is trained, in policy versions. `None` for no limit. With "
-        "partial rollouts it goes by the oldest token of a sample; that of fresh ones is bound by "
-        "`partial_rollout_max_staleness` alone.",
+        "Largest staleness, in policy versions, at which a sample from the replay buffer may be trained on. `None`: "
+        "no limit. With partial rollouts, the staleness of a buffered sample is that of its oldest token, and fresh "
+        "samples are limited by `partial_rollout_max_staleness` only.",
     )
     replay_min_staleness: int = setting(
         0,
         "[0, inf)",
-        "Smallest staleness of a sample when it is drawn from the queue, in policy versions. With "
-        "`replay_fraction` 1.0, all samples are at least this stale once the queue is filled.",
+        "Smallest staleness, in policy versions, at which a sample is drawn from the replay buffer. With "
+        "`replay_fraction` 1.0, all samples are at least this stale once the buffer has filled up.",
     )
     replay_max_reuse: int | None = setting(
-        None, "[1, inf)", "Number of times a sample may be trained, the first included. `None` for no limit."
+        None,
+        "[1, inf)",
+        "How often a sample may be trained on, including the first time. `None`: no limit.",
     )
     replay_discard_saved: bool = field(
         default=False,
-        metadata={"help": "Whether a resumed run starts with an empty queue, whatever the checkpoint holds."},
+        metadata={"help": "Whether to start with an empty replay buffer when resuming from a checkpoint."},
     )
 
     # Parameters of the partial rollouts
     partial_rollout_oversampling: float = setting(
         1.0,
         "[1, 2)",
-        "Groups of completions in flight over groups of a generation, in [1, 2). Above 1, a generation ends as "
-        "soon as it has enough complete groups. The others are parked, and a later policy continues them. With 1, "
-        "every generation waits for its longest completion.",
+        "Oversampling factor: how many groups are generated at a time, relative to the number trained per "
+        "generation, in [1, 2). Above 1, a generation ends as soon as it has enough complete groups; the unfinished "
+        "groups are paused, and a later policy continues them. 1 turns partial rollouts off: every generation waits "
+        "for its longest completion.",
     )
     partial_rollout_chunk_length: int = setting(
-        256, "[1, inf)", "Tokens decoded between two looks at which completions have ended."
+        256, "[1, inf)", "Number of tokens to decode before checking which completions have finished."
     )
     partial_rollout_max_staleness: int | None = setting(
         None,
         "[0, inf)",
         "Largest number of policy versions between a completion's first token and the last update on it. A group "
-        "that would exceed it is decoded to its end. `None` for no limit.",
+        "that would exceed it is decoded to its end instead of being paused. `None`: no limit.",
     )
 
     # Parameters of the sampler
     overlap_generation: bool = field(
         default=False,
         metadata={
-            "help": "Whether a vLLM server samples the next rollout batch while the trainer trains on this one. "
-            "Samples are one generation step's updates staler. Needs `vllm_mode: server`."
+            "help": "Whether a vLLM server samples the next rollout batch while the trainer trains on the current "
+            "one. Samples are then staler by the number of updates per generation. Needs `vllm_mode: server`."
         },
     )
     vllm_logp_tolerance: float | None = setting(
         0.1,
         "(0, inf]",
-        "Largest mean absolute difference between the log-probabilities of vLLM and of the trainer on the samples "
-        "of a generation, in nats a token. Beyond it the training stops: vLLM does not sample from the trainer's "
-        "weights. (With settings that bias the samples, such as `top_p`, it warns, once.) `None` for no check, nor "
-        "of whether a server takes the weights it is sent.",
+        "Largest allowed mean absolute difference between vLLM's and the trainer's log-probabilities of a "
+        "generation's samples, in nats per token. Training stops if the difference is larger, because vLLM then does "
+        "not sample from the trainer's weights. (With settings that bias the samples, such as `top_p`, the trainer "
+        "warns once instead.) `None` disables this check, and the check that the vLLM server has loaded the latest "
+        "weights.",
     )
     vllm_request_timeout: float = setting(
         1500.0,
         "(0, inf]",
-        "Seconds that the vLLM server may take to answer one request: the samples of a generation, or a transfer "
-        "of the weights. After that, and after any other failure that may pass, the trainer waits for the server "
-        "for `vllm_server_timeout`, joins it again, and repeats the generation, three times at most.",
+        "Seconds that the vLLM server may take to answer one request (the samples of a generation, or a weight "
+        "transfer). After a timeout or another temporary failure, the trainer waits up to `vllm_server_timeout` for "
+        "the server, reconnects and repeats the generation, at most three times.",
     )
 
     if TYPE_CHECKING:  # what the parents' `__post_init__` leaves of fields that they declare more widely
@@ -149,10 +162,10 @@ class BAPOConfig(BoundSearchConfig, GRPOConfig):
     @classmethod
     def from_grpo_config(cls, args: GRPOConfig) -> "BAPOConfig":
         """
-        Return `args` with the search's parameters at their defaults.
+        Return a `BAPOConfig` with the values of `args`, and the parameters of BAPO at their defaults.
 
         Raises:
-            ValueError: If a value does not go with BAPO, e.g. an `epsilon` other than TRL's default.
+            ValueError: If a value conflicts with BAPO, e.g. an `epsilon` other than TRL's default.
         """
         config = cls.__new__(cls)  # `args` went through `__post_init__` already: a second pass would refuse it
         config.__dict__.update(vars(args))

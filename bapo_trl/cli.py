@@ -15,15 +15,15 @@ from .script.recipes import is_true, look_ahead
 
 
 COMMANDS = {
-    "train": ("bapo_trl.cli:train", "train a model with BAPO"),
-    "evaluate": ("bapo_trl.cli:evaluate", "count how many of a model's answers are right"),
-    "recipes": ("bapo_trl.script.recipes:main", "list the recipes of the package, for `--config`"),
-    "compare": ("bapo_trl.compare.command:main", "train with several methods, and say which ends highest"),
-    "report": ("bapo_trl.report.command:main", "draw what runs logged, and say what is not healthy"),
-    "launch": ("bapo_trl.cli:launch", "train on several GPUs or nodes, with accelerate"),
-    "serve": ("bapo_trl.script.serving:main", "serve a model with vLLM, to sample from while training"),
+    "train": ("bapo_trl.cli:train", "train a model"),
+    "evaluate": ("bapo_trl.cli:evaluate", "measure the accuracy of a model"),
+    "recipes": ("bapo_trl.script.recipes:main", "list the built-in recipes for `--config`"),
+    "compare": ("bapo_trl.compare.command:main", "compare several methods on one task, over several seeds"),
+    "report": ("bapo_trl.report.command:main", "plot the metrics of runs, and check their health"),
+    "launch": ("bapo_trl.cli:launch", "train or evaluate on several GPUs or nodes, with accelerate"),
+    "serve": ("bapo_trl.script.serving:main", "start a vLLM server that generates for the trainer"),
 }
-"""The function that takes what stands behind a sub-command, and what the sub-command is for."""
+"""The function that runs each subcommand with its arguments, and the purpose of the subcommand."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int | None:
@@ -37,8 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(
         prog="bapo-trl",
-        description="BAPO (arXiv 2510.18927): reinforcement learning of language models on stale samples.",
-        epilog="`bapo-trl COMMAND --help` tells of its settings; `--traceback` shows where an error comes from.",
+        description="Off-policy reinforcement learning for TRL: train, evaluate and compare language models.",
+        epilog="`bapo-trl COMMAND --help` lists the settings of a command. `--traceback` shows the traceback of an "
+        "error.",
     )
     parser.add_argument("--version", action="version", version=f"bapo-trl {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

@@ -1,4 +1,4 @@
-"""The settings of the bound search, which every trainer has that searches clip bounds."""
+"""Settings of the clip bound search, shared by all trainers that search for clip bounds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,14 +11,14 @@ from .tokens import WEIGHTINGS
 
 
 class _Metadata(dict):
-    """Metadata of a field that has a `range`: not for argparse, to which the parsers of transformers give a copy."""
+    """Metadata of a field with a `range`. Its copy, which transformers passes to argparse, leaves the range out."""
 
     def copy(self) -> dict:
         return {key: value for key, value in self.items() if key != "range"}
 
 
 def setting(default: Any, allowed: str | Sequence[str], text: str) -> Any:
-    """Declare a field with what it may be, an interval such as "(0, 1]" or choices, and its help text."""
+    """Declare a field with its range, such as "(0, 1]", or its choices, and its help text."""
     if isinstance(allowed, str):
         return field(default=default, metadata=_Metadata(help=text, range=allowed))
     return field(default=default, metadata={"help": text, "choices": list(allowed)})
@@ -26,60 +26,71 @@ def setting(default: Any, allowed: str | Sequence[str], text: str) -> Any:
 
 @dataclass
 class BoundSearchConfig:
-    """Fields of the bound search, for the configuration class of a trainer."""
+    """Settings of the clip bound search, for the configuration class of a trainer to inherit from."""
 
     positive_contribution_target: float = setting(
         0.5,
         "(0, 1]",
-        "Share of the policy loss that positive-advantage tokens are to contribute, in (0, 1]. An odds target "
-        "`tau` (positive over negative) is the share `tau / (1 + tau)`.",
+        "Target fraction of the policy loss that should come from positive-advantage tokens, in (0, 1]. If your "
+        "target is an odds ratio `tau` (positive over negative), set `tau / (1 + tau)`.",
     )
-    ratio_lower_start: float = setting(0.6, "(0, 1]", "Lower clip bound at which each search starts, in ratio space.")
+    ratio_lower_start: float = setting(
+        0.6, "(0, 1]", "Lower clip bound at which each search starts, as an importance ratio."
+    )
     ratio_lower_max: float = setting(
-        0.9, "(0, 1]", "Highest lower clip bound. Equal to `ratio_lower_start`, the lower bound is fixed."
+        0.9,
+        "(0, 1]",
+        "Highest lower clip bound that the search may choose. Set it equal to `ratio_lower_start` to fix the lower "
+        "bound.",
     )
-    ratio_lower_step: float = setting(0.02, "(0, inf)", "Step of the lower clip bound.")
+    ratio_lower_step: float = setting(0.02, "(0, inf)", "Step by which the search raises the lower clip bound.")
     ratio_upper_start: float = setting(
-        1.2, "[1, inf)", "Upper clip bound at which each search starts, in ratio space."
+        1.2, "[1, inf)", "Upper clip bound at which each search starts, as an importance ratio."
     )
     ratio_upper_max: float = setting(
-        3.0, "[1, inf)", "Highest upper clip bound. Equal to `ratio_upper_start`, the upper bound is fixed."
+        3.0,
+        "[1, inf)",
+        "Highest upper clip bound that the search may choose. Set it equal to `ratio_upper_start` to fix the upper "
+        "bound.",
     )
-    ratio_upper_step: float = setting(0.05, "(0, inf)", "Step of the upper clip bound.")
+    ratio_upper_step: float = setting(0.05, "(0, inf)", "Step by which the search raises the upper clip bound.")
     contribution_measure: str = setting(
         "gradient",
         MEASURES,
-        "What a token contributes, `gradient`, its part in the gradient if the clip lets it through, or "
-        "`surrogate`, the value of its clipped term.",
+        "How the contribution of a token to the loss is measured. `gradient`: the size of its gradient, 0 if the "
+        "token is clipped. `surrogate`: the value of its clipped objective, counted even if the token is clipped.",
     )
     contribution_weighting: str = setting(
         "uniform",
         WEIGHTINGS,
-        "Weight of a token in the share, `uniform`, or `behavior_prob`, its probability under the policy that "
-        "sampled it, as Eq. 8 prints it.",
+        "Weight of each token's contribution. `uniform`: all tokens count alike. `behavior_prob`: the probability of "
+        "the token under the policy that sampled it, as printed in Eq. 8 of the paper.",
     )
     search_order: str = setting(
-        "upper_first", SEARCH_ORDERS, "Which bound moves first, `upper_first` or `lower_first`."
+        "upper_first",
+        SEARCH_ORDERS,
+        "Which bound the search moves to its maximum before it moves the other: `upper_first` or `lower_first`.",
     )
     search_scope: str = setting(
         "carried_over",
         SCOPES,
-        "Tokens of one search, on all ranks: `batch`, as published, all micro-batches of the optimizer step, free "
-        "with one, with an extra forward pass if there are several; `carried_over`, a forecast of these from the "
-        "update before; or `micro_batch`, the current micro-batch.",
+        "Which tokens the clip bounds are computed from, across all ranks. `carried_over`: an estimate from the "
+        "previous update, at almost no extra cost. `batch`: all micro-batches of the current update, as in the "
+        "paper; needs an extra forward pass if there is more than one micro-batch. `micro_batch`: each micro-batch "
+        "gets its own bounds.",
     )
     negative_weight_min: float = setting(
         1.0,
         "(0, 1]",
-        "Smallest weight of negative-advantage tokens in the policy loss, in (0, 1]. Where the bounds miss "
-        "`positive_contribution_target`, these tokens are weighed down to reach it. With 1 there is no weight, as "
-        "in the paper. With fixed bounds, or none, and a target of 1, it is the weight in every update and needs "
-        "no extra forward pass.",
+        "How far the loss of negative-advantage tokens may be scaled down when the bounds alone miss "
+        "`positive_contribution_target`: the smallest weight, in (0, 1]. 1: never, as in the paper. To use a constant "
+        "weight, fix both bounds (or use a loss without any) and set `positive_contribution_target` to 1. A constant "
+        "weight needs no extra forward pass.",
     )
 
     @property
     def bound_grid(self) -> BoundGrid:
-        """Candidate clip bounds of the search."""
+        """Candidate clip bounds that the search chooses from."""
         return BoundGrid(**{part: getattr(self, f"ratio_{part}") for part in BOUND_PARTS})
 
     @property

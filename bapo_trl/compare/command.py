@@ -14,13 +14,14 @@ from .study import Run, read_study
 
 
 _DESCRIPTION = """
-Compare methods on one task, over several seeds: which of them ends highest, and is the difference more than luck?
+Train with several methods on one task, over several seeds. Report which method reaches the highest accuracy, and
+whether the differences are statistically significant.
 
     bapo-trl compare my_study.yaml --output_dir study --jobs 2
 
-The YAML file names what all runs share (`base`), the arms, the seeds, and how often to measure; docs/compare.md has
-an example. Each run is a process of `bapo-trl train`. A study that is stopped goes on where it was; one that is
-finished only prints its tables.
+The YAML file holds the settings that all runs share (`base`), the methods (`arms`), the seeds, and how often to
+measure the accuracy; docs/compare.md has an example. Each run is a process of `bapo-trl train`. If you stop a study,
+the same command resumes it. Once all runs are finished, the command only prints the tables.
 """
 
 
@@ -33,13 +34,13 @@ def main(arguments: Sequence[str]) -> int | None:
     parser = OneLineParser(
         prog="bapo-trl compare", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("study", metavar="STUDY", help="YAML file")
-    parser.add_argument("--output_dir", required=True, type=Path, help="folder of the results, one JSON file a run")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (1)")
-    parser.add_argument("--only", nargs="+", metavar="ARM", help="arms to run (all)")
-    parser.add_argument("--against", metavar="ARM", help="arm that the others are compared with (the first)")
+    parser.add_argument("study", metavar="STUDY", help="YAML file that describes the study")
+    parser.add_argument("--output_dir", required=True, type=Path, help="folder for the results, one JSON file per run")
+    parser.add_argument("--jobs", type=int, default=1, help="number of runs at the same time (default: 1)")
+    parser.add_argument("--only", nargs="+", metavar="ARM", help="methods to run (default: all)")
+    parser.add_argument("--against", metavar="ARM", help="method to compare the others with (default: the first)")
     parser.add_argument(
-        "--dry_run", action="store_true", help="list the runs and what keeps them from being made here, and do nothing"
+        "--dry_run", action="store_true", help="list the runs and the problems that would stop them, and run nothing"
     )
     options = parser.parse_args(arguments)
     if options.jobs < 1:

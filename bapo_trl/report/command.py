@@ -14,13 +14,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Write the report of the runs that the arguments name, by default the process's, and print its health lines."""
     parser = OneLineParser(
         prog="bapo-trl report",
-        description="Draw what runs logged, laid over one another with seeds as bands, and say what is not healthy.",
+        description="Plot the metrics that runs logged, several runs in one figure and seeds as bands, and check the "
+        "health of each run.",
     )
     parser.add_argument(
-        "runs", metavar="RUN", nargs="+", help="an output_dir, a checkpoint folder or a trainer_state.json"
+        "runs", metavar="RUN", nargs="+", help="an `output_dir`, a checkpoint folder or a trainer_state.json"
     )
     parser.add_argument(
-        "--output", "--output_dir", metavar="FOLDER", default="report", help="where report.png goes (default: report)"
+        "--output", "--output_dir", metavar="FOLDER", default="report", help="folder for report.png (default: report)"
     )
     arguments = parser.parse_args(argv)
     runs = read_runs(arguments.runs)

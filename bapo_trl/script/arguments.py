@@ -1,4 +1,4 @@
-"""Flags of training and evaluation besides those of the config and the model."""
+"""Settings of the command line that belong to no trainer or model."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,95 +9,107 @@ from ..errors import InputError
 
 
 EMBEDDED = "embedded"
-"""What `dataset_name` and `model_name_or_path` say for the embedded task and its model."""
+"""Name of the built-in task for `dataset_name`, and of its model for `model_name_or_path`."""
 
 
 @dataclass
 class BAPOScriptArguments(ScriptArguments):
-    """
-    Arguments of this script. `--dataset_name` is a file (json, jsonl, parquet), a folder, a Hub id, `embedded`,
-    `chat_sums` (sums asked of a chat model) or `reasoning_gym:TASK`. `--model_name_or_path` is a folder, a Hub id,
-    `embedded` or `smollm2` (SmolLM2-135M-Instruct from a package).
-    """
+    """Settings of `bapo-trl train` and `bapo-trl evaluate` for data, rewards and evaluation."""
 
+    dataset_name: str | None = field(
+        default=None,
+        metadata={
+            "help": "Dataset to train on: a file (.json, .jsonl or .parquet), a folder, a Hub id, or a built-in task: "
+            "`embedded` (sums of two numbers, for the tiny model `embedded`), `chat_sums` (the same sums, asked of a "
+            "chat model) or `reasoning_gym:TASK`. Ignored if a recipe lists `datasets`."
+        },
+    )
     method: str | None = field(
         default=None,
         metadata={
-            "help": "Settings of a method by one name: grpo, clip_higher, bapo, bapo_released, cispo, gspo, sapo, "
-            "vespo, or recommended (docs/which_loss.md)."
+            "help": "Set the loss and the clip bounds of a method by its name: grpo, clip_higher, bapo, "
+            "bapo_released, cispo, gspo, sapo, vespo, or recommended (docs/which_loss.md)."
         },
     )
     reward_funcs: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Reward functions: accuracy_reward, reasoning_accuracy_reward, think_format_reward, "
-            "get_soft_overlong_punishment (0 to -1 over the last fifth of `max_completion_length`), or import paths "
-            "such as my_package.rewards.my_reward."
+            "help": "One or more reward functions: accuracy_reward, reasoning_accuracy_reward, think_format_reward, "
+            "get_soft_overlong_punishment (falls from 0 to -1 over the last fifth of `max_completion_length`), or an "
+            "import path such as my_package.rewards.my_reward."
         },
     )
     task_args: dict[str, Any] | str | None = field(
         default=None,
-        metadata={"help": 'Arguments of a task of reasoning-gym as JSON: \'{"min_terms": 2, "max_terms": 2}\'.'},
+        metadata={"help": 'Arguments of a reasoning-gym task, as JSON: \'{"min_terms": 2, "max_terms": 2}\'.'},
     )
     prompt_column: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Column with the prompts; of several, the first that a dataset has. By default `prompt` as it is. "
-            "With this, `prompt_template` or `system_prompt`, text becomes a user's message for a chat model."
+            "help": "Column that holds the prompts. If you name several, the first that the dataset has is used. By "
+            "default, the column `prompt` is used unchanged. If you set this, `prompt_template` or `system_prompt`, "
+            "the text is wrapped in a user message if the model has a chat template."
         },
     )
     answer_column: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Column with the answers; of several, the first that a dataset has. A dot leads to a field, as in "
-            "`reward_model.ground_truth`. Rewards get it as `solution` too, unless there is such a column."
+            "help": "Column that holds the right answers. If you name several, the first that the dataset has is "
+            "used. A dot selects a nested field, as in `reward_model.ground_truth`. Reward functions also get the "
+            "answers as `solution`, unless the dataset has a column of that name."
         },
     )
     prompt_template: str | None = field(
         default=None,
-        metadata={"help": "Text around each prompt: {prompt} stands for the prompt, {NAME} for the column NAME."},
+        metadata={
+            "help": "Text to put around each prompt: {prompt} is replaced by the prompt, {NAME} by the column NAME."
+        },
     )
-    system_prompt: str | None = field(default=None, metadata={"help": "Text of the system message of each prompt."})
+    system_prompt: str | None = field(default=None, metadata={"help": "System message to put before each prompt."})
     eval_dataset: str | None = field(
         default=None,
         metadata={
-            "help": "Prompts to evaluate on, before and after the training: a file, a folder or a Hub id. Its only "
-            "split, or `dataset_test_split`; `dataset_config` is for it where it is the only data."
+            "help": "Dataset to evaluate on before and after training: a file, a folder or a Hub id. If it has "
+            "several splits, `dataset_test_split` is used. `dataset_config` applies to it only if it is the only "
+            "dataset."
         },
     )
     eval_fraction: float | None = field(
         default=None,
-        metadata={"help": "Share of the training prompts to hold out and evaluate on, the same for any seed."},
+        metadata={
+            "help": "Fraction of the training prompts to hold out and evaluate on. The same prompts are held out for "
+            "every seed."
+        },
     )
     extract_answer: str | None = field(
         default=None,
         metadata={
-            "help": "What finds the answer in a completion, for maj@k: boxed, last_number, text (all of it), or an "
-            "import path of a function of the text."
+            "help": "How to find the answer in a completion, for maj@k: boxed, last_number, text (the whole "
+            "completion), or the import path of a function that takes the text."
         },
     )
     max_eval_samples: int | None = field(
-        default=None, metadata={"help": "Prompts to evaluate on: the first so many, for a quick look. By default all."}
+        default=None, metadata={"help": "Evaluate only on the first N prompts. By default, on all of them."}
     )
     overwrite_output_dir: bool = field(
         default=False,
         metadata={
-            "help": "Whether a run may delete checkpoints, model and report of an earlier one in `output_dir`, and "
-            "`merge_adapter` the folder `merged`. Else it is refused."
+            "help": "Whether to delete the checkpoints, the model and the report of an earlier run in `output_dir` "
+            "(with `merge_adapter`, the folder `merged`). By default, an earlier run raises an error."
         },
     )
     merge_adapter: bool = field(
         default=False,
         metadata={
-            "help": "Whether to save the model with the adapter merged in, in the folder `merged` of `output_dir`. "
-            "With `do_train` false and no data, nothing else is done."
+            "help": "Whether to also save the model with the LoRA adapter merged in, to the folder `merged` in "
+            "`output_dir`. With `--do_train false` and no dataset, the command only merges."
         },
     )
     dry_run: bool = field(
         default=False,
         metadata={
-            "help": "Whether to print what the run would do, and do nothing of it: samples, updates, their age, the "
-            "first prompt, and what each reward function gives. No weights are loaded, nothing is written."
+            "help": "Whether to only print what the run would do: samples, updates, staleness, the first prompt, and "
+            "the value of each reward function. Loads no weights and writes nothing."
         },
     )
 

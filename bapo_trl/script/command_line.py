@@ -168,12 +168,16 @@ class _Parser(TrlParser):
             (BAPOScriptArguments, BAPOConfig, ModelConfig, DatasetMixtureConfig),  # type: ignore[arg-type]
             prog=command.name,
             description=command.description,
-            epilog="All fields of TRL's GRPOConfig, ModelConfig and DatasetMixtureConfig are flags as well.",
+            epilog="All fields of TRL's GRPOConfig, ModelConfig and DatasetMixtureConfig are flags, too.",
             usage=f"{command.name} [--config RECIPE] [--NAME VALUE ...]",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        self.add_argument("--config", metavar="RECIPE", help="Name of a recipe, or a YAML file of settings.")
+        self.add_argument(
+            "--config",
+            metavar="RECIPE",
+            help="Recipe to take settings from: a name that `bapo-trl recipes` lists, or the path of a YAML file.",
+        )
         # TRL's dropout of 0.05 on adapters would put noise on every importance ratio
         self.set_defaults(do_train=True, dtype=None, lora_dropout=0.0)
         shown = {"help", "config", *(field.name for field in (*fields(BAPOScriptArguments), *own_fields()))}

@@ -1,4 +1,4 @@
-"""The commands that train or evaluate, by name and with their help texts."""
+"""Names and help texts of the commands that train or evaluate."""
 
 from typing import NamedTuple
 
@@ -11,24 +11,27 @@ class Command(NamedTuple):
 
 
 _TRAINING = """
-Train a model with BAPO. Without any argument: the embedded arithmetic task, on a laptop without a GPU.
+Train a model. Without arguments, train a tiny model to add two numbers, in minutes and without a GPU.
 
-One of the recipes, or your own; flags override its values. In several processes:
+Take settings from a recipe, or from a YAML file of your own; flags override its values. Launch several processes:
 
     {command} --config quickstart
     bapo-trl launch --accelerate zero3 --num_processes 6 {launched} --config math_7b --learning_rate 1e-6
 
-Your own data and reward, with columns of other names, evaluated before and after:
+Train on your own data and reward functions, and evaluate before and after training:
 
     {command} --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name math.jsonl \\
         --prompt_column question --answer_column answer --reward_funcs accuracy_reward my_rewards.is_short \\
         --eval_fraction 0.1 --extract_answer boxed --output_dir out --steps_per_generation 8
+
+`--model_name_or_path` takes a folder, a Hub id, `embedded` (the tiny model) or `smollm2` (SmolLM2-135M-Instruct, from
+a Python package).
 """
 _EVALUATION = """
-Evaluate a model: what `bapo-trl train` does with `--do_train false`, and with the same settings. Those of a recipe
-that are for its training do not count.
+Evaluate a model. The same as `bapo-trl train --do_train false`, with the same settings. Settings of a recipe that only
+concern training are ignored.
 
-A saved model or adapter on AIME 2024, and on your own prompts:
+Evaluate a saved model or adapter on AIME 2024, and on your own prompts:
 
     bapo-trl evaluate --config aime24 --model_name_or_path out
     bapo-trl evaluate --model_name_or_path out --eval_dataset prompts.jsonl --reward_funcs my_rewards.is_short \\

@@ -71,11 +71,12 @@ def launch_of(accelerate: str) -> argparse.Namespace:
 def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the arguments of `accelerate launch` that these stand for; errors as in [`main`]."""
     parser: Any = launch.launch_command_parser()
-    parser.prog, parser.description = "bapo-trl launch", "Train or evaluate on several GPUs or nodes."
+    parser.prog = "bapo-trl launch"
+    parser.description = "Train or evaluate on several GPUs or nodes, with `accelerate launch`."
     parser.usage = "%(prog)s [--accelerate NAME] [FLAGS OF accelerate launch] {train,evaluate,SCRIPT} [ITS FLAGS]"
     parser.formatter_class = argparse.HelpFormatter  # accelerate's own leaves out what has no flag here
     parser.add_argument(
-        "--accelerate", metavar="NAME", help=f"configuration: {', '.join(CONFIGS)}, or the path of a file"
+        "--accelerate", metavar="NAME", help=f"accelerate configuration: {', '.join(CONFIGS)}, or the path of a file"
     )
     args = parser.parse_args(arguments)
     if args.accelerate in CONFIGS:

@@ -78,7 +78,7 @@ def is_true(value: Any) -> bool:
 
 def main(arguments: Sequence[str]) -> None:
     """Print the recipes of the package, a line each, with the first line of their file."""
-    parser = argparse.ArgumentParser(prog="bapo-trl recipes", description="List the recipes for `--config`.")
+    parser = argparse.ArgumentParser(prog="bapo-trl recipes", description="List the built-in recipes for `--config`.")
     parser.parse_args(arguments)
     width = max(map(len, recipe_names()))
     for name in recipe_names():

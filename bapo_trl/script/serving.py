@@ -24,13 +24,20 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="bapo-trl serve",
         usage="%(prog)s --model MODEL [--host HOST] [--port PORT] [--device {cuda,cpu}] [FLAGS OF vllm serve ...]",
-        description="Serve a model with vLLM, for `--use_vllm true --vllm_mode server`. Start it before the training.",
+        description="Start a vLLM server that generates for the trainer (`--use_vllm true --vllm_mode server`). Start "
+        "the server before the training. Further flags are passed on to `vllm serve`.",
         allow_abbrev=False,
     )
-    parser.add_argument("--model", required=True, help="folder or id on the Hub")
+    parser.add_argument("--model", required=True, help="folder or Hub id of the model")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="the trainer's `vllm_server_port` (default: 8000)")
-    parser.add_argument("--device", choices=list(DEVICE_FLAGS), help="default: cuda if there is a GPU")
+    parser.add_argument(
+        "--port", type=int, default=8000, help="port to listen on; `vllm_server_port` of the trainer (default: 8000)"
+    )
+    parser.add_argument(
+        "--device",
+        choices=list(DEVICE_FLAGS),
+        help="device to generate on (default: cuda if there is a GPU, else cpu)",
+    )
     own, further = parser.parse_known_args(arguments)
     if util.find_spec("vllm") is None:
         raise MissingPackageError(
