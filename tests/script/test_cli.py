@@ -91,7 +91,7 @@ def test_the_recipes_have_a_line_each(capsys):
     assert cli.main(["recipes"]) is None
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert list(lines) == recipe_names()
-    assert lines["lora_small"] == "LoRA on a small model, one GPU."
+    assert lines["lora_small"] == "Train a small model on math problems with LoRA on one GPU."
     assert all(line.endswith(".") for line in lines.values()), "a first line that goes on in the second"
 
 
