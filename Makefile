@@ -84,7 +84,8 @@ quality: $(VENV)/.installed-dev
 		--disable-plugin HexHighEntropyString --disable-plugin Base64HighEntropyString  # keys of runs, checksums
 	@# Lists what the package index knows no advisories of, by name
 	$(BIN)/pip-audit --no-deps --disable-pip --progress-spinner off --requirement constraints.txt
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@# Reads the code without importing it: without torch, TRL and the like
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=docs/tools/without_torch $(BIN)/mkdocs build --strict
 
 style: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .

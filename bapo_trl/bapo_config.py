@@ -59,8 +59,8 @@ class BAPOConfig(BoundSearchConfig, GRPOConfig):
     replay_fraction: float = setting(
         0.0,
         "[0, 1]",
-        "Fraction of each batch that is drawn from the replay buffer, in [0, 1]. The buffer is on if this is above 0 "
-        "or `replay_zero_advantage` is set. With the buffer on, each later pass over a generation (`num_iterations`) "
+        "Fraction of each batch that is drawn from the replay buffer. The buffer is on if this is above 0 or "
+        "`replay_zero_advantage` is set. With the buffer on, each later pass over a generation (`num_iterations`) "
         "draws its whole batch from the buffer.",
     )
     replay_zero_advantage: bool = field(
@@ -104,7 +104,7 @@ class BAPOConfig(BoundSearchConfig, GRPOConfig):
         1.0,
         "[1, 2)",
         "Oversampling factor: how many groups are generated at a time, relative to the number trained per "
-        "generation, in [1, 2). Above 1, a generation ends as soon as it has enough complete groups; the unfinished "
+        "generation. Above 1, a generation ends as soon as it has enough complete groups; the unfinished "
         "groups are paused, and a later policy continues them. 1 turns partial rollouts off: every generation waits "
         "for its longest completion.",
     )
@@ -317,7 +317,8 @@ _TYPES = {f.name: get_args(f.type) or (f.type,) for f in fields(BAPOConfig)}
 def _describe(f: Field) -> str:
     types = " or ".join(f"`{name}`" for name in getattr(f.type, "__name__", str(f.type)).split(" | "))
     default = f'"{f.default}"' if isinstance(f.default, str) else f.default
-    text = textwrap.fill(f.metadata["help"], 119, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    allowed = f" Range: {f.metadata['range']}." if "range" in f.metadata else ""
+    text = textwrap.fill(f.metadata["help"] + allowed, 119, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return f"{f.name} ({types}, *optional*, defaults to `{default}`):\n{text}"
 
 

@@ -11,10 +11,10 @@ from .tokens import WEIGHTINGS
 
 
 class _Metadata(dict):
-    """Metadata of a field with a `range`. Its copy, which transformers passes to argparse, leaves the range out."""
+    """Metadata of a field with a `range`. The copy that transformers passes to argparse has the range in its help."""
 
     def copy(self) -> dict:
-        return {key: value for key, value in self.items() if key != "range"}
+        return {"help": f"{self['help']} Range: {self['range']}."}
 
 
 def setting(default: Any, allowed: str | Sequence[str], text: str) -> Any:
@@ -31,8 +31,8 @@ class BoundSearchConfig:
     positive_contribution_target: float = setting(
         0.5,
         "(0, 1]",
-        "Target fraction of the policy loss that should come from positive-advantage tokens, in (0, 1]. If your "
-        "target is an odds ratio `tau` (positive over negative), set `tau / (1 + tau)`.",
+        "Target fraction of the policy loss that should come from positive-advantage tokens. If your target is an "
+        "odds ratio `tau` (positive over negative), set `tau / (1 + tau)`.",
     )
     ratio_lower_start: float = setting(
         0.6, "(0, 1]", "Lower clip bound at which each search starts, as an importance ratio."
@@ -83,9 +83,9 @@ class BoundSearchConfig:
         1.0,
         "(0, 1]",
         "How far the loss of negative-advantage tokens may be scaled down when the bounds alone miss "
-        "`positive_contribution_target`: the smallest weight, in (0, 1]. 1: never, as in the paper. To use a constant "
-        "weight, fix both bounds (or use a loss without any) and set `positive_contribution_target` to 1. A constant "
-        "weight needs no extra forward pass.",
+        "`positive_contribution_target`: the smallest weight. 1: never, as in the paper. To use a constant weight, "
+        "fix both bounds (or use a loss without any) and set `positive_contribution_target` to 1. A constant weight "
+        "needs no extra forward pass.",
     )
 
     @property

@@ -3,16 +3,18 @@ Lets griffe, which reads the docstrings for the API page, understand TRL's idiom
 
 TRL writes "name (`type` or `type`, *optional*, defaults to `x`):" and refers to other objects with [`Name`]. Griffe
 wants the bare type, takes the default from the signature, and knows no such references.
+
+Nothing is imported, so that the site can be built without torch and TRL. Parameters that a docstring gets at import
+are on the settings page.
 """
 
-import importlib
-import inspect
 import re
 
 import griffe
 
 
 PARAMETER = re.compile(r"^( {4}\w+) \((.+)\):$", flags=re.MULTILINE)
+PARAMETERS_AT_IMPORT = re.compile(r"^Parameters:\n\s*\{parameters\}", flags=re.MULTILINE)
 REFERENCE = re.compile(r"\[`(?:~(?:\w+\.)*)?([\w.]+)`\]")
 
 
@@ -29,7 +31,5 @@ class TRLDocstrings(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **kwargs) -> None:
         if obj.docstring is None:
             return
-        text = obj.docstring.value
-        if "{parameters}" in text:  # filled at import
-            text = inspect.getdoc(getattr(importlib.import_module(obj.module.path), obj.name))
+        text = PARAMETERS_AT_IMPORT.sub("The parameters are on the page [Settings](settings.md).", obj.docstring.value)
         obj.docstring.value = PARAMETER.sub(with_bare_type, REFERENCE.sub(r"`\1`", text))
