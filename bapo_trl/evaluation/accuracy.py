@@ -108,7 +108,7 @@ def _accuracies(results: list[PromptResult]) -> dict[str, Estimate]:
 
 
 def accuracy_table(evaluations: Mapping[str, Mapping[str, Estimate]]) -> str:
-    """Return a table of accuracies with their standard errors, one line for each, by the title of their column."""
+    """Return a text table of accuracies with standard errors: a row per accuracy, a column per evaluation."""
     names = list(dict.fromkeys(name for accuracies in evaluations.values() for name in accuracies))
     columns = [["", *names]]
     for title, accuracies in evaluations.items():

@@ -27,14 +27,24 @@ _SAMPLING_SETTINGS = (
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found."""
+    """
+    Results of an evaluation.
 
-    accuracies: dict[str, Estimate]  # as `accuracy.summarize` names them; empty if no prompt has a reward
-    metrics: dict[str, float]  # rewards, lengths and numbers, by TRL's names without a prefix
-    num_prompts: int  # with a reward
+    Attributes:
+        accuracies (`dict[str, Estimate]`):
+            avg@k, pass@k and maj@k, each with `mean` and standard `error`. Empty if no prompt has a reward.
+        metrics (`dict[str, float]`):
+            Mean rewards and completion lengths, under the names of TRL without a prefix.
+        num_prompts (`int`):
+            Number of prompts with a reward.
+    """
+
+    accuracies: dict[str, Estimate]
+    metrics: dict[str, float]
+    num_prompts: int
 
     def as_results(self, prefix: str) -> dict[str, float]:
-        """Return everything by name, behind `prefix`; standard errors as `NAME_stderr`, where there are any."""
+        """Return all values by name, with `PREFIX_` in front; standard errors are named `PREFIX_NAME_stderr`."""
         results = {f"{prefix}_{name}": value for name, value in self.metrics.items()}
         for name, estimate in self.accuracies.items():
             results[f"{prefix}_{name}"] = estimate.mean
@@ -51,22 +61,23 @@ def evaluate(
     origin: Any = None,
 ) -> Evaluation:
     """
-    Sample `num_generations_eval` completions of each prompt, score them, and count.
+    Sample `num_generations_eval` completions for each prompt, score them, and return the accuracy.
 
-    All processes make this call together. A completion is right if its first reward is at least 1.
+    Call this function on all processes. A completion counts as right if its first reward is at least 1.
 
     Args:
         trainer ([`~sampling.EvaluatedTrainer`]): Trainer with the model and the reward functions.
-        dataset (`Dataset` or `IterableDataset`): Prompts, with what the reward functions read; `data_source` says
-            where a prompt comes from.
-        path (`Path`): File of the completions, written at the end.
-        extract_answer (`Callable[[str], str | None]`, *optional*): Finds the answer in a completion, for maj@k.
-        origin (*optional*): What the model was loaded from, as JSON. If `path` holds the completions of an evaluation
-            of this origin, with these prompts, rewards and sampling settings, these are counted, and nothing is
+        dataset (`Dataset` or `IterableDataset`): Prompts, and the columns that the reward functions need. If prompts
+            differ in their `data_source`, the accuracy of each source is reported as well.
+        path (`Path`): JSON Lines file that the completions are written to.
+        extract_answer (`Callable[[str], str | None]`, *optional*): Function that finds the answer in a completion,
+            for maj@k.
+        origin (*optional*): Description of the loaded model, as JSON. If `path` holds the completions of an evaluation
+            with the same origin, prompts, reward functions and sampling settings, they are used and nothing is
             sampled. Only the main process reads it.
 
     Returns:
-        [`Evaluation`]: The same on all processes.
+        [`Evaluation`]: The results, the same on all processes.
     """
     rows = list(dataset) if isinstance(dataset, IterableDataset) else dataset
     num_completions = trainer.num_generations_eval

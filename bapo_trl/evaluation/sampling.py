@@ -23,13 +23,13 @@ class Completion(NamedTuple):
 
 
 class EvaluatedTrainer(BAPOTrainer):
-    """[`BAPOTrainer`] that also samples and scores completions of given rows."""
+    """[`BAPOTrainer`] that can also sample and score completions of a dataset, for [`evaluate`]."""
 
     _row_of: Callable[[int], Mapping[str, Any]] | None = None  # set while completions are sampled: nothing is logged
     _sampled: dict[int, Completion] = {}  # of the main process, by their places
 
     def prompt_of(self, row: Mapping[str, Any]) -> Any:
-        """Return the prompt of a row, with its images for a model that takes images, as TRL does."""
+        """Return the prompt of a row, including its images if the model takes images, as TRL does."""
         images = row.get("images") or ([row["image"]] if row.get("image") is not None else [])
         if not (self._is_vlm and images and isinstance(row["prompt"], list)):
             return row["prompt"]
@@ -37,11 +37,11 @@ class EvaluatedTrainer(BAPOTrainer):
 
     def sample_completions(self, rows: Sequence[Mapping[str, Any]], num_completions: int = 1) -> list[Completion]:
         """
-        Sample and score completions of each row, `per_device_eval_batch_size` of them at a time on each process.
+        Sample and score completions for each row, `per_device_eval_batch_size` at a time on each process.
 
-        A row has a `prompt` and what the reward functions read, and is asked for when its batch is sampled. The main
-        process gets all completions, by row; the others get none. The samples are drawn from the trainer's seed, and
-        the random states stay as they were. All processes make this call together.
+        A row has a `prompt` and the columns that the reward functions need. Rows are read batch by batch. The main
+        process returns all completions in the order of the rows, the other processes an empty list. Sampling is seeded
+        with the trainer's seed and does not change the random states. Call this method on all processes.
         """
         places: Any = range(len(rows) * num_completions)  # accelerate reads a batch ahead: not of rows with images
         loader: DataLoader = DataLoader(places, batch_size=self.args.eval_batch_size, collate_fn=list)

@@ -1,4 +1,4 @@
-"""Keeps the report of a run up to date while it trains, and writes once what the run is."""
+"""Callback that keeps the report of a run up to date, and saves the settings of the run."""
 
 import hashlib
 import json
@@ -44,15 +44,17 @@ _PAUSE_S = 60.0  # drawing takes seconds, for which the other processes wait
 
 class ReportCallback(TrainerCallback):
     """
-    Writes `report.png` into `output_dir`, at saves and at the end of the training, and `run_settings.json` at the
-    start: the settings in [`SAVED`], facts that follow from them, and a fingerprint of all settings but the seeds.
+    Callback that writes `report.png` into `output_dir` whenever a checkpoint is saved and at the end of training.
 
-    Before the last update, the report is written at most once a minute. Where saves are pushed to the Hub, it is
-    written before pushes instead, which read it while the training continues. Only the main process writes. Nothing
-    that goes wrong here stops the training: it is warned of, once.
+    At the start it writes `run_settings.json`: the main settings, values derived from them, and a fingerprint of all
+    settings except the seeds. The report is written at most once a minute, and in any case at the end. If checkpoints
+    are pushed to the Hub, the report is written before each push. Only the main process writes. If writing fails,
+    training continues with one warning.
 
-    `settings` are what else the run depends on and the trainer's arguments do not hold, such as the data. They count
-    in the fingerprint, which tells runs that differ from seeds of one setting.
+    Args:
+        settings (`Mapping[str, Any]`, *optional*):
+            Further settings of the run that the trainer's arguments do not hold, such as the dataset. They count in
+            the fingerprint, which tells seeds of the same settings from runs with different settings.
     """
 
     def __init__(self, settings: Mapping[str, Any] | None = None):

@@ -20,21 +20,22 @@ from .sums import MadeTask
 
 
 GYM_PREFIX = "reasoning_gym:"
-"""What `--dataset_name` begins with, before the name of a task."""
+"""Prefix of a reasoning-gym task in `--dataset_name`."""
 
 TRAIN_SIZE, TEST_SIZE = 2000, 256
 
 
 def load_gym_task(name: str, task_args: str | dict[str, Any] | None = None) -> MadeTask:
     """
-    Make a task of reasoning-gym by its name, such as `"chain_sum"`, with or without the prefix `"reasoning_gym:"`.
+    Create a reasoning-gym task from its name, such as `"chain_sum"`, with or without the prefix `"reasoning_gym:"`.
 
-    reasoning-gym makes problem i of a seed from the number seed + i. So the test problems begin at the number behind
-    those to train on. A training problem that is among the test problems all the same is left out.
+    `task_args` (JSON or a dictionary) are the arguments of the task's config class in reasoning-gym. `size` is the
+    number of training problems (default: 2000), `seed` the seed of the problems (default: 0). The dataset has the
+    columns `prompt` (one user message), `answer` (`""` if several answers are right) and `entry` (JSON). The reward
+    function is [`gym_reward`].
 
-    `task_args`, JSON or a mapping, are those of its config class in reasoning-gym: `size` is the number of problems to
-    train on (2000 by default), `seed` that of the problems (0). The problems have the columns `prompt` (one message of
-    the user), `answer` (`""` where several answers are right) and `entry` (JSON); the reward is [`gym_reward`].
+    reasoning-gym creates problem i from the number seed + i. The test problems use the numbers after those of the
+    training problems. A training problem that also occurs among the test problems is removed.
     """
     name = name.removeprefix(GYM_PREFIX)
     args = _parse(task_args)
@@ -53,11 +54,11 @@ def load_gym_task(name: str, task_args: str | dict[str, Any] | None = None) -> M
 
 def gym_reward(completions: Sequence[Text], entry: Sequence[str], **kwargs: object) -> list[float]:
     """
-    Reward a completion with what its task gives for the answer in it, from 0 to 1; 0 where `score_answer` raises.
+    Return the task's score for the answer in each completion, from 0 to 1; 0 if scoring raises an error.
 
-    A completion is a text without special tokens, or messages. The answer is the last thing between `<answer>` tags;
-    or else the last number, if the right answer is a number; or else the whole text. `entry` is the column of
-    [`load_gym_task`].
+    A completion is text without special tokens, or a list of messages. Its answer is the last text between `<answer>`
+    tags. Without tags, it is the last number if the right answer is a number, else the whole text. `entry` is the
+    column of [`load_gym_task`].
     """
     return [_score(completion_text(completion), row) for completion, row in zip(completions, entry, strict=True)]
 

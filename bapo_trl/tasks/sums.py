@@ -12,7 +12,7 @@ from ..evaluation.answers import Text, completion_text, last_number, same_number
 
 
 CHAT_SUMS = "chat_sums"
-"""What `--dataset_name` calls the sums that are asked in words."""
+"""Name of the sums for chat models, for `--dataset_name`."""
 
 LARGEST_NUMBER = 99
 NUM_TEST_PROBLEMS = 512
@@ -20,17 +20,29 @@ NUM_TEST_PROBLEMS = 512
 
 @dataclass(frozen=True)
 class MadeTask:
-    """Problems to train on, problems held out, and the reward that checks a completion."""
+    """
+    A synthetic task.
 
-    name: str  # for the terminal
-    train_dataset: Dataset  # with `prompt`, `answer`, and what the reward needs besides
-    test_dataset: Dataset  # with the same columns; none of its prompts is in `train_dataset`
-    reward_func: Callable[..., list[float]]  # as TRL calls it, a module's own; 1.0 for a right completion
+    Attributes:
+        name (`str`):
+            Name to show.
+        train_dataset (`Dataset`):
+            Problems to train on, with the columns `prompt`, `answer` and whatever else the reward needs.
+        test_dataset (`Dataset`):
+            Held-out problems with the same columns; none of them is in `train_dataset`.
+        reward_func (`Callable[..., list[float]]`):
+            Reward function for TRL; 1.0 for a right completion.
+    """
+
+    name: str
+    train_dataset: Dataset
+    test_dataset: Dataset
+    reward_func: Callable[..., list[float]]  # a function of a module: processes find it by its name
 
 
 def exact_match_reward(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
     """
-    Reward a completion, a text without special tokens, that is the answer to its prompt and nothing else.
+    Return 1.0 for each completion (text without special tokens) that equals the answer exactly, else 0.0.
 
     Example:
 
@@ -54,19 +66,19 @@ def last_number_reward(completions: Sequence[Text], answer: Sequence[Any], **kwa
 
 def sums_model_path() -> Path:
     """
-    Return the folder of the model that training on the sums starts from, with its tokenizer.
+    Return the folder of the tiny model and tokenizer that training on the sums starts from.
 
-    It has learned from demonstrations that forget three carries in four. `benchmarks/warm_start.py` made its weights.
+    The model was trained on demonstrations that forget three of four carries, by `benchmarks/warm_start.py`.
     """
     return Path(__file__).with_name("sums_model")
 
 
 def load_task(seed: int = 0) -> MadeTask:
     """
-    Make the sums: every ordered pair of numbers from 0 to 99 once, shuffled and split into train and test.
+    Create the sums task: every ordered pair of numbers from 0 to 99 once, shuffled and split into train and test.
 
-    A problem reads `"37+58="`, its answer `"95"`. `58+37` is a problem of its own, but always lies in the same split
-    as `37+58`, so that no test answer can be recalled by swapping the numbers. Of the 10,000, 512 or 513 are held out.
+    A prompt is `"37+58="`, its answer `"95"`. `37+58=` and `58+37=` are two problems in the same split: no test answer
+    can be recalled by swapping the numbers. 512 or 513 of the 10,000 problems are held out.
     """
     rng = random.Random(seed)
     unordered = [(small, large) for large in range(LARGEST_NUMBER + 1) for small in range(large + 1)]
@@ -89,10 +101,10 @@ def load_task(seed: int = 0) -> MadeTask:
 
 def load_chat_sums(seed: int = 0) -> MadeTask:
     """
-    Ask the sums of [`load_task`] in words: the same problems, split in the same way.
+    Create the sums of [`load_task`] as questions for a chat model: the same problems in the same splits.
 
-    A `prompt` is messages: an instruction and the question "What is 59 + 19?". The last number of a completion is
-    compared with the `answer`.
+    A `prompt` is a list of messages: an instruction and a question such as "What is 59 + 19?". The reward compares the
+    last number of the completion with the `answer`.
     """
     sums = load_task(seed)
     train, test = _ask_all(sums.train_dataset), _ask_all(sums.test_dataset)

@@ -10,11 +10,11 @@ EOS_TOKEN = "<eos>"  # noqa: S105
 
 def character_tokenizer(alphabet: str | None = None) -> PreTrainedTokenizerFast:
     """
-    Build a tokenizer that maps every ASCII character to one token (any other to its UTF-8 bytes).
+    Create a tokenizer that maps each ASCII character to one token, and any other character to its UTF-8 bytes.
 
-    It has a padding and an end token and no start token, adds nothing to a text, and pads on the left, as generation
-    needs. An `alphabet` is of printable ASCII characters other than the space, none of them twice; texts lose any
-    other. Without one, it is all bytes, and the tokenizer has 258 tokens.
+    The tokenizer has a padding and an end token but no start token, adds no special tokens to a text, and pads on the
+    left, as generation needs. `alphabet` restricts it to distinct printable ASCII characters without the space; other
+    characters are dropped. Without `alphabet`, it has all bytes, and 258 tokens.
 
     Example:
 

@@ -13,7 +13,7 @@ import re
 import griffe
 
 
-PARAMETER = re.compile(r"^( {4}\w+) \((.+)\):$", flags=re.MULTILINE)
+PARAMETER = re.compile(r"^( {4}\w+) \((.+?)\):(?= |$)", flags=re.MULTILINE)
 PARAMETERS_AT_IMPORT = re.compile(r"^Parameters:\n\s*\{parameters\}", flags=re.MULTILINE)
 REFERENCE = re.compile(r"\[`(?:~(?:\w+\.)*)?([\w.]+)`\]")
 
@@ -22,7 +22,8 @@ def with_bare_type(parameter: re.Match) -> str:
     """Return the first line of a parameter as griffe reads it, `name (type | type):`."""
     name, annotation = parameter.groups()
     types = re.split("(?<=`)(?:, | or )(?=`)", annotation.removesuffix(", *optional*").split(", *optional*, ")[0])
-    return f"{name} ({' | '.join(types).replace('`', '')}):"
+    bare = " | ".join(types).replace("`", "").replace("*optional*", "")
+    return f"{name} ({bare}):" if bare else f"{name}:"
 
 
 class TRLDocstrings(griffe.Extension):
