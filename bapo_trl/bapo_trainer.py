@@ -30,8 +30,8 @@ from .inputs.advice import advice_line
 from .inputs.prompt_checks import check_end_of_stream, check_number_of_prompts
 from .inputs.reward_checks import check_rewards, checking_rewards, distinct_names
 from .inputs.setting_warnings import setting_warnings
+from .replay.buffer import FILES as BUFFER_FILES
 from .replay.mixer import make_mixer
-from .replay.queue import FILES as QUEUE_FILES
 from .rollouts.injected import InjectedRollouts
 from .rollouts.overlap import FILES as REQUEST_FILES
 from .rollouts.overlap import SIGNAL_WAIT_S, make_overlap
@@ -479,9 +479,9 @@ class BAPOTrainer(AtomicCheckpoints):
     # Checkpoints
 
     def _is_dispensable(self, file):
-        is_of_queue = QUEUE_FILES.num_ranks_of(file) is not None
+        is_of_buffer = BUFFER_FILES.num_ranks_of(file) is not None
         is_requested = REQUEST_FILES.num_ranks_of(file) is not None
-        return file == CURVES_FILE or is_requested or (self.args.replay_discard_saved and is_of_queue)
+        return file == CURVES_FILE or is_requested or (self.args.replay_discard_saved and is_of_buffer)
 
     def _save_optimizer_and_scheduler(self, output_dir, *args, **kwargs):
         super()._save_optimizer_and_scheduler(output_dir, *args, **kwargs)
@@ -507,7 +507,7 @@ class BAPOTrainer(AtomicCheckpoints):
 
     def _load_optimizer_and_scheduler(self, checkpoint, *args, **kwargs):
         fixes.load_onto_numbered_cpus()
-        with fixes.saying_which_rate(self):
+        with fixes.warning_if_rate_differs(self):
             super()._load_optimizer_and_scheduler(checkpoint, *args, **kwargs)
         if checkpoint is None:
             return

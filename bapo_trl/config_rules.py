@@ -7,7 +7,7 @@ from .clip_bounds import BOUND_PARTS
 from .clip_bounds.grid import BoundGrid
 from .errors import InputError
 from .losses import CLIPPED_LOSS_TYPES, LOSSES
-from .replay.queue import smallest_capacity, smallest_max_staleness
+from .replay.buffer import smallest_capacity, smallest_max_staleness
 from .rollouts.sampling_settings import broken_across_calls
 
 
@@ -201,8 +201,8 @@ def _check_replay(config: Any) -> None:
             f"rank: set it to at least {1 / rows:.3g}, or to 0."
         )
     updates = config.updates_per_pass
-    num_queued = rows if config.replay_zero_advantage else round(config.replay_fraction * rows)
-    needed = smallest_capacity(rows, num_queued, updates, config.num_iterations, config.replay_min_staleness)
+    num_replayed = rows if config.replay_zero_advantage else round(config.replay_fraction * rows)
+    needed = smallest_capacity(rows, num_replayed, updates, config.num_iterations, config.replay_min_staleness)
     if config.replay_capacity < needed:
         raise InputError(
             f"`replay_min_staleness` is {config.replay_min_staleness}, but a queue with a `replay_capacity` of "

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from bapo_trl.batch.samples import Rows, batch_to_rows, concat_rows
-from bapo_trl.replay.queue import FILES, ReplayQueue, deal_out
+from bapo_trl.replay.buffer import FILES, ReplayBuffer, deal_out
 from benchmarks.common import save_result, spread, time_s
 
 
@@ -58,13 +58,13 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def fill(queue: ReplayQueue, rows: int, batch: int, generator: torch.Generator) -> None:
+def fill(queue: ReplayBuffer, rows: int, batch: int, generator: torch.Generator) -> None:
     """Add rows, a generation at a time, until there are `rows`."""
     while len(queue) < rows:
         queue.add(batch_to_rows(generation(min(batch, rows - len(queue)), len(queue) // batch, generator), PAD))
 
 
-def exchange(queue: ReplayQueue, rows: Rows, version: int) -> None:
+def exchange(queue: ReplayBuffer, rows: Rows, version: int) -> None:
     """Add rows, and draw as many."""
     queue.add(rows)
     parts, _ = queue.draw(BATCH, version, version + 1)
@@ -97,7 +97,7 @@ def read_plainly(path: Path) -> None:
             pass
 
 
-def time_disk(queue: ReplayQueue, capacity: int, folder: Path, is_plain_first: bool) -> tuple[float, float]:
+def time_disk(queue: ReplayBuffer, capacity: int, folder: Path, is_plain_first: bool) -> tuple[float, float]:
     """
     Return the rates of saving and of loading over the plain ones.
 
@@ -112,7 +112,7 @@ def time_disk(queue: ReplayQueue, capacity: int, folder: Path, is_plain_first: b
             os.fsync(file.fileno())
 
     def load() -> None:
-        FILES.load(copies, 0, 1, ReplayQueue(capacity).load_state_dict, deal_out)
+        FILES.load(copies, 0, 1, ReplayBuffer(capacity).load_state_dict, deal_out)
 
     writes = {"write": partial(write_plainly, plain, size), "save": save}
     reads = {"read": partial(read_plainly, plain), "load": load}
@@ -136,7 +136,7 @@ def main():
     batch_to_rows(generation(BATCH, 0, generator), PAD)  # what the first call sets up is not the queue's
 
     before = resident_bytes()
-    queue = ReplayQueue(arguments.rows)
+    queue = ReplayBuffer(arguments.rows)
     fill(queue, arguments.rows, BATCH, generator)
     memory = (resident_bytes() - before) / sum(int(rows.row_bytes().sum()) for rows in queue.rows)
     print(f"memory over payload: {memory:.3f}")

@@ -32,7 +32,7 @@ class Timed(BAPOTrainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        for name in ("_joins_server", "has_same_server"):
+        for name in ("_reconnect_if_needed", "has_same_server"):
             setattr(self._server, name, partial(self._timed, getattr(self._server, name)))
 
     def _timed(self, call):

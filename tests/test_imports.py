@@ -42,7 +42,7 @@ def test_imports_point_one_way(part, unknown):
 
 
 def test_imports_are_found():
-    assert {"bapo_trl.replay.queue.ReplayQueue", "bapo_trl.report.runs.read_settings"} <= {
+    assert {"bapo_trl.replay.buffer.ReplayBuffer", "bapo_trl.report.runs.read_settings"} <= {
         *imported("replay"), *imported("script"), *imported("bapo_trainer")
     }  # fmt: skip
     assert {"bapo_trainer", "losses", "errors", "checkpoints"} <= CORE

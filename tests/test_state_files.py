@@ -4,19 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from bapo_trl.replay import queue as queues
-from bapo_trl.replay.queue import ReplayQueue
+from bapo_trl.replay import buffer as buffers
+from bapo_trl.replay.buffer import ReplayBuffer
 from bapo_trl.rollouts import pool as pools
 from bapo_trl.rollouts.pool import RolloutPool
 from tests.helpers.alike import assert_same_states
-from tests.replay.test_queue import contents, make_rows
+from tests.replay.test_buffer import contents, make_rows
 
 
 EOS = 1
 
 
-def queue_with(rank: int, num_ranks: int, count: int) -> ReplayQueue:
-    queue = ReplayQueue(1000)
+def queue_with(rank: int, num_ranks: int, count: int) -> ReplayBuffer:
+    queue = ReplayBuffer(1000)
     queue.add(make_rows(5, count, first=100 * rank))
     queue.draw(count // 2, 6, 6)
     return queue
@@ -35,7 +35,7 @@ def pool_with(rank: int, num_ranks: int, count: int) -> RolloutPool:
     return pool
 
 
-MODULES = {"replay_queue": queues, "rollout_pool": pools}
+MODULES = {"replay_queue": buffers, "rollout_pool": pools}
 FORMATS = {kind: module.FILES.format for kind, module in MODULES.items()}
 
 
@@ -55,7 +55,7 @@ def save_ranks(kind: str, folder: Path, counts: list[int]) -> list:
 def load(kind: str, folder: Path, rank: int, num_ranks: int, part=None):
     module = MODULES[kind]
     if part is None:
-        part = ReplayQueue(1000) if kind == "replay_queue" else RolloutPool(2, 20, [EOS], rank, num_ranks)
+        part = ReplayBuffer(1000) if kind == "replay_queue" else RolloutPool(2, 20, [EOS], rank, num_ranks)
     assert module.FILES.load(folder, rank, num_ranks, part.load_state_dict, module.deal_out)
     return part
 
@@ -109,21 +109,21 @@ def test_another_number_of_ranks_deals_the_groups_out_and_loses_none(tmp_path, n
 
 def test_dealt_out_rows_are_in_the_order_of_entry_so_that_the_first_leave(tmp_path):
     for rank in range(2):
-        queue = ReplayQueue(100)
+        queue = ReplayBuffer(100)
         for version in range(3):
             queue.add(make_rows(version, 2, first=100 * rank + 10 * version))
         save("replay_queue", queue, tmp_path, rank, 2)
-    queue = load("replay_queue", tmp_path, 0, 1, ReplayQueue(4))
+    queue = load("replay_queue", tmp_path, 0, 1, ReplayBuffer(4))
     assert contents(queue) == [20, 21, 120, 121]
     assert queue.evictions["overflowed"] == 8
 
 
 def test_a_lower_limit_of_reuse_holds_after_a_resume(tmp_path):
-    queue = ReplayQueue(10, max_reuse=3)
+    queue = ReplayBuffer(10, max_reuse=3)
     queue.add(make_rows(0, 3))
     queue.draw(2, 1, 1)
     save("replay_queue", queue, tmp_path, 0, 1)
-    assert contents(load("replay_queue", tmp_path, 0, 1, ReplayQueue(10, max_reuse=1))) == [2]
+    assert contents(load("replay_queue", tmp_path, 0, 1, ReplayBuffer(10, max_reuse=1))) == [2]
 
 
 ANOTHER = {"replay_queue": (b'"F32"', b'"I32"'), "rollout_pool": (b'"next_id": 5', b'"next_id": 7')}

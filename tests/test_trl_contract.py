@@ -174,7 +174,7 @@ def test_a_keyword_that_trl_adds_reaches_it(tmp_path, monkeypatch, settings):
 def test_a_keyword_that_trl_adds_to_its_client_reaches_it(monkeypatch, name, args):
     monkeypatch.setattr(trl_compat.VLLMClient, name, lambda self, *args, added, **kwargs: added)
     client = object.__new__(ServerClient)
-    client.hold_failures()
+    client.defer_failures()
     getattr(client, name)(*args, added="new")
     assert client.take_failure() is None
 

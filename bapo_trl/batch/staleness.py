@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 
-def oldest_age(args: Any) -> str:
+def staleness_limit(args: Any) -> str:
     """Return the oldest age at which a sample is trained, with what keeps it so long, in words for a table."""
     age, held_by = _oldest(args)
     return ("no limit" if age is None else f"{age} policy versions") + held_by
@@ -22,7 +22,7 @@ def staleness_line(args: Any) -> str:
     )
 
 
-def mean_age(args: Any) -> float:
+def mean_staleness(args: Any) -> float:
     """
     Return the mean age of fresh samples when they are trained on, in policy versions.
 

@@ -28,8 +28,8 @@ from .files import (
     checkpoint_names,
     find_defect,
     flush_tree,
-    give_name,
     left_out_states,
+    move_into_place,
     remove_left_behind,
     rotate,
     write_manifest,
@@ -54,14 +54,14 @@ class AtomicCheckpoints(GRPOTrainer):
 
     _run_id = ""  # of the latest run, the same on all ranks
     _num_saves = 0  # each has a folder of its own: files that cannot be deleted may keep it
-    _holds_output_dir = False
+    _has_locked_output_dir = False
 
     _is_saving = False
     _is_ending = False  # with a checkpoint to be resumed from, which is not pushed
     _last_checkpoint: str | None = None  # of this run: saved by it, not the model alone, or resumed from
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
-        with self.holding_output_dir():
+        with self.locking_output_dir():
             with raising_on_all_ranks():
                 if self.is_local_process_zero():
                     remove_left_behind(self.args.output_dir)
@@ -80,26 +80,26 @@ class AtomicCheckpoints(GRPOTrainer):
                 self.args.save_only_model, self._is_ending = save_only_model, False
 
     @contextlib.contextmanager
-    def holding_output_dir(self) -> Iterator[None]:
+    def locking_output_dir(self) -> Iterator[None]:
         """
         Keep other runs out of `output_dir`, until the process ends at the latest. All ranks make this call together.
 
         The main process holds it, unless another run of this host does (`InputError`). On a disk that several hosts
         share, runs of other hosts may not see that.
         """
-        if self._holds_output_dir:
+        if self._has_locked_output_dir:
             yield
             return
         lock = RunLock(self.args.output_dir)
-        refusal = lock.acquire() if self.is_world_process_zero() else None
-        refusal, self._run_id = gather_object([(refusal, uuid.uuid4().hex[:8])])[0]
-        if refusal is not None:
-            raise InputError(refusal)
-        self._holds_output_dir = True
+        conflict = lock.acquire() if self.is_world_process_zero() else None
+        conflict, self._run_id = gather_object([(conflict, uuid.uuid4().hex[:8])])[0]
+        if conflict is not None:
+            raise InputError(conflict)
+        self._has_locked_output_dir = True
         try:
             yield
         finally:
-            self._holds_output_dir = False
+            self._has_locked_output_dir = False
             lock.release()
 
     def save_for_resume(self) -> str | None:
@@ -190,7 +190,7 @@ class AtomicCheckpoints(GRPOTrainer):
                 flush_tree(unfinished)
         with _failing_together(run_dir, name):
             if is_owner:
-                give_name(unfinished, folder)
+                move_into_place(unfinished, folder)
                 rotate(unfinished, folder, self.args.save_total_limit, self.state.best_model_checkpoint)
         # From here on, the folder is there for all ranks
         if self.is_local_process_zero() and not is_owner:  # on a disk of its own

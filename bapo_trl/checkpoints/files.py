@@ -151,7 +151,7 @@ def remove_left_behind(run_dir: str) -> None:
                 warnings.warn(f"Removed {folder}, left by a save that did not end, with {len(names)} in it: {names}.")
 
 
-def give_name(unfinished: str, folder: str) -> None:
+def move_into_place(unfinished: str, folder: str) -> None:
     """Move a checkpoint, which is complete on the disk, out of the folder `unfinished`, to its name."""
     if os.path.isdir(folder):  # of an earlier run
         _move_away(folder, unfinished)

@@ -153,17 +153,17 @@ class UpdateLog:
         self.searches: list[ClipBounds] = []
         # Whether each micro-batch of the latest closed update has a token of the loss on any rank
         self.have_tokens: list[bool] = []
-        self._tally: DistributedSums | None = None
+        self._sums: DistributedSums | None = None
         self._counts: list[torch.Tensor | float] = []  # of each micro-batch: its tokens, or its rows with some
 
     @property
     def is_open(self) -> bool:
         """Whether a micro-batch of the current update has been added."""
-        return self._tally is not None
+        return self._sums is not None
 
-    def add(self, tally: DistributedSums) -> None:
-        self._tally = tally if self._tally is None else self._tally + tally
-        self._counts.append(tally.sums["versions"])
+    def add(self, sums: DistributedSums) -> None:
+        self._sums = sums if self._sums is None else self._sums + sums
+        self._counts.append(sums.sums["versions"])
 
     def close(self, gather: Callable[[torch.Tensor], torch.Tensor], update: int) -> dict[str, float]:
         """
@@ -176,9 +176,9 @@ class UpdateLog:
         device = self.searches[0].low.device
         counts = {f"tokens of micro-batch {i}": count for i, count in enumerate(self._counts)}
         counts = counts if len(counts) > 1 else {}  # the update's own count says it
-        tally = DistributedSums({**self._tally.sums, **counts}, self._tally.maxima)
-        total = tally.over_ranks(gather, device, sum_dtype(device))
-        self.searches, self._tally, self._counts = [], None, []
+        sums = DistributedSums({**self._sums.sums, **counts}, self._sums.maxima)
+        total = sums.over_ranks(gather, device, sum_dtype(device))
+        self.searches, self._sums, self._counts = [], None, []
 
         numbers = DistributedSums({**bounds, **total.sums}, total.maxima).numbers()
         broken = [f"`{name}` ({numbers[name]:.0f} values)" for name in GUARDED_TENSORS if numbers[name]]

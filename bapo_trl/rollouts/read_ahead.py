@@ -28,7 +28,7 @@ class ReadAhead:
         self._given: Iterator | None = None  # its iterator
         self._reading: Iterator = iter(())  # what is read: that, or the next epoch's, opened early
         self._is_early, self._draws_seed = False, False
-        self._held: deque[Any] = deque()
+        self._upcoming: deque[Any] = deque()
         self._position = position  # in its epoch, of the first batch not read yet
         self._latest: Any = None
         self._first = 0  # number of the first micro-batch of the current update
@@ -46,16 +46,16 @@ class ReadAhead:
         self.has_skipped = False
         if epoch is not self._given:
             self._begin(epoch)
-        while sum(batch is not _END for batch in self._held) < wanted and self._read():
+        while sum(batch is not _END for batch in self._upcoming) < wanted and self._read():
             pass
         self._first, self._taken = first, []
-        while len(self._taken) < count and self._held and self._held[0] is not _END:
-            self._taken.append(self._held.popleft())
+        while len(self._taken) < count and self._upcoming and self._upcoming[0] is not _END:
+            self._taken.append(self._upcoming.popleft())
         return self._taken
 
     def at(self, number: int) -> Any | None:
         """Return the batch of a micro-batch of this update or later; `None` if the run has none."""
-        batches = [*self._taken, *(batch for batch in self._held if batch is not _END)]
+        batches = [*self._taken, *(batch for batch in self._upcoming if batch is not _END)]
         place = number - self._first
         return batches[place] if place < len(batches) else None
 
@@ -64,12 +64,12 @@ class ReadAhead:
             self._position = 0
         self._given, self._epoch = epoch, self._epoch + 1
         if not self._is_early:
-            self.has_skipped = bool(self._held)
-            self._held.clear()
+            self.has_skipped = bool(self._upcoming)
+            self._upcoming.clear()
             self._reading = epoch
             return
         # It is read already. accelerate's iterators draw and open nothing before they are asked for a batch
-        while self._held.popleft() is not _END:
+        while self._upcoming.popleft() is not _END:
             self.has_skipped = True
         self._is_early = False
         if self._draws_seed:
@@ -81,14 +81,14 @@ class ReadAhead:
         if batch is _END:
             if self._is_early or self._epoch + 1 >= self._num_epochs:
                 return False
-            self._held.append(_END)
+            self._upcoming.append(_END)
             self._position = 0
             batch = self._open_next()
         if batch is _END:
             return False
         if self._position % self._repeats == 0 or self._latest is None:
             self._latest = batch
-        self._held.append(self._latest)
+        self._upcoming.append(self._latest)
         self._position += 1
         return True
 

@@ -56,7 +56,7 @@ def run(settings: Settings) -> None:
     say(on_main_process(lambda: prompt_lines(data, trainer.processing_class, model, script_args)))  # reads all rows
 
     before = None
-    with trainer.holding_output_dir():
+    with trainer.locking_output_dir():
         if training_args.do_train:
             if not continues(training_args):
                 on_main_process(lambda: remove_earlier_run(output_dir))

@@ -96,7 +96,7 @@ def load_trained_adapter(trainer: Any, checkpoint: str) -> None:
 
 
 @contextmanager
-def saying_which_rate(trainer: Trainer) -> Iterator[None]:
+def warning_if_rate_differs(trainer: Trainer) -> Iterator[None]:
     """Warn where the schedule of a checkpoint, which is loaded within, has another learning rate than the settings."""
     rates = list(getattr(trainer.lr_scheduler, "base_lrs", []))
     yield

@@ -1,7 +1,7 @@
 """TRL's client of a vLLM server with a limit on every wait, and failures that do not part the ranks.
 
 The main process alone talks to the server. Were an error raised where it comes up, the others would wait for it in
-TRL's next collective. Invariant: between [`ServerClient.hold_failures`] and [`ServerClient.take_failure`], no method
+TRL's next collective. Invariant: between [`ServerClient.defer_failures`] and [`ServerClient.take_failure`], no method
 that TRL calls raises. The first failure is kept, what follows asks the server for nothing, and each answer has the
 shape that TRL hands on to the other ranks. The trainer then has all ranks agree.
 """
@@ -137,21 +137,21 @@ class ServerClient(VLLMClient):
     request_timeout_s: float = 1500.0
     communicator: Any
     _failure: ServerFailure | None = None
-    _holds_failures = False
+    _defers_failures = False
     _is_requesting = False
     _request: Future | None = None  # a generation whose answer is awaited
 
     def __init__(self, *args, **kwargs):
-        self.hold_failures()
+        self.defer_failures()
         self._try("the start", super().__init__, *args, **kwargs)
 
-    def hold_failures(self) -> None:
+    def defer_failures(self) -> None:
         """Keep the next failure instead of raising it."""
-        self._failure, self._holds_failures = None, True
+        self._failure, self._defers_failures = None, True
 
     def take_failure(self) -> ServerFailure | None:
-        """Return the failure since [`ServerClient.hold_failures`], if any, and raise failures again from here on."""
-        failure, self._failure, self._holds_failures = self._failure, None, False
+        """Return the failure since [`ServerClient.defer_failures`], if any, and raise failures again from here on."""
+        failure, self._failure, self._defers_failures = self._failure, None, False
         return failure
 
     def _try(self, during: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -161,7 +161,7 @@ class ServerClient(VLLMClient):
         try:
             return call(*args, **kwargs)
         except Exception as error:
-            if not self._holds_failures:
+            if not self._defers_failures:
                 raise
             # The first one: a call within this one may have failed. In words: a traceback would keep the weight group,
             # and its port
@@ -259,7 +259,7 @@ class ServerClient(VLLMClient):
                 f"not up within {total_timeout:g} seconds (`vllm_server_timeout`): {error}"
             ) from error
 
-    def join_again(self, device: torch.device, is_same: bool) -> None:
+    def reconnect(self, device: torch.device, is_same: bool) -> None:
         """Join a server that is up; in the one that was joined before (`is_same`), a transfer may have broken off."""
         self.close_communicator()  # sets a worker free that still waits for weights
         # A request to join that no engine takes would stay in the server's queue, and spoil the next one's group

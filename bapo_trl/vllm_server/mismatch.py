@@ -82,7 +82,7 @@ def compare_with_sampler(
     used = whole if logps.correction is None else logps.correction.to(raw)
     is_masked = (used == 0) & counts
     is_truncated = ~torch.isclose(used, whole, rtol=1e-5, atol=0) & counts & ~is_masked
-    tally = DistributedSums(
+    sums = DistributedSums(
         {
             "policy_tokens": logps.mask.sum(),
             "tokens": latest.sum(),
@@ -97,7 +97,7 @@ def compare_with_sampler(
             "negative_smallest": torch.where(counts, -raw, -math.inf).amax(),
         },
     )
-    total = tally.over_ranks(gather, raw.device, raw.dtype).numbers()
+    total = sums.over_ranks(gather, raw.device, raw.dtype).numbers()
     if not total["ratios"]:
         return dict.fromkeys(MISMATCH_METRICS, math.nan), math.nan if total["policy_tokens"] else 0.0
     mean, truncated, masked = (total[name] / total["ratios"] for name in ("ratio", "truncated", "masked"))

@@ -31,7 +31,7 @@ class ServerRetries:
         self._client: Any = trainer.vllm_generation.vllm_client if accelerator.is_main_process else None
         self._device, self._timeout_s = accelerator.device, trainer.args.vllm_server_timeout
         self._forget_sent_weights, self._end_run = forget_sent_weights, end_run
-        self._has_met = False
+        self._has_connected = False
         # Of the main process
         self._instance: str | None = None  # vLLM's name for a server from its start to its end, if it has one
         self._num_repeats = 0  # of this generation
@@ -39,7 +39,7 @@ class ServerRetries:
     def begin_run(self) -> None:
         """Meet the server before the first run; before a later one, see that it is there."""
         self._num_repeats = 0
-        self._joins_server()
+        self._reconnect_if_needed()
 
     def generate(self, attempt: Callable[[], Any], is_first_request: bool) -> Any:
         """
@@ -50,12 +50,12 @@ class ServerRetries:
         """
         self._num_repeats = 0
         if is_first_request:
-            self._joins_server()
+            self._reconnect_if_needed()
         while True:
             if self._client is not None:
-                self._client.hold_failures()
+                self._client.defer_failures()
             output = attempt()
-            if not self._joins_server():
+            if not self._reconnect_if_needed():
                 return output
 
     def has_same_server(self) -> bool:
@@ -69,19 +69,19 @@ class ServerRetries:
 
         return on_main_process(is_same)
 
-    def _joins_server(self) -> bool:
+    def _reconnect_if_needed(self) -> bool:
         """Follow on all ranks what the main process finds: whether it joined the server, why the run must end."""
-        has_joined, end = on_main_process(self._settle if self._has_met else self._meet)
-        self._has_met = True
+        has_reconnected, end = on_main_process(self._check_and_reconnect if self._has_connected else self._connect)
+        self._has_connected = True
         if end is not None:
             self._end_run(end)
-        if has_joined:
+        if has_reconnected:
             self._forget_sent_weights()
-        return has_joined
+        return has_reconnected
 
     # In the main process
 
-    def _meet(self) -> tuple[bool, str | None]:
+    def _connect(self) -> tuple[bool, str | None]:
         """Say what became of the client's making, and remember the server."""
         failure = self._client.take_failure()
         if failure is None:
@@ -90,7 +90,7 @@ class ServerRetries:
             except Exception as error:
                 failure = describe("the start", error)
         if failure is not None:
-            return False, self._tell(failure)
+            return False, self._describe(failure)
         if self._instance is None:
             warnings.warn(
                 "The vLLM server has several API processes, which look like different servers: its restart between "
@@ -98,7 +98,7 @@ class ServerRetries:
             )
         return False, None
 
-    def _settle(self) -> tuple[bool, str | None]:
+    def _check_and_reconnect(self) -> tuple[bool, str | None]:
         """
         Say whether the server did all it was asked for since failures are held, by the client it was joined with.
 
@@ -115,24 +115,24 @@ class ServerRetries:
             except Exception as error:
                 failure = describe("between two requests", error)
         if not failure.is_passing or self._num_repeats == NUM_REPEATS:
-            return False, self._tell(failure, self._num_repeats)
+            return False, self._describe(failure, self._num_repeats)
         self._num_repeats += 1
         before, began = self._instance, time.monotonic()
         if failure.error != RESTARTED:
-            warnings.warn(f"{self._tell(failure)} Waiting for it, {self._timeout_s:g} seconds at most.")
+            warnings.warn(f"{self._describe(failure)} Waiting for it, {self._timeout_s:g} seconds at most.")
         try:
-            retry_until(began + self._timeout_s, self._join)
+            retry_until(began + self._timeout_s, self._reconnect)
         except Exception as error:
             waited = f" Waited {time.monotonic() - began:.0f} s for it (`vllm_server_timeout` {self._timeout_s:g}): "
-            return False, f"{self._tell(failure)}{waited}{describe('', error).error}."
+            return False, f"{self._describe(failure)}{waited}{describe('', error).error}."
         what = "was started anew" if self._instance != before else "is there again"
         warnings.warn(f"The vLLM server {what}: it is joined again, and gets the current weights.")
         return True, None
 
-    def _join(self) -> None:
+    def _reconnect(self) -> None:
         self._client.check_health()
         instance = self._ask_instance()
-        self._client.join_again(self._device, is_same=instance == self._instance)
+        self._client.reconnect(self._device, is_same=instance == self._instance)
         self._instance = instance
 
     def _ask_instance(self) -> str | None:
@@ -140,6 +140,6 @@ class ServerRetries:
         # Each API process of a server has a name of its own
         return info["instance_id"] if info["parallel_config"].get("_api_process_count", 1) == 1 else None
 
-    def _tell(self, failure: ServerFailure, repeats: int = 0) -> str:
+    def _describe(self, failure: ServerFailure, repeats: int = 0) -> str:
         times = f", after {repeats} repetitions" if repeats else ""
         return f"The vLLM server at {self._client.base_url} failed in {failure.during}{times}: {failure.error}."

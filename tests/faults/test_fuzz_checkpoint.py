@@ -19,7 +19,7 @@ from bapo_trl.checkpoints.curves import FILES as CURVES
 from bapo_trl.checkpoints.files import MANIFEST, find_defect
 from bapo_trl.clip_bounds.controller import ClipBoundController
 from bapo_trl.errors import InputError
-from bapo_trl.replay import queue as queues
+from bapo_trl.replay import buffer as buffers
 from bapo_trl.rollouts import pool as pools
 from tests.helpers.commands import succeeded
 from tests.helpers.fault_counts import cases
@@ -34,7 +34,7 @@ SETTINGS = {
     "gradient_checkpointing": False, "save_strategy": "steps", "save_steps": 2, "max_steps": 2,
 }  # fmt: skip
 LIMIT_BYTES = 256 << 20
-RANK_FILES = {files.path("", 0, 1).name: files for files in (queues.FILES, pools.FILES, CURVES)}
+RANK_FILES = {files.path("", 0, 1).name: files for files in (buffers.FILES, pools.FILES, CURVES)}
 STATE_FILES = (*RANK_FILES, MANIFEST, "trainer_state.json")
 
 
@@ -61,7 +61,7 @@ def load(name: str, folder: Path) -> Any:
         part = ClipBoundController(settings, torch.device("cpu"), **alone)
         is_there = (folder / name).exists() and part.load_state_dict(CURVES.read(folder / name))
     else:
-        module, part = queues, queues.ReplayQueue(100)
+        module, part = buffers, buffers.ReplayBuffer(100)
         if name.startswith("rollout_pool"):
             module, part = pools, pools.RolloutPool(3, 7, [1])
         is_there = module.FILES.load(folder, 0, 1, part.load_state_dict, module.deal_out)

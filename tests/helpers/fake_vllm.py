@@ -46,7 +46,7 @@ class FakeVLLM:
         self.num_starts += 1
         self.served.load_state_dict(self.first_weights)
 
-    def hold_failures(self):
+    def defer_failures(self):
         """Nothing fails here: tests/helpers/failing_server.py is for that."""
 
     def take_failure(self):
@@ -55,7 +55,7 @@ class FakeVLLM:
     def check_health(self):
         pass
 
-    def join_again(self, device, is_same):
+    def reconnect(self, device, is_same):
         self.joined = self.num_starts
 
     def get_server_info(self):

@@ -46,7 +46,7 @@ class Measurements(TrainerCallback):
             ),
         }
         if trainer._replay is not None:
-            line["rows in the queue"] = len(trainer._replay.queue)
+            line["rows in the queue"] = len(trainer._replay.buffer)
         if trainer._rounds is not None:
             line["groups in the pool"] = sum(1 for _ in trainer._rounds.pool)
         if self.server is not None:

@@ -245,7 +245,7 @@ def test_a_completion_ends_at_the_window_of_the_sampler(monkeypatch, tmp_path):
 def test_evaluation_in_between_samples_beyond_the_chunk_and_touches_neither_pool_nor_queue(tmp_path):
     class Untouched(Recording):
         def evaluation_loop(self, *args, **kwargs):
-            parts = (pool_of(self), self._replay.queue)
+            parts = (pool_of(self), self._replay.buffer)
             before = [part.state_dict() for part in parts]
             with torch.random.fork_rng():
                 output = super().evaluation_loop(*args, **kwargs)

@@ -110,7 +110,7 @@ def test_after_a_failure_the_rest_of_the_weights_is_still_gathered():
     with client_of(server) as client_class:
         client = client_class(base_url=server.url)
         assert client.take_failure() is None
-        client.hold_failures()
+        client.defer_failures()
         client.update_named_params([], gather())
         assert gathered == list(range(6))
         output = client.generate([[1, 2], [3]], n=2)  # asks nobody

@@ -1,6 +1,6 @@
-"""The stale-sample replay queue: finished samples of past updates, with what they were sampled with.
+"""The stale-sample replay buffer: finished samples of past updates, with what they were sampled with.
 
-One queue a rank, on the CPU, rows without padding; it owns no model and does no communication. Invariants:
+One buffer a rank, on the CPU, rows without padding; it owns no model and does no communication. Invariants:
 
 - Every row that enters leaves once: by use (`max_reuse`), by age (`max_staleness`) or by capacity, each counted.
 - No row is drawn more than `max_reuse` times, nor for updates at which it would be older than `max_staleness`.
@@ -20,12 +20,12 @@ from ..batch.samples import Rows, concat_rows, rows_from_tensors, tensors_of_row
 from ..checkpoints.rank_files import RankFiles
 
 
-FILES = RankFiles("replay queue", "4", "set `replay_discard_saved` to start with an empty queue")
+FILES = RankFiles("replay queue", "4", "set `replay_discard_saved` to start with an empty buffer")
 
 LARGEST_WASTE = 0.13
 """Share of a chunk's bytes that may belong to rows that have left, before the others are copied out of it."""
 
-# What the queue knows of each row; `touched` counts all that enter or are drawn, and a chunk is what entered together
+# What the buffer knows of each row; `touched` counts all that enter or are drawn, and a chunk is what entered together
 _ENTRY = np.dtype([(name, np.int64) for name in ("version", "uses", "touched", "chunk", "place")])
 
 
@@ -36,7 +36,7 @@ def smallest_capacity(
     Compute the smallest capacity with which each draw can find as many rows of `min_staleness` as it takes.
 
     With `U` updates a pass and `I` passes, rows from `d` generations ago are `d U I + p U` versions old at pass `p`
-    (from 0). The queue must hold those that are too young as well: `d` generations at a later pass, of which the
+    (from 0). The buffer must hold those that are too young as well: `d` generations at a later pass, of which the
     second needs most, and one less at the first, which draws before its own generation enters.
 
     `rows` are those of a generation, and what a later pass draws; the first one draws `drawn_first`.
@@ -63,14 +63,14 @@ class ReplayBatch:
     """Rows to train on next."""
 
     rows: Rows
-    from_queue: int  # those that waited in the queue
+    from_buffer: int  # those that waited in the buffer
     masked: int  # the last rows, which only keep the shape: copies without a token that counts
     uses: int  # sum over the other rows of the number of times they have been drawn, this time included
-    zero_advantage_filled: int = 0  # queued rows in place of fresh ones without advantage or without a trained token
+    zero_advantage_filled: int = 0  # replayed rows in place of fresh ones without advantage or without a trained token
     untrained: int = 0  # fresh rows without a trained token
 
 
-class ReplayQueue:
+class ReplayBuffer:
     """Queue of the rows of one rank. `evictions` counts the rows that have left, by reason."""
 
     def __init__(
@@ -110,7 +110,7 @@ class ReplayQueue:
         """
         Let rows in that were drawn `uses` times already, each or all. Beyond `capacity`, the first to enter leave.
 
-        The queue keeps the rows as they are: they must share no memory with what will change.
+        The buffer keeps the rows as they are: they must share no memory with what will change.
         """
         uses = np.broadcast_to(np.asarray(uses, dtype=np.int64), (len(rows),))
         if self.max_reuse is not None and (uses >= self.max_reuse).any():
@@ -160,26 +160,26 @@ class ReplayQueue:
         num_padding: int = 0,
     ) -> ReplayBatch:
         """
-        Take in the rows of a generation and give back as many to train on, up to `fraction` of them from the queue.
+        Take in the rows of a generation and give back as many to train on, up to `fraction` of them from the buffer.
 
-        Fresh rows that queued ones displace stay in the queue. Rows without a trained token are the first to be
+        Fresh rows that replayed ones displace stay in the buffer. Rows without a trained token are the first to be
         displaced and never enter it. With `replaces_zero_advantage`, these and rows without advantage give their place
-        to queued rows beyond the fraction, and neither enter. The updates on the batch are from `policy_version` to
+        to replayed rows beyond the fraction, and neither enter. The updates on the batch are from `policy_version` to
         `last_version`. The last `num_padding` rows keep the shape of the batch: nobody sampled them.
         """
         is_trained = fresh.has_trained_token()
         is_useful = is_trained & (fresh.has_advantage() | (not replaces_zero_advantage))
         useful, without = np.flatnonzero(is_useful), np.flatnonzero(~is_useful)
         wanted = round(fraction * len(fresh)) + replaces_zero_advantage * len(without)
-        queued, uses = self.draw(min(wanted, len(fresh)), policy_version, last_version)
+        replayed, uses = self.draw(min(wanted, len(fresh)), policy_version, last_version)
         places = len(fresh) - len(uses)
         trained, displaced = useful[:places], useful[places:]
         self.add(fresh.select(np.concatenate([displaced, trained])), uses=[0] * len(displaced) + [1] * len(trained))
         fillers = without[: places - len(trained)]
         masked = max(0, len(fillers) + num_padding - len(without))  # those that keep the shape come last
         return ReplayBatch(
-            rows=concat_rows([*queued, (fresh, np.concatenate([trained, fillers]))]),
-            from_queue=len(uses),
+            rows=concat_rows([*replayed, (fresh, np.concatenate([trained, fillers]))]),
+            from_buffer=len(uses),
             masked=masked,
             uses=int(uses.sum()) + len(trained) + len(fillers) - masked,
             zero_advantage_filled=min(len(without) - len(fillers), len(uses)),
@@ -188,14 +188,14 @@ class ReplayQueue:
 
     def draw_later_pass(self, shape_from: Rows, policy_version: int, last_version: int) -> ReplayBatch:
         """
-        Draw as many rows as `shape_from` has from the queue alone, for a later pass over a generation.
+        Draw as many rows as `shape_from` has from the buffer alone, for a later pass over a generation.
 
-        Where the queue has too few, masked copies of these rows keep the shape; they train nothing.
+        Where the buffer has too few, masked copies of these rows keep the shape; they train nothing.
         """
-        queued, uses = self.draw(len(shape_from), policy_version, last_version, fill_with_young=True)
+        replayed, uses = self.draw(len(shape_from), policy_version, last_version, fill_with_young=True)
         missing = len(shape_from) - len(uses)
         fillers = [(shape_from.masked(), np.arange(missing))] if missing else []
-        return ReplayBatch(concat_rows([*queued, *fillers]), len(uses), masked=missing, uses=int(uses.sum()))
+        return ReplayBatch(concat_rows([*replayed, *fillers]), len(uses), masked=missing, uses=int(uses.sum()))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rows in the order of entry, and all else that a later run needs."""
@@ -204,7 +204,7 @@ class ReplayQueue:
         return {**tensors_of_rows(self.rows), "ledger": ledger, **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what [`ReplayQueue.state_dict`] returned. Beyond `capacity`, the first rows are evicted."""
+        """Take over what [`ReplayBuffer.state_dict`] returned. Beyond `capacity`, the first rows are evicted."""
         chunks = rows_from_tensors(state)
         uses, touched = (np.array(state["ledger"][name], dtype=np.int64) for name in ("uses", "touched"))
         if not sum(map(len, chunks)) == len(uses) == len(touched):
@@ -262,26 +262,26 @@ class ReplayQueue:
 
 def deal_out(states: Iterable[dict[str, Any]], rank: int, num_ranks: int) -> dict[str, Any]:
     """
-    Return what one rank takes over from the queues of another number of ranks, of which one at a time is read.
+    Return what one rank takes over from the buffers of another number of ranks, of which one at a time is read.
 
     In the order of the ranks, within a rank in the order of entry, the i-th row goes to rank i modulo the number of
     ranks. A rank then counts the evictions of the saved ranks `rank`, `rank + num_ranks`, ...
     """
-    queues: list[ReplayQueue] = []
+    buffers: list[ReplayBuffer] = []
     before = 0
     for state in states:
-        queues.append(ReplayQueue(sys.maxsize))
-        queues[-1].load_state_dict(state)
-        places = np.arange(before, before + len(queues[-1]))
+        buffers.append(ReplayBuffer(sys.maxsize))
+        buffers[-1].load_state_dict(state)
+        places = np.arange(before, before + len(buffers[-1]))
         before += len(places)
-        queues[-1]._keep(places % num_ranks == rank)
-    dealt, entries = ReplayQueue(sys.maxsize), np.concatenate([queue._entries for queue in queues])
+        buffers[-1]._keep(places % num_ranks == rank)
+    dealt, entries = ReplayBuffer(sys.maxsize), np.concatenate([buffer._entries for buffer in buffers])
     if len(entries):
-        # In the order of entry again, which is that of the versions: beyond its capacity, a queue lets the first go
+        # In the order of entry again, which is that of the versions: beyond its capacity, a buffer lets the first go
         order = np.argsort(entries["version"], kind="stable")
-        rows = concat_rows([(rows, np.arange(len(rows))) for queue in queues for rows in queue.rows])
+        rows = concat_rows([(rows, np.arange(len(rows))) for buffer in buffers for rows in buffer.rows])
         dealt._append(rows.select(order), entries["uses"][order], entries["touched"][order])
-    dealt._next_touch = max(queue._next_touch for queue in queues)
-    for queue in queues[rank::num_ranks]:
-        dealt.evictions = {name: count + queue.evictions[name] for name, count in dealt.evictions.items()}
+    dealt._next_touch = max(buffer._next_touch for buffer in buffers)
+    for buffer in buffers[rank::num_ranks]:
+        dealt.evictions = {name: count + buffer.evictions[name] for name, count in dealt.evictions.items()}
     return dealt.state_dict()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from bapo_trl.batch.samples import Rows, concat_rows
-from bapo_trl.replay.queue import ReplayQueue, smallest_max_staleness
+from bapo_trl.replay.buffer import ReplayBuffer, smallest_max_staleness
 
 
 def make_rows(version, count, first=0, advantages=None):
@@ -54,7 +54,7 @@ class QueueMachine(RuleBasedStateMachine):
     )
     def start(self, capacity, max_staleness, min_staleness, max_reuse):
         self.limits = (capacity, max_staleness, min_staleness, max_reuse)
-        self.queue = ReplayQueue(capacity, max_staleness, min_staleness, max_reuse)
+        self.queue = ReplayBuffer(capacity, max_staleness, min_staleness, max_reuse)
         self.model, self.version, self.turn, self.entered, self.name = [], 0, 0, 0, 0
         self.left = {"used": 0, "expired": 0, "overflowed": 0}
 
@@ -102,7 +102,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule()
     def save_and_load(self):
         state = self.queue.state_dict()
-        self.queue = ReplayQueue(*self.limits)
+        self.queue = ReplayBuffer(*self.limits)
         self.queue.load_state_dict(copy.deepcopy(state))
 
     @invariant()
@@ -121,11 +121,11 @@ TestQueueMachine = QueueMachine.TestCase
 
 
 def test_mix_trades_the_last_fresh_rows_for_queued_ones():
-    queue = ReplayQueue(100)
+    queue = ReplayBuffer(100)
     first = queue.draw_first_pass(make_rows(0, 4), 0.5, False, 0, 1)
-    assert (names(first.rows), first.from_queue) == ([0, 1, 2, 3], 0)  # nothing queued yet: fresh rows fill
+    assert (names(first.rows), first.from_buffer) == ([0, 1, 2, 3], 0)  # nothing queued yet: fresh rows fill
     second = queue.draw_first_pass(make_rows(2, 4, first=10), 0.5, False, 2, 3)
-    assert (names(second.rows), second.from_queue, second.uses) == ([0, 1, 10, 11], 2, 2 + 2 + 1 + 1)
+    assert (names(second.rows), second.from_buffer, second.uses) == ([0, 1, 10, 11], 2, 2 + 2 + 1 + 1)
     # never trained: the displaced 12 and 13; of those trained once, 2 and 3 have waited longest
     third = queue.draw_first_pass(make_rows(4, 4, first=20), 0.5, False, 4, 5)
     assert names(third.rows) == [12, 13, 20, 21]
@@ -133,45 +133,45 @@ def test_mix_trades_the_last_fresh_rows_for_queued_ones():
 
 
 def test_rows_without_advantage_give_their_place_and_do_not_enter():
-    queue = ReplayQueue(100)
+    queue = ReplayBuffer(100)
     queue.add(make_rows(0, 3))
     batch = queue.draw_first_pass(make_rows(2, 4, first=10, advantages=[1.0, 0.0, 0.0, -1.0]), 0.0, True, 2, 2)
-    assert (names(batch.rows), batch.from_queue, batch.zero_advantage_filled) == ([0, 1, 10, 13], 2, 2)
+    assert (names(batch.rows), batch.from_buffer, batch.zero_advantage_filled) == ([0, 1, 10, 13], 2, 2)
     assert sorted(contents(queue)) == [0, 1, 2, 10, 13]
-    alone = ReplayQueue(100).draw_first_pass(make_rows(2, 3, first=10, advantages=[0.0, 1.0, 0.0]), 0.0, True, 2, 2)
+    alone = ReplayBuffer(100).draw_first_pass(make_rows(2, 3, first=10, advantages=[0.0, 1.0, 0.0]), 0.0, True, 2, 2)
     assert (names(alone.rows), alone.zero_advantage_filled) == ([11, 10, 12], 0)  # an empty queue: they fill the shape
 
 
 def test_rows_without_a_trained_token_are_displaced_first_and_do_not_enter():
-    queue = ReplayQueue(100)
+    queue = ReplayBuffer(100)
     queue.add(make_rows(0, 4))
     rows = make_rows(2, 4, first=10)
     fresh = concat_rows([(rows.masked(), [0]), (rows, [1]), (rows.masked(), [2]), (rows, [3])])
     batch = queue.draw_first_pass(fresh, 0.25, False, 2, 2)
     assert names(batch.rows) == [0, 11, 13, 10]  # without the flag, no more than the fraction
-    assert (batch.from_queue, batch.zero_advantage_filled, batch.untrained, batch.masked) == (1, 1, 2, 0)
+    assert (batch.from_buffer, batch.zero_advantage_filled, batch.untrained, batch.masked) == (1, 1, 2, 0)
     assert sorted(contents(queue)) == [0, 1, 2, 3, 11, 13]
     batch = queue.draw_first_pass(fresh, 0.25, True, 2, 2)
-    assert (batch.from_queue, batch.zero_advantage_filled, batch.untrained) == (3, 2, 2)
+    assert (batch.from_buffer, batch.zero_advantage_filled, batch.untrained) == (3, 2, 2)
 
 
 def test_a_later_pass_that_finds_too_few_rows_keeps_the_shape_with_masked_ones():
-    queue = ReplayQueue(100, max_reuse=2)
+    queue = ReplayBuffer(100, max_reuse=2)
     fresh = make_rows(0, 3)
     queue.draw_first_pass(fresh, 0.5, True, 0, 0)
     queue.draw(2, 1, 1)
     batch = queue.draw_later_pass(fresh, 1, 1)
-    assert (len(batch.rows), batch.from_queue, batch.masked, batch.uses) == (3, 1, 2, 2)
+    assert (len(batch.rows), batch.from_buffer, batch.masked, batch.uses) == (3, 1, 2, 2)
     assert batch.rows.has_trained_token().tolist() == [True, False, False]
 
 
 def rows_of_first_passes(updates, passes, num_generations=9, **limits):
     """How many rows the first passes draw from the queue, of a share of a half."""
-    queue, count = ReplayQueue(1000, **limits), 0
+    queue, count = ReplayBuffer(1000, **limits), 0
     for generation in range(num_generations):
         first, *later = ((generation * passes + number) * updates for number in range(passes))
         rows = make_rows(first, 4)
-        count += queue.draw_first_pass(rows, 0.5, False, first, first + updates - 1).from_queue
+        count += queue.draw_first_pass(rows, 0.5, False, first, first + updates - 1).from_buffer
         for version in later:
             queue.draw_later_pass(rows, version, version + updates - 1)
     return count
