@@ -1,8 +1,8 @@
 """
-The method: clip bounds chosen for each optimizer update such that positive-advantage tokens contribute a set share.
+BAPO's adaptive clipping: clip bounds for each optimizer update, chosen to reach a target positive contribution.
 
-Knows tokens alone: nothing of TRL, of replay or of partial rollouts. All but its controller and the log of an update
-is pure.
+The subpackage works on tokens and does not depend on TRL, replay or partial rollouts. All its functions are pure; only
+the controller and the update log keep state.
 
 References:
     BAPO: Stabilizing Off-Policy Reinforcement Learning for LLMs via Balanced Policy Optimization with Adaptive

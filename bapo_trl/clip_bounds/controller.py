@@ -1,6 +1,6 @@
 """The clip-bound controller: chooses and logs the bounds of each update, from its first micro-batch to its last.
 
-It knows tokens and total absolute advantages, no trainer and no batch, so that any trainer can drive it.
+It works on tokens and total absolute advantages, not on a trainer or its batch, so that any trainer can use it.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,16 +18,16 @@ from .update_log import UpdateLog, measure_tokens, unlogged_metrics
 
 class ClipBoundController:
     """
-    Chooses the clip bounds of each update of a run, and collects what is logged of it.
+    Choose the clip bounds of each update of a run, and collect its metrics.
 
-    An update is `begin`, `observe` for each of its micro-batches, `close`. All ranks make the same calls.
+    For each update, call `begin`, then `observe` for each micro-batch, then `close`. All ranks make the same calls.
 
-    Curves are carried over as a forecast that needs no forward pass: what the tokens of one sign contribute at each
-    bound, over their total absolute advantage, changes little from one update to the next.
+    A sign's contribution curve, divided by its total absolute advantage, changes little from one update to the next.
+    The normalized curves are therefore carried over: they forecast the next update without a forward pass.
 
-    `settings` are a [`~bapo_config.BAPOConfig`], `device` is that of the tokens. `reduce` sums a tensor over ranks,
-    `gather` concatenates those of all ranks along the first dimension, and `update` returns the number of the update,
-    for messages. `current` is the outcome of the latest search; before the first one, the start bounds.
+    `settings` is a [`~bapo_config.BAPOConfig`], `device` the device of the tokens. `reduce` sums a tensor over ranks,
+    `gather` concatenates the tensors of all ranks along the first dimension, and `update` returns the number of the
+    update, for messages. `current` is the result of the latest search; the start bounds before the first one.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ClipBoundController:
         self._reduce, self._gather, self._update = reduce, gather, update
         self._grid = settings.bound_grid
         self._curves: Contributions | None = None  # of the tokens since the last search, of this rank
-        # Over total absolute advantages, as last seen on all ranks: 1 at each bound for fresh samples, of ratio 1
+        # Normalized curves of all ranks: 1 at each bound for fresh samples, whose ratios are 1
         upper, lower = self._grid.upper_on(device), self._grid.lower_on(device)
         self._carried = Contributions(torch.ones_like(upper), torch.ones_like(lower))
         self._log = UpdateLog(unlogged_metrics(settings))
@@ -73,17 +73,17 @@ class ClipBoundController:
         read_ahead: Callable[[], Sequence[PolicyTokens]] | None = None,
     ) -> ClipBounds:
         """
-        Begin an update; choose its bounds, if they are due before the log-probabilities of all its tokens are known.
+        Begin an update, and choose its bounds unless `observe` will.
 
-        The total absolute advantages are the sum of w |A| of each sign over the update's tokens on all ranks. The
-        curves of the update are learned with them, and, without `read_ahead`, forecast by them. `read_ahead` returns
+        The total absolute advantages are the sum of w |A| of each sign over the update's tokens on all ranks. They
+        normalize the update's curves and, without `read_ahead`, rescale the carried-over curves. `read_ahead` returns
         the tokens of the update's micro-batches on this rank, as their losses will see them: the bounds are searched
-        on these. If it returns none, or without both, they are searched in `observe`: those of an update's only
-        micro-batch, or of each (`search_scope` `"micro_batch"`).
+        on these tokens. If it returns none, or neither argument is given, `observe` searches the bounds, on the only
+        micro-batch of the update or on each micro-batch (`search_scope` `"micro_batch"`).
         """
         self._totals = total_absolute_advantages
         self._forecasts = total_absolute_advantages is not None and read_ahead is None
-        if self._forecasts:  # not logged yet: it will be with the shares of its own tokens
+        if self._forecasts:  # logged at the end of the update, with the shares of its own tokens
             self.current = self._search(self._carried * total_absolute_advantages)
         ahead = [] if read_ahead is None else read_ahead()
         self._searches_ahead = bool(ahead)
@@ -96,10 +96,10 @@ class ClipBoundController:
     @torch.no_grad()
     def observe(self, tokens: PolicyTokens, staleness: torch.Tensor | None, is_last: bool) -> ClipBounds:
         """
-        Take in a micro-batch; return the bounds and the weight of negative tokens with which it is trained.
+        Add a micro-batch; return the bounds, and the weight of negative tokens, to train it with.
 
-        Staleness is that of each sample, `(B,)`, or of each token, `(B, T)`, in policy versions; `None` where it is
-        not known. With the micro-batch that `is_last`, the update ends.
+        `staleness` is given per sample, `(B,)`, or per token, `(B, T)`, in policy versions; `None` if it is unknown.
+        `is_last` marks the last micro-batch of the update.
         """
         if not self._searches_ahead:
             self._add(tokens)
@@ -110,19 +110,19 @@ class ClipBoundController:
         return self.current
 
     def close(self) -> dict[str, float]:
-        """Return the metrics of the update, see [`UpdateLog.close`], which may raise."""
+        """Return the metrics of the update; see [`UpdateLog.close`] for the error it raises."""
         return self._log.close(self._gather, update=self._update())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next update needs of those before: the carried curves, on the CPU, and their grid."""
+        """Return the state that the next update needs: the carried-over curves, on the CPU, and their grid."""
         positive, negative = self._carried.positive.cpu(), self._carried.negative.cpu()
         return {"positive": positive, "negative": negative, "grid": asdict(self._grid)}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         """
-        Restore the carried curves; return whether they are on this grid, else nothing changes.
+        Restore the carried-over curves and return `True`; change nothing and return `False` if their grid differs.
 
-        The first update after that learns its curves from new samples: of these it reads only that of a missing sign.
+        The next update computes curves from its own samples. It uses a restored curve only for a sign without tokens.
         """
         if state["grid"] != asdict(self._grid):
             return False
@@ -141,7 +141,7 @@ class ClipBoundController:
         self._curves = curves if self._curves is None else self._curves + curves
 
     def _take_curves(self) -> Contributions:
-        """Return the curves of the tokens since the last search, of all ranks; learn them if they are carried over."""
+        """Return the curves, over all ranks, of the tokens since the last search; keep them if they carry over."""
         curves = Contributions.from_vector(self._reduce(self._curves.as_vector()), self._grid)
         self._curves = None
         if self._totals is not None:

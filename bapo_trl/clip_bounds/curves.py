@@ -1,12 +1,12 @@
 """
-What the tokens contribute to the policy loss under each candidate bound.
+Contribution curves: how much the tokens contribute to the policy loss under each candidate bound.
 
 The positive side of the policy loss depends on the upper bound alone and the negative side on the lower bound alone.
 So the search needs two curves, the positive contribution over the upper grid and the negative contribution over the
 lower grid. Both are sums over tokens: they add up over micro-batches and ranks.
 
 No function reads a tensor value back to the host. All bounds are in ratio space (`0.8`, `1.2`), never `1 - epsilon`.
-Legend: `B` rows, `T` completion tokens, `K_low` and `K_high` grid points of the lower and upper bound.
+Legend: `B` samples, `T` completion tokens, `K_low` and `K_high` grid points of the lower and upper bound.
 """
 
 from dataclasses import dataclass
@@ -20,17 +20,17 @@ from .grid import BoundGrid, sum_dtype
 
 MEASURES = ("gradient", "surrogate")
 
-# An accelerator sums so many tokens in one call, more in two: a call allocates an integer for each token beside its
-# result, and two keep all intermediates within four token-sized tensors.
+# An accelerator sums up to this many tokens in one call, and more in two: a call allocates an integer per token beside
+# its result, and two calls keep all intermediates within four token-sized tensors.
 _TOKENS_PER_CALL = 1 << 16
 
 
 @dataclass(frozen=True)
 class Contributions:
     """
-    What positive- and negative-advantage tokens contribute to the policy loss, over the grid.
+    Contributions of positive- and negative-advantage tokens to the policy loss, for each bound of the grid.
 
-    Contributions of disjoint sets of tokens on the same grid add up with `+`.
+    Add the contributions of disjoint sets of tokens on the same grid with `+`.
 
     Args:
         positive (`torch.Tensor`):
@@ -52,7 +52,7 @@ class Contributions:
         return Contributions(self.positive * totals.positive, self.negative * totals.negative)
 
     def over(self, totals: "Contributions", otherwise: "Contributions") -> "Contributions":
-        """Return each curve over the total of its sign; that of `otherwise` where the total is 0."""
+        """Return each curve divided by the total of its sign, or the curve of `otherwise` if the total is 0."""
         return Contributions(
             torch.where(totals.positive > 0, self.positive / totals.positive, otherwise.positive),
             torch.where(totals.negative > 0, self.negative / totals.negative, otherwise.negative),
@@ -77,7 +77,7 @@ def contributions(
     delta: float | None = None,
 ) -> Contributions:
     """
-    Sum what every token contributes to the policy loss, for all candidate bounds in one pass over the tokens.
+    Sum the contributions of all tokens to the policy loss, for all candidate bounds in one pass over the tokens.
 
     With weight `w`, importance ratio `r` and advantage `A` of a token, upper bound `h` and lower bound `l`:
 
@@ -85,16 +85,16 @@ def contributions(
         surrogate:  P(h) = sum over A > 0 of w min(r, h) A         N(l) = sum over A < 0 of w max(r, l) |A|
 
     Under `"gradient"`, P and N are the L1 norms of the gradient of the loss with respect to the log-probabilities,
-    over positive and over negative tokens. Tokens of weight 0 or advantage 0 count nowhere, whatever their ratio; the
+    over positive and over negative tokens. Tokens of weight 0 or advantage 0 are ignored, whatever their ratio; the
     ratios of other tokens must not be NaN. An empty batch gives zeros. Ratios are compared with the bounds in the type
-    of `ratio`, as the loss does when it clips. So which bounds let a token through is the same on each device; the
-    sums differ by their order, in the last bits.
+    of `ratio`, as in the loss, so that the same tokens are clipped on every device. The sums differ between devices in
+    the last bits, by the order of addition.
 
     Args:
         ratio (`torch.Tensor`):
             Importance ratios, shape `(B, T)`, or `(B, 1)` for sequence-level ratios; at least 0.
         advantages (`torch.Tensor`):
-            Advantages, shape `(B,)` for one a row or `(B, T)` for one a token.
+            Advantages, shape `(B,)` for one per sample or `(B, T)` for one per token.
         weights (`torch.Tensor`):
             Weight that the loss gives each token, shape `(B, T)`, at least 0; 0 for padding.
         grid (`BoundGrid`):
@@ -104,14 +104,14 @@ def contributions(
             term, also of clipped tokens.
         delta (`float`, *optional*):
             Cap on the unclipped ratio (TRL's two-sided clipping), at least the highest upper bound. Tokens above it
-            pass no gradient; their value is that of the cap.
+            have no gradient; their surrogate value is computed at the cap.
 
     Returns:
         [`Contributions`]: `.positive` of shape `(K_high,)` and `.negative` of shape `(K_low,)`, float64 where the
         device has it.
 
     Raises:
-        ValueError: If the shapes do not go together or `measure` is unknown.
+        ValueError: If the shapes do not match or `measure` is unknown.
 
     References:
         https://huggingface.co/papers/2510.18927, Eq. 8 (the `"surrogate"` measure).
@@ -156,9 +156,9 @@ def contributions(
         terms.mul_(ratio)
         if delta is not None:
             terms.masked_fill_(ratio > delta, 0.0)
-        # Made after the multiplication, for which a CPU takes the room of two token-sized tensors
+        # Computed after the multiplication, for which a CPU needs the memory of two token-sized tensors
         slots = _slots(ratio, advantages, weights.shape, grid)
-    # Now w r |A|. Weight 0 x infinity is NaN; and an infinity, which the table may multiply by 0, has to be finite.
+    # Now w r |A|. Weight 0 x infinity is NaN, and the table may multiply an infinity by 0: make both finite.
     terms.nan_to_num_(nan=0.0, posinf=torch.finfo(dtype).max ** 0.5)
     sums = _sum_rows(_passed_table(grid, device), slots, terms)
     if clipped is not None:
@@ -168,11 +168,11 @@ def contributions(
 
 def size_contributions(gradient_size: torch.Tensor, advantages: torch.Tensor, weights: torch.Tensor) -> Contributions:
     """
-    Sum the gradients of the tokens of a loss without clip bounds: curves of one point each.
+    Sum the gradient sizes of a loss without clip bounds, as curves of one point each.
 
     `P = sum over A > 0 of w A size` and `N = sum over A < 0 of w |A| size`, for a size at weight and advantage 1 that
     broadcasts with the weights, `(B, T)`, and advantages `(B,)`, `(B, 1)` or `(B, T)`. Tokens of weight 0 or advantage
-    0 count nowhere. With a size of 1 these are the total absolute advantages of both signs.
+    0 are ignored. With a size of 1, the results are the total absolute advantages of both signs.
     """
     if advantages.dim() == 1:
         advantages = advantages.unsqueeze(1)
@@ -230,9 +230,9 @@ def _sum_rows(table: torch.Tensor, rows: torch.Tensor, factors: torch.Tensor) ->
     factors = factors.reshape(-1)
     if _on_cpu(table) or not len(rows):
         return factors.new_zeros(len(table)).index_add_(0, rows, factors) @ table
-    # One thread sums a run of tokens, in their order, then the runs are summed: the same result in every call, where
-    # `index_add` on CUDA adds in the order in which threads arrive. The sums of all runs take half as much memory as a
-    # token-sized tensor.
+    # One thread sums a run of tokens in order, then the runs are summed. This is deterministic, unlike `index_add` on
+    # CUDA, which adds in the order in which threads arrive. The sums of all runs take half the memory of a token-sized
+    # tensor.
     per_run = 4 * table.shape[1]
     calls = 1 if len(rows) <= _TOKENS_PER_CALL else 2
     sums = []

@@ -10,7 +10,7 @@ from ..errors import InputError
 
 
 MOST_POINTS = 2_000
-"""Largest number of candidates of a bound: the curves take a table of up to 4 times its square, 128 MB."""
+"""Largest number of candidates of a bound. The curves need a table of up to 4 times its square (128 MB)."""
 
 
 def sum_dtype(device: torch.device | str) -> torch.dtype:
@@ -20,7 +20,7 @@ def sum_dtype(device: torch.device | str) -> torch.dtype:
 
 @lru_cache(maxsize=64)
 def _grid_axis(start: float, step: float, num_points: int, device: torch.device | str) -> torch.Tensor:
-    # On the device, as a copy would wait for it; by index, as repeated addition of 0.05 misses 3.0
+    # Computed on the device, as a copy would synchronize; by index, as repeated addition of 0.05 misses 3.0
     return start + step * torch.arange(num_points, device=device, dtype=sum_dtype(device))
 
 
@@ -133,4 +133,4 @@ class BoundGrid:
 BOUND_PARTS = tuple(part.name for part in fields(BoundGrid))
 
 SINGLE_POINT = BoundGrid(lower_start=1.0, lower_max=1.0, upper_start=1.0, upper_max=1.0)
-"""The grid of a loss without clip bounds: nothing to search, and nobody clips at it."""
+"""Grid of a loss without clip bounds: there is nothing to search, and no token is clipped at it."""

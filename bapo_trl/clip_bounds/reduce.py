@@ -1,4 +1,4 @@
-"""Named sums and maxima, over micro-batches and over ranks: what is packed for a transfer is unpacked by its name."""
+"""Named sums and maxima over micro-batches and ranks, packed into one tensor for each transfer."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,10 +9,9 @@ import torch
 @dataclass(frozen=True)
 class DistributedSums:
     """
-    Named numbers that add up, and others of which the largest counts. Each has one element.
+    Named numbers to be summed, and named numbers whose maximum is taken. Each has one element.
 
-    Those of micro-batches are added up with `+`, those of ranks with `over_ranks`. Nothing waits for the host until
-    `numbers`.
+    Combine micro-batches with `+` and ranks with `over_ranks`. Only `numbers` synchronizes with the host.
 
     Example:
 
@@ -38,9 +37,9 @@ class DistributedSums:
         self, gather: Callable[[torch.Tensor], torch.Tensor], device: torch.device | str, dtype: torch.dtype
     ) -> "DistributedSums":
         """
-        Combine those of all ranks, with one `gather`, which concatenates along the first dimension.
+        Combine the numbers of all ranks, with one `gather`, which concatenates along the first dimension.
 
-        `device` and `dtype` are those of the transfer: the type must hold the largest sum.
+        The numbers are transferred on `device` as `dtype`, which must be able to hold the largest sum.
         """
         values = [*self.sums.values(), *self.maxima.values()]
         packed = torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in values])
@@ -52,6 +51,6 @@ class DistributedSums:
         )
 
     def numbers(self) -> dict[str, float]:
-        """Return all numbers by name, read from the device at once: they are of one type."""
+        """Return all numbers by name, read from the device in one transfer; they must have the same type."""
         values = {**self.sums, **self.maxima}
         return dict(zip(values, torch.stack([*map(torch.as_tensor, values.values())]).tolist(), strict=True))

@@ -15,16 +15,16 @@ from .grid import BoundGrid
 SEARCH_ORDERS = ("upper_first", "lower_first")
 SCOPES = ("batch", "micro_batch", "carried_over")
 
-# A share that misses the target by less, relative to the target, meets it. The last bits of a sum depend on the device
-# and on how the tokens are split over micro-batches and ranks. A tie must not: with ratios of 1 and as many right as
-# wrong samples, the share is 0.5 in whatever order.
+# Relative tolerance of the target. The last bits of a sum depend on the device and on how the tokens are split over
+# micro-batches and ranks, but meeting the target must not: with ratios of 1 and as many right as wrong samples, the
+# share is 0.5 in any order.
 _ROUNDING = 1e-11
 
 
 @dataclass(frozen=True)
 class ClipBounds:
     """
-    Outcome of one search. All fields are 0-dim tensors on the device of the contributions.
+    Result of one search. All fields are 0-dim tensors on the device of the contributions.
 
     Args:
         low (`torch.Tensor`):
@@ -32,10 +32,10 @@ class ClipBounds:
         high (`torch.Tensor`):
             Upper clip bound in ratio space.
         positive_share (`torch.Tensor`):
-            Share `P / (P + w N)` of the positive tokens under the chosen bounds and weight `w`, in [0, 1]; NaN where
-            no token contributes.
+            Positive contribution `P / (P + w N)` under the chosen bounds and weight `w`, in [0, 1]; NaN if no token
+            contributes.
         initial_positive_share (`torch.Tensor`):
-            The same share under the start bounds, with negative tokens at full weight.
+            Positive contribution under the start bounds, with negative tokens at full weight.
         target_met (`torch.Tensor`):
             Boolean, whether `positive_share` reached the target.
         steps (`torch.Tensor`):
@@ -61,15 +61,15 @@ def search_bounds(
     negative_weight_min: float = 1.0,
 ) -> ClipBounds:
     """
-    Walk from the start bounds until the positive share reaches the target; weigh negative tokens down for the rest.
+    Raise the clip bounds until the positive contribution reaches the target; else scale down the negative tokens.
 
-    The path goes to the end of one bound's axis before it moves the other; the first pair on it with
-    `P / (P + N) >= target` is taken (less 1e-11 of the target, for rounding), or the last pair where there is none.
-    Where nothing contributes under the start bounds (`P + N = 0`), those are kept and the share is NaN; further on, a
-    pair under which nothing contributes does not meet the target.
+    The search raises one bound to its maximum before it moves the other. It takes the first pair of bounds with
+    `P / (P + N) >= target` (less 1e-11 of the target, for rounding), or the last pair if there is none. If no token
+    contributes under the start bounds (`P + N = 0`), the start bounds are kept and the share is NaN. Any later pair
+    without a contributing token does not meet the target.
 
-    Where no pair meets it, the weight `w = P (1 - target) / (target N)` of negative tokens does, `P / (P + w N) =
-    target`. It is kept in [`negative_weight_min`, 1]: the smallest where `P = 0`, 1 where `N = 0`.
+    If no pair meets the target, negative tokens get the weight `w = P (1 - target) / (target N)`, with which
+    `P / (P + w N) = target`. It is limited to [`negative_weight_min`, 1]: the minimum if `P = 0`, 1 if `N = 0`.
 
     Args:
         contributions ([`Contributions`]):
@@ -77,19 +77,18 @@ def search_bounds(
         grid ([`BoundGrid`]):
             Candidate bounds.
         target (`float`):
-            Share of the policy loss that positive tokens are to contribute, in (0, 1].
+            Fraction of the policy loss that should come from positive tokens, in (0, 1].
         order (`str`, *optional*, defaults to `"upper_first"`):
-            `"upper_first"` raises the upper bound to its end before the lower one moves, `"lower_first"` the other
-            way round.
+            `"upper_first"` raises the upper bound to its maximum before the lower bound, `"lower_first"` the reverse.
         negative_weight_min (`float`, *optional*, defaults to `1.0`):
-            Smallest weight of negative tokens, in (0, 1]. With 1 there is no weight, as in the paper.
+            Smallest weight of negative tokens, in (0, 1]. With 1, they always keep full weight, as in the paper.
 
     Returns:
         [`ClipBounds`]: 0-dim tensors on the device of the contributions; nothing is read back to the host.
 
     Raises:
-        ValueError: If `order` is unknown, `target` or `negative_weight_min` is outside (0, 1] or the curves are not
-            those of `grid`.
+        ValueError: If `order` is unknown, `target` or `negative_weight_min` is outside (0, 1] or the curves have
+            other numbers of points than `grid`.
 
     References:
         https://huggingface.co/papers/2510.18927, Algorithm 1.
@@ -146,7 +145,7 @@ def search_bounds(
 
 
 def _path(values: tuple[torch.Tensor, torch.Tensor], order: str) -> list[torch.Tensor]:
-    """Return the parts of two rows: the values at the upper and at the lower bound, at each step of the path."""
+    """Return the values at the upper bound, then at the lower bound, for each step of the path, in two parts each."""
     upper, lower = values
     if order == "upper_first":
         return [upper, upper[-1:].expand(len(lower) - 1), lower[:1].expand(len(upper) - 1), lower]
@@ -155,9 +154,10 @@ def _path(values: tuple[torch.Tensor, torch.Tensor], order: str) -> list[torch.T
 
 def share_under(bounds: ClipBounds, contributions: Contributions, grid: BoundGrid) -> ClipBounds:
     """
-    Return `bounds`, chosen for other curves, with the shares that they and their weight have on these.
+    Return `bounds`, which were chosen for other curves, with their positive contributions on the given curves.
 
-    Whether the target was met stays what the search said: a forecast that aims at it scatters around it.
+    `target_met` stays the result of the search: with bounds from a forecast, the contribution scatters around the
+    target.
     """
     upper_index = ((bounds.high - grid.upper_start) / grid.upper_step).round().long()
     lower_index = ((bounds.low - grid.lower_start) / grid.lower_step).round().long()

@@ -1,7 +1,7 @@
 """
-The tokens of one micro-batch as the policy loss weighs them: the carrier between a trainer's batch and the search.
+The tokens of one micro-batch with their weights in the policy loss: the input of the bound search.
 
-Legend: `B` rows, `T` completion tokens.
+Legend: `B` samples, `T` completion tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,13 +15,13 @@ WEIGHTINGS = ("uniform", "behavior_prob")
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """Tokens of one micro-batch as the policy loss weighs them."""
+    """Tokens of one micro-batch with their weights in the policy loss."""
 
-    log_ratio: torch.Tensor  # of importance, `(B, T)`, or `(B, 1)` where ratios are taken over sequences
+    log_ratio: torch.Tensor  # log importance ratio, `(B, T)`, or `(B, 1)` for sequence-level ratios
     ratio: torch.Tensor  # `exp(log_ratio)`
     advantages: torch.Tensor  # `(B,)` or `(B, T)`
     weights: torch.Tensor  # in the policy loss, `(B, T)`, at least 0, up to a factor common to the batch
-    mask: torch.Tensor  # `(B, T)`: 1 for tokens that the loss counts, 0 for padding and what the policy did not write
+    mask: torch.Tensor  # `(B, T)`: 1 for tokens of the loss, 0 for padding and tokens that the policy did not write
     # Under a loss without clip bounds: size of each token's gradient at weight and advantage 1, `(B, T)` or `(B, 1)`
     gradient_size: torch.Tensor | None = None
     # Log-probabilities by TRL's name, `(B, T)`, in which a NaN or an infinity stops the training
@@ -29,7 +29,7 @@ class PolicyTokens:
 
     @property
     def ratio_mask(self) -> torch.Tensor:
-        """Which entries of `ratio` stand for something: tokens of the loss, or rows with at least one. Boolean."""
+        """Boolean mask of the valid entries of `ratio`: tokens of the loss, or samples with at least one."""
         mask = self.mask.bool()
         return mask if self.ratio.shape == mask.shape else mask.any(dim=1, keepdim=True)
 
@@ -42,7 +42,8 @@ class PolicyTokens:
         """
         Return which tokens have a gradient of the policy loss, boolean, shape `(B, T)`.
 
-        The clip bounds, in ratio space, are not read under a loss without them. `delta` stops the tokens above it.
+        The clip bounds are in ratio space, and ignored for a loss without them. Tokens with a ratio above `delta` have
+        no gradient.
         """
         advantages = self.column_advantages
         counts = (self.weights > 0) & (advantages != 0)
@@ -53,9 +54,9 @@ class PolicyTokens:
 
     def balanced_advantages(self, negative_weight: torch.Tensor | float) -> torch.Tensor:
         """
-        Return the advantages, those of negative tokens with a weight in (0, 1]; the shape is that of `advantages`.
+        Return the advantages, with the negative ones multiplied by a weight in (0, 1]; the shape stays the same.
 
-        It scales the gradients of negative tokens and nothing else.
+        This scales the gradients of negative tokens and nothing else.
         """
         return torch.where(self.advantages < 0, self.advantages * negative_weight, self.advantages)
 
@@ -74,12 +75,12 @@ def policy_tokens(
     """
     Compute the importance ratios of a micro-batch and the weight that the loss gives each token.
 
-    The ratio is `exp(logp - old_logp)` for each token, or, with the `importance_sampling_level` `"sequence"`, the
-    exponential of its mean over the tokens of a row. The weight is the mask, divided by the row's number of tokens if
-    the loss `weighs_by_length`, times the factors of the token loss (entropy mask, off-policy mask, vLLM's
-    correction), `(B, T)` or `(B, 1)`, and with the `weighting` `"behavior_prob"` times `exp(old_logp)`, as Eq. 8
-    prints it. Factors common to all tokens of the update are left out: the share of the positive tokens does not see
-    them. The other shapes are those of [`PolicyTokens`], and what is returned is detached from the graph.
+    The ratio is `exp(logp - old_logp)` for each token. With `importance_sampling_level` `"sequence"`, it is the
+    exponential of the mean of `logp - old_logp` over the tokens of a sample. The weight is the mask, divided by the
+    sample's number of tokens if the loss `weighs_by_length`, times the factors of the token loss (entropy mask,
+    off-policy mask, vLLM's correction), `(B, T)` or `(B, 1)`. The `weighting` `"behavior_prob"` multiplies it by
+    `exp(old_logp)`, as in Eq. 8. Factors common to all tokens of the update are left out: they do not change the
+    positive contribution. Other shapes are as in [`PolicyTokens`]. The result is detached from the graph.
     """
     log_ratio = per_token_logps.detach() - old_per_token_logps
     row_tokens = mask.sum(dim=1, keepdim=True).clamp(min=1.0)

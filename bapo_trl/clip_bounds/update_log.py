@@ -1,7 +1,7 @@
-"""What is logged at every optimizer update: names, definitions, and the one reduction that all of them share.
+"""The metrics of each optimizer update: names, definitions, and the one reduction over ranks that they share.
 
-Micro-batches and ranks add up, so one gather of a few numbers at the end of an update serves every metric, and one
-transfer to the host reads them. Legend: `B` rows, `T` completion tokens.
+Sums over micro-batches and ranks add up, so one gather of a few numbers at the end of an update serves every metric,
+and one transfer to the host reads them. Legend: `B` samples, `T` completion tokens.
 """
 
 import math
@@ -36,15 +36,15 @@ def measure_tokens(
     tokens: PolicyTokens, staleness: torch.Tensor | None, bounds: ClipBounds, delta: float | None = None
 ) -> DistributedSums:
     """
-    Sum up one micro-batch.
+    Sum the numbers that the metrics are computed from over one micro-batch.
 
-    Staleness is that of each row, `(B,)`, or token, `(B, T)`, in policy versions; `None` where it is not known.
-    Rows without a token of the loss, and tokens that are none, do not count. NaNs and infinities of the tokens'
-    `log_probs` are counted on the tokens of the loss. `delta` is TRL's two-sided clip.
+    `staleness` is given per sample, `(B,)`, or per token, `(B, T)`, in policy versions; `None` if it is unknown.
+    Only tokens of the loss, and samples with such a token, are counted, also for NaNs and infinities in `log_probs`.
+    `delta` is TRL's two-sided clip.
     """
     device, dtype = tokens.ratio.device, sum_dtype(tokens.ratio.device)
     mask, valid, advantages = tokens.mask.bool(), tokens.ratio_mask, tokens.column_advantages
-    # One of each for all: a number given to `torch.where` is a kernel each time
+    # Shared by all calls: each number given to `torch.where` would launch another kernel
     zero = torch.zeros((), device=device)
     infinity = torch.full_like(zero, math.inf)
     ratio = torch.where(valid, tokens.ratio, zero).to(dtype)
@@ -97,10 +97,10 @@ def _count_nonfinite(tensors: Mapping[str, torch.Tensor], mask: torch.Tensor) ->
 
 def average_searches(searches: Sequence[ClipBounds]) -> dict[str, torch.Tensor]:
     """
-    Average the outcomes of an update's searches (one, or one for each micro-batch) for the log.
+    Average the results of an update's searches (one, or one for each micro-batch) for the log.
 
-    A search without a token that contributes is left out. Where there is no other, the bounds are those that it kept,
-    and the shares, and whether the target was met, NaN.
+    Searches without a contributing token are skipped. If there is no other search, the bounds are the ones it kept,
+    and the shares and `target_met` are NaN.
     """
     dtype = searches[0].low.dtype
     finds_tokens = torch.stack([~bounds.initial_positive_share.isnan() for bounds in searches])
@@ -114,7 +114,7 @@ def average_searches(searches: Sequence[ClipBounds]) -> dict[str, torch.Tensor]:
 
 
 def token_metrics(total: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that tokens give, of the numbers of [`measure_tokens`] of all ranks; NaN where undefined."""
+    """Return the token metrics from the numbers of [`measure_tokens`], summed over ranks; NaN where undefined."""
     count, passing = total["ratios"], total["passing"]
     return {
         "bapo/entropy_covariance": _ratio(total["passing_product"], passing)
@@ -132,7 +132,7 @@ def token_metrics(total: Mapping[str, float]) -> dict[str, float]:
 
 
 def unlogged_metrics(settings: Any) -> set[str]:
-    """Return the metrics that say nothing under the settings of a run, a [`~bapo_config.BAPOConfig`]."""
+    """Return the metrics that carry no information under the settings of a run, a [`~bapo_config.BAPOConfig`]."""
     names = set()
     if not settings.has_clip_bounds:
         names |= {"bapo/clip_low", "bapo/clip_high"}
@@ -146,7 +146,7 @@ def unlogged_metrics(settings: Any) -> set[str]:
 
 
 class UpdateLog:
-    """Collects what is logged of one optimizer update, until `close` reads it and starts afresh."""
+    """Collect the metrics of one optimizer update, until `close` returns them and resets the log."""
 
     def __init__(self, unlogged: Collection[str] = ()):
         self._unlogged = frozenset(unlogged)
@@ -167,15 +167,15 @@ class UpdateLog:
 
     def close(self, gather: Callable[[torch.Tensor], torch.Tensor], update: int) -> dict[str, float]:
         """
-        Return the metrics of the update; the error message has its number.
+        Return the metrics of the update, and reset the log; `update` is its number, for the error message.
 
-        A metric is NaN where it is undefined, as all are but one in an update without a token of the loss. A NaN or an
-        infinity in one of [`GUARDED_TENSORS`], on any rank, is a `RuntimeError`.
+        Undefined metrics are NaN. Without a token of the loss, all but `bapo/masked_share` are undefined. A NaN or an
+        infinity in one of [`GUARDED_TENSORS`], on any rank, raises a `RuntimeError`.
         """
         bounds = average_searches(self.searches)
         device = self.searches[0].low.device
         counts = {f"tokens of micro-batch {i}": count for i, count in enumerate(self._counts)}
-        counts = counts if len(counts) > 1 else {}  # the update's own count says it
+        counts = counts if len(counts) > 1 else {}  # "versions" is the count of a single micro-batch
         sums = DistributedSums({**self._sums.sums, **counts}, self._sums.maxima)
         total = sums.over_ranks(gather, device, sum_dtype(device))
         self.searches, self._sums, self._counts = [], None, []
@@ -184,10 +184,10 @@ class UpdateLog:
         broken = [f"`{name}` ({numbers[name]:.0f} values)" for name in GUARDED_TENSORS if numbers[name]]
         if broken:
             raise RuntimeError(
-                f"NaN or infinity in {', '.join(broken)} at update {update}, before its optimizer step: nothing of "
-                "this update was applied. Look for a learning rate that is too high, a reward that is not finite or "
-                "half precision without loss scaling, and resume from a checkpoint, or, for another rate, start "
-                "from its folder as the model."
+                f"NaN or infinity in {', '.join(broken)} at update {update}, before its optimizer step: this update "
+                "was not applied. Check for a learning rate that is too high, a reward that is not finite or half "
+                "precision without loss scaling, then resume from a checkpoint. To change the learning rate, start a "
+                "new run with the checkpoint's folder as the model."
             )
         self.have_tokens = [numbers[name] > 0 for name in counts or ("versions",)]
         metrics = {name: numbers[name] for name in bounds if name not in self._unlogged} | token_metrics(numbers)
