@@ -1,1 +1,1 @@
-"""The only subpackage that knows TRL's batch: its keys, padding and masks, policy versions, and filler samples."""
+"""Everything that depends on the layout of TRL's batch: keys, padding, masks, policy versions and filler samples."""

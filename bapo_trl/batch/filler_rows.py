@@ -1,9 +1,9 @@
 """
-Filler rows: copies without a token that counts, which give a batch its size where there are too few samples.
+Filler samples: fully masked copies that fill a batch up to its size when there are too few samples.
 
-They would change the means that a loss takes over the rows of a micro-batch, and over the micro-batches of an update.
-So the loss is scaled, such that an update has the gradient of its samples alone. Every micro-batch keeps its fillers,
-as TRL gathers values of each row over ranks.
+Fillers would change the means that a loss takes over the samples of a micro-batch, and over the micro-batches of an
+update. The loss is therefore scaled, such that an update has the gradient of its real samples alone. Fillers stay in
+their micro-batch, because TRL gathers per-sample values over ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,19 +18,19 @@ from ..losses import Loss
 
 @dataclass(frozen=True)
 class LossScale:
-    """Factors of the loss of an update: one of the policy's part alone (with the KL term), one of the whole."""
+    """Factors for the loss of an update: one for the policy term and the KL term, one for the whole loss."""
 
     policy: float = 1.0
     whole: float = 1.0
 
     def of_whole(self, micro_batch: Mapping[str, Any]) -> float:
-        """Return the factor of a micro-batch's loss: 0 if it has fillers alone, whose router would be balanced."""
+        """Return the factor for a micro-batch's loss: 0 for fillers alone, which a router loss would count."""
         is_filler = micro_batch.get("is_filler")
         return 0.0 if is_filler is not None and bool(is_filler.all()) else self.whole
 
 
 def mark_fillers(batch: Mapping[str, Any], num_fillers: int) -> dict[str, Any]:
-    """Mark the last rows of TRL's batch as fillers in `is_filler`, `(B,)`. All ranks make this call, or none."""
+    """Mark the last samples of TRL's batch as fillers, in `is_filler`, `(B,)`. All ranks make this call, or none."""
     num_rows = len(batch["completion_ids"])
     return {**batch, "is_filler": torch.arange(num_rows) >= num_rows - num_fillers}  # on the CPU: the host reads it
 
@@ -39,10 +39,10 @@ def scale_without_fillers(
     micro_batches: Sequence[Mapping[str, Any]], num_later: int, size: int, loss: Loss, accelerator: Accelerator
 ) -> LossScale:
     """
-    Return the factors at which an update trains as if its fillers were not there, by its rows on all ranks.
+    Return the loss factors with which the fillers of an update, on all ranks, have no effect.
 
-    The update has these `micro_batches` of `size` rows, and `num_later` of the next generation, which has no fillers:
-    only the first generation of partial rollouts is short.
+    The update has these `micro_batches` of `size` samples, and `num_later` of the next generation step. The latter
+    have no fillers: only the first generation step of partial rollouts is too short.
     """
     if not micro_batches or "is_filler" not in micro_batches[0]:
         return LossScale()

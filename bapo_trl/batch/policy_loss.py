@@ -1,5 +1,5 @@
 """
-The tokens of the policy loss in TRL's micro-batches: which count, and how the loss weighs them.
+The tokens of TRL's micro-batches as inputs of the policy loss: which tokens count, and with what weight.
 
 Legend: `B` samples, `T` completion tokens.
 """
@@ -21,7 +21,7 @@ FORWARD_KEYS = (
 )  # fmt: skip
 """Keys of TRL's batch that go into the model's forward as they are."""
 
-# Per-token values of TRL's batch, each with one at which a token of any weight adds nothing to the loss
+# Per-token values of TRL's batch, each with the value at which a token adds nothing to the loss, whatever its weight
 _NEUTRAL_VALUES = {
     "old_per_token_logps": 0.0, "ref_per_token_logps": 0.0, "sampling_per_token_logps": 0.0,
     "importance_sampling_ratio": 1.0,
@@ -51,7 +51,7 @@ def mask_values(batch: Mapping[str, torch.Tensor], values: torch.Tensor, neutral
 
 
 def forward_arguments(batch: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return what of TRL's batch its `_get_per_token_logps_and_entropies` takes after the model, by place and name."""
+    """Return the positional and keyword arguments of TRL's `_get_per_token_logps_and_entropies`, without the model."""
     input_ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
     named = {key: batch.get(key) for key in FORWARD_KEYS}
@@ -60,12 +60,12 @@ def forward_arguments(batch: Mapping[str, Any]) -> tuple[list[Any], dict[str, An
 
 class PolicyLoss:
     """
-    Reads the tokens of the policy loss, weighed as TRL's `_compute_loss` weighs them.
+    Read the tokens of the policy loss, with the weights that TRL's `_compute_loss` gives them.
 
     `settings` are a [`~bapo_config.BAPOConfig`]. `off_policy_mask` and `entropy_mask` are TRL's `get_off_policy_mask`
-    and `get_high_entropy_mask`. `score_ahead` takes micro-batches, and whether entropies are needed; it returns
-    log-probabilities and entropies, `(B, T)`, of each under the current policy, as the losses will compute them.
-    `is_random` tells whether two forward passes may differ.
+    and `get_high_entropy_mask`. `score_ahead` takes micro-batches, and whether entropies are needed. It returns the
+    log-probabilities and entropies, `(B, T)`, of each micro-batch under the current policy, as the losses will compute
+    them. `is_random` says whether two forward passes may differ.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class PolicyLoss:
     def tokens(
         self, inputs: Mapping[str, Any], per_token_logps: torch.Tensor, entropies: torch.Tensor | None
     ) -> PolicyTokens:
-        """Return the tokens of a micro-batch; log-probabilities and entropies, `(B, T)`, of the current policy."""
+        """Return the tokens of a micro-batch from the current policy's log-probabilities and entropies, `(B, T)`."""
         settings, mask, advantages = self._settings, policy_mask(inputs), inputs["advantages"]
         old_per_token_logps = inputs.get("old_per_token_logps", per_token_logps)  # absent: sampled by this policy
         factors = []
@@ -113,7 +113,7 @@ class PolicyLoss:
         """
         Return the tokens of the micro-batches of the coming update as their losses will see them.
 
-        Where the current policy sampled all of them (`are_fresh`), the ratios are 1, unless a forward pass is random.
+        If the current policy sampled all of them (`are_fresh`), the ratios are 1, unless forward passes are random.
         """
         micro_batches = [without_masked_values(inputs) for inputs in micro_batches]
         if not micro_batches:
@@ -127,7 +127,7 @@ class PolicyLoss:
         ]
 
     def total_absolute_advantages(self, inputs: Mapping[str, Any]) -> Contributions:
-        """Return the sum of w |A| of each sign, of a micro-batch, without what only a forward pass can tell."""
+        """Return the sum of w |A| of each sign over a micro-batch, without factors that need a forward pass."""
         inputs = without_masked_values(inputs)
         logps = _any_logps(inputs)
         tokens = self._weighed(inputs, logps, inputs.get("old_per_token_logps", logps), ())
@@ -149,9 +149,9 @@ class PolicyLoss:
         )
 
     def _knows_ratios(self, batch: Mapping[str, Any], are_fresh: bool) -> bool:
-        """Return whether the losses of the coming update can be told without a forward pass."""
+        """Return whether the tokens of the coming update are known without a forward pass."""
         settings = self._settings
-        # The mask compares them with the sampler's
+        # The off-policy mask compares log-probabilities with the sampler's
         masks = settings.off_policy_mask_threshold is not None and "sampling_per_token_logps" in batch
         reads_logps = masks or settings.contribution_weighting == "behavior_prob"
         lacks_logps = reads_logps and "old_per_token_logps" not in batch
@@ -159,6 +159,6 @@ class PolicyLoss:
 
 
 def _any_logps(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return log-probabilities of samples of the current policy: only their difference to these counts."""
+    """Return log-probabilities for samples of the current policy, whose ratios are 1 whatever the values."""
     logps = inputs.get("old_per_token_logps")
     return torch.zeros_like(inputs["completion_mask"], dtype=torch.float32) if logps is None else logps

@@ -1,13 +1,13 @@
-"""Rewards summed over the reward functions, and which groups tie. NaN is a reward that a function did not give.
+"""Sum rewards over the reward functions, and find zero-advantage groups. NaN is a reward that a function did not give.
 
-Legend: `B` rows, `F` functions.
+Legend: `B` samples, `F` functions.
 """
 
 import torch
 
 
 def weighted_sums(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Sum the rewards of each row of `(B, F)` over the functions, with weights `(F,)`; NaN where none gave one."""
+    """Sum the rewards `(B, F)` of each sample over the functions, with weights `(F,)`; NaN without any reward."""
     is_scored = ~rewards_per_func.isnan().all(dim=1)
     return (rewards_per_func * weights).nansum(dim=1).where(is_scored, torch.nan)
 
@@ -16,11 +16,11 @@ def overflowing_groups(
     rewards_per_func: torch.Tensor, weights: torch.Tensor, num_generations: int, scale: str, summed_first: bool
 ) -> torch.Tensor:
     """
-    Tell the rows whose advantages would be 0 or undefined, because what they are divided by overflows float32.
+    Find the samples whose advantages would be 0 or undefined, because their mean or divisor overflows float32.
 
-    The rewards are finite, `(B, F)`, the groups one after the other; the weights `(F,)`; `scale` is TRL's
-    `scale_rewards`. `summed_first` tells whether the functions are summed before the groups are scaled. Boolean,
-    `(B,)`, the same for all rows of a group; with "batch", for all rows.
+    The rewards are finite, `(B, F)`, with the samples of a group in a row; the weights are `(F,)`; `scale` is TRL's
+    `scale_rewards`. `summed_first` says whether the functions are summed before the groups are scaled. The result is
+    boolean, `(B,)`, and the same for all samples of a group, or of the batch if `scale` is "batch".
     """
     values = weighted_sums(rewards_per_func, weights).unsqueeze(1) if summed_first else rewards_per_func
     size = len(values) if scale == "batch" and summed_first else num_generations
@@ -37,15 +37,16 @@ def zero_advantage_rows(
     rewards_per_func: torch.Tensor, weights: torch.Tensor, num_generations: int, summed_first: bool = True
 ) -> torch.Tensor:
     """
-    Tell the rows whose group is tied: no reward in it differs from another, so that there is nothing to prefer.
+    Find the samples of zero-advantage groups, in which all completions have the same reward.
 
-    Its largest and its smallest weighted sum differ by no more than 1e-8 (what TRL's `frac_reward_zero_std` takes for
-    0) and the rounding of such a sum, 4 float32 epsilons for each addend after the first, relative to the addends'
-    magnitudes. Rows without any reward do not count; a group with fewer than two others is tied. In float32, the mean
-    of equal numbers is often another number, and what TRL's subtraction leaves looks like an advantage.
+    Rewards are the same if the largest and smallest weighted sum differ by at most 1e-8 (as in TRL's
+    `frac_reward_zero_std`) plus the rounding error of a sum: 4 float32 epsilons for each addend after the first,
+    relative to the addends' magnitudes. Samples without any reward are ignored; a group with fewer than two others has
+    zero advantage. TRL's own difference from the mean is not enough: in float32, the mean of equal numbers is often
+    another number.
 
-    `rewards_per_func` is `(B, F)`, the groups one after the other, and `weights` `(F,)`. Not `summed_first`, those of
-    each function must tie. Boolean, `(B,)`, the same for all rows of a group.
+    `rewards_per_func` is `(B, F)`, with the samples of a group in a row, and `weights` `(F,)`. Without `summed_first`,
+    the rewards of each function must be the same. The result is boolean, `(B,)`, and the same within a group.
     """
     parts = rewards_per_func * weights
     if summed_first:
@@ -65,7 +66,8 @@ def best_of_k(rewards_per_func: torch.Tensor, weights: torch.Tensor, num_generat
     """
     Return the best reward among the completions of each prompt, `(P,)`.
 
-    The groups stand one after the other in `(B, F)`. Completions and prompts without any reward do not count.
+    The rewards are `(B, F)`, with the samples of a group in a row. Completions and prompts without any reward are
+    ignored.
     """
     rewards = weighted_sums(rewards_per_func, weights.to(rewards_per_func.device))
     best = rewards.masked_fill(rewards.isnan(), -torch.inf).view(-1, num_generations).amax(dim=1)

@@ -1,4 +1,4 @@
-"""What the sampler says of TRL's batch, beside what the trainer says."""
+"""The sampler's log-probabilities in TRL's batch, for a comparison with the trainer's."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,22 +12,22 @@ from .policy_loss import policy_mask
 
 @dataclass(frozen=True)
 class SamplerLogps:
-    """Log-probabilities of the tokens just sampled, by trainer and sampler; `(B, T)` each."""
+    """Log-probabilities of the tokens just sampled, from trainer and sampler; `(B, T)` each."""
 
     trainer: torch.Tensor
     sampler: torch.Tensor  # NaN where the sampler gave none
     mask: torch.Tensor  # boolean: the tokens that the policy wrote
-    latest: torch.Tensor  # boolean: those of each sample's latest segment, sampled and scored under the same weights
-    correction: torch.Tensor | None  # TRL's importance-sampling ratio, of sequences `(B, 1)` or of tokens
+    latest: torch.Tensor  # boolean: tokens of each sample's latest segment, sampled and scored under the same weights
+    correction: torch.Tensor | None  # TRL's importance-sampling ratio, per sequence `(B, 1)` or per token
 
 
 def has_sampler_logps(batch: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether TRL's batch has log-probabilities of a sampler."""
+    """Return whether TRL's batch has the log-probabilities of a sampler."""
     return "sampling_per_token_logps" in batch
 
 
 def read_sampler_logps(batch: Mapping[str, torch.Tensor], trainer_logps: torch.Tensor) -> SamplerLogps:
-    """Return those of TRL's batch, which has some; `trainer_logps` are the trainer's, `(B, T)`."""
+    """Return the sampler's log-probabilities in TRL's batch beside the trainer's, `(B, T)`."""
     mask = latest = policy_mask(batch).bool()
     if "token_versions" in batch:
         versions = batch["token_versions"]
@@ -37,7 +37,7 @@ def read_sampler_logps(batch: Mapping[str, torch.Tensor], trainer_logps: torch.T
 
 
 def drop_sampler_logps(batch: dict[str, Any]) -> None:
-    """Remove what a `rollout_func` gave as log-probabilities of a sampler, where nothing reads them."""
+    """Remove the sampler log-probabilities of a `rollout_func`, which nothing reads."""
     batch.pop("sampling_per_token_logps", None)
 
 
@@ -45,9 +45,9 @@ def behavior_logps(
     batch: dict[str, torch.Tensor], score: Callable[[dict[str, torch.Tensor]], torch.Tensor], keeps: bool
 ) -> torch.Tensor:
     """
-    Return the log-probabilities of TRL's batch under the policy that sampled it, `(B, T)`; with `keeps`, add them.
+    Return the log-probabilities of TRL's batch under the policy that sampled it, `(B, T)`; `keeps` adds them to it.
 
-    TRL leaves them out where it sees an on-policy run, and takes all ratios to be 1: `score` returns them then.
+    TRL omits them in a run that looks on-policy, and assumes ratios of 1. They are then computed by `score`.
     """
     logps = batch["old_per_token_logps"] if "old_per_token_logps" in batch else score(batch)
     if keeps:
@@ -56,7 +56,7 @@ def behavior_logps(
 
 
 def sampled_sequences(batch: Mapping[str, torch.Tensor], most: int) -> list[torch.Tensor]:
-    """Return the token ids, of prompt and completion, of at most so many samples spread over TRL's batch."""
+    """Return the token ids, of prompt and completion, of up to `most` samples spread over TRL's batch."""
     count = len(batch["prompt_ids"])
     return [
         torch.cat([batch[f"{part}_ids"][row][batch[f"{part}_mask"][row].bool()] for part in ("prompt", "completion")])

@@ -1,7 +1,7 @@
 """
-Cuts TRL's padded batch into samples and puts samples together again: the only code that pads, cuts or merges batches.
+Split TRL's padded batch into samples, and build batches from samples: the only code that pads, splits or merges them.
 
-Cutting and putting together again gives every value back, bit for bit. Legend: `B` rows, `P` prompt tokens, `T`
+Splitting a batch and rebuilding it restores every value exactly. Legend: `B` samples, `P` prompt tokens, `T`
 completion tokens.
 """
 
@@ -20,12 +20,12 @@ from .policy_loss import policy_mask
 
 @dataclass(frozen=True)
 class _Field:
-    """How a tensor of the batch is cut: along which side it is padded, with what, and in which type it is kept."""
+    """How a tensor of the batch is stored: the side and value of its padding, and the type it is kept in."""
 
     side: str = "right"
     padding: float = 0
     kept_as: torch.dtype | None = None
-    is_column: bool = False  # shape (B, 1) holds one value a row, not rows of one token
+    is_column: bool = False  # shape (B, 1) holds one value per sample, not samples of one token
 
 
 # What TRL pads with, by key
@@ -37,7 +37,7 @@ _FIELDS = {
     "tool_mask": _Field(padding=1, kept_as=torch.bool),
     "old_per_token_logps": _Field(),
     "sampling_per_token_logps": _Field(),
-    # Far below any other: with 0, the KL term could overflow where the policy is sure that there is no padding
+    # Far below any other: with 0, the KL term could overflow where the policy gives padding a tiny probability
     "ref_per_token_logps": _Field(padding=-1e4),
     "importance_sampling_ratio": _Field(padding=1, is_column=True),
     "advantages": _Field(),
@@ -46,16 +46,16 @@ _FIELDS = {
 }
 _OF_THE_WHOLE_BATCH = "num_items_in_batch"
 _OTHER_SETTINGS = (
-    "they come from runs with different settings. If a checkpoint brought the other ones, set `replay_discard_saved`."
+    "they come from runs with different settings. If a checkpoint contained some, set `replay_discard_saved` to True."
 )
 
 
 class Rows:
     """
-    Samples without padding, on the CPU: the values of each key, of one row after the other.
+    Samples without padding, on the CPU: for each key, the values of one sample after the other.
 
-    `values` have shape `(sum of lengths,)`, or `(B, 1)` for one value a row; `policy_version` is among them. `lengths`
-    are the numbers of tokens, `(B,)`, of prompts and completions, by the side on which these are padded.
+    `values` have shape `(sum of lengths,)`, or `(B, 1)` for one value per sample; `policy_version` is one of them.
+    `lengths` has the numbers of tokens, `(B,)`, of prompts ("left") and completions ("right"), named by padding side.
     """
 
     def __init__(self, values: Mapping[str, torch.Tensor], lengths: Mapping[str, np.ndarray]):
@@ -64,18 +64,18 @@ class Rows:
         self._ends = {side: np.cumsum(each) for side, each in self.lengths.items()}
         for key, tensor in self.values.items():
             if tensor.shape != ((len(self), 1) if tensor.dim() == 2 else (self.lengths[_FIELDS[key].side].sum(),)):
-                raise ValueError(f"`{key}` of shape {tuple(tensor.shape)} does not make {len(self)} rows")
+                raise ValueError(f"`{key}` has shape {tuple(tensor.shape)}, which does not fit {len(self)} samples")
 
     def __len__(self) -> int:
         return len(self.values["policy_version"])
 
     @property
     def policy_versions(self) -> np.ndarray:
-        """Policy version that sampled each row, shape `(B,)`."""
+        """Policy version of each sample, shape `(B,)`."""
         return self.values["policy_version"].squeeze(1).numpy()
 
     def row_bytes(self) -> np.ndarray:
-        """Return the number of bytes that each row takes, shape `(B,)`: its values, and where they lie."""
+        """Return the number of bytes that each sample takes, shape `(B,)`: its values and their positions."""
         places = sum(each.itemsize for each in (*self.lengths.values(), *self._ends.values()))
         row_bytes = np.full(len(self), places)
         for key, tensor in self.values.items():
@@ -83,11 +83,11 @@ class Rows:
         return row_bytes
 
     def has_advantage(self) -> np.ndarray:
-        """Return whether a row has an advantage other than 0, for any of its tokens; shape `(B,)`."""
+        """Return whether each sample has a token with a nonzero advantage, shape `(B,)`."""
         return self._any_of_row(self.values["advantages"] != 0)
 
     def has_trained_token(self) -> np.ndarray:
-        """Return whether the loss counts a token of a row; shape `(B,)`."""
+        """Return whether each sample has a token of the loss, shape `(B,)`."""
         return self._any_of_row(policy_mask(self.values).bool())
 
     def _any_of_row(self, is_true: torch.Tensor) -> np.ndarray:
@@ -97,19 +97,19 @@ class Rows:
         return np.array([part.any() for part in parts], dtype=bool)
 
     def select(self, indices: Sequence[int] | np.ndarray) -> "Rows":
-        """Return a copy of some rows, in the order of `indices`."""
+        """Return a copy of some samples, in the order of `indices`."""
         return concat_rows([(self, indices)])
 
     def masked(self) -> "Rows":
-        """Return the rows with no token that counts: they keep the shape of a batch and train nothing."""
+        """Return a fully masked copy of the samples, which fills a batch and has no effect on training."""
         return Rows({**self.values, "completion_mask": torch.zeros_like(self.values["completion_mask"])}, self.lengths)
 
     def take(self, indices: np.ndarray, keys: Collection[str]) -> dict[str, torch.Tensor]:
         """
-        Return copies of the values of some rows, with those of `keys` that a generation may leave out.
+        Return copies of the values of some samples, with defaults for the `keys` that a generation step may omit.
 
-        Without `tool_mask`, the policy wrote all tokens; without `sampling_per_token_logps`, the sampler's are
-        `old_per_token_logps`, as for TRL.
+        Without `tool_mask`, the policy wrote all tokens. Without `sampling_per_token_logps`, the sampler's
+        log-probabilities are `old_per_token_logps`, as in TRL.
         """
         values, places = dict(self.values), {}
         if "tool_mask" in keys:
@@ -127,7 +127,7 @@ class Rows:
 
 
 def concat_rows(parts: Sequence[tuple[Rows, Sequence[int] | np.ndarray]]) -> Rows:
-    """Copy rows of several collections, at least one, into one: those at the indices beside each, in their order."""
+    """Concatenate samples of one or more collections: from each, copies of the samples at its indices, in order."""
     pairs = [(rows, np.asarray(indices, dtype=np.int64)) for rows, indices in parts]
     every_key = set().union(*(rows.values for rows, _ in pairs))
     taken = [rows.take(indices, every_key) for rows, indices in pairs]
@@ -135,14 +135,14 @@ def concat_rows(parts: Sequence[tuple[Rows, Sequence[int] | np.ndarray]]) -> Row
     lengths = {side: np.concatenate([rows.lengths[side][indices] for rows, indices in pairs]) for side in sides}
     differing = set().union(*taken) - set(taken[0]).intersection(*taken)
     if differing:
-        raise InputError(f"The rows differ in {sorted(differing)}: {_OTHER_SETTINGS}")
+        raise InputError(f"Only some samples have {sorted(differing)}: {_OTHER_SETTINGS}")
     joined = {}
     for key in taken[0]:
         pieces = [values[key] for values in taken]
         if any(piece.dim() == 1 for piece in pieces):
-            pieces = [piece.reshape(-1) for piece in pieces]  # rows of one token may hold it either way
+            pieces = [piece.reshape(-1) for piece in pieces]  # samples of one token may have either shape
             if sum(map(len, pieces)) != lengths[_FIELDS[key].side].sum():
-                raise InputError(f"Some rows have one `{key}` for each token, others one for all: {_OTHER_SETTINGS}")
+                raise InputError(f"Some samples have one `{key}` per token, others one in all: {_OTHER_SETTINGS}")
         joined[key] = torch.cat(pieces)
     return Rows(joined, lengths)
 
@@ -151,10 +151,9 @@ def batch_to_rows(
     batch: Mapping[str, torch.Tensor], pad_token_id: int, versions: Mapping[str, torch.Tensor] | None = None
 ) -> Rows:
     """
-    Cut TRL's batch into rows, which share no memory with it. Masked tokens at the end that are no padding are kept.
+    Split TRL's batch into samples that share no memory with it. Masked tokens at the end are kept unless padding.
 
-    `versions` are its policy versions on the CPU: nothing waits for the device. Values of the whole batch are left
-    out.
+    `versions` are the batch's policy versions, already on the CPU. Values of the whole batch are left out.
     """
     kept = {}
     for key, tensor in {**batch, **(versions or {})}.items():
@@ -162,8 +161,8 @@ def batch_to_rows(
             continue
         if key not in _FIELDS:
             raise InputError(
-                f"The batch has `{key}`, which cannot be cut into rows: known are {', '.join(_FIELDS)}. For no replay "
-                "queue, set `replay_fraction` to 0 and `replay_zero_advantage` to False."
+                f"The batch has `{key}`, which the replay buffer does not support (it supports {', '.join(_FIELDS)}): "
+                "turn replay off, with `replay_fraction` 0 and `replay_zero_advantage` False."
             )
         kept[key] = tensor.detach().to("cpu", _FIELDS[key].kept_as)
     prompt_mask, completion_mask = kept["prompt_mask"], kept["completion_mask"]
@@ -183,7 +182,7 @@ def batch_to_rows(
 def rows_to_batch(
     rows: Rows, pad_token_id: int, device: torch.device | str, pad_to_multiple_of: int | None = None
 ) -> dict[str, torch.Tensor]:
-    """Put rows, at least one, together into a padded batch, as TRL would have made it."""
+    """Build a padded batch, as TRL would, from one or more samples."""
     batch = {}
     for key, tensor in rows.values.items():
         field = _FIELDS[key]
@@ -201,17 +200,17 @@ def rows_to_batch(
 
 
 def set_num_items(batch: dict[str, torch.Tensor], num_tokens: torch.Tensor) -> None:
-    """Have losses that divide by the tokens of a generation, on all ranks, divide by these."""
+    """Set the number of tokens, over all ranks, that losses with a mean over a generation step divide by."""
     batch[_OF_THE_WHOLE_BATCH] = num_tokens
 
 
 def mask_zero_advantages(batch: dict[str, torch.Tensor], is_zero: torch.Tensor) -> None:
-    """Set the advantages of some of the first samples to exactly 0; what follows them are fillers."""
+    """Set advantages to exactly 0 where `is_zero`, which covers all samples but the fillers at the end."""
     batch["advantages"][: len(is_zero)][is_zero] = 0
 
 
 def tensors_of_rows(chunks: Sequence[Rows]) -> dict[str, torch.Tensor]:
-    """Return rows, in chunks, as tensors by name: for a file."""
+    """Return chunks of samples as named tensors, for a file."""
     tensors: dict[str, torch.Tensor] = {}
     for number, rows in enumerate(chunks):
         lengths = {side: torch.from_numpy(each) for side, each in rows.lengths.items()}
@@ -220,7 +219,7 @@ def tensors_of_rows(chunks: Sequence[Rows]) -> dict[str, torch.Tensor]:
 
 
 def rows_from_tensors(tensors: Mapping[str, Any]) -> list[Rows]:
-    """Return the chunks of rows that [`tensors_of_rows`] gave, whatever else is beside them."""
+    """Return the chunks of samples that [`tensors_of_rows`] stored; other entries are ignored."""
     chunks: dict[int, dict[str, torch.Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor):
@@ -234,7 +233,7 @@ def rows_from_tensors(tensors: Mapping[str, Any]) -> list[Rows]:
 
 
 def attach_version(batch: dict[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
-    """Add the policy version that sampled all of TRL's batch, `(B,)`; return the same on the CPU."""
+    """Add the policy version that sampled TRL's batch, `(B,)`, and return a copy on the CPU."""
     ids = batch["completion_ids"]
     batch["policy_version"] = torch.full((len(ids),), version, device=ids.device)
     return {"policy_version": torch.full((len(ids),), version)}
@@ -244,10 +243,10 @@ def attach_rollouts(
     batch: dict[str, Any], logps: Sequence[Sequence[float]], versions: Sequence[Sequence[int]], num_rows: int
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """
-    Add to TRL's batch the log-probabilities and policy versions of its tokens, and fill the batch up to `num_rows`.
+    Add the log-probabilities and policy versions of its tokens to TRL's batch, and fill it up to `num_rows` samples.
 
-    Filler samples repeat others, with no token that counts. Returns the batch, with the oldest version of each sample
-    and those of its tokens, and these on the CPU.
+    Fillers are fully masked copies. Returns the batch, which has the oldest policy version of each sample and the
+    version of each token, and copies of both on the CPU.
     """
     device, num_tokens = batch["completion_ids"].device, batch["completion_ids"].size(1)
     batch["old_per_token_logps"] = pad_logps(logps, num_tokens).to(device)
@@ -266,19 +265,19 @@ def attach_rollouts(
 
 
 def versions_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the policy versions that sampled TRL's batch: `(B,)`, or `(B, T)` where its tokens have several."""
+    """Return the policy versions of TRL's batch: `(B,)`, or `(B, T)` if the tokens of a sample may have several."""
     return batch.get("token_versions", batch["policy_version"])
 
 
 def pad_logps(logps: Sequence[Sequence[float]], num_tokens: int) -> torch.Tensor:
-    """Return log-probabilities of completions as `(B, num_tokens)`, padded with 0."""
+    """Return the log-probabilities of completions as `(B, num_tokens)`, padded with 0."""
     return torch.tensor([[*row, *[0.0] * (num_tokens - len(row))] for row in logps], dtype=torch.float32)
 
 
 def pad_completions(
     prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], pad_token_id: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Return a batch of token ids and masks, to be scored: what of TRL's batch a forward pass reads."""
+    """Return a batch of token ids and masks for a forward pass, with the keys of TRL's batch."""
     batch = {}
     for name, rows, side in (("prompt", prompts, "left"), ("completion", completions, "right")):
         ids = [torch.tensor(row) for row in rows]

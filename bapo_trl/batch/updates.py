@@ -1,4 +1,4 @@
-"""Drives the clip-bound controller with TRL's micro-batches: one optimizer update after the other."""
+"""Feeds TRL's micro-batches to the clip-bound controller, one optimizer update after the other."""
 
 import math
 import operator
@@ -21,30 +21,30 @@ from .samples import versions_of
 
 @dataclass
 class Generation:
-    """The samples in a trainer's buffer: when they were generated, and by which policy."""
+    """When the samples in a trainer's buffer were generated, and by which policy."""
 
     update: int = 0
     micro_batch: int = 0
-    sampled_by: int | None = None  # the policy version that sampled them all, on all ranks; `None` for several
+    sampled_by: int | None = None  # policy version that sampled all of them, on all ranks; `None` if several did
 
     def is_trained(self, update: int, micro_batch: int, settings: Any) -> bool:
-        """Return whether the updates on them are made. A save may come before the step of the last one."""
+        """Return whether all updates on the samples are done. A save may come before the last optimizer step."""
         updates = math.ceil((micro_batch - self.micro_batch) / settings.gradient_accumulation_steps)
         return micro_batch % settings.micro_batches_per_generation == 0 and update - self.update >= updates
 
 
 class BatchUpdates:
     """
-    The updates of a run, each of several micro-batches of TRL's buffer. All ranks make the same calls.
+    Run the clip-bound search of each update on the micro-batches of TRL's buffer. All ranks make the same calls.
 
-    `bounds` is the controller, and `scale` has the factors of the loss in the current update. `update` returns the
-    number of that update, for messages.
+    `bounds` is the controller, and `scale` has the loss factors of the current update. `update` returns the number of
+    the current update, for messages.
     """
 
     def __init__(self, settings: Any, accelerator: Accelerator, policy_loss: PolicyLoss, update: Callable[[], int]):
         self._settings, self._accelerator, self._policy_loss = settings, accelerator, policy_loss
         self._sum_ranks = partial(accelerator.reduce, reduction="sum")
-        self._buffer: Sequence[Mapping[str, Any]] | None = None  # of which `_totals` are
+        self._buffer: Sequence[Mapping[str, Any]] | None = None  # the buffer that `_totals` belong to
         self._totals: list[Contributions] = []  # total absolute advantages of each micro-batch, of all ranks
         self.bounds = ClipBoundController(
             settings, accelerator.device, reduce=self._sum_ranks, gather=accelerator.gather, update=update
@@ -53,10 +53,10 @@ class BatchUpdates:
 
     def begin(self, buffer: Sequence[Mapping[str, Any]] | None, step: int, count: int, are_fresh: bool) -> ClipBounds:
         """
-        Begin the update of `count` micro-batches from the one at `step` of the run; return its bounds.
+        Begin the update of `count` micro-batches that starts at micro-batch `step` of the run; return its bounds.
 
-        `buffer` holds the micro-batches of the current pass, the same object for all its updates; `None` for a loss of
-        a batch of the caller's own. `are_fresh` tells whether the current policy sampled them all.
+        `buffer` holds the micro-batches of the current pass, and is the same object in all its updates; `None` if the
+        caller computes the loss of another batch. `are_fresh` says whether the current policy sampled all of them.
         """
         settings = self._settings
         if buffer is None:
@@ -71,7 +71,7 @@ class BatchUpdates:
                     self._sum_advantages(buffer)
                 totals = reduce(operator.add, [self._totals[position] for position in window])
             if is_new_buffer or not self.bounds.carries_over:
-                # The loss of a single micro-batch knows its tokens before it needs the bounds
+                # With a single micro-batch, its loss has the tokens before it needs the bounds
                 ahead = [buffer[position] for position in window] if count > 1 else []
                 read_ahead = partial(self._policy_loss.tokens_ahead, ahead, are_fresh)
         bounds = self.bounds.begin(totals, read_ahead)
@@ -86,7 +86,7 @@ class BatchUpdates:
         return bounds
 
     def _sum_advantages(self, buffer: Sequence[Mapping[str, Any]]) -> None:
-        """Take the totals of a buffer: one reduction for all its updates."""
+        """Compute the total absolute advantages of a buffer, with one reduction for all its updates."""
         here = [self._policy_loss.total_absolute_advantages(inputs).as_vector() for inputs in buffer]
         totals = self._sum_ranks(torch.stack(here))
         self._buffer, self._totals = buffer, [Contributions.from_vector(each, SINGLE_POINT) for each in totals]
@@ -101,9 +101,9 @@ class BatchUpdates:
         is_last: bool,
     ) -> ClipBounds:
         """
-        Take in a micro-batch, of log-probabilities and entropies `(B, T)` under the policy of this version.
+        Add a micro-batch, with log-probabilities and entropies `(B, T)` under the policy of this version.
 
-        Returns the bounds with which to train it. Its advantages, in `inputs`, are weighted for the loss.
+        Returns the bounds to train it with. The advantages in `inputs` are replaced by their weighted values.
         """
         tokens = self._policy_loss.tokens(inputs, per_token_logps, entropies)
         bounds = self.bounds.observe(tokens, version - versions_of(inputs), is_last)

@@ -275,7 +275,7 @@ def test_on_policy_settings_with_a_queue_have_behaviour_log_probs_and_no_warning
         ({"enable_jit_checkpoint": True}, "`enable_jit_checkpoint` is True, which saves before an optimizer step"),
         (
             {"sync_ref_model": True, "beta": 0.1},
-            r"`sync_ref_model` is True.*to False, or,.* `replay_fraction` to 0 and `replay_zero_advantage` to False\.",
+            r"`sync_ref_model` is True.*to False or,.* `replay_fraction` to 0 and `replay_zero_advantage` to False\.",
         ),
         ({"replay_max_reuse": 1, "num_iterations": 2}, r"replay_max_reuse.*1.*num_iterations.*2"),
         # The first pass trains all, each later pass a whole generation's worth

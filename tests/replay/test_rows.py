@@ -90,7 +90,7 @@ def test_rows_of_different_batches_are_padded_to_the_longest():
 
 
 def test_unknown_keys_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"`rewards_of_tools`, which cannot be cut into rows"):
+    with pytest.raises(ValueError, match=r"`rewards_of_tools`, which the replay buffer does not support"):
         batch_to_rows(batch(rewards_of_tools=torch.ones(3)), PAD)
 
 
@@ -113,7 +113,7 @@ def test_rows_of_different_settings_are_not_mixed():
         concat_rows([(rows, [0]), (fewer, [0])])
     ratio = EXTRAS["importance_sampling_ratio"]
     levels = [batch_to_rows(batch(importance_sampling_ratio=each), PAD) for each in (ratio[:, :1], ratio)]
-    with pytest.raises(ValueError, match=r"one `importance_sampling_ratio` for each token.*`replay_discard_saved`"):
+    with pytest.raises(ValueError, match=r"one `importance_sampling_ratio` per token.*`replay_discard_saved`"):
         concat_rows([(rows, [0]) for rows in levels])
 
 
