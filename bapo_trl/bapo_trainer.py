@@ -53,31 +53,31 @@ class BAPOTrainer(AtomicCheckpoints):
     """
     Trainer for Balanced Policy Optimization with Adaptive Clipping (BAPO).
 
-    BAPO (https://huggingface.co/papers/2510.18927) keeps off-policy training stable by choosing the clip bounds anew
-    for every optimizer update, such that positive-advantage tokens contribute a set share of the policy loss.
+    BAPO (https://huggingface.co/papers/2510.18927) keeps off-policy training stable: for each optimizer update, it
+    chooses clip bounds with which positive-advantage tokens contribute a target fraction of the policy loss.
 
-    Besides, a [`~trl.GRPOTrainer`] with a replay buffer, partial rollouts, checks of a vLLM server's weights, and
-    checkpoints that are complete or not there.
+    The trainer adds a replay buffer, partial rollouts, overlapped generation, checks of a vLLM server's weights and
+    atomic checkpoints to [`~trl.GRPOTrainer`].
 
     Args:
         model, reward_funcs, train_dataset, eval_dataset, *rest, **kwargs:
-            As in [`~trl.GRPOTrainer`]. The prompts to train on must be enough for one generation.
+            As in [`~trl.GRPOTrainer`]. `train_dataset` must have enough prompts for one generation step.
         args ([`BAPOConfig`], *optional*):
-            Configuration of the trainer. A [`~trl.GRPOConfig`] is taken with the default search. If `None`, a default
-            configuration is used.
+            Configuration of the trainer. A [`~trl.GRPOConfig`] is converted, with the default search. If `None`, a
+            default configuration is used.
 
     Attributes:
         clip_bounds ([`ClipBounds`]):
-            Outcome of the latest search; before the first one, the start bounds. After an update, its shares are those
-            of the update's own tokens. Under a loss without clip bounds (`cispo`, `sapo`, `vespo`) both bounds are 1,
-            and nothing reads them.
+            Result of the latest search; the start bounds before the first one. After an update, its shares are
+            measured on the update's own tokens. For a loss without clip bounds (`cispo`, `sapo`, `vespo`), both bounds
+            are 1 and unused.
         dataset_title (`str` or `None`):
-            What the model card calls the data; set it if the dataset does not tell its name.
+            Name of the data in the model card; set it if the dataset has no name of its own.
 
     Raises:
-        ValueError: If settings contradict one another, or a dataset has fewer prompts than one generation takes. In
-            training, if no parameter would be trained, a stream ends before one generation, or a reward is infinite
-            or none. Errors of TRL, transformers and reward functions come through as they are.
+        ValueError: If settings contradict each other, or a dataset has too few prompts for one generation step. During
+            training, if no parameter is trainable, a streamed dataset ends before one generation step, or a reward is
+            infinite or missing. Errors of TRL, transformers and reward functions are passed on unchanged.
         RuntimeError: During training, if a log-probability, an advantage or the gradient is NaN or infinite.
     """
 
@@ -111,7 +111,7 @@ class BAPOTrainer(AtomicCheckpoints):
 
         self.reward_func_names = distinct_names(self.reward_func_names)
         self._loss_inputs = None  # the micro-batch whose loss is being computed, else `None`
-        self._injected: InjectedRollouts | None = None  # while TRL takes them for what it generates and scores
+        self._injected: InjectedRollouts | None = None  # set while TRL uses them in place of its own completions
         if self.use_vllm:
             send_merged_copies(self)
         self._server = None
@@ -131,9 +131,9 @@ class BAPOTrainer(AtomicCheckpoints):
     # The run
 
     def train(self, *args, **kwargs):
-        # A second call starts over at version 0: samples of the first one would be taken for new
+        # A second call starts at policy version 0 again, where samples of the first call would look new
         self._reset_run_state()
-        # Printed as transformers prints its logs: a library's logger would hide it where nothing is set up
+        # Printed, as transformers prints its logs: without logging set up, a library's logger would hide it
         self.accelerator.print(f"{staleness_line(self.args)} {advice_line(self.args)}".rstrip())
         result = super().train(*args, **kwargs)
         if self.args.load_best_model_at_end:  # vLLM has the weights of the last update
@@ -153,7 +153,7 @@ class BAPOTrainer(AtomicCheckpoints):
         self._settings = own_settings(self.args)
         self._probes_padding = self.args.uses_replay or self.args.uses_partial_rollouts
         self._generation = Generation()
-        if self._server is not None:  # before the rounds, which ask it for its window
+        if self._server is not None:  # before the rounds, which need its context window
             self._server.begin_run()
         self._forget_sent_weights()
         self._rounds = make_rounds(self) if self.args.uses_partial_rollouts else None
@@ -176,7 +176,7 @@ class BAPOTrainer(AtomicCheckpoints):
         self._clip_with(self._bounds.current)
 
     def _forget_sent_weights(self) -> None:
-        self._last_loaded_step = -1  # TRL's: vLLM gets the weights before the next generation
+        self._last_loaded_step = -1  # of TRL, which then sends the weights before the next generation
 
     def _end_without_server(self, reason: str) -> NoReturn:
         checkpoint = self.save_for_resume()
@@ -207,8 +207,8 @@ class BAPOTrainer(AtomicCheckpoints):
         if resume_from_checkpoint is not None:
             fixes.restore_callbacks(self)
         epochs, skipped = fixes.place_to_resume(self, place, max_steps, num_train_epochs, resume_from_checkpoint)
-        # TRL's sampler repeats the prompts of a generation for each of its micro-batches, and goes on among them.
-        # TRL's count would start at 0: generations would lie across these blocks, and a next resume lose prompts.
+        # TRL's sampler repeats the prompts of a generation step for each of its micro-batches. If TRL's count started
+        # at 0 here, generation steps would not align with these blocks, and the next resume would lose prompts.
         self._step = skipped
         self._first_epoch, self._read_ahead = epochs, None
         return epochs, skipped
@@ -286,7 +286,7 @@ class BAPOTrainer(AtomicCheckpoints):
         return mark_fillers(batch, num_padding) if num_padding else batch
 
     def _finish_groups(self, inputs) -> InjectedRollouts:
-        """Let the prompts of a generation in, and return the groups that are complete then."""
+        """Add the prompts of a generation step to the rollout pool, and return groups once they are complete."""
         version, prompts = self.state.global_step, inputs[:: self.num_generations]
         prompt_ids, *_ = self._tokenize_prompts([row["prompt"] for row in prompts])
         limit = self.args.partial_rollout_max_staleness
@@ -303,7 +303,7 @@ class BAPOTrainer(AtomicCheckpoints):
         return rollouts
 
     def _refresh_server(self, rollouts: InjectedRollouts) -> None:
-        """Send the server the weights, if it does not have them, and ask it whether it took them."""
+        """Send the weights to the server if it lacks them, and check that it has loaded them."""
         if self._last_loaded_step != self.state.global_step:
             self._server.generate(self._send_weights, is_first_request=True)
         samples = rollouts.prompt_ids, rollouts.token_ids
@@ -314,13 +314,13 @@ class BAPOTrainer(AtomicCheckpoints):
         self._last_loaded_step = self.state.global_step
 
     def _ask_server(self, batch) -> None:
-        # One that was started again meanwhile has old weights for a good reason; the next generation sees to it
+        # A restarted server is expected to lack the weights: it gets them before the next generation
         if self._server_check is not None and self._server.has_same_server():
             self._server_check.ask_server(batch)
 
     def _compare_with_sampler(self, batch, was_requested: bool) -> None:
-        """Add behaviour log-probabilities where they will be needed; compare those of a sampler with the trainer's."""
-        # TRL reads those of a `rollout_func` to correct for vLLM alone. Else they may be placeholders of any length
+        """Add behaviour log-probabilities where needed; compare the sampler's log-probabilities with the trainer's."""
+        # TRL uses those of a `rollout_func` only to correct for vLLM. Else they may be placeholders of any length
         are_of_sampler = self.rollout_func is None or (self.use_vllm and self.vllm_importance_sampling_correction)
         if not are_of_sampler and self.off_policy_mask_threshold is None:
             drop_sampler_logps(batch)
@@ -329,7 +329,7 @@ class BAPOTrainer(AtomicCheckpoints):
             return
         if self._overlap is None:
             logps = behavior_logps(batch, self._score_all, keeps=self.args.uses_replay)
-        else:  # which has the sampler's as its own. Where the policy has moved on since, a part is enough
+        else:  # the behaviour log-probabilities are the sampler's. For an older policy, comparing a part is enough
             batch = split_tensor_dict(batch, self.args.steps_per_generation)[0] if was_requested else batch
             logps = self._score_all(batch)
         if compares:
@@ -341,7 +341,7 @@ class BAPOTrainer(AtomicCheckpoints):
                 self._check_difference(difference)
 
     def _tokenize_prompts(self, prompts, *args, **kwargs):
-        if self._injected is not None:  # a template that shows the date gives others by now
+        if self._injected is not None:  # a chat template that shows the date may give other token ids by now
             return self._injected.prompt_ids, None, {}
         return super()._tokenize_prompts(prompts, *args, **kwargs)
 
@@ -377,7 +377,7 @@ class BAPOTrainer(AtomicCheckpoints):
         return rewards_per_func
 
     def _log_groups(self, rewards_per_func: torch.Tensor) -> None:
-        """Log what an evaluation says of its groups. Repeats, with which several ranks fill a batch, are left out."""
+        """Log the best reward of each evaluated group, without the repeats that fill a batch on several ranks."""
         count = self.num_generations_eval
         if count > 1:
             for best in best_of_k(rewards_per_func, self.reward_weights, count).tolist():
@@ -400,7 +400,7 @@ class BAPOTrainer(AtomicCheckpoints):
         return self._score_all(batch).tolist()
 
     def _score_ahead(self, micro_batches, compute_entropy):
-        # The forward passes of the loss come in the same order: from the same random state they drop out the same.
+        # The loss runs its forward passes in the same order: from the same random state, dropout is the same.
         with forked_random_state(self.accelerator.device, self.model):
             return [self._score(inputs, compute_entropy) for inputs in micro_batches]
 
@@ -408,7 +408,7 @@ class BAPOTrainer(AtomicCheckpoints):
         if self.args.replay_zero_advantage:
             of_ranks = self._has_zero_advantage.view(self.accelerator.num_processes, -1)
             mask_zero_advantages(batch, of_ranks[self.accelerator.process_index])
-            if self.args.sums_rewards_first and self.scale_rewards != "batch":  # TRL's misses some by rounding
+            if self.args.sums_rewards_first and self.scale_rewards != "batch":  # rounding hides some groups from TRL
                 self._metrics["train"]["frac_reward_zero_std"][-1] = self._has_zero_advantage.float().mean().item()
         is_within = self._step % self.args.micro_batches_per_generation != 0
         drawn = self._replay.draw_first_pass(batch, versions, self.state.global_step, num_padding, is_within)
@@ -429,7 +429,7 @@ class BAPOTrainer(AtomicCheckpoints):
             count, buffer = self.current_gradient_accumulation_steps, self._buffered_inputs
             self._clip_with(self._updates.begin(buffer, self._step, count, are_fresh))
         scale = self._updates.scale if is_training else LossScale()
-        # A copy: the advantages are scaled in it, and the buffer's own are read again at the next pass
+        # A copy, as its advantages are scaled: those in the buffer are needed again in the next pass
         self._loss_inputs = without_masked_values(inputs)
         beta, self.beta = self.beta, self.beta * scale.policy
         try:
@@ -460,13 +460,13 @@ class BAPOTrainer(AtomicCheckpoints):
 
     def _clip_with(self, bounds: ClipBounds) -> None:
         if self.args.has_clip_bounds:
-            # TRL clips with, and logs the clip ratios of, these two. As tensors, they keep the host out of the search.
+            # TRL clips with these two, and logs their clip ratios. As tensors, they need no transfer to the host.
             self.epsilon_low = 1 - bounds.low
             self.epsilon_high = bounds.high - 1
 
     def _get_grad_norm(self, *args, **kwargs):
         grad_norm: Any = super()._get_grad_norm(*args, **kwargs)
-        if hasattr(grad_norm, "full_tensor"):  # FSDP2's, of which each rank has its part
+        if hasattr(grad_norm, "full_tensor"):  # sharded over ranks under FSDP2
             grad_norm = grad_norm.full_tensor()
         checks.check_gradient(self, grad_norm)
         return grad_norm
@@ -513,7 +513,7 @@ class BAPOTrainer(AtomicCheckpoints):
             return
         if self.ref_model is not None:
             load_ref_model(self, checkpoint)
-        with raising_on_all_ranks():  # each reads files of its own
+        with raising_on_all_ranks():  # each rank reads its own files
             self._log_window.load(checkpoint)
             if self._rounds is not None:
                 self._rounds.load(checkpoint, reports_logps=self.use_vllm)

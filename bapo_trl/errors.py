@@ -1,4 +1,4 @@
-"""What a user gave and can mend, as an error of its own: the command line ends with its one sentence."""
+"""Errors that a user can fix. The command line prints their message without a traceback."""
 
 import argparse
 from typing import NoReturn
@@ -6,18 +6,18 @@ from typing import NoReturn
 
 class InputError(ValueError):
     """
-    A setting, a file, a data set, a reward or a package that cannot be used. The message names it and the fix.
+    Error for a setting, file, dataset, reward or package that cannot be used. The message names it and the fix.
 
-    Everything else that is raised is a bug, or an error of the user's own code, and keeps its traceback.
+    Any other exception is a bug, or comes from the user's own code, and is shown with its traceback.
     """
 
 
 class MissingPackageError(InputError, ImportError):
-    """A package is not installed that a setting needs. The message names both, and the command that installs it."""
+    """Error for a package that a setting needs and that is not installed. The message has the install command."""
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says in one line, without its usage, what it cannot read."""
+    """Argument parser that reports an error in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")

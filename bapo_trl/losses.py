@@ -1,5 +1,5 @@
 """
-The losses: what the bound search, the replay buffer and the log need to know of each `loss_type` of TRL.
+The properties of each `loss_type` of TRL that the bound search, the replay buffer and the log depend on.
 
 Legend: `B` samples, `T` completion tokens.
 """
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loss:
-    """What is to be known of one loss."""
+    """Properties of one loss."""
 
-    mean_over: str  # what TRL averages: "samples" or "tokens" of a micro-batch, or the tokens of a "generation"
+    mean_over: str  # what TRL averages over: "samples" or "tokens" of a micro-batch, or tokens of a "generation" step
     weighs_by_length: bool = False  # a token has the weight 1 / (number of tokens of its sample), rather than 1
-    # Size of each token's gradient with respect to its log-probability at weight and advantage 1, `(B, T)` or
-    # `(B, 1)`, of the tokens, a `BAPOConfig` and vLLM's importance-sampling correction, if there is one. `None` for a
-    # loss with clip bounds: the ratio, where the clip lets it through
+    # Computes the size of each token's gradient with respect to its log-probability at weight and advantage 1,
+    # `(B, T)` or `(B, 1)`, from the tokens, a `BAPOConfig` and vLLM's importance-sampling correction, if any. `None`
+    # for a loss with clip bounds: the size is then the ratio, unless it is clipped
     gradient_size: Callable[["PolicyTokens", Any, torch.Tensor | None], torch.Tensor] | None = None
-    has_ratio_cap: bool = False  # by `epsilon_high`
-    is_of_sequences: bool = False  # makes sequence ratios, and applies vLLM's correction, by itself
+    has_ratio_cap: bool = False  # `epsilon_high` caps the ratio
+    is_of_sequences: bool = False  # computes sequence-level ratios and applies vLLM's correction itself
 
     @property
     def has_clip_bounds(self) -> bool:
@@ -55,7 +55,7 @@ def _sapo_gradient_size(tokens: "PolicyTokens", settings: Any, correction: torch
 
 def _vespo_gradient_size(tokens: "PolicyTokens", settings: Any, correction: torch.Tensor | None) -> torch.Tensor:
     """Return TRL's `GRPOTrainer.get_gamma_weights`: VESPO's weight of each sequence."""
-    from trl import GRPOTrainer  # which no setting needs
+    from trl import GRPOTrainer  # not needed to check settings
 
     names = ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
     return GRPOTrainer.get_gamma_weights(
@@ -79,6 +79,6 @@ LOSSES: Mapping[str, Loss] = MappingProxyType(
         "vespo": Loss("generation", gradient_size=_vespo_gradient_size, is_of_sequences=True),
     }
 )
-"""The losses by `loss_type`: a new one is one entry."""
+"""The losses by `loss_type`. To support another loss, add an entry."""
 
 CLIPPED_LOSS_TYPES = tuple(name for name, loss in LOSSES.items() if loss.has_clip_bounds)

@@ -51,8 +51,8 @@ def config(**args) -> BAPOConfig:
             "search_scope.*'batch'.*gradient_accumulation_steps.*divisor of 3",
         ),
         # Weight of negative tokens, losses without bounds
-        ({"loss_type": "vespo", "positive_contribution_target": 0.7}, "is 0.7, but nothing moves the share"),
-        ({**FIXED, "positive_contribution_target": 0.7}, "nothing moves the share: both clip bounds are fixed"),
+        ({"loss_type": "vespo", "positive_contribution_target": 0.7}, "is 0.7, but it has no effect: "),
+        ({**FIXED, "positive_contribution_target": 0.7}, "but it has no effect: both clip bounds are fixed"),
         ({"loss_type": "cispo", "ratio_upper_max": 2.0}, "`ratio_upper_max` is 2.0, but `loss_type` 'cispo' has no"),
         ({"loss_type": "vespo", "delta": 3.0}, "`delta` is 3.0, but `loss_type` 'vespo' has no clip bounds"),
         ({"loss_type": "sapo", "epsilon": 0.3}, "`epsilon` is 0.3, but it has no effect under .* 'sapo'"),

@@ -181,7 +181,7 @@ def test_an_adapter_is_sent_merged_and_does_not_drift(tmp_path, samples):
         ({"epsilon": 0.2}, "`epsilon` is 0.2"),
         ({"epsilon_high": 0.28}, "`epsilon_high` is 0.28"),
         ({"ratio_upper_start": 0.5}, "`ratio_upper_start` is 0.5"),
-        ({**GRPO_BOUNDS, "positive_contribution_target": 0.4}, "nothing moves the share"),
+        ({**GRPO_BOUNDS, "positive_contribution_target": 0.4}, "0.4, but it has no effect"),
     ],
     ids=str,
 )
