@@ -1,1 +1,1 @@
-"""Finished samples of past updates."""
+"""The replay buffer: training on samples of past generation steps again."""

@@ -1,11 +1,11 @@
-"""The stale-sample replay buffer: finished samples of past updates, with what they were sampled with.
+"""The replay buffer: samples of past generation steps, with the log-probabilities they were sampled with.
 
-One buffer a rank, on the CPU, rows without padding; it owns no model and does no communication. Invariants:
+Each rank has one buffer, on the CPU, with samples without padding. It owns no model and does no communication.
+Invariants:
 
-- Every row that enters leaves once: by use (`max_reuse`), by age (`max_staleness`) or by capacity, each counted.
-- No row is drawn more than `max_reuse` times, nor for updates at which it would be older than `max_staleness`.
-- The same calls on the same contents give the same rows: those trained least often first, and of these the ones that
-  have waited longest since they entered or were last drawn.
+- Each sample is evicted once: after `max_reuse` uses, beyond `max_staleness` or beyond `capacity`. Each is counted.
+- No sample is drawn more than `max_reuse` times, nor for an update at which it would exceed `max_staleness`.
+- Draws are deterministic: samples with the fewest uses come first, and among them the least recently added or drawn.
 """
 
 import math
@@ -23,9 +23,9 @@ from ..checkpoints.rank_files import RankFiles
 FILES = RankFiles("replay queue", "4", "set `replay_discard_saved` to start with an empty buffer")
 
 LARGEST_WASTE = 0.13
-"""Share of a chunk's bytes that may belong to rows that have left, before the others are copied out of it."""
+"""Fraction of a chunk's bytes that may belong to evicted samples, before the remaining samples are copied."""
 
-# What the buffer knows of each row; `touched` counts all that enter or are drawn, and a chunk is what entered together
+# The record of each sample; `touched` numbers all additions and draws, and a chunk has the samples added together
 _ENTRY = np.dtype([(name, np.int64) for name in ("version", "uses", "touched", "chunk", "place")])
 
 
@@ -33,13 +33,13 @@ def smallest_capacity(
     rows: int, drawn_first: int, updates_per_pass: int, num_iterations: int = 1, min_staleness: int = 0
 ) -> int:
     """
-    Compute the smallest capacity with which each draw can find as many rows of `min_staleness` as it takes.
+    Compute the smallest capacity with which each draw finds enough samples of at least `min_staleness`.
 
-    With `U` updates a pass and `I` passes, rows from `d` generations ago are `d U I + p U` versions old at pass `p`
-    (from 0). The buffer must hold those that are too young as well: `d` generations at a later pass, of which the
-    second needs most, and one less at the first, which draws before its own generation enters.
+    With `U` updates per pass and `I` passes, samples from `d` generation steps ago have a staleness of `d U I + p U`
+    at pass `p` (from 0). The buffer must also hold samples that are not stale enough: `d` generation steps at a later
+    pass, of which the second needs most, and one less at the first, which draws before its own samples are added.
 
-    `rows` are those of a generation, and what a later pass draws; the first one draws `drawn_first`.
+    A generation step has `rows` samples, and a later pass draws as many; the first pass draws `drawn_first`.
     """
     versions = updates_per_pass * num_iterations  # of a generation
     first = (max(1, math.ceil(min_staleness / versions)) - 1) * rows + drawn_first
@@ -50,9 +50,9 @@ def smallest_capacity(
 
 def smallest_max_staleness(updates_per_pass: int, num_iterations: int = 1, min_staleness: int = 0) -> int:
     """
-    Compute the smallest limit on the staleness under which the first pass over a generation can draw rows.
+    Compute the smallest `max_staleness` with which the first pass over a generation step can draw samples.
 
-    They are `d U I` versions old, see [`smallest_capacity`], and `U - 1` more at the last update of the pass.
+    Their staleness is `d U I`, see [`smallest_capacity`], and `U - 1` more at the last update of the pass.
     """
     versions = updates_per_pass * num_iterations  # of a generation
     return max(1, math.ceil(min_staleness / versions)) * versions + updates_per_pass - 1
@@ -60,18 +60,18 @@ def smallest_max_staleness(updates_per_pass: int, num_iterations: int = 1, min_s
 
 @dataclass(frozen=True)
 class ReplayBatch:
-    """Rows to train on next."""
+    """Samples to train on next."""
 
     rows: Rows
-    from_buffer: int  # those that waited in the buffer
-    masked: int  # the last rows, which only keep the shape: copies without a token that counts
-    uses: int  # sum over the other rows of the number of times they have been drawn, this time included
-    zero_advantage_filled: int = 0  # replayed rows in place of fresh ones without advantage or without a trained token
-    untrained: int = 0  # fresh rows without a trained token
+    from_buffer: int  # number of samples from the buffer
+    masked: int  # number of fillers at the end: fully masked copies
+    uses: int  # sum over the other samples of the number of times they have been drawn, this time included
+    zero_advantage_filled: int = 0  # replayed samples that replace fresh ones without advantage or trained token
+    untrained: int = 0  # fresh samples without a trained token
 
 
 class ReplayBuffer:
-    """Queue of the rows of one rank. `evictions` counts the rows that have left, by reason."""
+    """Replay buffer of one rank. `evictions` counts the evicted samples by reason."""
 
     def __init__(
         self,
@@ -85,8 +85,8 @@ class ReplayBuffer:
         self.min_staleness = min_staleness
         self.max_reuse = max_reuse
         self.evictions = {"used": 0, "expired": 0, "overflowed": 0}
-        self._entries = np.empty(0, _ENTRY)  # in the order in which the rows entered
-        self._chunks: dict[int, Rows] = {}  # by number, with some rows that have left
+        self._entries = np.empty(0, _ENTRY)  # in the order in which samples were added
+        self._chunks: dict[int, Rows] = {}  # by number, including some evicted samples
         self._next_touch = self._next_chunk = 0
 
     def __len__(self) -> int:
@@ -94,12 +94,12 @@ class ReplayBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory that the rows' values take."""
+        """Bytes of memory that the samples' values take."""
         return sum(int(rows.row_bytes().sum()) for rows in self._chunks.values())
 
     @property
     def rows(self) -> list[Rows]:
-        """All rows in the order of entry, in the chunks that hold them; copied where some have left."""
+        """All samples in the order they were added, by chunk; copies where some of a chunk were evicted."""
         places = [self._entries["place"][self._entries["chunk"] == number] for number in self._chunks]
         return [
             rows if len(here) == len(rows) else rows.select(here)
@@ -108,9 +108,9 @@ class ReplayBuffer:
 
     def add(self, rows: Rows, uses: Sequence[int] | np.ndarray | int = 0) -> None:
         """
-        Let rows in that were drawn `uses` times already, each or all. Beyond `capacity`, the first to enter leave.
+        Add samples that were already drawn `uses` times, per sample or all. Beyond `capacity`, the oldest are evicted.
 
-        The buffer keeps the rows as they are: they must share no memory with what will change.
+        The buffer does not copy the samples: they must not share memory with tensors that will change.
         """
         uses = np.broadcast_to(np.asarray(uses, dtype=np.int64), (len(rows),))
         if self.max_reuse is not None and (uses >= self.max_reuse).any():
@@ -121,7 +121,7 @@ class ReplayBuffer:
         self._evict_overflow()
 
     def expire(self, last_version: int) -> None:
-        """Let the rows leave that are older than `max_staleness` at the policy version `last_version`."""
+        """Evict the samples that exceed `max_staleness` at the policy version `last_version`."""
         if self.max_staleness is not None:
             self._evict("expired", last_version - self._entries["version"] > self.max_staleness)
 
@@ -129,10 +129,10 @@ class ReplayBuffer:
         self, count: int, policy_version: int, last_version: int, fill_with_young: bool = False
     ) -> tuple[list[tuple[Rows, np.ndarray]], np.ndarray]:
         """
-        Draw rows, for updates from `policy_version` to `last_version`. With its last use, a row leaves.
+        Draw samples for the updates from `policy_version` to `last_version`; evict samples after their last use.
 
-        Rows younger than `min_staleness` are drawn where there are too few others, if at all (`fill_with_young`).
-        Returns up to `count` rows, as what `concat_rows` takes, and how often each has been drawn, now included.
+        Samples below `min_staleness` are drawn only with `fill_with_young`, and if there are too few others. Returns
+        up to `count` samples, as arguments of `concat_rows`, and how often each was drawn, including this draw.
         """
         self.expire(last_version)
         entries = self._entries
@@ -160,12 +160,12 @@ class ReplayBuffer:
         num_padding: int = 0,
     ) -> ReplayBatch:
         """
-        Take in the rows of a generation and give back as many to train on, up to `fraction` of them from the buffer.
+        Add the samples of a generation step; return as many to train on, up to `fraction` of them from the buffer.
 
-        Fresh rows that replayed ones displace stay in the buffer. Rows without a trained token are the first to be
-        displaced and never enter it. With `replaces_zero_advantage`, these and rows without advantage give their place
-        to replayed rows beyond the fraction, and neither enter. The updates on the batch are from `policy_version` to
-        `last_version`. The last `num_padding` rows keep the shape of the batch: nobody sampled them.
+        Fresh samples that are replaced by replayed ones stay in the buffer. Samples without a trained token are
+        replaced first and never added to the buffer. With `replaces_zero_advantage`, they and zero-advantage samples
+        are replaced beyond the fraction, and neither are added. The updates on the batch are from `policy_version` to
+        `last_version`. The last `num_padding` samples are fillers.
         """
         is_trained = fresh.has_trained_token()
         is_useful = is_trained & (fresh.has_advantage() | (not replaces_zero_advantage))
@@ -176,7 +176,7 @@ class ReplayBuffer:
         trained, displaced = useful[:places], useful[places:]
         self.add(fresh.select(np.concatenate([displaced, trained])), uses=[0] * len(displaced) + [1] * len(trained))
         fillers = without[: places - len(trained)]
-        masked = max(0, len(fillers) + num_padding - len(without))  # those that keep the shape come last
+        masked = max(0, len(fillers) + num_padding - len(without))  # fillers come last
         return ReplayBatch(
             rows=concat_rows([*replayed, (fresh, np.concatenate([trained, fillers]))]),
             from_buffer=len(uses),
@@ -188,9 +188,9 @@ class ReplayBuffer:
 
     def draw_later_pass(self, shape_from: Rows, policy_version: int, last_version: int) -> ReplayBatch:
         """
-        Draw as many rows as `shape_from` has from the buffer alone, for a later pass over a generation.
+        Draw as many samples as `shape_from` has, for a later pass over a generation step, all from the buffer.
 
-        Where the buffer has too few, masked copies of these rows keep the shape; they train nothing.
+        If the buffer has too few, fully masked copies of samples of `shape_from` fill the batch.
         """
         replayed, uses = self.draw(len(shape_from), policy_version, last_version, fill_with_young=True)
         missing = len(shape_from) - len(uses)
@@ -198,17 +198,17 @@ class ReplayBuffer:
         return ReplayBatch(concat_rows([*replayed, *fillers]), len(uses), masked=missing, uses=int(uses.sum()))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rows in the order of entry, and all else that a later run needs."""
+        """Return the samples in the order they were added, and everything else that a resumed run needs."""
         ledger = {name: self._entries[name].tolist() for name in ("uses", "touched")}
         counts = {"next_touch": self._next_touch, "evictions": self.evictions}
         return {**tensors_of_rows(self.rows), "ledger": ledger, **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what [`ReplayBuffer.state_dict`] returned. Beyond `capacity`, the first rows are evicted."""
+        """Restore the state of [`ReplayBuffer.state_dict`]. Beyond `capacity`, the oldest samples are evicted."""
         chunks = rows_from_tensors(state)
         uses, touched = (np.array(state["ledger"][name], dtype=np.int64) for name in ("uses", "touched"))
         if not sum(map(len, chunks)) == len(uses) == len(touched):
-            raise ValueError("its samples and its ledger do not go together")
+            raise ValueError("its samples and its ledger differ in length")
         self._entries, self._chunks, start = np.empty(0, _ENTRY), {}, 0
         for rows in chunks:
             end = start + len(rows)
@@ -246,7 +246,7 @@ class ReplayBuffer:
             self._keep(~leaves)
 
     def _keep(self, mask: np.ndarray) -> None:
-        """Forget all rows but those of `mask`, shape `(len(self),)`, and give their memory back."""
+        """Remove all samples but those of `mask`, shape `(len(self),)`, and free their memory."""
         changed = np.unique(self._entries["chunk"][~mask]).tolist()
         self._entries = self._entries[mask]
         for number in changed:
@@ -262,10 +262,10 @@ class ReplayBuffer:
 
 def deal_out(states: Iterable[dict[str, Any]], rank: int, num_ranks: int) -> dict[str, Any]:
     """
-    Return what one rank takes over from the buffers of another number of ranks, of which one at a time is read.
+    Return one rank's part of the buffers that another number of ranks saved; one buffer at a time is read.
 
-    In the order of the ranks, within a rank in the order of entry, the i-th row goes to rank i modulo the number of
-    ranks. A rank then counts the evictions of the saved ranks `rank`, `rank + num_ranks`, ...
+    The samples are ordered by saved rank, then by when they were added. The i-th sample goes to rank i modulo the
+    number of ranks. A rank takes over the eviction counts of the saved ranks `rank`, `rank + num_ranks`, ...
     """
     buffers: list[ReplayBuffer] = []
     before = 0
@@ -277,7 +277,7 @@ def deal_out(states: Iterable[dict[str, Any]], rank: int, num_ranks: int) -> dic
         buffers[-1]._keep(places % num_ranks == rank)
     dealt, entries = ReplayBuffer(sys.maxsize), np.concatenate([buffer._entries for buffer in buffers])
     if len(entries):
-        # In the order of entry again, which is that of the versions: beyond its capacity, a buffer lets the first go
+        # Sorted by policy version, the order in which samples are added: a full buffer evicts the first
         order = np.argsort(entries["version"], kind="stable")
         rows = concat_rows([(rows, np.arange(len(rows))) for buffer in buffers for rows in buffer.rows])
         dealt._append(rows.select(order), entries["uses"][order], entries["touched"][order])

@@ -1,4 +1,4 @@
-"""Puts the replay buffer between generation and training: TRL's batch in, a batch of fresh and replayed rows out."""
+"""Combines fresh samples from TRL's batch with samples from the replay buffer into a batch to train on."""
 
 import warnings
 from collections.abc import Mapping
@@ -24,10 +24,10 @@ REPLAY_METRICS = (
 
 class ReplayMixer:
     """
-    The buffer of this rank, between generation and training. `settings` are a [`~bapo_config.BAPOConfig`].
+    Mix fresh samples with samples from this rank's replay buffer. `settings` is a [`~bapo_config.BAPOConfig`].
 
-    Each draw makes one gather, whatever the contents of the buffers, so that the ranks stay in step. `metrics` are the
-    values of [`REPLAY_METRICS`] of the latest draw, `latest` are the rows of the latest generation.
+    Each draw makes one gather, whatever the buffers contain, so that the ranks stay in step. `metrics` has the values
+    of [`REPLAY_METRICS`] for the latest draw, `latest` the samples of the latest generation step.
     """
 
     def __init__(self, settings: Any, pad_token_id: int, accelerator: Accelerator):
@@ -51,10 +51,11 @@ class ReplayMixer:
         is_within: bool = False,
     ) -> tuple[dict[str, torch.Tensor], bool]:
         """
-        Take in a generation; return the batch to train on, and whether all its rows on all ranks are fresh.
+        Add the samples of a generation step; return the batch to train on, and whether it is fresh on all ranks.
 
-        `versions` are those of TRL's batch, on the CPU. `num_padding` of its rows only keep the shape. `is_within`: a
-        run that was resumed within this generation makes it again, which the buffer of the checkpoint has taken in.
+        `versions` are the policy versions of TRL's batch, on the CPU. `num_padding` of its samples are fillers.
+        `is_within` says that the batch belongs to a generation step that began before the run was resumed: the buffer
+        in the checkpoint already contains its samples.
         """
         self.latest = batch_to_rows(batch, self._pad_token_id, versions)
         buffer = ReplayBuffer(len(self.latest)) if self._was_loaded and is_within else self.buffer
@@ -69,7 +70,7 @@ class ReplayMixer:
         return self._finish(drawn, policy_version)
 
     def draw_later_pass(self, policy_version: int) -> tuple[dict[str, torch.Tensor], bool]:
-        """Return the batch of a later pass over the generation, and whether all its rows are fresh."""
+        """Return the batch of a later pass over the generation step, and whether it is fresh on all ranks."""
         last_version = policy_version + self._settings.updates_per_pass - 1
         return self._finish(self.buffer.draw_later_pass(self.latest, policy_version, last_version), policy_version)
 
