@@ -140,7 +140,7 @@ def test_true_takes_the_newest_complete_checkpoint_and_names_what_it_skips(run, 
 
 
 def test_a_learning_rate_that_a_checkpoint_does_not_take_is_told_of(run):
-    with pytest.warns(UserWarning, match=r"learning rate goes on, 0\.02, not `learning_rate` 0\.01"):
+    with pytest.warns(UserWarning, match=r"learning rate 0\.02, not `learning_rate` 0\.01"):
         trainer = toy_run(run, **{**SAVING, "max_steps": 7}, learning_rate=1e-2, resume=True)
     assert training_logs(trainer)[-1]["learning_rate"] == 2e-2
 

@@ -1,4 +1,4 @@
-"""Workarounds for what lies in TRL, transformers, accelerate or torch, each with the version it waits for."""
+"""Workarounds for problems in TRL, transformers, accelerate or torch, each with the versions that need it."""
 
 import functools
 import math
@@ -21,10 +21,10 @@ from .trl_compat import RepeatSampler
 
 class EpochShuffleCallback(TrainerCallback):
     """
-    Continues the shuffles of the prompts where the checkpoint left off.
+    Continue the shuffling of the prompts where the checkpoint left off.
 
-    A resumed run makes a new sampler of TRL's, which draws a permutation from its own generator at the start of each
-    epoch, and would begin with that of the first. Needed up to TRL 1.16 at least.
+    TRL's sampler draws a permutation from its own generator at the start of each epoch. A resumed run creates a new
+    sampler, which would begin with the permutation of the first epoch. Needed up to TRL 1.16 at least.
     """
 
     def __init__(self, trainer: Trainer, sampler: RepeatSampler | None):
@@ -39,7 +39,7 @@ class EpochShuffleCallback(TrainerCallback):
 
 
 def reset_grpo_state(trainer: Any) -> None:
-    """Forget what TRL makes with the trainer, and not for each run. Needed up to TRL 1.16 at least."""
+    """Reset the state that TRL initializes with the trainer but not for each run. Needed up to TRL 1.16 at least."""
     trainer._step, trainer._buffered_inputs = 0, None
     trainer.entropy_coef, trainer._last_world_entropy = trainer.args.entropy_coef, math.inf
     trainer._entropy_window_stats = None
@@ -49,11 +49,11 @@ def reset_grpo_state(trainer: Any) -> None:
 
 def restore_callbacks(trainer: Trainer) -> None:
     """
-    Give callbacks their state of a checkpoint, such as the evaluations for which `EarlyStoppingCallback` has waited.
+    Restore the state of callbacks from a checkpoint, such as how long `EarlyStoppingCallback` has waited.
 
-    transformers saves it, and reads it only with `restore_callback_states_from_checkpoint`, which replaces the
-    callbacks' own settings too. A callback that the checkpoint does not know would fail the next save with a
-    `KeyError`. Needed up to transformers 5.17 at least.
+    transformers saves this state, but restores it only with `restore_callback_states_from_checkpoint`, which also
+    replaces the callbacks' own settings. A callback that is not in the checkpoint would make the next save fail with
+    a `KeyError`. Needed up to transformers 5.17 at least.
     """
     known: Any = trainer.state.stateful_callbacks
     for callback in trainer.callback_handler.callbacks:
@@ -67,14 +67,14 @@ def restore_callbacks(trainer: Trainer) -> None:
 def place_to_resume(
     trainer: Any, place: tuple[int, int], max_steps: int, num_train_epochs: int, checkpoint: str | None
 ) -> tuple[int, int]:
-    """Return where the data of a resumed run goes on, by transformers' `place`: epochs and micro-batches to skip."""
-    if trainer.state.global_step >= max_steps:  # within an epoch, transformers would make one update more
+    """Return the epochs and micro-batches that a resumed run skips in its data, given transformers' `place`."""
+    if trainer.state.global_step >= max_steps:  # within an epoch, transformers would run one more update
         epochs = trainer.args.num_train_epochs  # transformers' own number is rounded up
         if checkpoint is not None and trainer.args.max_steps <= 0 and round(trainer.state.epoch, 2) < round(epochs, 2):
             raise InputError(
                 f"Nothing would be trained: the checkpoint {checkpoint} is at epoch {trainer.state.epoch:.2f}, with "
-                f"{trainer.state.global_step} updates, and with these settings {epochs:g} epochs have "
-                f"{max_steps}. Resume with as many processes and samples an update as before, or give `max_steps`."
+                f"{trainer.state.global_step} updates, but with these settings {epochs:g} epochs have only "
+                f"{max_steps}. Resume with as many processes and samples per update as before, or set `max_steps`."
             )
         return num_train_epochs, 0
     is_stream = isinstance(trainer.train_dataset, IterableDataset)
@@ -86,10 +86,10 @@ def place_to_resume(
 
 def load_trained_adapter(trainer: Any, checkpoint: str) -> None:
     """
-    Load the adapter that is trained where the reference is another one, as in a run on a saved adapter with `beta`.
+    Load the trained adapter if the reference is another adapter, as in a run on a saved adapter with `beta`.
 
-    transformers finds the reference in a folder of the checkpoint, and looks for all adapters in such folders, beside
-    which peft saves the one that is trained. Needed up to transformers 5.17 at least.
+    transformers finds the reference in a subfolder of the checkpoint, and then looks for all adapters in subfolders.
+    But peft saves the trained adapter in the checkpoint folder itself. Needed up to transformers 5.17 at least.
     """
     if is_peft_model(trainer.model) and "ref" in trainer.model.peft_config and not trainer.is_fsdp_enabled:
         trainer.model.load_adapter(checkpoint, "default", is_trainable=True)
@@ -97,24 +97,24 @@ def load_trained_adapter(trainer: Any, checkpoint: str) -> None:
 
 @contextmanager
 def warning_if_rate_differs(trainer: Trainer) -> Iterator[None]:
-    """Warn where the schedule of a checkpoint, which is loaded within, has another learning rate than the settings."""
+    """Warn if the checkpoint loaded in this context has another learning rate than the settings."""
     rates = list(getattr(trainer.lr_scheduler, "base_lrs", []))
     yield
     loaded = list(getattr(trainer.lr_scheduler, "base_lrs", []))
     if rates and rates != loaded and trainer.accelerator.is_main_process:
         warnings.warn(
-            f"The checkpoint's learning rate goes on, {loaded[0]:g}, not `learning_rate` {rates[0]:g}: a run is "
-            "resumed with its schedule. For another rate, start a run from the checkpoint's folder as the model."
+            f"The resumed run continues with the checkpoint's learning rate {loaded[0]:g}, not `learning_rate` "
+            f"{rates[0]:g}. To change the rate, start a new run with the checkpoint's folder as the model."
         )
 
 
 def place_in_stream(checkpoint: str | Path) -> tuple[int, int]:
     """
-    Return where in a dataset without a length a checkpoint was saved: the passes before, and the updates (at least 1)
-    in this one.
+    Return the position of a checkpoint in a dataset without a length: finished passes, and updates (at least 1) in the
+    current pass.
 
-    transformers takes `max_steps` updates for one pass, and so would resume in the first. But `epoch` of the state is
-    the passes that it made, plus the updates in this one over `max_steps`. Needed up to transformers 5.17 at least.
+    transformers counts `max_steps` updates as one pass, and so would resume in the first. But the state's `epoch` is
+    the finished passes, plus the current pass's updates over `max_steps`. Needed up to transformers 5.17 at least.
     """
     state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
     passes = math.ceil(state.epoch) - 1
@@ -124,7 +124,7 @@ def place_in_stream(checkpoint: str | Path) -> tuple[int, int]:
 @functools.cache
 def load_onto_numbered_cpus() -> None:
     """
-    Let `torch.load` put tensors on "cpu:0", for which transformers asks where several processes on CPUs resume.
+    Let `torch.load` put tensors on "cpu:0", which transformers requests when several processes resume on CPUs.
 
     Needed up to torch 2.13 and transformers 5.17 at least.
     """
@@ -138,10 +138,10 @@ def load_onto_numbered_cpus() -> None:
 @contextmanager
 def keeping_modes(model: torch.nn.Module) -> Iterator[None]:
     """
-    Put each module back in the mode in which it was, training or evaluation.
+    Restore the mode of each module, training or evaluation.
 
-    With `use_transformers_continuous_batching`, TRL sets the model to training after each generation, those of an
-    evaluation too, which would then be taken for training. Needed up to TRL 1.16 at least.
+    With `use_transformers_continuous_batching`, TRL puts the model into training mode after each generation, even
+    during an evaluation, which would then be treated as training. Needed up to TRL 1.16 at least.
     """
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -154,11 +154,11 @@ def keeping_modes(model: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def keeping_frozen(model: torch.nn.Module) -> Iterator[None]:
     """
-    Leave each parameter of the model trained or frozen, as it is.
+    Restore whether each parameter of the model is trained or frozen.
 
-    Whenever peft switches to an adapter, as TRL does to score the reference, it trains all of its parameters: those
-    that a user had frozen get gradients, which no optimizer applies and no rank shares, and which count in the norm by
-    which the others are clipped. Needed up to TRL 1.16 and peft 0.21 at least.
+    When peft switches to an adapter, as TRL does to score the reference, it makes all parameters of the adapter
+    trainable. Parameters that a user had frozen then get gradients, which no optimizer applies and no rank shares, but
+    which count in the norm for gradient clipping. Needed up to TRL 1.16 and peft 0.21 at least.
     """
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
@@ -173,10 +173,10 @@ def end_training(trainer: Any) -> None:
     """
     Finish the trackers and leave the process group; the trainer cannot train afterwards.
 
-    The distributed wrapper of the model is let go first: the last to hold the gloo process group, it would destroy it
-    under Python's interpreter lock, for which a thread of the group may wait, so that the process hangs on exit (a
-    third of two-process runs on CPUs, torch 2.13). vLLM's engine in this process destroys all groups, its own first:
-    at exit, after the trainer's end, it fails ("Invalid process group specified", vLLM 0.31).
+    The distributed wrapper of the model is released first. As the last owner of the gloo process group, it would
+    destroy the group while holding Python's interpreter lock. A thread of the group may wait for that lock, so that
+    the process hangs on exit (a third of two-process runs on CPUs, torch 2.13). vLLM's engine in this process destroys
+    all groups, its own first: at exit, after this function, it fails ("Invalid process group specified", vLLM 0.31).
     """
     trainer.model_wrapped = trainer.model
     trainer.accelerator.free_memory()
@@ -187,9 +187,9 @@ def end_training(trainer: Any) -> None:
 
 def without_missing_images(inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
-    Return rows of a batch without any image such that TRL sees that there is none.
+    Return the examples of a batch in a form in which TRL notices that no example has an image.
 
-    For columns `images` and `image` of `None`, TRL 1.16 asks the tokenizer for pixels: `KeyError: 'pixel_values'`.
+    If the columns `images` and `image` are `None`, TRL 1.16 fails with `KeyError: 'pixel_values'`.
     """
     has_columns = not inputs[0].keys().isdisjoint({"images", "image"})
     has_images = any(row.get("images") or row.get("image") is not None for row in inputs)

@@ -1,4 +1,4 @@
-"""Forward passes besides those of the loss: what is random in them, and how they leave the model as it was."""
+"""Helpers for forward passes besides those of the loss, which must not change the model or the random state."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -13,10 +13,10 @@ from .fixes import keeping_modes
 @contextmanager
 def without_gradient_checkpointing(model: torch.nn.Module) -> Iterator[None]:
     """
-    Switch gradient checkpointing off, and on again where it was on, by the switch of each layer.
+    Turn gradient checkpointing off for each layer, and restore it afterwards.
 
-    TRL does so by `gradient_checkpointing_enable`, which registers a further hook on the input embeddings every time;
-    inside of this context it finds nothing to switch.
+    TRL uses `gradient_checkpointing_enable`, which registers another hook on the input embeddings each time. Inside
+    this context, TRL finds nothing to turn off.
     """
     layers: list[Any] = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     for layer in layers:
@@ -29,7 +29,7 @@ def without_gradient_checkpointing(model: torch.nn.Module) -> Iterator[None]:
 
 
 def forked_random_state(device: torch.device, model: torch.nn.Module) -> AbstractContextManager:
-    """Give the random states of the CPU, of `device` and of those that a model is split over back as they were."""
+    """Restore the random states of the CPU, `device` and all devices of the model after the context."""
     devices = {device, *(parameter.device for parameter in model.parameters())}
     own = sorted((each for each in devices if each.type == device.type != "cpu"), key=lambda each: each.index or 0)
     return torch.random.fork_rng(own, device_type=device.type)
@@ -37,7 +37,7 @@ def forked_random_state(device: torch.device, model: torch.nn.Module) -> Abstrac
 
 @contextmanager
 def in_eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Put all modules in evaluation mode, and each back in the mode in which it was."""
+    """Put all modules in evaluation mode, and restore the mode of each afterwards."""
     with keeping_modes(model):
         model.eval()
         yield
@@ -45,11 +45,11 @@ def in_eval_mode(model: torch.nn.Module) -> Iterator[None]:
 
 def has_random_forward(model: PreTrainedModel, neftune_noise_alpha: float | None = None) -> bool:
     """
-    Tell whether two forward passes of the model in training mode may differ.
+    Return whether two forward passes of the model in training mode may differ.
 
-    Looks for dropout modules, for rates of dropout or jitter in the config and among the attributes of modules, which
-    functional calls read, and for noise on the embeddings. Not measured: a fresh LoRA adapter hides its dropout until
-    the first update. A rate in the config that the model does not use counts too.
+    Checks for dropout modules, for rates of dropout or jitter in the config and the attributes of modules, which
+    functional calls use, and for noise on the embeddings. A comparison of two passes would miss the dropout of a fresh
+    LoRA adapter, which has no effect before the first update. A rate that the model does not use counts too.
     """
     modules = list(model.modules())
     return (

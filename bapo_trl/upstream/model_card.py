@@ -1,4 +1,4 @@
-"""The model card of a run: what was trained, on what, with which loss and settings, and how to load it."""
+"""The model card of a run: model, data, loss, settings, and how to load the result."""
 
 import re
 import textwrap
@@ -44,15 +44,15 @@ _OF_SEARCH = ("positive_contribution_target", "contribution_measure", "search_or
 
 def rewrite_card(trainer: Any, model_name: str | None, dataset_name: str | None) -> None:
     """
-    Write the card of a trainer in the place of the one that TRL has just written into `output_dir`.
+    Replace the model card that TRL has just written into `output_dir`.
 
-    TRL's names no model that is not on the Hub, nor its data, calls every loss by the name of the trainer, and its
-    example loads neither such a model nor, with its own tokenizer, an adapter.
+    TRL's card does not name a local model or its data, and gives every loss the name of the trainer. Its example
+    cannot load a local model, nor an adapter with its own tokenizer.
 
     Args:
         trainer ([`BAPOTrainer`]): Trainer, on its main process.
         model_name (`str`, *optional*): Title; by default the name of `output_dir`.
-        dataset_name (`str`, *optional*): Data; by default `trainer.dataset_title`, or what the dataset is called.
+        dataset_name (`str`, *optional*): Name of the data; by default `trainer.dataset_title` or the dataset's name.
     """
     args, path = trainer.args, Path(trainer.args.output_dir, "README.md")
     card = ModelCard.load(path)
@@ -82,7 +82,7 @@ def rewrite_card(trainer: Any, model_name: str | None, dataset_name: str | None)
 
 
 def _data_of(trainer: Any) -> str | None:
-    """Return the name of the data, if it has one: that of a file says nothing but its format."""
+    """Return the name of the data, if it has one. For a local file, the dataset's name is only its format."""
     info = getattr(trainer.train_dataset, "info", None)
     named = getattr(info, "dataset_name", None)
     return trainer.dataset_title or (None if named == getattr(info, "builder_name", None) else named)
@@ -93,7 +93,7 @@ def _is_on_hub(name: str) -> bool:
 
 
 def _link(name: str, kind: str) -> str:
-    """Return a name in Markdown; of a path, the last part, as the others are of one machine."""
+    """Return a name in Markdown, linked if it is on the Hub; for a path, only its last part."""
     if _is_on_hub(name):
         return f"[{name}](https://huggingface.co/{kind}{name})"
     return f"`{Path(name).name}`" if Path(name).exists() else name
@@ -110,7 +110,7 @@ def _method(args: Any) -> str:
 
 
 def _settings(trainer: Any) -> str:
-    """Return a table of the loss with the settings that it reads, and of the samples that it was trained on."""
+    """Return a table of the loss with the settings that it uses, and of the settings of generation and training."""
     args = trainer.args
     names = ["loss_type", *(name for name in vars(args) if name.startswith(f"{args.loss_type}_"))]
     names += ["epsilon_high"] if args.has_ratio_cap else []
@@ -123,9 +123,9 @@ def _settings(trainer: Any) -> str:
 
 
 def _example(trainer: Any) -> str:
-    """Return a block of Python that loads the model from where it is, and samples a completion."""
+    """Return a Python code block that loads the model and samples a completion."""
     where = repr(trainer.hub_model_id or trainer.args.output_dir)
-    # The base of an adapter may be stored in another type
+    # The base model of an adapter may be stored in another dtype
     dtype = f', dtype="{trainer.model.config.dtype or "float32"}"'.replace("torch.", "")
     question = "What is 3 + 4?"
     is_chat = getattr(trainer.processing_class, "chat_template", None) is not None

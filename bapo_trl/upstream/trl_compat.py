@@ -1,7 +1,7 @@
-"""The TRL versions known to work, and the private TRL names and signatures the trainer relies on, checked at import.
+"""The tested TRL versions, and the private TRL names and signatures the trainer relies on, checked at import.
 
-A TRL release that renames one of them fails at import with the name, not in the middle of a training run. A parameter
-that a release adds is no failure: the hooks pass on what they do not know.
+If a TRL release renames one of them, the import fails and names it, instead of a training run later. A parameter
+that a release adds is no failure: the hooks pass unknown parameters on.
 """
 
 import inspect
@@ -40,7 +40,7 @@ except ImportError as error:
 
 
 HAS_OPENAI_CLIENT = hasattr(VLLMClient, "get_server_info")
-"""Whether TRL's client talks to vLLM's own server, from 1.16 on; before, to one of TRL's, which scores no prompts."""
+"""Whether TRL's client uses vLLM's own server, from 1.16 on. Before, it uses TRL's server, which scores no prompts."""
 
 
 def uses_vllm_server(trainer: GRPOTrainer) -> bool:
@@ -49,7 +49,7 @@ def uses_vllm_server(trainer: GRPOTrainer) -> bool:
 
 
 TRANSFER_NAMES = ("merge_adapter", "named_parameters", "sync_weights", "unmerge_adapter")
-"""Methods by which `VLLMGeneration` sends a model with an adapter, its own and those of the model."""
+"""Methods with which `VLLMGeneration` sends a model with an adapter: its own methods and methods of the model."""
 
 CLIENT_METHODS: Mapping[str, Sequence[str]] = {
     "_post": ("url",),
@@ -91,8 +91,8 @@ OVERRIDDEN_METHODS: Mapping[str, Sequence[str]] = {
     "log": ("logs",),
     "train": ("resume_from_checkpoint",),
 }  # fmt: skip
-"""Methods of `GRPOTrainer` that the trainer overrides and calls through `super()`, with the first of their parameters:
-those that the overrides read."""
+"""Methods of `GRPOTrainer` that the trainer overrides and calls through `super()`, with their first parameters: the
+ones that the overrides read."""
 
 CALLED_METHODS: Mapping[str, tuple[int, Sequence[str]]] = {
     "_calculate_rewards": (5, ()),
@@ -111,7 +111,7 @@ CALLED_METHODS: Mapping[str, tuple[int, Sequence[str]]] = {
         0, ("advantages", "per_token_logps", "sampling_per_token_logps", "mask", "off_policy_threshold"),
     ),
 }  # fmt: skip
-"""Methods of `GRPOTrainer` that the package calls: with how many values, `self` included, and which keywords."""
+"""Methods of `GRPOTrainer` that the package calls: number of positional arguments, with `self`, and keywords."""
 
 ATTRIBUTES = {
     "__init__": (
@@ -138,7 +138,7 @@ ATTRIBUTES = {
 
 
 def missing_names(trainer_class: type = GRPOTrainer) -> list[str]:
-    """Return the relied-on names and signatures that `trainer_class` lacks; empty if all is well."""
+    """Return the required names and signatures that `trainer_class` lacks; an empty list if there are none."""
     missing = _missing_overrides(trainer_class, OVERRIDDEN_METHODS)
     for name, (number, keywords) in CALLED_METHODS.items():
         missing += _missing_call(trainer_class, name, number, keywords)
@@ -155,7 +155,7 @@ def missing_names(trainer_class: type = GRPOTrainer) -> list[str]:
 
 
 def _missing_overrides(owner: type, methods: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the methods, with their parameters, that are not there or do not begin with these parameters."""
+    """Return the methods that are missing or whose parameters do not begin with the given ones."""
     missing = []
     for name, read in methods.items():
         method, names = getattr(owner, name, None), ["self", *read]
@@ -167,7 +167,7 @@ def _missing_overrides(owner: type, methods: Mapping[str, Sequence[str]]) -> lis
 
 
 def _missing_call(owner: type, name: str, number: int, keywords: Sequence[str]) -> list[str]:
-    """Return what a method lacks that is called: itself, or a signature that takes the values and keywords."""
+    """Return the name of a called method, in a list, if it is missing or does not accept these arguments."""
     method = getattr(owner, name, None)
     if not callable(method):
         return [name]
@@ -179,7 +179,7 @@ def _missing_call(owner: type, name: str, number: int, keywords: Sequence[str]) 
 
 
 def _names_used(function: Any) -> set[str]:
-    """Return the names that the code of a function uses, those within its own functions included."""
+    """Return the names that the code of a function uses, including its nested functions."""
     if not inspect.isfunction(function):
         return set()
     codes, names = [inspect.unwrap(function).__code__], set()
