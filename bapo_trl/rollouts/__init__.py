@@ -1,1 +1,1 @@
-"""Partial rollouts: completions that are generated in rounds and go on under later policies."""
+"""Partial rollouts and overlapped generation: completions that are not all sampled by the latest policy."""

@@ -1,4 +1,4 @@
-"""Injected rollouts: samples that TRL did not just generate, and takes for the ones that it generates."""
+"""Injected rollouts: completions that were generated elsewhere, passed to TRL in place of its own."""
 
 import copy
 from collections.abc import Iterable
@@ -15,14 +15,14 @@ from .pool import Group
 @dataclass
 class InjectedRollouts:
     """
-    Completions for TRL's `_generate_and_score_completions`, one sample after the other, those of a group together.
+    Completions for TRL's `_generate_and_score_completions`, one per sample, with the samples of a group in a row.
 
     While they are injected, the trainer answers three of TRL's calls from here: `_tokenize_prompts` with the prompts,
     `_generate_single_turn` with the token ids and the sampler's log-probabilities, and the scoring of the completions,
     the first call of `_get_per_token_logps_and_entropies`, with the behaviour log-probabilities.
     """
 
-    inputs: list[dict[str, Any]]  # rows of the dataset
+    inputs: list[dict[str, Any]]  # examples of the dataset
     prompt_ids: list[list[int]]
     token_ids: list[list[int]]
     _: KW_ONLY
@@ -33,7 +33,7 @@ class InjectedRollouts:
 
     @classmethod
     def of_groups(cls, groups: Iterable[Group]) -> "InjectedRollouts":
-        """Return the completions of complete groups, at least one."""
+        """Return the completions of one or more complete groups."""
         samples = [(group, completion) for group in groups for completion in group.completions]
         reports_logps = bool(samples[0][1].sampler_logps)
         return cls(
@@ -49,19 +49,19 @@ class InjectedRollouts:
         return len(self.token_ids)
 
     def take_scores(self, num_tokens: int) -> torch.Tensor | None:
-        """Return the behaviour log-probabilities, `(B, num_tokens)`, where TRL scores; `None` at all later calls."""
+        """Return the behaviour log-probabilities, `(B, num_tokens)`, at TRL's first call; `None` at later calls."""
         if not self.is_scored_by_trl:
             return None
-        self.is_scored_by_trl = False  # the calls that follow are of the reference model
+        self.is_scored_by_trl = False  # later calls score the reference model
         return pad_logps(self.behavior_logps, num_tokens)
 
     def attach_to(self, batch: dict[str, Any], num_rows: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Return TRL's batch of these with what TRL does not know of them, and the versions; see `attach_rollouts`."""
+        """Return TRL's batch with log-probabilities and versions of its tokens; see `attach_rollouts`."""
         return attach_rollouts(batch, self.behavior_logps, self.versions, num_rows)
 
 
 def check_token_ids_suffice(trainer: Any, feature: str, fix: str) -> None:
-    """Raise an error where completions are more than token ids, which alone can be injected."""
+    """Raise an `InputError` if completions consist of more than token ids: nothing else can be injected."""
     reasons = {
         "`tools`": bool(trainer.tools),
         "`environment_factory`": trainer.environment_factories is not None,
@@ -71,6 +71,6 @@ def check_token_ids_suffice(trainer: Any, feature: str, fix: str) -> None:
     for name, is_there in reasons.items():
         if is_there:
             raise InputError(
-                f"The trainer has {name}, which does not go with {feature}: completions are kept as token ids alone. "
-                f"Set {fix}."
+                f"The trainer has {name}, which {feature} cannot handle, since only the token ids of a completion are "
+                f"kept: remove it, or set {fix}."
             )

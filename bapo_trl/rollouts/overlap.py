@@ -23,16 +23,16 @@ FILES = RankFiles(
 )
 
 SIGNAL_WAIT_S = 20.0
-"""Seconds for which a save after a signal waits for the requested completions."""
+"""Seconds that a save after a signal waits for the requested completions."""
 
-Rows = list[dict[str, Any]]  # of the dataset
+Rows = list[dict[str, Any]]  # examples of the dataset
 Prompts = list[list[int]]
 Completions = tuple[list[list[int]], list[list[float | None]]]  # token ids, and the sampler's log-probabilities
 
 
 @dataclass
 class Requested:
-    """One rank's part of a rollout batch: the prompts, and the completions once they are there."""
+    """One rank's part of a rollout batch: the prompts, and the completions once the server has sent them."""
 
     prompt_ids: Prompts
     version: int  # policy version that samples the completions
@@ -44,11 +44,11 @@ class OverlappedGeneration:
     """
     Completions that are requested one generation step before they are trained on.
 
-    All ranks make the same calls in the same order. `client` is the main process's, `None` on other ranks; one thread
-    waits for its answer. `tokenize` turns rows of the dataset into prompts. `ask` has TRL generate for the prompts of
-    all ranks, once. `sample` sends the weights first, and repeats what fails. `refresh` sends the weights, and gets
-    the rollouts of a generation step to ask the server whether it took them. `is_same_server` tells whether the server
-    is the one that got the weights: after a restart, it answers by others.
+    All ranks make the same calls in the same order. `client` is the main process's client, `None` on other ranks; a
+    thread waits for its answer. `tokenize` turns examples of the dataset into prompts. `ask` has TRL generate once
+    for the prompts of all ranks. `sample` sends the weights first, and retries after failures. `refresh` sends the
+    weights, and checks with the given rollouts that the server has loaded them. `is_same_server` returns whether the
+    server is still the one that got the weights, and was not restarted.
 
     Invariant: completions that were requested are trained on once, or generated again.
     """
@@ -66,16 +66,16 @@ class OverlappedGeneration:
         self._client, self._tokenize, self._ask, self._sample = client, tokenize, ask, sample
         self._refresh, self._is_same_server = refresh, is_same_server
         self._requested: Requested | None = None
-        self._is_restored = False  # whether the request is that of a checkpoint
-        self.drop()  # that of an earlier run
+        self._is_restored = False  # whether the request comes from a checkpoint
+        self.drop()  # the request of an earlier run
 
     def take(self, inputs: Rows, next_inputs: Rows | None, version: int, is_next: bool) -> InjectedRollouts:
         """
-        Return completions of these prompts, and request those of the next generation step, `None` after the last one.
+        Return completions for `inputs`, and request completions for `next_inputs`, `None` in the last generation step.
 
-        What is returned was requested one generation step ago. Without a request, or if it failed, the current policy
-        samples now. So it does in a run that is resumed within a generation step, where `is_next` is `False`: what was
-        requested is of the next one.
+        The returned completions were requested one generation step ago. Without a request, or if it failed, the
+        current policy samples them now. So it does in a run that was resumed within a generation step, where `is_next`
+        is `False`: the request is then for the next generation step.
         """
         rollouts = self._take(inputs, version, is_next)
         self._refresh(rollouts)
@@ -93,7 +93,7 @@ class OverlappedGeneration:
 
     def collect(self, limit_s: Callable[[], float | None] = lambda: None) -> bool:
         """
-        Wait for the requested completions; return `False` if they failed or did not come in time.
+        Wait for the requested completions; return `False` if the request failed or took too long.
 
         The limit may change while the main process waits.
         """
@@ -109,7 +109,7 @@ class OverlappedGeneration:
         return True
 
     def drop(self) -> None:
-        """Do without the requested completions."""
+        """Discard the requested completions."""
         self._requested, self._is_restored = None, False
         if self._client is not None:
             self._client.drop_request()
@@ -120,11 +120,11 @@ class OverlappedGeneration:
             has_come, is_restored = self.collect(), self._is_restored
             requested = self._requested if has_come else None
             self._requested, self._is_restored = None, False
-        # On any rank: all sample then
+        # If the prompts differ on any rank, all ranks sample
         if requested and is_restored and any(gather_object([requested.prompt_ids != self._tokenize(inputs)])):
             warnings.warn(
-                "The checkpoint's requested completions are of other prompts than this generation step: they are "
-                "generated again. The data, the template or the number of samples of a generation step changed."
+                "The completions in the checkpoint have other prompts than this generation step, and are generated "
+                "again. The data, the chat template or the number of samples per generation step has changed."
             )
             requested = None
         if requested is None:
@@ -143,7 +143,7 @@ class OverlappedGeneration:
     # Checkpoints
 
     def save(self, folder: str | Path, rank: int, num_ranks: int, limit_s: Callable[[], float | None]) -> None:
-        """Write the requested completions of a rank into a checkpoint folder, once they have come."""
+        """Wait for the requested completions of a rank, and write them into a checkpoint folder."""
         if self._requested is None:
             return
         if self.collect(limit_s):
@@ -152,12 +152,12 @@ class OverlappedGeneration:
             seconds = limit_s()
             limit = "" if seconds is None else f" within {seconds:g} seconds"
             warnings.warn(
-                f"The vLLM server has not answered{limit}: the checkpoint holds no requested completions. A resumed "
-                "run has the server generate them again, with its current weights."
+                f"The vLLM server has not answered{limit}, so the checkpoint has no requested completions. A resumed "
+                "run generates them again, with its current weights."
             )
 
     def load(self, folder: str | Path, rank: int, num_ranks: int) -> None:
-        """Restore the requested completions of a rank from a checkpoint folder, if the folder holds any."""
+        """Restore the requested completions of a rank from a checkpoint folder, if it has any."""
 
         def load_state_dict(state: dict[str, Any]) -> None:
             self._requested, self._is_restored = Requested(**state), True
@@ -165,13 +165,13 @@ class OverlappedGeneration:
         FILES.load(folder, rank, num_ranks, load_state_dict, deal_out)
 
     def keep_if_all_have_them(self) -> None:
-        """Do without the restored completions, unless all ranks found theirs. All ranks make this call together."""
+        """Discard the restored completions unless all ranks found theirs. All ranks make this call together."""
         if not all(gather_object([self._requested is not None])):
             self.drop()
 
 
 def deal_out(states: Iterable[dict[str, Any]], rank: int, num_ranks: int) -> dict[str, Any]:
-    """Return what one rank takes over from another number of ranks: an equal part of all samples, in their order."""
+    """Return one rank's part of the completions that another number of ranks saved: equal parts, in order."""
     states = list(states)
     names = ("prompt_ids", "token_ids", "logps")
     rows = {name: [row for state in states for row in state[name]] for name in names}
@@ -181,7 +181,7 @@ def deal_out(states: Iterable[dict[str, Any]], rank: int, num_ranks: int) -> dic
 
 
 def make_overlap(trainer: Any) -> OverlappedGeneration:
-    """Return the overlapped generation of a run. All ranks make this call together, and their server is there."""
+    """Return the overlapped generation of a run. All ranks make this call together, once the server is up."""
     check_token_ids_suffice(trainer, "overlapped generation", "`overlap_generation` to False")
     if not HAS_OPENAI_CLIENT:
         raise InputError("`overlap_generation` needs trl 1.16 or newer: pip install 'trl>=1.16'.")

@@ -1,16 +1,16 @@
-"""The pool of unfinished rollouts: groups of completions that generations begin, park, continue and hand to training.
+"""The pool of unfinished rollouts: groups of completions that can be paused and continued under a later policy.
 
-A state machine on token ids. It owns no model, draws no random numbers and does no communication. Invariants:
+The pool is a state machine on token ids. It owns no model, draws no random numbers and does no communication.
+Invariants:
 
 - Every admitted group is emitted once, or is still in the pool.
-- The tokens of a completion are those that were taken in for it, in their order, each with the policy version that
-  sampled it. None is dropped.
-- Groups are emitted in the order in which they became complete, but for those that may not wait any longer: they go
-  first.
+- A completion keeps all tokens that were sampled for it, in order, each with the policy version that sampled it.
+- Groups are emitted in the order in which they became complete, except that overdue groups come first.
 
 Terms: a *group* is the `num_generations` completions of one prompt. A *segment* is the tokens of one completion that
 one policy version sampled. A completion has *ended* with an EOS token, at `max_completion_length`, counted over all
-its segments, or at the window of the sampler; a group is *complete* when all its completions have ended.
+its segments, or at the sampler's context window. A group is *complete* when all its completions have ended. It is
+*overdue* if it has a token that would be too stale after waiting for another generation step.
 """
 
 import math
@@ -31,11 +31,11 @@ _NO_COUNTS = {"emitted": 0, "emitted_tokens": 0, "ended": 0, "ended_tokens": 0}
 
 @dataclass
 class PartialCompletion:
-    """A completion as far as it goes."""
+    """A completion that may not be finished yet."""
 
     tokens: list[int] = field(default_factory=list)
-    segments: list[list[int]] = field(default_factory=list)  # version and number of tokens of each; versions rise
-    # Of the first tokens, under the policy that sampled each; fewer than `tokens` until the latest segment is scored
+    segments: list[list[int]] = field(default_factory=list)  # policy version and number of tokens; versions rise
+    # Log-probabilities under the policy that sampled each token; the latest segment may not be scored yet
     logps: list[float] = field(default_factory=list)
     sampler_logps: list[float | None] = field(default_factory=list)  # of each token; empty if the sampler reports none
     has_ended: bool = False
@@ -51,14 +51,14 @@ class Group:
     """A prompt and its completions."""
 
     id: int  # unique over ranks and epochs
-    inputs: dict[str, Any]  # the prompt's row of the dataset
+    inputs: dict[str, Any]  # the prompt's example in the dataset
     prompt_ids: list[int]
     completions: list[PartialCompletion]
-    completed_as: int | None = None  # place in the order in which the pool's groups became complete; `None` before
+    completed_as: int | None = None  # position in the order in which the pool's groups became complete, if complete
 
     @property
     def first_version(self) -> float:
-        """Policy version of the oldest token; infinity without a token."""
+        """Policy version of the oldest token; infinity if there is no token."""
         return min((each.segments[0][0] for each in self.completions if each.segments), default=math.inf)
 
 
@@ -78,10 +78,10 @@ class Continuation:
 
 class RolloutPool:
     """
-    The groups of one rank that are not trained yet.
+    The groups of one rank that have not been trained on yet.
 
-    `counts` are of what the pool has done since the start of the run: completions that left for training (`emitted`),
-    and that have `ended`, with their tokens.
+    `counts` has the numbers of completions and of their tokens since the start of the run, for completions that were
+    `emitted` for training and for completions that have `ended`.
     """
 
     def __init__(
@@ -110,12 +110,12 @@ class RolloutPool:
         return iter(self._groups)
 
     def admit(self, inputs: dict[str, Any], prompt_ids: Sequence[int]) -> int:
-        """Take in a prompt; return the number of its group."""
+        """Add a group for a prompt; return the group's number."""
         if self.window is not None and len(prompt_ids) >= self.window:
             raise InputError(
                 f"A prompt has {len(prompt_ids)} tokens, but the sampler takes {self.window} with the completion: "
-                "leave it out, or give the sampler a larger window (`--max-model-len` of a vLLM server, else "
-                "`vllm_max_model_length`)."
+                "remove the prompt, or enlarge the sampler's context window (`--max-model-len` of a vLLM server, "
+                "otherwise `vllm_max_model_length`)."
             )
         completions = [PartialCompletion() for _ in range(self.num_generations)]
         self._groups.append(Group(self._next_id, inputs, list(prompt_ids), completions))
@@ -140,15 +140,15 @@ class RolloutPool:
         sampler_logps: Sequence[Sequence[float | None]] | None = None,
     ) -> None:
         """
-        Take in what the sampler went on with: the new token ids of each.
+        Append the new token ids that the sampler returned for each continuation.
 
         A completion has ended if its last token is an EOS token, if it has no tokens left, or if the sampler stopped
-        before the cap of the call for a reason of its own. The cap is no more than any of the completions has left.
+        before the cap of the call for another reason. No completion has fewer tokens left than the cap.
         """
         for index, (continuation, new) in enumerate(zip(continuations, tokens, strict=True)):
             completion, most = continuation.completion, min(cap, continuation.num_left)
             if not 0 < len(new) <= most:
-                raise InputError(f"The sampler returned {len(new)} tokens, of at least 1 and at most {most}.")
+                raise InputError(f"The sampler returned {len(new)} tokens instead of at least 1 and at most {most}.")
             if completion.segments and completion.segments[-1][0] == policy_version:
                 completion.segments[-1][1] += len(new)
             else:
@@ -165,15 +165,15 @@ class RolloutPool:
                 self._next_place += 1
 
     def unscored(self) -> list[tuple[Group, PartialCompletion]]:
-        """Return the completions with tokens whose log-probabilities are not known, in the order of admission."""
+        """Return the completions that have tokens without log-probabilities, in the order of admission."""
         pairs = ((group, completion) for group in self._groups for completion in group.completions)
         return [(group, each) for group, each in pairs if len(each.logps) < len(each.tokens)]
 
     def overdue(self, oldest_version: int | None) -> list[Group]:
         """
-        Return the groups with a token older than `oldest_version`: they may not wait for another generation.
+        Return the groups with a token older than `oldest_version`, which may not wait for another generation step.
 
-        Those with the oldest token come first. `None` for no limit.
+        Groups with the oldest token come first. An `oldest_version` of `None` is no limit.
         """
         if oldest_version is None:
             return []
@@ -181,16 +181,16 @@ class RolloutPool:
         return sorted(overdue, key=lambda group: group.first_version)
 
     def has_enough(self, count: int, oldest_version: int | None = None) -> bool:
-        """Return whether `count` groups are complete, and those that may not wait, up to `count`, among them."""
+        """Return whether `count` groups are complete, including all overdue groups, or the first `count` of them."""
         complete = sum(group.completed_as is not None for group in self._groups)
         first = self.overdue(oldest_version)[:count]
         return complete >= count and all(group.completed_as is not None for group in first)
 
     def emit(self, count: int, oldest_version: int | None = None) -> list[Group]:
         """
-        Let complete groups leave: first those that may not wait, then in the order in which they became complete.
+        Remove and return complete groups: overdue groups first, the others in the order in which they were completed.
 
-        If more than `count` may not wait, the oldest of them leave.
+        If more than `count` groups are overdue, the oldest are emitted.
         """
         overdue = {group.id for group in self.overdue(oldest_version)[:count]}
         complete = [group for group in self._groups if group.completed_as is not None]
@@ -202,7 +202,7 @@ class RolloutPool:
         return leaving
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all that a later run needs."""
+        """Return a copy of everything that a resumed run needs."""
         groups = [_state_of(group) for group in self._groups]
         return {
             "groups": groups,
@@ -212,13 +212,13 @@ class RolloutPool:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what [`RolloutPool.state_dict`] returned, in a run of any number of ranks."""
+        """Restore the state of [`RolloutPool.state_dict`], from a run with any number of ranks."""
         groups = [_group_of(each) for each in state["groups"]]
         for group in groups:
             if len(group.completions) != self.num_generations:
                 raise InputError(
-                    f"`num_generations` is {self.num_generations}, but the parked groups have "
-                    f"{len(group.completions)} completions: set it back."
+                    f"`num_generations` is {self.num_generations}, but the paused groups in the checkpoint have "
+                    f"{len(group.completions)} completions: set it to {len(group.completions)}."
                 )
             for each in group.completions:
                 left = self._num_left(group, each)
@@ -226,7 +226,7 @@ class RolloutPool:
                     raise InputError(
                         f"`max_completion_length` is {self.max_completion_length}"
                         f"{'' if self.window is None else f', and the window of the sampler {self.window} tokens'}, "
-                        f"but a parked completion has {len(each.tokens)} tokens: set it back, or higher."
+                        f"but a paused completion has {len(each.tokens)} tokens: set it at least as high as before."
                     )
         self._groups = groups
         self.counts = Counter({name: state["counts"][name] for name in _NO_COUNTS})
@@ -242,10 +242,10 @@ class RolloutPool:
 
 def deal_out(states: Iterable[dict[str, Any]], rank: int, num_ranks: int) -> dict[str, Any]:
     """
-    Return what one rank takes over from the pools of another number of ranks.
+    Return one rank's part of the pools that another number of ranks saved.
 
     In the order of their numbers, the i-th group goes to rank i modulo the number of ranks. The counts of saved rank i
-    go to the same.
+    go to the same rank.
     """
     states = list(states)
     groups = sorted((group for state in states for group in state["groups"]), key=lambda group: group["id"])
@@ -257,7 +257,7 @@ def deal_out(states: Iterable[dict[str, Any]], rank: int, num_ranks: int) -> dic
 
 
 def _state_of(group: Group) -> dict[str, Any]:
-    """Return a copy of a group, as JSON holds it."""
+    """Return a copy of a group that can be stored as JSON."""
     completions = [
         {
             "tokens": each.tokens[:],

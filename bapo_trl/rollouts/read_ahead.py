@@ -1,4 +1,4 @@
-"""The batches of a run's data loader, read ahead of the training steps that take them."""
+"""Reads batches of a run's data loader before the training steps that use them."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -12,24 +12,24 @@ _END = object()  # of an epoch
 
 class ReadAhead:
     """
-    Hands on the batches of one epoch after another, and holds the batches that come next.
+    Return the batches of one epoch after another, and read the next ones in advance.
 
-    Invariant: batches come in the order of the data loader, and torch's random state is what it is without reading
-    ahead. An epoch that is opened early gives back the random numbers that it draws; they are drawn when it begins.
+    Invariant: batches come in the order of the data loader, and torch's random state is the same as without reading
+    ahead. If an epoch is opened early, its random numbers are restored, and drawn again when the epoch begins.
 
-    A batch is that of a micro-batch. TRL repeats the prompts of a rollout batch for each of its `repeats`
-    micro-batches: they are held once. The first epoch is number `epoch`, and begins with its batch number `position`.
-    `has_skipped` tells whether batches that were held are not trained on, as an epoch was ended before its last one.
+    Each batch belongs to a micro-batch. TRL repeats the prompts of a rollout batch for each of its `repeats`
+    micro-batches; they are stored once. The first epoch has the number `epoch`, and begins with its batch `position`.
+    `has_skipped` says whether batches that were read are not trained on, because an epoch ended early.
     """
 
     def __init__(self, loader: Any, repeats: int, position: int, epoch: int, num_epochs: int):
         self._loader, self._repeats, self._num_epochs = loader, repeats, num_epochs
         self._epoch = epoch - 1  # the epoch that transformers is in
         self._given: Iterator | None = None  # its iterator
-        self._reading: Iterator = iter(())  # what is read: that, or the next epoch's, opened early
+        self._reading: Iterator = iter(())  # the iterator that is read: the same, or the next epoch's, opened early
         self._is_early, self._draws_seed = False, False
         self._upcoming: deque[Any] = deque()
-        self._position = position  # in its epoch, of the first batch not read yet
+        self._position = position  # position in its epoch of the first batch that is not read yet
         self._latest: Any = None
         self._first = 0  # number of the first micro-batch of the current update
         self._taken: list[Any] = []  # its batches
@@ -37,10 +37,9 @@ class ReadAhead:
 
     def take(self, epoch: Iterator, first: int, count: int, num_left: int) -> list[Any]:
         """
-        Return the next `count` batches of an epoch, or what is left of it, for the micro-batches from `first` on.
+        Return the next `count` batches of an epoch, or its remaining ones, for the micro-batches from `first` on.
 
-        Those of a rollout batch more are held afterwards, or of the `num_left` that the run has left, if these are
-        fewer.
+        The batches of another rollout batch are read ahead, or the `num_left` batches that the run has left, if fewer.
         """
         wanted = count + min(self._repeats, num_left)
         self.has_skipped = False
@@ -54,7 +53,7 @@ class ReadAhead:
         return self._taken
 
     def at(self, number: int) -> Any | None:
-        """Return the batch of a micro-batch of this update or later; `None` if the run has none."""
+        """Return the batch of a micro-batch in this update or later; `None` if it was not read."""
         batches = [*self._taken, *(batch for batch in self._upcoming if batch is not _END)]
         place = number - self._first
         return batches[place] if place < len(batches) else None
@@ -68,7 +67,7 @@ class ReadAhead:
             self._upcoming.clear()
             self._reading = epoch
             return
-        # It is read already. accelerate's iterators draw and open nothing before they are asked for a batch
+        # The epoch is being read already. accelerate's iterators do nothing until they are asked for a batch
         while self._upcoming.popleft() is not _END:
             self.has_skipped = True
         self._is_early = False
@@ -76,7 +75,7 @@ class ReadAhead:
             torch.empty((), dtype=torch.int64).random_()  # the seed that torch's loaders draw when they are opened
 
     def _read(self) -> bool:
-        """Read one batch more; return `False` if there is none."""
+        """Read one more batch; return `False` if there is none."""
         batch = next(self._reading, _END)
         if batch is _END:
             if self._is_early or self._epoch + 1 >= self._num_epochs:

@@ -1,8 +1,8 @@
-"""Decodes a generation in rounds, until every rank has the groups it needs, and hands these to TRL as rows.
+"""Partial rollouts: decode in rounds until every rank has enough complete groups, then pass the groups to TRL.
 
-What TRL and the model do comes in as plain functions. All ranks make the same calls in the same order, whatever their
-completions: each round begins with one gather, which decides for all ranks whether there is one, and the scoring at
-the end with another.
+TRL and the model are used through plain functions. All ranks make the same calls in the same order, whatever their
+completions are. Each round begins with a gather, from which all ranks decide whether to decode another round. The
+scoring at the end begins with a gather, too.
 """
 
 import json
@@ -29,8 +29,8 @@ PARTIAL_METRICS = (
 """Metrics of each generation with partial rollouts, defined in docs/metrics.md."""
 
 Sampler = Callable[[list[list[int]], int], tuple[list[list[int]], list[list[float | None]] | None]]
-"""Continues token ids: prompts and the largest number of new tokens in; new tokens out, and their log-probabilities if
-the sampler reports them."""
+"""Continues token ids: takes prompts and the largest number of new tokens; returns new tokens, and their
+log-probabilities if the sampler reports them."""
 
 Scorer = Callable[[list[list[int]], list[list[int]]], list[list[float]]]
 """Scores completions after their prompts: the log-probability of each token under the current policy, padded."""
@@ -38,17 +38,17 @@ Scorer = Callable[[list[list[int]], list[list[int]]], list[list[float]]]
 
 @dataclass
 class RolloutRounds:
-    """Generations of one rank with partial rollouts."""
+    """Generation steps of one rank with partial rollouts."""
 
     pool: RolloutPool
     _: KW_ONLY
-    num_groups: int  # of a generation on each rank
-    num_carried_over: int  # groups that stay in flight when a generation ends
+    num_groups: int  # groups to train on per generation step, on each rank
+    num_carried_over: int  # groups that remain in progress when a generation step ends
     chunk_length: int  # largest number of tokens of a call
-    gather: Callable[[list[float]], list[list[float]]]  # numbers of this rank in; those of each rank out
+    gather: Callable[[list[float]], list[list[float]]]  # takes this rank's numbers, returns the numbers of each rank
 
     def __post_init__(self):
-        # The pool before the prompts of the latest generation entered, and before that of earlier ones of its update;
+        # The pool before the prompts of the latest generation step were added, and before earlier steps of its update;
         # each with the policy version if that update had begun
         self._before: list[tuple[int | None, dict[str, Any]]] = [(None, self.pool.state_dict())]
         self._is_generating = False
@@ -63,13 +63,13 @@ class RolloutRounds:
         is_within_update: bool = False,
     ) -> tuple[InjectedRollouts, dict[str, float]]:
         """
-        Admit the prompts of a generation, decode until every rank has enough complete groups, and let these go.
+        Add the prompts of a generation step, decode until every rank has enough complete groups, and return them.
 
-        A prompt is its row of the dataset and its token ids. Groups with a token of a version before `oldest_version`
-        are decoded to their end, and go; `None` for no limit. `is_within_update` tells whether an update has begun
-        with samples of the generation before.
+        A prompt is its example in the dataset and its token ids. Groups with a token older than `oldest_version` are
+        decoded to their end and returned; `None` is no limit. `is_within_update` says whether an update has begun with
+        samples of the previous generation step.
 
-        As many groups go on each rank. With them come the values of [`PARTIAL_METRICS`], but for `partial/masked`.
+        Each rank returns the same number of groups, and the values of [`PARTIAL_METRICS`] except `partial/masked`.
         """
         earlier = self._before if is_within_update else []
         self._before = [*earlier, (policy_version if is_within_update else None, self.pool.state_dict())]
@@ -78,12 +78,12 @@ class RolloutRounds:
             for inputs, prompt_ids in prompts:
                 _check_row(inputs)
                 self.pool.admit(inputs, prompt_ids)
-        # Fewer while there are not yet enough in flight: at first, and after a resume with other settings
+        # Fewer while not enough groups are in progress: at first, and after a resume with other settings
         smallest = int(min(size for (size,) in self.gather([len(self.pool)])))
         wanted = min(self.num_groups, smallest - self.num_carried_over)
 
         waited, rounds = len(self.pool.overdue(oldest_version)), 0
-        dummy = prompts[0][1][:1]  # as short as can be: it fits whatever the cap
+        dummy = prompts[0][1][:1]  # as short as possible, to fit with any cap
         while self._decode_round(wanted, policy_version, oldest_version, sample, dummy):
             rounds += 1
         self._score(score, dummy)
@@ -95,8 +95,9 @@ class RolloutRounds:
         """
         Write the pool into a checkpoint folder.
 
-        Unless the latest generation has been trained to its end (`is_boundary`), a resumed run makes it again, and
-        with it those that an update of this version had begun with: the pool is that before their prompts entered.
+        Unless all updates on the latest generation step are done (`is_boundary`), a resumed run regenerates that step,
+        and earlier steps that the current update began with. The pool is then saved as it was before their prompts
+        were added.
         """
         state = next(state for version, state in reversed(self._before) if version != policy_version)
         if is_boundary and not self._is_generating:
@@ -110,25 +111,26 @@ class RolloutRounds:
         begun = [each for group in self.pool for each in group.completions if each.tokens]
         if any(bool(each.sampler_logps) != reports_logps for each in begun):
             raise InputError(
-                f"`use_vllm` is {reports_logps}, but the completions in flight of the checkpoint {folder} were begun "
-                f"{'without' if reports_logps else 'with'} vLLM, whose log-probabilities belong to them: set it back."
+                f"`use_vllm` is {reports_logps}, but the unfinished completions of the checkpoint {folder} were begun "
+                f"{'without' if reports_logps else 'with'} vLLM, which also determines their log-probabilities: set "
+                f"it to {not reports_logps}."
             )
         self._before = [(None, self.pool.state_dict())]
 
     def _decode_round(
         self, wanted: int, policy_version: int, oldest_version: int | None, sample: Sampler, dummy: list[int]
     ) -> bool:
-        """Continue what has not ended by a chunk; return `False`, on all ranks, if each has enough already."""
+        """Continue unfinished completions by a chunk; return `False`, on all ranks, if each has enough groups."""
         continuations = self.pool.unfinished()
-        # One cap holds for all of them. A server refuses prompts that it would take out of the model's window, so that
-        # none may go beyond `max_completion_length`.
+        # One cap for all completions. A server rejects prompts that could exceed the model's context window, so no
+        # completion may exceed `max_completion_length`.
         cap = min([self.chunk_length, *(continuation.num_left for continuation in continuations)])
         ranks = self.gather([self.pool.has_enough(wanted, oldest_version), cap, len(continuations)])
         if all(has_enough for has_enough, _, _ in ranks):
             return False
         cap, most = int(min(cap for _, cap, _ in ranks)), int(max(number for _, _, number in ranks))
-        # TRL's server mode hands its answer out in equal parts, and sharded models are called together: each rank
-        # continues as many prompts.
+        # TRL's server mode splits the answer into equal parts, and all ranks call sharded models together: each rank
+        # continues the same number of prompts.
         missing = most - len(continuations)
         prompts = [continuation.prompt_ids for continuation in continuations] + [dummy] * missing
         tokens, sampler_logps = sample(prompts, cap)
@@ -138,20 +140,20 @@ class RolloutRounds:
         return True
 
     def _score(self, score: Scorer, dummy: list[int]) -> None:
-        """Score all tokens that this generation sampled, those that stay among them: the next policy differs."""
+        """Score all tokens sampled in this generation step, including carried-over ones: the next policy differs."""
         rows = self.pool.unscored()
         most = int(max(count for (count,) in self.gather([len(rows)])))
-        missing = most - len(rows)  # sharded models are called together, with as many rows
+        missing = most - len(rows)  # all ranks call sharded models together, with the same number of completions
         prompts = [group.prompt_ids for group, _ in rows] + [dummy] * missing
         completions = [completion.tokens for _, completion in rows] + [dummy[-1:]] * missing
         logps = score(prompts, completions) if most else []
-        for (_, completion), values in zip(rows, logps, strict=False):  # the dummies are left over
+        for (_, completion), values in zip(rows, logps, strict=False):  # the dummies come last and are ignored
             completion.logps += values[len(completion.logps) : len(completion.tokens)]
 
     def _measure(self, groups: Sequence[Group], waited: int, rounds: int) -> dict[str, float]:
         segments = [len(each.segments) for group in groups for each in group.completions]
         here = {
-            "in_flight": sum(len(group.completions) for group in self.pool),  # those that ended before their group too
+            "in_flight": sum(len(group.completions) for group in self.pool),  # including ended ones
             "parked_tokens": sum(len(each.tokens) for group in self.pool for each in group.completions),
             "segments": sum(segments),
             "rows": len(segments),
@@ -174,9 +176,9 @@ class RolloutRounds:
 
 def make_rounds(trainer: Any) -> RolloutRounds:
     """
-    Return the rounds of a run, with an empty pool. All ranks make this call together, and their server is there.
+    Return the rounds of a run, with an empty pool. All ranks make this call together, once the server is up.
 
-    Refuses trainers whose completions cannot be parked on token ids alone.
+    Raises an `InputError` if the trainer's completions consist of more than token ids.
     """
     check_token_ids_suffice(trainer, "partial rollouts", "`partial_rollout_oversampling` to 1.0")
     args, accelerator = trainer.args, trainer.accelerator
@@ -198,21 +200,21 @@ def make_rounds(trainer: Any) -> RolloutRounds:
 
 
 def check_no_pool(folder: str | Path) -> None:
-    """Raise an error where a run without partial rollouts resumes from a checkpoint that holds unfinished ones."""
+    """Raise an `InputError` if a run without partial rollouts resumes from a checkpoint with unfinished groups."""
     groups = sum(len(FILES.read(path)["groups"]) for path in FILES.find(folder))
     if groups:
         raise InputError(
-            f"`partial_rollout_oversampling` is 1.0, but the checkpoint {folder} holds {groups} unfinished groups, "
-            "which would be lost: set it to what it was."
+            f"`partial_rollout_oversampling` is 1.0, but the checkpoint {folder} has {groups} unfinished groups, "
+            "which would be lost: set it to its value in the run that saved the checkpoint."
         )
 
 
 @contextmanager
 def token_cap(trainer: Any, num_tokens: int) -> Iterator[None]:
-    """Let the trainer's sampler decode at most `num_tokens` a call; afterwards, what it did before."""
+    """Limit the trainer's sampler to `num_tokens` per call inside this context."""
     if trainer.use_vllm:
         name, settings = "max_completion_length", [vars(trainer.vllm_generation)]
-    else:  # transformers reads the first, and TRL copies the second into the model's own generation config
+    else:  # transformers uses the first, and TRL copies the second into the model's generation config
         name, settings = "max_new_tokens", [vars(trainer.generation_config), trainer.generation_kwargs]
     before = [values[name] for values in settings]
     for values in settings:
@@ -226,9 +228,9 @@ def token_cap(trainer: Any, num_tokens: int) -> Iterator[None]:
 
 def sampler_window(trainer: Any) -> int | None:
     """
-    Return the largest number of tokens of a prompt and its completion that vLLM takes, the same on all ranks.
+    Return the largest total length of a prompt and its completion in vLLM, the same on all ranks.
 
-    `None` for transformers, which sets no limit, and for the server of TRL up to 1.14, which does not tell it.
+    `None` for transformers, which has no limit, and for TRL's own server up to TRL 1.14, which does not report it.
     """
     if not trainer.use_vllm:
         return None
@@ -242,13 +244,13 @@ def sampler_window(trainer: Any) -> int | None:
 
 
 def _check_row(row: dict[str, Any]) -> None:
-    """Refuse a row of the dataset that a checkpoint, which is JSON, cannot keep; name the column."""
+    """Raise an `InputError` that names the column if an example cannot be stored in a checkpoint as JSON."""
     for name, value in row.items():
         try:
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise InputError(
                 f"The column `{name}` has a {type(value).__name__}, which a checkpoint of partial rollouts cannot "
-                f"keep ({error}): make it of strings, numbers, lists and dictionaries (without `with_format`), remove "
-                "it, or set `partial_rollout_oversampling` to 1.0."
+                f"store ({error}): convert it to strings, numbers, lists and dictionaries (without `with_format`), "
+                "remove it, or set `partial_rollout_oversampling` to 1.0."
             ) from error

@@ -1,4 +1,4 @@
-"""Settings of vLLM and transformers under which samples are not drawn from the policy that the loss is computed of."""
+"""Settings of vLLM and transformers with which samples are not drawn from the policy that the loss assumes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +23,7 @@ _BIASING: dict[str, tuple] = {
     "do_sample": (True,),
     "response_format": ({"type": "text"},),
 }  # fmt: skip
-"""Values, besides `None`, with which a setting leaves the distribution alone."""
+"""Values, besides `None`, with which a setting does not change the distribution."""
 
 _NEUTRAL = {
     **_BIASING,
@@ -31,33 +31,33 @@ _NEUTRAL = {
     **dict.fromkeys(("num_return_sequences", "n"), (1,)),
     **dict.fromkeys(("stop", "stop_strings"), ([], "")),
 }
-"""And, of settings that bias nothing, the values with which they do nothing."""
+"""The same, with the values at which settings that do not bias the distribution have no effect."""
 
 _BROKEN_ACROSS_CALLS: dict[str, tuple[str, ...]] = {
     "counts from the start of a call": (
         "min_new_tokens", "min_tokens", "min_length", "presence_penalty", "frequency_penalty",
         "exponential_decay_length_penalty", "thinking_token_budget",
     ),
-    "takes the completion so far for the prompt": ("guidance_scale",),
-    "cuts the completion so far": ("truncate_prompt_tokens",),
-    "changes for the sampler alone what ends a completion (set the model's `generation_config.eos_token_id`)": (
+    "treats the completion so far as prompt": ("guidance_scale",),
+    "truncates the completion so far": ("truncate_prompt_tokens",),
+    "changes only for the sampler which token ends a completion (set the model's `generation_config.eos_token_id`)": (
         "eos_token_id", "stop_token_ids", "ignore_eos",
     ),
-    "is the cap of a call": ("max_new_tokens", "max_tokens", "max_length"),
-    "makes several completions of one": ("num_beams", "num_return_sequences", "n"),
-    "stops a call by the clock": ("max_time",),
-    "may fall across two calls": ("stop", "stop_strings", "bad_words"),
-    "starts anew with each call": ("structured_outputs", "response_format"),
+    "limits the tokens of a call": ("max_new_tokens", "max_tokens", "max_length"),
+    "returns several completions for one": ("num_beams", "num_return_sequences", "n"),
+    "limits the time of a call": ("max_time",),
+    "may match across two calls": ("stop", "stop_strings", "bad_words"),
+    "starts over in each call": ("structured_outputs", "response_format"),
     "makes each call draw the same": ("seed",),
 }  # fmt: skip
-"""Settings that mean something else for a completion sampled in several calls, by the reason."""
+"""Settings that behave differently if a completion is sampled in several calls, by reason."""
 
 
 def biased_settings(settings: Mapping[str, Any], temperature: float) -> list[str]:
     """
     Return the settings, with their values, that draw samples from another distribution than the policy's.
 
-    The temperature is that of the policy that the loss is computed of.
+    `temperature` is the temperature of the policy in the loss.
     """
     neutral = {**_BIASING, "temperature": (temperature,)}
     return [
@@ -68,7 +68,7 @@ def biased_settings(settings: Mapping[str, Any], temperature: float) -> list[str
 
 
 def broken_across_calls(settings: Mapping[str, Any]) -> list[str]:
-    """Name the settings that mean something else for a completion sampled in several calls, each with why."""
+    """Return the settings that behave differently if a completion is sampled in several calls, with the reason."""
     return [
         f"`{name}` {why}"
         for why, names in _BROKEN_ACROSS_CALLS.items()

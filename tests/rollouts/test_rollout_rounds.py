@@ -312,12 +312,12 @@ def test_goes_with_other_settings(tmp_path, settings):
         ({"num_iterations": 2, "partial_rollout_max_staleness": 10}, r"is 10, .*at least 11"),
         ({"replay_fraction": 0.5, "replay_max_staleness": 7}, r"`replay_max_staleness` is 7, .*at least 8"),
         ({"generation_kwargs": {"min_new_tokens": 2}}, r"`min_new_tokens` counts from the start of a call"),
-        ({"generation_kwargs": {"stop_strings": ["."]}}, r"`stop_strings`.*fall across two calls"),
+        ({"generation_kwargs": {"stop_strings": ["."]}}, r"`stop_strings`.*match across two calls"),
         ({"generation_kwargs": {"seed": 0}}, r"`seed`.*each call draw the same"),
-        ({"vllm_structured_outputs_regex": "[0-9]+"}, r"`structured_outputs`.*starts anew with each call"),
+        ({"vllm_structured_outputs_regex": "[0-9]+"}, r"`structured_outputs`.*starts over in each call"),
         ({"generation_kwargs": {"eos_token_id": [1, 5]}}, r"`eos_token_id` .* `generation_config.eos_token_id`"),
-        ({"generation_kwargs": {"guidance_scale": 1.5}}, r"`guidance_scale` takes the completion so far for"),
-        ({"generation_kwargs": {"truncate_prompt_tokens": 9}}, r"`truncate_prompt_tokens` cuts the completion so far"),
+        ({"generation_kwargs": {"guidance_scale": 1.5}}, r"`guidance_scale` treats the completion so far as"),
+        ({"generation_kwargs": {"truncate_prompt_tokens": 9}}, r"`truncate_prompt_tokens` truncates the completion so far"),
     ],
 )
 def test_settings_that_do_not_go_with_partial_rollouts(tmp_path, settings, message):
@@ -352,7 +352,7 @@ def test_a_column_that_a_checkpoint_cannot_keep_is_named_before_it_is_trained(tm
 
 
 def test_a_rollout_func_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"`rollout_func`, which does not go with partial rollouts"):
+    with pytest.raises(ValueError, match=r"`rollout_func`, which partial rollouts cannot handle"):
         train(tmp_path, trainer_args={"rollout_func": lambda prompts, trainer: {}})
 
 
@@ -459,9 +459,9 @@ def test_settings_that_no_longer_fit_the_checkpoint_are_named(tmp_path):
     for settings, message in (
         (
             {"partial_rollout_oversampling": 1.0},
-            r"`partial_rollout_oversampling` is 1.0, .* holds 11 unfinished groups",
+            r"`partial_rollout_oversampling` is 1.0, .* has 11 unfinished groups",
         ),
-        ({"num_generations": 3}, r"`num_generations` is 3, but the parked groups have 2 completions"),
+        ({"num_generations": 3}, r"`num_generations` is 3, but the paused groups in the checkpoint have 2 completions"),
     ):
         resumed = trainer_of(tmp_path, **SAVES, **settings)
         with pytest.raises(ValueError, match=message):

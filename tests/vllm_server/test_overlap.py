@@ -144,7 +144,7 @@ def test_requested_completions_of_other_prompts_are_generated_again(tmp_path):
     size = {"save_strategy": "steps", "save_steps": 2}
     run(tmp_path / "whole", **size)
     prompts = Dataset.from_dict({"prompt": [f"{i}*{i}=" for i in range(40)]})
-    with pytest.warns(UserWarning, match="are of other prompts"):
+    with pytest.warns(UserWarning, match="have other prompts than"):
         resumed = run(tmp_path / "other", resume=str(tmp_path / "whole" / "checkpoint-4"), dataset=prompts, **size)
     assert resumed.state.global_step == 8
 
