@@ -22,20 +22,20 @@ from .async_grpo_compat import AsyncGRPOTrainer, check_async_trl
 
 check_async_trl()
 
-_UNKNOWN = {"staleness/mean", "staleness/max", "bapo/masked_share"}  # to this trainer: TRL logs `sample/staleness_*`
+_UNKNOWN = {"staleness/mean", "staleness/max", "bapo/masked_share"}  # unknown here: TRL logs `sample/staleness_*`
 
 
 class LossTerms(NamedTuple):
     """The loss terms of a rank's micro-batch: `M` sampled tokens, on `N` packed positions."""
 
-    positions: torch.Tensor  # `(M,)`, of the log-probabilities; a shared position serves several samples
+    positions: torch.Tensor  # `(M,)`, of the log-probabilities; several samples may share a position
     old_logps: torch.Tensor  # `(1, M)`, the sampler's
     advantages: torch.Tensor  # `(1, M)`
-    weight: torch.Tensor  # of each in TRL's loss, up to a factor common to the update
+    weight: torch.Tensor  # of each token in TRL's loss, up to a factor common to the update
 
 
 def loss_terms(inputs: Mapping[str, torch.Tensor]) -> LossTerms:
-    """Select the loss terms of a micro-batch of TRL's."""
+    """Return the loss terms of one of TRL's micro-batches."""
     selected = inputs["token_index"] >= 0
     old_logps, advantages = (inputs[name][selected].unsqueeze(0) for name in ("old_log_probs", "advantages"))
     weight = 1 / inputs["global_n_tokens"][0].clamp(min=1)
@@ -44,12 +44,12 @@ def loss_terms(inputs: Mapping[str, torch.Tensor]) -> LossTerms:
 
 class AsyncBAPOTrainer(AsyncGRPOTrainer):
     """
-    Experimental trainer for BAPO on TRL's asynchronous engine, where rollouts go on while the policy is trained.
+    Experimental trainer for BAPO with asynchronous generation: rollouts continue while the policy is trained.
 
-    A `trl.experimental.async_grpo.AsyncGRPOTrainer`, whose arguments it takes, with clip bounds that are searched for
-    each update: see [`BAPOTrainer`] for the method. Generation, rewards, staleness and packing are TRL's, and so is
-    what a resumed run knows of rollouts: those in progress are lost. The curves that forecast the next update are
-    restored.
+    The trainer takes the arguments of `trl.experimental.async_grpo.AsyncGRPOTrainer` and adds clip bounds that are
+    searched for each update; see [`BAPOTrainer`] for the method. Generation, rewards, staleness and packing are those
+    of TRL. A resumed run restores the curves that forecast the next update, but, as in TRL, rollouts in progress are
+    lost.
 
     Args:
         args ([`AsyncBAPOConfig`], *optional*):
@@ -57,7 +57,7 @@ class AsyncBAPOTrainer(AsyncGRPOTrainer):
 
     Attributes:
         clip_bounds ([`ClipBounds`]):
-            Outcome of the latest search; before the first one, the start bounds.
+            Result of the latest search; the start bounds before the first one.
 
     Raises:
         ValueError: If `args` are of another class.
@@ -103,7 +103,7 @@ class AsyncBAPOTrainer(AsyncGRPOTrainer):
         self._clip_with(self._bounds.current)
 
     def _clip_with(self, bounds: ClipBounds) -> None:
-        # TRL clips with, and logs the clip ratios of, these two. As tensors, they keep the host out of the search.
+        # TRL clips with these two, and logs their clip ratios. As tensors, they need no transfer to the host.
         self.epsilon_low = 1 - bounds.low
         self.epsilon_high = bounds.high - 1
 
@@ -115,7 +115,7 @@ class AsyncBAPOTrainer(AsyncGRPOTrainer):
         return batches, num_items
 
     def _total_absolute_advantages(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> Contributions:
-        """Sum up w |A| of each sign over an update's tokens on all ranks: nothing of it needs a forward pass."""
+        """Return the sum of w |A| of each sign over an update's tokens on all ranks, without a forward pass."""
         total = None
         for inputs in batches:
             terms = loss_terms(inputs)
@@ -137,7 +137,7 @@ class AsyncBAPOTrainer(AsyncGRPOTrainer):
         return replace(tokens, log_probs={"per_token_logps": logps, "old_per_token_logps": terms.old_logps})
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        # Before the forward pass: the host waits where it selects
+        # Before the forward pass, because the selection synchronizes with the host
         terms, is_last = loss_terms(inputs), self.accelerator.sync_gradients
 
         def forward(**arguments):

@@ -1,4 +1,4 @@
-"""TRL's `AsyncGRPOTrainer` as this package knows it: the versions, and the names in its loss, checked at import."""
+"""The tested version of TRL's `AsyncGRPOTrainer`, and the names in its loss that are used here, checked at import."""
 
 import trl
 
@@ -6,7 +6,7 @@ import trl
 TESTED_VERSION = "1.16.0"
 """TRL version that the tests of the asynchronous trainer pass with. Later releases of the same minor count as well."""
 
-# What `compute_loss` reads, in this order: the model's output; the bounds; the keys of the batch
+# Names that `compute_loss` uses: of the model's output and the bounds; keys of the batch
 _NAMES = ("log_probs", "epsilon_low", "epsilon_high")
 _KEYS = ("token_index", "old_log_probs", "advantages", "global_n_tokens")
 
