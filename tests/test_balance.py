@@ -305,10 +305,10 @@ def test_carried_curves_are_in_the_checkpoint_and_a_resumed_run_goes_on_with_the
     assert_same_weights(straight, resumed)
 
     other = toy_trainer(tmp_path / "other", **settings, ratio_upper_start=1.0, ratio_upper_max=2.8)
-    with pytest.warns(UserWarning, match="no carried curves on these candidate bounds"):
+    with pytest.warns(UserWarning, match="no carried-over curves for these candidate bounds"):
         other.train(resume_from_checkpoint=str(checkpoint))
     (checkpoint / CURVES_FILE).unlink()
-    with pytest.warns(UserWarning, match="no carried curves"):
+    with pytest.warns(UserWarning, match="no carried-over curves"):
         toy_trainer(tmp_path / "removed", **settings).train(resume_from_checkpoint=str(checkpoint))
 
 

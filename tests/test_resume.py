@@ -67,7 +67,7 @@ def test_a_checkpoint_without_the_reference_model_gives_a_warning(synced, tmp_pa
         shutil.copytree(folder / "run" / "checkpoint-2", tmp_path / "checkpoint-2")
         shutil.rmtree(tmp_path / "checkpoint-2" / FOLDER)
         (tmp_path / "checkpoint-2" / MANIFEST).unlink()
-    with pytest.warns(UserWarning, match=r"checkpoint-2 holds no reference model, which `sync_ref_model` had changed"):
+    with pytest.warns(UserWarning, match=r"checkpoint-2 has no reference model, which `sync_ref_model` had changed"):
         toy_run(tmp_path, str(folder / "model"), resume=True, **{**SYNCED, "max_steps": 3})
 
 

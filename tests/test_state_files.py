@@ -127,7 +127,7 @@ def test_a_lower_limit_of_reuse_holds_after_a_resume(tmp_path):
 
 
 ANOTHER = {"replay_queue": (b'"F32"', b'"I32"'), "rollout_pool": (b'"next_id": 5', b'"next_id": 7')}
-CHANGED = "is damaged .what it holds is not what was written"
+CHANGED = "is damaged .its checksum does not match"
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -141,7 +141,7 @@ CHANGED = "is damaged .what it holds is not what was written"
             lambda kind, content, other: content.replace((old := FORMATS[kind].encode()), old[:-1] + b"9", 1),
             "is damaged .its format is 'bapo_trl .* 9', not '{format}'",
         ),
-        (lambda kind, content, other: None, "is missing, while other ranks' are there"),
+        (lambda kind, content, other: None, "is missing, but the files of other ranks exist"),
     ],
     ids=["another type or value", "of another rank", "format", "removed"],
 )

@@ -249,13 +249,13 @@ def test_a_checkpoint_that_somebody_changed_is_refused_by_what_is_wrong(run):
 
 def test_to_go_on_from_the_model_alone_gives_a_warning(run, tmp_path):
     saved(tmp_path / "model", max_steps=2, save_only_model=True)
-    message = r"model/checkpoint-2 lacks .* start anew: optimizer, learning rate schedule, random states\."
+    message = r"model/checkpoint-2 lacks .* start from scratch: optimizer, learning rate schedule, random states\."
     with pytest.warns(UserWarning, match=message):
         assert resume(tmp_path / "model", True, max_steps=3) == 2
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert resume(run, True) == 6
-    assert not any("start anew" in str(warning.message) for warning in caught)
+    assert not any("start from scratch" in str(warning.message) for warning in caught)
 
 
 def test_a_folder_has_one_live_run(tmp_path):
@@ -294,7 +294,7 @@ def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch):
 
     monkeypatch.setattr("fcntl.flock", no_lock)
     with pytest.warns(
-        UserWarning, match=rf"{LOCK} cannot be locked .*: see that no other run writes into this folder"
+        UserWarning, match=rf"{LOCK} cannot be locked .*: make sure that no other run uses this folder"
     ):
         assert saved(tmp_path, max_steps=2).state.global_step == 2
 
@@ -488,7 +488,7 @@ def test_a_save_that_fails_raises_its_error_and_only_a_full_disk_is_called_one(
     assert caught.value is error
     (note,) = error.__notes__
     assert note.startswith(f"checkpoint-1 could not be saved in {tmp_path}")
-    assert note.endswith("No checkpoint is there to resume from: the run has to begin anew.")
+    assert note.endswith("There is no checkpoint to resume from: start the run again.")
     assert (" MB are free" in note) == speaks_of_the_disk
 
 
@@ -503,7 +503,7 @@ def test_a_flush_that_finds_no_room_leaves_the_checkpoints_before_it(tmp_path, m
     trainer = toy_trainer(tmp_path, **{**SAVING, "save_total_limit": 1})
     explained = (
         rf"No space left on device\ncheckpoint-4 could not be saved in {tmp_path}, where [\d,]+ MB of [\d,]+ MB are "
-        r"free\. If the disk is full, make room, for one checkpoint more than `save_total_limit`\. checkpoint-2, "
+        r"free\. If the disk is full, free space for one checkpoint more than `save_total_limit`\. checkpoint-2, "
         r"saved before, is complete\. Resume with `resume_from_checkpoint=True`"
     )
     monkeypatch.setattr("os.fsync", full)
@@ -512,6 +512,6 @@ def test_a_flush_that_finds_no_room_leaves_the_checkpoints_before_it(tmp_path, m
     monkeypatch.undo()
     assert find_defect(tmp_path / "checkpoint-2") is None
     assert names(tmp_path) == {"checkpoint-2", UNFINISHED}
-    with pytest.warns(UserWarning, match=r"left by a save that did not end.*checkpoint-4"):
+    with pytest.warns(UserWarning, match=r"left by an interrupted save.*checkpoint-4"):
         trainer.train(resume_from_checkpoint=True)
     assert names(tmp_path) == {"checkpoint-6"}

@@ -1,1 +1,1 @@
-"""Checkpoints that are complete or not there, and signals that stop a run. Knows transformers alone, not TRL."""
+"""Atomic checkpoints, exact resume, and signals that stop a run."""

@@ -1,10 +1,10 @@
-"""Checkpoints that are complete or not there, whenever the processes are killed and whatever they are saving.
+"""Atomic checkpoints: a checkpoint is either complete or does not exist, even if a save is killed at any moment.
 
-Invariant: a folder `checkpoint-N` holds all files of its manifest. It is written in `_unfinished-ID`, with an id of
-the save, flushed to the disk and renamed; one that has to go is renamed back to there and then deleted. The folder is
-deleted at the end of a save, and a folder of checkpoints has one live run: if one is found, it was left by a save that
-did not end or by files that could not be deleted, and is removed. Neither transformers nor an upload to the Hub takes
-it, or what is in it, for a checkpoint.
+Invariant: a folder `checkpoint-N` has all files of its manifest. A checkpoint is written in `_unfinished-ID`, with an
+id of the save, flushed to the disk and then renamed. To delete a checkpoint, it is first moved back to that folder.
+`_unfinished-ID` is deleted at the end of a save, and only one live run uses a folder of checkpoints: if an old one is
+found, it was left over from an interrupted save, or has files that could not be deleted, and is removed. Neither
+transformers nor an upload to the Hub treats it, or its contents, as a checkpoint.
 """
 
 import contextlib
@@ -40,25 +40,25 @@ from .stop_signals import is_stopped
 
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# What these become where safetensors writes, and any error of a write where torch does
+# The messages of these errors in safetensors, and of any write error in torch
 _NO_ROOM_TEXTS = (*map(os.strerror, _NO_ROOM), "iostream error", "file write failed")
 
 
 class AtomicCheckpoints(GRPOTrainer):
     """
-    A trainer whose checkpoints are complete or not there. All that it overrides is of [`~transformers.Trainer`].
+    Mixin for atomic checkpoints. It overrides only methods of [`~transformers.Trainer`].
 
-    A save lets the parents write into `_unfinished-ID`, where their rotation finds one checkpoint and leaves it; then
-    it renames, rotates and pushes.
+    In a save, the parent classes write into `_unfinished-ID`, where their rotation finds just one checkpoint and keeps
+    it. Then the mixin renames, rotates and pushes the checkpoint.
     """
 
     _run_id = ""  # of the latest run, the same on all ranks
-    _num_saves = 0  # each has a folder of its own: files that cannot be deleted may keep it
+    _num_saves = 0  # each save has its own folder, since files that cannot be deleted may keep an earlier one
     _has_locked_output_dir = False
 
     _is_saving = False
-    _is_ending = False  # with a checkpoint to be resumed from, which is not pushed
-    _last_checkpoint: str | None = None  # of this run: saved by it, not the model alone, or resumed from
+    _is_ending = False  # while saving a last checkpoint to resume from, which is not pushed
+    _last_checkpoint: str | None = None  # saved by this run, with more than the model, or resumed from
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         with self.locking_output_dir():
@@ -70,22 +70,22 @@ class AtomicCheckpoints(GRPOTrainer):
                 left_out = left_out_states(self._last_checkpoint)
                 if left_out:
                     warnings.warn(
-                        f"The checkpoint {self._last_checkpoint} lacks what `save_only_model` leaves out. These start "
-                        f"anew: {', '.join(left_out)}."
+                        f"The checkpoint {self._last_checkpoint} lacks the states that `save_only_model` leaves out. "
+                        f"These start from scratch: {', '.join(left_out)}."
                     )
             save_only_model = self.args.save_only_model
             try:
                 return super().train(self._last_checkpoint, *args, **kwargs)
-            finally:  # what a run that must end has set, in order to be resumed
+            finally:  # `save_for_resume` may have changed both
                 self.args.save_only_model, self._is_ending = save_only_model, False
 
     @contextlib.contextmanager
     def locking_output_dir(self) -> Iterator[None]:
         """
-        Keep other runs out of `output_dir`, until the process ends at the latest. All ranks make this call together.
+        Lock `output_dir` against other runs inside this context. All ranks make this call together.
 
-        The main process holds it, unless another run of this host does (`InputError`). On a disk that several hosts
-        share, runs of other hosts may not see that.
+        The main process takes the lock; if another run on this host has it, this raises an `InputError`. The lock ends
+        with the process at the latest. Runs on other hosts that share the disk may not see the lock.
         """
         if self._has_locked_output_dir:
             yield
@@ -104,10 +104,10 @@ class AtomicCheckpoints(GRPOTrainer):
 
     def save_for_resume(self) -> str | None:
         """
-        Save a checkpoint of the latest update in a run that must end, between two updates, unless it has one; whatever
-        `save_strategy` and `save_only_model` are. All ranks make this call together.
+        Save a checkpoint of the latest update, unless it has one, in a run that must end, whatever `save_strategy` and
+        `save_only_model` are. All ranks make this call together, between two updates.
 
-        Return the folder of the run's last checkpoint; `None` without one, before the first update.
+        Return the folder of the run's last checkpoint, or `None` if there is none, as before the first update.
         """
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         has_it = self._last_checkpoint is not None and os.path.basename(self._last_checkpoint) == name
@@ -119,10 +119,10 @@ class AtomicCheckpoints(GRPOTrainer):
 
     def checkpoint_to_resume(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """
-        Return the folder to resume from, the same on all ranks; `None` for a run from the start.
+        Return the folder to resume from, the same on all ranks; `None` for a new run.
 
-        `True` asks for the newest checkpoint in `output_dir` that is complete on every rank, with a warning for each
-        newer one. A folder that is not complete, or none that is, is an `InputError`.
+        `True` selects the newest checkpoint in `output_dir` that is complete on every rank, with a warning for each
+        newer one. Raises an `InputError` if the given folder is not complete, or no folder is.
         """
         if not resume_from_checkpoint:
             return None
@@ -131,10 +131,10 @@ class AtomicCheckpoints(GRPOTrainer):
             defect = self._defect_on_any_rank(resume_from_checkpoint)
             if defect is not None:
                 has_manifest = os.path.isfile(os.path.join(resume_from_checkpoint, MANIFEST))
-                changed = f" If the files were changed on purpose, remove {MANIFEST} there." if has_manifest else ""
+                changed = f" If you changed its files on purpose, remove {MANIFEST} there." if has_manifest else ""
                 raise InputError(
                     f"The checkpoint {resume_from_checkpoint} is not complete: {defect}. Resume from another one "
-                    f"(`True`, in the script `true`, takes the newest that is complete).{changed}"
+                    f"(`True`, on the command line `true`, takes the newest that is complete).{changed}"
                 )
             return resume_from_checkpoint
         skipped = []
@@ -174,7 +174,7 @@ class AtomicCheckpoints(GRPOTrainer):
         self._num_saves += 1
         unfinished = self._unfinished(run_dir)
         is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        # In the parents' save, ranks may wait for one that fails, which cannot tell them. The launcher ends them.
+        # In the parents' save, ranks may wait for a failed rank that cannot notify them. The launcher then ends them.
         fails_alone = self.accelerator.num_processes > 1 and (is_sharded or bool(self.state.best_global_step))
         with _failing_together(run_dir, name, fails_alone):
             self._is_saving = True
@@ -186,14 +186,14 @@ class AtomicCheckpoints(GRPOTrainer):
         with _failing_together(run_dir, name):  # all ranks have written
             if is_owner:
                 write_manifest(os.path.join(unfinished, name))
-            if self.is_local_process_zero() and os.path.isdir(unfinished):  # a node may have files in its memory alone
+            if self.is_local_process_zero() and os.path.isdir(unfinished):  # they may be in this node's memory only
                 flush_tree(unfinished)
         with _failing_together(run_dir, name):
             if is_owner:
                 move_into_place(unfinished, folder)
                 rotate(unfinished, folder, self.args.save_total_limit, self.state.best_model_checkpoint)
-        # From here on, the folder is there for all ranks
-        if self.is_local_process_zero() and not is_owner:  # on a disk of its own
+        # From here on, the folder exists for all ranks
+        if self.is_local_process_zero() and not is_owner:  # a node with its own disk
             shutil.rmtree(unfinished, ignore_errors=True)
         if not self.args.save_only_model:
             self._last_checkpoint = folder
@@ -202,7 +202,7 @@ class AtomicCheckpoints(GRPOTrainer):
                 self._push_from_checkpoint(folder)
 
     def _record_best(self, run_dir: str, name: str) -> None:
-        # The parent did, but looked for it, and found this one, in `_unfinished-ID`
+        # The parent class records the best checkpoint, but looks for it in `_unfinished-ID`
         best_name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
         best = os.path.join(run_dir, best_name)
         if best == self.state.best_model_checkpoint or not (best_name == name or os.path.isdir(best)):
@@ -215,9 +215,9 @@ class AtomicCheckpoints(GRPOTrainer):
 @contextlib.contextmanager
 def _failing_together(run_dir: str, name: str, fails_alone: bool = False) -> Iterator[None]:
     """
-    Wait for all ranks at the end of a part of a save, and raise on all of them what one failed with.
+    Wait for all ranks at the end of a part of a save, and raise the error of a rank on all of them.
 
-    A note on the error says how to resume. If it `fails_alone`, a rank raises at once.
+    A note on the error says how to resume. With `fails_alone`, a rank raises its error at once.
     """
     error: Exception | None = None
     try:
@@ -231,19 +231,19 @@ def _failing_together(run_dir: str, name: str, fails_alone: bool = False) -> Ite
 
 
 def _explain(error: Exception, run_dir: str, name: str) -> str:
-    """Return what an error of a save means: which checkpoint is complete, how to resume, how much room there is."""
+    """Return a note on a failed save: the last complete checkpoint, how to resume, and the free disk space."""
     before = [each for each in reversed(checkpoint_names(run_dir)) if each != name]
     complete = next((each for each in before if find_defect(os.path.join(run_dir, each)) is None), None)
     room = ""
     if _found_no_room(error):
         usage = shutil.disk_usage(run_dir)
         room = (
-            f", where {usage.free / 1e6:,.0f} MB of {usage.total / 1e6:,.0f} MB are free. If the disk is full, make "
-            "room, for one checkpoint more than `save_total_limit`"
+            f", where {usage.free / 1e6:,.0f} MB of {usage.total / 1e6:,.0f} MB are free. If the disk is full, free "
+            "space for one checkpoint more than `save_total_limit`"
         )
-    resume = "No checkpoint is there to resume from: the run has to begin anew."
+    resume = "There is no checkpoint to resume from: start the run again."
     if complete is not None:
-        continued = "Resume with `resume_from_checkpoint=True` (in the script, `true`)."
+        continued = "Resume with `resume_from_checkpoint=True` (on the command line, `true`)."
         resume = f"{complete}, saved before, is complete. {continued}"
     return f"{name} could not be saved in {run_dir}{room}. {resume}"
 

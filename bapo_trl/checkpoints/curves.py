@@ -10,22 +10,22 @@ from .rank_errors import on_main_process
 from .rank_files import RankFiles
 
 
-FILES = RankFiles("carried curves", "2", "remove the file to continue without")
+FILES = RankFiles("carried curves", "2", "remove the file to continue without it")
 CURVES_FILE = FILES.path("", 0, 1).name
 """Name of the file in a checkpoint."""
 
 
 def save_curves(bounds: ClipBoundController, folder: str | Path) -> None:
-    """Write the curves that are carried over into a checkpoint folder, if there are any. One rank makes this call."""
+    """Write the carried-over curves into a checkpoint folder, if there are any. One rank makes this call."""
     if bounds.carries_over:
         FILES.write(folder, 0, 1, bounds.state_dict())
 
 
 def load_curves(bounds: ClipBoundController, folder: str | Path) -> None:
     """
-    Restore the curves, on all ranks as the first one finds them. All ranks make this call together.
+    Restore the carried-over curves on all ranks, as read by the first one. All ranks make this call together.
 
-    Without them there, the first update starts as in a new run, with a warning.
+    If the checkpoint has none, the first update starts as in a new run, with a warning.
     """
     if not bounds.carries_over:
         return
@@ -34,6 +34,6 @@ def load_curves(bounds: ClipBoundController, folder: str | Path) -> None:
     is_restored = state is not None and bounds.load_state_dict(state)
     if not is_restored and PartialState().is_main_process:
         warnings.warn(
-            f"The checkpoint {folder} holds no carried curves on these candidate bounds (`search_scope` "
-            "'carried_over'): a sign of advantages that the first update lacks counts as in fresh samples."
+            f"The checkpoint {folder} has no carried-over curves for these candidate bounds (`search_scope` "
+            "'carried_over'): if the first update lacks positive or negative tokens, the curve of fresh samples is used."
         )

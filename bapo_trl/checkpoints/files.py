@@ -1,7 +1,7 @@
 """
-The folders of a run: checkpoints, what each holds and lacks, and how they come to the disk and go.
+The checkpoint folders of a run: check whether they are complete, write them to the disk and delete them.
 
-A checkpoint is written in a folder `_unfinished-ID`, and one that has to go is deleted in one.
+A checkpoint is written in a folder `_unfinished-ID`, and moved to such a folder to be deleted.
 """
 
 import contextlib
@@ -22,23 +22,23 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 
 MANIFEST = "checkpoint_files.json"
-UNFINISHED = "_unfinished"  # begin of the folder's name
+UNFINISHED = "_unfinished"  # start of the folder's name
 _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-[0-9]+")
 
 
 def find_defect(folder: str | Path, is_dispensable: Callable[[str], bool] = lambda file: False) -> str | None:
     """
-    Return what keeps a checkpoint from being complete, `None` if it is.
+    Return why a checkpoint is not complete, or `None` if it is complete.
 
-    With a manifest, every file must be there with its size. Without one, as of another trainer, `trainer_state.json`
-    must be there, which transformers writes last, and no file be cut off. `is_dispensable` tells of a file of the
-    manifest, by its path in the folder, whether it may be missing or of another size.
+    With a manifest, every file must exist with its size. Without a manifest, as from another trainer,
+    `trainer_state.json` must exist, which transformers writes last, and no file may be truncated. `is_dispensable`
+    says, for the path of a file in the manifest, whether the file may be missing or have another size.
     """
     folder = Path(folder)
-    if not os.path.isdir(folder):  # those of `Path` raise what keeps them from looking
+    if not os.path.isdir(folder):  # unlike `Path.is_dir`, this does not raise if access fails
         return "there is no such folder"
     try:
-        os.stat(folder / TRAINER_STATE_NAME)  # raises what keeps from looking, unlike the functions that answer no
+        os.stat(folder / TRAINER_STATE_NAME)  # raises if access fails, unlike functions that return `False`
         if not os.path.isfile(folder / MANIFEST):
             defects = _cut_off_files(folder)
         elif cut_off := [name for name in (MANIFEST, TRAINER_STATE_NAME) if not _is_complete(folder / name)]:
@@ -53,7 +53,7 @@ def find_defect(folder: str | Path, is_dispensable: Callable[[str], bool] = lamb
 
 
 def _changed_files(folder: Path, is_dispensable: Callable[[str], bool]) -> list[str]:
-    """Return what is not as the manifest says."""
+    """Return the differences from the manifest."""
     sizes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     if not isinstance(sizes, dict) or TRAINER_STATE_NAME not in sizes:
         return [f"{MANIFEST} does not list {TRAINER_STATE_NAME}"]
@@ -69,7 +69,7 @@ def _changed_files(folder: Path, is_dispensable: Callable[[str], bool]) -> list[
 
 
 def _cut_off_files(folder: Path) -> list[str]:
-    """Return what is cut off or missing by what the files say of themselves."""
+    """Return the files that are truncated, and the shards that an index lists and that are missing."""
     defects = []
     for path in sorted(each for each in folder.rglob("*") if each.is_file()):
         name = path.relative_to(folder).as_posix()
@@ -82,7 +82,7 @@ def _cut_off_files(folder: Path) -> list[str]:
 
 
 def _is_complete(path: Path) -> bool:
-    """Whether a file of JSON, safetensors or torch has its end; True for any other."""
+    """Whether a JSON, safetensors or torch file is not truncated; True for any other file."""
     try:
         if path.suffix == ".json":
             json.loads(path.read_text(encoding="utf-8"))
@@ -95,8 +95,8 @@ def _is_complete(path: Path) -> bool:
 
 
 def left_out_states(folder: str) -> list[str]:
-    """Return the states that a run resumed from a checkpoint does not find there."""
-    of_optimizer = ("*optimizer*", "global_step*")  # the second of DeepSpeed, with the schedule in it
+    """Return the states that a checkpoint lacks for a resumed run."""
+    of_optimizer = ("*optimizer*", "global_step*")  # the second is DeepSpeed's, which includes the schedule
     states = {"optimizer, learning rate schedule": of_optimizer, "random states": ("rng_state*",)}
     return [name for name, files in states.items() if not any(any(Path(folder).glob(each)) for each in files)]
 
@@ -108,7 +108,7 @@ def checkpoint_names(run_dir: str | Path) -> list[str]:
 
 
 def step_of(name: str) -> int:
-    """Return the optimizer updates that a checkpoint of this name has behind it."""
+    """Return the number of optimizer updates before a checkpoint, from its name."""
     return int(name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-"))
 
 
@@ -117,14 +117,14 @@ def write_manifest(folder: str | Path) -> None:
     sizes = {}
     for path in sorted(Path(folder).rglob("*")):
         if path.is_file():
-            with path.open("rb") as file:  # over NFS, what another node wrote is not seen by its name
+            with path.open("rb") as file:  # over NFS, a size found by name may be outdated
                 sizes[path.relative_to(folder).as_posix()] = os.fstat(file.fileno()).st_size
     Path(folder, MANIFEST).write_text(json.dumps(sizes, indent=2) + "\n", encoding="utf-8")
 
 
 def flush_tree(folder: str) -> None:
-    """Wait until all below a folder is on the disk."""
-    # At once: a file system with a journal then writes that for many files together, not once for each
+    """Wait until all files below a folder are on the disk."""
+    # In parallel, so that a journaling file system writes its journal for many files at once
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(flush, (*Path(folder).rglob("*"), Path(folder))))
 
@@ -135,7 +135,7 @@ def flush(path: str | Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems have no such thing for folders
+        # Some network file systems do not support this for folders
         if not (os.path.isdir(path) and error.errno in (errno.EINVAL, errno.ENOTSUP)):
             raise
     finally:
@@ -143,16 +143,16 @@ def flush(path: str | Path) -> None:
 
 
 def remove_left_behind(run_dir: str) -> None:
-    """Delete what saves that did not end have left in the folder of a run, with a warning."""
+    """Delete the remains of interrupted saves in the folder of a run, with a warning."""
     for folder in sorted(Path(run_dir).glob(f"{UNFINISHED}-*")):
         if re.fullmatch(rf"{UNFINISHED}-[0-9a-f]{{8}}-\d+", folder.name):
             names = sorted(path.name for path in folder.glob("*"))
             if remove(folder):
-                warnings.warn(f"Removed {folder}, left by a save that did not end, with {len(names)} in it: {names}.")
+                warnings.warn(f"Removed {folder}, left by an interrupted save, with {len(names)} entries: {names}.")
 
 
 def move_into_place(unfinished: str, folder: str) -> None:
-    """Move a checkpoint, which is complete on the disk, out of the folder `unfinished`, to its name."""
+    """Move a checkpoint that is complete on the disk from the folder `unfinished` to its final name."""
     if os.path.isdir(folder):  # of an earlier run
         _move_away(folder, unfinished)
     os.rename(os.path.join(unfinished, os.path.basename(folder)), folder)
@@ -161,10 +161,10 @@ def move_into_place(unfinished: str, folder: str) -> None:
 
 def rotate(unfinished: str, newest: str, limit: int | None, best: str | None) -> None:
     """
-    Delete the folder `unfinished`, and the checkpoints beyond the limit: the oldest, but for the newest and best.
+    Delete the folder `unfinished`, and the oldest checkpoints beyond the limit, except the newest and the best.
 
-    The choice is that of transformers' `rotate_checkpoints`, which deletes file by file under the checkpoint's own
-    name: killed within, it leaves parts of one. What cannot be deleted is warned of, and the run goes on.
+    The choice is the same as in transformers' `rotate_checkpoints`, which deletes file by file under the checkpoint's
+    own name and leaves an incomplete one if it is killed. If a file cannot be deleted, there is a warning.
     """
     if limit is not None and limit > 0:
         in_order = sort_checkpoints(os.path.dirname(unfinished), use_mtime=True)
@@ -181,11 +181,11 @@ def rotate(unfinished: str, newest: str, limit: int | None, best: str | None) ->
 
 
 def remove(folder: str | Path) -> bool:
-    """Delete what can be deleted of a folder, warn of the rest, and return whether nothing is left."""
+    """Delete as much as possible of a folder, warn about the rest, and return whether nothing is left."""
     with contextlib.suppress(OSError):
         shutil.rmtree(folder, ignore_errors=True)
     if os.path.lexists(folder):  # NFS keeps a file, as `.nfs...`, until no process has it open
-        warnings.warn(f"{folder} cannot be deleted. No run reads it: delete it when no process uses what is in it.")
+        warnings.warn(f"{folder} cannot be deleted. No run needs it: delete it once no process uses its files.")
     return not os.path.lexists(folder)
 
 

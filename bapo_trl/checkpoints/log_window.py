@@ -1,8 +1,8 @@
 """
-What a line of the log says of the updates that it covers, also of those before a checkpoint.
+The values that a log line is computed from, saved in checkpoints so that a resumed run logs the same line.
 
-TRL collects the values of each metric from one line to the next, and logs their mean. NaN stands for an undefined
-value, which the mean leaves out.
+TRL collects the values of each metric from one log line to the next, and logs their mean. NaN stands for an undefined
+value, which the mean skips.
 """
 
 import math
@@ -16,22 +16,22 @@ from .rank_files import RankFiles
 
 
 LARGEST = ("ratio/max", "staleness/max", "partial/segments_max", "sampling/raw_importance_sampling_ratio/max")
-"""Metrics of this package that are a maximum, over ranks, micro-batches, updates and the window of a log line."""
+"""Metrics of this package that are a maximum over ranks, micro-batches, updates and the window of a log line."""
 
 SMALLEST = ("ratio/min", "sampling/raw_importance_sampling_ratio/min")
-"""Metrics that are a minimum, over the same."""
+"""Metrics of this package that are a minimum over ranks, micro-batches, updates and the window of a log line."""
 
 OF_TOKENS = (
     "entropy", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "clip_ratio/low_min",
     "clip_ratio/high_max", "cispo_clip_ratio", "vespo/phi_seq_mean",
 )  # fmt: skip
-"""Metrics that TRL measures over the tokens of each micro-batch, as 0 where there is none."""
+"""Metrics that TRL computes over the tokens of each micro-batch, as 0 if there are none."""
 
 FILES = RankFiles("log window", "1", "resume from another checkpoint")
 
 
 def leave_out_empty(values: MutableMapping[str, list[float]], have_tokens: Sequence[bool]) -> None:
-    """Make [`OF_TOKENS`] undefined for those of the latest micro-batches without a token of the loss on any rank."""
+    """Make [`OF_TOKENS`] undefined for the latest micro-batches that have no token of the loss on any rank."""
     count = len(have_tokens)
     for name in OF_TOKENS:
         if name in values:
@@ -40,7 +40,7 @@ def leave_out_empty(values: MutableMapping[str, list[float]], have_tokens: Seque
 
 
 def reduce_window(values: MutableMapping[str, list[float]]) -> None:
-    """Reduce each maximum and each minimum to one value, and remove the metrics that are undefined throughout."""
+    """Reduce each maximum and each minimum to one value, and remove metrics whose values are all undefined."""
     for name in list(values):
         defined = [value for value in values[name] if not math.isnan(value)]
         if not defined:
@@ -53,9 +53,9 @@ def reduce_window(values: MutableMapping[str, list[float]]) -> None:
 
 class LogWindow(TrainerCallback):
     """
-    Saves what a trainer measured since its last log line, and gives it back as a resumed run begins.
+    Save the metrics since a trainer's last log line, and restore them when a resumed run begins.
 
-    transformers and TRL up to 1.16 at least keep it in memory alone: the first log line and `train_loss` would cover
+    transformers, and TRL up to 1.16 at least, do not save them: the first log line and `train_loss` would only cover
     the updates since the resume.
     """
 
@@ -66,7 +66,7 @@ class LogWindow(TrainerCallback):
         trainer.add_callback(self)
 
     def save(self, checkpoint: str | Path) -> None:
-        """Write those of this rank into a checkpoint folder."""
+        """Write the values of this rank into a checkpoint folder."""
         trainer, accelerator = self._trainer, self._trainer.accelerator
         state = {
             "metrics": {
@@ -81,13 +81,13 @@ class LogWindow(TrainerCallback):
         FILES.write(checkpoint, accelerator.process_index, accelerator.num_processes, state)
 
     def load(self, checkpoint: str | Path) -> None:
-        """Read those of this rank; with another number of ranks, of one that stands for it."""
+        """Read the values of this rank; with another number of ranks, the values of some saved rank."""
         files = FILES.find(checkpoint)
         if files:
             self._saved = FILES.read(files[self._trainer.accelerator.process_index % len(files)])
 
     def on_train_begin(self, args, state, control, **kwargs):
-        # Here, as transformers sets its own to 0 after it has loaded all else
+        # Not in `load`, as transformers resets its own values to 0 after loading the checkpoint
         if self._saved is not None:
             trainer, saved = self._trainer, self._saved
             trainer._metrics["train"].update(saved["metrics"])

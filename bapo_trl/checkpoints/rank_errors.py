@@ -1,4 +1,4 @@
-"""Errors of one rank, raised on all ranks where the others would wait for it."""
+"""Raise the error of one rank on all ranks, which would otherwise wait for the failed rank."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,9 +16,10 @@ _KINDS: tuple[type[Exception], ...] = (InputError, OSError)
 
 def raise_on_all_ranks(error: Exception | None) -> None:
     """
-    Raise the error of a rank on all of them. All ranks make this call together.
+    Raise the error of one rank on all ranks. All ranks make this call together.
 
-    The others raise one that quotes the first: an `InputError` or an `OSError` if that was one, else a `RuntimeError`.
+    The other ranks raise an error that quotes it: an `InputError` or an `OSError` if the original is one, else a
+    `RuntimeError`.
     """
     described = None
     if error is not None:
@@ -35,7 +36,7 @@ def raise_on_all_ranks(error: Exception | None) -> None:
 
 @contextmanager
 def raising_on_all_ranks() -> Iterator[None]:
-    """Raise at its end, on all ranks, what one of them raises within, where none waits for another: see above."""
+    """Raise an error inside this context on all ranks, at its end; see above. Inside, no rank may wait for another."""
     error: Exception | None = None
     try:
         yield
@@ -45,7 +46,7 @@ def raising_on_all_ranks() -> Iterator[None]:
 
 
 def on_main_process(call: Callable[[], T]) -> T:
-    """Return on all ranks what a function returns in the main process, which alone calls it; raise what it raises."""
+    """Call a function in the main process only, and return its result, or raise its error, on all ranks."""
     results: list[Any] = [None]
     with raising_on_all_ranks():
         if PartialState().is_main_process:

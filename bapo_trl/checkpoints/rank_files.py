@@ -1,8 +1,8 @@
-"""The state of a run's parts in a checkpoint folder: one safetensors file for each part and rank. No pickle.
+"""The states of a run's components in a checkpoint folder: one safetensors file per component and rank. No pickle.
 
-What a part's `state_dict()` returns is written, and read again for its `load_state_dict()`: tensors as they are, all
-else as JSON, in the bytes of a tensor (a header holds 100 MB at most). A checksum over all that a file holds, and over
-its name, detects what has changed since it was written.
+A component's `state_dict()` is written to the file, and read again for its `load_state_dict()`: tensors are stored as
+they are, everything else as JSON in the bytes of a tensor (a header is limited to 100 MB). A checksum over the file's
+contents and name detects later changes.
 """
 
 import json
@@ -24,20 +24,20 @@ STATE = "state"
 """Name of the JSON among the tensors."""
 
 SENSELESS = (ArithmeticError, AttributeError, LookupError, RuntimeError, StopIteration, TypeError, ValueError)
-"""What reading a file raises whose contents do not make sense."""
+"""Errors that are raised while reading a file with invalid contents."""
 
 
 @dataclass(frozen=True)
 class RankFiles:
     """The files of one kind of state."""
 
-    name: str  # of the state in messages, and with `_` for blanks the start of the files' names
-    version: str  # of the format
-    remedy: str  # what a user can do about a file that cannot be read, for messages
+    name: str  # name of the state in messages, and, with `_` for blanks, the start of the file names
+    version: str  # version of the format
+    remedy: str  # what a user can do if a file cannot be read, for messages
 
     @property
     def format(self) -> str:
-        """Mark that each file carries."""
+        """Format name that is stored in each file."""
         return f"bapo_trl {self.name} {self.version}"
 
     def path(self, folder: str | Path, rank: int, num_ranks: int) -> Path:
@@ -45,12 +45,12 @@ class RankFiles:
         return Path(folder) / f"{self.name.replace(' ', '_')}_{rank:05d}_of_{num_ranks:05d}.safetensors"
 
     def num_ranks_of(self, file_name: str) -> int | None:
-        """Return the number of ranks of the run that wrote a file of this name; `None` if it is none of these."""
+        """Return the number of ranks of the run that wrote a file of this name; `None` for any other file."""
         match = re.fullmatch(rf"{self.name.replace(' ', '_')}_\d{{5}}_of_(\d{{5}})\.safetensors", file_name)
         return int(match[1]) if match else None
 
     def write(self, folder: str | Path, rank: int, num_ranks: int, state: Mapping[str, Any]) -> Path:
-        """Write the state of one rank, tensors and what JSON can hold, by name; the folder is made if missing."""
+        """Write the state of one rank, with tensors and JSON values by name; the folder is created if missing."""
         path = self.path(folder, rank, num_ranks)
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
@@ -61,28 +61,28 @@ class RankFiles:
         return path
 
     def find(self, folder: str | Path) -> list[Path]:
-        """Return the files of all ranks, in their order; none if the folder has none."""
+        """Return the files of all ranks, in the order of the ranks; an empty list if the folder has none."""
         sizes = {size for path in Path(folder).iterdir() if (size := self.num_ranks_of(path.name)) is not None}
         if len(sizes) > 1:
-            raise InputError(f"{folder} holds {self.name}s of runs with {sorted(sizes)} processes: {self.remedy}.")
+            raise InputError(f"{folder} has {self.name}s of runs with {sorted(sizes)} processes: {self.remedy}.")
         return [self.path(folder, rank, size) for size in sizes for rank in range(size)]
 
     def read(self, path: Path) -> dict[str, Any]:
-        """Return the state in a file; raise an `InputError` if it is missing, damaged or not ours."""
+        """Return the state in a file; raise an `InputError` if the file is missing, damaged or of another format."""
         if not path.exists():
             raise InputError(
-                f"The {self.name} {path} is missing, while other ranks' are there: the checkpoint is damaged."
+                f"The {self.name} {path} is missing, but the files of other ranks exist: the checkpoint is damaged."
             )
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
-                if metadata.get("format") != self.format:  # however large, nothing is read of it
+                if metadata.get("format") != self.format:  # checked before any tensor is read
                     raise ValueError(f"its format is {metadata.get('format')!r}, not {self.format!r}")
-                # Copies: the tensors are windows on the file
+                # Copies, as the tensors are views of the file
                 tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - no mapping
             text = bytes(tensors.pop(STATE).numpy()).decode()
             if checksum(path.name, text, tensors) != metadata["checksum"]:
-                raise ValueError("what it holds is not what was written under this name")
+                raise ValueError("its checksum does not match its contents and name")
             return {**tensors, **json.loads(text)}
         except (SafetensorError, OSError, *SENSELESS) as error:
             raise self.damaged(path, error) from error
@@ -96,9 +96,9 @@ class RankFiles:
         deal_out: Callable[[Iterable[dict[str, Any]], int, int], dict[str, Any]],
     ) -> bool:
         """
-        Restore the state of one rank from a folder; return whether the folder holds any.
+        Restore the state of one rank from a folder; return whether the folder has one.
 
-        If another number of ranks wrote it, `deal_out` makes this rank's of all of theirs, in the order of the ranks.
+        If another number of ranks wrote it, `deal_out` computes this rank's state from all saved states, in order.
         """
         paths = self.find(folder)
         if not paths:
@@ -113,7 +113,7 @@ class RankFiles:
         return True
 
     def damaged(self, path: str | Path, error: Exception) -> InputError:
-        """Return the error for a file whose contents do not make sense."""
+        """Return the error for a file with invalid contents."""
         return InputError(f"The {self.name} {path} is damaged ({error}): {self.remedy}.")
 
 

@@ -1,4 +1,4 @@
-"""The reference model in a checkpoint: `sync_ref_model` changes it, and TRL up to 1.16 at least saves it nowhere."""
+"""Save the reference model in checkpoints: `sync_ref_model` changes it, and TRL up to 1.16 at least does not save it."""
 
 import warnings
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from .rank_files import RankFiles
 
 
 FOLDER = "ref_model"
-"""Folder in a checkpoint: beside the model, vLLM would read the file for some of its weights."""
+"""Subfolder of a checkpoint: in the checkpoint folder itself, vLLM would load the file as part of the model."""
 
 FILES = RankFiles("ref model", "1", "resume from another checkpoint")
 
@@ -37,22 +37,22 @@ def save_ref_model(trainer: Any, checkpoint: str | Path) -> None:
 @torch.no_grad()
 def load_ref_model(trainer: Any, checkpoint: str | Path) -> None:
     """
-    Restore the reference model, on all ranks as the main process finds it. All ranks make this call together.
+    Restore the reference model on all ranks, as read by the main process. All ranks make this call together.
 
-    Warns if it is not there although `sync_ref_model` changes it. A file that is damaged, or of another model, is an
-    `InputError`.
+    Warns if the checkpoint has none although `sync_ref_model` is on. Raises an `InputError` for a file that is damaged
+    or belongs to another model.
     """
     with _unsharded(trainer.ref_model, is_changed=True):
         is_there = _load(trainer, checkpoint)
     if not is_there and trainer.args.sync_ref_model and trainer.is_world_process_zero():
         warnings.warn(
-            f"The checkpoint {checkpoint} holds no reference model, which `sync_ref_model` had changed: the run "
-            "continues with that of its start, so that the KL penalty (`beta`) differs."
+            f"The checkpoint {checkpoint} has no reference model, which `sync_ref_model` had changed: the run "
+            "continues with the initial reference model, so the KL penalty (`beta`) differs."
         )
 
 
 def _load(trainer: Any, checkpoint: str | Path) -> bool:
-    """Return whether there is a reference model, which the ranks have then."""
+    """Load the reference model on all ranks; return whether the checkpoint has one."""
     path = FILES.path(Path(checkpoint, FOLDER), 0, 1)
     parameters: dict[str, Any] = dict(trainer.ref_model.named_parameters())
     saved: dict[str, torch.Tensor] = {}
@@ -77,7 +77,7 @@ def _load(trainer: Any, checkpoint: str | Path) -> bool:
 
 
 def _unsharded(model: torch.nn.Module, is_changed: bool) -> AbstractContextManager:
-    """Give all parameters of FSDP1 their names and shapes, for as long as the context lasts."""
+    """Restore the original names and shapes of all FSDP1 parameters inside this context."""
     if not isinstance(model, FullyShardedDataParallel):
         return nullcontext()
     return FullyShardedDataParallel.summon_full_params(model, writeback=is_changed)
@@ -85,9 +85,9 @@ def _unsharded(model: torch.nn.Module, is_changed: bool) -> AbstractContextManag
 
 @contextmanager
 def _whole(parameter: Any, is_changed: bool) -> Iterator[torch.Tensor]:
-    """Give the whole of a parameter on all ranks; if it `is_changed`, to the same on all of them, keep that."""
+    """Yield the full parameter on all ranks; with `is_changed`, keep its new value, the same on all ranks."""
     if hasattr(parameter, "ds_id"):
-        import deepspeed  # which is there with ZeRO-3
+        import deepspeed  # installed if ZeRO-3 is used
 
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if is_changed else None):
             yield parameter.data

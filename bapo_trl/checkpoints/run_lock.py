@@ -1,4 +1,4 @@
-"""Keeps a second live run out of a folder: a lock that ends with the process, however that ends."""
+"""A lock that keeps a second live run out of a folder. It ends with the process, even if the process is killed."""
 
 import contextlib
 import warnings
@@ -8,7 +8,7 @@ from filelock import FileLock, Timeout  # which torch requires
 
 
 LOCK = "_running"
-"""The locked file. A run that is killed leaves it, which keeps nobody out; no upload takes what begins with `_`."""
+"""The locked file. A killed run leaves it without a lock; uploads skip names that begin with `_`."""
 
 
 class RunLock:
@@ -19,22 +19,22 @@ class RunLock:
         self._lock = FileLock(Path(folder, LOCK).absolute(), thread_local=False)
 
     def acquire(self) -> str | None:
-        """Take the lock; return why not, if another run has it. A file system without locks gives a warning."""
+        """Take the lock; return an error message if another run has it. Warn if the file system has no locks."""
         try:
             self._lock.acquire(blocking=False)
         except Timeout:
             return (
-                f"`output_dir` is {self._folder}, where another run is training or evaluates: give each run an "
-                "`output_dir` of its own, or wait for the end of that one."
+                f"`output_dir` is {self._folder}, where another run is training or evaluating: use another "
+                "`output_dir`, or wait until that run has ended."
             )
         except (NotImplementedError, OSError) as error:  # Lustre mounted without locks (ENOSYS), and NFS (ENOLCK)
             warnings.warn(
-                f"{self._lock.lock_file} cannot be locked ({error}): see that no other run writes into this folder."
+                f"{self._lock.lock_file} cannot be locked ({error}): make sure that no other run uses this folder."
             )
         return None
 
     def release(self) -> None:
-        """Let go of the lock, if it is held, and remove the file."""
+        """Release the lock, if this run has it, and remove the file."""
         if self._lock.is_locked:
             with contextlib.suppress(OSError):  # the folder may be gone by now, or be read-only
                 Path(self._lock.lock_file).unlink()

@@ -1,4 +1,4 @@
-"""A training that a signal stops: all ranks agree, finish the update, save, and leave with one exit code."""
+"""Stop a training on a signal: all ranks finish the update, save a checkpoint and exit with the same code."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from ..upstream.fixes import end_training
 
 
 EXIT_CODE = 75
-"""Exit code of a run that saved and can go on: `EX_TEMPFAIL` of sysexits.h, "the user is invited to retry"."""
+"""Exit code of a run that saved and can be resumed: `EX_TEMPFAIL` of sysexits.h, "the user is invited to retry"."""
 
 # The last is what SLURM can send ahead of the time limit without ending the launcher: see docs/resume.md
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -21,17 +21,17 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 class StopSignals(TrainerCallback):
     """
-    Ends a training after the update in which a signal comes: saves a checkpoint and stops, on all ranks alike.
+    Callback that stops a training on a signal: it finishes the update, saves a checkpoint and stops on all ranks.
 
-    SIGTERM, SIGINT and SIGUSR1 are taken while `train()` runs in the main thread; before and after it they do what
-    they did. One rank that receives one is enough. A second SIGINT does what it did before, at once. A signal that
-    comes after the last epoch, too late to stop the training, does what it did before at the end of `train()`.
-    `signal` is what stopped the last training, on all ranks the same; `None` if it went to its end.
+    SIGTERM, SIGINT and SIGUSR1 are handled while `train()` runs in the main thread; otherwise they keep their effect.
+    It is enough if one rank receives a signal. A second SIGINT has its usual effect at once. A signal that comes after
+    the last epoch, too late to stop the training, has its usual effect at the end of `train()`. `signal` is the signal
+    that stopped the last training, the same on all ranks; `None` if the training was not stopped.
 
-    A forked child, of a reward or a data loader, ends by SIGTERM as it would. The others, which a terminal and SLURM
-    send to all processes, do nothing to it: the update that is to be finished may need it.
+    SIGTERM ends a forked child process of a reward function or a data loader as usual. Children ignore the other two,
+    which a terminal and SLURM send to all processes, because the update may still need them.
 
-    docs/resume.md has the lines of a script around `train()`.
+    docs/resume.md shows how to use it in a script around `train()`.
     """
 
     def __init__(self) -> None:
@@ -53,14 +53,14 @@ class StopSignals(TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs):
         if self.signal is not None:
-            # It is in the checkpoint. At its end, transformers would load the best model, and with `save_total_limit`
-            # 1 delete all others, that of this moment among them.
+            # It is in the checkpoint. At the end, transformers would load the best model and, with `save_total_limit`
+            # 1, delete all other checkpoints, including this one.
             state.best_model_checkpoint = None
 
     def on_epoch_end(self, args, state, control, **kwargs):
-        if self.signal is not None:  # this update is saved
+        if self.signal is not None:  # this update has been saved
             control.should_save = control.should_evaluate = False
-        else:  # one may have come while the last update was saved or evaluated
+        else:  # a signal may have come while the last update was saved or evaluated
             self._stop_if_signalled(args, control)
         return control
 
@@ -70,7 +70,7 @@ class StopSignals(TrainerCallback):
             signal.raise_signal(self._received[0])
 
     def restore(self) -> None:
-        """Put the earlier handlers back; needed where `train()` may raise."""
+        """Restore the earlier handlers; needed if `train()` raises an error."""
         while self._earlier:
             number, handler = self._earlier.popitem()
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -82,10 +82,10 @@ class StopSignals(TrainerCallback):
         if received.item():
             self.signal = signal.Signals(int(received.item()))
             control.should_save = control.should_training_stop = True
-            control.should_evaluate = args.save_only_model = False  # it is saved to go on from
+            control.should_evaluate = args.save_only_model = False  # the checkpoint must be resumable
 
     def _receive(self, number: int, frame) -> None:
-        if os.getpid() != self._process:  # a forked child has the handlers too
+        if os.getpid() != self._process:  # a forked child inherits the handlers
             if number == signal.SIGTERM:
                 self.restore()
                 signal.raise_signal(number)
@@ -96,22 +96,22 @@ class StopSignals(TrainerCallback):
             return
         self._received.append(number)
         if self._speaks:
-            again = " Once more ends it at once." if number == signal.SIGINT else ""
+            again = " Press Ctrl+C again to stop at once." if number == signal.SIGINT else ""
             text = f"\n{signal.Signals(number).name}: the run stops and saves after this update.{again}\n"
-            os.write(2, text.encode())  # print is not made for handlers
+            os.write(2, text.encode())  # print is not safe in a signal handler
 
 
 def is_stopped(trainer: Trainer) -> bool:
-    """Return whether a signal stops the training, or has stopped it, by a [`StopSignals`] among the callbacks."""
+    """Return whether a [`StopSignals`] callback is stopping the training, or has stopped it."""
     callbacks = trainer.callback_handler.callbacks
     return any(isinstance(each, StopSignals) and each.signal is not None for each in callbacks)
 
 
 def exit_stopped(trainer: Trainer) -> NoReturn:
     """
-    Leave the process on all ranks with [`EXIT_CODE`], after a training that [`StopSignals`] ended.
+    Exit the process on all ranks with [`EXIT_CODE`], after a training that [`StopSignals`] stopped.
 
-    A launcher ends the other ranks as soon as the first has left. So no rank leaves before all have saved.
+    A launcher ends the other ranks as soon as the first exits. So no rank exits before all have saved.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     trainer.accelerator.wait_for_everyone()
