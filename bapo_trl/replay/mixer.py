@@ -83,7 +83,7 @@ class ReplayMixer:
         rank, num_ranks = self._accelerator.process_index, self._accelerator.num_processes
         self._was_loaded = FILES.load(folder, rank, num_ranks, self.buffer.load_state_dict, deal_out)
         if not self._was_loaded:
-            warnings.warn(f"The checkpoint {folder} holds no replay buffer: starting with an empty one.")
+            warnings.warn(f"The checkpoint {folder} has no replay buffer: starting with an empty one.")
 
     def _finish(self, drawn: ReplayBatch, policy_version: int) -> tuple[dict[str, torch.Tensor], bool]:
         device = self._accelerator.device

@@ -107,7 +107,7 @@ class RolloutRounds:
     def load(self, folder: str | Path, reports_logps: bool) -> None:
         """Restore the pool from a checkpoint folder. Without one there, it starts empty, with a warning."""
         if not FILES.load(folder, self.pool.rank, self.pool.num_ranks, self.pool.load_state_dict, deal_out):
-            warnings.warn(f"The checkpoint {folder} holds no unfinished rollouts: starting without any.")
+            warnings.warn(f"The checkpoint {folder} has no unfinished rollouts: starting without any.")
         begun = [each for group in self.pool for each in group.completions if each.tokens]
         if any(bool(each.sampler_logps) != reports_logps for each in begun):
             raise InputError(

@@ -227,7 +227,7 @@ def test_resume_without_a_saved_queue_warns_and_with_the_flag_starts_empty(tmp_p
         return next(log for log in training_logs(trainer) if log["step"] == 5)["replay/fraction"]
 
     toy_run(tmp_path, **{**saving, "replay_fraction": 0})
-    with pytest.warns(UserWarning, match="holds no replay buffer: starting with an empty one"):
+    with pytest.warns(UserWarning, match="has no replay buffer: starting with an empty one"):
         assert resumed() == 0
 
     toy_run(tmp_path, **saving)

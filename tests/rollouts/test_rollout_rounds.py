@@ -475,7 +475,7 @@ def test_a_replay_queue_of_a_run_without_partial_rollouts_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"Only some samples have \['token_versions'\].*`replay_discard_saved`"):
         resumed.train(resume_from_checkpoint=True)
     discarding = trainer_of(tmp_path, **settings, max_steps=6, replay_discard_saved=True)
-    with pytest.warns(UserWarning, match="holds no unfinished rollouts"):
+    with pytest.warns(UserWarning, match="has no unfinished rollouts"):
         discarding.train(resume_from_checkpoint=True)
     assert len(pool_of(discarding)) == 11
 
