@@ -293,9 +293,7 @@ def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr("fcntl.flock", no_lock)
-    with pytest.warns(
-        UserWarning, match=rf"{LOCK} cannot be locked .*: make sure that no other run uses this folder"
-    ):
+    with pytest.warns(UserWarning, match=rf"{LOCK} cannot be locked .*: make sure that no other run uses this folder"):
         assert saved(tmp_path, max_steps=2).state.global_step == 2
 
 

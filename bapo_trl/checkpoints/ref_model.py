@@ -1,4 +1,4 @@
-"""Save the reference model in checkpoints: `sync_ref_model` changes it, and TRL up to 1.16 at least does not save it."""
+"""Save the reference model in checkpoints: `sync_ref_model` changes it, and TRL, up to 1.16 at least, has no copy."""
 
 import warnings
 from collections.abc import Iterator

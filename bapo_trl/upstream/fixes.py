@@ -74,7 +74,7 @@ def place_to_resume(
             raise InputError(
                 f"Nothing would be trained: the checkpoint {checkpoint} is at epoch {trainer.state.epoch:.2f}, with "
                 f"{trainer.state.global_step} updates, but with these settings {epochs:g} epochs have only "
-                f"{max_steps}. Resume with as many processes and samples per update as before, or set `max_steps`."
+                f"{max_steps}. Resume with as many processes and samples per update as before, or pass `max_steps`."
             )
         return num_train_epochs, 0
     is_stream = isinstance(trainer.train_dataset, IterableDataset)

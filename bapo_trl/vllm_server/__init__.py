@@ -1,1 +1,1 @@
-"""Generation by a vLLM server: its client and failures, and whether it samples from the trainer's weights."""
+"""Generation with vLLM: a client for its server, recovery from failures, and checks that it has the latest weights."""

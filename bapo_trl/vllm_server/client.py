@@ -1,9 +1,9 @@
-"""TRL's client of a vLLM server with a limit on every wait, and failures that do not part the ranks.
+"""TRL's client for a vLLM server, with a time limit on every request and errors deferred until all ranks can react.
 
-The main process alone talks to the server. Were an error raised where it comes up, the others would wait for it in
-TRL's next collective. Invariant: between [`ServerClient.defer_failures`] and [`ServerClient.take_failure`], no method
-that TRL calls raises. The first failure is kept, what follows asks the server for nothing, and each answer has the
-shape that TRL hands on to the other ranks. The trainer then has all ranks agree.
+Only the main process talks to the server. If it raised an error at once, the other ranks would wait for it in TRL's
+next collective. Invariant: between [`ServerClient.defer_failures`] and [`ServerClient.take_failure`], no method that
+TRL calls raises an error. The first failure is stored, later calls send nothing to the server, and each answer has the
+shape that TRL passes on to the other ranks. The trainer then handles the failure on all ranks.
 """
 
 import functools
@@ -27,17 +27,17 @@ from ..upstream.trl_compat import VLLMClient
 
 T = TypeVar("T")
 
-CONNECT_TIMEOUT_S = 10.0  # within which the server must take a connection, and answer whether it is up
-ENGINE_TIMEOUT_S = 30.0  # within which the engine behind the server must answer before it is joined
-PROBE_INTERVAL_S = 10.0  # between two looks at whether the server is still up, while an answer is awaited
-NUM_PROBES = 30  # looks in a row without an answer, after which it is given up; vLLM writing a long one gives none
+CONNECT_TIMEOUT_S = 10.0  # limit for the server to accept a connection, and to answer a health check
+ENGINE_TIMEOUT_S = 30.0  # limit for the engine behind the server to answer before connecting to it
+PROBE_INTERVAL_S = 10.0  # between two health checks while waiting for an answer
+NUM_PROBES = 30  # failed health checks in a row before giving up; vLLM answers none while it writes a long response
 
-# May be gone when the server is there again, unlike a request that it refuses
+# Errors that may disappear once the server is back, unlike a request that it rejects
 _PASSING = (OSError, torch.distributed.DistError)
 
 
 class ServerFailure(NamedTuple):
-    """What went wrong with the server, and whether it may be tried again."""
+    """An error of the server: what it happened during, and whether a retry may help."""
 
     during: str
     error: str
@@ -50,9 +50,9 @@ def describe(during: str, error: Exception) -> ServerFailure:
 
 def retry_until(deadline: float, call: Callable[[], T]) -> T:
     """
-    Call, at least once, until that raises no error that may be gone later; return what it returned.
+    Call a function until it raises no temporary error, at least once, and return its result.
 
-    No call begins after the deadline, of `time.monotonic()`. The pauses grow from 0 to 15 s.
+    No call begins after the deadline, a value of `time.monotonic()`. The pauses grow from 0 to 15 s.
     """
     pauses = Retry(total=None, backoff_factor=0.1, backoff_max=15)
     while True:
@@ -68,10 +68,10 @@ def retry_until(deadline: float, call: Callable[[], T]) -> T:
 
 class LimitedAdapter(HTTPAdapter):
     """
-    Sends requests over HTTP that end: with an answer, or with an error of `requests` once a limit is reached.
+    Send HTTP requests that always end: with an answer, or with an error of `requests` once a limit is reached.
 
-    A request that never reached the server, or that was turned away (502 to 504), is sent again up to three times,
-    with growing pauses. One that broke off is not: the server may have done it.
+    A request that did not reach the server, or got a status of 502 to 504, is retried up to three times with growing
+    pauses. An interrupted request is not retried, because the server may have processed it.
     """
 
     def __init__(self, timeout_s: float, is_up: Callable[[], bool]):
@@ -88,12 +88,12 @@ class LimitedAdapter(HTTPAdapter):
         }
 
     def send(self, request, stream=False, timeout=None, verify=True, cert=None, proxies=None):
-        """Send a request as `requests` does, within the limit; an answer of 500 or more is an error."""
+        """Send a request as `requests` does, within the limit; raise an error for a status of 500 or more."""
         response = super().send(
             request, stream, timeout or (CONNECT_TIMEOUT_S, self._timeout_s), verify, cert, proxies
         )
         if response.status_code >= 500:
-            raise requests.HTTPError(f"answer {response.status_code} to {request.url}: {response.text[:1000]}")
+            raise requests.HTTPError(f"status {response.status_code} from {request.url}: {response.text[:1000]}")
         return response
 
     def _watched(self, pool: type) -> type:
@@ -107,18 +107,18 @@ class LimitedAdapter(HTTPAdapter):
                         raise TimeoutError
                     missed = 0 if is_up() else missed + 1
                     if missed == NUM_PROBES:
-                        raise ConnectionAbortedError("the server did not answer /health while an answer was awaited")
+                        raise ConnectionAbortedError("the server did not answer /health during a request")
                 return super().getresponse()
 
         return type(pool.__name__, (pool,), {"ConnectionCls": WatchedConnection})
 
 
 WAIT_S = 0.5
-"""Seconds between two looks at how long the answer to a request may take."""
+"""Seconds between two checks of how long the answer to a request may still take."""
 
 
 def _call_in_thread(call: Callable[[], T]) -> "Future[T]":
-    """Call in a thread that does not keep the process alive."""
+    """Call a function in a thread that does not keep the process alive."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -132,30 +132,30 @@ def _call_in_thread(call: Callable[[], T]) -> "Future[T]":
 
 
 class ServerClient(VLLMClient):
-    """TRL's [`~trl.generation.vllm_client.VLLMClient`] with limits. It holds failures from its making on."""
+    """TRL's [`~trl.generation.vllm_client.VLLMClient`] with limits. A new client defers failures from the start."""
 
     request_timeout_s: float = 1500.0
     communicator: Any
     _failure: ServerFailure | None = None
     _defers_failures = False
     _is_requesting = False
-    _request: Future | None = None  # a generation whose answer is awaited
+    _request: Future | None = None  # a generation request without an answer yet
 
     def __init__(self, *args, **kwargs):
         self.defer_failures()
-        self._try("the start", super().__init__, *args, **kwargs)
+        self._try("startup", super().__init__, *args, **kwargs)
 
     def defer_failures(self) -> None:
-        """Keep the next failure instead of raising it."""
+        """Store the next failure instead of raising it."""
         self._failure, self._defers_failures = None, True
 
     def take_failure(self) -> ServerFailure | None:
-        """Return the failure since [`ServerClient.defer_failures`], if any, and raise failures again from here on."""
+        """Return the failure since [`ServerClient.defer_failures`], if any, and stop deferring failures."""
         failure, self._failure, self._defers_failures = self._failure, None, False
         return failure
 
     def _try(self, during: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what a call returns; `None` after a failure that is held, an earlier one or its own."""
+        """Return the result of a call; `None` after a deferred failure, of this call or an earlier one."""
         if self._failure is not None:
             return None
         try:
@@ -163,22 +163,22 @@ class ServerClient(VLLMClient):
         except Exception as error:
             if not self._defers_failures:
                 raise
-            # The first one: a call within this one may have failed. In words: a traceback would keep the weight group,
-            # and its port
+            # Keep the first failure, which may be of a nested call. Store text only: a traceback would keep the weight
+            # group, and its port, alive
             self._failure = self._failure or describe(during, error)
             return None
 
-    # What TRL calls in the main process between two collectives
+    # Methods that TRL calls in the main process between two collectives
 
     def generate(self, prompts, features=None, n=1, *args, **kwargs):
-        """Generate as TRL does, see there; one token each after a failure that is held, and for a mere request."""
+        """Generate as in TRL; return one token per completion after a deferred failure and inside `requesting`."""
         rows, output = len(prompts) * n, None
         generate = functools.partial(super().generate, prompts, features, n, *args, **kwargs)
         if self._is_requesting:
             self._request = _call_in_thread(generate)
         else:
             request, self._request = self._request, None
-            output = self._try("a generation", generate if request is None else request.result)
+            output = self._try("generation", generate if request is None else request.result)
         return output or {
             "prompt_ids": list(prompts),
             "completion_ids": [[0] for _ in range(rows)],
@@ -188,7 +188,7 @@ class ServerClient(VLLMClient):
 
     @contextmanager
     def requesting(self) -> Iterator[None]:
-        """Let the generation within be a request, in a thread: the next generation waits for its answer."""
+        """Send the generation inside this context in a thread: the next generation waits for its answer."""
         self._is_requesting = True
         try:
             yield
@@ -197,9 +197,9 @@ class ServerClient(VLLMClient):
 
     def has_answer(self, limit_s: Callable[[], float | None]) -> bool:
         """
-        Wait for the answer to a request, at most as long as the limit says, which may change; return whether it came.
+        Wait for the answer to a request, up to a limit that may change meanwhile; return whether it arrived.
 
-        A request that failed is a held failure.
+        If the request failed, the failure is deferred.
         """
         if self._request is None:
             return False
@@ -214,43 +214,43 @@ class ServerClient(VLLMClient):
         self._request = None
         if not isinstance(error, Exception):
             raise error
-        self._failure = describe("a generation", error)
+        self._failure = describe("generation", error)
         return False
 
     def drop_request(self) -> None:
-        """Do without the answer to a request."""
+        """Ignore the answer to a request."""
         self._request = None
 
     def image_features(self, images, *args, **kwargs):
-        """Have images processed as TRL does, see there; after a failure that is held, none."""
-        output = self._try("a generation", super().image_features, images, *args, **kwargs)
+        """Process images as in TRL; return none after a deferred failure."""
+        output = self._try("generation", super().image_features, images, *args, **kwargs)
         return [None for _ in images] if output is None else output
 
     def update_named_params(self, metadata, named_params, *args, **kwargs):
-        """Send weights as TRL does, see there; after a failure that is held, gather the rest along with the others."""
-        self._try("a transfer of the weights", self._send_weights, metadata, named_params, *args, **kwargs)
+        """Send weights as in TRL; after a deferred failure, only gather the rest together with the other ranks."""
+        self._try("a weight transfer", self._send_weights, metadata, named_params, *args, **kwargs)
         if self._failure is not None:
-            for _ in named_params:  # the other ranks go on through these
+            for _ in named_params:  # the other ranks still iterate over these
                 pass
 
     def reset_prefix_cache(self, *args, **kwargs):
-        """Forget cached prompts as TRL does."""
-        self._try("a transfer of the weights", super().reset_prefix_cache, *args, **kwargs)
+        """Clear the server's prefix cache as in TRL."""
+        self._try("a weight transfer", super().reset_prefix_cache, *args, **kwargs)
 
     def init_communicator(self, *args, **kwargs):
-        """Form the group of trainer and server workers."""
-        self._try("joining its group for the weights", self._join_group, *args, **kwargs)
+        """Create the process group of trainer and server workers for the weight transfer."""
+        self._try("the setup of the weight transfer", self._join_group, *args, **kwargs)
 
     def get_server_info(self, *args, **kwargs) -> dict:
-        """Ask for the configuration as TRL does; after a failure that is held, give what TRL reads of it."""
-        info = self._try("a question for its settings", super().get_server_info, *args, **kwargs)
+        """Return the server's configuration as in TRL; after a deferred failure, only the entries that TRL reads."""
+        info = self._try("a request for its configuration", super().get_server_info, *args, **kwargs)
         return info or {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
     # The server
 
     def check_server(self, total_timeout: float = 0.0, *args, **kwargs):
-        """Wait `total_timeout` seconds until the server is up (`ConnectionError` if it is not by then)."""
-        for scheme in ("http://", "https://"):  # first of all that TRL's constructor asks for
+        """Wait up to `total_timeout` seconds for the server; raise a `ConnectionError` if it is not up by then."""
+        for scheme in ("http://", "https://"):  # here, as TRL's constructor calls this method before any other
             self.session.mount(scheme, LimitedAdapter(self.request_timeout_s, self._is_up))
         try:
             retry_until(time.monotonic() + total_timeout, self.check_health)
@@ -260,19 +260,19 @@ class ServerClient(VLLMClient):
             ) from error
 
     def reconnect(self, device: torch.device, is_same: bool) -> None:
-        """Join a server that is up; in the one that was joined before (`is_same`), a transfer may have broken off."""
-        self.close_communicator()  # sets a worker free that still waits for weights
-        # A request to join that no engine takes would stay in the server's queue, and spoil the next one's group
+        """Reconnect to a server that is up. If it is the same as before, end a transfer that may be unfinished."""
+        self.close_communicator()  # releases a worker that still waits for weights
+        # If no engine processed it, a request to connect would stay in the server's queue and break the next group
         self.session.post(f"{self.base_url}/reset_prefix_cache", timeout=ENGINE_TIMEOUT_S).raise_for_status()
         self.init_communicator(device)
-        if is_same:  # vLLM counts the weights of a layer: an open transfer is ended, whether it says so (500) or not
+        if is_same:  # vLLM counts the weights of a layer: this ends an open transfer, even if it answers with a 500
             with suppress(requests.HTTPError):
                 self._start_weight_update()
             with suppress(requests.HTTPError):
                 self._finish_weight_update()
 
     def check_health(self) -> None:
-        """Ask whether the server is up; raise if not."""
+        """Raise an error if the server is not up."""
         requests.get(f"{self.base_url}/health", timeout=CONNECT_TIMEOUT_S).raise_for_status()
 
     def _is_up(self) -> bool:
@@ -294,7 +294,7 @@ class ServerClient(VLLMClient):
         try:
             return super()._post(url, *args, **kwargs)
         except Exception:
-            # NCCL has no limit: its part of the transfer, in another thread, would wait for the worker for ever
+            # NCCL has no time limit: its part of the transfer, in another thread, would wait for the worker forever
             if url.endswith("/update_weights") and hasattr(self.communicator, "destroy"):
                 self.communicator.destroy()
             raise

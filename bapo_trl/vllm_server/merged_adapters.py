@@ -1,9 +1,9 @@
 """
-What vLLM gets of a model with an adapter: merged weights, while the trainer's stay as they are.
+Send merged weights of a model with an adapter to vLLM, without changing the trainer's weights.
 
-TRL merges the adapter into the model, sends `named_parameters()`, and unmerges. In bfloat16 this merge loses what is
-smaller than half a unit in the last place of a weight, which an adapter is for hundreds of updates, and unmerging does
-not give the weights back. Here, one layer at a time is copied and merged in float32, then rounded stochastically.
+TRL merges the adapter into the model, sends `named_parameters()`, and unmerges. In bfloat16, this merge loses changes
+below half a unit in the last place of a weight, as an adapter's are for hundreds of updates, and unmerging does not
+restore the weights exactly. Here, one layer at a time is copied, merged in float32, and rounded stochastically.
 """
 
 import copy
@@ -41,7 +41,7 @@ def send_merged_copies(trainer: Any) -> None:
 
 
 class Types(NamedTuple):
-    """Types of the engine's weights, and of weights in the forward pass under autocast; `None` for the parameters'."""
+    """Dtypes of the engine's weights, and of weights under autocast; `None` for the dtype of the parameters."""
 
     engine: torch.dtype | None = None
     forward: torch.dtype | None = None
@@ -50,9 +50,9 @@ class Types(NamedTuple):
 @contextmanager
 def merging_copies(model: Any, version: int, types: Types) -> Iterator[None]:
     """
-    Have `merge_adapter()` merge copies, which `named_parameters()` gives until `unmerge_adapter()`.
+    Have `merge_adapter()` merge copies, which `named_parameters()` returns until `unmerge_adapter()`.
 
-    Nothing of the model changes, so that nothing is left to undo when a transfer of the copies fails.
+    The model itself does not change, so that there is nothing to undo if a transfer of the copies fails.
     """
 
     def merge_adapter():
@@ -70,34 +70,34 @@ def merging_copies(model: Any, version: int, types: Types) -> Iterator[None]:
 
 
 def named_merged(model: Any, version: int, types: Types) -> Iterator[tuple[str, torch.Tensor]]:
-    """Give a model's parameters under their names, those of the layers with an adapter merged, one layer at a time."""
+    """Yield a model's named parameters, with the adapters merged, one layer at a time."""
     path, merged = None, {}
     for name, parameter in type(model).named_parameters(model):
         layer_path, _, own_name = name.partition(".base_layer.")
         layer = model.get_submodule(layer_path) if own_name else None
         if not _has_adapter(layer):
-            if ".trainable_tokens_" not in name:  # of `trainable_token_indices`, which TRL up to 1.16 at least sends
+            if ".trainable_tokens_" not in name:  # of `trainable_token_indices`: TRL up to 1.16 at least sends them
                 yield name, parameter
             continue
         dtype = types.engine or parameter.dtype
         if layer_path != path:  # a layer's parameters come one after another
-            # Under autocast, the forward pass rounds the base weight alone, to the nearest
+            # Under autocast, the forward pass rounds only the base weight, to the nearest
             path, merged = layer_path, merged_copy(layer, dtype if dtype == types.forward else torch.float32)
         weight = merged[f"base_layer.{own_name}"]
-        # With `target_parameters`, the forward pass adds the adapter to the weight, and so rounds to the nearest
+        # With `target_parameters`, the forward pass adds the adapter to the weight, and rounds the sum to the nearest
         if dtype != torch.float32 and not hasattr(layer, "parameter_name"):
             weight = round_stochastically(weight, dtype, noise_seed(version, name))
-        # The same type in every transfer: TRL announces the types once
+        # The same dtype in every transfer, as TRL announces the dtypes once
         weight = weight.to(dtype).to(torch.promote_types(dtype, parameter.dtype))
-        # TRL leaves their module in the name
+        # TRL keeps the adapter's module in the name
         yield name.replace(".token_adapter.", "."), _placed_like(weight, parameter)
 
 
 def merged_copy(layer: torch.nn.Module, base_dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """
-    Merge the active adapters of a layer on a copy of it, in float32, with its base weights rounded to `base_dtype`.
+    Merge the active adapters of a layer into a float32 copy, with its base weights rounded to `base_dtype`.
 
-    The arithmetic is peft's own, for whatever kind of adapter. Returns the copy's parameters by name.
+    peft does the merge, so that any kind of adapter works. Returns the copy's parameters by name.
     """
     with torch.no_grad():
         copied: Any = _copy_in_float32(layer)
@@ -111,11 +111,11 @@ def merged_copy(layer: torch.nn.Module, base_dtype: torch.dtype = torch.float32)
 
 
 def _copy_in_float32(module: torch.nn.Module) -> torch.nn.Module:
-    """Copy a module with tensors of its own. `deepcopy` would copy the engine, too, which the hooks of ZeRO-3 hold."""
+    """Copy a module and its tensors. `deepcopy` would also copy the engine, which ZeRO-3's hooks refer to."""
     copied = copy.copy(module)
     attributes = vars(copied)
     for name, value in attributes.items():
-        if isinstance(value, (dict, list)):  # such as the names of the adapters that are merged
+        if isinstance(value, (dict, list)):  # such as the names of the merged adapters
             attributes[name] = copy.copy(value)
     attributes["_parameters"] = {
         name: value if value is None else torch.nn.Parameter(_float32(value), requires_grad=False)
@@ -130,13 +130,13 @@ def _copy_in_float32(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _float32(tensor: Any) -> torch.Tensor:  # or a DTensor
-    if hasattr(tensor, "full_tensor"):  # under FSDP2, a rank has a part of it
+    if hasattr(tensor, "full_tensor"):  # sharded over ranks under FSDP2
         tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
     return tensor.detach().to(torch.float32, copy=True)
 
 
 def _placed_like(weight: torch.Tensor, parameter: Any) -> torch.Tensor:
-    """Return a weight that all ranks have as TRL expects it: under FSDP2, it asks for the `full_tensor()`."""
+    """Return a weight, the same on all ranks, in the form TRL expects: under FSDP2, with `full_tensor()`."""
     if not hasattr(parameter, "full_tensor"):
         return weight
     from torch.distributed.tensor import DTensor, Replicate
@@ -152,7 +152,7 @@ def _has_adapter(module: Any) -> bool:
 
 
 def merges_floats(model: Any) -> bool:
-    """Return whether there are adapters to merge, none into quantized weights, which peft merges in its own way."""
+    """Return whether the model has adapters to merge, and none on quantized weights, which peft merges itself."""
     if not is_peft_model(model):
         return False
     layers = [module for module in model.modules() if _has_adapter(module)]
@@ -161,7 +161,7 @@ def merges_floats(model: Any) -> bool:
 
 
 def check_tied_weights(model: Any) -> None:
-    """Refuse an adapter on one of several modules that share a weight, of which vLLM has one for all of them."""
+    """Raise an `InputError` for an adapter on only one of several modules that share a weight in vLLM."""
     if any(getattr(config, "ensure_weight_tying", False) for config in model.peft_config.values()):
         return
     names: dict[int, list[str]] = {}
@@ -171,14 +171,14 @@ def check_tied_weights(model: Any) -> None:
         modules = [re.sub(r"\.(base_layer|original_module|token_adapter)\b", "", name) for name in shared]
         if modules != shared and len(set(modules)) > 1:
             raise InputError(
-                f"The adapter changes one of {', '.join(modules)}, which are one weight in vLLM: it would sample from "
-                "another policy. Leave them out of `target_modules` and `modules_to_save`, or load the model with "
-                "`tie_word_embeddings` false."
+                f"The adapter changes one of {', '.join(modules)}, which are one weight in vLLM, so vLLM would sample "
+                "from another policy. Remove them from `target_modules` and `modules_to_save`, or load the model with "
+                "`tie_word_embeddings` False."
             )
 
 
 def engine_dtype(generation: Any) -> torch.dtype | None:
-    """Return the type of the engine's weights; of a server, in the main process, which sends them."""
+    """Return the dtype of the engine's weights; for a server, only in the main process, which sends them."""
     if generation.mode == "colocate":
         return getattr(generation.llm.llm_engine.model_config, "dtype", None)
     if not hasattr(getattr(generation, "vllm_client", None), "get_server_info"):  # up to TRL 1.15

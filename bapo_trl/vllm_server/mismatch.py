@@ -1,7 +1,7 @@
-"""Samples of vLLM: the client that suits the device, and how far its log-probabilities are from the trainer's.
+"""Compare vLLM's log-probabilities with the trainer's, and choose vLLM's client for the device.
 
-The log-probabilities differ a little by arithmetic. They differ a lot when vLLM samples from other weights than the
-trainer's, which nothing else would tell: training goes on, on wrong ratios.
+The log-probabilities differ slightly because of different arithmetic. A large difference means that vLLM does not
+sample from the trainer's weights. Without this check, training would continue with wrong importance ratios.
 """
 
 import math
@@ -31,7 +31,7 @@ MISMATCH_METRICS = (
 
 @contextmanager
 def client_for(device: torch.device, request_timeout_s: float) -> Iterator[None]:
-    """Have TRL talk to a vLLM server with limits, and as suits the device: on a CPU, the weights go over gloo."""
+    """Have TRL create a client with time limits that suits the device: on a CPU, it sends the weights over gloo."""
     client_class: Any
     if device.type == "cpu":
         try:
@@ -41,10 +41,10 @@ def client_for(device: torch.device, request_timeout_s: float) -> Iterator[None]
                 f"`use_vllm` is set, but {error.name} is not installed: on a CPU, `pip install ./plugins/vllm_gloo` "
                 "in a checkout of bapo-trl."
             ) from error
-    elif find_spec("vllm") is None:  # TRL would say so when it has loaded the model
+    elif find_spec("vllm") is None:  # TRL would raise an error only after loading the model
         raise MissingPackageError("`use_vllm` is set, but vllm is not installed: pip install 'bapo-trl[vllm]'.")
     elif HAS_OPENAI_CLIENT:
-        from .client import ServerClient as client_class  # needs requests, which only a server does
+        from .client import ServerClient as client_class  # needs requests, as only a server does
     else:
         client_class = vllm_generation.VLLMClient
 
@@ -61,12 +61,12 @@ def compare_with_sampler(
     logps: SamplerLogps, is_per_sequence: bool, gather: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[dict[str, float], float]:
     """
-    Compare the log-probabilities of trainer and sampler on the samples just drawn, on all ranks.
+    Compare the log-probabilities of trainer and sampler on the latest samples of all ranks.
 
-    The tokens of each sample's latest segment count. TRL's correction is of sequences if `is_per_sequence`.
+    Only the tokens of each sample's latest segment count. TRL's correction is per sequence if `is_per_sequence`.
 
-    Returns the values of [`MISMATCH_METRICS`] (NaN without a token), and the mean absolute difference in nats a token
-    (0 without a token of the policy, NaN if the sampler gave no log-probability of any).
+    Returns the values of [`MISMATCH_METRICS`] (NaN without a token), and the mean absolute difference in nats per
+    token (0 if the policy wrote no token, NaN if the sampler gave no log-probabilities).
     """
     dtype = sum_dtype(logps.mask.device)
     is_known = ~logps.sampler.isnan()
@@ -78,7 +78,7 @@ def compare_with_sampler(
         log_raw, log_whole = (each.sum(dim=1, keepdim=True) for each in (log_raw, log_whole))
         counts = latest.any(dim=1, keepdim=True)
     raw, whole = log_raw.exp(), log_whole.exp()
-    # TRL's is of the whole sequence, or of tokens
+    # TRL's correction is per sequence or per token
     used = whole if logps.correction is None else logps.correction.to(raw)
     is_masked = (used == 0) & counts
     is_truncated = ~torch.isclose(used, whole, rtol=1e-5, atol=0) & counts & ~is_masked
@@ -107,32 +107,32 @@ def compare_with_sampler(
 
 @dataclass
 class DifferenceCheck:
-    """Refuses samples whose log-probabilities differ too much between sampler and trainer."""
+    """Stop training if log-probabilities differ too much between sampler and trainer."""
 
-    tolerance: float | None  # largest mean absolute difference in nats a token; `None` for no check
-    biased_settings: Sequence[str] = ()  # that draw from another distribution than the trainer's
-    warns: bool = True  # of a large difference with any of these, which says nothing of the server's weights: once
+    tolerance: float | None  # largest mean absolute difference in nats per token; `None` for no check
+    biased_settings: Sequence[str] = ()  # settings that sample from another distribution than the trainer's
+    warns: bool = True  # warn once if such a setting may explain a large difference, which hides wrong weights
 
     def __call__(self, mean_difference: float) -> None:
-        """Raise a `RuntimeError` if no setting explains a difference above the tolerance, or if it is NaN."""
+        """Raise a `RuntimeError` if the difference is NaN, or above the tolerance without a setting to explain it."""
         if self.tolerance is None or mean_difference <= self.tolerance:
             return
         finding = (
-            f"The log-probabilities of vLLM and of the trainer differ by {mean_difference:.3g} nats a token on the "
-            f"samples just drawn, on average; `vllm_logp_tolerance` is {self.tolerance:g}. "
+            f"The log-probabilities of vLLM and of the trainer differ by {mean_difference:.3g} nats per token on "
+            f"average on the latest samples; `vllm_logp_tolerance` is {self.tolerance:g}. "
         )
         if not self.biased_settings or math.isnan(mean_difference):
             raise RuntimeError(
-                f"{finding}Either the server's weights are not the trainer's (another model, a weight transfer that "
-                "failed), or it reports other log-probabilities than those it samples from: start it with "
+                f"{finding}Either the server's weights are not the trainer's (another model, or a failed weight "
+                "transfer), or it does not report the log-probabilities that it samples with: start it with "
                 "`bapo-trl serve --model MODEL` or with `--logprobs-mode processed_logprobs`; a `rollout_func` must "
-                "hand on vLLM's. If the difference comes from low precision, raise the tolerance."
+                "return vLLM's log-probabilities. If the difference comes from low precision, raise the tolerance."
             )
         if self.warns:
             warnings.warn(
                 f"{finding}The samples are drawn with {', '.join(self.biased_settings)}, which the trainer's "
-                "log-probabilities leave out, so that this is no sign of a wrong server, and a wrong one would not "
-                "show in it. Not said again.",
+                "log-probabilities do not include. So a difference is expected, and this check cannot detect wrong "
+                "weights of the server. This warning is shown once.",
                 stacklevel=2,
             )
             self.warns = False

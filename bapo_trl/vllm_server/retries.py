@@ -1,4 +1,4 @@
-"""Brings runs through failures of their vLLM server, or to an end on all ranks: see [`ServerRetries`]."""
+"""Recovery from failures of the vLLM server: reconnect and repeat, or end the run on all ranks."""
 
 import time
 import warnings
@@ -9,21 +9,21 @@ from ..checkpoints.rank_errors import on_main_process
 from .client import ServerFailure, describe, retry_until
 
 
-NUM_REPEATS = 3  # of a generation, after failures and restarts of the server
-RESTARTED = "it was started anew"
+NUM_REPEATS = 3  # repetitions of a generation after failures and restarts of the server
+RESTARTED = "it was restarted"
 
 
 class ServerRetries:
     """
-    Goes on when the vLLM server fails and comes back. All ranks make the same calls.
+    Continue the run after the vLLM server fails and comes back. All ranks make the same calls.
 
-    A failure in the main process is held by its client until all ranks are past TRL's collectives, see
-    [`~vllm_server.client.ServerClient`]. Then the main process waits for the server and joins it, and all ranks send
-    it the weights and repeat the generation. A server that was started anew is noticed by its name: it has its first
-    weights, and no group to get others. What it sampled before it had the weights is sampled again.
+    The client in the main process defers a failure until all ranks have passed TRL's collectives, see
+    [`~vllm_server.client.ServerClient`]. Then the main process waits for the server and reconnects, and all ranks send
+    the weights and repeat the generation. A restarted server is recognized by its instance name: it has its initial
+    weights, and no process group to receive others. Completions that it sampled with those weights are regenerated.
 
-    `forget_sent_weights` has the trainer send the weights before the next request. `end_run` gets the reason, saves a
-    checkpoint of the state before the generation, and raises, on all ranks.
+    `forget_sent_weights` has the trainer send the weights before the next request. `end_run` takes the reason, saves a
+    checkpoint of the state before the generation, and raises an error, on all ranks.
     """
 
     def __init__(self, trainer: Any, forget_sent_weights: Callable[[], None], end_run: Callable[[str], NoReturn]):
@@ -33,20 +33,20 @@ class ServerRetries:
         self._forget_sent_weights, self._end_run = forget_sent_weights, end_run
         self._has_connected = False
         # Of the main process
-        self._instance: str | None = None  # vLLM's name for a server from its start to its end, if it has one
-        self._num_repeats = 0  # of this generation
+        self._instance: str | None = None  # vLLM's name of the server process, if it has one
+        self._num_repeats = 0  # of the current generation
 
     def begin_run(self) -> None:
-        """Meet the server before the first run; before a later one, see that it is there."""
+        """Connect to the server before the first run; check before a later run that it is still there."""
         self._num_repeats = 0
         self._reconnect_if_needed()
 
     def generate(self, attempt: Callable[[], Any], is_first_request: bool) -> Any:
         """
-        Return what an attempt of all ranks returned by which the server did all it was asked for.
+        Repeat an attempt, on all ranks, until the server has processed all its requests; return its result.
 
-        An attempt sends the weights, if they were not yet, and requests samples. The first request does send them:
-        over NCCL, a transfer to nobody would not end.
+        An attempt sends the weights, unless the server has them, and requests samples. `is_first_request` says that it
+        will send them; the server is then checked first, as a transfer over NCCL to a missing server would not end.
         """
         self._num_repeats = 0
         if is_first_request:
@@ -59,7 +59,7 @@ class ServerRetries:
                 return output
 
     def has_same_server(self) -> bool:
-        """Return whether the server answers, and is the one that got the weights."""
+        """Return whether the server answers and is the same one that got the weights."""
 
         def is_same() -> bool:
             try:
@@ -70,7 +70,7 @@ class ServerRetries:
         return on_main_process(is_same)
 
     def _reconnect_if_needed(self) -> bool:
-        """Follow on all ranks what the main process finds: whether it joined the server, why the run must end."""
+        """Return, on all ranks, whether the main process had to reconnect; end the run if it could not."""
         has_reconnected, end = on_main_process(self._check_and_reconnect if self._has_connected else self._connect)
         self._has_connected = True
         if end is not None:
@@ -82,28 +82,27 @@ class ServerRetries:
     # In the main process
 
     def _connect(self) -> tuple[bool, str | None]:
-        """Say what became of the client's making, and remember the server."""
+        """Return the failure of creating the client, if any, and store the server's name."""
         failure = self._client.take_failure()
         if failure is None:
             try:
                 self._instance = self._ask_instance()
             except Exception as error:
-                failure = describe("the start", error)
+                failure = describe("startup", error)
         if failure is not None:
             return False, self._describe(failure)
         if self._instance is None:
             warnings.warn(
-                "The vLLM server has several API processes, which look like different servers: its restart between "
-                "two requests would not be noticed. Start it with `--api-server-count 1` to have it joined again."
+                "The vLLM server has several API processes, which look like different servers, so a restart between "
+                "two requests cannot be detected. Start it with `--api-server-count 1` to enable the detection."
             )
         return False, None
 
     def _check_and_reconnect(self) -> tuple[bool, str | None]:
         """
-        Say whether the server did all it was asked for since failures are held, by the client it was joined with.
+        Reconnect if a request failed or the server was restarted; return whether it did, or why the run must end.
 
-        If not, wait for it and join it again, unless that does not help: after [`NUM_REPEATS`], or if the server
-        refuses what it is asked for.
+        The run must end after [`NUM_REPEATS`] repetitions, or if the server rejects a request or does not come back.
         """
         failure = self._client.take_failure()
         if failure is None:
@@ -111,22 +110,22 @@ class ServerRetries:
                 instance = self._ask_instance()
                 if instance == self._instance or instance is None:
                     return False, None
-                failure = ServerFailure("between two requests", RESTARTED, is_passing=True)
+                failure = ServerFailure("the time between two requests", RESTARTED, is_passing=True)
             except Exception as error:
-                failure = describe("between two requests", error)
+                failure = describe("the time between two requests", error)
         if not failure.is_passing or self._num_repeats == NUM_REPEATS:
             return False, self._describe(failure, self._num_repeats)
         self._num_repeats += 1
         before, began = self._instance, time.monotonic()
         if failure.error != RESTARTED:
-            warnings.warn(f"{self._describe(failure)} Waiting for it, {self._timeout_s:g} seconds at most.")
+            warnings.warn(f"{self._describe(failure)} Waiting for it, for at most {self._timeout_s:g} seconds.")
         try:
             retry_until(began + self._timeout_s, self._reconnect)
         except Exception as error:
             waited = f" Waited {time.monotonic() - began:.0f} s for it (`vllm_server_timeout` {self._timeout_s:g}): "
             return False, f"{self._describe(failure)}{waited}{describe('', error).error}."
-        what = "was started anew" if self._instance != before else "is there again"
-        warnings.warn(f"The vLLM server {what}: it is joined again, and gets the current weights.")
+        what = "was restarted" if self._instance != before else "is back"
+        warnings.warn(f"The vLLM server {what}: reconnected, and sending the current weights.")
         return True, None
 
     def _reconnect(self) -> None:
@@ -137,9 +136,9 @@ class ServerRetries:
 
     def _ask_instance(self) -> str | None:
         info = self._client.get_server_info()
-        # Each API process of a server has a name of its own
+        # Each API process of a server has its own name
         return info["instance_id"] if info["parallel_config"].get("_api_process_count", 1) == 1 else None
 
     def _describe(self, failure: ServerFailure, repeats: int = 0) -> str:
         times = f", after {repeats} repetitions" if repeats else ""
-        return f"The vLLM server at {self._client.base_url} failed in {failure.during}{times}: {failure.error}."
+        return f"The vLLM server at {self._client.base_url} failed during {failure.during}{times}: {failure.error}."

@@ -140,7 +140,7 @@ def test_a_server_with_other_weights_stops_the_training(tmp_path, server):
     settings = settings_for(server, max_steps=12, is_deaf=True, learning_rate=1e-2)
     result = run_python(["-m", "tests.e2e.vllm_worker", tmp_path, settings])
     assert result.returncode != 0
-    assert "nats a token on the samples just drawn, on average; `vllm_logp_tolerance` is 0.1" in result.stderr
+    assert "nats per token on average on the latest samples; `vllm_logp_tolerance` is 0.1" in result.stderr
     assert "server's weights are not the trainer's" in result.stderr
 
 
@@ -151,7 +151,7 @@ def test_all_ranks_stop_together_when_the_server_is_stale(tmp_path, server, engi
     assert run_ranks(engine, ["-m", "tests.e2e.vllm_worker", tmp_path, settings], timeout_s=120).returncode != 0
     errors = [(tmp_path / f"rank-{rank}.error").read_text() for rank in range(2)]
     assert errors[0] == errors[1]
-    assert errors[0].startswith("The vLLM server does not take the trainer's weights")
+    assert errors[0].startswith("The vLLM server does not load the trainer's weights")
 
 
 def test_no_false_alarm_in_200_transfers(tmp_path, server):

@@ -128,12 +128,12 @@ HANGS = ("/update_weights", 3, "hang")
 @pytest.mark.parametrize(
     ("fault", "during", "settings"),
     [
-        (DIES, "a generation", {}),
-        (HANGS, "a transfer of the weights", {}),
-        (DIES, "a generation", REPLAY),
-        (DIES_IN_A_ROUND, "a generation", PARTIAL),
-        (LOSES_WEIGHTS, "a transfer of the weights", {**REPLAY, **PARTIAL}),
-        (DIES, "a generation", {"save_only_model": True, "save_strategy": "steps", "save_steps": 2}),
+        (DIES, "generation", {}),
+        (HANGS, "a weight transfer", {}),
+        (DIES, "generation", REPLAY),
+        (DIES_IN_A_ROUND, "generation", PARTIAL),
+        (LOSES_WEIGHTS, "a weight transfer", {**REPLAY, **PARTIAL}),
+        (DIES, "generation", {"save_only_model": True, "save_strategy": "steps", "save_steps": 2}),
     ],
 )
 def test_a_server_that_stays_away_ends_the_run_which_resumes(tmp_path, undisturbed, fault, during, settings):
@@ -145,7 +145,7 @@ def test_a_server_that_stays_away_ends_the_run_which_resumes(tmp_path, undisturb
         train(tmp_path, comes_back=False, server=server, **{"save_strategy": "no", **settings})
     message = str(raised.value)
     update = int(re.search(r"after update (\d+)", message).group(1))
-    assert message.startswith(f"The vLLM server at {server.url} failed in {during}")
+    assert message.startswith(f"The vLLM server at {server.url} failed during {during}")
     assert "`vllm_server_timeout` 0.2" in message
     checkpoint = tmp_path / f"checkpoint-{update}"
     assert message.endswith(f"The last checkpoint is {checkpoint}.")
@@ -174,8 +174,8 @@ def test_before_the_first_update_there_is_nothing_to_save(tmp_path):
 @pytest.mark.parametrize(
     ("last", "what", "message", "count"),
     [
-        (3, 400, r"failed in a generation: Exception: Request failed: 400.*after update 2", 3),  # it refuses
-        (19, 500, r"failed in a generation, after 3 repetitions: HTTPError: answer 500", 6),
+        (3, 400, r"failed during generation: Exception: Request failed: 400.*after update 2", 3),  # it refuses
+        (19, 500, r"failed during generation, after 3 repetitions: HTTPError: status 500", 6),
     ],
 )
 def test_a_server_that_refuses_or_fails_each_time_ends_the_run(tmp_path, last, what, message, count):
@@ -191,7 +191,7 @@ def test_a_server_that_is_not_there_at_the_start(tmp_path, monkeypatch, what):
     server = ModelServer({("/health", number): "hang" for number in range(1, 99)})
     if what == "nobody":
         server.stop()
-    with pytest.raises(RuntimeError, match=r"failed in the start: ConnectionError: not up within 0.2 seconds"):
+    with pytest.raises(RuntimeError, match=r"failed during startup: ConnectionError: not up within 0.2 seconds"):
         train(tmp_path, server=server, comes_back=False)
 
 
@@ -206,7 +206,7 @@ def test_a_server_that_comes_up_meanwhile_is_waited_for(tmp_path):
 
 @pytest.mark.parametrize("path", ["/init_weight_transfer_engine", "/v1/models"])
 def test_a_server_that_dies_while_the_trainer_is_made(tmp_path, path):
-    with pytest.raises(RuntimeError, match=r"vLLM server at http://127.0.0.1:\d+ failed in .*No checkpoint was saved"):
+    with pytest.raises(RuntimeError, match=r"vLLM server at http://127.0.0.1:\d+ failed .*No checkpoint was saved"):
         train(tmp_path, {(path, 1): "die"}, comes_back=False)
 
 
@@ -215,5 +215,5 @@ def test_a_server_that_dies_between_making_and_training(tmp_path):
     with client_of(server):
         trainer = trainer_over(server, tmp_path)
         server.stop()
-        with pytest.raises(RuntimeError, match="failed in between two requests"):
+        with pytest.raises(RuntimeError, match="failed during the time between two requests"):
             trainer.train()

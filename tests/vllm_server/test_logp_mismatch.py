@@ -138,7 +138,7 @@ def test_the_sampler_is_compared_at_every_generation(tmp_path, steps_per_generat
 
 
 def test_a_difference_beyond_the_tolerance_stops_the_training(tmp_path):
-    with pytest.raises(RuntimeError, match=r"differ by 0\.2 nats a token .*`vllm_logp_tolerance` is 0\.1"):
+    with pytest.raises(RuntimeError, match=r"differ by 0\.2 nats per token .*`vllm_logp_tolerance` is 0\.1"):
         toy_trainer(tmp_path, trainer_class=Wrong).train()
     toy_trainer(tmp_path, trainer_class=Wrong, vllm_logp_tolerance=0.3).train()
     toy_trainer(tmp_path, trainer_class=Wrong, vllm_logp_tolerance=None).train()
@@ -234,7 +234,7 @@ def test_placeholders_of_any_length_do_not_get_into_the_queue(tmp_path):
 def test_placeholders_over_vllm_are_not_compared_without_a_correction(monkeypatch, tmp_path):
     parts = {"trainer_args": {"rollout_func": rollouts}, "max_steps": 1}
     vllm_trainer(monkeypatch, tmp_path, vllm_importance_sampling_correction=False, **parts).train()
-    with pytest.raises(RuntimeError, match="must hand on vLLM's"):
+    with pytest.raises(RuntimeError, match="must return vLLM's"):
         vllm_trainer(monkeypatch, tmp_path, **parts).train()
 
 

@@ -166,7 +166,7 @@ def test_a_request_that_fails_is_repeated_by_the_weights_of_then(tmp_path, setti
         )
         trainer.train()
     server.stop()
-    assert any("failed in a generation" in str(each.message) for each in caught)
+    assert any("failed during generation" in str(each.message) for each in caught)
     if not settings:
         assert [log["staleness/max"] for log in training_logs(trainer)] == [0, 1, 2, 3, 0, 1, 2, 3]
     assert trainer.state.global_step == 8

@@ -75,7 +75,7 @@ class RestartingInRequest(FakeVLLM):
 @needs_vllm_server
 def test_what_a_server_sampled_before_it_got_the_weights_is_sampled_again(monkeypatch, tmp_path):
     trainer = vllm_trainer(monkeypatch, tmp_path, server=RestartingInRequest, num_iterations=1)
-    with pytest.warns(UserWarning, match="server was started anew"):
+    with pytest.warns(UserWarning, match="server was restarted"):
         trainer.train()
     for log in training_logs(trainer):
         if "reward" in log:
@@ -91,7 +91,7 @@ def test_a_restart_while_rewards_are_computed_is_no_stale_server(monkeypatch, tm
             return super()._calculate_rewards(*args, **kwargs)
 
     trainer = vllm_trainer(monkeypatch, tmp_path, trainer_class=Restarted, num_iterations=1, max_steps=8)
-    with pytest.warns(UserWarning, match="server was started anew"):
+    with pytest.warns(UserWarning, match="server was restarted"):
         trainer.train()
     assert trainer.vllm_generation.num_starts == 4
 

@@ -80,13 +80,13 @@ def test_a_server_that_no_longer_takes_weights_is_noticed(
     monkeypatch, tmp_path, server, heard, rate, transfers, settings
 ):
     settings = {"learning_rate": rate, "max_steps": heard + transfers, **settings}
-    with pytest.raises(RuntimeError, match=r"does not take the trainer's weights: .* made -?0\.0\d of the trainer's"):
+    with pytest.raises(RuntimeError, match=r"does not load the trainer's weights: .* made only -?0\.0\d of"):
         train(monkeypatch, tmp_path, deaf(server, heard), **settings)
 
 
 @trains_over_a_server
 def test_steps_too_small_to_tell_add_up(monkeypatch, tmp_path):
-    with pytest.raises(RuntimeError, match="does not take the trainer's weights"):
+    with pytest.raises(RuntimeError, match="does not load the trainer's weights"):
         train(monkeypatch, tmp_path, deaf(InFloat32), learning_rate=1e-7, max_steps=30)
     trainer = train(monkeypatch, tmp_path, InFloat32, learning_rate=1e-7, max_steps=30)
     shares = [log["sampling/server_followed"] for log in training_logs(trainer) if "sampling/server_followed" in log]

@@ -143,9 +143,9 @@ def test_all_ranks_stop_when_it_does_not_and_the_run_resumes(tmp_path, servers, 
             servers.end()
     assert ranks[0]["left"] == []
     assert ranks[0]["error"] == ranks[1]["error"]
-    during = "a generation" if fault[0] == "generation" else "a transfer of the weights"
+    during = "generation" if fault[0] == "generation" else "a weight transfer"
     message = ranks[0]["error"]
-    assert message.startswith(f"The vLLM server at http://127.0.0.1:{servers.port} failed in {during}"), message
+    assert message.startswith(f"The vLLM server at http://127.0.0.1:{servers.port} failed during {during}"), message
     assert f"This was after update {update}." in message
     checkpoint = re.search(r"The last checkpoint is (.*)\.$", message).group(1)
     assert Path(checkpoint).name == f"checkpoint-{update}"
@@ -166,9 +166,9 @@ def test_a_run_goes_on_when_the_server_comes_back(tmp_path, servers, undisturbed
         servers.end()  # the run may have started another, which ended with it
     assert ranks[0]["error"] is ranks[1]["error"] is None
     assert ranks[0]["left"] == []
-    told = [each for each in ranks[0]["warnings"] if " failed in " in each]
+    told = [each for each in ranks[0]["warnings"] if " failed during " in each]
     assert len(told) >= len(faults)
     for _, place, *_ in faults:
-        assert any(("a generation" if place == "generation" else "a transfer of the weights") in each for each in told)
+        assert any(("generation" if place == "generation" else "a weight transfer") in each for each in told)
     assert_sampled_by_its_weights(ranks)
     assert_same_run(tmp_path, ranks, undisturbed(engine))
