@@ -18,7 +18,7 @@ def overflowing_groups(
     """
     Find the samples whose advantages would be 0 or undefined, because their mean or divisor overflows float32.
 
-    The rewards are finite, `(B, F)`, with the samples of a group in a row; the weights are `(F,)`; `scale` is TRL's
+    The rewards are finite, `(B, F)`, with the samples sorted by group; the weights are `(F,)`; `scale` is TRL's
     `scale_rewards`. `summed_first` says whether the functions are summed before the groups are scaled. The result is
     boolean, `(B,)`, and the same for all samples of a group, or of the batch if `scale` is "batch".
     """
@@ -45,7 +45,7 @@ def zero_advantage_rows(
     zero advantage. TRL's own difference from the mean is not enough: in float32, the mean of equal numbers is often
     another number.
 
-    `rewards_per_func` is `(B, F)`, with the samples of a group in a row, and `weights` `(F,)`. Without `summed_first`,
+    `rewards_per_func` is `(B, F)`, with the samples sorted by group, and `weights` `(F,)`. Without `summed_first`,
     the rewards of each function must be the same. The result is boolean, `(B,)`, and the same within a group.
     """
     parts = rewards_per_func * weights
@@ -66,8 +66,7 @@ def best_of_k(rewards_per_func: torch.Tensor, weights: torch.Tensor, num_generat
     """
     Return the best reward among the completions of each prompt, `(P,)`.
 
-    The rewards are `(B, F)`, with the samples of a group in a row. Completions and prompts without any reward are
-    ignored.
+    The rewards are `(B, F)`, sorted by group. Completions and prompts without any reward are ignored.
     """
     rewards = weighted_sums(rewards_per_func, weights.to(rewards_per_func.device))
     best = rewards.masked_fill(rewards.isnan(), -torch.inf).view(-1, num_generations).amax(dim=1)

@@ -240,10 +240,10 @@ class ReplayBuffer:
     def _evict_overflow(self) -> None:
         self._evict("overflowed", np.arange(len(self)) < len(self) - self.capacity)
 
-    def _evict(self, reason: str, leaves: np.ndarray) -> None:
-        self.evictions[reason] += int(leaves.sum())
-        if leaves.any():
-            self._keep(~leaves)
+    def _evict(self, reason: str, mask: np.ndarray) -> None:
+        self.evictions[reason] += int(mask.sum())
+        if mask.any():
+            self._keep(~mask)
 
     def _keep(self, mask: np.ndarray) -> None:
         """Remove all samples but those of `mask`, shape `(len(self),)`, and free their memory."""

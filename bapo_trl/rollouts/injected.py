@@ -15,7 +15,7 @@ from .pool import Group
 @dataclass
 class InjectedRollouts:
     """
-    Completions for TRL's `_generate_and_score_completions`, one per sample, with the samples of a group in a row.
+    Completions for TRL's `_generate_and_score_completions`, one per sample, sorted by group.
 
     While they are injected, the trainer answers three of TRL's calls from here: `_tokenize_prompts` with the prompts,
     `_generate_single_turn` with the token ids and the sampler's log-probabilities, and the scoring of the completions,

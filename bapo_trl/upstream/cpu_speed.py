@@ -28,11 +28,11 @@ def speed_up_cpu(trainer: "GRPOTrainer") -> str | None:
     processor = "with" if has_bfloat16() else "without"
     measures = [
         f"threads: {limit_threads()}",
-        f"numbers: {dtype} ({base} weights, a processor {processor} bfloat16)",
-        *(["rows of the frozen head are contiguous"] if make_head_input_contiguous(trainer.model) else []),
+        f"computing in {dtype} ({base} weights, processor {processor} bfloat16 support)",
+        *(["contiguous inputs for the frozen head"] if make_head_input_contiguous(trainer.model) else []),
         *(["only completions are scored"] if score_completions_only() else []),
     ]
-    return f"On CPUs: {', '.join(measures)}."
+    return f"Settings for CPUs: {', '.join(measures)}."
 
 
 def base_dtype(args: GRPOConfig, trains_adapter: bool) -> str:

@@ -24,7 +24,7 @@ from ..upstream.trl_compat import VLLMClient, uses_vllm_server
 
 NUM_SAMPLES, MAX_TOKENS = 8, 512  # of the sequence, which consists of the ends of some samples
 NUM_REPEATS = 3  # identical answers in a row, while the trainer changes, after which a server is considered stale
-ROUNDING = 1e-6  # nats, of float32; that of lower precision is seen in the difference of server and trainer
+ROUNDING = 1e-6  # nats, for float32; lower precision shows as a larger difference between server and trainer
 
 SERVER_METRICS = ("sampling/server_followed",)
 """Metric of each generation step with a server, defined in docs/metrics.md."""
