@@ -18,8 +18,7 @@ def raise_on_all_ranks(error: Exception | None) -> None:
     """
     Raise the error of one rank on all ranks. All ranks make this call together.
 
-    The other ranks raise an error that quotes it: an `InputError` or an `OSError` if the original is one, else a
-    `RuntimeError`.
+    The other ranks raise an error that quotes it: an `InputError`, an `OSError` or, for other types, a `RuntimeError`.
     """
     described = None
     if error is not None:

@@ -53,9 +53,8 @@ class ReplayMixer:
         """
         Add the samples of a generation step; return the batch to train on, and whether it is fresh on all ranks.
 
-        `versions` are the policy versions of TRL's batch, on the CPU. `num_padding` of its samples are fillers.
-        `is_within` says that the batch belongs to a generation step that began before the run was resumed: the buffer
-        in the checkpoint already contains its samples.
+        `versions` are the policy versions of TRL's batch, on the CPU. `num_padding` of its samples are fillers. With
+        `is_within`, the batch regenerates a step that began before a resume: the saved buffer contains its samples.
         """
         self.latest = batch_to_rows(batch, self._pad_token_id, versions)
         buffer = ReplayBuffer(len(self.latest)) if self._was_loaded and is_within else self.buffer

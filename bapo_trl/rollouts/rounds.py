@@ -95,9 +95,8 @@ class RolloutRounds:
         """
         Write the pool into a checkpoint folder.
 
-        Unless all updates on the latest generation step are done (`is_boundary`), a resumed run regenerates that step,
-        and earlier steps that the current update began with. The pool is then saved as it was before their prompts
-        were added.
+        Unless all updates on the latest generation step are done (`is_boundary`), a resumed run regenerates this step
+        and earlier ones that the current update began with. The pool is saved as before their prompts were added.
         """
         state = next(state for version, state in reversed(self._before) if version != policy_version)
         if is_boundary and not self._is_generating:
@@ -112,8 +111,7 @@ class RolloutRounds:
         if any(bool(each.sampler_logps) != reports_logps for each in begun):
             raise InputError(
                 f"`use_vllm` is {reports_logps}, but the unfinished completions of the checkpoint {folder} were begun "
-                f"{'without' if reports_logps else 'with'} vLLM, which also determines their log-probabilities: set "
-                f"it to {not reports_logps}."
+                f"{'without' if reports_logps else 'with'} vLLM: set it to {not reports_logps}."
             )
         self._before = [(None, self.pool.state_dict())]
 
