@@ -120,11 +120,11 @@ def trainer_on(device, **parts):
 def test_what_was_chosen_is_said_in_one_line(model, monkeypatch):
     monkeypatch.setattr(cpu_speed, "has_bfloat16", lambda: False)
     trainer = trainer_on("cpu", model=model, args=SimpleNamespace(bf16=False))
-    line = "Settings for CPUs: threads: 1, computing in float32 (float32 weights, processor without bfloat16 support)"
+    line = "On CPUs: threads: 1, numbers: float32 (float32 weights, a processor without bfloat16)"
     monkeypatch.setattr(cpu_speed, "limit_threads", lambda: 1)
     assert cpu_speed.speed_up_cpu(trainer) == f"{line}, only completions are scored."
     model.requires_grad_(False)
-    both = "contiguous inputs for the frozen head, only completions are scored"
+    both = "rows of the frozen head are contiguous, only completions are scored"
     assert cpu_speed.speed_up_cpu(trainer) == f"{line}, {both}."
 
 

@@ -4,25 +4,25 @@ import math
 from typing import Any
 
 
-def staleness_limit(args: Any) -> str:
-    """Return the largest staleness of a trained sample, and the features that cause it, as text for a table."""
-    limit, cause = _limit_and_cause(args)
-    return ("no limit" if limit is None else f"{limit} policy versions") + cause
+def oldest_age(args: Any) -> str:
+    """Return the oldest age at which a sample is trained, with what keeps it so long, in words for a table."""
+    age, held_by = _oldest(args)
+    return ("no limit" if age is None else f"{age} policy versions") + held_by
 
 
 def staleness_line(args: Any) -> str:
-    """Return the line that a run prints at its start about the staleness of its samples."""
-    limit, cause = _limit_and_cause(args)
+    """Return what a run says at its start of how stale its samples get."""
+    age, held_by = _oldest(args)
     window = args.gradient_accumulation_steps
     updates = args.micro_batches_per_generation / window
-    oldest = "of any staleness" if limit is None else f"at most {limit} policy versions old"
+    oldest = "of any age" if age is None else f"at most {age} policy versions old"
     return (
-        f"{updates:g} update{'s' if updates != 1 else ''} per generation, of {window} micro-batch"
-        f"{'es' if window != 1 else ''} each; samples {oldest}{cause}."
+        f"{updates:g} update{'s' if updates != 1 else ''} a generation, of {window} micro-batch"
+        f"{'es' if window != 1 else ''} each; samples {oldest}{held_by}."
     )
 
 
-def mean_staleness(args: Any) -> float:
+def mean_age(args: Any) -> float:
     """
     Return the mean staleness of fresh samples when they are trained on, in policy versions.
 
@@ -32,18 +32,18 @@ def mean_staleness(args: Any) -> float:
     generation, window = args.micro_batches_per_generation, args.gradient_accumulation_steps
     cycle = math.lcm(generation, window)
     lead = generation if args.overlap_generation else 0  # from the request to the first training
-    staleness = [(place + lead) // window - place // generation * generation // window for place in range(cycle)]
-    return sum(staleness) / cycle
+    ages = [(place + lead) // window - place // generation * generation // window for place in range(cycle)]
+    return sum(ages) / cycle
 
 
-def _limit_and_cause(args: Any) -> tuple[int | None, str]:
-    """Return the largest staleness, `None` for no limit, and the features that raise it, in brackets."""
+def _oldest(args: Any) -> tuple[int | None, str]:
+    """Return the oldest age, `None` for no limit, and what holds a sample beyond its generation, in brackets."""
     limits = {}
     if args.uses_replay:
-        limits["replay buffer"] = args.replay_max_staleness
+        limits["replay queue"] = args.replay_max_staleness
     if args.uses_partial_rollouts:
         limits["partial rollouts"] = args.partial_rollout_max_staleness
     if not limits:
         return args.largest_staleness, ""
-    limit = None if None in limits.values() else max(limits.values())
-    return limit, f" ({' and '.join(limits)})"
+    age = None if None in limits.values() else max(limits.values())
+    return age, f" ({' and '.join(limits)})"

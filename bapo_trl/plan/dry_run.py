@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel, TrainerState
 
 from ..bapo_config import BAPOConfig
-from ..batch.staleness import mean_staleness, staleness_limit
+from ..batch.staleness import mean_age, oldest_age
 from ..errors import InputError
 from ..evaluation.answers import gold_answers
 from ..inputs.advice import advice_line
@@ -339,13 +339,13 @@ def _counts(run: DryRun) -> str:
 
 def _staleness(run: DryRun) -> str:
     args, here = run.args, run.counts[0]
-    mean = f"{mean_staleness(args):g} policy versions"
+    mean = f"{mean_age(args):g} policy versions"
     if args.uses_replay or args.uses_partial_rollouts:
         mean += " of fresh ones; of all not known before the run"
     rows = [
         ("micro-batches an update", str(args.gradient_accumulation_steps)),
         ("updates a generation", f"{here.updates_per_generation:g}"),
-        ("oldest age of a sample", staleness_limit(args)),
+        ("oldest age of a sample", oldest_age(args)),
         ("mean age of a sample", mean),
     ]
     where = _processes(here) if args.has_fixed_samples else "any number of processes"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # the settings import this module and need no trainer
 
 
 def speed_up_cpu(trainer: "GRPOTrainer") -> str | None:
-    """Apply all CPU speed-ups to a run that is about to begin, and return a line on them; `None` on a GPU."""
+    """Apply all measures to a run on CPUs that is about to begin, and return a line on them; `None` on a GPU."""
     if trainer.accelerator.device.type != "cpu":
         return None
     dtype = "bfloat16" if trainer.args.bf16 else "float32"
@@ -28,11 +28,11 @@ def speed_up_cpu(trainer: "GRPOTrainer") -> str | None:
     processor = "with" if has_bfloat16() else "without"
     measures = [
         f"threads: {limit_threads()}",
-        f"computing in {dtype} ({base} weights, processor {processor} bfloat16 support)",
-        *(["contiguous inputs for the frozen head"] if make_head_input_contiguous(trainer.model) else []),
+        f"numbers: {dtype} ({base} weights, a processor {processor} bfloat16)",
+        *(["rows of the frozen head are contiguous"] if make_head_input_contiguous(trainer.model) else []),
         *(["only completions are scored"] if score_completions_only() else []),
     ]
-    return f"Settings for CPUs: {', '.join(measures)}."
+    return f"On CPUs: {', '.join(measures)}."
 
 
 def base_dtype(args: GRPOConfig, trains_adapter: bool) -> str:

@@ -63,15 +63,15 @@ ADVISED = "Advice: loss_type vespo (docs/which_loss.md)."
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        ({"steps_per_generation": 8}, "4 updates per generation, of 2 micro-batches each; samples at most 3 policy"),
-        ({"steps_per_generation": 10}, "5 updates per generation, of 2 micro-batches each; samples at most 4 policy"),
+        ({"steps_per_generation": 8}, "4 updates a generation, of 2 micro-batches each; samples at most 3 policy"),
+        ({"steps_per_generation": 10}, "5 updates a generation, of 2 micro-batches each; samples at most 4 policy"),
         (
             {"steps_per_generation": 1, "gradient_accumulation_steps": 1},
-            "1 update per generation, of 1 micro-batch each; samples at most 0 policy versions old.",
+            "1 update a generation, of 1 micro-batch each; samples at most 0 policy versions old.",
         ),
-        (REPLAYS, "2 updates per generation, of 2 micro-batches each; samples of any staleness (replay buffer)."),
-        ({**REPLAYS, "replay_max_staleness": 3}, "2 updates per generation, of 2 micro-batches each; samples at most "
-         "3 policy versions old (replay buffer)."),
+        (REPLAYS, "2 updates a generation, of 2 micro-batches each; samples of any age (replay queue)."),
+        ({**REPLAYS, "replay_max_staleness": 3}, "2 updates a generation, of 2 micro-batches each; samples at most 3 "
+         "policy versions old (replay queue)."),
     ],
 )  # fmt: skip
 def test_how_stale_a_run_is(args, line):

@@ -235,10 +235,10 @@ def test_samples_of_a_generation_may_be_given_for_all_processes(capsys):
 @pytest.mark.parametrize(
     ("settings", "oldest"),
     [
-        ({"replay_fraction": 0.25, "replay_max_staleness": 5}, "5 policy versions (replay buffer)"),
+        ({"replay_fraction": 0.25, "replay_max_staleness": 5}, "5 policy versions (replay queue)"),
         ({"replay_fraction": 0.25, "replay_max_staleness": 5, "partial_rollout_oversampling": 1.5,
           "partial_rollout_chunk_length": 3, "partial_rollout_max_staleness": 7},
-         "7 policy versions (replay buffer and partial rollouts)"),
+         "7 policy versions (replay queue and partial rollouts)"),
     ],
 )  # fmt: skip
 def test_ages_of_samples_that_are_kept(settings, oldest, capsys):
