@@ -1,5 +1,5 @@
 """
-Draw docs/staleness.png: how old the samples of each update are, under the knobs that make them old.
+Draw docs/staleness.png: the staleness of the samples of each update, under the settings that raise it.
 
     python docs/tools/draw_staleness.py
 
@@ -9,8 +9,8 @@ Each panel is a real training of a tiny model: what `staleness/mean` and `stalen
 import tempfile
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 from datasets import Dataset
+from matplotlib.figure import Figure
 from matplotlib.ticker import MultipleLocator
 
 from bapo_trl import BAPOConfig, BAPOTrainer
@@ -20,12 +20,13 @@ from benchmarks.tiny_model import tiny_model
 
 PICTURE = Path(__file__).resolve().parents[1] / "staleness.png"
 UPDATES = 32
+STALEST, MEAN = "#0072B2", "#D55E00"  # of Okabe and Ito
 PANELS = {
     "TRL's default: 1 update per generation": {"steps_per_generation": 1},
     "steps_per_generation=4": {"steps_per_generation": 4},
     "steps_per_generation=4\nnum_iterations=2": {"steps_per_generation": 4, "num_iterations": 2},
     "steps_per_generation=4\nreplay_fraction=0.5": {"steps_per_generation": 4, "replay_fraction": 0.5},
-    "steps_per_generation=4\nreplay_fraction=1, replay_min_staleness=8": {
+    "steps_per_generation=4, replay_fraction=1\nreplay_min_staleness=8": {
         "steps_per_generation": 4, "replay_fraction": 1.0, "replay_min_staleness": 8,
     },
     "steps_per_generation=4\npartial_rollout_oversampling=1.5": {
@@ -63,21 +64,24 @@ def staleness(settings: dict, updates: int = UPDATES) -> list[tuple[float, float
 
 def draw(path: Path) -> None:
     """Write the picture."""
-    figure, rows = plt.subplots(2, 3, figsize=(11, 5.4), sharex=True, sharey=True, layout="constrained")
+    figure = Figure(figsize=(8, 8.4), layout="constrained")
     updates = range(1, UPDATES + 1)
-    for axes, (title, settings) in zip(rows.flat, PANELS.items(), strict=True):
+    panels = figure.subplots(3, 2, sharex=True, sharey=True)
+    for axes, (title, settings) in zip(panels.flat, PANELS.items(), strict=True):
         means, largest = zip(*staleness(settings), strict=True)
-        axes.fill_between(updates, largest, step="mid", color="tab:blue", alpha=0.25, linewidth=0, label="oldest")
-        axes.step(updates, largest, where="mid", color="tab:blue", linewidth=1)
-        axes.plot(updates, means, ".", color="tab:red", markersize=5, label="mean")
-        axes.set_title(title, fontsize=9, family=None if "TRL" in title else "monospace")
-        axes.xaxis.set_major_locator(MultipleLocator(4))
+        axes.fill_between(updates, largest, step="mid", color=STALEST, alpha=0.25, linewidth=0)
+        axes.step(updates, largest, where="mid", color=STALEST, linewidth=1.5, label="stalest sample")
+        axes.plot(updates, means, ".", color=MEAN, markersize=8, label="mean")
+        axes.set_title(title, fontsize=10.5, family=None if "TRL" in title else "monospace")
+        axes.xaxis.set_major_locator(MultipleLocator(8))
         axes.yaxis.set_major_locator(MultipleLocator(4))
+        axes.tick_params(labelsize=11)
         axes.grid(alpha=0.3)
-    rows[0][0].legend(loc="upper left")
-    figure.supxlabel("optimizer update")
-    figure.supylabel("staleness of its samples (updates)")
-    figure.savefig(path, dpi=110)
+    panels[0][0].legend(loc="upper left", fontsize=11)
+    figure.suptitle("Staleness under six settings", fontsize=14)
+    figure.supxlabel("optimizer update", fontsize=13)
+    figure.supylabel("staleness of the samples (policy versions)", fontsize=13)
+    figure.savefig(path, dpi=150, facecolor="white")
 
 
 if __name__ == "__main__":

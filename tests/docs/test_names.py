@@ -16,7 +16,7 @@ from tests.helpers.commands import ROOT
 
 SETTINGS = {f.name for config in (BAPOConfig, BAPOScriptArguments, ModelConfig, DatasetMixtureConfig)
             for f in fields(config)}  # fmt: skip
-WRITTEN_FOR_USERS = ("index", "troubleshooting", "replay", "which_loss", "how_bapo_works")
+WRITTEN_FOR_USERS = ("index", "troubleshooting", "replay", "which_loss", "how_bapo_works", "staleness")
 
 
 @pytest.mark.parametrize("name", WRITTEN_FOR_USERS)
@@ -36,7 +36,7 @@ def test_every_page_is_in_the_navigation_once():
 
 
 def test_the_table_of_staleness_is_that_of_the_settings(tmp_path):
-    page = (ROOT / "docs" / "how_bapo_works.md").read_text()
+    page = (ROOT / "docs" / "staleness.md").read_text()
     rows = [[int(n) for n in re.findall(r"\d+", line)] for line in page.splitlines() if re.match(r"\| \d", line)]
     assert len(rows) == 4
     for accumulation, steps, passes, updates, staleness in rows:
