@@ -3,9 +3,12 @@ Fill the tables of the pages in `docs/` and of `README.md` from the runs in `ben
 
     python -m benchmarks.pages
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->`; `TABLES` says what it is of. To print all that a study
-holds: `python -m benchmarks.pages stability` (any file of runs), with `--against ARM`. To keep the runs that `bapo-trl
-compare` made: `python -m benchmarks.pages --keep outputs/FOLDER --commit COMMIT`.
+A table stands between `<!-- table NAME -->` and `<!-- end -->`; `TABLES` names the function that writes it. To print
+all figures of a study: `python -m benchmarks.pages stability` (any file of runs), with `--against ARM`. To keep the
+runs that `bapo-trl compare` made: `python -m benchmarks.pages --keep outputs/FOLDER --commit COMMIT`.
+
+Each table of accuracies shows the number of seeds of each row, but for that of `README.md`. A difference is the mean
+over the seeds that both of its sides have, and equals the difference of the accuracies beside it, up to rounding.
 """
 
 import argparse
@@ -23,32 +26,52 @@ from bapo_trl.compare.tables import as_markdown, compare, markdown, with_interva
 from benchmarks.common import RESULTS, ROOT, describe_run
 
 
-DOCS = ("results", "which_loss", "replay", "lora")
-PAGES = (*(ROOT / "docs" / f"{name}.md" for name in DOCS), ROOT / "README.md")
+MARK = re.compile(r"<!-- table ([^\n]*?) -->\n.*?<!-- end -->", re.DOTALL)
+PAGES = tuple(
+    path for path in (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md") if MARK.search(path.read_text())
+)
 Finals = Mapping[str, Mapping[int, float]]  # of each arm, by seed
 AGAINST = "VESPO"
 # The chat study: its seeds, the arms that are compared, and the one that was the run of another at 4 updates
-CHAT_STUDIES = {"chat_chain_sum": "chain sums", "chat_leg_counting": "legs"}
+CHAT_STUDIES = {"chat_chain_sum": "chain_sum", "chat_leg_counting": "leg_counting"}
+CHAT_NAMES = {
+    "VESPO, half the weight": "VESPO, half weight",
+    "half the weight, delta": "wide bounds, half weight, `delta=3.0`",
+    "half the weight, cap": "wide bounds, half weight, ratio cap",
+}
 CHAT_SEEDS, OTHERS, NOT_AT_4 = 8, 6, "half the weight, cap"
 TASK, UPDATES = "task", "updates per generation"
 WIDE = 0.02  # half-widths below this are left out of the README
 NAMES = {"VESPO": "VESPO (advised)", "VESPO, constant weight 0.5": "VESPO, half the weight"}
-SCOPES = ("16", "64")
-WEIGHTS = ("VESPO, constant weight 0.5", "VESPO, share 0.8", "share 0.8", "BAPO", "GRPO")
+STALE = ("16", "64")  # updates per generation
+WEIGHTS = {
+    "VESPO, constant weight 0.5": "VESPO, constant weight 0.5",
+    "VESPO, share 0.8": "VESPO, adaptive weight",
+    "share 0.8": "wide bounds, adaptive weight",
+    "BAPO": "BAPO",
+    "GRPO": "GRPO",
+}
 METHODS = ("GRPO", "clip-higher", "CISPO", "SAPO", "GSPO", "VESPO")
-VARIANTS = {  # arms of the study by what they change; of two, the seeds that had no part in their choice
-    "upper bound alone": "`ratio_lower_max=0.6`: the upper bound alone is searched",
-    "delta 3": "`delta=3.0`: TRL's cap on ratios",
-    "upper bound alone, delta 3": "both",
-    "fixed at the widest": "bounds fixed at 0.6 and 3.0",
+VARIANTS = {  # arms of the study by what they change
+    "upper bound alone, delta 3": "search only the upper bound, `delta=3.0`",
+    "lower bound alone": "search only the lower bound",
+    "lower bound first": '`search_order="lower_first"`',
+    "fixed at start": "bounds fixed at 0.6 and 1.2",
     "fixed at end": "bounds fixed at 0.9 and 3.0",
+    "fixed at the widest": "bounds fixed at 0.6 and 3.0",
+    "fixed at the widest, delta 3": "bounds fixed at 0.6 and 3.0, `delta=3.0`",
+    "GRPO's bounds, delta 3": "bounds fixed at 0.8 and 1.2, `delta=3.0`",
+    "released recipe's bounds": "the authors' released recipe",
     "BAPO, target 0.4": "target 0.4",
     "target 0.6": "target 0.6",
     "BAPO, surrogate": '`contribution_measure="surrogate"`',
-    "lower bound first": '`search_order="lower_first"`',
-    "coarse grid": "steps 5 and 6 times as long",
-    "BAPO, sequence level": "ratios of sequences",
-    "released recipe's bounds": "the authors' released recipe",
+    "BAPO, sequence level": "sequence-level ratios",
+    "coarse grid": "search steps 5 and 6 times as large",
+    "smoothed bounds": "bounds smoothed over updates",
+}
+CANDIDATES = {  # variants that were chosen on the seeds of the others, and measured on seeds that had no part in it
+    "upper bound alone": "search only the upper bound (`ratio_lower_max=0.6`)",
+    "delta 3": "`delta=3.0`, TRL's cap on ratios",
 }
 README_ARMS = (
     "GRPO", "clip-higher", "CISPO", "BAPO", "SAPO", "GSPO", "VESPO", "VESPO, constant weight 0.5",
@@ -71,22 +94,97 @@ def finals(runs: Iterable[Row]) -> Finals:
     return by_arm
 
 
-def final_table(by_setting: Mapping[str, Finals], baseline: str, comparisons: int = 1) -> str:
+def final_table(
+    by_setting: Mapping[str, Finals], baseline: str, comparisons: int = 1, names: Mapping[str, str] | None = None
+) -> str:
     """
-    Return a table of final accuracies, and of how far each arm ends above one of them on the same seeds, by intervals
-    that hold for so many `comparisons` at once.
+    Return a table of final accuracies, and of their differences from one arm over the seeds that both have, with
+    intervals that hold for so many `comparisons` at once. A row of fewer seeds than the baseline shows the baseline's
+    accuracy on these seeds.
     """
     arms = dict.fromkeys(arm for by_arm in by_setting.values() for arm in by_arm)
     lines = []
     for arm in arms:
-        cells = [arm]
+        counts = [str(len(by_arm[arm])) for by_arm in by_setting.values() if arm in by_arm]
+        cells = [(names or {}).get(arm, arm), " / ".join(dict.fromkeys(counts))]
         for by_arm in by_setting.values():
-            pairs = [(arm, baseline)] if {arm, baseline} <= by_arm.keys() and arm != baseline else []
-            above = differences(by_arm, pairs, comparisons)
-            mean = mean_over_seeds(list(by_arm[arm].values())) if arm in by_arm else None
-            cells += [with_interval(mean, ".3f"), with_interval(above[0].mean, ".3f", "+") if above else "-"]
+            if arm in by_arm:
+                mean, against, difference = paired(by_arm, arm, baseline, comparisons)
+                cells += [mean if against is None else f"{mean} ({baseline}: {against})", difference]
+            else:
+                cells += ["-", "-"]
         lines.append(cells)
-    return markdown(["arm", *(part for name in by_setting for part in (name, f"above {baseline}"))], lines)
+    header = [part for name in by_setting for part in (name, f"difference from {baseline}")]
+    return markdown(["method", "seeds", *header], lines)
+
+
+def paired(by_arm: Finals, arm: str, baseline: str, comparisons: int = 1) -> tuple[str, str | None, str]:
+    """
+    Return the mean accuracy of an arm, the baseline's on the same seeds, and the difference, as text. The second is
+    `None` if the baseline has no other seeds: its own row shows it.
+
+    Raises:
+        ValueError: If the arm has a seed that the baseline lacks: its mean would not be that of the difference.
+    """
+    mean = with_interval(mean_over_seeds(list(by_arm[arm].values())), ".3f")
+    if arm == baseline or baseline not in by_arm:
+        return mean, None, "-"
+    if missing := by_arm[arm].keys() - by_arm[baseline].keys():
+        raise ValueError(f"{arm} has the seeds {sorted(missing)}, which {baseline} lacks.")
+    (found,) = differences(by_arm, [(arm, baseline)], comparisons)
+    same = [by_arm[baseline][seed] for seed in by_arm[arm]]
+    against = None if len(same) == len(by_arm[baseline]) else f"{sum(same) / len(same):.3f}"
+    return mean, against, with_interval(found.mean, ".3f", "+")
+
+
+def long_table(first: str, places: Iterable[tuple[str, Finals, Mapping[str, str]]], baseline: str) -> str:
+    """
+    Return a table with a line for each setting and arm: seeds, accuracy, the baseline's accuracy on the same seeds, and
+    the difference. `places` are settings, with their accuracies and, optionally, the learning rate of each arm.
+    """
+    lines = []
+    for setting, by_arm, rates in places:
+        base = f"{sum(by_arm[baseline].values()) / len(by_arm[baseline]):.3f}"
+        for arm in by_arm:
+            mean, against, difference = paired(by_arm, arm, baseline)
+            cells = [setting, arm, *([rates[arm]] if rates else []), str(len(by_arm[arm])), mean]
+            lines.append([*cells, "-" if arm == baseline else against or base, difference])
+    extra = ["learning rate"] if lines and len(lines[0]) == 7 else []
+    return markdown([first, "method", *extra, "seeds", "accuracy", f"{baseline}, same seeds", "difference"], lines)
+
+
+def rate_name(rate: float) -> str:
+    """Return a learning rate as text: 2e-4."""
+    return f"{rate:.1e}".replace(".0e", "e").replace("e-0", "e-")
+
+
+def methods_table() -> str:
+    """Return the published methods on the hard task, compared with BAPO."""
+    places = []
+    for updates in STALE:
+        runs = rows("stability", **{TASK: "running totals", UPDATES: updates})
+        found, rates = finals(runs), {row.arm: rate_name(row.settings["learning_rate"]) for row in runs}
+        places.append((updates, {arm: found[arm] for arm in (*METHODS[:2], "BAPO", *METHODS[2:])}, rates))
+    return long_table(UPDATES, places, "BAPO")
+
+
+def variants_table() -> str:
+    """Return the variants of BAPO on the hard task, each group of seeds under BAPO's accuracy on these seeds."""
+    lines = []
+    for study, seeds, arms in (("stability", range(3), VARIANTS), ("stability_candidates", range(5, 10), CANDIDATES)):
+        by_setting = []
+        for updates in STALE:
+            found = finals(rows(study, **{TASK: "running totals", UPDATES: updates}))
+            by_setting.append({arm: {seed: found[arm][seed] for seed in seeds} for arm in ("BAPO", *arms)})
+        for arm, text in {"BAPO": "**BAPO**", **arms}.items():
+            cells = [text, f"{seeds[0]}-{seeds[-1]}"]
+            for by_arm in by_setting:
+                mean, _, difference = paired(by_arm, arm, "BAPO")
+                cells += [mean.partition(" ")[0], difference]
+            lines.append(cells)
+    return markdown(
+        ["variant", "seeds", *(part for name in STALE for part in (f"{name} updates", "difference"))], lines
+    )
 
 
 def readme_table() -> str:
@@ -108,7 +206,7 @@ def readme_table() -> str:
 
 
 def chat_settings() -> dict[str, Finals]:
-    """Return the settings of the chat study of which each arm, VESPO among them, has all its seeds, by name."""
+    """Return the settings of the chat study in which every arm, VESPO included, has all its seeds, by name."""
     found = {}
     for updates in (4, 16):
         for study, name in CHAT_STUDIES.items():
@@ -116,27 +214,32 @@ def chat_settings() -> dict[str, Finals]:
             if updates == 4:
                 by_arm.pop(NOT_AT_4, None)
             if AGAINST in by_arm and all(len(seeds) == CHAT_SEEDS for seeds in by_arm.values()):
-                found[f"{name} at {updates}"] = by_arm
+                found[f"{name}, {updates} updates"] = by_arm
     return found
 
 
-def above_bapo(arm: str, updates: str) -> str:
-    """Return how far an arm ends above BAPO on the hard task, by seeds of their own where there are any."""
-    sweep = {TASK: "running totals", UPDATES: updates}
-    candidates, all_arms = (finals(rows(study, **sweep)) for study in ("stability_candidates", "stability"))
-    by_arm = candidates if arm in candidates else all_arms
-    return with_interval(differences(by_arm, [(arm, "BAPO")])[0].mean, ".3f", "+")
+def difference(by_arm: Finals, arm: str, baseline: str) -> str:
+    """Return the difference of two arms over the seeds that both have, and their number, as text."""
+    found = differences(by_arm, [(arm, baseline)]) if arm in by_arm else []
+    return f"{with_interval(found[0].mean, '.3f', '+')} ({len(found[0].values)})" if found else "-"
+
+
+def short_methods_table() -> str:
+    """Return the differences of the published methods from BAPO on the hard task."""
+    by_setting = [finals(rows("stability", **{TASK: "running totals", UPDATES: name})) for name in STALE]
+    lines = [[arm, *(difference(by_arm, arm, "BAPO") for by_arm in by_setting)] for arm in METHODS]
+    return markdown(
+        ["difference from BAPO (common seeds)", *(f"{name} updates per generation" for name in STALE)], lines
+    )
 
 
 def weights_table() -> str:
-    """Return how far arms with a weight on negative tokens end above VESPO, on both small tasks."""
-    places = [(task, updates) for task in ("running totals", "sums") for updates in ("16", "64")]
+    """Return the differences of arms with a weight on negative tokens from VESPO, on both small tasks."""
+    places = [(task, updates) for task in ("running totals", "sums") for updates in STALE]
     by_place = [finals(rows("balance", **{TASK: task, UPDATES: updates})) for task, updates in places]
-    lines = []
-    for arm in WEIGHTS:
-        above = [differences(by_arm, [(arm, "VESPO")]) if arm in by_arm else None for by_arm in by_place]
-        lines.append([arm, *(with_interval(each[0].mean, ".3f", "+") if each else "-" for each in above)])
-    return markdown(["above VESPO", *(f"{task}, {updates}" for task, updates in places)], lines)
+    lines = [[text, *(difference(by_arm, arm, "VESPO") for by_arm in by_place)] for arm, text in WEIGHTS.items()]
+    header = (f"{'`running_totals`' if task != 'sums' else '`sums`'}, {updates} updates" for task, updates in places)
+    return markdown(["difference from VESPO (common seeds)", *header], lines)
 
 
 def lora_transfer_table() -> str:
@@ -169,35 +272,29 @@ def overlap_accuracy_table() -> str:
     lines = []
     for updates in (4, 16):
         by_arm = finals(rows("overlap_accuracy", steps_per_generation=updates))
-        means = [mean_over_seeds(list(by_arm[arm].values())) for arm in ("BAPO", "BAPO, overlapped")]
-        (above,) = differences(by_arm, [("BAPO, overlapped", "BAPO")])
-        cells = [with_interval(mean, ".3f") for mean in means]
-        lines.append([str(updates), *cells, with_interval(above.mean, ".3f", "+")])
-    return markdown([UPDATES, "without", "with overlap", "difference"], lines)
+        means = [paired(by_arm, arm, "BAPO") for arm in ("BAPO", "BAPO, overlapped")]
+        lines.append(
+            [str(updates), str(len(by_arm["BAPO, overlapped"])), *(mean for mean, _, _ in means), means[1][2]]
+        )
+    return markdown([UPDATES, "seeds", "without", "with overlap", "difference"], lines)
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "readme": readme_table,
-    "stability": lambda: final_table(
-        {f"at {name}": finals(rows("stability", **{TASK: "running totals", UPDATES: name})) for name in ("16", "64")},
-        "BAPO",
-    ),
-    "methods": lambda: markdown(
-        ["hard task, above BAPO", "at 16", "at 64"],
-        [[arm, above_bapo(arm, "16"), above_bapo(arm, "64")] for arm in METHODS],
-    ),
-    "variants": lambda: markdown(
-        ["one thing changed", "at 64, above BAPO"], [[text, above_bapo(arm, "64")] for arm, text in VARIANTS.items()]
-    ),
+    "methods": short_methods_table,
+    "methods_by_updates": methods_table,
+    "variants": variants_table,
     "weights": weights_table,
-    "chat": lambda: final_table(chat_settings(), AGAINST, OTHERS),
+    "chat": lambda: final_table(chat_settings(), AGAINST, OTHERS, CHAT_NAMES),
     "tied": lambda: final_table(
         {f"rate {rate:g}": finals(rows("tied_groups", learning_rate=rate)) for rate in (2.5e-4, 5e-4)}, "refilled"
     ),
     "lora_transfer": lora_transfer_table,
     "overlap_time": overlap_time_table,
     "overlap_accuracy": overlap_accuracy_table,
-    "scopes": lambda: final_table({f"at {name}": finals(rows(f"scopes_{name}")) for name in SCOPES}, "batch"),
+    "scopes": lambda: long_table(
+        UPDATES, [(name, finals(rows(f"scopes_{name}")), {}) for name in STALE], "batch"
+    ).replace("| method ", "| scope  "),
 }
 
 
@@ -207,7 +304,7 @@ def filled(page: str) -> str:
     def fill(place: re.Match) -> str:
         return f"<!-- table {place[1]} -->\n\n{TABLES[place[1]]()}\n\n<!-- end -->"
 
-    return re.sub(r"<!-- table ([^\n]*?) -->\n.*?<!-- end -->", fill, page, flags=re.DOTALL)
+    return MARK.sub(fill, page)
 
 
 def keep(folder: Path, commit: str) -> None:

@@ -1,4 +1,4 @@
-"""The tables of a study, and its verdict in words that say no more than the intervals do."""
+"""Write the tables of a study, and its verdict in words that claim no more than the intervals show."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -11,10 +11,10 @@ from .study import name_setting
 
 
 SMALL = 0.03
-"""A difference in accuracy of which the tables say how many seeds it takes."""
+"""A difference in accuracy: the tables give the number of seeds that would show it."""
 
 FEWEST_SEEDS = 3
-"""Fewer say nothing about how many would be needed: the spread of two is a guess."""
+"""With fewer seeds, no number of needed seeds is given: the spread of two values is a guess."""
 
 
 class Figure(NamedTuple):
@@ -38,7 +38,7 @@ ACCURACIES = {
 COURSE = {
     "gradient peak": Figure(".1f", lambda row: row.gradient_peak),
     "entropy at end / start": Figure(".2f", lambda row: row.entropy_ratio),
-    "positive share": Figure(".2f", lambda row: row.share, 1.0),
+    "positive contribution": Figure(".2f", lambda row: row.share, 1.0),
     "searched bounds at limits": Figure(".0%", lambda row: row.at_limits, 1.0),
     "generated tokens": Figure(",.0f", lambda row: row.generated_tokens),
     "seconds": Figure(",.0f", lambda row: row.seconds),
@@ -75,7 +75,7 @@ class Comparison:
         return means
 
     def differences(self, pairs: Sequence[tuple[str, str]] | None = None, comparisons: int | None = None):
-        """Return how far arms end above others: each above the one that all are compared with, unless told which."""
+        """Return differences of final accuracy over common seeds, by default of each arm from the baseline."""
         if pairs is None:
             pairs = [(arm, self.baseline) for arm in self.arms if arm != self.baseline and self.baseline in self.arms]
         found = differences(self.finals, pairs, comparisons, self.noise())
@@ -97,7 +97,7 @@ def compare(rows: Iterable[Row], arms: Sequence[str], baseline: str) -> list[Com
 
 
 def with_interval(mean: Mean | None, form: str, sign: str = "") -> str:
-    """Return a mean with half the width of its interval, as text."""
+    """Return a mean with the half-width of its interval, as text."""
     if mean is None:
         return "-"
     half = "" if math.isnan(mean.half_width) else f" ± {mean.half_width:{form}}"
@@ -137,14 +137,24 @@ def _table(comparison: Comparison, figures: dict[str, Figure]) -> str:
         [arm, str(len(finals)), *(with_interval(means[title].get(arm), figures[title].form) for title in shown)]
         for arm, finals in comparison.finals.items()
     ]
-    return markdown(["arm", "seeds", *shown], cells) if shown else ""
+    return markdown(["method", "seeds", *shown], cells) if shown else ""
 
 
 def _paired(comparison: Comparison) -> str:
+    """Return the differences from the baseline, each with the accuracies of both sides on their common seeds."""
+    finals, baseline = comparison.finals, comparison.baseline
+
+    def on_common_seeds(arm: str, other: str) -> str:
+        seeds = finals[arm].keys() & finals[other].keys()
+        return f"{math.fsum(finals[arm][seed] for seed in seeds) / len(seeds):.3f}"
+
     found = comparison.differences()
     cells = [
         [
             each.arm,
+            str(len(each.values)),
+            on_common_seeds(each.arm, baseline),
+            on_common_seeds(baseline, each.arm),
             with_interval(each.mean, ".3f", "+"),
             "-" if math.isnan(each.p_value) else f"{each.p_value:.3f}",
             f"{sum(value > 0 for value in each.values)} of {len(each.values)}",
@@ -152,7 +162,8 @@ def _paired(comparison: Comparison) -> str:
         ]
         for each in found
     ]
-    header = ["arm", f"above {comparison.baseline}", "p (Holm)", "seeds above", f"seeds that show {SMALL}"]
+    header = ["method", "common seeds", "accuracy on them", f"{baseline} on them", "difference"]
+    header += ["p (Holm)", "seeds above 0", f"seeds to show {SMALL}"]
     return markdown(header, cells) if cells else ""
 
 
@@ -174,10 +185,10 @@ def _health(comparison: Comparison) -> list[str]:
 
 def verdict(comparison: Comparison) -> list[str]:
     """
-    Return what the differences say: an order only where an interval that holds for all comparisons excludes 0.
+    Return a sentence for each difference: an order only where an interval that holds for all comparisons excludes 0.
 
-    First each arm against the one that all are compared with; then the two that end highest, if neither is that one,
-    by an interval that holds for all pairs.
+    First each arm against the baseline. Then the two arms of the highest accuracy, if neither is the baseline, by an
+    interval that holds for all pairs.
     """
     lines = [_sentence(each, len(comparison.arms) - 1) for each in comparison.differences()]
     means = {arm: sum(finals.values()) / len(finals) for arm, finals in comparison.finals.items() if finals}
@@ -193,12 +204,12 @@ def _sentence(each: Difference, comparisons: int) -> str:
     if each.mean.excludes_zero:
         above, below = (each.arm, each.baseline) if each.mean.value > 0 else (each.baseline, each.arm)
         on = sum((value > 0) == (each.mean.value > 0) and value != 0 for value in each.values)
-        return f"{above} above {below} on {on} of {count} seeds."
-    apart = f"{each.arm} and {each.baseline} cannot be told apart"
+        return f"{above} reached a higher accuracy than {below} on {on} of {count} seeds."
+    alike = f"No significant difference between {each.arm} and {each.baseline}"
     if count < FEWEST_SEEDS:
-        return f"{apart} by {count} seed{'s' * (count > 1)}: run at least {FEWEST_SEEDS}."
+        return f"{alike} on {count} seed{'s' * (count > 1)}: run at least {FEWEST_SEEDS}."
     needed = _seeds_for(each.mean.value, each, comparisons)
     if needed is None:
-        return f"{apart}."
+        return f"{alike}."
     lacking = max(1, needed - count)
-    return f"{apart}: about {lacking} more seed{'s' * (lacking > 1)} would."
+    return f"{alike}: about {lacking} more seed{'s' * (lacking > 1)} would show one of the measured size."

@@ -21,7 +21,7 @@ def test_every_study_can_be_printed_whole(capsys, monkeypatch):
         if "rows" in json.loads(path.read_text()):
             monkeypatch.setattr("sys.argv", ["pages", path.stem])
             pages.main()
-            assert capsys.readouterr().out.count("| arm") >= 2
+            assert capsys.readouterr().out.count("| method") >= 2
 
 
 def row(arm: str, seed: int, final: float | None = 0.5, start: float = 0.25, **settings) -> Row:
@@ -80,8 +80,31 @@ def test_a_table_of_finals_pairs_the_seeds_holds_for_all_comparisons_and_leaves_
     assert f"+0.350 ± {above:.3f}" in table
 
 
+def test_a_row_of_fewer_seeds_shows_the_accuracy_of_the_baseline_on_them():
+    by_arm = {"y": {0: 0.2, 1: 0.4, 2: 0.9}, "x": {0: 0.5, 1: 0.5}}
+    assert "| x      | 2     | 0.500 (y: 0.300) | +0.200 ± " in pages.final_table({"final": by_arm}, "y")
+    table = pages.long_table("a b", [("16", by_arm, {})], "y")
+    assert "| 16  | x      | 2     | 0.500         | 0.300         | +0.200 ± " in table
+    with pytest.raises(ValueError, match=r"y has the seeds \[2\], which x lacks"):
+        pages.final_table({"final": by_arm}, "x")
+
+
+def test_each_group_of_variants_stands_under_bapo_on_its_seeds():
+    lines = [line.split("|") for line in pages.variants_table().splitlines()[2:]]
+    bapo: list[float] = []
+    for _, name, _, *cells, _ in lines:
+        accuracies = [float(cell) for cell in cells[::2]]
+        if name.strip() == "**BAPO**":
+            bapo = accuracies
+        else:
+            for accuracy, base, cell in zip(accuracies, bapo, cells[1::2], strict=True):
+                assert float(cell.split()[0]) == pytest.approx(accuracy - base, abs=0.0011)
+
+
 def test_the_chat_study_shows_settings_whose_seeds_are_all_there(tmp_path):
-    assert list(pages.chat_settings()) == ["chain sums at 4", "chain sums at 16", "legs at 16"]
+    assert list(pages.chat_settings()) == [
+        "chain_sum, 4 updates", "chain_sum, 16 updates", "leg_counting, 16 updates",
+    ]  # fmt: skip
     chat_figure.draw(pages.chat_settings(), tmp_path / "figure.png")
     with Image.open(tmp_path / "figure.png") as figure:
         assert figure.width > figure.height

@@ -22,17 +22,24 @@ def test_a_table_has_means_intervals_and_paired_differences():
     ]
     text = as_markdown(compare(rows, ["GRPO", "BAPO"], "GRPO"))
     # t(2) is 4.3027: * 0.1 / sqrt(3) = 0.248; of the differences 0.1, 0.1, 0.15: * 0.02887 / sqrt(3) = 0.072
-    assert "| GRPO | 3     | 0.600 ± 0.248  | 0.300         | 0.750  | 0.250        |" in text
-    assert "| BAPO | +0.117 ± 0.072 | 0.020    | 3 of 3      |" in text
-    assert "- BAPO above GRPO on 3 of 3 seeds." in text
-    assert "| BAPO | 3     | 3.0           |" in text
+    assert "| GRPO   | 3     | 0.600 ± 0.248  | 0.300         | 0.750  | 0.250        |" in text
+    assert "| BAPO   | 3            | 0.717            | 0.600        | +0.117 ± 0.072 | 0.020    | 3 of 3 " in text
+    assert "- BAPO reached a higher accuracy than GRPO on 3 of 3 seeds." in text
+    assert "| BAPO   | 3     | 3.0           |" in text
+
+
+def test_a_difference_is_over_the_seeds_that_both_have_and_equals_that_of_the_accuracies_beside_it():
+    rows = [*runs("GRPO", [0.5, 0.6, 0.7, 0.9]), *runs("BAPO", [0.6, 0.65])]
+    text = as_markdown(compare(rows, ["GRPO", "BAPO"], "GRPO"))
+    assert "| GRPO   | 4     | 0.675" in text
+    assert "| BAPO   | 2            | 0.625            | 0.550        | +0.075 ± " in text
 
 
 def test_a_failed_run_is_a_line_and_does_not_count():
     rows = [*runs("A", [0.5, 0.6]), *runs("B", [0.4, 0.7]), Row("B", {}, 7, error="exit code 1: nan (x.log)")]
     text = as_markdown(compare(rows, ["A", "B"], "A"))
     assert "- B, seed 7, failed: exit code 1: nan (x.log)" in text
-    assert "| B   | 2     |" in text
+    assert "| B      | 2     |" in text
 
 
 def test_each_setting_has_a_table_of_its_own():
@@ -43,16 +50,16 @@ def test_each_setting_has_a_table_of_its_own():
         ({"steps": 64}, ["A", "B"]),
     ]
     assert "## steps 16" in as_markdown(comparisons)
-    assert verdict(comparisons[1]) == ["B and A cannot be told apart by 1 seed: run at least 3."]
+    assert verdict(comparisons[1]) == ["No significant difference between B and A on 1 seed: run at least 3."]
     alike = compare([*runs("A", [0.5, 0.6, 0.7]), *runs("B", [0.5, 0.6, 0.7])], ["A", "B"], "A")
-    assert verdict(alike[0]) == ["B and A cannot be told apart."]
+    assert verdict(alike[0]) == ["No significant difference between B and A."]
 
 
 def test_a_verdict_says_how_many_more_seeds_would_tell():
     rows = [*runs("A", [0.5, 0.5, 0.5, 0.5]), *runs("B", [0.52, 0.48, 0.53, 0.49])]
     (line,) = verdict(compare(rows, ["A", "B"], "A")[0])
-    assert line.startswith("B and A cannot be told apart: about ")
-    assert line.endswith(" more seeds would.")
+    assert line.startswith("No significant difference between B and A: about ")
+    assert line.endswith(" more seeds would show one of the measured size.")
 
 
 def test_two_seeds_promise_nothing():
@@ -60,10 +67,10 @@ def test_two_seeds_promise_nothing():
     for finals in ([0.53, 0.538], [0.6, 0.9], [0.0, 0.624]):
         rows = [*runs("A", [0.5, 0.5]), *runs("B", finals)]
         comparisons = compare(rows, ["A", "B"], "A")
-        assert verdict(comparisons[0]) == ["B and A cannot be told apart by 2 seeds: run at least 3."]
+        assert verdict(comparisons[0]) == ["No significant difference between B and A on 2 seeds: run at least 3."]
         text = as_markdown(comparisons)
-        paired = next(line for line in text.splitlines() if line.startswith(("| B   | +", "| B   | -")))
-        assert paired.split("|")[5].strip() == "-"  # seeds that show 0.03
+        paired = next(line for line in text.splitlines() if line.startswith("| B      | 2            |"))
+        assert paired.split("|")[8].strip() == "-"  # seeds to show 0.03
         assert "more seed" not in text
 
 
@@ -74,13 +81,13 @@ def test_no_interval_is_wider_than_what_can_be_measured():
     rows[3] = replace(rows[3], gradient_peak=4.0, pass_at_k=0.9)
     text = as_markdown(compare(rows, ["A", "B"], "A"))
     assert "0.539 ± 0.496" in text
-    assert "| B   | 2     | 0.540          | 0.700  |" in text
+    assert "| B      | 2     | 0.540          | 0.700  |" in text
     assert "3.0 ± 12.7" in text  # which has no end
     # Differences are in [-1, 1]: 6.353 * 0.3 is above 1, 6.353 * 0.15 is not
     for last, interval in ((0.8, ""), (0.65, " ± 0.953")):
         rows = [*runs("A", [0.5, 0.5]), *runs("B", [0.5, last])]
         paired = next(line for line in as_markdown(compare(rows, ["A", "B"], "A")).splitlines() if "| +" in line)
-        assert paired.split("|")[2].strip() == f"+{(last - 0.5) / 2:.3f}{interval}"
+        assert paired.split("|")[5].strip() == f"+{(last - 0.5) / 2:.3f}{interval}"
 
 
 def test_the_spread_is_at_least_the_noise_of_the_evaluation():
@@ -89,13 +96,13 @@ def test_the_spread_is_at_least_the_noise_of_the_evaluation():
     rows = [row for arm, final in (("A", 0.5), ("B", 0.53)) for row in runs(arm, [final] * 3, pass_at_k=0.6, **error)]
     (comparison,) = compare(rows, ["A", "B"], "A")
     # t(2) is 4.3027: * 0.05 / sqrt(3) = 0.124, * 0.04 / sqrt(3) = 0.099, * 0.03 / sqrt(3) = 0.075
-    assert "| A   | 3     | 0.500 ± 0.124  | 0.600 ± 0.099 | 0.100 ± 0.075  |" in as_markdown([comparison])
+    assert "| A      | 3     | 0.500 ± 0.124  | 0.600 ± 0.099 | 0.100 ± 0.075  |" in as_markdown([comparison])
     # A difference is as noisy as both: 0.0707: 4.3027 * 0.0707 / sqrt(3) = 0.1757
     (of_b,) = comparison.differences()
     assert math.isclose(of_b.mean.half_width, 0.1757, abs_tol=1e-4)
     # t = 0.03 / (0.0707 / sqrt(3)) = 0.7348: p(2) = 0.539
     assert math.isclose(of_b.p_value, 0.539, abs_tol=1e-3)
-    assert verdict(comparison)[0].startswith("B and A cannot be told apart: about ")
+    assert verdict(comparison)[0].startswith("No significant difference between B and A: about ")
 
 
 def test_start_accuracy_and_health_warnings_are_in_the_result():
@@ -129,9 +136,9 @@ def test_no_verdict_claims_an_order_whose_interval_holds_zero(finals, baseline):
     (comparison,) = compare(rows, arms, baseline)
     pairs = len(arms) * (len(arms) - 1) // 2
     for line in verdict(comparison):
-        if " above " not in line:
+        if " reached a higher accuracy than " not in line:
             continue
-        above, _, rest = line.partition(" above ")
+        above, _, rest = line.partition(" reached a higher accuracy than ")
         below = rest.partition(" on ")[0]
         number = len(arms) - 1 if baseline in (above, below) else pairs
         (each,) = differences(comparison.finals, [(above, below)], number)
