@@ -139,8 +139,8 @@ def paired(by_arm: Finals, arm: str, baseline: str, comparisons: int = 1) -> tup
 
 def long_table(first: str, places: Iterable[tuple[str, Finals, Mapping[str, str]]], baseline: str) -> str:
     """
-    Return a table with a line for each setting and arm: seeds, accuracy, the baseline's accuracy on the same seeds, and
-    the difference. `places` are settings, with their accuracies and, optionally, the learning rate of each arm.
+    Return a table with a line for each setting and arm: seeds, accuracy, the baseline's accuracy on the same seeds,
+    and the difference. `places` are settings, with their accuracies and, optionally, the learning rate of each arm.
     """
     lines = []
     for setting, by_arm, rates in places:
