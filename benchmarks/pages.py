@@ -1,5 +1,5 @@
 """
-Fill the tables of the pages in `docs/` and of `README.md` from the runs in `benchmarks/results/`.
+Fill the tables of the pages in `docs/` from the runs in `benchmarks/results/`.
 
     python -m benchmarks.pages
 
@@ -7,7 +7,7 @@ A table stands between `<!-- table NAME -->` and `<!-- end -->`; `TABLES` names 
 all figures of a study: `python -m benchmarks.pages stability` (any file of runs), with `--against ARM`. To keep the
 runs that `bapo-trl compare` made: `python -m benchmarks.pages --keep outputs/FOLDER --commit COMMIT`.
 
-Each table of accuracies shows the number of seeds of each row, but for that of `README.md`. A difference is the mean
+Each table of accuracies shows the number of seeds of each row. A difference is the mean
 over the seeds that both of its sides have, and equals the difference of the accuracies beside it, up to rounding.
 """
 
@@ -27,9 +27,7 @@ from benchmarks.common import RESULTS, ROOT, describe_run
 
 
 MARK = re.compile(r"<!-- table ([^\n]*?) -->\n.*?<!-- end -->", re.DOTALL)
-PAGES = tuple(
-    path for path in (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md") if MARK.search(path.read_text())
-)
+PAGES = tuple(path for path in sorted((ROOT / "docs").glob("*.md")) if MARK.search(path.read_text()))
 Finals = Mapping[str, Mapping[int, float]]  # of each arm, by seed
 AGAINST = "VESPO"
 # The chat study: its seeds, the arms that are compared, and the one that was the run of another at 4 updates
@@ -41,8 +39,6 @@ CHAT_NAMES = {
 }
 CHAT_SEEDS, OTHERS, NOT_AT_4 = 8, 6, "half the weight, cap"
 TASK, UPDATES = "task", "updates per generation"
-WIDE = 0.02  # half-widths below this are left out of the README
-NAMES = {"VESPO": "VESPO (advised)", "VESPO, constant weight 0.5": "VESPO, half the weight"}
 STALE = ("16", "64")  # updates per generation
 WEIGHTS = {
     "VESPO, constant weight 0.5": "VESPO, constant weight 0.5",
@@ -73,9 +69,6 @@ CANDIDATES = {  # variants that were chosen on the seeds of the others, and meas
     "upper bound alone": "search only the upper bound (`ratio_lower_max=0.6`)",
     "delta 3": "`delta=3.0`, TRL's cap on ratios",
 }
-README_ARMS = (
-    "GRPO", "clip-higher", "CISPO", "BAPO", "SAPO", "GSPO", "VESPO", "VESPO, constant weight 0.5",
-)  # fmt: skip
 
 
 @cache
@@ -187,24 +180,6 @@ def variants_table() -> str:
     )
 
 
-def readme_table() -> str:
-    """Return the final accuracies of the published methods and of VESPO with half the weight, on the hard task."""
-    settings = ("4", "16", "64")
-    by_setting = {}
-    for name in settings:
-        sweep = {TASK: "running totals", UPDATES: name}
-        by_setting[name] = finals([*rows("balance", **sweep), *rows("stability", **sweep)])
-
-    def cell(values: Mapping[int, float] | None) -> str:
-        if not values:
-            return "-"
-        mean = mean_over_seeds(list(values.values()))
-        return f"{mean.value:.2f}" + (f" ± {mean.half_width:.2f}" if mean.half_width > WIDE else "")
-
-    lines = [[NAMES.get(arm, arm), *(cell(by_setting[name].get(arm)) for name in settings)] for arm in README_ARMS]
-    return markdown([UPDATES, *settings], lines)
-
-
 def chat_settings() -> dict[str, Finals]:
     """Return the settings of the chat study in which every arm, VESPO included, has all its seeds, by name."""
     found = {}
@@ -280,7 +255,6 @@ def overlap_accuracy_table() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "readme": readme_table,
     "methods": short_methods_table,
     "methods_by_updates": methods_table,
     "variants": variants_table,

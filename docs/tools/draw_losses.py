@@ -3,7 +3,7 @@ Draw docs/losses.png: the final accuracy of each method over the updates per gen
 
     python docs/tools/draw_losses.py
 
-The runs are those of the README's table, in benchmarks/results, and of GRPO at one update per generation.
+The runs are those of running totals in benchmarks/results.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from bapo_trl.compare.statistics import Mean, mean_over_seeds
-from benchmarks.pages import README_ARMS, TASK, UPDATES, finals, rows
+from benchmarks.pages import TASK, UPDATES, finals, rows
 
 
 PICTURE = Path(__file__).resolve().parents[1] / "losses.png"
@@ -40,11 +40,11 @@ APART = 0.016  # how far neighbouring methods stand apart, in parts of the updat
 
 def accuracies() -> dict[str, dict[int, Mean]]:
     """Return the mean final accuracy of each method, by updates per generation."""
-    found: dict[str, dict[int, Mean]] = {arm: {} for arm in README_ARMS}
+    found: dict[str, dict[int, Mean]] = {arm: {} for arm in STYLES}
     for updates in POINTS:
         sweep = {TASK: "running totals", UPDATES: str(updates)}
         by_arm = finals([*rows("balance", **sweep), *rows("stability", **sweep)])
-        for arm in README_ARMS:
+        for arm in STYLES:
             if arm in by_arm:
                 found[arm][updates] = mean_over_seeds(list(by_arm[arm].values()))
     return found

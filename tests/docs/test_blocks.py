@@ -1,6 +1,7 @@
 """Every code block of README and docs: run on stand-ins for the Hub's models and data, or parsed by what reads it."""
 
 import configparser
+import json
 import re
 import runpy
 from pathlib import Path
@@ -14,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 import benchmarks.gpu_first_run.__main__ as gpu_first_run
+from bapo_trl import BAPOConfig
 from bapo_trl.compare import command as compare_command
 from bapo_trl.report import command as report_command
 from bapo_trl.script import recipes, serving
@@ -31,15 +33,16 @@ pytestmark = pytest.mark.processes
 
 BLOCKS = all_blocks()
 TO_CHECK = {language: [b for b in BLOCKS if b.language == language and b.reason is None] for language in
-            ("bash", "python", "yaml")}  # fmt: skip
+            ("bash", "json", "python", "yaml")}  # fmt: skip
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 # What makes a run short, in the place of the model, the data and the length that a page names
 SHORT = {**{k: v for k, v in CPU.items() if k not in ("model_name_or_path", "output_dir")}, "logging_steps": "1"}
 SHORT |= {"per_device_train_batch_size": "4", "per_device_eval_batch_size": "16", "num_generations": "4"}
 SHORT_FLAGS = [part for name, value in SHORT.items() for part in (f"--{name}", value)]
 CPU_FLAGS = ["--use_cpu", "true", "--bf16", "false"]
+CONFIG = r"(BAPO|GRPO)Config\((?=\n)"
 NOT_RUN = {"math_7b", "recipes/smollm2_sums.yaml"}  # vLLM; packages with a model and with tasks
-SENTENCES = ["Find 1.", "Find 22.", "Find 3.", "Find 40."] * 16
+SENTENCES = ["Find 1.", "Find 22.", "Find 3.", "Find 40."] * 32
 
 
 @pytest.fixture
@@ -50,11 +53,12 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(ROOT / name)
     Path(MODEL).parent.mkdir()
     Path("model").rename(MODEL)
-    reward = "def is_short(completions, **kwargs):\n    return [-len(text) / 9 for text in completions]\n"
-    Path("my_rewards.py").write_text(reward)
+    Path("my_rewards.py").write_text("".join(b.text for b in BLOCKS if b.text.startswith("# my_rewards.py\n")))
     problems = [{"prompt": [{"role": "user", "content": text}], "solution": text[5:-1]} for text in SENTENCES]
     Dataset.from_dict({"prompt": SENTENCES}).to_json("prompts.jsonl")
-    Dataset.from_dict({"question": SENTENCES, "answer": [p["solution"] for p in problems]}).to_json("math.jsonl")
+    questions = Dataset.from_dict({"question": SENTENCES, "answer": [p["solution"] for p in problems]})
+    for name in ("math.jsonl", "problems.jsonl"):
+        questions.to_json(name)
     posed = [{"problem": row["prompt"][0]["content"], **row} for row in problems[:2]]
     for name, rows in (("trl-lib/DeepMath-103K", problems), ("math-ai/aime24", posed)):
         Path(name).mkdir(parents=True)
@@ -173,17 +177,31 @@ def test_commands(block, folder):
 def test_python(block, folder):
     # The page says to add `use_cpu` where there is no GPU
     names = {"__name__": "block"}
-    if "BAPOConfig(" not in block.text:  # lines for a script of one's own, which has the trainer
+    if not re.search(CONFIG, block.text):  # lines for a script of one's own, which has the trainer
         names |= {"trainer": toy_trainer("out", max_steps=2)} if "trainer" in block.text else {}
         exec(compile(block.text, str(block), "exec"), names)
         assert "trainer.train()" not in block.text or names["trainer"].state.global_step == 2
         return
-    shorter = "use_cpu=True, bf16=False, report_to='none', save_strategy='no', max_steps=2, max_completion_length=6,"
-    code, count = re.subn(r"BAPOConfig\((?=\n)", f"BAPOConfig({shorter}", block.text)
+    shorter = {
+        "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "max_steps": 2,
+        "max_completion_length": 6,
+    }  # fmt: skip
+    code = re.sub(rf"^ +({'|'.join(shorter)})=.*\n", "", block.text, flags=re.MULTILINE)
+    settings = ", ".join(f"{name}={value!r}" for name, value in shorter.items())
+    code, count = re.subn(CONFIG, rf"\g<0>{settings},", code)
     assert count == 1
     exec(compile(code, str(block), "exec"), names)
     assert names["trainer"].state.global_step == 2
-    assert names["trainer"].args.updates_per_generation == 16  # as its comments say
+    args = names["trainer"].args
+    assert not isinstance(args, BAPOConfig) or args.updates_per_generation == 16  # as its comments say
+
+
+@pytest.mark.parametrize("block", TO_CHECK["json"], ids=str)
+def test_data(block, folder):
+    """A line for each row, as the file of its page has it."""
+    rows = [json.loads(line) for line in block.text.splitlines()]
+    with open("problems.jsonl") as file:
+        assert {tuple(row) for row in rows} == {tuple(json.loads(next(file)))}
 
 
 @pytest.mark.parametrize("block", TO_CHECK["yaml"], ids=str)

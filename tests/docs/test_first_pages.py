@@ -1,0 +1,86 @@
+"""What README and the page for GRPO users say: figures of the studies, settings that raise an error, what equals GRPO."""
+
+import re
+
+import pytest
+import yaml
+from trl import GRPOConfig
+
+from bapo_trl import BAPOConfig
+from bapo_trl.compare.statistics import mean_over_seeds
+from bapo_trl.errors import InputError
+from benchmarks.pages import TASK, UPDATES, finals, rows
+from tests.docs.blocks import all_blocks
+from tests.helpers.commands import ROOT
+
+
+README = (ROOT / "README.md").read_text()
+CPU = {"output_dir": "unused", "use_cpu": True, "bf16": False}
+VLLM = {"use_vllm": True, "loss_type": "vespo"}
+
+
+def test_the_readme_is_short_and_its_first_example_trains_with_bapo():
+    assert len(README.split()) <= 700
+    example = next(block for block in all_blocks() if block.page == "README.md" and block.language == "python")
+    assert "BAPOTrainer(" in example.text
+    assert "loss_type" not in example.text
+
+
+def test_the_accuracies_in_the_readme_are_those_of_the_results():
+    section = README.partition("## Which loss")[2].partition("\n## ")[0]
+    pairs = [tuple(map(float, pair)) for pair in re.findall(r"\((0\.\d+) and (0\.\d+)\)", section)]
+    by_updates = [
+        finals([*rows("balance", **sweep), *rows("stability", **sweep)])
+        for sweep in ({TASK: "running totals", UPDATES: updates} for updates in ("16", "64"))
+    ]
+    measured = [
+        tuple(round(mean_over_seeds(list(found[arm].values())).value, 2) for found in by_updates)
+        for arm in ("BAPO", "GRPO", "VESPO")
+    ]
+    assert pairs == measured
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("epsilon", {"epsilon": 0.2}),
+        ("epsilon_high", {"epsilon_high": 0.28}),
+        ("epsilon_high", {"epsilon_high": 5.0, "loss_type": "sapo"}),
+        ("delta", {"delta": 2.0}),
+        ("gradient_accumulation_steps", {"gradient_accumulation_steps": 3, "steps_per_generation": 8}),
+        ("ratio_upper_max", {"ratio_upper_max": 2.0, "loss_type": "vespo"}),
+        ("vllm_importance_sampling_mode", {**VLLM, "vllm_importance_sampling_mode": "sequence_mask"}),
+    ],
+)
+def test_settings_that_the_page_for_grpo_users_lists_raise_an_error(name, settings):
+    assert f"`{name}`" in (ROOT / "docs" / "from_grpo.md").read_text()
+    with pytest.raises(InputError, match=f"`{name}"):
+        BAPOConfig(**CPU, **settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"epsilon_high": 5.0, "loss_type": "cispo"},
+        {"delta": 3.0},
+        {"gradient_accumulation_steps": 3, "steps_per_generation": 8, "search_scope": "micro_batch"},
+        {**VLLM, "vllm_importance_sampling_mode": "token_mask"},
+    ],
+)
+def test_the_exceptions_that_it_names_are_accepted(settings):
+    BAPOConfig(**CPU, **settings)
+
+
+def test_a_grpo_config_is_taken_unless_it_sets_its_clip_bounds():
+    assert BAPOConfig.from_grpo_config(GRPOConfig(**CPU)).is_adaptive
+    with pytest.raises(InputError, match="`epsilon_high` is 0.28"):
+        BAPOConfig.from_grpo_config(GRPOConfig(**CPU, epsilon_high=0.28))
+
+
+def test_the_fixed_bounds_on_the_page_are_those_of_trl():
+    (block,) = (block for block in all_blocks() if block.page == "docs/from_grpo.md" and block.language == "yaml")
+    bounds = BAPOConfig(**CPU, **yaml.safe_load(block.text))
+    epsilon = GRPOConfig(**CPU).epsilon
+    assert (bounds.ratio_lower_start, bounds.ratio_lower_max) == (1 - epsilon, 1 - epsilon)
+    assert (bounds.ratio_upper_start, bounds.ratio_upper_max) == (1 + epsilon, 1 + epsilon)
+    assert not bounds.is_adaptive
