@@ -1,4 +1,4 @@
-"""What README and the page for GRPO users say: figures of the studies, settings that raise an error, what equals GRPO."""
+"""What README and the page for GRPO users say: results, settings that raise an error, bounds that equal GRPO."""
 
 import re
 
@@ -73,7 +73,7 @@ def test_the_exceptions_that_it_names_are_accepted(settings):
 
 def test_a_grpo_config_is_taken_unless_it_sets_its_clip_bounds():
     assert BAPOConfig.from_grpo_config(GRPOConfig(**CPU)).is_adaptive
-    with pytest.raises(InputError, match="`epsilon_high` is 0.28"):
+    with pytest.raises(InputError, match=r"`epsilon_high` is 0\.28"):
         BAPOConfig.from_grpo_config(GRPOConfig(**CPU, epsilon_high=0.28))
 
 
