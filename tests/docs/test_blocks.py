@@ -57,7 +57,7 @@ def folder(tmp_path, monkeypatch):
     problems = [{"prompt": [{"role": "user", "content": text}], "solution": text[5:-1]} for text in SENTENCES]
     Dataset.from_dict({"prompt": SENTENCES}).to_json("prompts.jsonl")
     questions = Dataset.from_dict({"question": SENTENCES, "answer": [p["solution"] for p in problems]})
-    for name in ("math.jsonl", "problems.jsonl"):
+    for name in ("math.jsonl", "problems.jsonl", "test.jsonl"):
         questions.to_json(name)
     posed = [{"problem": row["prompt"][0]["content"], **row} for row in problems[:2]]
     for name, rows in (("trl-lib/DeepMath-103K", problems), ("math-ai/aime24", posed)):
