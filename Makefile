@@ -7,7 +7,7 @@ VENV ?= .venv
 TORCH_FLAGS ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+PIP := PIP_PROGRESS_BAR=off $(BIN)/python -m pip --disable-pip-version-check
 OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
 
 # Real DeepSpeed and vLLM, which take gigabytes and minutes to install: once, in a folder that checkouts share.
@@ -25,7 +25,7 @@ E2E_EDITABLE = $(E2E_BIN)/pip --disable-pip-version-check install --quiet --no-d
 .PHONY: demo demo-llm notebooks test test-all test-gpu test-llm test-notebooks test-e2e test-faults test-compat quality style bench bench-llm bench-vllm clean
 
 demo: $(VENV)/.installed
-	$(OFFLINE) $(BIN)/python train_bapo.py
+	@$(OFFLINE) $(BIN)/python train_bapo.py
 
 demo-llm: $(VENV)/.installed-llm
 	$(OFFLINE) $(BIN)/python train_bapo.py --config recipes/smollm2_sums.yaml --overwrite_output_dir true
@@ -129,12 +129,12 @@ CONSTRAINTS ?= constraints.txt
 # Python compiles what is imported, when it is imported: a fraction of what is installed, and half of the time
 INSTALL = $(PIP) install --quiet --no-compile --constraint $(CONSTRAINTS) --config-settings editable_mode=compat --editable
 $(VENV)/.installed: setup.cfg pyproject.toml $(CONSTRAINTS)
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
-	@echo "Installing into $(VENV), once: this takes a minute or more ..."
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --no-compile --constraint $(CONSTRAINTS) $(TORCH_FLAGS) torch
-	$(INSTALL) '.[plots]'
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
+	@echo "Installing pinned packages into $(VENV). This takes a few minutes, only the first time ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install --quiet --no-compile --constraint $(CONSTRAINTS) $(TORCH_FLAGS) torch
+	@$(INSTALL) '.[plots]'
+	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(INSTALL) '.[test]'

@@ -134,7 +134,7 @@ class BAPOTrainer(AtomicCheckpoints):
         # A second call starts at policy version 0 again, where samples of the first call would look new
         self._reset_run_state()
         # Printed as transformers prints its logs: a library's logger would hide it where nothing is set up
-        self.accelerator.print(f"{staleness_line(self.args)} {advice_line(self.args)}".rstrip())
+        self.accelerator.print(f"{staleness_line(self.args)}\n{advice_line(self.args)}".rstrip())
         result = super().train(*args, **kwargs)
         if self.args.load_best_model_at_end:  # vLLM has the weights of the last update
             self._forget_sent_weights()

@@ -67,27 +67,24 @@ def check_bounds(config: Any) -> None:
 
 def check_epsilons(config: Any) -> None:
     """Raise an error for TRL's clip bounds, where the loss does not read them (`InputError`)."""
-    for name in ("epsilon", "epsilon_high"):
-        if getattr(config, name) is not None:
-            _check_epsilon(config, name)
-
-
-def _check_epsilon(config: Any, name: str) -> None:
-    value = getattr(config, name)
+    given = {name: getattr(config, name) for name in ("epsilon", "epsilon_high")}
+    given = {name: value for name, value in given.items() if value is not None}
     if config.has_ratio_cap:
-        if not (value > 0 and math.isfinite(value)):
-            raise InputError(
-                f"`{name}` is {value}, the cap on the ratio under '{config.loss_type}': set it above 0, e.g. 5.0."
-            )
-    elif config.has_clip_bounds:
+        for name, value in given.items():
+            if not (value > 0 and math.isfinite(value)):
+                raise InputError(
+                    f"`{name}` is {value}, the cap on the ratio under '{config.loss_type}': set it above 0, e.g. 5.0."
+                )
+    elif given:
+        what = " and ".join(f"`{name}` is {value}" for name, value in given.items())
+        if not config.has_clip_bounds:
+            raise InputError(f"{what}, but `loss_type` {config.loss_type!r} has no clip bounds: leave it out.")
+        epsilon = given.get("epsilon", 0.2)  # TRL's default
+        lower, upper = f"{1 - epsilon:g}", f"{1 + given.get('epsilon_high', epsilon):g}"
         raise InputError(
-            f"`{name}` is {value}, but it has no effect under BAPO, which searches the clip bounds. Remove it; to fix "
-            "both bounds as in GRPO, set `ratio_lower_start` = `ratio_lower_max` (1 - epsilon) and "
-            "`ratio_upper_start` = `ratio_upper_max` (1 + epsilon_high)."
-        )
-    else:
-        raise InputError(
-            f"`{name}` is {value}, but it has no effect under `loss_type` {config.loss_type!r}: remove it."
+            f"{what}, but BAPO searches the clip bounds and does not read it: leave it out. To keep fixed clip bounds "
+            f"of {lower} and {upper}, set `ratio_lower_start` and `ratio_lower_max` to {lower}, and "
+            f"`ratio_upper_start` and `ratio_upper_max` to {upper}."
         )
 
 

@@ -41,7 +41,11 @@ def config(**args) -> BAPOConfig:
         ({"search_order": {"a": 1}}, "`search_order` is {'a': 1}: choose one of 'upper_first'"),
         ({"loss_type": "ppo"}, "`loss_type` is 'ppo': choose one of 'grpo', .*'vespo'"),
         ({"delta": 2.0}, "delta.*2.0.*ratio_upper_max.*3.0"),
-        ({"epsilon": 0.2}, "epsilon.*0.2.*no effect.*ratio_lower_start"),
+        (
+            {"epsilon": 0.2, "epsilon_high": 0.28},
+            "`epsilon` is 0.2 and `epsilon_high` is 0.28, .* fixed clip bounds of 0.8 and 1.28, set `ratio_lower_start` "
+            "and `ratio_lower_max` to 0.8, and `ratio_upper_start` and `ratio_upper_max` to 1.28",
+        ),
         (
             {"gradient_accumulation_steps": 4, "steps_per_generation": 2},
             "search_scope.*'carried_over'.*gradient_accumulation_steps.*steps_per_generation.*'micro_batch'",
@@ -55,7 +59,7 @@ def config(**args) -> BAPOConfig:
         ({**FIXED, "positive_contribution_target": 0.7}, "but it has no effect: both clip bounds are fixed"),
         ({"loss_type": "cispo", "ratio_upper_max": 2.0}, "`ratio_upper_max` is 2.0, but `loss_type` 'cispo' has no"),
         ({"loss_type": "vespo", "delta": 3.0}, "`delta` is 3.0, but `loss_type` 'vespo' has no clip bounds"),
-        ({"loss_type": "sapo", "epsilon": 0.3}, "`epsilon` is 0.3, but it has no effect under .* 'sapo'"),
+        ({"loss_type": "sapo", "epsilon": 0.3}, "`epsilon` is 0.3, but `loss_type` 'sapo' has no clip bounds"),
         ({"loss_type": "cispo", "epsilon_high": -1.0}, "`epsilon_high` is -1.0, the cap on the ratio"),
         (
             {"loss_type": "vespo", "use_vllm": True},
@@ -155,7 +159,7 @@ def test_a_grpo_config_is_taken_over():
     assert (args.output_dir, args.learning_rate, args.steps_per_generation) == ("somewhere", 3e-4, 4)
     assert args.positive_contribution_target == 0.5
     assert args.epsilon is None
-    with pytest.raises(ValueError, match=r"epsilon.*0.3.*no effect"):
+    with pytest.raises(ValueError, match="`epsilon` is 0.3, .* of 0.7 and 1.3, set"):
         BAPOConfig.from_grpo_config(GRPOConfig("unused", **CPU, epsilon=0.3))
     cispo = BAPOConfig.from_grpo_config(GRPOConfig("unused", **CPU, loss_type="cispo", epsilon_high=5.0))
     assert (cispo.epsilon, cispo.epsilon_high) == (0.2, 5.0)  # its cap

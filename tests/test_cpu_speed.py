@@ -120,12 +120,14 @@ def trainer_on(device, **parts):
 def test_what_was_chosen_is_said_in_one_line(model, monkeypatch):
     monkeypatch.setattr(cpu_speed, "has_bfloat16", lambda: False)
     trainer = trainer_on("cpu", model=model, args=SimpleNamespace(bf16=False))
-    line = "On CPUs: threads: 1, numbers: float32 (float32 weights, a processor without bfloat16)"
+    told = []
+    monkeypatch.setattr(cpu_speed.logging, "get_logger", lambda name: SimpleNamespace(info=told.append))
     monkeypatch.setattr(cpu_speed, "limit_threads", lambda: 1)
-    assert cpu_speed.speed_up_cpu(trainer) == f"{line}, only completions are scored."
+    assert cpu_speed.speed_up_cpu(trainer) == "CPU: 1 thread, float32 (no bfloat16 support)"
+    assert told == ["CPU: float32 weights, prompt positions are not scored"]
     model.requires_grad_(False)
-    both = "rows of the frozen head are contiguous, only completions are scored"
-    assert cpu_speed.speed_up_cpu(trainer) == f"{line}, {both}."
+    cpu_speed.speed_up_cpu(trainer)
+    assert told[1] == "CPU: float32 weights, contiguous input of the frozen output head, prompt positions are not scored"
 
 
 def test_a_run_on_a_gpu_is_left_alone(monkeypatch):

@@ -5,21 +5,18 @@ from typing import Any
 
 
 def oldest_age(args: Any) -> str:
-    """Return the oldest age at which a sample is trained, with what keeps it so long, in words for a table."""
+    """Return the maximum staleness of a sample in training, and what carries samples over, in words for a table."""
     age, held_by = _oldest(args)
     return ("no limit" if age is None else f"{age} policy versions") + held_by
 
 
 def staleness_line(args: Any) -> str:
-    """Return what a run says at its start of how stale its samples get."""
+    """Return the line that a run prints at its start: updates per generation and maximum staleness."""
     age, held_by = _oldest(args)
-    window = args.gradient_accumulation_steps
-    updates = args.micro_batches_per_generation / window
-    oldest = "of any age" if age is None else f"at most {age} policy versions old"
-    return (
-        f"{updates:g} update{'s' if updates != 1 else ''} a generation, of {window} micro-batch"
-        f"{'es' if window != 1 else ''} each; samples {oldest}{held_by}."
-    )
+    updates = args.micro_batches_per_generation / args.gradient_accumulation_steps
+    kind = "On-policy" if age == 0 else "Off-policy"
+    limit = "no staleness limit" if age is None else f"max staleness {age}"
+    return f"{kind}: {updates:g} update{'s' * (updates != 1)} per generation ({limit}{held_by})."
 
 
 def mean_age(args: Any) -> float:
@@ -37,13 +34,13 @@ def mean_age(args: Any) -> float:
 
 
 def _oldest(args: Any) -> tuple[int | None, str]:
-    """Return the oldest age, `None` for no limit, and what holds a sample beyond its generation, in brackets."""
+    """Return the maximum staleness, `None` for no limit, and what carries samples over to later generations."""
     limits = {}
     if args.uses_replay:
-        limits["replay queue"] = args.replay_max_staleness
+        limits["replay buffer"] = args.replay_max_staleness
     if args.uses_partial_rollouts:
         limits["partial rollouts"] = args.partial_rollout_max_staleness
     if not limits:
         return args.largest_staleness, ""
     age = None if None in limits.values() else max(limits.values())
-    return age, f" ({' and '.join(limits)})"
+    return age, f", with {' and '.join(limits)}"

@@ -1,4 +1,4 @@
-"""Which method to take, as the studies found (docs/which_loss.md)."""
+"""The loss that the studies recommend (docs/which_loss.md)."""
 
 from typing import Any
 
@@ -9,11 +9,13 @@ ADVICE = {"loss_type": "vespo"}
 
 def advice_line(args: Any) -> str:
     """
-    Return the advice that a run prints at its start, or an empty string.
+    Return the advice on the loss that a run prints at its start, or an empty string.
 
-    Up to 4 updates per generation the loss makes no difference, and who has chosen a loss needs no advice on it.
+    There is none up to 4 updates per generation, where the loss made no difference, and none for a run whose user has
+    chosen a loss or a method.
     """
     updates = args.micro_batches_per_generation / args.gradient_accumulation_steps
     if updates <= 4 or args.loss_type != type(args).loss_type or args.loss_was_chosen:
         return ""
-    return f"Advice: {', '.join(f'{name} {value}' for name, value in ADVICE.items())} (docs/which_loss.md)."
+    advised = ", ".join(f"{name} {value}" for name, value in ADVICE.items())
+    return f"Advice: with more than 4 updates per generation, try {advised} (docs/which_loss.md)."

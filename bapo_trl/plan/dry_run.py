@@ -1,4 +1,4 @@
-"""What a run would do: its arithmetic, its prompts, and what its reward functions say to a made completion."""
+"""What a run would do: its sample counts, its prompts, and the rewards of an example completion."""
 
 import asyncio
 import inspect
@@ -87,10 +87,10 @@ def look_at_prompts(dataset: Any, processing_class: Any, room: int | None, templ
 
 def check_fit(config: Any, processing_class: Any, args: BAPOConfig, datasets: Iterable[tuple[str, Any]]) -> None:
     """
-    Refuse a tokenizer with more tokens than the model, and prompts that are too long for it (`InputError`).
+    Reject a tokenizer with more tokens than the model, and prompts that are too long for it (`InputError`).
 
-    `datasets` has pairs of name and dataset; streams pass. Rotary positions go on beyond the window that the model was
-    trained for, worse and worse: there, this only warns.
+    `datasets` has pairs of name and dataset, or name and the dataset's [`Prompts`]; streams pass. A model with rotary
+    positions works beyond the window that it was trained for, but ever worse: for it, this only warns.
     """
     config = config.get_text_config()
     limits = token_limits(config, args.max_completion_length)
@@ -113,11 +113,10 @@ def _check_window(
             f"`max_completion_length` is {limits.completion}, but the model's window (`max_position_embeddings`) "
             f"is {limits.window} with the prompt: lower `max_completion_length`."
         )
-    for name, dataset in datasets:
-        if not (isinstance(dataset, Dataset) and len(dataset)):
-            continue
-        found = look_at_prompts(dataset, processing_class, limits.longest_prompt, template_kwargs)
-        if found.too_long:
+    for name, found in datasets:
+        if isinstance(found, Dataset) and len(found):
+            found = look_at_prompts(found, processing_class, limits.longest_prompt, template_kwargs)
+        if isinstance(found, Prompts) and found.too_long:
             of_them = "" if found.num_sampled == found.num_prompts else "that were looked at "
             raise InputError(
                 f"{found.too_long} of the {found.num_sampled} prompts of the {name} dataset {of_them}are too long: "
@@ -200,7 +199,7 @@ def count(args: BAPOConfig, processes: int, num_prompts: int | None) -> Counts:
     updates = samples / micro_batch * args.num_iterations / args.gradient_accumulation_steps
     prompts = samples / args.num_generations
     generations = None if num_prompts is None else int(num_prompts // prompts)
-    too_few = f"a generation takes {prompts:g} prompts, there are {num_prompts}"
+    too_few = f"a generation needs {prompts:g} prompts, but there are {num_prompts}"
     return Counts(
         processes=processes,
         prompts=prompts,
@@ -215,7 +214,7 @@ def count(args: BAPOConfig, processes: int, num_prompts: int | None) -> Counts:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What is known of a run before it begins. `print` it."""
+    """The plan of a run, to be printed: sample counts, staleness, prompts and example rewards."""
 
     args: BAPOConfig
     counts: list[Counts]  # on its own number of processes first; empty for an evaluation alone
@@ -237,7 +236,7 @@ class DryRun:
         """Return all but the problems."""
         parts = [_counts(self), _staleness(self)] if self.counts else [_evaluation(self)]
         if self.prompts is None:
-            parts.append("Prompts and rewards are not known: the end says why.")
+            parts.append("Prompts and rewards are unknown: see the error below.")
         else:
             parts += [_prompts(self.args, self.prompts), _rewards(self.rewards)]
         return "\n\n".join(part for part in parts if part)
@@ -255,9 +254,9 @@ def dry_run(
     processes: int | None = None,
 ) -> DryRun:
     """
-    Return what can be known of a run before it begins. Nothing is written, and no weight is loaded.
+    Return the plan of a run. Nothing is written, and no weights are loaded.
 
-    What TRL's trainer refuses when it is made, it does not see: it makes none.
+    It makes no trainer, so it does not find the settings that TRL's trainer rejects when it is made.
 
     Args:
         args ([`BAPOConfig`]): Settings of the run.
@@ -286,12 +285,13 @@ def dry_run(
     else:
         name, settings, config = model.config._name_or_path, {}, model.config
     processing_class = processing_class or AutoProcessor.from_pretrained(name, **settings)
-    check_fit(config, processing_class, args, [("train", train_dataset)])
     room = token_limits(config.get_text_config(), args.max_completion_length).longest_prompt
+    prompts = look_at_prompts(train_dataset, processing_class, room, args.chat_template_kwargs)
+    check_fit(config, processing_class, args, [("train", prompts if isinstance(train_dataset, Dataset) else None)])
     functions = reward_funcs if isinstance(reward_funcs, Sequence) else [reward_funcs]
     return replace(
         arithmetic_of(args, train_dataset, processes),
-        prompts=look_at_prompts(train_dataset, processing_class, room, args.chat_template_kwargs),
+        prompts=prompts,
         rewards=try_rewards(functions, next(iter(train_dataset)), processing_class),
     )
 
@@ -319,34 +319,34 @@ def aligned_rows(rows: Iterable[tuple[str, str]]) -> str:
 def _counts(run: DryRun) -> str:
     cells = {
         "": [f"{_processes(each)}{' *' if each is run.counts[0] else ''}" for each in run.counts],
-        "prompts a generation": [f"{each.prompts:g}" for each in run.counts],
-        "samples a generation": [str(each.samples) for each in run.counts],
-        "samples an update": [str(each.samples_per_update) for each in run.counts],
-        "updates a generation": [f"{each.updates_per_generation:g}" for each in run.counts],
-        "generations an epoch": [_or_dash(each.generations_per_epoch) for each in run.counts],
-        "updates an epoch": [_or_dash(each.updates_per_epoch) for each in run.counts],
+        "prompts per generation": [f"{each.prompts:g}" for each in run.counts],
+        "samples per generation": [str(each.samples) for each in run.counts],
+        "samples per update": [str(each.samples_per_update) for each in run.counts],
+        "updates per generation": [f"{each.updates_per_generation:g}" for each in run.counts],
+        "generations per epoch": [_or_dash(each.generations_per_epoch) for each in run.counts],
+        "updates per epoch": [_or_dash(each.updates_per_epoch) for each in run.counts],
     }
     if not run.args.has_fixed_samples:  # else the same on any number of processes
-        del cells["updates a generation"]
+        del cells["updates per generation"]
     widths = [max(map(len, column)) for column in zip(*cells.values(), strict=True)]
     rows = [
         (name, "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
         for name, row in cells.items()
     ]
-    refused = [f"  Refused on {each.processes}: {each.refusal}." for each in run.counts if each.refusal]
-    return "\n".join(["Arithmetic (* as launched)", aligned_rows(rows), *refused])
+    refused = [f"  Not possible on {each.processes}: {each.refusal}." for each in run.counts if each.refusal]
+    return "\n".join(["Sample counts by number of processes (* as launched)", aligned_rows(rows), *refused])
 
 
 def _staleness(run: DryRun) -> str:
     args, here = run.args, run.counts[0]
     mean = f"{mean_age(args):g} policy versions"
     if args.uses_replay or args.uses_partial_rollouts:
-        mean += " of fresh ones; of all not known before the run"
+        mean += " for fresh samples; unknown for the others before the run"
     rows = [
-        ("micro-batches an update", str(args.gradient_accumulation_steps)),
-        ("updates a generation", f"{here.updates_per_generation:g}"),
-        ("oldest age of a sample", oldest_age(args)),
-        ("mean age of a sample", mean),
+        ("micro-batches per update", str(args.gradient_accumulation_steps)),
+        ("updates per generation", f"{here.updates_per_generation:g}"),
+        ("max staleness", oldest_age(args)),
+        ("mean staleness", mean),
     ]
     where = _processes(here) if args.has_fixed_samples else "any number of processes"
     return f"Staleness, on {where}\n{aligned_rows(rows)}\n  {advice_line(args)}".rstrip()
@@ -356,34 +356,34 @@ def _evaluation(run: DryRun) -> str:
     completions, num_prompts = run.args.num_generations_eval or run.args.num_generations, run.num_prompts
     rows = [
         ("prompts", _or_dash(num_prompts)),
-        ("completions a prompt", str(completions)),
+        ("completions per prompt", str(completions)),
         ("completions", "-" if num_prompts is None else str(num_prompts * completions)),
-        ("completions at once, a process", str(run.args.per_device_eval_batch_size)),
+        ("completions per process and batch", str(run.args.per_device_eval_batch_size)),
     ]
-    return f"Evaluation alone: nothing is trained\n{aligned_rows(rows)}"
+    return f"Evaluation only, no training\n{aligned_rows(rows)}"
 
 
 def _prompts(args: BAPOConfig, prompts: Prompts) -> str:
     names = {0.5: "median", 1.0: "longest"}
     shares = ", ".join(f"{length} ({names.get(q, f'{q:.0%}')})" for q, length in prompts.lengths.items())
-    of = "" if prompts.num_prompts == prompts.num_sampled else f" ({prompts.num_sampled} of them looked at)"
+    of = "" if prompts.num_prompts == prompts.num_sampled else f" ({prompts.num_sampled} of them tokenized)"
     count = "a stream" if prompts.num_prompts is None else f"{prompts.num_prompts} prompts"
     lines = [f"Prompts: {count}{of}", f"  tokens: {shares}"]
     if prompts.room is not None:
-        room = f"room before a completion of {args.max_completion_length}: {max(prompts.room, 0)}"
+        room = f"longest prompt that leaves room for {args.max_completion_length} new tokens: {max(prompts.room, 0)}"
         lines.append(f"  {room}; too long: {prompts.too_long}")
     if prompts.lacks_messages:
         lines.append(f"  {TEXT_FOR_CHAT}")
     shown = prompts.first[:_PROMPT_CHARACTERS]
     more = " ..." if len(prompts.first) > len(shown) else ""
-    lines += ["  the first, as the model gets it:", *(f"  | {line}" for line in f"{shown}{more}".splitlines())]
+    lines += ["  first prompt after the chat template:", *(f"  | {line}" for line in f"{shown}{more}".splitlines())]
     return "\n".join(lines)
 
 
 def _rewards(rewards: Sequence[Reward]) -> str:
     if not rewards:
         return ""
-    lines = [f'Rewards of a made completion, "{rewards[0].completion}"']
+    lines = [f'Rewards of an example completion, "{rewards[0].completion}"']
     for each in rewards:
         value = "failed" if each.error else "none" if each.value is None else f"{each.value:g}"
         lines.append(f"  {each.name}: {value}")

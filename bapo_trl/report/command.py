@@ -1,17 +1,18 @@
-"""`bapo-trl report`, and the report of a run at its end: `report.png`, and what the terminal is told of it."""
+"""`bapo-trl report`, and the report of a run at its end: `report.png`, and lines for the terminal."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 
 from ..errors import InputError, MissingPackageError, OneLineParser
 from .figure import drawn_panels, save_png
 from .health import examine
-from .runs import Logs, Run, group_runs, read_runs, read_settings
+from .runs import RESULTS_FILE, Logs, Run, group_runs, read_runs, read_settings
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the report of the runs that the arguments name, by default the process's, and print its health lines."""
+    """Write the report of the runs that the arguments name, by default the process's, and print its health checks."""
     parser = OneLineParser(
         prog="bapo-trl report",
         description="Plot the metrics that runs logged, several runs in one figure and seeds as bands, and check the "
@@ -45,11 +46,11 @@ def save_report(log_history: Sequence[Mapping], path: str | Path) -> str:
             "no update was logged (`logging_steps` and `logging_strategy` say which are): there is nothing to draw"
         )
     folder = Path(path).resolve().parent
-    return write_report([Run(folder.name, logs, read_settings(folder))], path)
+    return write_report([Run(folder.name, logs, read_settings(folder), read_settings(folder, RESULTS_FILE))], path)
 
 
 def report_line(log_history: Sequence[Mapping], path: str | Path) -> str:
-    """Do as [`save_report`] does, and return what stands in the way instead of raising it."""
+    """Do as [`save_report`] does, but return an error in words instead of raising it."""
     try:
         return save_report(log_history, path)
     except Exception as error:  # of matplotlib or the disk: a run that is saved does not fail for its figure
@@ -59,9 +60,9 @@ def report_line(log_history: Sequence[Mapping], path: str | Path) -> str:
 
 def write_report(runs: Sequence[Run], path: str | Path) -> str:
     """
-    Write the report of runs into a PNG; return lines for the terminal: where it is and what it found.
+    Write the report of runs into a PNG; return lines for the terminal: its path and the health of the runs.
 
-    Runs are laid over one another; seeds of one setting are a band. What several runs share is said once.
+    Runs are drawn one over the other; seeds of one setting are a band. A finding that several runs share stands once.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingPackageError("matplotlib is not installed (pip install 'bapo-trl[plots]')")
@@ -76,8 +77,13 @@ def write_report(runs: Sequence[Run], path: str | Path) -> str:
             titles.setdefault(str(finding), []).append(run.title())
     findings: dict[str, list[str]] = {}  # by the titles of the runs that share them
     for line, some in titles.items():
-        findings.setdefault(", ".join(some), []).append(f"  {line}")
+        findings.setdefault(", ".join(some), []).append(line)
     lines = [f"Report: {path}"]
     for title, said in findings.items():
-        lines += [f"{title}:", *said] if len(runs) > 1 else said
+        indent = "  " if len(runs) > 1 else ""
+        lines += [f"{title}:"] if indent else []
+        lines += [
+            fill(line, 100, initial_indent=indent, subsequent_indent=f"{indent}    ", break_on_hyphens=False)
+            for line in said
+        ]
     return "\n".join(lines)

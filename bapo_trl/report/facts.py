@@ -1,4 +1,4 @@
-"""What follows from the settings of a run. The run writes it once; the report and `compare` read it there."""
+"""Facts that follow from the settings of a run. The run writes them once; the report and `compare` read them."""
 
 import math
 from typing import Any

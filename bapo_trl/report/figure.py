@@ -1,5 +1,6 @@
 """The figure of the report: the panels that have data, side by side in a PNG."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -7,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .health import CUT_OFF_MAX, NO_SIGNAL_MAX, RATIO_MEAN_MAX, RATIO_MEAN_MIN
-from .runs import Group, Points
+from .runs import Group, Points, Run
 
 
 class Line(NamedTuple):
@@ -23,39 +24,41 @@ class Panel(NamedTuple):
 
     title: str
     lines: tuple[Line, ...]
-    marks: tuple[float, ...] = ()  # grey lines
+    marks: tuple[tuple[str, float], ...] = ()  # dotted grey lines, with the name of the first of each name
     limits: tuple[float, float | None] | None = None  # of the axis; open above for `None`
     is_log: bool = False
     has_target: bool = False  # a line for each group that has a target
 
 
-_SHARE = (-0.03, 1.03)
-_GREY = "0.5"
+_FRACTION = (-0.03, 1.03)
+_GREY = "0.45"
 _STYLES = ("-", "--", ":")  # of the lines of a panel
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito's
+MOST_PANELS = 8
+
+_ACCURACY = re.compile(r"eval_(avg@\d+)")
+ACCURACY = Panel("Accuracy before and after (95% interval)", (Line("accuracy", "accuracy"),))
 
 PANELS = (
     Panel("Mean reward of the samples", (Line("reward", "reward"),)),
-    Panel(
-        "Length of the completions (tokens)",
-        (Line("completions/mean_length", "mean"), Line("completions/max_length", "longest of a generation")),
-    ),
-    Panel(
-        "Completions cut off, and without signal (share)",
-        (Line("completions/clipped_ratio", "cut off"), Line("frac_reward_zero_std", "without signal")),
-        marks=(CUT_OFF_MAX, NO_SIGNAL_MAX),
-        limits=_SHARE,
-    ),
-    Panel("Entropy of the policy (nats per token)", (Line("entropy", "entropy"),)),
-    Panel(
-        "Share of positive-advantage tokens in the loss",
-        (Line("bapo/positive_share", "as trained"), Line("bapo/positive_share_initial", "unadjusted")),
-        limits=_SHARE,
-        has_target=True,
-    ),
+    ACCURACY,
     Panel(
         "Clip bounds (importance ratio)",
         (Line("bapo/clip_high", "upper bound"), Line("bapo/clip_low", "lower bound")),
-        marks=(1.0,),
+        marks=(("ratio on-policy", 1.0),),
+    ),
+    Panel(
+        "Positive contribution (fraction of the loss)",
+        (Line("bapo/positive_share", "as trained"), Line("bapo/positive_share_initial", "at start bounds")),
+        limits=_FRACTION,
+        has_target=True,
+    ),
+    Panel("Entropy of the policy (nats per token)", (Line("entropy", "entropy"),), limits=(0.0, None)),
+    Panel(
+        "Cut off, zero advantage (fraction of samples)",
+        (Line("completions/clipped_ratio", "cut off"), Line("frac_reward_zero_std", "zero advantage")),
+        marks=((f"healthy below {CUT_OFF_MAX:g}, {NO_SIGNAL_MAX:g}", CUT_OFF_MAX), ("", NO_SIGNAL_MAX)),
+        limits=_FRACTION,
     ),
     Panel(
         "Importance ratios",
@@ -64,38 +67,60 @@ PANELS = (
             Line("ratio/max", "largest", over_seeds="high"),
             Line("ratio/min", "smallest", over_seeds="low"),
         ),
-        marks=(RATIO_MEAN_MIN, RATIO_MEAN_MAX),
+        marks=(("healthy mean", RATIO_MEAN_MIN), ("", RATIO_MEAN_MAX)),
         is_log=True,
     ),
     Panel(
-        "Staleness of the samples (policy versions)",
+        "Length of completions (tokens)",
+        (Line("completions/mean_length", "mean"), Line("completions/max_length", "longest of a batch")),
+    ),
+    Panel(
+        "Staleness of samples (policy versions)",
         (Line("staleness/mean", "mean"), Line("staleness/max", "largest", over_seeds="high")),
         limits=(0.0, None),
     ),
     Panel(  # of the asynchronous trainer
-        "Staleness of the samples (transfers of the weights)",
+        "Staleness of samples (weight transfers)",
         (Line("sample/staleness_mean", "mean"), Line("sample/staleness_max", "largest", over_seeds="high")),
         limits=(0.0, None),
     ),
 )
-"""All panels, in their order."""
+"""All panels, the most important first."""
 
 
-def drawn_panels(groups: Sequence[Group]) -> list[Panel]:
-    """Return the panels for which some run has data."""
-    logs = [run.logs for group in groups for run in group.runs]
-    return [
-        panel for panel in PANELS if any(len(each.points(line.metric).steps) for each in logs for line in panel.lines)
+def accuracies_of(run: Run) -> tuple[str, list[tuple[int, float, float]]]:
+    """Return the name of the accuracy that a run measured, and update, mean and half a 95% interval of each value."""
+    name = next((found[1] for found in map(_ACCURACY.fullmatch, run.results) if found), "")
+    if not name or "eval_step" not in run.results:
+        return "", []
+    return name, [
+        (step, run.results[f"{when}_{name}"], 1.96 * run.results.get(f"{when}_{name}_stderr", 0.0))
+        for when, step in (("before", 0), ("eval", run.results["eval_step"]))
+        if f"{when}_{name}" in run.results
     ]
 
 
-def save_png(groups: Sequence[Group], path: Path) -> None:
-    """Draw all panels that have data, at least one, into one image."""
+def drawn_panels(groups: Sequence[Group]) -> list[Panel]:
+    """Return the panels for which some run has data, at most `MOST_PANELS`."""
+    runs = [run for group in groups for run in group.runs]
+    panels = [
+        panel
+        for panel in PANELS
+        if any(len(run.logs.points(line.metric).steps) for run in runs for line in panel.lines)
+        or (panel is ACCURACY and any(accuracies_of(run)[1] for run in runs))
+    ]
+    return panels[:MOST_PANELS]
+
+
+def save_png(groups: Sequence[Group], path: Path, panels: Sequence[Panel] = ()) -> None:
+    """Draw panels into one image; by default all that have data, at least one."""
+    from cycler import cycler
+    from matplotlib import rc_context
     from matplotlib.figure import Figure  # not pyplot, which would choose a window and keep the figure
     from matplotlib.lines import Line2D
 
-    panels = drawn_panels(groups)
-    columns = min(3, len(panels))
+    panels = panels or drawn_panels(groups)
+    columns = 2 if len(panels) == 4 else min(3, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(4.2 * columns, 2.5 * rows + 0.5), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
@@ -109,16 +134,17 @@ def save_png(groups: Sequence[Group], path: Path) -> None:
     else:
         figure.suptitle(groups[0].title)
     has_band = any(len(group.runs) > 1 for group in groups)
-    figure.supxlabel("optimizer update" + has_band * " (band: smallest to largest of the seeds)", fontsize="small")
-    figure.savefig(path, dpi=110, format="png")
+    figure.supxlabel("optimizer update" + has_band * " (band: smallest to largest of the seeds)", fontsize="medium")
+    with rc_context({"axes.prop_cycle": cycler(color=_COLORS)}):  # which "C0" and the others are looked up in
+        figure.savefig(path, dpi=110, format="png")
 
 
 def _draw(axes: Any, panel: Panel, groups: Sequence[Group]) -> None:
     from matplotlib.ticker import MaxNLocator
 
     shown = {}
-    for value in panel.marks:
-        axes.axhline(value, color=_GREY, linewidth=0.8, linestyle=":")
+    if panel is ACCURACY:
+        _draw_accuracies(axes, groups)
     for index, group in enumerate(groups):
         for number, line in enumerate(panel.lines):
             curve = curve_of([run.logs.points(line.metric) for run in group.runs])
@@ -134,8 +160,12 @@ def _draw(axes: Any, panel: Panel, groups: Sequence[Group]) -> None:
         target = group.runs[0].facts.get("target") if panel.has_target else None
         if target is not None:
             shown["target"] = axes.axhline(target, color=_GREY, linewidth=1, linestyle="-.")
+    for name, value in panel.marks:
+        mark = axes.axhline(value, color=_GREY, linewidth=1, linestyle=":")
+        if name:
+            shown[name] = mark
     if len(shown) > 1:
-        legend = axes.legend(shown.values(), shown, fontsize="small", framealpha=0.5)
+        legend = axes.legend(shown.values(), shown, fontsize="small", framealpha=0.7)
         for handle in legend.legend_handles if len(groups) > 1 else ():
             handle.set_color(_GREY)
     if panel.is_log:
@@ -145,6 +175,21 @@ def _draw(axes: Any, panel: Panel, groups: Sequence[Group]) -> None:
     axes.set_title(panel.title, fontsize="medium", loc="left")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.grid(alpha=0.25)
+
+
+def _draw_accuracies(axes: Any, groups: Sequence[Group]) -> None:
+    """Draw the accuracies of each run as points with intervals, joined by a line, and put the values beside them."""
+    for index, group in enumerate(groups):
+        for run in group.runs:
+            name, found = accuracies_of(run)
+            for (step, mean, half), place in zip(found, ("left", "right"), strict=False):
+                text = f" {mean:.2f} "
+                axes.annotate(text, (step, mean + half), ha=place, va="bottom", fontsize="small", color=f"C{index}")
+            if found:
+                steps, means, halves = zip(*found, strict=True)
+                axes.errorbar(steps, means, halves, color=f"C{index}", marker="o", capsize=3)
+                axes.set_ylabel(name, fontsize="small")
+    axes.set_ylim(0, 1)
 
 
 class Curve(NamedTuple):

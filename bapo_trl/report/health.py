@@ -1,8 +1,8 @@
-"""The health of a run in words: its logs in, findings out. docs/monitor.md says what each line means.
+"""Health checks of a run: from its logs to findings in words. docs/monitor.md describes each check.
 
-Thresholds of `ratio/mean`, `ratio/ess` and `ratio/chi2` are those that verl's documentation of rollout correction
-warns at (`docs/algo/rollout_corr.md`). The others are rules of thumb: the value where most of a batch does not do what
-it is there for. A log is a mean over `logging_steps` updates, so a single update can be farther off than it shows.
+The thresholds of `ratio/mean`, `ratio/ess` and `ratio/chi2` are those of verl's documentation on rollout correction
+(`docs/algo/rollout_corr.md`). The others are rules of thumb: beyond them, most of a batch trains nothing useful. A log
+is a mean over `logging_steps` updates, so single updates can be worse.
 """
 
 import math
@@ -33,25 +33,28 @@ Found = tuple[str, str] | None  # severity and sentence
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the report: what it is about, `warning`, `note` or `healthy`, and what was found."""
+    """A line of the report: its subject, `warning`, `note` or `summary`, what was found, why it matters, what to do."""
 
     name: str
     severity: str
     sentence: str
+    why: str = ""
     remedy: str = ""
 
     def __str__(self) -> str:
-        advice = f" Try: {self.remedy}" if self.remedy else ""
-        return f"[{self.severity}] {self.name}: {self.sentence}{advice}"
+        severity = "" if self.severity == "summary" else f"{self.severity.capitalize()}: "
+        advice = f" {self.why} Try: {self.remedy}" if self.remedy else ""
+        return f"{severity}{self.name}: {self.sentence}{advice}"
 
 
 @dataclass(frozen=True)
 class Check:
-    """A line that the report may have."""
+    """A check that the report makes if its metric was logged."""
 
     name: str
     metric: str
     find: Callable[[Points], Found]  # of at least `FEWEST_LOGS` values
+    why: str  # it matters
     remedies: Mapping[str, str]  # what to try, and the fact of the run that it needs; none for ""
     needs: str = ""  # fact without which the check is not made
     measure: Callable[[Logs, Mapping], Points] | None = None  # what it goes by; by default the values of the metric
@@ -59,10 +62,10 @@ class Check:
 
 def examine(logs: Logs, facts: Mapping[str, Any]) -> list[Finding]:
     """
-    Return the health of a run: a finding for each check that finds something, or a single one that says so.
+    Return the health of a run: a summary of how many checks passed, then a finding for each check that did not.
 
-    Checks whose metric was not logged, or in a single log, are named in it, or in a note at the end. Checks that need
-    facts of the run (see `facts`) are made where it has written them.
+    The summary names checks whose metric was not logged, or logged once. Checks that need facts of the run (see
+    `facts`) are made if the run has written these facts.
     """
     checks = [check for check in CHECKS if not check.needs or facts.get(check.needs)]
     points = {each.name: each.measure(logs, facts) if each.measure else logs.points(each.metric) for each in checks}
@@ -72,15 +75,13 @@ def examine(logs: Logs, facts: Mapping[str, Any]) -> list[Finding]:
         found = check.find(points[check.name])
         if found is not None:
             remedies = [sentence for sentence, needs in check.remedies.items() if not needs or facts.get(needs)]
-            findings.append(Finding(check.name, *found, " ".join(remedies)))
+            findings.append(Finding(check.name, *found, check.why, " ".join(remedies)))
     unchecked = []
     for count, reason in ((0, "not logged"), (1, "logged once, which may be noise")):
-        names = [f"{each.name} (`{each.metric}`)" for each in checks if len(points[each.name].steps) == count]
+        names = [f"`{each.metric}`" for each in checks if len(points[each.name].steps) == count]
         unchecked += [f"Not checked, because {reason}: {', '.join(names)}."] if names else []
-    if made and not findings:
-        sentence = f"{len(made)} of {len(checks)} checks made on {len(logs)} logs, and none found anything."
-        return [Finding("Healthy", "healthy", " ".join([sentence, *unchecked]))]
-    return findings + ([Finding("Not checked", "note", " ".join(unchecked))] if unchecked else [])
+    passed = f"{len(made) - len(findings)}/{len(made)} passed." if made else "none could be made."
+    return [Finding("Health checks", "summary", " ".join([passed, *unchecked])), *findings]
 
 
 def _in_single_logs(verb: str, worst: str, excess: Callable[[np.ndarray], np.ndarray]) -> Callable[[Points], Found]:
@@ -121,7 +122,7 @@ def _mean(values: np.ndarray) -> float:
 
 def _target_missed(points: Points) -> Found:
     missed = 1 - _mean(points.values)
-    return ("warning", f"missed in {missed:.0%} of the updates.") if missed > TARGET_MISSED_MAX else None
+    return ("warning", f"in {missed:.0%} of the updates.") if missed > TARGET_MISSED_MAX else None
 
 
 def _entropy(points: Points) -> Found:
@@ -158,7 +159,7 @@ def _over_relaxed(points: Points) -> Found:
     late = _last(points.values, LATE_PART)
     if _mean(late) <= AT_LIMIT_MAX:
         return None
-    return "warning", f"at their limits in {int(late.sum())} of the latest {len(late)} logs with a search."
+    return "warning", f"in {int(late.sum())} of the latest {len(late)} logs with a search."
 
 
 def _has_reward(logs: Logs, facts: Mapping[str, Any]) -> Points:
@@ -172,30 +173,32 @@ CHECKS = (
         "No reward",
         "reward",
         lambda points: None if any(points.values) else ("warning", f"undefined in all {len(points.steps)} logs."),
-        {"A reward function that returns a number where it applies.": ""},
+        "No reward function returned a number, so nothing is trained.",
+        {"A reward function that returns a number for each sample it applies to.": ""},
         measure=_has_reward,
     ),
     Check(
-        "Masked rows",
+        "Masked samples",
         "bapo/masked_share",
-        _in_single_logs(f"above {MASKED_MAX:g}", "highest", lambda values: values - MASKED_MAX),
+        _in_single_logs(f"fraction above {MASKED_MAX:g}", "highest", lambda values: values - MASKED_MAX),
+        "Samples whose tokens are all masked train nothing.",
         {
-            "A larger `max_completion_length`, if `mask_truncated_completions` is set and completions are cut "
-            "off.": "",
-            "With a replay queue or partial rollouts, look at `replay/masked` and `partial/masked`.": "",
+            "With `mask_truncated_completions`: a larger `max_completion_length`.": "",
+            "With a replay buffer or partial rollouts: see `replay/masked` and `partial/masked`.": "",
         },
     ),
     Check(
-        "Mean ratio",
+        "Mean importance ratio",
         "ratio/mean",
         _in_single_logs(
-            f"outside [{RATIO_MEAN_MIN:g}, {RATIO_MEAN_MAX:g}]",
+            f"outside {RATIO_MEAN_MIN:g} to {RATIO_MEAN_MAX:g}",
             "farthest",
             lambda values: np.maximum(RATIO_MEAN_MIN / values, values / RATIO_MEAN_MAX) - 1,
         ),
+        "The policy that sampled differs too much from the one that trains; near 1 is healthy.",
         {
-            "Compare vLLM's log-probabilities with the trainer's (`sampling/` metrics).": "uses_vllm",
-            "Fresher samples: a smaller `steps_per_generation` or `num_iterations`.": "has_stale_samples",
+            "Compare log-probabilities of vLLM and the trainer (`sampling/` metrics).": "uses_vllm",
+            "A smaller `steps_per_generation` or `num_iterations`.": "has_stale_samples",
             "A smaller `replay_max_staleness`.": "has_queue",
             "A lower `learning_rate`.": "",
         },
@@ -203,38 +206,42 @@ CHECKS = (
     Check(
         "Effective sample size",
         "ratio/ess",
-        _in_single_logs(f"below {ESS_MIN:g}", "lowest", lambda values: ESS_MIN - values),
-        {"Fresher samples.": "can_be_fresher", "A lower `learning_rate`.": ""},
+        _in_single_logs(f"below {ESS_MIN:g} of the samples", "lowest", lambda values: ESS_MIN - values),
+        "A few tokens with large ratios dominate the update, which makes it noisy.",
+        {"Fewer updates per generation.": "can_be_fresher", "A lower `learning_rate`.": ""},
     ),
     Check(
         "Chi-square divergence",
         "ratio/chi2",
         _in_single_logs(f"above {CHI2_MAX:g}", "highest", lambda values: values - CHI2_MAX),
+        "For some tokens, the policy has moved far from the one that sampled them.",
         {
-            "Fresher samples.": "can_be_fresher",
+            "Fewer updates per generation.": "can_be_fresher",
             "A lower `learning_rate`.": "",
-            "A single spike that the gradient norm does not show can be left alone.": "",
+            "Ignore a single spike without one in `grad_norm`.": "",
         },
     ),
     Check(
-        "Target share missed",
+        "Target missed",
         "bapo/target_met",
         _target_missed,
+        "At the end of the search, positive tokens still contribute less than the target.",
         {
             "A lower `positive_contribution_target`, or larger batches.": "",
             "A higher `ratio_upper_max`.": "searches_upper",
-            "A higher `ratio_lower_max`, the only bound that is searched.": "searches_lower_alone",
-            "`negative_weight_min` below 1, which reaches the target wherever there are positive tokens.": "can_weigh",
+            "A higher `ratio_lower_max`.": "searches_lower_alone",
+            "`negative_weight_min` below 1.": "can_weigh",
             "A smaller `negative_weight_min`.": "searches_weight",
         },
         needs="target",
     ),
     Check(
-        "Bounds at their limits",
+        "Clip bounds at their maximum",
         "bapo/search_steps",
         _over_relaxed,
+        "The search has no room left: the bounds no longer adapt.",
         {
-            "A lower `positive_contribution_target`, which helps where it is missed as well.": "",
+            "A lower `positive_contribution_target`.": "",
             "A smaller `ratio_upper_max`.": "searches_upper",
             "A smaller `ratio_lower_max`.": "searches_lower",
         },
@@ -245,31 +252,34 @@ CHECKS = (
         "Entropy halved",
         "entropy",
         _entropy,
+        "The policy may soon sample groups that are all alike. Harmless if the reward rises too.",
         {
-            "A higher `ratio_upper_max`, to let rare positive tokens through.": "searches_upper",
+            "A higher `ratio_upper_max`, which lets rare positive tokens through.": "searches_upper",
             "A higher `positive_contribution_target`.": "can_raise_target",
             "`temperature` 1.": "is_tempered",
             "A lower `learning_rate`.": "",
         },
     ),
     Check(
-        "Groups without signal",
+        "Zero-advantage groups",
         "frac_reward_zero_std",
         _in_the_latest(NO_SIGNAL_MAX, "are in groups whose rewards are all equal"),
+        "Completions with advantage 0 train nothing.",
         {
             "Prompts that are neither too easy nor too hard, a larger `num_generations`, or a finer reward.": "",
-            "`replay_zero_advantage`, which puts queued samples in their place.": "can_refill",
+            "`replay_zero_advantage`, which trains on buffered samples instead.": "can_refill",
         },
     ),
     Check(
         "Completions cut off",
         "completions/clipped_ratio",
-        _in_the_latest(CUT_OFF_MAX, "ended for their length"),
+        _in_the_latest(CUT_OFF_MAX, "reached the maximum length"),
+        "The reward then measures length more than content.",
         {
-            "A larger `max_completion_length`, a shorter form asked for in the prompt, or a check that the "
-            "end-of-sequence token is the model's own.": "",
+            "A larger `max_completion_length`, or a prompt that asks for a shorter answer.": "",
+            "Check the end-of-sequence token.": "",
             "`mask_truncated_completions`.": "can_mask_truncated",
         },
     ),
 )
-"""All lines that the report may have, in its order."""
+"""All health checks, in the order in which they are reported."""

@@ -1,4 +1,4 @@
-"""What runs left on the disk: their logs and settings, and which of them differ in nothing but the seed.
+"""Logs, settings and accuracies that runs saved, and which runs differ in nothing but the seed.
 
 The logs are those of `trainer_state.json`. The settings are in `run_settings.json`, which
 [`~callback.ReportCallback`] writes: transformers keeps them in a pickle only, which is not read here.
@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from ..errors import InputError
 
 STATE_FILE = "trainer_state.json"
 SETTINGS_FILE = "run_settings.json"
+RESULTS_FILE = "eval_results.json"
 
 
 class Points(NamedTuple):
@@ -70,6 +71,7 @@ class Run:
     label: str
     logs: Logs
     settings: Mapping[str, Any]  # empty if it saved none
+    results: Mapping[str, Any] = field(default_factory=dict)  # of its evaluation before and after training
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -108,13 +110,14 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
             )
         beside = file.with_name(file.name.replace(STATE_FILE, SETTINGS_FILE))
         settings = _read_json(beside) if beside.is_file() else read_settings(file.parent)
-        runs.append(Run(name.relative_to(common).as_posix(), logs, settings))
+        results = read_settings(file.parent, RESULTS_FILE)
+        runs.append(Run(name.relative_to(common).as_posix(), logs, settings, results))
     return runs
 
 
-def read_settings(folder: Path) -> Mapping[str, Any]:
-    """Return the settings of a run by a folder of it: what it saves to, a checkpoint, `merged`; empty if none."""
-    for candidate in (folder / SETTINGS_FILE, folder.parent / SETTINGS_FILE):
+def read_settings(folder: Path, name: str = SETTINGS_FILE) -> Mapping[str, Any]:
+    """Return the settings of a run, or another file of it, by its output folder, a checkpoint or `merged`."""
+    for candidate in (folder / name, folder.parent / name):
         if candidate.is_file() and (candidate.parent == folder or folder.name.startswith(("checkpoint-", "merged"))):
             return _read_json(candidate)
     return {}

@@ -1,9 +1,13 @@
-"""What a training run says on the terminal: the settings once, then a line for each log, with how fast it goes."""
+"""What a training run prints: a table of its settings, then a table with a row for each log."""
 
+import sys
 from collections.abc import Mapping
-from datetime import timedelta
+from shutil import get_terminal_size
 from time import monotonic
 
+import datasets
+import huggingface_hub
+import transformers
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import ProgressCallback, TrainerCallback
 
@@ -12,100 +16,134 @@ from ..plan.dry_run import aligned_rows
 from ..report.runs import is_of_updates
 
 
+HEADER_EVERY = 20  # rows
+
+# Header of two lines, metric, format. A column is at least as wide as its header
+_BEFORE_BOUNDS = (
+    ("mean", "reward", "reward", "6.3f"),
+    ("zero", "advantage", "frac_reward_zero_std", "9.0%"),
+    ("entropy", "(nats)", "entropy", "7.2f"),
+)
+_AFTER_BOUNDS = (
+    ("positive", "contrib.", "bapo/positive_share", "8.2f"),
+    ("", "ESS", "ratio/ess", "4.2f"),
+    ("grad", "norm", "grad_norm", "5.3g"),
+)
+
+
 def settings_table(args: BAPOConfig, method: str | None = None) -> str:
     """Return a table of what the settings mean, on as many processes as there are, with the name of `--method`."""
     micro_batch, accumulated = args.per_device_train_batch_size, args.gradient_accumulation_steps
     samples = args.world_size * micro_batch * accumulated
+    shape = f"{args.world_size} process{'es' * (args.world_size > 1)} x {micro_batch} x {accumulated} micro-batches"
     rows = {"method": method} if method else {}
     rows["samples per generation"] = f"{args.generation_batch_size} ({args.num_generations} per prompt)"
-    rows["samples per update"] = f"{samples} ({args.world_size} x {micro_batch} x {accumulated})"
+    rows["samples per update"] = f"{samples} ({shape})"
     rows["clip bounds"] = f"none (loss_type {args.loss_type})"
     if args.has_clip_bounds:
         low = _range(args.ratio_lower_start, args.ratio_lower_max)
-        rows["clip bounds"] = f"low {low}, high {_range(args.ratio_upper_start, args.ratio_upper_max)}"
+        rows["clip bounds"] = f"lower {low}, upper {_range(args.ratio_upper_start, args.ratio_upper_max)}"
     if args.negative_weight_min < 1:
         largest = args.negative_weight_min if args.has_constant_weight else 1
-        rows["weight of negatives"] = _range(args.negative_weight_min, largest)
+        rows["weight of negative tokens"] = _range(args.negative_weight_min, largest)
     if args.is_adaptive:
-        order = f"{args.search_order}, " if args.has_clip_bounds else ""
-        rows["target share of positives"] = f"{args.positive_contribution_target:g} ({args.contribution_measure})"
-        rows["search"] = f"{order}{args.search_scope}"
+        order = f"search_order {args.search_order}, " if args.has_clip_bounds else ""
+        target = f"{args.positive_contribution_target:g} (contribution_measure {args.contribution_measure})"
+        rows["positive contribution target"] = target
+        rows["search"] = f"{order}search_scope {args.search_scope}"
     return aligned_rows(rows.items())
 
 
 def _range(start: float, maximum: float) -> str:
-    return f"{start:g}" if start == maximum else f"{start:g} .. {maximum:g}"
+    return f"{start:g}" if start == maximum else f"{start:g} to {maximum:g}"
 
 
-def log_line(step: int, logs: Mapping[str, float]) -> str | None:
-    """
-    Return a line on a training or evaluation log, or `None` if the log has nothing of either.
+def rewards_in_words(logs: Mapping[str, float]) -> str:
+    """Return the rewards of the log of an evaluation."""
+    shown = {name: value for name, value in sorted(logs.items()) if name == "eval_reward" or "reward_best_of" in name}
+    names = [name.replace("eval_reward_best", "best").replace("eval_", "mean ").replace("_", " ") for name in shown]
+    parts = [f"{name} {value:.3f}" for name, value in zip(names, shown.values(), strict=True)]
+    return ", ".join(parts) or "no reward"
 
-    Undefined values are missing, and so are those of a generation where there was none since the last log.
-    """
 
-    def show(label: str, name: str, form: str = ".2f", is_told: bool = True) -> list[str]:
-        return [f"{label} {logs[name]:{form}}"] if name in logs and is_told else []
-
-    if any(name.startswith("eval_") for name in logs):
-        shown = [name for name in logs if name == "eval_reward" or "reward_best_of" in name]
-        names = [name.replace("eval_reward_best", "best").replace("_", " ") for name in shown]
-        parts = [f"{name} {logs[key]:.3f}" for name, key in zip(names, shown, strict=True)] or ["eval: no reward"]
-        return f"update {step:>4}  " + "  ".join(parts)
-    if not is_of_updates(logs):
-        return None
-    has_bounds = "bapo/clip_low" in logs
-    parts = [
-        *show("reward", "reward", ".3f"),
-        *show("length", "completions/mean_length", ".1f"),
-        *show("cut off", "completions/clipped_ratio"),
-        *show("no signal", "frac_reward_zero_std"),
-        *show("rows masked", "bapo/masked_share", ".0%", logs.get("bapo/masked_share", 0) > 0),
-        *([f"clip [{logs['bapo/clip_low']:.2f}, {logs['bapo/clip_high']:.2f}]"] if has_bounds else []),
-        *show("positive share", "bapo/positive_share"),
-        *show("at start bounds", "bapo/positive_share_initial", is_told=has_bounds),
-        *show("weight of negatives", "bapo/negative_weight", is_told=logs.get("bapo/negative_weight", 1) < 1),
-        *show("entropy", "entropy"),
-        *show("age", "staleness/mean", ".1f"),
-    ]
-    return f"update {step:>4}  " + "  ".join(parts)
+def without_bars_in_files() -> None:
+    """Turn off the progress bars of libraries where stderr is no terminal: a file would be full of their pieces."""
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+        huggingface_hub.utils.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()
 
 
 class UpdateLines(TrainerCallback):
-    """Lines on the terminal that show what matters instead of every metric; the trackers get them all."""
+    """Prints a table with the most important metrics, and the saves and evaluations. Trackers get all metrics."""
 
     _is_training = False
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._is_training = True
+        self._num_rows = 0
         self._first = self._last = (state.global_step, monotonic())
-        # Update up to which the lines have told of all; a checkpoint within a line holds what was measured for it
-        self._covered = max((log["step"] for log in state.log_history if is_of_updates(log)), default=0)
 
     def on_train_end(self, args, state, control, **kwargs):
         self._is_training = False
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        line = log_line(state.global_step, logs) if self._is_training else None
-        if line is not None and is_of_updates(logs):
-            line += self._pace(state) + self._coverage(state)
-        if line is not None and state.is_world_process_zero:
-            with tqdm.external_write_mode():  # no piece of a bar is left before the line
-                print(line, flush=True)
+    def on_step_end(self, args, state, control, **kwargs):
+        if control.should_evaluate and not control.should_log:  # else after the row of the update
+            self._print(state, f"Evaluating after update {state.global_step} ...")
 
-    def _pace(self, state) -> str:
-        """Return seconds an update, its share of the generation too, and what is left at the mean speed so far."""
+    on_epoch_end = on_step_end
+
+    def on_save(self, args, state, control, **kwargs):
+        self._print(state, f"Saved {args.output_dir}/checkpoint-{state.global_step}")
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if any(name.startswith("eval_") for name in logs):
+            self._print(state, f"Evaluation after update {state.global_step}: {rewards_in_words(logs)}")
+        elif self._is_training and is_of_updates(logs):
+            header, row = self._header_and_row(args, state, logs)
+            is_due, self._num_rows = self._num_rows % HEADER_EVERY == 0, self._num_rows + 1
+            self._print(state, f"{header}\n{row}" if is_due else row)
+            self.on_step_end(args, state, control)
+
+    def _print(self, state, text: str) -> None:
+        if self._is_training and state.is_world_process_zero:
+            with tqdm.external_write_mode():  # no piece of a bar is left before the line
+                print(text, flush=True)
+
+    def _header_and_row(self, args, state, logs: Mapping[str, float]) -> tuple[str, str]:
+        """Return the header and a row. An undefined value is a "-", and so is one of a generation where none was."""
+        step, total = state.global_step, state.max_steps
+        is_narrow = get_terminal_size(fallback=(100, 24)).columns < 100
+        done = f"{step:>{len(str(total))}}/{total}" + ("" if is_narrow else f" {step / max(total, 1):4.0%}")
+        cells = [("", "update", done)]
+        cells += [(above, name, _cell(logs, metric, form)) for above, name, metric, form in _BEFORE_BOUNDS]
+        if args.has_clip_bounds:
+            has_bounds = "bapo/clip_low" in logs
+            bounds = f"{logs['bapo/clip_low']:.2f}-{logs['bapo/clip_high']:.2f}" if has_bounds else "-"
+            cells.append(("clip", "bounds", f"{bounds:>9}"))
+        cells += [(above, name, _cell(logs, metric, form)) for above, name, metric, form in _AFTER_BOUNDS]
+        pace, left = self._pace(state)
+        cells += [("s per", "update", f"{pace:>6}"), ("time", "left", f"{left:>7}")]
+        widths = [max(map(len, cell)) for cell in cells]
+        above, names, row = (
+            ("  " if not is_narrow else " ").join(text.rjust(width) for text, width in zip(line, widths, strict=True))
+            for line in zip(*cells, strict=True)
+        )
+        return f"{above}\n{names}", row
+
+    def _pace(self, state) -> tuple[str, str]:
+        """Return the seconds an update, with its part of the generation, and what is left at the mean speed so far."""
         (first, start), (last, then) = self._first, self._last
         step, now = self._last = (state.global_step, monotonic())
         if step == last:
-            return ""
-        left = timedelta(seconds=round((now - start) / (step - first) * (state.max_steps - step)))
-        return f"  {(now - then) / (step - last):.3g} s  left {left}"
+            return "-", "-"
+        left = round((now - start) / (step - first) * (state.max_steps - step))
+        return f"{(now - then) / (step - last):.3g}", f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
 
-    def _coverage(self, state) -> str:
-        """Return how many updates a line is the mean of, if not `logging_steps`: after a resume, or at the first."""
-        count, self._covered = state.global_step - self._covered, state.global_step
-        return "" if count in (0, state.logging_steps) else f"  (over {count} update{'s' * (count != 1)})"
+
+def _cell(logs: Mapping[str, float], metric: str, form: str) -> str:
+    value = logs.get(metric)
+    return "-".rjust(int(form.partition(".")[0])) if value is None else f"{value:{form}}"
 
 
 class ProgressBar(ProgressCallback):

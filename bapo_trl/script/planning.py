@@ -1,4 +1,4 @@
-"""`--dry_run true` of `train` and `evaluate`: what the run would do. No weight is loaded, no result is written."""
+"""`--dry_run true` of `train` and `evaluate`: print what the run would do. No weights are loaded."""
 
 import os
 import sys
@@ -25,18 +25,18 @@ from .models import Parts, load_processing_class, merged_folder, merges_alone, p
 from .preparation import Inputs, gather_inputs, load_data_and_rewards
 
 
-_DRY_RUN = "a dry run. No weights are loaded, nothing is written."
+_DRY_RUN = "dry run, no weights are loaded, nothing is written."
 
 
 def print_plan(arguments: Sequence[str], command: Command = TRAIN, processes: int | None = None) -> None:
     """
-    Print what a run with these flags would do, by default where this process would train; then refuse as it would.
+    Print what a run with these flags would do, then raise the errors that it would raise.
 
-    What cannot be known without the data or the model is left out.
+    Parts that need data or a model that cannot be loaded are left out.
 
     Raises:
-        InputError: At the end, for all that the run would stop at, or OSError where it is one. At once, for settings
-            that cannot be read.
+        InputError: At the end, for everything that would stop the run, or OSError where it is one. At once, for
+            settings that cannot be read.
         SystemExit: For flags that cannot be read, as in [`~command_line.parse_arguments`].
     """
     problems: list[Exception] = []
@@ -60,7 +60,7 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, processes: in
             with _collecting(problems):
                 load_processing_class(parts, settings.training.trust_remote_code)
                 into = merged_folder(settings.training)
-                print(f"Merges the adapter {parts[0][0]} into its base {parts[1][0]}, in {into}: {_DRY_RUN}")
+                print(f"Merge of the adapter {parts[0][0]} into its base {parts[1][0]}, in {into}: {_DRY_RUN}")
     if len(problems) == 1:
         raise problems[0]
     if problems:
@@ -69,7 +69,7 @@ def print_plan(arguments: Sequence[str], command: Command = TRAIN, processes: in
 
 
 def _print_run(settings: Settings, parts: Parts, processes: int, problems: list[Exception]) -> None:
-    """Print what a training or an evaluation would do, and add what it would stop at to the problems."""
+    """Print what a training or an evaluation would do, and add what would stop it to the problems."""
     script_args, training_args, *_ = settings
     title, prompts, inputs = script_args.dataset_name or script_args.eval_dataset or "no data", None, None
     with _collecting(problems):
@@ -97,7 +97,7 @@ def _print_run(settings: Settings, parts: Parts, processes: int, problems: list[
 
 
 def _check_as_the_trainer(settings: Settings, inputs: Inputs, problems: list[Exception]) -> None:
-    """Add to the problems what TRL and transformers refuse when a trainer is made, and when it begins."""
+    """Add to the problems what TRL and transformers reject when a trainer is made and when training begins."""
     _, args, model_args, _ = settings
     name, revision = inputs.parts[-1]
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
@@ -142,9 +142,9 @@ def _check_as_the_trainer(settings: Settings, inputs: Inputs, problems: list[Exc
 @contextmanager
 def _collecting(problems: list[Exception], setting: str = "") -> Iterator[None]:
     """
-    Add what the block is refused with, or cannot find, to the problems, and go on after it.
+    Add an error that the block raises to the problems, and continue after the block.
 
-    With `setting`, its first words, what else a library raises is added too.
+    With `setting`, the first words of the message, other errors of a library are added too.
     """
     try:
         yield
@@ -160,9 +160,9 @@ def _collecting(problems: list[Exception], setting: str = "") -> Iterator[None]:
 @contextmanager
 def as_in_processes(processes: int, on_gpus: bool = False) -> Iterator[None]:
     """
-    Have settings, which are checked against the machine that reads them, read as in so many processes.
+    Let settings be checked as if they were read in this number of processes.
 
-    With `on_gpus`, as on a machine with GPUs that compute in bfloat16.
+    With `on_gpus`, as if on a machine with GPUs that compute in bfloat16.
     """
     world_size, has_bf16 = TrainingArguments.world_size, of_transformers.is_torch_bf16_gpu_available
     TrainingArguments.world_size = property(lambda self: processes)  # type: ignore[assignment,method-assign]

@@ -24,7 +24,7 @@ from ..report.runs import read_settings
 from ..upstream.cpu_speed import base_dtype
 from .arguments import EMBEDDED
 from .command_line import Settings
-from .console import ProgressBar, UpdateLines
+from .console import ProgressBar
 from .datasets import Data, check_chat_template, format_data, load_data
 from .earlier_run import continues
 from .models import Parts, check_packages, fetch_model, load_adapter, load_processing_class
@@ -112,7 +112,6 @@ def make_trainer(settings: Settings, inputs: Inputs) -> EvaluatedTrainer:
         trainer.remove_callback(ProgressCallback)
         if sys.stderr.isatty():
             trainer.add_callback(ProgressBar)
-        trainer.add_callback(UpdateLines)
     trainer.add_callback(ReportUntilTheEnd({**vars(script_args), **vars(model_args), **vars(dataset_args)}))
     return trainer
 

@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from transformers import TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import SaveStrategy
 
 from ..bapo_config import BAPOConfig
@@ -17,7 +18,8 @@ from ..report.facts import method_name
 from ..upstream.cpu_speed import speed_up_cpu
 from ..upstream.fixes import end_training
 from .command_line import Settings
-from .console import log_line, settings_table
+from .console import UpdateLines, rewards_in_words, settings_table, without_bars_in_files
+from .arguments import EMBEDDED
 from .datasets import prompt_lines
 from .earlier_run import check_resume, check_start, continues, remove_earlier_run, resume_argument
 from .models import merge, merges_alone, parts_of
@@ -34,6 +36,7 @@ def run(settings: Settings) -> None:
         ValueError: For settings that cannot work, with the fix.
     """
     script_args, training_args, model_args, dataset_args = settings
+    without_bars_in_files()
     parts = parts_of(model_args.model_name_or_path, model_args.model_revision)
     check_start(settings, parts)
     if merges_alone(settings):
@@ -43,7 +46,7 @@ def run(settings: Settings) -> None:
     if not training_args.do_train and training_args.distributed_state.is_main_process:
         title = script_args.eval_dataset or ("a mixture" if dataset_args.datasets else script_args.dataset_name)
         into = training_args.output_dir
-        print(f"Evaluates the model {model_args.model_name_or_path} on {title}, into {into}", flush=True)
+        print(f"Evaluation of {model_args.model_name_or_path} on {title}; results in {into}", flush=True)
     trainer = make_trainer(settings, inputs)
     data, output_dir, say = inputs.data, Path(training_args.output_dir), trainer.accelerator.print
     speed = speed_up_cpu(trainer)
@@ -77,22 +80,27 @@ def run(settings: Settings) -> None:
 
     # Last, so that no figure stands in the way of the rest
     if training_args.do_train and trainer.is_world_process_zero():
+        say(f"\nModel: {output_dir}\nLog: {output_dir / TRAINER_STATE_NAME}")
         say(report_line(trainer.state.log_history, output_dir / "report.png"))
+        say(_next_step(settings))
 
 
 def _train(trainer: EvaluatedTrainer, inputs: Inputs, training_args: BAPOConfig) -> Evaluation | None:
     """Train and save, with what the terminal says of it; return the evaluation of the start, if asked for."""
     output_dir, say = Path(training_args.output_dir), trainer.accelerator.print
     resume = trainer.checkpoint_to_resume(resume_argument(training_args.resume_from_checkpoint))
-    steps = training_args.logging_steps  # below 1, a part of all updates
-    every = f"{steps:g} updates" if steps >= 1 else "the updates since the line before"
-    say(f"Each line below: means over {every}, or over as many as it says; age in policy versions.")
     if resume is not None:
         check_resume(resume, training_args)
-        say(f"Goes on from {resume}.")
+        say(f"Resumes from {resume}.")
     before = _evaluate_before(trainer, inputs) if training_args.do_eval else None
     stop = StopSignals()
     trainer.add_callback(stop)
+    if not training_args.disable_tqdm:
+        say(
+            "Rows below are means over the updates since the row before. positive contrib.: fraction of the\n"
+            "loss from positive-advantage tokens. ESS: effective sample size, relative to the actual one."
+        )
+        trainer.add_callback(UpdateLines)  # last, so that it sees which evaluations the others leave out
     try:
         trainer.train(resume_from_checkpoint=resume)
     finally:
@@ -101,7 +109,7 @@ def _train(trainer: EvaluatedTrainer, inputs: Inputs, training_args: BAPOConfig)
     checkpoint = output_dir / f"checkpoint-{done}"
     if stop.signal is not None:
         say(
-            f"Stopped by {stop.signal.name} after update {done}, saved in {checkpoint}. To go on: "
+            f"Stopped by {stop.signal.name} after update {done}, saved in {checkpoint}. To resume: "
             f"the same command with --resume_from_checkpoint true. Exit code {EXIT_CODE}."
         )
         exit_stopped(trainer)
@@ -109,9 +117,7 @@ def _train(trainer: EvaluatedTrainer, inputs: Inputs, training_args: BAPOConfig)
         trainer.save_model(training_args.output_dir)
         trainer.create_model_card(model_name=output_dir.resolve().name)  # peft has written one of its own
         trainer.save_state()
-    say(f"Model: {training_args.output_dir}")
-    if checkpoint.is_dir():
-        say(f"Checkpoint: {checkpoint}")
+    say(f"Saved {training_args.output_dir}")
     return before
 
 
@@ -121,8 +127,17 @@ def _saving(trainer: EvaluatedTrainer) -> AbstractContextManager:
     return nullcontext() if is_sharded else raising_on_all_ranks()
 
 
+def _next_step(settings: Settings) -> str:
+    script_args, training_args, _, _ = settings
+    if script_args.dataset_name == EMBEDDED:
+        return "Next: look at the report, then train on your own data (docs/your_own_data.md)."
+    if not training_args.do_eval:
+        return f"Next: measure the accuracy: bapo-trl evaluate --model_name_or_path {training_args.output_dir} ..."
+    return "Next: look at the report. To train longer: a higher --max_steps with --resume_from_checkpoint true."
+
+
 class _NoEvaluationAtTheEnd(TrainerCallback):
-    """Leaves out the evaluation at the last update, where nothing waits for it: another comes after the training."""
+    """Leaves out the evaluation at the last update unless something needs it: another follows the training."""
 
     def on_step_end(self, args, state, control, **kwargs):
         is_awaited = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST
@@ -135,8 +150,8 @@ class _NoEvaluationAtTheEnd(TrainerCallback):
 
 def _evaluate_before(trainer: EvaluatedTrainer, inputs: Inputs) -> Evaluation | None:
     """
-    Evaluate what a training starts from; of a run that goes on, that is done. Engines that shard the model cannot
-    before they train: they say so.
+    Evaluate the model that training starts from; a resumed run reads the completions that its first part saved.
+    DeepSpeed and FSDP cannot evaluate before they train: they say so.
     """
     trainer.add_callback(_NoEvaluationAtTheEnd())
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
@@ -147,17 +162,24 @@ def _evaluate_before(trainer: EvaluatedTrainer, inputs: Inputs) -> Evaluation | 
     path = Path(trainer.args.output_dir, "eval_completions_before.jsonl")
     weights = [file for name, _ in inputs.parts for file in sorted(Path(name).glob("*.safetensors"))]
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
-    return evaluate(trainer, inputs.data.test, path, inputs.extract_answer, [*inputs.parts, *stats])
+    trainer.accelerator.print("Evaluating before training ...", flush=True)
+    before = evaluate(trainer, inputs.data.test, path, inputs.extract_answer, [*inputs.parts, *stats])
+    name, accuracy = next(iter(before.accuracies.items()), ("no prompt has a reward", "unknown"))
+    trainer.accelerator.print(f"Accuracy before training: {accuracy} ({name})", flush=True)
+    return before
 
 
 def _evaluate_after(trainer: EvaluatedTrainer, inputs: Inputs, before: Evaluation | None) -> str:
-    """Evaluate the model as it is now, log its rewards, save what was found, and return it for the terminal."""
+    """Evaluate the model as it is now, log its rewards, save the results, and return lines for the terminal."""
     data, output_dir = inputs.data, Path(trainer.args.output_dir)
     path = output_dir / "eval_completions.jsonl"
+    trainer.accelerator.print("Evaluating ...", flush=True)
     after = evaluate(trainer, data.test, path, inputs.extract_answer)
     rewards = {f"eval_{name}": value for name, value in after.metrics.items()}
     trainer.log(rewards)
-    results, accuracies = after.as_results("eval"), {"": after.accuracies}
+    results, accuracies = after.as_results("eval"), {"accuracy": after.accuracies}
+    if trainer.args.do_train:
+        results["eval_step"] = trainer.state.global_step  # where the report draws it
     if before is not None:
         results = {**before.as_results("before"), **results}
         accuracies = {"before": before.accuracies, "after": after.accuracies}
@@ -166,9 +188,10 @@ def _evaluate_after(trainer: EvaluatedTrainer, inputs: Inputs, before: Evaluatio
     model = output_dir if trainer.args.do_train else inputs.parts[0][0]
     count = after.metrics.get("prompts_without_reward", 0)
     lines = [
-        f"Evaluation of {model} on {data.test_title or data.title}, {after.num_prompts} prompts: "
-        f"{log_line(trainer.state.global_step, rewards)}",
+        f"Evaluation of {model} on {data.test_title or data.title}",
+        f"  {after.num_prompts} prompts; ± is the standard error; twice that is a 95% interval",
         accuracy_table(accuracies),
+        f"  {rewards_in_words(rewards)}",
         f"Left out, without a reward: {count} of {count + after.num_prompts} prompts" if count else "",
         f"Completions: {path}",
         f"Metrics: {output_dir / 'eval_results.json'}",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import logging
 from trl import GRPOConfig
 from trl.trainer import utils as trl_utils
 
@@ -20,19 +21,18 @@ if TYPE_CHECKING:  # the settings import this module and need no trainer
 
 
 def speed_up_cpu(trainer: "GRPOTrainer") -> str | None:
-    """Apply all measures to a run on CPUs that is about to begin, and return a line on them; `None` on a GPU."""
+    """Apply all measures to a run on CPUs that is about to begin, and return a line for the terminal; `None` on a GPU."""
     if trainer.accelerator.device.type != "cpu":
         return None
-    dtype = "bfloat16" if trainer.args.bf16 else "float32"
-    base = str(trainer.model.dtype).removeprefix("torch.")
-    processor = "with" if has_bfloat16() else "without"
+    threads, dtype = limit_threads(), "bfloat16" if trainer.args.bf16 else "float32"
+    support = "" if has_bfloat16() else " (no bfloat16 support)"
     measures = [
-        f"threads: {limit_threads()}",
-        f"numbers: {dtype} ({base} weights, a processor {processor} bfloat16)",
-        *(["rows of the frozen head are contiguous"] if make_head_input_contiguous(trainer.model) else []),
-        *(["only completions are scored"] if score_completions_only() else []),
+        f"{str(trainer.model.dtype).removeprefix('torch.')} weights",
+        *(["contiguous input of the frozen output head"] if make_head_input_contiguous(trainer.model) else []),
+        *(["prompt positions are not scored"] if score_completions_only() else []),
     ]
-    return f"On CPUs: {', '.join(measures)}."
+    logging.get_logger("transformers.bapo_trl").info(f"CPU: {', '.join(measures)}")  # for `--log_level info`
+    return f"CPU: {threads} thread{'s' * (threads > 1)}, {dtype}{support}"
 
 
 def base_dtype(args: GRPOConfig, trains_adapter: bool) -> str:

@@ -158,7 +158,7 @@ def test_a_run_that_a_signal_stopped_is_resumed(folder, monkeypatch, stops_study
     assert not Path("stopped").exists()
     (log,) = Path("study/logs").glob("*.log")
     assert log.read_text().count("Stopped by SIGTERM after update 3, saved in") == 1
-    assert re.search(r"\nGoes on from study/\.run-.*/checkpoint-3\.\n", log.read_text())
+    assert re.search(r"\nResumes from study/\.run-.*/checkpoint-3\.\n", log.read_text())
     assert not list(Path("study").glob(".run-*"))
     (row,) = read_rows(Path("study")).values()
     assert row.error is None

@@ -235,7 +235,7 @@ def test_an_evaluation_of_nothing_in_particular_says_first_what_it_is_of(monkeyp
     monkeypatch.setattr(training, "make_trainer", lambda *args: sys.exit("prepares"))
     with pytest.raises(SystemExit, match="prepares"):
         cli.evaluate([])
-    assert capsys.readouterr().out == "Evaluates the model embedded on embedded, into outputs/quickstart\n"
+    assert capsys.readouterr().out == "Evaluation of embedded on embedded; results in outputs/quickstart\n"
 
 
 def test_settings_and_data_of_the_training_in_a_recipe_do_not_count_in_an_evaluation(folder):

@@ -82,7 +82,7 @@ def test_the_update_is_finished_and_saved_once_and_every_rank_leaves_with_the_co
     assert f"checkpoint-{update}" in outcome["left"]
     assert outcome["told"].count(CASES[name]["signal"]) == (1 if CASES[name].get("rank") == 1 else 2)
     assert (
-        f"Stopped by {CASES[name]['signal']} after update {update}, saved in out/checkpoint-{update}. To go on: the "
+        f"Stopped by {CASES[name]['signal']} after update {update}, saved in out/checkpoint-{update}. To resume: the "
         "same command with --resume_from_checkpoint true. Exit code 75." in outcome["told"]
     )
 

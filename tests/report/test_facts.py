@@ -59,7 +59,7 @@ def test_a_run_is_titled_by_its_method_and_advised_what_it_leaves_open(tmp_path,
     of_run = facts(tmp_path, settings)
     assert of_run["method"] == name
     findings = examine(Logs(made_logs(entropy=[1.0, 0.1], **{"bapo/target_met": 0.0})), of_run)
-    of_target = [finding for finding in findings if finding.name == "Target share missed"]
+    of_target = [finding for finding in findings if finding.name == "Target missed"]
     expected = [] if advised is None else [{"positive_contribution_target", *advised}]
     assert [named(finding.remedy) for finding in of_target] == expected
     (of_entropy,) = (finding for finding in findings if finding.name == "Entropy halved")
@@ -81,7 +81,7 @@ def test_a_run_is_titled_by_its_method_and_advised_what_it_leaves_open(tmp_path,
 def test_bounds_at_their_limits_are_found_where_they_are_searched(tmp_path, settings, low, high):
     logs = Logs(made_logs(**{"bapo/clip_low": low or 0.6, "bapo/clip_high": high or 1.2}))
     findings = examine(logs, facts(tmp_path, settings))
-    found = [named(finding.remedy) for finding in findings if finding.name == "Bounds at their limits"]
+    found = [named(finding.remedy) for finding in findings if finding.name == "Clip bounds at their maximum"]
     advised = {"positive_contribution_target"}
     advised |= ({"ratio_lower_max"} if low else set()) | ({"ratio_upper_max"} if high else set())
     assert found == ([advised] if low or high else [])

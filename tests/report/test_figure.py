@@ -1,5 +1,6 @@
 """The picture of runs and what the terminal is told, by the command."""
 
+import json
 import math
 import re
 import sys
@@ -8,7 +9,7 @@ import pytest
 
 from bapo_trl import cli
 from bapo_trl.report.command import main
-from bapo_trl.report.figure import PANELS
+from bapo_trl.report.figure import ACCURACY, MOST_PANELS, PANELS
 from tests.helpers.commands import ends, run_command
 from tests.report.made_logs import made_logs, save_run
 
@@ -54,16 +55,15 @@ def share(run=0):
 def test_a_run_has_the_panels_it_has_data_for(report, tmp_path, capsys):
     figure = report(save_run(tmp_path / "mine", made_logs(), share()))
     found = panels(figure)
-    assert list(found) == [panel.title for panel in PANELS if "transfers" not in panel.title]
+    assert list(found) == [panel.title for panel in PANELS if "transfers" not in panel.title and panel is not ACCURACY]
     assert 6 <= len(found) <= 8
-    assert legend(found["Share of positive-advantage tokens in the loss"]) == ["as trained", "unadjusted", "target"]
-    assert legend(found["Clip bounds (importance ratio)"]) == ["upper bound", "lower bound"]
-    assert legend(found["Importance ratios"]) == ["mean", "largest", "smallest"]
+    assert legend(found["Positive contribution (fraction of the loss)"]) == ["as trained", "at start bounds", "target"]
+    assert legend(found["Clip bounds (importance ratio)"]) == ["upper bound", "lower bound", "ratio on-policy"]
+    assert legend(found["Importance ratios"]) == ["mean", "largest", "smallest", "healthy mean"]
     assert "band" not in figure.get_supxlabel()
     assert figure.get_suptitle() == "VESPO: mine"
     printed = capsys.readouterr().out
-    assert printed.startswith(f"Report: {tmp_path}/out/report.png\n  [healthy]")
-    assert "9 of 9 checks made on 20 logs, and none found anything." in printed
+    assert printed.startswith(f"Report: {tmp_path}/out/report.png\nHealth checks: 9/9 passed.\n")
 
 
 def test_runs_with_different_metrics_are_laid_over_one_another(report, tmp_path, capsys):
@@ -78,8 +78,9 @@ def test_runs_with_different_metrics_are_laid_over_one_another(report, tmp_path,
     ]
     assert values(found["Entropy of the policy (nats per token)"], "C1") == []
     printed = capsys.readouterr().out
-    assert "queue:\n  [healthy]" in printed
-    assert "plain:\n  [warning] Completions cut off: 80% of the completions ended for their length" in printed
+    assert "queue:\n  Health checks: 9/9 passed." in printed
+    assert "\n  Warning: Completions cut off: 80% of the completions reached the maximum length" in printed
+    assert max(map(len, printed.splitlines()[1:])) <= 100
 
 
 def test_three_seeds_are_a_band_and_a_maximum_is_the_largest(report, tmp_path, capsys):
@@ -95,19 +96,19 @@ def test_three_seeds_are_a_band_and_a_maximum_is_the_largest(report, tmp_path, c
     assert "band: smallest to largest of the seeds" in figure.get_supxlabel()
     assert figure.get_suptitle() == "seed (3 seeds)"
     found = panels(figure)
-    staleness = found["Staleness of the samples (policy versions)"]
+    staleness = found["Staleness of samples (policy versions)"]
     (band,) = staleness.collections
     assert {tuple(point) for point in band.get_paths()[0].vertices} >= {(1.0, 1.5), (1.0, 3.5), (2.0, 2.0)}
     assert values(staleness, "C0") == [[2.5, 2.0]]
     assert values(staleness, "C1") == [[7.0, 6.0]]
     assert values(found["Importance ratios"], "C2") == [[0.125, 0.5]]
-    assert capsys.readouterr().out.count("checks made on") == 1  # which all share
+    assert capsys.readouterr().out.count("Health checks") == 1  # which all share
 
 
 def test_a_maximum_that_equals_the_mean_does_not_hide_it(report, tmp_path):
     ages = [0.0, 1.0, 2.0]
     figure = report(save_run(tmp_path / "mine", made_logs(3, **{"staleness/mean": ages, "staleness/max": ages})))
-    mean, largest = panels(figure)["Staleness of the samples (policy versions)"].lines
+    mean, largest = panels(figure)["Staleness of samples (policy versions)"].lines
     assert (mean.get_linestyle(), largest.get_linestyle()) == ("-", "--")
 
 
@@ -130,9 +131,21 @@ def test_a_finding_that_runs_share_is_said_once_by_their_names(report, tmp_path,
         save_run(tmp_path / "c", made_logs(**long), vespo),
     )
     printed = capsys.readouterr().out
-    assert "BAPO: a, VESPO: c:\n  [warning] Completions cut off: 80% of the completions ended for their" in printed
-    assert "BAPO: b:\n  [warning] Effective sample size: below" in printed
+    assert "BAPO: a, VESPO: c:\n  Warning: Completions cut off: 80% of the completions reached the" in printed
+    assert "BAPO: b:\n  Warning: Effective sample size: below" in printed
     assert printed.count("Try: A larger `max_completion_length`") == 1
+
+
+def test_the_accuracy_before_and_after_is_drawn_where_a_run_measured_it(report, tmp_path):
+    run = save_run(tmp_path / "run", made_logs(), share())
+    results = {"before_avg@4": 0.4, "before_avg@4_stderr": 0.05, "eval_avg@4": 0.8, "eval_step": 20}
+    (run / "eval_results.json").write_text(json.dumps(results))
+    found = panels(report(run))
+    assert len(found) == MOST_PANELS
+    axes = found[ACCURACY.title]
+    assert axes.lines[0].get_xydata().tolist() == [[0, 0.4], [20, 0.8]]
+    assert [text.get_text().strip() for text in axes.texts] == ["0.40", "0.80"]
+    assert axes.get_ylabel() == "avg@4"
 
 
 def refusal(capsys, *arguments) -> str:

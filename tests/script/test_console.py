@@ -12,7 +12,7 @@ from bapo_trl import BAPOConfig
 from bapo_trl.batch.staleness import staleness_line
 from bapo_trl.inputs.advice import ADVICE, advice_line
 from bapo_trl.script.command_line import parse_arguments
-from bapo_trl.script.console import ProgressBar, UpdateLines, log_line, settings_table
+from bapo_trl.script.console import ProgressBar, UpdateLines, settings_table
 from tests.helpers.commands import ROOT
 from tests.helpers.script_runs import train_bapo
 from tests.helpers.toy import CPU, OFF_POLICY, toy_trainer
@@ -24,65 +24,71 @@ def off_policy(**args):
 
 
 FIXED = {"ratio_lower_max": 0.6, "ratio_upper_start": 3.0}
-SEARCH = {"target share of positives": "0.5 (gradient)", "search": "upper_first, carried_over"}
+SEARCH = {
+    "positive contribution target": "0.5 (contribution_measure gradient)",
+    "search": "search_order upper_first, search_scope carried_over",
+}
 
 
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        ({}, {"clip bounds": "low 0.6 .. 0.9, high 1.2 .. 3", **SEARCH}),
+        ({}, {"clip bounds": "lower 0.6 to 0.9, upper 1.2 to 3", **SEARCH}),
         (
             {"ratio_lower_start": 0.9, "search_scope": "micro_batch"},
-            {"clip bounds": "low 0.9, high 1.2 .. 3", **SEARCH, "search": "upper_first, micro_batch"},
+            {
+                "clip bounds": "lower 0.9, upper 1.2 to 3", **SEARCH,
+                "search": "search_order upper_first, search_scope micro_batch",
+            },
         ),
-        (FIXED, {"clip bounds": "low 0.6, high 3"}),  # nothing is searched
+        (FIXED, {"clip bounds": "lower 0.6, upper 3"}),  # nothing is searched
         ({"loss_type": "vespo"}, {"clip bounds": "none (loss_type vespo)"}),
         (
             {"loss_type": "vespo", "negative_weight_min": 0.05},
             {
-                "clip bounds": "none (loss_type vespo)", "weight of negatives": "0.05 .. 1", **SEARCH,
-                "search": "carried_over",
+                "clip bounds": "none (loss_type vespo)", "weight of negative tokens": "0.05 to 1", **SEARCH,
+                "search": "search_scope carried_over",
             },
         ),
         (  # a share that is never met is not searched
             {**FIXED, "negative_weight_min": 0.5, "positive_contribution_target": 1.0},
-            {"clip bounds": "low 0.6, high 3", "weight of negatives": "0.5"},
+            {"clip bounds": "lower 0.6, upper 3", "weight of negative tokens": "0.5"},
         ),
     ],
 )  # fmt: skip
 def test_the_table_of_settings_says_what_they_mean(args, expected):
     lines = dict(line.strip().split("  ", 1) for line in settings_table(off_policy(**args)).splitlines())
-    shape = {"samples per generation": "24 (3 per prompt)", "samples per update": "12 (1 x 6 x 2)"}
+    shape = {"samples per generation": "24 (3 per prompt)", "samples per update": "12 (1 process x 6 x 2 micro-batches)"}
     assert {name: value.strip() for name, value in lines.items()} == {**shape, **expected}
 
 
 REPLAYS = {"replay_fraction": 0.25}
-ADVISED = "Advice: loss_type vespo (docs/which_loss.md)."
+ADVISED = "Advice: with more than 4 updates per generation, try loss_type vespo (docs/which_loss.md)."
 
 
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        ({"steps_per_generation": 8}, "4 updates a generation, of 2 micro-batches each; samples at most 3 policy"),
-        ({"steps_per_generation": 10}, "5 updates a generation, of 2 micro-batches each; samples at most 4 policy"),
+        ({"steps_per_generation": 8}, "Off-policy: 4 updates per generation (max staleness 3)."),
+        ({"steps_per_generation": 10}, "Off-policy: 5 updates per generation (max staleness 4)."),
         (
             {"steps_per_generation": 1, "gradient_accumulation_steps": 1},
-            "1 update a generation, of 1 micro-batch each; samples at most 0 policy versions old.",
+            "On-policy: 1 update per generation (max staleness 0).",
         ),
-        (REPLAYS, "2 updates a generation, of 2 micro-batches each; samples of any age (replay queue)."),
-        ({**REPLAYS, "replay_max_staleness": 3}, "2 updates a generation, of 2 micro-batches each; samples at most 3 "
-         "policy versions old (replay queue)."),
+        (REPLAYS, "Off-policy: 2 updates per generation (no staleness limit, with replay buffer)."),
+        ({**REPLAYS, "replay_max_staleness": 3}, "Off-policy: 2 updates per generation (max staleness 3, with "
+         "replay buffer)."),
     ],
 )  # fmt: skip
 def test_how_stale_a_run_is(args, line):
-    assert staleness_line(off_policy(num_iterations=1, **args)).startswith(line)
+    assert staleness_line(off_policy(num_iterations=1, **args)) == line
 
 
 def test_a_run_says_at_its_start_how_stale_it_is_and_the_advice(tmp_path, capsys):
     trainer = toy_trainer(tmp_path, max_steps=1, steps_per_generation=10, num_iterations=1)
     capsys.readouterr()
     trainer.train()
-    assert capsys.readouterr().out.splitlines()[0] == f"{staleness_line(trainer.args)} {ADVISED}"
+    assert capsys.readouterr().out.splitlines()[:2] == [staleness_line(trainer.args), ADVISED]
 
 
 @pytest.mark.parametrize(
@@ -129,86 +135,86 @@ def test_the_page_and_the_recipe_are_of_the_advice():
     assert {name: recipe[name] for name in ADVICE} == ADVICE
 
 
-BOUNDS = {"bapo/clip_low": 0.6, "bapo/clip_high": 1.849}
-SHARES = {"bapo/positive_share": 0.7, "bapo/positive_share_initial": 0.3}
+LOG = {
+    "reward": 0.25, "frac_reward_zero_std": 0.5, "entropy": 0.777, "bapo/clip_low": 0.6, "bapo/clip_high": 1.849,
+    "bapo/positive_share": 0.7, "ratio/ess": 0.9, "grad_norm": 12.34,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("log", "line"),
-    [
-        (
-            {
-                "reward": 0.25, "completions/mean_length": 123.44, "completions/clipped_ratio": 0.125,
-                "frac_reward_zero_std": 0.5, **BOUNDS, **SHARES, "bapo/negative_weight": 1.0, "entropy": 0.777,
-                "staleness/mean": 2.5, "bapo/masked_share": 0.0,
-            },
-            "reward 0.250  length 123.4  cut off 0.12  no signal 0.50  clip [0.60, 1.85]  positive share 0.70"
-            "  at start bounds 0.30  entropy 0.78  age 2.5",
-        ),
-        ({**BOUNDS, "entropy": 0.5}, "clip [0.60, 1.85]  entropy 0.50"),  # without any advantage
-        # A loss without bounds
-        ({**SHARES, "bapo/negative_weight": 0.25}, "positive share 0.70  weight of negatives 0.25"),
-        ({"loss": 0.0, "reward": 0.25, "bapo/masked_share": 1.0}, "reward 0.250  rows masked 100%"),
-        ({"eval_reward": 0.5, "eval_reward_best_of_4": 0.75}, "eval reward 0.500  best of 4 0.750"),
-        ({"eval_loss": 0.1, "eval_runtime": 3.0}, "eval: no reward"),
-        ({"train_runtime": 3.0}, None),
-    ],
-)  # fmt: skip
-def test_log_lines(log, line):
-    assert log_line(12, log) == (None if line is None else f"update   12  {line}")
+def printed(args, logs, capsys, state=None, **steps) -> list[str]:
+    """Return the lines that a training prints for logs, one update for each."""
+    callback, control = UpdateLines(), TrainerControl(**steps)
+    state = state or TrainerState(max_steps=20000, is_world_process_zero=True)
+    callback.on_log(args, state, control, {"eval_reward": 1.0})  # before the training
+    callback.on_train_begin(args, state, control)
+    for log in logs:
+        state.global_step += 1
+        callback.on_log(args, state, control, logs=log)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_row_has_the_columns_that_apply_and_fits_into_100_characters(capsys, monkeypatch):
+    monkeypatch.setattr("bapo_trl.script.console.monotonic", iter([0.0, 0.5, 0.5]).__next__)
+    above, names, row, undefined = printed(off_policy(), [LOG, {"loss": 0.1, "entropy": None}], capsys)
+    assert above.split() == "mean zero entropy clip positive grad s per time".split()
+    assert names.split() == "update reward advantage (nats) bounds contrib. ESS norm update left".split()
+    assert row.split() == "1/20000 0% 0.250 50% 0.78 0.60-1.85 0.70 0.90 12.3 0.5 2:46:40".split()
+    assert undefined.split()[2:10] == ["-"] * 8
+    assert len({len(line) for line in (above, names, row, undefined)}) == 1
+    assert len(row) <= 100
+    assert "bounds" not in "".join(printed(off_policy(loss_type="vespo"), [LOG], capsys))
+
+
+def test_rows_fit_a_terminal_of_80_characters(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, printed(off_policy(), [LOG], capsys))) <= 80
+
+
+def test_the_header_comes_again_every_20_rows(capsys):
+    lines = printed(off_policy(), [LOG] * 45, capsys)
+    assert [index for index, line in enumerate(lines) if "advantage" in line] == [1, 23, 45]
+
+
+def test_saves_and_evaluations_are_announced(capsys):
+    lines = printed(
+        off_policy(), [LOG, {"eval_reward_best_of_4": 0.75, "eval_reward": 0.5}], capsys, should_evaluate=True
+    )
+    assert lines[3:] == ["Evaluating after update 1 ...", "Evaluation after update 2: mean reward 0.500, best of 4 0.750"]
+    assert printed(off_policy(), [{"eval_loss": 0.1}], capsys) == ["Evaluation after update 1: no reward"]
+    assert printed(off_policy(), [{"train_runtime": 3.0}], capsys) == []
+    callback, state = UpdateLines(), TrainerState(global_step=3, is_world_process_zero=True)
+    callback.on_train_begin(None, state, None)
+    callback.on_save(off_policy(), state, None)
+    assert capsys.readouterr().out == "Saved unused/checkpoint-3\n"
 
 
 @pytest.mark.parametrize("terminal", [False, True], ids=["file", "terminal"])
-def test_the_bar_and_the_lines_of_updates_stand_apart(terminal):
-    """In a terminal the bar is cleared before each line; in a file there is none, and each line comes at once."""
+def test_the_bar_and_the_rows_stand_apart(terminal):
+    """In a terminal the bar is cleared before each row; in a file there is none, and each row comes at once."""
     output = io.StringIO()
     callback = CallbackHandler([ProgressBar(), UpdateLines()] if terminal else [UpdateLines()], *[None] * 4)
-    state, control = TrainerState(max_steps=3, is_world_process_zero=True), TrainerControl()
+    state, control, args = TrainerState(max_steps=3, is_world_process_zero=True), TrainerControl(), off_policy()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        callback.on_log(None, state, control, {"eval_reward": 1.0})  # before the training
-        callback.on_train_begin(None, state, control)
+        callback.on_train_begin(args, state, control)
         for step in (1, 2, 3):
             state.global_step = step
-            callback.on_step_end(None, state, control)
-            callback.on_log(None, state, control, {"bapo/positive_share": 0.5, "entropy": float(step)})
-        callback.on_train_end(None, state, control)
+            callback.on_step_end(args, state, control)
+            callback.on_log(args, state, control, {"bapo/positive_share": 0.5, "entropy": float(step)})
+        callback.on_train_end(args, state, control)
     text = output.getvalue()
-    written = [line.rpartition("\r")[2] for line in text.splitlines() if "update " in line]
-    starts = [f"update    {step}  positive share 0.50  entropy {step}.00" for step in (1, 2, 3)]
-    assert [line[: len(start)] for line, start in zip(written, starts, strict=True)] == starts
+    written = [line.rpartition("\r")[2].split() for line in text.splitlines() if "0.50" in line]
+    assert [(row[0], row[4]) for row in written] == [(f"{step}/3", f"{step}.00") for step in (1, 2, 3)]
     assert ("it/s" in text) == ("\r" in text) == terminal
 
 
-def lines_of(state, logged_at, capsys) -> list[str]:
-    """Return what is told behind the values at these updates, beginning from a state."""
-    lines = UpdateLines()
-    lines.on_train_begin(None, state, None)
-    for step in logged_at:
-        state.global_step = step
-        lines.on_log(None, state, None, logs={"loss": 0.1, "reward": 0.25})
-    return [line.partition("reward 0.250")[2] for line in capsys.readouterr().out.splitlines()]
-
-
-@pytest.mark.parametrize(
-    ("resumed_at", "last_line", "logged_at", "said"),
-    [
-        (0, None, (16, 32), ("", "")),
-        (10, None, (16, 32), ("", "")),  # the checkpoint holds what was measured in updates 1 to 10
-        (26, 16, (32, 48), ("", "")),
-        (20, 4, (16, 32), ("over 12 updates)", "")),  # saved by a run with other lines
-        (0, None, (1, 16), ("over 1 update)", "over 15 updates)")),  # `logging_first_step`
-    ],
-)
-def test_a_line_says_how_many_updates_it_covers(resumed_at, last_line, logged_at, said, capsys):
-    state = TrainerState(global_step=resumed_at, max_steps=64, logging_steps=16)
-    state.log_history = [] if last_line is None else [{"step": last_line, "loss": 0.1}]
-    assert [line.partition("  (")[2] for line in lines_of(state, logged_at, capsys)] == [*said]
-
-
-def test_a_line_of_a_resumed_run_says_how_fast_it_goes(monkeypatch, capsys):
+def test_a_row_of_a_resumed_run_says_how_fast_it_is(monkeypatch, capsys):
     times = iter([100.0, 104.0, 106.0, 3706.0])
     monkeypatch.setattr("bapo_trl.script.console.monotonic", lambda: next(times))
+    state = TrainerState(global_step=10, max_steps=20, is_world_process_zero=True)
+    callback = UpdateLines()
+    callback.on_train_begin(None, state, None)
+    for state.global_step in (12, 13, 20):
+        callback.on_log(off_policy(), state, TrainerControl(), logs={"loss": 0.1})
     # 4 s for 2 updates, 8 left at 2 s each; 2 s for 1, 6 s for 3 so far, 7 left; 3600 s for 7, none left
-    told = lines_of(TrainerState(global_step=10, max_steps=20, logging_steps=1), (12, 13, 20), capsys)
-    paces = ["  2 s  left 0:00:16", "  2 s  left 0:00:14", "  514 s  left 0:00:00"]
-    assert [line.partition("  (")[0] for line in told] == paces
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert [row.split()[-2:] for row in rows] == [["2", "0:00:16"], ["2", "0:00:14"], ["514", "0:00:00"]]

@@ -22,7 +22,7 @@ from tests.script.test_recipes import AIME24, GSM8K, SKYWORK
 
 
 FROM_PRETRAINED = vars(PreTrainedModel)["from_pretrained"]
-A_DRY_RUN = "a dry run. No weights are loaded, nothing is written."
+A_DRY_RUN = "dry run, no weights are loaded, nothing is written."
 
 
 @pytest.fixture(autouse=True)
@@ -51,18 +51,18 @@ def test_the_tables_of_a_run(capsys, tmp_path):
         run(dataset_name="train.jsonl", dry_run="true", beta=0.1)
     out = capsys.readouterr().out
     assert out.startswith(f"BAPO on train.jsonl: {A_DRY_RUN}\n")
-    assert "\n                        1 process *  8 processes  32 processes\n" in out
-    assert "\n  prompts a generation            4           32           128\n" in out
-    assert "\n  samples a generation           12           96           384\n" in out
-    assert "\n  samples an update               6           48           192\n" in out
-    assert "\n  updates an epoch                8            0             0\n" in out
-    assert "\n  Refused on 8: a generation takes 32 prompts, there are 16.\n" in out
-    assert "\n  oldest age of a sample   1 policy versions\n" in out
-    assert "\n  mean age of a sample     0.5 policy versions\n" in out
+    assert "\n                          1 process *  8 processes  32 processes\n" in out
+    assert "\n  prompts per generation            4           32           128\n" in out
+    assert "\n  samples per generation           12           96           384\n" in out
+    assert "\n  samples per update                6           48           192\n" in out
+    assert "\n  updates per epoch                 8            0             0\n" in out
+    assert "\n  Not possible on 8: a generation needs 32 prompts, but there are 16.\n" in out
+    assert "\n  max staleness             1 policy versions\n" in out
+    assert "\n  mean staleness            0.5 policy versions\n" in out
     assert "\nPrompts: 16 prompts\n  tokens: 4 (5%), 4 (median), 6 (95%), 6 (longest)\n" in out
     assert "\n  | 0+1=\n" in out
     assert "\n  plain text, though the model has a chat template: `--prompt_column prompt` makes" in out
-    assert '\nRewards of a made completion, "The answer is 1."\n  has_digit: 1\n' in out
+    assert '\nRewards of an example completion, "The answer is 1."\n  has_digit: 1\n' in out
     assert "Advice" not in out  # of 2 updates per generation
 
 
@@ -77,7 +77,7 @@ def test_a_run_on_held_out_prompts_counts_those_and_a_punishment_goes_by_the_len
 def test_a_completion_beyond_the_window_leaves_no_room(capsys):
     with pytest.warns(UserWarning, match="`max_completion_length` is 200000, but the model's window .* is 32768"):
         run(dataset_name="train.jsonl", dry_run="true", max_completion_length=200000)
-    assert "completion of 200000: 0; too long: 16\n" in capsys.readouterr().out
+    assert "leaves room for 200000 new tokens: 0; too long: 16\n" in capsys.readouterr().out
 
 
 def test_a_recipe_can_ask_for_it(capsys, tmp_path):
@@ -169,7 +169,7 @@ def test_what_the_run_stops_at_ends_the_dry_run_after_its_tables(settings, messa
         cli.main(["train", *arguments, "--dry_run"])
     out, err = capsys.readouterr()
     assert ended.value.code == 1
-    expected = "Evaluation alone" if settings.get("do_train") == "false" else "\n  samples a generation           12 "
+    expected = "Evaluation only" if settings.get("do_train") == "false" else "\n  samples per generation           12 "
     assert expected in out or "steps_per_generation" in settings
     last = err.splitlines()[-1]
     assert last.startswith("bapo-trl train: error: ")
@@ -184,7 +184,7 @@ def test_several_problems_are_all_named(capsys):
     with pytest.raises(SystemExit):
         cli.main(["launch", "--num_processes", "2", "train", *arguments, "--dry_run"])
     out, err = capsys.readouterr()
-    assert "\n                        2 processes *  1 process  8 processes  32 processes\n" in out
+    assert "\n                          2 processes *  1 process  8 processes  32 processes\n" in out
     assert re.search(
         r"3 problems\. \(1\) `use_cpu` .* \(2\) `resume_from_checkpoint` .* \(3\) `dataset_name` is ", err
     )
@@ -205,7 +205,7 @@ def test_a_reward_that_fails_ends_what_python_prints(monkeypatch):
     assert "4 processes *" in str(dry_run(args, "model", [], dataset))  # of a launcher
     # 8 samples are one prompt with 8 completions; on 8 processes, 8 prompts
     on_eight = dry_run(args, "model", [], dataset, processes=8)
-    assert on_eight.problems == ["On 8 processes, a generation takes 8 prompts, there are 2."]
+    assert on_eight.problems == ["On 8 processes, a generation needs 8 prompts, but there are 2."]
 
 
 def test_a_dry_run_of_a_merge_needs_its_base_and_no_gpu(capsys, monkeypatch):
@@ -213,7 +213,7 @@ def test_a_dry_run_of_a_merge_needs_its_base_and_no_gpu(capsys, monkeypatch):
     merge = ["train", *flags(**{**MERGES, **NO_GPU}), "--dry_run"]
     leave("adapter/adapter_config.json", json.dumps({"base_model_name_or_path": "model"}))
     cli.main(merge)
-    assert capsys.readouterr().out.startswith("Merges the adapter adapter into its base model")
+    assert capsys.readouterr().out.startswith("Merge of the adapter adapter into its base model")
     leave("adapter/adapter_config.json", json.dumps({"base_model_name_or_path": "gone"}))
     with pytest.raises(SystemExit):
         cli.main(merge)
@@ -226,26 +226,26 @@ def test_samples_of_a_generation_may_be_given_for_all_processes(capsys):
     cli.main(["launch", "--num_processes", "2", "train", *arguments, "--dry_run"])
     out = capsys.readouterr().out
     assert re.search(r"\n +2 processes \*  1 process  8 processes  32 processes\n", out)
-    assert re.search(r"\n  samples a generation +48 +48 +48 +48\n", out)
-    assert re.search(r"\n  samples an update +12 +6 +48 +192\n", out)
-    assert re.search(r"\n  updates a generation +4 +8 +1 +0.25\n", out)
+    assert re.search(r"\n  samples per generation +48 +48 +48 +48\n", out)
+    assert re.search(r"\n  samples per update +12 +6 +48 +192\n", out)
+    assert re.search(r"\n  updates per generation +4 +8 +1 +0.25\n", out)
     assert "\nStaleness, on 2 processes\n" in out
 
 
 @pytest.mark.parametrize(
     ("settings", "oldest"),
     [
-        ({"replay_fraction": 0.25, "replay_max_staleness": 5}, "5 policy versions (replay queue)"),
+        ({"replay_fraction": 0.25, "replay_max_staleness": 5}, "5 policy versions, with replay buffer"),
         ({"replay_fraction": 0.25, "replay_max_staleness": 5, "partial_rollout_oversampling": 1.5,
           "partial_rollout_chunk_length": 3, "partial_rollout_max_staleness": 7},
-         "7 policy versions (replay queue and partial rollouts)"),
+         "7 policy versions, with replay buffer and partial rollouts"),
     ],
 )  # fmt: skip
 def test_ages_of_samples_that_are_kept(settings, oldest, capsys):
     run(dataset_name="train.jsonl", dry_run="true", **settings)
     out = capsys.readouterr().out
-    assert f"\n  oldest age of a sample   {oldest}\n" in out
-    assert "\n  mean age of a sample     0.5 policy versions of fresh ones; of all not known before the run\n" in out
+    assert f"\n  max staleness             {oldest}\n" in out
+    assert "\n  mean staleness            0.5 policy versions for fresh samples; unknown for the others before the run\n" in out
 
 
 MERGES = {"do_train": "false", "model_name_or_path": "adapter", "merge_adapter": "true"}
@@ -284,13 +284,13 @@ def test_what_the_run_would_not_begin_with_is_refused_as_well(left, settings, me
     ("left", "arguments", "said"),
     [
         ("outputs/quickstart/model.safetensors", ["--config", "quickstart"],
-         "BAPO on the embedded task (sums of two numbers): a dry run."),
+         "BAPO on the embedded task (sums of two numbers): dry run,"),
         ("out/checkpoint-2/trainer_state.json", flags(**MERGES),
-         "Merges the adapter adapter into its base model, in out/merged: a dry run."),
+         "Merge of the adapter adapter into its base model, in out/merged: dry run,"),
         ("out/checkpoint-2/trainer_state.json", flags(dataset_name="train.jsonl", resume_from_checkpoint="true"),
-         "BAPO on train.jsonl: a dry run."),
+         "BAPO on train.jsonl: dry run,"),
         ("out/checkpoint-2/trainer_state.json", flags(dataset_name="train.jsonl", overwrite_output_dir="true"),
-         "BAPO on train.jsonl: a dry run."),
+         "BAPO on train.jsonl: dry run,"),
     ],
 )  # fmt: skip
 def test_what_the_run_would_begin_with_is_not_refused(left, arguments, said, capsys, tmp_path):
@@ -298,7 +298,7 @@ def test_what_the_run_would_begin_with_is_not_refused(left, arguments, said, cap
     leave(left, json.dumps({"global_step": 2, "epoch": 1.0}))
     with nothing_written(tmp_path):
         train_bapo.main([*arguments, "--dry_run", "true"])
-    assert capsys.readouterr().out.startswith(f"{said} No weights are loaded, nothing is written.\n")
+    assert capsys.readouterr().out.startswith(f"{said} no weights are loaded, nothing is written.\n")
 
 
 STAND_INS = {  # of the data sets and models of the Hub
@@ -326,7 +326,7 @@ def test_every_recipe(recipe, capsys, tmp_path, monkeypatch):
     with nothing_written(tmp_path):
         cli.main(["launch", "--accelerate", "zero3", "--num_processes", "6", *command])
     out = capsys.readouterr().out
-    shown = ["Evaluation alone"] if "aime" in recipe else ["\n  updates a generation", "  6 processes *  1 process  8"]
+    shown = ["Evaluation only"] if "aime" in recipe else ["\n  updates per generation", "  6 processes *  1 process  8"]
     assert all(each in out for each in shown)
 
 
@@ -339,5 +339,5 @@ def test_without_its_model_a_dry_run_has_its_arithmetic(error, capsys, monkeypat
     with pytest.raises(type(error), match=str(error)):
         train_bapo.main(["--config", "smollm2_sums", "--dry_run", "true"])
     out = capsys.readouterr().out
-    assert re.search(r"\n  updates an epoch +\d+", out)
-    assert out.endswith("\nPrompts and rewards are not known: the end says why.\n")
+    assert re.search(r"\n  updates per epoch +\d+", out)
+    assert out.endswith("\nPrompts and rewards are unknown: see the error below.\n")

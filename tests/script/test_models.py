@@ -56,7 +56,7 @@ def test_an_adapter_is_evaluated_and_merged_and_the_merged_model_evaluated(adapt
     run(**alone, **LORA, model_name_or_path="adapter", merge_adapter="true")  # with the settings that trained it
     of_adapter = [line["completion"] for line in completions()]
     out = capsys.readouterr().out
-    assert out.startswith("Evaluates the model adapter on test.jsonl, into out\n")
+    assert out.startswith("Evaluation of adapter on test.jsonl; results in out\n")
     assert "Evaluation of adapter on test.jsonl" in out
     assert_alike("out/merged", "adapter")
     assert (logits("out/merged") - logits("model")).abs().max() > 0.01
@@ -125,7 +125,7 @@ def test_a_run_killed_before_its_model_is_saved_is_finished_with_the_weights_of_
     assert not list(Path("out").glob("*model*.safetensors"))
     capsys.readouterr()
     run(**settings, resume_from_checkpoint="true")
-    assert "\nGoes on from out/checkpoint-3.\n" in capsys.readouterr().out
+    assert "\nResumes from out/checkpoint-3.\n" in capsys.readouterr().out
     (saved,) = Path("out").glob("*model.safetensors")
     assert saved.read_bytes() == Path("out/checkpoint-3", saved.name).read_bytes()
     assert saved.read_bytes() != Path("out/checkpoint-2", saved.name).read_bytes()

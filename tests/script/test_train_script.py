@@ -49,14 +49,14 @@ def test_two_updates_on_the_embedded_task(tmp_path):
     out = succeeded(train(tmp_path / "run", command_line=[sys.executable]))
     for line in (
         r"samples per generation +16 \(4 per prompt\)",
-        r"samples per update +8 \(1 x 8 x 1\)",
-        r"clip bounds +low 0.6 .. 0.9, high 1.2 .. 3\n",
-        r"search +upper_first, carried_over\n",
-        r"update +1 .*reward 0\.\d+.*clip \[0\.\d+, \d\.\d+\].*positive share",
-        rf"Evaluation of {tmp_path / 'run'} on the embedded task \(sums of two numbers\), 513 prompts: update +2 ",
+        r"samples per update +8 \(1 process x 8 x 1 micro-batches\)",
+        r"clip bounds +lower 0.6 to 0.9, upper 1.2 to 3\n",
+        r"search +search_order upper_first, search_scope carried_over\n",
+        r"\n +update  reward .*\n1/2  50%   0\.\d+ .* 0\.\d+-\d\.\d+ ",
+        rf"Evaluation of {tmp_path / 'run'} on the embedded task \(sums of two numbers\)\n  513 prompts; ",
         r"\n +before +after\n  avg@4   0\.\d+ ± 0\.\d+  0\.\d+ ± 0\.\d+\n  pass@2 ",
         rf"Model: {tmp_path / 'run'}\n",
-        rf"Checkpoint: {tmp_path / 'run' / 'checkpoint-2'}\n",
+        rf"Saved {tmp_path / 'run' / 'checkpoint-2'}\n",
         rf"Report: {tmp_path / 'run' / 'report.png'}\n",
     ):
         assert re.search(line, out), (line, out)
@@ -80,7 +80,7 @@ def test_resume_trains_on_from_the_latest_whole_checkpoint(tmp_path):
     before = [json.loads((tmp_path / run / "eval_results.json").read_text()) for run in ("stopped", "straight")]
     assert before[0]["before_avg@4"] == before[1]["before_avg@4"]  # of the start, not of the checkpoint
     assert "after\n  avg@4" in out
-    assert f"Checkpoint: {tmp_path / 'stopped' / 'checkpoint-4'}" in out
+    assert f"Saved {tmp_path / 'stopped' / 'checkpoint-4'}" in out
 
 
 @pytest.mark.parametrize("command", [TRAIN, EVALUATE], ids=lambda command: command.name)
@@ -152,7 +152,7 @@ def test_a_run_that_logs_no_update_has_no_report(tmp_path):
 def test_two_processes_share_the_work(tmp_path):
     program = ["-m", "bapo_trl", "train"]  # as users of an installed package launch it
     out = succeeded(train(tmp_path, command_line=[sys.executable, *accelerate_launcher("cpu_ddp")], program=program))
-    assert re.search(r"samples per update +16 \(2 x 8 x 1\)", out)
+    assert re.search(r"samples per update +16 \(2 processes x 8 x 1 micro-batches\)", out)
     assert out.count("BAPO on the embedded task") == 1
     assert [log["step"] for log in logs(tmp_path) if "bapo/clip_low" in log] == [1, 2]
     assert (tmp_path / "model.safetensors").exists()
