@@ -43,8 +43,8 @@ def config(**args) -> BAPOConfig:
         ({"delta": 2.0}, "delta.*2.0.*ratio_upper_max.*3.0"),
         (
             {"epsilon": 0.2, "epsilon_high": 0.28},
-            "`epsilon` is 0.2 and `epsilon_high` is 0.28, .* fixed clip bounds of 0.8 and 1.28, set `ratio_lower_start` "
-            "and `ratio_lower_max` to 0.8, and `ratio_upper_start` and `ratio_upper_max` to 1.28",
+            "`epsilon` is 0.2 and `epsilon_high` is 0.28, .* fixed clip bounds of 0.8 and 1.28, set "
+            "`ratio_lower_start` and `ratio_lower_max` to 0.8, and `ratio_upper_start` and `ratio_upper_max` to 1.28",
         ),
         (
             {"gradient_accumulation_steps": 4, "steps_per_generation": 2},
@@ -159,7 +159,7 @@ def test_a_grpo_config_is_taken_over():
     assert (args.output_dir, args.learning_rate, args.steps_per_generation) == ("somewhere", 3e-4, 4)
     assert args.positive_contribution_target == 0.5
     assert args.epsilon is None
-    with pytest.raises(ValueError, match="`epsilon` is 0.3, .* of 0.7 and 1.3, set"):
+    with pytest.raises(ValueError, match=r"`epsilon` is 0.3, .* of 0.7 and 1.3, set"):
         BAPOConfig.from_grpo_config(GRPOConfig("unused", **CPU, epsilon=0.3))
     cispo = BAPOConfig.from_grpo_config(GRPOConfig("unused", **CPU, loss_type="cispo", epsilon_high=5.0))
     assert (cispo.epsilon, cispo.epsilon_high) == (0.2, 5.0)  # its cap

@@ -127,7 +127,9 @@ def test_what_was_chosen_is_said_in_one_line(model, monkeypatch):
     assert told == ["CPU: float32 weights, prompt positions are not scored"]
     model.requires_grad_(False)
     cpu_speed.speed_up_cpu(trainer)
-    assert told[1] == "CPU: float32 weights, contiguous input of the frozen output head, prompt positions are not scored"
+    assert (
+        told[1] == "CPU: float32 weights, contiguous input of the frozen output head, prompt positions are not scored"
+    )
 
 
 def test_a_run_on_a_gpu_is_left_alone(monkeypatch):

@@ -91,25 +91,22 @@ PANELS = (
 def accuracies_of(run: Run) -> tuple[str, list[tuple[int, float, float]]]:
     """Return the name of the accuracy that a run measured, and update, mean and half a 95% interval of each value."""
     name = next((found[1] for found in map(_ACCURACY.fullmatch, run.results) if found), "")
-    if not name or "eval_step" not in run.results:
-        return "", []
-    return name, [
-        (step, run.results[f"{when}_{name}"], 1.96 * run.results.get(f"{when}_{name}_stderr", 0.0))
-        for when, step in (("before", 0), ("eval", run.results["eval_step"]))
-        if f"{when}_{name}" in run.results
-    ]
+    steps = {"before": 0, "eval": run.results.get("eval_step")}
+    found = [(step, f"{when}_{name}") for when, step in steps.items() if step is not None]
+    get = run.results.get
+    return name, [(step, get(key), 1.96 * get(f"{key}_stderr", 0.0)) for step, key in found if key in run.results]
 
 
 def drawn_panels(groups: Sequence[Group]) -> list[Panel]:
     """Return the panels for which some run has data, at most `MOST_PANELS`."""
     runs = [run for group in groups for run in group.runs]
-    panels = [
-        panel
-        for panel in PANELS
-        if any(len(run.logs.points(line.metric).steps) for run in runs for line in panel.lines)
-        or (panel is ACCURACY and any(accuracies_of(run)[1] for run in runs))
-    ]
-    return panels[:MOST_PANELS]
+
+    def has_data(panel: Panel, run: Run) -> bool:
+        if panel is ACCURACY:
+            return bool(accuracies_of(run)[1])
+        return any(len(run.logs.points(line.metric).steps) for line in panel.lines)
+
+    return [panel for panel in PANELS if any(has_data(panel, run) for run in runs)][:MOST_PANELS]
 
 
 def save_png(groups: Sequence[Group], path: Path, panels: Sequence[Panel] = ()) -> None:
@@ -182,12 +179,11 @@ def _draw_accuracies(axes: Any, groups: Sequence[Group]) -> None:
     for index, group in enumerate(groups):
         for run in group.runs:
             name, found = accuracies_of(run)
-            for (step, mean, half), place in zip(found, ("left", "right"), strict=False):
-                text = f" {mean:.2f} "
-                axes.annotate(text, (step, mean + half), ha=place, va="bottom", fontsize="small", color=f"C{index}")
+            for step, mean, half in found:
+                place = "right" if step else "left"
+                axes.annotate(f" {mean:.2f} ", (step, mean + half), ha=place, va="bottom", fontsize="small")
             if found:
-                steps, means, halves = zip(*found, strict=True)
-                axes.errorbar(steps, means, halves, color=f"C{index}", marker="o", capsize=3)
+                axes.errorbar(*zip(*found, strict=True), color=f"C{index}", marker="o", capsize=3)
                 axes.set_ylabel(name, fontsize="small")
     axes.set_ylim(0, 1)
 

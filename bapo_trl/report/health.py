@@ -33,10 +33,10 @@ Found = tuple[str, str] | None  # severity and sentence
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the report: its subject, `warning`, `note` or `summary`, what was found, why it matters, what to do."""
+    """A line of the report: its subject, its severity, what was found, why it matters and what to do."""
 
     name: str
-    severity: str
+    severity: str  # `warning`, `note` or `summary`
     sentence: str
     why: str = ""
     remedy: str = ""
@@ -218,7 +218,7 @@ CHECKS = (
         {
             "Fewer updates per generation.": "can_be_fresher",
             "A lower `learning_rate`.": "",
-            "Ignore a single spike without one in `grad_norm`.": "",
+            "Ignore a single spike that the gradient norm does not show.": "",
         },
     ),
     Check(

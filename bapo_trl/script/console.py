@@ -18,16 +18,14 @@ from ..report.runs import is_of_updates
 
 HEADER_EVERY = 20  # rows
 
-# Header of two lines, metric, format. A column is at least as wide as its header
-_BEFORE_BOUNDS = (
-    ("mean", "reward", "reward", "6.3f"),
-    ("zero", "advantage", "frac_reward_zero_std", "9.0%"),
-    ("entropy", "(nats)", "entropy", "7.2f"),
-)
-_AFTER_BOUNDS = (
-    ("positive", "contrib.", "bapo/positive_share", "8.2f"),
-    ("", "ESS", "ratio/ess", "4.2f"),
-    ("grad", "norm", "grad_norm", "5.3g"),
+_COLUMNS = (  # two lines of a header, metrics, format, least width
+    ("mean", "reward", "reward", ".3f", 6),
+    ("zero", "advantage", "frac_reward_zero_std", ".0%", 0),
+    ("entropy", "(nats)", "entropy", ".2f", 0),
+    ("clip", "bounds", "bapo/clip_low bapo/clip_high", ".2f", 9),
+    ("positive", "contrib.", "bapo/positive_share", ".2f", 0),
+    ("", "ESS", "ratio/ess", ".2f", 4),
+    ("grad", "norm", "grad_norm", ".3g", 5),
 )
 
 
@@ -115,20 +113,17 @@ class UpdateLines(TrainerCallback):
         step, total = state.global_step, state.max_steps
         is_narrow = get_terminal_size(fallback=(100, 24)).columns < 100
         done = f"{step:>{len(str(total))}}/{total}" + ("" if is_narrow else f" {step / max(total, 1):4.0%}")
-        cells = [("", "update", done)]
-        cells += [(above, name, _cell(logs, metric, form)) for above, name, metric, form in _BEFORE_BOUNDS]
-        if args.has_clip_bounds:
-            has_bounds = "bapo/clip_low" in logs
-            bounds = f"{logs['bapo/clip_low']:.2f}-{logs['bapo/clip_high']:.2f}" if has_bounds else "-"
-            cells.append(("clip", "bounds", f"{bounds:>9}"))
-        cells += [(above, name, _cell(logs, metric, form)) for above, name, metric, form in _AFTER_BOUNDS]
         pace, left = self._pace(state)
-        cells += [("s per", "update", f"{pace:>6}"), ("time", "left", f"{left:>7}")]
+        cells = [("", "update", done)]
+        for above, name, metrics, form, width in _COLUMNS:
+            if args.has_clip_bounds or name != "bounds":
+                values = [logs.get(metric) for metric in metrics.split()]
+                cell = "-" if None in values else "-".join(f"{value:{form}}" for value in values)
+                cells.append((above, name, cell.rjust(width)))
+        cells += [("s per", "update", pace), ("time", "left", left.rjust(7))]
         widths = [max(map(len, cell)) for cell in cells]
-        above, names, row = (
-            ("  " if not is_narrow else " ").join(text.rjust(width) for text, width in zip(line, widths, strict=True))
-            for line in zip(*cells, strict=True)
-        )
+        padded = [[text.rjust(width) for text in cell] for cell, width in zip(cells, widths, strict=True)]
+        above, names, row = ((" " if is_narrow else "  ").join(line) for line in zip(*padded, strict=True))
         return f"{above}\n{names}", row
 
     def _pace(self, state) -> tuple[str, str]:
@@ -138,12 +133,7 @@ class UpdateLines(TrainerCallback):
         if step == last:
             return "-", "-"
         left = round((now - start) / (step - first) * (state.max_steps - step))
-        return f"{(now - then) / (step - last):.3g}", f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
-
-
-def _cell(logs: Mapping[str, float], metric: str, form: str) -> str:
-    value = logs.get(metric)
-    return "-".rjust(int(form.partition(".")[0])) if value is None else f"{value:{form}}"
+        return f"{(now - then) / (step - last):.2f}", f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
 
 
 class ProgressBar(ProgressCallback):

@@ -17,9 +17,9 @@ from ..report.command import report_line
 from ..report.facts import method_name
 from ..upstream.cpu_speed import speed_up_cpu
 from ..upstream.fixes import end_training
+from .arguments import EMBEDDED
 from .command_line import Settings
 from .console import UpdateLines, rewards_in_words, settings_table, without_bars_in_files
-from .arguments import EMBEDDED
 from .datasets import prompt_lines
 from .earlier_run import check_resume, check_start, continues, remove_earlier_run, resume_argument
 from .models import merge, merges_alone, parts_of
@@ -82,7 +82,9 @@ def run(settings: Settings) -> None:
     if training_args.do_train and trainer.is_world_process_zero():
         say(f"\nModel: {output_dir}\nLog: {output_dir / TRAINER_STATE_NAME}")
         say(report_line(trainer.state.log_history, output_dir / "report.png"))
-        say(_next_step(settings))
+        of_demo = script_args.dataset_name == EMBEDDED
+        then = "train on your own data (docs/your_own_data.md)" if of_demo else "measure the model: bapo-trl evaluate"
+        say(f"Next: look at the report, then {then}.")
 
 
 def _train(trainer: EvaluatedTrainer, inputs: Inputs, training_args: BAPOConfig) -> Evaluation | None:
@@ -96,10 +98,7 @@ def _train(trainer: EvaluatedTrainer, inputs: Inputs, training_args: BAPOConfig)
     stop = StopSignals()
     trainer.add_callback(stop)
     if not training_args.disable_tqdm:
-        say(
-            "Rows below are means over the updates since the row before. positive contrib.: fraction of the\n"
-            "loss from positive-advantage tokens. ESS: effective sample size, relative to the actual one."
-        )
+        say("Rows: means over the updates since the row before. ESS: effective sample size (docs/monitor.md).")
         trainer.add_callback(UpdateLines)  # last, so that it sees which evaluations the others leave out
     try:
         trainer.train(resume_from_checkpoint=resume)
@@ -125,15 +124,6 @@ def _saving(trainer: EvaluatedTrainer) -> AbstractContextManager:
     """Raise on all ranks what one fails with; not under DeepSpeed and FSDP, whose ranks save together."""
     is_sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
     return nullcontext() if is_sharded else raising_on_all_ranks()
-
-
-def _next_step(settings: Settings) -> str:
-    script_args, training_args, _, _ = settings
-    if script_args.dataset_name == EMBEDDED:
-        return "Next: look at the report, then train on your own data (docs/your_own_data.md)."
-    if not training_args.do_eval:
-        return f"Next: measure the accuracy: bapo-trl evaluate --model_name_or_path {training_args.output_dir} ..."
-    return "Next: look at the report. To train longer: a higher --max_steps with --resume_from_checkpoint true."
 
 
 class _NoEvaluationAtTheEnd(TrainerCallback):

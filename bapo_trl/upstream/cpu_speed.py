@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # the settings import this module and need no trainer
 
 
 def speed_up_cpu(trainer: "GRPOTrainer") -> str | None:
-    """Apply all measures to a run on CPUs that is about to begin, and return a line for the terminal; `None` on a GPU."""
+    """Apply all measures to a run on CPUs that is about to begin; return a line on them, or `None` on a GPU."""
     if trainer.accelerator.device.type != "cpu":
         return None
     threads, dtype = limit_threads(), "bfloat16" if trainer.args.bf16 else "float32"

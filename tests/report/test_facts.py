@@ -103,7 +103,7 @@ FOLLOWED = {
         ({"temperature": 0.7}, "`temperature` 1"),
         ({"mask_truncated_completions": False}, "`mask_truncated_completions`"),
         ({"use_vllm": True}, "`sampling/` metrics"),
-        ({"gradient_accumulation_steps": 1}, "a smaller `steps_per_generation`"),
+        ({"gradient_accumulation_steps": 1}, "A smaller `steps_per_generation`"),
         ({"positive_contribution_target": 0.5}, "A higher `positive_contribution_target`"),
         ({"replay_zero_advantage": False}, "`replay_zero_advantage`"),
         ({"negative_weight_min": 1.0}, "`negative_weight_min` below 1"),
@@ -119,9 +119,12 @@ def test_what_a_run_does_already_is_not_advised(tmp_path, settings, advised):
 
 def test_on_policy_samples_cannot_be_fresher(tmp_path):
     logs = Logs(made_logs(**{"ratio/ess": 0.1}))
-    for passes, remedy in ((1, "A lower `learning_rate`."), (2, "Fresher samples. A lower `learning_rate`.")):
+    for passes, remedy in (
+        (1, "A lower `learning_rate`."),
+        (2, "Fewer updates per generation. A lower `learning_rate`."),
+    ):
         settings = {"gradient_accumulation_steps": 4, "num_iterations": passes}
-        assert [finding.remedy for finding in examine(logs, facts(tmp_path, settings))] == [remedy]
+        assert [finding.remedy for finding in examine(logs, facts(tmp_path, settings))[1:]] == [remedy]
 
 
 def test_a_run_without_facts_is_advised_nothing_that_needs_one():

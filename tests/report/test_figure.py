@@ -133,7 +133,7 @@ def test_a_finding_that_runs_share_is_said_once_by_their_names(report, tmp_path,
     printed = capsys.readouterr().out
     assert "BAPO: a, VESPO: c:\n  Warning: Completions cut off: 80% of the completions reached the" in printed
     assert "BAPO: b:\n  Warning: Effective sample size: below" in printed
-    assert printed.count("Try: A larger `max_completion_length`") == 1
+    assert " ".join(printed.split()).count("Try: A larger `max_completion_length`") == 1
 
 
 def test_the_accuracy_before_and_after_is_drawn_where_a_run_measured_it(report, tmp_path):

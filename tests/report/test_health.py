@@ -74,10 +74,10 @@ def test_every_check_has_a_golden_line_and_a_row_in_the_docs():
     of_limits = ("bapo/search_steps", "Clip bounds at their maximum")
     assert {(check.metric, check.name) for check in CHECKS} == {*((line[0], line[4]) for line in GOLDEN), of_limits}
     page = (ROOT / "docs" / "monitor.md").read_text()
-    rows = [line for line in page.splitlines() if line.startswith("| ")][1:]
+    rows = [line for line in page.partition("| check |")[2].splitlines() if line.startswith("| ")]
     for check, row in zip(CHECKS, rows, strict=True):
         assert row.startswith(f"| {check.name} | ")
-        assert row.endswith(f" | {check.why} | {' '.join(check.remedies)} |"), row
+        assert row.endswith(f" | {' '.join(check.remedies)} |"), row
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,10 @@ def test_ages_of_samples_that_are_kept(settings, oldest, capsys):
     run(dataset_name="train.jsonl", dry_run="true", **settings)
     out = capsys.readouterr().out
     assert f"\n  max staleness             {oldest}\n" in out
-    assert "\n  mean staleness            0.5 policy versions for fresh samples; unknown for the others before the run\n" in out
+    assert (
+        "\n  mean staleness            0.5 policy versions for fresh samples; unknown for the others before the run\n"
+        in out
+    )
 
 
 MERGES = {"do_train": "false", "model_name_or_path": "adapter", "merge_adapter": "true"}
@@ -326,7 +329,9 @@ def test_every_recipe(recipe, capsys, tmp_path, monkeypatch):
     with nothing_written(tmp_path):
         cli.main(["launch", "--accelerate", "zero3", "--num_processes", "6", *command])
     out = capsys.readouterr().out
-    shown = ["Evaluation only"] if "aime" in recipe else ["\n  updates per generation", "  6 processes *  1 process  8"]
+    shown = (
+        ["Evaluation only"] if "aime" in recipe else ["\n  updates per generation", "  6 processes *  1 process  8"]
+    )
     assert all(each in out for each in shown)
 
 
