@@ -57,7 +57,7 @@ PANELS = (
     Panel(
         "Cut off, zero advantage (fraction of samples)",
         (Line("completions/clipped_ratio", "cut off"), Line("frac_reward_zero_std", "zero advantage")),
-        marks=((f"healthy below {CUT_OFF_MAX:g}, {NO_SIGNAL_MAX:g}", CUT_OFF_MAX), ("", NO_SIGNAL_MAX)),
+        marks=((f"healthy: cut off < {CUT_OFF_MAX:g}, zero < {NO_SIGNAL_MAX:g}", CUT_OFF_MAX), ("", NO_SIGNAL_MAX)),
         limits=_FRACTION,
     ),
     Panel(
@@ -158,7 +158,7 @@ def _draw(axes: Any, panel: Panel, groups: Sequence[Group]) -> None:
         if target is not None:
             shown["target"] = axes.axhline(target, color=_GREY, linewidth=1, linestyle="-.")
     for name, value in panel.marks:
-        mark = axes.axhline(value, color=_GREY, linewidth=1, linestyle=":")
+        mark = axes.axhline(value, color=_GREY, linewidth=1, linestyle=(0, (1, 4)))
         if name:
             shown[name] = mark
     if len(shown) > 1:
@@ -179,7 +179,7 @@ def _draw_accuracies(axes: Any, groups: Sequence[Group]) -> None:
     for index, group in enumerate(groups):
         for run in group.runs:
             name, found = accuracies_of(run)
-            for step, mean, half in found:
+            for step, mean, half in found if len(groups) == len(group.runs) == 1 else ():
                 place = "right" if step else "left"
                 axes.annotate(f" {mean:.2f} ", (step, mean + half), ha=place, va="bottom", fontsize="small")
             if found:

@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 
 from bapo_trl import BAPOConfig, cli, dry_run
 from bapo_trl.errors import InputError
+from bapo_trl.plan import dry_run as plan
+from bapo_trl.plan.dry_run import look_at_prompts
 from bapo_trl.script import models
 from bapo_trl.tasks import character_tokenizer
 from tests.helpers.commands import ROOT
@@ -64,6 +66,13 @@ def test_the_tables_of_a_run(capsys, tmp_path):
     assert "\n  plain text, though the model has a chat template: `--prompt_column prompt` makes" in out
     assert '\nRewards of an example completion, "The answer is 1."\n  has_digit: 1\n' in out
     assert "Advice" not in out  # of 2 updates per generation
+
+
+def test_prompts_are_tokenized_once(monkeypatch):
+    looks = []
+    monkeypatch.setattr(plan, "look_at_prompts", lambda *args: looks.append(args) or look_at_prompts(*args))
+    run(dataset_name="train.jsonl", dry_run="true")
+    assert len(looks) == 1
 
 
 def test_a_run_on_held_out_prompts_counts_those_and_a_punishment_goes_by_the_length_of_a_completion(capsys):
