@@ -1,7 +1,7 @@
 """
-Train a model with BAPO: `bapo-trl train` of the package, in a checkout.
+Train a model, as `bapo-trl train` does, from a checkout of the repository.
 
-`python train_bapo.py --help` says how. In several processes: `accelerate launch train_bapo.py ...`.
+`python train_bapo.py --help` lists the flags. In several processes: `accelerate launch train_bapo.py ...`.
 """
 
 import sys
@@ -13,7 +13,7 @@ from bapo_trl.script.failures import run_command
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Train with the flags of the command line."""
+    """Train with the flags from the command line."""
     train(arguments, SCRIPT)
 
 

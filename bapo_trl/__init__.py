@@ -18,7 +18,7 @@ _SUBPACKAGES = ("clip_bounds", "evaluation", "report", "tasks")  # public: `impo
 
 
 def __getattr__(name: str):
-    # Loaded at first use: much of the command line needs nothing of TRL.
+    # Imported at first use: most commands do not need TRL.
     if name in _SUBPACKAGES:
         return importlib.import_module(f".{name}", __name__)
     if name not in _HOMES:

@@ -1,4 +1,4 @@
-"""`python -m bapo_trl` is `bapo-trl`: for `accelerate launch -m bapo_trl train ...`."""
+"""Run `bapo-trl` as a module, as in `accelerate launch -m bapo_trl train ...`."""
 
 import sys
 

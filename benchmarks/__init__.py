@@ -1,1 +1,1 @@
-"""The measurements behind every figure in the docs: each module measures, and renders its section of the pages."""
+"""Benchmarks behind the numbers in the docs. Each module measures, and renders its tables of the pages."""

@@ -1,14 +1,14 @@
 """
-The asynchronous trainer on samples of a constant staleness: accuracy by method, and what the bounds cost an update.
+Run the asynchronous trainer at constant staleness: accuracy by method, and the extra time per update of the bounds.
 
-    python -m benchmarks.async_staleness --jobs 2              # the pilot: rates, one seed
-    python -m benchmarks.async_staleness --jobs 2 --seeds      # five seeds at the best rates of the pilot
-    python -m benchmarks.async_staleness --cost                # time of an update over TRL's trainer
+    python -m benchmarks.async_staleness --jobs 2              # pilot: learning rates, one seed
+    python -m benchmarks.async_staleness --jobs 2 --seeds      # five seeds at the best learning rates of the pilot
+    python -m benchmarks.async_staleness --cost                # time per update relative to TRL's trainer
 
-On the sums, on a CPU: torch's attention in place of FlashAttention 3, and a worker that samples by the policy of so
-many versions ago. TRL's loader takes a micro-batch ahead, so that 1 is the least. An arm's best rate is the one of the
-highest final accuracy in the pilot, the lower of equals. Runs go on where they were. To keep them:
-`python -m benchmarks.pages --keep outputs/async_staleness --commit COMMIT`.
+The task is the sums, on a CPU, with torch's attention instead of FlashAttention 3 and a worker that samples from an
+earlier policy. TRL's loader prefetches a micro-batch, so the smallest staleness is 1. A method's best learning rate is
+the one with the highest final accuracy in the pilot (the lower one of equals). Interrupted runs resume. To keep the
+results: `python -m benchmarks.pages --keep outputs/async_staleness --commit COMMIT`.
 """
 
 import argparse
@@ -50,7 +50,7 @@ STUDY = ROOT / "outputs" / "async_staleness"
 
 
 class StaleWorker:
-    """Samples a batch for each update, by the policy of `staleness` versions ago."""
+    """Worker that samples a batch for each update from the policy of `staleness` versions ago."""
 
     def __init__(self, path: str, task, tokenizer, staleness: int, seed: int):
         self.rollout_buffer, self.metrics_queue = queue.Queue(), queue.Queue()
@@ -61,7 +61,7 @@ class StaleWorker:
         self.num_groups = 0
 
     def take(self, weights: dict[str, torch.Tensor]) -> None:
-        """Take the weights of a new version."""
+        """Store the weights of a new policy version."""
         self.weights.append({name: weight.clone() for name, weight in weights.items()})
 
     def start(self) -> None:
@@ -113,7 +113,7 @@ class StaleWorker:
 
 
 def sample(model, prompts: list[list[int]], length: int, generator: torch.Generator):
-    """Return samples, `(B, P + length)`, and the log-probabilities of what was sampled, `(B, length)`."""
+    """Return samples, `(B, P + length)`, and the log-probabilities of the completions, `(B, length)`."""
     ids, logps = torch.tensor(prompts), []
     for _ in range(length):
         log_probs = model(ids).logits[:, -1].float().log_softmax(-1)
@@ -124,7 +124,7 @@ def sample(model, prompts: list[list[int]], length: int, generator: torch.Genera
 
 
 class ToWorker:
-    """A transfer of weights to the worker of this process."""
+    """Weight transfer to the worker in this process."""
 
     def __init__(self, worker: StaleWorker):
         self.worker = worker
@@ -139,7 +139,7 @@ class ToWorker:
 
 
 def make_trainer(folder: str, trainer_class, config_class, staleness: int, seed: int, **settings):
-    """Make a trainer of the sums; within `on_cpu`."""
+    """Return a trainer for the sums. Call within `on_cpu`."""
     task = load_sums()
     path = str(warm_start_path(task=task))
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -159,7 +159,7 @@ def make_trainer(folder: str, trainer_class, config_class, staleness: int, seed:
 
 @torch.no_grad()
 def accuracy(model, task, tokenizer) -> float:
-    """Return the share of the problems that are held out whose most likely completion is right."""
+    """Return the fraction of held-out problems whose greedy completion is right."""
     of_length: dict[int, list[tuple[list[int], str]]] = {}
     for row in task.test_dataset:
         ids = tokenizer(row["prompt"])["input_ids"]
@@ -175,7 +175,7 @@ def accuracy(model, task, tokenizer) -> float:
 
 
 def train(arm: str, staleness: int, learning_rate: float, seed: int) -> Row:
-    """Make a run; return its row."""
+    """Train once, and return the result row."""
     from tests.helpers.asynchronous import on_cpu
 
     torch.set_num_threads(1)
@@ -195,7 +195,7 @@ def train(arm: str, staleness: int, learning_rate: float, seed: int) -> Row:
 
 
 class Clock(TrainerCallback):
-    """Seconds between the beginning of an update and its end."""
+    """Callback that records the seconds of each update."""
 
     def __init__(self):
         self.seconds, self._began = [], 0.0
@@ -208,7 +208,7 @@ class Clock(TrainerCallback):
 
 
 def measure_cost(rounds: int = 9, updates: int = 24) -> None:
-    """Time updates of both trainers in turns, in each scope; the ratios are of medians in a round."""
+    """Time updates of both trainers in alternation, for each search scope. Ratios are of medians within a round."""
     from tests.helpers.asynchronous import on_cpu
 
     torch.set_num_threads(1)
@@ -236,7 +236,7 @@ def measure_cost(rounds: int = 9, updates: int = 24) -> None:
 
 
 def best_rates(rows: list[Row]) -> dict[tuple[str, int], float]:
-    """Return the best rate of each arm at each staleness, of the runs of the pilot."""
+    """Return the best learning rate of each method at each staleness, from the pilot's runs."""
     best: dict[tuple[str, int], Row] = {}
     for row in sorted(rows, key=lambda row: row.sweep["learning_rate"]):
         place = row.arm, row.sweep["staleness"]

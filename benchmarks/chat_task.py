@@ -1,14 +1,14 @@
 """
-Write a task of the chat-model study as files: SmolLM2-135M-Instruct after a short supervised start on the task's own
-worked answers, its problems to train on, and 512 held out (benchmarks/studies/chat_*.yaml).
+Write a task of the chat-model study as files (for benchmarks/studies/chat_*.yaml): the training problems, 512 held-out
+problems, and SmolLM2-135M-Instruct after a short supervised warm-up on worked answers of the task.
 
     python -m benchmarks.chat_task chain_sum     # outputs/tasks/chat_chain_sum/: model/, train.jsonl, test.jsonl
-    python -m benchmarks.chat_task leg_counting  # needs the extras llm and reasoning-gym, as the other does
+    python -m benchmarks.chat_task leg_counting  # both need the extras llm and reasoning-gym
 
-The start is to end where 0.25 to 0.35 of the held-out problems are answered right, sampled: it prints how many. Of
-chain sums, 0.18 were after 4 steps, 0.27 after 5, 0.36 after 6, 0.56 after 16; of legs, 0.13 after 12, 0.18 after 16,
-0.28 after 17, 0.42 after 18, 0.72 after 24. `--steps` tries others. Greatest common divisors and filtered numbers were
-tried as the second task: 4 more steps moved them by 0.02 and -0.04.
+The warm-up should reach an accuracy of 0.25 to 0.35 on the held-out problems (sampled; the script prints it).
+`chain_sum` reached 0.18 after 4 steps, 0.27 after 5, 0.36 after 6, 0.56 after 16; `leg_counting` 0.13 after 12, 0.18
+after 16, 0.28 after 17, 0.42 after 18, 0.72 after 24. `--steps` sets another number. Greatest common divisors and
+filtered numbers were tried as the second task: 4 more steps changed their accuracy by 0.02 and -0.04.
 """
 
 import argparse
@@ -32,7 +32,7 @@ HELD_OUT_SEED = 1_000_000
 
 
 def work_out_sum(entry: dict[str, Any]) -> str:
-    """Add term by term: `"12 + 7 = 19"`, `"19 - 30 = -11"`."""
+    """Return the worked answer of a sum, term by term: `"12 + 7 = 19"`, `"19 - 30 = -11"`."""
     first, *rest = re.findall(r"[+-] \d+|^-?\d+", entry["metadata"]["expression"])
     total, lines = int(first), []
     for term in rest:
@@ -42,7 +42,7 @@ def work_out_sum(entry: dict[str, Any]) -> str:
 
 
 def work_out_legs(entry: dict[str, Any]) -> str:
-    """Multiply for each animal, and add: `"2*4=8"`, `"3*2=6"`, `"8+6=14"`."""
+    """Return the worked answer of `leg_counting`: `"2*4=8"`, `"3*2=6"`, `"8+6=14"`."""
     from reasoning_gym.arithmetic.leg_counting import ANIMALS
 
     legs = [(count, ANIMALS[animal]) for animal, count in entry["metadata"]["animals"].items()]
@@ -53,7 +53,7 @@ def work_out_legs(entry: dict[str, Any]) -> str:
 
 
 class ChatTask(NamedTuple):
-    """A task: arguments of reasoning-gym, how to work out an answer, and the steps of the supervised start."""
+    """Task with its reasoning-gym arguments, the function for worked answers, and the warm-up steps."""
 
     args: dict[str, Any]
     work_out: Callable[[dict[str, Any]], str]
@@ -70,7 +70,7 @@ TASKS = {
 
 
 def problems(name: str) -> tuple[Dataset, Dataset]:
-    """Return the problems to train on, and those held out: none of them twice, and none in both."""
+    """Return training and held-out problems, without duplicates or overlap."""
     args = TASKS[name].args
     train = load_gym_task(name, {**args, "size": TRAIN_PROBLEMS, "seed": 0}).train_dataset
     held_out = load_gym_task(name, {**args, "size": 4 * HELD_OUT, "seed": HELD_OUT_SEED}).train_dataset
@@ -82,12 +82,12 @@ def problems(name: str) -> tuple[Dataset, Dataset]:
 
 
 def with_system(row: dict[str, Any]) -> dict[str, Any]:
-    """Put a short system message before a question: without one, the model's template puts a long one there."""
+    """Add a short system message before a question. Otherwise the model's template adds a long one."""
     return {"prompt": [{"role": "system", "content": "Work it out."}, *row["prompt"]]}
 
 
 def start(name: str, train: Dataset, steps: int) -> tuple[Any, Any]:
-    """Return the chat model after some steps of 32 worked answers each, and its tokenizer."""
+    """Return the chat model, after a warm-up with 32 worked answers per step, and its tokenizer."""
     work_out = TASKS[name].work_out
 
     def worked(row: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def start(name: str, train: Dataset, steps: int) -> tuple[Any, Any]:
 
 
 def sampled(model, tokenizer, rows: Dataset, max_new_tokens: int = 64) -> tuple[list[float], list[int]]:
-    """Return rewards and lengths of one sampled completion of each problem."""
+    """Return the rewards and lengths of one sampled completion per problem."""
     torch.manual_seed(0)
     rewards, lengths = [], []
     for batch in rows.batch(128):

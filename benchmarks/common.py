@@ -1,4 +1,4 @@
-"""What the benchmarks share: paired ratios, the machine, and result files."""
+"""Shared helpers of the benchmarks: paired ratios, a description of the machine, and result files."""
 
 import ctypes
 import json
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def spread(values: Sequence[float]) -> dict[str, float | int]:
-    """Return median, quartiles and number of the values of a setting, one a round."""
+    """Return the median, quartiles and number of values, one value per round."""
     lower_quartile, median, upper_quartile = statistics.quantiles(values, n=4, method="inclusive")
     return {
         "median": round(median, 4),
@@ -38,7 +38,7 @@ def spread(values: Sequence[float]) -> dict[str, float | int]:
 
 def keep_freed_memory() -> None:
     """
-    Have glibc serve all threads from one heap and never give freed memory back, so that no page faults are measured.
+    Make glibc use one heap for all threads and keep freed memory, so that page faults do not affect timings.
     """
     mallopt = ctypes.CDLL(None).mallopt
     for option, value in ((-8, 1), (-4, 0), (-1, 2**31 - 1)):  # M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD
@@ -46,7 +46,7 @@ def keep_freed_memory() -> None:
 
 
 def in_turns(names: Iterable[T], rounds: int) -> Iterator[tuple[int, T]]:
-    """Yield the round and each name, in every other round backwards, so that none always comes first."""
+    """Yield (round, name) pairs, in reverse order in every other round, so that no name is always first."""
     names = list(names)
     for index in range(rounds):
         for name in names if index % 2 == 0 else reversed(names):
@@ -54,13 +54,13 @@ def in_turns(names: Iterable[T], rounds: int) -> Iterator[tuple[int, T]]:
 
 
 def synchronize(device: str) -> None:
-    """Wait for the kernels that run on `device`, so that a clock read next to it means something."""
+    """Wait for the kernels that run on `device`. Call this before reading a clock."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def time_s(function: Callable[[], object], device: str = "cpu") -> float:
-    """Return the seconds that one call takes."""
+    """Return the seconds of one call."""
     synchronize(device)
     start = time.perf_counter()
     function()
@@ -73,9 +73,9 @@ def time_s(function: Callable[[], object], device: str = "cpu") -> float:
 
 def describe_run(name: str) -> dict:
     """
-    Return command, date and machine of a benchmark, with the versions that a figure depends on.
+    Return the command, date, machine and library versions of a benchmark.
 
-    Called at its end, so that the load average of the last five minutes tells of other work beside it.
+    Call this at the end: the load average of the last five minutes shows whether other processes were running.
     """
     return {
         "command": command_line(f"benchmarks.{name}"),
@@ -94,13 +94,13 @@ def describe_run(name: str) -> dict:
 
 
 def command_line(module: str) -> str:
-    """Return the command of this process, without the folders of files, which are one machine's."""
+    """Return the command of this process, with paths reduced to file names."""
     arguments = [Path(argument).name if Path(argument).is_absolute() else argument for argument in sys.argv[1:]]
     return " ".join(["python", "-m", module, *arguments])
 
 
 def save_result(name: str, settings: dict, results: Sequence[dict], **more: object) -> None:
-    """Write the result file of a benchmark, `results/NAME.json`: a line for each key, and for each of its rows."""
+    """Write the result file of a benchmark, `results/NAME.json`, with one line per key and per row."""
     head = {"benchmark": name, **describe_run(name), **more, "settings": settings}
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
     rows = ",\n".join(f"    {json.dumps(row)}" for row in results)
@@ -126,5 +126,5 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def verdict(is_met: bool) -> str:
-    """Return the word for a target that is met or missed."""
+    """Return "met" or "missed" for a target."""
     return "yes" if is_met else "**no**"

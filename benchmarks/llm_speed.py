@@ -1,12 +1,12 @@
 """
-CPU-seconds of a generation and its first update with a real chat model: with the measures of
-`bapo_trl.upstream.cpu_speed`, without, and without each of them.
+Measure the CPU time of a generation and its first update with a chat model: with all optimizations in
+`bapo_trl.upstream.cpu_speed`, with none, and without each of them.
 
     python -m benchmarks.llm_speed
 
-The work is that of `recipes/smollm2_sums.yaml`: 128 samples of at most 16 tokens to prompts of 30, and an update on
-32 of them, LoRA on SmolLM2-135M. Each measurement is a process of its own with one thread; those of a round follow
-one another, so that ratios are of pairs. CPU-seconds are of the process, user and system; waiting does not count.
+The workload is that of `recipes/smollm2_sums.yaml`: 128 samples of at most 16 tokens with prompts of 30 tokens, and an
+update on 32 of them, LoRA on SmolLM2-135M. Each measurement runs in a separate process with one thread; ratios are
+between consecutive measurements. CPU time is user plus system time of the process, without waiting.
 """
 
 import argparse
@@ -37,7 +37,7 @@ ARMS = {"all": set(MEASURES), "none": set()} | {f"without {name}": set(MEASURES)
 
 
 def measure(measures: set[str], seed: int) -> float:
-    """Return the CPU-seconds of a generation and its first update, in this process."""
+    """Return the CPU seconds of a generation and its first update in this process."""
     from peft import LoraConfig
 
     torch.set_num_threads(1)
@@ -84,7 +84,7 @@ def measure(measures: set[str], seed: int) -> float:
 
 
 def measure_in_process(arm: str, seed: int) -> float:
-    """Return what [`measure`] gives in a process of its own."""
+    """Return the result of [`measure`] in a separate process."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.llm_speed", "--arm", arm, "--seed", str(seed)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -110,7 +110,7 @@ def main():
 
 
 def to_row(arm: str, seconds: dict[str, list[float]]) -> dict:
-    """Return the row of an arm: spreads of its CPU-seconds, and of their ratio to those with all measures."""
+    """Return the row of a variant: the spread of its CPU seconds, and of the ratio to all optimizations."""
     ratios = [own / base for own, base in zip(seconds[arm], seconds["all"], strict=True)]
     return {"arm": arm, "seconds": spread(seconds[arm]), "ratio": spread(ratios)}
 

@@ -1,4 +1,4 @@
-"""A language model whose completions have lognormal lengths, whatever they say, to time generation with."""
+"""Language model whose completions have lognormal lengths, for timing generation."""
 
 import itertools
 import math
@@ -15,13 +15,13 @@ CONSTANT = 100.0  # the size of a hidden state, which the last layer norm divide
 
 
 def lognormal_tokenizer() -> PreTrainedTokenizerBase:
-    """Return the tokenizer that goes with the model."""
+    """Return the tokenizer of the model."""
     return character_tokenizer(ALPHABET)
 
 
 def lognormal_hazards(median: float, tail: float, num_tokens: int) -> torch.Tensor:
     """
-    Return the probability that a completion ends with its n-th token, given that it has come so far.
+    Return the probability that a completion ends with its n-th token, given that it has not ended before.
 
     `tail` is the 95th percentile of the lengths over their median. Of shape `(num_tokens,)`, in float64.
 
@@ -42,10 +42,10 @@ def lognormal_model(
     median: float, tail: float, prompt_tokens: int, max_completion_length: int, hidden: int = 64, layers: int = 2
 ) -> GPT2LMHeadModel:
     """
-    Return a GPT-2 that ends each completion by the hazards of its place, and else samples characters alike.
+    Return a GPT-2 that ends completions with the hazard of each position, and otherwise samples characters uniformly.
 
-    Its layers compute, as those of any model of their size, but add nothing. So the hidden state of a place is what
-    its embedding says: the log-odds of the end, and a constant that the last layer norm scales it by.
+    Its layers do their full computation but contribute nothing. So the hidden state at a position comes from the
+    position embedding alone: the log-odds of ending, and a constant for the scale of the last layer norm.
 
     Args:
         median (`float`): Median length of the completions in tokens, the end token included.
@@ -53,7 +53,7 @@ def lognormal_model(
         prompt_tokens (`int`): Length of all prompts.
         max_completion_length (`int`): Number of places that the model has for a completion.
         hidden (`int`, *optional*, defaults to `64`): Width. Heads are 32 wide, the least that vLLM's attention on CPUs
-            takes.
+            supports.
         layers (`int`, *optional*, defaults to `2`): Number of layers.
     """
     tokenizer = lognormal_tokenizer()

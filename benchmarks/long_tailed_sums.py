@@ -1,16 +1,16 @@
 """
-The task of the partial rollouts' benchmarks: the sums of the demo, in completions of long-tailed length.
+Task of the benchmarks of partial rollouts: the sums of the demo, with completions of long-tailed lengths.
 
-A completion is a filler, and then the answer: `"CCBBAA=j5"`. The filler counts down in letters, two of each. With its
-first letter, the model draws how long it gets. The lengths are lognormal: half of the completions have at most 12
-tokens, one of twenty more than five times as many. The answer has nothing to do with the filler: long completions are
-as often right as short ones.
+A completion is a filler followed by the answer: `"CCBBAA=j5"`. The filler counts down in letters, two of each. The
+first letter determines the length. The lengths are lognormal: half of the completions have at most 12 tokens, one in
+twenty has more than five times as many. The answer does not depend on the filler: long completions are as often right
+as short ones.
 
-With a filler of dots, each dot would be a choice whether to go on. Training shifts all of these choices together, and
-within tens of updates the lengths are no longer long-tailed. Here they are one choice a completion.
+With a filler of dots, the model would decide at each dot whether to continue. Training shifts all of these decisions
+together, so within tens of updates the lengths would no longer be long-tailed. Here a completion has one decision.
 
-The tens of a number are a letter (`"d7"` is 37, `"o3"` is 143). The tiny model then knows a digit by what it is, for
-after a filler it cannot know it by where it stands.
+The tens digit of a number is a letter (`"d7"` is 37, `"o3"` is 143). So the tiny model can tell tens and ones apart,
+which it cannot do by position after a filler.
 """
 
 import math
@@ -36,16 +36,16 @@ MAX_NEW_TOKENS = 120  # ten times the median; room for a count that slips
 
 def final_sum_reward(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
     """
-    Reward a completion that is any number of filler letters, `=` and the answer, and nothing else.
+    Return 1.0 for each completion that consists of filler letters (or none), `=` and the answer, else 0.0.
 
-    Takes and returns what [`~bapo_trl.tasks.exact_match_reward`] does. For the answer `"j5"`, `"BBAA=j5"` and `"=j5"`
-    get 1.0, and `"j5"`, `"AA=j5A"`, `"=Aj5"` and `"BBAA"` get 0.0.
+    The signature is that of [`~bapo_trl.tasks.exact_match_reward`]. For the answer `"j5"`, `"BBAA=j5"` and `"=j5"` get
+    1.0, and `"j5"`, `"AA=j5A"`, `"=Aj5"` and `"BBAA"` get 0.0.
     """
     return exact_match_reward([completion.lstrip(COUNTS) for completion in completions], [f"={a}" for a in answer])
 
 
 def load_long_tailed_sums(seed: int = 0) -> StudyTask:
-    """Make the problems of the demo, in its splits: `"37+58="` reads `"d7+f8"`, and its answer `"j5"`."""
+    """Return the demo's problems and splits, rewritten: `"37+58="` becomes `"d7+f8"` with the answer `"j5"`."""
     sums = load_task(seed)
     return StudyTask(
         name="long_tailed_sums",
@@ -67,7 +67,7 @@ def load_long_tailed_sums(seed: int = 0) -> StudyTask:
 
 
 def demonstrate(prompt: str, rng: random.Random) -> str:
-    """Fill, and then add as the careless demonstrator of the demo does."""
+    """Return a filler and a sum, which forgets carries like the demo's demonstrator."""
     while (tokens := round(rng.lognormvariate(math.log(SCALE), SIGMA))) > LONGEST:
         pass
     text = demonstrate_sum(prompt, rng)
@@ -76,7 +76,7 @@ def demonstrate(prompt: str, rng: random.Random) -> str:
 
 
 def demonstrate_sum(prompt: str, rng: random.Random) -> str:
-    """Write what [`demonstrate`] does, without a filler."""
+    """Return the answer of [`demonstrate`] without a filler."""
     a, b = map(read, prompt.split("+"))
     return "=" + write(int(add(f"{a}+{b}=", rng)))
 

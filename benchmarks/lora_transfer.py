@@ -1,12 +1,12 @@
 """
-How far vLLM's policy is from the trainer's with LoRA on weights in bfloat16, by how the adapter is merged for it.
+Measure how far vLLM's policy is from the trainer's with LoRA on bfloat16 weights, for different ways to merge.
 
     python -m benchmarks.lora_transfer
 
-An adapter of 32 updates on sums asked in words (the settings of `recipes/smollm2_sums.yaml`) is scaled to shares of
-itself, as it was earlier. On samples of the trainer's policy, which has the adapter beside the weights, the
-log-probabilities of the sampled tokens are compared with those of the base model, of peft's merge, which rounds to the
-nearest, and of what `bapo_trl` sends. All forward passes compute in float32, on the weights as they are. One thread.
+An adapter trained for 32 updates on `chat_sums` (settings of `recipes/smollm2_sums.yaml`) is scaled down, to imitate
+earlier stages of training. On samples of the trainer's policy (adapter not merged), log-probabilities of the sampled
+tokens are compared with those of the base model, of peft's merge (round to nearest), and of the weights that
+`bapo_trl` sends. All forward passes compute in float32, on unchanged weights, with one thread.
 """
 
 import argparse
@@ -31,7 +31,7 @@ PROMPTS, COMPLETION_TOKENS = 64, 16
 
 
 def train_adapter() -> BAPOTrainer:
-    """Return a trainer after the updates."""
+    """Return a trainer after training the adapter."""
     task = load_chat_sums()
     with tempfile.TemporaryDirectory() as folder:
         args = BAPOConfig(
@@ -52,9 +52,9 @@ def train_adapter() -> BAPOTrainer:
 @torch.no_grad()
 def log_probs(model: torch.nn.Module, samples: torch.Tensor, mask: torch.Tensor, start: int) -> torch.Tensor:
     """
-    Return the log-probabilities of the samples' tokens from `start` on, as far as the mask has them.
+    Return the log-probabilities of the samples' unmasked tokens from `start` on.
 
-    In float32: the roundings of a forward pass in bfloat16 are larger than what the weights differ by.
+    Computes in float32: the rounding of a bfloat16 forward pass is larger than the effect of the weights' differences.
     """
     logits = copy.deepcopy(model).float()(input_ids=samples, attention_mask=mask).logits[:, start - 1 : -1]
     logps = logits.float().log_softmax(-1).gather(2, samples[:, start:, None]).squeeze(2)
@@ -62,7 +62,7 @@ def log_probs(model: torch.nn.Module, samples: torch.Tensor, mask: torch.Tensor,
 
 
 def sample(model: torch.nn.Module, prompts: dict[str, torch.Tensor], end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return prompts with completions, and the mask of their tokens."""
+    """Return prompts with completions, and the mask of the tokens."""
     torch.manual_seed(0)
     samples = model.generate(
         **prompts, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=COMPLETION_TOKENS
@@ -74,7 +74,7 @@ def sample(model: torch.nn.Module, prompts: dict[str, torch.Tensor], end: int) -
 
 @torch.no_grad()
 def send(model: torch.nn.Module, base: torch.nn.Module) -> torch.nn.Module:
-    """Return the base model with what is sent of a model with an adapter."""
+    """Return the base model with the weights that are sent for a model with an adapter."""
     served = copy.deepcopy(base)
     for name, weight in named_merged(model, version=UPDATES, types=Types()):
         if name.endswith("base_layer.weight"):
@@ -84,7 +84,7 @@ def send(model: torch.nn.Module, base: torch.nn.Module) -> torch.nn.Module:
 
 
 def measure(model: torch.nn.Module, base: torch.nn.Module, prompts: dict[str, torch.Tensor], end: int) -> dict:
-    """Return the mean absolute differences in nats a token."""
+    """Return the mean absolute differences in nats per token."""
     start = prompts["input_ids"].shape[1]
     samples, mask = sample(model, prompts, end)
     policy = log_probs(model, samples, mask, start)

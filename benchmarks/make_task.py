@@ -1,5 +1,5 @@
 """
-Write a task of the studies as files, for `bapo-trl compare`: its model, and its problems to train on and held out.
+Write a task of the studies as files for `bapo-trl compare`: its model, training problems and held-out problems.
 
     python -m benchmarks.make_task running_totals
 
@@ -19,7 +19,7 @@ from benchmarks.warm_start import StudyTask, load_sums, warm_start_path
 
 
 def load_wide_sums() -> StudyTask:
-    """Make the sums with a model whose heads are as wide as vLLM's attention on CPUs asks for."""
+    """Return the sums with a model whose heads are wide enough for vLLM's attention on CPUs."""
     task = load_sums()
     return replace(task, name="wide_sums", warm_start=replace(task.warm_start, model={"hidden_size": 128}))
 

@@ -1,12 +1,12 @@
 """
-What overlapped generation saves: the time of a generation step over a live vLLM server, with and without it.
+Measure the time of a generation step with and without overlapped generation, over a live vLLM server.
 
-    python -m benchmarks.overlap        # where vLLM is installed, on two cores; starts a server
+    python -m benchmarks.overlap        # needs vLLM and two cores; starts a server
 
-The server runs on one core and the trainer on another, at three ratios of their times. Each round trains with and
-without overlap, every other round in the other order; a ratio is that of the two in a round. Without overlap, a
-generation is the time of the request, and training is the rest of a generation step: scoring, rewards, updates and
-the transfer of the weights. The goal: a step with overlap takes at most 1.1 of the longer one of the two.
+The server runs on one core and the trainer on another, at three ratios of generation time to training time. Each round
+trains with and without overlap, in alternating order; ratios are within a round. Without overlap, the generation time
+is the time of the request, and the training time is the rest of the step: scoring, rewards, updates and the weight
+transfer. The goal: with overlap, a step takes at most 1.1 times the longer of the two times.
 """
 
 import argparse
@@ -43,7 +43,7 @@ SERVER = ("--max-model-len", "224", "--kv-cache-memory-bytes", str(256 * 2**20))
 
 
 class GenerationSteps(TrainerCallback):
-    """The time at which each generation step begins, and that of the end."""
+    """Callback that records when each generation step begins, and when the training ends."""
 
     def __init__(self, updates: int):
         self.updates, self.marks = updates, []
@@ -57,7 +57,7 @@ class GenerationSteps(TrainerCallback):
 
 
 def measure(model: Path, port: int, case: dict[str, int], steps: int, overlaps: bool) -> dict[str, float]:
-    """Train once; return the seconds of a generation step, and without overlap those of its request."""
+    """Train once; return the seconds of a generation step and, without overlap, of its request."""
     from tests.helpers.commands import free_port
     from tests.helpers.toy import CPU
 
@@ -89,7 +89,7 @@ def measure(model: Path, port: int, case: dict[str, int], steps: int, overlaps: 
 
 
 def measure_rounds(model: Path, port: int, case: dict[str, int], rounds: int, steps: int) -> dict:
-    """Measure a case in pairs, with and without overlap; return seconds and ratios with their spread."""
+    """Measure pairs of runs with and without overlap; return seconds and ratios with their spread."""
     found = []
     for number in range(rounds):
         pair = {}

@@ -1,16 +1,16 @@
 """
-What partial rollouts save: decode steps, idle slots and time of a generation, against waiting for the longest.
+Measure partial rollouts against waiting for the longest completion: decode steps, idle slots and time per generation.
 
     python -m benchmarks.partial_rollouts --sampler transformers
-    python -m benchmarks.partial_rollouts --sampler vllm        # where vLLM is installed; starts a server
+    python -m benchmarks.partial_rollouts --sampler vllm        # needs vLLM; starts a server
 
-16 groups of 8 a generation. A hand-made model (`lognormal_model.py`) ends its completions by the hazards of a
-lognormal distribution: the 95th percentile is 5 times the median, the cap 10 times. Every setting is a `train()` of
-its own, in one process, on the same prompts. A round goes through the settings, every other one backwards; a ratio is
-that of two settings in a round. The first generations, in which the pool fills, are not counted.
+Each generation has 16 groups of 8. The completions of a hand-made model (`lognormal_model.py`) have lognormal lengths:
+the 95th percentile is 5 times the median, the maximum 10 times. Each setting is one `train()` call, in the same
+process and with the same prompts. A round runs all settings, in alternating order; ratios are between two settings of
+a round. The first generations, in which the pool fills, are not counted.
 
-A call of the sampler takes as many *decode steps* as its longest completion has tokens. A generation has a *slot* for
-each row of its first call; a slot is *idle* in a decode step in which it has no token.
+A sampler call takes as many *decode steps* as its longest completion has tokens. A generation has a *slot* for each
+sample of its first call; a slot is *idle* in decode steps without a token.
 """
 
 import argparse
@@ -46,7 +46,7 @@ TARGETS = {"steps": 2.0, "idle": 3.0, "wall": 1.5}  # at 1.5, synchronous over p
 
 @dataclass
 class Call:
-    """One call of the sampler: its rows, its longest completion, all tokens sampled."""
+    """Statistics of a sampler call: samples, longest completion, and total tokens."""
 
     rows: int
     longest: int
@@ -54,7 +54,7 @@ class Call:
 
 
 class Counting(BAPOTrainer):
-    """Keeps what each call of the sampler did, by generation."""
+    """Trainer that records the statistics of sampler calls by generation."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -82,19 +82,19 @@ def measure(
     groups: int | None = None,
 ) -> dict[str, float]:
     """
-    Train once.
+    Train once, and measure.
 
     Args:
         oversampling (`float`): `partial_rollout_oversampling`.
-        chunk (`float`): `partial_rollout_chunk_length` over the median length.
+        chunk (`float`): `partial_rollout_chunk_length` divided by the median length.
         median (`int`): Median length of a completion in tokens.
-        generations (`int`): Generations that count.
+        generations (`int`): Number of measured generations.
         settings (`dict`): Settings of the sampler and the device; `{}` for transformers' generation on the CPU.
         model ([`~transformers.PreTrainedModel`], *optional*): A `lognormal_model`, by default a small one.
-        groups (`int`, *optional*, defaults to `GROUPS`): Groups a generation.
+        groups (`int`, *optional*, defaults to `GROUPS`): Groups per generation.
 
     Returns:
-        `dict` with, a trained sample: decode `steps`, `idle` slots, `wall` seconds of generation and training.
+        `dict` with values per trained sample: decode `steps`, `idle` slots, `wall` seconds of generation and training.
     """
     groups = groups or GROUPS
     rows = groups * COMPLETIONS
@@ -143,7 +143,7 @@ def measure(
 
 
 def measure_rounds(name: str, rounds: int, generations: int, sampler: Callable[[], dict]) -> list[dict]:
-    """Return a row for each setting, with the figures of each round and their ratios to the synchronous setting's."""
+    """Return a row per setting, with the values of each round and their ratios to the synchronous setting."""
     median = MEDIANS[name]
     measured: dict[tuple[float, float], list[dict]] = {setting: [] for setting in SETTINGS}
     for index, setting in in_turns(SETTINGS, rounds):

@@ -1,5 +1,5 @@
 """
-The task of the study of few positive tokens: running totals of five digits, where a ramble follows a wrong total.
+Task of the study of few positive tokens: running totals of five digits, where a ramble follows a wrong total.
 
 A right completion adds one digit at a time: `"b11c20d21e22"` for `"a4b7c9d1e1="`. The demonstrator often forgets a
 carry. Then it rambles, in a slow countdown with random marks between the letters: `"b11c10R.!?.,Q!,,?.P.?!.!,"` and so
@@ -41,17 +41,17 @@ LIMITS = {0.1: 117, 0.2: 52, 0.35: 24, 0.5: 13}
 
 def final_total_reward(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
     """
-    Reward a completion whose text after the last label is the answer and nothing else.
+    Return 1.0 for each completion whose text after the last label is exactly the answer, else 0.0.
 
-    Takes and returns what [`~bapo_trl.tasks.exact_match_reward`] does. For the answer `"22"`, `"b11c20d21e22"` gets
-    1.0, and `"b11c20d21"`, `"22"` and `"b11c20d21e12T.!?.,"` get 0.0.
+    The signature is that of [`~bapo_trl.tasks.exact_match_reward`]. For the answer `"22"`, `"b11c20d21e22"` gets 1.0,
+    and `"b11c20d21"`, `"22"` and `"b11c20d21e12T.!?.,"` get 0.0.
     """
     finals = ["".join(completion.rpartition(LABELS[-1])[1:]) for completion in completions]
     return exact_match_reward(finals, [f"{LABELS[-1]}{right}" for right in answer])
 
 
 def load_rambling_totals(seed: int = 0) -> StudyTask:
-    """Make problems of five digits from 1 to 9, each problem once: 8,192 to train on and 512 held out."""
+    """Return distinct problems of five digits from 1 to 9: 8,192 for training, and 512 held out."""
     train_dataset, test_dataset = make_problems(LABELS, "{:02}", seed)
     return StudyTask(
         name="rambling_totals",
@@ -74,12 +74,12 @@ def load_rambling_totals(seed: int = 0) -> StudyTask:
 
 
 def demonstrate(prompt: str, rng: random.Random) -> str:
-    """Add the digits as a careless demonstrator, up to a forgotten carry, and ramble after it."""
+    """Return a demonstration that adds the digits until it forgets a carry, and then rambles."""
     return "".join(_steps(prompt, rng, FORGOTTEN_CARRY_RATE))
 
 
 def add(prompt: str, rng: random.Random) -> str:
-    """Write what [`demonstrate`] does when it forgets no carry."""
+    """Return the completion of [`demonstrate`] without a forgotten carry."""
     return "".join(_steps(prompt, rng, 0.0))
 
 

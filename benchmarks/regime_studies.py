@@ -1,12 +1,12 @@
 """
-Write the studies of few positive tokens that follow from the rows of the pilot, by the rules of
+Write the next studies of few positive tokens from the results of the pilot, by the rules in
 `studies/regime_pilot.yaml`.
 
-    python -m benchmarks.regime_studies rates          # rule 1: the next rates, until there are none
-    python -m benchmarks.regime_studies spread         # rule 2: runs for the number of seeds
-    python -m benchmarks.regime_studies main --seeds 8 # the runs that are compared
+    python -m benchmarks.regime_studies rates          # rule 1: the next learning rates, until there are none
+    python -m benchmarks.regime_studies spread         # rule 2: runs that determine the number of seeds
+    python -m benchmarks.regime_studies main --seeds 8 # the runs to compare
 
-writes `outputs/studies/regime_STAGE_*.yaml`, and prints the commands that make the runs.
+Writes `outputs/studies/regime_STAGE_*.yaml`, and prints the commands for the runs.
 """
 
 import argparse
@@ -28,7 +28,7 @@ SPREAD_ARMS, SPREAD_SEEDS = ("GRPO", "BAPO", "VESPO"), [1001, 1002, 1003, 1004, 
 def studies(
     stage: str, pilot: dict[str, Any], finals: dict[Setting, dict[str, dict[float, float]]], seeds: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the studies of a stage: one for each setting, and of the rates, one for each setting and rate."""
+    """Yield the studies of a stage: one per setting or, in the stage `rates`, one per setting and learning rate."""
     for (updates, contribution), arms in finals.items():
         over = {"steps_per_generation": [updates], "max_completion_length": [LIMITS[contribution]]}
         if stage == "rates":

@@ -1,8 +1,8 @@
 """
-Pure, but for `main`: what the rules of the study of few positive tokens, written before its runs, say of its rows
-(`studies/regime_pilot.yaml`).
+Apply the rules of the study of few positive tokens, which were fixed before its runs (`studies/regime_pilot.yaml`), to
+its results. Only `main` reads files.
 
-    python -m benchmarks.regime_verdict  # prints what each rule says of the rows that there are
+    python -m benchmarks.regime_verdict  # prints the result of each rule for the finished runs
 """
 
 from collections import defaultdict
@@ -33,7 +33,7 @@ def setting_of(row: Row) -> Setting:
 
 
 def finals_by_rate(pilot: Iterable[Row]) -> dict[Setting, dict[str, dict[float, float]]]:
-    """Return the final accuracy of each arm by its rate; a run that failed has learned nothing."""
+    """Return the final accuracies of each method by learning rate; a failed run counts as 0."""
     found: dict[Setting, dict[str, dict[float, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in pilot:
         found[setting_of(row)][row.arm][row.sweep["learning_rate"]] = row.final or 0.0
@@ -41,19 +41,19 @@ def finals_by_rate(pilot: Iterable[Row]) -> dict[Setting, dict[str, dict[float, 
 
 
 def best_rate(finals: Mapping[float, float]) -> float:
-    """Return the rate of the highest final accuracy by rule 1, the lower one of equals."""
+    """Return the learning rate with the highest final accuracy by rule 1; of equal ones, the lower."""
     return min(finals, key=lambda rate: (-finals[rate], rate))
 
 
 def next_rate(finals: Mapping[float, float]) -> float | None:
-    """Return the rate that an arm is still to run at by rule 1: the one beside its best, if it has not run there."""
+    """Return the next learning rate of a method by rule 1: a neighbor of its best rate that was not run yet."""
     place = RATES.index(best_rate(finals))
     beside = [RATES[i] for i in (place - 1, place + 1) if 0 <= i < len(RATES)]
     return next((rate for rate in beside if rate not in finals), None)
 
 
 def robustness(finals: Mapping[float, float]) -> float:
-    """Return the lower one of the final accuracies at half and at twice the best rate, of rule 3."""
+    """Return the lower final accuracy at half and at twice the best learning rate, for rule 3."""
     place = RATES.index(best_rate(finals))
     return min(
         finals[rate] for rate in RATES[max(0, place - 1) : place + 2] if rate in finals and rate != RATES[place]
@@ -61,7 +61,7 @@ def robustness(finals: Mapping[float, float]) -> float:
 
 
 def number_of_seeds(rows: Iterable[Row]) -> int:
-    """Return the number of seeds by rule 2, unbounded, from runs of some arms on the same seeds."""
+    """Return the number of seeds by rule 2, without a limit, from runs of several methods on the same seeds."""
     numbers = []
     for finals in by_setting(rows).values():
         for first, second in combinations(finals, 2):
@@ -71,7 +71,7 @@ def number_of_seeds(rows: Iterable[Row]) -> int:
 
 
 def by_setting(rows: Iterable[Row]) -> dict[Setting, dict[str, dict[int, float]]]:
-    """Return the final accuracy of each arm by seed; a run that failed has learned nothing."""
+    """Return the final accuracies of each method by seed; a failed run counts as 0."""
     found: dict[Setting, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
         found[setting_of(row)][row.arm][row.seed] = row.final or 0.0
@@ -80,10 +80,10 @@ def by_setting(rows: Iterable[Row]) -> dict[Setting, dict[str, dict[int, float]]
 
 def compared(finals: Mapping[str, Mapping[int, float]]) -> list[Difference]:
     """
-    Return how far each arm ends above VESPO in a setting, by rule 4.
+    Return the difference in final accuracy between each method and VESPO in a setting, by rule 4.
 
     Raises:
-        ValueError: If arms have other seeds than VESPO, as then not all runs are there.
+        ValueError: If a method has other seeds than VESPO, as then runs are missing.
     """
     for arm, seeds in finals.items():
         if seeds.keys() != finals[AGAINST].keys() and arm != APART:
@@ -92,7 +92,7 @@ def compared(finals: Mapping[str, Mapping[int, float]]) -> list[Difference]:
 
 
 def named(finals: Mapping[str, Mapping[int, float]], robust: Mapping[str, float]) -> str:
-    """Return the arm that a setting names by rule 5."""
+    """Return the best method of a setting by rule 5."""
     chosen = {}
     for found in compared(finals):
         is_clear = found.p_value < LEVEL
@@ -103,7 +103,7 @@ def named(finals: Mapping[str, Mapping[int, float]], robust: Mapping[str, float]
 
 
 def threshold(names: Mapping[float, str]) -> tuple[str, float] | None:
-    """Return the arm that the advice names at a staleness by rule 6, and up to what contribution; `None`: VESPO."""
+    """Return the recommended method at a staleness and its largest contribution, by rule 6; `None` for VESPO."""
     contributions = sorted(names)
     arm, last = names[contributions[0]], contributions[0]
     for contribution in contributions:
@@ -114,7 +114,7 @@ def threshold(names: Mapping[float, str]) -> tuple[str, float] | None:
 
 
 def verdict(rows: Iterable[Row], pilot: Iterable[Row]) -> Iterator[str]:
-    """Yield what rules 5 and 6 say, a line each."""
+    """Yield the results of rules 5 and 6, one line each."""
     rates, names = finals_by_rate(pilot), defaultdict(dict)
     for (updates, contribution), finals in sorted(by_setting(rows).items()):
         robust = {arm: robustness(by_rate) for arm, by_rate in rates[updates, contribution].items()}

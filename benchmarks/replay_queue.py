@@ -1,11 +1,11 @@
 """
-Memory, time and disk rate of a full replay queue: 100,000 rows of 1,000 tokens.
+Measure memory, time and disk throughput of a full replay buffer: 100,000 samples of 1,000 tokens.
 
     python -m benchmarks.replay_queue
 
-Memory is what the process grew by while the queue was filled. 512 rows at a time are added and drawn. Saving and
-loading are paired with writing and reading a file of the same size in one go. Both wait for the disk; the page cache
-is left out.
+Memory is the growth of the process while the buffer was filled. Samples are added and drawn in batches of 512. Saving
+and loading are compared with writing and reading a file of the same size at once. Both wait for the disk, without the
+page cache.
 """
 
 import argparse
@@ -30,7 +30,7 @@ BLOCK = 4 * 2**20
 
 
 def generation(count: int, version: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Return a batch as TRL makes it, on average of half its largest length, with every per-token tensor of text."""
+    """Return a text batch like TRL's, with all per-token tensors; the mean length is half of the maximum."""
     lengths = torch.randint(1, 2 * COMPLETION, (count, 1), generator=generator)
     prompt_lengths = torch.randint(1, 2 * PROMPT, (count, 1), generator=generator)
     mask = (torch.arange(2 * COMPLETION) < lengths).long()
@@ -52,7 +52,7 @@ def generation(count: int, version: int, generator: torch.Generator) -> dict[str
 
 
 def resident_bytes() -> int:
-    """Return the memory that this process holds, without what the allocator keeps for later."""
+    """Return the resident memory of this process, after the allocator released free memory."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -72,14 +72,14 @@ def exchange(queue: ReplayBuffer, rows: Rows, version: int) -> None:
 
 
 def leave_page_cache(path: Path) -> None:
-    """Have the next read of the file come from the disk."""
+    """Drop a file from the page cache, so that the next read comes from the disk."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def write_plainly(path: Path, size: int) -> None:
-    """Write `size` bytes to the disk, into a new file that takes the place of the old one."""
+    """Write `size` bytes to the disk, into a new file that replaces the old one."""
     block = np.random.default_rng(0).bytes(BLOCK)
     unfinished = path.with_suffix(".unfinished")
     with open(unfinished, "wb", buffering=0) as file:
@@ -99,10 +99,10 @@ def read_plainly(path: Path) -> None:
 
 def time_disk(queue: ReplayBuffer, capacity: int, folder: Path, is_plain_first: bool) -> tuple[float, float]:
     """
-    Return the rates of saving and of loading over the plain ones.
+    Return the throughput of saving and of loading, relative to plain writing and reading.
 
-    What goes second finds memory that the first has just given back, which counts on virtual machines: the order
-    has to alternate.
+    The second measurement reuses memory that the first has released, which matters on virtual machines: callers must
+    alternate the order.
     """
     plain, copies = folder / "plain", folder / "checkpoint"
     size = sum(int(rows.row_bytes().sum()) for rows in queue.rows)

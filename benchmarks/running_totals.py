@@ -1,9 +1,9 @@
 """
-The hard task of the stability study: running totals of seven digits, in steps, of which only the last is checked.
+Hard task of the stability study: running totals of seven digits, in steps, of which only the last is checked.
 
-It stands for the regime in which off-policy training goes wrong: a model that seldom succeeds (under 15 % of its
-completions), several steps a completion, and wrong completions that are longer than right ones, so that tokens of
-negative advantage outnumber the positive ones.
+The task represents conditions in which off-policy training fails: a model that rarely succeeds (under 15 % of its
+completions), several steps per completion, and wrong completions that are longer than right ones, so that there are
+more tokens with a negative advantage than with a positive one.
 """
 
 import random
@@ -38,17 +38,17 @@ SMALL_MODEL = {
 
 def final_answer_reward(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
     """
-    Reward a completion whose text after the last `#` is the answer; without a `#`, the reward is 0.
+    Return 1.0 for each completion whose text after the last `#` is the answer, else 0.0.
 
-    Takes and returns what [`~bapo_trl.tasks.exact_match_reward`] does. For the answer `"20"`, `"b7=11c9=20#20"` gets
-    1.0, and `"b7=1#20#1"` and `"20"` get 0.0.
+    The signature is that of [`~bapo_trl.tasks.exact_match_reward`]. For the answer `"20"`, `"b7=11c9=20#20"` gets 1.0,
+    and `"b7=1#20#1"` and `"20"` get 0.0.
     """
     finals = ["".join(completion.rpartition("#")[1:]) for completion in completions]
     return exact_match_reward(finals, [f"#{right}" for right in answer])
 
 
 def make_problems(labels: str, answer: str, seed: int) -> tuple[Dataset, Dataset]:
-    """Return problems of a digit from 1 to 9 for each label, each problem once: to train on, and held out."""
+    """Return distinct training and held-out problems, with a digit from 1 to 9 for each label."""
     rng = random.Random(seed)
     problems: dict[str, str] = {}
     while len(problems) < NUM_TRAIN_PROBLEMS + NUM_TEST_PROBLEMS:
@@ -61,10 +61,10 @@ def make_problems(labels: str, answer: str, seed: int) -> tuple[Dataset, Dataset
 
 def load_running_totals(seed: int = 0) -> StudyTask:
     """
-    Make problems of seven digits from 1 to 9, each problem once.
+    Return distinct problems of seven digits from 1 to 9: 8,192 for training, and 512 held out.
 
-    A problem labels its digits, `"a4b7c9d1e1f1g1="`. A right completion adds one by one and repeats the last total:
-    `"b7=11c9:20d1=21e1:22f1:23g1=24#24"`, where `=` and `:` mean the same. 8,192 are to train on, 512 held out.
+    A problem labels its digits, `"a4b7c9d1e1f1g1="`. A right completion adds them one by one and repeats the last
+    total: `"b7=11c9:20d1=21e1:22f1:23g1=24#24"`, where `=` and `:` are equivalent.
     """
     train_dataset, test_dataset = make_problems(LABELS, "{}", seed)
     return StudyTask(
@@ -87,11 +87,10 @@ def load_running_totals(seed: int = 0) -> StudyTask:
 
 def demonstrate(prompt: str, rng: random.Random) -> str:
     """
-    Add the digits as a careless demonstrator.
+    Return a demonstration that adds the digits with mistakes.
 
-    Most steps take a detour (`"c9??????=20"` for `"c9=20"`), and on a detour the carry is forgotten more often than
-    not: the likeliest way is the longer and the worse one. Which mark stands in a step without a detour makes no
-    difference.
+    Most steps take a detour (`"c9??????=20"` for `"c9=20"`), and most detours forget the carry: the most likely way is
+    longer and worse. In a step without a detour, the choice of the mark does not matter.
     """
     total, *digits = map(int, prompt.rstrip("=")[1::2])
     steps = []

@@ -1,10 +1,10 @@
 """
-Time of a save that leaves a checkpoint whole or not there, over that of plain transformers.
+Measure the time of an atomic checkpoint save relative to plain transformers.
 
     python -m benchmarks.save_cost
 
-Both trainers save the same model of SmolLM2-135M's shape and its optimizer, `save_total_limit` 2, in turns. Before
-each save the disk has nothing left to do. Plain transformers leaves its files in the memory of the system; a whole
+Both trainers save the same model of SmolLM2-135M's shape and its optimizer, `save_total_limit` 2, in alternation.
+Before each save, the disk has finished its writes. Plain transformers leaves its files in the page cache; an atomic
 checkpoint is on the disk.
 """
 
@@ -43,7 +43,7 @@ def made_model() -> LlamaForCausalLM:
 
 
 def trainer_of(trainer_class: type, config_class: type, folder: Path):
-    """Return a trainer after one update, so that the optimizer has its state."""
+    """Return a trainer after one update, so that the optimizer has a state."""
     settings = {
         "use_cpu": True,
         "bf16": False,

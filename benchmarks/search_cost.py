@@ -1,21 +1,21 @@
 """
-Measure the bound search: time against the step-by-step loop of Algorithm 1, and extra memory at its peak.
+Measure the bound search: speed-up over the step-by-step loop of Algorithm 1, and peak extra memory.
 
     python -m benchmarks.search_cost
 
-About a million tokens, three in four negative, and a target out of reach: the loop walks all 52 candidate pairs.
-Rounds of the search and of both loops alternate in one process; a figure is the median of the rounds' ratios.
+The input has about a million tokens, three in four negative, and a target out of reach: the loop visits all 52
+candidate pairs. The search and both loops alternate in one process; results are medians of the rounds' ratios.
 
-- `recomputed`, the loop as Algorithm 1 reads: at every pair it computes the contribution of every token anew. The
-  target is set against this one.
-- `hoisted`, a loop that computes all that does not depend on the bounds once, before it starts.
+- `recomputed` is Algorithm 1 as written: it recomputes the contribution of every token at every pair. The goal is
+  relative to this loop.
+- `hoisted` is a loop that computes everything independent of the bounds once, before it starts.
 
-On a CPU the loops also pay for memory that is given back to the system and fetched again at each of their steps. How
-often that happens depends on all that the process did before. So everything is measured under the default allocator
-and, then, with freed memory kept in the process, which leaves arithmetic only.
+On a CPU, the loops also spend time on memory that is returned to the system and requested again at each step. How
+often this happens depends on the history of the process. So everything is measured with the default allocator, and
+again with freed memory kept in the process, which leaves only the arithmetic.
 
-Extra memory is what is allocated above the inputs, by the allocator's own record of each allocation and release
-(`torch.profiler`), so that tensors inside of kernels count. `gpu_first_run` has the search on a GPU.
+Extra memory is the memory allocated in addition to the inputs, from the allocator's record of all allocations and
+releases (`torch.profiler`), including tensors inside kernels. `gpu_first_run` measures the search on a GPU.
 """
 
 import argparse
@@ -49,13 +49,13 @@ def make_tokens(device: str, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tens
 
 
 def fast_search(ratio, advantages, weights, measure: str, target: float) -> tuple[float, float]:
-    """Return the bounds that the package finds."""
+    """Return the bounds from the package's search."""
     bounds = search_bounds(contributions(ratio, advantages, weights, GRID, measure=measure), GRID, target)
     return bounds.low.item(), bounds.high.item()
 
 
 def recomputed_loop(ratio, advantages, weights, measure: str, target: float) -> tuple[float, float]:
-    """Return the bounds that Algorithm 1 finds, with all contributions computed anew at each pair of bounds."""
+    """Return the bounds from Algorithm 1, with all contributions recomputed at each pair of bounds."""
     advantages = advantages.unsqueeze(1)
 
     def share(low: float, high: float) -> float:
@@ -71,7 +71,7 @@ def recomputed_loop(ratio, advantages, weights, measure: str, target: float) -> 
 
 
 def hoisted_loop(ratio, advantages, weights, measure: str, target: float) -> tuple[float, float]:
-    """Return the bounds that Algorithm 1 finds, with the parts that no bound enters computed once."""
+    """Return the bounds from Algorithm 1, with everything independent of the bounds computed once."""
     size = weights * advantages.abs().unsqueeze(1)
     of_positive = torch.where(advantages.unsqueeze(1) > 0, size, 0.0)
     of_negative = torch.where(advantages.unsqueeze(1) < 0, size, 0.0)
@@ -108,7 +108,7 @@ def _walk(share: Callable[[float, float], float], target: float) -> tuple[float,
 
 
 def check_same_bounds(tokens, measure: str):
-    """Raise `RuntimeError` if the search and a loop choose different bounds."""
+    """Raise a `RuntimeError` if the search and a loop find different bounds."""
     for target in TARGETS:
         expected = fast_search(*tokens, measure, target)
         for name, loop in LOOPS.items():
@@ -118,7 +118,7 @@ def check_same_bounds(tokens, measure: str):
 
 
 def peak_extra_bytes(function: Callable) -> int:
-    """Return the most bytes that `function` holds at any time, above what was allocated before the call."""
+    """Return the peak number of bytes that `function` allocates in addition to memory in use before the call."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
         function()
@@ -131,7 +131,7 @@ def peak_extra_bytes(function: Callable) -> int:
 
 
 def time_in_turns(tokens, measure: str, rounds: int, device: str = "cpu") -> dict[str, list[float]]:
-    """Return the seconds of the search and of both loops in each round, at the target out of reach."""
+    """Return the seconds of the search and of both loops in each round, with a target out of reach."""
     functions = {"search": fast_search, **LOOPS}
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _, name in in_turns(functions, rounds):
@@ -140,7 +140,7 @@ def time_in_turns(tokens, measure: str, rounds: int, device: str = "cpu") -> dic
 
 
 def measure_setting(measure: str, num_threads: int, memory: str, rounds: int) -> dict:
-    """Return one row of the results: speed-up over each loop, and extra memory in token-sized tensors."""
+    """Return a row of the results: speed-up over each loop, and extra memory in token-sized tensors."""
     torch.set_num_threads(num_threads)
     tokens = make_tokens("cpu")
     check_same_bounds(tokens, measure)  # warms up, too

@@ -1,10 +1,10 @@
 """
-Time what a trainer does to notice a vLLM server that failed, as a part of its updates over a live server.
+Measure the time of the checks that detect a failed vLLM server, relative to the updates over a live server.
 
-    python -m benchmarks.server_checks        # where vLLM is installed; starts a server
+    python -m benchmarks.server_checks        # needs vLLM; starts a server
 
-Paired within one run: the time of the checks of a generation (asking the server for its name, having all ranks agree)
-over the time of its updates, generation and transfer of the weights included.
+Both times are from the same run: the checks of a generation (ask the server for its name, agree among the ranks), and
+its updates, including generation and weight transfer.
 """
 
 import argparse
@@ -26,7 +26,7 @@ LIMIT = 0.01
 
 
 class Timed(BAPOTrainer):
-    """Adds up the seconds of its checks."""
+    """Trainer that adds up the seconds of its checks."""
 
     checks_s = 0.0
 

@@ -1,12 +1,12 @@
 """
-Tied groups at equal generated tokens: leave them, replace them from the queue, or generate again until none is tied.
+Compare three ways to handle zero-advantage groups, at equal generated tokens: keep, replay or resample them.
 
     python -m benchmarks.tied_groups --jobs 2
 
-The task is the easy one, where four groups in ten are tied. Both rates are reported: the higher one ends higher, and
-falls on some seeds. Runs end with the generation in which they have generated
-`TOKENS` completion tokens. The study goes on where it was; its rows are those of `bapo-trl compare`, and so are its
-tables. To keep them: `python -m benchmarks.pages --keep outputs/tied_groups --commit COMMIT`.
+The task is the sums, where four in ten groups have zero advantage. Both learning rates are reported: the higher one
+reaches a higher accuracy, but drops on some seeds. A run ends with the generation in which it reaches `TOKENS`
+completion tokens. Interrupted studies resume; rows and tables are those of `bapo-trl compare`. To keep them:
+`python -m benchmarks.pages --keep outputs/tied_groups --commit COMMIT`.
 """
 
 import argparse
@@ -30,11 +30,11 @@ from benchmarks.warm_start import load_sums, warm_start_path
 TOKENS, MEASUREMENTS = 84_000, 6
 SEEDS, RATES = range(5), (2.5e-4, 5e-4)
 UPDATES_PER_GENERATION, ROWS = 8, 128
-ARMS = ("left", "replaced", "refilled")  # what is done with tied groups
+ARMS = ("left", "replaced", "refilled")  # what happens to zero-advantage groups
 
 
 class CountingTrainer(BAPOTrainer):
-    """Counts the completion tokens that are generated to train on."""
+    """Trainer that counts the completion tokens generated for training."""
 
     generated_tokens = 0
 
@@ -46,8 +46,8 @@ class CountingTrainer(BAPOTrainer):
 
 class RefillingTrainer(CountingTrainer):
     """
-    Dynamic sampling, as in DAPO (arXiv 2503.14476): tied groups are dropped and others sampled, as many as are
-    missing, until the batch is full.
+    Trainer with dynamic sampling, as in DAPO (arXiv 2503.14476): it drops zero-advantage groups, and samples other
+    groups until the batch is full.
     """
 
     def _generate_and_score_completions(self, inputs):
@@ -67,7 +67,7 @@ class RefillingTrainer(CountingTrainer):
 
 
 class AtEqualTokens(TrainerCallback):
-    """Evaluates some times as the tokens grow, and ends the run when they are used up, with its generation."""
+    """Callback that evaluates at given numbers of tokens, and ends the run after the last generation."""
 
     def __init__(self):
         self.curve: list[tuple[int, float]] = []
@@ -83,7 +83,7 @@ class AtEqualTokens(TrainerCallback):
 
 
 def train(arm: str, seed: int, learning_rate: float) -> Row:
-    """Make a run; return its row, with a curve over generated tokens."""
+    """Train once; return the result row, with accuracy over generated tokens."""
     torch.set_num_threads(1)
     task, started = load_sums(), time.monotonic()
     settings = {"replay_zero_advantage": arm == "replaced"}

@@ -20,9 +20,9 @@ MODEL_SETTINGS: dict[str, Any] = {
 
 def tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int, **settings: int) -> Qwen2ForCausalLM:
     """
-    Make a randomly initialised Qwen2 model for a tokenizer, in float32 on the CPU, in evaluation mode.
+    Return a randomly initialised Qwen2 model for a tokenizer, in float32 on the CPU, in evaluation mode.
 
-    `settings` come in place of those of `MODEL_SETTINGS`. The global random state is left as it was.
+    `settings` override `MODEL_SETTINGS`. The global random state is not changed.
     """
     config = Qwen2Config(
         vocab_size=len(tokenizer),

@@ -1,23 +1,23 @@
 """
-Time optimizer updates of `BAPOTrainer` against those of `GRPOTrainer`, on the same stale samples.
+Measure the time of optimizer updates of `BAPOTrainer` relative to `GRPOTrainer`, on the same stale samples.
 
     python -m benchmarks.update_cost
 
-Both trainers run their own `train()` in one process and alternate, one update each: one waits while the other works,
-and who goes first changes from round to round. The time of an update is all that `train()` does between two
-`on_step_begin` events: micro-batches, clipping of the gradient, optimizer step, logging.
+Both trainers run `train()` in the same process and alternate after each update; the first one changes from round to
+round. The time of an update is the time between two `on_step_begin` events: micro-batches, gradient clipping,
+optimizer step and logging.
 
 Both trainers generate in the same way, so generation is left out: one batch of random tokens is reused for the whole
-run. On the first update this batch is still fresh. That update is among the rounds that warm up and are not counted.
+run. The batch is fresh only in the first update, which is a warm-up round and not counted.
 
-The time of an update varies by a few percent with the place of its tensors in memory. Some of the differences looked
-for are smaller. Against that:
+The time of an update varies by a few percent with the location of its tensors in memory. Some of the differences to
+measure are smaller. Therefore:
 
 - Both trainers train the same model.
 - Freed memory stays with the process (`keep_freed_memory`).
-- Everything is run twice, once with each trainer made first; the ratio of a round is the geometric mean of the two
-  runs' ratios BAPO / GRPO, and a figure is the median over the rounds.
-- The row `control` times `GRPOTrainer` against itself: what it differs from 1 is noise.
+- Everything is run twice, once with each trainer created first; the ratio of a round is the geometric mean of the two
+  runs' ratios BAPO / GRPO, and a result is the median over the rounds.
+- The row `control` compares `GRPOTrainer` with itself: its difference from 1 is noise.
 
 The model is a randomly initialised Qwen2. `gpu_first_run` times updates on a GPU.
 """
@@ -44,7 +44,7 @@ WARMUP_ROUNDS = 3
 
 @dataclass(frozen=True)
 class Setting:
-    """One row of the results; `scope` is "grpo" for the control, `GRPOTrainer` in place of `BAPOTrainer`."""
+    """A row of the results; `scope` is "grpo" for the control, with `GRPOTrainer` instead of `BAPOTrainer`."""
 
     name: str
     scope: str
@@ -64,7 +64,7 @@ SETTINGS = (
 
 
 def measure_setting(setting: Setting, rounds: int) -> dict:
-    """Return one row of the results."""
+    """Return a row of the results."""
     halves = [_measure_pair(setting, rounds, order) for order in (("grpo", "bapo"), ("bapo", "grpo"))]
     ratios = [[bapo / grpo for grpo, bapo in zip(half["grpo"], half["bapo"], strict=True)] for half in halves]
     return {
@@ -75,7 +75,7 @@ def measure_setting(setting: Setting, rounds: int) -> dict:
 
 
 def _measure_pair(setting: Setting, rounds: int, order: tuple[str, str]) -> dict[str, list[float]]:
-    """Return the seconds of each counted update by trainer; the trainers are made and started in `order`."""
+    """Return the seconds of each counted update by trainer; the trainers are created and started in `order`."""
     setup, load = Setup("cpu", "tiny", 0), Load("", SHAPE, False, ROWS, COMPLETION_TOKENS, rounds)
     settings = load_settings(setup, load, WARMUP_ROUNDS + rounds) | {
         "gradient_accumulation_steps": setting.micro_batches,

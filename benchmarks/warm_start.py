@@ -1,9 +1,9 @@
 """
-The models that RL starts from in the studies: built once from a seed, kept in a cache folder.
+Build the models that RL starts from in the studies, once per seed, in a cache folder.
 
     python -m benchmarks.warm_start
 
-writes the model of the demo, which the package carries (`bapo_trl/tasks/sums_model/`).
+Writes the model of the demo, which is part of the package (`bapo_trl/tasks/sums_model/`).
 """
 
 import hashlib
@@ -34,7 +34,7 @@ UNHASHED = ("demonstrate", "first_lesson")  # one as what it writes, the other a
 
 @dataclass(frozen=True)
 class WarmStart:
-    """How the model that RL starts from is made: supervised, from demonstrations with mistakes."""
+    """Settings of the supervised training, on demonstrations with mistakes, of the model that RL starts from."""
 
     demonstrate: Callable[[str, random.Random], str]  # writes the completion of a careless demonstrator to a prompt
     num_steps: int = 600  # updates: a fixed number, not an accuracy to reach, so that a seed gives the same weights
@@ -50,14 +50,14 @@ class WarmStart:
 
 @dataclass(frozen=True)
 class StudyTask(MadeTask):
-    """A task in plain text, and the model to begin with. The folders of its warm starts begin with its name."""
+    """Task in plain text and its initial model. The names of its warm-start folders begin with the task's name."""
 
     max_new_tokens: int  # longest completion, with its end token, that training and evaluation should allow
     warm_start: WarmStart  # how the model to begin with is made
 
 
 def load_sums(seed: int = 0) -> StudyTask:
-    """Make the sums of the demo."""
+    """Return the sums of the demo."""
     longest = len(str(2 * LARGEST_NUMBER)) + 1
     return StudyTask(**vars(load_task(seed)), max_new_tokens=longest, warm_start=WarmStart(demonstrate))
 
@@ -68,7 +68,7 @@ def as_dataset(prompts: list[str], answers: list[str]) -> Dataset:
 
 
 def demonstrate(prompt: str, rng: random.Random) -> str:
-    """Add as a careless demonstrator: `"37+58="` gives `"95"` or, with the carry forgotten, `"85"`."""
+    """Return a demonstration: `"37+58="` gives `"95"` or, with the carry forgotten, `"85"`."""
 
     def carry(column: int) -> int:
         return int(column >= 10 and rng.random() >= FORGOTTEN_CARRY_RATE)
@@ -81,11 +81,11 @@ def demonstrate(prompt: str, rng: random.Random) -> str:
 
 def warm_start_path(seed: int = 0, task: StudyTask | None = None) -> Path:
     """
-    Give the folder of the warm-started model of a task and its tokenizer, building it on first use.
+    Return the folder of a task's warm-started model and tokenizer, and build it on first use.
 
-    The folder lies in the cache ([`~cache.cached_folder`]), in Hugging Face format. Its name contains a hash of all
-    that shapes the weights: task (by default `load_sums(seed)`), model, training settings, library versions, and seed,
-    of the initial weights and the demonstrations.
+    The folder is in the cache ([`~cache.cached_folder`]), in Hugging Face format. Its name contains a hash of
+    everything that determines the weights: task (by default `load_sums(seed)`), model, training settings, library
+    versions, and the seed of the initial weights and the demonstrations.
     """
     task = load_sums(seed) if task is None else task
     return cached_folder(
@@ -96,7 +96,7 @@ def warm_start_path(seed: int = 0, task: StudyTask | None = None) -> Path:
 
 
 def _fingerprint(seed: int, task: StudyTask) -> str:
-    """Hash all that shapes the weights."""
+    """Return a hash of everything that determines the weights."""
     prompts, shaping = task.train_dataset["prompt"][:], []
     for lesson in _lessons(task.warm_start):
         rng = random.Random(seed)
@@ -110,7 +110,7 @@ def _fingerprint(seed: int, task: StudyTask) -> str:
 
 
 def _lessons(warm_start: WarmStart) -> list[WarmStart]:
-    """Return what the model learns, in order."""
+    """Return the lessons of the model, in order."""
     return [lesson for lesson in (warm_start.first_lesson, warm_start) if lesson is not None]
 
 
@@ -145,7 +145,7 @@ def _teach(model, tokenizer, settings: WarmStart, prompts: list[str], seed: int)
 
 
 def _collate(tokenizer, prompts: list[str], completions: list[str]) -> dict[str, torch.Tensor]:
-    """Pad prompts on the left and completions on the right, as generation sees them; only completions have labels."""
+    """Pad prompts on the left and completions on the right, as in generation; only completions have labels."""
     left = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
     right = tokenizer(
         [text + tokenizer.eos_token for text in completions], padding=True, padding_side="right", return_tensors="pt"

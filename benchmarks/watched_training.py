@@ -1,4 +1,4 @@
-"""Trainings that are clocked at each update, or run update by update."""
+"""Helpers that time each update of a training, or run a training update by update."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ from trl import GRPOTrainer
 
 
 class UpdateClock(TrainerCallback):
-    """Reads a clock as each update begins, and at the end of the training."""
+    """Callback that records the time at the start of each update and at the end of the training."""
 
     def __init__(self, read: Callable[[], Any] = time.perf_counter):
         self.read = read
@@ -26,7 +26,7 @@ class UpdateClock(TrainerCallback):
 
 
 class SteppedTraining(TrainerCallback):
-    """A trainer whose `train()` runs in a thread of its own, which stops at every `on_step_begin`."""
+    """Training in a separate thread that pauses at every `on_step_begin`."""
 
     def __init__(self, trainer: GRPOTrainer):
         self.trainer = trainer
@@ -40,12 +40,12 @@ class SteppedTraining(TrainerCallback):
         trainer.model.register_forward_pre_hook(self._count_forward)
 
     def start(self):
-        """Run up to the first update."""
+        """Start the training, and run it up to the first update."""
         self._thread.start()
         self._wait_for_stop()
 
     def update(self, around: AbstractContextManager | None = None):
-        """Run one update, up to the next one, in the thread of the training `around` it."""
+        """Run one update, up to the next one, in the training's thread, within the context `around`."""
         self._around = around or nullcontext()
         self._resume.release()
         self._wait_for_stop()

@@ -1,8 +1,8 @@
 """
-Asynchronous BAPO on the sums of two numbers, asked in words: rollouts go on while the policy is trained.
+Train with asynchronous BAPO on sums of two numbers for a chat model: rollouts continue while the policy is trained.
 
-Needs what TRL's asynchronous trainer needs: a GPU for the server and one for the trainer, `pip install kernels vllm`,
-and the server in vLLM's development mode:
+The requirements are those of TRL's asynchronous trainer: one GPU for the server and one for the trainer,
+`pip install kernels vllm`, and a vLLM server in development mode:
 
     CUDA_VISIBLE_DEVICES=0 VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-0.6B \\
         --weight-transfer-config '{"backend": "nccl"}' --logprobs-mode processed_logprobs

@@ -1,13 +1,13 @@
 #!/usr/bin/env python
 """
-Submit a training on several nodes to SLURM: ZeRO-3 on some, samples from a vLLM server on one more.
+Submit a training on several nodes to SLURM: ZeRO-3 on all nodes but one, and a vLLM server on the last node.
 
     python scripts/submit_slurm.py --recipe recipes/math_7b.yaml --model deepseek-ai/DeepSeek-R1-Distill-Qwen-7B \\
         --output_dir /shared/runs/math --trainer_nodes 4
 
-What a job would fail at after hours in the queue is looked at before: whether the server can split the model's heads,
-and whether the output folder can be written. Time limit, account and environment are lines to fill in at the head of
-scripts/train_4_plus_1_nodes.slurm, or flags of sbatch behind `--`:
+The script checks before queueing that the server can split the model's attention heads, and that the output folder is
+writable. Set the time limit, account and environment at the top of scripts/train_4_plus_1_nodes.slurm, or pass flags
+of sbatch after `--`:
 
     python scripts/submit_slurm.py ... -- --time=12:00:00 --account=mine
 """
@@ -24,28 +24,28 @@ JOB = Path(__file__).resolve().parent / "train_4_plus_1_nodes.slurm"
 
 def choose_size(model: str, asked: int | None, gpus: int, trust_remote_code: bool) -> int:
     """
-    Return over how many GPUs the server splits the model: as asked, or as many of a node as can be.
+    Return the number of GPUs for the server: the requested number, or the most GPUs of a node that the model allows.
 
     Raises:
-        SystemExit: With one line, if the model cannot be split so, or nothing is known of it.
+        SystemExit: With one line, if the model cannot be split like this, or its configuration cannot be loaded.
     """
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code).get_text_config()
     except (OSError, ValueError) as error:
-        sys.exit(f"--model is '{model}': no configuration of it could be read: {str(error).splitlines()[0]}")
+        sys.exit(f"--model is '{model}', but its configuration cannot be loaded: {str(error).splitlines()[0]}")
     heads = config.num_attention_heads
     key_value_heads = getattr(config, "num_key_value_heads", None) or heads
     possible = [
         size
-        for size in range(1, gpus + 1)  # over so many GPUs vLLM can split the attention
+        for size in range(1, gpus + 1)  # sizes over which vLLM can split the attention
         if heads % size == 0 and (key_value_heads % size == 0 or size % key_value_heads == 0)
     ]
     if asked is not None and asked not in possible:
         sys.exit(
-            f"--tensor_parallel_size is {asked}, but {model} has {heads} attention heads ({key_value_heads} of keys "
-            f"and values), and a node {gpus} GPUs: choose one of {', '.join(map(str, possible))}."
+            f"--tensor_parallel_size is {asked}, but {model} has {heads} attention heads ({key_value_heads} key-value "
+            f"heads), and a node has {gpus} GPUs: choose one of {', '.join(map(str, possible))}."
         )
     return asked or possible[-1]
 
@@ -67,10 +67,10 @@ def main(arguments: list[str]) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=output_dir).close()
     except OSError as error:
-        sys.exit(f"--output_dir is '{args.output_dir}', which cannot be written into: {error}")
+        sys.exit(f"--output_dir is '{args.output_dir}', which is not writable: {error}")
     print(
-        f"{args.trainer_nodes} nodes train and one samples, split over {size} of its {args.gpus_per_node} GPUs. "
-        f"{output_dir} has to be on a disk that all of them share: the job looks, and ends at once if it is not.",
+        f"{args.trainer_nodes} nodes train. One node generates, on {size} of its {args.gpus_per_node} GPUs. The job "
+        f"checks that all nodes share {output_dir}, and stops at once if they do not.",
         flush=True,
     )
     environment = {
@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> None:
         "TRUST_REMOTE_CODE": str(args.trust_remote_code).lower(),
     }
     command = ["sbatch", f"--nodes={args.trainer_nodes + 1}", f"--gpus-per-node={args.gpus_per_node}", *args.sbatch]
-    # The job's folder is another
+    # Absolute paths, as the job runs in another folder
     recipe, model = (str(Path(name).absolute()) if Path(name).exists() else name for name in (args.recipe, args.model))
     command += [str(JOB), recipe, model, str(output_dir)]
     os.chdir(JOB.parents[1])  # the job's folder

@@ -74,7 +74,7 @@ def no_reward(completions, **kwargs):
 def test_a_run_without_a_trained_parameter_is_refused(saved, tmp_path, make, beta, checkpointing, num_parameters, fix):
     settings = {"beta": beta, "gradient_checkpointing": checkpointing, "reward_funcs": no_reward}
     trainer = toy_trainer(tmp_path, make(saved), **settings)
-    is_refused(trainer, rf"0 of {num_parameters} parameters .*{fix}")
+    is_refused(trainer, rf"none of the model's {num_parameters} parameters .*{fix}")
 
 
 def test_a_frozen_adapter_stays_frozen_in_an_evaluation_and_is_refused_afterwards(saved, tmp_path):
@@ -82,7 +82,7 @@ def test_a_frozen_adapter_stays_frozen_in_an_evaluation_and_is_refused_afterward
     trainer = toy_trainer(tmp_path, frozen_adapter(saved), beta=0.1, per_device_eval_batch_size=6, trainer_args=data)
     assert "eval_reward" in trainer.evaluate()
     trainer.reward_funcs = [no_reward]
-    is_refused(trainer, "0 of 43 parameters")
+    is_refused(trainer, "none of the model's 43 parameters")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_an_optimizer_without_a_trained_parameter_is_refused(saved, tmp_path, ot
     parts = {"optimizers": (SGD(others(model, saved), lr=0.1), None), "peft_config": peft_config}
     num_trained = 14 if peft_config or not model.lm_head.weight.requires_grad else 15
     trainer = toy_trainer(tmp_path, model, reward_funcs=no_reward, trainer_args=parts)
-    is_refused(trainer, f"the optimizer has 0 of the {num_trained} parameters .*`optimizers`")
+    is_refused(trainer, f"the optimizer has none of the model's {num_trained} parameters .*`optimizers`")
 
 
 def test_an_optimizer_of_a_part_of_the_parameters_trains_these(saved, tmp_path):
@@ -116,7 +116,7 @@ def test_the_optimizer_that_deepspeed_makes_is_looked_at_before_it_is_there(save
     trainer.optimizer = DummyOptim([weight for weight in trainer.model.parameters() if weight.requires_grad])
     assert trainer.create_optimizer() is trainer.optimizer
     trainer.optimizer = DummyOptim([])
-    with pytest.raises(ValueError, match="0 of the 14 parameters"):
+    with pytest.raises(ValueError, match="none of the model's 14 parameters"):
         trainer.create_optimizer()
 
 

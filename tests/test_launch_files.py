@@ -88,7 +88,7 @@ def test_a_configuration_of_ones_own_is_launched_by_its_path(tmp_path):
     assert read_arguments(["--accelerate", str(own), "x.py"]).config_file == str(own)
     given = ["--accelerate", "zero3", "--deepspeed_config_file", "other.json", "x.py"]
     assert read_arguments(given).deepspeed_config_file == "other.json"
-    with pytest.raises(InputError, match="`--accelerate` is 'zero9': there is no such file; the package has cpu_ddp,"):
+    with pytest.raises(InputError, match="`--accelerate` is 'zero9', which does not exist: set a file, or cpu_ddp,"):
         read_arguments(["--accelerate", "zero9", "x.py"])
 
 
@@ -118,7 +118,7 @@ def test_the_help_of_launch_is_of_this_package_and_a_wrong_command_is_named(caps
     text = capsys.readouterr().out
     assert text.startswith("usage: bapo-trl launch [--accelerate NAME]")
     assert "--accelerate NAME" in text.partition("options:")[2]
-    with pytest.raises(InputError, match="'trian' is neither train nor evaluate, nor a script here"):
+    with pytest.raises(InputError, match="'trian' does not exist: use train, evaluate, or the path of a script"):
         launch(["--accelerate", "multi_gpu", "trian"])
 
 

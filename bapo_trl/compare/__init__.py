@@ -1,1 +1,1 @@
-"""`bapo-trl compare`: several methods on one task, over seeds, and what their differences say."""
+"""`bapo-trl compare`: train with several methods on one task, over several seeds, and compare their accuracy."""

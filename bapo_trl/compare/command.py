@@ -1,4 +1,4 @@
-"""`bapo-trl compare STUDY.yaml --output_dir FOLDER`."""
+"""Command line of `bapo-trl compare STUDY.yaml --output_dir FOLDER`."""
 
 import argparse
 import importlib.util
@@ -27,9 +27,9 @@ the same command resumes it. Once all runs are finished, the command only prints
 
 def main(arguments: Sequence[str]) -> int | None:
     """
-    Refuse a study that cannot be made (`InputError`); else make the runs that it lacks, and print what came out.
+    Run all runs of a study that are not finished, and print the results. Raise an `InputError` for an invalid study.
 
-    Return the exit status: 1 where one of them failed.
+    Return the exit status: 1 if a run failed.
     """
     parser = OneLineParser(
         prog="bapo-trl compare", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int | None:
     baseline = options.against or next(iter(study.arms))
     for arm in [*(options.only or ()), baseline]:
         if arm not in study.arms:
-            raise InputError(f"'{arm}' is no arm of {options.study}: it has {', '.join(study.arms)}.")
+            raise InputError(f"'{arm}' is not in `arms` of {options.study}: choose one of {', '.join(study.arms)}.")
     runs = study.runs()
     chosen = [run for run in runs if run.arm in (options.only or study.arms)]
     finished = read_rows(options.output_dir)
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int | None:
     if options.dry_run:
         print(_plan(chosen, finished, options.jobs), flush=True)
         if missing:
-            study.check(on_gpus=True)  # the study may be for another machine: its flags come first
+            study.check(on_gpus=True)  # flag errors come first: the study may be for another machine
     if missing:
         study.check()
         environments(study, options.jobs)
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int | None:
         return None
     if missing:
         options.output_dir.mkdir(parents=True, exist_ok=True)
-        print(f"{len(missing)} of {len(runs)} runs to make, {options.jobs} at a time", flush=True)
+        print(f"{len(missing)} of {len(runs)} runs to do, {options.jobs} at the same time", flush=True)
         make_runs(study, missing, options.output_dir, options.jobs)
         finished = read_rows(options.output_dir)
     rows = [finished[run.key] for run in runs if run.key in finished]
@@ -76,13 +76,13 @@ def main(arguments: Sequence[str]) -> int | None:
 
 
 def _show(rows: list[Row], arms: list[str], baseline: str, folder: Path, number: int) -> None:
-    """Print the tables, and write them and the figure beside the results."""
-    from .tables import as_markdown, compare  # takes scipy
+    """Print the tables, and save the tables and the figure in the study's folder."""
+    from .tables import as_markdown, compare  # needs scipy
 
     comparisons = compare(rows, arms, baseline)
     text = as_markdown(comparisons)
     if len(rows) < number:
-        text = f"{len(rows)} of {number} runs are there.\n\n{text}"
+        text = f"{len(rows)} of {number} runs are finished.\n\n{text}"
     print(f"\n{text}")
     (folder / "comparison.md").write_text(f"{text}\n", encoding="utf-8")
     if importlib.util.find_spec("matplotlib") is not None:
@@ -95,9 +95,9 @@ def _show(rows: list[Row], arms: list[str], baseline: str, folder: Path, number:
 def _plan(runs: Sequence[Run], finished: dict[str, Row], jobs: int) -> str:
     lines = [f"{'done' if run.key in finished else 'to do':<5}  {run.label}" for run in runs]
     left = sum(run.key not in finished for run in runs)
-    lines.append(f"{len(runs)} runs, {left} to make, {jobs} at a time")
+    lines.append(f"{len(runs)} runs, {left} to do, {jobs} at the same time")
     rows = [finished[run.key] for run in runs if run.key in finished]
     seconds = [row.seconds for row in rows if row.error is None]
     if left and seconds:
-        lines[-1] += f": about {timedelta(seconds=round(left * statistics.mean(seconds) / jobs))} at the pace so far"
+        lines[-1] += f": about {timedelta(seconds=round(left * statistics.mean(seconds) / jobs))} at the current pace"
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Makes the runs of a study, some at a time, each as a process of its own."""
+"""Run the runs of a study as separate processes, several at the same time."""
 
 import os
 import shutil
@@ -24,15 +24,15 @@ from .study import Run, Study, as_arguments
 
 
 _running: set[subprocess.Popen] = set()
-_is_ending = threading.Event()  # the study: no run is started or resumed from then on
+_is_ending = threading.Event()  # set when the study stops: no run is started or resumed afterwards
 
 
 def make_runs(study: Study, runs: Sequence[Run], folder: Path, jobs: int) -> None:
     """
-    Make runs that have no row yet, `jobs` at a time; write a row for each when it ends, with its error if it fails.
+    Run the given runs, `jobs` at the same time, and write a result row for each, with its error if it failed.
 
-    A run that a signal stopped is resumed from its checkpoint: at once, or by the next call if the signal stops the
-    study too. Logs and settings of a run stay in `logs`, its model is deleted. The terminal gets a line for each.
+    A run that was stopped by a signal resumes from its checkpoint: immediately, or at the next call if the study was
+    stopped too. Logs and settings of a run are kept in `logs`; its model is deleted. Prints a line per finished run.
     """
     started = time.monotonic()
     free: SimpleQueue[dict[str, str]] = SimpleQueue()
@@ -59,7 +59,7 @@ def make_runs(study: Study, runs: Sequence[Run], folder: Path, jobs: int) -> Non
                 found = f"failed: {row.error}" if row.final is None else f"{row.final:.3f}"
                 print(
                     f"[{done}/{len(runs)}] {futures[future].label}: {found}, {timedelta(seconds=round(row.seconds))}; "
-                    f"left about {timedelta(seconds=round(left))}",
+                    f"about {timedelta(seconds=round(left))} left",
                     flush=True,
                 )
         except BaseException:
@@ -72,7 +72,7 @@ def make_runs(study: Study, runs: Sequence[Run], folder: Path, jobs: int) -> Non
 
 @contextmanager
 def _ending_on_sigterm() -> Iterator[None]:
-    """Have SIGTERM, which a job at its time limit gets, end the runs too."""
+    """Stop the runs too on SIGTERM, which a job receives at its time limit."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
@@ -81,7 +81,7 @@ def _ending_on_sigterm() -> Iterator[None]:
 
 
 def command_of(run: Run, accelerate: str | None, output_dir: str) -> list[str]:
-    """Return the command of a run: `bapo-trl train`, or its launch with a configuration of accelerate."""
+    """Return the command of a run: `bapo-trl train`, or `bapo-trl launch` with an accelerate configuration."""
     launch = [] if accelerate is None else ["launch", "--accelerate", accelerate]
     arguments = [*as_arguments(run.flags), "--output_dir", output_dir]
     return [sys.executable, "-m", "bapo_trl", *launch, "train", *arguments]
@@ -89,15 +89,15 @@ def command_of(run: Run, accelerate: str | None, output_dir: str) -> list[str]:
 
 def environments(study: Study, jobs: int) -> list[dict[str, str]]:
     """
-    Return the environments of the runs that are made at one time, each with GPUs of its own and its share of cores.
+    Return the environment variables of `jobs` simultaneous runs, each with its own GPUs and part of the CPU cores.
 
-    A run of a single process would spread its model over all GPUs: beside others it gets one, shared if there are
-    fewer. More launched processes than GPUs are refused, and several runs on a vLLM server (`InputError`).
+    A run with one process would use all GPUs, so simultaneous runs get one GPU each, shared if there are too few.
+    Raises an `InputError` for more launched processes than GPUs, and for simultaneous runs on a vLLM server.
     """
     processes = study.processes()
     threads = {}
     if jobs * processes > 1:
-        # Not those of the whole machine: a job of SLURM has some of them
+        # Cores of this job: SLURM may give it only a part of the machine
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         threads["OMP_NUM_THREADS"] = str(max(1, cores // (jobs * processes)))
     environment = {**threads, **os.environ}
@@ -106,8 +106,8 @@ def environments(study: Study, jobs: int) -> list[dict[str, str]]:
     settings = [run.settings for run in study.runs()]
     if any(_is_true(each.get("use_vllm")) and each.get("vllm_mode") == "server" for each in settings):
         raise InputError(
-            f"`--jobs` is {jobs}, and runs sample from a vLLM server (`use_vllm`), which has the weights of one run "
-            "at a time: set `--jobs` to 1."
+            f"`--jobs` is {jobs}, but the runs sample from a vLLM server (`use_vllm`), which holds the weights of "
+            "only one run: set `--jobs` to 1."
         )
     devices = [] if all(_is_true(each.get("use_cpu")) for each in settings) else _visible_devices()
     if not devices:
@@ -115,13 +115,13 @@ def environments(study: Study, jobs: int) -> list[dict[str, str]]:
     launch = study.launch()
     if launch is not None and launch.gpu_ids not in (None, "all"):
         raise InputError(
-            f"`gpu_ids` of {study.accelerate} is {launch.gpu_ids}, and the {jobs} runs of `--jobs` would share these "
-            "GPUs: set it to 'all' there, and name the GPUs of the study in CUDA_VISIBLE_DEVICES."
+            f"`gpu_ids` of {study.accelerate} is {launch.gpu_ids}, but the {jobs} runs of `--jobs` would share these "
+            "GPUs: set `gpu_ids` to 'all' there, and set CUDA_VISIBLE_DEVICES to the GPUs of the study."
         )
     if processes > 1 and len(devices) < jobs * processes:
         raise InputError(
-            f"`--jobs` is {jobs}, and each run takes {processes} GPUs (`accelerate` {study.accelerate}): that is "
-            f"{jobs * processes} GPUs, and {len(devices)} are visible. Set `--jobs` to "
+            f"`--jobs` is {jobs}, and each run takes {processes} GPUs (`accelerate` {study.accelerate}): together "
+            f"{jobs * processes} GPUs, but {len(devices)} are visible. Set `--jobs` to "
             f"{max(1, len(devices) // processes)}."
         )
     places = [range(job * processes, (job + 1) * processes) for job in range(jobs)]
@@ -144,7 +144,7 @@ def _visible_devices() -> list[str]:
 
 def _make(run: Run, accelerate: str | None, folder: Path, environment: dict[str, str]) -> Row:
     log = folder / "logs" / f"{run.key}.log"
-    start = folder / "starts" / f"seed-{run.seed}.jsonl"  # of the model that all arms start from: sampled once
+    start = folder / "starts" / f"seed-{run.seed}.jsonl"  # completions of the common start model: sampled once
     work = folder / f".run-{run.key}"
     for parent in (log.parent, start.parent, work):
         parent.mkdir(parents=True, exist_ok=True)
@@ -152,12 +152,12 @@ def _make(run: Run, accelerate: str | None, folder: Path, environment: dict[str,
     reason = lock.acquire()
     lock.release()
     if reason is not None:
-        raise InputError(f"{reason} It outlived a study that was killed.")
+        raise InputError(f"{reason} That run continued after its study was killed.")
     if not _newest_update(work):  # nothing to resume from
         shutil.rmtree(work)
         work.mkdir()
         if start.exists():
-            shutil.copyfile(start, work / "eval_completions_before.jsonl")  # `train` takes none of another model
+            shutil.copyfile(start, work / "eval_completions_before.jsonl")  # `train` ignores them for another model
     code, seconds = _train(command_of(run, accelerate, str(work)), work, log, environment)
     row = Row(run.arm, run.sweep, run.seed, run.settings, seconds=seconds)
     if code != 0:
@@ -169,25 +169,25 @@ def _make(run: Run, accelerate: str | None, folder: Path, environment: dict[str,
             row = row_of(run, work, seconds)
             for name in ("trainer_state.json", "run_settings.json"):
                 shutil.copyfile(work / name, log.with_suffix(f".{name}"))
-            if (work / "eval_completions_before.jsonl").exists():  # not where the model is sharded
+            if (work / "eval_completions_before.jsonl").exists():  # it does not exist for sharded models
                 (work / "eval_completions_before.jsonl").replace(start)
         except (OSError, KeyError, ValueError) as error:
-            row = replace(row, error=f"it left no results ({type(error).__name__}: {error}, {log})")
+            row = replace(row, error=f"no results can be read ({type(error).__name__}: {error}, {log})")
     if row.error is None or not (_is_ending.is_set() and _newest_update(work)):
         shutil.rmtree(work, ignore_errors=True)
     return row
 
 
 def _newest_update(work: Path) -> int:
-    """Return the update of the newest complete checkpoint; 0 without one."""
+    """Return the step of the newest complete checkpoint, or 0 if there is none."""
     return max((step_of(name) for name in checkpoint_names(str(work)) if find_defect(work / name) is None), default=0)
 
 
 def _train(command: list[str], work: Path, log: Path, environment: dict[str, str]) -> tuple[int, float]:
     """
-    Run a command until it ends by itself, resumed whenever a signal has stopped it after a checkpoint.
+    Run a command, and resume it whenever a signal stopped it after a checkpoint.
 
-    Return its last exit code, and the seconds of all its parts: of earlier calls too.
+    Return its last exit code, and its total seconds, including earlier calls.
     """
     clock, done = work / "seconds.txt", -1
     seconds = float(clock.read_text()) if clock.exists() else 0.0
@@ -200,7 +200,7 @@ def _train(command: list[str], work: Path, log: Path, environment: dict[str, str
                 [*command, *resume], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
             )
             _running.add(process)
-            if _is_ending.is_set():  # it began while the others were told to end
+            if _is_ending.is_set():  # the process started while the others were being terminated
                 process.terminate()
             code = process.wait()
             _running.discard(process)

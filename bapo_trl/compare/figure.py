@@ -1,7 +1,7 @@
 """
-The figure of a study: accuracy over the updates, a panel for each setting, a line for each arm.
+Draw the figure of a study: accuracy over the updates, with a panel per setting and a line per method.
 
-The line of an arm is its mean, with a band that is its interval, or with the lines of its seeds if they are too few.
+Each line is a mean over seeds, with its 95 % interval as a band; with too few seeds, with a thin line for each seed.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from .tables import FEWEST_SEEDS, Comparison, within
 
 
 def save_figure(comparisons: Sequence[Comparison], path: Path) -> None:
-    """Draw the accuracies of all arms, in at least one setting, into a PNG file; takes matplotlib (extra `plots`)."""
+    """Save the figure of at least one comparison as a PNG file. Needs matplotlib (extra `plots`)."""
     from matplotlib.collections import LineCollection
     from matplotlib.figure import Figure
 
@@ -36,7 +36,7 @@ def save_figure(comparisons: Sequence[Comparison], path: Path) -> None:
             noise = comparison.noise()[arm]
             means = [within(mean_over_seeds(accuracies[step], noise=noise), 1.0) for step in steps]
             (shown[arm],) = panel.plot(steps, [mean.value for mean in means], color=colors[arm], label=arm)
-            if len(curves) < FEWEST_SEEDS:  # their interval would tell nothing
+            if len(curves) < FEWEST_SEEDS:  # too few for a useful interval
                 panel.add_collection(LineCollection(curves, colors=colors[arm], linewidths=0.8, alpha=0.5))
                 panel.autoscale_view()
             else:

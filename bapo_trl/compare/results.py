@@ -1,4 +1,4 @@
-"""What a study keeps of a run: one row, one JSON file, written when the run ends."""
+"""Result rows of a study: one per run, saved as a JSON file when the run ends."""
 
 import itertools
 import json
@@ -21,38 +21,38 @@ FOLDER = "runs"
 
 @dataclass(frozen=True)
 class Row:
-    """A run that has ended."""
+    """Result of a run that has ended."""
 
-    arm: str  # this and the next three: as of `study.Run`
+    arm: str  # this and the next three fields are those of `study.Run`
     sweep: dict[str, Any]
     seed: int
     settings: dict[str, Any] = field(default_factory=dict)
-    final: float | None = None  # accuracy at the end, avg@k in [0, 1]; `None` for a run that failed
-    pass_at_k: float | None = None  # problems with a right completion among the k
-    curve: list[tuple[int, float]] = field(default_factory=list)  # updates and accuracies, from the start on
-    mean_accuracy: float | None = None  # mean over the updates; where it was measured in between
-    max_drawdown: float | None = None  # how far the accuracy fell below the best so far, at most; likewise
-    gradient_peak: float | None = None  # largest gradient norm over the median one
-    entropy_ratio: float | None = None  # mean entropy of the last tenth of the updates over that of the first
-    share: float | None = None  # mean share of positive tokens in the policy loss
-    # Share of the updates in which the bounds that are searched ended at their limits; `None` where none is searched
+    final: float | None = None  # final accuracy, avg@k in [0, 1]; `None` if the run failed
+    pass_at_k: float | None = None  # fraction of problems with a right completion among the k
+    curve: list[tuple[int, float]] = field(default_factory=list)  # (update, accuracy) from the start to the end
+    mean_accuracy: float | None = None  # mean accuracy over training; `None` if not measured between start and end
+    max_drawdown: float | None = None  # largest drop of the accuracy below its previous maximum; likewise
+    gradient_peak: float | None = None  # largest gradient norm / median gradient norm
+    entropy_ratio: float | None = None  # mean entropy in the last tenth of the updates / in the first tenth
+    share: float | None = None  # mean positive contribution to the policy loss
+    # Fraction of updates in which all searched bounds are at their limits; `None` if no bound is searched
     at_limits: float | None = None
-    generated_tokens: int | None = None  # of all completions
-    seconds: float = 0.0  # of the training, with its evaluations
-    method: str | None = None  # what its settings make, as the report names it
-    # Standard errors over the prompts of `start`, `final` and `pass_at_k`
+    generated_tokens: int | None = None  # total over all completions
+    seconds: float = 0.0  # training and evaluations
+    method: str | None = None  # name of the method in the report
+    # Standard errors of `start`, `final` and `pass_at_k` over the prompts
     errors: dict[str, float] = field(default_factory=dict)
-    warnings: dict[str, str] = field(default_factory=dict)  # of the report's health check, by their names
-    error: str | None = None  # why the run failed
+    warnings: dict[str, str] = field(default_factory=dict)  # warnings of the report's health checks, by name
+    error: str | None = None  # reason why the run failed
 
     @property
     def start(self) -> float | None:
-        """Accuracy before the first update; `None` where it was not measured."""
+        """Accuracy before the first update; `None` if it was not measured."""
         return self.curve[0][1] if self.curve and self.curve[0][0] == 0 else None
 
 
 def row_of(run: Run, folder: Path, seconds: float) -> Row:
-    """Return the row of a run that has ended, from what `train` left in its folder; raises where that is not whole."""
+    """Return the row of a finished run from the files in its folder; raise an error if a file or value is missing."""
     logs = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     results = json.loads((folder / "eval_results.json").read_text())
     facts = json.loads((folder / "run_settings.json").read_text()).get("facts", {})
@@ -97,7 +97,7 @@ def row_of(run: Run, folder: Path, seconds: float) -> Row:
 
 
 def _values(updates: list[dict], name: str) -> list[float]:
-    """Return the values of a metric where it is defined."""
+    """Return the finite values of a metric."""
     return [log[name] for log in updates if log.get(name) is not None and math.isfinite(log[name])]
 
 
@@ -116,7 +116,7 @@ def _max_drawdown(accuracies: list[float]) -> float:
 
 
 def write_row(row: Row, path: Path) -> None:
-    """Write a row, whole or not at all."""
+    """Write a row atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".part")
     unfinished.write_text(json.dumps(asdict(row), default=str) + "\n", encoding="utf-8")
@@ -124,7 +124,7 @@ def write_row(row: Row, path: Path) -> None:
 
 
 def read_rows(source: Path) -> dict[str, Row]:
-    """Read rows: those of a study's folder by the name of their file, or those of one file with `rows`, by number."""
+    """Return the rows in a study's folder, by file name, or in the `rows` of a single file, by number."""
     if source.is_file():
         kept = json.loads(source.read_text(encoding="utf-8"))["rows"]
         return {str(number): Row(**row) for number, row in enumerate(kept, start=1)}
@@ -133,6 +133,6 @@ def read_rows(source: Path) -> dict[str, Row]:
         try:
             rows[path.stem] = Row(**json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
-            message = f"{path} is no result of a run ({error}): remove it, and its run is made again."
+            message = f"{path} is not a valid result of a run ({error}): delete it to repeat the run."
             raise InputError(message) from error
     return rows

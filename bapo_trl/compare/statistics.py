@@ -1,4 +1,4 @@
-"""Pure: means over seeds, differences paired by seed, how many seeds a difference takes; by scipy."""
+"""Means over seeds, differences paired by seed, and the number of seeds that a difference needs. Needs scipy."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ MOST_SEEDS = 10_000
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over seeds, and half the width of its 95 % interval; NaN where the spread is not known."""
+    """Mean over seeds with the half-width of its 95 % interval, which is NaN if the spread is not known."""
 
     value: float
     half_width: float
@@ -27,22 +27,22 @@ class Mean:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far an arm ends above another, paired by seed."""
+    """Difference in final accuracy between two methods, paired by seed."""
 
     arm: str
     baseline: str
-    mean: Mean  # with an interval that holds for all comparisons at once (Bonferroni)
-    values: tuple[float, ...]  # one of each seed
-    p_value: float  # of the paired t-test, adjusted for the number of comparisons (Holm); NaN without a known spread
-    noise: float = 0.0  # standard deviation of a value that the evaluation alone causes
+    mean: Mean  # its interval is corrected for several comparisons (Bonferroni)
+    values: tuple[float, ...]  # one per seed
+    p_value: float  # of the paired t-test, corrected for several comparisons (Holm); NaN if the spread is not known
+    noise: float = 0.0  # standard deviation of a value due to the evaluation alone
 
 
 def mean_over_seeds(values: Sequence[float], comparisons: int = 1, noise: float = 0.0) -> Mean:
     """
-    Return the mean of values, one of each seed, at least one, and half the width of its interval, by Student's t.
+    Return the mean of one value per seed (at least one), and the half-width of its interval by Student's t.
 
-    `comparisons` intervals are to hold all at once, with a probability of 95 %: each is widened to 1 - 0.05 / that.
-    The spread of the seeds counts as at least `noise`, the standard deviation that measuring a value causes.
+    The level of the interval is 1 - 0.05 / `comparisons`, so that all intervals hold together with 95 % probability.
+    The standard deviation over seeds is taken as at least `noise`, the standard deviation of measuring a value.
     """
     count, spread = len(values), _spread(values, noise)
     factor = stats.t.ppf(1 - LEVEL / comparisons / 2, count - 1) if spread else math.nan
@@ -50,7 +50,7 @@ def mean_over_seeds(values: Sequence[float], comparisons: int = 1, noise: float 
 
 
 def _spread(values: Sequence[float], noise: float) -> float:
-    """Return the standard deviation of values, at least `noise`; 0 where it is not known: of one, or all alike."""
+    """Return the standard deviation of values, at least `noise`; 0 if not known (one value, or all equal)."""
     if len(values) < 2:
         return 0.0
     return max(noise, 0.0 if np.ptp(values) < 1e-9 else float(np.std(values, ddof=1)))
@@ -63,10 +63,10 @@ def differences(
     noise: Mapping[str, float] | None = None,
 ) -> list[Difference]:
     """
-    Compare arms, seed by seed: the first of each pair with the second. A pair without a common seed is left out.
+    Return the difference between the methods of each pair, paired by seed. Pairs without a common seed are skipped.
 
-    Intervals are widened for `comparisons`, by default the number of pairs; p-values always for that number. `noise`
-    has the standard error of an accuracy of each arm: a difference of two counts as at least as noisy as both.
+    Intervals are corrected for `comparisons`, by default the number of pairs; p-values always for the number of pairs.
+    `noise` maps methods to the standard error of an accuracy; the spread of a difference is at least both combined.
     """
     values = {}
     for arm, baseline in pairs:
@@ -82,7 +82,7 @@ def differences(
 
 
 def _p_value(values: Sequence[float], noise: float) -> float:
-    """Return the p-value of a t-test of a mean of 0, two-sided."""
+    """Return the p-value of a two-sided t-test of a mean of 0."""
     spread = _spread(values, noise)
     if spread == 0:
         return math.nan
@@ -91,7 +91,7 @@ def _p_value(values: Sequence[float], noise: float) -> float:
 
 
 def _adjusted(p_values: Sequence[float]) -> list[float]:
-    """Adjust p-values for their number, by Holm's step-down method; NaN stays, and does not count."""
+    """Return p-values corrected by Holm's step-down method; NaN values stay NaN and are not counted."""
     order = sorted((p, place) for place, p in enumerate(p_values) if not math.isnan(p))
     adjusted, largest = [math.nan] * len(p_values), 0.0
     for rank, (p, place) in enumerate(order):
@@ -101,17 +101,17 @@ def _adjusted(p_values: Sequence[float]) -> list[float]:
 
 def seeds_for(difference: float, values: Sequence[float], comparisons: int = 1, noise: float = 0.0) -> int | None:
     """
-    Return how many seeds show a mean difference with a probability of 80 %, at the spread of those on some seeds.
+    Return the number of seeds that detects a mean difference with 80 % power, given the spread of `values`.
 
-    The level is 0.05 over the `comparisons` at once; the spread counts as at least `noise`. `None` for a difference of
-    0, where the spread is not known (fewer than two seeds, or seeds that all agree), and beyond 10,000 seeds.
+    The significance level is 0.05 / `comparisons`; the spread is taken as at least `noise`. `None` for a difference of
+    0, for an unknown spread (fewer than two seeds, or equal values), and above 10,000 seeds.
     """
     spread = _spread(values, noise)
     if difference == 0 or spread == 0:
         return None
     counts = np.arange(2, MOST_SEEDS + 1)
-    # Power of a two-sided paired t-test to show an effect by its sign: noncentral t distribution. By the upper tail,
-    # as scipy's lower one is NaN for many large shifts
+    # Power of a two-sided paired t-test to detect an effect with the right sign, by the noncentral t distribution. The
+    # upper tail is used, as scipy's lower tail is NaN for many large shifts
     critical = stats.t.ppf(1 - LEVEL / comparisons / 2, counts - 1)
     power = stats.nct.sf(critical, counts - 1, abs(difference) / spread * np.sqrt(counts))
     enough = counts[power >= POWER]

@@ -1,4 +1,4 @@
-"""A study as a YAML file describes it: which runs it has, and with which flags."""
+"""Read a study from its YAML file, and list its runs with their flags."""
 
 import hashlib
 import itertools
@@ -25,55 +25,55 @@ class Run:
     """One run of a study."""
 
     arm: str
-    sweep: dict[str, Any]  # values of what the study varies for all arms
+    sweep: dict[str, Any]  # values of the settings in `over`, which vary for all methods
     seed: int
-    flags: dict[str, Any]  # of `bapo-trl train`, without `output_dir`
-    settings: dict[str, Any]  # the same, with those of its recipe: what tells the run from one of other settings
+    flags: dict[str, Any]  # flags of `bapo-trl train`, without `output_dir`
+    settings: dict[str, Any]  # flags and the recipe's settings: they identify the run
 
     @property
     def label(self) -> str:
-        """Arm, setting and seed, as text."""
+        """Text with the method, the setting and the seed."""
         return ", ".join(part for part in (self.arm, name_setting(self.sweep), f"seed {self.seed}") if part)
 
     @property
     def key(self) -> str:
-        """Name of the run among the files of a study: readable, and another for other settings."""
+        """File name of the run: readable, and unique for its settings."""
         digest = hashlib.sha256(json.dumps([self.arm, self.settings], sort_keys=True, default=str).encode())
         name = f"{self.arm}, {name_setting(dict(sorted(self.sweep.items())))}, seed {self.seed}"
         return f"{re.sub(r'[^a-zA-Z0-9.]+', '_', name).strip('_')[:100]}-{digest.hexdigest()[:10]}"
 
 
 def name_setting(sweep: Mapping[str, Any]) -> str:
-    """Return what a study varies as text, `name value` each."""
+    """Return the settings in `over` as text, `name value` for each."""
     return ", ".join(f"{name} {value}" for name, value in sweep.items())
 
 
 @dataclass(frozen=True)
 class Study:
-    """Arms that are compared, over settings and seeds."""
+    """Study that compares methods (`arms`) over settings and seeds."""
 
-    base: dict[str, Any]  # flags that all runs have
-    arms: dict[str, dict[str, Any]]  # flags of each arm; the first is what the others are compared with
-    sweep: dict[str, list]  # values of flags that all arms share: each combination is a setting of its own
-    seeds: list[int]  # arms with the same seed see the same prompts in the same order
-    measure: dict[str, Any]  # `every` so many updates, `avg_at` so many completions of each prompt, on a `dataset`
-    accelerate: str | None = None  # with which `bapo-trl launch` starts the runs; by default one process each
+    base: dict[str, Any]  # flags of all runs
+    arms: dict[str, dict[str, Any]]  # flags of each method; the first method is the baseline
+    sweep: dict[str, list]  # values of flags that vary for all methods (`over`): each combination is a setting
+    seeds: list[int]  # methods with the same seed see the same prompts in the same order
+    measure: dict[str, Any]  # evaluate `every` N updates, with `avg_at` completions per prompt, on a `dataset`
+    accelerate: str | None = None  # configuration of `bapo-trl launch` for the runs; by default one process per run
 
     def runs(self) -> list[Run]:
-        """Return all runs, seed by seed, so that a study that is cut short has all arms."""
+        """Return all runs, ordered by seed, so that an interrupted study has results of all methods."""
         settings = [dict(zip(self.sweep, values, strict=True)) for values in itertools.product(*self.sweep.values())]
         return [self._run(seed, sweep, arm) for seed in self.seeds for sweep in settings for arm in self.arms]
 
     def launch(self) -> Any:
-        """Return what the configuration of accelerate launches for a run; `None` without one."""
+        """Return the arguments of `accelerate launch` for a run; `None` without a configuration."""
         if self.accelerate is None:
             return None
-        from ..script.launcher import launch_of  # takes accelerate
+        from ..script.launcher import launch_of  # imports accelerate
 
         return launch_of(self.accelerate)
 
     def processes(self) -> int:
-        """Return how many processes a run has."""
+        """Return the number of processes of a run."""
         launch = self.launch()
         return 1 if launch is None else launch.num_processes or 1
 
@@ -98,13 +98,13 @@ class Study:
 
     def check(self, on_gpus: bool = False) -> None:
         """
-        Read the flags of each arm in each setting as `train` would, before any run begins; refuse as it would, also
-        where they name no data, rewards or model.
+        Check the flags of each method in each setting, as `train` does, before any run starts. Raise the same errors,
+        also for missing data, rewards or models.
 
-        They are read as in as many processes as a run has, on this machine, or as on one with GPUs. For unknown flags,
-        that is `SystemExit`, with 2 and one line on stderr.
+        The check assumes as many processes as a run has, on this machine or (`on_gpus`) on a machine with GPUs.
+        Unknown flags raise `SystemExit` with 2, and print one line on stderr.
         """
-        from ..script.command_line import parse_arguments  # takes TRL
+        from ..script.command_line import parse_arguments  # imports TRL
         from ..script.commands import Command
         from ..script.planning import as_in_processes
         from ..script.rewards import resolve_names
@@ -120,13 +120,13 @@ class Study:
                 except ValueError as error:
                     where = f" ({name_setting(run.sweep)})" if run.sweep else ""
                     raise InputError(f"arm '{run.arm}'{where}: {error}") from error
-        finally:  # transformers' settings set variables of accelerate, which are not the runs'
+        finally:  # transformers' arguments set environment variables that the runs must not inherit
             os.environ.clear()
             os.environ.update(environment)
 
 
 def as_arguments(flags: Mapping[str, Any]) -> list[str]:
-    """Return flags as they stand on a command line."""
+    """Return flags as command-line arguments."""
     arguments: list[str] = []
     for name, value in flags.items():
         if isinstance(value, list):
@@ -141,16 +141,16 @@ def _as_text(value: Any) -> str:
 
 
 def read_study(path: str) -> Study:
-    """Read a study from a YAML file; refuse what is none, in one sentence with the fix (`InputError`)."""
+    """Return the study in a YAML file; raise an `InputError` with the fix if the file is not a valid study."""
     if find_recipe(path) != path:
-        raise InputError(f"STUDY is '{path}': there is no such file.")
+        raise InputError(f"STUDY is '{path}': there is no such file. Set it to the path of a YAML file.")
     content = read_recipe(path)
     for name in content:
         if name not in _KEYS:
-            raise InputError(f"{path}: `{name}` is no part of a study: they are {', '.join(_KEYS)}.")
+            raise InputError(f"{path}: unknown key `{name}`: a study has the keys {', '.join(_KEYS)}.")
     for name in _REQUIRED:
         if not content.get(name):
-            raise InputError(f"{path}: `{name}` is missing: docs/compare.md has an example.")
+            raise InputError(f"{path}: `{name}` is missing: add it, as in the example in docs/compare.md.")
     base, arms, seeds, measure = (content[name] for name in _REQUIRED)
     sweep = content.get("over") or {}
     named = {"`base`": base, "`arms`": arms, "`over`": sweep, "`measure`": measure}
@@ -159,23 +159,23 @@ def read_study(path: str) -> Study:
         named |= {f"arm '{arm}'": flags for arm, flags in arms.items()}
     for title, flags in named.items():
         if not isinstance(flags, dict):
-            raise InputError(f"{path}: {title} is {flags!r}: set it to names and values.")
+            raise InputError(f"{path}: {title} is {flags!r}: set it to a mapping of names to values.")
         for name in _OWN:
             if name in flags:
-                raise InputError(f"{path}: {title} has `{name}`, which the study sets itself: leave it out.")
+                raise InputError(f"{path}: {title} has `{name}`, which the study sets itself: remove it.")
     if not {"every", "avg_at"} <= measure.keys() <= {"every", "avg_at", "dataset"}:
-        raise InputError(f"{path}: `measure` is {measure!r}: it takes every, avg_at and, if you like, dataset.")
+        raise InputError(f"{path}: `measure` is {measure!r}: set `every`, `avg_at` and, optionally, `dataset`.")
     for name, values in sweep.items():
         if not _is_list(values):
-            raise InputError(f"{path}: `over` has {name}: {values!r}: set it to a list of values, each once.")
+            raise InputError(f"{path}: `over` has {name}: {values!r}: set it to a list of distinct values.")
         taken = [arm for arm, flags in arms.items() if name in flags]
         if taken or name in base:
-            raise InputError(f"{path}: `{name}` is in `over` and in {taken or '`base`'}: leave one of them out.")
+            raise InputError(f"{path}: `{name}` is in `over` and in {taken or '`base`'}: remove one of them.")
     if not _is_list(seeds) or not all(type(seed) is int for seed in seeds):
-        raise InputError(f"{path}: `seeds` is {seeds!r}: set it to a list of whole numbers, each once.")
+        raise InputError(f"{path}: `seeds` is {seeds!r}: set it to a list of distinct whole numbers.")
     return Study(base, arms, sweep, seeds, measure, content.get("accelerate"))
 
 
 def _is_list(values: Any) -> bool:
-    """Return whether a value is a list of values that differ."""
+    """Return whether a value is a non-empty list of distinct values."""
     return isinstance(values, list) and 0 < len(values) == len(set(map(str, values)))

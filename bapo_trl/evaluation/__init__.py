@@ -1,8 +1,8 @@
 """
-Accuracy of a model on a dataset: completions of a trainer, their rewards and answers, and avg@k, pass@k and maj@k.
+Measure the accuracy of a model on a dataset: sample completions, score them, and compute avg@k, pass@k and maj@k.
 
 ```python
-trainer = EvaluatedTrainer(...)  # as a BAPOTrainer
+trainer = EvaluatedTrainer(...)  # same arguments as BAPOTrainer
 before = evaluate(trainer, dataset, Path("before.jsonl"))
 print(accuracy_table({"before": before.accuracies}))
 ```
@@ -22,7 +22,7 @@ _HOMES = {
 
 
 def __getattr__(name: str):
-    # Loaded at first use: the parts that only read answers need no trainer
+    # Imported at first use: `answers` and `accuracy` do not need the trainer
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

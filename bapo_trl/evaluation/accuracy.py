@@ -1,4 +1,4 @@
-"""avg@k, pass@k and maj@k of completions that are right or wrong, with standard errors over the prompts."""
+"""Compute avg@k, pass@k and maj@k from right and wrong completions, with standard errors over the prompts."""
 
 import math
 from collections import Counter
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PromptResult:
-    """The completions to one prompt, at least one: whether each is right, its answer if it has one, the source."""
+    """Results of at least one completion of a prompt: correctness, extracted answers, and the prompt's source."""
 
     correct: tuple[bool, ...]
-    answers: tuple[str | None, ...] | None = None  # none was looked for
+    answers: tuple[str | None, ...] | None = None  # `None`: answers were not extracted
     source: str | None = None
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over prompts with its standard error, NaN for a single prompt."""
+    """Mean over prompts with its standard error, which is NaN for a single prompt."""
 
     mean: float
     error: float
@@ -28,10 +28,10 @@ class Estimate:
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """
-    Estimate without bias the probability that at least one of `k` samples is right.
+    Return an unbiased estimate of the probability that at least one of `k` samples is right.
 
-    It is `1 - C(n - c, k) / C(n, k)`: the share of the `k`-subsets of the `n` samples that hold one of the `c` right
-    ones. `k` is in [1, n], `c` in [0, n].
+    The estimate is `1 - C(n - c, k) / C(n, k)`: the fraction of the subsets of `k` out of `n` samples that contain at
+    least one of the `c` right samples. `k` is in [1, n], `c` in [0, n].
 
     References:
         Chen et al. 2021, Evaluating Large Language Models Trained on Code (https://arxiv.org/abs/2107.03374), Eq. 1.
@@ -41,10 +41,10 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 def majority_vote(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
     """
-    Return the probability that the answer most completions give is right.
+    Return the probability that the most frequent answer is right.
 
-    Among equally frequent answers one is drawn at random. An answer whose completions were not all judged alike counts
-    with the share of right ones. A completion without an answer has no vote; without any vote it is 0.
+    Ties are broken at random. If completions with the same answer were judged differently, the answer counts as right
+    by the fraction of right completions. Completions without an answer do not vote; without any vote, the result is 0.
 
     References:
         Wang et al. 2022, Self-Consistency Improves Chain of Thought Reasoning (https://arxiv.org/abs/2203.11171).
@@ -62,7 +62,7 @@ def mean_over_prompts(values: Sequence[float]) -> Estimate:
     """
     Return the mean and its standard error `s / sqrt(n)`, where `s` is the sample standard deviation.
 
-    The completions to a prompt are alike, so that the prompts, at least one, are what is counted.
+    There is one value per prompt, as completions of the same prompt are not independent. At least one is needed.
 
     References:
         Miller 2024, Adding Error Bars to Evals (https://arxiv.org/abs/2411.00640), Section 2.2.
@@ -77,11 +77,11 @@ def mean_over_prompts(values: Sequence[float]) -> Estimate:
 
 def summarize(results: Iterable[PromptResult]) -> dict[str, Estimate]:
     """
-    Return all accuracies: over all prompts, and where prompts have different sources, for each of these.
+    Return all accuracies over all prompts and, if there are several sources, over the prompts of each source.
 
-    All prompts have equally many completions, `n`, and answers for all or none. The names are `avg@n`; `pass@k` for
-    the powers of two from 2 up to `n`, and `n`; `maj@n` if there are answers; then the same of each source, as
-    `avg@n/SOURCE`. Empty for no prompts. With `n` of 1, `avg@1` alone.
+    All prompts have the same number of completions, `n`, and either all or none have answers. The names are `avg@n`;
+    `pass@k` for `n` and for the powers of two from 2 to `n`; `maj@n` if there are answers; and the same names for each
+    source, as in `avg@n/SOURCE`. If `n` is 1, only `avg@1` is returned. Without prompts, the result is empty.
     """
     results = list(results)
     summary = _accuracies(results)

@@ -1,4 +1,4 @@
-"""The answer in a completion, the answers that a column holds, and whether two are the same number."""
+"""Extract answers from completions and dataset columns, and compare them as numbers."""
 
 import json
 import re
@@ -10,30 +10,30 @@ from typing import Any
 
 
 Text = str | Sequence[Mapping[str, Any]]
-"""A completion as TRL hands it to rewards: text, or the messages of a conversation."""
+"""A completion as TRL passes it to reward functions: text, or the messages of a conversation."""
 
-MINUS = "\N{MINUS SIGN}"  # of typeset text, which counts as a hyphen does
+MINUS = "\N{MINUS SIGN}"  # in typeset text; treated like a hyphen
 _THOUSANDS = r"\d{1,3}(?:,\d{3})+"
 _EXPONENT = rf"[eE][-+{MINUS}]?\d+(?!\w|\.\d)"
 NUMBER = re.compile(
     rf"(?:(?<![\w.)])[-{MINUS}])?(?:(?:{_THOUSANDS}(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)(?:{_EXPONENT})?"
 )
-_EXACT = Context(prec=MAX_PREC, Emax=MAX_EMAX, Emin=MIN_EMIN)  # the usual one rounds to 28 digits
+_EXACT = Context(prec=MAX_PREC, Emax=MAX_EMAX, Emin=MIN_EMIN)  # the default context rounds to 28 digits
 _BRACES = re.compile(r"\\boxed\{|\\\\|\\[{}]|[{}]")
 
 
 def completion_text(completion: Text) -> str:
-    """Return a completion's text: that of its last message in a conversation, which a call of a tool has not."""
+    """Return the text of a completion or of its last message; empty if the message is only a tool call."""
     return completion if isinstance(completion, str) else completion[-1].get("content") or ""
 
 
 def boxed_answer(text: str) -> str | None:
     r"""
-    Return what the last closed `\boxed{...}` holds, or `None` if there is none or it is empty.
+    Return the content of the last closed `\boxed{...}`, or `None` if there is no box or it is empty.
 
-    Braces that are to be seen, `\{` and `\}`, close nothing.
+    Escaped braces, `\{` and `\}`, do not count as braces.
     """
-    opened: list[int | None] = []  # for each open brace, where the content of its box begins, if it is one
+    opened: list[int | None] = []  # for each open brace, the start of the box's content; `None` for other braces
     begin = end = 0
     for brace in _BRACES.finditer(text):
         if brace[0] in (r"\boxed{", "{"):
@@ -45,9 +45,9 @@ def boxed_answer(text: str) -> str | None:
 
 def last_number(text: str) -> str | None:
     """
-    Return the last number of a text, without commas between thousands and with a hyphen for a minus, or `None`.
+    Return the last number in a text, without thousands separators and with a hyphen as minus, or `None`.
 
-    A minus belongs to the number unless it stands right behind a letter, a digit, a period or a closing bracket.
+    A minus belongs to the number unless it directly follows a letter, a digit, a period or a closing bracket.
 
     Example:
 
@@ -66,26 +66,26 @@ EXTRACTORS: dict[str, Callable[[str], str | None]] = {
     "last_number": last_number,
     "text": lambda text: text.strip() or None,
 }
-"""Ways to find the answer in a completion, by name."""
+"""Functions that extract the answer from a completion, by name."""
 
 
 def without_separators(number: str) -> str:
-    """Return a number without commas between thousands; any other text as it is."""
+    """Return a number without thousands separators; return any other text unchanged."""
     is_number = re.fullmatch(rf"[-+]?{_THOUSANDS}(?:\.\d+)?(?:{_EXPONENT})?", number)
     return number.replace(",", "") if is_number else number
 
 
 def plain_number(text: str) -> str | None:
     """
-    Return the one spelling of a number, all its digits kept, or `None` for what is none.
+    Return the canonical spelling of a number, with all its digits, or `None` if the text is not a number.
 
-    Numbers of 1000 places and more keep an exponent: written out, a short one could fill the memory.
+    Numbers with 1000 digits or more keep an exponent: written out, a short text could fill the memory.
     """
     try:
         number = Decimal(without_separators(text.replace(MINUS, "-")))
     except InvalidOperation:
         return None
-    if not number.is_finite() or "_" in text:  # 101_2 is binary, not Python's way to write 1012
+    if not number.is_finite() or "_" in text:  # 101_2 means binary 101, not 1012
         return None
     number = number.normalize(_EXACT)
     if not number:
@@ -94,13 +94,13 @@ def plain_number(text: str) -> str | None:
 
 
 def same_number(first: str | None, second: str | None) -> bool:
-    """Tell whether two texts are the same number; no number equals none."""
+    """Return whether two texts are the same number; `False` if either is not a number."""
     return first is not None and second is not None and plain_number(first) == plain_number(second) is not None
 
 
 def canonical(answer: str) -> str:
     r"""
-    Return one spelling for answers that differ in spaces, dollar signs, a final period or the way a number is written.
+    Return the same spelling for answers that differ only in spaces, dollar signs, a final period or number format.
 
     Example:
 
@@ -116,10 +116,10 @@ def canonical(answer: str) -> str:
 
 def gold_texts(value: Any) -> list[str]:
     """
-    Return the texts of right answers that a column's value holds; none if it is missing.
+    Return the right answers in a dataset value, as texts; an empty list if the value is missing.
 
-    Text may be a JSON list of strings (as in Skywork-OR1's `ground_truth`). A number is written out, one that is whole
-    without decimals. `None`, NaN and empty text are missing, and so is what is neither text nor number.
+    Text may be a JSON list of strings (as in Skywork-OR1's `ground_truth`). Numbers are written out, whole numbers
+    without decimals. `None`, NaN, empty text, and values that are neither text nor numbers count as missing.
 
     Example:
 
@@ -129,7 +129,7 @@ def gold_texts(value: Any) -> list[str]:
 
     ```
     """
-    if isinstance(value, str) and value.lstrip().startswith('["'):  # strings: [1, 2] is an interval
+    if isinstance(value, str) and value.lstrip().startswith('["'):  # only lists of strings: [1, 2] is an interval
         with suppress(ValueError):
             value = json.loads(value)
     parts = value if isinstance(value, (list, tuple)) else [value]
@@ -138,10 +138,10 @@ def gold_texts(value: Any) -> list[str]:
 
 def gold_answers(value: Any) -> list[str]:
     r"""
-    Return the answers that a column's value stands for; any of them is right. None for a value that is missing.
+    Return the answers in a dataset value, any of which is right; an empty list if the value is missing.
 
-    Of each of its [`gold_texts`], the text after `####` (as in GSM8K) and the last `\boxed{...}` of a worked solution
-    are understood. Any other text is itself the answer.
+    The answer is extracted from each of the [`gold_texts`]: the text after `####` (as in GSM8K), or the last
+    `\boxed{...}` of a worked solution. Any other text is itself the answer.
     """
     answers = []
     for text in gold_texts(value):

@@ -1,4 +1,4 @@
-"""Sample several completions of each prompt, and count how many of them are right."""
+"""Sample several completions per prompt, save them, and compute accuracies and mean rewards."""
 
 import json
 import math
@@ -104,9 +104,9 @@ def count(
     extract_answer: Callable[[str], str | None] | None = None,
 ) -> Evaluation:
     """
-    Count the completions of a file of completions, `num_completions` of each prompt, one after the other.
+    Return the accuracies and metrics of saved completions, which are ordered by prompt, `num_completions` for each.
 
-    A prompt none of whose completions has a first reward is left out of the accuracies, and counted in
+    If no completion of a prompt has a first reward, the prompt is left out of the accuracies and counted in
     `prompts_without_reward`. `reward_weights` has shape `(F,)`.
     """
     if not records:
@@ -140,7 +140,7 @@ def count(
 
 
 def _key(trainer: EvaluatedTrainer, rows: Any, origin: Any) -> str:
-    """Return what tells an evaluation from another one, by the names of its parts."""
+    """Return a hash of everything that determines the completions and their rewards."""
     settings = {name: getattr(trainer.args, name, None) for name in _SAMPLING_SETTINGS}
     loaded = [str(trainer.model.dtype), str(getattr(trainer.model.config, "quantization_config", None))]
     made_of = [origin, loaded, settings, trainer.num_generations_eval, trainer.reward_func_names]
@@ -160,7 +160,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def _write(path: Path, records: Iterable[dict[str, Any]], key: str | None) -> None:
-    """Write completions, all or none of them."""
+    """Write completions atomically."""
     kept = {} if key is None else {"evaluation": key}
     part = path.with_name(f"{path.name}.part")
     part.parent.mkdir(parents=True, exist_ok=True)
@@ -188,4 +188,4 @@ def _as_record(
 
 def _answer(record: Mapping[str, Any], extract_answer: Callable[[str], str | None]) -> str | None:
     answer = extract_answer(record["completion"])
-    return None if answer is None else canonical(answer) or None  # what is empty has no vote
+    return None if answer is None else canonical(answer) or None  # an empty answer does not vote

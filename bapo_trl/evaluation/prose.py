@@ -1,11 +1,11 @@
-"""The mathematics in a text that has words in it too, such as `5 dollars.` or `Adding gives x = 5`."""
+"""Extract the mathematics from answers that contain words, such as `5 dollars.` or `Adding gives x = 5`."""
 
 import re
 
 from .answers import NUMBER
 
 
-# Words that belong to the mathematics beside them: "1 and 2" is not 2, and "3 pi" is not 3
+# Words that are part of the mathematics: "1 and 2" is not 2, and "3 pi" is not 3
 _MATHEMATICAL = (
     "and|or|to|by|of|in|out|times|plus|minus|over|squared|cubed|root|sqrt|pi|log|ln|exp|(?:arc)?(?:sin|cos|tan)|lcm|"
     "gcd|max|min|mod|infinity|hundred|thousand|[mb]illion|dozen|alpha|beta|theta|remainder|half|twice|thrice|negative"
@@ -32,10 +32,10 @@ _NAME = re.compile(r"[^A-Za-z]*|[\s{}$]*[A-Za-z][A-Za-z\s]*(?:_\{?\w+\}?)?'*\s*(
 
 def pieces_of_mathematics(text: str) -> list[str]:
     r"""
-    Return the mathematics between the words of a text, in turn; all of it where there are no words.
+    Return the pieces of mathematics between the words of a text, in order; the whole text if it has no words.
 
-    Of an equation, what a name or a calculation is equal to, and nothing of any other. Nothing of several quantities,
-    which are one answer together.
+    For an equation with a name or a calculation on its left, return the right side; for other equations, nothing.
+    For several quantities with units, which form one answer, also return nothing.
 
     Example:
 
@@ -58,7 +58,7 @@ def pieces_of_mathematics(text: str) -> list[str]:
 
 
 def has_several_quantities(text: str) -> bool:
-    """Return whether a text ends in quantities with a unit each, such as `1 hour 30 minutes`."""
+    """Return whether a text ends in several quantities with units, such as `1 hour 30 minutes`."""
     return _SEVERAL_QUANTITIES.search(_with_plain_words(text)) is not None
 
 

@@ -1,4 +1,4 @@
-"""Completions of given rows, sampled with whatever the trainer samples with, and scored by its reward functions."""
+"""Trainer that samples completions for an evaluation, with its own generation backend and reward functions."""
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -17,16 +17,16 @@ from .answers import completion_text
 
 class Completion(NamedTuple):
     text: str  # without special tokens
-    num_tokens: int  # with the end token
-    is_cut_off: bool  # for its length
-    rewards: list[float | None]  # by function; `None` where it gave none
+    num_tokens: int  # including the end token
+    is_cut_off: bool  # reached the maximum length
+    rewards: list[float | None]  # one per reward function; `None` if the function returned none
 
 
 class EvaluatedTrainer(BAPOTrainer):
     """[`BAPOTrainer`] that can also sample and score completions of a dataset, for [`evaluate`]."""
 
-    _row_of: Callable[[int], Mapping[str, Any]] | None = None  # set while completions are sampled: nothing is logged
-    _sampled: dict[int, Completion] = {}  # of the main process, by their places
+    _row_of: Callable[[int], Mapping[str, Any]] | None = None  # set during `sample_completions`, which logs nothing
+    _sampled: dict[int, Completion] = {}  # completions by index, on the main process
 
     def prompt_of(self, row: Mapping[str, Any]) -> Any:
         """Return the prompt of a row, including its images if the model takes images, as TRL does."""
@@ -43,18 +43,18 @@ class EvaluatedTrainer(BAPOTrainer):
         process returns all completions in the order of the rows, the other processes an empty list. Sampling is seeded
         with the trainer's seed and does not change the random states. Call this method on all processes.
         """
-        places: Any = range(len(rows) * num_completions)  # accelerate reads a batch ahead: not of rows with images
+        places: Any = range(len(rows) * num_completions)  # indices: accelerate prefetches a batch, rows can be large
         loader: DataLoader = DataLoader(places, batch_size=self.args.eval_batch_size, collate_fn=list)
-        # The processes of one colocated engine sample each token together
+        # Processes that share a colocated engine must sample the same tokens
         sharing = self.args.vllm_tensor_parallel_size if self.use_vllm and self.vllm_mode == "colocate" else 1
         own_seed = zlib.crc32(f"{self.args.seed} {self.accelerator.process_index // sharing}".encode())
         num_generations, numpy_state = self.num_generations_eval, np.random.get_state()
         self._row_of, self._sampled = lambda place: rows[place // num_completions], {}
-        self.num_generations_eval = 1  # the rows of a batch are no groups
+        self.num_generations_eval = 1  # batches are not made of groups
         try:
             with forked_random_state(self.accelerator.device, self.model):
                 torch.manual_seed(own_seed)
-                np.random.seed(own_seed)  # from which a colocated vLLM draws its requests' seeds
+                np.random.seed(own_seed)  # a colocated vLLM draws the seeds of its requests from it
                 self.evaluation_loop(self.accelerator.prepare_data_loader(loader), "Evaluation", True)
             return [completion for _, completion in sorted(self._sampled.items())]
         finally:
@@ -69,7 +69,7 @@ class EvaluatedTrainer(BAPOTrainer):
         super()._log_groups(rewards_per_func)
         count = self.num_generations_eval
         first = rewards_per_func[:, 0].view(-1, count)
-        right = first[~first.isnan().all(dim=1)].ge(1).float()  # prompts without a first reward do not count
+        right = first[~first.isnan().all(dim=1)].ge(1).float()  # excludes prompts without a first reward
         for average, best in zip(right.mean(dim=1).tolist(), right.amax(dim=1).tolist(), strict=True):
             self._log_values({f"avg@{count}": average, f"pass@{count}": best}, "eval")  # TRL logs their mean
 
@@ -95,7 +95,7 @@ class EvaluatedTrainer(BAPOTrainer):
             for place, completion, ids in zip(inputs, completions, completion_ids, strict=True)
         ]
         for (place, text, length, is_cut_off), given in zip(gather_object(sampled), rewards, strict=True):
-            if self.accelerator.is_main_process:  # to fill the last batch, some may come twice
+            if self.accelerator.is_main_process:  # the last batch may repeat samples as filler
                 kept = [None if reward != reward else reward for reward in given]
                 self._sampled.setdefault(place, Completion(text, length, is_cut_off, kept))
         return None, None, None

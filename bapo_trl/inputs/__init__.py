@@ -1,1 +1,1 @@
-"""What users bring: the checks of prompts, tokens and rewards, and the notes that they add to errors of TRL."""
+"""Checks of user input: settings, datasets, prompts, tokenizers, optimizers and rewards."""

@@ -1,4 +1,4 @@
-"""Rewards that TRL would train on without a word, such as infinite ones or the keys of a dictionary."""
+"""Checks of rewards that TRL would train on without an error, such as infinity or the keys of a dictionary."""
 
 import functools
 import itertools
@@ -21,7 +21,7 @@ _FIX = "return a finite number for each completion, or None where the function d
 
 @contextmanager
 def checking_rewards(trainer: Any, count: int) -> Iterator[None]:
-    """Refuse, within, what reward functions return for `count` samples if it is no reward for each (`InputError`)."""
+    """Raise an `InputError`, in this context, if a reward function does not return `count` rewards."""
     functions = trainer.reward_funcs
     trainer.reward_funcs = [
         function if isinstance(function, nn.Module) else _checked(function, name, count)
@@ -35,7 +35,7 @@ def checking_rewards(trainer: Any, count: int) -> Iterator[None]:
 
 def _checked(function: Callable, name: str, count: int) -> Callable:
     def take(returned: Any) -> Any:
-        if isinstance(returned, Iterator):  # to be read twice
+        if isinstance(returned, Iterator):  # it is read twice
             returned = list(returned)
         defect = rewards_defect(returned, count)
         if defect is not None:
@@ -54,17 +54,17 @@ def _checked(function: Callable, name: str, count: int) -> Callable:
 
 
 def rewards_defect(returned: Any, count: int) -> str | None:
-    """Return what keeps a value from being `count` rewards, in words that follow "returned"; else `None`."""
+    """Return why a value is not `count` rewards, as text to follow "returned"; `None` if it is."""
     what = f"{start_of(returned)}, a {type(returned).__name__}, for {count} samples"
-    # TRL would take keys and bytes for rewards
+    # TRL would treat keys and bytes as rewards
     if isinstance(returned, (str, bytes, bytearray, Mapping, Set)) or not hasattr(returned, "__iter__"):
         return f"{what}: {_FIX}, in a list"
-    if isinstance(returned, torch.Tensor) and returned.shape == (count,):  # not number by number from a device
+    if isinstance(returned, torch.Tensor) and returned.shape == (count,):  # avoids copying each number from a device
         return None
     try:  # as TRL does
         rewards = torch.tensor([math.nan if reward is None else reward for reward in returned], dtype=torch.float32)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        return f"{what}, of which torch makes no numbers ({error}): {_FIX}"
+        return f"{what}, which torch cannot convert to numbers ({error}): {_FIX}"
     if rewards.shape != (count,):
         return f"{len(rewards)} rewards for {count} samples, of shape {tuple(rewards.shape)}: {_FIX}"
     return None
@@ -72,10 +72,10 @@ def rewards_defect(returned: Any, count: int) -> str | None:
 
 def check_rewards(trainer: Any, rewards_per_func: torch.Tensor, prompts: Sequence[Any], completions: Sequence[Any]):
     """
-    Refuse rewards of which TRL would compute undefined or no advantages (`InputError`). All ranks refuse the same.
+    Raise an `InputError`, the same on all ranks, if rewards would give undefined advantages, or none.
 
-    The rewards, `(B, F)`, are of the samples of all ranks, NaN where a function gave none; prompts and completions of
-    this one. An evaluation makes no advantages: there, finite rewards may be as large as they like.
+    `rewards_per_func`, of shape `(B, F)`, covers all ranks, with NaN where a function returned no reward; `prompts`
+    and `completions` cover this rank. An evaluation has no advantages, so there any finite reward passes.
     """
     sizes, fix = rewards_per_func.abs().nan_to_num(nan=0.0, posinf=torch.inf), _FIX
     if not sizes.isinf().any():
@@ -91,7 +91,7 @@ def check_rewards(trainer: Any, rewards_per_func: torch.Tensor, prompts: Sequenc
         if not too_large.any():
             return
         sizes = sizes * too_large.unsqueeze(1)
-        fix = "the standard deviation of these rewards overflows, and nothing would be learned. Return smaller numbers"
+        fix = "the standard deviation of the rewards overflows, and nothing would be learned. Return smaller numbers"
     row, column = divmod(int(sizes.argmax()), len(trainer.reward_func_names))
     rank, position = divmod(row, len(prompts))
     where = f"on rank {rank}"
@@ -105,9 +105,9 @@ def check_rewards(trainer: Any, rewards_per_func: torch.Tensor, prompts: Sequenc
 
 def distinct_names(names: Sequence[str]) -> list[str]:
     """
-    Return the names of reward functions, with a number behind those that are there more than once.
+    Return the names of reward functions, with a number appended to each name that occurs more than once.
 
-    TRL logs by name, and would log the rewards of functions of one name as those of one function.
+    TRL logs rewards by name, and would mix the rewards of functions with the same name.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""Refuse settings whatever they are for: values that are not of their field, numbers that are none."""
+"""Checks of single settings: type, allowed values and range, NaN, and bfloat16 support."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -18,8 +18,8 @@ _NAMES_OF_TYPES = {bool: "true or false", int: "a whole number", float: "a numbe
 
 def check_fields(config: Any, fields: Iterable[Field], types: Mapping[str, tuple[Any, ...]]) -> None:
     """
-    Refuse a value that is none of the `choices` in its field's metadata, of another type than the field, or outside
-    its `range`: an interval such as "(0, 1]". A whole number becomes a float where the field has one.
+    Raise an `InputError` if a value is not one of the `choices` in its field's metadata, has the wrong type, or is
+    outside the field's `range`, an interval such as "(0, 1]". Integers of float fields are converted to floats.
     """
     for f in fields:
         name, value, choices = f.name, getattr(config, f.name), f.metadata.get("choices")
@@ -48,31 +48,31 @@ def _is_in(value: Any, interval: str) -> bool:
 
 
 def _in_words(kind: str, interval: str) -> str:
-    """Return what a value must be, e.g. "a whole number, at least 1"."""
+    """Return a description of the allowed values, e.g. "a whole number, at least 1"."""
     low, _, high = interval[1:-1].partition(", ")
     if high != "inf":
         return f"{kind} in {interval}" if interval else kind
-    if interval[-1] == ")":  # without infinity itself
+    if interval[-1] == ")":  # excludes infinity
         kind = kind.replace("a number", "a finite number")
     return f"{kind}, at least {low}" if interval[0] == "[" else f"{kind} above {low}"
 
 
 def check_numbers(config: Any) -> None:
-    """Refuse numbers that are none, of any field: no comparison would notice."""
+    """Raise an `InputError` if any setting is NaN, which no comparison would detect."""
     for name, value in vars(config).items():
         if isinstance(value, float) and math.isnan(value):
             raise InputError(f"`{name}` is nan: set it to a number.")
     weights = () if config.reward_weights is None else config.reward_weights
     if not all(math.isfinite(weight) for weight in weights if isinstance(weight, Real)):
-        raise InputError(f"`reward_weights` is {list(weights)}: set it to a list of finite numbers, one a reward.")
+        raise InputError(f"`reward_weights` is {list(weights)}: set it to a list of finite numbers, one per reward.")
 
 
 def check_device(config: Any) -> None:
-    """Refuse bfloat16, TRL's default, where neither a GPU nor a CPU was asked for that could be used."""
+    """Raise an `InputError` for bfloat16, TRL's default, if there is no GPU and `use_cpu` is not set."""
     wants_bf16 = config.bf16 or config.bf16_full_eval or (config.bf16 is None and not config.fp16)
     has_bf16 = torch.cuda.is_available() or training_args.is_torch_bf16_gpu_available()
     if wants_bf16 and not config.use_cpu and not has_bf16:
         raise InputError(
             "`use_cpu` is false, but no GPU was found: set `use_cpu` to true (--use_cpu true), and `bf16` to false "
-            "unless the processor computes in bfloat16 (--bf16 false)."
+            "(--bf16 false) unless your CPU supports bfloat16."
         )

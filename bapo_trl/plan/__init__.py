@@ -1,1 +1,1 @@
-"""What can be known of a run before it begins: its arithmetic, its prompts and its rewards."""
+"""Checks and counts before a run starts: samples and updates, prompts, and rewards (`dry_run`)."""

@@ -1,4 +1,4 @@
-"""Flags and recipes on the command line: what cannot be read ends in one line, with the nearest name that is known."""
+"""Parse flags and recipes. Errors end the command with one line, which suggests the nearest known name."""
 
 import argparse
 import difflib
@@ -46,16 +46,16 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "vespo": {"loss_type": "vespo"},
     "recommended": ADVICE,
 }
-"""Settings by method. Those of TRL's other losses are the ones that TRL's documentation gives for their papers."""
+"""Settings of each method. For TRL's other losses, they are the paper settings in TRL's documentation."""
 
 METHOD_SETTINGS = (
     *(f"ratio_{side}_{part}" for side in ("lower", "upper") for part in ("start", "max", "step")),
     "positive_contribution_target", "contribution_measure", "search_order", "negative_weight_min",
     "delta", "importance_sampling_level", "epsilon_high",
 )  # fmt: skip
-"""Settings that make a method, besides the loss."""
+"""Settings that define a method, besides the loss."""
 
-# Besides those of replay and partial rollouts. A training that was in order on its processes may not be so on these
+# An evaluation ignores these and the settings of replay and partial rollouts, which may be invalid for its processes
 _TRAINING_SETTINGS = {
     "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size",
     "num_iterations", "learning_rate", "method", "loss_type", "epsilon", *METHOD_SETTINGS, "eval_strategy",
@@ -65,9 +65,9 @@ _TRAINING_SETTINGS = {
 
 def apply_method(flags: Mapping[str, str], recipe: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Return a recipe with the settings of the method that it or a flag names, and without those of another method.
+    Return a recipe with the settings of the method that a flag or the recipe names, and without another method's.
 
-    What stands beside the method, in flags or in the recipe that names it, stays, or contradicts it (`InputError`).
+    Settings given beside the method are kept; one that contradicts the method raises an `InputError`.
     """
     name = flags.get("method", recipe.get("method"))
     if name is None:
@@ -79,19 +79,19 @@ def apply_method(flags: Mapping[str, str], recipe: Mapping[str, Any]) -> dict[st
     defaults = {field.name: field.default for field in fields(BAPOConfig)}
     settings = {field: defaults[field] for field in METHOD_SETTINGS} | dict(method)
     if {**recipe, **flags}.get("loss_type", "dapo") not in CLIPPED_LOSS_TYPES:
-        settings.setdefault("loss_type", defaults["loss_type"])  # a method without a loss of its own has clip bounds
+        settings.setdefault("loss_type", defaults["loss_type"])  # methods that set no loss need one with clip bounds
     for field, value in beside.items():
         is_of_method = field in method or (field == "loss_type" and field in settings)
         if is_of_method and str(value) != str(settings[field]):
             raise InputError(
-                f"`method` is '{name}', which sets `{field}` to {settings[field]!r}, and `{field}` is {value!r}: "
-                "leave one of them out."
+                f"`method` is '{name}', which sets `{field}` to {settings[field]!r}, but `{field}` is {value!r}: "
+                "remove one of them."
             )
     return {**recipe, **{field: value for field, value in settings.items() if field not in beside}}
 
 
 def without_training(recipe: Mapping[str, Any], has_group: bool) -> dict[str, Any]:
-    """Return the settings of a recipe that an evaluation reads. Its group is that of one, unless a flag gives it."""
+    """Return the settings of a recipe that an evaluation uses; `num_generations` becomes `num_generations_eval`."""
     kept = {
         name: value
         for name, value in recipe.items()
@@ -102,7 +102,7 @@ def without_training(recipe: Mapping[str, Any], has_group: bool) -> dict[str, An
 
 
 class Settings(NamedTuple):
-    """What flags and a recipe ask for."""
+    """Settings from flags and a recipe."""
 
     script: BAPOScriptArguments
     training: BAPOConfig
@@ -112,17 +112,17 @@ class Settings(NamedTuple):
 
 def parse_arguments(arguments: Sequence[str], command: Command = TRAIN) -> Settings:
     """
-    Return the settings that flags and a recipe ask for; without any argument, those of the recipe `quickstart`.
+    Return the settings from flags and a recipe; without any argument, from the recipe `quickstart`.
 
     Raises:
-        SystemExit: With 0 after `--help`; with 2 and one line on stderr for flags and keys that cannot be read.
-        InputError: For a recipe that cannot be read, and for settings that contradict one another.
+        SystemExit: With 0 after `--help`; with 2, and one line on stderr, for unknown flags and keys.
+        InputError: For an invalid recipe, and for settings that contradict each other.
     """
     arguments = list(arguments) or ["--config", "quickstart"]
     if command is EVALUATE:
         arguments += ["--do_train", "false"]
     flags, recipe = look_ahead(arguments)
-    recipe.pop("env", None)  # set before
+    recipe.pop("env", None)  # already set
     if command is EVALUATE:
         recipe = without_training(recipe, "num_generations" in flags)
     recipe = apply_method(flags, recipe)
@@ -133,34 +133,34 @@ def parse_arguments(arguments: Sequence[str], command: Command = TRAIN) -> Setti
     has_data = any(named.get(name) for name in ("dataset_name", "eval_dataset", "datasets"))
     if is_true(named.get("merge_adapter", False)) and not trains and not has_data:
         parser.set_defaults(bf16=False)  # TRL's default asks for a GPU, which merging does not use
-    unknown = parser.set_defaults_with_config(**recipe)[::2]  # a value follows each
+    unknown = parser.set_defaults_with_config(**recipe)[::2]  # names and values alternate
     if unknown:
         parser.error(f"unknown key in {flags['config']}: {parser.with_nearest(unknown, '')}")
     try:
         *settings, _ = parser.parse_args_into_dataclasses(arguments)
-    except (TypeError, ValueError, ArithmeticError, OSError, ImportError) as error:  # of TRL and transformers
+    except (TypeError, ValueError, ArithmeticError, OSError, ImportError) as error:  # from TRL and transformers
         raise InputError(str(error)) from error
     script_args, training_args, model_args, dataset_args = settings
 
     training_args.loss_was_chosen = not named.keys().isdisjoint({"method", "loss_type"})
     evaluates = script_args.eval_dataset is not None or script_args.eval_fraction is not None
     training_args.do_eval |= evaluates or not training_args.do_train
-    if not training_args.do_train:  # settings of a recipe that are for its training
+    if not training_args.do_train:  # drops a recipe's settings for training
         training_args.eval_strategy = IntervalStrategy.NO
-        training_args.max_steps = 1  # none is made, but transformers asks for a number where the data is a stream
+        training_args.max_steps = 1  # no step is made, but transformers requires a number for streams
         model_args.use_peft = False
     elif training_args.do_eval and (training_args.bf16_full_eval or training_args.fp16_full_eval):
         raise InputError(
             "`bf16_full_eval` or `fp16_full_eval` is set: the evaluation before the training would leave the weights "
-            "in half precision, and they would be trained so. Leave it out, or evaluate with --do_train false."
+            "in half precision for the training. Remove the setting, or evaluate with --do_train false."
         )
     return Settings(script_args, training_args, model_args, dataset_args)
 
 
 class _Parser(TrlParser):
     """
-    TRL's parser, which looks at all names before any value, and refuses in one line with the nearest name. Its help
-    text has the flags of this package alone.
+    TRL's parser, which checks all names before any value, and reports errors in one line with the nearest name. Its
+    help text has only the flags of this package.
     """
 
     def __init__(self, command: Command):
@@ -191,11 +191,11 @@ class _Parser(TrlParser):
         if unknown:
             self.error(f"unknown flag: {self.with_nearest(unknown, '--')}")
         if remaining:
-            self.error(f"'{remaining[0]}' belongs to no flag")
+            self.error(f"'{remaining[0]}' follows no flag: remove it, or put its flag before it")
         return namespace, remaining
 
     def with_nearest(self, names: Sequence[str], prefix: str) -> str:
-        """Return names that are not known, each with the nearest that is."""
+        """Return unknown names, each with the nearest known name."""
         known = [action.dest for action in self._actions]
         described = []
         for name in (name.removeprefix("--") for name in names):

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """What was typed to come here."""
+    """A command of the package."""
 
     name: str
-    description: str  # begin of the help text
+    description: str  # beginning of the help text
 
 
 _TRAINING = """

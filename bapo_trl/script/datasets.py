@@ -1,4 +1,4 @@
-"""The data that the flags ask for, and its rows as prompts and answers, whatever their columns."""
+"""Load the datasets that the flags name, and bring their columns into the form that trainer and rewards read."""
 
 import glob
 import json
@@ -36,30 +36,30 @@ from .command_line import Settings
 Rows: TypeAlias = Dataset | IterableDataset
 
 _FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-_LOADING = (OSError, DatasetsError, ValueError)  # pyarrow's errors are of the last
+_LOADING = (OSError, DatasetsError, ValueError)  # pyarrow's errors are ValueErrors
 
 
 @dataclass(frozen=True)
 class Data:
-    """What a run trains and evaluates on."""
+    """Datasets of a run for training and evaluation."""
 
-    title: str  # on the terminal
-    train: Rows | None  # if the run trains
-    test: Rows | None  # if it evaluates
-    test_title: str | None = None  # if not `title`
+    title: str  # shown on the console
+    train: Rows | None  # `None` if the run does not train
+    test: Rows | None  # `None` if the run does not evaluate
+    test_title: str | None = None  # if it differs from `title`
 
     @property
     def prompts(self) -> Rows | None:
-        """Those that are trained on; if none are, those that are evaluated on."""
+        """Training dataset or, if the run does not train, evaluation dataset."""
         return self.test if self.train is None else self.train
 
 
 def load_data(settings: Settings, task: MadeTask | None = None) -> Data:
-    """Load what the run trains on and what it evaluates on: of a task of the package, a mixture, or a dataset."""
+    """Load the training and evaluation data from a built-in task, a dataset mixture, or a dataset."""
     script_args, training_args, _, dataset_args = settings
     eval_dataset, fraction, trains = script_args.eval_dataset, script_args.eval_fraction, training_args.do_train
     if eval_dataset is not None and fraction is not None:
-        raise InputError("`eval_dataset` and `eval_fraction` are both set: leave one of them out.")
+        raise InputError("`eval_dataset` and `eval_fraction` are both set: remove one of them.")
     title, train, test, test_title = str(eval_dataset), None, None, eval_dataset
     train_split, test_split = script_args.dataset_train_split, script_args.dataset_test_split
     if trains or eval_dataset is None:
@@ -76,13 +76,13 @@ def load_data(settings: Settings, task: MadeTask | None = None) -> Data:
         if fraction is not None:
             train, test = hold_out(train, fraction)
             test_title = f"{fraction:g} of {title}"
-        elif trains and training_args.do_eval and eval_dataset is None:  # the only split is trained on
+        elif trains and training_args.do_eval and eval_dataset is None:  # even a single split is for training
             test = pick_split(splits, test_split, "dataset_test_split")
         elif not trains:
             test = _pick_eval_split(splits, test_split)
     if eval_dataset is not None:
         is_only = script_args.dataset_name in (None, eval_dataset)
-        config = script_args.dataset_config if is_only else None  # else that of `dataset_name`
+        config = script_args.dataset_config if is_only else None  # otherwise it belongs to `dataset_name`
         test = _pick_eval_split(load_splits(eval_dataset, config, parameter="eval_dataset"), test_split)
     if test is not None and script_args.max_eval_samples is not None:
         count = script_args.max_eval_samples
@@ -91,7 +91,7 @@ def load_data(settings: Settings, task: MadeTask | None = None) -> Data:
 
 
 def load_mixture(settings: DatasetMixtureConfig) -> DatasetDict:
-    """Load a mixture as TRL does, but with a test split that is the same on all processes and in all runs."""
+    """Load a dataset mixture as TRL does, but with the same test split on all processes and in all runs."""
     try:
         mixture = get_dataset(replace(settings, test_split_size=None))
     except _LOADING as error:
@@ -107,51 +107,49 @@ def load_splits(
     name: str, config: str | None = None, streaming: bool = False, parameter: str = "dataset_name"
 ) -> DatasetDict | IterableDatasetDict:
     """
-    Load a `.json`, `.jsonl` or `.parquet` file (as `"train"`), a folder of `save_to_disk`, or, with an optional
-    `config`, a folder of data files or an id on the Hub. Error messages call its name `parameter`.
+    Load the splits of a `.json`, `.jsonl` or `.parquet` file (as `"train"`), a folder written by `save_to_disk`, or,
+    with an optional `config`, a folder of data files or a Hub id. Error messages name the setting `parameter`.
     """
     path = Path(name)
     if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
-        disable_caching()  # else what is made of its rows is written beside them, where it may not
+        disable_caching()  # otherwise `map` writes into the dataset's folder, which may be read-only
         loaded = load_from_disk(name)
         return DatasetDict(train=loaded) if isinstance(loaded, Dataset) else loaded
     if path.is_file() and path.suffix not in _FILE_BUILDERS:
-        raise InputError(
-            f"`{parameter}` is the file '{name}': expected one of {', '.join(_FILE_BUILDERS)}, or a folder."
-        )
+        raise InputError(f"`{parameter}` is the file '{name}': use a {', '.join(_FILE_BUILDERS)} file, or a folder.")
     try:
         if not path.is_file():
             return load_dataset(name, name=config, streaming=streaming)
         if path.suffix != ".parquet":
-            with open(name, encoding="utf-8") as file:  # else other bytes come up where a row is read
+            with open(name, encoding="utf-8") as file:  # otherwise invalid bytes are noticed only when a row is read
                 deque(file, maxlen=0)
-        whole = glob.escape(os.path.abspath(name))  # else a `[1]` in a name stands for another file
+        whole = glob.escape(os.path.abspath(name))  # otherwise `[1]` in a name is a pattern
         splits = load_dataset(_FILE_BUILDERS[path.suffix], data_files={"train": whole}, streaming=streaming)
-        next(iter(splits["train"]))  # a stream is not read before
+        next(iter(splits["train"]))  # a stream is not read earlier
         return splits
     except (*_LOADING, StopIteration) as error:
         files = [name] if path.is_file() else [str(each) for each in sorted(path.rglob("*"))]
-        what = "cannot be loaded" if path.exists() else "is neither a file nor a folder here, nor given by the Hub"
+        what = "cannot be loaded" if path.exists() else "is no file or folder here, and cannot be loaded from the Hub"
         raise InputError(f"`{parameter}` is '{name}', which {what}: {_reason(error, files)}") from error
 
 
 def _reason(error: BaseException, files: list[str]) -> str:
-    """Return what is wrong in the first of the files of JSON that is damaged, else the cause."""
+    """Return the defect in the first damaged JSON file, or the cause of the error."""
     for file in files:
         if Path(file).suffix in (".json", ".jsonl") and os.path.isfile(file) and (defect := json_defect(file)):
             return f"'{file}' has a {defect}"
     while error.__cause__ is not None:
         error = error.__cause__
-    return " ".join(str(error).split()) or "it holds no row"
+    return " ".join(str(error).split()) or "it has no rows"
 
 
 def json_defect(name: str) -> str | None:
     """
-    Return what is wrong with a file of JSON, an object a line or an array of them, and in which line; else `None`.
+    Return the first defect of a JSON file (an object per line, or an array) with its line, or `None` if it is valid.
 
-    Lines are counted from 1. The libraries count rows of a block, without the empty lines.
+    Lines are counted from 1, unlike in error messages of the libraries, which count the rows of a block.
     """
-    number = None  # of the line, where each has an object of its own
+    number = None  # line number, if each line has its own object
     try:
         text = Path(name).read_bytes().decode("utf-8-sig")
         if text.lstrip().startswith("["):
@@ -159,7 +157,7 @@ def json_defect(name: str) -> str | None:
             return None
         for number, line in enumerate(text.split("\n"), start=1):
             if line.strip() and not isinstance(json.loads(line), dict):
-                return f"JSON parse error in line {number}: it is no object"
+                return f"JSON parse error in line {number}: the line is not an object"
     except json.JSONDecodeError as error:
         return f"JSON parse error in line {number or error.lineno}: {error.msg} at column {error.colno}"
     except UnicodeDecodeError as error:
@@ -169,26 +167,26 @@ def json_defect(name: str) -> str | None:
 
 
 def hold_out(dataset: Any, fraction: float) -> tuple[Dataset, Dataset]:
-    """Return the dataset without a share of its rows, and these: always the same ones."""
+    """Split off a fraction of the rows, the same rows in all runs; return the other rows, and these rows."""
     try:
         parts = dataset.train_test_split(test_size=fraction, seed=0)
     except (AttributeError, ValueError) as error:  # a stream has no such method
-        raise InputError(f"`eval_fraction` is {fraction}, and no such share can be held out: {error}") from error
+        raise InputError(f"`eval_fraction` is {fraction}, but the data cannot be split: {error}") from error
     return parts["train"], parts["test"]
 
 
 def make_task(name: str | None, task_args: str | dict[str, Any] | None = None) -> MadeTask | None:
     """
-    Make the task of a name such as `"chat_sums"` or `"reasoning_gym:chain_sum"`; `None` for a dataset to be loaded.
+    Return the built-in task of a name such as `"chat_sums"` or `"reasoning_gym:chain_sum"`; `None` for other names.
 
-    Refuses arguments (JSON or a mapping) that it does not take (`InputError`).
+    Raises an `InputError` if the task does not accept its arguments (JSON or a mapping).
     """
     if name is not None and name.startswith(GYM_PREFIX):
         return load_gym_task(name, task_args)
     if task_args is not None:
         raise InputError(
-            f"`task_args` is {task_args!r}, but `dataset_name` is '{name}', which takes none: leave `task_args` out, "
-            f"or give a task such as '{GYM_PREFIX}chain_sum'."
+            f"`task_args` is {task_args!r}, but `dataset_name` is '{name}', which takes no arguments: remove "
+            f"`task_args`, or set `dataset_name` to a task such as '{GYM_PREFIX}chain_sum'."
         )
     if name == EMBEDDED:
         return replace(load_task(), name="the embedded task (sums of two numbers)")
@@ -196,7 +194,7 @@ def make_task(name: str | None, task_args: str | dict[str, Any] | None = None) -
 
 
 def pick_split(splits: Any, split: str, parameter: str) -> Any:
-    """Return one split; refuse, by the parameter that names it, one that is not there (`InputError`)."""
+    """Return a split; raise an `InputError` with the name of the setting, `parameter`, if it does not exist."""
     if split not in splits:
         raise InputError(
             f"`{parameter}` is '{split}', but the dataset has only the splits {sorted(splits)}: set `{parameter}` to "
@@ -206,17 +204,17 @@ def pick_split(splits: Any, split: str, parameter: str) -> Any:
 
 
 def _pick_eval_split(splits: Any, split: str) -> Any:
-    """Return the only split, or else the one that `dataset_test_split` names."""
+    """Return the only split or, if there are several, the split that `dataset_test_split` names."""
     return pick_split(splits, next(iter(splits)) if len(splits) == 1 else split, "dataset_test_split")
 
 
 def format_data(data: Data, flags: BAPOScriptArguments, processing_class: Any) -> Data:
-    """Give all prompts the columns that trainer and rewards read."""
+    """Return the data with the columns that trainer and rewards read."""
     makes_chats = _forms_prompts(flags) and getattr(processing_class, "chat_template", None) is not None
     if flags.system_prompt is not None and not makes_chats:
         raise InputError(
             "`system_prompt` is set, but the tokenizer of `model_name_or_path` has no chat template: put the text "
-            "into `prompt_template`, or take a model with one."
+            "into `prompt_template`, or use a model with a chat template."
         )
     train = format_prompts(data.train, flags, makes_chats, f"train dataset ({data.title})")
     test = format_prompts(data.test, flags, makes_chats, f"eval dataset ({data.test_title or data.title})")
@@ -224,7 +222,7 @@ def format_data(data: Data, flags: BAPOScriptArguments, processing_class: Any) -
 
 
 def _forms_prompts(flags: BAPOScriptArguments) -> bool:
-    """Return whether prompts may be others than those of the column `prompt`."""
+    """Return whether a flag changes how prompts are made from the dataset."""
     return any(flag is not None for flag in (flags.prompt_column, flags.prompt_template, flags.system_prompt))
 
 
@@ -232,10 +230,10 @@ def format_prompts(
     dataset: Rows | None, flags: BAPOScriptArguments, makes_chats: bool = False, name: str = "dataset"
 ) -> Any:
     """
-    Return the dataset with the column `prompt`, and with `solution` where answers are asked for.
+    Return the dataset with the column `prompt` and, if `answer_column` is set, the column `solution`.
 
-    With `makes_chats`, a prompt that is text becomes the message of a user. All columns stay for the reward functions,
-    but for those read here whose names the trainer gives values of its own. A `solution` of the dataset's own stays.
+    With `makes_chats`, a text prompt becomes a user message. All columns are kept for the reward functions, except
+    prompt and answer columns whose names TRL uses for other arguments. An existing `solution` is not replaced.
     """
     first: dict[str, Any] | None = next(iter(dataset or ()), None)
     if dataset is None or first is None:
@@ -245,7 +243,7 @@ def format_prompts(
     template = flags.prompt_template
     if template is not None and not any(f"{{{column}}}" in template for column in ("prompt", *first)):
         raise InputError(
-            f"`prompt_template` is {template!r}, which has no place for the prompt: write {{prompt}} there, or the "
+            f"`prompt_template` is {template!r}, which has no placeholder for the prompt: add {{prompt}}, or the "
             f"name of a column in braces ({', '.join(first)})."
         )
     adds_solution = answer is not None and "solution" not in first
@@ -260,14 +258,14 @@ def format_prompts(
 
 
 def is_chat(dataset: Rows | None) -> bool:
-    """Tell whether the first prompt is a list of messages; not so of an empty dataset or of none."""
+    """Return whether the first prompt is a list of messages; `False` for an empty or missing dataset."""
     first: dict[str, Any] = next(iter(dataset or ()), {})
     prompt = first.get("prompt")
     return isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
 
 
 def prompt_lines(data: Data, processing_class: Any, model: str, flags: BAPOScriptArguments) -> str:
-    """Return what the terminal says of the prompts, and of answers and forms that may not be what was meant."""
+    """Return the console lines on the kind of the prompts, with notes on possible mistakes in prompts and answers."""
     kind = "plain text" if getattr(processing_class, "chat_template", None) is None else TEXT_FOR_CHAT
     lines = [f"Prompts: {'chat messages' if is_chat(data.prompts) else kind}"]
     if data.train is None:
@@ -278,39 +276,39 @@ def prompt_lines(data: Data, processing_class: Any, model: str, flags: BAPOScrip
             if name in trained and trained[name] != getattr(flags, name)
         ]
         if other:
-            lines.append(f"Note: {model} was trained on prompts of another form: {'; '.join(other)}.")
+            lines.append(f"Note: {model} was trained with different prompts: {'; '.join(other)}.")
     elif isinstance(data.train, Dataset) and "solution" in data.train.column_names:
         missing = sum(not gold_texts(answer) for answer in data.train["solution"])
         if missing:
             lines.append(
-                f"Note: {missing} of {len(data.train)} prompts have no `solution`: a reward that reads it gives none."
+                f"Note: {missing} of {len(data.train)} prompts have no `solution`, so rewards that read it give none."
             )
         row, columns = data.train[0], flags.answer_column
         column = _find(row, columns, "answer_column", "dataset") if columns else None
         if column is not None and _as_answer(_get(row, column)) != row["solution"]:
             lines.append(
-                f"Note: rewards read the data's own column `solution`, not `{column}`: rename it if that is wrong."
+                f"Note: rewards read the dataset's column `solution`, not `{column}`: rename it if that is wrong."
             )
     return "\n".join(lines)
 
 
 def check_chat_template(dataset: Rows | None, processing_class: Any, template_kwargs: Any = None) -> None:
-    """Refuse prompts that are chat messages where the tokenizer has no chat template for them (`InputError`)."""
-    # A processor's messages are rewritten by the trainer
+    """Raise an `InputError` if prompts are chat messages and the tokenizer's chat template cannot format them."""
+    # With a processor, the trainer rewrites the messages first
     if not is_chat(dataset) or hasattr(processing_class, "tokenizer"):
         return
     try:
         processing_class.apply_chat_template(next(iter(dataset))["prompt"], tokenize=False, **(template_kwargs or {}))
     except (TemplateError, ValueError) as error:
         raise InputError(
-            f"The prompts are chat messages, and the chat template of `model_name_or_path` does not take them "
-            f"({error}): take an instruct model, or give prompts that are text (`prompt_column`). If it knows no "
-            "system role, write the text of `system_prompt` into `prompt_template`."
+            f"The prompts are chat messages, but the chat template of `model_name_or_path` does not accept them "
+            f"({error}): use an instruct model, or text prompts (`prompt_column`). If the template has no system "
+            "role, put the text of `system_prompt` into `prompt_template`."
         ) from error
 
 
 def _find(row: Mapping[str, Any], columns: Sequence[str], flag: str, name: str) -> str:
-    """Return the first of the columns that a row has, a dot leads to a field of one."""
+    """Return the first of the columns that a row has. A dot selects a field of a column, as in `column.field`."""
     fields = [f"{name}.{field}" for name, value in row.items() if isinstance(value, dict) for field in value]
     for column in columns:
         if column in (*row, *fields):
@@ -328,9 +326,9 @@ def _get(row: Mapping[str, Any], column: str) -> Any:
 
 def _form_prompt(prompt: Any, row: Mapping[str, Any], flags: BAPOScriptArguments, makes_chats: bool) -> Any:
     if prompt in (None, "", []):
-        return None  # `check_prompts` refuses it
+        return None  # `check_prompts` raises an error later
     if isinstance(prompt, list) and not is_prompt(prompt):
-        return prompt  # so too
+        return prompt  # likewise
     if isinstance(prompt, list):
         messages = [dict(message) for message in prompt]
         messages[-1]["content"] = _fill(flags.prompt_template, messages[-1]["content"], row)
@@ -346,19 +344,19 @@ def _form_prompt(prompt: Any, row: Mapping[str, Any], flags: BAPOScriptArguments
 
 
 def _fill(template: str | None, prompt: Any, row: Mapping[str, Any]) -> Any:
-    """Return the template with the prompt and the row's columns at their places; other braces stay."""
+    """Return the template with its placeholders filled by the prompt and the row's columns; other braces stay."""
     if template is None:
         return prompt
     values = {**row, "prompt": prompt}
 
     def value(place: re.Match) -> str:
         if values[place[1]] is None or not isinstance(prompt, str):
-            raise InputError(f"`prompt_template` takes the text of `{place[1]}`, which the prompt {prompt!r} lacks.")
+            raise InputError(f"`prompt_template` needs a text for `{place[1]}`: remove the row of prompt {prompt!r}.")
         return str(values[place[1]])
 
     return re.sub(rf"\{{({'|'.join(map(re.escape, values))})\}}", value, template)
 
 
 def _as_answer(value: Any) -> Any:
-    """Return an answer as text if it is a number, and as it is if not: a column of the dataset has one type."""
+    """Return an answer as text if it is a number, else unchanged, as a column has a single type."""
     return next(iter(gold_texts(value)), None) if isinstance(value, int | float) else value

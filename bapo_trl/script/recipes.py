@@ -1,4 +1,4 @@
-"""Recipes, YAML files of settings: those of the package by name, and what keeps a file from being one."""
+"""Find, read and list recipes (YAML files of settings), and report errors in them."""
 
 import argparse
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ from ..errors import InputError
 
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-DEMO_FOLDER = "outputs/quickstart"  # of the recipe `quickstart`
+DEMO_FOLDER = "outputs/quickstart"  # `output_dir` in the recipe `quickstart`
 
 
 def recipe_names() -> list[str]:
-    """Return the names of the package's recipes."""
+    """Return the names of the built-in recipes."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
 def find_recipe(name: str) -> str | None:
-    """Return the path of a recipe: the file itself, or else the package's of that name (`math_7b`), or `None`."""
+    """Return the path of a recipe: the file itself, or the built-in recipe of that name (`math_7b`), or `None`."""
     path = Path(name)
     if path.is_file():
         return name
@@ -29,40 +29,40 @@ def find_recipe(name: str) -> str | None:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a key that a mapping has twice, of which YAML takes the last."""
+    """YAML loader that rejects duplicate keys, of which YAML would use the last."""
 
     def compose_mapping_node(self, anchor):
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:
             if key.value in seen and key.value != "<<":
-                raise yaml.YAMLError(f"the key `{key.value}` is there twice, again in line {key.start_mark.line + 1}")
+                raise yaml.YAMLError(f"the key `{key.value}` is set twice, again in line {key.start_mark.line + 1}")
             seen.add(key.value)
         return node
 
 
 def read_recipe(name: str) -> dict:
-    """Return what stands in a recipe, or in another YAML file; refuse what is none, with the fix (`InputError`)."""
+    """Return the settings in a recipe or another YAML file; raise an `InputError` for an invalid file."""
     path = find_recipe(name)
     if path is None:
         raise InputError(
-            f"`config` is '{name}': there is no such file; the recipes of the package are {', '.join(recipe_names())}."
+            f"`config` is '{name}', which does not exist: set a YAML file, or a recipe: {', '.join(recipe_names())}."
         )
     try:
         with open(path, "rb") as file:
             recipe = _UniqueKeys(file).get_single_data()
     except yaml.YAMLError as error:
-        raise InputError(f"{path} is not valid YAML ({error}): correct it there.") from error
+        raise InputError(f"{path} is not valid YAML ({error}): correct the file.") from error
     if not (isinstance(recipe, dict) and isinstance(recipe.get("env", {}), dict)):
         raise InputError(
-            f"{path} is no mapping of settings, or its `env` none of variables: write one a line, such as "
+            f"{path} or its `env` is not a mapping of names to values: write one setting per line, such as "
             "`learning_rate: 1.0e-6`."
         )
     return recipe
 
 
 def look_ahead(arguments: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the flags, as text by name, and the recipe among arguments, before the libraries that parse them load."""
+    """Return the flags, as text by name, and the recipe from arguments, without importing the slow real parsers."""
     flags = {}
     for argument, following in zip(arguments, [*arguments[1:], "--"], strict=False):
         if argument.startswith("--"):
@@ -72,7 +72,7 @@ def look_ahead(arguments: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]
 
 
 def is_true(value: Any) -> bool:
-    """Return whether a flag or a recipe says yes; a flag without a value does."""
+    """Return whether the value of a flag or a recipe's setting is true; a flag without a value is true."""
     return str(value).lower() in ("", "true", "t", "yes", "y", "1")
 
 

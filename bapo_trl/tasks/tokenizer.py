@@ -1,4 +1,4 @@
-"""The tokenizer of tiny models: one token a character."""
+"""Tokenizer of the tiny models, with one token per character."""
 
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
@@ -27,8 +27,8 @@ def character_tokenizer(alphabet: str | None = None) -> PreTrainedTokenizerFast:
     ```
     """
     characters = sorted(pre_tokenizers.ByteLevel.alphabet()) if alphabet is None else alphabet
-    # Qwen2's own class: `AutoTokenizer` takes it for every folder with a Qwen2 model, whatever class was saved there,
-    # and adds its own unknown token unless that is named.
+    # Qwen2's own class: `AutoTokenizer` uses it for every folder with a Qwen2 model, whatever class was saved there,
+    # and adds its own unknown token unless one is given.
     return Qwen2Tokenizer(
         vocab={token: index for index, token in enumerate([PAD_TOKEN, EOS_TOKEN, *characters])},
         merges=[],

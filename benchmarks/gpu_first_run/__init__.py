@@ -1,1 +1,1 @@
-"""A first run on a GPU: whether all trains, what an update costs, where the host waits, what partial rollouts save."""
+"""First run on a GPU: checks that all variants train, and measures updates, host waits and partial rollouts."""

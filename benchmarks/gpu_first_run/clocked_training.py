@@ -1,4 +1,4 @@
-"""`train_bapo.py` that writes the seconds of each update, up to the next one: `clocked_training.py FILE FLAGS ...`."""
+"""Run `train_bapo.py` and write the seconds of each update to a file: `clocked_training.py FILE FLAGS ...`."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The parts of the first run on a GPU: the cases of each, as functions that return a row of figures."""
+"""Parts of the first run on a GPU. The cases of each part are functions that return a row of results."""
 
 from collections.abc import Callable
 from functools import partial

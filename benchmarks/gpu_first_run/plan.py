@@ -1,4 +1,4 @@
-"""Which case comes when, the processes that run them within the time limit, and the file of what they measured."""
+"""Order the cases, run them in processes within the time limit, and write their results to a file."""
 
 import json
 import multiprocessing
@@ -31,13 +31,13 @@ class Planned(NamedTuple):
 
 
 def make_plan(parts: Sequence[str], setup: Setup) -> list[Planned]:
-    """Return the cases that can run here: the first stage of each part, then the second, and so on."""
+    """Return the cases that can run on this machine: the first stage of each part, then the second, and so on."""
     cases = [Planned(part, name, case) for part in parts for name, case in PARTS[part](setup).items()]
     return sorted((each for each in cases if each.case.lacks is None), key=lambda each: each.case.stage)
 
 
 def run_plan(plan: Sequence[Planned], setup: Setup, path: Path, deadline: float) -> None:
-    """Run the cases that the file lacks, until all are there or the next would end after the deadline."""
+    """Run the cases without a result in the file, until all are done or the next would end after the deadline."""
     while batch := next_batch(plan, path, deadline):
         exit_code = _run(batch, setup, path, deadline)
         why = "cut at the time limit" if exit_code is None else f"the process ended, exit code {exit_code}"
@@ -49,7 +49,7 @@ def run_plan(plan: Sequence[Planned], setup: Setup, path: Path, deadline: float)
 
 
 def next_batch(plan: Sequence[Planned], path: Path, deadline: float) -> list[Planned]:
-    """Return the cases that come next in one process and fit into the time left."""
+    """Return the next cases that run in one process and fit into the remaining time."""
     left = [
         case
         for case in plan
@@ -83,34 +83,34 @@ def _run(batch: Sequence[Planned], setup: Setup, path: Path, deadline: float) ->
 
 
 def write(content: dict, path: Path) -> None:
-    """Replace the file as a whole."""
+    """Replace the file atomically."""
     new = path.with_name(f"{path.name}.new")
     new.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(new, path)
 
 
 def rows_of(path: Path, part: str) -> dict[str, dict]:
-    """Return the rows that the file has of a part, by their cases."""
+    """Return the rows of a part in the file, by case."""
     return json.loads(path.read_text())["parts"][part]["cases"]
 
 
 def write_row(path: Path, part: str, case: str, row: dict) -> None:
-    """Write the row of a case in place of what the file has of it."""
+    """Write the row of a case, and replace its earlier row."""
     content = json.loads(path.read_text())
     content["parts"][part]["cases"][case] = row
     write(content, path)
 
 
 def time_of_alike(cases: dict[str, dict]) -> float:
-    """Return the seconds that the longest case of a part took, 0 without one: what the next one will take at least."""
+    """Return the seconds of the longest case of a part, or 0: an estimate of the next case's least time."""
     return max((row["took_s"] for row in cases.values() if not {"error", "skipped"} & row.keys()), default=0.0)
 
 
 def run_cases(names: Sequence[tuple[str, str]], setup: Setup, path: Path, deadline: float) -> None:
     """
-    Run cases (part and name of each), and write each as it ends. One that raises is a row, too, and ends the process.
+    Run cases (part and name), and write a row after each. An error is written as a row, too, and ends the process.
 
-    Skips a case whose like took longer than what is left until the `deadline` (of `time.monotonic`).
+    Skips a case if a similar one took longer than the time until the `deadline` (of `time.monotonic`).
     """
     for part, case in names:
         if time.monotonic() + time_of_alike(rows_of(path, part)) >= deadline:

@@ -1,4 +1,4 @@
-"""Whether all trains: `GRPOTrainer`, and `BAPOTrainer` with what it adds."""
+"""Check that `GRPOTrainer` and all features of `BAPOTrainer` train."""
 
 import math
 import tempfile
@@ -95,7 +95,7 @@ def _describe(setup: Setup, kind: str, trainer: GRPOTrainer) -> dict:
 
 
 def _compare_fixed_bounds(setup: Setup) -> dict:
-    """Train twice with GRPOTrainer and once with BAPOTrainer at the same bounds: the first pair is the noise."""
+    """Train twice with GRPOTrainer and once with BAPOTrainer at the same bounds; the first pair measures noise."""
     weights = []
     for kind, settings in (("grpo", {}), ("grpo", {}), ("batch", FIXED)):
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Training over vLLM in colocate mode, beside training over transformers' sampler: `colocate`, `learns` and `chat`."""
+"""Parts `colocate`, `learns` and `chat`: training with vLLM in colocate mode, compared with transformers' sampler."""
 
 import importlib.util
 import tempfile
@@ -28,7 +28,7 @@ SCRIPT_ONLY = {"dataset_name", "model_name_or_path", "output_dir", "use_peft", "
 
 
 def over_vllm(memory_share: float, max_tokens: int = 512) -> dict[str, Any]:
-    """Return the settings of colocate mode. Samples are stale, so ratios are cut and sequences kept."""
+    """Return the settings of colocate mode. Samples are stale, so ratios are truncated and sequences are kept."""
     return {
         "use_vllm": True,
         "vllm_mode": "colocate",
@@ -147,7 +147,7 @@ def _chat(setup: Setup, name: str, settings: dict, merge: str | None) -> dict:
 
 
 def choose_merge(trainer: BAPOTrainer, merge: str) -> None:
-    """Have the adapter merged as `BAPOTrainer` does it, with stochastic rounding, or by TRL: to the nearest number."""
+    """Merge the adapter as `BAPOTrainer` does, with stochastic rounding, or as TRL does, rounding to the nearest."""
     if merge == "nearest":
         del trainer.vllm_generation.sync_weights  # TRL's own method shows again
 
@@ -155,7 +155,7 @@ def choose_merge(trainer: BAPOTrainer, merge: str) -> None:
 def train(
     setup: Setup, name: str, model: str, settings: dict, uses_lora: bool, merge: str | None = None, **options: Any
 ) -> dict:
-    """Train the model of a folder, and return the curves and the speed of its generations."""
+    """Train the model in a folder, and return the curves and the generation speed."""
     dtype = "bfloat16" if uses_lora and setup.on_gpu else "float32"
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
@@ -183,7 +183,7 @@ def train(
 
 
 class GenerationClock:
-    """Seconds, with the weights loaded before, and tokens of all that a trainer's sampler generates."""
+    """Total seconds of a trainer's generations, including loading the weights, and generated tokens."""
 
     def __init__(self, trainer: BAPOTrainer):
         self.seconds, self.tokens = 0.0, 0

@@ -1,4 +1,4 @@
-"""Models of random weights in the shapes of Qwen2.5, made where they compute, and what goes with them."""
+"""Models with random weights in the shapes of Qwen2.5, created on the device, with their tokenizer and sizes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from bapo_trl.tasks import character_tokenizer
 
 @dataclass(frozen=True)
 class Shape:
-    """A model: those of Qwen2.5 as in their `config.json`."""
+    """Shape of a model; for Qwen2.5 as in its `config.json`."""
 
     hidden: int
     intermediate: int
@@ -30,7 +30,7 @@ TINY = Shape(64, 128, 1, 2, 1, 320, True)
 
 @dataclass(frozen=True)
 class Load:
-    """An update that is timed: 4 micro-batches of `rows`, each of so many completion tokens."""
+    """Size of a timed update: 4 micro-batches of `rows` samples, each with `completion_tokens`."""
 
     name: str
     shape: Shape
@@ -43,7 +43,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a run of the command takes: the model that must run, the updates that are timed, the lengths generated."""
+    """Sizes of a run: the model to train, the timed updates, and the generated lengths."""
 
     trained: Shape
     completion_tokens: int
@@ -107,7 +107,7 @@ SIZES = {
 
 
 def make_model(shape: Shape, device: str, dtype: torch.dtype, seed: int) -> Qwen2ForCausalLM:
-    """Return a model with random weights, made on the device."""
+    """Return a model with random weights, created on the device."""
     tokenizer = character_tokenizer()
     config = Qwen2Config(
         vocab_size=shape.vocabulary,

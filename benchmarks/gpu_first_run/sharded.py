@@ -1,4 +1,4 @@
-"""Whether a sharded training in one process resumes exactly, and how long its saves take."""
+"""Check that a sharded training in one process resumes exactly, and measure the time of its saves."""
 
 import importlib.util
 import json
@@ -59,7 +59,7 @@ def _find_lack(setup: Setup, name: str) -> str | None:
 
 
 def _train(setup: Setup, name: str, folder: Path, checkpoint: Path | None = None) -> list[float]:
-    """Train, from a checkpoint on if one is given, and return the seconds of each update."""
+    """Train, or resume from a given checkpoint, and return the seconds of each update."""
     launch_file, clock = LAUNCH_FILES[name], folder.with_suffix(".json")
     command = [sys.executable]
     if launch_file is not None:

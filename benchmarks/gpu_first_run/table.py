@@ -13,7 +13,7 @@ SAME_REWARD = 0.1
 
 
 def render(content: dict) -> str:
-    """Return the tables of a run in Markdown: a line of what it ran on, then a table a part, with what it lacks."""
+    """Return the tables of a run in Markdown: a line on the machine, then a table per part, with missing cases."""
     machine = dict(content["machine"])
     device, driver = machine.pop("device"), machine.pop("driver")
     on = f"{device}, driver {driver}" if driver else f"{device} (no GPU)"
@@ -65,7 +65,7 @@ def _runs(rows: dict[str, dict]) -> str:
 
 
 def passes(row: dict) -> bool:
-    """Return whether a case of `runs` trained: all finite and in place, a gradient in each update, weights moved."""
+    """Return whether a case of `runs` trained: finite values, a gradient in each update, and changed weights."""
     if "largest_difference" in row:
         same = row["largest_difference"] <= row["largest_difference_of_grpo_from_itself"]
         return same and row["largest_change_of_a_weight"] > 0

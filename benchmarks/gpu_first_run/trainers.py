@@ -1,4 +1,4 @@
-"""What the parts share: what the command was asked for, models, trainers, and the progress of a case."""
+"""Shared code of the parts: the command's options, models, trainers, and the progress of a case."""
 
 import gc
 import time
@@ -26,7 +26,7 @@ SECONDS_BETWEEN_LINES = 2.0
 
 @dataclass(frozen=True)
 class Setup:
-    """What the command was asked for."""
+    """Options of the command."""
 
     device: str
     sizes_name: str
@@ -49,7 +49,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Case:
-    """A measurement that takes a process of its own or shares one, and returns a row of figures."""
+    """A measurement that returns a row of results, in its own process or a shared one."""
 
     measure: Callable[[], dict]
     stage: int = 0  # all cases of a stage come before those of the next one
@@ -58,7 +58,7 @@ class Case:
 
 
 class Progress(TrainerCallback):
-    """Prints how far a case is, at most every two seconds."""
+    """Callback that prints the progress of a case, at most every two seconds."""
 
     def __init__(self, name: str):
         self.name = name
@@ -75,15 +75,15 @@ class Progress(TrainerCallback):
 
 def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
     """
-    Reward what differs from row to row, so that hardly a group ties.
+    Return rewards that differ between samples, so that almost no group has zero advantage.
 
-    By token ids: a model with a larger vocabulary than its tokenizer samples tokens that decode to nothing.
+    Computed from token ids: with a vocabulary larger than the tokenizer's, some sampled tokens decode to nothing.
     """
     return [((sum(ids) + len(ids)) % 7) / 7 for ids in completion_ids]
 
 
 def settings_for(setup: Setup, rows: int, completion_tokens: int, **settings: Any) -> dict[str, Any]:
-    """Return settings of GRPOConfig: TRL's defaults but for sizes, device and what would be written."""
+    """Return settings of GRPOConfig: TRL's defaults except for sizes, device and written files."""
     chosen = {
         "per_device_train_batch_size": rows,
         "gradient_accumulation_steps": MICRO_BATCHES,
@@ -120,20 +120,20 @@ def make_trainer(kind: str, model: Any, folder: str, settings: dict[str, Any], *
 
 
 def trained_model(setup: Setup, shape: Shape, uses_lora: bool) -> Any:
-    """Return a model on the device: in float32, as TRL trains all weights under autocast; under LoRA in bfloat16."""
+    """Return a model on the device: in bfloat16 with LoRA, else in float32, which TRL trains under autocast."""
     dtype = torch.bfloat16 if uses_lora and setup.on_gpu else torch.float32
     return make_model(shape, setup.device, dtype, setup.seed)
 
 
 def sums_task(setup: Setup) -> StudyTask:
-    """Return the sums of the demo, with a model whose heads are as wide as vLLM's kernels ask for."""
+    """Return the sums of the demo, with a model whose heads are wide enough for vLLM's kernels."""
     task = load_sums(setup.seed)
     wide = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 2, "num_key_value_heads": 2}
     return replace(task, warm_start=replace(task.warm_start, model=wide, **setup.sizes.warm_start))
 
 
 def free() -> None:
-    """Give back the device's memory that nothing holds."""
+    """Release unused memory of the device."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What an update costs: time, kernels, memory, and where the host waits for the device."""
+"""Measure the time, kernels and memory of an update, and the places where the host waits for the device."""
 
 import linecache
 import tempfile
@@ -39,7 +39,7 @@ WARMUP_ROUNDS = 2
 
 
 class RandomCompletions:
-    """A `rollout_func` of random tokens, of half to all of a length: nothing is generated, and nothing timed of it."""
+    """A `rollout_func` that returns random tokens, from half the maximum length up, without generating."""
 
     def __init__(self, load: Load, seed: int):
         self.load = load
@@ -55,7 +55,7 @@ class RandomCompletions:
 
 
 def load_settings(setup: Setup, load: Load, rounds: int) -> dict[str, Any]:
-    """Return the settings of updates that train on one generation for the whole run: stale from the second on."""
+    """Return settings that train on one generation for the whole run: samples are stale from the second update on."""
     updates = rounds + 1
     return settings_for(
         setup, load.rows, load.completion_tokens, num_iterations=updates, max_steps=updates, learning_rate=1e-6
@@ -64,7 +64,7 @@ def load_settings(setup: Setup, load: Load, rounds: int) -> dict[str, Any]:
 
 @contextmanager
 def loaded_trainers(setup: Setup, load: Load, kinds: dict[str, str], rounds: int) -> Iterator[dict[str, GRPOTrainer]]:
-    """Hand out trainers of one model, by name; at the end the device's memory is free again."""
+    """Yield trainers of one model, by name, and free the device's memory at the end."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = trained_model(setup, load.shape, load.uses_lora)
@@ -89,7 +89,7 @@ def cost(setup: Setup) -> dict[str, Case]:
 
 
 def _time_updates(setup: Setup, load: Load) -> dict:
-    """Time updates of trainers that take turns; then profile one of each, whose time on the device is steady."""
+    """Time updates of alternating trainers; then profile one update of each, for its steadier device time."""
     kinds = {"grpo": "grpo", "grpo again": "grpo", **{scope: scope for scope in SCOPES}}
     progress, rounds = Progress(load.name), WARMUP_ROUNDS + load.rounds
     with loaded_trainers(setup, load, kinds, load.rounds + 1) as trainers:
@@ -114,9 +114,9 @@ def _time_updates(setup: Setup, load: Load) -> dict:
 
 def _profile(training: SteppedTraining, device: str) -> dict[str, float]:
     """
-    Return the time on the device, the kernels and the waits of the host of an update.
+    Return the device time, the kernels and the host's waits of an update.
 
-    On a CPU, operations stand in for kernels, to try this: their times contain each other.
+    On a CPU, for trying this out, operations replace kernels, although their times overlap.
     """
     activity, kind = {
         "cuda": (ProfilerActivity.CUDA, DeviceType.CUDA), "cpu": (ProfilerActivity.CPU, DeviceType.CPU),
@@ -138,7 +138,7 @@ def _profile(training: SteppedTraining, device: str) -> dict[str, float]:
 
 @contextmanager
 def host_waits(device: str = "cuda") -> Iterator[Counter[str]]:
-    """Count the calls that wait for the device, by their line of ours or TRL's, or by their own below neither."""
+    """Count calls that wait for the device, by the line in this package or TRL that made them, or by their own."""
     lines: Counter[str] = Counter()
 
     def keep(message, category, filename, lineno, file=None, line=None):
@@ -162,7 +162,7 @@ def host_waits(device: str = "cuda") -> Iterator[Counter[str]]:
 
 
 def _in_package(file: str) -> str | None:
-    """Return the path of a file from the name of the package on, of ours or TRL's; `None` for another."""
+    """Return a file's path from the package name on, for this package or TRL; `None` for other files."""
     folders = (Path(package.__file__).parent for package in (bapo_trl, trl))
     return next(
         (str(Path(file).relative_to(folder.parent)) for folder in folders if folder in Path(file).parents), None
@@ -170,7 +170,7 @@ def _in_package(file: str) -> str | None:
 
 
 class MemoryReader(TrainerCallback):
-    """The most that the device held in the last update, and what it held as each of its micro-batches began."""
+    """Callback with the peak memory of the last update, and the memory at the start of each micro-batch."""
 
     def __init__(self):
         self.peak = 0

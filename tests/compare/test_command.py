@@ -77,7 +77,7 @@ def test_a_study_is_made_once_and_its_runs_share_their_prompts(folder, capsys):
     write_study(arms={**STUDY["arms"], "broken": {"reward_funcs": "my_rewards.broken"}}, seeds=[0])
     compare()
     text = capsys.readouterr().out
-    assert "3 of 3 runs to make" in text
+    assert "3 of 3 runs to do" in text
     assert "[3/3]" in text
     assert "broken, seed 0, failed: exit code 1: " in text  # and the others went on
     assert "no reward today" in text
@@ -285,7 +285,7 @@ def test_a_study_says_how_many_gpus_it_needs(folder, monkeypatch, capsys, jobs, 
     write_study(base=ON_GPUS, accelerate=launch_file(**settings))
     refusal(capsys, message, "--jobs", str(jobs))
     out = refusal(capsys, message, "--jobs", str(jobs), "--dry_run")
-    assert out.splitlines()[-1] == f"4 runs, 4 to make, {jobs} at a time"
+    assert out.splitlines()[-1] == f"4 runs, 4 to do, {jobs} at the same time"
     assert compare("--jobs", "1", "--dry_run") is None
 
 
@@ -294,7 +294,7 @@ def test_runs_at_a_time_share_no_vllm_server(folder, capsys, mode, is_refused):
     write_study(base={**BASE, "use_vllm": True, "vllm_mode": mode})
     assert compare("--jobs", "1", "--dry_run") is None
     if is_refused:
-        refusal(capsys, "which has the weights of one run at a time: set `--jobs` to 1", "--jobs", "2", "--dry_run")
+        refusal(capsys, "which holds the weights of only one run: set `--jobs` to 1", "--jobs", "2", "--dry_run")
     else:
         assert compare("--jobs", "2", "--dry_run") is None
 
@@ -318,7 +318,7 @@ def test_a_dry_run_lists_the_runs_and_the_time_left(folder, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
         "done   GRPO, seed 0", "done   BAPO, seed 0", "to do  GRPO, seed 1", "to do  BAPO, seed 1",
-        "4 runs, 2 to make, 2 at a time: about 0:00:30 at the pace so far",
+        "4 runs, 2 to do, 2 at the same time: about 0:00:30 at the current pace",
     ]  # fmt: skip
     compare("--dry_run", "--only", "BAPO")
     assert capsys.readouterr().out.splitlines()[:2] == ["done   BAPO, seed 0", "to do  BAPO, seed 1"]
@@ -332,7 +332,7 @@ def test_a_study_for_a_gpu_is_listed_where_there_is_none(folder, capsys, monkeyp
     base = {name: value for name, value in BASE.items() if name not in ("use_cpu", "bf16")}
     write_study(base=base, accelerate=accelerate)
     message = "`use_cpu` is false, but no GPU was found"
-    assert refusal(capsys, message, "--dry_run").splitlines()[-1] == "4 runs, 4 to make, 1 at a time"
+    assert refusal(capsys, message, "--dry_run").splitlines()[-1] == "4 runs, 4 to do, 1 at the same time"
     refusal(capsys, message)
     write_study(base={**base, "positive_contribution_target": 2.0}, accelerate=accelerate)
     refusal(capsys, "`positive_contribution_target`", "--dry_run")  # what is wrong there too comes first
@@ -353,10 +353,10 @@ def test_a_run_that_leaves_nothing_is_a_row_with_its_error(folder, capsys, monke
     assert compare() == 1
     rows = read_rows(Path("study")).values()
     assert [row.arm for row in rows if "left no results (FileNotFoundError" in row.error] == ["BAPO", "GRPO"]
-    assert "failed: it left no results" in capsys.readouterr().out
+    assert "failed: no results can be read" in capsys.readouterr().out
     write_study(seeds=[0], base={**BASE, "learning_rate": 0.5})  # other settings, mended or not, are other runs
     compare("--dry_run")
-    assert "2 runs, 2 to make" in capsys.readouterr().out
+    assert "2 runs, 2 to do" in capsys.readouterr().out
 
 
 @pytest.mark.processes
@@ -377,8 +377,8 @@ def test_a_study_that_is_told_to_stop_ends_its_runs(folder):
 
 def test_bad_arguments_end_in_one_line(folder, capsys):
     write_study()
-    refusal(capsys, "'DAPO' is no arm of study.yaml: it has GRPO, BAPO", "--only", "DAPO")
-    refusal(capsys, "'DAPO' is no arm of study.yaml", "--against", "DAPO")
+    refusal(capsys, "'DAPO' is not in `arms` of study.yaml: choose one of GRPO, BAPO", "--only", "DAPO")
+    refusal(capsys, "'DAPO' is not in `arms` of study.yaml", "--against", "DAPO")
     refusal(capsys, "`--jobs` is 0", "--jobs", "0")
 
 
@@ -388,7 +388,7 @@ def test_a_damaged_result_is_refused_by_name(folder, capsys):
     path.parent.mkdir(parents=True)
     path.write_text("{")
     ends(cli.main, ["compare", "study.yaml", "--output_dir", "study"], code=1)
-    assert f"{path.name} is no result of a run" in capsys.readouterr().err
+    assert f"{path.name} is not a valid result of a run" in capsys.readouterr().err
 
 
 def test_a_run_that_outlived_its_study_is_not_disturbed(folder, capsys, monkeypatch):

@@ -343,10 +343,10 @@ def test_an_evaluation_on_prompts_of_another_form_than_those_of_the_training_say
         alone = {"do_train": "false", "eval_dataset": "test.jsonl", "output_dir": "new", "model_name_or_path": saved}
         capsys.readouterr()
         run(**alone)
-        other = f"Note: {saved} was trained on prompts of another form: `prompt_template` 'Q: {{prompt}}', now None.\n"
+        other = f"Note: {saved} was trained with different prompts: `prompt_template` 'Q: {{prompt}}', now None.\n"
         assert other in capsys.readouterr().out
         run(**alone, **formed)
-        assert "another form" not in capsys.readouterr().out
+        assert "different prompts" not in capsys.readouterr().out
 
 
 @pytest.mark.processes

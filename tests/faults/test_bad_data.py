@@ -57,10 +57,10 @@ def stopped(trainer, error: type, message: str) -> None:
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ([*SUMS, ""], "1 of the 41 prompts of the train dataset cannot be used: that of row 40 is ''"),
+        ([*SUMS, ""], "1 of the 41 prompts of the train dataset cannot be used: the prompt of row 40 is ''"),
         ([None, *SUMS], "1 of the 41 prompts .* row 0 is None"),
         ([USER] * 10 + [[]], r"1 of the 11 prompts .* row 10 is \[\]"),
-        (list(range(10)), "10 of the 10 prompts .* row 0 is 0.*Give text, or a list of messages"),
+        (list(range(10)), "10 of the 10 prompts .* row 0 is 0.*Use text, or a list of messages"),
         ([["1+2=", "1+3="]] * 10, r"row 0 is \['1\+2=', '1\+3='\]"),
         ([USER] * 8 + [[*USER, BARE]], "1 of the 9 prompts .* row 8 is .{3}role': 'user'"),
     ],
@@ -77,7 +77,7 @@ def test_what_is_no_prompt_is_refused_by_its_row(prompts, message):
 def test_a_stream_that_ends_before_a_generation_is_no_success(tmp_path):
     for prompts in ([], SUMS[:7]):
         trainer = toy_trainer(tmp_path, trainer_args={"train_dataset": stream(*prompts)})
-        stopped(trainer, ValueError, "No update was made: the data ended before the 24 samples of one generation")
+        stopped(trainer, ValueError, "No update was made: the dataset ended before it filled one generation of 24 samples")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def rows(*prompts) -> bytes:
             ".* has a byte in line 2 that is not UTF-8: .* 0xe9$",
         ),
         ("text.jsonl", b"no json", ".* has a JSON parse error in line 1"),
-        ("empty.jsonl", b"", "it holds no row"),
+        ("empty.jsonl", b"", "it has no rows"),
         ("other.parquet", b"no parquet file", "Parquet "),
     ],
 )
@@ -217,7 +217,7 @@ def test_tokenizers_that_do_not_suit(tmp_path):
     tokenizer.eos_token = None
     with pytest.raises(InputError, match=r"tokenizer has no `eos_token`.*set `tokenizer\.eos_token`"):
         check_tokenizer(tokenizer)
-    message = r"tokenizer has tokens up to 257, but the model has 257 .*resize_token_embeddings"
+    message = r"tokenizer has token ids up to 257, but the model's `vocab_size` is 257: .*resize_token_embeddings"
     refused(tmp_path, toy_model(vocab_size=257), message)
     # Tokens that were added, as for images in models of text alone, do no harm where no prompt has them
     tokenizer = character_tokenizer()
@@ -260,7 +260,7 @@ UNUSABLE = [
     (giving(lambda rewards: set(range(24))), "returned {0, 1, .*, a set, for 24 samples"),
     (giving(lambda rewards: b"01" * 12), "returned .*, a bytes, for 24 samples"),
     # What TRL makes no rewards of
-    (one("0.5"), f"returned .*, a list, for 24 samples, of which torch makes no numbers {FIX}"),
+    (one("0.5"), f"returned .*, a list, for 24 samples, which torch cannot convert to numbers {FIX}"),
     (giving(lambda rewards: None), "returned None, a NoneType, for 24 samples.*in a list"),
     (giving(lambda rewards: rewards[:1]), f"returned 1 rewards for 24 samples{FIX}"),
     (giving(lambda rewards: np.array(0.5)), r"returned array\(0.5\), a ndarray, for 24 samples"),

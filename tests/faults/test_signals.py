@@ -356,7 +356,7 @@ def test_the_code_of_a_model_is_run_by_every_part_of_the_job_if_that_is_trusted(
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"BLIND": "node2"}, "which not all nodes share"),
+        ({"BLIND": "node2"}, "which is not shared by all nodes"),
         ({"NODES": "0 1 2"}, "The job has 3 nodes, not 5"),
         ({"REFUSES": "2"}, ""),  # the dry run says why
     ],
@@ -378,8 +378,8 @@ def test_a_job_that_cannot_work_ends_before_it_starts_a_server(tmp_path, slurm, 
             ["--trainer_nodes", "2", "--gpus_per_node", "4", "--tensor_parallel_size", "2", "--", "--time=1:00:00"],
             "--nodes=3 --gpus-per-node=4 --time=1:00:00 JOB RECIPE MODEL OUT\n2\n4\n2\nfalse\n",
         ),
-        (["--tensor_parallel_size", "8"], "has 28 attention heads (4 of keys and values), and a node 8 GPUs: choose"),
-        (["--model", "nowhere"], "--model is 'nowhere': no configuration of it could be read"),
+        (["--tensor_parallel_size", "8"], "has 28 attention heads (4 key-value heads), and a node has 8 GPUs: choose"),
+        (["--model", "nowhere"], "--model is 'nowhere', but its configuration cannot be loaded"),
     ],
     ids=["defaults", "code of the model", "sizes", "heads", "no model"],
 )
@@ -397,7 +397,7 @@ def test_a_job_is_submitted_with_sizes_that_go_together_or_not_at_all(tmp_path, 
     here = {"RECIPE": "recipe.yaml", "MODEL": "model", "OUT": "out"}
     paths = {"JOB": ROOT / SLURM} | {word: tmp_path / name for word, name in here.items()}
     assert note.read_text() == re.sub("JOB|RECIPE|MODEL|OUT", lambda name: str(paths[name[0]]), submitted)
-    assert "has to be on a disk that all of them share" in result.stdout
+    assert "checks that all nodes share" in result.stdout
 
 
 def test_the_slurm_script_without_its_arguments_says_how_a_job_is_submitted():

@@ -44,11 +44,11 @@ ONE_TERM = {"min_terms": 1, "max_terms": 1, "max_digits": 1, "size": 9}
         (
             "chain_sum",
             {"min_term": 2},
-            r"`task_args` is .*\"min_term\": 2.*does not take.*arguments are min_terms",
+            r"`task_args` is .*\"min_term\": 2.*does not accept.*arguments are min_terms",
         ),
-        ("chain_sum", {"min_terms": 4, "max_terms": 2}, "does not take .*max_terms must be >= min_terms"),
-        ("arc_agi", {"size": 2}, "do not survive JSON"),
-        ("chain_sum", ONE_TERM, "among those held out. Raise `size`"),
+        ("chain_sum", {"min_terms": 4, "max_terms": 2}, "does not accept .*max_terms must be >= min_terms"),
+        ("arc_agi", {"size": 2}, "cannot be stored as JSON"),
+        ("chain_sum", ONE_TERM, "also occur in its test set.*Raise `size`"),
     ],
 )
 def test_what_a_task_does_not_take_is_refused(name, task_args, message):

@@ -152,7 +152,7 @@ def test_on_a_gpu_weights_come_over_nccl_and_vllms_flags_pass_through(vllm):
     settings = {"--weight-transfer-config": '{"backend": "nccl"}', "--dtype": "auto", "--host": "0.0.0.0"}
     assert {name: values[name] for name in settings} == settings
     assert values["--port"] == "8001"
-    assert result.stderr.startswith("Whoever reaches port 8001 of 0.0.0.0 can replace the weights")
+    assert result.stderr.startswith("Anyone who can reach port 8001 of 0.0.0.0 can replace the weights")
 
 
 @pytest.mark.parametrize(

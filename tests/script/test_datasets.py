@@ -74,7 +74,7 @@ def test_held_out_prompts_are_always_the_same(tmp_path):
 
 
 def test_what_cannot_be_loaded_is_named_with_the_reason(monkeypatch):
-    nowhere = "which is neither a file nor a folder here, nor given by the Hub: "
+    nowhere = "which is no file or folder here, and cannot be loaded from the Hub: "
 
     def unreachable(*args, **kwargs):
         raise ConnectionError("Couldn't reach it,\nnot at all")

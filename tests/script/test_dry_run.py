@@ -144,9 +144,9 @@ LEARNED = {"model_name_or_path": "learned"}  # positions up to 64
         ({"reward_funcs": "broken_rewards.is_infinite"}, "`is_infinite` returned inf"),
         ({"reward_funcs": "broken_rewards.gives_one"}, r"`gives_one` returned 1 rewards for \d+ samples"),
         ({"steps_per_generation": "10"}, "prompts, (but one generation takes|there are)"),
-        ({"dataset_name": "none.jsonl"}, "`dataset_name` is 'none.jsonl', which is neither a file nor"),
-        ({"model_name_or_path": "none"}, "is 'none', and the tokenizer of 'none' cannot be loaded"),
-        ({"model_name_or_path": "small"}, r"The tokenizer has tokens up to \d+, but the model has 9"),
+        ({"dataset_name": "none.jsonl"}, "`dataset_name` is 'none.jsonl', which is no file or folder here"),
+        ({"model_name_or_path": "none"}, "is 'none', but the tokenizer of 'none' cannot be loaded"),
+        ({"model_name_or_path": "small"}, r"The tokenizer has token ids up to \d+, but the model's `vocab_size` is 9"),
         ({"model_name_or_path": None}, "`model_name_or_path` is not set"),
         ({"use_liger_kernel": "true"}, "`use_liger_kernel` needs the package liger_kernel"),
         ({"optim": "adamw_8bit"}, "`optim` is 'adamw_8bit'|bitsandbytes"),
@@ -226,7 +226,7 @@ def test_a_dry_run_of_a_merge_needs_its_base_and_no_gpu(capsys, monkeypatch):
     leave("adapter/adapter_config.json", json.dumps({"base_model_name_or_path": "gone"}))
     with pytest.raises(SystemExit):
         cli.main(merge)
-    assert "`model_name_or_path` is 'adapter', and the tokenizer of 'gone' cannot be loaded" in capsys.readouterr().err
+    assert "`model_name_or_path` is 'adapter', but the tokenizer of 'gone' cannot be loaded" in capsys.readouterr().err
 
 
 def test_samples_of_a_generation_may_be_given_for_all_processes(capsys):

@@ -53,7 +53,7 @@ def test_the_flag_is_taken_out_and_results_are_handed_on():
     ("flags", "code", "line"),
     [
         (["--seed", "abc"], 2, "bapo-trl train: error: argument --seed: invalid int value: 'abc'\n"),
-        (["--config", "none.yaml"], 1, "bapo-trl train: error: `config` is 'none.yaml': there is no such file"),
+        (["--config", "none.yaml"], 1, "bapo-trl train: error: `config` is 'none.yaml', which does not exist"),
     ],
 )
 def test_of_the_ranks_of_a_launcher_one_says_what_is_wrong(flags, code, line):

@@ -73,7 +73,7 @@ MERGE = {"do_train": "false", "model_name_or_path": "adapter", "merge_adapter": 
     ("dtype", "run_settings", "merged", "said"),
     [
         (None, {"dtype": "float32"}, torch.float32, "float32, as it was trained"),
-        ("bfloat16", {"dtype": "float32"}, torch.bfloat16, "bfloat16, as `dtype` says"),
+        ("bfloat16", {"dtype": "float32"}, torch.bfloat16, "bfloat16, set by `dtype`"),
         (None, {}, torch.bfloat16, "bfloat16, as its base"),
     ],
 )
@@ -225,7 +225,7 @@ def test_an_adapter_without_its_base_is_refused_by_name(adapter):
     Path("model").rename("elsewhere")
     alone = {"do_train": "false", "model_name_or_path": "adapter"}
     for settings in ({"eval_dataset": "test.jsonl"}, {"merge_adapter": "true"}):
-        with pytest.raises(InputError, match="is 'adapter', and the tokenizer of 'model' cannot be loaded"):
+        with pytest.raises(InputError, match="is 'adapter', but the tokenizer of 'model' cannot be loaded"):
             run(**alone, **settings)
 
 

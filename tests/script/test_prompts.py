@@ -86,7 +86,7 @@ def test_text_becomes_a_chat_only_where_prompts_are_formed_for_a_chat_model(flag
 @pytest.mark.parametrize("flags", [{"prompt_template": "{prompt} In {unit}."}, {"system_prompt": "Add."}])
 def test_what_is_no_prompt_stays_to_be_refused_by_its_row(prompt, flags):
     rows = Dataset.from_list([{"prompt": prompt, "unit": "cm"}])
-    with pytest.raises(ValueError, match="that of row 0 is "):
+    with pytest.raises(ValueError, match="the prompt of row 0 is "):
         check_prompts(format_prompts(rows, BAPOScriptArguments(**flags)), None)
 
 
@@ -97,10 +97,10 @@ IMAGE = [{"role": "user", "content": [{"type": "image"}]}]
     ("row", "flags", "message"),
     [
         ({"prompt": "1+1?", "unit": None}, {"prompt_template": "{prompt} In {unit}."},
-         r"`prompt_template` takes the text of `unit`, which the prompt '1\+1\?' lacks"),
-        ({"prompt": IMAGE}, {"prompt_template": "{prompt}!"}, "`prompt_template` takes the text of `prompt`"),
+         r"`prompt_template` needs a text for `unit`: remove the row of prompt '1\+1\?'"),
+        ({"prompt": IMAGE}, {"prompt_template": "{prompt}!"}, "`prompt_template` needs a text for `prompt`"),
         (AIME, {"prompt_column": ["question"], "prompt_template": "{problem}?"},
-         r"`prompt_template` is '\{problem\}\?', which has no place for the prompt: .*\(question, answer\)"),
+         r"`prompt_template` is '\{problem\}\?', which has no placeholder for the prompt: .*\(question, answer\)"),
         (SKYWORK, {"answer_column": ["ability.text", "reward_model.truth"]},
          r"The dataset has no `ability.text` or `reward_model.truth` column, only "
          r".*'reward_model.ground_truth'.*: set `--answer_column`"),
@@ -113,8 +113,8 @@ def test_what_is_not_there_is_named_with_what_is(row, flags, message):
 
 def test_lines_tell_of_answers_that_rewards_do_not_read_and_of_missing_ones():
     both = {"prompt": "1+1?", "solution": "It is 2.", "answer": "2"}
-    unread = "Note: rewards read the data's own column `solution`, not `answer`: rename it if that is wrong."
-    missing = "Note: 1 of 1 prompts have no `solution`: a reward that reads it gives none."
+    unread = "Note: rewards read the dataset's column `solution`, not `answer`: rename it if that is wrong."
+    missing = "Note: 1 of 1 prompts have no `solution`, so rewards that read it give none."
     for row, columns, notes in (
         (both, ["answer"], [unread]), (both, ["solution"], []), (both, None, []),
         ({**both, "solution": "2"}, ["answer"], []), ({"prompt": "1+1?", "answer": "2"}, ["answer"], []),
@@ -151,7 +151,7 @@ def test_chats_need_a_chat_template_that_takes_them():
     no_system = chat_tokenizer("{{ raise_exception('System role not supported') }}")
     for tokenizer, reason in ((no_system, "System role not supported"), (character_tokenizer(), ".*is not set")):
         message = (
-            rf"prompts are chat messages, and the chat template .* does not take them \({reason}.*`prompt_template`"
+            rf"prompts are chat messages, but the chat template .* does not accept them \({reason}.*`prompt_template`"
         )
         with pytest.raises(ValueError, match=message):
             check_chat_template(chats, tokenizer)

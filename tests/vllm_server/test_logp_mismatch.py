@@ -154,7 +154,7 @@ def test_a_difference_beyond_the_tolerance_stops_the_training(tmp_path):
     ],
 )
 def test_settings_that_bias_the_ratio_are_warned_of(tmp_path, settings, named):
-    with pytest.warns(UserWarning, match=f"drawn with {named}: not from the policy"):
+    with pytest.warns(UserWarning, match=f"drawn with {named}, so the importance ratios are biased"):
         toy_trainer(tmp_path, **settings)
 
 

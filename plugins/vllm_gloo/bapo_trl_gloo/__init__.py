@@ -1,1 +1,1 @@
-"""Weight transfer from the trainer to a vLLM server on CPUs, where vLLM and TRL have it for CUDA devices only."""
+"""Weight transfer from the trainer to a vLLM server on CPUs. vLLM and TRL support only CUDA devices."""

@@ -1,4 +1,4 @@
-"""Trainer side of the weight transfer over gloo: TRL's client of a vLLM server, on a CPU."""
+"""Trainer side of the weight transfer over gloo: client of a vLLM server for CPUs."""
 
 import atexit
 import gc
@@ -19,9 +19,9 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1", "0.0.0.0")  # noqa: S104 - TRL's na
 
 class GlooVLLMClient(ServerClient):
     """
-    Client that sends weights over gloo instead of NCCL, to a server with the backend `gloo`.
+    [`~bapo_trl.vllm_server.client.ServerClient`] that sends weights over gloo instead of NCCL.
 
-    All else is [`~bapo_trl.vllm_server.client.ServerClient`]'s.
+    The server must use the backend `gloo`.
     """
 
     def _join_group(self, *args, **kwargs):
@@ -43,7 +43,7 @@ class GlooVLLMClient(ServerClient):
         }
         timeout = timedelta(seconds=self.request_timeout_s)
         store = open_weight_store(address, self.group_port, world_size, timeout)
-        # The server answers when its workers have joined, for which the trainer must have come too.
+        # The server answers after its workers have joined, which requires that the trainer joins too.
         with self._posting("init_weight_transfer_engine", {"init_info": init_info}) as answer:
             self.communicator = join_weight_group(store, 0, world_size, timeout, lambda: _raise_if_failed(answer))
         atexit.register(self.close_communicator)
@@ -61,13 +61,13 @@ class GlooVLLMClient(ServerClient):
             self._finish_weight_update()
 
     def close_communicator(self):
-        """Leave the group, and free its port."""
+        """Leave the process group, and free its port."""
         self.communicator = None
-        gc.collect()  # an error and its frames, which hold one another, may hold the group or its store too
+        gc.collect()  # an exception and its frames, a reference cycle, may keep the group or its store alive
 
     @contextmanager
     def _posting(self, endpoint: str, body: dict) -> Iterator[Future]:
-        """Ask the server for something that needs the trainer to do its part meanwhile, and wait for its answer."""
+        """Send a request to the server, let the trainer do its part in this context, and wait for the answer."""
         executor = ThreadPoolExecutor(max_workers=1)
         answer = executor.submit(self._post, f"{self.base_url}/{endpoint}", json=body)
         try:
@@ -78,6 +78,6 @@ class GlooVLLMClient(ServerClient):
 
 
 def _raise_if_failed(answer: Future) -> None:
-    """Raise the server's error, if it has answered with one."""
+    """Raise the server's error if its answer is an error."""
     if answer.done():
         answer.result()

@@ -1,4 +1,4 @@
-"""Server side of the weight transfer over gloo. Imported in the workers of a vLLM server only."""
+"""Server side of the weight transfer over gloo. Import it only in the workers of a vLLM server."""
 
 import torch
 from torch.distributed import TCPStore
@@ -9,7 +9,7 @@ from .weight_group import TIMEOUT, broadcast, join_weight_group
 
 
 class GlooWeightTransferEngine(NCCLWeightTransferEngine):
-    """vLLM's engine for NCCL with the group replaced: one tensor at a time over gloo, received on the CPU."""
+    """vLLM's NCCL engine with a gloo process group: receives one tensor at a time on the CPU."""
 
     def init_transfer_engine(self, init_info) -> None:
         parallel = self.parallel_config
@@ -25,8 +25,8 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
 
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
-        # On CPUs, vLLM multiplies with a packed copy of the output weights. When they are tied to the embeddings,
-        # which a reload replaces, nobody else renews that copy: the old weights would go on sampling.
+        # On CPUs, vLLM uses a packed copy of the output weights. If they are tied to the embeddings, vLLM does not
+        # update the copy when it reloads the embeddings, and would keep sampling with the old weights.
         for module in self.model.modules():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)

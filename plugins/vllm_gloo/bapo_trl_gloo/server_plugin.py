@@ -1,12 +1,12 @@
-"""Plugin of a vLLM server on CPUs: the weight-transfer backend `gloo`. vLLM finds it by the package's entry point."""
+"""vLLM plugin with the weight-transfer backend `gloo` for CPUs. vLLM finds it through the package's entry point."""
 
 
 def register() -> None:
     """
-    Make `--weight-transfer-config '{"backend": "gloo"}'` known to vLLM. Called in each of its processes, every user's:
-    where vLLM does not run on a CPU, nothing is done.
+    Register the backend of `--weight-transfer-config '{"backend": "gloo"}'`, if vLLM runs on a CPU. vLLM calls this in
+    all of its processes.
     """
-    from vllm.platforms import current_platform  # which vLLM has imported, to load its plugins
+    from vllm.platforms import current_platform  # vLLM has already imported it
 
     if not current_platform.is_cpu():
         return

@@ -1,4 +1,4 @@
-"""The process group over which weights go from the trainer (rank 0) to the workers of a vLLM server."""
+"""Process group that sends weights from the trainer (rank 0) to the workers of a vLLM server."""
 
 import math
 import socket
@@ -10,15 +10,15 @@ from torch.distributed import BroadcastOptions, DistStoreError, ProcessGroupGloo
 
 
 TIMEOUT = timedelta(seconds=300)
-"""How long a worker of the server waits for the others, and for a tensor."""
+"""Time limit of a server's worker for the others to join, and for each tensor."""
 
 
 def open_weight_store(host: str, port: int, world_size: int, timeout: timedelta = TIMEOUT) -> TCPStore:
     """
-    Open the store at which the members of the group meet, on this address alone. For rank 0, before the others come.
+    Open the store through which the group's members connect, only on this address. Rank 0 calls this first.
 
-    It is made without torch's rendezvous, which under `accelerate launch` would look for the launcher's store. A port
-    that is taken raises an `OSError`.
+    Torch's rendezvous is not used, as under `accelerate launch` it would connect to the launcher's store. A port that
+    is in use raises an `OSError`.
     """
     listener = socket.create_server((host, port))
     return TCPStore(
@@ -35,10 +35,10 @@ def join_weight_group(
     check: Callable[[], None] | None = None,
 ) -> ProcessGroupGloo:
     """
-    Join the group, of the trainer (rank 0) and the workers; wait until all have (`DistStoreError` if not in time).
+    Join the group of the trainer (rank 0) and the workers; raise a `DistStoreError` if a member is late.
 
-    The workers' `store` is a client of that of rank 0. The timeout is of the wait for the others, here and in each
-    [`broadcast`]. `check` is called every second while others are missing; what it raises ends the wait.
+    The workers' `store` is a client of rank 0's store. The timeout limits the wait for other members, here and in each
+    [`broadcast`]. `check` is called every second while members are missing, and may raise an error to end the wait.
     """
     store.set(f"here-{rank}", "")
     everybody = [f"here-{number}" for number in range(world_size)]
@@ -56,10 +56,10 @@ def join_weight_group(
 
 
 def broadcast(group: ProcessGroupGloo, tensor: torch.Tensor) -> None:
-    """Send a contiguous CPU tensor from rank 0, or receive into it; `ConnectionError` if a member is gone or late."""
+    """Send a contiguous CPU tensor from rank 0, or receive it; `ConnectionError` if a member is lost or late."""
     options = BroadcastOptions()
     options.rootRank = 0
     try:
         group.broadcast([tensor], options).wait()
     except RuntimeError as error:
-        raise ConnectionError(f"a tensor of the weights was not taken: {error}") from error
+        raise ConnectionError(f"a weight tensor was not transferred: {error}") from error
