@@ -48,7 +48,7 @@ def is_refused(trainer, message: str) -> None:
     assert_same_tensors(weights, trainer.model.state_dict())
 
 
-def test_an_adapter_that_is_merged_is_refused(saved, tmp_path):
+def test_a_merged_adapter_raises_an_error(saved, tmp_path):
     model = saved_adapter(saved)
     model.merge_adapter()
     is_refused(toy_trainer(tmp_path, model=model), "all 14 parameters .* `PeftModel.unmerge_adapter`")
@@ -71,7 +71,7 @@ def no_reward(completions, **kwargs):
         (frozen_adapter, 0.1, False, 15 + 2 * 2 * 7, "is_trainable=True"),
     ],
 )
-def test_a_run_without_a_trained_parameter_is_refused(saved, tmp_path, make, beta, checkpointing, num_parameters, fix):
+def test_a_run_that_trains_nothing_raises_an_error(saved, tmp_path, make, beta, checkpointing, num_parameters, fix):
     settings = {"beta": beta, "gradient_checkpointing": checkpointing, "reward_funcs": no_reward}
     trainer = toy_trainer(tmp_path, make(saved), **settings)
     is_refused(trainer, rf"none of the model's {num_parameters} parameters .*{fix}")
@@ -94,7 +94,7 @@ def test_a_frozen_adapter_stays_frozen_in_an_evaluation_and_is_refused_afterward
     ],
     ids=["other model", "before the adapter", "frozen part"],
 )
-def test_an_optimizer_without_a_trained_parameter_is_refused(saved, tmp_path, others, peft_config):
+def test_an_optimizer_without_a_trained_parameter_raises_an_error(saved, tmp_path, others, peft_config):
     model = load(saved)
     parts = {"optimizers": (SGD(others(model, saved), lr=0.1), None), "peft_config": peft_config}
     num_trained = 14 if peft_config or not model.lm_head.weight.requires_grad else 15
@@ -111,7 +111,7 @@ def test_an_optimizer_of_a_part_of_the_parameters_trains_these(saved, tmp_path):
     assert changed == {"lm_head.weight"}
 
 
-def test_the_optimizer_that_deepspeed_makes_is_looked_at_before_it_is_there(saved, tmp_path):
+def test_the_optimizer_of_deepspeed_is_checked_before_it_is_created(saved, tmp_path):
     trainer = toy_trainer(tmp_path, saved_adapter(saved))
     trainer.optimizer = DummyOptim([weight for weight in trainer.model.parameters() if weight.requires_grad])
     assert trainer.create_optimizer() is trainer.optimizer

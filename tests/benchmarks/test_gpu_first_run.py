@@ -1,4 +1,4 @@
-"""The first run on a GPU, tried on the CPU at tiny sizes; what only a GPU has is stood in for."""
+"""The first run on a GPU, on the CPU at tiny sizes; GPU-only functions are replaced by fakes."""
 
 import dataclasses
 import importlib.metadata
@@ -85,7 +85,7 @@ def test_the_command_writes_all_that_a_cpu_can_tell_and_goes_on_where_it_was_cut
 
 
 def test_runs_trains_at_the_full_vocabulary(monkeypatch):
-    """Almost all sampled tokens are beyond the tokenizer's 258: they decode to nothing."""
+    """Almost all sampled tokens are outside the tokenizer's 258 tokens, so they decode to nothing."""
     wide = dataclasses.replace(shapes.TINY, hidden=16, vocabulary=shapes.QWEN_05B.vocabulary)
     monkeypatch.setitem(shapes.SIZES, "wide", dataclasses.replace(shapes.SIZES["tiny"], trained=wide))
     setup = trainers.Setup("cpu", "wide", 0)
@@ -129,7 +129,7 @@ def test_it_needs_none_of_the_packages_that_it_does_not_name():
 
 @pytest.fixture
 def begin(tmp_path, monkeypatch):
-    """Have the plan know these parts alone, each by the functions of its cases; return a file without their rows."""
+    """Restrict the plan to these parts, given by the functions of their cases; return a file without their rows."""
 
     def begin(**cases) -> Path:
         made = {part: {name: trainers.Case(measure) for name, measure in own.items()} for part, own in cases.items()}
@@ -238,7 +238,7 @@ def test_the_tables_are_printed_from_a_file(tmp_path, monkeypatch, capsys):
 
 
 def test_memory_is_that_of_the_last_update_at_each_micro_batch(monkeypatch):
-    """A clock stands in for the device's memory: it grows with each look, and its peak starts anew with an update."""
+    """A counter replaces the device's memory: it grows with each read, and its peak is reset at each update."""
     looks, resets = itertools.count(1), []
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(looks))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: resets.append(0))
@@ -277,7 +277,7 @@ def test_calls_that_wait_are_counted_in_one_update_with_the_line_of_ours_or_trls
 
 
 def test_a_profile_sums_what_runs_on_the_device_alone(monkeypatch):
-    """Of a kernel of 3 us, a copy of 1 us, a range of the user's around both, and a call of the host's."""
+    """Profile a kernel of 3 us, a copy of 1 us, a user range around both, and a host call."""
 
     def event(kind, microseconds, is_annotation=False):
         return SimpleNamespace(

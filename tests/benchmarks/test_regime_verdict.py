@@ -1,4 +1,4 @@
-"""The rules of the study of few positive tokens, on rows made up for them."""
+"""The rules of the study of few positive tokens, on synthetic rows."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_more_spread_takes_more_seeds():
         ({"GSPO": 0.4}, ROBUST, "VESPO"),  # reported apart
     ],
 )
-def test_a_setting_names_the_arm_that_is_better_or_more_robust(above, robust, arm):
+def test_a_setting_names_the_method_that_is_better_or_more_robust(above, robust, arm):
     (finals,) = rules.by_setting(rows(16, 0.1, **above)).values()
     assert rules.named(finals, robust) == arm
 
@@ -75,7 +75,7 @@ def test_a_missing_seed_is_an_error():
         rules.compared(finals)
 
 
-def test_the_advice_changes_up_to_the_contribution_where_one_arm_is_named_throughout():
+def test_the_advice_changes_up_to_the_contribution_where_one_method_is_named_throughout():
     made = [
         *rows(16, 0.1, BAPO=0.1), *rows(16, 0.2, BAPO=0.1), *rows(16, 0.35, GRPO=0.1, BAPO=0.001),
         *rows(64, 0.1, BAPO=-0.1), *rows(64, 0.35, BAPO=0.1),

@@ -20,7 +20,7 @@ COUNTDOWN = "".join(2 * letter for letter in "/.-,*&%$#!zyxwvuZYXWVUTSRQPONMLKJI
 
 @pytest.fixture(scope="module")
 def groups():
-    """Answers of rambling totals, each with a group of completions of the demonstrator."""
+    """Return answers of rambling totals, each with a group of completions of the demonstrator."""
     rng = random.Random(1)
     rows = rambling_totals.load_rambling_totals().train_dataset.select(range(1000))
     return [(row["answer"], [rambling_totals.demonstrate(row["prompt"], rng) for _ in range(GROUP)]) for row in rows]

@@ -45,7 +45,7 @@ def test_built_weights_depend_on_the_seed_alone(tmp_path, monkeypatch):
     assert (warm_start_path(0, task) / "model.safetensors").read_bytes() == first != other
 
 
-def test_what_shapes_the_weights_gives_another_folder(monkeypatch):
+def test_a_change_that_affects_the_weights_gives_another_folder(monkeypatch):
     lessons = [WarmStart(lambda prompt, rng, text=text: text, num_steps=1, batch_size=3) for text in "78"]
     changes = [
         {}, {"num_steps": 3}, {"learning_rate": 1e-4}, {"decays": True}, {"model": {"num_hidden_layers": 1}},

@@ -53,7 +53,7 @@ def compare(*arguments: str) -> int | None:
 
 
 def refusal(capsys, message: str, *arguments: str) -> str:
-    """See that a study is refused in one line, before anything is made; return what it printed else."""
+    """Check that a study ends with a one-line error before any run; return its other output."""
     ends(cli.main, ["compare", "study.yaml", "--output_dir", "study", *arguments], code=1)
     out, err = capsys.readouterr()
     (line,) = err.splitlines()
@@ -124,7 +124,7 @@ def has_digit(completions, trainer_state, **kwargs):
 
 
 class ForkedRun:
-    """A run of a study as a child that need not import anything."""
+    """A run of a study as a forked process, which does not need to import anything."""
 
     def __init__(self, command, *, stdout, env, **kwargs):
         self.command, self.stdout, self.env = command[1:], stdout, env
@@ -136,7 +136,7 @@ class ForkedRun:
         return done.returncode
 
     def terminate(self):
-        """Do nothing: the reward sends the signal to all, as a job at its time limit does."""
+        """Do nothing: the reward sends the signal to all processes, like a job at its time limit."""
 
 
 @pytest.mark.processes
@@ -174,7 +174,7 @@ def test_a_run_that_a_signal_stopped_is_resumed(folder, monkeypatch, stops_study
     assert resumed == straight
 
 
-def test_a_run_that_stops_again_and_again_without_an_update_is_a_row_with_its_error(folder, monkeypatch):
+def test_a_run_that_stops_repeatedly_without_an_update_is_a_row_with_its_error(folder, monkeypatch):
     write_study(arms={"BAPO": STUDY["arms"]["BAPO"]}, seeds=[0])
     state = {"global_step": 2, "epoch": 1.0}
     program = (
@@ -279,7 +279,7 @@ def test_each_run_has_the_environment_that_one_before_it_left(folder, monkeypatc
          "`gpu_ids` of launch.yaml is 0, and the 4 runs of `--jobs` would"),
     ],
 )  # fmt: skip
-def test_a_study_says_how_many_gpus_it_needs(folder, monkeypatch, capsys, jobs, settings, message):
+def test_a_study_reports_how_many_gpus_it_needs(folder, monkeypatch, capsys, jobs, settings, message):
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     write_study(base=ON_GPUS, accelerate=launch_file(**settings))
@@ -347,7 +347,7 @@ def test_a_study_whose_runs_lack_an_input_makes_none(folder, capsys):
     refusal(capsys, "arm 'GRPO': `reward_funcs` has 'no_such.reward', which cannot be", "--dry_run")
 
 
-def test_a_run_that_leaves_nothing_is_a_row_with_its_error(folder, capsys, monkeypatch):
+def test_a_run_without_results_is_a_row_with_its_error(folder, capsys, monkeypatch):
     write_study(seeds=[0])
     monkeypatch.setattr(execution, "command_of", lambda *args: [sys.executable, "-c", "pass"])
     assert compare() == 1
@@ -360,7 +360,7 @@ def test_a_run_that_leaves_nothing_is_a_row_with_its_error(folder, capsys, monke
 
 
 @pytest.mark.processes
-def test_a_study_that_is_told_to_stop_ends_its_runs(folder):
+def test_stopping_a_study_stops_its_runs(folder):
     write_study(seeds=[0])
     waits = "import os, signal; open('pid', 'w').write(str(os.getpid())); os.kill(os.getppid(), 15); signal.pause()"
     program = (
@@ -382,7 +382,7 @@ def test_bad_arguments_end_in_one_line(folder, capsys):
     refusal(capsys, "`--jobs` is 0", "--jobs", "0")
 
 
-def test_a_damaged_result_is_refused_by_name(folder, capsys):
+def test_a_damaged_result_raises_an_error_with_its_path(folder, capsys):
     write_study()
     path = Path("study", "runs", f"{read_study('study.yaml').runs()[0].key}.json")
     path.parent.mkdir(parents=True)
@@ -391,7 +391,7 @@ def test_a_damaged_result_is_refused_by_name(folder, capsys):
     assert f"{path.name} is not a valid result of a run" in capsys.readouterr().err
 
 
-def test_a_run_that_outlived_its_study_is_not_disturbed(folder, capsys, monkeypatch):
+def test_a_run_that_continued_after_its_study_is_not_disturbed(folder, capsys, monkeypatch):
     write_study(seeds=[0])
     (run, _) = read_study("study.yaml").runs()
     work = Path("study", f".run-{run.key}")

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.figures
 
 @pytest.fixture
 def draw(tmp_path, monkeypatch):
-    """Return a function that draws rows, and returns the figure."""
+    """Return a function that draws rows and returns the figure."""
     drawn = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **kwargs: drawn.append(figure))
 
@@ -23,7 +23,7 @@ def draw(tmp_path, monkeypatch):
     return call
 
 
-def test_each_setting_has_a_panel_with_a_line_and_a_band_for_each_arm(draw):
+def test_each_setting_has_a_panel_with_a_line_and_a_band_for_each_method(draw):
     rows = [
         Row(arm, {"steps": steps}, seed, final=0.5, curve=[(0, 0.1), (8, 0.3 + seed / 10), (16, 0.5)])
         for steps in (4, 16, 64, 256)
@@ -54,7 +54,7 @@ def test_three_seeds_have_a_band_where_it_is_narrower_than_an_accuracy(draw):
     assert {(0, 0.085), (0, 0.135), (8, 0.352), (8, 0.848)} == corners
 
 
-def test_an_arm_has_its_color_in_each_panel_of_an_unfinished_study(draw):
+def test_a_method_has_the_same_color_in_each_panel_of_an_unfinished_study(draw):
     rows = [
         Row(arm, {"steps": steps}, 0, final=0.5, curve=[(0, 0.1), (8, 0.3)])
         for steps, arm in ((4, "BAPO"), (4, "VESPO"), (16, "GRPO"), (16, "BAPO"))

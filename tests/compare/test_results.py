@@ -1,4 +1,4 @@
-"""The row of a run, from what `train` leaves in its folder."""
+"""The result row of a run, from the files that `train` writes."""
 
 import json
 
@@ -39,7 +39,7 @@ def left_by_train(folder, logs=LOGS, results=RESULTS, facts=FACTS):
     return folder
 
 
-def test_a_row_has_what_the_tables_read(tmp_path):
+def test_a_row_has_the_values_for_the_tables(tmp_path):
     row = row_of(RUN, left_by_train(tmp_path), seconds=12.34)
     assert row == Row(
         "BAPO",
@@ -74,7 +74,7 @@ def test_a_row_has_what_the_tables_read(tmp_path):
          {"curve": [(0, 0.1), (4, 0.5)], "mean_accuracy": None, "max_drawdown": None}),
     ],
 )  # fmt: skip
-def test_what_a_run_did_not_leave_is_not_in_its_row(tmp_path, left, values):
+def test_values_missing_in_a_run_are_missing_in_its_row(tmp_path, left, values):
     row = row_of(RUN, left_by_train(tmp_path, **left), 1.0)
     assert {name: getattr(row, name) for name in values} == values
 

@@ -1,4 +1,4 @@
-"""Means, paired differences and numbers of seeds, against values by hand and against slow, obvious ways."""
+"""Means, paired differences and numbers of seeds, against values by hand and against slow, simple versions."""
 
 import math
 import statistics
@@ -20,7 +20,7 @@ def test_an_interval_is_students():
 
 
 @pytest.mark.parametrize("values", [[0.3], [0.3, 0.3], [0.1 + 0.2, 0.3]])
-def test_seeds_that_do_not_differ_tell_no_spread(values):
+def test_equal_seeds_have_an_unknown_spread(values):
     mean = mean_over_seeds(values)
     assert math.isnan(mean.half_width)
     assert not mean.excludes_zero
@@ -67,7 +67,7 @@ def test_the_number_of_seeds_has_the_power_at_the_level_of_all_comparisons():
     assert (stats.ttest_1samp(fewer, 0, axis=1).pvalue < 0.05 / 5).mean() < 0.8
 
 
-def test_a_number_of_seeds_that_cannot_be_told_is_none():
+def test_an_unknown_number_of_seeds_is_none():
     assert seeds_for(0.03, [0.1]) is None
     assert seeds_for(0.0, [0.1, 0.2]) is None
     assert seeds_for(1e-6, [1.0, -1.0]) is None

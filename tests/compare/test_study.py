@@ -1,4 +1,4 @@
-"""What a study's file says: its runs and their flags, and what is refused of it."""
+"""A study's file: its runs and their flags, and errors in the file."""
 
 import os
 from pathlib import Path
@@ -42,13 +42,13 @@ def test_runs_go_seed_by_seed_and_have_all_flags(tmp_path):
     assert "output_dir" not in run.flags
 
 
-def test_an_arm_comes_before_the_base_and_a_dataset_is_measured_on(tmp_path):
+def test_methods_override_the_base_and_the_measured_dataset_is_used(tmp_path):
     study = read(tmp_path, arms={"one": {"max_steps": 16}}, over={}, measure={"every": 4, "avg_at": 2, "dataset": "d"})
     (run, _) = study.runs()
     assert (run.flags["max_steps"], run.flags["eval_dataset"], run.label) == (16, "d", "one, seed 3")
 
 
-def test_settings_are_part_of_what_a_run_is(tmp_path, monkeypatch):
+def test_settings_identify_a_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("own.yaml").write_text("learning_rate: 1.0e-4\n")
     base = {"config": "own.yaml"}
@@ -87,13 +87,13 @@ def test_flags_stand_on_a_command_line():
         ({"base": {"config": "none.yaml"}}, "`config` is 'none.yaml', which does not exist"),
     ],
 )
-def test_what_is_no_study_is_refused_in_a_sentence(tmp_path, changes, message):
+def test_an_invalid_study_raises_an_error_with_the_fix(tmp_path, changes, message):
     with pytest.raises(InputError, match=message) as caught:
         read(tmp_path, **changes).runs()
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path):
+def test_a_missing_file_raises_an_error(tmp_path):
     with pytest.raises(InputError, match="no such file"):
         read_study(str(tmp_path / "none.yaml"))
     with pytest.raises(InputError, match="no such file"):
@@ -117,7 +117,7 @@ def test_a_name_of_any_length_is_a_file(tmp_path):
 
 
 def test_a_configuration_of_accelerate_is_part_of_a_run_and_counts_its_processes(tmp_path):
-    """cpu_ddp has two: 2 x 4 samples are a group of 8, which those of one process are not."""
+    """cpu_ddp has two processes: 2 x 4 samples are a group of 8, which one process could not fill."""
     base = {"config": "quickstart", "per_device_train_batch_size": 4, "steps_per_generation": 1,
             "gradient_accumulation_steps": 1, "num_generations": 8}  # fmt: skip
     alone = read(tmp_path, base=base, over={})

@@ -1,4 +1,4 @@
-"""avg@k, pass@k and maj@k against what they mean, counted out."""
+"""avg@k, pass@k and maj@k against direct counts by their definitions."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ def pass_at_k_counted(correct: list[bool], k: int) -> float:
 
 
 def majority_counted(answers, correct) -> float:
-    """Try each completion as the voice of its answer: all completions with a most frequent answer, equally often."""
+    """Average correctness over all completions whose answer is among the most frequent ones."""
     voters = [(answer, right) for answer, right in zip(answers, correct, strict=True) if answer is not None]
     counts = [sum(other == answer for other, _ in voters) for answer, _ in voters]
     winners = [right for (_, right), count in zip(voters, counts, strict=True) if count == max(counts)]

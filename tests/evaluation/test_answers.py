@@ -67,7 +67,7 @@ def test_answers_in_completions(text, boxed, number):
         (("1e5", "100,000"), "100000"),
     ],
 )  # fmt: skip
-def test_one_spelling_for_numbers_and_none_for_what_only_looks_like_one(answers, spelling):
+def test_numbers_have_one_spelling_and_other_text_has_none(answers, spelling):
     assert {canonical(answer) for answer in answers} == {spelling}
 
 
@@ -98,7 +98,7 @@ def test_no_value_of_a_column_makes_an_answer_fail(value):
 
 
 def read_slowly(text):
-    """All pairs of tags without one between them that closes, the last of them."""
+    """Return the content of the last pair of tags without a closing tag between them, by trying all pairs."""
     opens = [place for place in range(len(text)) if text.startswith("<answer>", place)]
     closed = [place for place in opens if "</answer>" in text[place:]]
     return text[closed[-1] + len("<answer>") :].partition("</answer>")[0].strip() if closed else None
@@ -112,7 +112,7 @@ def test_the_last_tags_that_close_hold_the_answer(text):
 
 
 def test_many_open_tags_and_boxes_are_read_in_one_pass():
-    """A pass for each would take hours."""
+    """Quadratic time would take hours."""
     assert read_answer("<answer>" * 1_000_000 + "5", "3") == "5"
     assert boxed_answer(r"\boxed{7}" + r"\boxed{" * 1_000_000) == "7"
 
@@ -142,5 +142,5 @@ def test_answers_in_columns(value, answers):
 
 
 @pytest.mark.parametrize("missing", [None, math.nan, math.inf, "", " \n", [], [None], {"a": 5}, {}])
-def test_what_is_missing_is_no_answer(missing):
+def test_missing_values_are_no_answers(missing):
     assert gold_texts(missing) == gold_answers(missing) == []

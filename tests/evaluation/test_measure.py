@@ -106,7 +106,7 @@ def counted_samples(monkeypatch) -> list[int]:
     return sampled
 
 
-def test_what_a_run_starts_from_is_not_sampled_again_as_it_goes_on(folder, monkeypatch):
+def test_a_resumed_run_does_not_evaluate_its_initial_model_again(folder, monkeypatch):
     sampled = counted_samples(monkeypatch)
     settings = {"dataset_name": "train.jsonl", "eval_dataset": "test.jsonl", "save_strategy": "steps", "save_steps": 1}
     run(**settings, max_steps=1)
@@ -231,7 +231,7 @@ def test_a_quick_look_is_at_the_first_prompts(folder, streaming, count, expected
     assert [line["prompt"] for line in completions()] == [f"{a}+{a + 1}=" for a in range(17, 17 + expected)]
 
 
-def test_an_evaluation_of_nothing_in_particular_says_first_what_it_is_of(monkeypatch, capsys):
+def test_an_evaluation_without_arguments_first_prints_its_model_and_dataset(monkeypatch, capsys):
     monkeypatch.setattr(training, "make_trainer", lambda *args: sys.exit("prepares"))
     with pytest.raises(SystemExit, match="prepares"):
         cli.evaluate([])
@@ -286,7 +286,7 @@ def test_two_evaluations_are_kept_apart(folder):
     lock.release()
 
 
-def test_what_a_colocated_sampler_draws_from_is_seeded_too(tmp_path, monkeypatch):
+def test_the_seeds_of_a_colocated_sampler_are_set_too(tmp_path, monkeypatch):
     drawn, trainer = [], toy_trainer(tmp_path, trainer_class=EvaluatedTrainer)
     generate = trainer._generate
     monkeypatch.setattr(trainer, "_generate", lambda prompts: (drawn.append(np.random.random()), generate(prompts))[1])
@@ -299,7 +299,7 @@ def test_what_a_colocated_sampler_draws_from_is_seeded_too(tmp_path, monkeypatch
 
 def test_rows_are_read_when_their_batch_is_sampled(tmp_path, monkeypatch):
     class Rows:
-        """As a dataset whose images are decoded when a row is read."""
+        """Rows like those of a dataset whose images are decoded when a row is read."""
 
         given = [{"prompt": f"{a}+1="} for a in range(5)]
         read = 0
@@ -336,7 +336,7 @@ def test_images_are_put_into_the_messages_as_trl_does(folder, monkeypatch):
     assert EvaluatedTrainer.prompt_of(trainer, {"prompt": chat, "image": "c"}) == chat
 
 
-def test_an_evaluation_on_prompts_of_another_form_than_those_of_the_training_says_so(folder, capsys):
+def test_an_evaluation_reports_prompts_that_differ_from_training(folder, capsys):
     formed = {"prompt_column": "prompt", "prompt_template": "Q: {prompt}"}
     run(dataset_name="train.jsonl", save_strategy="steps", save_steps=1, **formed)
     for saved in ("out", "out/checkpoint-1"):

@@ -1,4 +1,4 @@
-"""Data, tokenizers and reward functions that nothing can be trained on: what is wrong is named before an update."""
+"""Unusable data, tokenizers and reward functions: an error names the problem before the first update."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ def stream(*prompts) -> IterableDataset:
 
 
 def stopped(trainer, error: type, message: str) -> None:
-    """Train, and see that the error comes before the first update."""
+    """Train, and check that the error is raised before the first update."""
     before = weights_of(trainer.model)
     with pytest.raises(error, match=message):
         trainer.train()
@@ -65,7 +65,7 @@ def stopped(trainer, error: type, message: str) -> None:
         ([USER] * 8 + [[*USER, BARE]], "1 of the 9 prompts .* row 8 is .{3}role': 'user'"),
     ],
 )
-def test_what_is_no_prompt_is_refused_by_its_row(prompts, message):
+def test_an_invalid_prompt_raises_an_error_with_its_row(prompts, message):
     dataset = Dataset.from_dict({"prompt": prompts})
     with pytest.raises(InputError, match=message):
         check_prompts(dataset, None)
@@ -77,7 +77,7 @@ def test_what_is_no_prompt_is_refused_by_its_row(prompts, message):
 def test_a_stream_that_ends_before_a_generation_is_no_success(tmp_path):
     for prompts in ([], SUMS[:7]):
         trainer = toy_trainer(tmp_path, trainer_args={"train_dataset": stream(*prompts)})
-        stopped(trainer, ValueError, "No update was made: the dataset ended before it filled one generation of 24 samples")
+        stopped(trainer, ValueError, "No update was made: the dataset ended before it filled one generation of 24")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_scaled_rotary_embeddings_have_a_longer_window(rope, window):
 
 
 def refused(folder, model, message: str, **settings) -> None:
-    """See that the command line refuses a trainer."""
+    """Check that the command line raises an error for a trainer."""
     trainer = toy_trainer(folder, model, **settings)
     with pytest.raises(InputError, match=message):
         check_prompts_fit(trainer, trainer.eval_dataset)
@@ -152,7 +152,7 @@ def rows(*prompts) -> bytes:
         ("other.parquet", b"no parquet file", "Parquet "),
     ],
 )
-def test_files_that_hold_no_rows_are_named_with_the_reason(folder, name, content, message, streaming):
+def test_files_without_rows_raise_an_error_with_the_reason(folder, name, content, message, streaming):
     Path(name).write_bytes(content)
     with pytest.raises(ValueError, match=rf"`dataset_name` is '{name}', which cannot be loaded: {message}"):
         run(dataset_name=name, dataset_streaming=streaming)
@@ -238,7 +238,7 @@ def giving(make):
 
 
 def one(value):
-    """A reward function that gives sample 3 a value of its own."""
+    """Return a reward function that gives sample 3 a special value."""
     return giving(lambda rewards: [*rewards[:3], value, *rewards[4:]])
 
 
@@ -280,7 +280,7 @@ SAME_REWARDS = [
     ("reward", "message"),
     [*UNUSABLE, (as_async(one(math.inf)), UNUSABLE[0][1]), (as_async(giving(set)), "returned .*, a set, for 24")],
 )
-def test_a_reward_that_is_none_names_function_and_value(tmp_path, reward, message):
+def test_an_invalid_reward_raises_an_error_with_function_and_value(tmp_path, reward, message):
     functions = [digits_reward, reward]
     trainer = toy_trainer(tmp_path, reward_funcs=functions)
     stopped(trainer, InputError, f"The reward function `my_reward` {message}")

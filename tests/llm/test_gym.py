@@ -1,4 +1,4 @@
-"""Tasks of the package reasoning-gym itself; tests/tasks has those with a stand-in."""
+"""Real tasks of the package reasoning-gym. tests/tasks has tests with a fake package."""
 
 import json
 
@@ -51,7 +51,7 @@ ONE_TERM = {"min_terms": 1, "max_terms": 1, "max_digits": 1, "size": 9}
         ("chain_sum", ONE_TERM, "also occur in its test set.*Raise `size`"),
     ],
 )
-def test_what_a_task_does_not_take_is_refused(name, task_args, message):
+def test_invalid_tasks_and_arguments_raise_an_error(name, task_args, message):
     with pytest.raises(ValueError, match=message):
         make_task(f"reasoning_gym:{name}", task_args)
 

@@ -1,4 +1,4 @@
-"""The arithmetic of a dry run, against runs and a simulation of micro-batches."""
+"""Counts of a dry run, against real runs and a simulation of micro-batches."""
 
 import math
 

@@ -25,7 +25,7 @@ def test_messages_go_through_the_chat_template():
     assert (prompts.first, prompts.lacks_messages) == ("<u>12<a>", False)
 
 
-def test_of_many_prompts_some_are_looked_at_and_of_a_stream_the_first():
+def test_some_of_many_prompts_are_checked_and_the_first_of_a_stream():
     many = Dataset.from_dict({"prompt": ["1"] * (2 * SAMPLED_PROMPTS) + ["1234"] * (2 * SAMPLED_PROMPTS)})
     prompts = look_at_prompts(many, character_tokenizer(), room=None)
     assert (prompts.num_prompts, prompts.num_sampled) == (4 * SAMPLED_PROMPTS, SAMPLED_PROMPTS)

@@ -73,7 +73,7 @@ def test_held_out_prompts_are_always_the_same(tmp_path):
     assert [len(part) for part in found[0]] == [15, 5, 15, 5]
 
 
-def test_what_cannot_be_loaded_is_named_with_the_reason(monkeypatch):
+def test_data_that_cannot_be_loaded_raises_an_error_with_the_reason(monkeypatch):
     nowhere = "which is no file or folder here, and cannot be loaded from the Hub: "
 
     def unreachable(*args, **kwargs):

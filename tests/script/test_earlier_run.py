@@ -24,7 +24,7 @@ def run_dir(**files: bytes) -> None:
 
 
 @pytest.mark.parametrize("kept", ["model.safetensors", "adapter_model.safetensors", "checkpoint-2/optimizer.pt"])
-def test_a_training_refuses_to_replace_what_another_one_left(folder, monkeypatch, kept):
+def test_a_training_does_not_replace_an_earlier_run(folder, monkeypatch, kept):
     run_dir(**{kept: b"of days"})
     monkeypatch.setattr("bapo_trl.script.training.gather_inputs", lambda *args: pytest.fail("the model is loaded"))
     elsewhere = shutil.copytree("out", "other") if "checkpoint" in kept else None
@@ -51,7 +51,7 @@ def test_a_training_does_not_delete_the_model_it_starts_from(folder, start):
 
 
 @pytest.mark.trainings
-def test_what_is_overwritten_is_that_of_the_earlier_run_and_no_more(folder):
+def test_only_files_of_the_earlier_run_are_overwritten(folder):
     run(**SAVING, max_steps=6, eval_dataset="test.jsonl", logging_steps=1, log_completions="true")
     files = ("adapter_model.safetensors", "chat_template.jinja", "novel.txt", "checkpoint-mine/novel.txt")
     run_dir(**dict.fromkeys(files, b"of somebody"))

@@ -135,7 +135,7 @@ def test_a_run_killed_before_its_model_is_saved_is_finished_with_the_weights_of_
         run(**{**settings, "max_steps": "2", "merge_adapter": None}, resume_from_checkpoint="true")
 
 
-def test_an_adapter_goes_onto_the_revision_of_its_base_that_it_was_trained_on(folder, monkeypatch):
+def test_an_adapter_is_loaded_on_the_revision_of_its_base_that_it_was_trained_on(folder, monkeypatch):
     run(dataset_name="train.jsonl", model_revision="step3000", output_dir="adapter", **LORA)
     loaded = []
 
@@ -159,7 +159,7 @@ def test_an_adapter_is_trained_on(adapter):
     assert_alike("out/merged", "out")
 
 
-def test_an_adapter_that_is_trained_on_with_a_reference_goes_on_with_its_weights(adapter):
+def test_training_a_saved_adapter_with_a_reference_starts_from_its_weights(adapter):
     of_training = {"model_name_or_path": "adapter", "beta": "0.1", "save_strategy": "steps", "save_steps": "2"}
     settings = {"dataset_name": "train.jsonl", **of_training, "max_steps": "4"}
     run(**settings)
@@ -221,7 +221,7 @@ def test_under_zero3_an_adapters_base_is_given_no_device_map_on_one_process_eith
     assert ["device_map" in each for each in given] == [False, True]
 
 
-def test_an_adapter_without_its_base_is_refused_by_name(adapter):
+def test_an_adapter_without_its_base_raises_an_error_with_the_name(adapter):
     Path("model").rename("elsewhere")
     alone = {"do_train": "false", "model_name_or_path": "adapter"}
     for settings in ({"eval_dataset": "test.jsonl"}, {"merge_adapter": "true"}):

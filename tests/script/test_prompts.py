@@ -84,7 +84,7 @@ def test_text_becomes_a_chat_only_where_prompts_are_formed_for_a_chat_model(flag
 
 @pytest.mark.parametrize("prompt", [[{"from": "human", "value": "1+1?"}], ["1+1?"], []])
 @pytest.mark.parametrize("flags", [{"prompt_template": "{prompt} In {unit}."}, {"system_prompt": "Add."}])
-def test_what_is_no_prompt_stays_to_be_refused_by_its_row(prompt, flags):
+def test_formatting_keeps_invalid_prompts_for_the_later_check(prompt, flags):
     rows = Dataset.from_list([{"prompt": prompt, "unit": "cm"}])
     with pytest.raises(ValueError, match="the prompt of row 0 is "):
         check_prompts(format_prompts(rows, BAPOScriptArguments(**flags)), None)
@@ -106,12 +106,12 @@ IMAGE = [{"role": "user", "content": [{"type": "image"}]}]
          r".*'reward_model.ground_truth'.*: set `--answer_column`"),
     ],
 )  # fmt: skip
-def test_what_is_not_there_is_named_with_what_is(row, flags, message):
+def test_a_missing_column_raises_an_error_with_the_existing_ones(row, flags, message):
     with pytest.raises(ValueError, match=message):
         formatted(row, **flags)
 
 
-def test_lines_tell_of_answers_that_rewards_do_not_read_and_of_missing_ones():
+def test_notes_report_unread_and_missing_answers():
     both = {"prompt": "1+1?", "solution": "It is 2.", "answer": "2"}
     unread = "Note: rewards read the dataset's column `solution`, not `answer`: rename it if that is wrong."
     missing = "Note: 1 of 1 prompts have no `solution`, so rewards that read it give none."
@@ -134,7 +134,7 @@ def test_streams():
     assert format_prompts(empty, flags) is empty
 
 
-def test_a_line_says_what_the_model_gets_and_whether_it_expects_messages():
+def test_a_line_reports_the_kind_of_prompts_and_a_chat_template():
     def line(row):
         data = Data("sums", Dataset.from_list([row]), None)
         return prompt_lines(data, chat_tokenizer(), "model", BAPOScriptArguments())

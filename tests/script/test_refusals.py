@@ -128,7 +128,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     ("settings", "message"), [*AT_ONCE, *(pytest.param(*case, marks=pytest.mark.fuzz) for case in REFUSED)]
 )
-def test_what_a_user_gets_wrong_ends_in_one_line(folder, settings, message, capsys):
+def test_user_errors_end_the_command_with_one_line(folder, settings, message, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", *flags(**{"dataset_name": "train.jsonl", **settings})])
     assert ended.value.code in (1, 2)

@@ -180,7 +180,7 @@ def test_a_part_of_an_answer_is_not_right():
 @pytest.mark.fuzz
 @settings(max_examples=100, derandomize=True)
 @given(TEXTS, TEXTS, st.sampled_from(["{}", boxed("{}"), "answer: ${}$"]))
-def test_what_is_rewarded_of_any_text_is_rewarded_by_trl(solution, answer, form):
+def test_our_rewards_are_also_given_by_trl(solution, answer, form):
     text = form.replace("{}", answer)
     boxes = [boxed(each) for each in gold_answers(solution)]
     if rewards(ACCURACY, text, solution) == 1:
@@ -203,7 +203,7 @@ def test_a_call_of_a_tool_without_text_is_not_right(message):
     )
 
 
-def test_what_takes_too_long_to_compare_is_not_right(monkeypatch):
+def test_a_comparison_that_takes_too_long_counts_as_wrong(monkeypatch):
     def for_a_second(gold, answer, timeout_seconds):
         return verify(gold, answer, timeout_seconds=1)
 
@@ -211,7 +211,7 @@ def test_what_takes_too_long_to_compare_is_not_right(monkeypatch):
     assert rewards(ACCURACY, boxed("9^{9^{9}}"), 5) == 0
 
 
-def test_the_table_of_completions_shows_what_was_compared():
+def test_the_table_of_completions_shows_the_compared_answers():
     columns = {}
     ACCURACY([boxed("5"), boxed("x^2+1"), "?"], solution=["5", "x^2+1", None], log_extra=columns.__setitem__)
     assert columns["solution"] == ["5", r"\boxed{x^2+1}", None]

@@ -1,4 +1,4 @@
-"""Folders that are built once: a folder under its final name is complete, and one that is there is used again."""
+"""The folder cache: a folder under its final name is complete, and an existing folder is reused."""
 
 import pytest
 
@@ -47,7 +47,7 @@ def test_a_failed_build_leaves_nothing_behind(cache):
     assert list(cache.iterdir()) == []
 
 
-def test_a_build_that_finishes_second_takes_what_the_first_one_left(cache):
+def test_a_build_that_finishes_second_uses_the_first_folder(cache):
     def build_while_another_process_finishes(folder):
         (give(build) / "first").touch()
         build(folder)

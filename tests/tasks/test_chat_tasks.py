@@ -1,4 +1,4 @@
-"""Tasks for chat models: the problems, how an answer is read, what is refused."""
+"""Tasks for chat models: their problems, how answers are extracted, and errors."""
 
 import math
 import sys
@@ -62,13 +62,13 @@ def test_an_answer_is_read_by_tags_then_as_the_last_number_then_as_a_whole(text,
     assert read_answer(text, right_answer) == read
 
 
-def test_a_task_of_a_package_that_is_not_there_names_what_to_install(monkeypatch):
+def test_a_task_of_a_missing_package_names_the_package_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ImportError, match=r"`dataset_name` is 'reasoning_gym:gcd'.*pip install 'bapo-trl\[reasoning"):
         make_task("reasoning_gym:gcd")
 
 
-def test_task_arguments_that_are_no_json_or_of_a_dataset_that_takes_none_are_refused():
+def test_invalid_or_unexpected_task_arguments_raise_an_error():
     with pytest.raises(ValueError, match=r"`task_args` is '\{\"min_terms\": 2', which is not JSON.*write it like"):
         make_task("reasoning_gym:gcd", '{"min_terms": 2')
     with pytest.raises(ValueError, match=r"`task_args` is '\{\}', but .* 'chat_sums', which takes no arguments"):
@@ -77,7 +77,7 @@ def test_task_arguments_that_are_no_json_or_of_a_dataset_that_takes_none_are_ref
 
 
 class Halving:
-    """A task whose answer is half of the number asked for, as reasoning-gym would have it."""
+    """Task in the form of reasoning-gym, whose answer is half of the given number."""
 
     def __init__(self, size, seed, step=1):
         self.entries = [self.entry(2 * (seed + i) // step * step) for i in range(size)]
@@ -94,7 +94,7 @@ class Halving:
 
 @pytest.fixture
 def made(monkeypatch):
-    """A function that has reasoning-gym make tasks of a class, and returns the arguments of each that is made."""
+    """Return a function that makes reasoning-gym use a task class, and returns the arguments of each created task."""
 
     def make_of(task_class):
         calls = []
@@ -106,8 +106,8 @@ def made(monkeypatch):
     gym._rebuild.cache_clear()
 
 
-def test_problems_held_out_are_none_of_those_to_train_on(made):
-    """Like reasoning-gym, the stand-in makes problem i of a seed from seed + i."""
+def test_held_out_problems_are_not_in_the_training_set(made):
+    """Like reasoning-gym, the fake task makes problem i of a seed from seed + i."""
     made(Halving)
     task = gym.load_gym_task("reasoning_gym:halving", '{"size": 5, "seed": 7}')
     train, test = ([row["prompt"][0]["content"] for row in rows] for rows in (task.train_dataset, task.test_dataset))
@@ -120,7 +120,7 @@ def test_problems_held_out_are_none_of_those_to_train_on(made):
     assert [row["prompt"][0]["content"] for row in task.train_dataset] == ["Half of 8?"] + ["Half of 16?"] * 4
 
 
-def test_the_reward_is_what_the_task_gives_for_the_answer_read(made):
+def test_the_reward_is_the_score_of_the_task(made):
     calls = made(Halving)
     entries = gym.load_gym_task("halving", {"size": 3}).train_dataset["entry"][:]
     calls.clear()
@@ -141,7 +141,7 @@ def test_an_answer_that_a_task_cannot_read_counts_nothing(made):
         assert gym.gym_reward(["0", "<answer>one</answer>", message("2")], entry=entries) == [1.0, 0.0, 1.0]
 
 
-def test_a_task_that_does_not_survive_json_is_refused(made):
+def test_a_task_that_cannot_be_stored_as_json_raises_an_error(made):
     class NeedsTuples(Halving):
         def score_answer(self, answer, entry):
             return float(isinstance(entry["metadata"]["tuple"], tuple))

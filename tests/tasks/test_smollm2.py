@@ -1,4 +1,4 @@
-"""The packaged chat model when it cannot be had: what is said, and what stays of it. tests/llm has the rest."""
+"""Errors when the packaged chat model is not available, and their leftovers. Other tests are in tests/llm."""
 
 import importlib.util
 import subprocess
