@@ -304,7 +304,7 @@ def test_a_finished_study_only_prints_its_tables(folder, capsys):
     invent_rows({"GRPO": [0.5, 0.6], "BAPO": [0.7, 0.9]})
     assert compare() is None
     text = capsys.readouterr().out
-    assert "to make" not in text
+    assert "to do" not in text
     assert "| +0.250 ± 0.635 |" in text  # 0.2 and 0.3: t(1) 12.706 * 0.0707 / sqrt(2)
     compare("--against", "BAPO")
     assert "| -0.250 ± 0.635 |" in capsys.readouterr().out

@@ -217,7 +217,7 @@ def client_of(server: ModelServer | None, on_wait: Callable[[int], None] = lambd
                 if fault == "die":
                     server.stop()
                 if fault is not None:
-                    raise requests.ConnectionError("a tensor of the weights was not taken")
+                    raise requests.ConnectionError("a weight tensor was not transferred")
                 server.received[name] = tensor.clone()
             self._post(f"{self.base_url}/update_weights", json={})
             self._finish_weight_update()

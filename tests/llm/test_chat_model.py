@@ -71,9 +71,7 @@ def test_the_model_of_the_package_answers_and_stops(folder):
 
 def test_four_updates_move_the_adapter(run, folder):
     output_dir, out = run
-    assert re.search(
-        r"^CPU: 1 thread, (bfloat16|float32)", out, re.M
-    )
+    assert re.search(r"^CPU: 1 thread, (bfloat16|float32)", out, re.M)
     assert [log["step"] for log in logs(output_dir)] == [1, 2, 3, 4]
     adapter = PeftModel.from_pretrained(load(folder)[0], output_dir)
     moved = [parameter for name, parameter in adapter.named_parameters() if "lora_B" in name]

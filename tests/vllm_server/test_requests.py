@@ -118,7 +118,7 @@ def test_after_a_failure_the_rest_of_the_weights_is_still_gathered():
         assert client.image_features([None]) == [None]
         failure = client.take_failure()
     assert (failure.during, failure.is_passing) == ("a weight transfer", True)
-    assert "tensor of the weights was not taken" in failure.error
+    assert "weight tensor was not transferred" in failure.error
     assert server.counts["/v1/completions"] == 0
     server.stop()
 

@@ -62,4 +62,4 @@ def broadcast(group: ProcessGroupGloo, tensor: torch.Tensor) -> None:
     try:
         group.broadcast([tensor], options).wait()
     except RuntimeError as error:
-        raise ConnectionError(f"a tensor of the weights was not taken: {error}") from error
+        raise ConnectionError(f"a weight tensor was not transferred: {error}") from error
