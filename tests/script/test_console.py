@@ -157,7 +157,7 @@ def printed(args, logs, capsys, state=None, **steps) -> list[str]:
 
 
 def test_a_row_has_the_columns_that_apply_and_fits_into_100_characters(capsys, monkeypatch):
-    monkeypatch.setattr("bapo_trl.script.console.monotonic", iter([0.0, 0.5, 0.5]).__next__)
+    monkeypatch.setattr("bapo_trl.script.console.monotonic", iter([0.0, 0.5, 0.5, 0.5, 0.5]).__next__)
     above, names, row, undefined = printed(off_policy(), [LOG, {"loss": 0.1, "entropy": None}], capsys)
     for line, words in (
         (above, "mean zero entropy clip positive grad s per time"),
