@@ -45,7 +45,7 @@ PANELS = (
     Panel(
         "Clip bounds (importance ratio)",
         (Line("bapo/clip_high", "upper bound"), Line("bapo/clip_low", "lower bound")),
-        marks=(("ratio on-policy", 1.0),),
+        marks=(("ratio 1: on-policy", 1.0),),
     ),
     Panel(
         "Positive contribution (fraction of the loss)",
@@ -71,10 +71,6 @@ PANELS = (
         is_log=True,
     ),
     Panel(
-        "Length of completions (tokens)",
-        (Line("completions/mean_length", "mean"), Line("completions/max_length", "longest of a batch")),
-    ),
-    Panel(
         "Staleness of samples (policy versions)",
         (Line("staleness/mean", "mean"), Line("staleness/max", "largest", over_seeds="high")),
         limits=(0.0, None),
@@ -83,6 +79,10 @@ PANELS = (
         "Staleness of samples (weight transfers)",
         (Line("sample/staleness_mean", "mean"), Line("sample/staleness_max", "largest", over_seeds="high")),
         limits=(0.0, None),
+    ),
+    Panel(
+        "Length of completions (tokens)",
+        (Line("completions/mean_length", "mean"), Line("completions/max_length", "longest of a batch")),
     ),
 )
 """All panels, the most important first."""
