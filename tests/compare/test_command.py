@@ -273,10 +273,10 @@ def test_each_run_has_the_environment_that_one_before_it_left(folder, monkeypatc
 @pytest.mark.parametrize(
     ("jobs", "settings", "message"),
     [
-        (2, {}, "`--jobs` is 2, and each run takes 2 GPUs (`accelerate` launch.yaml): that is 4 GPUs, and 3 are "
+        (2, {}, "`--jobs` is 2, and each run takes 2 GPUs (`accelerate` launch.yaml): together 4 GPUs, but 3 are "
                 "visible. Set `--jobs` to 1."),
         (4, {"distributed_type": "NO", "num_processes": 1, "gpu_ids": "0"},
-         "`gpu_ids` of launch.yaml is 0, and the 4 runs of `--jobs` would"),
+         "`gpu_ids` of launch.yaml is 0, but the 4 runs of `--jobs` would"),
     ],
 )  # fmt: skip
 def test_a_study_reports_how_many_gpus_it_needs(folder, monkeypatch, capsys, jobs, settings, message):
@@ -352,7 +352,7 @@ def test_a_run_without_results_is_a_row_with_its_error(folder, capsys, monkeypat
     monkeypatch.setattr(execution, "command_of", lambda *args: [sys.executable, "-c", "pass"])
     assert compare() == 1
     rows = read_rows(Path("study")).values()
-    assert [row.arm for row in rows if "left no results (FileNotFoundError" in row.error] == ["BAPO", "GRPO"]
+    assert [row.arm for row in rows if "no results can be read (FileNotFoundError" in row.error] == ["BAPO", "GRPO"]
     assert "failed: no results can be read" in capsys.readouterr().out
     write_study(seeds=[0], base={**BASE, "learning_rate": 0.5})  # other settings, mended or not, are other runs
     compare("--dry_run")
