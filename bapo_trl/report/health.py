@@ -240,11 +240,7 @@ CHECKS = (
         "bapo/search_steps",
         _over_relaxed,
         "The search has no room left: the bounds no longer adapt.",
-        {
-            "A lower `positive_contribution_target`.": "",
-            "A smaller `ratio_upper_max`.": "searches_upper",
-            "A smaller `ratio_lower_max`.": "searches_lower",
-        },
+        {"A lower `positive_contribution_target`.": ""},
         needs="limits",
         measure=_at_limits,
     ),
