@@ -78,14 +78,16 @@ def check_epsilons(config: Any) -> None:
     elif given:
         what = " and ".join(f"`{name}` is {value}" for name, value in given.items())
         if not config.has_clip_bounds:
-            raise InputError(f"{what}, but `loss_type` {config.loss_type!r} has no clip bounds: leave it out.")
+            raise InputError(f"{what}, but `loss_type` {config.loss_type!r} has no clip bounds: remove it.")
+        fix = "remove it; to fix the clip bounds, set each `ratio_..._start` equal to its `ratio_..._max`"
         epsilon = given.get("epsilon", 0.2)  # TRL's default
-        lower, upper = f"{1 - epsilon:g}", f"{1 + given.get('epsilon_high', epsilon):g}"
-        raise InputError(
-            f"{what}, but BAPO searches the clip bounds and does not read it: leave it out. To keep fixed clip bounds "
-            f"of {lower} and {upper}, set `ratio_lower_start` and `ratio_lower_max` to {lower}, and "
-            f"`ratio_upper_start` and `ratio_upper_max` to {upper}."
-        )
+        if all(type(value) in (int, float) and 0 <= value < 1 for value in given.values()):
+            lower, upper = f"{1 - epsilon:g}", f"{1 + given.get('epsilon_high', epsilon):g}"
+            fix = (
+                f"remove it. To keep fixed clip bounds of {lower} and {upper}, set `ratio_lower_start` and "
+                f"`ratio_lower_max` to {lower}, and `ratio_upper_start` and `ratio_upper_max` to {upper}"
+            )
+        raise InputError(f"{what}, but BAPO searches the clip bounds and does not read this setting: {fix}.")
 
 
 def _check_unclipped_loss(config: Any) -> None:

@@ -15,6 +15,7 @@ from hypothesis import settings
 REASONS = ("processes", "kills", "fuzz", "sharding", "trainings", "figures", "rehearsal")
 settings.register_profile("bapo_trl", deadline=None)  # how long an example takes is the machine's
 settings.load_profile("bapo_trl")
+os.environ["COLUMNS"] = "120"  # tables do not depend on the terminal of the tests
 if os.environ.get("TEST_DEVICE") != "cuda":  # before anything asks CUDA: tests are about CPUs, but for `make test-gpu`
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

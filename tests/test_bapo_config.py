@@ -59,6 +59,7 @@ def config(**args) -> BAPOConfig:
         ({**FIXED, "positive_contribution_target": 0.7}, "but it has no effect: both clip bounds are fixed"),
         ({"loss_type": "cispo", "ratio_upper_max": 2.0}, "`ratio_upper_max` is 2.0, but `loss_type` 'cispo' has no"),
         ({"loss_type": "vespo", "delta": 3.0}, "`delta` is 3.0, but `loss_type` 'vespo' has no clip bounds"),
+        *(({"epsilon": value}, "`epsilon` is .*, but BAPO .* remove it; to fix") for value in (1.5, "0.2", math.nan)),
         ({"loss_type": "sapo", "epsilon": 0.3}, "`epsilon` is 0.3, but `loss_type` 'sapo' has no clip bounds"),
         ({"loss_type": "cispo", "epsilon_high": -1.0}, "`epsilon_high` is -1.0, the cap on the ratio"),
         (

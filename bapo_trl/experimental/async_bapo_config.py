@@ -5,7 +5,6 @@ from typing import get_args
 
 from ..clip_bounds.config import BoundSearchConfig, setting
 from ..config_rules import check_bounds, check_epsilons
-from ..errors import InputError
 from ..inputs.setting_checks import check_fields
 from .async_grpo_compat import AsyncGRPOConfig
 
@@ -50,17 +49,7 @@ class AsyncBAPOConfig(BoundSearchConfig, AsyncGRPOConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        own = fields(BoundSearchConfig)
+        own = [f for f in fields(self) if f.name in {each.name for each in fields(BoundSearchConfig)}]
         check_fields(self, own, {f.name: get_args(f.type) or (f.type,) for f in own})
         check_epsilons(self)
-        if self.search_scope == "batch":
-            raise InputError(
-                "`search_scope` is 'batch', for which an update's tokens are scored before its losses: the "
-                "asynchronous trainer does not. Choose 'carried_over' or 'micro_batch'."
-            )
-        if self.negative_weight_min != 1:
-            raise InputError(
-                f"`negative_weight_min` is {self.negative_weight_min}, but the asynchronous trainer's loss reads the "
-                "advantages before the weight is known: leave it at 1."
-            )
         check_bounds(self)

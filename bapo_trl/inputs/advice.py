@@ -18,4 +18,4 @@ def advice_line(args: Any) -> str:
     if updates <= 4 or args.loss_type != type(args).loss_type or args.loss_was_chosen:
         return ""
     advised = ", ".join(f"{name} {value}" for name, value in ADVICE.items())
-    return f"Advice: with more than 4 updates per generation, try {advised} (docs/which_loss.md)."
+    return f"Advice: for {updates:g} updates per generation, try {advised} (docs/which_loss.md)."

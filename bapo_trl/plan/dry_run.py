@@ -366,7 +366,7 @@ def _evaluation(run: DryRun) -> str:
 def _prompts(args: BAPOConfig, prompts: Prompts) -> str:
     names = {0.5: "median", 1.0: "longest"}
     shares = ", ".join(f"{length} ({names.get(q, f'{q:.0%}')})" for q, length in prompts.lengths.items())
-    of = "" if prompts.num_prompts == prompts.num_sampled else f" ({prompts.num_sampled} of them tokenized)"
+    of = "" if prompts.num_prompts == prompts.num_sampled else f" ({prompts.num_sampled} tokenized)"
     count = "a stream" if prompts.num_prompts is None else f"{prompts.num_prompts} prompts"
     lines = [f"Prompts: {count}{of}", f"  tokens: {shares}"]
     if prompts.room is not None:
@@ -376,7 +376,7 @@ def _prompts(args: BAPOConfig, prompts: Prompts) -> str:
         lines.append(f"  {TEXT_FOR_CHAT}")
     shown = prompts.first[:_PROMPT_CHARACTERS]
     more = " ..." if len(prompts.first) > len(shown) else ""
-    lines += ["  first prompt after the chat template:", *(f"  | {line}" for line in f"{shown}{more}".splitlines())]
+    lines += ["  first prompt, as the model gets it:", *(f"  | {line}" for line in f"{shown}{more}".splitlines())]
     return "\n".join(lines)
 
 

@@ -91,10 +91,8 @@ PANELS = (
 def accuracies_of(run: Run) -> tuple[str, list[tuple[int, float, float]]]:
     """Return the name of the accuracy that a run measured, and update, mean and half a 95% interval of each value."""
     name = next((found[1] for found in map(_ACCURACY.fullmatch, run.results) if found), "")
-    steps = {"before": 0, "eval": run.results.get("eval_step")}
-    found = [(step, f"{when}_{name}") for when, step in steps.items() if step is not None]
-    get = run.results.get
-    return name, [(step, get(key), 1.96 * get(f"{key}_stderr", 0.0)) for step, key in found if key in run.results]
+    steps, get = {f"before_{name}": 0, f"eval_{name}": run.logs.steps[-1]}, run.results.get
+    return name, [(steps[key], get(key), 1.96 * get(f"{key}_stderr", 0.0)) for key in steps if key in run.results]
 
 
 def drawn_panels(groups: Sequence[Group]) -> list[Panel]:
@@ -111,8 +109,7 @@ def drawn_panels(groups: Sequence[Group]) -> list[Panel]:
 
 def save_png(groups: Sequence[Group], path: Path, panels: Sequence[Panel] = ()) -> None:
     """Draw panels into one image; by default all that have data, at least one."""
-    from cycler import cycler
-    from matplotlib import rc_context
+    from matplotlib import cycler, rc_context
     from matplotlib.figure import Figure  # not pyplot, which would choose a window and keep the figure
     from matplotlib.lines import Line2D
 
@@ -176,16 +173,21 @@ def _draw(axes: Any, panel: Panel, groups: Sequence[Group]) -> None:
 
 def _draw_accuracies(axes: Any, groups: Sequence[Group]) -> None:
     """Draw the accuracies of each run as points with intervals, joined by a line, and put the values beside them."""
+    names = set()
     for index, group in enumerate(groups):
         for run in group.runs:
             name, found = accuracies_of(run)
             for step, mean, half in found if len(groups) == len(group.runs) == 1 else ():
-                place = "right" if step else "left"
-                axes.annotate(f" {mean:.2f} ", (step, mean + half), ha=place, va="bottom", fontsize="small")
+                below = mean + half > 0.9
+                height, side = (mean - half, "top") if below else (mean + half, "bottom")
+                axes.annotate(
+                    f" {mean:.2f} ", (step, height), ha="right" if step else "left", va=side, fontsize="small"
+                )
             if found:
+                names.add(name)
                 axes.errorbar(*zip(*found, strict=True), color=f"C{index}", marker="o", capsize=3)
-                axes.set_ylabel(name, fontsize="small")
-    axes.set_ylim(0, 1)
+    axes.set_ylabel(", ".join(sorted(names)), fontsize="small")
+    axes.set_ylim(0, 1.03)
 
 
 class Curve(NamedTuple):

@@ -60,8 +60,8 @@ def rewards_in_words(logs: Mapping[str, float]) -> str:
     """Return the rewards of the log of an evaluation."""
     shown = {name: value for name, value in sorted(logs.items()) if name == "eval_reward" or "reward_best_of" in name}
     names = [name.replace("eval_reward_best", "best").replace("eval_", "mean ").replace("_", " ") for name in shown]
-    parts = [f"{name} {value:.3f}" for name, value in zip(names, shown.values(), strict=True)]
-    return ", ".join(parts) or "no reward"
+    pairs = [(name, value) for name, value in zip(names, shown.values(), strict=True) if value == value]
+    return ", ".join(f"{name} {value:.3f}" for name, value in pairs) or "no reward"
 
 
 def without_bars_in_files() -> None:
@@ -79,7 +79,7 @@ class UpdateLines(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._is_training = True
-        self._num_rows = 0
+        self._num_rows, self._widths = 0, [0] * (len(_COLUMNS) + 3)
         self._first = self._last = (state.global_step, monotonic())
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -98,8 +98,10 @@ class UpdateLines(TrainerCallback):
         if any(name.startswith("eval_") for name in logs):
             self._print(state, f"Evaluation after update {state.global_step}: {rewards_in_words(logs)}")
         elif self._is_training and is_of_updates(logs):
+            before = self._widths
             header, row = self._header_and_row(args, state, logs)
-            is_due, self._num_rows = self._num_rows % HEADER_EVERY == 0, self._num_rows + 1
+            is_due = self._num_rows % HEADER_EVERY == 0 or self._widths != before
+            self._num_rows += 1
             self._print(state, f"{header}\n{row}" if is_due else row)
             self.on_step_end(args, state, control)
 
@@ -116,13 +118,15 @@ class UpdateLines(TrainerCallback):
         pace, left = self._pace(state)
         cells = [("", "update", done)]
         for above, name, metrics, form, width in _COLUMNS:
-            if args.has_clip_bounds or name != "bounds":
+            fits = name != "ESS" or not is_narrow or state.max_steps < 10_000
+            if fits and (args.has_clip_bounds or name != "bounds"):
                 values = [logs.get(metric) for metric in metrics.split()]
-                cell = "-" if None in values else "-".join(f"{value:{form}}" for value in values)
+                is_defined = all(value is not None and value == value for value in values)
+                cell = "-".join(f"{value:{form}}" for value in values) if is_defined else "-"
                 cells.append((above, name, cell.rjust(width)))
         cells += [("s per", "update", pace), ("time", "left", left.rjust(7))]
-        widths = [max(map(len, cell)) for cell in cells]
-        padded = [[text.rjust(width) for text in cell] for cell, width in zip(cells, widths, strict=True)]
+        self._widths = [max(width, *map(len, cell)) for width, cell in zip(self._widths, cells, strict=False)]
+        padded = [[text.rjust(width) for text in cell] for cell, width in zip(cells, self._widths, strict=True)]
         above, names, row = ((" " if is_narrow else "  ").join(line) for line in zip(*padded, strict=True))
         return f"{above}\n{names}", row
 

@@ -350,8 +350,16 @@ def _fill(template: str | None, prompt: Any, row: Mapping[str, Any]) -> Any:
     values = {**row, "prompt": prompt}
 
     def value(place: re.Match) -> str:
-        if values[place[1]] is None or not isinstance(prompt, str):
-            raise InputError(f"`prompt_template` needs a text for `{place[1]}`: remove the row of prompt {prompt!r}.")
+        if not isinstance(prompt, str):
+            raise InputError(
+                f"`prompt_template` needs prompts of text, but one is {prompt!r}: put the template's text into the "
+                "prompts, and remove `prompt_template`."
+            )
+        if values[place[1]] is None:
+            raise InputError(
+                f"`prompt_template` names the column `{place[1]}`, which is empty for the prompt {prompt!r}: fill it, "
+                "or remove the prompt."
+            )
         return str(values[place[1]])
 
     return re.sub(rf"\{{({'|'.join(map(re.escape, values))})\}}", value, template)

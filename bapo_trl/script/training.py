@@ -82,9 +82,10 @@ def run(settings: Settings) -> None:
     if training_args.do_train and trainer.is_world_process_zero():
         say(f"\nModel: {output_dir}\nLog: {output_dir / TRAINER_STATE_NAME}")
         say(report_line(trainer.state.log_history, output_dir / "report.png"))
-        of_demo = script_args.dataset_name == EMBEDDED
-        then = "train on your own data (docs/your_own_data.md)" if of_demo else "measure the model: bapo-trl evaluate"
-        say(f"Next: look at the report, then {then}.")
+        if script_args.dataset_name == EMBEDDED:
+            say("Next: train on your own data (docs/your_own_data.md).")
+        elif not training_args.do_eval:
+            say("Next: measure the model with bapo-trl evaluate.")
 
 
 def _train(trainer: EvaluatedTrainer, inputs: Inputs, training_args: BAPOConfig) -> Evaluation | None:
@@ -152,7 +153,8 @@ def _evaluate_before(trainer: EvaluatedTrainer, inputs: Inputs) -> Evaluation | 
     path = Path(trainer.args.output_dir, "eval_completions_before.jsonl")
     weights = [file for name, _ in inputs.parts for file in sorted(Path(name).glob("*.safetensors"))]
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
-    trainer.accelerator.print("Evaluating before training ...", flush=True)
+    if not path.exists():  # as of a resumed run
+        trainer.accelerator.print("Evaluating before training ...", flush=True)
     before = evaluate(trainer, inputs.data.test, path, inputs.extract_answer, [*inputs.parts, *stats])
     name, accuracy = next(iter(before.accuracies.items()), ("no prompt has a reward", "unknown"))
     trainer.accelerator.print(f"Accuracy before training: {accuracy} ({name})", flush=True)
@@ -168,8 +170,6 @@ def _evaluate_after(trainer: EvaluatedTrainer, inputs: Inputs, before: Evaluatio
     rewards = {f"eval_{name}": value for name, value in after.metrics.items()}
     trainer.log(rewards)
     results, accuracies = after.as_results("eval"), {"accuracy": after.accuracies}
-    if trainer.args.do_train:
-        results["eval_step"] = trainer.state.global_step  # where the report draws it
     if before is not None:
         results = {**before.as_results("before"), **results}
         accuracies = {"before": before.accuracies, "after": after.accuracies}
@@ -179,7 +179,7 @@ def _evaluate_after(trainer: EvaluatedTrainer, inputs: Inputs, before: Evaluatio
     count = after.metrics.get("prompts_without_reward", 0)
     lines = [
         f"Evaluation of {model} on {data.test_title or data.title}",
-        f"  {after.num_prompts} prompts; ± is the standard error; twice that is a 95% interval",
+        f"  number of prompts: {after.num_prompts}; ± is the standard error, twice of which is a 95% interval",
         accuracy_table(accuracies),
         f"  {rewards_in_words(rewards)}",
         f"Left out, without a reward: {count} of {count + after.num_prompts} prompts" if count else "",

@@ -83,4 +83,4 @@ def test_health_warnings_are_those_of_the_report(tmp_path):
     cut_off = [{**log, "completions/clipped_ratio": 0.75} if "grad_norm" in log else log for log in LOGS]
     row = row_of(RUN, left_by_train(tmp_path, cut_off), 1.0)
     assert list(row.warnings) == ["Completions cut off"]
-    assert row.warnings["Completions cut off"].startswith("75% of the completions ended for their length")
+    assert row.warnings["Completions cut off"].startswith("75% of the completions reached the maximum length")

@@ -58,7 +58,7 @@ def test_before_and_after_on_data_of_ones_own(folder, capsys):
         assert found[f"{prefix}_completions/clipped_ratio"] == sum(line["cut_off"] for line in lines) / 24
     assert completions() != completions("out/eval_completions_before.jsonl")
     assert re.search(r"\n +before +after\n  avg@4 +0\.\d{3} ± 0\.\d{3}  0\.\d{3} ± 0\.\d{3}\n", out)
-    assert "Evaluation of out on test.jsonl\n  6 prompts; " in out
+    assert "Evaluation of out on test.jsonl\n  number of prompts: 6; " in out
     assert f"\n  mean reward {found['eval_reward']:.3f}" in out
 
 

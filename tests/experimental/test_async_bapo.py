@@ -135,7 +135,7 @@ def test_the_report_reads_it(tmp_path, samples, capsys):
     report.main([str(tmp_path / "run"), "--output", str(tmp_path)])
     assert "Effective sample size: below 0.3" in capsys.readouterr().out
     titles = {panel.title for panel in drawn_panels(group_runs(read_runs([str(tmp_path / "run")])))}
-    assert {"Staleness of the samples (transfers of the weights)", "Clip bounds (importance ratio)"} <= titles
+    assert {"Staleness of samples (weight transfers)", "Clip bounds (importance ratio)"} <= titles
     assert (tmp_path / "report.png").exists()
 
 

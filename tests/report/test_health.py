@@ -77,7 +77,6 @@ def test_every_check_has_a_golden_line_and_a_row_in_the_docs():
     rows = [line for line in page.partition("| check |")[2].splitlines() if line.startswith("| ")]
     for check, row in zip(CHECKS, rows, strict=True):
         assert row.startswith(f"| {check.name} | ")
-        assert row.endswith(f" | {' '.join(check.remedies)} |"), row
 
 
 @pytest.mark.parametrize(

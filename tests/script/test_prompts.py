@@ -97,8 +97,8 @@ IMAGE = [{"role": "user", "content": [{"type": "image"}]}]
     ("row", "flags", "message"),
     [
         ({"prompt": "1+1?", "unit": None}, {"prompt_template": "{prompt} In {unit}."},
-         r"`prompt_template` needs a text for `unit`: remove the row of prompt '1\+1\?'"),
-        ({"prompt": IMAGE}, {"prompt_template": "{prompt}!"}, "`prompt_template` needs a text for `prompt`"),
+         r"`prompt_template` names the column `unit`, which is empty for the prompt '1\+1\?'"),
+        ({"prompt": IMAGE}, {"prompt_template": "{prompt}!"}, "`prompt_template` needs prompts of text"),
         (AIME, {"prompt_column": ["question"], "prompt_template": "{problem}?"},
          r"`prompt_template` is '\{problem\}\?', which has no placeholder for the prompt: .*\(question, answer\)"),
         (SKYWORK, {"answer_column": ["ability.text", "reward_model.truth"]},

@@ -53,7 +53,7 @@ def test_two_updates_on_the_embedded_task(tmp_path):
         r"clip bounds +lower 0.6 to 0.9, upper 1.2 to 3\n",
         r"search +search_order upper_first, search_scope carried_over\n",
         r"\n +update  reward .*\n1/2  50%   0\.\d+ .* 0\.\d+-\d\.\d+ ",
-        rf"Evaluation of {tmp_path / 'run'} on the embedded task \(sums of two numbers\)\n  513 prompts; ",
+        rf"Evaluation of {tmp_path / 'run'} on the embedded task \(sums of two numbers\)\n  number of prompts: 513; ",
         r"\n +before +after\n  avg@4   0\.\d+ ± 0\.\d+  0\.\d+ ± 0\.\d+\n  pass@2 ",
         rf"Model: {tmp_path / 'run'}\n",
         rf"Saved {tmp_path / 'run' / 'checkpoint-2'}\n",
