@@ -138,7 +138,7 @@ EXPRESSIONS = [
 @pytest.fixture
 def names(tmp_path, monkeypatch):
     """What a reader has in a script of their own, right after `import bapo_trl`."""
-    for package in ("clip_bounds", "evaluation", "report", "tasks"):
+    for package in ("clip_bounds", "evaluation", "experimental", "report", "tasks"):
         monkeypatch.delattr(bapo_trl, package, raising=False)  # loaded by other tests
     monkeypatch.setattr("bapo_trl.tasks.smollm2.cached_folder", lambda *args: tmp_path / args[0])
     model, tokenizer, dataset = toy_model(), character_tokenizer(), toy_dataset()
