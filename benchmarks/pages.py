@@ -47,6 +47,7 @@ WEIGHTS = {
     "BAPO": "BAPO",
     "GRPO": "GRPO",
 }
+ASYNC_METHODS = ("GRPO", "clip-higher", "BAPO", "widest bounds")
 METHODS = ("GRPO", "clip-higher", "CISPO", "SAPO", "GSPO", "VESPO")
 VARIANTS = {  # arms of the study by what they change
     "upper bound alone, delta 3": "search only the upper bound, `delta=3.0`",
@@ -254,6 +255,16 @@ def overlap_accuracy_table() -> str:
     return markdown([UPDATES, "seeds", "without", "with overlap", "difference"], lines)
 
 
+def async_table() -> str:
+    """Return the methods of asynchronous training on seeds 1 to 5, by staleness, compared with GRPO."""
+    places = []
+    for staleness in (1, 4, 16, 64):
+        runs = [row for row in rows("async_staleness", staleness=staleness) if row.seed > 0]  # 0 chose the rates
+        found, rates = finals(runs), {row.arm: rate_name(row.sweep["learning_rate"]) for row in runs}
+        places.append((str(staleness), {arm: found[arm] for arm in ASYNC_METHODS}, rates))
+    return long_table("staleness", places, "GRPO")
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "methods": short_methods_table,
     "methods_by_updates": methods_table,
@@ -266,6 +277,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "lora_transfer": lora_transfer_table,
     "overlap_time": overlap_time_table,
     "overlap_accuracy": overlap_accuracy_table,
+    "async": async_table,
     "scopes": lambda: long_table(
         UPDATES, [(name, finals(rows(f"scopes_{name}")), {}) for name in STALE], "batch"
     ).replace("| method ", "| scope  "),
